@@ -1,10 +1,10 @@
-"""A callable with its shapes: what its forward, dgrad and wgrad take and give, leaf by leaf.
+"""A callable for fixed shapes: the leaves that its forward, dgrad and wgrad take and return.
 
-Arrays that a part only hands on (an input that is also a residual, a dy that is also the stash) are not outputs of its program:
-the host keeps the array that went in. So nothing is copied, and who owns the array stays known.
+An array that a part passes through unchanged (an input that is also a residual, a dy that is also in the stash) is not an
+output of its program. The host keeps the input array instead, so nothing is copied and the owner of the array stays known.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -19,13 +19,14 @@ from jgraph.precision.transform import FP8Function
 from jgraph.tree import path_name
 
 Tree = Any
+TreeDef = Any  # `jax.tree_util.PyTreeDef` is not a type to checkers
 
 
 @dataclass(frozen=True)
 class Side:
-    """The leaves of one argument or result: their structure, shapes, and paths for messages."""
+    """The leaves of one argument or result: tree structure, shapes, and paths for messages."""
 
-    tree: Any
+    tree: TreeDef
     avals: tuple[jax.ShapeDtypeStruct, ...]
     paths: tuple[str, ...]
 
@@ -39,7 +40,7 @@ class Side:
         return len(self.avals)
 
     def unflatten(self, leaves: Sequence[Any]) -> Tree:
-        return jax.tree.unflatten(self.tree, leaves)
+        return self.tree.unflatten(leaves)
 
     def shapes(self) -> Tree:
         return self.unflatten(self.avals)
@@ -49,22 +50,24 @@ class Side:
 class Shaped:
     """A callable, differentiated for one set of shapes.
 
+    Parameters are numbered by their position among the leaves of `params`.
+
     Attributes:
-        index: of the callable.
-        split: its parts.
-        params, x, extra, y: sides; `extra` is (positional arguments after x, keyword arguments).
-        residuals, stash: sides; `residuals` are those of the pool forward -> dgrad, then those of forward -> wgrad.
-        num_dgrad: how many of the residuals are in the first of the two pools.
-        takes_gradient: whether x is floating, so that there is a dx.
-        late, early: places of the parameters whose gradients come from wgrad; from dgrad. Integers have none, nor
-            have weights in FP8.
-        maxima: of the early ones, amax histories. Their "gradient" is the history after a microbatch; of several it is the
-            maximum, not the sum.
-        device: where it runs.
-        reads: for `forward`, `dgrad` and `wgrad`, the places of the parameters that it reads.
-        residuals_from: for each residual, its place in (x, extra) where forward only hands it on, or None.
-        stash_from: for each leaf of the stash, its place in (residuals, dy) where dgrad only hands it on, or None.
-        aux: side of what forward gives besides y.
+        index: The number of the callable.
+        split: Its forward, dgrad and wgrad.
+        params, x, extra, y: Arguments and result. `extra` is (positional arguments after x, keyword arguments).
+        residuals, stash: Arrays that forward leaves for the backward, and dgrad for wgrad. Residuals of the pool forward_dgrad
+            come before those of forward_wgrad.
+        num_dgrad: Number of residuals in the pool forward_dgrad.
+        takes_gradient: True if x is floating and has a gradient dx.
+        late, early: Parameters that get their gradient from wgrad, and from dgrad. Integers and FP8 weights have no gradient.
+        device: The device that it runs on.
+        maxima: The early parameters that are amax histories. The "gradient" of a history is its new value; several
+            microbatches are reduced by the maximum, not by the sum.
+        reads: The parameters that each part reads, by kind of action.
+        residuals_from: For each residual, the leaf of (x, extra) that forward passes through, or None.
+        stash_from: For each leaf of the stash, the leaf of (residuals, dy) that dgrad passes through, or None.
+        aux: Results of forward besides y.
     """
 
     index: int
@@ -81,19 +84,24 @@ class Shaped:
     early: tuple[int, ...]
     device: Any
     maxima: tuple[int, ...] = ()
-    reads: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    reads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     residuals_from: tuple[int | None, ...] = ()
     stash_from: tuple[int | None, ...] = ()
     aux: Side = field(default_factory=lambda: Side.of(()))
 
     @cached_property
-    def inputs_tree(self) -> Any:
-        """Structure of (x, extra)."""
-        return jax.tree.structure((self.x.shapes(), self.extra.shapes()))
+    def grads(self) -> Mapping[str, tuple[int, ...]]:
+        """The parameters of the gradients that each part makes, by kind of action."""
+        return {"forward": (), "dgrad": self.early, "wgrad": self.late, "backward": (*self.early, *self.late)}
+
+    @cached_property
+    def call_tree(self) -> TreeDef:
+        """Structure of (params, (x, (args, kwargs)))."""
+        return jax.tree.structure((self.params.shapes(), (self.x.shapes(), self.extra.shapes())))
 
     @cached_property
     def num_dx(self) -> int:
-        """Leaves of dx."""
+        """Number of leaves of dx."""
         return len(self.x) if self.takes_gradient else 0
 
     @cached_property
@@ -103,12 +111,12 @@ class Shaped:
 
     @cached_property
     def keys(self) -> tuple[int, ...]:
-        """Places in `extra` of random keys among the keyword arguments."""
+        """Leaves of `extra` that are random keys among the keyword arguments."""
         avals = enumerate(self.extra.avals)
         return tuple(i for i, a in avals if i >= len(self.positional) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key))
 
     def fill(self, part: str, read: Sequence[Any]) -> list[Any]:
-        """Returns all leaves of params from those that a part reads; zeros for the others."""
+        """Returns all leaves of params, with zeros for leaves that a part does not read."""
         given = dict(zip(self.reads[part], read, strict=True))
         return [given[i] if i in given else replay.zeros(aval) for i, aval in enumerate(self.params.avals)]
 
@@ -118,30 +126,37 @@ class Shaped:
         given = (x, extra) if self.takes_gradient else ((), (x, extra))
         return jax.tree.leaves(self.split.forward(self.params.unflatten(params), *given))
 
-    def dgrad(self, params: Sequence[Any], residuals: Sequence[Any], dy: Sequence[Any]):
-        """Returns the leaves of dx, gradients by place, and the leaves of the stash."""
+    def dgrad(
+        self, params: Sequence[Any], residuals: Sequence[Any], dy: Sequence[Any]
+    ) -> tuple[list[Any], dict[int, Any], list[Any]]:
+        """Returns the leaves of dx, the early gradients by parameter, and the leaves of the stash."""
         weights = self.params.unflatten(params)
         dx, early, stash = self.split.dgrad(weights, self.residuals.unflatten(residuals), self.y.unflatten(dy))
         gradients = self.params.tree.flatten_up_to(early)
         return jax.tree.leaves(dx), {i: gradients[i] for i in self.early}, jax.tree.leaves(stash)
 
-    def wgrad(self, params: Sequence[Any], residuals: Sequence[Any], stash: Sequence[Any], sums: dict[int, Any] | None):
-        """Returns gradients by place, of the parameters' dtypes; or, given float32 sums by place, the sums with them added."""
+    def wgrad(
+        self, params: Sequence[Any], residuals: Sequence[Any], stash: Sequence[Any], sums: Mapping[int, Any] | None
+    ) -> dict[int, Any]:
+        """Returns the late gradients by parameter.
+
+        Args:
+            params, residuals, stash: All leaves; None for residuals of the pool forward_dgrad.
+            sums: Float32 sums by parameter; the gradients are added to them. None returns gradients in the parameters' dtypes.
+        """
         if not self.late:
             return {}
-        weights, kept = self.params.unflatten(params), self.residuals.unflatten(residuals)
-        left = self.stash.unflatten(stash)
+        given = self.params.unflatten(params), self.residuals.unflatten(residuals), self.stash.unflatten(stash)
         if sums is None:
-            out = self.split.wgrad(weights, kept, left)
+            out = self.split.wgrad(*given)
         else:
-            total = self.params.unflatten([sums.get(i) for i in range(len(self.params))])
-            out = self.split.accumulate(total, weights, kept, left)
+            out = self.split.accumulate(self.params.unflatten([sums.get(i) for i in range(len(self.params))]), *given)
         leaves = self.params.tree.flatten_up_to(out)
         return {i: leaves[i] for i in self.late}
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype alone: not where it is, nor whether its dtype is a weak one."""
+    """Returns shape and dtype of a leaf, without its sharding and weak type."""
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         leaf = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -152,16 +167,26 @@ def shape_callable(
     index: int,
     params: Tree,
     args: Sequence[Tree],
-    kwargs: dict[str, Any],
+    kwargs: Mapping[str, Any],
     *,
     device: Any,
     has_aux: bool = False,
     recompute: Recompute = "elementwise",
 ) -> Shaped:
-    """Traces a callable's parts; computes nothing. With `has_aux` it returns (y, aux); `recompute` is `split_backward`'s.
+    """Traces the parts of a callable. Computes nothing.
+
+    Args:
+        fn: `fn(params, x, *extra, **kwargs) -> y`, or an FP8 function.
+        index: The number of the callable, for messages.
+        params: Arrays or shapes. Those of an FP8 function are (params, state, weights).
+        args: (x, *extra), arrays or shapes.
+        kwargs: Keyword arguments, arrays or shapes.
+        device: The device that it will run on.
+        has_aux: True if `fn` returns (y, aux).
+        recompute: As in `split_backward`.
 
     Raises:
-        CallableError: a parameter is complex, x mixes floating and other leaves, y has a leaf that is not floating, or the
+        CallableError: A parameter is complex, x mixes floating and other leaves, y has a leaf that is not floating, or the
             callable reduces over a mesh axis.
     """
     weights, x, extra = Side.of(params), Side.of(args[0]), Side.of((tuple(args[1:]), dict(kwargs)))
@@ -173,8 +198,8 @@ def shape_callable(
     if any(floating) and not takes_gradient:
         i = floating.index(False)
         raise CallableError(
-            f"callable {index}: x has floating leaves, and {x.paths[i] or 'a leaf'} is {x.avals[i].dtype}; pass what has no "
-            f"gradient as an argument after x"
+            f"callable {index}: x has floating leaves, but {x.paths[i] or 'a leaf'} is {x.avals[i].dtype}: pass leaves without "
+            f"a gradient as an argument after x"
         )
     plain = fn.fn if isinstance(fn, FP8Function) else fn
     if takes_gradient:
@@ -186,14 +211,13 @@ def shape_callable(
     split = split_backward(
         replace(fn, fn=stage) if isinstance(fn, FP8Function) else stage, has_aux=has_aux, recompute=recompute
     )
-    alone = "it must not, because a callable runs on one device"
+    alone = "a callable runs on one device, so it must not"
     with refused_axes(lambda axis: CallableError(f"callable {index} reduces over the mesh axis {axis!r}: {alone}")):
         spec = split.spec(*arguments)
-    y, residuals, stash = Side.of(spec.y), Side.of(spec.residuals), Side.of(spec.stash)
+    y, kept = Side.of(spec.y), spec.residuals.trace
     for path, aval in zip(y.paths, y.avals, strict=True):
         if not jnp.issubdtype(aval.dtype, jnp.floating):
             raise CallableError(f"callable {index}: y{path and '/' + path} is {aval.dtype}; every output must be floating")
-    plan = spec.residuals.trace
     num_params = len(jax.tree.leaves(params[0])) if isinstance(fn, FP8Function) else len(weights)
     shaped = Shaped(
         index=index,
@@ -202,26 +226,26 @@ def shape_callable(
         x=x,
         extra=extra,
         y=y,
-        residuals=residuals,
-        stash=stash,
+        residuals=Side.of(spec.residuals),
+        stash=Side.of(spec.stash),
         num_dgrad=len(spec.residuals.dgrad),
         takes_gradient=takes_gradient,
-        late=tuple(i for i, late in enumerate(plan.delayed) if late),
-        early=tuple(i for i, early in enumerate(plan.early) if early),
+        late=tuple(i for i, late in enumerate(kept.delayed) if late),
+        early=tuple(i for i, early in enumerate(kept.early) if early),
         device=device,
         aux=Side.of(spec.aux),
-        maxima=tuple(i for i, early in enumerate(plan.early) if early and i >= num_params),
+        maxima=tuple(i for i, early in enumerate(kept.early) if early and i >= num_params),
     )
     return replace(shaped, **_flows(shaped))
 
 
 def _flows(shaped: Shaped) -> dict[str, Any]:
-    """Returns the fields of `Shaped` that are read off the traces: parameters read, arrays handed on."""
+    """Reads off the traces which parameters each part reads and which arrays it passes through."""
     weights, count = list(shaped.params.avals), len(shaped.params)
     inputs = [*shaped.x.avals, *shaped.extra.avals]
     residuals, stash, dy = list(shaped.residuals.avals), list(shaped.stash.avals), list(shaped.y.avals)
 
-    def dgrad(params, residuals, dy):
+    def dgrad(params: list[Any], residuals: list[Any], dy: list[Any]) -> Tree:
         dx, early, stash = shaped.dgrad(params, residuals, dy)
         return dx, stash, list(early.values())
 
@@ -233,12 +257,13 @@ def _flows(shaped: Shaped) -> dict[str, Any]:
         needed, _ = replay.needs(jaxpr, [True] * len(jaxpr.outvars))
         return tuple(i for i in range(count) if needed[i])
 
-    def flows(jaxpr: Any, start: int, length: int) -> tuple[int | None, ...]:
+    def passed(jaxpr: Any, start: int, length: int) -> tuple[int | None, ...]:
         sources = replay.forwarded(jaxpr)[start : start + length]
         return tuple(i - count if i is not None and i >= count else None for i in sources)
 
+    by_kind = {"forward": reads(forward), "dgrad": reads(back), "wgrad": reads(late)}
     return {
-        "reads": {"forward": reads(forward), "dgrad": reads(back), "wgrad": reads(late)},
-        "residuals_from": flows(forward, len(dy), len(residuals)),
-        "stash_from": flows(back, shaped.num_dx, len(stash)),
+        "reads": by_kind | {"backward": (*by_kind["dgrad"], *by_kind["wgrad"])},
+        "residuals_from": passed(forward, len(dy), len(residuals)),
+        "stash_from": passed(back, shaped.num_dx, len(stash)),
     }

@@ -1,17 +1,16 @@
-"""The second engine of a pipeline: a stage's forward, dgrad and wgrad as executables, which the host hands to the ranks.
+"""The MPMD engine of a pipeline: the host starts executables of every rank.
 
-A step begins with a program that all ranks run together: it casts the parameters, in FP8 it quantizes the weights, and it deals
-out the batch. The schedule follows: each rank runs executables of its own, on arrays that lie on it alone. Nothing is masked or
-padded there, no rank waits for another one's tick, and embedding and head are whole on the ranks of the first and the last
-stage. What was summed then becomes arrays over all ranks again, for the update, which is the other engine's. All of it lies in
-the same buffers at every step.
+A step begins with one SPMD program, which casts the parameters, quantizes the weights in FP8, and deals out the batch. Then
+every rank plays its order with executables of its own (`jgraph.callables`), so nothing is masked or padded, no rank waits for
+another rank's tick, and embedding and head are whole on the ranks of the first and the last stage. The sums become arrays over
+all ranks again, for the update program that both engines share. All arrays stay in the same buffers at every step.
 """
 
-# P ranks, D replicas of the pipeline, M microbatches
+# P ranks, D replicas of the pipeline, M microbatches, C chunks of a rank, N layers of a chunk
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,13 +20,13 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jgraph.callables.plan import ExecutionPlan, play
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError
 from jgraph.mesh import Axis, batch_axes
 from jgraph.pipeline.ends import End, part_shape
 from jgraph.pipeline.program import Pipeline
-from jgraph.pipeline.replica import Replica
-from jgraph.pipeline.stages import Chunk, Stage, shard, stages_of
+from jgraph.pipeline.stages import Chunk, Stage, numbered, plan_of, shard, stages_of
 from jgraph.strategies.objective import Carry
 from jgraph.xla import CaptureReport, check_identity, compile_and_report
 
@@ -36,48 +35,53 @@ Tree = Any
 
 @dataclass(frozen=True, eq=False)
 class _Result:
-    """An array of what a step leaves.
+    """An array that a step returns.
 
     Attributes:
-        aval: its shape over all devices, with its sharding.
-        part: (replica, rank) -> what of it is on the device.
+        aval: Its shape and sharding over all devices.
+        shards: By rank, the result of the plan that is the rank's shard; None for zeros.
     """
 
     aval: jax.ShapeDtypeStruct
-    part: Callable[[Replica, int], Array]
+    shards: Sequence[tuple[Any, ...] | None]
 
 
 @dataclass(frozen=True, eq=False)
 class Dispatched:
-    """Gradients of a step by executables that the host hands over, for one set of shapes. Made by `dispatched`.
+    """Computes the gradients of a step by executables that the host starts, for one set of shapes. Made by `dispatched`.
 
-    One thread at a time calls it, since its buffers are used again.
+    One thread at a time may call it, because its buffers are reused.
 
     Attributes:
-        pipeline: the model, its schedule, where its layers are.
-        shapes: of the parameters, as `Pipeline.stack` gives them.
-        chunks: a rank's layers as executables take them.
-        ends: embedding and head.
-        begin: the program before the schedule: (its last results, donated; params; carried; step; batch) -> results, a list
-            with None for those that nobody reads.
-        report: what of it is captured.
-        replicas: of the pipeline, each with a part of the batch.
+        pipeline: The model with its schedule.
+        shapes: Shapes of the parameters, as `Pipeline.stack` returns them.
+        chunks: The packed layers of a rank.
+        ends: Embedding and head.
+        stages: In the order of the data.
+        batch: By microbatch, numbers of the arrays that the loss reads, as in `Stage`.
+        begin: The program before the schedule: (its last results, donated; params; carry; step; batch) -> results, a list
+            with None for results that nothing reads.
+        report: Its capture report.
+        plans: The schedule on the devices of each replica of the pipeline.
         buffers: `begun`, the last results of `begin`.
+        zeros: Zeros by shape and device, for layers that a shorter stage does not have.
     """
 
     pipeline: Pipeline
     shapes: Tree
     chunks: tuple[Chunk, ...]
     ends: tuple[End, End]
+    stages: tuple[Stage, ...]
+    batch: list[list[int]]
     begin: jax.stages.Compiled
     report: CaptureReport | None
-    replicas: tuple[Replica, ...]
+    plans: tuple[ExecutionPlan, ...]
     buffers: dict[str, Any]
+    zeros: dict[Any, Array] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        reports = [self.report, *(report for replica in self.replicas for _, report in replica.reports)]
-        count = sum(len(replica.plan.instructions) for replica in self.replicas)
-        text = f"dispatched: the host hands over {count} executables a step; {len(reports)} are compiled"
+        reports = [self.report, *(report for plan in self.plans for _, report in plan.reports)]
+        text = f"dispatched: the host hands over {len(self.executables) - 1} executables a step; {len(reports)} are compiled"
         if not (known := [report for report in reports if report is not None]):
             return text
         whole = sum(report.command_buffers == 1 and report.captured == report.total for report in known)
@@ -85,33 +89,72 @@ class Dispatched:
 
     @property
     def executables(self) -> list[jax.stages.Compiled]:
-        """Returns what a call runs, in this order, but for what is done to embedding and head."""
-        plans = [replica.plan for replica in self.replicas]
-        return [self.begin, *(one.executable.compiled for plan in plans for one in plan.instructions)]
+        """The executables of a call, in order."""
+        return [self.begin, *(one.executable.compiled for plan in self.plans for one in plan.instructions)]
 
     def __call__(self, params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
-        """Plays the schedule. Returns what `collect` takes; sums of gradients stay in the buffers that they are in.
+        """Plays the schedule.
 
         Args:
-            params, carry, step: of the state; not donated.
+            params, carry, step: Arrays of the state; not donated.
             batch: A batch from `TrainStep.place`.
+
+        Returns:
+            The argument of `collect`. The next call overwrites it.
         """
-        # Not popped: an argument that `begin` refuses must not cost the buffers.
+        # Not popped: the buffers must survive an argument that `begin` refuses.
         begun = in_turn(self.begin(self.buffers["begun"], params, carry, step, batch))
         self.buffers["begun"] = begun
-        outer = jax.tree.leaves(params["outer"])
-        for replica in self.replicas:
-            replica.play(begun, outer)
+        arrays = [*begun, *jax.tree.leaves(params["outer"])]
+        played = [self._play(plan, arrays) for plan in self.plans]
+        homes = {device: (d, rank) for d, plan in enumerate(self.plans) for rank, device in enumerate(plan.flow.devices)}
+
+        def local(result: _Result, device: Any) -> Array:
+            d, rank = homes[device]
+            if (name := result.shards[rank]) is not None:
+                array = played[d][name]
+                return array if array.devices() == {device} else jax.device_put(array, device)
+            shape = shard(result.aval).shape
+            if (shape, device) not in self.zeros:
+                self.zeros[shape, device] = jnp.zeros(shape, device=device)
+            return self.zeros[shape, device]
 
         def whole(result: _Result) -> Array:
-            parts = [result.part(replica, rank) for replica, rank in self._homes]
-            return jax.make_array_from_single_device_arrays(result.aval.shape, result.aval.sharding, parts)
+            shards = [local(result, device) for device in self.pipeline.mesh.devices.flat]
+            return jax.make_array_from_single_device_arrays(result.aval.shape, result.aval.sharding, shards)
 
         return jax.tree.map(whole, self._results)
 
+    def _play(self, plan: ExecutionPlan, arrays: Sequence[Any]) -> dict[Any, Array]:
+        """Plays a replica's plan on its shards of the arrays that a step begins with. Returns the results by name."""
+        head, last = self.ends[1], len(self.stages) - 1
+        first = len(arrays) - len(jax.tree.leaves(self.shapes["outer"]))
+        params = [*(stage.params for stage in self.stages), [first + i for i in head.reads]]
+        ranks, order = [stage.rank for stage in (*self.stages, self.stages[-1])], list(self.pipeline.mesh.devices.flat)
+        positions = [order.index(device) for device in plan.flow.devices]
+
+        def local(number: int, rank: int) -> Array:
+            return arrays[number].addressable_shards[positions[rank]].data
+
+        def part(end: End, home: int, n: int, rank: int) -> Array:
+            there = home if end.axes[n] is None else rank
+            return jax.device_put(local(first + end.reads[n], there), plan.flow.devices[home])
+
+        registers = plan.fill(
+            {
+                "params": lambda i, place: local(params[i][place], ranks[i]),
+                "extra": lambda i, m, place: local(self.stages[i].extra[m][place], ranks[i]),
+                "loss": lambda m, place: local(self.batch[m][place], ranks[last]),
+                "embedding": partial(part, self.ends[0], ranks[0]),
+                "head": partial(part, head, ranks[last]),
+            }
+        )
+        play(plan, registers)
+        return {name: registers[register] for name, register in plan.flow.results.items()}
+
     @property
     def results(self) -> Tree:
-        """Shapes of what a call returns."""
+        """Shapes of the results of a call."""
         return jax.tree.map(lambda result: result.aval, self._results)
 
     def collect(self, results: Tree) -> tuple[Array, Tree, list[Tree], Tree]:
@@ -142,45 +185,43 @@ class Dispatched:
         return jax.shard_map(local, mesh=pipeline.mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(results)
 
     @cached_property
-    def _homes(self) -> list[tuple[Replica, int]]:
-        """The replica and rank of each device, in their order."""
-        places = {replica.shards[rank]: (replica, rank) for replica in self.replicas for rank in range(len(replica.devices))}
-        return [places[place] for place in sorted(places)]
-
-    @cached_property
     def _results(self) -> Tree:
-        mesh = self.pipeline.mesh
+        """The results of a call, by kind, chunk or end, and array."""
+        pipeline, mesh, flow = self.pipeline, self.pipeline.mesh, self.plans[0].flow
+        ranks, carried, precision = range(mesh.shape[Axis.PIPE]), pipeline.carried.layer, pipeline.precision
+        history = jax.eval_shape(partial(precision.state, pipeline.layout.layers_per_stage))
 
-        def result(shape: tuple[int, ...], axis: int | None, part: Callable[[Replica, int], Array], dtype: Any) -> _Result:
-            return _Result(_over_all(mesh, shape, axis, dtype), part)
+        def result(shards: Sequence[tuple[Any, ...] | None], axis: int | None = 0) -> _Result:
+            aval = next(flow.avals[flow.results[name]] for name in shards if name is not None)
+            return _Result(_over_all(mesh, aval, axis), shards)
 
-        def of_end(number: int, n: int) -> _Result:
-            end = self.ends[number]
-            shape = part_shape(end.shapes[n].shape, end.axes[n], mesh.shape[Axis.PIPE]) or (1,)
-            return result(shape, end.axes[n], lambda replica, rank: replica.end(rank, number, n), jnp.float32)
+        def of_chunk(c: int) -> tuple[Tree, Tree, Tree]:
+            stages = [next(stage for stage in self.stages if (stage.rank, stage.chunk) == (rank, c)) for rank in ranks]
+            found = {
+                name: [("sum", s.shaped.index, s.names.index(name)) if name in s.names else None for s in stages]
+                for name in self.chunks[c].names(self.chunks[c].longest)
+            }
+            states = [[("state", s.shaped.index, n) for s in stages] for n in range(len(jax.tree.leaves(carried)))]
+            maxima = [
+                [("sum", s.shaped.index, s.shaped.maxima[n]) for s in stages] for n in range(len(jax.tree.leaves(history)))
+            ]
+            return (
+                {name: result(shards) for name, shards in found.items()},
+                jax.tree.structure(carried).unflatten(map(result, states)),
+                jax.tree.structure(history).unflatten(map(result, maxima)),
+            )
 
-        def of_layers(chunk: int, name: str, shape: tuple[int, ...]) -> _Result:
-            return result(shape, 0, lambda replica, rank: replica.layers(rank, chunk, name, shape), jnp.float32)
+        def of_end(end: End, name: str) -> list[_Result]:
+            axes = enumerate(end.axes)
+            return [result([(name, n, 0 if axis is None else rank) for rank in ranks], axis) for n, axis in axes]
 
-        def of_state(chunk: int, n: int, aval: jax.ShapeDtypeStruct) -> _Result:
-            shape = (self.chunks[chunk].places, *aval.shape)
-            return result(shape, 0, lambda replica, rank: replica.state(rank, chunk, n), aval.dtype)
-
-        def of_history(chunk: int, n: int, aval: jax.ShapeDtypeStruct) -> _Result:
-            return result(aval.shape, 0, lambda replica, rank: replica.history(rank, chunk, n), jnp.float32)
-
-        def of_chunks(of: Callable[..., _Result], shapes: Tree) -> list[Tree]:
-            leaves, structure = jax.tree.flatten(shapes)
-            return [structure.unflatten([of(c, n, s) for n, s in enumerate(leaves)]) for c in range(len(self.chunks))]
-
-        state, precision = self.pipeline.carried.layer, self.pipeline.precision
-        history = jax.eval_shape(partial(precision.state, self.pipeline.layout.layers_per_stage))
+        layers, states, histories = zip(*map(of_chunk, range(len(self.chunks))), strict=True)
         return {
-            "carried": of_chunks(of_state, state) if jax.tree.leaves(state) else [],
-            "histories": of_chunks(of_history, history),
-            "ends": [[of_end(number, n) for n in range(len(end.reads))] for number, end in enumerate(self.ends)],
-            "layers": [{n: of_layers(c, n, s) for n, s in chunk.shapes().items()} for c, chunk in enumerate(self.chunks)],
-            "loss": result((1,), None, lambda replica, rank: replica.loss(rank), jnp.float32),
+            "carried": list(states) if jax.tree.leaves(carried) else [],
+            "histories": list(histories),
+            "ends": list(map(of_end, self.ends, ("embedding", "head"))),
+            "layers": list(layers),
+            "loss": result([("total",)] * len(ranks), None),
         }
 
 
@@ -193,23 +234,23 @@ def dispatched(
     key: Array,
     options: Mapping[str, Any],
 ) -> Dispatched:
-    """Traces and compiles everything.
+    """Traces and compiles all executables of the MPMD engine.
 
     Args:
-        pipeline: the model with its schedule.
-        params, carry: of the state, as shapes with their shardings; "outer" are the parameters of embedding and head.
-        unpack: makes of them what `Pipeline.stack` gives.
+        pipeline: The model with its schedule.
+        params, carry: Shapes of the state with their shardings. "outer" are the parameters of embedding and head.
+        unpack: Converts the parameters to the layout of `Pipeline.stack`.
         batch: Shapes of a placed batch, [M, B/M, ...], with their shardings.
-        key: of the training. It is folded as the other engine does it: by step, replica, microbatch, layer.
+        key: The key of the training. It is folded as in the SPMD engine: by step, replica, microbatch, layer.
         options: XLA's.
 
     Raises:
-        ConfigError: the pipeline has an axis `fsdp`, or devices of other processes.
+        ConfigError: The mesh has an axis `fsdp`, or devices of other processes.
     """
     _check(pipeline)
     model, mesh = pipeline.model, pipeline.mesh
     shapes = jax.eval_shape(unpack, params)
-    alone = pipeline.precision.weights  # a product in FP8 has a parameter for its weight, not a part of one
+    alone = pipeline.precision.weights  # an FP8 matmul takes a whole parameter as its weight
     chunks = tuple(Chunk.of(jax.eval_shape(pipeline.of_rank, chunk), alone) for chunk in shapes["layers"])
     program, step = _begin(pipeline, chunks, unpack, key, (shapes, batch)), jax.ShapeDtypeStruct((), jnp.int32)
     begun = _placed(pipeline, jax.eval_shape(program, params, carry, step, batch))
@@ -229,13 +270,15 @@ def dispatched(
     begin, report = compile_and_report(jitted.lower(held, params, carry, step, batch), options)
     check_identity(begin, held)
     by_rank = np.moveaxis(mesh.devices, mesh.axis_names.index(Axis.PIPE), -1).reshape(-1, mesh.shape[Axis.PIPE])
-    replicas = tuple(Replica.of(pipeline, (embed, head), stages, begun, row.tolist(), options) for row in by_rank)
     zeros = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), held), out_shardings=shardings)
-    return Dispatched(pipeline, shapes, chunks, (embed, head), begin, report, replicas, {"begun": in_turn(zeros())})
+    ends, batch_numbers = (embed, head), [jax.tree.leaves(own) for own in numbered(begun)["batch"]]
+    plans = tuple(plan_of(pipeline, ends, stages, microbatch, devices, options) for devices in by_rank.tolist())
+    buffers = {"begun": in_turn(zeros())}
+    return Dispatched(pipeline, shapes, chunks, ends, tuple(stages), batch_numbers, begin, report, plans, buffers)
 
 
 def _check(pipeline: Pipeline) -> None:
-    """Raises ConfigError for what this engine does not do."""
+    """Raises ConfigError for meshes that this engine does not support."""
     wrong = ""
     if Axis.FSDP in pipeline.mesh.axis_names:
         wrong = "over a mesh with the axis fsdp"
@@ -246,7 +289,7 @@ def _check(pipeline: Pipeline) -> None:
 
 
 def _stage_args(pipeline: Pipeline, shapes: Tree, batch: Tree, key: Array) -> tuple[Tree, ...]:
-    """Returns the shapes of the arguments of a stage: of the longest one, without the embedding."""
+    """Returns the shapes of the arguments of the longest stage, without the embedding."""
     layers = jax.eval_shape(pipeline.of_rank, shapes["layers"][0])
     extra = {"carried": pipeline.carried.bits(len(layers)), "first": jax.ShapeDtypeStruct((), jnp.int32)}
     keys = [jax.eval_shape(jax.random.key_data, key)] * pipeline.model.takes_key
@@ -254,30 +297,29 @@ def _stage_args(pipeline: Pipeline, shapes: Tree, batch: Tree, key: Array) -> tu
 
 
 def _read(stages: Sequence[Stage], begun: Tree) -> set[Any]:
-    """Returns the numbers of what is read of a step's beginning: of the parameters, not those that are there in FP8."""
-    leaves, structure = jax.tree.flatten(begun)
+    """Returns the leaves of `begun` that a stage or the loss reads. Parameters that are also quantized to FP8 are not read."""
     read = {stage.params[place] for stage in stages for places in stage.shaped.reads.values() for place in places}
     extra = {source for stage in stages for own in stage.extra for source in own}
-    return read | extra | {*jax.tree.leaves(structure.unflatten(range(len(leaves)))["batch"])}
+    return read | extra | {*jax.tree.leaves(numbered(begun)["batch"])}
 
 
 def _begin(
     pipeline: Pipeline, chunks: Sequence[Chunk], unpack: Callable[[Tree], Tree], key: Array, shapes: tuple[Tree, Tree]
 ) -> Callable[..., Tree]:
-    """Returns the program before the schedule; each rank gets its chunks' parameters, the microbatches, the step's key.
+    """Returns the program before the schedule.
 
-    A rank also gets the observed state and the prepared weights of its chunks. `shapes` are those of parameters and batch.
+    It gives each rank its chunks' parameters, observed state and prepared weights, microbatches and keys. `shapes` are those of
+    parameters and batch.
     """
-    mesh, impl = pipeline.mesh, jax.random.key_impl(key)
-    batch_spec = batch_axes(mesh) or None
-    args = _stage_args(pipeline, *shapes, key)
+    mesh, impl, count = pipeline.mesh, jax.random.key_impl(key), pipeline.schedule.num_microbatches
+    batch_spec, args = batch_axes(mesh) or None, _stage_args(pipeline, *shapes, key)
     function = pipeline.stage(impl, len(args[0][0]))
 
     def begin(params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
         def local(layers: Tree, states: list[Tree], history: Tree, batch_M: Tree, data: Array) -> Tree:
             table_CN = pipeline.own(pipeline.layout.layers())
             own = {
-                "batch": [jax.tree.map(lambda leaf, m=m: leaf[m], batch_M) for m in range(pipeline.schedule.num_microbatches)],
+                "batch": [jax.tree.map(lambda leaf, m=m: leaf[m], batch_M) for m in range(count)],
                 "layers": [chunk.pack(pipeline.of_rank(places)) for chunk, places in zip(chunks, layers, strict=True)],
             }
             parts, shards = jax.tree.map(lambda leaf: leaf[0], layers), [()] * len(chunks)
@@ -292,16 +334,18 @@ def _begin(
             key = jax.random.wrap_key_data(data, impl=impl)
             if any(mesh.shape[axis] > 1 for axis in batch_axes(mesh)):
                 key = jax.random.fold_in(key, lax.axis_index(batch_axes(mesh)))
-            return own | {"key": jax.random.key_data(key)}
+            keys = [jax.random.key_data(jax.random.fold_in(key, m)) for m in range(count)]
+            return own | {"key": keys, "first": [table_CN[c, :1] for c in range(len(chunks))]}
 
         whole, data = unpack(params), jax.random.key_data(jax.random.fold_in(key, step))
         states = pipeline.model.split_carried(carry.model) if jax.tree.leaves(carry.model) else []
         of_layers, of_batch = pipeline.specs(whole)["layers"], PartitionSpec(None, batch_spec)
         in_specs = (of_layers, PartitionSpec(), PartitionSpec(), of_batch, PartitionSpec())
-        out_specs = {"batch": PartitionSpec(batch_spec), "layers": PartitionSpec(Axis.PIPE)}
-        out_specs |= {"key": PartitionSpec(batch_spec)} if pipeline.model.takes_key else {}
+        out_specs = {"batch": PartitionSpec(batch_spec)}
+        out_specs |= dict.fromkeys(("layers", "state", "weights"), PartitionSpec(Axis.PIPE))
+        if pipeline.model.takes_key:
+            out_specs |= {"key": PartitionSpec(batch_spec), "first": PartitionSpec(Axis.PIPE)}
         out_specs |= {"carried": PartitionSpec(Axis.PIPE)} if states else {}
-        out_specs |= dict.fromkeys(("state", "weights"), PartitionSpec(Axis.PIPE))
         run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return run(whole["layers"], states, carry.observed, batch, data)
 
@@ -309,7 +353,7 @@ def _begin(
 
 
 def _placed(pipeline: Pipeline, begun: Tree) -> Tree:
-    """Returns the shapes of what the first program makes, with their shardings."""
+    """Returns the shapes of the first program's results, with their shardings."""
     of_ranks, of_data = PartitionSpec(Axis.PIPE), PartitionSpec(batch_axes(pipeline.mesh) or None)
 
     def placed(name: str, aval: Any) -> jax.ShapeDtypeStruct:
@@ -319,15 +363,15 @@ def _placed(pipeline: Pipeline, begun: Tree) -> Tree:
     return {name: jax.tree.map(partial(placed, name), tree) for name, tree in begun.items()}
 
 
-def _over_all(mesh: Mesh, shape: Sequence[int], axis: int | None, dtype: Any) -> jax.ShapeDtypeStruct:
-    """Returns the array over all devices whose parts have this shape.
+def _over_all(mesh: Mesh, aval: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
+    """Returns the array over all devices with this shard.
 
-    Replicas are along its first axis, ranks along `axis`; None: all ranks have the same.
+    The replicas' shards are along its first axis, and the ranks' along `axis`; None if all ranks have the same.
     """
-    along: list[tuple[str, ...]] = [() for _ in shape]
+    along: list[tuple[str, ...]] = [() for _ in aval.shape]
     along[0] += batch_axes(mesh)
     if axis is not None:
         along[axis] += (Axis.PIPE.value,)
-    lengths = (length * math.prod(mesh.shape[name] for name in names) for length, names in zip(shape, along, strict=True))
+    lengths = (length * math.prod(mesh.shape[name] for name in names) for length, names in zip(aval.shape, along, strict=True))
     where = NamedSharding(mesh, PartitionSpec(*(names or None for names in along)))
-    return jax.ShapeDtypeStruct(tuple(lengths), dtype, sharding=where)
+    return jax.ShapeDtypeStruct(tuple(lengths), aval.dtype, sharding=where)

@@ -1,4 +1,4 @@
-"""Embedding and head where a rank has one of them to itself: their parameters made whole there, their gradients dealt out."""
+"""Embedding and head on one rank: their parameters are gathered there, and their gradients are split again."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jgraph.autodiff import replay
+from jgraph.callables.plan import PlanFunction
 from jgraph.mesh import Axis
 from jgraph.tree import leaf_names
 
@@ -18,14 +19,16 @@ Tree = Any
 
 @dataclass(frozen=True, eq=False)
 class End:
-    """`embed` or `head` of a pipeline model as a function of the parameters that it reads, whole.
+    """`embed` or `head` of a pipeline model as a function of the whole parameters that it reads.
+
+    A parameter's number is its position in `reads`.
 
     Attributes:
         fn: `fn(outer, *args)`.
-        outer: shapes of all its parameters, as it takes them.
-        kept: shapes of the same as they are kept.
-        reads: numbers of the leaves that it reads.
-        axes: of each of these, the axis along which the ranks share it, or None.
+        outer: Shapes of all its parameters, as it takes them.
+        kept: Shapes of the same parameters in the state.
+        reads: The leaves that it reads.
+        axes: For each of them, the axis that is sharded over the ranks, or None.
     """
 
     fn: Callable[..., Array]
@@ -38,18 +41,18 @@ class End:
     def of(
         cls, fn: Callable[..., Array], kept: Tree, cast: Callable[[Tree], Tree], sharded: Mapping[str, int], *args: Tree
     ) -> Self:
-        """Finds what the function reads.
+        """Finds the parameters that a function reads.
 
         Args:
-            fn: under the axis `pipe`, whose collectives become those of one rank.
-            kept: shapes of the parameters.
-            cast: makes of them what the function takes.
-            sharded: axis by name, as a `PipelineModel` has it.
-            args: shapes of the function's other arguments.
+            fn: A function under the axis `pipe`. Its collectives become those of one rank.
+            kept: Shapes of the parameters.
+            cast: Converts them to the dtypes that the function takes.
+            sharded: Sharded axes by name, as in `PipelineModel`.
+            args: Shapes of the function's other arguments.
         """
 
         def alone(*args: Tree) -> Tree:
-            # All arguments have the axis: jax 0.12 refuses gradients that have it of arguments that have not.
+            # All arguments have the axis: jax 0.12 refuses gradients with an axis that the argument does not have.
             mapped = jax.vmap(fn, axis_name=Axis.PIPE, axis_size=1)
             return jax.tree.map(lambda leaf: leaf[0], mapped(*jax.tree.map(lambda leaf: leaf[None], args)))
 
@@ -61,7 +64,7 @@ class End:
         return cls(alone, outer, kept, reads, tuple(sharded.get(names[i]) for i in reads))
 
     def __call__(self, arrays: Sequence[Array], *args: Tree) -> Array:
-        """Returns the function's result from the arrays that it reads."""
+        """Calls the function with the parameters that it reads."""
         given = dict(zip(self.reads, arrays, strict=True))
         leaves, structure = jax.tree.flatten(self.outer)
         filled = [given[i] if i in given else replay.zeros(leaf) for i, leaf in enumerate(leaves)]
@@ -69,40 +72,54 @@ class End:
 
     @cached_property
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Returns the shapes of the arrays that it reads, whole."""
+        """Shapes of the parameters that it reads, whole."""
         leaves = jax.tree.leaves(self.outer)
         return [leaves[i] for i in self.reads]
 
-    @cached_property
-    def made(self) -> tuple[int, ...]:
-        """Returns which of the arrays that it reads must be made; the others are read where they are kept."""
-        kept = jax.tree.leaves(self.kept)
-        pairs = enumerate(zip(self.reads, self.axes, strict=True))
-        return tuple(n for n, (i, axis) in pairs if axis is not None or kept[i].dtype != self.shapes[n].dtype)
+    def gather(self, name: str, index: int, callable_: int, first: int, ranks: int) -> PlanFunction:
+        """Returns the function that gathers and casts parameters on one rank. Others are read from the state.
 
-    def parts(self, ranks: int) -> list[list[jax.ShapeDtypeStruct]]:
-        """Returns the shapes of the ranks' parts of each array that must be made."""
-        kept, found = jax.tree.leaves(self.kept), []
-        for n in self.made:
-            leaf, axis = kept[self.reads[n]], self.axes[n]
-            part = jax.ShapeDtypeStruct(part_shape(leaf.shape, axis, ranks), leaf.dtype)
-            found.append([part] * (1 if axis is None else ranks))
-        return found
+        Args:
+            name: `embedding` or `head`.
+            index: The stage that shares its device.
+            callable_: The callable that reads the parameters.
+            first: The first of these parameters of the callable.
+            ranks: Number of ranks.
+        """
+        kept = [jax.tree.leaves(self.kept)[i] for i in self.reads]
+        made = [n for n, s in enumerate(self.shapes) if self.axes[n] is not None or kept[n].dtype != s.dtype]
+        shapes = {
+            (name, n, rank): jax.ShapeDtypeStruct(part_shape(kept[n].shape, self.axes[n], ranks), kept[n].dtype)
+            for n in made
+            for rank in range(1 if self.axes[n] is None else ranks)
+        }
 
-    def make(self, parts: Sequence[Sequence[Array]]) -> list[Array]:
-        """Returns the arrays that must be made, from the ranks' parts of each."""
-        made = []
-        for n, own in zip(self.made, parts, strict=True):
-            axis = self.axes[n]
-            made.append((own[0] if axis is None else jnp.concatenate(own, axis)).astype(self.shapes[n].dtype))
-        return made
+        def parameters(arrays: list[Array]) -> list[Array]:
+            parts, whole = iter(arrays), []
+            for n in made:
+                axis = self.axes[n]
+                own = next(parts) if axis is None else jnp.concatenate([next(parts) for _ in range(ranks)], axis)
+                whole.append(own.astype(self.shapes[n].dtype))
+            return whole
 
-    def deal(self, gradients: Sequence[Array], ranks: int) -> list[list[Array]]:
-        """Returns each gradient's parts for the ranks; one part for all where they do not share it. None is a scalar."""
-        pairs = zip(gradients, self.axes, strict=True)
-        return [[jnp.atleast_1d(g)] if axis is None else jnp.split(g, ranks, axis) for g, axis in pairs]
+        parameters.__name__ = f"{name}_parameters"
+        return PlanFunction(parameters, index, list(shapes), [("params", callable_, first + n) for n in made], shapes)
+
+    def split(self, name: str, index: int, callable_: int, first: int, ranks: int, losses: Sequence[Any] = ()) -> PlanFunction:
+        """Returns the function that splits gradients into shards for the ranks, and sums the named losses, if any."""
+        ins = [("sum", callable_, first + n) for n in range(len(self.reads))]
+        outs = [(name, n, rank) for n, axis in enumerate(self.axes) for rank in range(1 if axis is None else ranks)]
+
+        def gradients(arrays: list[Array]) -> list[Array]:
+            parts = []
+            for gradient, axis in zip(arrays, self.axes, strict=False):
+                parts += [jnp.atleast_1d(gradient)] if axis is None else jnp.split(gradient, ranks, axis)
+            return [*parts, jnp.reshape(sum(arrays[len(ins) :]), 1)] if losses else parts
+
+        gradients.__name__ = f"{name}_gradients"
+        return PlanFunction(gradients, index, [*ins, *losses], [*outs, ("total",)] if losses else outs)
 
 
 def part_shape(shape: Sequence[int], axis: int | None, ranks: int) -> tuple[int, ...]:
-    """Returns the shape of a rank's part of an array that the ranks share along an axis."""
+    """Returns the shape of a rank's shard of an array that is sharded along an axis."""
     return tuple(length // ranks if i == axis else length for i, length in enumerate(shape))

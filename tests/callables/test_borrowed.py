@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jgraph
-from jgraph.callables.borrowed import Borrowed, Lease
+from jgraph.callables._borrowed import Borrowed, Lease
 from jgraph.errors import OwnershipError
 from tests.callables import chain
 

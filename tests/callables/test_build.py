@@ -111,7 +111,9 @@ def test_arguments_that_do_not_belong_together_are_refused(kwargs, text):
 def test_callables_of_an_order_must_fit_each_other():
     wide = (jnp.ones((chain.B, chain.D)),), (jnp.ones((chain.B, 5)),)
     fns = (lambda p, x: x * p, lambda p, x: x * p)
-    with pytest.raises(CallableError, match=r"callable 1 does not take what callable 0 gives: y is float32\[3, 4\], built for"):
+    with pytest.raises(
+        CallableError, match=r"callable 1 does not take the output of callable 0: y is float32\[3, 4\], built for"
+    ):
         jgraph.make_graphed_callables(fns, (jnp.ones(()),) * 2, wide, order=[1, 2, -2, -1])
     tokens = (jnp.ones((chain.B,), jnp.int32),)
     with pytest.raises(CallableError, match="callable 1 takes integers for x: only the first"):
@@ -123,12 +125,12 @@ def test_callables_of_an_order_must_fit_each_other():
 def test_params_on_several_devices_need_devices():
     fns, params = chain.make_chain(2)
     spread = tuple(jax.device_put(p, d) for p, d in zip(params, jax.devices(), strict=False))
-    with pytest.raises(CallableError, match="`params` lie on 2 devices: name one device per rank"):
+    with pytest.raises(CallableError, match="`params` are on 2 devices: pass one device per rank"):
         jgraph.make_graphed_callables(fns, spread, chain.sample(2))
 
 
 def test_an_x_with_integers_and_floats_is_refused_by_path():
-    with pytest.raises(CallableError, match=r"x has floating leaves, and ids is int32; pass what has no gradient"):
+    with pytest.raises(CallableError, match=r"x has floating leaves, but ids is int32: pass leaves without"):
         jgraph.make_graphed_callables(
             lambda params, x: x["h"] * params, jnp.ones(()), ({"h": jnp.ones(3), "ids": jnp.arange(3, dtype=jnp.int32)},)
         )
@@ -152,12 +154,12 @@ X = jnp.ones((chain.B, chain.D))
         ({"inputs": X[None]}, "`inputs`: one ArrayImpl given for 1 microbatches"),
         ({"loss_args": [X]}, r"`loss_args\[0\]` is ArrayImpl: must be a tuple of arguments"),
         ({"loss_fn": None}, "`loss_fn` is NoneType: must be a function"),
-        ({"loss_fn": lambda y, t: (jnp.sum(y), y)}, "loss_fn gives a tuple: must be a floating scalar alone"),
+        ({"loss_fn": lambda y, t: (jnp.sum(y), y)}, "loss_fn returns a tuple: must be one floating scalar"),
         ({"step": 2**40}, "`step` is 1099511627776: must be a whole number"),
         ({"outputs": "some"}, "`outputs` is 'some': must be one of drop, keep"),
         ({"join": "all"}, "`join` is 'all': must be one of segments, nothing"),
         ({"params": (chain.make_params(0),)}, "`params`: 1 given for 2 callables"),
-        ({"loss_fn": lambda y, t: y}, r"loss_fn gives float32\[3, 4\]: must be a floating scalar"),
+        ({"loss_fn": lambda y, t: y}, r"loss_fn returns float32\[3, 4\]: must be a floating scalar"),
         ({"order": [1, -1]}, "the order has 1 callables"),
         ({"order": [1, 2, -1, -2]}, "a later entry; move it after"),
     ],
@@ -237,8 +239,8 @@ def test_delay_wgrad_for_all_builds_no_empty_wgrad_and_its_parts_may_be_called(f
     graphed = jgraph.make_graphed_callables(
         (chain.stage, fn), (chain.make_params(0), params), chain.sample(2), delay_wgrad=True, param_grads=param_grads
     )
-    assert set(graphed[0].entry.parts) == {"forward", "dgrad", "wgrad"}
-    assert set(graphed[1].entry.parts) == {"forward", "dgrad"}
+    assert set(graphed[0].parts) == {"forward", "dgrad", "wgrad"}
+    assert set(graphed[1].parts) == {"forward", "dgrad"}
     graphed[1](params, X)
     dx = graphed[1].dgrad(2 * X)
     grads = graphed[1].wgrad()

@@ -154,9 +154,9 @@ def test_main_grad_keeps_its_address_over_runs_and_starts_from_zero(join):
 
 def test_the_compiled_programs_say_that_main_grad_is_updated_in_place():
     call, _ = build(delay_wgrad=True)
-    assert len(call.entry.places("wgrad", "add")) == 2
-    assert alias_map(call.entry.parts["wgrad"].compiled) == {0: 0, 1: 1}
-    assert alias_map(call.entry.parts["forward"].compiled) == {}
+    assert len(call.parts["wgrad"].adds) == 2
+    assert alias_map(call.parts["wgrad"].compiled) == {0: 0, 1: 1}
+    assert alias_map(call.parts["forward"].compiled) == {}
 
 
 def test_a_stale_handle_says_whose_it_was_what_ended_it_and_how_to_keep_it():
@@ -239,7 +239,7 @@ def test_an_accumulator_cannot_be_an_argument():
 def test_what_a_caller_changes_after_the_build_changes_nothing():
     delay, fns, params = [True], [chain.stage], [chain.make_params(0)]
     graphed = jgraph.make_graphed_callables(fns, params, [(X,)], order=[1, -1, -1.5], delay_wgrad=delay)
-    entry = graphed[0].entry
+    parts = graphed[0].parts
     delay[0] = False
     fns[0] = None
     for _ in range(2):
@@ -248,7 +248,7 @@ def test_what_a_caller_changes_after_the_build_changes_nothing():
         grads = graphed[0].wgrad()
         assert isinstance(grads["w"], jgraph.Borrowed)
     graphed.run([1, -1, -1.5] * 2, [X, X], chain.loss_fn, loss_args=[(DY,), (DY,)])
-    assert graphed[0].entry is entry
+    assert graphed[0].parts is parts
 
 
 def test_replays_trace_nothing_and_compile_nothing():
@@ -277,7 +277,7 @@ def test_what_the_callers_context_says_holds_while_building():
     # jax keeps such settings by thread.
     with jax.default_matmul_precision("highest"):
         call, _ = build()
-    assert "operand_precision={highest,highest}" in call.entry.parts["forward"].compiled.as_text()
+    assert "operand_precision={highest,highest}" in call.parts["forward"].compiled.as_text()
 
 
 # The pool
@@ -321,7 +321,7 @@ def test_the_residuals_of_a_run_are_donated_to_their_last_consumer():
     donated = [r for instruction in plan.instructions for r in instruction.executable.io.donated]
     assert donated
     flow = plan.flow
-    assert not set(donated) & {*flow.named.values(), *flow.losses.values(), *flow.sums.values()}
+    assert not set(donated) & {*flow.named.values(), *flow.results.values()}
     for instruction in plan.instructions:
         count = len(instruction.executable.io.sums) + len(instruction.executable.io.donated)
         assert set(alias_map(instruction.executable.compiled).values()) == set(range(count))
@@ -443,7 +443,7 @@ def test_a_whole_backward_does_not_overtake_a_wgrad_that_waits():
     call(params, X)
     call.dgrad(DY)
     call(params, OTHER)
-    with pytest.raises(CallableError, match="1 microbatches wait for their wgrad, and they go first in, first out"):
+    with pytest.raises(CallableError, match="1 microbatches wait for their wgrad and must go first"):
         call.backward(DY)
     chain.assert_close(call.wgrad()["w"].value, truth(params)[1]["w"])
     chain.assert_close(call.backward(DY)[1], truth(params, OTHER)[2])

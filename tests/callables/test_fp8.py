@@ -123,7 +123,7 @@ def test_main_grad_of_a_state_is_the_maximum_until_it_is_set_to_zero():
 
 def test_what_waits_between_calls_for_wgrad_alone_is_a_byte_an_element():
     fns, given, xs, _ = make("delayed")
-    shaped = build(fns, given, xs, delay_wgrad=True)[0].entry.shaped
+    shaped = build(fns, given, xs, delay_wgrad=True)[0].shaped
     kept = [*shaped.residuals.avals[shaped.num_dgrad :], *shaped.stash.avals]
     read_by_both = B * H * 4  # of the activation, which dgrad differentiates
     assert sum(aval.size * aval.dtype.itemsize for aval in kept if aval.ndim > 1) == B * D + read_by_both + B * (D + H)

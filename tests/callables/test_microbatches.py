@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jgraph
-from jgraph.callables import group
+from jgraph.callables import _group
 from jgraph.errors import CallableError, OwnershipError
 from tests.callables import chain
 
@@ -183,7 +183,7 @@ def test_two_threads_on_one_callable_get_an_error_or_the_right_gradient():
 def test_a_call_while_another_thread_is_in_one_is_refused():
     params = chain.make_params(0)
     call = jgraph.make_graphed_callables(chain.stage, params, (X,))[0]
-    with call.turn, pytest.raises(CallableError, match=r"callable 0 .*thread"):
+    with call.waiting, pytest.raises(CallableError, match=r"callable 0 .*thread"):
         elsewhere(lambda: call(params, X))
 
 
@@ -262,14 +262,14 @@ def test_numpy_arrays_that_are_placed_or_played_are_copied():
     def keep(y, target):
         return chain.loss_fn(y, target)
 
-    original = group.play
+    original = _group.play
 
     def play(plan, registers):
         seen.extend(registers[r] for (kind, *where), r in plan.flow.named.items() if kind in ("x", "loss") and where[0] == 0)
         original(plan, registers)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "play", play)
+        patch.setattr(_group, "play", play)
         graphed.run(None, [x], keep, loss_args=[(x,)], params=placed)
     x[:] = 0
     chain.assert_same_bits(seen, [X, X])

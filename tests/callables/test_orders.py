@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jgraph
-from jgraph.callables import group
+from jgraph.callables import _group
 from jgraph.schedule import generate
 from tests.callables import chain
 from tests.schedule.strategies import random_schedule
@@ -226,7 +226,7 @@ def test_run_takes_another_order_than_the_one_it_was_built_with():
 
 def watched(graphed, schedule, params, xs, loss_args, monkeypatch):
     """How many arrays live after each instruction, beyond those there were before; and the plan."""
-    counts, plans, original = [], [], group.play
+    counts, plans, original = [], [], _group.play
 
     def play(plan, registers):
         plans.append(plan)
@@ -236,7 +236,7 @@ def watched(graphed, schedule, params, xs, loss_args, monkeypatch):
             original(replace(plan, instructions=(instruction,)), registers)
             counts.append(len(jax.live_arrays()) - before)
 
-    monkeypatch.setattr(group, "play", play)
+    monkeypatch.setattr(_group, "play", play)
     graphed.run(schedule, xs, chain.loss_fn, params=params, loss_args=loss_args, join="nothing")
     return counts, plans[0]
 
@@ -260,7 +260,7 @@ def live_by_slots(schedule, graphed):
     from jgraph.schedule.slots import live_ranges
 
     ranges = live_ranges(schedule)
-    part = graphed[0].entry.shaped
+    part = graphed[0].shaped
     own = [source is None for source in part.residuals_from]
     sizes = {
         "forward_dgrad": sum(own[: part.num_dgrad]),

@@ -43,16 +43,16 @@ def test_every_part_of_a_block_is_one_command_buffer(h200, delay):
 
 def test_main_grad_is_updated_in_place_on_the_target(h200):
     graphed = blocks(1, h200[0], param_grads="aliased")
-    entry = graphed[0].entry
-    assert len(entry.places("backward", "add")) == 6
-    assert alias_map(entry.parts["backward"].compiled) == {i: i for i in range(6)}
+    parts = graphed[0].parts
+    assert len(parts["backward"].adds) == 6
+    assert alias_map(parts["backward"].compiled) == {i: i for i in range(6)}
 
 
 @pytest.mark.long
 @pytest.mark.once
 def test_a_joined_order_is_one_command_buffer(h200):
     graphed = blocks(2, h200[0], order=[1, 2, -2, -1, -2.5, -1.5], delay_wgrad=True, reuse_buffers=True)
-    plan = graphed._plan(graphed.schedule, half_square, (), outputs="drop", join="segments", keyed="given")
+    plan = graphed._plan(graphed.schedule, half_square, (), outputs="drop", join="segments")
     (instruction,) = plan.instructions
     assert instruction.executable.report.command_buffers == 1
     assert instruction.executable.report.captured == instruction.executable.report.total
@@ -84,7 +84,7 @@ def test_every_product_of_two_ranks_is_in_fp8_and_gelu_is_computed_where_it_is_q
             compiler_options=compiler_options("auto", XLA_OPTIONS, platform="gpu"),
         )
     for i in range(2):
-        parts = graphed[i].entry.parts
+        parts = graphed[i].parts
         assert {kind: FP8Products.of(part.compiled).products for kind, part in parts.items()} == dict.fromkeys(parts, 2)
         assert set(parts) == {"forward", "dgrad", "wgrad"}
         is_written = " tanh(" in "".join(part.compiled.as_text() for part in parts.values())
@@ -95,7 +95,7 @@ def test_every_instruction_has_an_executable_of_its_own(h200):
     params = jax.eval_shape(functools.partial(chain.make_params, 0))
     graphed = jgraph.make_graphed_callables(chain.stage, params, (chain.sample(1)[0][0],), order=[1, -1] * 2, devices=[h200[0]])
     args = (jax.ShapeDtypeStruct((chain.B, chain.D), jnp.float32),)
-    plan = graphed._plan(graphed.schedule, chain.loss_fn, args, outputs="drop", join="nothing", keyed="given")
+    plan = graphed._plan(graphed.schedule, chain.loss_fn, args, outputs="drop", join="nothing")
     assert len({id(i.executable.compiled.runtime_executable()) for i in plan.instructions}) == 4
 
 

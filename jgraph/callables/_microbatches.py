@@ -1,8 +1,8 @@
-"""Microbatches of a callable between their forward and their last backward part, and the thread whose they are."""
+"""Tracks microbatches from forward to their last backward call, and the thread that owns them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import RLock, get_ident
 from typing import Any, Literal
 
@@ -13,48 +13,51 @@ _ADVICE = "build callables for each thread, or call evaluate, which keeps nothin
 
 @dataclass(eq=False, slots=True)
 class Microbatch:
-    """A microbatch whose backward is to come, and the arrays that it needs.
+    """A microbatch that waits for a backward call, and the arrays that it needs.
 
     Attributes:
-        number: of its forward, from 0.
-        params, residuals, stash: leaves; residuals are those of both pools until dgrad, of wgrad's alone after it.
-        early: by place of the parameter, the gradients that dgrad gave.
+        number: The number of its forward, from 0.
+        params, residuals, stash: Leaves. The residuals are those of both pools until dgrad, and those of forward_wgrad after.
+        early: New gradients that dgrad returned.
     """
 
     number: int
-    params: list[Any]
-    residuals: list[Any]
-    stash: list[Any] = field(default_factory=list)
-    early: dict[int, Any] = field(default_factory=dict)
+    params: Sequence[Any]
+    residuals: Sequence[Any]
+    stash: Sequence[Any] = ()
+    early: Sequence[Any] = ()
 
 
-class Turn:
-    """Lets one thread at a time in, and no other while microbatches of the last one wait. Enter it with `with`.
+class Waiting:
+    """The microbatches of a callable that wait for a backward call, by number, oldest first.
+
+    Also a lock for one thread at a time, which keeps out other threads while microbatches of its last owner wait.
 
     Attributes:
-        waiting: microbatches between their forward and their last backward part.
+        after: Waiting microbatches by the part that ran last.
     """
 
-    def __init__(self, name: str):
-        self._name, self._lock, self._thread = name, RLock(), 0
-        self.waiting = 0
+    def __init__(self, name: str, most: int):
+        """`most` is the number of microbatches that wait for their dgrad at once, by the order."""
+        self._name, self._most, self._count = name, most, 0
+        self._lock, self._thread = RLock(), 0
+        self.after: dict[Literal["dgrad", "forward"], dict[int, Microbatch]] = {"dgrad": {}, "forward": {}}
 
     def __enter__(self) -> None:
         self._acquire()
-        if self.waiting and self._thread != get_ident():
-            self._lock.release()
-            raise CallableError(
-                f"{self._name} is called from another thread than the one whose {self.waiting} microbatches wait for their "
-                f"backward; finish or drop() those, or {_ADVICE}"
-            )
-        self._thread = get_ident()
+        if self._thread != get_ident():
+            if waiting := self.numbers:
+                self._lock.release()
+                wrong = f"{self._name} is called while {len(waiting)} microbatches of another thread wait for their backward"
+                raise CallableError(f"{wrong}; finish or drop() them, or {_ADVICE}")
+            self._thread = get_ident()
 
     def __exit__(self, *_: Any) -> None:
         self._lock.release()
 
     @contextmanager
     def taken_over(self) -> Iterator[None]:
-        """Lets in any thread, to end the microbatches that wait."""
+        """Lets any thread in, to end the waiting microbatches."""
         self._acquire()
         try:
             yield
@@ -62,36 +65,22 @@ class Turn:
             self._lock.release()
 
     def _acquire(self) -> None:
-        # Waiting for the other thread would only make the order of microbatches a matter of luck.
+        # Waiting for the other thread would make the order of microbatches depend on timing.
         if not self._lock.acquire(False):
             raise CallableError(f"{self._name} is in use by another thread; {_ADVICE}")
-
-
-class Waiting:
-    """The microbatches of a callable that wait for a backward part, by number, the oldest first.
-
-    Attributes:
-        after: those whose `forward`, and those whose `dgrad`, was the last part that ran.
-    """
-
-    def __init__(self, index: int, most: int, turn: Turn):
-        self._name, self._most, self._turn, self._count = f"callable {index}", most, turn, 0
-        self.after: dict[str, dict[int, Microbatch]] = {"dgrad": {}, "forward": {}}
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """Numbers of the microbatches, those after a dgrad first."""
         return tuple(number for waiting in self.after.values() for number in waiting)
 
-    def add(self, params: list[Any], residuals: list[Any]) -> Microbatch:
-        """Numbers the microbatch whose forward just ran."""
-        microbatch = self.after["forward"][self._count] = Microbatch(self._count, params, residuals)
+    def add(self, params: Sequence[Any], residuals: Sequence[Any]) -> None:
+        """Numbers a microbatch after its forward."""
+        self.after["forward"][self._count] = Microbatch(self._count, params, residuals)
         self._count += 1
-        self._turn.waiting += 1
-        return microbatch
 
     def next(self, part: str, before: Literal["forward", "dgrad"], number: int | None) -> Microbatch:
-        """Returns the microbatch that a backward part belongs to: the one of this number, or the oldest after `before`."""
+        """Returns the microbatch of a backward call: the one of this number, or the oldest one after the part `before`."""
         waiting = self.after[before]
         if number is not None:
             self._check_waits(part, tuple(waiting), number)
@@ -101,23 +90,22 @@ class Waiting:
         if before == "forward" and len(waiting) > self._most:
             raise CallableError(
                 f"{self._name}: {len(waiting)} microbatches wait for their {part} {_shown(waiting)}, and the order has at most "
-                f"{self._most} at once (without one 1): say with `microbatch` which one this is, drop() those that get none, "
-                f"or build with the order that is called; a forward without backward is evaluate",
+                f"{self._most} at once (without one 1): pass `microbatch`, drop() microbatches without a backward, or build "
+                f"with the order that is called; for a forward without a backward, call evaluate",
                 field="microbatch",
             )
         return next(iter(waiting.values()))
 
     def after_dgrad(self, microbatch: Microbatch) -> None:
-        """Moves a microbatch to those that wait for their wgrad."""
+        """Records that the dgrad of a microbatch ran."""
         self.after["dgrad"][microbatch.number] = self.after["forward"].pop(microbatch.number)
 
     def end(self, microbatch: Microbatch) -> None:
-        """Forgets a microbatch."""
+        """Removes a microbatch."""
         del self.after["dgrad" if microbatch.number in self.after["dgrad"] else "forward"][microbatch.number]
-        self._turn.waiting -= 1
 
     def drop(self, number: int | None) -> None:
-        """Forgets a microbatch, or all of them if `number` is None."""
+        """Removes a microbatch, or all of them if `number` is None."""
         if number is not None:
             self._check_waits("drop", self.numbers, number)
         for microbatch in [m for waiting in self.after.values() for m in waiting.values() if number in (None, m.number)]:
@@ -128,7 +116,7 @@ class Waiting:
         if waiting := self.numbers:
             raise CallableError(
                 f"{self._name} has {len(waiting)} microbatches that wait for a backward part {_shown(waiting)}; finish or "
-                f"drop() them before the next step; a forward without backward is evaluate"
+                f"drop() them before the next step; for a forward without a backward, call evaluate"
             )
 
     def _check_waits(self, part: str, waiting: Sequence[int], number: Any) -> None:
@@ -137,6 +125,6 @@ class Waiting:
             raise CallableError(f"{self._name}: {wrong}", field="microbatch")
 
 
-def _shown(numbers: Any) -> str:
+def _shown(numbers: Iterable[int]) -> str:
     numbers = list(numbers)
     return f"({', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''})"

@@ -1,4 +1,4 @@
-"""`make_graphed_callables`: everything checked and compiled once, before anything runs."""
+"""`make_graphed_callables`: checks and compiles everything once, before anything runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -8,11 +8,10 @@ from typing import Any, Literal, get_args
 
 from flax import linen, nnx
 
-from jgraph.callables.arguments import check_wgrads, each, homes, most_waiting, schedule_of
-from jgraph.callables.callable import Graphed
-from jgraph.callables.entry import compile_entries
-from jgraph.callables.group import GraphedCallables
-from jgraph.callables.match import check_concrete, differences, signature
+from jgraph.callables._arguments import check_wgrads, each, homes, most_waiting, sample_of, schedule_of
+from jgraph.callables._callable import Graphed, compile_parts
+from jgraph.callables._group import GraphedCallables
+from jgraph.callables._match import check_concrete, differences, signature
 from jgraph.callables.shaped import Shaped, shape_callable
 from jgraph.errors import CallableError, check_choice
 from jgraph.precision.transform import FP8Function
@@ -21,7 +20,7 @@ from jgraph.schedule.action import Kind
 Tree = Any
 ParamGrads = Literal["owned", "aliased"]
 
-# Attributes by which Flax modules say that they infer.
+# Attributes of Flax modules that select inference.
 _MODES = ("deterministic", "use_running_average")
 
 
@@ -39,10 +38,10 @@ def make_graphed_callables(
     devices: Sequence[Any] | None = None,
     training: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
-) -> "GraphedCallables":
-    """Compiles forward and backward of each callable once, as CUDA graphs that your code calls in whatever order.
+) -> GraphedCallables:
+    """Compiles forward and backward of each callable once, as CUDA graphs that your code calls in any order.
 
-    As `jax.jit` of `jax.vjp`, but the backward is a call of its own, buffers have an owner, and wgrads may wait. It is the
+    Like `jax.jit` of `jax.vjp`, but the backward is a separate call, buffers have an owner, and wgrads can be delayed. The
     counterpart of the functions of this name in PyTorch and Transformer Engine.
 
     >>> params, x = jnp.ones((2, 3)), jnp.ones((4, 2))
@@ -53,35 +52,36 @@ def make_graphed_callables(
     >>> gradient, dx = graphed[0].backward(jnp.ones_like(y))
 
     Args:
-        callables: one, or a tuple in the order of the data: chunk by chunk, layer by layer. A callable is a pure function
-            `fn(params, x, *extra, **kwargs) -> y` of trees of arrays, one in FP8 (`jgraph.fp8`), or a Flax module (NNX or
+        callables: One, or a tuple in the order of the data: chunk by chunk, layer by layer. A callable is a pure function
+            `fn(params, x, *extra, **kwargs) -> y` of trees of arrays, an FP8 function (`jgraph.fp8`), or a Flax module (NNX or
             Linen). x and y are floating; an x of integers has no gradient; `extra` and `kwargs` are not differentiated. Random
             keys are arguments.
-        params: of each callable, a tuple where `callables` is one. Arrays or `jax.ShapeDtypeStruct`. Of a function in FP8 they
-            are (params, state, weights). The gradient of the state is the state afterwards, the maximum over microbatches.
-        sample_args: (x, *extra) of each callable; microbatches share the shapes. Only shapes and dtypes are read.
-        sample_kwargs: keyword arguments of each callable, if any.
-        order: the order that `run` plays: signed numbers (`jgraph.Order.parse`), an Order, a Schedule, or one order per rank.
+        params: The parameters of each callable, a tuple if `callables` is one. Arrays or `jax.ShapeDtypeStruct`. Those of an
+            FP8 function are (params, state, weights). The gradient of the state is the state after the step, the maximum over
+            microbatches.
+        sample_args: (x, *extra) of each callable, the same shapes for all microbatches. Only shapes and dtypes are read.
+        sample_kwargs: Keyword arguments of each callable, if any.
+        order: The order that `run` plays: signed numbers (`jgraph.Order.parse`), an Order, a Schedule, or one order per rank.
             None for callables that are only called one by one.
-        num_layers_per_chunk: callables in each chunk, one number for all or one per chunk.
-        delay_wgrad: whether `wgrad` is a call of its own. One bool for all, or one per stage of the order (a chunk of a rank);
-            without an order, one per callable. A callable that has nothing to delay has no wgrad, and none in the order.
-        reuse_buffers: Whether `run` donates a buffer to its last reader, so that a later action writes into it. Saves memory.
+        num_layers_per_chunk: Callables in each chunk, one number for all or one per chunk.
+        delay_wgrad: True makes `wgrad` a separate call. One bool for all, or one per stage of the order (a chunk of a rank);
+            without an order, one per callable. A callable without a delayed gradient has no wgrad, and none in the order.
+        reuse_buffers: True lets `run` donate a buffer to its last reader, so that a later action writes into it. Saves memory.
             Needs an order. Single calls are not affected.
         param_grads: `owned`: a gradient is your own array, in the parameter's dtype, unless it is delayed. `aliased`: it is a
-            float32 sum in main_grad, always in the same buffer, as gradients of delayed parameters are in any case.
-        devices: of each rank of the order; by default one, that of the params.
+            float32 sum in main_grad, always in the same buffer, like the gradients of delayed parameters in any case.
+        devices: The device of each rank of the order. The default is one device, that of the params.
         training: False builds forwards only.
-        compiler_options: for XLA, as `jgraph.xla.compiler_options` returns them.
+        compiler_options: XLA options, as `jgraph.xla.compiler_options` returns them.
 
     Returns:
         GraphedCallables: `[i]` is the i-th callable, `run` plays the order.
 
     Raises:
         ConfigError: `param_grads` is not one of its choices.
-        CallableError: callables, params and samples do not belong together, or an argument has a value that is not allowed.
-        OrderError: the order cannot run, does not fit the callables or `delay_wgrad`, or has a wgrad of a callable that has
-            nothing to delay.
+        CallableError: Callables, params and samples do not match, or an argument has a value that is not allowed.
+        OrderError: The order cannot run, does not fit the callables or `delay_wgrad`, or has a wgrad of a callable without a
+            delayed gradient.
     """
     check_choice("param_grads", param_grads, get_args(ParamGrads))
     fns = tuple(callables) if isinstance(callables, (tuple, list)) else (callables,)
@@ -89,20 +89,12 @@ def make_graphed_callables(
         params, sample_args, sample_kwargs = (params,), (sample_args,), (sample_kwargs,)
     if not fns:
         raise CallableError("`callables` is empty: give one, or a tuple of them", field="callables")
-    # What a caller changes later in a list of theirs changes nothing here.
+    # Copied, so that the caller may change the lists later.
     lists = (delay_wgrad, num_layers_per_chunk, devices)
     delay_wgrad, num_layers_per_chunk, devices = (tuple(v) if isinstance(v, Sequence) else v for v in lists)  # pyright: ignore[reportAssignmentType]
     given = (("params", params), ("sample_args", sample_args), ("sample_kwargs", sample_kwargs))
     every, sample_args, sample_kwargs = (each(name, values, len(fns)) for name, values in given)
-    samples = []
-    for i, (args, kwargs) in enumerate(zip(sample_args, sample_kwargs, strict=True)):
-        kwargs = {} if kwargs is None else kwargs
-        if not isinstance(args, (tuple, list)) or not args:
-            wrong = f"`sample_args` of callable {i} is {type(args).__name__}: must be a tuple (x, *extra)"
-            raise CallableError(wrong, field="sample_args")
-        if not isinstance(kwargs, Mapping):
-            raise CallableError(f"`sample_kwargs` of callable {i} is {kwargs!r}: must be a dict", field="sample_kwargs")
-        samples.append((every[i], tuple(args), dict(kwargs)))
+    samples = [(every[i], *sample_of(i, sample_args[i], sample_kwargs[i])) for i in range(len(fns))]
     check_concrete("make_graphed_callables", samples)
     schedule, delayed = schedule_of(order, num_layers_per_chunk, delay_wgrad, len(fns))
     if schedule is None and reuse_buffers:
@@ -113,15 +105,15 @@ def make_graphed_callables(
         raise CallableError(wrong, field="training")
     placed = homes(schedule, devices, every)
     checks = [_mode_check(fn, i, training) for i, fn in enumerate(fns)]
-    for check in checks:
+    for check in filter(None, checks):
         check()
     if not isinstance(compiler_options, Mapping | None):
         wrong = f"`compiler_options` is {type(compiler_options).__name__}: must be a mapping of XLA options to values"
         raise CallableError(wrong, field="compiler_options")
     options = dict(compiler_options or {})
 
-    # Layers that are the same function on the same shapes are traced once; each has executables of its own, whose command
-    # buffers then find everything where it was at the last call.
+    # Layers with the same function and shapes are traced once. Each has executables of its own, so that their command buffers
+    # find every array at the address of the last call.
     traced: dict[Any, Shaped] = {}
     shaped = []
     for i, (fn, sample) in enumerate(zip(fns, samples, strict=True)):
@@ -138,11 +130,8 @@ def make_graphed_callables(
         kinds.append(("forward", *backward) if training else ("forward",))
     late = [one.late if is_delayed else () for one, is_delayed in zip(shaped, delayed, strict=True)]
     aliased = [(*one.early, *one.late) for one in shaped] if param_grads == "aliased" else late
-    entries = compile_entries(shaped, kinds, aliased, options)
-    most = most_waiting(schedule, len(fns))
-    graphed = tuple(
-        Graphed(entry, most_waiting=most[i], delayed=delayed[i], check_mode=checks[i]) for i, entry in enumerate(entries)
-    )
+    parts = compile_parts(shaped, kinds, aliased, options)
+    graphed = tuple(map(Graphed, shaped, parts, most_waiting(schedule, len(fns)), delayed, checks))
     return GraphedCallables(
         graphed,
         every,
@@ -155,19 +144,17 @@ def make_graphed_callables(
 
 
 def _check_chain(shaped: Sequence[Shaped]) -> None:
-    """Raises CallableError if a callable does not take the output of the one before it."""
+    """Raises CallableError if a callable does not take the output of the previous one."""
     for before, after in pairwise(shaped):
         if not after.takes_gradient:
             raise CallableError(f"callable {after.index} takes integers for x: only the first callable of an order may")
         if texts := differences(after.x, before.y.shapes(), "y", None):
-            raise CallableError(
-                f"callable {after.index} does not take what callable {before.index} gives: {'; '.join(texts)}",
-                mismatches=tuple(texts),
-            )
+            wrong = f"callable {after.index} does not take the output of callable {before.index}: {'; '.join(texts)}"
+            raise CallableError(wrong, mismatches=tuple(texts))
 
 
 def _function(fn: Any, i: int) -> Callable[..., Tree] | FP8Function:
-    """Returns `fn(params, x, *extra, **kwargs)` of a function or a Flax module; a function in FP8 as it is."""
+    """Returns `fn(params, x, *extra, **kwargs)` for a function or a Flax module. FP8 functions are returned unchanged."""
     if isinstance(fn, FP8Function):
         return fn
     if isinstance(fn, linen.Module):
@@ -186,8 +173,8 @@ def _function(fn: Any, i: int) -> Callable[..., Tree] | FP8Function:
     return lambda params, x, *extra, **kwargs: nnx.merge(graphdef, params)(x, *extra, **kwargs)
 
 
-def _mode_check(fn: Any, i: int, training: bool) -> Callable[[], None]:
-    """Returns a function that raises CallableError where the mode of a module is another than it is built with."""
+def _mode_check(fn: Any, i: int, training: bool) -> Callable[[], None] | None:
+    """Returns a function that raises CallableError if a module is in another mode than it is built with; None without modes."""
     found = [
         ("/".join(map(str, path)) or "the module", module, name)
         for path, module in (nnx.iter_modules(fn) if isinstance(fn, nnx.Module) else ())
@@ -202,4 +189,4 @@ def _mode_check(fn: Any, i: int, training: bool) -> Callable[[], None]:
                 wrong = f"{path} has {name}={training}, but it is built with training={training}"
                 raise CallableError(f"callable {i}: {wrong}; {advice}")
 
-    return check
+    return check if found else None

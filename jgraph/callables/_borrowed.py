@@ -1,7 +1,7 @@
 """Handles on main_grad: readable until its next update, which ends them with an error that names it.
 
-A jax.Array whose buffer was donated raises a bare "Array has been deleted". Gradients that alias main_grad are therefore given
-out as handles, which name the call that updated the buffer.
+A jax.Array raises a bare "Array has been deleted" after its buffer was donated. Gradients that alias main_grad are therefore
+given out as handles, which name the call that updated the buffer.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Borrowed:
     """An array in a buffer of jgraph that the next update overwrites. Can be used like a `jax.Array` until then.
 
     A stale handle raises an error that names the update; take a `copy` before it. jax.numpy, numpy, operators and jitted
-    functions accept a handle as it is (a pytree node of one leaf); `jax.lax` takes its `value`.
+    functions accept a handle directly (a pytree node of one leaf); `jax.lax` takes its `value`.
     """
 
     __slots__ = ("_array", "_lease", "_path")

@@ -1,0 +1,171 @@
+"""Checks the arguments of `make_graphed_callables` and `run`: one value per callable, orders, devices."""
+
+from collections.abc import Mapping, Sequence
+from numbers import Number
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgraph.callables.shaped import Shaped, shape_of
+from jgraph.errors import CallableError, OrderError
+from jgraph.schedule.action import FORWARD, WGRAD
+from jgraph.schedule.order import Order, one_each
+from jgraph.schedule.schedule import Schedule
+
+
+def each(name: str, given: Any, count: int, *, of: str = "callables") -> tuple[Any, ...]:
+    """Returns a tuple of one value per callable or microbatch. None stands for a tuple of None."""
+    if given is None:
+        return (None,) * count
+    if not isinstance(given, (tuple, list)) or len(given) != count:
+        number = len(given) if isinstance(given, (tuple, list)) else f"one {type(given).__name__}"
+        raise CallableError(f"`{name}`: {number} given for {count} {of}; give a tuple with one for each", field=name)
+    return tuple(given)
+
+
+def tuples(name: str, given: Sequence[Any] | None, count: int) -> list[tuple[Any, ...]]:
+    """Returns the arguments of each microbatch; None stands for no arguments."""
+    for m, arguments in enumerate(given := each(name, [()] * count if given is None else given, count, of="microbatches")):
+        if not isinstance(arguments, (tuple, list)):
+            raise CallableError(f"`{name}[{m}]` is {type(arguments).__name__}: must be a tuple of arguments", field=name)
+    return [tuple(arguments) for arguments in given]
+
+
+def sample_of(i: int, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the sample arguments of callable `i`. Raises CallableError if they are not a tuple and a dict."""
+    kwargs = {} if kwargs is None else kwargs
+    if not isinstance(args, (tuple, list)) or not args:
+        wrong = f"`sample_args` of callable {i} is {type(args).__name__}: must be a tuple (x, *extra)"
+        raise CallableError(wrong, field="sample_args")
+    if not isinstance(kwargs, Mapping):
+        raise CallableError(f"`sample_kwargs` of callable {i} is {kwargs!r}: must be a dict", field="sample_kwargs")
+    return tuple(args), dict(kwargs)
+
+
+def schedule_of(
+    order: Any, layers: int | Sequence[int] | None, delay_wgrad: bool | Sequence[bool], count: int
+) -> tuple[Schedule | None, tuple[bool, ...]]:
+    """Parses an order.
+
+    Args:
+        order: As in `make_graphed_callables`.
+        layers: Callables per chunk.
+        delay_wgrad: One flag, or one per stage.
+        count: Number of callables.
+
+    Returns:
+        The schedule, and for each callable whether its wgrad is delayed.
+
+    Raises:
+        OrderError: The order cannot run, or contradicts `delay_wgrad`.
+        CallableError: The order is for another number of callables.
+    """
+    if order is None:
+        return None, one_each("delay_wgrad", delay_wgrad, count, bool, of="stage")
+    if isinstance(order, Schedule):
+        schedule = order
+    else:
+        is_one = isinstance(order, Order) or not isinstance(order, Sequence) or not order or isinstance(order[0], Number)
+        rows: Any = (order,) if is_one else order
+        schedule = Schedule(tuple(row if isinstance(row, Order) else Order.parse(row, layers) for row in rows))
+    wanted = one_each("delay_wgrad", delay_wgrad, schedule.num_stages, bool, of="stage")
+    for rank, (row, stages) in enumerate(zip(schedule.orders, schedule.placement, strict=True)):
+        try:
+            row.check_delayed([wanted[stage] for stage in stages])
+        except OrderError as error:
+            error.rank = rank if schedule.num_ranks > 1 else None
+            raise
+    flags = tuple(np.repeat(wanted, schedule.num_layers).tolist())
+    if len(flags) != count:
+        raise CallableError(
+            f"the order has {len(flags)} callables (num_layers_per_chunk of each of {schedule.num_stages} chunks), but "
+            f"{count} are given; give one for each layer of each chunk"
+        )
+    return schedule, flags
+
+
+def check_wgrads(schedule: Schedule, callables: Sequence[Shaped]) -> None:
+    """Raises OrderError for wgrads of a chunk without a layer that has a gradient to delay."""
+    for rank, chunk, places in _chunks(schedule):
+        row = schedule.orders[rank]
+        if row.delay_wgrad[chunk] and not any(callables[i].late for i in places):
+            position = int(np.flatnonzero((row.kinds == WGRAD) & (row.chunks == chunk))[0])
+            flags = [bool(late and c != chunk) for c, late in enumerate(row.delay_wgrad)]
+            raise OrderError(
+                f"entry {position} is {-chunk - 1.5:g}, a wgrad of chunk {chunk + 1}, but callable {places[0]} has nothing to "
+                f"delay: no matmul with a parameter of its own; leave the {-chunk - 1.5:g} out and pass "
+                f"delay_wgrad={flags}, by chunk",
+                position=position,
+                rank=rank if schedule.num_ranks > 1 else None,
+            )
+
+
+def most_waiting(schedule: Schedule | None, count: int) -> list[int]:
+    """Returns for each callable how many microbatches wait for their backward at once; 1 without an order."""
+    most = [1] * count
+    for rank, chunk, places in _chunks(schedule) if schedule is not None else ():
+        assert schedule is not None
+        row = schedule.orders[rank]
+        steps = np.where(row.kinds == FORWARD, 1, np.where(row.kinds == WGRAD, 0, -1)) * (row.chunks == chunk)
+        for i in places:
+            most[i] = int(np.cumsum(steps).max())
+    return most
+
+
+def _chunks(schedule: Schedule) -> list[tuple[int, int, range]]:
+    """Returns every (rank, chunk, indices of its callables)."""
+    ends = np.cumsum(schedule.num_layers).tolist()
+    return [
+        (rank, chunk, range(ends[stage] - schedule.num_layers[stage], ends[stage]))
+        for rank, stages in enumerate(schedule.placement)
+        for chunk, stage in enumerate(stages)
+    ]
+
+
+def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequence[Any]) -> list[Any]:
+    """Returns the device of each callable.
+
+    Args:
+        schedule: The order of each rank; None for one rank.
+        devices: One per rank, or one for all. None takes the device of the params.
+        params: The parameters of each callable.
+
+    Raises:
+        CallableError: The params are on several devices, or `devices` does not have one device per rank.
+    """
+    if devices is None:
+        held = {d for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and leaf.committed for d in leaf.devices()}
+        if len(held) > 1:
+            wrong = f"`params` are on {len(held)} devices: pass one device per rank as `devices`, and params on their device"
+            raise CallableError(f"{wrong}; graphed callables take no sharded parameter", field="devices")
+        with jax.ensure_compile_time_eval():  # also inside a jax transformation
+            devices = list(held or jnp.zeros(()).devices())
+    if not isinstance(devices, (tuple, list)) or not all(hasattr(device, "platform") for device in devices):
+        wrong = f"`devices` is {devices!r}: must be a list of jax devices, one for each rank, or one for all"
+        raise CallableError(wrong, field="devices")
+    num_ranks, ranks = 1, [0] * len(params)
+    if schedule is not None:
+        num_ranks, ranks = schedule.num_ranks, np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
+    if len(devices) not in (1, num_ranks):
+        wrong = f"`devices` has {len(devices)} for {num_ranks} ranks: give one for each rank, or one for all"
+        raise CallableError(wrong, field="devices")
+    return [devices[rank % len(devices)] for rank in ranks]
+
+
+def check_extra(callables: Sequence[Shaped], extra: Sequence[Any] | None, key: jax.Array | None) -> None:
+    """Raises CallableError if `run` cannot give a callable its arguments besides params and x."""
+    for i, shaped in enumerate(callables):
+        for place in range(len(shaped.positional), len(shaped.extra)):
+            name, aval = shaped.extra.paths[place].removeprefix("1/"), shaped.extra.avals[place]
+            takes = f"callable {i} takes the keyword argument {name}"
+            if place not in shaped.keys:
+                raise CallableError(f"{takes}, which is no random key: run gives keys only; take it as an argument after x")
+            if key is None:
+                raise CallableError(f"{takes}: give run a `key`", field="key")
+            if not isinstance(key, jax.Array) or shape_of(key) != aval:
+                wrong = f"`key` is {key!r}: must be one random key like the sample's, {aval.dtype}"
+                raise CallableError(wrong, field="key")
+    if extra is not None and not any(shaped.extra.shapes()[0] for shaped in callables):
+        raise CallableError("`extra` is given, but no callable takes arguments after x: leave it out", field="extra")

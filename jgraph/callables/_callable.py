@@ -1,0 +1,363 @@
+"""A graphed callable: forward, dgrad and wgrad as executables compiled beforehand, called one by one."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jgraph.callables._borrowed import check_no_handles
+from jgraph.callables._compile import Executable, Grad, Interface, Registers, compile_tasks, gather, interface
+from jgraph.callables._main_grad import MainGrad
+from jgraph.callables._match import call_differences, check_concrete, differences, mismatch
+from jgraph.callables._microbatches import Microbatch, Waiting
+from jgraph.callables.shaped import Shaped
+from jgraph.errors import CallableError, OwnershipError
+from jgraph.schedule.action import Kind
+
+Tree = Any
+
+
+def compile_parts(
+    callables: Sequence[Shaped], kinds: Sequence[Sequence[Kind]], aliased: Sequence[Collection[int]], options: Mapping[str, Any]
+) -> list[dict[Kind, Executable]]:
+    """Compiles the executables of single calls, several at a time.
+
+    The registers of an executable count its arguments: (params, x, extra) of `forward`, (params, residuals, dy) of `dgrad` and
+    `backward`, (params, residuals of forward_wgrad, stash) of `wgrad`. Its outputs are y or dx, then the residuals or the stash
+    without passed-through arrays, then new gradients.
+
+    Args:
+        callables: The callables.
+        kinds: The parts to compile of each.
+        aliased: The parameters of each with gradients that are added to main_grad.
+        options: XLA's.
+
+    Returns:
+        The executables of each callable by kind.
+    """
+    names: list[tuple[int, Kind]] = [(n, kind) for n, wanted in enumerate(kinds) for kind in wanted]
+    interfaces = [_interface(callables[n], kind, aliased[n], is_alone=len(kinds[n]) == 1) for n, kind in names]
+    parts: list[dict[Kind, Executable]] = [{} for _ in callables]
+    for (n, kind), executable in zip(names, compile_tasks(interfaces, callables, options), strict=True):
+        parts[n][kind] = executable
+    return parts
+
+
+def _interface(shaped: Shaped, kind: Kind, aliased: Collection[int], *, is_alone: bool) -> Interface:
+    """Returns a part as an executable of one task. A forward that `is_alone` returns y only."""
+    registers = Registers(shaped.params.avals)
+    if kind == "forward":
+        ins = registers.new((*shaped.x.avals, *shaped.extra.avals))
+    elif kind == "wgrad":
+        ins = registers.new((*shaped.residuals.avals[shaped.num_dgrad :], *shaped.stash.avals))
+    else:
+        ins = registers.new((*shaped.residuals.avals, *shaped.y.avals))
+    grads: list[Grad] = []
+    for place in shaped.grads[kind]:
+        aval, is_sum = shaped.params.avals[place], place in aliased
+        gradient = registers.register(jax.ShapeDtypeStruct(aval.shape, "float32" if is_sum else aval.dtype))
+        grads.append((place, gradient, "add" if is_sum else "new"))
+    task, results, _ = registers.task(kind, shaped, ins, lambda place: place, grads)
+    return interface([task], registers.avals, results if is_alone else range(len(registers.avals)))
+
+
+class Graphed:
+    """Runs forward, dgrad and wgrad of one callable, as CUDA graphs. Made by `make_graphed_callables`.
+
+    A forward keeps the arrays that its backward reads; `evaluate` keeps nothing. Microbatches are numbered by their forwards,
+    from 0. A backward call belongs to the oldest waiting microbatch by default, or to `microbatch`. The number is required
+    if more microbatches wait than the order ever has at once (without an order: one), because then some forward never got
+    its backward.
+
+    One thread at a time may call it, from a forward to its last backward call.
+
+    Attributes:
+        shaped: The callable.
+        parts: Its executables by kind: `forward`, and `backward` or `dgrad` and `wgrad`.
+        gradients: The sums in main_grad.
+        waiting: The microbatches that wait for a backward call, and the lock.
+    """
+
+    def __init__(
+        self,
+        shaped: Shaped,
+        parts: Mapping[Kind, Executable],
+        most_waiting: int,
+        delayed: bool,
+        check_mode: Callable[[], None] | None,
+    ):
+        self.shaped, self.parts, self.index = shaped, parts, shaped.index
+        self.gradients = MainGrad(shaped, parts.values())
+        self._delayed, self._check_mode = delayed, check_mode
+        self.waiting = Waiting(f"callable {self.index}", most_waiting)
+        self._trains, self._is_reset = len(parts) > 1, False
+        # Types of leaves that were found to be JAX arrays: a set of types is checked faster than every leaf.
+        self._array_types: set[type] = set()
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Prepares the selection of arrays for each call."""
+        shaped, parts = self.shaped, self.parts
+        num_params, num_inputs = len(shaped.params), len(shaped.x) + len(shaped.extra)
+        # These select from (params, x, extra, outputs of forward) and from (residuals, dy, outputs of dgrad).
+        self._residuals = _passed(shaped.residuals_from, num_params, num_params + num_inputs + len(shaped.y))
+        self._stash = _passed(shaped.stash_from, 0, len(shaped.residuals) + len(shaped.y) + shaped.num_dx)
+        # These select from (new gradients of dgrad, new gradients of this part, handles, None).
+        self._grads: dict[Kind, Callable[[Sequence[Any]], tuple[Any, ...]]] = {}
+        for kind in ("wgrad", "backward"):
+            kinds: list[Kind] = [k for k in ("dgrad", kind) if k in parts and (k, kind) != ("dgrad", "backward")]
+            order = [*(place for k in kinds for place in parts[k].news), *self.gradients.places]
+            at = {place: position for position, place in enumerate(order)}
+            self._grads[kind] = gather([at.get(place, len(order)) for place in range(num_params)])
+
+    def __repr__(self) -> str:
+        if self._is_reset:
+            return f"Graphed({self.index}: reset)"
+        shaped = self.shaped
+        x, y = (", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in side.avals) for side in (shaped.x, shaped.y))
+        waiting = f"; microbatches that wait: {', '.join(map(str, self.pending))}" if self.pending else ""
+        return f"Graphed({self.index}: {', '.join(self.parts)}; {x} -> {y}{waiting})"
+
+    def __call__(self, params: Tree, x: Tree, *extra: Tree, **kwargs: Tree) -> Tree:
+        """Runs forward and keeps the arrays that the backward needs.
+
+        Args:
+            params, x, extra, kwargs: Arrays of the samples' shapes and dtypes; never donated.
+
+        Returns:
+            y, a new array.
+
+        Raises:
+            CallableError: An argument differs from the sample (one message lists every difference), the module is in another
+                mode, or the callable was reset.
+            OwnershipError: An argument is a `Borrowed` handle on main_grad.
+        """
+        self._check_alive()
+        if not self._trains:
+            return self.evaluate(params, x, *extra, **kwargs)
+        with self.waiting:
+            shaped = self.shaped
+            arrays, outs = self._forward(params, x, extra, kwargs)
+            self.waiting.add(arrays[: len(shaped.params.avals)], self._residuals((*arrays, *outs)))
+            return shaped.y.tree.unflatten(outs[: len(shaped.y.avals)])
+
+    def evaluate(self, params: Tree, x: Tree, *extra: Tree, **kwargs: Tree) -> Tree:
+        """Runs forward without a backward and keeps nothing. Any thread may call it at any time.
+
+        Runs the executable of the call, dropout included. Arguments and errors are those of the call.
+        """
+        self._check_alive()
+        y = self.shaped.y
+        return y.unflatten(self._forward(params, x, extra, kwargs)[1][: len(y)])
+
+    def backward(self, dy: Tree, *, microbatch: int | None = None) -> tuple[Tree, Tree]:
+        """Runs the whole backward of a microbatch.
+
+        Args:
+            dy: The gradient of y, a tree like y.
+            microbatch: The number of the microbatch; None for the oldest without a backward.
+
+        Returns:
+            (grads, dx). `grads` is a tree like params; each leaf is your array or a `Borrowed` handle on main_grad, None for
+            integers. `dx` is a tree like x.
+
+        Raises:
+            CallableError: No forward waits for its backward; too many wait and `microbatch` names none; dy does not match y;
+                the callable was built with `training=False`; microbatches of another thread wait.
+        """
+        with self.waiting:
+            self._check_trains()
+            after_dgrad = self.waiting.after["dgrad"]
+            if after_dgrad and microbatch is None:
+                wrong = f"callable {self.index}: {len(after_dgrad)} microbatches wait for their wgrad and must go first"
+                raise CallableError(f"{wrong}; call wgrad for them, or dgrad for this one")
+            pending = self.waiting.next("backward", "forward", microbatch)
+            if self._delayed:
+                dx = self._dgrad(pending, dy)
+                return self._wgrad(pending), dx
+            outs = self._run_backward(pending, "backward", self._dy(dy), dy)
+            return self._finish(pending, "backward", outs), self._dx(outs)
+
+    def dgrad(self, dy: Tree, *, microbatch: int | None = None) -> Tree:
+        """Returns dx of a microbatch, and keeps its stash for wgrad. Needs `delay_wgrad`. Arguments are those of `backward`."""
+        with self.waiting:
+            self._check_trains()
+            if not self._delayed:
+                wrong = f"callable {self.index} was built with delay_wgrad=False"
+                raise CallableError(f"{wrong}; call backward, or build it with delay_wgrad=True")
+            return self._dgrad(self.waiting.next("dgrad", "forward", microbatch), dy)
+
+    def wgrad(self, *, microbatch: int | None = None) -> Tree:
+        """Returns the gradients of a microbatch, as `backward` does. None takes the oldest that waits for its wgrad."""
+        with self.waiting:
+            self._check_trains()
+            return self._wgrad(self.waiting.next("wgrad", "dgrad", microbatch))
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """Numbers of the waiting microbatches, oldest first: those without a wgrad, then those without a dgrad.
+
+        After a forward, the last number is that of its microbatch.
+        """
+        return self.waiting.numbers
+
+    def drop(self, microbatch: int | None = None) -> None:
+        """Forgets a waiting microbatch and frees its buffers; None forgets all. Any thread may call it.
+
+        Raises:
+            CallableError: The microbatch does not wait, or another thread is in a call.
+        """
+        with self.waiting.taken_over():
+            self._check_alive()
+            self.waiting.drop(microbatch)
+
+    @property
+    def main_grad(self) -> Tree:
+        """The float32 sums of gradients since `zero_grads`, a tree like params: `Borrowed` if aliased, None elsewhere."""
+        self._check_alive()
+        return self.gradients.tree({})
+
+    def zero_grads(self) -> None:
+        """Sets main_grad to zero, in place. Raises CallableError while microbatches wait for their backward."""
+        with self.waiting:
+            self.check_idle()
+            self.gradients.zero()
+
+    def reset(self) -> None:
+        """Frees buffers and executables. Any later use raises CallableError. Arrays of the caller stay valid."""
+        with self.waiting.taken_over():
+            self.waiting.drop(None)
+            self.gradients.free()
+            self.parts, self._is_reset = {}, True
+
+    def check_idle(self) -> None:
+        """Raises CallableError while microbatches wait for their backward."""
+        self._check_alive()
+        self.waiting.check_none()
+
+    def _check_alive(self) -> None:
+        if self._is_reset:
+            raise CallableError("this graphed callable was reset and holds nothing any more; build it again")
+
+    def _check_trains(self) -> None:
+        self._check_alive()
+        if not self._trains:
+            raise CallableError(f"callable {self.index} was built with training=False and has no backward")
+
+    def _forward(
+        self, params: Tree, x: Tree, extra: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> tuple[list[Any], list[jax.Array]]:
+        """Returns the leaves of (params, x, extra) and the outputs of the executable."""
+        if self._check_mode is not None:
+            self._check_mode()
+        leaves, tree = jax.tree_util.tree_flatten((params, (x, (extra, kwargs))))
+        shaped, cause = self.shaped, None
+        if tree == shaped.call_tree:
+            try:
+                arrays = self._arrays(leaves)
+                return arrays, self._run("forward", arrays)
+            except (TypeError, ValueError, RuntimeError) as e:
+                cause = e
+        else:
+            check_no_handles((params, x, extra, kwargs))  # a handle is a pytree node, so the structure differs
+        check_concrete(f"callable {self.index}", leaves)
+        texts = call_differences(shaped, params, (x, *extra), kwargs)
+        if cause and not texts:
+            raise cause
+        raise mismatch(shaped, texts) from cause
+
+    def _dgrad(self, pending: Microbatch, dy: Tree) -> Tree:
+        leaves = self._dy(dy)
+        outs = self._run_backward(pending, "dgrad", leaves, dy)
+        pending.early = outs[len(outs) - len(self.parts["dgrad"].news) :]
+        pending.stash = self._stash((*pending.residuals, *leaves, *outs))
+        pending.residuals = pending.residuals[self.shaped.num_dgrad :]
+        self.waiting.after_dgrad(pending)
+        return self._dx(outs)
+
+    def _wgrad(self, pending: Microbatch) -> Tree:
+        # Without late parameters there is no wgrad to run: dgrad returned every gradient.
+        outs = self._run_backward(pending, "wgrad", pending.stash, None) if "wgrad" in self.parts else []
+        return self._finish(pending, "wgrad", outs)
+
+    def _finish(self, pending: Microbatch, kind: Kind, outs: Sequence[Any]) -> Tree:
+        """Removes a microbatch. Returns gradients as a tree like params: new arrays, handles, and None for integers."""
+        self.waiting.end(pending)
+        new = outs[len(outs) - len(self.parts[kind].news) :] if outs else ()
+        gradients = self._grads[kind]((*pending.early, *new, *self.gradients.handles(), None))
+        return self.shaped.params.tree.unflatten(gradients)
+
+    def _dx(self, outs: Sequence[Any]) -> Tree:
+        shaped = self.shaped
+        return shaped.x.tree.unflatten(outs[: shaped.num_dx]) if shaped.takes_gradient else None
+
+    def _run(self, kind: Kind, arrays: Sequence[Any], number: int = -1) -> list[jax.Array]:
+        part = self.parts[kind]
+        read = part.select[2](arrays)
+        if not part.adds:
+            return part.compiled((), (), read)[1]
+        sums = self.gradients.open()
+        new, outs = part.compiled(tuple([sums[i] for i in part.adds]), (), read)
+        self.gradients.update(zip(part.adds, new, strict=True), f"the {kind} of microbatch {number}")
+        return outs
+
+    def _run_backward(self, pending: Microbatch, kind: Kind, rest: Sequence[Any], dy: Tree) -> list[jax.Array]:
+        """Runs a backward part. Looks for the cause only if it fails."""
+        read = (*pending.params, *pending.residuals, *rest)
+        try:
+            return self._run(kind, read, pending.number)
+        except OwnershipError:
+            raise
+        except (TypeError, ValueError, RuntimeError) as e:
+            shaped = self.shaped
+            check_concrete(f"callable {self.index}", read)
+            if shared := [i for i, total in self.gradients.arrays.items() if any(array is total for array in read)]:
+                raise OwnershipError(
+                    f"callable {self.index}: {kind} updates main_grad, {shaped.params.paths[shared[0]]!r}, in place, and reads "
+                    f"the same array, which was given as params, x, dy or an extra argument; pass a copy of it",
+                    owner=f"main_grad of callable {self.index}",
+                ) from e
+            if gone := sum(array.is_deleted() for array in (*pending.residuals, *pending.stash)):
+                raise OwnershipError(
+                    f"callable {self.index}: {kind} needs {gone} arrays of this microbatch that were donated or deleted since, "
+                    f"the caller's x, dy or extra arguments; keep them until then",
+                    owner="the caller",
+                ) from e
+            texts = [] if dy is None else differences(shaped.y, dy, "dy", shaped.device)
+            texts += differences(shaped.params, shaped.params.unflatten(pending.params), "params", shaped.device)
+            if not texts:
+                raise
+            raise mismatch(shaped, texts) from e
+
+    def _dy(self, dy: Tree) -> list[Any]:
+        """Returns the leaves of dy. Raises CallableError if its structure is not that of y."""
+        shaped = self.shaped
+        leaves, tree = jax.tree_util.tree_flatten(dy)
+        if tree != shaped.y.tree:
+            check_no_handles(dy)  # a handle is a pytree node, so the structure differs
+            raise mismatch(shaped, differences(shaped.y, dy, "dy", shaped.device))
+        return self._arrays(leaves)
+
+    def _arrays(self, leaves: list[Any]) -> list[Any]:
+        """Returns leaves as JAX arrays. NumPy arrays are copied: they could be written to before the backward reads them."""
+        if self._array_types.issuperset(map(type, leaves)):
+            return leaves
+        arrays = [leaf if isinstance(leaf, jax.Array) else jnp.array(leaf) for leaf in leaves]
+        self._array_types.update(map(type, arrays))
+        return arrays
+
+
+def _passed(sources: Sequence[int | None], given: int, new: int) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Returns the selection of arrays that a part leaves.
+
+    Args:
+        sources: For each of them, its position among the inputs, or None for a new array.
+        given: The position of the first input in the sequence to select from.
+        new: The position of the first new array.
+    """
+    places = []
+    for source in sources:
+        places.append(new if source is None else given + source)
+        new += source is None
+    return gather(places)

@@ -1,0 +1,348 @@
+"""Compiles tasks into executables.
+
+A task names the arrays that it reads and writes by register, a number. An array that is made and used inside an executable
+never leaves it. An input that is read for the last time is donated. Standing registers (main_grad, send buffers) are argument 0
+and output 0, updated in place, and the compiled program is checked for that.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import itemgetter
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jgraph.callables.shaped import Shaped
+from jgraph.schedule.action import Kind
+from jgraph.xla import CaptureReport, check_identity, compile_and_report
+from jgraph.xla.cache import for_elsewhere
+
+# How a gradient is returned: as an array of the parameter's dtype, as a new float32 sum, or added to a float32 sum.
+How = Literal["new", "start", "add"]
+# Whether equal tasks on equal shapes share an executable, or each gets one.
+Copies = Literal["shared", "each"]
+# (parameter, register of its gradient, how it is returned)
+Grad = tuple[int, int, How]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One computation of an executable.
+
+    Attributes:
+        kind: The action, `key` (folds a random key), `loss` (the loss and its gradients) or `function` (any other).
+        index: The callable. A loss or function runs on its device.
+        ins: Registers read besides parameters.
+        outs: Registers written; None for results that are dropped or passed through.
+        params: Registers of the parameters that it reads.
+        grads: The gradients that it makes.
+        fn: The computation of a `loss` or `function`. Maps arrays of `params` and `ins` to results, and gradients in the order
+            of `grads`.
+    """
+
+    kind: Kind | Literal["key", "loss", "function"]
+    index: int
+    ins: tuple[int, ...]
+    outs: tuple[int | None, ...]
+    params: tuple[int, ...] = ()
+    grads: tuple[Grad, ...] = ()
+    fn: Callable[[list[Any], list[Any]], tuple[Sequence[Any], Sequence[Any]]] | None = None
+
+    @property
+    def name(self) -> str:
+        return getattr(self.fn, "__name__", f"{self.kind}_{self.index}")
+
+
+class Registers:
+    """Numbers arrays. Register r holds an array of the shape and dtype `avals[r]`."""
+
+    def __init__(self, avals: Iterable[Any] = ()):
+        self.avals: list[Any] = list(avals)
+
+    def register(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def new(self, avals: Iterable[Any]) -> list[int]:
+        return [self.register(aval) for aval in avals]
+
+    def task(
+        self, kind: Kind, shaped: Shaped, ins: Sequence[int], param: Callable[[int], int], grads: Sequence[Grad]
+    ) -> tuple[Task, list[int], list[int]]:
+        """Makes the task of one part of a callable.
+
+        Args:
+            kind: The part.
+            shaped: The callable.
+            ins: Registers of (x, extra) for forward, of (residuals, dy) for dgrad and backward, of (residuals of the pool
+                forward_wgrad, stash) for wgrad.
+            param: Returns the register of a parameter.
+            grads: The gradients of the part.
+
+        Returns:
+            The task, registers of y or dx, and registers of the residuals or the stash. The last outputs of a forward are aux.
+        """
+        results = {"forward": shaped.y.avals, "wgrad": ()}.get(kind, shaped.x.avals[: shaped.num_dx])
+        left, sources = {
+            "forward": (shaped.residuals.avals, shaped.residuals_from),
+            "dgrad": (shaped.stash.avals, shaped.stash_from),
+        }.get(kind, ((), ()))
+        made = self.new(results)
+        pairs = list(zip(left, sources, strict=True))
+        kept = [self.register(aval) if source is None else ins[source] for aval, source in pairs]
+        written = [r if source is None else None for r, source in zip(kept, sources, strict=True)]
+        aux = self.new(shaped.aux.avals if kind == "forward" else ())
+        reads = tuple(map(param, shaped.reads[kind]))
+        return Task(kind, shaped.index, tuple(ins), (*made, *written, *aux), reads, tuple(grads)), made, kept
+
+
+@dataclass(frozen=True)
+class Interface:
+    """The tasks of an executable and the registers that it takes and returns: `sums, outs = compiled(sums, donated, read)`.
+
+    Attributes:
+        tasks: The tasks in order.
+        sums: Registers updated in place, argument 0 and output 0.
+        donated: Registers read for the last time, in buffers that outputs fit into.
+        read: The other inputs.
+        outs: Registers returned besides the sums.
+        shapes: Shape and dtype of each input.
+    """
+
+    tasks: tuple[Task, ...]
+    sums: tuple[int, ...]
+    donated: tuple[int, ...]
+    read: tuple[int, ...]
+    outs: tuple[int, ...]
+    shapes: tuple[tuple[Any, Any], ...]
+
+    @property
+    def name(self) -> str:
+        """The name in profiles: `forward_0_dgrad_0`, shortened."""
+        words = [t.name for t in self.tasks if t.kind not in ("key", "loss")]
+        return "_".join(words[:3]) + (f"_and_{len(words) - 3}" if len(words) > 3 else "")
+
+    def numbered(self) -> "Interface":
+        """Renumbers the registers by first use, so that equal computations have equal interfaces."""
+        names: dict[int, int] = {}
+
+        def renamed(registers: Iterable[int | None]) -> tuple[Any, ...]:
+            return tuple(r if r is None else names.setdefault(r, len(names)) for r in registers)
+
+        def of_task(task: Task) -> Task:
+            grads = tuple((place, *renamed([register]), how) for place, register, how in task.grads)
+            return replace(task, ins=renamed(task.ins), outs=renamed(task.outs), params=renamed(task.params), grads=grads)
+
+        ins = {name: renamed(getattr(self, name)) for name in ("sums", "donated", "read")}
+        return replace(self, **ins, tasks=tuple(map(of_task, self.tasks)), outs=renamed(self.outs))
+
+
+@dataclass(frozen=True, eq=False)
+class Executable:
+    """A compiled program with the registers of its caller.
+
+    Attributes:
+        compiled: The program.
+        report: Its capture report; None on platforms without command buffers.
+        io: Its tasks and registers.
+    """
+
+    compiled: jax.stages.Compiled
+    report: CaptureReport | None
+    io: Interface
+
+    @cached_property
+    def select(self) -> tuple[Callable[[Sequence[Any]], tuple[Any, ...]], ...]:
+        """Functions that select the three arguments from arrays by register."""
+        return gather(self.io.sums), gather(self.io.donated), gather(self.io.read)
+
+    @cached_property
+    def adds(self) -> tuple[int, ...]:
+        """The parameters of the gradients that are added to main_grad."""
+        return self._places("add")
+
+    @cached_property
+    def news(self) -> tuple[int, ...]:
+        """The parameters of the gradients that are new arrays, the last outputs."""
+        return self._places("new")
+
+    def _places(self, how: How) -> tuple[int, ...]:
+        return tuple(place for task in self.io.tasks for place, _, found in task.grads if found == how)
+
+
+def gather(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Returns a function that selects these items of a sequence. It runs in C from two items on."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda arrays: tuple([arrays[i] for i in places])
+
+
+def compile_tasks(
+    interfaces: Sequence[Interface],
+    callables: Sequence[Shaped],
+    options: Mapping[str, Any],
+    *,
+    copies: Copies = "shared",
+) -> list[Executable]:
+    """Compiles executables, several at a time.
+
+    Args:
+        interfaces: The tasks and registers of each executable.
+        callables: The callables of the tasks.
+        options: XLA's.
+        copies: Whether equal interfaces share an executable. `each` has no effect on a CPU.
+
+    Raises:
+        DonationError: A standing register is not updated in place.
+    """
+    of_index = {shaped.index: shaped for shaped in callables}
+    # The number distinguishes the copies of a GPU.
+    names = [(io.numbered(), n * (copies == "each")) for n, io in enumerate(interfaces)]
+    lowered = {io: _lower(io, of_index) for io in dict.fromkeys(io for io, _ in names)}
+    distinct = list(dict.fromkeys(names))
+
+    def compiled(name: tuple[Interface, int]) -> tuple[jax.stages.Compiled, CaptureReport | None]:
+        # On a GPU the report's own directory is among the options, so jax does not return an executable that it has cached.
+        program, platform = lowered[name[0]]
+        return compile_and_report(program, dict(options), platform=platform)
+
+    with ThreadPoolExecutor(min(16, len(distinct))) as pool, for_elsewhere():
+        made = dict(zip(distinct, pool.map(compiled, distinct), strict=True))
+    for (io, _), (executable, _) in made.items():
+        if io.sums:
+            check_identity(executable, tuple(jax.ShapeDtypeStruct(*shape) for shape in io.shapes[: len(io.sums)]))
+    return [Executable(*made[name], io) for name, io in zip(names, interfaces, strict=True)]
+
+
+def _lower(io: Interface, callables: Mapping[int, Shaped]) -> tuple[jax.stages.Lowered, str]:
+    """Returns the lowered program and its platform."""
+
+    def run(sums: Any, donated: Any, read: Any) -> tuple[list[Any], list[Any]]:
+        env = dict(zip((*io.sums, *io.donated, *io.read), (*sums, *donated, *read), strict=True))
+        for task in io.tasks:
+            _run(task, callables[task.index], env)
+        return [env[r] for r in io.sums], [env[r] for r in io.outs]
+
+    run.__name__ = run.__qualname__ = io.name
+    device = callables[io.tasks[0].index].device
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    avals = tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in io.shapes)
+    a, b = len(io.sums), len(io.sums) + len(io.donated)
+    jitted = jax.jit(run, donate_argnums=(0, 1), keep_unused=True)
+    return jitted.lower(avals[:a], avals[a:b], avals[b:]), device.platform
+
+
+def interface(
+    tasks: Sequence[Task],
+    avals: Sequence[Any],
+    wanted: Collection[int],
+    *,
+    standing: Collection[int] = (),
+    dying: Collection[int] = (),
+    stored: Mapping[int, int] | None = None,
+) -> Interface:
+    """Finds the registers that an executable of these tasks takes and returns.
+
+    Args:
+        tasks: The tasks in order.
+        avals: Shape and dtype of every register.
+        wanted: Registers that are read outside.
+        standing: Registers updated in place.
+        dying: Registers that nothing reads afterwards.
+        stored: Maps registers written to registers of buffers of the same shape, which are donated without being read.
+    """
+
+    def kind(register: int) -> tuple[Any, Any]:
+        return avals[register].shape, avals[register].dtype
+
+    sums: dict[int, None] = {}
+    made: dict[int, None] = {}
+    taken: dict[int, None] = {}
+    for task in tasks:
+        taken |= dict.fromkeys(r for r in (*task.params, *task.ins) if r not in made)
+        added = {register for _, register, how in task.grads if how == "add"}
+        for r in (*task.outs, *(register for _, register, _ in task.grads)):
+            if r is not None:
+                if r not in made and (r in added or r in standing):
+                    sums[r] = None
+                made[r] = None
+    # jax pairs donated arguments with outputs of their shape in the order of both, so registers with a buffer come first.
+    buffers = stored or {}
+    outs = [r for r in made if r in wanted and r not in sums and r not in buffers]
+    room, donated = Counter(map(kind, outs)), list(buffers.values())
+    for r in taken:
+        if r in dying and room[kind(r)]:
+            room[kind(r)] -= 1
+            donated.append(r)
+    read = [r for r in taken if r not in donated]
+    shapes = tuple(map(kind, (*sums, *donated, *read)))
+    return Interface(tuple(tasks), tuple(sums), tuple(donated), tuple(read), (*buffers, *outs), shapes)
+
+
+def fold_key(key: Array, *, step: Any, microbatch: Any, layer: Any) -> Array:
+    """Returns the random key that pipelines and graphed callables give a layer for a microbatch of a step.
+
+    Args:
+        key: The key of the whole training.
+        step, microbatch, layer: Numbers from 0. The layer of a graphed callable is its index.
+    """
+    for number in (step, microbatch, layer):
+        key = jax.random.fold_in(key, number)
+    return key
+
+
+def _run(task: Task, shaped: Shaped, env: dict[int, Any]) -> None:
+    """Computes a task and writes its results into `env`."""
+    ins, read = [env[r] for r in task.ins], [env[r] for r in task.params]
+    outs: Sequence[Any]
+    if task.fn is not None:
+        outs, gradients = task.fn(read, ins)
+        for (_, register, how), gradient in zip(task.grads, gradients, strict=True):
+            env[register] = _summed(env, register, how, gradient)
+    elif task.kind == "key":
+        key, step, microbatch = ins
+        outs = [fold_key(key, step=step, microbatch=microbatch, layer=shaped.index)]
+    elif task.kind == "forward":
+        outs = shaped.forward(shaped.fill("forward", read), ins)
+    else:
+        outs = _backward(task, shaped, ins, read, env)
+    env |= {register: value for register, value in zip(task.outs, outs, strict=True) if register is not None}
+
+
+def _summed(env: Mapping[int, Any], register: int, how: How, gradient: Array, merge: Any = jnp.add) -> Array:
+    """Casts a gradient to float32 unless it is new, and merges it with the sum in its register if it is added."""
+    wide = gradient if how == "new" else gradient.astype(jnp.float32)
+    return merge(env[register], wide) if how == "add" else wide
+
+
+def _backward(task: Task, shaped: Shaped, ins: list[Any], read: list[Any], env: dict[int, Any]) -> list[Any]:
+    """Writes the gradients of a dgrad, wgrad or backward. Returns the leaves of dx and, of a dgrad, the stash."""
+    registers: dict[int, tuple[int, How]] = {place: (register, how) for place, register, how in task.grads}
+    arrays = [*[None] * (shaped.num_dgrad if task.kind == "wgrad" else 0), *ins]
+    residuals, rest = arrays[: len(shaped.residuals)], arrays[len(shaped.residuals) :]
+    gradients: dict[int, Any] = {}
+    dx: list[Any] = []
+    stash = rest
+    if task.kind != "wgrad":
+        count = len(shaped.reads["dgrad"])
+        dx, early, stash = shaped.dgrad(shaped.fill("dgrad", read[:count]), residuals, rest)
+        read = read[count:]
+        for place, gradient in early.items():
+            merge = jnp.maximum if place in shaped.maxima else jnp.add
+            gradients[place] = _summed(env, *registers[place], gradient, merge)
+    if task.kind != "dgrad" and shaped.late:
+        sums = None
+        if registers[shaped.late[0]][1] != "new":
+            avals = shaped.params.avals
+            sums = {
+                place: env[registers[place][0]] if registers[place][1] == "add" else jnp.zeros(avals[place].shape, jnp.float32)
+                for place in shaped.late
+            }
+        gradients |= shaped.wgrad(shaped.fill("wgrad", read), residuals, stash, sums)
+    env |= {registers[place][0]: gradient for place, gradient in gradients.items()}
+    return [*dx, *stash] if task.kind == "dgrad" else dx

@@ -1,0 +1,333 @@
+"""Dataflow of a schedule: the registers that every task reads and writes, and the tasks that form one executable.
+
+The actions of all ranks are visited by tick, layer by layer. Every array gets its register where it is made.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgraph.callables._compile import Grad, How, Registers, Task
+from jgraph.callables.shaped import Shaped, Side, shape_of
+from jgraph.errors import CallableError
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, KINDS, Kind
+from jgraph.schedule.schedule import Schedule
+from jgraph.schedule.tables import tick_table
+
+Join = Literal["segments", "nothing"]
+Outputs = Literal["drop", "keep"]
+# An array that a plan is given or returns, such as ("params", callable, parameter).
+Name = tuple[Any, ...]
+
+# Tasks per executable: compiling more takes longer than the launches that it saves.
+_MOST_JOINED = 64
+# Send buffers of one shape per rank, used in turn: the next one is written while the last one is read. An array that is freed
+# by the end of its transfer is freed at a time that varies, so later arrays would move from step to step.
+_SEND_BUFFERS = 3
+_NEVER = 1 << 62
+
+
+@dataclass(frozen=True, eq=False)
+class Loss:
+    """The loss of a microbatch: `fn(params, y, args) -> scalar`, on leaves of params and args."""
+
+    fn: Callable[[Sequence[Any], Any, Sequence[Any]], jax.Array]
+    params: Side
+    args: Side
+    y: Side
+    aval: jax.ShapeDtypeStruct
+
+    @classmethod
+    def of(cls, fn: Callable[..., jax.Array], y: Side, args: tuple[Any, ...], params: Any = None) -> "Loss":
+        """Traces a loss.
+
+        Args:
+            fn: `fn(y, *args)`, or `fn(params, y, *args)` if there are params.
+            y: The output of the last callable.
+            args: Shapes of the arguments of one microbatch.
+            params: Shapes of the parameters of the loss.
+
+        Raises:
+            CallableError: The loss is not a floating scalar.
+        """
+        given, weights = Side.of(tuple(args)), Side.of(params)
+
+        def of_leaves(params_leaves: Sequence[Any], y: Any, leaves: Sequence[Any]) -> jax.Array:
+            lead = () if params is None else (weights.unflatten(params_leaves),)
+            return fn(*lead, y, *given.unflatten(leaves))
+
+        loss = jax.eval_shape(of_leaves, weights.avals, y.shapes(), given.avals)
+        if not isinstance(loss, jax.ShapeDtypeStruct):
+            raise CallableError(f"loss_fn returns a {type(loss).__name__}: must be one floating scalar")
+        if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise CallableError(f"loss_fn returns {loss.dtype}{list(loss.shape)}: must be a floating scalar")
+        return cls(of_leaves, weights, given, y, shape_of(loss))
+
+    def differentiated(self, params: list[Any], ins: list[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Returns the leaves of (loss, dy), and gradients of the parameters, from leaves of params and (y, args)."""
+        y, args = self.y.unflatten(ins[: len(self.y)]), ins[len(self.y) :]
+        loss, (gradients, dy) = jax.value_and_grad(self.fn, argnums=(0, 1))(params, y, args)
+        return [loss, *jax.tree.leaves(dy)], gradients
+
+
+@dataclass(frozen=True, eq=False)
+class PlanFunction:
+    """A function that a plan runs once, before or after the schedule, as an executable of its own.
+
+    Its results stay in the same buffers at every run.
+
+    Attributes:
+        fn: Maps a list of arrays to a list of arrays. Its `__name__` is the name of the executable.
+        index: The callable that shares its device.
+        ins: Names of its arguments: results of the plan, or arrays that the plan is given.
+        outs: Names of its results. `("params", i, place)` provides a parameter of callable i.
+        shapes: Shapes of the arguments that the plan is given, by name.
+    """
+
+    fn: Callable[[list[Any]], list[Any]]
+    index: int
+    ins: Sequence[Name]
+    outs: Sequence[Name]
+    shapes: dict[Name, jax.ShapeDtypeStruct] = field(default_factory=dict)
+
+
+@dataclass
+class Unit:
+    """An action of one callable: tasks that are never separated, and the transfers of their results.
+
+    Attributes:
+        sends: (register, register on the other device, device).
+        needed_at: The tick after which an input arrives from another rank.
+        used_at: The tick when another rank reads a result.
+    """
+
+    rank: int
+    tick: int
+    tasks: list[Task] = field(default_factory=list)
+    sends: list[tuple[int, int, Any]] = field(default_factory=list)
+    needed_at: int = -1
+    used_at: int = _NEVER
+
+
+class Flow(Registers):
+    """The registers of a schedule.
+
+    Attributes:
+        named: Registers of arrays that the plan is given, by name: ("params", callable, parameter), where the loss is one
+            callable more; ("x" | "loss", microbatch, leaf); ("extra", callable, microbatch, leaf); ("keys", callable, leaf)
+            for a random key to be folded; ("step", rank); ("microbatch", rank, number); and the arguments of plan functions.
+        results: Registers of results, by name: ("loss", microbatch); ("sum", callable, parameter) for gradients, where the
+            loss is one callable more; ("aux", callable, microbatch, leaf); ("y", microbatch, leaf) if outputs are kept; and
+            the results of plan functions.
+        standing: Registers that are updated in place, with their devices.
+        devices: The device of each rank.
+        loss: The loss of a microbatch.
+    """
+
+    def __init__(
+        self,
+        callables: Sequence[Shaped],
+        schedule: Schedule,
+        loss: Loss,
+        aliased: Sequence[Sequence[int]],
+        outputs: Outputs,
+    ):
+        super().__init__()
+        self._callables, self.loss, self._aliased, self._outputs = callables, loss, aliased, outputs
+        self._rank_of = np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
+        by_rank = dict(zip(self._rank_of, (shaped.device for shaped in callables), strict=True))
+        self.devices = [by_rank[rank] for rank in range(schedule.num_ranks)]
+        self.named: dict[Name, int] = {}
+        self.results: dict[Name, int] = {}
+        self.standing: dict[int, Any] = {}
+        # Arrays that wait for their next reader: ("x" | "dy" | "residuals" | "stash", callable, microbatch).
+        self._values: dict[tuple[str, int, int], list[int]] = {}
+        self._buffers: dict[tuple[int, Any, Any], list[int]] = {}
+        for i, shaped in enumerate(callables):
+            for place in shaped.keys:
+                self._given(shaped.extra.avals[place], "keys", i, place)
+
+    def send_buffer(self, source: int, rank: int, busy: set[int]) -> int:
+        """Returns the register of the buffer that an array is written to before it is sent.
+
+        Args:
+            source: Register of the array.
+            rank: The sending rank.
+            busy: Buffers that the same executable writes already. The new one is added.
+        """
+        aval = self.avals[source]
+        turns = self._buffers.setdefault((rank, aval.shape, aval.dtype), [])
+        free = [r for r in turns if r not in busy]
+        if free and len(turns) >= _SEND_BUFFERS:
+            buffer = free[0]
+        else:
+            buffer = self.register(aval)
+            self.standing[buffer] = self.devices[rank]
+        turns[:] = [*(r for r in turns if r != buffer), buffer]
+        busy.add(buffer)
+        return buffer
+
+    def function(self, function: PlanFunction) -> Unit:
+        """Returns a plan function as a unit."""
+        ins = [self.results[n] if n in self.results else self._given(function.shapes[n], *n) for n in function.ins]
+        outs = self.new(map(shape_of, jax.eval_shape(function.fn, [self.avals[r] for r in ins])))
+        self.results |= dict(zip(function.outs, outs, strict=True))
+        self.standing |= dict.fromkeys(outs, self._callables[function.index].device)
+
+        def run(_: list[Any], ins: list[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+            return function.fn(ins), ()
+
+        run.__name__ = function.fn.__name__
+        task = Task("function", function.index, tuple(ins), tuple(outs), fn=run)
+        return Unit(self._rank_of[function.index], 0, [task])
+
+    def units(self, schedule: Schedule) -> list[Unit]:
+        """Returns the actions of all ranks by tick, layer by layer, with the ticks between which they may be joined."""
+        ends = np.cumsum(schedule.num_layers).tolist()
+        # The ticks of forwards and dgrads, and -1 before the first stage and after the last.
+        forward, dgrad = (
+            np.pad(schedule.when(schedule.ticks, kinds), ((1, 1), (0, 0)), constant_values=-1)
+            for kinds in ((FORWARD,), (DGRAD, BACKWARD))
+        )
+        home = np.pad(schedule.rank_of_stage, 1, constant_values=-1)
+        table, units = tick_table(schedule), []
+        for tick, r in np.argwhere(table.kind != IDLE).tolist():
+            kind, stage, m = KINDS[table.kind[tick, r]], int(table.stage[tick, r]), int(table.microbatch[tick, r])
+            # The inputs of an action come from one neighbour, and its results go to the other.
+            ticks, step = (forward, 1) if kind == "forward" else (dgrad, -1)
+            before, after = stage + 1 - step, stage + 1 + step
+            places = range(ends[stage] - schedule.num_layers[stage], ends[stage])
+            for i in places if kind == "forward" else reversed(places):
+                unit = Unit(r, tick)
+                if kind == "forward":
+                    self._forward(unit, i, m)
+                else:
+                    self._backward(unit, kind, i, m)
+                if kind != "wgrad" and home[before] != r:
+                    unit.needed_at = int(ticks[before, m])
+                if unit.sends:
+                    unit.used_at = int(ticks[after, m])
+                # A callable without late parameters has no wgrad task.
+                units += [unit] if unit.tasks else []
+        return units
+
+    def _given(self, aval: Any, *name: Any) -> int:
+        """Returns the register of an array that the plan is given, or that a plan function provides."""
+        if name in self.results:
+            return self.results[name]
+        if name not in self.named:
+            self.named[name] = self.register(aval)
+        return self.named[name]
+
+    def _param(self, i: int, place: int) -> int:
+        return self._given(self._params(i).avals[place], "params", i, place)
+
+    def _params(self, i: int) -> Side:
+        return self._callables[i].params if i < len(self._callables) else self.loss.params
+
+    def _forward(self, unit: Unit, i: int, m: int) -> None:
+        shaped = self._callables[i]
+        if i == 0:
+            self._values["x", 0, m] = [self._given(aval, "x", m, place) for place, aval in enumerate(shaped.x.avals)]
+        ins = [*self._values.pop(("x", i, m)), *self._extra(unit, i, m)]
+        task, y, residuals = self.task("forward", shaped, ins, partial(self._param, i), ())
+        unit.tasks.append(task)
+        for n, register in enumerate(task.outs[len(task.outs) - len(shaped.aux) :]):
+            assert register is not None, "results of aux are kept"
+            self.results["aux", i, m, n] = register
+        self._values["residuals", i, m] = residuals
+        if i + 1 == len(self._callables):
+            self._add_loss(unit, m, y)
+        else:
+            self._values["x", i + 1, m] = self._send(unit, y, self._rank_of[i + 1])
+
+    def _extra(self, unit: Unit, i: int, m: int) -> list[int]:
+        registers, scalar = [], jax.ShapeDtypeStruct((), np.int32)
+        for place, aval in enumerate(self._callables[i].extra.avals):
+            if place in self._callables[i].keys:
+                key = self.register(aval)
+                step = self._given(scalar, "step", unit.rank)
+                microbatch = self._given(scalar, "microbatch", unit.rank, m)
+                unit.tasks.append(Task("key", i, (self.named["keys", i, place], step, microbatch), (key,)))
+                registers.append(key)
+            else:
+                registers.append(self._given(aval, "extra", i, m, place))
+        return registers
+
+    def _add_loss(self, unit: Unit, m: int, y: list[int]) -> None:
+        last, loss = len(self._callables) - 1, self.loss
+        args = [self._given(aval, "loss", m, place) for place, aval in enumerate(loss.args.avals)]
+        dy = self.new(loss.y.avals)
+        self.results["loss", m] = self.register(loss.aval)
+        places = range(len(loss.params))
+        read, grads = tuple(self._param(last + 1, place) for place in places), self._grads(last + 1, places)
+        outs = (self.results["loss", m], *dy)
+        unit.tasks.append(Task("loss", last, (*y, *args), outs, read, grads, fn=loss.differentiated))
+        self._values["dy", last, m] = dy
+        if self._outputs == "keep":
+            self.results |= {("y", m, n): register for n, register in enumerate(y)}
+
+    def _backward(self, unit: Unit, kind: Kind, i: int, m: int) -> None:
+        shaped = self._callables[i]
+        if kind == "wgrad":
+            ins = [*self._values.pop(("residuals", i, m))[shaped.num_dgrad :], *self._values.pop(("stash", i, m))]
+            if not shaped.late:
+                return
+        else:
+            ins = [*self._values["residuals", i, m], *self._values.pop(("dy", i, m))]
+        task, dx, left = self.task(kind, shaped, ins, partial(self._param, i), self._grads(i, shaped.grads[kind]))
+        unit.tasks.append(task)
+        if kind == "dgrad":
+            self._values["stash", i, m] = left
+        if i and dx:
+            self._values["dy", i - 1, m] = self._send(unit, dx, self._rank_of[i - 1])
+
+    def _grads(self, i: int, places: Sequence[int]) -> tuple[Grad, ...]:
+        grads: list[Grad] = []
+        for place in places:
+            name, how = ("sum", i, place), "add"
+            if name not in self.results:
+                how: How = "start"
+                aval = self._params(i).avals[place]
+                self.results[name] = self.register(jax.ShapeDtypeStruct(aval.shape, np.float32))
+                if place in self._aliased[i]:
+                    self.standing[self.results[name]] = self._callables[min(i, len(self._callables) - 1)].device
+            grads.append((place, self.results[name], how))
+        return tuple(grads)
+
+    def _send(self, unit: Unit, registers: list[int], rank: int) -> list[int]:
+        if self.devices[rank] == self.devices[unit.rank]:
+            return registers
+        arrived = self.new(self.avals[r] for r in registers)
+        unit.sends += [(a, b, self.devices[rank]) for a, b in zip(registers, arrived, strict=True)]
+        return arrived
+
+
+def segments_of(units: Sequence[Unit], join: Join) -> list[list[Unit]]:
+    """Groups units into executables. Returns the segments by their first tick.
+
+    Consecutive actions of a rank are joined if no transfer stands between them: by the schedule's ticks, their inputs from
+    other ranks are made before the first of them starts, and their results are read after the last has ended. So every segment
+    needs only segments that start earlier, and playing them by their starts cannot deadlock.
+    """
+    done: list[list[Unit]] = []
+    open_: dict[int, list[Unit]] = {}
+    for unit in units:
+        segment = open_.get(unit.rank, [])
+        if (
+            join == "segments"
+            and segment
+            and unit.needed_at < segment[0].tick
+            and all(other.used_at > unit.tick for other in segment)
+            and sum(len(other.tasks) for other in segment) < _MOST_JOINED
+        ):
+            segment.append(unit)
+        else:
+            open_[unit.rank] = [unit]
+            done.append(open_[unit.rank])
+    return sorted(done, key=lambda segment: segment[0].tick)

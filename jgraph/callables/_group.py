@@ -1,0 +1,304 @@
+"""All graphed callables together: playing an order, placing parameters, freeing everything."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jgraph.callables._arguments import check_extra, check_wgrads, each, tuples
+from jgraph.callables._callable import Graphed
+from jgraph.callables._dataflow import Join, Loss, Outputs
+from jgraph.callables._match import check_concrete, matching_leaves, put, signature
+from jgraph.callables.plan import ExecutionPlan, Reports, make_plan, play
+from jgraph.callables.shaped import Shaped, shape_of
+from jgraph.errors import CallableError, OrderError, OwnershipError, check_choice
+from jgraph.schedule.schedule import Schedule
+
+Tree = Any
+
+# Plans that `run` keeps compiled; a training has one or two.
+_MOST_PLANS = 8
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Losses, gradients and outputs of an order that was played.
+
+    Attributes:
+        losses: One scalar per microbatch, on the last device.
+        grads: One tree like params per callable: float32 sums over the microbatches, your arrays or `Borrowed` handles; None
+            for integers.
+        outputs: The last callable's y of each microbatch; None if outputs were dropped.
+    """
+
+    losses: tuple[jax.Array, ...]
+    grads: tuple[Tree, ...]
+    outputs: tuple[Tree, ...] | None
+
+
+class GraphedCallables(Sequence[Graphed]):
+    """Graphed callables in the order of the data. `run` plays an order of them. Made by `make_graphed_callables`."""
+
+    def __init__(
+        self,
+        graphed: tuple[Graphed, ...],
+        params: Sequence[Tree] | None,
+        schedule: Schedule | None,
+        *,
+        parse: Callable[[Any], tuple[Schedule | None, Any]],
+        homes: Callable[[Schedule], list[Any]],
+        reuse_buffers: bool,
+        options: Mapping[str, Any],
+    ):
+        self._graphed, self._params, self._schedule = graphed, params, schedule
+        self._parse, self._homes, self._options = parse, homes, dict(options)
+        self._reuse_buffers = reuse_buffers
+        self._plans: dict[Any, ExecutionPlan] = {}
+        self._runs = 0
+
+    def __len__(self) -> int:
+        return len(self._graphed)
+
+    def __getitem__(self, index):
+        return self._graphed[index]
+
+    def __repr__(self) -> str:
+        order = "no order" if self._schedule is None else repr(self._schedule)
+        return f"GraphedCallables({len(self)} callable{'s' * (len(self) > 1)}, {order})"
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule that `run` plays by default."""
+        return self._schedule
+
+    def reports(self) -> Reports:
+        """Returns the name and capture report of each executable. A report is None on platforms without command buffers."""
+        executables = [part for graphed in self._graphed for part in graphed.parts.values()]
+        own = [(executable.io.name, executable.report) for executable in executables]
+        return own + [report for plan in self._plans.values() for report in plan.reports]
+
+    def place(self, params: Sequence[Tree]) -> tuple[Tree, ...]:
+        """Puts the params of every callable on its device; returns them."""
+        given = each("params", params, len(self))
+        return tuple(
+            jax.tree.map(lambda leaf, g=g: put(g.shaped.device, leaf), tree)
+            for tree, g in zip(given, self._graphed, strict=True)
+        )
+
+    def zero_grads(self) -> None:
+        """Sets every main_grad to zero, in place. Raises CallableError while microbatches wait for their backward."""
+        with self._turns():
+            for graphed in self._graphed:
+                graphed.check_idle()
+            for graphed in self._graphed:
+                graphed.zero_grads()
+
+    def drop(self) -> None:
+        """Forgets the waiting microbatches of every callable and frees their buffers."""
+        for graphed in self._graphed:
+            graphed.drop()
+
+    def reset(self) -> None:
+        """Frees buffers and executables of every callable and order. Any later use raises CallableError."""
+        for graphed in self._graphed:
+            graphed.reset()
+        self._params = None
+        self._plans.clear()
+
+    def run(
+        self,
+        order: Any,
+        inputs: Sequence[Tree],
+        loss_fn: Callable[..., jax.Array],
+        *,
+        params: Sequence[Tree] | None = None,
+        extra: Sequence[tuple[Tree, ...]] | None = None,
+        loss_args: Sequence[tuple[Tree, ...]] | None = None,
+        key: jax.Array | None = None,
+        step: int = 0,
+        outputs: Outputs = "drop",
+        join: Join = "segments",
+    ) -> RunResult:
+        """Plays an order: every forward and backward of all microbatches, with transfers between devices.
+
+        The first call with an order and a loss function compiles. Pass the same function at every call: a new lambda compiles
+        again. Gradients in main_grad start from zero at every run.
+
+        Args:
+            order: As in `make_graphed_callables`; None for the one given there.
+            inputs: x of each microbatch, for the first callable; never donated.
+            loss_fn: `loss_fn(y, *loss_args) -> scalar` of the last callable's y. Gradients are those of the sum over the
+                microbatches.
+            params: The params of each callable, on its device (`place`); never donated. None takes the params of
+                `make_graphed_callables`, which are kept until `run` is given others.
+            extra: The arguments after x of each microbatch, passed to every callable that has any.
+            loss_args: Arguments of `loss_fn` after y, of each microbatch.
+            key: A random key. It is folded by `step`, callable and microbatch into every keyword argument that is a key.
+            step: Number of the training step.
+            outputs: `keep` returns the last callable's y.
+            join: `segments` makes one executable of consecutive actions of a rank without a transfer between them, which
+                needs fewer launches. `nothing` makes one executable of each action.
+
+        Returns:
+            Losses, gradients and outputs.
+
+        Raises:
+            OrderError: The order cannot run or does not fit.
+            ConfigError: `outputs` or `join` is not one of its choices.
+            CallableError: An argument differs from the sample (the message lists every difference); microbatches of single
+                calls wait for their backward; another thread is in a call.
+            OwnershipError: An argument is an array of main_grad.
+        """
+        check_choice("outputs", outputs, get_args(Outputs))
+        check_choice("join", join, get_args(Join))
+        if not callable(loss_fn):
+            wrong = f"`loss_fn` is {type(loss_fn).__name__}: must be a function of the last y and loss_args"
+            raise CallableError(wrong, field="loss_fn")
+        if not isinstance(step, int) or not 0 <= step < 2**31:
+            raise CallableError(f"`step` is {step!r}: must be a whole number from 0 to {2**31 - 1}", field="step")
+        with self._turns():
+            for graphed in self._graphed:
+                graphed.check_idle()
+            schedule = self._schedule if order is None else self._parse(order)[0]
+            if schedule is None:
+                wrong = "`order` is None, and no order was given when the callables were built: give one, e.g. [1, -1]"
+                raise OrderError(wrong, field="order")
+            count = schedule.num_microbatches
+            inputs = each("inputs", inputs, count, of="microbatches")
+            rest, more = tuples("loss_args", loss_args, count), tuples("extra", extra, count)
+            if params is not None:
+                self._params = None
+            elif (params := self._params) is None:
+                wrong = "`params` is None, but run was given params before and keeps none since: give them at every run"
+                raise CallableError(wrong, field="params")
+            shaped = [graphed.shaped for graphed in self._graphed]
+            check_extra(shaped, extra, key)
+            plan = self._plan(schedule, loss_fn, rest[0], outputs=outputs, join=join)
+            try:
+                registers = plan.fill(self._give(plan, params, inputs, more, rest, key, step))
+            except jax.errors.ConcretizationTypeError:
+                check_concrete("run", (params, inputs, extra, loss_args, key))
+                raise
+            return self._play(plan, count, registers)
+
+    def _turns(self) -> ExitStack:
+        """Takes the lock of every callable, for this thread."""
+        with ExitStack() as stack:
+            for graphed in self._graphed:
+                stack.enter_context(graphed.waiting)
+            return stack.pop_all()
+
+    def _plan(
+        self, schedule: Schedule, loss_fn: Callable[..., Any], loss_args: tuple[Tree, ...], *, outputs: Outputs, join: Join
+    ) -> ExecutionPlan:
+        """Returns the plan of a schedule, a loss and choices. Compiles it if it is new."""
+        ticks = tuple(row.tobytes() for row in schedule.ticks)
+        name = (schedule.orders, schedule.placement, ticks, loss_fn, signature(loss_args), outputs, join)
+        if name not in self._plans:
+            shaped = [graphed.shaped for graphed in self._graphed]
+            if self._homes(schedule) != [one.device for one in shaped]:
+                raise OrderError("the order puts callables on other devices than those they were built for; build them for it")
+            check_wgrads(schedule, shaped)
+            if len(self._plans) >= _MOST_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[name] = make_plan(
+                shaped,
+                schedule,
+                Loss.of(loss_fn, shaped[-1].y, jax.tree.map(shape_of, loss_args)),
+                aliased=[graphed.gradients.places for graphed in self._graphed],
+                reuse=self._reuse_buffers,
+                options=self._options,
+                join=join,
+                outputs=outputs,
+            )
+        return self._plans[name]
+
+    def _play(self, plan: ExecutionPlan, count: int, registers: list[Any]) -> RunResult:
+        """Plays a plan of `count` microbatches on filled registers, with main_grad in its standing registers."""
+        self._runs += 1
+        results = plan.flow.results
+        aliased, owned = ([{} for _ in self._graphed] for _ in range(2))
+        for (kind, *where), register in results.items():
+            if kind == "sum":
+                i, place = where
+                (aliased if place in self._graphed[i].gradients.places else owned)[i][place] = register
+        given = {id(array) for array in registers if array is not None}
+        for i, graphed in enumerate(self._graphed):
+            arrays = graphed.gradients.renew()
+            if any(id(arrays[place]) in given for place in aliased[i]):
+                raise OwnershipError(
+                    f"run updates main_grad of callable {i} in place and was given that array as an argument; pass a copy",
+                    owner=f"main_grad of callable {i}",
+                )
+            for place, register in aliased[i].items():
+                registers[register] = arrays[place]
+        try:
+            play(plan, registers)
+        finally:
+            # After a failed run, the next run or zero_grads allocates the sums that were donated.
+            for places, graphed in zip(aliased, self._graphed, strict=True):
+                if places:
+                    graphed.gradients.update([(place, registers[r]) for place, r in places.items()], f"run {self._runs}")
+        grads = tuple(
+            graphed.gradients.tree({place: registers[r] for place, r in places.items()})
+            for places, graphed in zip(owned, self._graphed, strict=True)
+        )
+        losses = tuple(registers[results["loss", m]] for m in range(count))
+        y = self._graphed[-1].shaped.y
+        kept = range(count) if ("y", 0, 0) in results else ()
+        outputs = tuple(y.unflatten([registers[results["y", m, n]] for n in range(len(y))]) for m in kept)
+        return RunResult(losses, grads, outputs or None)
+
+    def _give(
+        self,
+        plan: ExecutionPlan,
+        params: Sequence[Tree],
+        inputs: Sequence[Tree],
+        extra: Sequence[tuple[Tree, ...]],
+        loss_args: Sequence[tuple[Tree, ...]],
+        key: jax.Array | None,
+        step: int,
+    ) -> dict[str, Callable[..., Any]]:
+        """Returns functions from names of a plan to arrays. Raises CallableError with every difference from the samples."""
+        callables, flow = [graphed.shaped for graphed in self._graphed], plan.flow
+        first, last = callables[0], callables[-1]
+        sent: dict[Any, jax.Array] = {}
+
+        def on(device: Any, leaf: Any) -> jax.Array:
+            """Returns the array on a device. Sends an array that several registers share only once."""
+            if isinstance(leaf, jax.Array) and leaf.devices() == {device}:
+                return leaf
+            if (id(leaf), device) not in sent:
+                sent[id(leaf), device] = put(device, leaf)
+            return sent[id(leaf), device]
+
+        weights = [_params(i, *one) for i, one in enumerate(zip(callables, each("params", params, len(self)), strict=True))]
+        x = [matching_leaves(first.x, tree, f"inputs[{m}]") for m, tree in enumerate(inputs)]
+        rest = [matching_leaves(flow.loss.args, tree, f"loss_args[{m}]") for m, tree in enumerate(loss_args)]
+        takes = {name[1] for name in flow.named if name[0] == "extra"}
+        more = {
+            (i, m): matching_leaves(callables[i].positional, tree, f"extra[{m}]") for i in takes for m, tree in enumerate(extra)
+        }
+        return {
+            "params": lambda i, place: weights[i][place],
+            "x": lambda m, place: on(first.device, x[m][place]),
+            "loss": lambda m, place: on(last.device, rest[m][place]),
+            "extra": lambda i, m, place: on(callables[i].device, more[i, m][place]),
+            "keys": lambda i, _: on(callables[i].device, key),
+            "step": lambda rank: jnp.asarray(step, jnp.int32, device=flow.devices[rank]),
+            "microbatch": lambda rank, m: jnp.asarray(m, jnp.int32, device=flow.devices[rank]),
+        }
+
+
+def _params(i: int, shaped: Shaped, tree: Tree) -> list[jax.Array]:
+    """Returns the leaves of the params of callable `i`. Raises CallableError if one is not on its device."""
+    leaves = matching_leaves(shaped.params, tree, f"params[{i}]", shaped.device)
+    for leaf, path in zip(leaves, shaped.params.paths, strict=True):
+        if not isinstance(leaf, jax.Array) or leaf.devices() != {shaped.device}:
+            where = ", ".join(sorted(map(str, leaf.devices()))) if isinstance(leaf, jax.Array) else "the host"
+            text = f"params[{i}]/{path} is on {where}, used on {shaped.device}"
+            raise CallableError(f"{text}; give run graphed.place(params)", mismatches=(text,), field="params")
+    return leaves

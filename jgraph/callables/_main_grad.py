@@ -1,0 +1,105 @@
+"""main_grad: the float32 sums of a callable's aliased gradients, each in one buffer for its whole life."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jgraph.callables._borrowed import Borrowed, Lease
+from jgraph.callables._compile import Executable
+from jgraph.callables._match import check_concrete
+from jgraph.callables.shaped import Shaped
+from jgraph.errors import OwnershipError
+
+
+class MainGrad:
+    """The float32 accumulator of a callable's aliased gradients, and the lease on its present values.
+
+    Attributes:
+        places: The parameters with aliased gradients.
+        arrays: The sums by parameter; empty until the first gradient.
+        updates: Number of updates.
+    """
+
+    def __init__(self, shaped: Shaped, parts: Iterable[Executable]):
+        self._callable = f"callable {shaped.index}"
+        self._name = f"main_grad of {self._callable}"
+        self._params, self._device = shaped.params, shaped.device
+        self.places = sorted({place for part in parts for place in part.adds})
+        self.arrays: dict[int, jax.Array] = {}
+        self.updates = 0
+        self._lease = Lease(self._name)
+
+    def open(self) -> dict[int, jax.Array]:
+        """Returns the sums, allocated if there are none yet.
+
+        Raises:
+            OwnershipError: The caller donated or deleted one. Starting it at zero beside sums that go on would be wrong.
+        """
+        if not self.arrays:
+            return self.renew()
+        for place, array in self.arrays.items():
+            if array.is_deleted():
+                gone = f"{self._name}, {self._params.paths[place]!r}, was donated or deleted by the caller, or by a failed call"
+                advice = "call zero_grads() to start all sums from zero; to keep a sum, donate a .copy() of it"
+                raise OwnershipError(f"{gone}: {advice}", owner=self._name)
+        return self.arrays
+
+    def renew(self) -> dict[int, jax.Array]:
+        """Returns the sums for a step that starts from zero. Allocates all of them if one was deleted."""
+        if any(place not in self.arrays or self.arrays[place].is_deleted() for place in self.places):
+            avals = self._params.avals
+            arrays = {i: jnp.zeros(avals[i].shape, jnp.float32, device=self._device) for i in self.places}
+            check_concrete(self._callable, arrays)
+            self.arrays = arrays
+        return self.arrays
+
+    def zero(self) -> None:
+        """Sets the sums to zero, in place."""
+        if self.arrays:
+            sums = self.renew()
+            zeros = _zeros(list(sums.values()))
+            check_concrete(self._callable, zeros)
+            self.end("set to zero by zero_grads")
+            self.arrays = dict(zip(sums, zeros, strict=True))
+
+    def update(self, arrays: Iterable[tuple[int, jax.Array]], by: str) -> None:
+        """Stores sums that a program returned, by parameter, and ends every handle on their former values."""
+        self.updates += 1
+        self.end(f"updated in place by {by} (update {self.updates})")
+        self.arrays.update(arrays)
+
+    def end(self, why: str) -> None:
+        """Ends every handle given out so far."""
+        self._lease.ended = why
+        self._lease = Lease(self._name)
+
+    def free(self) -> None:
+        """Frees the sums for good."""
+        self.end("freed by reset")
+        for array in self.arrays.values():
+            array.delete()
+        self.arrays = {}
+
+    def handles(self) -> list[Borrowed]:
+        """Returns handles on the sums, in the order of `places`. Raises OwnershipError as `open` does."""
+        if not self.places:
+            return []
+        sums, lease, paths = self.open(), self._lease, self._params.paths
+        return [Borrowed(sums[place], lease, paths[place]) for place in self.places]
+
+    def tree(self, owned: Mapping[int, Any]) -> Any:
+        """Returns gradients as a tree like params.
+
+        Args:
+            owned: Gradients by parameter that the caller owns. The others are handles, or None without a sum.
+
+        Raises:
+            OwnershipError: As `open`.
+        """
+        every = {**dict(zip(self.places, self.handles(), strict=True)), **owned}
+        return self._params.unflatten([every.get(place) for place in range(len(self._params))])
+
+
+_zeros = jax.jit(lambda sums: [jnp.zeros_like(total) for total in sums], donate_argnums=0, keep_unused=True)
