@@ -208,7 +208,7 @@ WRITING = {
     "data": (
         "jgraph.data.__main__",
         "--out",
-        "make --text {tmp_path}/text.txt --tokenizer {tmp_path}/t.json --out /proc/none/x",
+        "make --text {tmp_path}/text.txt --tokenizer {tmp_path}/bpe --out /proc/none/x",
     ),
     "schedule": ("jgraph.inspect.__main__", "--svg", "schedule 1f1b --pp 2 --microbatches 2 --svg /proc/none/x.svg"),
 }
@@ -219,7 +219,7 @@ def test_an_output_that_cannot_be_written_is_told_with_its_flag(tmp_path, capsys
     module, flag, args = WRITING[name]
     RunDir(tmp_path).write(TrainConfig(), {}, {})
     (tmp_path / "text.txt").write_text("some text, and more of it\n" * 9)
-    Tokenizer(models.BPE({character: i for i, character in enumerate(string.printable)}, [])).save(f"{tmp_path}/t.json")
+    Tokenizer(models.BPE({character: i for i, character in enumerate(string.printable)}, [])).save(f"{tmp_path}/bpe")
     assert importlib.import_module(module).main(shlex.split(args.format(tmp_path=tmp_path))) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
@@ -229,7 +229,7 @@ def test_an_output_that_cannot_be_written_is_told_with_its_flag(tmp_path, capsys
 def test_a_disk_that_is_full_is_told_with_the_file_and_its_flag(tmp_path, capsys):
     RunDir(tmp_path).write(TrainConfig(), {}, {})
     (tmp_path / "text.txt").write_text("some text, and more of it\n" * 99)
-    Tokenizer(models.BPE({character: i for i, character in enumerate(string.printable)}, [])).save(f"{tmp_path}/t.json")
+    Tokenizer(models.BPE({character: i for i, character in enumerate(string.printable)}, [])).save(f"{tmp_path}/bpe")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for name, flag in (("report", "--to"), ("data", "--out")):
         module, _, args = WRITING[name]
