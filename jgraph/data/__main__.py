@@ -19,7 +19,7 @@ from jgraph.data._texts import FIELD, HELDOUT_FRACTION, named
 
 def make(
     *,
-    text: tuple[Path, ...],
+    text: tuple[str, ...],
     tokenizer: Path,
     out: Path,
     field: str = FIELD,
@@ -29,9 +29,10 @@ def make(
     """Tokenize files into a directory of token files.
 
     Args:
-        text: UTF-8 files, directories, globs and Hugging Face datasets (hf:owner/name, streamed). Each line of a .jsonl file is
-            a document, and each row of a .parquet file or a dataset. In other files, lines that read <|endoftext|> separate
-            documents; without such lines, a file is cut into blocks of about 16 KiB.
+        text: As `--data` of `python -m jgraph.train`, without token files and weights: UTF-8 files, directories, globs, Hugging
+            Face datasets (hf:owner/name, streamed) and named corpora. Each line of a .jsonl file is a document, and each row
+            of a .parquet file or a dataset. In other files, lines that read <|endoftext|> separate documents; without such
+            lines, a file is cut into blocks of about 16 KiB.
         tokenizer: A tokenizer.json of the `tokenizers` library. It is copied into the directory.
         out: The directory, new or empty.
         field: Field of the text in .jsonl files, .parquet files and datasets.

@@ -25,7 +25,7 @@ _Document: TypeAlias = tuple[bytes, int, int]
 
 
 def make_token_files(
-    texts: Sequence[Path],
+    texts: Sequence[str | Path],
     tokenizer: Path,
     out: Path,
     *,
@@ -36,7 +36,7 @@ def make_token_files(
     """Tokenizes text into `out`: train-*.bin, heldout-*.bin, the ends of their documents, and the tokenizer.
 
     Args:
-        texts: Files, directories, globs and Hugging Face datasets (see `_texts`). Their order does not matter.
+        texts: Files, directories, globs, Hugging Face datasets and named corpora (see `_texts`). Their order does not matter.
         tokenizer: A tokenizer.json of the `tokenizers` library.
         out: A directory that does not exist yet or is empty.
         field: Field of the text in JSON Lines, Parquet and datasets.
@@ -86,7 +86,7 @@ def make_token_files(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _tokenize(texts: Sequence[Path], field: str, encoder: Encoder, found: list[_Document]) -> Iterator[np.ndarray]:
+def _tokenize(texts: Sequence[str | Path], field: str, encoder: Encoder, found: list[_Document]) -> Iterator[np.ndarray]:
     """Yields the ids of all documents. Appends their hashes and positions to `found`."""
     start = 0
     for path, documents in read("text", [str(text) for text in texts], field):

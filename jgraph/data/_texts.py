@@ -170,7 +170,7 @@ def _of_text(path: Path, of_files: int, documents: Documents) -> list[bytes]:
     if of_files > 1 and b"\0" in text[:4096]:
         raise DataError(f"not a text (it has a zero byte); name only the texts, e.g. '{path.parent}/*.txt'")
     found = cut(text, fewest_blocks=-(-_FEWEST_BLOCKS // of_files))
-    if documents == "separate" and len(found) > len(separate(text)):
+    if documents == "separate" and len(found) > len(_separate(text)):
         why = "it has no lines that read <|endoftext|>, so document boundaries are unknown"
         raise DataError(f"{why}; leave `data_documents` out", field="data_documents")
     return found
@@ -258,13 +258,13 @@ def cut(text: bytes, *, fewest_blocks: int = _FEWEST_BLOCKS) -> list[bytes]:
         text: Bytes of any encoding. UTF-8 characters stay whole.
         fewest_blocks: A short text without separators is cut into at least about this many blocks.
     """
-    documents = separate(text)
+    documents = _separate(text)
     if len(documents) != 1:
         return documents
     return _trim(_blocks(documents[0], size=min(_BLOCK_BYTES, -(-len(documents[0]) // fewest_blocks))))
 
 
-def separate(text: bytes) -> list[bytes]:
+def _separate(text: bytes) -> list[bytes]:
     """Returns the documents between lines that read `<|endoftext|>`; without such lines, the whole text."""
     return _trim(_SEPARATOR.split(text))
 

@@ -153,6 +153,11 @@ def test_numbers_out_of_range_are_refused(make, options, message):
         make(**options)
 
 
+def test_a_named_corpus_is_tokenized(make):
+    made, named = (load(str(data), seq_len=4, vocab_size=None) for data in (make(texts=["python-docs"]), "python-docs"))
+    assert (made.train_documents, made.heldout_documents) == (named.train_documents, named.heldout_documents)
+
+
 def test_empty_text_is_refused(make, tmp_path):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(DataError, match=r"`text` is .*empty.txt: the file is empty"):
