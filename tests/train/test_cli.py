@@ -202,7 +202,6 @@ WRITING = {
         "--out",
         "make --text {tmp_path}/text.txt --tokenizer {tmp_path}/bpe --out /proc/none/x",
     ),
-    "schedule": ("jgraph.inspect.__main__", "--svg", "schedule 1f1b --pp 2 --microbatches 2 --svg /proc/none/x.svg"),
 }
 
 
