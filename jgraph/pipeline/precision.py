@@ -23,9 +23,8 @@ from jgraph.kernels import amax
 from jgraph.mesh import Axis
 from jgraph.pipeline.partition import StageAssignment
 from jgraph.precision.config import FP8Config
-from jgraph.precision.product import Weight
-from jgraph.precision.scaling import History
-from jgraph.precision.transform import FP8Function, Plan
+from jgraph.precision.scaling import AmaxHistory, FP8Array
+from jgraph.precision.transform import FP8Function, FP8Trace
 from jgraph.strategies import sharding as fsdp
 
 Tree = Any
@@ -161,7 +160,7 @@ class FP8Precision:
     num_losses: int
 
     @classmethod
-    def of(cls, layer: Callable[..., Any], own: Tree, whole: Plan, args: Sequence[Tree]) -> Self:
+    def of(cls, layer: Callable[..., Any], own: Tree, whole: FP8Trace, args: Sequence[Tree]) -> Self:
         """Finds the matmuls of a layer.
 
         Args:
@@ -207,7 +206,7 @@ class FP8Precision:
         return FP8Function(stage, replace(self.config, keep=tuple(map(glob.escape, names))), self.num_losses)
 
     def state(self, layers: int) -> Tree:
-        return {} if self.config.recipe == "current" else History.zeros(layers * self.entries.shape[1], self.config.history)
+        return {} if self.config.recipe == "current" else AmaxHistory.zeros(layers * self.entries.shape[1], self.config.history)
 
     def pick(self, history: Tree, layers_CN: Array) -> list[Tree]:
         entries = jnp.asarray(self.entries)[layers_CN]
@@ -235,10 +234,10 @@ class FP8Precision:
         states: Sequence[Tree],
         shards: Sequence[Tree],
         axes: Sequence[str],
-    ) -> list[list[Weight | None]]:
+    ) -> list[list[FP8Array | None]]:
         return self.quantize(function.plan(*args), stages, states, shards, axes)
 
-    def weight_shapes(self, function: FP8Function, args: Sequence[Tree], observed: Tree) -> list[Weight | None]:
+    def weight_shapes(self, function: FP8Function, args: Sequence[Tree], observed: Tree) -> list[FP8Array | None]:
         return jax.eval_shape(function.quantize, args[0], observed, *args[1:])
 
     def named_function(self, stage: Callable[..., Tree], layers: int, names: Sequence[str]) -> FP8Function:
@@ -252,8 +251,8 @@ class FP8Precision:
         return [None] * (len(function.plan(*args).sites) - len(own)) + own
 
     def quantize(
-        self, plan: Plan, stages: Sequence[Tree], states: Sequence[Tree], shards: Sequence[Tree], axes: Sequence[str]
-    ) -> list[list[Weight | None]]:
+        self, plan: FP8Trace, stages: Sequence[Tree], states: Sequence[Tree], shards: Sequence[Tree], axes: Sequence[str]
+    ) -> list[list[FP8Array | None]]:
         """Returns the weights of every chunk in FP8, gathered. Takes the plan of a stage, and arguments of `prepare`."""
         named = [dict(zip(plan.names, jax.tree.leaves(stage), strict=False)) for stage in stages]
         leaves = len(named[0]) // len(stages[0])

@@ -19,7 +19,7 @@ from jgraph.pipeline.partition import PipelineModel, StageAssignment
 from jgraph.pipeline.precision import FP8Precision, ModelPrecision, StagePrecision
 from jgraph.pipeline.runtime import RankRuntime
 from jgraph.pipeline.stage import AXIS, StageExecutor
-from jgraph.precision.transform import Plan
+from jgraph.precision.transform import FP8Trace
 from jgraph.schedule.action import BACKWARD
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.tables import ScheduleTables, phases, tabulate
@@ -104,7 +104,7 @@ class Pipeline:
         ranks = self.mesh.shape.get(fsdp.AXIS, 1)
         return replace(self, axes=sharding.by_place(self.model, self.layout, tree, axes, ranks)) if ranks > 1 else self
 
-    def with_precision(self, tree: Tree, whole: Plan, args: Sequence[Tree]) -> Self:
+    def with_precision(self, tree: Tree, whole: FP8Trace, args: Sequence[Tree]) -> Self:
         """Returns the pipeline with products of its layers in FP8.
 
         Args:

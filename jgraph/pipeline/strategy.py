@@ -18,8 +18,7 @@ from jgraph.pipeline.carried import Carried
 from jgraph.pipeline.dispatched import Dispatched, dispatched
 from jgraph.pipeline.partition import PipelineModel
 from jgraph.pipeline.program import Pipeline, Remat
-from jgraph.precision import product
-from jgraph.precision.loss import plan_of
+from jgraph.precision.config import XLA_OPTIONS
 from jgraph.precision.report import count, describe
 from jgraph.precision.transform import FP8Function, Product
 from jgraph.schedule import Costs, Schedule, simulate
@@ -113,7 +112,7 @@ class Pipelined:
             args = (x, tuple(context), *objective.loss_args)
             # The head returns the mean of a microbatch on a data rank.
             num_losses = objective.num_microbatches * num_data_ranks(self.mesh)
-            whole = plan_of(FP8Function(pipeline.layers, objective.fp8, num_losses), shapes, args)
+            whole = FP8Function(pipeline.layers, objective.fp8, num_losses, "loss").plan(shapes, *args)
             pipeline, products = pipeline.with_precision(shapes, whole, args), whole.products
         if Axis.FSDP not in self.mesh.axis_names:
             return pipeline.shard_as(shapes, {}), products
@@ -199,8 +198,8 @@ class BoundPipeline:
 
     @property
     def xla_options(self) -> tuple[str, ...]:
-        in_fp8 = product.XLA_OPTIONS if self.objective.fp8 else ()
-        return (*sharding.xla_options(self.mesh), *in_fp8)
+        fp8_options = XLA_OPTIONS if self.objective.fp8 else ()
+        return (*sharding.xla_options(self.mesh), *fp8_options)
 
     def on(self, mesh: Mesh) -> Self:
         return replace(self, pipeline=replace(self.pipeline, mesh=mesh))

@@ -166,7 +166,7 @@ def test_the_report_counts_a_grouped_product_without_its_wgrad():
     }
     assert [product.sizes for product in products[2:]] == [(2 * B, 32, 128), (2 * B, 64, 32)]
     line = describe(products, FP8Config(), FP8Products(7, 0))
-    assert "3 of 4 products with parameters; 1 not: a router, 7 with their gradients; compiled: 7," in line
+    assert "3 of 4 matmuls with parameters; 1 not: a router, 7 with their gradients; compiled: 7," in line
     needs = {product.kept for product in products_in("hybrid")[2:]}
     old = jax.__version_info__ < (0, 12)
     assert needs == {"a grouped product, which needs `fp8.format` e4m3 before jax 0.12" if old else ""}

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import jgraph
 from jgraph import FP8Config
-from jgraph.precision.product import XLA_OPTIONS
+from jgraph.precision.config import XLA_OPTIONS
 from jgraph.schedule import generate
 from jgraph.xla import aot, compiler_options
 from jgraph.xla.explain import FP8Products
