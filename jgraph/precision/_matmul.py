@@ -1,8 +1,8 @@
 """A matmul y = x * w with a parameter whose forward, dgrad and wgrad read operands in FP8.
 
-Hopper contracts both operands of an FP8 matmul over their last axis, so every operand is stored as rows and transposed as columns.
-One quantization serves all readers: x is quantized in the forward pass for wgrad too, dy in the backward pass for dgrad and wgrad,
-and w once per step (`transform.py`).
+Hopper contracts both operands of an FP8 matmul over their last axis, so every operand is stored as rows and as columns, the
+transpose. It is quantized once: x in the forward pass, for wgrad too; dy in the backward pass, for dgrad and wgrad; w once per
+step (`transform.py`).
 
 A grouped matmul has one scale for all groups. Its wgrad is in bfloat16: FP8 operands are read along the contracted rows, and a
 group may start at any row.
@@ -38,10 +38,13 @@ _SAVED = "fp8"  # The split backward saves values of this name instead of recomp
 _MULTIPLE = 16  # cuBLASLt requires it of M, K and N.
 
 _Saved: TypeAlias = Literal["columns", "x"]
-_Accumulation: TypeAlias = Literal["fast", "full"]
 
-# An array, or its columns in FP8 with their scale.
-_WgradOperand: TypeAlias = "Array | tuple[Array, Array]"
+# Rows or columns in FP8, and their scale.
+_Scaled: TypeAlias = tuple[Array, Array]
+# An operand of wgrad: the array, or its columns in FP8.
+_Operand: TypeAlias = Array | _Scaled
+# The group sizes of a grouped matmul.
+_Extra: TypeAlias = Sequence[Array]
 
 
 class Tap(NamedTuple):
@@ -51,7 +54,7 @@ class Tap(NamedTuple):
         weight: The quantized w.
         scales: float32 [3], of x, w and dy. None for scales from the arrays themselves.
         amax: float32 [3], not read; its cotangent is the amax of x, w and dy. None for no observation.
-        delayed: Not read; its cotangent holds the operands of wgrad, and w has no gradient. None computes wgrad in the backward.
+        delayed: Not read; its cotangent holds the operands of wgrad, and w has no gradient. None computes wgrad at once.
     """
 
     weight: FP8Array
@@ -96,21 +99,19 @@ class DotLayout(NamedTuple):
         m, _, n = self.sizes
         return dy.reshape(m, n) if self.site.data == 0 else dy.reshape(n, m).T
 
-    def forward(self, x: FP8Array, w: FP8Array, extra: Sequence[Array], dtype: DTypeLike) -> Array:
+    def forward(self, x: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
         """Computes y."""
-        y_MN = _dot(x.rows, x.scale, w.columns, w.scale, dtype, "fast")
+        y_MN = _dot((x.rows, x.scale), (w.columns, w.scale), dtype, "fast")
         return (y_MN if self.site.data == 0 else y_MN.T).reshape(aval_of(self.site.eqn.outvars[0]).shape)
 
-    def dgrad(self, dy: FP8Array, w: FP8Array, extra: Sequence[Array], dtype: DTypeLike) -> Array:
+    def dgrad(self, dy: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
         """Computes dx."""
-        return _restored(_dot(dy.rows, dy.scale, w.rows, w.scale, dtype, "full"), self.site.x_aval.shape, self.x_axes)
+        return _restored(_dot((dy.rows, dy.scale), (w.rows, w.scale), dtype, "full"), self.site.x_aval.shape, self.x_axes)
 
-    def wgrad(
-        self, x: _WgradOperand, dy: _WgradOperand, extra: Sequence[Array], dtype: DTypeLike, *, barrier: bool = True
-    ) -> Array:
+    def wgrad(self, x: _Operand, dy: _Operand, extra: _Extra, dtype: DTypeLike, barrier: bool = True) -> Array:
         """Computes dw. Without `barrier`, XLA can fuse the sum of dw and an accumulator into an FP8 matmul."""
         if isinstance(x, tuple):
-            dw_KN = _dot(*x, *dy, dtype, "full", barrier=barrier)
+            dw_KN = _dot(x, dy, dtype, "full", barrier)  # pyright: ignore[reportArgumentType]
         else:
             contract = (((0,), (0,)), ((), ()))
             dw_KN = lax.dot_general(self.x_matrix(x), self.dy_matrix(dy), contract, preferred_element_type=dtype)  # pyright: ignore[reportArgumentType]
@@ -132,16 +133,16 @@ class GroupedLayout(NamedTuple):
     def dy_matrix(self, dy_MN: Array) -> Array:
         return dy_MN
 
-    def forward(self, x: FP8Array, w: FP8Array, extra: Sequence[Array], dtype: DTypeLike) -> Array:
+    def forward(self, x: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
         _, k, n = self.sizes
         w_NGK = w.columns.reshape(n, -1, k)
-        return grouped_dot_fp8(x.rows, w_NGK, *extra, 1 / x.scale / w.scale, order="NGK").astype(dtype)
+        return grouped_dot_fp8(x.rows, w_NGK, extra[0], 1 / x.scale / w.scale, order="NGK").astype(dtype)
 
-    def dgrad(self, dy: FP8Array, w: FP8Array, extra: Sequence[Array], dtype: DTypeLike) -> Array:
+    def dgrad(self, dy: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
         w_GKN = w.rows.reshape(-1, *self.sizes[1:])
-        return grouped_dot_fp8(dy.rows, w_GKN, *extra, 1 / dy.scale / w.scale, order="GNK").astype(dtype)
+        return grouped_dot_fp8(dy.rows, w_GKN, extra[0], 1 / dy.scale / w.scale, order="GNK").astype(dtype)
 
-    def wgrad(self, x: Any, dy: Any, extra: Sequence[Array], dtype: DTypeLike) -> Array:
+    def wgrad(self, x: Any, dy: Any, extra: _Extra, dtype: DTypeLike) -> Array:
         return grouped_wgrad(x, dy, *extra, dtype=dtype)
 
 
@@ -181,7 +182,7 @@ def unsupported(site: DelayedProduct, config: FP8Config) -> str:
 
 
 def fp8_matmul(
-    config: FP8Config, site: DelayedProduct, x: Array, w: Array, extra: Sequence[Array], tap: Tap, *, saved: _Saved = "columns"
+    config: FP8Config, site: DelayedProduct, x: Array, w: Array, extra: _Extra, tap: Tap, saved: _Saved = "columns"
 ) -> Array:
     """Computes a matmul in FP8, grouped or not.
 
@@ -199,10 +200,10 @@ def fp8_matmul(
     saves_columns = quantizes_wgrad and saved == "columns"
 
     @jax.custom_vjp
-    def run(x: Array, w: Array, extra: Sequence[Array], tap: Tap) -> Array:
+    def run(x: Array, w: Array, extra: _Extra, tap: Tap) -> Array:
         return forward(x, w, extra, tap)[0]
 
-    def forward(x: Array, w: Array, extra: Sequence[Array], tap: Tap) -> tuple[Array, PyTree]:
+    def forward(x: Array, w: Array, extra: _Extra, tap: Tap) -> tuple[Array, PyTree]:
         x_fp8 = _quantize(layout.x_matrix(x), tap.scales, 0, x_dtype, "both" if saves_columns else "rows")
         y = layout.forward(x_fp8, tap.weight, extra, aval_of(site.eqn.outvars[0]).dtype)
         # Named, because the split backward would otherwise recompute the columns from x, which may have more bytes.
@@ -217,9 +218,9 @@ def fp8_matmul(
             with scope("quantize"):
                 scale = scale_for(x_amax, x_dtype) if tap.scales is None else tap.scales[0]
                 x = cast_transpose(layout.x_matrix(x), scale, x_dtype, want="columns").columns
-        operands = ((x, x_scale), (dy_fp8.columns, dy_fp8.scale)) if quantizes_wgrad else (x, dy)
+        operands: Any = ((x, x_scale), (dy_fp8.columns, dy_fp8.scale)) if quantizes_wgrad else (x, dy)
         observed = None if tap.amax is None else jnp.stack([x_amax, tap.weight.amax, dy_fp8.amax])
-        dw = None if is_delayed else layout.wgrad(*operands, extra, w_dtype)
+        dw = None if is_delayed else layout.wgrad(operands[0], operands[1], extra, w_dtype)
         # The barrier makes every operand an array of its own. XLA on a CPU fails without it if a program contains both parts.
         delayed = jax.tree.map(lax.optimization_barrier, operands) if is_delayed else None
         return dx, dw, None, Tap(None, None, observed, delayed)  # pyright: ignore[reportArgumentType]
@@ -242,24 +243,16 @@ def _quantize(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, w
         return FP8Array(found.rows, found.columns, checked_scale(scale, largest), largest)  # pyright: ignore[reportArgumentType]
 
 
-def _dot(
-    a_MK: Array,
-    a_scale: Array,
-    b_NK: Array,
-    b_scale: Array,
-    dtype: DTypeLike,
-    accumulation: _Accumulation,
-    *,
-    barrier: bool = True,
-) -> Array:
-    """Multiplies FP8 matrices over their last axes.
+def _dot(a: _Scaled, b: _Scaled, dtype: DTypeLike, accumulation: Literal["fast", "full"], barrier: bool = True) -> Array:
+    """Multiplies FP8 matrices [M, K] and [N, K] over their last axes.
 
-    XLA recognizes an FP8 matmul by its operands: each is converted and multiplied by a scalar. The scalars become arguments of the
-    cuBLASLt call. `full` accumulation adds partial sums of the tensor cores in float32; `fast` accumulation has about 14 bits.
+    XLA recognizes an FP8 matmul by its operands: each is converted and multiplied by a scalar. The scalars become arguments of
+    the cuBLASLt call. `full` accumulation adds partial sums of the tensor cores in float32; `fast` accumulation has about 14
+    bits.
     """
-    a, b = (q.astype(jnp.bfloat16) * (1 / scale).astype(jnp.bfloat16) for q, scale in ((a_MK, a_scale), (b_NK, b_scale)))
+    a_MK, b_NK = (q.astype(jnp.bfloat16) * (1 / scale).astype(jnp.bfloat16) for q, scale in (a, b))
     precision = lax.Precision.DEFAULT if accumulation == "fast" else lax.Precision.HIGHEST
-    y = lax.dot_general(a, b, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=dtype)
+    y = lax.dot_general(a_MK, b_NK, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=dtype)
     # Without the barrier, XLA makes a following GELU the epilogue. No FP8 kernel has one, and the compilation fails.
     return lax.optimization_barrier(y) if barrier else y
 
@@ -273,8 +266,8 @@ def _restored(matrix: Array, shape: Sequence[int], axes: Sequence[int]) -> Array
 class DelayedFP8Product(DelayedProduct):
     """An FP8 matmul with a delayed weight gradient.
 
-    Wgrad reads the columns of x and dy, which are the cotangents of a tap. Dgrad has quantized dy. Wgrad quantizes x again if dgrad
-    keeps the inputs of x anyway, such as the input of a norm or of GELU; otherwise the forward pass saves the columns of x.
+    Wgrad reads the columns of x and dy, which are the cotangents of a tap. Dgrad has quantized dy. Wgrad quantizes x again if
+    dgrad keeps the inputs of x anyway, such as the input of a norm or of GELU. Otherwise the forward pass saves the columns.
 
     Attributes:
         config: The recipe. x and dy are stashed unquantized if wgrad is in bfloat16, as for grouped matmuls.
@@ -303,19 +296,19 @@ class DelayedFP8Product(DelayedProduct):
 
         return zeros(self.x_aval, k, x_dtype), zeros(aval_of(self.eqn.outvars[0]), n, dy_dtype)
 
-    def multiply(self, x: Array, w: Array, extra: Sequence[Array], tap: Any, given: Tap) -> Array:
+    def multiply(self, x: Array, w: Array, extra: _Extra, tap: Any, given: Tap) -> Array:
         return fp8_matmul(self.config, self, x, w, extra, given._replace(delayed=tap), saved=self.saved)
 
     def keeping_x(self) -> "DelayedFP8Product":
         return replace(self, saved="columns")
 
-    def weight_gradient(self, tap: Any, extra: Sequence[Array], dtype: Any) -> Array:
+    def weight_gradient(self, tap: Any, extra: _Extra, dtype: Any) -> Array:
         if wgrad_precision(self, self.config) == "bf16":
             return super().weight_gradient(tap, extra, dtype)
 
-        def wgrad(tap: Any) -> Array:
-            return DotLayout.of(self).wgrad(*tap, extra, dtype, barrier=False)
+        def one(tap: Any) -> Array:
+            return DotLayout.of(self).wgrad(tap[0], tap[1], extra, dtype, barrier=False)
 
         for _ in self.lead:
-            wgrad = partial(lax.map, wgrad)  # XLA does not recognize a batched FP8 matmul.
-        return wgrad(tap)
+            one = partial(lax.map, one)  # pyright: ignore[reportAssignmentType] - XLA does not recognize a batched FP8 matmul.
+        return one(tap)

@@ -7,7 +7,7 @@ from jgraph.errors import check_types, require
 
 DEFAULT_KEEP = ("*embed*", "*head*")
 
-# Without these options XLA may compile an FP8 matmul with Triton, or merge the matmuls of two microbatches. Both run in bfloat16.
+# Without these options XLA may give an FP8 matmul to Triton, or merge the matmuls of two microbatches. Both run in bfloat16.
 XLA_OPTIONS = ("xla_gpu_enable_triton_gemm=false", "xla_gpu_dot_merger_threshold_mb=0")
 
 
@@ -16,7 +16,7 @@ class FP8Config:
     """A recipe for FP8 matmuls with power-of-two scales, after the recipes of Transformer Engine."""
 
     recipe: Literal["current", "delayed"] = "current"
-    """Source of a scale: the array itself (current), or its amax history, which saves a pass over memory and needs state (delayed)."""
+    """Source of scales: the array itself (current), or its amax history (delayed). The latter saves a pass over memory."""
     format: Literal["hybrid", "e4m3"] = "hybrid"
     """E4M3 for activations and weights with E5M2 for gradients (hybrid), or E4M3 for all arrays (e4m3)."""
     wgrad: Literal["fp8", "bf16"] = "fp8"

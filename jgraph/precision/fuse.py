@@ -37,8 +37,8 @@ _Reader: TypeAlias = Callable[[Any], Any]
 def fused(fn: Callable[..., Any], implementation: str = "auto") -> Callable[..., Any]:
     """Fuses the elementwise functions before a quantization into its kernel.
 
-    Apply it to the differentiated function, and jit the result. Results differ by the rounding of arrays that were bfloat16 and are
-    now float32 in a kernel. Bodies of loops and the recomputation of `jax.checkpoint` are not fused.
+    Apply it to the differentiated function, and jit the result. Results differ by the rounding of bfloat16 arrays, which are
+    float32 inside a kernel. Bodies of loops and the recomputation of `jax.checkpoint` are not fused.
 
     Args:
         fn: A function of arrays that calls `kernels.cast_transpose`.
@@ -111,8 +111,7 @@ class _Fusion:
 
     def run(self, read: _Reader, eqn: core.JaxprEqn, implementation: str) -> list[Array]:
         """Computes the results of the equation."""
-        call = _quantization(eqn)
-        assert call is not None, "only quantizations are fused"
+        call: Any = _quantization(eqn)
         dtype, want, results = call
         scale = read(eqn.invars[1]) if len(eqn.invars) == 2 else jnp.float32(1)
         inputs = tuple(read(v).reshape(shape) for v, shape in self.inputs)
@@ -127,8 +126,8 @@ def _quantization(eqn: core.JaxprEqn) -> tuple[DTypeLike, Want, tuple[str, ...]]
     Dead code elimination may have removed some results of the call, so the shapes of the others identify them.
 
     Returns:
-        The dtype, the `want`, and the name of each result. None for another equation, for a call that writes into a slot or has a
-        `Computed` argument, and for the only result of a square matrix, which may be rows or columns.
+        The dtype, the `want`, and the name of each result. None for another equation, for a call with a slot or a `Computed`
+        argument, and for the only result of a square matrix, which may be rows or columns.
     """
     want = CALLS.get(eqn.params.get("name", "")) if eqn.primitive.name in replay.JITS else None
     if want is None or not 1 <= len(eqn.invars) <= 2:
@@ -198,11 +197,9 @@ class _Frame:
 
     def inside(self, eqn: core.JaxprEqn) -> "_Frame":
         """Returns the frame of a call."""
-        if id(eqn) not in self.calls:
-            jaxpr = replay.body(eqn)
-            arguments = {v: (operand, self) for v, operand in zip(jaxpr.invars, eqn.invars, strict=True)}
-            self.calls[id(eqn)] = _Frame(jaxpr, arguments)
-        return self.calls[id(eqn)]
+        jaxpr = replay.body(eqn)
+        arguments = {v: (operand, self) for v, operand in zip(jaxpr.invars, eqn.invars, strict=True)}
+        return self.calls.setdefault(id(eqn), _Frame(jaxpr, arguments))
 
     def resolve(self, atom: Any) -> tuple[Any, "_Frame"]:
         """Returns the variable or literal that was passed as `atom`, with the frame that defines it."""

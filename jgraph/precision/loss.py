@@ -13,9 +13,9 @@ from jgraph.precision.report import count, describe
 from jgraph.precision.transform import FP8Function, FP8Trace
 from jgraph.tree import PyTree
 
-
 _Parts: TypeAlias = Mapping[str, Array]
-_OverDevices: TypeAlias = Callable[[str, Array], Array]
+_Args: TypeAlias = Sequence[PyTree]
+_Amax: TypeAlias = Callable[[str, Array], Array] | None
 
 
 class Prepared(NamedTuple):
@@ -51,14 +51,7 @@ class StepLoss:
         return ()
 
     def prepare(
-        self,
-        whole: PyTree,
-        parts: _Parts,
-        observed: PyTree,
-        args: Sequence[PyTree],
-        over_devices: _OverDevices | None = None,
-        *,
-        uncast: bool = False,
+        self, whole: PyTree, parts: _Parts, observed: PyTree, args: _Args, over_devices: _Amax = None, uncast: bool = False
     ) -> Prepared:
         """Does the work of a step before its microbatches.
 
@@ -69,8 +62,8 @@ class StepLoss:
             args: Arguments of the loss function for one microbatch, arrays or shapes.
             over_devices: Returns the amax of a parameter from its name and the amax of the local shard. None if `parts` are not
                 sharded.
-            uncast: Whether a matmul returns the gradient of its parameter in the parameter's dtype, without casts to the dtype that
-                the loss function takes.
+            uncast: Whether a matmul returns the gradient of its parameter in the dtype of the parameter, without casts to the
+                dtype that the loss function takes.
         """
         return Prepared({}, lambda params, observed, parts, *args: self.fn(params, *args))
 
@@ -85,7 +78,7 @@ class StepLoss:
 
 @dataclass(frozen=True, eq=False)
 class FP8Loss(StepLoss):
-    """A loss function with FP8 matmuls. It quantizes weights once per step. With delayed scaling, its state is the amax history.
+    """A loss function with FP8 matmuls. It quantizes weights once per step. Its state is the amax history of delayed scaling.
 
     Attributes:
         function: The function with FP8 matmuls.
@@ -96,7 +89,7 @@ class FP8Loss(StepLoss):
     trace: FP8Trace
 
     @classmethod
-    def of(cls, fn: Callable[..., Any], config: FP8Config, params: PyTree, args: Sequence[PyTree]) -> Self:
+    def of(cls, fn: Callable[..., Any], config: FP8Config, params: PyTree, args: _Args) -> Self:
         """Finds the matmuls of a loss function.
 
         Args:
@@ -129,14 +122,7 @@ class FP8Loss(StepLoss):
         return replace(self, function=replace(self.function, num_losses=num_losses))
 
     def prepare(
-        self,
-        whole: PyTree,
-        parts: _Parts,
-        observed: PyTree,
-        args: Sequence[PyTree],
-        over_devices: _OverDevices | None = None,
-        *,
-        uncast: bool = False,
+        self, whole: PyTree, parts: _Parts, observed: PyTree, args: _Args, over_devices: _Amax = None, uncast: bool = False
     ) -> Prepared:
         trace = self.function.plan(whole, *args)
         scales = trace.scales(parts, observed, over_devices)

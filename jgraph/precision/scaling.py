@@ -1,8 +1,8 @@
 """Power-of-two scales of FP8 arrays, from the largest magnitude (amax) of the array or from a history of it.
 
-An array x is stored as q = x * scale in FP8, and its value is q / scale. A power of two makes both exact except for the rounding
-of q. Delayed scaling follows Transformer Engine (docs/features/low_precision_training/fp8_delayed_scaling): the maximum or the
-most recent entry of an amax history, and a margin.
+An array x is stored as q = x * scale in FP8, and its value is q / scale. A power of two makes both exact, except for the
+rounding of q. Delayed scaling follows Transformer Engine (docs/features/low_precision_training/fp8_delayed_scaling): it uses the
+maximum or the most recent entry of an amax history, and a margin.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class AmaxHistory(NamedTuple):
         return cls(jnp.zeros((num_steps, num_matmuls, 3)), jnp.zeros((num_matmuls, 3)))
 
     def amax(self, config: FP8Config) -> Array:
-        """Returns the amax [S, 3] for the next scales. Replaces a zero or nonfinite amax by `used`, as Transformer Engine does."""
+        """Returns the amax [S, 3] for the next scales. Zero and nonfinite entries become `used`, as in Transformer Engine."""
         reduced = self.window[0] if config.amax == "most_recent" else jnp.max(self.window, axis=0)
         return jnp.where((reduced > 0) & jnp.isfinite(reduced), reduced, self.used)
 
@@ -101,7 +101,7 @@ def observe(
             `num_losses` times as large as the dy of the batch's loss.
 
     Returns:
-        For each matmul its scales, float32 [3], and a tap, float32 [3]. The cotangent of the tap must be the amax of x, w and dy.
+        For each matmul its scales, float32 [3], and a tap, float32 [3], with the amax of x, w and dy as its cotangent.
     """
     num_matmuls = history.used.shape[0]
     # The power of two is rounded up, so that no dy overflows.
@@ -113,11 +113,8 @@ def observe(
         scales_S3 = jnp.stack([scale_for(amax_S, dtype, config.margin) * factor for amax_S, dtype, factor in columns], axis=1)
         return list(scales_S3), [jnp.zeros(3)] * num_matmuls
 
-    def forward(history: AmaxHistory) -> tuple[tuple[list[Array], list[Array]], AmaxHistory]:
-        return run(history), history
-
     def backward(history: AmaxHistory, cotangents: tuple[list[Array], list[Array]]) -> tuple[AmaxHistory]:
         return (history.updated(jnp.stack(cotangents[1]) / jnp.array([1, 1, num_losses], jnp.float32), config),)
 
-    run.defvjp(forward, backward)
+    run.defvjp(lambda history: (run(history), history), backward)
     return run(history)

@@ -158,7 +158,7 @@ class FP8Function(OwnProducts):
 
         Args:
             params: The parameters, in the dtypes they are trained in. They have gradients.
-            state: The state, from `init`. Its gradient is the state after this call. For several microbatches, take the maximum.
+            state: The state, from `init`. Its gradient is the state after this call. Take the maximum over microbatches.
             *args: The other arguments of the function.
             weights: Weights from `quantize`; None quantizes them in this call.
 
@@ -217,7 +217,7 @@ class FP8Trace:
     sites: tuple[DelayedProduct, ...]
     products: tuple[Product, ...]
     names: tuple[str, ...]
-    structure: jax.tree_util.PyTreeDef
+    structure: Any
     num_losses: int
 
     @property
@@ -257,11 +257,10 @@ class FP8Trace:
             if (name := self.weight_of(i)) in found:
                 continue
             reads_all = math.prod(self.sites[i].lead) * self.sites[i].w_aval.size == parts[name].size
-            largest = None
+            largest: Any = None
             if earlier is None or over_devices is not None or not reads_all:
                 largest = amax(parts[name]) if over_devices is None else over_devices(name, amax(parts[name]))
             known, margin = (largest, 0) if earlier is None else (earlier[start, 1], self.config.margin)
-            assert known is not None
             found[name] = Scale(scale_for(known, dtype, margin), largest)
         return found
 
@@ -298,22 +297,19 @@ class FP8Trace:
         return views
 
     def taps(self, params: PyTree, state: PyTree, weights: Weights | None) -> list[Tap | None]:
-        """Returns the additional arguments of each matmul; None if it is not in FP8. Quantizes `params` if `weights` is None."""
+        """Returns the additional arguments of each FP8 matmul, else None. Quantizes `params` if `weights` is None."""
         weights = weights or self.quantize(*jax.lax.stop_gradient((params, state)))
         taps: list[Tap | None] = [None] * len(self.sites)
         scales, observed = [], []
         if self._is_delayed:
             scales, observed = observe(state, self.config, formats(self.config), self.num_losses)
         for i, start, stop in self._entries():
-
-            def stacked(entries: list[Array], lead: tuple[int, ...] = self.sites[i].lead) -> Array | None:
-                return jnp.stack(entries).reshape(*lead, 3) if entries else None
-
             weight, lead = weights[i], self.sites[i].lead
             assert weight is not None, "FP8 matmuls have FP8 weights"
             # A pipeline packs the weights of its devices into one array, so scalars arrive with another shape.
             weight = weight._replace(scale=weight.scale.reshape(lead), amax=weight.amax.reshape(lead))
-            taps[i] = Tap(weight, stacked(scales[start:stop]), stacked(observed[start:stop]))
+            stacked = [jnp.stack(rows[start:stop]).reshape(*lead, 3) if rows else None for rows in (scales, observed)]
+            taps[i] = Tap(weight, *stacked)
         return taps
 
     def apply(self, params: PyTree, state: PyTree, weights: Weights | None, *args: PyTree, uncast: bool = False) -> PyTree:
@@ -373,7 +369,7 @@ class FP8Trace:
 
 def _view(
     matrix: Callable[[Array], Array], scale: Array, dtype: DTypeLike, implementation: str, w: Array
-) -> tuple[Array | None, Array | None, Array | None]:
+) -> tuple[Any, Any, Any]:
     """Returns a weight as rows and columns in FP8, with its amax unless `w` is in FP8."""
     rows_KN = matrix(w)
     if rows_KN.dtype == dtype:
@@ -386,8 +382,7 @@ def _products(sites: Sequence[DelayedProduct], names: Sequence[str], config: FP8
     kept = {name for pattern in config.keep for name in _matching(pattern, names)}
     numbers = {number for site in sites for p in site.params if (number := _block_number(names[p])) is not None}
     if config.blocks == "inner" and not numbers:
-        message = "`fp8.blocks` is inner: must be all for parameters without numbered blocks"
-        raise ConfigError(message, field="fp8.blocks")
+        raise ConfigError("`fp8.blocks` is inner: must be all for parameters without numbered blocks", field="fp8.blocks")
     ends = {min(numbers), max(numbers)} if config.blocks == "inner" else set()
     uses: Counter[str] = Counter()
     found = []
