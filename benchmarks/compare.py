@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.rows import Row, verdict
@@ -69,7 +69,7 @@ def timed(file: Path) -> dict[str, Timed]:
             settings = flatten({key: one[key] for one in (result, row) for key in _SETTINGS if key in one})
             settings["device"] = (result.get("device") or "not told").removeprefix("1 x ")
             if "config" in result:  # of a time when a field was not there: as if it had been left alone
-                settings = flatten({"config": json.loads(json.dumps(asdict(TrainConfig())))}) | settings
+                settings = flatten({"config": json.loads(json.dumps(TrainConfig().to_dict()))}) | settings
             if "ms" in row or "failed" in row:
                 rows[name] = Timed(row.get("ms"), row.get("repeats_ms", []), row.get("failed", ""), result, settings)
             for category, ms in row.get("categories", {}).items():

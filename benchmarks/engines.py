@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.rows import Row
@@ -33,7 +33,7 @@ class Flags(Options):
 
 def works(options: Flags) -> Iterator[Work]:
     for work in options.work:
-        config = asdict(config_of(work, options))
+        config = config_of(work, options).to_dict()
         entrant = Entrant({"system": "jgraph", "variant": "--pp-engine auto"}, "benchmarks.programs.engine", {"config": config})
         # Asked when the work has begun, so that a work of before is kept until then.
         rows = (ask(one, timeout=options.timeout) for one in [entrant])
@@ -45,7 +45,7 @@ def config_of(work: WorkName, options: Flags) -> TrainConfig:
     if work.endswith("-fp8"):
         config = in_fp8(config, "delayed")
     rows = MICROBATCHES * SEQUENCES[work]
-    return replace(config, pp=options.ranks, num_microbatches=MICROBATCHES, batch_size=rows, pp_engine="auto", schedule="auto")
+    return config.changed(pp=options.ranks, num_microbatches=MICROBATCHES, batch_size=rows, pp_engine="auto", schedule="auto")
 
 
 def section(work: str, result: Row) -> Section:

@@ -11,7 +11,7 @@ backward, clipping, AdamW.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
@@ -80,42 +80,43 @@ def works(options: Options) -> Iterator[Work]:
         variants = dict.fromkeys((options.first, "", *options.variant))
         entrants = [ours("jgraph", vary(config, variant), variant, options) for variant in variants]
         if work in ON_ONE_GPU and options.one_gpu == "yes" and ranks > 1:
-            entrants += [ours("one GPU", replace(config, fsdp=1, batch_size=config.batch_size // ranks), "", options)]
+            entrants += [ours("one GPU", config.changed(fsdp=1, batch_size=config.input.batch_size // ranks), "", options)]
         entrants += [torchs(peer, config, options) for peer in options.peers]
         again = [entrant for entrant in entrants if parameters(entrant.named) == "gathered again"]
         groups = [[entrant for entrant in entrants if entrant not in again], *([again] if again else [])]
-        yield Work(work, {"ranks": ranks, "config": asdict(config)}, groups)
+        yield Work(work, {"ranks": ranks, "config": config.to_dict()}, groups)
 
 
 def ours(system: str, config: TrainConfig, variant: str, options: Options) -> Entrant:
-    return training_step({"system": system, "variant": variant, "ranks": config.fsdp * config.dp}, config, options)
+    return training_step(
+        {"system": system, "variant": variant, "ranks": config.parallel.fsdp * config.parallel.dp}, config, options
+    )
 
 
 def torchs(peer: str, config: TrainConfig, options: Options) -> Entrant:
     how, *words = peer.split(":")
     return Entrant(
-        {"system": "torch", "variant": peer, "ranks": config.fsdp},
+        {"system": "torch", "variant": peer, "ranks": config.parallel.fsdp},
         "benchmarks.peers.fsdp",
         {
-            "config": asdict(config),
+            "config": config.to_dict(),
             "compile": how == "compile",
             **{word: word in words for word in ("reshard", "float8", "cudnn", "graph", "whole", "experts")},
         },
-        ranks=config.fsdp,
-        gpus=0 if options.sizes == "tiny" else config.fsdp,
+        ranks=config.parallel.fsdp,
+        gpus=0 if options.sizes == "tiny" else config.parallel.fsdp,
     )
 
 
 def config_of(work: WorkName, ranks: int, options: Options) -> TrainConfig:
     config = training(work, options)
     if options.sizes == "full" and work in LAYERS:
-        config = replace(config, model=replace(config.model, num_layers=LAYERS[work]))
-    return replace(
-        config,
+        config = config.changed(model=replace(config.model, num_layers=LAYERS[work]))
+    return config.changed(
         batch_size=ranks * (options.sequences or SEQUENCES[work]),
         fsdp=ranks,
         graph=options.graph,
-        xla_options=(*config.xla_options, *options.xla_option),
+        xla_options=(*config.compile.xla_options, *options.xla_option),
     )
 
 
@@ -124,28 +125,30 @@ def vary(config: TrainConfig, variant: str) -> TrainConfig:
     for word in variant.split():
         match word.split("=", 1):
             case ["graph", "auto" | "off" | "full" as graph]:
-                config = replace(config, graph=graph)
+                config = config.changed(graph=graph)
             case ["reshard", "yes" | "no" as choice]:
-                config = replace(config, reshard_after_forward=choice == "yes")
+                config = config.changed(reshard_after_forward=choice == "yes")
             case ["fp8", "current" | "delayed" as recipe]:
                 config = in_fp8(config, recipe)
             case ["grads", "float32" | "bfloat16" as dtype]:
-                config = replace(config, main_grads_dtype=dtype, decoupled_grad=True)
+                config = config.changed(main_grads_dtype=dtype, decoupled_grad=True)
             case ["layout", "dp"]:
-                config = replace(config, dp=config.fsdp, fsdp=1)
+                config = config.changed(dp=config.parallel.fsdp, fsdp=1)
             case ["layout", "pp"]:
-                config = replace(config, pp=config.fsdp, fsdp=1, num_microbatches=config.batch_size, schedule="aligned")
+                config = config.changed(
+                    pp=config.parallel.fsdp, fsdp=1, num_microbatches=config.input.batch_size, schedule="aligned"
+                )
             case ["layout", "ep"]:
-                config = replace(config, ep=config.fsdp)
+                config = config.changed(ep=config.parallel.fsdp)
             case ["microbatches", number] if number.isdigit():
-                config = replace(config, num_microbatches=int(number))
+                config = config.changed(num_microbatches=int(number))
             case ["capacity", number] if number.replace(".", "", 1).isdigit():
                 moe = replace(config.model.moe, capacity=float(number))
-                config = replace(config, model=replace(config.model, moe=moe))
+                config = config.changed(model=replace(config.model, moe=moe))
             case ["length", number] if number.isdigit():
-                config = replace(config, seq_len=int(number))
+                config = config.changed(seq_len=int(number))
             case [name, _] if name not in ("graph", "reshard", "fp8", "grads", "layout", "microbatches", "capacity", "length"):
-                config = replace(config, xla_options=(*config.xla_options, word))
+                config = config.changed(xla_options=(*config.compile.xla_options, word))
             case _:
                 allowed = (
                     "graph=auto|off|full, reshard=yes|no, fp8=current|delayed, grads=float32|bfloat16, layout=dp|pp|ep, "

@@ -9,7 +9,7 @@ without embedding, head and optimizer, weights and their gradients in bfloat16. 
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import tyro
@@ -50,7 +50,7 @@ def works(options: Options) -> Iterator[Work]:
             if options.soak:
                 continue
             entrants = [alone(one, options) for one in entrants]
-        yield Work(work, {"ranks": 1, "config": asdict(config)}, [entrants])
+        yield Work(work, {"ranks": 1, "config": config.to_dict()}, [entrants])
 
 
 def config_of(work: str, options: Options) -> TrainConfig:
@@ -60,9 +60,9 @@ def config_of(work: str, options: Options) -> TrainConfig:
         model: Any = config.model
         # bfloat16, since torch compiles no grouped product of another dtype.
         model = replace(model, compute_dtype="bfloat16", moe=replace(model.moe, **TINY))
-        config = replace(config, batch_size=2, model=model)
+        config = config.changed(batch_size=2, model=model)
     elif work.endswith(LAYERS):
-        config = replace(config, batch_size=4, seq_len=4096, model=replace(config.model, num_layers=4))
+        config = config.changed(batch_size=4, seq_len=4096, model=replace(config.model, num_layers=4))
     return config
 
 

@@ -6,7 +6,7 @@ python -m benchmarks run single_gpu --presets launch-bound --variants jgraph "jg
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from benchmarks.rows import Row, named, ratio, spread, step_flops
 from benchmarks.runner import Benchmark, Traced, Work
@@ -35,26 +35,26 @@ def works(options: Options) -> Iterator[Work]:
     for name in options.presets:
         config = training(name, options)
         entrants = [entrant(variant, config, options) for variant in options.variants]
-        yield Work(name, {"ranks": 1, "config": asdict(config)}, [entrants])
+        yield Work(name, {"ranks": 1, "config": config.to_dict()}, [entrants])
 
 
 def entrant(variant: str, config: TrainConfig, options: Traced) -> Entrant:
     system, _, how = variant.partition(" ")
     row = {"system": system, "variant": how}
     if system == "torch":
-        asked = {"variant": variant, "config": asdict(config)}
+        asked = {"variant": variant, "config": config.to_dict()}
         return Entrant(row, "benchmarks.peers.single_gpu", asked, gpus=1)
-    config = replace(config, graph="auto")
+    config = config.changed(graph="auto")
     for text in how.split():
         setting, _, value = text.partition("=")
         if setting == "graph":
-            config = replace(config, graph=value)
+            config = config.changed(graph=value)
         elif setting == "fp8":
             config = in_fp8(config, value)
         elif setting.startswith("xla_"):
-            config = replace(config, xla_options=(*config.xla_options, text))
+            config = config.changed(xla_options=(*config.compile.xla_options, text))
         else:
-            config = replace(config, model=replace(config.model, **{setting: value}))
+            config = config.changed(model=replace(config.model, **{setting: value}))
     return training_step(row, config, options)
 
 

@@ -88,19 +88,19 @@ def training(name: str, options: Options) -> TrainConfig:
     groups = max(1, TINY.num_heads * config.model.num_kv_heads // config.model.num_heads)
     moe = replace(config.model.moe, num_experts=min(config.model.moe.num_experts, 16), d_ff=0)
     model = replace(config.model, **{name: getattr(TINY, name) for name in sizes}, num_kv_heads=groups, moe=moe)
-    return replace(config, model=model, seq_len=32, xla_options=())
+    return config.changed(model=model, seq_len=32, xla_options=())
 
 
 def in_fp8(config: TrainConfig, choice: str) -> TrainConfig:
     """Returns a run in FP8 by its recipe, with a format after a colon: `delayed:e4m3`."""
     recipe, _, format = choice.partition(":")
     choices: dict[str, Any] = {"recipe": recipe} | ({"format": format} if format else {})
-    return replace(config, precision="fp8", fp8=FP8Config(**choices))
+    return config.changed(precision="fp8", fp8=FP8Config(**choices))
 
 
 def training_step(named: Row, config: TrainConfig, options: Traced) -> Entrant:
     """Returns ours: the step of `python -m jgraph.train`."""
-    return Entrant(named, "benchmarks.programs.step", {"config": asdict(config), "categories": options.categories})
+    return Entrant(named, "benchmarks.programs.step", {"config": config.to_dict(), "categories": options.categories})
 
 
 def schedule_of(text: str, ranks: int, microbatches: int) -> Schedule:

@@ -3,10 +3,12 @@
 - A step for your loop: `train_step`, its strategies `Replicated`, `FullySharded` and `Pipelined`; `elementwise`, `Loss`.
 - A model for it: `functional` for a Flax module, `PipelineModel`, `split_embedding`, `cross_entropy`, `rms_norm`, `scope`,
   `BATCH_AXES`; with experts: `MoE`, `MoEConfig`, `grouped_dot`.
-- A run: `Checkpoints`; by flags: `TrainConfig`, `OptimizerConfig`, `preset`.
-- Text from a model: `generate`, `stream`, `Decoder`; `load` for that of a run or of a Hugging Face folder.
+- State of a run: `Checkpoints`.
+- Text from a model: `generate`, `stream`, `Decoder`; `load` for the model of a run or of a Hugging Face folder.
 - A backward in two parts: `split_backward`; as CUDA graphs: `make_graphed_callables`, `Borrowed`, `fold_key`.
 - What a pipeline runs when: `Order`, `Schedule`. What XLA made of a program: `explain`. Base of all errors: `JgraphError`.
+
+The application, `python -m jgraph.train`, is in `jgraph.train`; its configuration is `jgraph.train.config.TrainConfig`.
 """
 
 import importlib
@@ -54,10 +56,7 @@ if TYPE_CHECKING:
     from jgraph.strategies import FullySharded as FullySharded
     from jgraph.strategies import Loss as Loss
     from jgraph.strategies import Replicated as Replicated
-    from jgraph.train.config import OptimizerConfig as OptimizerConfig
-    from jgraph.train.config import TrainConfig as TrainConfig
     from jgraph.train.loaded import load as load
-    from jgraph.train.presets import preset as preset
     from jgraph.xla.explain import explain as explain
 
 # The module of every public name. What needs jax is imported when it is first asked for: --help and a wrong flag do not wait.
@@ -82,9 +81,7 @@ _MODULES = {
     "precision.config": "FP8Config",
     "schedule": "Order Schedule",
     "scopes": "scope",
-    "train.config": "OptimizerConfig TrainConfig",
     "train.loaded": "load",
-    "train.presets": "preset",
     "xla.explain": "explain",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}

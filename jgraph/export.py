@@ -50,7 +50,8 @@ def export(
     check_empty(to, field="to")
     with contextlib.closing(SavedRun(run, step, module=module)) as saved:
         names, model = origin.names_of(saved.config.module, field="to"), saved.config.model
-        config = names.config(model, origin.kept_config(saved.dir) or {"max_position_embeddings": saved.config.seq_len})
+        kept = origin.kept_folder(saved.dir)
+        config = names.config(model, kept.config if kept else {"max_position_embeddings": saved.config.input.seq_len})
         beside = origin.kept(saved.dir)
         with os_errors("to", to):
             files = write(to, config, names.parts(model), saved.read, dtype=dtype, beside=beside)

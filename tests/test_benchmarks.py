@@ -3,17 +3,16 @@
 import copy
 import importlib.util
 import json
-from dataclasses import asdict, replace
 from itertools import count
 
 import numpy as np
 import pytest
 
-import jgraph
 from benchmarks import cli, engines, fp8, fsdp, grouped, moe, readme, rows, runner
 from benchmarks.programs.engine import choice
 from benchmarks.rows import step_flops
 from benchmarks.turns import Entrant, Turns, race
+from jgraph.train.presets import preset
 
 pytestmark = [pytest.mark.once, pytest.mark.long]
 
@@ -235,13 +234,13 @@ def test_peers_of_sharded_training_are_timed_on_the_same_model_each_with_its_lik
 @pytest.mark.once
 def test_an_engine_is_chosen_from_times_of_both_which_are_told_with_the_choice():
     config = engines.config_of("gpt-1b3-fp8", engines.Flags(sizes="tiny"))
-    told = choice(replace(config, schedule="1f1b", num_microbatches=2, batch_size=8))
+    told = choice(config.changed(schedule="1f1b", num_microbatches=2, batch_size=8))
     assert told["chosen"] in ("1f1b:1 engine=dispatch", "1f1b:1 engine=program")
     lines = [line.split() for line in told["table"]]
     assert [line[:2] for line in lines] == [["program", "1f1b"], ["dispatch", "1f1b"]]
     assert all("measured" in line for line in lines)
     assert not rows.unknown(told)
-    drawn = engines.section("gpt-1b3-fp8", {"config": asdict(config), "ranks": 2, "rows": [told]}).notes
+    drawn = engines.section("gpt-1b3-fp8", {"config": config.to_dict(), "ranks": 2, "rows": [told]}).notes
     assert "measured" in drawn
 
 
@@ -256,14 +255,23 @@ def test_rows_in_fp8_are_of_the_recipes_that_their_names_say():
 def test_a_variant_is_words_for_jgraph_and_options_for_xla():
     config = fsdp.config_of("gpt-7b", 4, fsdp.Options())
     varied = fsdp.vary(config, "reshard=yes graph=full xla_an_option=a=b")
-    assert (config.fsdp, config.batch_size, config.reshard_after_forward) == (4, 8, False)
-    assert (varied.graph, varied.reshard_after_forward) == ("full", True)
+    assert (config.parallel.fsdp, config.input.batch_size, config.parallel.reshard_after_forward) == (4, 8, False)
+    assert (varied.compile.graph, varied.parallel.reshard_after_forward) == ("full", True)
     assert fsdp.vary(config, "fp8=delayed").fp8.recipe == "delayed"
     spread = fsdp.vary(fsdp.config_of("gpt-moe", 4, fsdp.Options()), "layout=ep microbatches=2 capacity=1.75")
-    assert (spread.fsdp, spread.ep, spread.num_microbatches, spread.model.moe.capacity) == (4, 4, 2, 1.75)
+    assert (spread.parallel.fsdp, spread.parallel.ep, spread.input.num_microbatches, spread.model.moe.capacity) == (
+        4,
+        4,
+        2,
+        1.75,
+    )
     decoupled = fsdp.vary(config, "grads=bfloat16")
-    assert (decoupled.main_params_dtype, decoupled.read_dtype, decoupled.decoupled_grad) == ("float32", "bfloat16", True)
-    assert varied.xla_options == (*config.xla_options, "xla_an_option=a=b")
+    assert (decoupled.dtypes.main_params_dtype, decoupled.dtypes.read_dtype, decoupled.dtypes.decoupled_grad) == (
+        "float32",
+        "bfloat16",
+        True,
+    )
+    assert varied.compile.xla_options == (*config.compile.xla_options, "xla_an_option=a=b")
     with pytest.raises(SystemExit, match="reshard=maybe"):
         fsdp.vary(config, "reshard=maybe")
 
@@ -273,7 +281,7 @@ def cells_of():
     """Cells of GPT 1.3B on four GPUs by head, a dict each row, from milliseconds by system and variant."""
 
     def cells_of(times: dict[tuple[str, str], float]) -> tuple[list[dict[str, str]], dict]:
-        config = asdict(fsdp.config_of("gpt-1b3", 4, fsdp.Options()))
+        config = fsdp.config_of("gpt-1b3", 4, fsdp.Options()).to_dict()
         timed = [
             {"system": system, "variant": variant, "ranks": 1 if system == "one GPU" else 4, "ms": ms, "repeats_ms": [ms]}
             for (system, variant), ms in times.items()
@@ -396,7 +404,7 @@ def test_layers_of_a_mixture_are_timed_alone(run_here):
 
 
 def test_flops_of_layers_alone_are_those_without_the_head():
-    config = asdict(jgraph.preset("qwen3-30b-a3b")) | {"batch_size": 1, "seq_len": 1}
+    config = preset("qwen3-30b-a3b").to_dict() | {"batch_size": 1, "seq_len": 1}
     whole, layers = (moe.flops(config, head=head) / 6 for head in (True, False))
     # Qwen3 30B A3B has 3.35e9 active parameters, of which embedding and head have 0.31e9 each.
     assert whole - 48 * 32 * 128 == pytest.approx(3.35e9 - 2048 * 151_936, rel=0.01)

@@ -1,9 +1,13 @@
 """The public face: every name is there, is told to completion, and is had without waiting for jax."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jgraph
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_every_public_name_is_there_and_listed():
@@ -18,5 +22,11 @@ def test_the_version_is_the_installed_one():
 
 
 def test_importing_the_library_does_not_import_jax():
-    code = "import sys, jgraph; jgraph.ConfigError, jgraph.TrainConfig; print('jax' in sys.modules)"
+    code = "import sys, jgraph, jgraph.train.config; jgraph.ConfigError; print('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_no_room_below_the_application_imports_models_by_name():
+    library = [path for path in (ROOT / "jgraph").rglob("*.py") if "train" not in path.parts]
+    dynamic = re.compile(r"import_module\(\s*f?[\"']jgraph_models|__import__\([\"']jgraph_models")
+    assert [path for path in library if dynamic.search(path.read_text())] == []

@@ -1,6 +1,5 @@
 """README, guides and notes name files, modules and flags that exist, and their snippets run."""
 
-import dataclasses
 import importlib
 import importlib.util
 import re
@@ -95,7 +94,7 @@ def test_every_flag_that_a_page_names_is_there(page):
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     # A field of a dataclass, a parameter of a function that tyro calls, or argparse's.
     known = {f"--{name.replace('_', '-')}" for name in re.findall(r"^ +(\w+): ", text, re.MULTILINE)}
-    known |= set(re.findall(r'"(--[\w-]+)"', text)) | {flag(name) for name in flatten(dataclasses.asdict(preset("cpu-tiny")))}
+    known |= set(re.findall(r'"(--[\w-]+)"', text)) | {flag(name) for name in flatten(preset("cpu-tiny").to_dict())}
     named = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", text_of(page))) - OTHERS
     assert [name for name in sorted(named) if name not in known and name.replace("--no-", "--", 1) not in known] == []
 

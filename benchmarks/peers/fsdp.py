@@ -88,7 +88,7 @@ def training_step(
         clip = flat_clip(model, config.optimizer.clip_norm, ranks)
     if experts:
         clip = clip_with_experts(model, optimizer, config.optimizer.clip_norm, ranks)
-    shape = config.batch_size, config.seq_len + 1
+    shape = config.input.batch_size, config.input.seq_len + 1
     rows_BS = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).reshape(ranks, -1, shape[1])[rank]
     tokens_BS = torch.tensor(rows_BS, device=device)
     inputs_BT, labels_N = tokens_BS[:, :-1].contiguous(), tokens_BS[:, 1:].flatten()

@@ -27,8 +27,8 @@ def main() -> None:
         blocks = nn.ModuleList([Block(model) for _ in range(model.num_layers)])
         draw(blocks.parameters())
         blocks.to(dtype)  # the router multiplies in float32 all the same
-        x_BTD, dy_BTD = (torch.randn(config.batch_size, config.seq_len, model.d_model).to(dtype) for _ in range(2))
-        table = rotary(model, config.seq_len, torch.empty(0))
+        x_BTD, dy_BTD = (torch.randn(config.input.batch_size, config.input.seq_len, model.d_model).to(dtype) for _ in range(2))
+        table = rotary(model, config.input.seq_len, torch.empty(0))
     x_BTD.requires_grad_()
     parameters, call = [x_BTD, *blocks.parameters()], through
     if "compile" in variant:

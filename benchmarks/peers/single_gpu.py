@@ -38,7 +38,7 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     with torch.device("cuda"):
         model, optimizer = built(variant, config)
-    tokens_BS = torch.randint(0, config.model.vocab_size, (config.batch_size, config.seq_len + 1), device="cuda")
+    tokens_BS = torch.randint(0, config.model.vocab_size, (config.input.batch_size, config.input.seq_len + 1), device="cuda")
     with torch.no_grad():
         model.loss(tokens_BS)  # makes the rotary table, outside of what is compiled
     if "float8" in variant:

@@ -20,17 +20,16 @@ from jgraph.train.rundir import RunDir
 
 def choice(config: TrainConfig) -> Row:
     """Returns what was chosen, how long that took, and the table."""
-    devices, start = devices_of(config.pp), time.perf_counter()
-    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, config.batch_size * (config.seq_len + 1))
+    devices, start = devices_of(config.parallel.pp), time.perf_counter()
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, config.input.batch_size * (config.input.seq_len + 1))
     silent: Any = SimpleNamespace(line=lambda text: None)
     with tempfile.TemporaryDirectory() as folder:
         chosen, told = settle_engine(config, [Source(tokens)], RunDir(Path(folder)), silent)
     return {
         "device": f"{len(devices)} x {devices[0].device_kind}",
         "build_s": time.perf_counter() - start,
-        "phases": "  ".join(f"{name} {seconds:.1f} s" for name, seconds in told.get("seconds", {}).items()),
-        "chosen": f"{chosen.schedule}:{chosen.chunks} engine={chosen.pp_engine}",
-        "table": ["  ".join(line.values()).rstrip() for line in told.get("table", [])],
+        "chosen": f"{chosen.pipeline.schedule}:{chosen.pipeline.chunks} engine={chosen.pipeline.pp_engine}",
+        "table": told.get("table", []),
     }
 
 

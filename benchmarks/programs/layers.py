@@ -56,15 +56,15 @@ def layers(config: GPTConfig, length: int) -> tuple[Any, Tree]:
 def time_layers(asked: Row) -> None:
     config = TrainConfig.from_dict(asked["config"])
     device, model = devices_of(1)[0], config.model
-    call, params = layers(model, config.seq_len)
-    shape = config.batch_size, config.seq_len, model.d_model
+    call, params = layers(model, config.input.seq_len)
+    shape = config.input.batch_size, config.input.seq_len, model.d_model
     x_BTD, dy_BTD = (jax.random.normal(jax.random.key(i), shape, jnp.dtype(model.compute_dtype)) for i in range(2))
 
     @jax.jit
     def passed(params: Tree, x_BTD: jax.Array, dy_BTD: jax.Array) -> Tree:
         return jax.vjp(call, params, x_BTD)[1](dy_BTD)
 
-    options = compiler_options(config.graph, config.xla_options, platform=device.platform)
+    options = compiler_options(config.compile.graph, config.compile.xla_options, platform=device.platform)
     compiled, capture = compile_and_report(passed.lower(params, x_BTD, dy_BTD), options)
     run, wait, _ = stepping(lambda: compiled(params, x_BTD, dy_BTD))
     run()

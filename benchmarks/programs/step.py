@@ -3,7 +3,7 @@
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ class Step:
     def of(cls, config: TrainConfig, tell: Callable[..., None] = answer) -> "Step":
         config = profiled(config, jax.default_backend())  # so that launches can be counted
         setup = TrainSetup.of(config)
-        devices = devices_of(setup.num_devices)
-        tell(device=f"{len(devices)} x {devices[0].device_kind}", xla_options=config.xla_options)
+        devices = devices_of(setup.step.num_devices)
+        tell(device=f"{len(devices)} x {devices[0].device_kind}", xla_options=config.compile.xla_options)
         cache.enable()
         init = setup.compile_init()  # beside the step, which takes longer
         start = time.perf_counter()
@@ -61,7 +61,7 @@ class Step:
         )
 
         def batch(seed: int) -> Any:
-            shape = config.batch_size, config.seq_len + 1
+            shape = config.input.batch_size, config.input.seq_len + 1
             rows_BS = np.random.default_rng(seed).integers(0, config.model.vocab_size, shape).astype(np.int32)
             return jax.device_put(setup.step.place(rows_BS))
 
@@ -153,7 +153,7 @@ def time_step(asked: Row) -> None:
 
 def categories(config: TrainConfig) -> Row:
     """Returns milliseconds by category, mean of the ranks, of the step without command buffers, whose kernels have names."""
-    step = Step.of(replace(config, graph="off"), tell=lambda **row: None)
+    step = Step.of(config.changed(graph="off"), tell=lambda **row: None)
     step.run()
     step.wait()
     with tempfile.TemporaryDirectory() as folder:

@@ -156,6 +156,11 @@ class Split:
         self._wgrad = jax.jit(traced(_run_wgrad))
         self._accumulate = jax.jit(traced(_run_accumulate))
 
+    def __repr__(self) -> str:
+        options = self._options
+        which = "every product" + (f" of {', '.join(options['delay'])}" if options["delay"] is not None else "")
+        return f"Split({getattr(self._stage, '__name__', self._stage)}: {which} delayed, recompute={options['recompute']!r})"
+
     def forward(self, params: Tree, x: Tree, *extra: Tree) -> tuple[Any, ...]:
         """Runs the stage.
 

@@ -63,8 +63,13 @@ def capture(
     try:
         config = _training_config(name, preset, sizes)
         if config is not None:
-            changes = {"precision": precision, "fp8": fp8, "graph": graph, "xla_options": (*config.xla_options, *xla_options)}
-            config = dataclasses.replace(config, **sizes, **changes)
+            changes = {
+                "precision": precision,
+                "fp8": fp8,
+                "graph": graph,
+                "xla_options": (*config.compile.xla_options, *xla_options),
+            }
+            config = config.changed(**sizes, **changes)
         report = _explain(name, config, target, graph, xla_options)
     except (JgraphError, OSError):
         raise
@@ -101,12 +106,12 @@ def _explain(
     notes = ()
     if target is not None and getattr(config.model, "attention", "") in ("auto", "xla"):
         # cuDNN's attention can be compiled only on the GPU itself, not for another model of GPU.
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="xla"))
+        config = config.changed(model=dataclasses.replace(config.model, attention="xla"))
         notes = ("attention is XLA's: a run on the GPU uses cuDNN's, which cannot be compiled without a GPU",)
     setup = TrainSetup.of(config)
     shapes = (setup.step.state, setup.batch())
     report = explain(setup.step.jitted(), *shapes, target=target, compiler_options=setup.options(platform))
-    title = f"training step of {config.preset} ({config.module}), {config.batch_size} x {config.seq_len} tokens,"
+    title = f"training step of {config.preset} ({config.module}), {config.input.batch_size} x {config.input.seq_len} tokens,"
     return dataclasses.replace(report, name=title, notes=report.notes + notes)
 
 

@@ -1,8 +1,8 @@
-"""The aligned runtime: in a tick all ranks do the same, so the program says what that is and needs no branch on it.
+"""The aligned runtime: all ranks do the same action in a tick, so the program has no branches on the kind of action.
 
-Equal rounds are one `lax.scan`. In two kinds of tick a rank does what it does by `act_where`: those in which some ranks fill in
-a pending wgrad while the others do a forward or a dgrad, and wgrads that not all ranks have. In others, what idle ranks make
-goes to free slots.
+Equal rounds are iterations of one `lax.scan`. Two kinds of tick use `act_where`: a pending wgrad on some ranks beside a forward
+or a dgrad on other ranks, and a wgrad on only some ranks. In other ticks, idle ranks compute too, and their results go to free
+slots.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from jgraph.schedule.tables import Phase, phases
 
 
 def play(runtime: RankRuntime) -> State:
-    """All phases, one after another."""
+    """Plays all phases in order. Returns the final state."""
     state = runtime.start()
     for phase in phases(runtime.tables.table):
         size = len(phase.kinds)
@@ -35,7 +35,7 @@ def play(runtime: RankRuntime) -> State:
 
 
 def _round(runtime: RankRuntime, state: State, phase: Phase, rows: Row, ticks: np.ndarray) -> State:
-    """A round; `ticks` [rounds, ticks of a round] are all those that this code is run for."""
+    """Plays a round. `ticks` [rounds, ticks of a round] has the ticks of all rounds that share this code."""
     stashed = None
     for j, kinds in enumerate(phase.kinds):
         row = {name: row[j] for name, row in rows.items()}
@@ -59,7 +59,7 @@ def _forward(runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray) ->
 def _dgrad(
     runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray, is_handed: bool
 ) -> tuple[State, tuple[Array, ...] | None]:
-    """Also gives the stash, if it is in no pool."""
+    """Returns the stash too, if it is not written to its pool."""
     dy, does, stash = runtime.dy(state, row), row["kind"] == DGRAD, None
     counts = None if (runtime.tables.table.kind[ticks] == DGRAD).all() else does
     if is_handed:
@@ -79,7 +79,7 @@ def _wgrad(runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray, stas
 def _or_wgrad(
     runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray, act: Callable[[State], tuple[State, Array]]
 ) -> tuple[State, Array]:
-    """The state after `act`, and what it makes; in a tick in which some ranks do a wgrad, others do nothing or `act`."""
+    """Returns the result of `act`. In a tick with wgrads, each rank does a wgrad, `act` or nothing."""
     kinds = runtime.tables.table.kind[ticks]
     if not (kinds == WGRAD).any():
         return act(state)

@@ -1,4 +1,4 @@
-"""The schedule that a name means: generated, read from a file, or the fastest that fits by what a layer's parts really take."""
+"""Chooses a schedule: by name, from a file, or by measured times and predicted memory."""
 
 import math
 import statistics
@@ -17,28 +17,35 @@ from jax.sharding import SingleDeviceSharding
 from jgraph.errors import ConfigError
 from jgraph.mesh import num_data_ranks
 from jgraph.pipeline.ends import End
+from jgraph.pipeline.memory import slot_bytes
+from jgraph.pipeline.partition import Tree
 from jgraph.pipeline.program import Pipeline
 from jgraph.precision.config import XLA_OPTIONS
 from jgraph.schedule import NAMES, POOLS, Choice, Costs, Engine, Schedule, best, generate, read
 from jgraph.xla import compile_and_report, compiler_options
 from jgraph.xla.options import known
 
-Tree = Any
-
 _REPEATS = 5
-_SECONDS = 0.05  # of a repeat
-_CALLS = 16  # in a timed program: the host would take longer to hand over a small part than a device takes for it
-# Seconds of the host for an executable with what it sends, and for a kernel in it, captured or not: what 34 executables a step
-# took on an H200's host, 18.0 ms of MLPs with 28 kernels a layer, 57.2 of a GPT with 67 (notes/develop/measurements.md).
+_SECONDS = 0.05  # duration of a repeat
+_CALLS = 16  # per timed program: a device computes a small part faster than the host launches it
+# Host seconds for an executable with its transfers, and for each kernel in it, captured or not. Measured on the host of H200s
+# with 34 executables per step: 18.0 ms for MLPs with 28 kernels per layer, 57.2 ms for a GPT with 67
+# (notes/develop/measurements.md).
 _EXECUTABLE, _KERNEL = 8.5e-5, 4.2e-6
 
 
 def find_schedule(name: str, *, pp: int, chunks: int, microbatches: int) -> Schedule:
-    """The schedule of this name, or in this file.
+    """Generates the schedule with this name, or reads it from a file.
+
+    Args:
+        name: A name in `jgraph.schedule.NAMES`, or the path of a .csv or .json file.
+        pp: Number of ranks.
+        chunks: Chunks per rank, for generated schedules.
+        microbatches: Number of microbatches.
 
     Raises:
-        OrderError: there is none, it cannot be for these sizes, or the file says none that can run.
-        ConfigError: the file's schedule is for other sizes.
+        OrderError: If the schedule does not exist for these sizes, or the schedule of the file cannot run.
+        ConfigError: If the name is unknown, or the schedule of the file has other sizes.
     """
     if not name.endswith((".csv", ".json")):
         if name not in NAMES:
@@ -58,12 +65,14 @@ def find_schedule(name: str, *, pp: int, chunks: int, microbatches: int) -> Sche
 
 @dataclass(frozen=True)
 class Parts:
-    """Holds what a layer and the loss take for one microbatch, by themselves on one device.
+    """Times of the parts of a layer and of the loss for one microbatch on one device.
 
     Attributes:
-        forward, dgrad, wgrad: seconds of a layer.
-        head: of the loss with its gradients; 0 where it was not timed.
-        kernels: that the host starts, or records, for the three parts of a layer; 0 where that is not known.
+        forward: Seconds of the forward of a layer.
+        dgrad: Seconds of the dgrad of a layer.
+        wgrad: Seconds of the wgrad of a layer.
+        head: Seconds of the loss with its gradients; 0 if not timed.
+        kernels: Kernels in the three parts of a layer, launched or captured; 0 if unknown.
     """
 
     forward: float
@@ -83,32 +92,33 @@ def choose(
     layers: int | None = None,
     engines: Sequence[str] = ("program",),
 ) -> Choice:
-    """The fastest schedule that fits, by what parts of it take.
+    """Returns the fastest schedule that fits in memory.
 
     Args:
-        pipeline: with any schedule for the ranks and microbatches wanted.
-        params, inputs: as `loss_and_grads` takes them, as shapes.
-        parts: from `measure`.
-        memory_limit: bytes of a rank's pools; None for no limit.
-        layers: of the model; None for as many as it has.
-        engines: that could play it, as `Pipelined` names them.
+        pipeline: A pipeline with any schedule for these ranks and microbatches.
+        params: Shapes of the parameters of `Pipeline.step`.
+        inputs: Shapes of the microbatches of `Pipeline.step`.
+        parts: Times from `measure`.
+        memory_limit: Bytes for the pools of a rank; None for no limit.
+        layers: Number of layers of the model; None for those of `pipeline`.
+        engines: Engines that may play the schedule, by the names of `Pipelined.engine`.
 
     Raises:
-        OrderError: nothing fits; the message says by how much.
+        OrderError: If no schedule fits. The message has the missing bytes.
     """
     ranks, layers = pipeline.schedule.num_ranks, layers or pipeline.layout.num_layers
     layers_per_rank = -(-layers // ranks)
-    slots = pipeline.slot_bytes(params, inputs, layers=layers_per_rank)
+    slots = slot_bytes(pipeline, params, inputs, layers=layers_per_rank)
 
     def in_program(schedule: Schedule, makespan: float) -> float:
-        # All ranks work on a head together, or each on one of its own, while no stage computes.
+        # No stage computes during a head. The ranks share it, or each computes a whole one.
         return makespan + schedule.num_microbatches * parts.head / (ranks if pipeline.model.sharded else 1)
 
     def by_host(schedule: Schedule, makespan: float) -> float:
         return max(makespan, host_seconds(schedule, layers * parts.kernels))
 
     players = {
-        # Transfers are at the end of every tick, so a tick takes as long as its longest action.
+        # Every tick ends with transfers, so it takes as long as its longest action.
         "program": Engine("program", "lockstep", of_step=in_program),
         "dispatch": Engine("dispatch", "dataflow", head=parts.head, of_step=by_host),
     }
@@ -124,9 +134,9 @@ def choose(
 
 
 def host_seconds(schedule: Schedule, kernels: int) -> float:
-    """Returns what handing over a step takes the host, for all ranks; `kernels` are those of a microbatch."""
+    """Returns the host seconds of a step of all ranks, with this number of kernels per microbatch."""
     crossings = sum(a != b for a, b in pairwise(schedule.rank_of_stage.tolist()))
-    # What a rank does between two transfers is one executable.
+    # The actions of a rank between two transfers are one executable.
     executables = 2 * schedule.num_microbatches * crossings + schedule.num_ranks
     return _EXECUTABLE * executables + _KERNEL * schedule.num_microbatches * kernels
 
@@ -139,11 +149,18 @@ def measure(
     engines: Sequence[str] = ("program",),
     share: Callable[[float], float] = lambda seconds: seconds,
 ) -> Parts:
-    """Times a layer and, where the engines take different times for it, the loss: medians on the first local device.
+    """Times a layer and, for the engine `dispatch`, the loss on the first local device.
 
-    `share` makes a measured number that of all processes.
+    Args:
+        pipeline: The pipeline.
+        params: Shapes of the parameters of `Pipeline.step`.
+        inputs: Shapes of the microbatches of `Pipeline.step`.
+        engines: Engines to choose among. In one program, the loss takes the same time with every schedule.
+        share: Agrees on a measured time among processes.
+
+    Returns:
+        Median times.
     """
-    # In one program the loss takes the same with every schedule.
     wanted = {part: made for part, made in _parts(pipeline, params, inputs).items() if part != "head" or "dispatch" in engines}
     platform = jax.default_backend()
     chosen = known(XLA_OPTIONS, platform) if pipeline.precision.weights else ()
@@ -151,12 +168,11 @@ def measure(
 
     lowered = [jitted.lower(*shapes) for jitted, shapes in wanted.values()]
     with ThreadPoolExecutor(len(wanted)) as threads:
-        # At once: compiling takes longer than timing.
+        # In parallel, because compiling takes longer than timing.
         programs = list(threads.map(lambda one: compile_and_report(one, options if chosen else {}), lowered))
-    compiled = dict(zip(wanted, programs, strict=True))
-    seconds: dict[str, float] = {}
-    for part, (_, shapes) in wanted.items():
-        run, given = compiled[part][0], list(filled(shapes))
+    seconds, kernels = {}, 0
+    for (part, (_, shapes)), (run, report) in zip(wanted.items(), programs, strict=True):
+        given = list(filled(shapes))
 
         def call(run: Any = run, given: list[Any] = given, keeps: bool = part != "wgrad") -> Any:
             out = run(*given)
@@ -164,12 +180,12 @@ def measure(
             return out
 
         seconds[part] = share(seconds_of(call) / (1 if part == "head" else _CALLS))
-    reports = [report for part, (_, report) in compiled.items() if part != "head" and report is not None]
-    return Parts(**seconds, kernels=sum(report.total for report in reports))
+        kernels += report.total if part != "head" and report is not None else 0
+    return Parts(**seconds, kernels=kernels)
 
 
 def _parts(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, tuple[jax.stages.Wrapped, tuple[Any, ...]]]:
-    """Returns what is timed, with the shapes of its arguments: a layer's parts, in a loop, and the loss with its gradients."""
+    """Returns the timed functions with the shapes of their arguments: loops of the parts of a layer, and the loss."""
     stage, (x, *context) = pipeline.layer_shapes(params, inputs)
     function, split = pipeline.stage(None, 1), pipeline.split(None)
     given, observed, _ = stage
@@ -195,13 +211,13 @@ def _parts(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, tuple[ja
         "wgrad": (jax.jit(wgrad, donate_argnums=0), (sums, stage, residuals.after_dgrad(), stash)),
         "head": _head(pipeline, params, inputs),
     }
-    # Without the shardings of where they were traced: they are timed on one device.
+    # Without shardings, because they are timed on one device.
     alone = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), {part: args for part, (_, args) in parts.items()})
     return {part: (jitted, alone[part]) for part, (jitted, _) in parts.items()}
 
 
 def _head(pipeline: Pipeline, params: Tree, inputs: Tree) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
-    """Returns the loss of one microbatch on one rank with its gradients, and the shapes of its arguments."""
+    """Returns the loss of a microbatch on one rank with its gradients, and the shapes of its arguments."""
     model, (x, *_) = pipeline.model, pipeline.inputs(params, inputs)
     shares = num_data_ranks(pipeline.mesh)
     microbatch = jax.tree.map(lambda s: jax.ShapeDtypeStruct((s.shape[1] // shares, *s.shape[2:]), s.dtype), inputs)
@@ -214,7 +230,7 @@ def _head(pipeline: Pipeline, params: Tree, inputs: Tree) -> tuple[jax.stages.Wr
 
 
 def _repeated(part: Callable[..., Any], made: Any, *given: Any) -> Any:
-    """Calls `part(made, *given)` again and again with its own result; nothing of it is taken out of the loop."""
+    """Calls `part(made, *given)` repeatedly on its own result. The barrier prevents hoisting out of the loop."""
 
     def again(_: Any, made: Any) -> Any:
         made, held = jax.lax.optimization_barrier((made, given))
@@ -228,17 +244,20 @@ def _zeros(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def filled(shapes: Tree, *, zero: Callable[[Any], bool] = lambda path: False) -> Tree:
-    """Returns arrays to compute with, where the shapes say that they are, else on the first local device.
+    """Makes arrays for timing, by one small program.
 
-    Zeros would draw less power, and so be faster, than numbers of a model: only integers are zeros, and leaves whose path is
-    `zero`. All are made on the devices, by one program that is quickly compiled.
+    Floats are pseudorandom, because zeros draw less power, so a device computes them faster.
+
+    Args:
+        shapes: Shapes; arrays without a sharding are put on the first local device.
+        zero: Returns True for paths of leaves to fill with zeros. Integers are zeros too.
     """
     here = SingleDeviceSharding(jax.local_devices()[0])
 
     def fill(path: Any, s: Any) -> Array:
         if zero(path) or not jnp.issubdtype(s.dtype, jnp.floating):
             return jnp.zeros(s.shape, s.dtype)
-        mixed = lax.iota(jnp.uint32, math.prod(s.shape)) * jnp.uint32(2654435761)  # the golden ratio's: all bits change
+        mixed = lax.iota(jnp.uint32, math.prod(s.shape)) * jnp.uint32(2654435761)  # 2**32 over the golden ratio
         return (0.07 * ((mixed >> 8).astype(jnp.float32) / 2**24 - 0.5)).astype(s.dtype).reshape(s.shape)
 
     where = jax.tree.map(lambda s: s.sharding or here, shapes)
@@ -246,7 +265,7 @@ def filled(shapes: Tree, *, zero: Callable[[Any], bool] = lambda path: False) ->
 
 
 def seconds_of(run: Callable[[], Any]) -> float:
-    """Returns the median time of a call that gives arrays, over repeats of many calls; the first two calls do not count."""
+    """Returns the median time of a call that returns arrays, over repeats of many calls, after two calls of warmup."""
     jax.block_until_ready(run())
     start = time.perf_counter()
     jax.block_until_ready(run())

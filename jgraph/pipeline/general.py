@@ -1,6 +1,6 @@
-"""The general runtime: any schedule, tick by tick; of the actions that there are, a rank does its own by `act_where`.
+"""The general runtime: plays any schedule tick by tick. A rank selects its action by `act_where`.
 
-Permutes are outside of them, in every tick: a collective in an action would wait for ranks that do another.
+Every tick permutes outside of the actions. A collective inside an action would wait for ranks that do another action.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, WGRAD
 
 
 def play(runtime: RankRuntime) -> State:
-    """All ticks, one after another."""
+    """Plays all ticks in order. Returns the final state."""
     kinds = runtime.tables.table.kind
     ticks = np.arange(len(kinds))
 

@@ -1,17 +1,21 @@
-"""A model in the pieces that a pipeline needs, and which layer lies where."""
+"""A model as embedding, layers and head, and the assignment of its layers to the stages of a pipeline."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jgraph.errors import OrderError
+from jgraph.mesh import Axis
 from jgraph.schedule.schedule import Schedule
+from jgraph.strategies.objective import Tree
 
-Tree = Any
+AXIS = Axis.PIPE.value
+
+# P ranks, C chunks, N places of a stage
 
 
 @dataclass(frozen=True)
@@ -22,30 +26,33 @@ class PipelineModel:
     ...     embed=lambda outer, batch: batch @ outer["embed"],
     ...     layer=lambda params, x: jnp.tanh(x @ params["kernel"]),
     ...     head=lambda outer, x, batch: jnp.mean((x @ outer["head"]) ** 2),
-    ... )  # for parameters (outer, [layer, layer, ...]); `split` and `join` take others apart
+    ... )  # for parameters (outer, [layer, layer, ...]); pass `split` and `join` for another tree
 
-    Every rank runs `embed` and `head`, under `jax.shard_map` over the axis `pipe`. The result of `embed` counts on the rank of
-    the first stage, the loss of `head` on that of the last; other results are dropped, with their gradients. So plain functions
-    work as they are. To share the work, use collectives over `pipe`, as `split_embedding` and
-    `jgraph.cross_entropy(axis="pipe")` do. Such a `head` gets the last stage's x on its rank and zeros on the others: it begins
-    with a psum of x, before anything that has no derivative at zero.
+    Every rank runs `embed` and `head`, under `jax.shard_map` over the axis `pipe`. Only the result of `embed` on the rank of
+    the first stage and the loss of `head` on the rank of the last stage are used. Results and gradients of other ranks are
+    dropped, so functions without collectives are correct. To share the work among ranks, use collectives over `pipe`, as
+    `split_embedding` and `jgraph.cross_entropy(axis="pipe")` do. Such a `head` gets x on the rank of the last stage and zeros
+    on other ranks. Begin it with a psum of x, before any function without a derivative at zero.
 
-    Where stages are uneven, the shorter ones do their first layer once more and drop the result.
+    If the number of stages does not divide the number of layers, shorter stages compute their first layer a second time and
+    discard the result.
 
     Attributes:
-        embed: `embed(outer, batch) -> x`, a floating array; `outer` are the parameters of embedding and head, in float32.
-        layer: `layer(params, x) -> x` of the same shape and dtype; `layer(params, x, context)` with `context`,
-            `layer(params, x, key)` with `takes_key`, in this order. With carried state it takes its own as a last argument and
-            returns the pair of x and the state after the microbatch.
-        head: `head(outer, x, batch) -> loss`, scalar float32, the mean over the microbatch; `outer` cast as the layers are.
-        sharded: axis, by the path of a leaf of `outer` (`/` between names), along which each of P ranks holds 1/P of it.
-        split: `split(params) -> (outer, layers)`: parameters outside the layers, and a list of one tree a layer.
+        embed: `embed(outer, batch) -> x`, a floating array. `outer` has the parameters of embedding and head, in float32.
+        layer: `layer(params, x) -> x` of the same shape and dtype. Takes `context` and a `key` after x, in this order, if the
+            model has them, and then its carried state if there is any. With carried state, returns the pair of x and the state
+            after the microbatch.
+        head: `head(outer, x, batch) -> loss`, the mean over the microbatch, a float32 scalar. `outer` is cast like the layers.
+        sharded: Leaves of `outer` that the ranks share: the sharded axis by the path of the leaf, with `/` between names.
+        split: `split(params) -> (outer, layers)` returns the parameters outside the layers, and a list with a tree for each
+            layer.
         join: `join(outer, layers) -> params` inverts `split`.
-        takes_key: whether `layer` takes a random key as its next argument in a training step.
-        context: `context(batch)` returns what every layer takes besides x, such as where documents begin: a tree of integers,
-            or None. No gradient goes through it. None: layers take nothing.
-        split_carried, join_carried: the same for carried state, `split_carried(carried) -> layers` and its inverse: one tree a
-            layer, all alike. Embedding and head carry nothing.
+        takes_key: Whether `layer` takes a random key in a training step.
+        context: `context(batch)` returns further input of every layer, such as segment ids: a tree of integers, or None. It has
+            no gradient. None if layers take no context.
+        split_carried: `split_carried(carried) -> layers` returns a list with the carried state of each layer. All layers carry
+            arrays of the same shapes; embedding and head carry no state.
+        join_carried: `join_carried(layers) -> carried` inverts `split_carried`.
     """
 
     embed: Callable[[Tree, Tree], jax.Array]
@@ -60,20 +67,20 @@ class PipelineModel:
     join_carried: Callable[[list[Tree]], Tree] = lambda layers: layers
 
     def context_of(self, batch: Tree) -> tuple[Tree, ...]:
-        """Returns what a layer takes after x of a microbatch: its context, or nothing."""
+        """Returns the context of a microbatch in a tuple; empty if layers take no context."""
         return () if self.context is None else (self.context(batch),)
 
 
 @dataclass(frozen=True)
 class StageAssignment:
-    """Says which layer is where: consecutive layers make a stage, and the schedule says on which rank a stage is.
+    """Assigns layers to ranks: consecutive layers form a stage, and the schedule assigns stages to ranks.
 
-    Where the layers do not divide evenly, the first stages have one more; the others are padded with a layer of zeros, which
-    counts for nothing, so that all ranks run one program.
+    If the number of stages does not divide the number of layers, the first stages have one layer more. The other stages are
+    padded with a layer of zeros without effect, so that all ranks run one program.
 
     Attributes:
-        placement: stages of each rank.
-        num_layers: of the model.
+        placement: The stages of each rank.
+        num_layers: Number of layers of the model.
     """
 
     placement: tuple[tuple[int, ...], ...]
@@ -88,7 +95,7 @@ class StageAssignment:
 
     @classmethod
     def of(cls, schedule: Schedule, num_layers: int) -> "StageAssignment":
-        """Makes the assignment for the stages of a schedule."""
+        """Returns the assignment for the stages of a schedule. Raises OrderError if ranks have different numbers of stages."""
         if len(set(map(len, schedule.placement))) > 1:
             counts = ", ".join(str(len(stages)) for stages in schedule.placement)
             raise OrderError(f"the ranks have {counts} stages; a pipeline program needs as many on every rank")
@@ -104,7 +111,7 @@ class StageAssignment:
 
     @property
     def layers_per_stage(self) -> int:
-        """Of the longest stage."""
+        """Number of layers of the longest stage."""
         return -(-self.num_layers // self.num_stages)
 
     @property
@@ -112,17 +119,17 @@ class StageAssignment:
         return self.num_layers % self.num_stages == 0
 
     def layers(self) -> np.ndarray:
-        """int32 [P, C, n]: the layer of every place; of padding, the first of its stage."""
+        """Returns the layer of every place, int32 [P, C, N]. Padding has the first layer of its stage."""
         first = np.array([[self._bounds(stage)[0] for stage in stages] for stages in self.placement], np.int32)
         return first[..., None] + np.arange(self.layers_per_stage, dtype=np.int32) * self.active()
 
     def active(self) -> np.ndarray:
-        """bool [P, C, n]: which places hold a layer."""
+        """Returns a mask of the places that hold a layer, bool [P, C, N]. Other places are padding."""
         bounds = np.array([[self._bounds(stage) for stage in stages] for stages in self.placement])
         return np.arange(self.layers_per_stage) < (bounds[..., 1] - bounds[..., 0])[..., None]
 
     def stack(self, layers: Sequence[Tree]) -> list[list[Tree]]:
-        """Returns `[chunk][place]` trees whose leaves have the ranks as their first axis, of one tree a layer."""
+        """Stacks the trees of all layers to `[chunk][place]` trees. Their leaves have a leading axis of ranks."""
         assert len(layers) == self.num_layers
         zeros = jax.tree.map(jnp.zeros_like, layers[0])
 
@@ -142,36 +149,34 @@ class StageAssignment:
         """Inverts `stack`."""
         return [jax.tree.map(lambda leaf, p=p: leaf[p], stacked[chunk][place]) for p, chunk, place in self.places()]
 
-    def place_of(self, layer: int) -> tuple[int, int]:
-        """Returns the chunk of a layer, and its place in it."""
-        return self.places()[layer][1:]
-
     def places(self) -> list[tuple[int, int, int]]:
-        """Returns rank, chunk and place of each layer."""
+        """Returns the rank, chunk and place of each layer."""
         where = {stage: (rank, chunk) for rank, stages in enumerate(self.placement) for chunk, stage in enumerate(stages)}
         bounds = [(*where[stage], *self._bounds(stage)) for stage in range(self.num_stages)]
         return [(rank, chunk, place) for rank, chunk, first, end in bounds for place in range(end - first)]
 
     def _bounds(self, stage: int) -> tuple[int, int]:
-        """Returns the first layer of a stage, and the one after its last."""
+        """Returns the range of layers of a stage: its first layer, and one past its last layer."""
         least, longer = divmod(self.num_layers, self.num_stages)
         first = stage * least + min(stage, longer)
         return first, first + least + (stage < longer)
 
 
-def split_embedding(table_VD: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
-    """Looks tokens up in an embedding of which each rank of `pipe` holds V/P rows, in order; as `table_VD[tokens]` of all.
+def split_embedding(table_VD: jax.Array, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Looks up tokens in an embedding table that is sharded by rows over the axis `pipe`.
+
+    Equals `table[tokens]` of the whole table. Every rank holds V/P consecutive rows.
 
     Args:
-        table_VD: this rank's rows, float32; their gradient is summed over repeated tokens in float32.
-        tokens: integer ids of any shape.
-        dtype: of the result.
+        table_VD: The rows of this rank, float32. Gradients of repeated tokens are summed in float32.
+        tokens: Integer ids of any shape.
+        dtype: Dtype of the result.
 
     Returns:
         [*tokens.shape, D], the same on all ranks.
     """
-    own = tokens - jax.lax.axis_index("pipe") * len(table_VD)
+    own = tokens - jax.lax.axis_index(AXIS) * len(table_VD)
     is_own = (own >= 0) & (own < len(table_VD))
     rows = table_VD[jnp.clip(own, 0, len(table_VD) - 1)].astype(dtype)
-    # All but one rank add zeros, so the sum is exact in any dtype.
-    return jax.lax.psum(jnp.where(is_own[..., None], rows, 0), "pipe")
+    # Only one rank adds a value that is not zero, so the sum is exact in any dtype.
+    return jax.lax.psum(jnp.where(is_own[..., None], rows, 0), AXIS)

@@ -1,9 +1,8 @@
-"""Pools inside a program: every leaf of what is kept has one array, with the slots as its first axis."""
+"""Pools of arrays inside a program: every leaf is one array with a leading axis of slots."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 from jax import Array, lax
@@ -14,35 +13,35 @@ from jgraph.scopes import scope
 @partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["slots"])
 @dataclass(frozen=True)
 class Pool:
-    """Arrays of one life.
+    """Slots for arrays with the same lifetime.
 
-    A pool of one slot has no axis of slots: writing to it is giving the array another name, so nothing is copied.
+    A pool with one slot has no axis of slots. Writing to it replaces the arrays without a copy.
 
     Attributes:
-        leaves: one array a leaf, [slots, ...]; [...] where there is one slot.
-        slots: how many.
+        leaves: An array per leaf, [slots, ...]; [...] if there is one slot.
+        slots: Number of slots.
     """
 
     leaves: tuple[Array, ...]
     slots: int
 
     @classmethod
-    def of(cls, avals: Sequence[Any], slots: int) -> "Pool":
-        """Room for arrays of these shapes, with anything in it; no slot at all is nothing at all."""
+    def of(cls, avals: Sequence[jax.ShapeDtypeStruct], slots: int) -> "Pool":
+        """Allocates uninitialized slots for arrays of these shapes. Returns an empty pool if `slots` is 0."""
         lead = () if slots == 1 else (slots,)
-        # Not zeros: on a GPU `lax.empty` only reserves memory, and clearing it would take a hundredth of a large model's step.
+        # On a GPU, `lax.empty` only allocates. Zeros would take 1% of the step of a large model.
         return cls(tuple(lax.empty((*lead, *aval.shape), aval.dtype) for aval in avals) if slots else (), slots)
 
     @scope("copies")
     def read(self, slot: Array) -> tuple[Array, ...]:
-        """The leaves in a slot, an int32 scalar. Of a pool without slots, nothing."""
+        """Returns the leaves in a slot, an int32 scalar; nothing if the pool is empty."""
         if self.slots == 1:
             return self.leaves
         return tuple(lax.dynamic_index_in_dim(leaf, slot, keepdims=False) for leaf in self.leaves)
 
     @scope("copies")
     def write(self, slot: Array, values: Sequence[Array]) -> "Pool":
-        """With these leaves in a slot, in place where the program allows it."""
+        """Returns the pool with new leaves in a slot. XLA updates in place if it can."""
         if not self.slots:
             return self
         if self.slots == 1:

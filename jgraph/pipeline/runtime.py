@@ -1,9 +1,9 @@
-"""What both runtimes are made of: the state of a rank between two ticks, and the steps that a tick can have."""
+"""The parts of a runtime: the state of a rank between two ticks, and the operations of a tick."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,27 +11,27 @@ import numpy as np
 from jax import Array, lax
 
 from jgraph.autodiff import Residuals, Stash
+from jgraph.pipeline.partition import AXIS, Tree
 from jgraph.pipeline.pools import Pool
-from jgraph.pipeline.stage import AXIS, StageExecutor
+from jgraph.pipeline.stage import StageExecutor
 from jgraph.schedule.action import FORWARD
 from jgraph.schedule.tables import ScheduleTables
 from jgraph.scopes import scope
 
-Tree = Any
-Row = dict[str, Array]
+Row: TypeAlias = dict[str, Array]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["pools", "grads", "outer", "loss", "carried"], meta_fields=[])
 @dataclass(frozen=True)
 class State:
-    """Of a rank, between two ticks.
+    """The state of a rank between two ticks.
 
     Attributes:
-        pools: by name.
-        grads: of each chunk, float32 sums over the microbatches so far.
-        outer: the same of embedding and head.
-        loss: float32 sum, of the rank that has the last stage.
-        carried: of all chunks, merged over the microbatches so far.
+        pools: The pools by name.
+        grads: For each chunk, the gradients and the observed state, float32 sums over microbatches.
+        outer: Gradients of embedding and head, float32 sums over microbatches.
+        loss: Sum of the losses on the rank of the last stage, float32.
+        carried: Carried state of all chunks, merged over microbatches.
     """
 
     pools: dict[str, Pool]
@@ -49,13 +49,13 @@ class State:
 
 
 class RankRuntime:
-    """A rank with its part of the schedule tables.
+    """Plays ticks on a rank.
 
     Attributes:
-        rank: what it computes with.
-        tables: of all ranks.
-        rows: this rank's, int32 [T] each, by name: kind, stage, chunk, microbatch, enter, leave, back, `read POOL`,
-            `write POOL`, `arrive SOURCE POOL`.
+        rank: The actions of the rank.
+        tables: The schedule tables of all ranks.
+        rows: The columns of the tables for this rank, int32 [T] by name: kind, stage, chunk, microbatch, enter, leave, back,
+            `read POOL`, `write POOL`, `arrive SOURCE POOL`.
     """
 
     def __init__(self, rank: StageExecutor, tables: ScheduleTables, num_stages: int):
@@ -67,37 +67,37 @@ class RankRuntime:
         own |= {f"read {pool}": column for pool, column in tables.reads.items()}
         own |= {f"write {pool}": column for pool, column in tables.writes.items()}
         own |= {f"arrive {source} {pool}": column for (source, pool), column in tables.arrivals.items()}
-        # One array of all, so that a rank picks its own with one operation.
+        # Stacked, so that a rank selects its columns by one operation.
         index = lax.axis_index(AXIS) if table.kind.shape[1] > 1 else 0
         picked = lax.dynamic_index_in_dim(jnp.asarray(np.stack(list(own.values()))), index, 2, keepdims=False)
         self.rows = {name: picked[i] for i, name in enumerate(own)} | {k: jnp.asarray(v) for k, v in shared.items()}
 
     def start(self) -> State:
-        """Before the first tick."""
+        """Returns the state before the first tick."""
         shapes, slots = self.rank.shapes, self.tables.slots
         of = {
             "forward_dgrad": shapes.residuals.dgrad,
             "forward_wgrad": shapes.residuals.wgrad,
             "stash": shapes.stash.arrays,
-            "activation": (shapes.x,),
-            "gradient": (shapes.x,),
-            "loss": (shapes.x,),
+            "activation": (shapes.y,),
+            "gradient": (shapes.y,),
+            "loss": (shapes.y,),
         }
         pools = {pool: Pool.of(avals, slots[pool]) for pool, avals in of.items()}
-        carried = self.rank.carried.start(self.rank.num_chunks, shapes.carried)
+        carried = self.rank.carried.start(self.rank.num_chunks, shapes.aux)
         return State(pools, self.rank.zero_grads(), self.rank.zero_outer(), jnp.zeros((), jnp.float32), carried)
 
     def nothing(self) -> Array:
-        """Returns what stands for an action's result where there is none: an array of its shape, not cleared."""
-        return lax.empty(self.rank.shapes.x.shape, self.rank.shapes.x.dtype)
+        """Returns an uninitialized array like the result of an action, for ticks without an action."""
+        return lax.empty(self.rank.shapes.y.shape, self.rank.shapes.y.dtype)
 
-    # What goes in
+    # --- Inputs of a tick ---
 
     @scope("copies")
     def x(self, state: State, row: Row, ticks: np.ndarray) -> Array:
-        """The input of a forward: embedded on the first stage, received elsewhere."""
+        """Returns the input of a forward: the embedding on the first stage, the received activation on other stages."""
         received = state.pools["activation"].read(row["read activation"])
-        zeros = jnp.zeros(self.rank.shapes.x.shape, self.rank.shapes.x.dtype)
+        zeros = jnp.zeros(self.rank.shapes.y.shape, self.rank.shapes.y.dtype)
         if not (self.tables.enter[ticks] >= 0).any():
             return received[0]
         x = _where_any(self.tables.enter[ticks], row["enter"], self.rank.embed, zeros)
@@ -105,12 +105,12 @@ class RankRuntime:
 
     @scope("copies")
     def dy(self, state: State, row: Row) -> Array:
-        """The output gradient of a dgrad: the loss's on the last stage, received elsewhere."""
+        """Returns the output gradient of a dgrad: from the loss on the last stage, received on other stages."""
         own = state.pools["loss"].read(row["read loss"])[0]
         received = state.pools["gradient"].read(row["read gradient"])
         return jnp.where(row["stage"] == self._last, own, received[0]) if received else own
 
-    # Actions, each giving the state after it and what it makes for another rank
+    # --- Actions. Each returns the new state and the array to send. ---
 
     def forward(self, state: State, row: Row, x: Array) -> tuple[State, Array]:
         y, residuals, carried = self.rank.forward(row["chunk"], x, row["microbatch"])
@@ -123,29 +123,31 @@ class RankRuntime:
     def dgrad(
         self, state: State, row: Row, dy: Array, *, counts: Array | None = None, keeps: bool = True
     ) -> tuple[State, Array, tuple[Array, ...]]:
-        """Gives the stash too.
+        """Also returns the stash.
 
         Args:
-            state, row, dy: of the tick.
-            counts: whether the early gradients count; None: they do.
-            keeps: whether the stash goes to its pool.
+            state: The state before the action.
+            row: The tables at this tick.
+            dy: The output gradient.
+            counts: Bool scalar, False to drop the early gradients; None adds them.
+            keeps: Whether the stash is written to its pool.
         """
         dx, early, stash = self.rank.dgrad(row["chunk"], self._residuals(state, row), dy)
         state = replace(state, grads=self.rank.add_early(row["chunk"], state.grads, early, counts))
         return state.write("stash", row["write stash"], stash.arrays) if keeps else state, dx, stash.arrays
 
     def wgrad(self, state: State, row: Row, stashed: tuple[Array, ...] | None = None) -> State:
-        """`stashed` is what the pool `stash` would give, where it is at hand."""
+        """Adds the delayed gradients. Reads the stash from its pool, unless it is passed as `stashed`."""
         residuals = self._residuals(state, row).after_dgrad()
         arrays = state.pools["stash"].read(row["read stash"]) if stashed is None else stashed
         stash = Stash(arrays, self.rank.shapes.stash.trace)
         return replace(state, grads=self.rank.wgrad(row["chunk"], state.grads, residuals, stash))
 
-    # What comes out
+    # --- Outputs of a tick ---
 
     @scope("copies")
     def leave(self, state: State, row: Row, y: Array, ticks: np.ndarray, is_forward: Array) -> State:
-        """The head, where a microbatch leaves the last stage: loss, gradients, and dy for its dgrad."""
+        """Computes the head for a microbatch that leaves the last stage, and writes the dy of its dgrad to the pool `loss`."""
         numbers = self.tables.leave[ticks]
         if not (numbers >= 0).any():
             return state
@@ -162,7 +164,7 @@ class RankRuntime:
 
     @scope("copies")
     def back(self, state: State, row: Row, dx: Array, ticks: np.ndarray, is_dgrad: Array) -> State:
-        """The embedding's gradient, where a microbatch is back at the first stage."""
+        """Adds the gradient of the embedding for a microbatch with its dgrad of the first stage done."""
         numbers = self.tables.back[ticks]
         if not (numbers >= 0).any():
             return state
@@ -171,7 +173,7 @@ class RankRuntime:
         return state.add_outer(_where_any(numbers, row["back"], lambda m: self.rank.embed_backward(m, dx), zeros))
 
     def send(self, state: State, row: Row, out: Array, pools: Sequence[str]) -> State:
-        """Passes on what was made, and takes what comes, into these of the pools `activation` and `gradient`."""
+        """Sends the result of the tick to its rank, and writes received arrays to `pools`: `activation` or `gradient`."""
         came: dict[str, Array] = {}
         for source, pool in self.tables.arrivals:
             if pool in pools:
@@ -190,7 +192,7 @@ class RankRuntime:
 
 
 def _where_any(numbers: np.ndarray, m: Array, of: Callable[[Array], Any], none: Any) -> Any:
-    """`of(m)` in the ticks that have a microbatch, `none` in the others; all ranks agree on which those are."""
+    """Returns `of(m)` in ticks with a microbatch, else `none`. All ranks agree on these ticks."""
     if (numbers >= 0).all():
         return of(m)
     return lax.cond(m >= 0, of, lambda _: none, m)

@@ -1,8 +1,8 @@
-"""The strategy of a pipeline: each rank has the layers of its stages, and a part of the embedding and the head."""
+"""The strategy `Pipelined`: each rank has the layers of its stages, and shares embedding and head with the other ranks."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Self, get_args
 
@@ -14,40 +14,40 @@ from jax.sharding import Mesh
 from jgraph.errors import ConfigError, check_choice
 from jgraph.mesh import Axis, checked, num_data_ranks, refused_axes, with_batch_axes
 from jgraph.packing import Packing
-from jgraph.pipeline.carried import Carried
 from jgraph.pipeline.dispatched import Dispatched, dispatched
-from jgraph.pipeline.partition import PipelineModel
-from jgraph.pipeline.program import Pipeline, Remat
-from jgraph.precision.config import XLA_OPTIONS
+from jgraph.pipeline.layer_state import LayerState
+from jgraph.pipeline.memory import bytes_per_rank
+from jgraph.pipeline.partition import PipelineModel, Tree
+from jgraph.pipeline.placement import without_ranks
+from jgraph.pipeline.program import Pipeline
+from jgraph.pipeline.stage_function import Remat
 from jgraph.precision.report import count, describe
 from jgraph.precision.transform import FP8Function, Product
 from jgraph.schedule import Costs, Schedule, simulate
 from jgraph.strategies import sharding
-from jgraph.strategies.base import GradientProgram, InProgram, Options, Pools, summary
+from jgraph.strategies.base import GradientProgram, Options, Pools, summary
 from jgraph.strategies.batches import BatchLayout, by_microbatch
-from jgraph.strategies.checks import check_count, float_dtype
 from jgraph.strategies.objective import Carry, Objective, Sums
-from jgraph.strategies.sharding import Sharded, chosen_axes
+from jgraph.strategies.sharding import FSDPChoices, chosen_axes
 from jgraph.tree import is_matrix, leaf_names, path_name
 from jgraph.xla.explain import Memory
 
-Tree = Any
 Engine = Literal["program", "dispatch"]
 
 
 @dataclass(frozen=True, eq=False)
-class Pipelined:
+class Pipelined(FSDPChoices):
     """Gives every rank of a pipeline the layers of its stages. The loss of the step is a `PipelineModel`.
 
     Attributes:
         mesh: A mesh with the axis `pipe`; may also have the axes `data` and `fsdp`.
         shapes: The parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree.
         schedule: A schedule for the ranks of `pipe` and the microbatches of the step, e.g. from `jgraph.schedule.generate`.
-        compute_dtype: Dtype to which matrices are cast once per step. None uses them as they are stored.
         engine: `program` compiles the schedule into one program over all ranks. `dispatch` compiles executables for each rank,
             which the host calls.
         remat: Activations to recompute in the backward pass: `nothing` beyond the choices of `split_backward`, the results of
             `wide` matmuls such as the first of an MLP, or the whole `layer` except its input.
+        compute_dtype: Matrices are cast to this dtype once per step. None does not cast.
         shard_rules: As in `FullySharded`, for the axis `fsdp`.
         annotations: As in `FullySharded`.
         experts: As in `FullySharded`.
@@ -57,25 +57,18 @@ class Pipelined:
     mesh: Mesh
     shapes: Tree
     schedule: Schedule
-    compute_dtype: Any = None
     remat: Remat = "nothing"
     engine: Engine = "program"
-    shard_rules: tuple[str, ...] = ()
-    annotations: Mapping[str, Any] = field(default_factory=dict)
-    experts: int = 1
-    shards: Sharded = "everything"
 
     def __repr__(self) -> str:
         return f"Pipelined({summary(self.mesh, self.shapes)}, {self.schedule!r})"
 
     def __post_init__(self):
         object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.PIPE,), allows=(Axis.DATA, Axis.FSDP)))
-        check_count("experts", self.experts)
-        if self.compute_dtype is not None:
-            float_dtype("compute_dtype", self.compute_dtype)
+        super().__post_init__()
         if not isinstance(self.schedule, Schedule):
-            message = "must be a jgraph.Schedule, e.g. jgraph.schedule.generate('1f1b', pp=2, microbatches=4)"
-            raise ConfigError(f"`schedule` is {self.schedule!r}: {message}", field="schedule")
+            must = "must be a jgraph.Schedule, e.g. jgraph.schedule.generate('1f1b', pp=2, microbatches=4)"
+            raise ConfigError(f"`schedule` is {self.schedule!r}: {must}", field="schedule")
 
     def bind(self, objective: Objective) -> "BoundPipeline":
         """Binds a `PipelineModel`.
@@ -86,49 +79,45 @@ class Pipelined:
         """
         _check_model(objective.loss)
         if objective.num_microbatches != self.schedule.num_microbatches:
-            raise ConfigError(
-                f"`num_microbatches` is {objective.num_microbatches}: must be the schedule's {self.schedule.num_microbatches}",
-                field="num_microbatches",
-            )
+            found, must = objective.num_microbatches, self.schedule.num_microbatches
+            raise ConfigError(f"`num_microbatches` is {found}: must be the schedule's {must}", field="num_microbatches")
         if objective.grads_dtype != jnp.float32:
             raise ConfigError(f"`grads_dtype` is {objective.grads_dtype}: must be float32 with Pipelined", field="grads_dtype")
         check_choice("engine", self.engine, get_args(Engine))
-        check_choice("shards", self.shards, get_args(Sharded))
         return BoundPipeline.of(self, objective)
 
     def pipeline(self, objective: Objective) -> tuple[Pipeline, tuple[Product, ...]]:
-        """Returns the program of the schedule for a model, and the model's matmuls with parameters if the step is in FP8."""
+        """Returns the program of the schedule, and the matmuls of the model with parameters if the step is in FP8."""
         _check_model(objective.loss)
         shapes, model = self.shapes, self._reducing(objective.loss)
         num_layers = len(jax.eval_shape(model.split, shapes)[1])
-        carried = Carried.of(model, objective.carried, objective.reductions, num_layers)
+        carried = LayerState.of(model, objective.carried, objective.reductions, num_layers)
         choices = {"compute_dtype": self.compute_dtype, "remat": self.remat, "carried": carried}
         pipeline, products = Pipeline.of(model, self.schedule, self.mesh, num_layers=num_layers, **choices), ()
         if objective.fp8 is not None:
             BatchLayout(self.mesh, objective.num_microbatches).microbatch(objective.batch)  # raises ShapeError
-            params = jax.eval_shape(lambda tree: pipeline.stack(*model.split(tree)), shapes)
             batch_M = jax.eval_shape(partial(by_microbatch, num_microbatches=objective.num_microbatches), objective.batch)
-            x, *context = pipeline.inputs(params, batch_M)
+            x, *context = pipeline.inputs(pipeline.stacked_shapes(shapes), batch_M)
             args = (x, tuple(context), *objective.loss_args)
             # The head returns the mean of a microbatch on a data rank.
             num_losses = objective.num_microbatches * num_data_ranks(self.mesh)
             whole = FP8Function(pipeline.layers, objective.fp8, num_losses, "loss").plan(shapes, *args)
             pipeline, products = pipeline.with_precision(shapes, whole, args), whole.products
         if Axis.FSDP not in self.mesh.axis_names:
-            return pipeline.shard_as(shapes, {}), products
+            return pipeline, products
         axes, experts = chosen_axes(shapes, self.mesh.shape[Axis.FSDP], self)
         sharded = pipeline.shard_as(shapes, axes | experts)
         return replace(sharded, experts=self.experts, shards=self.shards), products
 
     def _reducing(self, model: PipelineModel) -> PipelineModel:
-        """Lets the pieces of a model reduce over the batch axes, or refuse to where each rank's program is its own."""
+        """Allows the functions of a model to reduce over batch axes. Executables of a single device raise ConfigError."""
         is_split = self.engine == "dispatch" and num_data_ranks(self.mesh) > 1
         wrap = _on_one_replica if is_split else with_batch_axes
         return replace(model, embed=wrap(model.embed), layer=wrap(model.layer), head=wrap(model.head))
 
 
 def _on_one_replica(fn: Callable[..., Tree]) -> Callable[..., Tree]:
-    """Makes a piece of a model raise a ConfigError if it reduces over a mesh axis."""
+    """Makes a function of a model raise a ConfigError if it reduces over a mesh axis."""
 
     def refused(axis: str) -> ConfigError:
         message = f"must be program for a model that reduces over the mesh axis {axis!r}"
@@ -171,9 +160,9 @@ class BoundPipeline:
     def of(cls, strategy: Pipelined, objective: Objective) -> Self:
         """Binds a `PipelineModel`. Raises as `Pipelined.bind`."""
         pipeline, products = strategy.pipeline(objective)
-        params = jax.eval_shape(lambda tree: pipeline.stack(*pipeline.model.split(tree)), strategy.shapes)
-        own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])
-        # Sharded parameters are not packed: a pack would be gathered whole to be split.
+        params = pipeline.stacked_shapes(strategy.shapes)
+        own = without_ranks(params["layers"])
+        # Sharded parameters are not packed. A pack would have to be gathered before it is unpacked.
         alone = leaf_names(own) if Axis.FSDP in pipeline.mesh.axis_names else ()
         return cls(objective, pipeline, products, Packing.of(own, alone=alone), params, strategy.engine)
 
@@ -198,8 +187,7 @@ class BoundPipeline:
 
     @property
     def xla_options(self) -> tuple[str, ...]:
-        fp8_options = XLA_OPTIONS if self.objective.fp8 else ()
-        return (*sharding.xla_options(self.mesh), *fp8_options)
+        return sharding.xla_options(self.mesh, self.objective.fp8)
 
     def on(self, mesh: Mesh) -> Self:
         return replace(self, pipeline=replace(self.pipeline, mesh=mesh))
@@ -233,8 +221,9 @@ class BoundPipeline:
 
     def compile_gradients(self, params: Tree, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
         if self.engine == "program":
-            return InProgram(self, batch)
-        return _HostProgram(self, dispatched(self.pipeline, params, carry, self._unpacked, batch, key, options))
+            return GradientProgram(self, batch)
+        program = dispatched(self.pipeline, params, carry, self._unpacked, batch, key, options)
+        return _HostProgram(self, program.results, program)
 
     def sums(self, carry: Carry, loss: Array, grads: Tree, layers: list[Tree], observed: Tree) -> tuple[Sums, Tree]:
         """Returns the sums and gradients of a step in the layout of the state.
@@ -253,7 +242,7 @@ class BoundPipeline:
 
     def predict_memory(self, batch: Tree) -> Pools:
         batch_M = jax.eval_shape(partial(by_microbatch, num_microbatches=self.objective.num_microbatches), batch)
-        return Pools(self.pipeline.bytes_per_rank(self.shapes, batch_M), "whole")
+        return Pools(bytes_per_rank(self.pipeline, self.shapes, batch_M), "whole")
 
     def describe(
         self, batch: Tree, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None
@@ -274,7 +263,7 @@ class BoundPipeline:
 
 
 @dataclass(frozen=True, eq=False)
-class _HostProgram:
+class _HostProgram(GradientProgram):
     """The `GradientProgram` of `engine="dispatch"`.
 
     Attributes:
@@ -287,10 +276,6 @@ class _HostProgram:
 
     def __str__(self) -> str:
         return str(self.dispatched)
-
-    @property
-    def inputs(self) -> Tree:
-        return self.dispatched.results
 
     @property
     def executables(self) -> Sequence[jax.stages.Compiled]:

@@ -59,9 +59,11 @@ def fused(fn: Callable[..., Any], implementation: str = "auto") -> Callable[...,
         fusions, needed = _fusions(closed.jaxpr, implementation)
 
         def evaluate(i: int, eqn: core.JaxprEqn, read: _Reader) -> Sequence[Any] | None:
-            if i in fusions:
-                return fusions[i].run(read, eqn, implementation)
-            return replay.apply(eqn, [read(v) for v in eqn.invars]) if i in needed else None
+            if i not in needed:
+                return None
+            return (
+                fusions[i].run(read, eqn, implementation) if i in fusions else replay.apply(eqn, [read(v) for v in eqn.invars])
+            )
 
         return jax.tree.unflatten(jax.tree.structure(out), _interpret(closed.jaxpr, closed.consts, leaves, evaluate))
 

@@ -1,8 +1,8 @@
 """Power-of-two scales of FP8 arrays, from the largest magnitude (amax) of the array or from a history of it.
 
 An array x is stored as q = x * scale in FP8, and its value is q / scale. A power of two makes both exact, except for the
-rounding of q. Delayed scaling follows Transformer Engine (docs/features/low_precision_training/fp8_delayed_scaling): it uses the
-maximum or the most recent entry of an amax history, and a margin.
+rounding of q. Delayed scaling follows Transformer Engine (docs/features/low_precision_training/fp8_delayed_scaling): it uses
+the maximum or the most recent entry of an amax history, and a margin.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -11,10 +10,9 @@ from jgraph.dispatch import in_turn
 from jgraph.errors import ShapeError
 from jgraph.step.state import StepMetrics, TrainState
 from jgraph.strategies.base import GradientProgram
+from jgraph.strategies.objective import Tree
 from jgraph.xla import CaptureReport
 from jgraph.xla.explain import Memory
-
-Tree = Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +82,10 @@ def _misplaced(batch: Tree, expected: Tree) -> str:
     for found, wanted in zip(jax.tree.leaves(batch), jax.tree.leaves(expected), strict=True):
         if wanted.sharding is None:
             continue
-        has = f"an array of shape {list(np.shape(found))}"
-        rows = f"{wanted.shape[0] * wanted.shape[1]} rows"
+        has = f"`batch` has an array of shape {list(np.shape(found))}"
         if np.shape(found) != wanted.shape:
-            must = f"shape {list(wanted.shape)}, as `place` of the step returns it for a batch of {rows}"
-            return f"`batch` has {has}: must have {must}; call `step.place(batch)`"
+            rows = wanted.shape[0] * wanted.shape[1]
+            return f"{has}: must have shape {list(wanted.shape)}, from {rows} rows; call `step.place(batch)`"
         if isinstance(found, jax.Array) and not found.sharding.is_equivalent_to(wanted.sharding, found.ndim):
-            return f"`batch` has {has} with another sharding than `place` of the step gives: call `step.place(batch)`"
+            return f"{has} with another sharding than the step: call `step.place(batch)`"
     return ""

@@ -18,9 +18,9 @@ from jgraph.autodiff import replay
 from jgraph.errors import ConfigError
 from jgraph.packing import Packing
 from jgraph.step.transform import Elementwise, apply_transform, make_transform
+from jgraph.strategies.objective import Tree
 from jgraph.tree import is_matrix, leaf_names, path_name
 
-Tree = Any
 Expression: TypeAlias = str | frozenset[str]
 
 _MAX_LEAVES = 8

@@ -1,24 +1,21 @@
 """The state that a training step updates, and the metrics that it returns."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 from jax import Array
 
-from jgraph.strategies.objective import Carry
-
-Tree = Any
+from jgraph.strategies.objective import Carry, Tree
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that a step updates. It is donated, and returned leaf for leaf in the same buffers.
+    """Everything that a step updates. A step donates it, and returns every leaf in the same buffer.
 
     Attributes:
         step: Number of steps done, including skipped ones, int32 scalar.
-        skipped: Number of steps whose update was not applied, int32 scalar.
+        skipped: Number of steps without an applied update, int32 scalar.
         params: Arrays in the layout of the strategy.
         opt_state: State of the optax transform.
         carried: Carried state of the model, such as running statistics.

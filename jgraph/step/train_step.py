@@ -1,8 +1,7 @@
-"""One optimizer step for anyone's loop: gradients by a strategy, clipping, any optax transform, a finite gate.
+"""A training step for any loop: gradients of a strategy, clipping, an optax update, a check for finite values.
 
-The step is one jitted function of (state, batch) that donates the state and gives it back in the same buffers. An update is
-applied only where the loss and the gradient are finite. The program decides that, so the state stays good however late the host
-looks at the metrics.
+The step is one jitted function of (state, batch). It donates the state and returns it in the same buffers. The program applies
+an update only if the loss and the gradient are finite, so the host may read the metrics several steps later.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,13 +33,11 @@ from jgraph.step.transform import (
     state_shardings,
 )
 from jgraph.strategies import checks
-from jgraph.strategies.base import BoundStrategy, GradientProgram, InProgram, Strategy
-from jgraph.strategies.objective import Objective, Sums, halted, raised
+from jgraph.strategies.base import BoundStrategy, GradientProgram, Strategy
+from jgraph.strategies.objective import Objective, Sums, Tree, halted, raised
 from jgraph.tree import leaf_names, matching
 from jgraph.xla import check_identity, compile_and_report, compiler_options
 from jgraph.xla.options import OptionValue, known
-
-Tree = Any
 
 
 def train_step(
@@ -161,7 +158,7 @@ class TrainStep:
         clip_norm: Largest global norm of the gradient; None does not clip.
         key: The random key of the run.
         params_dtype: Dtype of the parameters in the state.
-        read_dtype: Dtype to which gradients are rounded before the update; None does not round.
+        read_dtype: Gradients are rounded to this dtype before the update; None does not round.
         frozen: Names of the parameters that are not trained.
     """
 
@@ -191,8 +188,8 @@ class TrainStep:
         return 1 if self.mesh is None else self.mesh.size
 
     def on(self, devices: Sequence[Any]) -> "TrainStep":
-        """Returns the step over as many other devices, for example some that are described and not here (`jgraph.xla.aot`)."""
-        assert self.mesh is not None, "a step on one device goes where its arguments lie"
+        """Returns the same step over the same number of other devices, such as described ones (`jgraph.xla.aot`)."""
+        assert self.mesh is not None, "a step on one device runs on the device of its arguments"
         return replace(
             self, bound=self.bound.on(Mesh(np.array(devices).reshape(self.mesh.devices.shape), self.mesh.axis_names))
         )
@@ -224,7 +221,7 @@ class TrainStep:
         return in_turn(jax.jit(self._init, out_shardings=self.shardings)(params, carried, observed))
 
     def lower_init(self, make: Callable[[], tuple[Tree, Tree]]) -> jax.stages.Lowered:
-        """Returns the program of `init` with parameters and carried state from `make()`, to be compiled beside the step's."""
+        """Returns the lowered program of `init` with parameters and carried state from `make()`."""
         return jax.jit(lambda: self._init(*make()), out_shardings=self.shardings).lower()
 
     @cached_property
@@ -235,10 +232,10 @@ class TrainStep:
 
     @cached_property
     def shardings(self) -> Any:
-        """Where the state lies, a tree of NamedSharding; None on one device."""
+        """The shardings of the state, a tree of NamedSharding; None on one device."""
         if self.mesh is None:
             return None
-        # Said, not left to the compiler: an update in place needs results that lie as the arguments do.
+        # Explicit, because an update in place requires results with the shardings of the arguments.
         state, replicated = jax.eval_shape(self._init, self.shapes, self.objective.carried), self._replicated
         params = self.bound.shardings(state.params)
         if self.sees == "arrays":
@@ -251,7 +248,7 @@ class TrainStep:
 
     @property
     def canonical(self) -> CanonicalLayout:
-        """Turns the state into the model's own tree, which checkpoints hold and any strategy can go on from, and back."""
+        """Converts the state to and from the model's own tree, the format of checkpoints for any strategy."""
         return CanonicalLayout(self.bound.pack, self.bound.unpack, self.state, self.mesh, self.sees)
 
     def _init(self, tree: Tree, carried: Tree, observed: Tree = None) -> TrainState:
@@ -267,10 +264,10 @@ class TrainStep:
         return TrainState(zero, zero.copy(), params, self.transform.init(seen), *rest)
 
     def resumed(self, state: TrainState) -> TrainState:
-        """Returns a halted state that goes on: what halted it is zero, in the same buffers.
+        """Resets the carried arrays that halt to zero, in the same buffers.
 
         Args:
-            state: donated. Its `step` says where to go on: the next batch is that of index `state.step`.
+            state: A halted state; donated. The index of the next batch is `state.step`.
         """
         leaves, structure = jax.tree.flatten(state.carried)
         kinds = jax.tree.leaves(self.objective.reductions)
@@ -342,7 +339,7 @@ class TrainStep:
 
         Args:
             batch: Arrays or shapes of a whole batch, leaves [B, ...]. A batch from `place` works too.
-            graph: Command buffers (CUDA graphs): XLA's default (`auto`), none (`off`), or all that XLA can record (`full`).
+            graph: Command buffers (CUDA graphs): the default of XLA (`auto`), none (`off`), or as many as possible (`full`).
             xla_options: Further XLA options as `name=value`, checked against the installed XLA. They override the chosen ones.
 
         Returns:
@@ -380,7 +377,7 @@ class TrainStep:
 
     def jitted(self) -> jax.stages.Wrapped:
         """Returns the jitted `(state, batch) -> (state, StepMetrics)`. Donates the state; takes a batch from `place`."""
-        return self._jitted(InProgram(self.bound, None))
+        return self._jitted(GradientProgram(self.bound, None))
 
     def _jitted(self, gradients: GradientProgram) -> jax.stages.Wrapped:
         """Returns the jitted program of gradients and update."""
@@ -399,7 +396,7 @@ class TrainStep:
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
     def trained(self) -> Tree:
-        """Returns bool arrays as the parameters, False where one is frozen; constants of the program that makes them."""
+        """Returns bool arrays like the parameters, False for frozen parameters. They are constants of the program."""
         leaves, structure = jax.tree.flatten(self.shapes)
         masks = [
             jnp.full(leaf.shape, name not in self.frozen) for name, leaf in zip(leaf_names(self.shapes), leaves, strict=True)
@@ -421,7 +418,7 @@ class TrainStep:
             grads = optax.tree.cast(grads, self.read_dtype)
         mask = self.trained() if self.frozen else None
         grads = _where(mask, grads)
-        assert sums.weight is not None, "a bound strategy gives a weight in any case"
+        assert sums.weight is not None, "a bound strategy returns a weight"
         loss = sums.total / sums.weight
         square_sums = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)])
         norm = jnp.sqrt(jnp.sum(square_sums))
@@ -434,7 +431,7 @@ class TrainStep:
         applied = finite if flag is None else finite & (flag == 0)
         scale = 1.0 if self.clip_norm is None else jnp.minimum(1.0, self.clip_norm / norm)
         scaled = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, grads)
-        # In float32 whatever the parameters are: a decay in bfloat16 would be rounded away.
+        # In float32, because weight decay in bfloat16 would be rounded to zero.
         params32 = optax.tree.cast(state.params, jnp.float32)
         if self.sees == "arrays":
             updates, opt_state = apply_transform(self.transform, scaled, state.opt_state, params32, value=loss)
@@ -445,8 +442,7 @@ class TrainStep:
         params = jax.tree.map(lambda p, u, old: (p + u).astype(old.dtype), params32, _where(mask, updates), state.params)
         new = (params, opt_state, carried, after.observed)
         old = (state.params, state.opt_state, as_before, state.observed)
-        # The dtype of the new leaf, even where `where` would widen it to the old one's: a transform that changes a dtype must
-        # fail the check of the aliases, not pass unseen.
+        # Cast to the dtype of the new leaf, so that a transform that changes a dtype fails the check of donated buffers.
         new = jax.tree.map(lambda new, old: jnp.where(applied, new, old).astype(new.dtype), new, old)
         skipped = state.skipped + jnp.where(finite, 0, counts)
         aux = jax.tree.map(lambda leaf: leaf / sums.weight, sums.aux)

@@ -13,8 +13,8 @@ import optax
 from jax import Array
 
 from jgraph.errors import ConfigError
+from jgraph.strategies.objective import Tree
 
-Tree = Any
 # optax.MultiSteps is no GradientTransformation.
 Transform: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 
@@ -125,7 +125,7 @@ def _no_transform(value: Any) -> ConfigError:
 
 
 def state_shardings(transform: Transform, opt_state: Tree, params: Tree, shardings: Tree, rest: Any) -> Tree:
-    """Returns the shardings of an optimizer state: a moment of a parameter is sharded like the parameter.
+    """Returns the shardings of an optimizer state. Moments are sharded like their parameters.
 
     Args:
         transform: The optimizer.
@@ -140,11 +140,8 @@ def state_shardings(transform: Transform, opt_state: Tree, params: Tree, shardin
 
     def of(leaf: Any, param: Any, sharding: Any) -> Any:
         if leaf.shape != param.shape:
-            raise ConfigError(
-                f"the optimizer keeps {leaf.dtype}{list(leaf.shape)} for a parameter of shape {list(param.shape)}: "
-                "must be of its shape, to lie as it does; see `fsdp`",
-                field="fsdp",
-            )
+            kept = f"{leaf.dtype}{list(leaf.shape)} for a parameter of shape {list(param.shape)}"
+            raise ConfigError(f"the optimizer keeps {kept}: must have the shape of the parameter; see `fsdp`", field="fsdp")
         return sharding
 
     return optax.tree_map_params(transform, of, opt_state, params, shardings, transform_non_params=lambda _: rest)

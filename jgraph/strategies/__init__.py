@@ -1,4 +1,4 @@
-"""Strategies: how parameters lie on devices, and how the gradients of a batch are computed and compiled."""
+"""Strategies: the placement of parameters on devices, and the computation of the gradients of a batch."""
 
 from jgraph.strategies.base import Strategy as Strategy
 from jgraph.strategies.fully_sharded import FullySharded as FullySharded

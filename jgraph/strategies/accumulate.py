@@ -2,28 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jgraph.scopes import scope
-from jgraph.strategies.objective import Sums, before_any, merge
+from jgraph.strategies.objective import Sums, Tree, before_any, merge
 
-Tree = Any
+# (params, batch, key) -> sums, and gradients like the parameters
+MicrobatchFunction: TypeAlias = Callable[[Tree, Tree, Array], tuple[Sums, Tree]]
 
-# At most so many microbatches are unrolled. Beyond, they are a loop, which XLA does not capture unless asked (graph="full").
+# Largest number of microbatches that is unrolled. XLA captures a loop into a command buffer only with graph="full".
 _UNROLLED_MICROBATCHES = 8
 
 
 def accumulate(
-    sums_and_grads: Callable[[Tree, Tree, Array], tuple[Sums, Tree]],
-    num_microbatches: int,
-    *,
-    dtype: Any,
-    reductions: Tree,
-) -> Callable[[Tree, Tree, Array], tuple[Sums, Tree]]:
+    sums_and_grads: MicrobatchFunction, num_microbatches: int, *, dtype: DTypeLike, reductions: Tree
+) -> MicrobatchFunction:
     """Returns `f(params, batch_M, key)`, which sums `sums_and_grads` over microbatches.
 
     The leaves of `batch_M` have the shape [M, B/M, ...]. The key of microbatch m is folded from `key` and m.
@@ -31,8 +29,8 @@ def accumulate(
     Args:
         sums_and_grads: (params, batch, key) of a microbatch -> its loss and gradients, shaped as `params`.
         num_microbatches: M.
-        dtype: Dtype of the summed gradients. The gradients of a single microbatch are returned as they are.
-        reductions: How carried state is reduced, a tree of names.
+        dtype: Dtype of the summed gradients. The gradients of a single microbatch are not cast.
+        reductions: Reductions of the carried state, a tree of names.
     """
 
     def over(params: Tree, batch_M: Tree, key: Array) -> tuple[Sums, Tree]:

@@ -1,4 +1,4 @@
-"""What a training step asks of a strategy: where parameters and batches lie, and how gradients are computed and compiled.
+"""The interface of strategies: placement of parameters and batches, computation and compilation of gradients.
 
 A strategy is the user's choice of mesh, parameters and rules. `Strategy.bind` combines it with an `Objective`. The result, a
 `BoundStrategy`, owns everything that depends on the strategy. `train_step` uses these protocols only, so a new strategy is a
@@ -7,35 +7,39 @@ new file.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import jax
 from jax import Array
 from jax.sharding import Mesh
 
 from jgraph.strategies.batches import BatchLayout
-from jgraph.strategies.objective import Carry, Objective, Sums
+from jgraph.strategies.objective import Carry, Objective, Sums, Tree
 from jgraph.xla.explain import Memory
 from jgraph.xla.options import OptionValue
 
-Tree = Any
 Options: TypeAlias = Mapping[str, OptionValue]
 
 
-class GradientProgram(Protocol):
+@dataclass(frozen=True, eq=False)
+class GradientProgram:
     """Computes the gradients of a batch in two phases: executables that the host calls, and a part of the update's program.
 
-    A strategy that is one program has no executables. Its `run` returns the batch, and `gradients` computes everything.
+    This class has no executables: `run` returns the batch, and the update's program computes everything. A subclass with
+    executables overrides every method.
 
     Attributes:
+        strategy: The bound strategy.
         inputs: Shapes and shardings of the arrays that `run` returns.
-        executables: The executables that `run` calls, in order.
     """
 
+    strategy: "BoundStrategy"
+    inputs: Tree
+
     @property
-    def inputs(self) -> Tree: ...
-    @property
-    def executables(self) -> Sequence[jax.stages.Compiled]: ...
+    def executables(self) -> Sequence[jax.stages.Compiled]:
+        """The executables that `run` calls, in order."""
+        return ()
 
     def run(self, params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
         """Calls the executables on the host.
@@ -49,7 +53,7 @@ class GradientProgram(Protocol):
         Returns:
             The inputs of the update's program.
         """
-        ...
+        return batch
 
     def gradients(self, params: Tree, carry: Carry, key: Array, inputs: Tree) -> tuple[Sums, Tree]:
         """Computes the sums over the batch and the gradient of their mean. Traced in the update's program.
@@ -58,12 +62,12 @@ class GradientProgram(Protocol):
             params: The arrays of the state.
             carry: Carried and observed state as the step begins.
             key: Random key of the step.
-            inputs: As `run` returns them.
+            inputs: The result of `run`.
 
         Returns:
             The sums, and the gradient in `grads_dtype`, laid out like `params`.
         """
-        ...
+        return self.strategy.loss_and_grads(params, self.strategy.batches.by_microbatch(inputs), key, carry)
 
 
 class Pools(NamedTuple):
@@ -161,7 +165,7 @@ class BoundStrategy(Protocol):
 
 
 class Strategy(Protocol):
-    """Decides where parameters lie, and which device computes what.
+    """Places parameters on devices, and assigns computation to devices.
 
     Attributes:
         shapes: Shapes of the parameters, in the model's own tree.
@@ -177,29 +181,6 @@ class Strategy(Protocol):
             ConfigError: If the strategy cannot compute the objective.
         """
         ...
-
-
-@dataclass(frozen=True, eq=False)
-class InProgram:
-    """A `GradientProgram` without executables: the update's program computes the gradients.
-
-    Attributes:
-        strategy: The bound strategy.
-        inputs: Shapes and shardings of a placed batch.
-    """
-
-    strategy: BoundStrategy
-    inputs: Tree
-
-    @property
-    def executables(self) -> Sequence[jax.stages.Compiled]:
-        return ()
-
-    def run(self, params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
-        return batch
-
-    def gradients(self, params: Tree, carry: Carry, key: Array, inputs: Tree) -> tuple[Sums, Tree]:
-        return self.strategy.loss_and_grads(params, self.strategy.batches.by_microbatch(inputs), key, carry)
 
 
 def summary(mesh: Mesh | None, shapes: Tree) -> str:

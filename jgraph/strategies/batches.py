@@ -13,9 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jgraph.errors import ShapeError
 from jgraph.mesh import batch_axes, num_data_ranks
 from jgraph.strategies import checks
+from jgraph.strategies.objective import Tree
 from jgraph.tree import path_name
-
-Tree = Any
 
 
 @dataclass(frozen=True)

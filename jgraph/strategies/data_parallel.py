@@ -12,27 +12,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.mesh import Axis, batch_axes, num_data_ranks, with_batch_axes
 from jgraph.packing import Packing
-from jgraph.precision.config import XLA_OPTIONS
 from jgraph.precision.loss import FP8Loss, StepLoss
 from jgraph.strategies import sharding
-from jgraph.strategies.accumulate import accumulate
-from jgraph.strategies.base import GradientProgram, InProgram, Options, Pools
+from jgraph.strategies.accumulate import MicrobatchFunction, accumulate
+from jgraph.strategies.base import GradientProgram, Options, Pools
 from jgraph.strategies.batches import BatchLayout
 from jgraph.strategies.checks import check_function
-from jgraph.strategies.objective import Carry, Objective, Sums, finished, is_mean, summed
+from jgraph.strategies.objective import Carry, Objective, Sums, Tree, finished, is_mean, summed
 from jgraph.strategies.sharding import ShardSpec
 from jgraph.tree import is_router, leaf_names
 from jgraph.xla.explain import Memory
-
-Tree = Any
 
 
 @dataclass(frozen=True, eq=False)
 class DataParallel:
     """A `BoundStrategy` over devices with different parts of the batch. Each device computes the whole model.
 
-    With sharded parameters, a microbatch gathers parameters and sums gradients over the axis `fsdp`, so that no device holds a
-    whole main_grad. Gradients are summed over the axis `data` once per step. Both sums are in `grads_dtype`.
+    With sharded parameters, each microbatch gathers parameters and reduce-scatters gradients over the axis `fsdp`, so that no
+    device holds a whole main_grad. Gradients are summed over the axis `data` once per step. Both sums are in `grads_dtype`.
 
     Attributes:
         mesh: The devices; None for one.
@@ -101,8 +98,7 @@ class DataParallel:
 
     @property
     def xla_options(self) -> tuple[str, ...]:
-        fp8_options = XLA_OPTIONS if self.objective.fp8 else ()
-        return (*sharding.xla_options(self.mesh), *fp8_options)
+        return sharding.xla_options(self.mesh, self.objective.fp8)
 
     def on(self, mesh: Mesh) -> Self:
         return replace(self, mesh=mesh)
@@ -129,11 +125,11 @@ class DataParallel:
     # --- Gradients ---
 
     def compile_gradients(self, params: Tree, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
-        return InProgram(self, batch)
+        return GradientProgram(self, batch)
 
     def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Sums, Tree]:
         if self.mesh is None:
-            return self._local(params, batch, key, carry)
+            return self._on_device(params, batch, key, carry)
         run = jax.shard_map(
             self._on_device,
             mesh=self.mesh,
@@ -144,29 +140,24 @@ class DataParallel:
         return run(params, batch, key, carry)
 
     def _on_device(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Sums, Tree]:
-        assert self.mesh is not None
-        axes = batch_axes(self.mesh)
-        return self._local(params, batch, jax.random.fold_in(key, jax.lax.axis_index(axes)), carry, axes)
-
-    def _local(self, params: Tree, batch: Tree, key: Array, carry: Carry, axes: tuple[str, ...] = ()) -> tuple[Sums, Tree]:
-        """Computes one device's part, and sums it over the devices of `axes`."""
-        objective = self.objective
+        """Computes the sums and gradients of one device, and reduces them over the data ranks."""
+        objective, num_microbatches = self.objective, self.objective.num_microbatches
+        axes, devices = ((), 1) if self.mesh is None else (batch_axes(self.mesh), self.mesh.size)
+        if axes:
+            key = jax.random.fold_in(key, jax.lax.axis_index(axes))
         reductions = objective.reductions_with(self.observed)
-        sums_and_grads = self._sums_and_grads(params, batch, key, carry)
-        sums, grads = accumulate(
-            sums_and_grads, objective.num_microbatches, dtype=objective.grads_dtype, reductions=reductions
-        )(params, batch, key)
-        sums = finished(reductions, sums, objective.num_microbatches, axes, self.mesh.size if self.mesh else 1)
+        run = self._microbatch_function(params, batch, key, carry)
+        over_batch = accumulate(run, num_microbatches, dtype=objective.grads_dtype, reductions=reductions)
+        sums, grads = over_batch(params, batch, key)
+        sums = finished(reductions, sums, num_microbatches, axes, devices)
         if axes:
             # Sharded gradients are already summed over `fsdp`, microbatch by microbatch.
             grads = jax.tree.map(lambda g: g.astype(objective.grads_dtype), grads)
             grads = jax.lax.psum(grads, tuple(a for a in axes if a != Axis.FSDP or not self.shards))
         return sums, jax.tree.map(lambda g: (g / sums.weight).astype(g.dtype), grads)
 
-    def _sums_and_grads(
-        self, params: Tree, batch: Tree, key: Array, carry: Carry
-    ) -> Callable[[Tree, Tree, Array], tuple[Sums, Tree]]:
-        """Returns the function of a microbatch, after the work that all microbatches share."""
+    def _microbatch_function(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> MicrobatchFunction:
+        """Returns the function of a microbatch. Prepares weights in FP8 once for all microbatches."""
         objective, shards = self.objective, self.shards
         state = (carry.model,) if jax.tree.leaves(carry.model) else ()
         first = jax.tree.map(lambda leaf: leaf[0], batch)
@@ -220,9 +211,9 @@ class DataParallel:
                     observed,
                     grads_dtype=sums_dtype,
                     reshard_after_forward=self.reshard_after_forward,
-                    # FP8 matmuls are too short to hide sums beside wgrads alone. bfloat16 matmuls hide them, and lose 2 to 4%
-                    # by barriers (notes/develop/measurements.md).
-                    sums="in turn" if replaced else "scheduled",
+                    # FP8 wgrads are too short to hide reductions. bfloat16 wgrads hide them, and barriers cost 2 to 4%
+                    # (notes/develop/measurements.md).
+                    reduce="in buckets" if replaced else "scheduled",
                 )
             (_, sums), (grads, after) = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(params, observed)
             return sums, grads, after
@@ -230,7 +221,7 @@ class DataParallel:
         return differentiate
 
     def _gathered_dtypes(self, params: Tree) -> dict[str, Any]:
-        """Returns the dtypes in which arrays are gathered."""
+        """Returns the dtypes of arrays during an all-gather."""
         cast, matrices = self.compute_dtype, self.is_matrix
         return {name: cast if cast and matrices[name] and not is_router(name) else part.dtype for name, part in params.items()}
 

@@ -1,25 +1,20 @@
 """Data parallelism with parameters, gradients and optimizer state sharded over the axis `fsdp`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, get_args
+from dataclasses import dataclass
 
 import jax
 from jax.sharding import Mesh
 
-from jgraph.errors import check_choice
 from jgraph.mesh import Axis, checked
 from jgraph.strategies.base import summary
-from jgraph.strategies.checks import check_count, float_dtype
 from jgraph.strategies.data_parallel import DataParallel
-from jgraph.strategies.objective import Objective
-from jgraph.strategies.sharding import Sharded, ShardSpec, chosen_axes, shard_specs
-
-Tree = Any
+from jgraph.strategies.objective import Objective, Tree
+from jgraph.strategies.sharding import FSDPChoices, ShardSpec, chosen_axes, shard_specs
 
 
 @dataclass(frozen=True, eq=False)
-class FullySharded:
+class FullySharded(FSDPChoices):
     """Gives every device its part of each parameter and of the batch, as PyTorch's `fully_shard` does (ZeRO stage 3).
 
     >>> mesh, shapes = jax.make_mesh((1,), ("fsdp",)), {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
@@ -29,25 +24,20 @@ class FullySharded:
     Attributes:
         mesh: A mesh with the axis `fsdp`; may also have the axis `data`.
         shapes: The parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree.
+        reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying
+            gathered. Weights in FP8 stay gathered.
         shard_rules: Rules `PATTERN=AXIS`. A matching parameter is sharded along this axis. Other parameters are sharded by
             `annotations`, or else by their shapes.
         annotations: PartitionSpecs by the name of a parameter: Flax's partition names, from `functional(...).annotations`.
-        compute_dtype: Dtype in which matrices are gathered, except those of routers. None gathers them as they are stored.
-        reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying
-            gathered. Weights in FP8 stay gathered.
+        compute_dtype: Matrices other than routers are cast to this dtype before they are gathered. None does not cast.
         experts: Number of devices that the experts of `jgraph.MoE` are spread over, a divisor of the size of `fsdp`. Tokens
             are sent to the devices of their experts.
-        shards: Shard `everything`, or only `experts`; other parameters are then on every device.
+        shards: Shard `everything`, or only `experts` and replicate other parameters.
     """
 
     mesh: Mesh
     shapes: Tree
-    shard_rules: tuple[str, ...] = ()
-    annotations: Mapping[str, Any] = field(default_factory=dict)
-    compute_dtype: Any = None
     reshard_after_forward: bool = False
-    experts: int = 1
-    shards: Sharded = "everything"
 
     def __repr__(self) -> str:
         how = ", resharded after forward" * self.reshard_after_forward + f", experts={self.experts}" * (self.experts > 1)
@@ -55,10 +45,7 @@ class FullySharded:
 
     def __post_init__(self):
         object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.FSDP,), allows=(Axis.DATA,)))
-        check_count("experts", self.experts)
-        if self.compute_dtype is not None:
-            float_dtype("compute_dtype", self.compute_dtype)
-        check_choice("shards", self.shards, get_args(Sharded))
+        super().__post_init__()
 
     def bind(self, objective: Objective) -> DataParallel:
         ranks = self.mesh.shape[Axis.FSDP]

@@ -1,8 +1,8 @@
-"""What a training step minimizes: `loss(params, batch, key)`, which returns a mean, or a sum with its weight and metrics.
+"""The objective of a training step: `loss(params, batch, key)` returns a mean, or a sum with its weight and metrics.
 
-With carried state (running statistics, amax histories, a router's bias) it is `loss(params, batch, key, carried)`, and what it
-returns has the state after the microbatch. Every microbatch starts from the state that the step began with; the results are
-reduced over microbatches and devices as is declared, and become the state only if the update is applied.
+With carried state, such as running statistics or the bias of a router, it is `loss(params, batch, key, carried)`, and its
+result has the state after the microbatch. Every microbatch starts from the state as the step begins. The results are reduced
+over microbatches and devices by the declared reductions. They become the state only if the update is applied.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,27 +17,27 @@ from jax import Array
 from jgraph.errors import ShapeError
 from jgraph.precision.config import FP8Config
 
-Tree = Any
+Tree: TypeAlias = Any  # a pytree of arrays, or of their shapes
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["total", "weight", "aux", "carried"], meta_fields=[])
 @dataclass(frozen=True)
 class Loss:
-    """Lets a loss function return a sum and its weight instead of a mean; metrics and carried state too.
+    """The result of a loss function: a sum with its weight, metrics and carried state.
 
-    A mean of means is wrong where microbatches or devices differ in how many of their tokens count, as they do with padding. A
-    step sums totals and weights over all of them, and minimizes the quotient.
+    A mean of means is wrong if microbatches or devices differ in the number of tokens with a loss, for example because of
+    padding. A step sums totals and weights over microbatches and devices, and minimizes the quotient.
 
     >>> def loss(params, batch, key):
     ...     error = batch["weight"] * (batch["x"] @ params["w"] - batch["y"]) ** 2
     ...     return jgraph.Loss(jnp.sum(error), jnp.sum(batch["weight"]), aux={"error": jnp.sum(error)})
 
     Attributes:
-        total: scalar, the sum of the losses, or their mean if `weight` is None.
-        weight: scalar, the number of losses in the sum. None declares `total` a mean over the rows that the loss function
-            receives; all microbatches then count alike.
-        aux: tree of scalars, sums too; `metrics.aux` has their means, by the same weight.
-        carried: the carried state after the microbatch, a tree as the one that was given.
+        total: Scalar, the sum of the losses, or their mean if `weight` is None.
+        weight: Scalar, the number of losses in the sum. None declares `total` a mean over the rows of the microbatch; all
+            microbatches then have the same weight.
+        aux: Tree of scalars, sums like `total`; `metrics.aux` has their means by the same weight.
+        carried: Carried state after the microbatch, like the carried state before it.
     """
 
     total: Array
@@ -53,13 +53,13 @@ Reduction: TypeAlias = Literal["max", "sum", "mean", "last", "halt"]
 @partial(jax.tree_util.register_dataclass, data_fields=["total", "weight", "aux", "carried"], meta_fields=[])
 @dataclass(frozen=True)
 class Sums:
-    """What a loss gave over the microbatches and devices so far, in float32 but for the carried state.
+    """Sums of a loss function over microbatches and devices, in float32.
 
     Attributes:
-        total: sum of the totals, or of the means.
-        weight: sum of the weights; None where the loss gives means.
-        aux: sums, as the loss gives them.
-        carried: the state so far.
+        total: Sum of the totals, or of the means.
+        weight: Sum of the weights; None if the loss function returns means.
+        aux: Sums of the metrics.
+        carried: Merged state, in the dtypes of the state.
     """
 
     total: Array
@@ -69,7 +69,7 @@ class Sums:
 
 
 class Carry(NamedTuple):
-    """State besides parameters and optimizer state, from step to step. Also a tree of reductions of the same structure.
+    """State besides parameters and optimizer state. Also a tree of reductions of the same structure.
 
     Attributes:
         model: The carried state of the model. A loss function returns it.
@@ -122,14 +122,10 @@ def check_loss(found: Any) -> None:
     shape, dtype = getattr(scalar, "shape", None), getattr(scalar, "dtype", None)
     if shape != () or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         what = type(scalar).__name__ if shape is None else f"{dtype}{list(shape)}"
-        raise ShapeError(
-            f"`loss` returns {what}: must return a floating scalar, the mean, or jgraph.Loss(total, weight)", field="loss"
-        )
-    if isinstance(found, Loss) and found.weight is not None and jnp.shape(found.weight) != ():
-        raise ShapeError(
-            f"`loss` returns a weight of shape {list(jnp.shape(found.weight))}: must be a scalar, the sum of all weights",
-            field="loss",
-        )
+        must = "must return a floating scalar, the mean, or jgraph.Loss(total, weight)"
+        raise ShapeError(f"`loss` returns {what}: {must}", field="loss")
+    if isinstance(found, Loss) and found.weight is not None and (shape := jnp.shape(found.weight)) != ():
+        raise ShapeError(f"`loss` returns a weight of shape {list(shape)}: must be a scalar, the sum of weights", field="loss")
 
 
 def is_mean(found: Any) -> bool:
@@ -153,19 +149,19 @@ def summed(loss: LossFunction) -> Callable[..., tuple[Array, Sums]]:
 
 
 def merge(reductions: Tree, a: Sums, b: Sums) -> Sums:
-    """Returns the sums of two microbatches; `reductions` is a tree of names as the carried state, and `b` is the later one."""
+    """Merges the sums of two microbatches, `b` being the later one. `reductions` is a tree of names like the carried state."""
     total, weight, aux = jax.tree.map(jnp.add, (a.total, a.weight, a.aux), (b.total, b.weight, b.aux))
     return Sums(total, weight, aux, jax.tree.map(merged, reductions, a.carried, b.carried))
 
 
 def merged(kind: Reduction, a: Array, b: Array) -> Array:
-    """Returns a leaf of the carried state after two microbatches; `b` is of the later one."""
+    """Merges a leaf of the carried state of two microbatches, `b` being the later one."""
     how = {"max": jnp.maximum, "halt": jnp.maximum, "sum": jnp.add, "mean": jnp.add, "last": lambda a, b: b}
     return how[kind](a, b)
 
 
 def before_any(reductions: Tree, shapes: Tree) -> Tree:
-    """Returns the carried state to which the first microbatch is merged."""
+    """Returns the identity of `merge` for carried state of these shapes."""
 
     def of(kind: Reduction, leaf: Any) -> Array:
         lowest = -jnp.inf if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.iinfo(leaf.dtype).min
@@ -175,12 +171,14 @@ def before_any(reductions: Tree, shapes: Tree) -> Tree:
 
 
 def finished(reductions: Tree, sums: Sums, count: int, axes: Sequence[str] = (), devices: int = 1) -> Sums:
-    """Returns the sums over everything, with a weight in any case, and the reduced carried state.
+    """Returns the sums over all devices, with a weight, and the reduced carried state.
 
     Args:
-        reductions: a tree of names as the carried state.
-        sums: over `count` microbatches on this device.
-        axes: mesh axes to reduce over, under `jax.shard_map`, of so many `devices`.
+        reductions: A tree of names like the carried state.
+        sums: Sums over the microbatches of this device.
+        count: Number of microbatches.
+        axes: Mesh axes to reduce over, under `jax.shard_map`.
+        devices: Number of devices along these axes.
     """
     total, weight, aux = sums.total, sums.weight, sums.aux
     if axes:
@@ -190,7 +188,7 @@ def finished(reductions: Tree, sums: Sums, count: int, axes: Sequence[str] = (),
 
 
 def reduced(reductions: Tree, carried: Tree, count: int, axes: Sequence[str]) -> Tree:
-    """Returns the carried state that is merged over `count` microbatches, reduced over mesh axes too."""
+    """Reduces carried state that is merged over `count` microbatches over mesh axes too."""
     carried = jax.tree.map(lambda kind, leaf: leaf / count if kind == "mean" else leaf, reductions, carried)
     return jax.tree.map(lambda kind, leaf: _reduce(kind, leaf, axes), reductions, carried) if axes else carried
 
@@ -204,7 +202,7 @@ def _reduce(kind: Reduction, leaf: Array, axes: Sequence[str]) -> Array:
         case "max" | "halt":
             return jax.lax.pmax(leaf, axes)
         case "last":
-            # Of the last device, which has the last rows of the microbatch.
+            # The last device has the last rows of the microbatch.
             size, index = 1, 0
             for axis in axes:
                 index = index * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
@@ -213,12 +211,12 @@ def _reduce(kind: Reduction, leaf: Array, axes: Sequence[str]) -> Array:
 
 
 def raised(reductions: Tree, flags: Tree, carried: Tree) -> Tree:
-    """Returns a carried state whose leaves that halt are as large as those of `flags` too."""
+    """Returns the carried state with the maximum of `carried` and `flags` for leaves that halt."""
     return jax.tree.map(lambda kind, a, b: jnp.maximum(a, b) if kind == "halt" else b, reductions, flags, carried)
 
 
 def halted(reductions: Tree, carried: Tree) -> Array | None:
-    """Returns the largest number of the leaves that halt, int32, and 0 at least; None where there are no such leaves."""
+    """Returns the largest number in the leaves that halt and 0, int32; None if no leaf halts."""
     pairs = zip(jax.tree.leaves(reductions), jax.tree.leaves(carried), strict=True)
     found = [jnp.max(leaf, initial=0).astype(jnp.int32) for kind, leaf in pairs if kind == "halt"]
     return jnp.max(jnp.stack(found)) if found else None

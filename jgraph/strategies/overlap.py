@@ -1,9 +1,12 @@
-"""Sums of gradients over devices beside the backward that makes them: each begins when its gradient is there.
+"""Overlaps gradient reductions with the backward pass, one bucket at a time.
 
-XLA's scheduler goes through a program from its end, where the gradient's norm asks for all sums at once, and takes them in an
-order of its own. Whichever it takes holds up the dgrads behind it, so no sum begins before the last dgrad is done. The trace of
-a backward is in the order of the layers, and there a barrier says what waits: all that comes after a gradient waits for that
-gradient and for the sum before its own.
+XLA's latency-hiding scheduler works backwards from the end of the program. There, the gradient norm needs every reduction at
+once, so the scheduler issues reductions late and in an arbitrary order, and each one delays the dgrads behind it. This module
+replays the backward trace and inserts an optimization barrier after each bucket of gradients: the equations that follow wait
+for the bucket, and for the reduction of the bucket before it. At most one reduction is in flight while the next layer's dgrad
+runs.
+
+Buckets follow PyTorch DDP (Li et al., arXiv:2006.15704, section 4.2), but are sized in bytes of the reduced dtype.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,64 +19,77 @@ from jax.extend import core
 
 from jgraph.autodiff import replay
 
-Rest = TypeVar("Rest")
+Aux = TypeVar("Aux")
 
-_ENOUGH = 2**27
-"""Bytes of gradients that are summed together, at least: a collective has costs of its own."""
+# Smaller collectives cost more in launches than they hide.
+_BUCKET_BYTES = 2**27
 
 
-def summed_in_turn(
-    backward: Callable[..., tuple[dict[str, Array], Rest]],
+def reduce_in_buckets(
+    backward: Callable[..., tuple[dict[str, Array], Aux]],
     args: tuple[Any, ...],
-    add: Callable[[str, Array], Array],
+    reduce: Callable[[str, Array], Array],
     dtype: Any,
-) -> tuple[dict[str, Array], Rest]:
-    """Returns the sums of gradients, by name, and the rest.
+) -> tuple[dict[str, Array], Aux]:
+    """Runs a backward pass and reduces each bucket of gradients as soon as it is complete.
 
     Args:
-        backward: of `args`; returns gradients by name, and the rest.
-        args: trees of arrays.
-        add: sums the gradient of this name over devices.
-        dtype: that gradients are cast to first.
+        backward: Maps `args` to gradients by parameter name, and auxiliary outputs.
+        args: Pytrees of arrays.
+        reduce: Reduces one named gradient over devices, for example by `lax.psum_scatter`.
+        dtype: Gradients are cast to this dtype before they are reduced.
+
+    Returns:
+        The reduced gradients by name, and the auxiliary outputs unchanged.
     """
-    closed, (shapes, rest) = jax.make_jaxpr(backward, return_shape=True)(*args)
+    closed, (shapes, aux) = jax.make_jaxpr(backward, return_shape=True)(*args)
     jaxpr = closed.jaxpr
-    outputs = dict(zip(sorted(shapes), jaxpr.outvars, strict=False))
-    last = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not replay.is_literal(v)}
+    gradient_vars = dict(zip(sorted(shapes), jaxpr.outvars, strict=False))
+    last_use = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not replay.is_literal(v)}
     env = replay.environment(jaxpr, closed.consts, jax.tree.leaves(args))
-    read, groups, sums = replay.reader(env), _groups(jaxpr, outputs, jnp.dtype(dtype).itemsize), {}
-    made: list[Any] = []  # since the sums before, and read later: of the rows that go from layer to layer one array is enough
-    before: dict[str, Array] = {}
+    read = replay.reader(env)
+    buckets = _buckets(jaxpr, gradient_vars, jnp.dtype(dtype).itemsize)
+    reduced: dict[str, Array] = {}
+    in_flight: dict[str, Array] = {}
+    live: list[Any] = []  # variables that are computed since the last bucket and read later
+
     for i, eqn in enumerate(jaxpr.eqns):
         replay.write(env, eqn.outvars, replay.apply(eqn, [read(v) for v in eqn.invars]))
-        made = [v for v in (*made, *eqn.outvars) if last.get(v, i) > i]
-        if i in groups:
-            names, needed = groups[i]
-            waiting = [v for v in made if v in needed]
-            found = {name: read(outputs[name]).astype(dtype) for name in names}, before, [env[v] for v in waiting]
-            gradients, _, values = lax.optimization_barrier(found)
-            env.update(zip(waiting, values, strict=True))
-            before = {name: add(name, gradient) for name, gradient in gradients.items()}
-            sums |= before
-            made = []
-    sums |= {name: add(name, read(v).astype(dtype)) for name, v in outputs.items() if name not in sums}
-    return sums, jax.tree.unflatten(jax.tree.structure(rest), [read(v) for v in jaxpr.outvars[len(outputs) :]])
+        live = [v for v in (*live, *eqn.outvars) if last_use.get(v, i) > i]
+        if i not in buckets:
+            continue
+        names, needed_next = buckets[i]
+        delayed = [v for v in live if v in needed_next]
+        gradients = {name: read(gradient_vars[name]).astype(dtype) for name in names}
+        gradients, _, values = lax.optimization_barrier((gradients, in_flight, [env[v] for v in delayed]))
+        env.update(zip(delayed, values, strict=True))
+        in_flight = {name: reduce(name, gradient) for name, gradient in gradients.items()}
+        reduced |= in_flight
+        live = []
+
+    # Gradients that no equation computes (constants, or parameters passed through) belong to no bucket.
+    reduced |= {name: reduce(name, read(v).astype(dtype)) for name, v in gradient_vars.items() if name not in reduced}
+    return reduced, jax.tree.unflatten(jax.tree.structure(aux), [read(v) for v in jaxpr.outvars[len(gradient_vars) :]])
 
 
-def _groups(jaxpr: core.Jaxpr, outputs: Mapping[str, Any], itemsize: int) -> dict[int, tuple[list[str], set[Any]]]:
-    """Returns the gradients that are summed together, and what the next ones are made of, by the equation behind which."""
+def _buckets(jaxpr: core.Jaxpr, gradient_vars: Mapping[str, Any], itemsize: int) -> dict[int, tuple[list[str], set[Any]]]:
+    """Groups gradients into buckets of at least `_BUCKET_BYTES`, in the order of the backward pass.
+
+    Returns:
+        For each bucket, by the index of the equation that completes it: its parameter names, and the variables that the next
+        bucket depends on.
+    """
     made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    places = {name: made[v] for name, v in outputs.items() if not replay.is_literal(v) and v in made}
-    groups: dict[int, list[str]] = {}
-    group: list[str] = []
+    places = {name: made[v] for name, v in gradient_vars.items() if not replay.is_literal(v) and v in made}
+    buckets: dict[int, list[str]] = {}
+    bucket: list[str] = []
     for name, place in sorted(places.items(), key=lambda item: item[1]):
-        group.append(name)
-        if sum(outputs[n].aval.size * itemsize for n in group) >= _ENOUGH:
-            groups[place], group = groups.get(place, []) + group, []
-    if group:
+        bucket.append(name)
+        if sum(gradient_vars[n].aval.size * itemsize for n in bucket) >= _BUCKET_BYTES:
+            buckets[place], bucket = buckets.get(place, []) + bucket, []
+    if bucket:
         end = max(places.values())
-        groups[end] = groups.get(end, []) + group
-    following = [*list(groups.values())[1:], []]
-    wanted = [{outputs[name] for name in names} for names in following]
-    needed = [replay.live_variables(jaxpr, [v in some for v in jaxpr.outvars])[0] for some in wanted]
-    return {place: (names, some) for (place, names), some in zip(groups.items(), needed, strict=True)}
+        buckets[end] = buckets.get(end, []) + bucket
+    following = [{gradient_vars[name] for name in names} for names in [*list(buckets.values())[1:], []]]
+    needed = [replay.live_variables(jaxpr, [v in some for v in jaxpr.outvars])[0] for some in following]
+    return {place: (names, some) for (place, names), some in zip(buckets.items(), needed, strict=True)}

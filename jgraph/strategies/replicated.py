@@ -1,16 +1,13 @@
 """Data parallelism with all parameters on every device."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from jax.sharding import Mesh
 
 from jgraph.mesh import Axis, checked
 from jgraph.strategies.base import summary
 from jgraph.strategies.data_parallel import DataParallel
-from jgraph.strategies.objective import Objective
-
-Tree = Any
+from jgraph.strategies.objective import Objective, Tree
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,54 +1,58 @@
-"""Arrays sharded over the axis `fsdp` of a mesh: along which of their axes, how they are gathered, how gradients come back.
+"""Arrays sharded over the mesh axis `fsdp`: choice of the sharded axis, all-gather, reduce-scatter.
 
-Fully sharded data parallelism (Rajbhandari et al., "ZeRO", arXiv:1910.02054, stage 3): a device keeps 1/N of the parameters, of
-main_grad and of the optimizer's state, gathers a parameter in the dtype it is used in, and gets of each gradient the sum over
-devices of its part. Both happen parameter by parameter; XLA's scheduler moves them next to their use.
+Fully sharded data parallelism (Rajbhandari et al., "ZeRO", arXiv:1910.02054, stage 3): a device holds 1/N of the parameters, of
+main_grad and of the optimizer state. It all-gathers parameters in their compute dtype, and reduce-scatters gradients. There is
+one collective per parameter, which XLA's scheduler moves next to its use.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, check_choice
 from jgraph.mesh import Axis
-from jgraph.strategies.checks import strings
-from jgraph.strategies.overlap import summed_in_turn
+from jgraph.precision.config import XLA_OPTIONS as FP8_XLA_OPTIONS
+from jgraph.precision.config import FP8Config
+from jgraph.strategies.checks import check_count, float_dtype, strings
+from jgraph.strategies.objective import Tree
+from jgraph.strategies.overlap import reduce_in_buckets
 from jgraph.tree import expert_axis, leaf_names, matching
 
-Tree = Any
 Aux = TypeVar("Aux")
 AXIS = Axis.FSDP.value
 Sharded = Literal["everything", "experts"]
 
-# Fastest on four H200s (GPT 1.3B: 275.3 -> 265.7 ms, notes/develop/measurements.md): collectives beside products, few and long.
-XLA_OPTIONS = (
+# Fastest on four H200s (GPT 1.3B: 275.3 -> 265.7 ms, notes/develop/measurements.md): few long collectives beside matmuls.
+_XLA_OPTIONS = (
     "xla_gpu_enable_latency_hiding_scheduler=true",
     "xla_gpu_all_gather_combine_threshold_bytes=134217728",
     "xla_gpu_reduce_scatter_combine_threshold_bytes=134217728",
 )
 
 
-def xla_options(mesh: Mesh | None) -> tuple[str, ...]:
-    """Returns the XLA options of a step whose parameters are sharded over several devices of a mesh; empty for other steps."""
-    return XLA_OPTIONS if mesh is not None and mesh.shape.get(AXIS, 1) > 1 else ()
+def xla_options(mesh: Mesh | None, fp8: FP8Config | None) -> tuple[str, ...]:
+    """Returns the XLA options of a step: for parameters that are sharded over several devices, and for matmuls in FP8."""
+    sharded = _XLA_OPTIONS if mesh is not None and mesh.shape.get(AXIS, 1) > 1 else ()
+    return (*sharded, *(FP8_XLA_OPTIONS if fp8 else ()))
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How an array is spread over N devices.
+    """The sharding of an array over N devices.
 
     Attributes:
-        axis: is sharded into N equal parts; None where every device has the whole.
-        length: of this axis.
-        padded: the same with the zeros that make N divide it.
-        groups: into so many groups of neighbours are the devices divided, each of which gathers its own part of the array only:
-            of experts, those to which tokens are sent. No padding where there are several.
+        axis: The sharded axis; None if the array is replicated.
+        length: Length of this axis.
+        padded: Length of this axis with padding, a multiple of N.
+        groups: Number of groups of neighboring devices. A group gathers only its part of the array, such as the experts that
+            its tokens are sent to. With several groups there is no padding.
     """
 
     axis: int | None
@@ -57,11 +61,11 @@ class ShardSpec:
     groups: int = 1
 
     def spec(self, *, lead: Sequence[str | None] = ()) -> PartitionSpec:
-        """Returns the PartitionSpec of the padded array; `lead` are mesh axes of the axes in front of those counted."""
+        """Returns the PartitionSpec of the padded array. `lead` has the mesh axes of additional leading axes."""
         return PartitionSpec(*lead) if self.axis is None else PartitionSpec(*lead, *[None] * self.axis, AXIS)
 
     def pad(self, whole: Array) -> Array:
-        """Returns the array with its padding."""
+        """Pads the sharded axis with zeros."""
         if self.padded == self.length:
             return whole
         return jnp.pad(whole, [(0, self.padded - self.length) if i == self.axis else (0, 0) for i in range(whole.ndim)])
@@ -70,21 +74,21 @@ class ShardSpec:
         """Inverts `pad`."""
         return padded if self.padded == self.length else lax.slice_in_dim(padded, 0, self.length, axis=self.axis or 0)
 
-    # On one device, under `jax.shard_map`.
+    # --- On one device, under `jax.shard_map` ---
 
     def gather(self, part: Array) -> Array:
-        """Returns the array that this device's group has, from the parts of its devices: the whole where there is one group."""
+        """All-gathers the array over the device group, from the shards of its devices."""
         if self.axis is None or self._is_own:
             return part
         how: dict[str, Any] = {"axis": self.axis, "tiled": True, "axis_index_groups": self._neighbours}
-        if part.dtype.itemsize == 1:
-            # FP8 goes as bytes: not every collective library knows it.
-            sent = lax.bitcast_convert_type(part, jnp.uint8)
-            return lax.bitcast_convert_type(self.unpad(lax.all_gather(sent, AXIS, **how)), part.dtype)
-        return self.unpad(lax.all_gather(part, AXIS, **how))
+        # FP8 is sent as bytes, because not every collective library supports it.
+        is_fp8 = part.dtype.itemsize == 1
+        sent = lax.bitcast_convert_type(part, jnp.uint8) if is_fp8 else part
+        whole = self.unpad(lax.all_gather(sent, AXIS, **how))
+        return lax.bitcast_convert_type(whole, part.dtype) if is_fp8 else whole
 
     def scatter(self, whole: Array) -> Array:
-        """Returns this device's part of the sum over its group's devices, from what each has for what `gather` returned."""
+        """Reduce-scatters the gradient of a gathered array over the device group and returns the local shard."""
         if self.axis is None:
             return lax.psum(whole, AXIS)
         if self._is_own:
@@ -94,7 +98,7 @@ class ShardSpec:
 
     @property
     def _is_own(self) -> bool:
-        """Whether every device is a group, and its part is its own."""
+        """True if each device is a group of its own, so nothing is gathered."""
         return self.groups > 1 and self.groups == lax.axis_size(AXIS)
 
     @property
@@ -115,19 +119,19 @@ def shard_specs(
     experts: Mapping[str, int] = MappingProxyType({}),
     shards: Sharded = "everything",
 ) -> dict[str, ShardSpec]:
-    """Returns how arrays are sharded: along the axis asked for, else the first that `ranks` divides, else the longest, padded.
+    """Chooses the sharding of arrays: along the requested axis, else the first divisible axis, else the longest axis, padded.
 
     Args:
-        shapes: arrays or shapes by name.
-        ranks: devices of the axis `fsdp`.
-        axes: the axis of some of them, as `asked_axes` gives it.
-        taken: the axis of some of them that is sharded over another axis of the mesh.
-        pads: whether there may be padding; if not, what no axis divides is whole everywhere.
-        experts: devices that experts are spread over, by the name of an array of experts; their axis is asked for.
-        shards: `everything`, or arrays of `experts` alone, and the others are whole everywhere.
+        shapes: Arrays or shapes by name.
+        ranks: Size of the mesh axis `fsdp`.
+        axes: Requested axes by the name of an array, as `asked_axes` returns them.
+        taken: Axes by the name of an array that are sharded over another mesh axis.
+        pads: Whether arrays may be padded. If not, an array without a divisible axis is replicated.
+        experts: Number of devices that experts are spread over, by the name of an array of experts. `axes` has their axis.
+        shards: Shard `everything`, or only `experts` and replicate other arrays.
 
     Raises:
-        ConfigError: an array does not have the axis asked for.
+        ConfigError: If an array does not have the requested axis.
     """
     specs = {}
     for name, leaf in shapes.items():
@@ -147,20 +151,24 @@ def shard_specs(
     return specs
 
 
-class Sharding(Protocol):
-    """The choices of a strategy with the axis `fsdp`, as `FullySharded` documents them."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FSDPChoices:
+    """The choices of a strategy with the axis `fsdp`. `FullySharded` documents them."""
 
-    @property
-    def shard_rules(self) -> tuple[str, ...]: ...
-    @property
-    def annotations(self) -> Mapping[str, Any]: ...
-    @property
-    def experts(self) -> int: ...
-    @property
-    def shards(self) -> Sharded: ...
+    shard_rules: tuple[str, ...] = ()
+    annotations: Mapping[str, Any] = field(default_factory=dict)
+    compute_dtype: DTypeLike | None = None
+    experts: int = 1
+    shards: Sharded = "everything"
+
+    def __post_init__(self):
+        check_count("experts", self.experts)
+        if self.compute_dtype is not None:
+            float_dtype("compute_dtype", self.compute_dtype)
+        check_choice("shards", self.shards, get_args(Sharded))
 
 
-def chosen_axes(tree: Tree, ranks: int, choices: Sharding) -> tuple[dict[str, int], dict[str, int]]:
+def chosen_axes(tree: Tree, ranks: int, choices: FSDPChoices) -> tuple[dict[str, int], dict[str, int]]:
     """Returns the axes to shard that the user, the model or the experts determine, by the names of parameters.
 
     Args:
@@ -179,21 +187,21 @@ def chosen_axes(tree: Tree, ranks: int, choices: Sharding) -> tuple[dict[str, in
     if choices.experts == 1 and choices.shards == "everything":
         return axes, {}
     shapes = dict(zip(names, jax.tree.leaves(tree), strict=True))
-    return axes, expert_axes(shapes, axes, ranks, choices.experts)
+    return axes, _expert_axes(shapes, axes, ranks, choices.experts)
 
 
-def expert_axes(shapes: Mapping[str, Any], axes: Mapping[str, int], ranks: int, devices: int) -> dict[str, int]:
+def _expert_axes(shapes: Mapping[str, Any], axes: Mapping[str, int], ranks: int, devices: int) -> dict[str, int]:
     """Returns the axis of experts of every array that has one, by name.
 
     Args:
-        shapes: of all parameters, by name.
-        axes: the axis asked for of some, as `asked_axes` gives it.
-        ranks: devices of the axis `fsdp`.
-        devices: that experts are spread over.
+        shapes: Shapes of all parameters by name.
+        axes: Requested axes by name, as `asked_axes` returns them.
+        ranks: Size of the axis `fsdp`.
+        devices: Number of devices that experts are spread over.
 
     Raises:
-        ConfigError: `devices` does not divide `ranks`, there are no experts, `ranks` does not divide them, or another axis of
-            theirs is asked for.
+        ConfigError: If `devices` does not divide `ranks`, there are no experts, `ranks` does not divide their number, or a rule
+            requests another axis for them.
     """
     if devices < 1 or ranks % devices:
         raise ConfigError(f"`experts` is {devices}: must divide the {ranks} devices of `fsdp`", field="experts")
@@ -202,10 +210,10 @@ def expert_axes(shapes: Mapping[str, Any], axes: Mapping[str, int], ranks: int, 
         if (axis := expert_axis(name, leaf.ndim)) is None:
             continue
         if leaf.shape[axis] % ranks:
-            message = f"must be such that the {ranks} devices of `fsdp` divide the {leaf.shape[axis]} experts of {name}"
+            message = f"the {ranks} devices of `fsdp` must divide the {leaf.shape[axis]} experts of {name}"
             raise ConfigError(f"`experts` is {devices}: {message}", field="experts")
         if axes.get(name, axis) != axis:
-            message = f"must be {axis}, along which its experts are spread over devices"
+            message = f"must be {axis}, the axis of experts"
             raise ConfigError(f"`shard_rules` shards {name} along axis {axes[name]}: {message}", field="shard_rules")
         found[name] = axis
     if not found:
@@ -250,38 +258,40 @@ def value_and_grads(
     parts: dict[str, Array],
     shards: Mapping[str, ShardSpec],
     dtypes: Mapping[str, Any],
-    history: Tree,
+    observed: Tree,
     *,
     grads_dtype: Any,
     reshard_after_forward: bool,
-    sums: Literal["in turn", "scheduled"],
+    reduce: Literal["in buckets", "scheduled"],
 ) -> tuple[Aux, dict[str, Array], Tree]:
-    """Returns what a loss gives besides its value, this device's part of the sum of its gradients, and those of `history`.
-
-    To be called on one device, under `jax.shard_map`.
+    """Differentiates a loss of sharded parameters on one device, under `jax.shard_map`.
 
     Args:
-        loss: of the whole parameters and of `history`, a scalar and anything besides.
-        parts: of this device.
-        shards, dtypes: of each parameter; it is cast to its dtype before it is gathered.
-        history: what else the loss is differentiated by; its gradients are this device's own.
-        grads_dtype: in which gradients are summed.
-        reshard_after_forward: gather the parameters a second time for the backward, instead of keeping them.
-        sums: whether sums over devices begin `in turn`, each when its gradient is there, or as XLA has `scheduled` them.
+        loss: Maps gathered parameters and `observed` to a scalar and auxiliary output.
+        parts: The shards of this device.
+        shards: The sharding of each parameter.
+        dtypes: Dtypes that parameters are cast to before they are gathered.
+        observed: Observed state. The loss is differentiated with respect to it too.
+        grads_dtype: Dtype of gradients during the reduction.
+        reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying gathered.
+        reduce: Reduce gradients `in buckets` during the backward pass, or as XLA has `scheduled` the collectives.
+
+    Returns:
+        The auxiliary output, the shards of the summed gradients, and the gradient of `observed` on this device.
     """
 
     whole = gathered(parts, shards, dtypes)
-    value, pull_back, aux = jax.vjp(loss, whole, history, has_aux=True)
+    value, pull_back, aux = jax.vjp(loss, whole, observed, has_aux=True)
     if reshard_after_forward:
-        # The barrier keeps the second gathering behind the forward, and apart from the first: equal, they would be merged.
+        # The barrier orders the second all-gather after the forward. Without it, XLA would merge the two.
         again = gathered(lax.optimization_barrier((parts, value))[0], shards, dtypes)
         pull_back = _replaced(pull_back, {id(array): again[name] for name, array in whole.items()})
 
     def add(name: str, whole: Array) -> Array:
         return shards[name].scatter(whole)
 
-    if sums == "in turn":
-        grads, after = summed_in_turn(lambda back, one: back(one), (pull_back, jnp.ones_like(value)), add, grads_dtype)
+    if reduce == "in buckets":
+        grads, after = reduce_in_buckets(lambda back, one: back(one), (pull_back, jnp.ones_like(value)), add, grads_dtype)
     else:
         grads, after = pull_back(jnp.ones_like(value))
         grads = {name: add(name, gradient.astype(grads_dtype)) for name, gradient in grads.items()}
@@ -289,14 +299,14 @@ def value_and_grads(
 
 
 def gathered(parts: Mapping[str, Array], shards: Mapping[str, ShardSpec], dtypes: Mapping[str, Any]) -> dict[str, Array]:
-    """Returns whole parameters, each cast to its dtype before it is gathered; on one device, under `jax.shard_map`."""
+    """Casts and all-gathers parameters on one device, under `jax.shard_map`."""
     return {name: shards[name].gather(part.astype(dtypes[name])) for name, part in parts.items()}
 
 
 def _replaced(pull_back: Any, arrays: Mapping[int, Array]) -> Any:
-    """Returns a vjp function that reads other arrays than it kept.
+    """Returns a vjp function with some residuals replaced, by the id of the array.
 
-    A parameter that its forward only passed on is among the arrays that it kept, under its own id.
+    A parameter that is saved as a residual is the same array object.
     """
     leaves, structure = jax.tree.flatten(pull_back)
     return structure.unflatten([arrays.get(id(leaf), leaf) for leaf in leaves])

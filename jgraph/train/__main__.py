@@ -20,19 +20,18 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, get_type_hints
+from typing import Any
 
 import tyro
 
 from jgraph import cli
-from jgraph.cli import FlagConsole, fields_of
+from jgraph.cli import FlagConsole
 from jgraph.errors import ConfigError
-from jgraph.train.config import TrainConfig
+from jgraph.train.config import FIELDS, TrainConfig
 from jgraph.train.model import settings_of
 from jgraph.train.presets import PRESETS, preset
 
 _PROG = "python -m jgraph.train"
-_FIELDS = fields_of(TrainConfig)
 # Errors in these fields can be caused by asking for more devices than there are.
 _LAYOUT_FIELDS = ("dp", "fsdp", "ep", "num_microbatches")
 # Flags of other trainers, with the flag of this command.
@@ -81,7 +80,7 @@ def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
         The exit code, as in `jgraph.cli.run`. After Ctrl-C (130) and SIGTERM (143) the run is saved first; a second Ctrl-C
         exits with 130 at once. If the devices do not respond for `hang_seconds`, the process ends with 75 inside this call.
     """
-    return cli.run(prog, functools.partial(_run, prog=prog), argv, _FIELDS)
+    return cli.run(prog, functools.partial(_run, prog=prog), argv, FIELDS)
 
 
 def _run(args: list[str], prog: str) -> int:
@@ -98,7 +97,7 @@ def _run(args: list[str], prog: str) -> int:
     from jgraph.train.trainer import train
 
     hide_tracebacks()
-    summary = train(config, console=FlagConsole(_FIELDS), end=functools.partial(cli.end_at_once, prog, fields=_FIELDS))
+    summary = train(config, console=FlagConsole(FIELDS), end=functools.partial(cli.end_at_once, prog, fields=FIELDS))
     # Exit with 128 + signal number, so that `train && next` stops.
     return 128 + signal.Signals[summary.stopped_by] if summary.stopped_by else 0
 
@@ -155,10 +154,10 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
     if chosen.continue_from:
         from jgraph.train.origin import config_of_run
 
-        source = config_of_run(chosen.continue_from, chosen.run_dir or base.run_dir, module=chosen.module or "")
+        source = config_of_run(chosen.continue_from, chosen.run_dir or base.output.run_dir, module=chosen.module or "")
         if not chosen.preset and source.preset in PRESETS:
             base = preset(source.preset)
-        base = dataclasses.replace(base, module=source.module, model=source.model)
+        base = base.changed(module=source.module, model=source.model)
     module = chosen.module or base.module
     # The preset's own model is not imported: that would import jax, which delays the error for a wrong flag by seconds.
     settings = type(base.model) if module == base.module and base.model is not None else settings_of(module)
@@ -171,13 +170,10 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
     if chosen.init_from and not chosen.continue_from and isinstance(model, settings or ()):
         from jgraph.train.origin import with_settings_of
 
-        model = with_settings_of(module, model, chosen.init_from, chosen.run_dir or base.run_dir)
+        model = with_settings_of(module, model, chosen.init_from, chosen.run_dir or base.output.run_dir)
     # The fields of the model's settings become flags, too.
-    kinds = get_type_hints(TrainConfig)
-    names = [(name, cli.flag(name).removeprefix("--")) for name in ("module", "data_field", "data_shuffle", "data_documents")]
-    fields = [(name, Annotated[kinds[name], tyro.conf.arg(name=shown)], dataclasses.field()) for name, shown in names]
-    fields += [("model", settings or tyro.conf.Suppress[None], dataclasses.field())]
-    flags = dataclasses.make_dataclass("Flags", fields, bases=(TrainConfig,), frozen=True, kw_only=True)
+    field = ("model", settings or tyro.conf.Suppress[None], dataclasses.field())
+    flags = dataclasses.make_dataclass("Flags", [field], bases=(TrainConfig,), frozen=True, kw_only=True)
     default = flags(**_shallow(base) | {"module": module, "model": model})
     about = (__doc__ or "").format(presets=", ".join(PRESETS), preset=base.preset)
     found = cli.parse(flags, prog, about, args, elsewhere=ELSEWHERE, default=default)

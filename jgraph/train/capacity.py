@@ -1,7 +1,7 @@
-"""A run whose step halts because experts sent more rows than fit: what of it counts, what is compiled next, kept with the run.
+"""Increases the expert capacity of a run after a step halted because a device received too many rows.
 
-A step that halts changes nothing, nor do those that were handed over after it. So the run goes on from the step before it, with
-a program of a larger capacity, and reads the same batches again: they are a pure function of seed and step.
+A halted step changes nothing, nor do the steps dispatched after it. The run compiles a step with a larger capacity and
+continues from the step before, with the same batches: they are a pure function of seed and step.
 """
 
 import json
@@ -20,38 +20,45 @@ Numbered = tuple[int, StepMetrics]
 
 
 class Halt(NamedTuple):
-    """The first step that changed nothing, and the most places that a pair of devices needed in it or after it."""
+    """The number of the first halted step, and the largest number of rows that a device needed to send to another."""
 
     number: int
     needed: int
 
 
 def is_halted(metrics: StepMetrics) -> bool:
-    """Returns whether a step changed nothing; waits for it where it can halt."""
+    """True if a step halted. Waits for the step if it can halt."""
     return metrics.halted is not None and int(metrics.halted) > 0
 
 
 def happened(steps: Sequence[Numbered]) -> tuple[list[Numbered], Halt | None]:
-    """Returns the steps that were done, of consecutive ones that were handed over, and the first that halted, if one did."""
+    """Splits consecutive steps into the finished ones and the first halted one, if any."""
     done = [step for step in steps if not is_halted(step[1])]
     if len(done) == len(steps):
         return done, None
-    needed = steps[-1][1].halted  # it never falls
-    assert needed is not None, "a step without such arrays does not halt"
+    needed = steps[-1][1].halted  # it never decreases
+    assert needed is not None, "only a step with this metric can halt"
     return done, Halt(steps[len(done)][0], int(needed))
 
 
 def grown(config: TrainConfig, halt: Halt) -> tuple[TrainConfig, str]:
-    """Returns the run with places for what was needed, and a line that says so.
+    """Increases the expert capacity until the rows of the halted step fit.
+
+    Args:
+        config: The configuration of the run.
+        halt: The halted step.
+
+    Returns:
+        The new configuration, and a line that describes the change.
 
     Raises:
-        ConfigError: the model halted for another reason, which no capacity changes.
+        ConfigError: If the model halted for another reason.
     """
     told = f"step {halt.number}: "
     if (moe := _settings(config)) is None:
         must = "halt only for want of `model.moe.capacity`, which it does not have"
         raise ConfigError(f"`module` is {config.module}: must {must} ({told}halted with {halt.needed})", field="module")
-    rows, devices = _rows(config), config.ep
+    rows, devices = _rows(config), config.parallel.ep
     had = rows_per_pair(moe.capacity, rows, devices)
     if halt.needed <= had:
         must = f"halt only where more than the {had} places of a pair are needed"
@@ -67,16 +74,16 @@ def keep(config: TrainConfig, run_dir: RunDir) -> None:
 
 
 def remembered(config: TrainConfig, run_dir: RunDir) -> TrainConfig:
-    """Returns the run with the capacity that it grew to before, if that is larger than what is asked for."""
-    if not config.resume or (moe := _settings(config)) is None:
+    """Returns the configuration with the capacity stored in the run directory, if it is larger than the configured one."""
+    if not config.output.resume or (moe := _settings(config)) is None:
         return config
-    # The first process's word: it has written the file.
+    # Process 0 has written the file.
     kept = all_gather_scalar(_kept(run_dir))[0] / 100
     return _with(config, kept) if kept > moe.capacity else config
 
 
 def _kept(run_dir: RunDir) -> int:
-    """Returns the capacity in the run directory in hundredths; 0 where there is none."""
+    """Returns the stored capacity in hundredths, or 0."""
     try:
         return round(100 * float(json.loads(run_dir.capacity.read_text())["capacity"]))
     except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError):
@@ -84,17 +91,17 @@ def _kept(run_dir: RunDir) -> int:
 
 
 def _settings(config: TrainConfig) -> Any:
-    """Returns the settings of a model's mixtures; None where it has none."""
+    """Returns the settings of the experts, or None for a model without a capacity."""
     moe = getattr(config.model, "moe", None)
     return moe if hasattr(moe, "capacity") else None
 
 
 def _with(config: TrainConfig, capacity: float) -> TrainConfig:
     model = config.model
-    return replace(config, model=replace(model, moe=replace(model.moe, capacity=capacity)))
+    return config.changed(model=replace(model, moe=replace(model.moe, capacity=capacity)))
 
 
 def _rows(config: TrainConfig) -> int:
-    """Returns how many rows a device has for experts, of a layer and microbatch."""
-    tokens = config.tokens_per_step // (config.num_microbatches * config.dp * config.fsdp)
+    """Returns the number of expert rows per device, layer and microbatch."""
+    tokens = config.input.tokens_per_step // (config.input.num_microbatches * config.parallel.data_ranks)
     return tokens * config.model.moe.experts_per_token

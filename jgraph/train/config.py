@@ -1,13 +1,15 @@
-"""Configuration of a run, as frozen dataclasses that check their fields when they are created.
+"""Configuration of a run: one frozen dataclass per component, which checks its fields when it is created.
 
-The docstring of a field is the help text of its flag. This module does not import jax, so that an invalid flag is reported at
-once.
+A field has the name of its flag, and its docstring is the help text. `TrainConfig` checks what several components decide
+together. `TrainConfig.of` and `TrainConfig.changed` take fields by name and find their components, and config.json has the same
+names. This module does not import jax, so that an invalid flag is reported at once.
 """
 
 import math
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
-from typing import Any, Literal, Self, TypeAlias
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+from tyro.conf import OmitArgPrefixes, arg
 
 from jgraph.errors import ConfigError, check_types, require, require_positive
 from jgraph.precision.config import FP8Config
@@ -18,6 +20,265 @@ DtypeName: TypeAlias = Literal["bfloat16", "float32"]
 
 class DefaultSteps(int):
     """A default number of steps. `TrainConfig` reduces it in short runs, unlike a number that the user set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputConfig:
+    """Training data and the batch of a step."""
+
+    batch_size: int = 32
+    """Sequences per step, summed over microbatches and devices."""
+    seq_len: int = 256
+    """Predicted tokens per sequence."""
+    num_microbatches: int = 1
+    """Microbatches per step. Their gradients are accumulated before the update. Must divide batch_size."""
+    data: tuple[str, ...] = ("python-docs",)
+    """Training data: `python-docs`, `python-source`, `synthetic`; files, directories and globs of text, JSON Lines or Parquet;
+    Hugging Face datasets, e.g. hf:owner/name; directories of token files (see `python -m jgraph.data`). NAME:WEIGHT sets
+    mixture weights, e.g. code:0.7 prose:0.3."""
+    data_field: Annotated[str, arg(name="data.field")] = "text"
+    """Field of a JSON line, or column of a Parquet file or dataset, with the text."""
+    data_shuffle: Annotated[Literal["windows", "documents"], arg(name="data.shuffle")] = "windows"
+    """Unit of shuffling in each epoch. `windows` shuffles windows of the text in its stored order. `documents` shuffles the
+    documents first, and then the windows."""
+    data_documents: Annotated[Literal["joined", "separate"], arg(name="data.documents")] = "joined"
+    """`joined`: tokens attend to earlier documents in their row. `separate`: attention stays within a document, and its last
+    token, the end of text, has no target."""
+
+    def __post_init__(self):
+        """Checks the fields. Raises ConfigError."""
+        if isinstance(self.data, str):
+            object.__setattr__(self, "data", (self.data,))
+        check_types(self)
+        require_positive(self, "batch_size seq_len num_microbatches")
+        require(all(self.data) and bool(self.data), "data", "''", "a corpus name, a text file or a directory of token files")
+        _must(
+            self,
+            "num_microbatches",
+            self.batch_size % self.num_microbatches == 0,
+            f"a divisor of `batch_size` {self.batch_size}",
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Number of predicted tokens per step."""
+        return self.batch_size * self.seq_len
+
+    @property
+    def microbatch_size(self) -> int:
+        """Sequences per microbatch, summed over devices."""
+        return self.batch_size // self.num_microbatches
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Devices of the run: the axes of the mesh, and how parameters are sharded over them."""
+
+    dp: int = 1
+    """Data-parallel replicas. Each processes its shard of the batch."""
+    fsdp: int = 1
+    """Devices that parameters, gradients and optimizer state are sharded over. Each processes its shard of the batch."""
+    ep: int = 1
+    """Devices that the experts of a layer are sharded over. Tokens are exchanged between them. Must divide `fsdp`, or `dp` if
+    `fsdp` is 1."""
+    pp: int = 1
+    """Pipeline ranks. Layers and vocabulary are divided between them."""
+    reshard_after_forward: bool = False
+    """With `fsdp`: gather parameters again for the backward instead of keeping them. Saves memory, adds traffic."""
+    shard_rules: tuple[str, ...] = ()
+    """With `fsdp`: PATTERN=AXIS, the axis to shard the matching parameters along, e.g. '*/down/kernel=1'."""
+
+    def __post_init__(self):
+        """Checks the fields. Raises ConfigError."""
+        check_types(self)
+        require_positive(self, "dp fsdp ep pp")
+        among, ranks = ("fsdp", self.fsdp) if self.fsdp > 1 else ("dp", self.dp)
+        both = "; experts are sharded over devices of `fsdp` or `dp`" if ranks == 1 else ""
+        _must(self, "ep", ranks % self.ep == 0, f"a divisor of `{among}` {ranks}{both}")
+        _must(self, "reshard_after_forward", self.fsdp > 1 or not self.reshard_after_forward, "False if `fsdp` is 1")
+        _must(self, "shard_rules", self.fsdp > 1 or not self.shard_rules, "empty if `fsdp` is 1")
+        for rule in self.shard_rules:
+            pattern, _, axis = rule.rpartition("=")
+            require(bool(pattern) and axis.isdecimal(), "shard_rules", rule, "PATTERN=AXIS, AXIS counted from 0")
+
+    @property
+    def shards(self) -> int:
+        """Number of devices that parameters are sharded over; only those of experts if `fsdp` is 1."""
+        return max(self.fsdp, self.ep)
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of devices that each process a different shard of the batch, per pipeline rank."""
+        return self.dp * self.fsdp
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """Pipeline schedule and engine, with several pipeline ranks (`--pp`)."""
+
+    chunks: int = 1
+    """Stages per pipeline rank."""
+    schedule: str = "aligned"
+    """Pipeline schedule: aligned, 1f1b, interleaved-1f1b, zb-h1, zb-v, gpipe and others (see
+    `python -m jgraph.inspect schedule`), a .csv or .json file, or `auto`. `auto` measures the model and selects the fastest
+    schedule that fits."""
+    pp_engine: Literal["program", "dispatch", "auto"] = "program"
+    """`program` compiles one SPMD program for all ranks. `dispatch` compiles one executable per rank and stage, started by the
+    host (MPMD). `auto` times both and stores the faster one in the run directory. With `schedule` auto, it times the best
+    schedule of each."""
+    memory_limit: float = 0.0
+    """With `schedule` auto: GiB per device for arrays kept between forward, dgrad and wgrad. 0 means no limit."""
+
+    def __post_init__(self):
+        """Checks the fields. Raises ConfigError."""
+        check_types(self)
+        require_positive(self, "chunks")
+        _must(self, "memory_limit", 0 <= self.memory_limit < math.inf, "0 or positive")
+        _must(self, "memory_limit", self.schedule == "auto" or not self.memory_limit, "0 unless `schedule` is auto")
+        if self.schedule == "auto" or self.schedule.endswith((".csv", ".json")):
+            _must(self, "chunks", self.chunks == 1, f"1 with `schedule` {self.schedule}, which sets the number of chunks")
+        if self.schedule == "interleaved-1f1b":
+            _must(self, "chunks", self.chunks > 1, "at least 2 with `schedule` interleaved-1f1b; for 1, use `schedule` 1f1b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DtypeConfig:
+    """Dtypes of parameters, gradients and matmuls."""
+
+    precision: Literal["bf16", "fp8"] = "bf16"
+    """Dtype of the matmuls in the blocks. With fp8, other operations keep the dtype of the model."""
+    main_params_dtype: DtypeName = "float32"
+    """Dtype of the main parameters, which the optimizer updates."""
+    main_grads_dtype: DtypeName = "float32"
+    """Dtype of the gradient accumulator, over microbatches and devices."""
+    decoupled_grad: bool = False
+    """Pass gradients to the optimizer in `main_grads_dtype`, even if the parameters have another dtype."""
+    on_dtype_mismatch: Literal["error", "copy"] = "error"
+    """If the two dtypes differ without `decoupled_grad`: raise an error, or cast the gradient to the parameter dtype."""
+
+    def __post_init__(self):
+        """Checks the types of the fields. `check` checks the dtypes. Raises ConfigError."""
+        check_types(self)
+
+    def check(self) -> None:
+        """Checks that the optimizer can read the gradient. Called last, because a pipeline gives other advice."""
+        differ = self.main_params_dtype != self.main_grads_dtype and not self.decoupled_grad
+        advice = f"set `decoupled_grad` (the optimizer reads {self.main_grads_dtype}) or `on_dtype_mismatch` copy"
+        allowed = f"`main_params_dtype` {self.main_params_dtype}; or {advice} (casts the gradient)"
+        _must(self, "main_grads_dtype", not differ or self.on_dtype_mismatch == "copy", allowed)
+
+    @property
+    def read_dtype(self) -> DtypeName:
+        """Dtype of the gradient passed to the optimizer. If it is `main_grads_dtype`, the accumulator itself is passed."""
+        if self.decoupled_grad or self.main_params_dtype == self.main_grads_dtype:
+            return self.main_grads_dtype
+        return self.main_params_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileConfig:
+    """How the step is compiled."""
+
+    graph: Literal["auto", "off", "full"] = "auto"
+    """Command buffers (CUDA graphs). `auto`: XLA's default. `off`: none. `full`: every operation that XLA can record, including
+    collectives."""
+    xla_options: tuple[str, ...] = ()
+    """Additional XLA options of the compiled step, as name=value. Checked against the installed XLA."""
+    compile_cache: str = ""
+    """Directory for compiled programs, which the next start loads, or `off`. Empty means the user's cache directory. Anyone
+    with write access to this directory can execute code in this run."""
+    remat: Literal["nothing", "wide", "layer"] = "nothing"
+    """Recomputation in the backward. `layer` keeps only the input of each layer: saves memory, a third more FLOPs. `wide`
+    (pipelines only) recomputes matmuls with an output at least four times as wide as the input, such as the first of an MLP:
+    saves memory, 11% more FLOPs."""
+
+    def __post_init__(self):
+        """Checks the fields. Raises ConfigError."""
+        check_types(self)
+        for option in self.xla_options:
+            require("=" in option, "xla_options", option, "name=value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitialConfig:
+    """Initial weights of a new run. By default they are random."""
+
+    init_from: str = ""
+    """Local Hugging Face folder with the initial weights. Its config.json sets the sizes of the model, and its tokenizer.json
+    tokenizes text in `data`. Not needed to resume."""
+    continue_from: str = ""
+    """Start a new run at step 0 with the latest weights of another run directory, or with RUN/checkpoints/STEP. The settings of
+    the model, the tokenizer and the default preset are those of the other run. Not needed to resume."""
+    continue_with: Literal["weights", "optimizer"] = "weights"
+    """With `continue_from`: load the weights and other model state (`weights`), or the moments and step count of Adam, too."""
+
+    def __post_init__(self):
+        """Checks the fields. Raises ConfigError."""
+        check_types(self)
+        _must(self, "continue_from", not (self.continue_from and self.init_from), "empty if `init_from` is set")
+        is_default = self.continue_with == "weights"
+        _must(self, "continue_with", bool(self.continue_from) or is_default, "weights unless `continue_from` is set")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """The run directory and its checkpoints."""
+
+    run_dir: str = ""
+    """Output directory. Empty means runs/PRESET. Must be on a disk that all processes share."""
+    resume: bool = True
+    """Resume from the last checkpoint in the run directory. Off: start over and replace the run in this directory."""
+    checkpoint_every: int = 250
+    """Steps between checkpoints. The last step is always saved."""
+    checkpoint_keep: int = 2
+    """Number of checkpoints to keep."""
+
+    def __post_init__(self):
+        """Checks the fields. Raises ConfigError."""
+        check_types(self)
+        require_positive(self, "checkpoint_every checkpoint_keep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorConfig:
+    """Metrics, evaluations, profiles and failures during the run."""
+
+    log_every: int = 10
+    """Steps between progress lines and entries in metrics.jsonl. The first step is always logged."""
+    log: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Additional destinations of the metrics: TensorBoard event files in the run directory, or Weights & Biases."""
+    eval_every: int = 250
+    """Steps between evaluations on held-out text. The last step is always evaluated."""
+    eval_batches: int = 16
+    """Maximum number of batches per evaluation."""
+    sample_tokens: int = 256
+    """Tokens of sample text generated at the end of the run; 0 for none."""
+    profile: str = ""
+    """FIRST:STOP, the steps to trace, e.g. 10:13 for steps 11 to 13. The same number of steps is then traced without command
+    buffers, to record the names of kernels. Writes profile/profile.html and profile/profile.json in the run directory."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """Action if the loss or a gradient is not finite: stop the run, or skip the update and count it."""
+    hang_seconds: float = 1800.0
+    """Exit with code 75 if the run waits this long for one program on the devices; 0 disables the check. Must be longer than
+    the slowest step, and than the delay of one process by another, for example while the other compiles."""
+
+    def __post_init__(self):
+        """Checks the fields. Raises ConfigError."""
+        check_types(self)
+        require_positive(self, "log_every eval_every eval_batches")
+        _must(self, "sample_tokens", self.sample_tokens >= 0, "0 or positive")
+        _must(self, "hang_seconds", 0 <= self.hang_seconds < math.inf, "0 or positive")
+        if self.profile:
+            first, stop = self.profile_steps
+            _must(
+                self, "profile", self.profile.replace(":", "", 1).isdecimal() and first < stop, "FIRST:STOP with FIRST < STOP"
+            )
+
+    @property
+    def profile_steps(self) -> tuple[int, int]:
+        """`profile` as (first, stop): steps first + 1 to stop are traced. (0, 0) without a profile."""
+        first, _, stop = self.profile.partition(":")
+        return (int(first), int(stop)) if first.isdecimal() and stop.isdecimal() else (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +315,15 @@ class OptimizerConfig:
         """Checks the fields. Raises ConfigError."""
         check_types(self, prefix="optimizer.")
         require_positive(self, "learning_rate eps clip_norm", prefix="optimizer.")
-        must = partial(_must, self, "optimizer.")
-        must("warmup_steps", self.warmup_steps >= 0, "0 or positive")
-        must("beta1", 0 <= self.beta1 < 1, "in [0, 1)")
-        must("beta2", 0 <= self.beta2 < 1, "in [0, 1)")
-        must("final_learning_rate", 0 <= self.final_learning_rate <= 1, "in [0, 1]")
-        must("decay_steps", self.decay_steps >= 0, "0 or positive")
-        must("decay_steps", self.extend != "cosine" or not self.decay_steps, "0 if `optimizer.extend` is cosine")
-        must("weight_decay", 0 <= self.weight_decay < math.inf, "0 or positive")
+        _must(self, "optimizer.warmup_steps", self.warmup_steps >= 0, "0 or positive")
+        _must(self, "optimizer.beta1", 0 <= self.beta1 < 1, "in [0, 1)")
+        _must(self, "optimizer.beta2", 0 <= self.beta2 < 1, "in [0, 1)")
+        _must(self, "optimizer.final_learning_rate", 0 <= self.final_learning_rate <= 1, "in [0, 1]")
+        _must(self, "optimizer.decay_steps", self.decay_steps >= 0, "0 or positive")
+        _must(
+            self, "optimizer.decay_steps", self.extend != "cosine" or not self.decay_steps, "0 if `optimizer.extend` is cosine"
+        )
+        _must(self, "optimizer.weight_decay", 0 <= self.weight_decay < math.inf, "0 or positive")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,291 +348,171 @@ class DistributedConfig:
             require(value is not None, f"distributed.{name}", value, f"set together with `distributed.{given[0]}`")
         if self.num_processes is None or self.process_id is None:
             return
-        must = partial(_must, self, "distributed.")
-        must("setup", self.setup != "off", "auto if `distributed.coordinator` is set")
+        _must(self, "distributed.setup", self.setup != "off", "auto if `distributed.coordinator` is set")
         host, _, port = self.coordinator.rpartition(":")
         is_address = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
-        must("coordinator", is_address, "HOST:PORT of process 0")
+        _must(self, "distributed.coordinator", is_address, "HOST:PORT of process 0")
         require_positive(self, "num_processes", prefix="distributed.")
         allowed = f"at least 0 and less than `distributed.num_processes` {self.num_processes}"
-        must("process_id", 0 <= self.process_id < self.num_processes, allowed)
+        _must(self, "distributed.process_id", 0 <= self.process_id < self.num_processes, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Complete configuration of a run of `python -m jgraph.train`. Each field is a flag."""
+    """Complete configuration of a run of `python -m jgraph.train`."""
 
     preset: str = ""
     """Named configuration. The other options override it."""
-    module: str = "jgraph_models.gpt:GPT"
+    module: Annotated[str, arg(name="model.module")] = "jgraph_models.gpt:GPT"
     """Model class, Flax NNX or Linen, as `package.module:Class`."""
     model: Any = None
     """Settings of the model: the dataclass that its constructor takes as first argument, or None."""
     steps: int = 1000
     """Number of optimizer steps."""
-    batch_size: int = 32
-    """Sequences per step, summed over microbatches and devices."""
-    seq_len: int = 256
-    """Predicted tokens per sequence."""
-    num_microbatches: int = 1
-    """Microbatches per step. Their gradients are accumulated before the update. Must divide batch_size."""
-    dp: int = 1
-    """Data-parallel replicas. Each processes its shard of the batch."""
-    fsdp: int = 1
-    """Devices that parameters, gradients and optimizer state are sharded over. Each processes its shard of the batch."""
-    ep: int = 1
-    """Devices that the experts of a layer are sharded over. Tokens are exchanged between them. Must divide `fsdp`, or `dp` if
-    `fsdp` is 1."""
-    reshard_after_forward: bool = False
-    """With `fsdp`: gather parameters again for the backward instead of keeping them. Saves memory, adds traffic."""
-    shard_rules: tuple[str, ...] = ()
-    """With `fsdp`: PATTERN=AXIS, the axis to shard the matching parameters along, e.g. '*/down/kernel=1'."""
-    freeze: tuple[str, ...] = ()
-    """Name patterns of parameters that are not trained, e.g. 'embedding_VD' 'blocks/0/*'."""
-    main_params_dtype: DtypeName = "float32"
-    """Dtype of the main parameters, which the optimizer updates."""
-    main_grads_dtype: DtypeName = "float32"
-    """Dtype of the gradient accumulator, over microbatches and devices."""
-    decoupled_grad: bool = False
-    """Pass gradients to the optimizer in `main_grads_dtype`, even if the parameters have another dtype."""
-    on_dtype_mismatch: Literal["error", "copy"] = "error"
-    """If the two dtypes differ without `decoupled_grad`: raise an error, or cast the gradient to the parameter dtype."""
-    precision: Literal["bf16", "fp8"] = "bf16"
-    """Dtype of the matmuls in the blocks. With fp8, other operations keep the dtype of the model."""
-    pp: int = 1
-    """Pipeline ranks. Layers and vocabulary are divided between them."""
-    chunks: int = 1
-    """Stages per pipeline rank."""
-    schedule: str = "aligned"
-    """Pipeline schedule: aligned, 1f1b, interleaved-1f1b, zb-h1, zb-v, gpipe and others (see
-    `python -m jgraph.inspect schedule`), a .csv or .json file, or `auto`. `auto` measures the model and selects the fastest
-    schedule that fits."""
-    pp_engine: Literal["program", "dispatch", "auto"] = "program"
-    """`program` compiles one SPMD program for all ranks. `dispatch` compiles one executable per rank and stage, started by the
-    host (MPMD). `auto` times both and stores the faster one in the run directory. With `schedule` auto, it times the best
-    schedule of each."""
-    memory_limit: float = 0.0
-    """With `schedule` auto: GiB per device for arrays kept between forward, dgrad and wgrad. 0 means no limit."""
-    remat: Literal["nothing", "wide", "layer"] = "nothing"
-    """Recomputation in the backward. `layer` keeps only the input of each layer: saves memory, a third more FLOPs. `wide`
-    (pipelines only) recomputes matmuls with an output at least four times as wide as the input, such as the first of an MLP:
-    saves memory, 11% more FLOPs."""
-    data: tuple[str, ...] = ("python-docs",)
-    """Training data: `python-docs`, `python-source`, `synthetic`; files, directories and globs of text, JSON Lines or Parquet;
-    Hugging Face datasets, e.g. hf:owner/name; directories of token files (see `python -m jgraph.data`). NAME:WEIGHT sets
-    mixture weights, e.g. code:0.7 prose:0.3."""
-    data_field: str = "text"
-    """Field of a JSON line, or column of a Parquet file or dataset, with the text."""
-    data_shuffle: Literal["windows", "documents"] = "windows"
-    """Unit of shuffling in each epoch. `windows` shuffles windows of the text in its stored order. `documents` shuffles the
-    documents first, and then the windows."""
-    data_documents: Literal["joined", "separate"] = "joined"
-    """`joined`: tokens attend to earlier documents in their row. `separate`: attention stays within a document, and its last
-    token, the end of text, has no target."""
-    init_from: str = ""
-    """Local Hugging Face folder with the initial weights. Its config.json sets the sizes of the model, and its tokenizer.json
-    tokenizes text in `data`. Not needed to resume."""
-    continue_from: str = ""
-    """Start a new run at step 0 with the latest weights of another run directory, or with RUN/checkpoints/STEP. The settings of
-    the model, the tokenizer and the default preset are those of the other run. Not needed to resume."""
-    continue_with: Literal["weights", "optimizer"] = "weights"
-    """With `continue_from`: load the weights and other model state (`weights`), or the moments and step count of Adam, too."""
-    run_dir: str = ""
-    """Output directory. Empty means runs/PRESET. Must be on a disk that all processes share."""
     seed: int = 0
     """Random seed of the weights and of the data order."""
-    resume: bool = True
-    """Resume from the last checkpoint in the run directory. Off: start over and replace the run in this directory."""
-    graph: Literal["auto", "off", "full"] = "auto"
-    """Command buffers (CUDA graphs). `auto`: XLA's default. `off`: none. `full`: every operation that XLA can record, including
-    collectives."""
-    xla_options: tuple[str, ...] = ()
-    """Additional XLA options of the compiled step, as name=value. Checked against the installed XLA."""
-    compile_cache: str = ""
-    """Directory for compiled programs, which the next start loads, or `off`. Empty means the user's cache directory. Anyone
-    with write access to this directory can execute code in this run."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """Action if the loss or a gradient is not finite: stop the run, or skip the update and count it."""
-    log_every: int = 10
-    """Steps between progress lines and entries in metrics.jsonl. The first step is always logged."""
-    log: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Additional destinations of the metrics: TensorBoard event files in the run directory, or Weights & Biases."""
-    eval_every: int = 250
-    """Steps between evaluations on held-out text. The last step is always evaluated."""
-    eval_batches: int = 16
-    """Maximum number of batches per evaluation."""
-    checkpoint_every: int = 250
-    """Steps between checkpoints. The last step is always saved."""
-    checkpoint_keep: int = 2
-    """Number of checkpoints to keep."""
-    hang_seconds: float = 1800.0
-    """Exit with code 75 if the run waits this long for one program on the devices; 0 disables the check. Must be longer than
-    the slowest step, and than the delay of one process by another, for example while the other compiles."""
-    profile: str = ""
-    """FIRST:STOP, the steps to trace, e.g. 10:13 for steps 11 to 13. The same number of steps is then traced without command
-    buffers, to record the names of kernels. Writes profile/profile.html and profile/profile.json in the run directory."""
-    sample_tokens: int = 256
-    """Tokens of sample text generated at the end of the run; 0 for none."""
+    freeze: tuple[str, ...] = ()
+    """Name patterns of parameters that are not trained, e.g. 'embedding_VD' 'blocks/0/*'."""
+    input: Annotated[InputConfig, OmitArgPrefixes] = field(default_factory=InputConfig)
+    parallel: Annotated[ParallelConfig, OmitArgPrefixes] = field(default_factory=ParallelConfig)
+    pipeline: Annotated[PipelineConfig, OmitArgPrefixes] = field(default_factory=PipelineConfig)
+    dtypes: Annotated[DtypeConfig, OmitArgPrefixes] = field(default_factory=DtypeConfig)
+    compile: Annotated[CompileConfig, OmitArgPrefixes] = field(default_factory=CompileConfig)
+    initial: Annotated[InitialConfig, OmitArgPrefixes] = field(default_factory=InitialConfig)
+    output: Annotated[OutputConfig, OmitArgPrefixes] = field(default_factory=OutputConfig)
+    monitor: Annotated[MonitorConfig, OmitArgPrefixes] = field(default_factory=MonitorConfig)
     fp8: FP8Config = field(default_factory=FP8Config)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self):
-        """Checks the fields and fills in those that depend on others. Raises ConfigError."""
-        if isinstance(self.data, str):
-            object.__setattr__(self, "data", (self.data,))
+        """Checks what components decide together and fills in fields that depend on others. Raises ConfigError."""
         check_types(self)
-        must = partial(_must, self, "")
-        must("module", self.module.count(":") == 1 and all(self.module.split(":")), "package.module:Class")
+        _must(self, "module", self.module.count(":") == 1 and all(self.module.split(":")), "package.module:Class")
         if self.model is None and (kind := settings_of(self.module)) is not None:
             object.__setattr__(self, "model", kind())
-        counts = "steps batch_size seq_len num_microbatches dp fsdp ep pp chunks log_every eval_every eval_batches"
-        require_positive(self, f"{counts} checkpoint_every checkpoint_keep")
-        must("sample_tokens", self.sample_tokens >= 0, "0 or positive")
-        must("hang_seconds", 0 <= self.hang_seconds < math.inf, "0 or positive")
-        must("seed", 0 <= self.seed < 2**32, "in [0, 2**32)")
-        require(all(self.data) and bool(self.data), "data", "''", "a corpus name, a text file or a directory of token files")
-        must("num_microbatches", self.batch_size % self.num_microbatches == 0, f"a divisor of `batch_size` {self.batch_size}")
-        rows = self.batch_size // self.num_microbatches
-        of = f"`batch_size` {self.batch_size}, `num_microbatches` {self.num_microbatches}"
-        must("dp", rows % self.dp == 0, f"a divisor of the {rows} sequences of a microbatch ({of})")
-        shared = f"such that `dp` {self.dp} x `fsdp` divides the {rows} sequences of a microbatch ({of})"
-        must("fsdp", rows // self.dp % self.fsdp == 0, shared)
-        tokens = rows // self.dp // self.fsdp * self.seq_len
-        allowed = (
-            f"such that a device has fewer than 2**31 tokens per microbatch; with `seq_len` {self.seq_len} it has {tokens}"
-        )
-        must("batch_size", tokens < 2**31, allowed)
-        self._check_experts(must)
-        must("reshard_after_forward", self.fsdp > 1 or not self.reshard_after_forward, "False if `fsdp` is 1")
-        must("shard_rules", self.fsdp > 1 or not self.shard_rules, "empty if `fsdp` is 1")
-        for rule in self.shard_rules:
-            pattern, _, axis = rule.rpartition("=")
-            require(bool(pattern) and axis.isdecimal(), "shard_rules", rule, "PATTERN=AXIS, AXIS counted from 0")
+        require_positive(self, "steps")
+        _must(self, "seed", 0 <= self.seed < 2**32, "in [0, 2**32)")
+        self._check_batch()
+        self._check_experts()
         if self.is_pipeline:
-            # Checked before the rule on different dtypes, because its advice does not work in a pipeline.
-            advice = "the parameters may be bfloat16 (`main_params_dtype`)"
-            must("main_grads_dtype", self.main_grads_dtype == "float32", f"float32 in a pipeline; {advice}")
-            advice = "a rank gathers its stages once per step; to save memory, use more ranks (`pp`) or `remat` layer"
-            must("reshard_after_forward", not self.reshard_after_forward, f"False in a pipeline; {advice}")
-            for name, default in self._program_only.items():
-                is_default = getattr(self, name) == default
-                must("pp_engine", self.pp_engine != "dispatch" or is_default, f"program with `{name}` {getattr(self, name)}")
-        differ = self.main_params_dtype != self.main_grads_dtype and not self.decoupled_grad
-        must(
-            "main_grads_dtype",
-            not differ or self.on_dtype_mismatch == "copy",
-            f"`main_params_dtype` {self.main_params_dtype}; or set `decoupled_grad` (the optimizer reads "
-            f"{self.main_grads_dtype}) or `on_dtype_mismatch` copy (casts the gradient)",
-        )
-        must("remat", self.is_pipeline or self.remat != "wide", "nothing or layer without a pipeline")
-        must("memory_limit", 0 <= self.memory_limit < math.inf, "0 or positive")
-        must("memory_limit", self.schedule == "auto" or not self.memory_limit, "0 unless `schedule` is auto")
-        if self.schedule == "auto" or self.schedule.endswith((".csv", ".json")):
-            must("chunks", self.chunks == 1, f"1 with `schedule` {self.schedule}, which sets the number of chunks")
-        if self.schedule == "interleaved-1f1b":
-            must("chunks", self.chunks > 1, "at least 2 with `schedule` interleaved-1f1b; for 1, use `schedule` 1f1b")
-        must("continue_from", not (self.continue_from and self.init_from), "empty if `init_from` is set")
-        must(
-            "continue_with",
-            bool(self.continue_from) or self.continue_with == "weights",
-            "weights unless `continue_from` is set",
-        )
-        for option in self.xla_options:
-            require("=" in option, "xla_options", option, "name=value")
-        if self.precision == "bf16" and self.fp8 != FP8Config():
+            self._check_pipeline()
+        self.dtypes.check()
+        remat = self.compile.remat
+        require(self.is_pipeline or remat != "wide", "remat", remat, "nothing or layer without a pipeline")
+        if self.dtypes.precision == "bf16" and self.fp8 != FP8Config():
             name = next(f.name for f in fields(FP8Config) if getattr(self.fp8, f.name) != getattr(FP8Config(), f.name))
             require(False, f"fp8.{name}", getattr(self.fp8, name), "left out if `precision` is bf16")
-        if self.profile:
-            first, stop = self.profile_steps
-            must("profile", self.profile.replace(":", "", 1).isdecimal() and first < stop, "FIRST:STOP with FIRST < STOP")
+        if self.monitor.profile:
+            first, stop = self.monitor.profile_steps
             needed = first + 2 * (stop - first) + 2
             room = f"in a run of at least {needed} steps (the traced steps twice, and two more); `steps` is {self.steps}"
-            must("profile", needed <= self.steps, room)
+            require(needed <= self.steps, "profile", self.monitor.profile, room)
         warmup = self.optimizer.warmup_steps
         if not isinstance(warmup, DefaultSteps):
             require(warmup <= self.steps, "optimizer.warmup_steps", warmup, f"at most `steps` {self.steps}")
         elif warmup > self.steps // 10:
             object.__setattr__(self, "optimizer", replace(self.optimizer, warmup_steps=DefaultSteps(self.steps // 10)))
-        if not self.run_dir:
-            object.__setattr__(self, "run_dir", f"runs/{self.preset or self.module.rpartition(':')[2]}")
+        if not self.output.run_dir:
+            run_dir = f"runs/{self.preset or self.module.rpartition(':')[2]}"
+            object.__setattr__(self, "output", replace(self.output, run_dir=run_dir))
 
-    def _check_experts(self, must: Any) -> None:
-        """Checks that experts can be sharded over `ep` devices. Raises ConfigError."""
-        if self.ep == 1:
-            return
-        among = "fsdp" if self.fsdp > 1 else "dp"
-        ranks = getattr(self, among)
-        both = "; experts are sharded over devices of `fsdp` or `dp`" if ranks == 1 else ""
-        must("ep", ranks % self.ep == 0, f"a divisor of `{among}` {ranks}{both}")
-        if (moe := getattr(self.model, "moe", None)) is None:
+    def _check_batch(self) -> None:
+        """Checks that the sequences of a microbatch can be divided between the data ranks. Raises ConfigError."""
+        batch, dp, fsdp, rows = self.input, self.parallel.dp, self.parallel.fsdp, self.input.microbatch_size
+        of = f"`batch_size` {batch.batch_size}, `num_microbatches` {batch.num_microbatches}"
+        require(rows % dp == 0, "dp", dp, f"a divisor of the {rows} sequences of a microbatch ({of})")
+        shared = f"such that `dp` {dp} x `fsdp` divides the {rows} sequences of a microbatch ({of})"
+        require(rows // dp % fsdp == 0, "fsdp", fsdp, shared)
+        tokens = rows // dp // fsdp * batch.seq_len
+        fewer = f"such that a device has fewer than 2**31 tokens per microbatch; with `seq_len` {batch.seq_len} it has {tokens}"
+        require(tokens < 2**31, "batch_size", batch.batch_size, fewer)
+
+    def _check_experts(self) -> None:
+        """Checks that the experts of the model can be sharded over `ep` devices. Raises ConfigError."""
+        ep, shards = self.parallel.ep, self.parallel.shards
+        if ep == 1 or (moe := getattr(self.model, "moe", None)) is None:
             return
         experts = getattr(moe, "num_experts", 0)
-        must("ep", experts > 0, "1 for a model without experts")
-        ranks = self.shards
-        must("ep", experts % ranks == 0, f"such that {ranks} devices divide `model.moe.num_experts` {experts}")
+        require(experts > 0, "ep", ep, "1 for a model without experts")
+        require(experts % shards == 0, "ep", ep, f"such that {shards} devices divide `model.moe.num_experts` {experts}")
 
-    @property
-    def shards(self) -> int:
-        """Number of devices that parameters are sharded over; only those of experts if `fsdp` is 1."""
-        return max(self.fsdp, self.ep)
-
-    @property
-    def replicas(self) -> int:
-        """Number of devices with the same parameter shards and different shards of the batch."""
-        return self.dp * self.fsdp // self.shards
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Number of predicted tokens per step."""
-        return self.batch_size * self.seq_len
-
-    @property
-    def profile_steps(self) -> tuple[int, int]:
-        """`profile` as (first, stop): steps first + 1 to stop are traced. (0, 0) without a profile."""
-        first, _, stop = self.profile.partition(":")
-        return (int(first), int(stop)) if first.isdecimal() and stop.isdecimal() else (0, 0)
-
-    @property
-    def read_dtype(self) -> DtypeName:
-        """Dtype of the gradient passed to the optimizer. If it is `main_grads_dtype`, the accumulator itself is passed."""
-        if self.decoupled_grad or self.main_params_dtype == self.main_grads_dtype:
-            return self.main_grads_dtype
-        return self.main_params_dtype
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if the step uses `jgraph.strategies.sharding`: for sharded parameters, or for dtypes other than float32."""
-        return not self.is_pipeline and (self.shards > 1 or (self.main_params_dtype, self.main_grads_dtype) != ("float32",) * 2)
+    def _check_pipeline(self) -> None:
+        """Checks that a pipeline supports the other settings. Raises ConfigError."""
+        # Checked before the rule on different dtypes, because its advice does not work in a pipeline.
+        advice = "the parameters may be bfloat16 (`main_params_dtype`)"
+        grads_dtype = self.dtypes.main_grads_dtype
+        require(grads_dtype == "float32", "main_grads_dtype", grads_dtype, f"float32 in a pipeline; {advice}")
+        advice = "a rank gathers its stages once per step; to save memory, use more ranks (`pp`) or `remat` layer"
+        reshards = self.parallel.reshard_after_forward
+        require(not reshards, "reshard_after_forward", reshards, f"False in a pipeline; {advice}")
+        if self.pipeline.pp_engine == "dispatch":
+            for name, value in self._program_only().items():
+                require(False, "pp_engine", "dispatch", f"program with `{name}` {value}")
 
     @property
     def is_pipeline(self) -> bool:
         """True if the step runs a pipeline schedule: with several ranks, or on one rank with a pipeline option set."""
-        return (self.pp, self.chunks, self.schedule, self.pp_engine) != (1, 1, "aligned", "program")
+        own = self.pipeline
+        return (self.parallel.pp, own.chunks, own.schedule, own.pp_engine) != (1, 1, "aligned", "program")
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if the step uses `FullySharded`: for sharded parameters, or for dtypes other than float32."""
+        dtypes = self.dtypes.main_params_dtype, self.dtypes.main_grads_dtype
+        return not self.is_pipeline and (self.parallel.shards > 1 or dtypes != ("float32", "float32"))
 
     @property
     def is_delayed(self) -> bool:
         """True if FP8 scales come from the amax of earlier steps (delayed scaling)."""
-        return self.precision == "fp8" and self.fp8.recipe == "delayed"
+        return self.dtypes.precision == "fp8" and self.fp8.recipe == "delayed"
 
     @property
     def pp_engines(self) -> tuple[str, ...]:
         """The engines to choose from."""
-        if self.pp_engine != "auto":
-            return (self.pp_engine,)
-        can_dispatch = all(getattr(self, name) == default for name, default in self._program_only.items())
-        return ("program", "dispatch") if can_dispatch else ("program",)
+        if self.pipeline.pp_engine != "auto":
+            return (self.pipeline.pp_engine,)
+        return ("program",) if self._program_only() else ("program", "dispatch")
 
-    @property
     def _program_only(self) -> dict[str, Any]:
-        """Fields that only the engine `program` supports, with the value that both engines support."""
+        """Returns the settings, with their values, that only the engine `program` supports."""
         # The balance loss needs all tokens of a microbatch, and a dispatched executable has only those of its device.
-        mixture = bool(getattr(getattr(self.model, "moe", None), "num_experts", 0))
-        return {"fsdp": 1, "profile": ""} | ({"dp": 1} if mixture else {})
+        has_experts = bool(getattr(getattr(self.model, "moe", None), "num_experts", 0))
+        parallel, profile = self.parallel, self.monitor.profile
+        found = {"fsdp": parallel.fsdp} if parallel.fsdp > 1 else {}
+        found |= {"profile": profile} if profile else {}
+        return found | ({"dp": parallel.dp} if has_experts and parallel.dp > 1 else {})
+
+    @classmethod
+    def of(cls, **values: Any) -> Self:
+        """Creates a configuration from fields of all components, by the names of their flags.
+
+        >>> TrainConfig.of(fsdp=2, batch_size=8).parallel.fsdp
+        2
+
+        Args:
+            values: Fields of `TrainConfig` and of its components. Names of `optimizer`, `fp8` and `distributed` are in these.
+
+        Raises:
+            ConfigError: If a value is invalid.
+        """
+        own, parts = _by_component(values)
+        return cls(**own, **{name: COMPONENTS[name](**part) for name, part in parts.items()})
+
+    def changed(self, **values: Any) -> Self:
+        """Returns a checked copy with other values of some fields, named as in `of`. Raises ConfigError."""
+        own, parts = _by_component(values)
+        return replace(self, **own, **{name: replace(getattr(self, name), **part) for name, part in parts.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields for config.json: those of `of`, with nested dictionaries for nested dataclasses."""
+        nested = asdict(self)
+        components = [nested.pop(name) for name in COMPONENTS]
+        return nested | {name: value for component in components for name, value in component.items()}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, module: str = "") -> Self:
-        """Restores a configuration from JSON, the inverse of `dataclasses.asdict`.
+        """Restores a configuration from JSON, the inverse of `to_dict`.
 
         Args:
             fields: The decoded JSON object.
@@ -391,15 +533,40 @@ class TrainConfig:
             parts: dict[str, Any] = {"optimizer": OptimizerConfig(**fields.pop("optimizer"))}
             parts["distributed"] = DistributedConfig(**fields.pop("distributed"))
             parts["fp8"] = FP8Config(**_with_tuples(fields.pop("fp8")))
-            return cls(**fields, **parts, model=model)
+            return cls.of(**fields, **parts, model=model)
         except (AttributeError, TypeError, KeyError) as e:
             raise ConfigError(f"the configuration does not fit this version of jgraph: {e}", field="run_dir") from e
+
+
+COMPONENTS: dict[str, Any] = {
+    "input": InputConfig,
+    "parallel": ParallelConfig,
+    "pipeline": PipelineConfig,
+    "dtypes": DtypeConfig,
+    "compile": CompileConfig,
+    "initial": InitialConfig,
+    "output": OutputConfig,
+    "monitor": MonitorConfig,
+}
+_COMPONENT_OF = {field.name: name for name, kind in COMPONENTS.items() for field in fields(kind)}
+FIELDS = frozenset(_COMPONENT_OF) | {field.name for field in fields(TrainConfig)} - COMPONENTS.keys()
+"""Names of all fields, as `TrainConfig.of` takes them."""
+
+
+def _by_component(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Separates fields of `TrainConfig` from those of its components."""
+    own: dict[str, Any] = {}
+    parts: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        target = parts.setdefault(_COMPONENT_OF[name], {}) if name in _COMPONENT_OF else own
+        target[name] = value
+    return own, parts
 
 
 def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
-def _must(config: Any, prefix: str, name: str, condition: bool, allowed: str) -> None:
-    """Raises ConfigError if `condition` is false for a field."""
-    require(condition, prefix + name, getattr(config, name), allowed)
+def _must(config: Any, name: str, condition: bool, allowed: str) -> None:
+    """Raises ConfigError if `condition` is false for a field. The name may have a prefix."""
+    require(condition, name, getattr(config, name.rpartition(".")[2]), allowed)

@@ -1,8 +1,7 @@
 """Terminal output of a run: the header, progress lines, warnings and the summary."""
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -54,12 +53,12 @@ class Reporter:
 
     Args:
         console: The console to print to.
-        config: The configuration of the run.
+        steps: Number of steps of the run.
     """
 
-    def __init__(self, console: Console, config: TrainConfig):
+    def __init__(self, console: Console, steps: int):
         """Creates the live line. Nothing is printed."""
-        self._console, self._config = console, config
+        self._console, self._steps = console, steps
         self._live = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=10),
@@ -68,7 +67,7 @@ class Reporter:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._live.add_task("", total=config.steps, numbers="compiling")
+        self._task = self._live.add_task("", total=steps, numbers="compiling")
 
     def __enter__(self) -> Self:
         """Starts the live line."""
@@ -92,44 +91,46 @@ class Reporter:
         """Shows an entry of metrics.jsonl."""
         # Evaluations are printed on a terminal, too, because the live line does not keep them.
         if self._live.disable or "eval_loss" in entry:
-            self.line(f"step {entry['step']}/{self._config.steps}  {_numbers(entry)}")
+            self.line(f"step {entry['step']}/{self._steps}  {_numbers(entry)}")
         numbers = _numbers({key: value for key, value in entry.items() if key != "eval_loss"})
         self._live.update(self._task, completed=entry["step"], numbers=numbers)
 
-    def begins(self, *, parameters: int, corpus: Corpus, devices: str) -> None:
+    def begins(self, config: TrainConfig, *, parameters: int, corpus: Corpus, devices: str) -> None:
         """Prints the run header: model, data, batch, learning rate, and every setting that differs from the preset.
 
         Args:
+            config: The configuration of the run.
             parameters: Number of parameters.
             corpus: The training data.
             devices: Number and kind of the devices.
         """
-        config, optimizer = self._config, self._config.optimizer
+        batch, optimizer = config.input, config.optimizer
         base = preset(config.preset) if config.preset else TrainConfig(module=config.module, model=config.model)
-        sizes = _differences(config.model, type(config.model)) if config.model is not None else ""
-        changed = _differences(config, lambda: replace(base, model=config.model, distributed=config.distributed))
-        slices = f" in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else ""
+        base = base.changed(model=config.model, distributed=config.distributed)
+        sizes = "" if config.model is None else _differences(asdict(config.model), _default_fields(type(config.model)))
+        changed = _differences(config.to_dict(), base.to_dict())
+        slices = f" in {batch.num_microbatches} microbatches" if batch.num_microbatches > 1 else ""
         warmup = f" after {optimizer.warmup_steps} warmup steps" if optimizer.warmup_steps else ""
         final = f"{optimizer.learning_rate * optimizer.final_learning_rate:.3g}"
         self._rows(
             {
                 "model": f"{config.module.rpartition(':')[2]}, {parameters:,} parameters{sizes and ', '}{sizes}",
                 "data": f"{corpus.name}, {len(corpus.train):,} training tokens, {len(corpus.heldout):,} held-out tokens",
-                "batch": f"{config.batch_size} sequences of {config.seq_len} tokens per step{slices}, on {devices}",
+                "batch": f"{batch.batch_size} sequences of {batch.seq_len} tokens per step{slices}, on {devices}",
                 "rate": f"learning rate {optimizer.learning_rate:.3g}{warmup}, cosine decay to {final} "
                 f"at step {optimizer.decay_steps or config.steps}",
                 "settings": f"{f'preset {config.preset}' if config.preset else 'defaults'}, "
                 + (f"changed: {changed}" if changed else "unchanged"),
-                "output": f"{config.run_dir} (all settings are in its config.json)",
+                "output": f"{config.output.run_dir} (all settings are in its config.json)",
             }
         )
 
-    def summary(self, summary: Summary) -> None:
-        """Prints the result of a run."""
+    def summary(self, summary: Summary, module: str) -> None:
+        """Prints the result of a run of the model class `module`."""
         seconds, zlib = summary.seconds, summary.zlib_nats_per_token
         rate = f", {summary.tokens / seconds:,.0f} tokens/s" if seconds else ""
         rows = {
-            "status": f"{summary.outcome} at step {summary.steps}/{self._config.steps}",
+            "status": f"{summary.outcome} at step {summary.steps}/{self._steps}",
             "loss": f"{_number(summary.train_loss, '.4f')} nats/token in the last logged step",
             "held out": f"{_number(summary.heldout_loss, '.4f')} nats/token"
             + ("" if zlib is None else f" (zlib -9 compresses the same text to {zlib:.4f})"),
@@ -142,8 +143,8 @@ class Reporter:
         if any(summary.sample):
             prompt, continuation = summary.sample
             self.line(f"sample text for the held-out prompt {prompt!r}:\n{continuation}")
-            module = "" if is_built_in(self._config.module) else f" --model.module {self._config.module}"
-            self.line(f"to generate more: python -m jgraph.sample {summary.run_dir}{module} --prompt 'The '")
+            flag = "" if is_built_in(module) else f" --model.module {module}"
+            self.line(f"to generate more: python -m jgraph.sample {summary.run_dir}{flag} --prompt 'The '")
 
     def _rows(self, rows: dict[str, str]) -> None:
         for label, text in rows.items():
@@ -164,18 +165,19 @@ def _numbers(entry: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def _differences(config: Any, make_base: Callable[[], Any]) -> str:
-    """Returns NAME=VALUE for each field of a dataclass that differs from the base, or for all fields if there is no base.
+def _default_fields(kind: type) -> dict[str, Any]:
+    """Returns the default fields of a dataclass, or an empty dict if some fields have no default."""
+    with contextlib.suppress(TypeError):
+        return asdict(kind())
+    return {}
+
+
+def _differences(fields: dict[str, Any], base: dict[str, Any]) -> str:
+    """Returns NAME=VALUE for the fields that differ from the base.
 
     Leaves out default numbers of steps, which follow from other fields.
-
-    Args:
-        config: The dataclass.
-        make_base: Returns the dataclass to compare with. There is no base if it raises TypeError.
     """
-    here, base = flatten(asdict(config)), {}
-    with contextlib.suppress(TypeError):  # the dataclass has fields without a default
-        base = flatten(asdict(make_base()))
+    here, base = flatten(fields), flatten(base)
     here = {name: value for name, value in here.items() if not isinstance(value, DefaultSteps)}
     differing = {name: value for name, value in here.items() if name not in base or base[name] != value}
     return " ".join(f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in differing.items())

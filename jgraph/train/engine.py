@@ -1,15 +1,12 @@
-"""`pp_engine` auto of a run: what plays its schedule, and which schedule, by measurement; kept with the run."""
+"""`pp_engine` auto: times the best schedules of both pipeline engines and stores the choice in the run directory."""
 
-import dataclasses
 import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from functools import partial
-from itertools import pairwise
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
@@ -22,15 +19,13 @@ from jgraph.step.state import StepMetrics, TrainState
 from jgraph.train.config import TrainConfig
 from jgraph.train.console import Reporter
 from jgraph.train.rundir import RunDir, versions
-from jgraph.train.setup import TrainSetup
-from jgraph.train.strategy import predictor
+from jgraph.train.setup import TrainSetup, in_thread, predictor
 
-_T = TypeVar("_T")
-_LONGEST = 50.0  # seconds after which what is not compiled is not waited for: with the timing it is a minute at most
-_NEAR = 1.3  # predicted to take so many times as long, a schedule is not measured: predictions are better than that
+_LONGEST = 50.0  # seconds to compile, after which the prediction decides
+_NEAR = 1.3  # a schedule predicted to be slower than this times the fastest is not timed
 _MOST_ROWS = 8
 
-# Fields of the configuration that do not affect the compiled step.
+# Fields that do not affect the compiled step.
 _BESIDE = (
     "run_dir resume compile_cache on_nonfinite log_every eval_every eval_batches checkpoint_every checkpoint_keep hang_seconds "
     "profile sample_tokens distributed data data_field data_shuffle data_documents seed log"
@@ -40,72 +35,84 @@ _BESIDE = (
 def settle_engine(
     config: TrainConfig, sources: Sequence[Source], run_dir: RunDir, reporter: Reporter
 ) -> tuple[TrainConfig, dict[str, Any]]:
-    """Returns the run with an engine, a schedule and its chunks, and tells of them.
+    """Selects the engine and the schedule of a pipeline with `pp_engine` auto.
 
-    All schedules are simulated with measured times of a layer, under the memory limit. The best two are compiled, both at once,
-    with one layer for each stage, and then timed; the time counts in proportion to what was predicted of them. If one takes too
-    long to compile, what is predicted decides.
+    Simulates all schedules with the measured times of a layer, under the memory limit. Compiles the best two at once, with one
+    layer per stage, and times them. The measured time is scaled by the predicted ratio to all layers. If one of them does not
+    compile in time, the prediction decides.
+
+    Args:
+        config: The configuration of the run.
+        sources: The data.
+        run_dir: The run directory, which may hold an earlier measurement.
+        reporter: Prints the candidates and the choice.
 
     Returns:
-        The configuration; what to write to `run_dir.engine`, nothing where it was not measured now.
+        The configuration with an engine, and the fields to write to `run_dir.engine`, empty if nothing was measured.
 
     Raises:
-        JgraphError: no engine can play it.
+        JgraphError: If no engine can run the model.
     """
-    if config.pp_engine != "auto" or not config.is_pipeline:
+    if config.pipeline.pp_engine != "auto":
         return config, {}
     if len(config.pp_engines) == 1 or jax.process_count() > 1:
-        reporter.line("`pp_engine` auto: takes program, which alone can do what is asked for")
-        return dataclasses.replace(config, pp_engine="program"), {}
-    here = _place(config, config.pp * config.dp)
-    if config.resume and (before := _kept(run_dir.engine, here)):
-        reporter.line(
-            f"`pp_engine` auto: takes {before['engine']}, {before['schedule']}, as measured before ({run_dir.engine})"
-        )
-        return _with(config, before["engine"], before["schedule"], before["chunks"]), {}
-    clock = [time.perf_counter()]
+        reporter.line("`pp_engine` auto: takes program, the only engine that supports the other settings")
+        return config.changed(pp_engine="program"), {}
+    here = _measured_for(config)
+    if config.output.resume and (before := _stored(run_dir, here)):
+        chosen = f"takes {before['engine']}, {before['schedule']}, as measured before ({run_dir.engine})"
+        reporter.line(f"`pp_engine` auto: {chosen}")
+        return _with(config, Candidate(before["schedule"], before["chunks"], "", engine=before["engine"])), {}
+    start = time.perf_counter()
     rows, predicted = _candidates(config)
-    pair = _pair(rows)
-    clock.append(time.perf_counter())
-    timers = {row: _begun(partial(_prepared, _as(config, row), sources, layers=_layers(config, row))) for row in pair}
-    late = wait(timers.values(), timeout=max(0.0, clock[0] + _LONGEST - time.perf_counter())).not_done
-    clock.append(time.perf_counter())
+    taken, notes = _fastest(config, _pair(rows), predicted, sources, deadline=start + _LONGEST)
+    for row in {row.engine: row for row in reversed(rows)}.values():
+        if row.makespan and rows[0].makespan and row.makespan > _NEAR * rows[0].makespan:
+            notes[row] = f"{row.makespan / rows[0].makespan:.1f} x the fastest: not measured"
+    table = [_line(row, notes.get(row, ""), "taken" * (row is taken)) for row in rows]
+    for line in ("`pp_engine` auto, ms a step:", *(f"  {line}" for line in table[:_MOST_ROWS])):
+        reporter.line(line)
+    stored = {"engine": taken.engine, "schedule": taken.name, "chunks": taken.chunks, "table": table, "measured_for": here}
+    return _with(config, taken), stored
+
+
+def _fastest(
+    config: TrainConfig,
+    pair: list[Candidate],
+    predicted: Callable[[Candidate], float],
+    sources: Sequence[Source],
+    *,
+    deadline: float,
+) -> tuple[Candidate, dict[Candidate, str]]:
+    """Times the candidates. Returns the fastest one, and a note on each."""
+    timers = {row: in_thread(partial(_prepared, _with(config, row), sources, layers=_layers(config, row))) for row in pair}
+    late = wait(timers.values(), timeout=max(0.0, deadline - time.perf_counter())).not_done
     failed = {row: error for row, timer in timers.items() if timer not in late and (error := timer.exception())}
     seconds: dict[Candidate, float] = {}
-    # Not where one still compiles: the other one's time would be wrong, and would say nothing alone.
-    why: dict[Candidate, str] = {}
+    notes = {row: f"not compiled after {_LONGEST:g} s" for row in pair if timers[row] in late}
+    # Not timed while another one compiles, because the time would be wrong; one time alone decides nothing.
     for row in pair if not late and len(pair) - len(failed) > 1 else ():
         try:
             found = timers[row].result()()
-            seconds[row] = found * row.makespan / predicted(row) if row.makespan else found
-            few = f", from {1e3 * found:.2f} with {_layers(config, row)} layers" if row.makespan else ""
-            why[row] = f"measured {1e3 * seconds[row]:.2f}{few}"
         except (JgraphError, jax.errors.JaxRuntimeError) as e:
             failed[row] = e
-    clock.append(time.perf_counter())
-    for error in failed.values():
+            continue
+        seconds[row] = found * row.makespan / predicted(row) if row.makespan else found
+        few = f", from {1e3 * found:.2f} with {_layers(config, row)} layers" if row.makespan else ""
+        notes[row] = f"measured {1e3 * seconds[row]:.2f}{few}"
+    for row, error in failed.items():
         if len(failed) == len(pair) or not isinstance(error, JgraphError | jax.errors.JaxRuntimeError):
             raise error
+        notes[row] = (str(error).splitlines() or [type(error).__name__])[0]
     left = [row for row in pair if row not in failed]
-    taken = min(left, key=lambda row: (seconds.get(row, math.inf), row.makespan is None and timers[row] in late))
-    why |= {row: (str(error).splitlines() or [type(error).__name__])[0] for row, error in failed.items()}
-    why |= {row: f"not compiled after {_LONGEST:g} s" for row in pair if timers[row] in late}
-    for row in {row.engine: row for row in reversed(rows)}.values():
-        if row.makespan and rows[0].makespan and row.makespan > _NEAR * rows[0].makespan:
-            why[row] = f"{row.makespan / rows[0].makespan:.1f} x the least: not measured"
-    table = [_row(row, why.get(row, ""), row is taken) for row in rows]
-    reporter.line("`pp_engine` auto, ms a step:")
-    for one in table[:_MOST_ROWS]:
-        reporter.line("  " + "  ".join(one.values()))
-    phases = dict(zip(("parts", "compiling", "timing"), (b - a for a, b in pairwise(clock)), strict=True))
-    told = {"engine": taken.engine, "schedule": taken.name, "chunks": taken.chunks, "table": table, "seconds": phases}
-    return _as(config, taken), told | {"measured_for": here}
+    return min(left, key=lambda row: (seconds.get(row, math.inf), row.makespan is None and timers[row] in late)), notes
 
 
 def _candidates(config: TrainConfig) -> tuple[list[Candidate], Callable[[Candidate], float]]:
-    """Returns what could be taken, the most promising first, and what is predicted of one with as many layers as are timed."""
-    if config.schedule != "auto":
-        return [Candidate(config.schedule, config.chunks, "", engine=engine) for engine in config.pp_engines], lambda row: 1.0
+    """Returns the candidates, fastest prediction first, and the prediction for the layers that are timed."""
+    if config.pipeline.schedule != "auto":
+        name, chunks = config.pipeline.schedule, config.pipeline.chunks
+        return [Candidate(name, chunks, "", engine=engine) for engine in config.pp_engines], lambda row: 1.0
     predict = predictor(config)
     found = [row for row in predict(None).candidates if row.makespan is not None and "more than the limit" not in row.verdict]
 
@@ -118,59 +125,40 @@ def _candidates(config: TrainConfig) -> tuple[list[Candidate], Callable[[Candida
 
 
 def _pair(rows: list[Candidate]) -> list[Candidate]:
-    """Returns the best two that are near each other: the best of both engines, else the best two of one; perhaps one alone."""
+    """Returns the fastest candidate and the fastest one of the other engine, else of the same, if the predictions are close."""
     first, *rest = rows
     others = [*[row for row in rest if row.engine != first.engine][:1], *rest[:1]]
     return [first, *[row for row in others if (row.makespan or 0.0) <= _NEAR * (first.makespan or 0.0)][:1]]
 
 
 def _layers(config: TrainConfig, row: Candidate) -> int | None:
-    """Returns how many layers are timed: one for each stage, which compiles soon; all of them where nothing is predicted."""
-    return config.pp * row.chunks if row.makespan else None
+    """Returns the number of layers that are timed: one per stage; None for all if there is no prediction to scale by."""
+    return config.parallel.pp * row.chunks if row.makespan else None
 
 
-def _begun(fn: Callable[[], _T]) -> Future[_T]:
-    """Calls a function in a thread of its own."""
-    thread = ThreadPoolExecutor(1)
-    found = thread.submit(fn)
-    thread.shutdown(wait=False)
-    return found
+def _with(config: TrainConfig, row: Candidate) -> TrainConfig:
+    return config.changed(pp_engine=row.engine, schedule=row.name, chunks=row.chunks, memory_limit=0.0)
 
 
-def _as(config: TrainConfig, row: Candidate) -> TrainConfig:
-    return _with(config, row.engine, row.name, row.chunks)
-
-
-def _with(config: TrainConfig, engine: Any, schedule: str, chunks: int) -> TrainConfig:
-    return dataclasses.replace(config, pp_engine=engine, schedule=schedule, chunks=chunks, memory_limit=0.0)
-
-
-def _row(row: Candidate, measured: str, is_taken: bool) -> dict[str, str]:
-    """Returns a line of the table, as text of equal width."""
+def _line(row: Candidate, note: str, verdict: str) -> str:
     predicted = "" if row.makespan is None else f"predicted {1e3 * row.makespan:.2f}"
-    return {
-        "engine": f"{row.engine:8}",
-        "schedule": f"{row.name:17}",
-        "chunks": f"{row.chunks} chunk{'s' * (row.chunks > 1):1}",
-        "predicted": f"{predicted:18}",
-        "measured": f"{measured:17}",
-        "verdict": "taken" * is_taken,
-    }
+    chunks = f"{row.chunks} chunk{'s' * (row.chunks > 1)}"
+    return f"{row.engine:10}{row.name:19}{chunks:10}{predicted:20}{note:17}  {verdict}".rstrip()
 
 
 def _prepared(config: TrainConfig, sources: Sequence[Source], *, layers: int | None) -> Callable[[], float]:
-    """Compiles a run's step, of so many layers. Returns a function that gives the median time of a training step."""
+    """Compiles the step of a candidate, perhaps with fewer layers. Returns a function that returns its median time."""
     setup = TrainSetup.of(config, layers=layers)
-    step = setup.compile_step()
+    step, batch = setup.compile_step(), config.input
 
     def timed() -> float:
-        sizes: dict[str, Any] = {"batch_size": config.batch_size, "seq_len": config.seq_len, "seed": config.seed}
-        batch = setup.step.place(Batches(sources, **sizes, documents=config.data_documents)[0])
-        # Not the run's own first state: random numbers take long to compile. Moments of the optimizer are zero as there.
+        sizes: dict[str, Any] = {"batch_size": batch.batch_size, "seq_len": batch.seq_len, "seed": config.seed}
+        placed = setup.step.place(Batches(sources, **sizes, documents=batch.data_documents)[0])
+        # Random numbers of the first state would take long to compile. The moments of the optimizer are zero in it.
         state = [in_turn(filled(setup.step.state, zero=lambda path: path[0].name != "params"))]
 
         def run() -> tuple[TrainState, StepMetrics]:
-            state[0], metrics = step(state[0], batch)
+            state[0], metrics = step(state[0], placed)
             return state[0], metrics
 
         return seconds_of(run)
@@ -178,22 +166,21 @@ def _prepared(config: TrainConfig, sources: Sequence[Source], *, layers: int | N
     return timed
 
 
-def _place(config: TrainConfig, num_devices: int) -> dict[str, Any]:
+def _measured_for(config: TrainConfig) -> dict[str, Any]:
     """Returns the settings, versions and devices that a measurement is valid for."""
     device = jax.devices()[0]
     found = {
-        "config": {name: value for name, value in dataclasses.asdict(config).items() if name not in _BESIDE.split()},
+        "config": {name: value for name, value in config.to_dict().items() if name not in _BESIDE.split()},
         "versions": versions() | {"runtime": device.client.platform_version},
-        "devices": f"{num_devices} x {device.device_kind}",
-        "processes": jax.process_count(),
+        "devices": f"{config.parallel.pp * config.parallel.dp} x {device.device_kind}",
     }
-    return json.loads(json.dumps(found))  # as it is read
+    return json.loads(json.dumps(found))  # tuples become lists, as in the file
 
 
-def _kept(file: Path, place: dict[str, Any]) -> dict[str, Any]:
-    """Returns the measurement stored in `file` for `place`, or an empty dict."""
+def _stored(run_dir: RunDir, measured_for: dict[str, Any]) -> dict[str, Any]:
+    """Returns the stored measurement if it is valid for these settings, or an empty dict."""
     try:
-        fields = json.loads(file.read_text())
-        return fields if fields["measured_for"] == place else {}
+        fields = json.loads(run_dir.engine.read_text())
+        return fields if fields["measured_for"] == measured_for else {}
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return {}

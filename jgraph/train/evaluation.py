@@ -1,4 +1,4 @@
-"""A model on held-out text: that of a run or of a Hugging Face folder, over any devices, whatever it was trained on."""
+"""Evaluates the model of a run or of a Hugging Face folder on held-out text, on any devices."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgraph.data import Corpus, Tokenizer, is_text, load, tokenizer_file
+from jgraph.data import Corpus, Tokenizer, is_text, tokenizer_file
 from jgraph.data.tokenizer import TOKENIZER_FILE
 from jgraph.errors import ConfigError, DataError
 from jgraph.interop.folder import Folder
@@ -20,26 +20,29 @@ from jgraph.train.config import TrainConfig
 from jgraph.train.loaded import checked, is_folder, open_folder, place_folder, tokenizer_kept, tokenizer_of
 from jgraph.train.saved import SavedRun
 from jgraph.train.setup import TrainSetup
-from jgraph.train.trainer import evaluator, heldout
+from jgraph.train.validation import evaluator, heldout, load_data
 from jgraph.train.watchdog import Watchdog
 
-_LONGEST, _ROWS = 1024, 8  # of a folder, where nobody says more
-# Of a run, what its evaluations depend on. All else is as usual: they are the same over any devices.
+_LONGEST, _ROWS = 1024, 8  # default sizes of a batch for a folder
+# Settings of a run that its evaluations depend on. The others have their defaults, so that any devices can be used.
 _KEPT = "module seq_len batch_size num_microbatches eval_batches data data_field data_documents"
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How well a model predicts text.
+    """The result of an evaluation.
 
     Attributes:
-        source: the model.
-        data, fingerprint: the text, whose held-out part was predicted.
-        batches, batch_size, seq_len: how many, of so many sequences, with so many tokens to predict.
-        devices: how many.
-        tokens: that were predicted.
-        bytes: of text in these tokens, those that end a text left out; None where nobody knows.
-        loss: nats a token.
+        source: The model.
+        data: The text. Its held-out part was predicted.
+        fingerprint: The fingerprint of the text.
+        batches: Number of batches.
+        batch_size: Sequences per batch.
+        seq_len: Predicted tokens per sequence.
+        devices: Number of devices.
+        tokens: Number of predicted tokens.
+        bytes: Bytes of text in these tokens, without end-of-text tokens; None if unknown.
+        loss: Loss in nats per token.
     """
 
     source: str
@@ -60,12 +63,20 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The loss in bits, by bytes instead of tokens, so that models with other tokens compare."""
+        """Loss in bits per byte of text, which is comparable between tokenizers. None if `bytes` is unknown."""
         return self.loss / math.log(2) * self.tokens / self.bytes if self.bytes else None
 
 
 class _Model(NamedTuple):
-    """A model that is not read yet: how it is evaluated, its tokenizer if it has one, whether that reads text, its weights."""
+    """A model to evaluate.
+
+    Attributes:
+        source: The run or folder.
+        config: Configuration of the evaluation.
+        tokenizer: The tokenizer.json, or None.
+        reads_text: Whether the model can be evaluated on text.
+        state: Reads the parameters.
+    """
 
     source: str
     config: TrainConfig
@@ -105,24 +116,25 @@ def evaluate(path: str | Path, step: int | None = None, *, module: str = "", **a
 
 def _of_run(saved: SavedRun) -> _Model:
     def state(setup: TrainSetup) -> TrainState:
-        like, dtype = setup.step.canonical.shapes(), jnp.dtype(saved.config.main_params_dtype)
+        like, dtype = setup.step.canonical.shapes(), jnp.dtype(saved.config.dtypes.main_params_dtype)
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), like.params)
-        return setup.weights(**saved.place(params=params, carried=like.carried))
+        return setup.inference_state(**saved.place(params=params, carried=like.carried))
 
     model, kept = saved.config.model, _kept(saved.config)
-    if saved.config.precision == "fp8" and (in_fp8 := getattr(model, "in_fp8", None)):
+    if saved.config.dtypes.precision == "fp8" and (in_fp8 := getattr(model, "in_fp8", None)):
         model = in_fp8()
     reads_text = tokenizer_of(saved).name != "numbers"
     source = f"{saved.path} after {saved.step} steps"
-    return _Model(source, TrainConfig(**kept, model=model), tokenizer_kept(saved), reads_text, state)
+    return _Model(source, TrainConfig.of(**kept, model=model), tokenizer_kept(saved), reads_text, state)
 
 
 def _of_folder(folder: Folder, config: TrainConfig) -> _Model:
     def state(setup: TrainSetup) -> TrainState:
-        return setup.weights(place_folder(folder, config, setup.step.canonical.shapes().params), setup.new_state())
+        params = place_folder(folder, config, setup.step.canonical.shapes().params)
+        return setup.inference_state(params, setup.new_carried())
 
     longest = min(_LONGEST, folder.window or _LONGEST)
-    sizes = TrainConfig(module=config.module, model=config.model, batch_size=_ROWS, seq_len=longest)
+    sizes = TrainConfig.of(module=config.module, model=config.model, batch_size=_ROWS, seq_len=longest)
     file = folder.path / TOKENIZER_FILE
     return _Model(str(folder.path), sizes, file if file.exists() else None, file.exists(), state)
 
@@ -134,13 +146,11 @@ def _evaluated(model: _Model, asked: dict[str, Any]) -> Evaluation:
     # Checked before the batch: too few devices is the cause to report first.
     ranks = {name: count for name in ("dp", "fsdp") if isinstance(count := asked.get(name), int) and count > 1}
     devices_of_ranks(math.prod(ranks.values()), flags=" ".join(f"`{name}` {count}" for name, count in ranks.items()))
-    config = TrainConfig(**fields | asked)
-    if not model.reads_text and is_text(config.data):
-        data, must = " ".join(config.data), f"directories of token files, as {model.source} has no tokenizer that reads text"
-        raise DataError(f"`data` is {data}: must be {must}")
-    how: dict[str, Any] = {"field": config.data_field, "documents": config.data_documents}
-    vocab_size = getattr(config.model, "vocab_size", None)
-    corpus = load(config.data, seq_len=config.seq_len, vocab_size=vocab_size, tokenizer=model.tokenizer, **how)
+    config = TrainConfig.of(**fields | asked)
+    if not model.reads_text and is_text(config.input.data):
+        must = f"directories of token files, as {model.source} has no tokenizer that reads text"
+        raise DataError(f"`data` is {' '.join(config.input.data)}: must be {must}")
+    corpus = load_data(config.input, config.model, model.tokenizer)
     setup, batches = TrainSetup.of(config), heldout(config, corpus)
     rows = [batch["tokens"] if isinstance(batch, dict) else batch for batch in batches]
     loss = evaluator(setup, batches, Watchdog(0, print))(model.state(setup))
@@ -150,26 +160,27 @@ def _evaluated(model: _Model, asked: dict[str, Any]) -> Evaluation:
         fingerprint=corpus.fingerprint,
         batches=len(batches),
         batch_size=len(rows[0]),
-        seq_len=config.seq_len,
-        devices=setup.num_devices,
-        tokens=sum(map(len, rows)) * config.seq_len,
-        bytes=_bytes(corpus, rows, tokenizer_file(config.data) or model.tokenizer),
+        seq_len=config.input.seq_len,
+        devices=setup.step.num_devices,
+        tokens=sum(map(len, rows)) * config.input.seq_len,
+        bytes=_bytes(corpus, rows, tokenizer_file(config.input.data) or model.tokenizer),
         loss=loss,
     )
 
 
 def _kept(config: TrainConfig) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in _KEPT.split()}
+    fields = config.to_dict()
+    return {name: fields[name] for name in _KEPT.split()}
 
 
 def _bytes(corpus: Corpus, batches: list[np.ndarray], file: Path | None) -> int | None:
-    """Returns the bytes of the tokens that are predicted, which are all of a row but its first."""
+    """Returns the bytes of the predicted tokens, which are all tokens of a row except the first."""
     rows = [row.tolist() for batch in batches for row in batch]
     if corpus.train.dtype == np.uint8:
         return sum(len(row) - 1 for row in rows)
     try:
         own = Tokenizer.of_file(file) if file else None
-    except DataError:  # the library is not here
+    except DataError:  # the tokenizers package is not installed
         own = None
     if own is None:
         return None
@@ -177,5 +188,5 @@ def _bytes(corpus: Corpus, batches: list[np.ndarray], file: Path | None) -> int 
     def size(ids: list[int]) -> int:
         return len(own.decode([token for token in ids if token not in own.ends]).encode())
 
-    # With the token before them, because a tokenizer may treat the first of a text as no other.
+    # Decoded with the token before them, because a tokenizer may decode the first token of a text differently.
     return sum(size(row) - size(row[:1]) for row in rows)

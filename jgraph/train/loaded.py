@@ -1,4 +1,4 @@
-"""A model to use: that of a run, whatever devices it was on, or of a Hugging Face folder; on one device."""
+"""Loads the model of a run or of a Hugging Face folder onto one device."""
 
 import dataclasses
 import json
@@ -21,9 +21,9 @@ from jgraph.interop.folder import Folder, check_exists
 from jgraph.interop.load import load as load_folder
 from jgraph.modules import FunctionalModel
 from jgraph.train.config import TrainConfig
-from jgraph.train.functional import functional_model
-from jgraph.train.origin import kept_ends, names_of
+from jgraph.train.origin import kept_folder, names_of
 from jgraph.train.saved import SavedRun
+from jgraph.train.setup import functional_model
 from jgraph.tree import path_name
 
 Tree = Any
@@ -31,16 +31,16 @@ Tree = Any
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """A model with its parameters and its tokenizer, on one device. Made by `jgraph.load`.
+    """A model with its parameters and tokenizer on one device. Made by `jgraph.load`.
 
     Attributes:
-        model: as pure functions.
-        params: in the model's own tree.
-        carried: the model's other state.
+        model: The model as pure functions.
+        params: Parameters in the model's own tree.
+        carried: The carried state of the model.
         tokenizer: `encode` and `decode`.
-        config: of the run; of a folder, with the model's settings.
-        window: tokens that the model was trained to see at most; None where that is not known.
-        source: where it came from.
+        config: The configuration of the run. For a folder, a default configuration with the settings of its model.
+        window: Largest number of tokens that the model was trained on; None if unknown.
+        source: The run and step, or the folder.
     """
 
     model: FunctionalModel = field(repr=False)
@@ -57,7 +57,15 @@ class Loaded:
         return f"{name} of {self.source}: {size:,} parameters, tokenizer {self.tokenizer.name}, window {self.window}"
 
     def generate(self, prompts: str | Sequence[str], **settings: Any) -> Any:
-        """Continues a text, or several at once; returns the new text, or a list of them. Takes what `stream` takes."""
+        """Generates text.
+
+        Args:
+            prompts: A text, or several to continue at once.
+            settings: Arguments of `stream`.
+
+        Returns:
+            The new text, or a list of new texts for a list of prompts.
+        """
         several = [prompts] if isinstance(prompts, str) else list(prompts)
         texts = ["" for _ in several]
         for number, piece in self.stream(several, **settings):
@@ -65,15 +73,19 @@ class Loaded:
         return texts[0] if isinstance(prompts, str) else texts
 
     def stream(self, prompts: Sequence[str], *, stop: Sequence[str] = (), **settings: Any) -> Iterator[tuple[int, str]]:
-        """Continues several texts at once; yields (index of the prompt, a piece of new text) as they come.
+        """Generates text for several prompts at once.
 
         Args:
-            prompts: texts.
-            stop: texts that end a continuation; they are not part of it, nor are the tokenizer's end-of-text tokens.
+            prompts: The texts to continue.
+            stop: Texts that end a continuation. They are not part of it, nor are end-of-text tokens.
             settings: `max_tokens`, `temperature`, `top_k`, `top_p`, `key`, `window` of `jgraph.generate`.
 
+        Yields:
+            The index of a prompt and a piece of its new text.
+
         Raises:
-            ConfigError: an argument has a value that cannot work. DataError: there is no tokenizer.
+            ConfigError: If an argument has a value that is not allowed.
+            DataError: If there is no tokenizer.
         """
         require(all(stop), "stop", "an empty text", "a text")
         rows = [self.tokenizer.encode(prompt) for prompt in prompts]
@@ -139,40 +151,53 @@ def _of_run(path: Path, step: int | None, module: str) -> Loaded:
     carried = jax.tree_util.tree_map_with_path(lambda key, _: jnp.asarray(saved.read_carried(key)), model.carried)
     saved.close()
     source = f"{path} after {saved.step} steps"
-    return Loaded(model, params, carried, tokenizer_of(saved), saved.config, saved.config.seq_len, source)
+    return Loaded(model, params, carried, tokenizer_of(saved), saved.config, saved.config.input.seq_len, source)
 
 
 def tokenizer_kept(saved: SavedRun) -> Path | None:
-    """Returns the tokenizer.json of a run, kept with it or beside its token files."""
-    files = (saved.dir.origin / TOKENIZER_FILE, tokenizer_file(saved.config.data))
+    """Returns the tokenizer.json in the run directory or beside its token files."""
+    files = (saved.dir.origin / TOKENIZER_FILE, tokenizer_file(saved.config.input.data))
     return next((file for file in files if file and file.exists()), None)
 
 
 def tokenizer_of(saved: SavedRun) -> Tokenizer:
-    """Returns the tokenizer of a run; `numbers` where nobody knows it."""
+    """Returns the tokenizer of a run. An unknown one shows tokens as numbers."""
     vocab_size = getattr(saved.config.model, "vocab_size", 256)
     if file := tokenizer_kept(saved):
-        return Tokenizer.of_file(file, ends=kept_ends(saved.dir))
-    if is_text(saved.config.data) or vocab_size <= 256:
+        folder = kept_folder(saved.dir)
+        return Tokenizer.of_file(file, ends=folder.ends if folder else [])
+    if is_text(saved.config.input.data) or vocab_size <= 256:
         return Tokenizer.of_bytes()
     return Tokenizer.of_numbers(f"{saved.dir.path} has no tokenizer")
 
 
 def open_folder(path: Path, step: int | None, module: str) -> tuple[Folder, TrainConfig]:
-    """Returns a folder and a configuration with its model, which computes in the folder's own dtype."""
+    """Opens a Hugging Face folder.
+
+    Args:
+        path: The folder.
+        step: Must be None, because a folder has no checkpoints.
+        module: Must be empty, because config.json defines the model.
+
+    Returns:
+        The folder, and a configuration with its model, which computes in the dtype of the folder.
+
+    Raises:
+        ConfigError: If an argument is wrong or the folder cannot be read.
+    """
     require(step is None, "step", step, "left out for a Hugging Face folder")
     require(not module, "module", module, "left out for a Hugging Face folder")
     config = TrainConfig()
     folder, names = Folder(path, field="run"), names_of(config.module, field="run")
     settings = dataclasses.replace(folder.settings(names, config.model), compute_dtype=folder.dtype)
     folder.check(names, settings)
-    return folder, dataclasses.replace(config, model=settings, init_from=str(path), preset="")
+    return folder, config.changed(model=settings, init_from=str(path), preset="")
 
 
 def place_folder(folder: Folder, config: TrainConfig, like: Tree) -> Tree:
     """Loads the parameters of a folder, checked by `open_folder`, with the shardings of `like`."""
     parts = names_of(config.module, field="run").parts(config.model)
-    # In the folder's own dtype: nothing here sums up updates, for which float32 would be needed.
+    # In the dtype of the folder, because inference does not accumulate updates, which need float32.
     dtype = jnp.dtype(config.model.compute_dtype)
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), like)
     return load_folder(folder, parts, like)

@@ -1,4 +1,4 @@
-"""Numbers about a run: what a step costs, what the device can do, and metrics.jsonl, where they are kept."""
+"""Metrics of a run: metrics.jsonl, step time, peak memory."""
 
 import json
 import math
@@ -15,12 +15,12 @@ from jgraph.train.trackers import Tracker
 
 
 def peak_memory_bytes(device: Any) -> int:
-    """Returns the most bytes ever in use on a `jax.Device`; on one that does not count (a CPU), the process's largest set."""
+    """Returns the peak memory of a `jax.Device` in bytes, or that of the process if the device does not count (a CPU)."""
     stats = device.memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest if sys.platform == "darwin" else 1024 * largest  # bytes there, KiB on Linux
+    return largest if sys.platform == "darwin" else 1024 * largest  # bytes on macOS, KiB on Linux
 
 
 class MetricsLog:
@@ -63,23 +63,20 @@ class MetricsLog:
 
 
 def finite(entry: dict[str, Any]) -> dict[str, Any]:
-    """Returns an entry with None in the place of numbers that are not finite: JSON has no others."""
+    """Replaces numbers that are not finite by None, because JSON has no NaN or infinity."""
     return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in entry.items()}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the entries of the file, none where it is missing; steps count from 1, also where an earlier version wrote them.
-
-    What is not an entry, such as half a line, is left out.
-    """
+    """Returns the entries of a metrics.jsonl, or none if it is missing. Skips incomplete lines."""
     return [entry for _, entry in _entries(path)]
 
 
 class StepClock:
-    """Time spent in steps, without compilation, evaluation and checkpoints.
+    """Measures the time of steps, without compilation, evaluation and checkpoints.
 
     Attributes:
-        seconds: in all.
+        seconds: Total time.
     """
 
     def __init__(self, seconds: float = 0.0):
@@ -87,12 +84,17 @@ class StepClock:
         self._started: float | None = None
 
     def start(self) -> None:
-        """Starts, before steps are handed to the device; does nothing while running."""
+        """Starts before the first step is dispatched. Does nothing while running."""
         if self._started is None:
             self._started = time.perf_counter()
 
     def stop(self, steps: int, *, of: int | None = None) -> None:
-        """Stops, after the device has finished `steps` steps since `start`; `of` so many, whose others do not count."""
+        """Stops after the last dispatched step has finished.
+
+        Args:
+            steps: Number of steps since `start` that count.
+            of: Number of steps since `start`, if some halted and do not count.
+        """
         if self._started is not None:
             elapsed, self._started = time.perf_counter() - self._started, None
             elapsed *= steps / of if of else 1.0
@@ -101,7 +103,7 @@ class StepClock:
         self._lap_steps += steps
 
     def lap(self) -> float:
-        """Returns the mean seconds of a step since the last lap; not a number before the first step."""
+        """Returns the mean seconds per step since the last lap, or NaN without a step."""
         mean = self._lap_seconds / self._lap_steps if self._lap_steps else math.nan
         self._lap_seconds, self._lap_steps = 0.0, 0
         return mean
@@ -114,12 +116,12 @@ def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         except (ValueError, RecursionError):
             continue
         if isinstance(entry, dict) and isinstance(entry.get("step"), int) and _has_numbers(entry):
-            if "learning_rate" not in entry:  # as versions wrote it that counted steps from 0
+            if "learning_rate" not in entry:  # earlier versions counted steps from 0
                 entry["step"] += 1
             yield line, entry
 
 
 def _has_numbers(entry: dict[str, Any]) -> bool:
-    """Returns whether losses and seconds are numbers where they are there; a loss may be null."""
+    """True if losses are numbers or null, and seconds are a number."""
     losses = all(isinstance(entry.get(name, 0), int | float | None) for name in ("loss", "eval_loss"))
     return losses and isinstance(entry.get("seconds", 0), int | float)

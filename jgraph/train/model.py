@@ -1,4 +1,4 @@
-"""A model found by name: its class, its settings, and what it raises told in one line."""
+"""Imports a model class by name, finds its settings, and reports errors of its code in one line."""
 
 import contextlib
 import importlib
@@ -15,7 +15,7 @@ from jgraph.errors import ConfigError, JgraphError, require
 
 
 def find_model(name: str) -> Any:
-    """Returns the class that `package.module:Class` names. Raises ConfigError where there is none."""
+    """Imports the class `package.module:Class`. Raises ConfigError if it cannot be imported."""
     module, _, class_name = name.partition(":")
     with model_errors(name, "be package.module:Class of something that can be imported from here"):
         return getattr(importlib.import_module(module), class_name)
@@ -55,14 +55,14 @@ def check_import(saved: str, named: str) -> None:
 
 
 def settings_of(name: str) -> type | None:
-    """Returns the dataclass that the constructor of a model takes first; None where it takes none.
+    """Returns the type of the first constructor argument of a model if it is a dataclass, else None.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: If the model class cannot be imported.
     """
     found = find_model(name)
     try:
-        # Of the constructor itself: the class of an NNX module takes anything.
+        # The signature of an NNX class itself accepts anything.
         hints, (_, *names) = typing.get_type_hints(found.__init__), inspect.signature(found.__init__).parameters
         first = hints.get(names[0]) if names else None
     except (NameError, TypeError, ValueError):
@@ -71,7 +71,7 @@ def settings_of(name: str) -> type | None:
 
 
 def settings_from(kind: type, fields: dict[str, Any]) -> Any:
-    """Inverts `dataclasses.asdict`, through JSON, of settings whose fields may be dataclasses too."""
+    """Restores a dataclass, perhaps with nested dataclasses, from its `dataclasses.asdict` after JSON."""
     hints = typing.get_type_hints(kind)
     return kind(
         **{
@@ -81,8 +81,8 @@ def settings_from(kind: type, fields: dict[str, Any]) -> Any:
     )
 
 
-def _told(error: Exception) -> str:
-    """Returns an error in one line; of its traceback, the last place that is neither ours nor an installed package's."""
+def _described(error: Exception) -> str:
+    """Describes an error in one line, with the last traceback frame in the user's code."""
     ours = str(Path(__file__).parent)
     places = [
         f" at {frame.filename}:{frame.lineno}"
@@ -95,10 +95,10 @@ def _told(error: Exception) -> str:
 
 @contextlib.contextmanager
 def model_errors(name: str, must: str) -> Iterator[None]:
-    """Raises whatever a user's model raises as a ConfigError of one line, with its place in the user's code."""
+    """Converts exceptions of a user's model into a ConfigError of one line with the place in the user's code."""
     try:
         yield
     except JgraphError:
         raise
     except Exception as e:
-        raise ConfigError(f"`module` is {name}: must {must} ({_told(e)})", field="module") from e
+        raise ConfigError(f"`module` is {name}: must {must} ({_described(e)})", field="module") from e

@@ -1,4 +1,4 @@
-"""The optimizer of a training run: AdamW with warm-up, cosine decay, and a dtype for each moment."""
+"""AdamW with linear warmup, cosine decay, and a dtype for each moment."""
 
 from typing import Any
 
@@ -12,11 +12,12 @@ Tree = Any
 
 
 def adamw(config: OptimizerConfig, steps: int, *, decay_mask: Tree) -> optax.GradientTransformation:
-    """Returns AdamW (Loshchilov & Hutter, arXiv:1711.05101) with warm-up and cosine decay; clipping is the step's own.
+    """Returns AdamW (Loshchilov & Hutter, arXiv:1711.05101). The training step clips the gradient.
 
     Args:
-        steps: of the whole run.
-        decay_mask: tree of the parameters, True where weight decay applies.
+        config: The hyperparameters.
+        steps: Number of steps of the run.
+        decay_mask: Tree like the parameters. Weight decay applies where it is True.
     """
     moments = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
     return optax.chain(
@@ -27,9 +28,9 @@ def adamw(config: OptimizerConfig, steps: int, *, decay_mask: Tree) -> optax.Gra
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Returns the rate by step of a run of so many: a linear warm-up, a cosine, and its end from there on."""
+    """Returns the learning rate by step: linear warmup, cosine decay, then the final rate."""
     return optax.warmup_cosine_decay_schedule(
-        init_value=config.learning_rate / max(1, config.warmup_steps),  # the first step already moves
+        init_value=config.learning_rate / max(1, config.warmup_steps),  # the first step has a positive rate
         peak_value=config.learning_rate,
         warmup_steps=config.warmup_steps,
         decay_steps=max(config.decay_steps or steps, config.warmup_steps + 1),
@@ -37,8 +38,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     )
 
 
-def begun_again(opt_state: Tree) -> Tree:
-    """Returns an optimizer's state with which another run begins: Adam's count stays with its moments, the rate's is 0."""
+def restart_schedule(opt_state: Tree) -> Tree:
+    """Resets the step count of the learning rate. Keeps the moments of Adam and their count."""
 
     def begin(state: Any) -> Any:
         return jax.tree.map(jnp.zeros_like, state) if isinstance(state, optax.ScaleByScheduleState) else state
@@ -47,7 +48,7 @@ def begun_again(opt_state: Tree) -> Tree:
 
 
 def moments_in(adam: optax.GradientTransformation, first: Any, second: Any) -> optax.GradientTransformation:
-    """Returns Adam that keeps its moments in these dtypes and computes in float32. Optax has a choice for the first only."""
+    """Stores the moments of Adam in other dtypes and computes in float32. Optax has an option for the first moment only."""
 
     def kept(state: optax.ScaleByAdamState) -> optax.ScaleByAdamState:
         return state._replace(mu=optax.tree.cast(state.mu, first), nu=optax.tree.cast(state.nu, second))
@@ -56,7 +57,7 @@ def moments_in(adam: optax.GradientTransformation, first: Any, second: Any) -> o
         return kept(adam.init(params))  # pyright: ignore[reportArgumentType]
 
     def update(updates: Tree, state: Any, params: Tree = None):
-        # The casts are part of the one kernel that reads the moments and writes them.
+        # XLA fuses the casts into the kernel that reads and writes the moments.
         whole = state._replace(mu=optax.tree.cast(state.mu, jnp.float32), nu=optax.tree.cast(state.nu, jnp.float32))
         updates, new = adam.update(optax.tree.cast(updates, jnp.float32), whole, params)
         return updates, kept(new)  # pyright: ignore[reportArgumentType]

@@ -11,14 +11,14 @@ PRESETS: dict[str, TrainConfig] = importlib.import_module("jgraph_models.presets
 def preset(name: str) -> TrainConfig:
     """Returns a named configuration.
 
-    >>> jgraph.preset("cpu-tiny").batch_size
+    >>> preset("cpu-tiny").input.batch_size
     8
 
     Args:
         name: A key of `PRESETS`.
 
     Returns:
-        The configuration. Change it with `dataclasses.replace`.
+        The configuration. Change it with `TrainConfig.changed`.
 
     Raises:
         ConfigError: If there is no preset of this name. The message lists the names.

@@ -1,14 +1,14 @@
-"""Traces of a few training steps: as they are captured, and once more without capture, where every kernel has a name.
+"""Traces of a few training steps: with command buffers, and then without, where every kernel has a name.
 
-The steps are the run's own, on its own state: nothing is computed that the run would not have computed.
+The traced steps are steps of the run on its own state, so no work is wasted.
 """
 
-import dataclasses
 import gzip
 import json
+import math
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -16,101 +16,153 @@ from typing import Any
 
 import jax
 
-from jgraph.errors import os_errors
+from jgraph.errors import ProfileError, os_errors
+from jgraph.processes import is_process_zero
+from jgraph.profile import report
 from jgraph.schedule import files
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import StepMetrics, TrainState
+from jgraph.train.capacity import is_halted
 from jgraph.train.config import TrainConfig
+from jgraph.train.console import Reporter
+from jgraph.train.loop import Callback
 from jgraph.train.metrics import peak_memory_bytes
 from jgraph.train.presets import PRESETS
-from jgraph.train.rundir import flatten, versions
-from jgraph.train.setup import TrainSetup
+from jgraph.train.rundir import RunDir, flatten, versions
+from jgraph.train.setup import TrainSetup, batch_shapes
 from jgraph.train.watchdog import Watchdog
 from jgraph.xla.launches import profiler_options
 
-# XLA leaves command buffers aside while a profiler watches, unless it is told not to.
+# Without this option, XLA does not run command buffers under a profiler.
 _PROFILED = "xla_enable_command_buffers_during_profiling=true"
 
 
 def profiled(config: TrainConfig, platform: str) -> TrainConfig:
-    """Returns the configuration whose step keeps its command buffers under a profiler."""
-    if platform != "gpu" or config.graph == "off":
+    """Returns a configuration whose step keeps its command buffers under a profiler.
+
+    Args:
+        config: The configuration of the run.
+        platform: The platform that the step is compiled for.
+    """
+    if platform != "gpu" or config.compile.graph == "off":
         return config
-    return dataclasses.replace(config, xla_options=(*config.xla_options, _PROFILED))
+    return config.changed(xla_options=(*config.compile.xla_options, _PROFILED))
 
 
-@dataclass(frozen=True)
-class Recorder:
-    """Records traces of `count` steps of a run each, once `first` are done, into a directory; what is there is removed.
+class Profile(Callback):
+    """Traces the steps of `--profile` and writes the report.
 
-    `captured` is the compiled step with command buffers, None where it has none; `uncaptured` the one without.
+    Args:
+        setup: The setup of the run.
+        step: The compiled step of the run.
+        batches: Returns the placed batch of a step, indexed from 0.
+        run_dir: The run directory. An existing profile in it is replaced.
+        watchdog: Watches the devices.
+        reporter: Prints the path of the report.
     """
 
-    setup: TrainSetup
-    captured: CompiledStep | None
-    uncaptured: CompiledStep
-    first: int
-    count: int
-    directory: Path
+    def __init__(
+        self,
+        setup: TrainSetup,
+        step: CompiledStep,
+        batches: Callable[[int], Any],
+        run_dir: RunDir,
+        watchdog: Watchdog,
+        reporter: Reporter,
+    ):
+        first, stop = setup.config.monitor.profile_steps
+        self._first: int | None = first
+        self._count = stop - first
+        self._batches, self._watchdog, self._reporter = batches, watchdog, reporter
+        # Every process runs the steps, but only the trace of the first is reported.
+        path = run_dir.path / "profile" if is_process_zero() else tempfile.mkdtemp(prefix="jgraph-profile-")
+        self._directory = Path(path)
+        self._compile(setup, step)
 
-    @classmethod
-    def of(cls, setup: TrainSetup, step: CompiledStep, first: int, directory: Path) -> "Recorder":
-        """Compiles what is traced of a run besides its step, once `first` steps are done."""
-        plain = dataclasses.replace(setup, config=dataclasses.replace(setup.config, graph="off"))
-        is_captured = jax.default_backend() == "gpu" and setup.config.graph != "off"
-        begins, stops = setup.config.profile_steps
-        others = plain.compile_step() if is_captured else step
-        return cls(setup, step if is_captured else None, others, first, stops - begins, directory)
+    def _compile(self, setup: TrainSetup, step: CompiledStep) -> None:
+        """Compiles the step without command buffers now, because a pause before the trace would let the devices cool."""
+        has_graph = jax.default_backend() == "gpu" and setup.config.compile.graph != "off"
+        self._setup, self._captured = setup, step if has_graph else None
+        plain = TrainSetup(setup.config.changed(graph="off"), setup.model, setup.step)
+        self._uncaptured = plain.compile_step() if has_graph else step
 
-    def record(self, state: TrainState, batches: Iterator[Any], watchdog: Watchdog) -> tuple[TrainState, list[StepMetrics]]:
-        """Runs 2 x `count` + 1 steps, or `count` where only one kind of trace is taken. `state` is donated, as in any step."""
-        shutil.rmtree(self.directory, ignore_errors=True)
-        with os_errors("run_dir", self.directory):
-            self.directory.mkdir(parents=True)
+    def recompiled(self, setup: TrainSetup, step: CompiledStep, done: int) -> None:
+        if self._first is None:
+            return
+        self._first, needed = max(self._first, done), 2 * self._count + 2
+        if self._first + needed <= setup.config.steps:
+            self._compile(setup, step)
+        else:
+            self._reporter.warn(f"no profile: from step {self._first} on, fewer than {needed} steps are left")
+            self._first = None
+
+    def due(self, done: int) -> bool:
+        return done == self._first
+
+    def instead(self, done: int, state: TrainState) -> tuple[TrainState, list[StepMetrics]] | None:
+        """Runs 2 x `count` + 1 steps, or `count` if there are no command buffers."""
+        if done != self._first:
+            return None
+        shutil.rmtree(self._directory, ignore_errors=True)
+        with os_errors("run_dir", self._directory):
+            self._directory.mkdir(parents=True)
         metrics: list[StepMetrics] = []
         trace = partial(jax.profiler.trace, profiler_options=profiler_options())
-
-        def run(step: CompiledStep, state: TrainState, count: int) -> TrainState:
-            begun = len(metrics)
-            for number in range(self.first + begun + 1, self.first + begun + count + 1):
-                annotation = jax.profiler.StepTraceAnnotation("train", step_num=number)
-                with annotation, watchdog.over(lambda number=number: f"step {number}, a profile's", step):
-                    state, one = step(state, next(batches))
-                metrics.append(one)
-            watchdog.wait(
-                lambda: f"steps {self.first + begun + 1} to {self.first + len(metrics)}, a profile's", metrics[begun:], step
-            )
-            return jax.block_until_ready(state)
-
-        if self.captured is not None:
-            with trace(str(self.directory / "captured")):
-                state = run(self.captured, state, self.count)
-            state = run(self.uncaptured, state, 1)  # its first run loads and records
-        with trace(str(self.directory / "uncaptured")):
-            state = run(self.uncaptured, state, self.count)
-        about = _about(self.setup, self.uncaptured) | {"steps": self.count}
-        with os_errors("run_dir", self.directory):
-            with gzip.open(self.directory / "program.txt.gz", "wt") as file:
-                file.write(self.uncaptured.as_text())
-            (self.directory / "run.json").write_text(json.dumps(about, indent=2) + "\n")
+        if self._captured is not None:
+            with trace(str(self._directory / "captured")):
+                state = self._run(self._captured, state, done, self._count, metrics)
+            state = self._run(self._uncaptured, state, done, 1, metrics)  # the first run loads the program
+        with trace(str(self._directory / "uncaptured")):
+            state = self._run(self._uncaptured, state, done, self._count, metrics)
+        with os_errors("run_dir", self._directory):
+            with gzip.open(self._directory / "program.txt.gz", "wt") as file:
+                file.write(self._uncaptured.as_text())
+            about = _about(self._setup, self._uncaptured) | {"steps": self._count}
+            (self._directory / "run.json").write_text(json.dumps(about, indent=2) + "\n")
+        if not is_halted(metrics[-1]):
+            self._first = None
+            self._report(f"steps {done + 1} to {done + len(metrics)}")
         return state, metrics
+
+    def _run(self, step: CompiledStep, state: TrainState, done: int, count: int, metrics: list[StepMetrics]) -> TrainState:
+        """Runs and waits for `count` steps, and appends their metrics."""
+        begin = len(metrics)
+        for number in range(done + begin + 1, done + begin + count + 1):
+            annotation = jax.profiler.StepTraceAnnotation("train", step_num=number)
+            with annotation, self._watchdog.over(lambda number=number: f"step {number}, a profile's", step):
+                state, one = step(state, self._batches(number - 1))
+            metrics.append(one)
+        which = f"steps {done + begin + 1} to {done + len(metrics)}, a profile's"
+        self._watchdog.wait(lambda: which, metrics[begin:], step)
+        return jax.block_until_ready(state)
+
+    def _report(self, which: str) -> None:
+        if not is_process_zero():
+            return
+        try:
+            profile = report.of_run(self._directory)
+            with os_errors("run_dir", self._directory):
+                written = report.write(profile, self._directory)
+            self._reporter.line(f"profile of {which}: {', '.join(map(str, written))}")
+        except ProfileError as e:
+            self._reporter.warn(f"no profile: {e}")
 
 
 def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
-    """Returns the facts of the run for its report."""
-    config, devices = setup.config, jax.local_devices()[: setup.num_devices]
+    """Returns the facts of the run for the report."""
+    config, devices = setup.config, jax.local_devices()[: setup.step.num_devices]
     kind = devices[0].device_kind
-    tokens = f"{config.batch_size} x {config.seq_len} tokens a step"
+    tokens = f"{config.input.batch_size} x {config.input.seq_len} tokens a step"
     about: dict[str, Any] = {
-        "title": f"{config.preset}, {tokens}, {setup.num_devices} x {kind}",
+        "title": f"{config.preset}, {tokens}, {setup.step.num_devices} x {kind}",
         "device": kind,
-        "devices": setup.num_devices,
+        "devices": setup.step.num_devices,
         "versions": versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "flags": _flags(config),
-        "memory": setup.memory(compiled) | {"measured_peak": peak_memory_bytes(devices[0]) or None},
+        "memory": _memory(setup, compiled) | {"measured_peak": peak_memory_bytes(devices[0]) or None},
     }
-    if (pipeline := setup.pipeline) is not None:
+    if (pipeline := getattr(setup.step.bound, "pipeline", None)) is not None:
         ranks = pipeline.mesh.devices[0].reshape(pipeline.schedule.num_ranks, -1)[:, 0]
         about["pipeline"] = {
             "runtime": pipeline.runtime,
@@ -120,9 +172,31 @@ def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
     return about
 
 
+def _memory(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
+    """Returns bytes per device: `pools` by use, `predicted_peak` of a pipeline or None, `compiled_peak` or None.
+
+    The pool `temporaries` has the temporary arrays of the compiled step that are not predicted.
+    """
+
+    def size(tree: Any) -> int:
+        shards = [
+            leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(tree)
+        ]
+        return sum(math.prod(shard) * leaf.dtype.itemsize for shard, leaf in zip(shards, jax.tree.leaves(tree), strict=True))
+
+    held = {"parameters": size(setup.step.state.params), "optimizer": size(setup.step.state.opt_state)}
+    found = setup.step.bound.predict_memory(batch_shapes(setup.config.input, setup.config.input.batch_size))
+    pools = {name.replace("forward_", "residuals to "): size for name, size in found.sizes.items()}
+    predicted = sum((*held.values(), *pools.values())) if found.covers == "whole" else None
+    if (memory := compiled.memory) is not None:
+        pools["temporaries"] = max(0, memory.temporaries - sum(pools.values()))
+    pools = {name: size for name, size in (held | pools).items() if size}
+    return {"pools": pools, "predicted_peak": predicted, "compiled_peak": memory.total if memory else None}
+
+
 def _flags(config: TrainConfig) -> str:
-    """Returns the fields that differ from the preset's, with their values."""
-    base, own = (flatten(dataclasses.asdict(of)) for of in (PRESETS.get(config.preset, config), config))
+    """Returns the settings that differ from the preset, with their values."""
+    base, own = (flatten(one.to_dict()) for one in (PRESETS.get(config.preset, config), config))
     differ = {name: value for name, value in own.items() if value != base.get(name) and name != "run_dir"}
     words = (f"{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}" for name, value in differ.items())
     return " ".join([f"preset {config.preset}", *words])

@@ -72,7 +72,7 @@ def resumed(config: TrainConfig, before: dict[str, Any]) -> TrainConfig:
         return config  # `before` is not a run's configuration
     if config.steps == before["steps"]:
         if saved_extend == "no":
-            return replace(config, optimizer=replace(flags, extend="no"))
+            return config.changed(optimizer=replace(flags, extend="no"))
         if flags.extend not in ("no", saved_extend):
             return config
         extend, decay_steps = saved_extend, flags.decay_steps or saved_decay
@@ -86,7 +86,7 @@ def resumed(config: TrainConfig, before: dict[str, Any]) -> TrainConfig:
     if isinstance(warmup_steps, DefaultSteps) and _warmup(before) <= config.steps:
         warmup_steps = before.get("optimizer.warmup_steps", warmup_steps)
     optimizer = replace(flags, extend=extend, decay_steps=decay_steps, warmup_steps=warmup_steps)
-    return replace(config, optimizer=optimizer)
+    return config.changed(optimizer=optimizer)
 
 
 def differences(here: dict[str, Any], before: dict[str, Any], done: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""The run directory: which run it belongs to, and whether this one may go on there."""
+"""The run directory: its files, its lock, and the checks that a run may write there."""
 
 import contextlib
 import dataclasses
@@ -14,17 +14,26 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jgraph.errors import ConfigError, os_errors
-from jgraph.train.config import TrainConfig
+from jgraph.train.config import COMPONENTS, OutputConfig, TrainConfig
 from jgraph.train.model import is_class_name
 from jgraph.train.resume import differences, resumed
 
 
 class RunDir:
-    """`config.json`, `metrics.jsonl` and `checkpoints/` under one path, which need not exist yet.
+    """Paths of a run under one directory, which need not exist yet.
 
-    Beside them lie the measured pipeline engine, `engine.json`; the capacity that the run grew to, `capacity.json`; and
-    under `origin/` what came with the weights or the data that the run began with, such as a tokenizer. `samples.jsonl` has the
-    texts generated at an end of the run; `tensorboard/` and `wandb.json` are of `log`.
+    Attributes:
+        path: The directory.
+        config: The configuration, `config.json`.
+        metrics: The logged steps, `metrics.jsonl`.
+        checkpoints: The checkpoints, `checkpoints/`.
+        lock_file: Process that writes in the directory, `lock`.
+        engine: The measured pipeline engine, `engine.json`.
+        capacity: The expert capacity that the run has grown to, `capacity.json`.
+        origin: Files that came with the initial weights or the data, such as a tokenizer, `origin/`.
+        samples: Texts generated at the end of the run, `samples.jsonl`.
+        tensorboard: Event files, `tensorboard/`.
+        wandb: The id of the run in Weights & Biases, `wandb.json`.
     """
 
     def __init__(self, path: Path):
@@ -37,26 +46,30 @@ class RunDir:
         self.samples, self.tensorboard, self.wandb = path / "samples.jsonl", path / "tensorboard", path / "wandb.json"
 
     def has_checkpoint(self) -> bool:
-        """Returns whether any checkpoint was written to its end, damaged or not."""
+        """True if there is a complete checkpoint, damaged or not."""
         return self.last_checkpoint() is not None
 
     def last_checkpoint(self) -> int | None:
-        """Returns the step of the newest checkpoint that was written to its end, damaged or not; None where there is none."""
+        """Returns the step of the newest complete checkpoint, damaged or not; None if there is none."""
         there = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
         return max((int(path.name) for path in there if path.name.isdecimal()), default=None)
 
+    def resumes(self, output: OutputConfig) -> bool:
+        """True if a run with these settings resumes from a checkpoint in this directory."""
+        return output.resume and self.has_checkpoint()
+
     @contextlib.contextmanager
     def locked(self, warn: Callable[[str], object]) -> Iterator[None]:
-        """Makes the directory and keeps other processes from writing in it. `check` comes first: this makes a file there.
+        """Creates the directory and locks it against other processes. Call `check` first, because this creates a file.
 
-        The operating system's lock on the file ends with the process, however it ends; the file's text says whose it is. Where
-        the disk knows no locks, the text alone decides.
+        The operating system releases the lock when the process ends. The text of the file names the process. On a file system
+        without locks, the text alone decides.
 
         Args:
-            warn: is told, in one line, of a process on another machine that left its lock without ending it.
+            warn: Called with a warning if a process on another machine did not release the lock.
 
         Raises:
-            ConfigError: another process has the lock.
+            ConfigError: If another process holds the lock.
         """
         with os_errors("run_dir", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -65,7 +78,7 @@ class RunDir:
         try:
             if (left := _holder(file)) and left["host"] != socket.gethostname():
                 warn(
-                    f"`run_dir` is {self.path}: process {left['pid']} on {left['host']} wrote there and did not end well; "
+                    f"`run_dir` is {self.path}: process {left['pid']} on {left['host']} wrote there and did not exit cleanly; "
                     "if it still runs there, stop one of the two"
                 )
             with os_errors("run_dir", self.lock_file):
@@ -74,7 +87,7 @@ class RunDir:
                 file.flush()
             yield
         finally:
-            # While it is locked: a process that opens the file from now on makes a new one.
+            # Removed before the lock is released, so that the next process creates a new file.
             self.lock_file.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # the directory is not empty, or the disk of the lock file is full
                 self.path.rmdir()
@@ -96,8 +109,8 @@ class RunDir:
                 holder = _holder(file)
                 if not holder or (holder["host"] == socket.gethostname() and not _is_alive(holder["pid"])):
                     return file
-                raise self._held(file, f"if it is there no more, remove {self.lock_file}") from e
-            # Its owner removed it in between.
+                raise self._held(file, f"if it has ended, remove {self.lock_file}") from e
+            # The owner removed the file before it was locked.
             file.close()
 
     def _held(self, file: TextIO, advice: str) -> ConfigError:
@@ -114,7 +127,7 @@ class RunDir:
         Raises:
             ConfigError: If the saved run has another model class. It is not imported.
         """
-        if not (config.resume and self.config.exists() and self.has_checkpoint()):
+        if not (self.config.exists() and self.resumes(config.output)):
             return config
         before = self._before(config)
         if (saved := before.get("module", config.module)) != config.module:
@@ -123,10 +136,14 @@ class RunDir:
         return resumed(config, before)
 
     def check(self, config: TrainConfig, fingerprint: str) -> None:
-        """Raises ConfigError if a run of this configuration, on the text of this fingerprint, may not write there.
+        """Checks that a run may write in this directory.
 
-        It may not where the path is a file or holds something else than a run, or, with `config.resume`, checkpoints of another
-        run.
+        Args:
+            config: The configuration of the run.
+            fingerprint: The fingerprint of its data.
+
+        Raises:
+            ConfigError: If the path is a file, is not a run directory, or holds another run that `resume` would continue.
         """
         if self.path.exists() and not self.path.is_dir():
             raise self._error("a file; name a directory")
@@ -134,7 +151,7 @@ class RunDir:
             if self.path.is_dir() and any(path != self.lock_file for path in self.path.iterdir()):
                 raise self._error("not empty, and not a run directory (no config.json); name a new or empty one")
             return
-        if config.resume and not self._is_free() and (differing := self._differences(config, fingerprint)):
+        if config.output.resume and not self._is_free() and (differing := self._differences(config, fingerprint)):
             advice = "use another `run_dir`, or `resume` off to start over and replace that run"
             raise self._error(f"holds a run of another configuration: {'; '.join(differing)}; {advice}")
 
@@ -152,13 +169,13 @@ class RunDir:
         shutil.rmtree(self.tensorboard, ignore_errors=True)
 
     def add_sample(self, step: int, prompt: str, text: str) -> None:
-        """Writes a text generated after `step` steps; those of this step and later ones are dropped."""
+        """Adds a text generated after `step` steps. Texts of this step and later ones are dropped."""
         kept = [sample for sample in self.read_samples() if sample["step"] < step]
         lines = [json.dumps(sample) + "\n" for sample in (*kept, {"step": step, "prompt": prompt, "text": text})]
         _replace(self.samples, "".join(lines))
 
     def read_samples(self) -> list[dict[str, Any]]:
-        """Returns the texts generated so far, each with its "step" and "prompt". What is no such line is left out."""
+        """Returns the generated texts, each with "step", "prompt" and "text". Damaged lines are skipped."""
         samples: list[dict[str, Any]] = []
         for line in self.samples.read_text(errors="replace").splitlines() if self.samples.exists() else ():
             with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):
@@ -167,34 +184,34 @@ class RunDir:
         return samples
 
     def write(self, config: TrainConfig, corpus: dict[str, Any], versions: dict[str, str]) -> None:
-        """Makes the directory and writes config.json in one go: the fields of the config, then "corpus" and "versions"."""
+        """Writes config.json atomically: the fields of the configuration, "corpus" and "versions"."""
         with os_errors("run_dir", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        replace_json(self.config, dataclasses.asdict(config) | {"corpus": corpus, "versions": versions})
+        replace_json(self.config, config.to_dict() | {"corpus": corpus, "versions": versions})
 
     def _error(self, wrong: str) -> ConfigError:
         return ConfigError(f"`run_dir` is {self.path}: {wrong}", field="run_dir")
 
     def _is_free(self) -> bool:
-        """Returns whether a run stopped before its first checkpoint: nothing can go on from there, so another may start."""
+        """True if the run there stopped before its first checkpoint, so that another run may replace it."""
         return not self.has_checkpoint() and {"preset", "corpus", "versions"} <= self.fields().keys()
 
     def fields(self) -> dict[str, Any]:
-        """Returns config.json: the fields of the config, "corpus" and "versions". Raises ConfigError where it is damaged."""
+        """Returns the fields of config.json. Raises ConfigError if the file is damaged."""
         try:
             fields = json.loads(self.config.read_text())
             if not isinstance(fields, dict):
                 raise ValueError("it is not an object")
-            flatten(fields)  # which ends as json does where it is nested too deeply
+            flatten(fields)  # raises RecursionError if it is nested too deeply
         except (ValueError, RecursionError) as e:
             raise self._error(f"its config.json is damaged ({e}); name another `run_dir`") from e
         model = fields.get("model")
-        if isinstance(model, dict) and "module" in model:  # as versions wrote it where it was one of the model's settings
+        if isinstance(model, dict) and "module" in model:  # written by earlier versions
             module = model.pop("module")
             fields["module"] = "jgraph_models.gpt:GPT" if module == "models.gpt:GPT" else module
-        if fields.get("graph") == "measure":  # a choice that earlier versions had
+        if fields.get("graph") == "measure":  # removed
             fields["graph"] = "auto"
-        if isinstance(fields.get("data"), str):  # as versions wrote it where there was one
+        if isinstance(fields.get("data"), str):  # written by earlier versions
             fields["data"] = [fields["data"]]
         return fields
 
@@ -217,24 +234,28 @@ class RunDir:
         return TrainConfig.from_dict(own, module=module)
 
     def _differences(self, config: TrainConfig, fingerprint: str) -> list[str]:
-        """Returns the differences from the run that is there, one text each."""
-        # Through JSON, so that a tuple there and a list here are the same.
-        here, there = flatten(json.loads(json.dumps(dataclasses.asdict(config)))), self._before(config)
+        """Returns one text for each difference from the run in this directory."""
+        # JSON turns tuples into lists, as in the file.
+        here, there = flatten(json.loads(json.dumps(config.to_dict()))), self._before(config)
         had = str(there.get("corpus.fingerprint"))[:12]
         there = {name: value for name, value in there.items() if name.partition(".")[0] not in ("corpus", "versions")}
         told = differences(here, there, self.last_checkpoint() or 0)
         if fingerprint[:12] != had:
-            told.append(f"the text of `data` {' '.join(config.data)} has fingerprint {fingerprint[:12]} and had {had}")
+            told.append(f"the text of `data` {' '.join(config.input.data)} has fingerprint {fingerprint[:12]} and had {had}")
         return told
 
     def _before(self, config: TrainConfig) -> dict[str, Any]:
-        """Returns the fields of the run that is there, by dotted name."""
+        """Returns the saved fields by dotted name. Fields that an earlier version lacked have their defaults."""
         fields = self.fields()
-        # What an earlier version did not have was as it is by default.
         if isinstance(fields.get("model"), dict):
-            parts = {name: own for name, own in vars(config).items() if dataclasses.is_dataclass(own)}
-            nested = {name: _defaults(own) | fields[name] for name, own in parts.items() if isinstance(fields.get(name), dict)}
-            fields = _defaults(config) | fields | nested
+            parts = {name: part for name, part in vars(config).items() if dataclasses.is_dataclass(part)}
+            nested = {
+                name: _defaults(part) | fields[name] for name, part in parts.items() if isinstance(fields.get(name), dict)
+            }
+            defaults: dict[str, Any] = {}
+            for part in (config, *(parts[name] for name in COMPONENTS)):
+                defaults |= _defaults(part)
+            fields = defaults | fields | nested
         return flatten(fields)
 
 
@@ -251,7 +272,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns fields by dotted name."""
+    """Flattens nested dictionaries to dotted names."""
     flat: dict[str, Any] = {}
     for name, value in fields.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -259,12 +280,12 @@ def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the packages that decide what a step computes."""
+    """Returns the versions of the packages that affect the compiled step."""
     return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
 
 
 def _defaults(config: Any) -> dict[str, Any]:
-    """Returns the defaults of a dataclass's fields, as far as they have a constant; none of what is no dataclass."""
+    """Returns the constant defaults of a dataclass, or an empty dict for another object."""
     fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
     defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
     nested = {name: vars(own) for name, own in defaults.items() if dataclasses.is_dataclass(own)}
@@ -272,7 +293,7 @@ def _defaults(config: Any) -> dict[str, Any]:
 
 
 def _holder(file: TextIO) -> dict[str, Any] | None:
-    """Returns pid and host in a lock file; None where it says nothing: its owner ended well or has not written yet."""
+    """Returns the pid and host in a lock file, or None if it has none."""
     file.seek(0)
     try:
         holder = json.loads(file.read())

@@ -1,4 +1,4 @@
-"""A run directory to read from: its configuration and its parameters, whatever devices it ran on. Nothing is written there."""
+"""Reads the configuration and the parameters of a run directory, on any devices."""
 
 from functools import cached_property
 from pathlib import Path
@@ -10,8 +10,8 @@ import numpy as np
 from jgraph.checkpoint import CheckpointReader
 from jgraph.dispatch import in_turn
 from jgraph.modules import FunctionalModel
-from jgraph.train.functional import functional_model
 from jgraph.train.rundir import RunDir
+from jgraph.train.setup import functional_model
 from jgraph.tree import path_name
 
 Tree = Any
@@ -48,21 +48,21 @@ class SavedRun:
         return functional_model(self.config)
 
     def read(self, name: str) -> np.ndarray:
-        """Returns a parameter by its name, as it was saved."""
+        """Returns the saved parameter of a name."""
         return self._reader.read(self._leaves[name])
 
     def read_carried(self, path: Any) -> np.ndarray:
-        """Returns a leaf of the model's other state, by its path of keys, as it was saved."""
+        """Returns the saved leaf of the carried state at a path of keys."""
         return self._reader.read(f".carried{jax.tree_util.keystr(path)}")
 
     def place(self, **like: Tree) -> dict[str, Tree]:
-        """Reads parts of the saved state onto devices. All processes call it.
+        """Reads parts of the state with other dtypes and shardings. Collective: every process must call it.
 
         Args:
-            like: `params`, `carried`, `observed` or `opt_state` as shapes with shardings.
+            like: `params`, `carried`, `observed` or `opt_state` as shapes with the dtypes and shardings to use.
 
         Returns:
-            The same trees of arrays, in the dtypes and with the shardings of `like`.
+            The parts by name.
         """
         paths, structure = jax.tree_util.tree_flatten_with_path(like)
         names = [f".{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in paths]
@@ -71,11 +71,11 @@ class SavedRun:
         return structure.unflatten(leaves)
 
     def close(self) -> None:
-        """Ends the reader's threads."""
+        """Stops the threads of the reader."""
         self._reader.close()
 
     @cached_property
     def _leaves(self) -> dict[str, str]:
-        """The checkpoint's name of every parameter."""
+        """The names of the parameters in the checkpoint."""
         paths, _ = jax.tree_util.tree_flatten_with_path(self.model.shapes)
         return {path_name(path): f".params{jax.tree_util.keystr(path)}" for path, _ in paths}

@@ -1,51 +1,53 @@
-"""From a configuration to the functions of a run: the model found by name, its optimizer, its strategy and its step."""
+"""From a configuration to the functions of a run: the model, its strategy and its training step."""
 
+import contextlib
+import inspect
 import math
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
+from flax import nnx
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from jgraph.autodiff import product_flops
+from jgraph.device import find as device_info
 from jgraph.dispatch import in_turn
-from jgraph.errors import ConfigError, JgraphError
-from jgraph.inference.generate import windowed
-from jgraph.interop.folder import Folder
-from jgraph.interop.load import load
-from jgraph.mesh import batch_axes
-from jgraph.modules import Decoder, FunctionalModel
-from jgraph.pipeline import Pipeline
+from jgraph.errors import ConfigError
+from jgraph.mesh import Axis
+from jgraph.modules import FunctionalModel, functional
+from jgraph.pipeline import Pipelined, PipelineModel, choose, find_schedule, measure
+from jgraph.precision.config import FP8Config
+from jgraph.processes import all_gather_scalar, devices_of_ranks
+from jgraph.schedule import Choice, generate
 from jgraph.step import TrainStep, elementwise, train_step
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
-from jgraph.train.config import TrainConfig
-from jgraph.train.functional import batch_shapes, functional_model
-from jgraph.train.model import model_errors
+from jgraph.strategies import FullySharded, Loss, Replicated, Strategy
+from jgraph.strategies.objective import Objective
+from jgraph.train.config import InputConfig, ParallelConfig, TrainConfig
+from jgraph.train.model import find_model, model_errors
 from jgraph.train.optimizer import adamw
-from jgraph.train.origin import names_of
-from jgraph.train.strategy import loss_and_strategy, named_by_fields, recipe_of
-from jgraph.tree import leaf_names
 from jgraph.xla.options import OptionValue
 
-Tree = Any
+Tree: TypeAlias = Any
+_T = TypeVar("_T")
 
 
 # Compared by identity: two setups are different programs, and functions bound to one are static arguments of a jit.
 @dataclass(frozen=True, eq=False)
 class TrainSetup:
-    """A model, its optimizer and its step, without arrays; made by `TrainSetup.of`.
+    """A model and its training step, without arrays. Made by `TrainSetup.of`.
 
     Attributes:
-        config: the whole run.
-        model: as pure functions.
-        step: the training step.
+        config: The configuration of the run.
+        model: The model as pure functions.
+        step: The training step.
     """
 
     config: TrainConfig
@@ -54,205 +56,310 @@ class TrainSetup:
 
     @classmethod
     def of(cls, config: TrainConfig, *, layers: int | None = None) -> "TrainSetup":
-        """Finds the model and traces its construction; computes nothing.
+        """Imports the model and traces its construction. Computes nothing on a device, except with `schedule` auto.
 
-        `layers`: of a pipeline, only so many from the first on: it is quicker to compile, to be timed.
+        Args:
+            config: The configuration of the run.
+            layers: Use only the first layers of a pipeline, which compiles faster. None uses all.
 
         Raises:
-            ConfigError: as `find_model` does; there are more ranks than devices; the model cannot be a pipeline; the schedule
-                is for another one.
-            OrderError: there is no such schedule.
+            ConfigError: If the model cannot be built, there are too few devices, or the model has no pipeline.
+            OrderError: If there is no such schedule.
         """
         model = functional_model(config)
-        loss, strategy = loss_and_strategy(config, model, layers=layers)
-        with named_by_fields(config):
+        mesh = _mesh(config.parallel, is_pipeline=config.is_pipeline, is_sharded=config.is_sharded)
+        with _errors_by_flag(config):
+            if config.is_pipeline:
+                assert mesh is not None, "a pipeline has a mesh"
+                loss = _pipeline_model(config, model, layers)
+                strategy: Strategy = _scheduled(config, _pipelined(config, mesh, model, loss), model, loss)
+            else:
+                loss, strategy = _mean_loss(model), _data_parallel(config, mesh, model)
             step = train_step(
                 loss,
                 elementwise(lambda is_matrix: adamw(config.optimizer, config.steps, decay_mask=is_matrix)),
                 strategy,
-                num_microbatches=config.num_microbatches,
+                num_microbatches=config.input.num_microbatches,
                 clip_norm=config.optimizer.clip_norm,
                 key=config.seed,
-                params_dtype=config.main_params_dtype,
-                grads_dtype=config.main_grads_dtype,
-                read_dtype=config.read_dtype,
+                params_dtype=config.dtypes.main_params_dtype,
+                grads_dtype=config.dtypes.main_grads_dtype,
+                read_dtype=config.dtypes.read_dtype,
                 freeze=config.freeze,
                 carried=model.carried,
                 reductions=model.reductions,
-                fp8=recipe_of(config),
-                batch=batch_shapes(config, config.batch_size),
+                fp8=fp8_recipe(config),
+                batch=batch_shapes(config.input, config.input.batch_size),
             )
         return cls(config, model, step)
 
-    @property
-    def num_devices(self) -> int:
-        return self.step.num_devices
+    def batch(self) -> Tree:
+        """Returns the shapes of a placed batch: int32 tokens, or a dict as `jgraph.data.apart` returns it."""
+        return self.step.placed_shapes(batch_shapes(self.config.input, self.config.input.batch_size))
 
-    def place_whole(self, batch: Tree) -> Tree:
-        """Shards the rows of an evaluation batch over the data ranks. Replicates them if the ranks do not divide their number.
+    def compile_step(self) -> CompiledStep:
+        """Compiles the step. Raises as `TrainStep.compile`."""
+        with _errors_by_flag(self.config):
+            how = self.config.compile
+            return self.step.compile(self.batch(), graph=how.graph, xla_options=how.xla_options)
 
-        Args:
-            batch: Leaves [B, ...]. Every process has all rows.
-        """
-        mesh = self.step.mesh
-
-        def place(leaf: np.ndarray) -> Array | np.ndarray:
-            if mesh is None or len(leaf) % (self.config.dp * self.config.fsdp):
-                return leaf
-            sharding = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
-            return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
-
-        return jax.tree.map(place, batch)
-
-    def loss(self, state: TrainState, batch: Tree) -> Array:
-        """Returns the mean next-token loss of a state in evaluation, in nats."""
-        return self.model.evaluate("loss", self.step.bound.unpack(state.params), state.carried, batch)
-
-    def logits(self, state: TrainState, tokens_BT: Array) -> Array:
-        """Returns the logits (B, T, V) of a state in evaluation."""
-        return self.model.evaluate("logits", self.step.bound.unpack(state.params), state.carried, tokens_BT)
-
-    @cached_property
-    def decoder(self) -> Decoder:
-        """Draws text from a state, over all devices."""
-        own = self.model.decoder
-        if own is None:
-            return windowed(lambda weights, tokens_BT: self.logits(weights[0], tokens_BT))
-
-        def prepare(state: TrainState) -> Tree:
-            return own.prepare(self.step.bound.unpack(state.params), state.carried)
-
-        if self.num_devices == 1:
-            return replace(own, prepare=lambda state, _: prepare(state))
-        # Whole on no device: what is sharded is gathered where it is used.
-        return Decoder(
-            lambda state, _: state,
-            lambda state, *args, **sizes: own.prefill(prepare(state), *args, **sizes),
-            lambda state, *args: own.decode(prepare(state), *args),
-        )
-
-    @cached_property
-    def flops_per_step(self) -> float:
-        """FLOPs of a step by the model's own count, or those of its loss's products and twice as many for their gradients."""
-        rows, length = self.config.batch_size, self.config.seq_len
-        if (count := getattr(self.config.model, "flops", None)) is not None:
-            return count(rows, length)
-        return 3 * product_flops(self.loss, self.step.state, batch_shapes(self.config, rows))
-
-    def check_loss(self) -> None:
-        """Traces the model's loss. Raises ConfigError where it fails, or is not a scalar."""
-        rows = self.config.batch_size // self.config.num_microbatches
-        taken = "tokens_BS" if self.config.data_documents == "joined" else "{'tokens', 'starts', 'weights'}"
-        self._traced(self.loss, f"have loss({taken}), a scalar of floats", batch_shapes(self.config, rows), ())
-
-    def sampling_problem(self) -> str:
-        """Traces the model's logits. Returns why a sample cannot be drawn from them; empty if it can."""
-        length = self.config.seq_len
-        try:
-            tokens_BT = jax.ShapeDtypeStruct((1, length), jnp.int32)
-            self._traced(self.logits, "have logits(tokens_BT), floats (B, T, V)", tokens_BT, (1, length, ...))
-        except JgraphError as e:
-            return str(e)
-        return ""
-
-    def _traced(self, function: Callable[[TrainState, Tree], Array], must: str, given: Tree, shape: tuple) -> None:
-        """Raises ConfigError where a function of the parameters and tokens fails or gives another shape; `...` is any size."""
-        name = self.config.module
-        with model_errors(name, must):
-            out = jax.eval_shape(function, self.step.state, given)
-            found, dtype = tuple(out.shape), out.dtype  # of one array; of anything else this fails
-        fits = len(found) == len(shape) and all(size in (..., own) for size, own in zip(shape, found, strict=True))
-        if not (fits and jnp.issubdtype(dtype, jnp.floating)):
-            raise ConfigError(f"`module` is {name}: must {must}; it gives {dtype}{list(found)}", field="module")
+    def options(self, platform: str) -> dict[str, OptionValue]:
+        """Returns all options with which the step is compiled on a platform."""
+        return self.step.options(platform, graph=self.config.compile.graph, xla_options=self.config.compile.xla_options)
 
     def compile_init(self) -> Callable[[], TrainState]:
-        """Compiles, in a thread of its own, the program that makes the state before the first step where it belongs.
+        """Starts to compile the program that makes the first state, in a thread.
 
         Returns:
-            A function that waits for it and runs it.
+            A function that waits for the program and runs it.
         """
         lowered = self.step.lower_init(self.model.init)
         # It runs once, and random numbers make much code: 27 s to compile for GPT 1.3B on an H200, 14 s unoptimized.
         options: Any = {"xla_backend_optimization_level": 0} if jax.default_backend() == "gpu" else {}
-        thread = ThreadPoolExecutor(1)
-        compiling = thread.submit(lowered.compile, options)
-        thread.shutdown(wait=False)
+        compiling = in_thread(lambda: lowered.compile(options))
         return lambda: in_turn(compiling.result()())
 
     def init(self) -> TrainState:
         """Returns the state before the first step."""
         return self.compile_init()()
 
-    def load(self, folder: Folder) -> TrainState:
-        """Returns the state before the first step, with the weights of a folder that was checked.
-
-        Each is read where checkpoints are read, sharded as evenly as can be, and goes from there where the strategy has it.
-        A folder has parameters only: the carried state is as the model makes it.
-        """
-        parts = names_of(self.config.module, field="init_from").parts(self.config.model)
-        return self.step.init(load(folder, parts, self.step.canonical.shapes().params), self.new_state())
-
-    def new_state(self) -> Tree:
-        """Returns the model's carried state as the model makes it, where checkpoints have it."""
+    def new_carried(self) -> Tree:
+        """Returns the model's initial carried state, sharded as in a checkpoint."""
         return self.model.new_state(jax.tree.map(lambda leaf: leaf.sharding, self.step.canonical.shapes().carried))
 
-    def weights(self, params: Tree, carried: Tree) -> TrainState:
-        """Returns a state to evaluate, without the optimizer's, from parameters in the model's own tree."""
+    def inference_state(self, params: Tree, carried: Tree) -> TrainState:
+        """Returns a state without optimizer state.
+
+        Args:
+            params: Parameters in the model's own tree.
+            carried: The model's carried state.
+        """
         where, zero = None if self.step.mesh is None else self.step.shardings.params, jnp.zeros((), jnp.int32)
         return TrainState(zero, zero, in_turn(jax.jit(self.step.bound.pack, out_shardings=where)(params)), (), carried)
 
-    def group_names(self) -> list[str]:
-        """Returns the names of the arrays of parameters, in the order of `StepMetrics.grad_square_sums`."""
-        return leaf_names(self.step.state.params)
 
-    def trained_groups(self) -> set[str]:
-        """Returns the names of the arrays that have a parameter which is not frozen."""
-        if not self.config.freeze:
-            return set(self.group_names())
-        some = jax.jit(lambda: [jnp.any(mask) for mask in jax.tree.leaves(self.step.trained())])()
-        return {name for name, is_trained in zip(self.group_names(), some, strict=True) if is_trained}
+def in_thread(function: Callable[[], _T]) -> Future[_T]:
+    """Calls a function in a thread of its own."""
+    thread = ThreadPoolExecutor(1)
+    future = thread.submit(function)
+    thread.shutdown(wait=False)
+    return future
 
-    def batch(self) -> Tree:
-        """Returns the shapes of a batch from `TrainStep.place`: int32 tokens, or a dict as `jgraph.data.apart` returns it."""
-        return self.step.placed_shapes(batch_shapes(self.config, self.config.batch_size))
 
-    def compile_step(self) -> CompiledStep:
-        """Compiles the step. Raises as `TrainStep.compile`."""
-        with named_by_fields(self.config):
-            return self.step.compile(self.batch(), graph=self.config.graph, xla_options=self.config.xla_options)
+def functional_model(config: TrainConfig) -> FunctionalModel:
+    """Returns the configured model as pure functions. Raises ConfigError if it cannot be built."""
+    found = find_model(config.module)
+    call: Callable[..., Any] = found
+    settings: list[Any] = [] if config.model is None else [config.model]
+    if config.dtypes.precision == "fp8" and (to_fp8 := getattr(config.model, "in_fp8", None)):
+        settings = [to_fp8()]
+    is_linen = inspect.isclass(found) and issubclass(found, nn.Module)
+    remat = "nothing" if config.is_pipeline else config.compile.remat  # the stages of a pipeline recompute on their own
 
-    def options(self, platform: str) -> dict[str, OptionValue]:
-        """Returns all options with which the step is compiled on a platform."""
-        return self.step.options(platform, graph=self.config.graph, xla_options=self.config.xla_options)
+    def make() -> Any:
+        made = call(*settings) if is_linen else call(*settings, rngs=nnx.Rngs(config.seed))
+        if remat != "nothing":
+            if is_linen or not hasattr(made, "remat"):
+                message = f"must be nothing for {config.module}, which has no attribute `remat`, except in a pipeline"
+                raise ConfigError(f"`remat` is {remat}: {message}", field="remat")
+            made.remat = remat
+        return made
 
-    @cached_property
-    def pipeline(self) -> Pipeline | None:
-        """The program that plays the schedule, if one is played."""
-        return getattr(self.step.bound, "pipeline", None)
+    with model_errors(config.module, f"be called as Class(config.model{'' if is_linen else ', rngs=nnx.Rngs(seed)'})"):
+        return functional(make, batch_shapes(config.input, 1), key=config.seed)
 
-    def memory(self, compiled: CompiledStep) -> dict[str, Any]:
-        """Returns bytes of a device: `pools` by what they hold; `predicted_peak`, of a pipeline, and `compiled_peak`, or None.
 
-        The pool `temporaries` is what the compiled step takes besides those that are predicted.
-        """
-        state = self.step.state
+def batch_shapes(batch: InputConfig, *lead: int) -> Tree:
+    """Returns the shapes of token rows with the leading dimensions `lead`."""
+    T = batch.seq_len
+    kinds = {"tokens": (T + 1, jnp.int32), "starts": (T, jnp.int32), "weights": (T, jnp.float32)}
+    shapes = {name: jax.ShapeDtypeStruct((*lead, n), dtype) for name, (n, dtype) in kinds.items()}
+    return shapes if batch.data_documents == "separate" else shapes["tokens"]
 
-        def own(tree: Tree) -> int:
-            def shape(leaf: Any) -> tuple[int, ...]:
-                return leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
 
-            return sum(math.prod(shape(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+def fp8_recipe(config: TrainConfig) -> FP8Config | None:
+    """Returns the FP8 recipe, or None in bf16. Raises ConfigError for a GPU without FP8."""
+    if config.dtypes.precision == "bf16":
+        return None
+    name = jax.devices()[0].device_kind
+    device = device_info(name)
+    if jax.default_backend() == "gpu" and not (device and device.has_fp8) and not config.fp8.emulate:
+        raise ConfigError(
+            f"`precision` is fp8: must be bf16 on {name}, which is not known to have FP8; `fp8.emulate` gives the same numbers",
+            field="precision",
+        )
+    return config.fp8
 
-        held = {"parameters": own(state.params), "optimizer": own(state.opt_state)}
-        found = self.step.bound.predict_memory(batch_shapes(self.config, self.config.batch_size))
-        pools = {name.replace("forward_", "residuals to "): size for name, size in found.sizes.items()}
-        predicted = sum((*held.values(), *pools.values())) if found.covers == "whole" else None
-        if (memory := compiled.memory) is not None:
-            pools["temporaries"] = max(0, memory.temporaries - sum(pools.values()))
-        pools = {name: size for name, size in (held | pools).items() if size}
-        return {"pools": pools, "predicted_peak": predicted, "compiled_peak": memory.total if memory else None}
 
-    def describe(self, compiled: CompiledStep) -> list[str]:
-        """Returns lines for the log about a compiled step."""
-        batch = batch_shapes(self.config, self.config.batch_size)
-        return self.step.bound.describe(batch, compiled.gradients, compiled.executables, compiled.memory)
+@contextlib.contextmanager
+def _errors_by_flag(config: TrainConfig) -> Iterator[None]:
+    """Replaces arguments of the step (`loss`, `experts`, `engine`) in errors by the fields that set them."""
+    try:
+        yield
+    except ConfigError as e:
+        if e.field == "loss" and config.dtypes.precision != "bf16":
+            message = str(e).replace("`loss`", "the loss")
+            raise ConfigError(f"`precision` is fp8: must be bf16; {message}", field="precision") from None
+        if field := {"experts": "ep", "engine": "pp_engine"}.get(e.field):
+            raise ConfigError(str(e).replace(f"`{e.field}`", f"`{field}`"), field=field) from None
+        raise
+
+
+def _mesh(parallel: ParallelConfig, *, is_pipeline: bool, is_sharded: bool) -> Mesh | None:
+    """Returns the mesh of the run; None on one device without a pipeline or sharding."""
+    counts = {"dp": parallel.dp, "pp": parallel.pp, "fsdp": parallel.fsdp}
+    ranks, needs_mesh = math.prod(counts.values()), is_pipeline or is_sharded
+    # On one device, no backend is started: the step may be compiled for a GPU that is not present.
+    if ranks == 1 and not needs_mesh and not jax.distributed.is_initialized():
+        return None
+    flags = " ".join(f"`{name}` {count}" for name, count in counts.items() if count > 1)
+    devices = devices_of_ranks(ranks, flags=flags or "a pipeline")
+    if len(devices) == 1 and not needs_mesh:
+        return None
+    # The last axis has the most traffic, so its devices are neighbours.
+    axes = {Axis.DATA.value: parallel.data_ranks // parallel.shards}
+    if is_pipeline:
+        axes[Axis.PIPE.value] = parallel.pp
+    if is_sharded or parallel.shards > 1:
+        axes[Axis.FSDP.value] = parallel.shards
+    return Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
+
+
+def _mean_loss(model: FunctionalModel) -> Callable[..., Array | Loss]:
+    def loss(params: Tree, batch: Tree, key: Array, carried: Tree = None) -> Array | Loss:
+        value, after = model.loss(params, batch, key, carried)
+        return Loss(value, carried=after) if after else value
+
+    return loss
+
+
+def _data_parallel(config: TrainConfig, mesh: Mesh | None, model: FunctionalModel) -> Strategy:
+    """Returns the strategy without a pipeline."""
+    if not config.is_sharded:
+        return Replicated(mesh, model.shapes)
+    assert mesh is not None, "a sharded state has a mesh"
+    return FullySharded(
+        mesh,
+        model.shapes,
+        compute_dtype=_compute_dtype(config.model),
+        reshard_after_forward=config.parallel.reshard_after_forward,
+        **_sharding(config.parallel, model),
+    )
+
+
+def _sharding(parallel: ParallelConfig, model: FunctionalModel) -> dict[str, Any]:
+    """Returns the arguments of a strategy for sharded parameters and experts."""
+    shards = "experts" if parallel.ep > parallel.fsdp else "everything"
+    rules = {"shard_rules": parallel.shard_rules, "annotations": model.annotations}
+    return rules | {"experts": parallel.ep, "shards": shards}
+
+
+def _compute_dtype(settings: Any) -> Any:
+    """Returns the dtype in which the model computes, or None if its settings have none."""
+    dtype = getattr(settings, "compute_dtype", None)
+    return None if dtype is None else jnp.dtype(dtype)
+
+
+def _pipeline_model(config: TrainConfig, model: FunctionalModel, layers: int | None) -> PipelineModel:
+    """Returns the pieces of the model, perhaps with its first layers only. Raises ConfigError if it has no pieces."""
+    make = getattr(find_model(config.module), "pipeline_model", None)
+    pp = config.parallel.pp
+    if make is None:
+        message = f"must be 1 for {config.module}, which has no pipeline_model(config, ranks)"
+        raise ConfigError(f"`pp` is {pp}: {message}", field="pp")
+    pieces = make(config.model, pp)
+    if config.input.data_documents == "separate" and pieces.context is None:
+        message = f"must be joined for {config.module}, whose pipeline_model has no context for its layers"
+        raise ConfigError(f"`data_documents` is separate: {message}", field="data_documents")
+    return pieces if layers is None else _shortened(pieces, layers, len(jax.eval_shape(pieces.split, model.shapes)[1]))
+
+
+def _shortened(model: PipelineModel, layers: int, of: int) -> PipelineModel:
+    """Returns the model with its first layers. Functions of the whole tree get copies of the last of them for the others."""
+
+    def split(tree: Tree) -> tuple[Tree, list[Tree]]:
+        outer, own = model.split(tree)
+        return outer, own[:layers]
+
+    def whole(own: list[Tree]) -> list[Tree]:
+        return [*own, *own[-1:] * (of - layers)]
+
+    return replace(
+        model,
+        split=split,
+        join=lambda outer, own: model.join(outer, whole(own)),
+        split_carried=lambda carried: model.split_carried(carried)[:layers],
+        join_carried=lambda own: model.join_carried(whole(own)),
+    )
+
+
+def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: PipelineModel) -> Pipelined:
+    """Returns the strategy with a placeholder schedule. Raises ConfigError if there are too few layers."""
+    parallel, chunks = config.parallel, config.pipeline.chunks
+    num_layers = len(jax.eval_shape(model.split, found.shapes)[1])
+    if num_layers < parallel.pp * chunks:
+        must = f"must be such that `pp` x `chunks` {chunks} is at most the {num_layers} layers"
+        raise ConfigError(f"`pp` is {parallel.pp}: {must}", field="pp")
+    choices = {"compute_dtype": _compute_dtype(config.model), "remat": config.compile.remat}
+    choices |= _sharding(parallel, found) if parallel.shards > 1 else {}
+    schedule = generate("gpipe", pp=parallel.pp, microbatches=config.input.num_microbatches)
+    return Pipelined(mesh, found.shapes, schedule, **choices)
+
+
+def _scheduled(config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, model: PipelineModel) -> Pipelined:
+    """Returns the strategy with the schedule of the configuration, which `auto` selects by measurement."""
+    # The candidates of `pp_engine` auto come here with an engine of their own.
+    name, engine = config.pipeline.schedule, config.pp_engines[0]
+    if name != "auto":
+        sizes = {"pp": config.parallel.pp, "microbatches": config.input.num_microbatches}
+        return replace(pipelined, schedule=find_schedule(name, chunks=config.pipeline.chunks, **sizes), engine=engine)
+    choice = _predictor(config, pipelined, found, model)(None)
+    return replace(pipelined, schedule=choice.schedule, engine=choice.candidates[0].engine)
+
+
+def predictor(config: TrainConfig) -> Callable[[int | None], Choice]:
+    """Measures the parts of the model.
+
+    Args:
+        config: The configuration of a pipeline.
+
+    Returns:
+        A function from a number of layers (None for all) to the choice of `schedule` auto.
+
+    Raises:
+        ConfigError: As `TrainSetup.of`.
+    """
+    found = functional_model(config)
+    mesh = _mesh(config.parallel, is_pipeline=True, is_sharded=False)
+    assert mesh is not None, "a pipeline has a mesh"
+    model = _pipeline_model(config, found, None)
+    return _predictor(config, _pipelined(config, mesh, found, model), found, model)
+
+
+def _predictor(
+    config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, model: PipelineModel
+) -> Callable[[int | None], Choice]:
+    num_microbatches = config.input.num_microbatches
+    objective = Objective(
+        loss=model,
+        num_microbatches=num_microbatches,
+        carried=found.carried,
+        reductions=found.reductions,
+        fp8=fp8_recipe(config),
+        batch=batch_shapes(config.input, config.input.batch_size),
+    )
+    with _errors_by_flag(config):
+        pipeline, _ = pipelined.pipeline(objective)
+    params = jax.eval_shape(lambda tree: pipeline.stack(*model.split(tree)), found.shapes)
+    args = pipeline, params, batch_shapes(config.input, num_microbatches, config.input.microbatch_size)
+    parts = measure(
+        *args,
+        engines=config.pp_engines,
+        share=lambda seconds: all_gather_scalar(round(seconds * 1e7))[0] / 1e7,  # int32 holds up to 214 s
+    )
+
+    def predict(layers: int | None) -> Choice:
+        limit = None if layers else config.pipeline.memory_limit * 2**30 or None
+        return choose(*args, parts=parts, memory_limit=limit, layers=layers, engines=config.pp_engines)
+
+    return predict

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as a wish to stop, that the loop grants between two steps."""
+"""SIGTERM and SIGINT as requests to stop after the current step."""
 
 import signal
 import threading
@@ -7,12 +7,12 @@ from typing import Any, Self
 
 
 class StopRequest:
-    """Notes SIGTERM and SIGINT while it is entered; the handlers from before come back afterwards.
+    """Records SIGTERM and SIGINT. A context manager that restores the previous handlers.
 
-    Does nothing outside the main thread, the only one to which Python gives signals.
+    Does nothing outside the main thread, because Python delivers signals only there.
 
     Attributes:
-        name: of the first signal, e.g. `SIGTERM`; empty before there is one.
+        name: Name of the first signal, for example `SIGTERM`. Empty before a signal.
     """
 
     def __init__(self):
@@ -30,7 +30,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # Who presses Ctrl-C a second time does not want to wait for the checkpoint.
+        # A second Ctrl-C does not wait for the checkpoint.
         if self.name and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.name = self.name or signal.Signals(number).name

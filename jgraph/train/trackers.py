@@ -1,4 +1,4 @@
-"""Where the entries of metrics.jsonl go too: TensorBoard's event files, a run of Weights & Biases."""
+"""Other destinations of the metrics: TensorBoard event files, Weights & Biases."""
 
 import importlib
 import importlib.util
@@ -13,7 +13,7 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 class Tracker(Protocol):
-    """Takes entries of metrics.jsonl, as they are written there."""
+    """Receives the entries of metrics.jsonl."""
 
     def add(self, entry: dict[str, Any]) -> None: ...
 
@@ -21,7 +21,7 @@ class Tracker(Protocol):
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Raises ConfigError where the package of a tracker is not installed."""
+    """Raises ConfigError if the package of a tracker is not installed."""
     for name in names:
         if importlib.util.find_spec(_PACKAGES[name]) is None:
             wrong = f"needs the package {_PACKAGES[name]}; install it, e.g. by pip install 'jgraph[{name}]'"
@@ -29,19 +29,28 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 def start(names: Sequence[str], run_dir: RunDir, done: int) -> list[Tracker]:
-    """Returns the trackers of a run that goes on after `done` steps. Raises ConfigError where one cannot start."""
+    """Starts the trackers of a run.
+
+    Args:
+        names: The trackers.
+        run_dir: The run directory.
+        done: Number of steps already done. Entries of later steps are replaced where the tracker supports it.
+
+    Raises:
+        ConfigError: If a tracker cannot start.
+    """
     kinds = {"tensorboard": TensorBoard, "wandb": Wandb}
     return [kinds[name](run_dir, done) for name in dict.fromkeys(names)]
 
 
 class TensorBoard:
-    """Event files in `tensorboard/`; what earlier ones have of steps after `done` is not shown any more."""
+    """Writes event files to `tensorboard/`. TensorBoard hides earlier entries of steps after `done`."""
 
     def __init__(self, run_dir: RunDir, done: int):
         from tensorboardX import SummaryWriter
 
         self._directory = run_dir.tensorboard
-        # The file's name has the second in it; two runs within one must not share it.
+        # The file name contains the second; two runs within one second must not share a file.
         with os_errors("run_dir", self._directory):
             self._writer = SummaryWriter(str(self._directory), purge_step=done + 1, filename_suffix=f".{done}")
 
@@ -57,9 +66,9 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases, whose id is kept in `wandb.json`: a run that goes on is the same one there.
+    """Logs to Weights & Biases. Stores the id in `wandb.json`, so that a resumed run continues the same one there.
 
-    What it was given of steps after `done` is given once more: entries cannot be taken back there.
+    Entries of steps after `done` are logged again, because Weights & Biases cannot remove entries.
     """
 
     def __init__(self, run_dir: RunDir, done: int):
@@ -75,7 +84,7 @@ class Wandb:
             )
         except wandb.Error as e:
             raise ConfigError(f"`log` is wandb: it cannot start ({e})", field="log") from e
-        # Not by its own count of steps, which may not go back.
+        # Its own step counter cannot go back.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         replace_json(run_dir.wandb, {"id": self._run.id})

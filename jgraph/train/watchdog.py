@@ -1,7 +1,7 @@
-"""A watch over the devices: who waits for them too long is told of, in one line with what may be stuck.
+"""Ends a run if its devices hang, with one line about the likely cause.
 
-A hung device answers nothing, and a thread that waits for it in the runtime cannot be woken. So a thread of ours counts while
-the run waits, and only then: compiling, reading data and writing files are no waits for a device.
+A thread that waits for a hung device in the runtime cannot be interrupted. Another thread therefore counts the time of every
+wait. Compiling, reading data and writing files do not count.
 """
 
 import contextlib
@@ -17,24 +17,29 @@ from jgraph.xla.hlo import HloModule
 
 T = TypeVar("T")
 
-_TICKS = 20  # of which a limit is made, at least
+_TICKS = 20  # fewest ticks of a time limit
 
 
 class Wait(NamedTuple):
-    """What is waited for: `told` says it when asked, e.g. `step 12`; `program` is the compiled program, if it is known."""
+    """A wait for the devices.
 
-    told: Callable[[], str]
+    Attributes:
+        about: Returns a description such as `step 12`.
+        program: The compiled program, or None if it is unknown.
+    """
+
+    about: Callable[[], str]
     program: Any
 
 
 class Watchdog:
-    """Calls `hung` from a thread of its own where one wait for the devices lasts `seconds`. A context manager.
+    """Calls a function from another thread if one wait for the devices takes too long. A context manager.
 
-    A new wait counts from nothing: as long as programs finish, one after the other, the devices do not hang.
+    Every wait counts from zero: the devices do not hang as long as programs finish.
 
     Args:
-        seconds: the limit; 0 for none.
-        hung: is given the wait, once; nothing that is waited for may be expected to come back.
+        seconds: The time limit; 0 for none.
+        hung: Called once, with the wait. The wait may never end.
     """
 
     def __init__(self, seconds: float, hung: Callable[[Wait], object]):
@@ -51,24 +56,33 @@ class Watchdog:
         self._ended.set()
 
     @contextlib.contextmanager
-    def over(self, told: Callable[[], str], program: Any = None) -> Iterator[None]:
-        """Watches over its block, which hands a program to the devices or waits for one."""
-        self._wait = Wait(told, program)
+    def over(self, about: Callable[[], str], program: Any = None) -> Iterator[None]:
+        """Watches its block, which dispatches a program or waits for one. The arguments are those of `Wait`."""
+        self._wait = Wait(about, program)
         try:
             yield
         finally:
             self._wait = None
 
-    def wait(self, told: Callable[[], str], arrays: T, program: Any = None) -> T:
-        """Waits for arrays one by one, so that each that is there is progress, and returns them."""
+    def wait(self, about: Callable[[], str], arrays: T, program: Any = None) -> T:
+        """Waits for arrays one by one, so that each finished one is progress.
+
+        Args:
+            about: As in `Wait`.
+            arrays: A tree of arrays.
+            program: As in `Wait`.
+
+        Returns:
+            `arrays`.
+        """
         for leaf in jax.tree.leaves(arrays):
-            with self.over(told, program):
+            with self.over(about, program):
                 jax.block_until_ready(leaf)
         return arrays
 
     def _watch(self) -> None:
         tick, seen, ticks = min(1.0, self._seconds / _TICKS), None, 0
-        # Ticks are counted and no clock is read: a process that was stopped, suspended or starved has not waited meanwhile.
+        # Counts ticks instead of reading a clock, because a process that was suspended has not waited meanwhile.
         while not self._ended.wait(tick):
             wait = self._wait
             seen, ticks = wait, ticks + 1 if wait is not None and wait is seen else 0
@@ -78,13 +92,21 @@ class Watchdog:
 
 
 def hang_message(wait: Wait, config: TrainConfig, run_dir: RunDir) -> str:
-    """Says in a line what was not done in time, where it may be stuck, what is saved and what to do next."""
+    """Describes a hang in one line: the unfinished program, its collectives, the last checkpoint, and the next command.
+
+    Args:
+        wait: The wait that took too long.
+        config: The configuration of the run.
+        run_dir: The directory of the run.
+    """
     suspects, captured = "", False
-    with contextlib.suppress(Exception):  # a text that cannot be had
+    with contextlib.suppress(Exception):  # the text of the program may be unavailable
         suspects, captured = _suspects(wait.program)
     who = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
-    parts = [f"{who}{wait.told()}: handed over and not done after {config.hang_seconds:g} s, so the devices hang{suspects}"]
-    again = f"the same command{'' if config.resume else ', without `resume` off,'}"
+    parts = [
+        f"{who}{wait.about()}: handed over and not done after {config.monitor.hang_seconds:g} s, so the devices hang{suspects}"
+    ]
+    again = f"the same command{'' if config.output.resume else ', without `resume` off,'}"
     if (saved := run_dir.last_checkpoint()) is None:
         parts.append(f"there is no whole checkpoint: {again} starts from the beginning")
     else:
@@ -95,7 +117,7 @@ def hang_message(wait: Wait, config: TrainConfig, run_dir: RunDir) -> str:
 
 
 def _suspects(program: Any) -> tuple[str, bool]:
-    """Returns words on a compiled program's collectives, empty where it has none, and whether command buffers hold them."""
+    """Describes the collectives of a compiled program, and returns True if command buffers contain them."""
     found = HloModule(program.as_text()).collectives if program else {}
     if not found:
         return "", False

@@ -32,7 +32,7 @@ def _qwen3(**sizes: Any) -> GPTConfig:
 
 
 def _run(preset: str, model: GPTConfig, *, batch_size: int, seq_len: int, peak: float) -> TrainConfig:
-    return TrainConfig(
+    return TrainConfig.of(
         preset=preset,
         steps=10_000,
         batch_size=batch_size,
@@ -48,7 +48,7 @@ def _run(preset: str, model: GPTConfig, *, batch_size: int, seq_len: int, peak: 
 
 
 def _tiny(preset: str, model: GPTConfig, *, batch_size: int) -> TrainConfig:
-    return TrainConfig(
+    return TrainConfig.of(
         preset=preset,
         # Takes less than two minutes on two CPU cores. In this time many small steps learn more than few large ones.
         steps=900,
@@ -73,7 +73,7 @@ PRESETS: dict[str, TrainConfig] = {
             # On a CPU every expert multiplies every row. Half the batch takes about as long as cpu-tiny.
             batch_size=4,
         ),
-        TrainConfig(
+        TrainConfig.of(
             preset="launch-bound",
             batch_size=2,
             seq_len=128,

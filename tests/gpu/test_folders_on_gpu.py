@@ -22,6 +22,7 @@ import jgraph
 from jgraph import export, sample
 from jgraph.interop.write import write
 from jgraph.train.__main__ import main
+from jgraph.train.presets import preset
 from jgraph.tree import leaf_names
 from jgraph.xla import count_launches
 from jgraph_models.gpt import GPT
@@ -30,7 +31,7 @@ from tests import tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.long]
 
-CONFIG = jgraph.preset("qwen3-0.6b").model
+CONFIG = preset("qwen3-0.6b").model
 _FLAGS = """
     --preset qwen3-0.6b --steps 60 --batch-size 8 --seq-len 1024 --log-every 10 --eval-batches 2 --data python-source
     --sample-tokens 0 --checkpoint-keep 1 --optimizer.warmup-steps 10 --optimizer.learning-rate 3e-4

@@ -1,6 +1,5 @@
 """Pipelines and sharded state on several GPUs: the losses of one, captured as `--graph` says, and steps that do not hang."""
 
-import dataclasses
 import functools
 import math
 
@@ -18,7 +17,7 @@ STEPS = 20
 MODEL = GPTConfig(
     num_layers=4, d_model=128, num_heads=2, num_kv_heads=2, d_ff=256, vocab_size=256, attention="xla", compute_dtype="float32"
 )
-CONFIG = TrainConfig(
+CONFIG = TrainConfig.of(
     steps=STEPS,
     batch_size=16,
     num_microbatches=4,
@@ -37,7 +36,7 @@ def losses(config):
     state, values = setup.init(), []
     rng = np.random.default_rng(0)
     for _ in range(STEPS):
-        tokens_BS = rng.geometric(0.05, (config.batch_size, config.seq_len + 1)).astype(np.int32) % MODEL.vocab_size
+        tokens_BS = rng.geometric(0.05, (config.input.batch_size, config.input.seq_len + 1)).astype(np.int32) % MODEL.vocab_size
         state, metrics = step(state, setup.step.place(tokens_BS))
         values.append(float(metrics.loss))
     return values, step.capture
@@ -62,7 +61,7 @@ def test_several_gpus_train_as_one_does(fields, graph):
     ranks = math.prod(fields.get(axis, 1) for axis in ("dp", "fsdp", "pp"))
     if len(jax.devices()) < ranks:
         pytest.skip(f"needs {ranks} GPUs, {len(jax.devices())} are here")
-    values, report = losses(dataclasses.replace(CONFIG, graph=graph, **fields))
+    values, report = losses(CONFIG.changed(graph=graph, **fields))
     alone, _ = losses(CONFIG)
     np.testing.assert_allclose(values, alone, rtol=1e-5)
     assert values[-1] < values[0]

@@ -16,14 +16,14 @@ pytestmark = pytest.mark.gpu
 def small(**changes):
     """Two layers of the launch-bound preset."""
     config = preset("launch-bound")
-    return replace(config, model=replace(config.model, num_layers=2), **changes)
+    return config.changed(model=replace(config.model, num_layers=2), **changes)
 
 
 def losses(config, steps=8):
     setup = TrainSetup.of(config)
     step = setup.compile_step()
     state = setup.init()
-    shape = (steps, config.batch_size, config.seq_len + 1)
+    shape = (steps, config.input.batch_size, config.input.seq_len + 1)
     batches = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
     values = []
     for tokens_BS in batches:
@@ -34,7 +34,7 @@ def losses(config, steps=8):
 
 def test_the_default_step_with_cudnn_attention_is_one_command_buffer():
     config = small(seq_len=256)
-    assert attention_kernel(config.model, config.seq_len) == "cudnn"
+    assert attention_kernel(config.model, config.input.seq_len) == "cudnn"
     _, report = losses(config, steps=1)
     assert (report.command_buffers, report.captured) == (1, report.total)
     assert report.outside == ()
@@ -51,7 +51,7 @@ def test_capturing_the_step_changes_its_losses_by_rounding_only():
 
 def test_graph_full_runs_a_loop_over_microbatches_to_the_same_losses():
     config = small(batch_size=16, num_microbatches=16)
-    looped, report = losses(replace(config, graph="full"))
+    looped, report = losses(config.changed(graph="full"))
     assert report.command_buffers >= 1
     np.testing.assert_allclose(looped, losses(config)[0], rtol=1e-3)
 

@@ -73,7 +73,7 @@ def test_a_folder_is_evaluated_through_its_tokenizer(tmp_path):
 
 
 def test_a_model_is_evaluated_with_what_it_carries(tmp_path):
-    config = TrainConfig(module="tests.own:Normed", batch_size=4, seq_len=16, eval_batches=1, run_dir=str(tmp_path / "run"))
+    config = TrainConfig.of(module="tests.own:Normed", batch_size=4, seq_len=16, eval_batches=1, run_dir=str(tmp_path / "run"))
     written(tmp_path / "run", config)
     loaded = jgraph.load(tmp_path / "run", module=config.module)
     (batch,) = heldout_batches(

@@ -26,6 +26,8 @@ from jgraph.interop.write import write
 from jgraph.moe import MoEConfig
 from jgraph.train import origin
 from jgraph.train.config import TrainConfig
+from jgraph.train.initial import initial_weights
+from jgraph.train.presets import preset
 from jgraph.train.rundir import RunDir
 from jgraph.train.setup import TrainSetup
 from jgraph.tree import leaf_names
@@ -123,7 +125,7 @@ def test_a_device_reads_only_its_shards(tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, loaded, arrays)
 
 
-PUBLISHED = {name: jgraph.preset(name).model for name in ("llama3-1b", "llama3-8b", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b")}
+PUBLISHED = {name: preset(name).model for name in ("llama3-1b", "llama3-8b", "qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b")}
 
 
 @pytest.mark.parametrize(
@@ -484,14 +486,16 @@ def test_a_flag_that_contradicts_the_folder_is_refused_in_one_line(flags, told, 
 def test_a_folder_does_not_determine_how_a_router_is_trained(tmp_path):
     make(tmp_path / "f", MIXTRAL)
     model = dataclasses.replace(MIXTRAL, moe=dataclasses.replace(MIXTRAL.moe, balance_loss=0.5, z_loss=0.1))
-    config = TrainConfig(init_from=str(tmp_path / "f"), model=model)
-    assert origin.opened(config, RunDir(tmp_path / "run")) is not None
+    config = TrainConfig.of(init_from=str(tmp_path / "f"), model=model)
+    assert initial_weights(config, RunDir(tmp_path / "run")) is not None
 
 
 def test_a_mixture_begins_with_the_weights_of_a_folder_and_initial_state(tmp_path):
     folder, arrays = make(tmp_path / "f", MIXTRAL)
-    setup = TrainSetup.of(TrainConfig(model=MIXTRAL, fsdp=2, batch_size=2, seq_len=16))
-    state = setup.load(folder)
+    config = TrainConfig.of(model=MIXTRAL, fsdp=2, batch_size=2, seq_len=16, init_from=str(folder.path))
+    setup, weights = TrainSetup.of(config), initial_weights(config, RunDir(tmp_path / "run"))
+    assert weights
+    state = weights.load(setup)
     params, began = setup.step.canonical.of(state).params, setup.model.init()[1]
     assert leaf_names(state.carried) == leaf_names(began)
     jax.tree.map(np.testing.assert_array_equal, state.carried, began)
@@ -584,16 +588,16 @@ def test_a_damaged_checkpoint_is_not_exported(run, tmp_path, capsys):
 
 def test_data_with_another_tokenizer_is_reported(tmp_path):
     make(tmp_path / "f")
-    of_bytes = TrainConfig(init_from=str(tmp_path / "f"), model=LLAMA)
-    assert "is read as bytes" in origin.doubt(of_bytes)
+    of_bytes = TrainConfig.of(init_from=str(tmp_path / "f"), model=LLAMA)
+    assert "is read as bytes" in origin.tokenizer_warning(of_bytes)
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens" / "train-0.bin").touch()
-    of_tokens = dataclasses.replace(of_bytes, data=str(tmp_path / "tokens"))
+    of_tokens = of_bytes.changed(data=str(tmp_path / "tokens"))
     for place in ("f", "tokens"):
         (tmp_path / place / "tokenizer.json").write_text("{}")
-    assert origin.doubt(of_tokens) == ""
+    assert origin.tokenizer_warning(of_tokens) == ""
     (tmp_path / "f" / "tokenizer.json").write_text("{ }")
-    assert "another tokenizer.json" in origin.doubt(of_tokens)
+    assert "another tokenizer.json" in origin.tokenizer_warning(of_tokens)
 
 
 @pytest.mark.long

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jgraph
 from jgraph.errors import ConfigError
+from jgraph.train import presets
 from jgraph_models.gpt import GPT, GPTConfig, attention_kernel
 
 CONFIG = GPTConfig(
@@ -205,7 +205,7 @@ def test_remat_keeps_less_and_has_the_same_gradients(scan_layers):
     ],
 )
 def test_a_preset_has_the_published_number_of_parameters(preset, published):
-    config = jgraph.preset(preset).model
+    config = presets.preset(preset).model
 
     def count(num_layers: int) -> int:
         sized = dataclasses.replace(config, num_layers=num_layers)

@@ -68,7 +68,7 @@ SPREAD = {
 
 @cache
 def compiled(layout):
-    config = TrainConfig(
+    config = TrainConfig.of(
         steps=3,
         batch_size=ROWS,
         num_microbatches=MICROBATCHES,

@@ -96,7 +96,7 @@ def our_training(case: str, dtype: str, layout: str) -> Arrays:
     """Loss and gradient norm of each step and every weight after the last, by the step that a run with --fsdp 2 does."""
     model = dataclasses.replace(CASES[case], compute_dtype=dtype)
     setup = TrainSetup.of(
-        TrainConfig(
+        TrainConfig.of(
             model=model,
             optimizer=OPTIMIZER,
             steps=STEPS,
@@ -107,7 +107,7 @@ def our_training(case: str, dtype: str, layout: str) -> Arrays:
             **LAYOUTS[layout],
         )
     )
-    assert setup.num_devices == RANKS
+    assert setup.step.num_devices == RANKS
     state = setup.step.init(weights.tree(model, weights.draw(model)))
     metrics, state = played(setup.step, state, STEPS)
     return metrics | weights.named(setup.step.bound.unpack(state.params))

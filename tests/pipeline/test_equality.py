@@ -1,4 +1,4 @@
-"""Whatever the schedule, loss and gradients are those of the model on one device, up to float32 rounding.
+"""Loss and gradients of every schedule equal those of the model on one device, up to float32 rounding.
 
 The bound is 1e-6 of the largest gradient; found were at most 2e-7. Sums over microbatches are in another order than the
 reference's, which is in float64.

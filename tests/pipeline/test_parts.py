@@ -1,4 +1,4 @@
-"""Models in parts: which layer is where, embedding and head that ranks share, and what does not go together."""
+"""Pipeline models: assignment of layers, shared embedding and head, and errors."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ def test_first_stages_take_the_layers_that_are_over_and_the_others_are_padded():
     layout = StageAssignment(vee(2), 6)
     assert layout.placement == ((0, 3), (1, 2))
     assert layout.layers_per_stage == 2
-    assert layout.layers().tolist() == [[[0, 1], [5, 5]], [[2, 3], [4, 4]]]  # padding says the first of its stage
+    assert layout.layers().tolist() == [[[0, 1], [5, 5]], [[2, 3], [4, 4]]]  # padding has the first layer of its stage
     assert layout.active().tolist() == [[[True, True], [True, False]], [[True, True], [True, False]]]
     stacked = layout.stack([np.full(1, i + 1.0) for i in range(6)])
     values = [[leaf.ravel().tolist() for leaf in chunk] for chunk in stacked]
@@ -45,11 +45,11 @@ def test_auto_takes_the_aligned_runtime_where_it_can(name, runtime):
     assert model.pipeline(schedule, 4).runtime == runtime
 
 
-# Ends that all ranks share, written with nothing but collectives: each rank has V / P rows of the table.
+# --- Embedding and head that the ranks share by collectives: each rank has V / P rows of the table. ---
 
 
 def own_rows(table, ids):
-    """Of these ids, the rows that this rank has; and whether it has them."""
+    """Returns the local rows of ids, and a mask of the ids on this rank."""
     rows = len(table)
     local = ids - lax.axis_index("pipe") * rows
     return jnp.clip(local, 0, rows - 1), (local >= 0) & (local < rows)
@@ -107,7 +107,7 @@ def test_shared_ends_go_with_data_ranks():
     model.assert_same(model.piped(pipe, dropout=5), model.expected(2, 4, 2, 5))
 
 
-# What does not go together
+# --- Errors ---
 
 
 def test_fewer_layers_than_stages_are_refused():

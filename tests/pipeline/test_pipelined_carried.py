@@ -1,4 +1,4 @@
-"""Carried state in a pipeline is what one device carries that takes the same microbatches, one after another."""
+"""Carried state in a pipeline equals the carried state of one device with the same microbatches."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from jgraph.strategies import Loss, Replicated
 from tests.pipeline.test_pipelined_step import LAYERS, MICROBATCHES, WIDTH, embed, head, new_params, shapes
 from tests.pipeline.test_pipelined_step import MODEL as PLAIN
 
-# One array for all layers, which the model's functions take apart. `counts` begins with what no maximum of zeros could be.
+# One array for all layers, which `split_carried` splits. `counts` starts from a value that no maximum of zeros has.
 CARRIED = {
     "largest": jnp.full(LAYERS, -9.0),
     "counts": jnp.full((LAYERS, 2), -5, jnp.int32),
@@ -29,7 +29,7 @@ REDUCTIONS = {"largest": "max", "counts": "max", "sum": "sum", "mean": "mean", "
 
 
 def layer(params, x, carried):
-    """Reads its state, so that every microbatch must see the one that the step began with, and so must its gradient."""
+    """Reads its state, so forward and gradient of every microbatch must see the state as the step begins."""
     y = x + jnp.tanh((x / jnp.mean(carried["mean"])) @ params["kernel"])  # has no derivative at the zeros of padding
     largest = -jnp.max(jnp.abs(x))  # so that a maximum which began at zero would show
     after = {

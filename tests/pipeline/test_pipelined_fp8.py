@@ -15,6 +15,7 @@ import jgraph
 from jgraph import FP8Config
 from jgraph.errors import ConfigError
 from jgraph.pipeline import Pipelined, PipelineModel, autotune
+from jgraph.pipeline.memory import bytes_per_rank, slot_bytes
 from jgraph.schedule import generate
 from jgraph.step import train_step
 from jgraph.strategies import Loss, Replicated
@@ -45,7 +46,7 @@ def embed(outer, batch):
 
 
 def embed16(outer, batch):
-    """The same by a product with sizes for FP8, in which it must not be."""
+    """Computes the same by a matmul of sizes that FP8 allows. It must not be in FP8."""
     x, w = batch["x"], outer["embed"]
     return jnp.concatenate([x, jnp.zeros_like(x)], 1) @ jnp.concatenate([w, jnp.zeros_like(w)])
 
@@ -176,7 +177,7 @@ def test_a_pipeline_in_fp8_takes_the_steps_of_one_device_in_fp8(schedule, axes, 
     found = trained(piped(schedule, tuple(axes), config, rows=rows, **choices), kind, rows)
     if config.recipe == "delayed" and ranks > 1:
         assert_same(found, expected(config, kind, 1, rows), carried_rtol=1e-6)
-    else:  # with as many rows in a microbatch of a device, whose own amax current scaling takes
+    else:  # with the same number of rows per microbatch and device, because current scaling uses their amax
         assert_same(found, expected(config, kind, ranks * M, rows))
 
 
@@ -184,12 +185,12 @@ def test_products_that_widen_by_four_are_made_again_if_asked_for():
     def kept(remat):
         step = piped(remat=remat)
         batch_M = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((M, B, *leaf.shape[1:]), leaf.dtype), batch_of(M * B))
-        slots = step.bound.pipeline.slot_bytes(step.bound.shapes, batch_M, layers=1)
+        slots = slot_bytes(step.bound.pipeline, step.bound.shapes, batch_M, layers=1)
         return slots["forward_dgrad"] + slots["forward_wgrad"], slots["stash"]
 
     (before, stash), (after, more) = kept("nothing"), kept("wide")
-    assert before - after == 4 * B * F - 3 * B * D  # dgrad reads x, which waits as it is, not in FP8
-    assert more - stash == B * F  # dgrad makes what wgrad reads
+    assert before - after == 4 * B * F - 3 * B * D  # dgrad reads x, which is not stored in FP8
+    assert more - stash == B * F  # dgrad computes the input of wgrad
 
 
 @pytest.mark.long
@@ -323,7 +324,7 @@ def linear(config, microbatches=8):
 @pytest.mark.parametrize("config", [CURRENT, DELAYED], ids=["current", "delayed"])
 def test_of_linear_layers_a_byte_an_element_waits_and_is_predicted(config):
     (plain, batch_M, _), (step, _, _) = linear(None), linear(config)
-    wide, narrow = (one.bound.pipeline.slot_bytes(one.bound.shapes, batch_M) for one in (plain, step))
+    wide, narrow = (slot_bytes(one.bound.pipeline, one.bound.shapes, batch_M) for one in (plain, step))
     waiting = {
         name: sum(slots[pool] for pool in ("forward_dgrad", "forward_wgrad", "stash"))
         for name, slots in (("wide", wide), ("narrow", narrow))
@@ -331,7 +332,7 @@ def test_of_linear_layers_a_byte_an_element_waits_and_is_predicted(config):
     assert waiting["wide"] == 2 * 2 * B * (D + F)
     assert 0 < waiting["narrow"] - 2 * B * (D + F) <= 6 * 4  # float32 scales and amax
     matrices = 2 * D * F
-    whole = step.bound.pipeline.bytes_per_rank(step.bound.shapes, batch_M)
+    whole = bytes_per_rank(step.bound.pipeline, step.bound.shapes, batch_M)
     assert whole["cast"] == 2 * matrices  # rows and columns
 
 
@@ -341,7 +342,7 @@ def test_microbatches_that_wait_take_the_bytes_predicted():
     found = []
     for microbatches in (4, 36):
         step, batch_M, batch = linear(DELAYED, microbatches)
-        predicted = sum(step.bound.pipeline.bytes_per_rank(step.bound.shapes, batch_M).values())
+        predicted = sum(bytes_per_rank(step.bound.pipeline, step.bound.shapes, batch_M).values())
         found.append((predicted, step.compile(batch).memory.temporaries))
     (few, compiled_few), (many, compiled_many) = found
     assert compiled_many - compiled_few == pytest.approx(many - few, rel=0.02)

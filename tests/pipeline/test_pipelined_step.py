@@ -1,4 +1,4 @@
-"""A pipeline in a user's own loop gives what a plain loop gives, with a model in three functions."""
+"""A pipeline in a user's own loop equals a plain loop, for a model of three functions."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What the compiled program of an aligned schedule is made of: branches, products, pools."""
+"""The compiled program of an aligned schedule: its branches, matmuls and pools."""
 
 import re
 from functools import cache
@@ -14,7 +14,7 @@ from jgraph.schedule import generate, phases, tabulate
 from jgraph.schedule.action import WGRAD
 from tests.pipeline import model
 
-P, M = 4, 12  # so many that rounds of all three kinds repeat
+P, M = 4, 12  # enough microbatches to repeat rounds of all three kinds
 SCHEDULE = generate("aligned", pp=P, microbatches=M)
 COLUMNS = tabulate(SCHEDULE.newest_first(), writing="makers")
 
@@ -34,7 +34,7 @@ class Hlo:
             self.bodies[name] = list(lines)
 
     def count(self, operation: str, name: str = "ENTRY") -> int:
-        """How often the operation is written in a computation and in those that it calls, each call for itself."""
+        """Counts an operation in a computation and in its callees, once per call."""
         total = 0
         for line in self.bodies[name]:
             total += f" {operation}(" in line
@@ -62,7 +62,7 @@ def program() -> Hlo:
 
 
 def steady_body() -> str:
-    """Of the loop over rounds in which all ranks do a forward, a dgrad and a wgrad."""
+    """Returns the loop over rounds with a forward, a dgrad and a wgrad on all ranks."""
     (full,) = [p for p in phases(COLUMNS.table) if p.kinds == (("forward",), ("dgrad",), ("wgrad",))]
     (body,) = [body for rounds, body in program().loops() if rounds == full.rounds]
     assert full.rounds > 3

@@ -1,4 +1,4 @@
-"""Heads and layers without a derivative at zero: what idle ranks and padding compute reaches no gradient."""
+"""Heads and layers without a derivative at zero: results of idle ranks and of padding reach no gradient."""
 
 from functools import cache
 from typing import Any, cast

@@ -1,6 +1,6 @@
-"""ScheduleTables are played here with names in place of arrays: every rank runs every write of every tick, as the program does.
+"""Plays schedule tables with names in place of arrays: every rank runs every write of every tick, like the program.
 
-A name is (pool, stage, microbatch). What a rank makes for nobody is None, and may overwrite only what nobody waits for.
+A name is (pool, stage, microbatch). An unused result is None, and may overwrite only free slots.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ from tests.schedule.strategies import delayed_ticks, schedules
 
 Name = tuple[str, int, int] | None
 
-# What each kind of action finds in the pools, besides what was sent to it, and which of that it is the last to use.
+# (pools that each kind of action reads, pools with entries that it frees)
 FINDS = {
     FORWARD: ((), ()),
     DGRAD: (("forward_dgrad", "forward_wgrad"), ("forward_dgrad",)),
@@ -28,7 +28,7 @@ FINDS = {
     IDLE: ((), ()),
 }
 MAKES = {FORWARD: ("forward_dgrad", "forward_wgrad"), DGRAD: ("stash",), WGRAD: (), BACKWARD: (), IDLE: ()}
-# And for which pools it may make something, on this rank or another.
+# Pools that an action may write to, on this rank or another one.
 SENDS = {FORWARD: ("activation", "loss"), DGRAD: ("gradient",), WGRAD: (), BACKWARD: ("gradient",), IDLE: ()}
 
 
@@ -76,11 +76,11 @@ def play(schedule: Schedule, cs: ScheduleTables, writing: Writing) -> None:
             for pool, column in cs.writes.items():
                 made = pool in MAKES[kind] or (pool == "loss" and kind == FORWARD and s == last)
                 in_hand = pool == "stash" and handed[t]
-                # Residuals and stash of an action that not all ranks do are written by those that do it.
+                # If only some ranks do an action, only these write its residuals and stash.
                 alone = pool in POOLS[:3] and (writing == "all" or (table.kind[t] == WGRAD).any())
                 if not in_hand and (made or not alone):
                     writes.append((pool, r, int(column[t, r]), (pool, s, m) if made else None))
-        # The program reads before it writes, and takes what comes after it wrote.
+        # The program reads, then writes, then receives.
         for (source, pool), column in cs.arrivals.items():
             came = dict(enumerate(sent)) if source == "same" else {to: sent[r] for r, to in cs.hops[source]}
             writes += [(pool, r, int(column[t, r]), came.get(r)) for r in range(len(schedule))]
@@ -113,7 +113,7 @@ def check(schedule: Schedule, writing: Writing) -> None:
         assert len(set(senders)) == len(senders)
         assert len(set(receivers)) == len(receivers)
     for pool, counts in assign(schedule).counts.items():
-        # At most one more, for what is made for nobody while all are taken. Less, where stashes go from hand to hand.
+        # At most one more, for an unused result while all slots are in use. Fewer if stashes are passed directly.
         least = 0 if (pool, writing) == ("stash", "makers") else counts.max()
         most = counts.max() + (pool in POOLS[3:] or writing == "makers")
         assert least <= cs.slots[pool] <= most
@@ -129,7 +129,7 @@ def test_what_is_read_is_there_and_what_is_idle_overwrites_nothing(name, P, C):
         try:
             schedule = generate(name, pp=P, microbatches=M, chunks=C)
         except OrderError as error:
-            # What there is not is not played: too few microbatches, other numbers of chunks.
+            # Some schedules do not exist: too few microbatches, other numbers of chunks.
             assert "needs at least" in str(error) or own != C  # noqa: PT017
             continue
         check(schedule, "all")

@@ -16,7 +16,7 @@ RUN = ("--data", "synthetic", "--batch-size", "8", "--checkpoint-every", "3", "-
 
 def test_a_recipe_without_its_precision_is_refused():
     with pytest.raises(ConfigError) as error:
-        TrainConfig(fp8=FP8Config(margin=1))
+        TrainConfig.of(fp8=FP8Config(margin=1))
     assert error.value.field == "fp8.margin"
 
 
@@ -35,13 +35,13 @@ def test_a_model_without_a_product_for_fp8_is_refused_in_one_line_with_its_flag(
 
 
 def test_a_gpu_without_fp8_needs_to_be_told_to_emulate(monkeypatch):
-    from jgraph.train import strategy
+    from jgraph.train import setup
 
-    monkeypatch.setattr(strategy.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(setup.jax, "default_backend", lambda: "gpu")
     with pytest.raises(ConfigError) as error:
-        strategy.recipe_of(TrainConfig(precision="fp8"))
+        setup.fp8_recipe(TrainConfig.of(precision="fp8"))
     assert error.value.field == "precision"
-    assert strategy.recipe_of(TrainConfig(precision="fp8", fp8=FP8Config(emulate=True))) is not None
+    assert setup.fp8_recipe(TrainConfig.of(precision="fp8", fp8=FP8Config(emulate=True))) is not None
 
 
 @pytest.mark.once
@@ -71,8 +71,8 @@ def test_a_schedule_is_measured_with_layers_in_fp8(monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_either_engine_of_a_pipeline_takes_a_recipe(recipe):
-    config = TrainConfig(precision="fp8", fp8=FP8Config(recipe=recipe), pp=2, num_microbatches=4, pp_engine="dispatch")
-    assert config.pp_engine == "dispatch"
+    config = TrainConfig.of(precision="fp8", fp8=FP8Config(recipe=recipe), pp=2, num_microbatches=4, pp_engine="dispatch")
+    assert config.pipeline.pp_engine == "dispatch"
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--fp8.keep", "blocks/0/*"), ("--fp8.blocks", "inner")])

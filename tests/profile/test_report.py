@@ -243,14 +243,14 @@ def test_a_profiled_run_trains_as_any_other(tmp_path):
 @pytest.mark.parametrize("window", ["3", "3:", "5:3", "a:b", "-1:2", "8:10"])
 def test_a_window_that_cannot_be_profiled_is_refused(window, tmp_path):
     with pytest.raises(ConfigError) as error:
-        TrainConfig(steps=12, run_dir=str(tmp_path), profile=window)
+        TrainConfig.of(steps=12, run_dir=str(tmp_path), profile=window)
     assert error.value.field == "profile"
 
 
 def test_a_run_that_is_too_short_for_its_window_is_told_the_steps_it_needs(tmp_path):
     with pytest.raises(ConfigError, match="at least 14 steps"):
-        TrainConfig(steps=13, run_dir=str(tmp_path), profile="8:10")
-    TrainConfig(steps=14, run_dir=str(tmp_path), profile="8:10")
+        TrainConfig.of(steps=13, run_dir=str(tmp_path), profile="8:10")
+    TrainConfig.of(steps=14, run_dir=str(tmp_path), profile="8:10")
 
 
 def test_a_window_that_is_past_is_told(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""A step that halts changes nothing, nor do those after it, and a replay from there gives what a run gives that never halts."""
+"""A step that halts and later steps change nothing. A replay from there equals a run without a halt."""
 
 from dataclasses import replace
 from functools import partial
@@ -29,17 +29,17 @@ REDUCTIONS = {"overflow": "halt", "seen": "sum"}
 
 
 def counted(carried, needed, room):
-    """The carried state after a microbatch that needs so many places of `room`: as a layer does, it forgets the old flag."""
+    """Returns the carried state after a microbatch with `needed` of `room` places. Drops the old flag, like a layer."""
     return {"overflow": jnp.where(needed > room, needed, 0), "seen": carried["seen"] + jnp.sum(needed)}
 
 
 def loss(params, batch, key, carried, *, room):
-    noise = 1 + 0.1 * jax.random.normal(key)  # so that the replay must draw what the step would have drawn
+    noise = 1 + 0.1 * jax.random.normal(key)  # so that the replay must use the random numbers of the step
     return Loss(noise * jnp.sum(errors(params, batch)), len(batch["x"]), {}, counted(carried, jnp.sum(batch["needs"]), room))
 
 
 def batches():
-    """Of which one, the last row of the PLANTED-th, needs more than ROOM: on one device, in one microbatch."""
+    """Makes batches. The last row of batch PLANTED needs more than ROOM, on one device and in one microbatch."""
     found = []
     for number in range(1, STEPS + 1):
         rng, needs = np.random.default_rng(number), np.zeros(ROWS, np.int32)
@@ -73,12 +73,12 @@ def canonical(step, state):
 
 
 def check_replay(small: TrainStep, large: TrainStep, rows: list, params, carried):
-    """Checks that a run with `small` halts at PLANTED, and that `large` then goes on as if it had been there from the start."""
+    """Checks that a run with `small` halts at PLANTED, and that `large` then continues like a run of its own."""
     expected, curve = run(large, large.init(params, carried), rows)
     assert [int(metrics.halted) for metrics in curve] == [0] * STEPS
     good, _ = run(small, small.init(params, carried), rows[: PLANTED - 1])
     good = canonical(small, good)
-    # Handed over as a host does that looks late: the steps after the one that halts need no room.
+    # Like a host that reads the metrics late: the steps after the halted step need no room.
     state, begun = run(small, small.init(params, carried), rows)
     assert [int(metrics.halted) for metrics in begun] == [0] * (PLANTED - 1) + [NEEDED] * (STEPS - PLANTED + 1)
     assert (int(state.step), int(state.skipped)) == (PLANTED - 1, 0)

@@ -36,7 +36,7 @@ def batch():
 
 
 def step_of(transform=None, *, loss=squared_error, params=None, **settings):
-    """A step of plain gradient descent, unless told otherwise."""
+    """Makes a step, by default of plain gradient descent."""
     shapes = new_params() if params is None else params
     return train_step(
         lambda params, batch_BS, key: loss(params, batch_BS), transform or optax.sgd(1.0), Replicated(None, shapes), **settings
@@ -44,7 +44,7 @@ def step_of(transform=None, *, loss=squared_error, params=None, **settings):
 
 
 def run(batch, *, state=None, **settings):
-    """One step from `state`, or from new parameters. Donates no state that a test goes on with."""
+    """Runs one step from `state`, or from new parameters. Does not donate `state`."""
     step = step_of(**settings)
     return step.compile(batch)(jax.tree.map(jnp.copy, state) if state else step.init(new_params()), batch)
 
@@ -136,7 +136,7 @@ def test_a_gradient_of_zero_is_not_divided_by_its_norm(batch):
     assert_identical(state.params, new_params())
 
 
-# --- What is frozen ---
+# --- Frozen parameters ---
 
 
 def test_a_frozen_gradient_is_neither_in_the_norm_nor_in_its_parts(batch):
@@ -160,11 +160,11 @@ def test_moments_of_a_frozen_parameter_stay_zero_and_those_of_others_do_not(batc
         assert (moments["w"] != 0).all()
 
 
-# --- What is not finite ---
+# --- Values that are not finite ---
 
 
 def nan_loss(params, batch_BS):
-    # NaN where the batch says so, with a gradient that is finite.
+    # NaN if the batch requests it, with a finite gradient.
     return squared_error(params, batch_BS) + jax.lax.stop_gradient(jnp.where(batch_BS[0, 0] == 77, jnp.nan, 0.0))
 
 
@@ -185,7 +185,7 @@ def bad_batch(batch):
 @pytest.mark.parametrize("loss", [nan_loss, infinite_slope])
 def test_a_step_that_is_not_finite_leaves_parameters_and_optimizer_as_they_were(bad_batch, loss, num_microbatches):
     transform = adamw()
-    # As it is in the middle of a run: moments that are not zero.
+    # As in the middle of a run, with nonzero moments.
     state = step_of(transform).init(new_params())
     moments = jax.tree.map(lambda leaf: leaf + jnp.asarray(3, leaf.dtype), state.opt_state)
     state = type(state)(step=state.step + 5, skipped=state.skipped + 2, params=state.params, opt_state=moments)

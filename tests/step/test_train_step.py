@@ -1,4 +1,4 @@
-"""A step for a user's own loop: what every strategy gives is what a plain loop of jax and optax gives."""
+"""A step for a user's own loop: every strategy equals a plain loop of jax and optax."""
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def trained(step, batch, *, steps=STEPS, carried=None):
 
 
 def plain(transform, loss, batch, *, steps=STEPS):
-    """What the same loss and optimizer give in a loop without this library."""
+    """Returns the results of the same loss and optimizer in a loop without this library."""
     params, transform = new_params(), optax.with_extra_args_support(transform)
     state = transform.init(params)
     for _ in range(steps):
@@ -228,7 +228,7 @@ def test_the_same_seed_gives_the_same_steps(batch):
     assert losses[0] == losses[1] != losses[2]
 
 
-# --- What is proven, and what is refused ---
+# --- Checks and errors ---
 
 
 def test_a_transform_that_changes_a_dtype_is_found_when_the_step_is_compiled(batch):

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jgraph.mesh import checked
 from jgraph.packing import Packing
 from jgraph.strategies.accumulate import accumulate
-from jgraph.strategies.base import GradientProgram, InProgram, Options, Pools
+from jgraph.strategies.base import GradientProgram, Options, Pools
 from jgraph.strategies.batches import BatchLayout
 from jgraph.strategies.objective import Carry, Objective, Sums, finished, summed
 from jgraph.tree import leaf_names
@@ -82,7 +82,7 @@ class BoundPartitioned:
         return sums, jax.tree.map(lambda g: g / sums.weight, grads)
 
     def compile_gradients(self, params: Tree, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
-        return InProgram(self, batch)
+        return GradientProgram(self, batch)
 
     def predict_memory(self, batch: Tree) -> Pools:
         return Pools({}, "some")

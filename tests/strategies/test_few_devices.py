@@ -6,7 +6,7 @@ from tests import tiny
 
 pytestmark = pytest.mark.long
 
-# Few lines, so that nothing but the loop itself waits for a step.
+# Few log lines, so that only the loop itself waits for a step.
 FLAGS = (
     *("--data", "synthetic", "--model.num-layers", "2", "--model.vocab-size", "257"),
     *("--batch-size", "16", "--num-microbatches", "4", "--steps", "12", "--log-every", "100"),
@@ -18,7 +18,7 @@ FLAGS = (
     ("num_devices", "flags"),
     [
         pytest.param(2, "--fsdp 2 --profile 6:8", marks=pytest.mark.once),
-        # Not on jax 0.12, whose partitioner warns on stderr of the text that is drawn at the end: to be mended.
+        # Fails on jax 0.12: its partitioner warns on stderr about the generated text at the end. To be fixed.
         pytest.param(4, "--pp 2 --fsdp 2 --schedule zb-v --model.num-layers 4", marks=pytest.mark.once),
     ],
 )

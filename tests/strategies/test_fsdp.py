@@ -1,4 +1,4 @@
-"""Sharded state: the numbers of one device, the bytes of a share, dtype rules, no update lost, what is refused."""
+"""Sharded state: equality with one device, bytes per device, dtypes, updates and errors."""
 
 import dataclasses
 import functools
@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.errors import ConfigError
+from jgraph.pipeline.memory import bytes_per_rank
 from jgraph.pipeline.strategy import BoundPipeline
 from jgraph.precision.config import FP8Config
 from jgraph.step import train_step
@@ -39,7 +40,7 @@ NORMS = "blocks/*_norm/scale"
 
 
 class Named(GPT):
-    """A GPT that says along which axis one of its matrices is cut."""
+    """A GPT with a partition name for one of its matrices."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
@@ -59,7 +60,7 @@ class Unused(GPT):
 def config(**fields: Any) -> TrainConfig:
     # Large steps bring a model to where rounding is amplified, on one device as on many.
     made = config_of(**{"num_layers": LAYERS, "steps": STEPS, "num_microbatches": 2, "seed": 2} | fields)
-    return dataclasses.replace(made, optimizer=dataclasses.replace(made.optimizer, clip_norm=0.1, learning_rate=3e-3))
+    return made.changed(optimizer=dataclasses.replace(made.optimizer, clip_norm=0.1, learning_rate=3e-3))
 
 
 @functools.cache
@@ -160,7 +161,7 @@ def test_a_pipeline_predicts_the_same_pools_and_what_it_gathers():
     for rows, fields in ((2, {}), (4, {"fsdp": 2})):
         form = TrainSetup.of(config(pp=2, **fields)).step.bound
         tokens_MBS = jax.ShapeDtypeStruct((2, rows, 17), jnp.int32)
-        predicted.append(form.pipeline.bytes_per_rank(form.shapes, tokens_MBS))
+        predicted.append(bytes_per_rank(form.pipeline, form.shapes, tokens_MBS))
     assert predicted[0].pop("gathered") == 0
     assert predicted[1].pop("gathered") > 0
     assert predicted[0] == predicted[1]
@@ -220,7 +221,7 @@ def test_rules_in_a_pipeline_count_a_models_axes_as_the_model_does(scan_layers):
     made = config(fsdp=2, pp=2, num_layers=3)
     model = dataclasses.replace(made.model, scan_layers=scan_layers)
     rule = "blocks/mlp/up/kernel=2" if scan_layers else "blocks/[01]/mlp/up/kernel=1"
-    form = TrainSetup.of(dataclasses.replace(made, model=model, shard_rules=(rule,))).step.bound
+    form = TrainSetup.of(made.changed(model=model, shard_rules=(rule,))).step.bound
     assert isinstance(form, BoundPipeline)
     specs = form.pipeline.specs(form.shapes)["layers"][0]
     assert [place["mlp"]["up"]["kernel"] for place in specs] == [PartitionSpec("pipe", None, "fsdp")] * 2
@@ -253,7 +254,7 @@ def test_a_rule_that_a_pipeline_cannot_follow_is_refused_in_one_line(fields):
 def test_an_axis_that_counts_layers_is_refused_in_a_pipeline():
     made = config(fsdp=2, pp=2, shard_rules=("blocks/mlp/up/kernel=0",))
     with pytest.raises(ConfigError, match="the ranks share the layers") as error:
-        TrainSetup.of(dataclasses.replace(made, model=dataclasses.replace(made.model, scan_layers=True)))
+        TrainSetup.of(made.changed(model=dataclasses.replace(made.model, scan_layers=True)))
     assert error.value.field == "shard_rules"
 
 
@@ -289,7 +290,7 @@ def test_the_optimizer_reads_the_accumulator_or_a_cast_of_it_or_nothing_runs(par
             config(fsdp=2, **fields)
         return
     made = config(fsdp=2, **fields)
-    assert made.read_dtype == reads
+    assert made.dtypes.read_dtype == reads
     setup = TrainSetup.of(made)
     state, tokens_BS = (setup.step.state, setup.batch())
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(params)}
@@ -351,11 +352,11 @@ def test_replicas_sum_their_gradients_in_float32(num_microbatches):
 
 
 @pytest.mark.parametrize(("dtype", "total"), [(FLOAT, 257), (LOW, 256)])
-@pytest.mark.parametrize(("reshard_after_forward", "sums"), [(False, "scheduled"), (True, "in turn")])
-def test_parts_of_gradients_are_sums_over_devices_in_their_own_dtype(dtype, total, reshard_after_forward, sums):
+@pytest.mark.parametrize(("reshard_after_forward", "reduce"), [(False, "scheduled"), (True, "in buckets")])
+def test_parts_of_gradients_are_sums_over_devices_in_their_own_dtype(dtype, total, reshard_after_forward, reduce):
     def local(parts, tokens_BS):
         dtypes, choices = {"w": jnp.dtype(LOW)}, {"grads_dtype": dtype, "reshard_after_forward": reshard_after_forward}
-        choices |= {"sums": sums}
+        choices |= {"reduce": reduce}
         return fsdp.value_and_grads(
             lambda whole, _: (product(whole, tokens_BS), None), parts, {"w": ShardSpec(0, 2, 2)}, dtypes, {}, **choices
         )[1]
@@ -372,7 +373,7 @@ def test_parts_of_gradients_are_sums_over_devices_in_their_own_dtype(dtype, tota
 def test_moments_are_kept_in_their_dtypes_and_the_step_updates_them_in_place(first, second):
     made = config(fsdp=2, main_params_dtype=LOW, decoupled_grad=True)
     moments = dataclasses.replace(made.optimizer, first_moment_dtype=first, second_moment_dtype=second)
-    run = trained(dataclasses.replace(made, optimizer=moments))
+    run = trained(made.changed(optimizer=moments))
     adam = run.state.opt_state[0]
     assert {leaf.dtype for leaf in jax.tree.leaves(adam.mu)} == {jnp.dtype(first)}
     assert {leaf.dtype for leaf in jax.tree.leaves(adam.nu)} == {jnp.dtype(second)}
@@ -392,7 +393,7 @@ def compile_on_target(graph: str = "auto", *, num_layers: int = 2, **fields: Any
         num_layers=num_layers, d_model=512, num_heads=4, num_kv_heads=4, d_ff=2048, vocab_size=512, attention="xla"
     )
     fields = {"steps": 4, "batch_size": 4, "seq_len": 64} | fields
-    made = TrainConfig(**fields, fsdp=4, model=model, graph=graph)
+    made = TrainConfig.of(**fields, fsdp=4, model=model, graph=graph)
     setup = on_target(made)
     state, tokens_BS = (setup.step.state, setup.batch())
     compiled, report = compile_and_report(setup.step.jitted().lower(state, tokens_BS), setup.options("gpu"), platform="gpu")
@@ -412,7 +413,7 @@ def test_full_is_one_command_buffer_with_the_collectives_in_it(h200):
 
 def test_on_gpus_the_fastest_options_come_before_the_users_which_win():
     threshold = "xla_gpu_all_gather_combine_threshold_bytes"
-    setup = TrainSetup.of(dataclasses.replace(config(fsdp=2), xla_options=(f"{threshold}=7",)))
+    setup = TrainSetup.of(config(fsdp=2, xla_options=(f"{threshold}=7",)))
     options = setup.options("gpu")
     assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
     assert options[threshold] == 7
@@ -422,13 +423,13 @@ def test_on_gpus_the_fastest_options_come_before_the_users_which_win():
 
 @pytest.mark.parametrize("fields", [{}, {"precision": "fp8"}], ids=["bf16", "fp8"])
 def test_a_users_loop_compiles_with_the_options_of_the_command_line(fields):
-    setup = TrainSetup.of(dataclasses.replace(config(fsdp=2), **fields))
+    setup = TrainSetup.of(config(fsdp=2, **fields))
     mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
 
     def loss(params, batch, key):
         return setup.model.loss(params, batch, key, None)[0]
 
-    batch = jax.ShapeDtypeStruct((setup.config.batch_size, setup.config.seq_len + 1), jnp.int32)
+    batch = jax.ShapeDtypeStruct((setup.config.input.batch_size, setup.config.input.seq_len + 1), jnp.int32)
     recipe = FP8Config() if fields else None
     step = train_step(loss, optax.sgd(0.1), FullySharded(mesh, setup.model.shapes), fp8=recipe, batch=batch)
     assert step.options("gpu") == setup.options("gpu")
@@ -438,9 +439,9 @@ def test_a_users_loop_compiles_with_the_options_of_the_command_line(fields):
 @pytest.mark.once
 @pytest.mark.target
 def test_gradients_in_fp8_are_summed_over_devices_while_the_dgrads_of_earlier_layers_are_computed(h200, monkeypatch):
-    monkeypatch.setattr(overlap, "_ENOUGH", 2**20)
+    monkeypatch.setattr(overlap, "_BUCKET_BYTES", 2**20)
     layers, tokens = 3, 2 * 96
-    options = ("xla_gpu_enable_triton_gemm=false",)  # whose products are fusions
+    options = ("xla_gpu_enable_triton_gemm=false",)  # its matmuls are fusions
     compiled, _ = compile_on_target(num_layers=layers, precision="fp8", batch_size=8, seq_len=96, xla_options=options)
     module = HloModule.of(compiled.as_text())
 
@@ -491,7 +492,7 @@ def test_a_pipeline_trains_parameters_in_bfloat16_as_one_device_does():
     np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-4)
 
 
-# --- What is refused ---
+# --- Errors ---
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Gradients summed in turn: the numbers of any order, whatever a gradient is made of."""
+"""Gradients reduced in buckets: equality with any other order, for every kind of gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,14 @@ def loss(params, x):
 
 @pytest.mark.parametrize("enough", [1, 100, 2**30])
 def test_every_gradient_is_summed_once_and_the_rest_is_returned(monkeypatch, enough):
-    monkeypatch.setattr(overlap, "_ENOUGH", enough)
+    monkeypatch.setattr(overlap, "_BUCKET_BYTES", enough)
     backward, summed, x = jax.grad(loss, has_aux=True), [], jnp.ones((2, 4))
 
     def add(name, gradient):
         summed.append(name)
         return 2 * gradient
 
-    sums, largest = jax.jit(lambda *args: overlap.summed_in_turn(backward, args, add, jnp.float32))(PARAMS, x)
+    sums, largest = jax.jit(lambda *args: overlap.reduce_in_buckets(backward, args, add, jnp.float32))(PARAMS, x)
     grads, same = backward(PARAMS, x)
     assert sorted(summed) == sorted(PARAMS)
     assert largest == same
@@ -35,7 +35,7 @@ def test_every_gradient_is_summed_once_and_the_rest_is_returned(monkeypatch, eno
 
 
 def test_what_comes_after_a_gradient_waits_for_it_and_for_the_sum_before(monkeypatch):
-    monkeypatch.setattr(overlap, "_ENOUGH", 1)
+    monkeypatch.setattr(overlap, "_BUCKET_BYTES", 1)
     backward, summed = (
         jax.grad(lambda params, x: (jnp.sum(jnp.tanh(x @ params["a"]) @ params["b"] @ params["c"]), ()), has_aux=True),
         [],
@@ -46,7 +46,7 @@ def test_what_comes_after_a_gradient_waits_for_it_and_for_the_sum_before(monkeyp
         return jnp.sin(gradient)
 
     params = {name: PARAMS[name] for name in "abc"}
-    jaxpr = jax.make_jaxpr(lambda *args: overlap.summed_in_turn(backward, args, add, jnp.float32)[0])(
+    jaxpr = jax.make_jaxpr(lambda *args: overlap.reduce_in_buckets(backward, args, add, jnp.float32)[0])(
         params, jnp.ones((2, 4))
     ).jaxpr
     barriers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]

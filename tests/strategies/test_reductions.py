@@ -1,4 +1,4 @@
-"""Collectives of parameters and gradients in a step compiled for H200s: how many, of what, in which dtypes."""
+"""Collectives of parameters and gradients in a step compiled for H200s: their number, sizes and dtypes."""
 
 import dataclasses
 import math
@@ -27,8 +27,8 @@ def setup_of(**fields: Any) -> TrainSetup:
     sizes = {"num_heads": 4, "num_kv_heads": 4, "d_ff": 2048, "vocab_size": 512, "attention": "xla"}
     model = GPTConfig(num_layers=fields.get("pp", 1), d_model=WIDTH, **sizes)
     fields = {"steps": 4, "seq_len": SEQ, "batch_size": 4 * fields.get("num_microbatches", 1)} | fields
-    setup = TrainSetup.of(TrainConfig(**fields, model=model))
-    return dataclasses.replace(setup, step=setup.step.on(aot.devices(8)[: setup.num_devices]))
+    setup = TrainSetup.of(TrainConfig.of(**fields, model=model))
+    return dataclasses.replace(setup, step=setup.step.on(aot.devices(8)[: setup.step.num_devices]))
 
 
 def collectives(setup: TrainSetup) -> list[tuple[str, str, int]]:
@@ -67,17 +67,17 @@ def test_gradients_are_summed_over_devices_in_main_grads_dtype_once_a_step(h200,
     setup = setup_of(**fields)
     config, params = setup.config, setup.step.state.params
     own = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(params))
-    activations = config.batch_size // (config.num_microbatches * config.dp * config.fsdp) * SEQ * WIDTH
+    activations = config.input.microbatch_size // config.parallel.data_ranks * SEQ * WIDTH
     sizes: dict[tuple[str, str], list[int]] = {}
     for kind, dtype, elements in collectives(setup):
-        # In a pipeline ranks share the vocabulary: they add what their parts make of microbatches' activations.
-        if config.pp > 1 and kind == "all-reduce" and elements % activations == 0:
+        # The ranks of a pipeline share the vocabulary, and sum partial results of the size of activations.
+        if config.parallel.pp > 1 and kind == "all-reduce" and elements % activations == 0:
             continue
         if elements > SMALL:
             sizes.setdefault((kind, dtype), []).append(elements)
         else:  # norms, losses, and in a pipeline the gradient of the last norm
             assert (kind, dtype) == ("all-reduce", FLOAT), (kind, dtype, elements)
     assert {found: len(each) for found, each in sizes.items()} == expected
-    # Of all gradients; beside them the loss, elsewhere that of the last norm.
+    # Sums of all gradients, beside the loss and the gradient of the last norm.
     sums = [elements for (kind, _), each in sizes.items() if kind != "all-gather" for elements in each]
     assert all(abs(elements - own) <= WIDTH for elements in sums), (sums, own)

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jgraph.train import capacity
+from jgraph.train import capacity, trainer
 from jgraph.train.__main__ import main
 from jgraph.train.capacity import Halt
 from jgraph.train.config import TrainConfig
-from jgraph.train.loop import Loop
 from jgraph.train.rundir import RunDir
 from tests import own, tiny
 
@@ -72,12 +71,15 @@ def test_a_run_that_was_killed_goes_on_with_the_room_that_it_grew_to(tmp_path, c
 
 
 def test_a_run_that_is_stopped_before_it_has_looked_is_saved_before_the_step_that_halted(tmp_path, capsys, wanted, monkeypatch):
-    def stops(self, done, stop):
-        stop.name = "SIGTERM" if done == OVERFULL + 1 else ""
-        return bool(stop.name)
+    def agreed_stop(stop, watchdog, every):
+        def stops(done):
+            stop.name = "SIGTERM" if done == OVERFULL + 1 else ""
+            return bool(stop.name)
+
+        return stops
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "_stops", stops)
+        patch.setattr(trainer, "agreed_stop", agreed_stop)
         assert run(tmp_path, "--log-every", "14") == 143
     out = capsys.readouterr().out
     assert len(told(out)) == 1
@@ -114,7 +116,7 @@ def test_a_model_that_halts_for_no_want_of_room_ends_the_run_in_one_line(tmp_pat
 
 
 def test_room_grows_by_a_quarter_more_than_was_needed_up_to_all_rows(tmp_path):
-    config = TrainConfig(module="tests.own:Spilling", model=own.Rooms(own.Room(0.5)), batch_size=4, seq_len=32)
+    config = TrainConfig.of(module="tests.own:Spilling", model=own.Rooms(own.Room(0.5)), batch_size=4, seq_len=32)
     grown, _ = capacity.grown(config, Halt(3, 65))
     assert grown.model.moe.capacity == 0.64
     assert capacity.grown(grown, Halt(3, 120))[0].model.moe.capacity == 1.0
@@ -126,7 +128,8 @@ def test_room_grows_by_a_quarter_more_than_was_needed_up_to_all_rows(tmp_path):
 def test_a_larger_capacity_that_is_asked_for_wins(tmp_path):
     run_dir = RunDir(tmp_path)
     kept, asked = (
-        TrainConfig(module="tests.own:Spilling", model=own.Rooms(own.Room(room)), run_dir=str(tmp_path)) for room in (0.5, 0.7)
+        TrainConfig.of(module="tests.own:Spilling", model=own.Rooms(own.Room(room)), run_dir=str(tmp_path))
+        for room in (0.5, 0.7)
     )
     capacity.keep(kept, run_dir)
     assert capacity.remembered(asked, run_dir) is asked

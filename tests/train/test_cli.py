@@ -374,13 +374,13 @@ def test_help_is_grouped_names_the_presets_and_does_not_import_jax():
 def test_every_preset_parses_to_itself_with_a_run_directory_of_its_name():
     for name, config in PRESETS.items():
         assert parse(["--preset", name]) == parse([f"--preset={name}"]) == config
-        assert config.run_dir == f"runs/{name}"
+        assert config.output.run_dir == f"runs/{name}"
 
 
 def test_a_flag_overrides_the_preset_wherever_it_stands():
     config = parse(["--steps", "7", "--preset", "gpt-124m", "--model.num-layers", "2", "--run-dir", "elsewhere"])
     assert config is not None
-    assert (config.steps, config.model.num_layers, config.model.d_model, config.run_dir) == (7, 2, 768, "elsewhere")
+    assert (config.steps, config.model.num_layers, config.model.d_model, config.output.run_dir) == (7, 2, 768, "elsewhere")
 
 
 def test_a_presets_warmup_shrinks_with_the_run_and_one_that_is_given_does_not():

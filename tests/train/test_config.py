@@ -148,56 +148,56 @@ WRONG = [
 @pytest.mark.parametrize(("kind", "fields", "field", "message"), WRONG, ids=[f"{w[2]}-{i}" for i, w in enumerate(WRONG)])
 def test_a_value_that_cannot_work_is_refused_with_its_name_and_what_is_allowed(kind, fields, field, message):
     with pytest.raises(ConfigError) as error:
-        kind(**fields)
+        getattr(kind, "of", kind)(**fields)
     assert (error.value.field, str(error.value)) == (field, message)
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(8, 0), (60, 6), (1000, 100), (100_000, 100)])
 def test_a_warmup_that_nobody_asked_for_is_at_most_a_tenth_of_the_run(steps, warmup):
-    assert TrainConfig(steps=steps).optimizer.warmup_steps == warmup
+    assert TrainConfig.of(steps=steps).optimizer.warmup_steps == warmup
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_presets_warmup_shrinks_with_the_run_and_else_stays(name):
     assert preset(name).optimizer.warmup_steps == {"cpu-tiny": 50, "gpt-moe-tiny": 50, "launch-bound": 100}.get(name, 500)
-    assert dataclasses.replace(preset(name), steps=80).optimizer.warmup_steps == 8
+    assert preset(name).changed(steps=80).optimizer.warmup_steps == 8
 
 
 def test_a_warmup_of_the_whole_run_is_taken_if_asked_for():
-    assert TrainConfig(steps=8, optimizer=OptimizerConfig(warmup_steps=8)).optimizer.warmup_steps == 8
+    assert TrainConfig.of(steps=8, optimizer=OptimizerConfig(warmup_steps=8)).optimizer.warmup_steps == 8
 
 
 @pytest.mark.parametrize("asked", [{}, {"decoupled_grad": True}, {"on_dtype_mismatch": "copy"}])
 def test_sums_of_gradients_in_bfloat16_are_refused_in_a_pipeline_before_any_other_advice(asked):
     with pytest.raises(ConfigError, match="must be float32 in a pipeline") as error:
-        TrainConfig(pp=2, main_grads_dtype="bfloat16", **asked)
+        TrainConfig.of(pp=2, main_grads_dtype="bfloat16", **asked)
     assert error.value.field == "main_grads_dtype"
 
 
 def test_gathering_again_is_refused_in_a_pipeline_with_what_helps_instead():
     with pytest.raises(ConfigError, match="`remat` layer") as error:
-        TrainConfig(pp=2, fsdp=2, reshard_after_forward=True)
+        TrainConfig.of(pp=2, fsdp=2, reshard_after_forward=True)
     assert error.value.field == "reshard_after_forward"
 
 
 def test_a_mixture_over_data_ranks_takes_the_engine_that_knows_a_whole_microbatch():
-    asked = dataclasses.replace(preset("gpt-moe-tiny"), pp=2, dp=2, num_microbatches=2, pp_engine="auto")
+    asked = preset("gpt-moe-tiny").changed(pp=2, dp=2, num_microbatches=2, pp_engine="auto")
     assert asked.pp_engines == ("program",)
     with pytest.raises(ConfigError, match=r"must be program with `dp` 2") as error:
-        dataclasses.replace(asked, pp_engine="dispatch")
+        asked.changed(pp_engine="dispatch")
     assert error.value.field == "pp_engine"
 
 
 def test_wide_products_are_made_again_in_a_pipeline_alone():
     with pytest.raises(ConfigError) as error:
-        TrainConfig(remat="wide")
+        TrainConfig.of(remat="wide")
     assert error.value.field == "remat"
-    assert TrainConfig(remat="wide", schedule="zb-h1").is_pipeline
+    assert TrainConfig.of(remat="wide", schedule="zb-h1").is_pipeline
 
 
 def test_a_changed_copy_is_checked_too():
     with pytest.raises(ConfigError, match="`steps` is 0"):
-        dataclasses.replace(TrainConfig(), steps=0)
+        TrainConfig().changed(steps=0)
 
 
 @pytest.mark.parametrize("kind", [GPTConfig, OptimizerConfig, TrainConfig])
@@ -219,7 +219,9 @@ def test_a_config_cannot_be_changed_after_its_checks(kind):
     ],
 )
 def test_what_lies_just_inside_the_limits_is_taken(kind, fields):
-    assert {name: getattr(kind(**fields), name) for name in fields} == fields
+    config = getattr(kind, "of", kind)(**fields)
+    taken = getattr(config, "to_dict", lambda: vars(config))()
+    assert {name: taken[name] for name in fields} == fields
 
 
 def test_an_error_of_the_configuration_is_one_of_the_family():
@@ -227,22 +229,22 @@ def test_an_error_of_the_configuration_is_one_of_the_family():
 
 
 def test_tokens_of_a_step_are_those_that_are_predicted():
-    assert TrainConfig(batch_size=4, seq_len=32, num_microbatches=2).tokens_per_step == 128
+    assert TrainConfig.of(batch_size=4, seq_len=32, num_microbatches=2).input.tokens_per_step == 128
 
 
 def test_the_run_directory_follows_the_preset_unless_named():
-    assert TrainConfig(preset="gpt-124m").run_dir == "runs/gpt-124m"
-    assert TrainConfig(preset="gpt-124m", run_dir="elsewhere").run_dir == "elsewhere"
+    assert TrainConfig.of(preset="gpt-124m").output.run_dir == "runs/gpt-124m"
+    assert TrainConfig.of(preset="gpt-124m", run_dir="elsewhere").output.run_dir == "elsewhere"
 
 
 def through_json(config):
     """The fields as `config.json` gives them back."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+    return json.loads(json.dumps(config.to_dict()))
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_config_survives_json(name):
-    config = dataclasses.replace(preset(name), xla_options=("xla_a=1", "xla_b=2"), num_microbatches=2)
+    config = preset(name).changed(xla_options=("xla_a=1", "xla_b=2"), num_microbatches=2)
     assert TrainConfig.from_dict(through_json(config)) == config
 
 
@@ -281,7 +283,7 @@ def test_a_preset_carries_its_own_name(name):
 
 
 def test_a_configuration_without_a_preset_claims_none():
-    assert (TrainConfig().preset, TrainConfig().run_dir) == ("", "runs/GPT")
+    assert (TrainConfig().preset, TrainConfig().output.run_dir) == ("", "runs/GPT")
 
 
 @pytest.mark.parametrize("name", sorted(set(PRESETS) - {"cpu-tiny", "gpt-moe-tiny"}))

@@ -16,9 +16,11 @@ from jgraph.data import load as load_corpus
 from jgraph.errors import CheckpointError, ConfigError
 from jgraph.precision.config import FP8Config
 from jgraph.report import __main__ as report
-from jgraph.train import continued, origin
+from jgraph.train import origin
 from jgraph.train.__main__ import parse
 from jgraph.train.config import TrainConfig
+from jgraph.train.initial import initial_weights
+from jgraph.train.presets import preset
 from jgraph.train.rundir import RunDir
 from jgraph.train.setup import TrainSetup
 from tests import tiny
@@ -55,13 +57,14 @@ def written(path, config):
 
 def begun(path, config, **fields):
     """The canonical state before the first step of a run that begins with the one at a path."""
-    config = dataclasses.replace(config, continue_from=str(path), run_dir=f"{path}-more", **fields)
-    saved = continued.opened(config, RunDir(path.with_name("more")))
+    config = config.changed(continue_from=str(path), run_dir=f"{path}-more", **fields)
+    weights = initial_weights(config, RunDir(path.with_name("more")))
+    assert weights is not None
     setup = TrainSetup.of(config)
     try:
-        return setup.step.canonical.of(continued.load(setup, saved))
+        return setup.step.canonical.of(weights.load(setup))
     finally:
-        saved.close()
+        weights.close()
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +100,7 @@ def test_a_run_over_several_devices_goes_on_as_one_on_one_device(tmp_path, befor
 
 @pytest.mark.parametrize("which", ["weights", "optimizer"])
 def test_what_a_model_carries_comes_with_its_weights(tmp_path, which):
-    config = TrainConfig(module="tests.own:Normed", batch_size=4, seq_len=16)
+    config = TrainConfig.of(module="tests.own:Normed", batch_size=4, seq_len=16)
     there = written(tmp_path / "run", config)
     assert_same_bits(begun(tmp_path / "run", config, continue_with=which).carried, there.carried)
 
@@ -144,8 +147,9 @@ def test_weights_of_other_bits_than_were_saved_are_not_begun_with(tmp_path, monk
 def test_what_cannot_be_begun_with_is_refused_by_its_name(one, fields, field):
     path, _ = one
     told = {name: value.replace("RUN", str(path)) if isinstance(value, str) else value for name, value in fields.items()}
+    fields = {"continue_from": str(path)} | told
     with pytest.raises((ConfigError, CheckpointError)) as error:
-        continued.opened(dataclasses.replace(config_of(**FIELDS), **{"continue_from": str(path)} | told), RunDir(path / "new"))
+        initial_weights(config_of(**FIELDS).changed(**fields), RunDir(path / "new"))
     assert error.value.field == field
     assert "\n" not in str(error.value)
 
@@ -153,9 +157,9 @@ def test_what_cannot_be_begun_with_is_refused_by_its_name(one, fields, field):
 def test_another_compute_dtype_is_a_matter_of_precision(one):
     config = config_of(**FIELDS)
     model = dataclasses.replace(config.model, compute_dtype="bfloat16")
-    saved = continued.opened(dataclasses.replace(config, model=model, continue_from=str(one[0])), RunDir(one[0] / "new"))
-    assert saved is not None
-    saved.close()
+    weights = initial_weights(config.changed(model=model, continue_from=str(one[0])), RunDir(one[0] / "new"))
+    assert weights is not None
+    weights.close()
 
 
 def test_the_model_is_that_of_the_run_and_all_else_as_flags_say(one, tmp_path):
@@ -163,7 +167,7 @@ def test_the_model_is_that_of_the_run_and_all_else_as_flags_say(one, tmp_path):
     flags = ["--run-dir", str(tmp_path / "new"), "--steps", "5"]
     config = parse(["--continue-from", str(path / "checkpoints" / "7"), *flags])
     assert config.model == config_of(**FIELDS).model
-    assert (config.steps, config.batch_size, config.preset) == (5, jgraph.preset("cpu-tiny").batch_size, "cpu-tiny")
+    assert (config.steps, config.input.batch_size, config.preset) == (5, preset("cpu-tiny").input.batch_size, "cpu-tiny")
     with pytest.raises(ConfigError) as error:
         parse(["--continue-from", str(path.with_name("none")), *flags])
     assert error.value.field == "continue_from"
@@ -174,7 +178,7 @@ def test_the_tokenizer_travels_with_the_weights(tmp_path):
     first.origin.mkdir(parents=True)
     for name in ("config.json", "tokenizer.json", "generation_config.json"):
         (first.origin / name).write_text(json.dumps(name))
-    config = TrainConfig(continue_from=str(first.path))
+    config = TrainConfig.of(continue_from=str(first.path))
     second.path.mkdir()
     assert origin.tokenizer_of(config, second) == first.origin / "tokenizer.json"
     origin.keep(config, second)

@@ -1,6 +1,5 @@
 """Several devices and several processes: the numbers of one, one voice, one end."""
 
-import dataclasses
 import json
 import os
 import signal
@@ -143,19 +142,19 @@ def test_a_process_that_finds_no_other_says_so_in_one_line():
 @pytest.mark.parametrize("dp", [0, 3, 4])
 def test_ranks_that_a_microbatch_cannot_be_spread_over_are_refused(dp):
     with pytest.raises(ConfigError, match=f"`dp` is {dp}: must be") as error:
-        TrainConfig(batch_size=12, num_microbatches=6, dp=dp)
+        TrainConfig.of(batch_size=12, num_microbatches=6, dp=dp)
     assert error.value.field == "dp"
 
 
 def test_more_ranks_than_devices_are_refused():
     with pytest.raises(ConfigError) as error:
-        TrainSetup.of(TrainConfig(dp=32))
+        TrainSetup.of(TrainConfig.of(dp=32))
     assert str(error.value) == f"`dp` 32 needs 32 devices, but only {jax.device_count()} are available"
 
 
 def weights_and_losses(dp: int) -> tuple[list[np.ndarray], list[float]]:
     """Five steps of a small model on some tokens."""
-    config = TrainConfig(
+    config = TrainConfig.of(
         steps=5,
         batch_size=16,
         num_microbatches=4,
@@ -380,5 +379,5 @@ def test_processes_with_other_flags_are_refused(tmp_path):
 
 
 def test_which_process_a_run_was_survives_the_saved_config():
-    config = TrainConfig(distributed=DistributedConfig(coordinator="a:1", num_processes=2, process_id=1))
-    assert TrainConfig.from_dict(dataclasses.asdict(config)) == config
+    config = TrainConfig.of(distributed=DistributedConfig(coordinator="a:1", num_processes=2, process_id=1))
+    assert TrainConfig.from_dict(config.to_dict()) == config

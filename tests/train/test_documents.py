@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 
 from jgraph.data import apart
 from jgraph.errors import ConfigError
+from jgraph.train import validation
 from jgraph.train.config import OptimizerConfig, TrainConfig
 from jgraph.train.setup import TrainSetup
 from jgraph_models.gpt import GPT, GPTConfig
@@ -84,7 +86,7 @@ def test_that_comparison_sees_what_could_go_wrong(weights, padded, of_packed, wr
 
 
 def config_of(**fields: Any) -> TrainConfig:
-    return TrainConfig(
+    return TrainConfig.of(
         **{"batch_size": ROWS, "seq_len": S - 1, "data_documents": "separate", "model": CONFIG} | fields,
         optimizer=OptimizerConfig(clip_norm=1e9),
     )
@@ -104,7 +106,7 @@ def config_of(**fields: Any) -> TrainConfig:
 def test_every_layout_gives_the_loss_and_the_gradients_of_padded_rows(weights, padded, layout):
     setup = TrainSetup.of(config_of(**layout))
     step, state = setup.compile_step(), setup.step.init(weights[1])
-    held = jax.jit(setup.loss)(state, setup.place_whole(packed()))
+    held = jax.jit(partial(validation.loss, setup))(state, validation.place_whole(setup, packed()))
     np.testing.assert_allclose(held, padded[0], rtol=2e-6)
     _, metrics = step(state, setup.step.place(packed()))
     np.testing.assert_allclose(metrics.loss, padded[0], rtol=2e-6)
@@ -124,14 +126,14 @@ def test_a_loop_over_layers_gives_the_same(weights, padded):
 def test_an_attention_kernel_without_documents_is_refused(attention):
     config = dataclasses.replace(CONFIG, attention=attention, num_kv_heads=4, qk_norm="none", compute_dtype="bfloat16")
     with pytest.raises(ConfigError) as error:
-        TrainSetup.of(config_of(model=config)).check_loss()
+        validation.check_loss(TrainSetup.of(config_of(model=config)))
     assert error.value.field == "model.attention"
 
 
 @pytest.mark.parametrize(("layout", "field"), [({}, "module"), ({"pp": 2, "num_microbatches": 4}, "data_documents")])
 def test_a_model_that_knows_nothing_of_documents_is_refused(layout, field):
     with pytest.raises(ConfigError) as error:
-        TrainSetup.of(config_of(module="tests.own:Stacked", model=None, **layout)).check_loss()
+        validation.check_loss(TrainSetup.of(config_of(module="tests.own:Stacked", model=None, **layout)))
     assert error.value.field == field
 
 

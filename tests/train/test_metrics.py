@@ -15,15 +15,15 @@ from jgraph_models.gpt import GPT
 @pytest.mark.parametrize("sizes", [{"mlp": "swiglu"}, {"head": "untied"}, {"num_kv_heads": 2}])
 def test_flops_are_six_per_matrix_weight_and_token_plus_causal_attention(sizes):
     config = preset("cpu-tiny")
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, **sizes))
+    config = config.changed(model=dataclasses.replace(config.model, **sizes))
     model = nnx.eval_shape(lambda: GPT(config.model, rngs=nnx.Rngs(0)))
     params = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     weights = sum(leaf.size for leaf in params if leaf.ndim > 1)
     if config.model.head == "untied":  # then the embedding is a matrix that only looks up
         weights -= config.model.vocab_size * config.model.d_model
-    tokens = config.batch_size * config.seq_len
-    attention = 6 * config.model.num_layers * config.model.d_model * config.seq_len * tokens
-    assert config.model.flops(config.batch_size, config.seq_len) == 6 * weights * tokens + attention
+    tokens = config.input.batch_size * config.input.seq_len
+    attention = 6 * config.model.num_layers * config.model.d_model * config.input.seq_len * tokens
+    assert config.model.flops(config.input.batch_size, config.input.seq_len) == 6 * weights * tokens + attention
 
 
 def test_gpt_124m_is_counted_as_by_hand():

@@ -203,7 +203,7 @@ def test_a_module_that_is_no_name_is_not_offered_as_a_flag(stranger, capsys, mod
 
 
 def test_a_built_in_model_takes_no_other_module(tmp_path, capsys):
-    config = TrainConfig(run_dir=str(tmp_path / "run"))
+    config = TrainConfig.of(run_dir=str(tmp_path / "run"))
     RunDir(tmp_path / "run").write(config, {}, {})
     assert sample.main([str(tmp_path / "run"), "--prompt", "x", "--model.module", "tests.unimportable:GPT"]) == 2
     assert "--model.module is tests.unimportable:GPT: must be jgraph_models.gpt:GPT" in capsys.readouterr().err

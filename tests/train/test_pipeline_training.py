@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from jgraph.pipeline import autotune, choose
 from jgraph.pipeline.strategy import BoundPipeline
 from jgraph.schedule import NAMES, generate, write
 from jgraph.step.state import TrainState
+from jgraph.train import validation
 from jgraph.train.config import OptimizerConfig, TrainConfig
 from jgraph.train.setup import TrainSetup
 from jgraph_models.gpt import GPT, GPTConfig
@@ -33,7 +35,7 @@ class Unsplit(GPT):
 
 
 def config_of(*, num_layers: int = 5, head: Any = "tied", module: str = "jgraph_models.gpt:GPT", **fields: Any) -> TrainConfig:
-    return TrainConfig(
+    return TrainConfig.of(
         **{"steps": 5, "batch_size": 8, "num_microbatches": MICROBATCHES, "seq_len": 16} | fields,
         module=module,
         model=GPTConfig(
@@ -54,7 +56,7 @@ def config_of(*, num_layers: int = 5, head: Any = "tied", module: str = "jgraph_
 def batches_of(config: TrainConfig) -> Batches:
     # Some ids are more frequent than others, so that there is something to learn; all are there.
     tokens = np.random.default_rng(0).geometric(0.1, 4000) % VOCAB
-    return Batches(tokens.astype(np.uint8), batch_size=config.batch_size, seq_len=config.seq_len, seed=0)
+    return Batches(tokens.astype(np.uint8), batch_size=config.input.batch_size, seq_len=config.input.seq_len, seed=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +106,8 @@ def assert_evaluated_as(ours: Trained, theirs: Trained):
     batch = batches_of(ours.setup.config)[0].astype(np.int32)
     held, one = (
         [
-            jax.jit(run.setup.loss)(run.state, run.setup.place_whole(batch)),
-            jax.jit(run.setup.logits)(run.state, run.setup.place_whole(batch[:1])),
+            jax.jit(partial(validation.loss, run.setup))(run.state, validation.place_whole(run.setup, batch)),
+            jax.jit(partial(validation.logits, run.setup))(run.state, validation.place_whole(run.setup, batch[:1])),
         ]
         for run in (ours, theirs)
     )
@@ -129,7 +131,7 @@ def test_a_pipeline_trains_and_is_evaluated_as_one_device_does():
     assert isinstance(ours.setup.step.bound, BoundPipeline)
     pipeline = ours.setup.step.bound.pipeline
     assert (pipeline.schedule.name, pipeline.runtime) == ("zb-h1", "general")
-    assert ours.setup.num_devices == 4
+    assert ours.setup.step.num_devices == 4
     assert all(leaf.sharding.device_set == set(jax.devices()[:4]) for leaf in jax.tree.leaves(ours.state))
     assert_same(ours, of_one_device(3, "untied"))
     assert_evaluated_as(ours, of_one_device(3, "untied"))
@@ -151,7 +153,7 @@ def test_sharded_stages_with_biases_and_norms_of_heads_do_so_too():
         rope_scaling="llama3",
         rope_original_length=16,
     )
-    one, ours = (trained(dataclasses.replace(config_of(**ranks), model=model)) for ranks in ({}, {"pp": 2, "fsdp": 2}))
+    one, ours = (trained(config_of(**ranks).changed(model=model)) for ranks in ({}, {"pp": 2, "fsdp": 2}))
     assert_same(ours, one)
     assert any("bias" in name for name in one.weights())
 
@@ -183,8 +185,8 @@ def test_auto_takes_a_schedule_that_fits_and_trains(hasty):
 
 
 def shapes_of(config: TrainConfig) -> jax.ShapeDtypeStruct:
-    rows = config.batch_size // config.num_microbatches
-    return jax.ShapeDtypeStruct((config.num_microbatches, rows, config.seq_len + 1), np.int32)
+    rows = config.input.batch_size // config.input.num_microbatches
+    return jax.ShapeDtypeStruct((config.input.num_microbatches, rows, config.input.seq_len + 1), np.int32)
 
 
 @pytest.mark.once
@@ -245,7 +247,7 @@ def refused(error: type[Exception], message: str, **fields: Any) -> Exception:
         ("dp", r"`dp` 4 `pp` 4 needs 16 devices, but only \d+ are available", {"dp": 4, "pp": 4, "batch_size": 16}),
         (
             "pp",
-            r"`pp` is 2: must be 1 for tests\.test_pipeline_training:Unsplit, which has no pipeline_model\(config, ranks\)",
+            r"`pp` is 2: must be 1 for tests\.train\.test_pipeline_training:Unsplit, which has no pipeline_model",
             {"module": "tests.train.test_pipeline_training:Unsplit"},
         ),
     ],
@@ -336,4 +338,4 @@ def test_a_run_tells_of_its_pipeline_and_goes_on_as_if_it_had_not_stopped(tmp_pa
 )
 def test_a_flag_that_would_do_nothing_is_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
-        TrainConfig(**fields)
+        TrainConfig.of(**fields)

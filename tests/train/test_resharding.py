@@ -108,7 +108,7 @@ def test_on_the_same_mesh_it_goes_on_bit_for_bit(saved):
 def test_every_bit_of_a_state_survives_the_way_there_and_back(fields):
     setup = TrainSetup.of(config_of(num_layers=9, num_microbatches=2, **fields))
     shapes = setup.step.canonical.shapes()
-    ranks = setup.num_devices // fields.get("dp", 1)
+    ranks = setup.step.num_devices // fields.get("dp", 1)
     # No device holds more than its share.
     assert {leaf.size // math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(shapes.params)} == {ranks}
     random = np.random.default_rng(0)
@@ -134,7 +134,7 @@ def assert_lies_as(leaf: jax.Array, sharding: jax.sharding.Sharding):
 
 def test_another_model_is_refused_with_the_leaves_that_differ(saved):
     config = config_on(ONE)
-    wider = TrainSetup.of(dataclasses.replace(config, model=dataclasses.replace(config.model, d_ff=96)))
+    wider = TrainSetup.of(config.changed(model=dataclasses.replace(config.model, d_ff=96)))
     message = (
         r"does not fit this run: \.params\['blocks'\]\[0\]\['mlp'\]\['down'\].*float32\[64, 32\] in the checkpoint, float32\[96"
     )

@@ -118,5 +118,5 @@ def test_a_tracker_that_is_not_installed_is_told_before_anything_slow(tmp_path, 
 
 def test_another_tracker_is_refused():
     with pytest.raises(ConfigError) as error:
-        TrainConfig(log=("comet",))  # pyright: ignore[reportArgumentType]
+        TrainConfig.of(log=("comet",))  # pyright: ignore[reportArgumentType]
     assert error.value.field == "log"

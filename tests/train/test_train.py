@@ -57,7 +57,7 @@ def test_the_config_file_holds_the_whole_config_the_corpus_and_the_versions(run)
     saved = json.loads((run_dir / "config.json").read_text())
     corpus, versions = saved.pop("corpus"), saved.pop("versions")
     config = TrainConfig.from_dict(saved)
-    assert (config.steps, config.model.d_model, config.run_dir) == (60, 32, str(run_dir))
+    assert (config.steps, config.model.d_model, config.output.run_dir) == (60, 32, str(run_dir))
     assert set(corpus) == {"name", "fingerprint", "train_tokens", "heldout_tokens"}
     assert len(corpus["fingerprint"]) == 64
     assert {"jax", "jaxlib", "flax", "optax", "python", "device"} == set(versions)

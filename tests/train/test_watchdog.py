@@ -57,7 +57,7 @@ def test_a_wait_longer_than_the_limit_is_told_of_once_with_what_was_waited_for(w
     with watchdog.over(lambda: "step 3", program):
         assert told.event.wait(60)
         time.sleep(0.3)
-    ((what, of),) = [(wait.told(), wait.program) for wait in told.waits]
+    ((what, of),) = [(wait.about(), wait.program) for wait in told.waits]
     assert (what, of) == ("step 3", program)
 
 
@@ -93,7 +93,7 @@ def test_without_a_limit_nothing_watches(told):
 
 def message(run_dir, capture=None, **fields) -> str:
     program = SimpleNamespace(as_text=lambda: PROGRAM, capture=capture)
-    return hang_message(Wait(lambda: "steps 4 to 6", program), TrainConfig(hang_seconds=3, **fields), RunDir(run_dir))
+    return hang_message(Wait(lambda: "steps 4 to 6", program), TrainConfig.of(hang_seconds=3, **fields), RunDir(run_dir))
 
 
 def test_a_message_names_steps_seconds_collectives_and_their_devices(tmp_path):
@@ -125,4 +125,4 @@ def test_a_text_that_cannot_be_had_leaves_the_rest_of_the_message(tmp_path):
         raise RuntimeError
 
     wait = Wait(lambda: "step 1", SimpleNamespace(as_text=broken, capture=None))
-    assert "step 1: handed over" in hang_message(wait, TrainConfig(hang_seconds=3), RunDir(tmp_path))
+    assert "step 1: handed over" in hang_message(wait, TrainConfig.of(hang_seconds=3), RunDir(tmp_path))

@@ -11,6 +11,7 @@ from flax import nnx
 import jgraph
 from jgraph.inference._sampling import settings_of
 from jgraph.inference.generate import _begin, _next_token
+from jgraph.train import presets
 from jgraph.xla import aot, check_identity
 from jgraph_models.gpt import GPT
 
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.target, pytest.mark.long]
 
 def compiled(preset, rows, num_layers, sampling):
     """(program, capture report, shapes of the carry) for prompts of at most 128 tokens and 256 more."""
-    config = dataclasses.replace(jgraph.preset(preset).model, attention="xla", num_layers=num_layers)
+    config = dataclasses.replace(presets.preset(preset).model, attention="xla", num_layers=num_layers)
     model = jgraph.functional(lambda: GPT(config, rngs=nnx.Rngs(0)))
     weights = jax.eval_shape(model.decoder.prepare, model.shapes, {})
     ints, key = partial(jax.ShapeDtypeStruct, dtype=jnp.int32), jax.eval_shape(lambda: jax.random.key(0))

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-import jgraph
+from jgraph.train import presets
 from jgraph.train.setup import TrainSetup
 from jgraph.xla import aot, check_identity, compiler_options
 
@@ -16,14 +16,14 @@ pytestmark = [pytest.mark.target, pytest.mark.long]
 
 def config_of(preset, **changes):
     """The preset with XLA's attention, as the GPU would run it otherwise; changes are of the model."""
-    config = jgraph.preset(preset)
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, attention="xla", **changes))
+    config = presets.preset(preset)
+    return config.changed(model=dataclasses.replace(config.model, attention="xla", **changes))
 
 
 def compile_step(config, graph="auto", num_microbatches=1):
     """(compiled step, capture report, shapes of the state) of the trainer's own step, with the preset's XLA options."""
-    setup = TrainSetup.of(dataclasses.replace(config, graph=graph, num_microbatches=num_microbatches))
-    options = compiler_options(graph, config.xla_options, platform="gpu")
+    setup = TrainSetup.of(config.changed(graph=graph, num_microbatches=num_microbatches))
+    options = compiler_options(graph, config.compile.xla_options, platform="gpu")
     state, tokens_BS = (setup.step.state, setup.batch())
     compiled, report = aot.compile_for(setup.step.jitted(), state, tokens_BS, compiler_options=options)
     return compiled, report, state
@@ -46,7 +46,7 @@ def test_the_default_step_is_a_single_command_buffer_that_updates_its_state_in_p
     check_identity(compiled, state)
 
 
-SMALL = dataclasses.replace(config_of("cpu-tiny", num_layers=1, compute_dtype="bfloat16"), batch_size=16)
+SMALL = config_of("cpu-tiny", num_layers=1, compute_dtype="bfloat16").changed(batch_size=16)
 
 
 @pytest.mark.once

@@ -1,7 +1,8 @@
-"""Carried state in a pipeline: every microbatch of a layer starts from what the step began with, and all results are reduced.
+"""Carried state of the layers of a pipeline.
 
-The state is small, so it lies on every rank as the model has it. A rank picks its layers' out of it, reduces what its forwards
-give, and at the end of the step the ranks put their layers' together.
+Every microbatch of a layer starts from the state as the step begins. The results of all microbatches are reduced. The state is
+small, so every rank holds all of it. A rank selects the state of its layers and reduces the results of its forwards. At the end
+of the step, the ranks all-gather the reduced state.
 """
 
 # P ranks, C chunks, N places of a stage
@@ -16,44 +17,47 @@ import numpy as np
 from jax import Array, lax
 
 from jgraph.errors import ConfigError, ShapeError
-from jgraph.mesh import Axis
-from jgraph.pipeline.partition import PipelineModel, StageAssignment
+from jgraph.pipeline.partition import AXIS, PipelineModel, StageAssignment, Tree
 from jgraph.strategies.objective import before_any, merged, reduced
-
-Tree = Any
 
 
 @dataclass(frozen=True)
-class Carried:
-    """Shapes of the state that a layer carries, and how it is reduced.
+class LayerState:
+    """The shapes and the reductions of the carried state of a layer.
 
     Attributes:
-        layer: shapes of a layer's state; empty where nothing is carried.
-        reductions: a tree of names as `layer`.
+        layer: Shapes of the state; empty if layers carry no state.
+        reductions: A tree of names like `layer`.
     """
 
     layer: Tree = field(default_factory=dict)
     reductions: Tree = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: PipelineModel, shapes: Tree, reductions: Tree, num_layers: int) -> "Carried":
-        """Finds a layer's part in a model's carried state, from its shapes and a tree of names.
+    def of(cls, model: PipelineModel, shapes: Tree, reductions: Tree, num_layers: int) -> "LayerState":
+        """Finds the state of a layer in the carried state of a model.
+
+        Args:
+            model: The model.
+            shapes: Shapes of its carried state.
+            reductions: A tree of names like `shapes`.
+            num_layers: Number of layers of the model.
 
         Raises:
-            ConfigError: some of the state is no layer's, or the layers differ in theirs.
+            ConfigError: If an array belongs to no layer, or layers differ in shapes or reductions.
         """
         leaves, structure = jax.tree.flatten(shapes)
         if not leaves:
             return cls()
-        # With numbers of leaves in place of the state, a layer's part says which leaves it is of.
+        # Every leaf is filled with its own index, so that the state of a layer shows the leaves that it comes from.
         numbers = [np.full(leaf.shape, i, np.int32) for i, leaf in enumerate(leaves)]
         layers = model.split_carried(structure.unflatten(numbers))
         there = isinstance(layers, list | tuple) and len(layers) == num_layers
         back, again = jax.tree.flatten(model.join_carried(list(layers)) if there else None)
         if again != structure or not all(map(np.array_equal, back, numbers)):
             raise ConfigError(
-                f"`carried` has state that is not of the {num_layers} layers: must be what PipelineModel.split_carried takes "
-                f"apart, and join_carried puts together again",
+                f"`carried` has arrays outside the {num_layers} layers: must be split into one tree per layer by "
+                "PipelineModel.split_carried, and joined by join_carried",
                 field="carried",
             )
         kinds = jax.tree.leaves(reductions)
@@ -66,13 +70,14 @@ class Carried:
         return cls(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), parts[0]), names[0])
 
     def bits(self, *lead: int) -> Tree:
-        """Returns shapes of what a stage takes with its parameters; `lead` dimensions are in front of a layer's."""
+        """Returns the shapes of the state as bits (see `pick`), with `lead` dimensions in front."""
         return jax.tree.map(lambda s: jax.ShapeDtypeStruct((*lead, *s.shape), _bits(s.dtype)), self.layer)
 
     def pick(self, layers: Sequence[Tree], table_CN: Array) -> Tree:
-        """Returns the state of the layers in a table, [C, N, ...].
+        """Returns the state of the layers in a table, as bits with leaves [C, N, ...].
 
-        It comes as bits: a stage's integers are neither differentiated nor kept for the backward, for every microbatch anew.
+        Floats are passed as integers of the same width. A stage does not differentiate integers, and does not store them in the
+        residuals of every microbatch.
         """
 
         def of(*leaves: Array) -> Array:
@@ -81,25 +86,25 @@ class Carried:
         return jax.tree.map(of, *layers) if layers else {}
 
     def at(self, bits_N: Tree, place: int) -> tuple[Tree, ...]:
-        """Returns what a layer takes after its other arguments: its state, or nothing where nothing is carried."""
+        """Returns the state of the layer at a place in a tuple; empty if layers carry no state."""
         if not jax.tree.leaves(self.layer):
             return ()
         return (jax.tree.map(lambda s, bits: lax.bitcast_convert_type(bits[place], s.dtype), self.layer, bits_N),)
 
     def taken(self, made: Any) -> tuple[Array, Tree]:
-        """Returns x and the state after it from what a layer returned. Raises ShapeError where it is no such pair."""
+        """Returns x and the state from the result of a layer. Raises ShapeError if the result is no such pair."""
         after = made[1] if isinstance(made, tuple) and len(made) == 2 else None
         if (found := _described(after)) != (must := _described(self.layer)):
             raise ShapeError(f"`layer` returns as carried state {found}: must return (x, carried), with carried {must}")
         return made
 
     def start(self, chunks: int, after_N: Tree) -> Tree:
-        """Returns a rank's sums before the first forward, [C, N, ...], from the shapes of what a forward gives."""
+        """Returns the initial accumulator of a rank, [C, N, ...], from the shapes of the state after a forward."""
         shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct((chunks, *s.shape), s.dtype), after_N)
         return before_any(self.reductions, shapes)
 
     def together(self, afters: Sequence[Tree], places: int) -> Tree:
-        """Returns a stage's sums, [N, ...] of so many places, from what its forwards gave for fewer, by microbatch."""
+        """Merges the states after the forwards of a stage, in the order of the microbatches, and pads them to [N, ...]."""
 
         def padded(leaf: Array) -> Array:
             return jnp.pad(leaf, [(0, places - len(leaf))] + [(0, 0)] * (leaf.ndim - 1))
@@ -110,7 +115,7 @@ class Carried:
         return jax.tree.map(padded, total)
 
     def add(self, total: Tree, new_N: Tree, chunk: Any, counts: Array) -> Tree:
-        """Returns the sums with what a forward of a chunk gave, where it counts; a stage's forwards come by microbatch."""
+        """Merges the state after a forward of a chunk into the accumulator of the rank, if `counts` is True."""
 
         def one(kind: Any, total: Array, new: Array) -> Array:
             here = (jnp.arange(len(total)) == chunk) & counts
@@ -119,8 +124,15 @@ class Carried:
         return jax.tree.map(one, self.reductions, total, new_N)
 
     def finish(self, total: Tree, count: int, axes: Sequence[str], layout: StageAssignment) -> list[Tree]:
-        """Returns the state of every layer, from all ranks' sums over so many microbatches; reduced over mesh axes."""
-        whole = jax.tree.map(lambda leaf: lax.all_gather(leaf, Axis.PIPE), reduced(self.reductions, total, count, axes))
+        """Returns the carried state of every layer after a step.
+
+        Args:
+            total: The accumulator of this rank.
+            count: Number of microbatches.
+            axes: Mesh axes to reduce over.
+            layout: The assignment of layers to ranks.
+        """
+        whole = jax.tree.map(lambda leaf: lax.all_gather(leaf, AXIS), reduced(self.reductions, total, count, axes))
         return [jax.tree.map(lambda leaf, at=at: leaf[at], whole) for at in layout.places()]
 
 

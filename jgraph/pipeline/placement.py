@@ -1,0 +1,168 @@
+"""The placement of a pipeline's parameters: the layers of every rank, and the sharding of every array."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jgraph.errors import ConfigError
+from jgraph.pipeline.partition import AXIS, PipelineModel, StageAssignment, Tree
+from jgraph.strategies import sharding as fsdp
+from jgraph.strategies.sharding import ShardSpec
+from jgraph.tree import expert_axis, leaf_names, path_name
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Placement:
+    """Places the parameters of a pipeline on a mesh.
+
+    `stack` returns the tree that a step takes: `outer` has the parameters of embedding and head, `layers` has a list of chunks
+    with a list of layers each. Arrays of `layers` have a leading axis of ranks.
+
+    Attributes:
+        model: The model.
+        layout: The assignment of layers to ranks.
+        mesh: A mesh with the axis `pipe`, and optionally `data` and `fsdp`.
+        axes: Axes of parameters that `fsdp` shards by request, by the name in the tree of `stack`; set by `shard_as`.
+        experts: Number of devices of `fsdp` that experts are spread over.
+        shards: Whether `fsdp` shards `everything` or only `experts`.
+    """
+
+    model: PipelineModel
+    layout: StageAssignment
+    mesh: Mesh
+    axes: Mapping[str, int] = field(default_factory=dict)
+    experts: int = 1
+    shards: fsdp.Sharded = "everything"
+
+    def shard_as(self, tree: Tree, axes: Mapping[str, int]) -> Self:
+        """Returns the same pipeline with parameters sharded over `fsdp` along requested axes.
+
+        Args:
+            tree: Shapes of the parameters, in the model's own tree.
+            axes: The axes by the names of this tree, as `fsdp.asked_axes` returns them.
+
+        Raises:
+            ConfigError: If a pipeline cannot shard a parameter along its axis: the axis is sharded over `pipe` already, counts
+                the layers, is not divisible, or layers that share an array request different axes.
+        """
+        ranks = self.mesh.shape.get(fsdp.AXIS, 1)
+        if ranks == 1:
+            return self
+        found: dict[str, tuple[int, str]] = {}
+        for name, axis in axes.items():
+            for path, i, length in _axes_after_split(self.model, tree, name, axis):
+                place = _name_in_stack(self.layout, path)
+                if place.startswith("outer/") and self.model.sharded.get(place.removeprefix("outer/")) == i:
+                    raise _cannot(name, axis, "must be another one, `pp` shards this one")
+                if length % ranks:
+                    raise _cannot(name, axis, f"its length {length} must be a multiple of `fsdp` {ranks} in a pipeline")
+                other, before = found.setdefault(place, (i, name))
+                if other != i:
+                    raise _cannot(name, axis, f"must be as for {before}, which is of the same array in a pipeline")
+        return replace(self, axes={place: axis for place, (axis, _) in found.items()})
+
+    def stack(self, outer: Tree, layers: list[Tree]) -> Tree:
+        """Returns the tree that a step takes, from the parts that `PipelineModel.split` returns."""
+        return {"outer": outer, "layers": self.layout.stack(layers)}
+
+    def stacked_shapes(self, tree: Tree) -> Tree:
+        """Returns the shapes of the tree of `stack`, from shapes in the model's own tree."""
+        return jax.eval_shape(lambda tree: self.stack(*self.model.split(tree)), tree)
+
+    def unstack(self, params: Tree) -> tuple[Tree, list[Tree]]:
+        """Inverts `stack`."""
+        return params["outer"], self.layout.unstack(params["layers"])
+
+    def specs(self, params: Tree) -> Tree:
+        """Returns the PartitionSpec of every parameter in the tree of `stack`.
+
+        Raises:
+            ConfigError: If `PipelineModel.sharded` does not fit the parameters.
+        """
+        names, ranks = leaf_names(params["outer"]), self.mesh.shape[AXIS]
+        for name in self.model.sharded:
+            if name not in names:
+                raise ConfigError(f"PipelineModel.sharded has {name!r}: must be one of {', '.join(names)}", field="pp")
+
+        def of_outer(path: Any, leaf: Any, shard: ShardSpec) -> PartitionSpec:
+            axis = self.pipe_axis(path)
+            if axis is not None and leaf.shape[axis] % ranks:
+                raise ConfigError(
+                    f"axis {axis} of {path_name(path)} has {leaf.shape[axis]} rows for {ranks} ranks: must be divisible; "
+                    "see `pp`",
+                    field="pp",
+                )
+            names = {axis: AXIS, shard.axis: fsdp.AXIS}
+            return PartitionSpec(*[names.get(i) for i in range(1 + max((i for i in names if i is not None), default=-1))])
+
+        shards = self.fsdp_shards(params)
+        return {
+            "outer": jax.tree_util.tree_map_with_path(of_outer, params["outer"], shards["outer"]),
+            "layers": jax.tree.map(lambda shard: shard.spec(lead=(AXIS,)), shards["layers"]),
+        }
+
+    def shardings(self, params: Tree) -> Tree:
+        """Returns the NamedSharding of every parameter in the tree of `stack`."""
+        return jax.tree.map(lambda _, spec: NamedSharding(self.mesh, spec), params, self.specs(params))
+
+    def fsdp_shards(self, params: Tree) -> Tree:
+        """Returns the ShardSpec over `fsdp` of every parameter, without the axis of ranks."""
+        ranks = self.mesh.shape.get(fsdp.AXIS, 1)
+        if ranks == 1:
+            return jax.tree.map(lambda _: ShardSpec(None), params)
+        leaves, structure = jax.tree.flatten(params | {"layers": without_ranks(params["layers"])})
+        shapes = dict(zip(leaf_names(params), leaves, strict=True))
+        taken = {f"outer/{name}": axis for name, axis in self.model.sharded.items()}
+        experts = {name: self.experts for name, leaf in shapes.items() if expert_axis(name, leaf.ndim) is not None}
+        specs = fsdp.shard_specs(shapes, ranks, self.axes, taken=taken, pads=False, experts=experts, shards=self.shards)
+        return structure.unflatten(specs.values())
+
+    def pipe_axis(self, path: Sequence[Any]) -> int | None:
+        """Returns the axis of a leaf of `outer` that is sharded over the ranks; None if every rank has the whole leaf."""
+        return self.model.sharded.get(path_name(path))
+
+
+def without_ranks(layers: Tree) -> Tree:
+    """Returns the shapes of arrays without their leading axis, that of ranks."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
+
+
+def _axes_after_split(model: PipelineModel, tree: Tree, name: str, axis: int) -> list[tuple[Any, int, int]]:
+    """Returns the place of an axis after `PipelineModel.split`: path in (outer, layers), axis and length.
+
+    Traces `split` a second time with this axis twice as long, and compares the shapes.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    index = leaf_names(tree).index(name)
+    shape = leaves[index].shape
+    if axis >= len(shape):
+        raise _cannot(name, axis, f"must be less than {len(shape)}, its shape is {shape}")
+    leaves[index] = jax.ShapeDtypeStruct((*shape[:axis], 2 * shape[axis], *shape[axis + 1 :]), leaves[index].dtype)
+    try:
+        after = jax.tree.leaves(jax.eval_shape(model.split, structure.unflatten(leaves)))
+    except (TypeError, ValueError):
+        raise _cannot(name, axis, "must be an axis that PipelineModel.split leaves unchanged") from None
+    found = []
+    for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(jax.eval_shape(model.split, tree)), after, strict=True):
+        changed = [i for i, (a, b) in enumerate(zip(old.shape, new.shape, strict=True)) if a != b]
+        found += [(path, i, old.shape[i]) for i in changed]
+    if not found:
+        raise _cannot(
+            name, axis, "must be an axis of every layer; in a pipeline, the ranks share the layers that this one counts"
+        )
+    return found
+
+
+def _name_in_stack(layout: StageAssignment, path: Sequence[Any]) -> str:
+    """Returns the name of a leaf in the tree of `stack`, e.g. `layers/CHUNK/PLACE/up`, from its path in (outer, layers)."""
+    if path[0].idx == 0:
+        return f"outer/{path_name(path[1:])}"
+    _, chunk, place = layout.places()[path[1].idx]
+    return f"layers/{chunk}/{place}/{path_name(path[2:])}"
+
+
+def _cannot(name: str, axis: int, why: str) -> ConfigError:
+    return ConfigError(f"`shard_rules` shards {name} along axis {axis}: {why}", field="shard_rules")

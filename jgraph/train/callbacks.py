@@ -1,0 +1,210 @@
+"""Callbacks of the training loop: checks, metrics, evaluations, checkpoints."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgraph.checkpoint.store import Checkpoints
+from jgraph.device import peak_flops
+from jgraph.errors import NonFiniteError
+from jgraph.moe import statistics
+from jgraph.step.state import StepMetrics, TrainState
+from jgraph.train.capacity import Numbered
+from jgraph.train.config import MonitorConfig
+from jgraph.train.console import Reporter
+from jgraph.train.loop import Callback
+from jgraph.train.metrics import MetricsLog, StepClock, finite, peak_memory_bytes
+from jgraph.train.optimizer import learning_rate
+from jgraph.train.setup import TrainSetup
+from jgraph.train.validation import flops_per_step
+from jgraph.train.watchdog import Watchdog
+from jgraph.tree import leaf_names
+
+
+class FirstStep(Callback):
+    """Calls a function after the first step."""
+
+    def __init__(self, act: Callable[[], None]):
+        self._act: Callable[[], None] | None = act
+
+    def due(self, done: int) -> bool:
+        return self._act is not None
+
+    def after(self, done: int, state: TrainState, metrics: StepMetrics | None) -> None:
+        if self._act and metrics is not None:
+            self._act()
+            self._act = None
+
+
+class GradientChecks(Callback):
+    """Stops the run or warns if a loss or gradient is not finite, and warns of gradients that are zero.
+
+    Args:
+        setup: The setup of the run.
+        checkpoints: The checkpoints, for the error.
+        reporter: Prints warnings.
+        skipped: Number of updates that the run has skipped so far.
+
+    Attributes:
+        skipped: Number of skipped updates.
+    """
+
+    def __init__(self, setup: TrainSetup, checkpoints: Checkpoints, reporter: Reporter, skipped: int):
+        self.skipped = skipped
+        self._monitor, self._is_delayed = setup.config.monitor, setup.config.is_delayed
+        self._checkpoints, self._reporter = checkpoints, reporter
+        self._names, self._warned = leaf_names(setup.step.state.params), set[str]()
+        self._trained = set(self._names)
+        if setup.config.freeze:
+            masks = jax.jit(lambda: [jnp.any(mask) for mask in jax.tree.leaves(setup.step.trained())])()
+            self._trained = {name for name, is_trained in zip(self._names, masks, strict=True) if is_trained}
+
+    def finished(self, steps: Sequence[Numbered]) -> None:
+        for number, metrics in steps:
+            if problem := self.problem(metrics):
+                self._non_finite(number, problem)
+            if number == 1 and self._is_delayed:
+                continue  # all scales are 1 before the first amax, so small gradients are rounded to zero
+            for name in sorted(self.zeros(metrics) - self._warned):
+                self._warned.add(name)
+                self._reporter.warn(
+                    f"step {number}: the gradient of {name} is zero; if it is not to be trained, name it in `freeze`"
+                )
+
+    def zeros(self, metrics: StepMetrics) -> set[str]:
+        """Returns the names of the trained arrays with a gradient of zero."""
+        return {name for name, square_sum in self._square_sums(metrics) if square_sum == 0} & self._trained
+
+    def problem(self, metrics: StepMetrics) -> str:
+        """Describes the numbers of a step that are not finite. Empty if all are."""
+        problems = [] if np.isfinite(metrics.loss) else [f"the loss is {float(metrics.loss)}"]
+        names = [name for name, square_sum in self._square_sums(metrics) if not np.isfinite(square_sum)]
+        if names:
+            problems.append(f"the gradient of {', '.join(names)} is not finite")
+        elif not np.isfinite(metrics.grad_norm):
+            problems.append("the gradient's norm overflows")
+        return " and ".join(problems)
+
+    def _square_sums(self, metrics: StepMetrics) -> list[tuple[str, Any]]:
+        return list(zip(self._names, metrics.grad_square_sums, strict=True))
+
+    def _non_finite(self, number: int, problem: str) -> None:
+        if self._monitor.on_nonfinite == "skip":
+            self.skipped += 1
+            self._reporter.warn(f"step {number}: {problem}; its update was skipped ({self.skipped} so far)")
+            return
+        # The update was not applied, so the state is good, but it is not saved: the run should continue from an earlier step.
+        self._checkpoints.wait()
+        saved = self._checkpoints.latest_step
+        kept = "there is no checkpoint yet" if saved is None else f"the checkpoint of step {saved} is kept"
+        # The run directory of a checkpoint refuses another learning rate.
+        over = "" if saved is None else " with `resume` off or another `run_dir`"
+        raise NonFiniteError(
+            f"step {number}: {problem}; the run stops there and {kept}; "
+            f"try a lower `optimizer.learning_rate`{over}, or continue past it with `on_nonfinite` skip",
+            step=number,
+        )
+
+
+class Metrics(Callback):
+    """Evaluates the model, and writes and prints the metrics of a step.
+
+    Args:
+        setup: The setup of the run.
+        log: Receives the entries.
+        reporter: Prints the entries.
+        clock: Measures the time of the steps.
+        checks: Counts skipped updates.
+        evaluate: Returns the held-out loss of a state.
+    """
+
+    def __init__(
+        self,
+        setup: TrainSetup,
+        log: MetricsLog,
+        reporter: Reporter,
+        clock: StepClock,
+        checks: GradientChecks,
+        evaluate: Callable[[TrainState], float],
+    ):
+        self._monitor: MonitorConfig = setup.config.monitor
+        self._log, self._reporter, self._clock, self._checks, self._evaluate = log, reporter, clock, checks, evaluate
+        self._steps, self._tokens = setup.config.steps, setup.config.input.tokens_per_step
+        self._learning_rate = jax.jit(learning_rate(setup.config.optimizer, self._steps))
+        self._device, self._warned = jax.local_devices()[0], set[str]()
+        self._flops = flops_per_step(setup)
+        self._peak_flops = (peak_flops(self._device.device_kind) or 0) * setup.step.num_devices
+
+    def due(self, done: int) -> bool:
+        return done == 1 or done % self._monitor.log_every == 0 or self._evaluates(done)
+
+    def _evaluates(self, done: int) -> bool:
+        return done == self._steps or done % self._monitor.eval_every == 0
+
+    def after(self, done: int, state: TrainState, metrics: StepMetrics | None) -> None:
+        if metrics is None:
+            return
+        seconds, checks = self._clock.lap(), self._checks
+        # The learning rate does not count skipped updates, of which this step may be one.
+        updates = done - 1 - checks.skipped + bool(checks.problem(metrics))
+        entry: dict[str, Any] = {
+            "step": done,
+            "loss": float(metrics.loss),
+            "grad_norm": float(metrics.grad_norm),
+            "learning_rate": float(self._learning_rate(updates)),
+            "tokens_per_second": self._tokens / seconds,
+            "step_time_ms": 1e3 * seconds,
+            "mfu": self._flops / seconds / self._peak_flops if self._peak_flops else None,
+            "peak_memory_bytes": peak_memory_bytes(self._device),
+            "skipped": checks.skipped,
+            "seconds": self._clock.seconds,
+            "zero_gradients": len(checks.zeros(metrics)),
+            **statistics.summary(state.carried),
+        }
+        self._warn_of_dead_experts(done, state)
+        if self._evaluates(done):
+            entry["eval_loss"] = self._evaluate(state)
+        self._log.add(entry)
+        self._reporter.progress(finite(entry))  # as in the file
+
+    def _warn_of_dead_experts(self, done: int, state: TrainState) -> None:
+        """Warns once of each layer with experts that have received no token for 100 steps."""
+        for layer, experts in statistics.dead_experts(state.carried).items():
+            if layer not in self._warned:
+                self._warned.add(layer)
+                some = f"{', '.join(map(str, experts[:8]))}{', ...' * (len(experts) > 8)}"
+                advice = "a larger `model.moe.balance_loss` helps"
+                self._reporter.warn(f"step {done}: experts {some} of {layer} got no token for 100 steps; {advice}")
+
+
+class SaveCheckpoints(Callback):
+    """Saves the state every few steps and at the end.
+
+    Args:
+        setup: The setup of the run.
+        checkpoints: Writes the checkpoints.
+        watchdog: Watches the devices.
+        done: Number of steps already done.
+    """
+
+    def __init__(self, setup: TrainSetup, checkpoints: Checkpoints, watchdog: Watchdog, done: int):
+        self._layout, self._every = setup.step.canonical, setup.config.output.checkpoint_every
+        self._checkpoints, self._watchdog, self._saved = checkpoints, watchdog, done
+
+    def due(self, done: int) -> bool:
+        # A profile may run past a multiple of `checkpoint_every`.
+        return done // self._every > self._saved // self._every
+
+    def after(self, done: int, state: TrainState, metrics: StepMetrics | None) -> None:
+        self.ended(done, state)
+
+    def ended(self, done: int, state: TrainState) -> None:
+        canonical = self._watchdog.wait(lambda: f"the state after {done} steps, to save it", self._layout.of(state))
+        self._checkpoints.save(done, canonical)
+        self._saved = done
+        # Orbax holds the arrays until all files are written, and the next step needs the memory.
+        for leaf in jax.tree.leaves(canonical):
+            leaf.delete()

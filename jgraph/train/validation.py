@@ -1,0 +1,176 @@
+"""Evaluation of a training state on held-out text, and text generated from it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jgraph.autodiff import product_flops
+from jgraph.data import Batch, Corpus, heldout_batches, load
+from jgraph.dispatch import in_turn
+from jgraph.errors import ConfigError, JgraphError
+from jgraph.inference.generate import generate, windowed
+from jgraph.mesh import batch_axes
+from jgraph.modules import Decoder
+from jgraph.step.state import TrainState
+from jgraph.train.config import InputConfig, TrainConfig
+from jgraph.train.model import model_errors
+from jgraph.train.setup import TrainSetup, batch_shapes
+from jgraph.train.watchdog import Watchdog
+
+Tree: TypeAlias = Any
+
+_PROMPT_TOKENS = 64
+_TEMPERATURE = 0.8
+
+
+def loss(setup: TrainSetup, state: TrainState, batch: Tree) -> Array:
+    """Returns the mean next-token loss of a state in evaluation mode, in nats."""
+    return setup.model.evaluate("loss", setup.step.bound.unpack(state.params), state.carried, batch)
+
+
+def logits(setup: TrainSetup, state: TrainState, tokens_BT: Array) -> Array:
+    """Returns the logits (B, T, V) of a state in evaluation mode."""
+    return setup.model.evaluate("logits", setup.step.bound.unpack(state.params), state.carried, tokens_BT)
+
+
+def flops_per_step(setup: TrainSetup) -> float:
+    """Returns the FLOPs of a step: the model's own count, or three times those of the matmuls of its loss."""
+    batch = setup.config.input
+    if (count := getattr(setup.config.model, "flops", None)) is not None:
+        return count(batch.batch_size, batch.seq_len)
+    return 3 * product_flops(partial(loss, setup), setup.step.state, batch_shapes(batch, batch.batch_size))
+
+
+def check_loss(setup: TrainSetup) -> None:
+    """Traces the loss of the model. Raises ConfigError if it fails or is not a scalar."""
+    batch = setup.config.input
+    taken = "tokens_BS" if batch.data_documents == "joined" else "{'tokens', 'starts', 'weights'}"
+    _trace(setup, loss, f"have loss({taken}), a scalar of floats", batch_shapes(batch, batch.microbatch_size), ())
+
+
+def sampling_problem(setup: TrainSetup) -> str:
+    """Traces the logits of the model. Returns the reason why it cannot generate text, or an empty string."""
+    length = setup.config.input.seq_len
+    try:
+        tokens_BT = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        _trace(setup, logits, "have logits(tokens_BT), floats (B, T, V)", tokens_BT, (1, length, ...))
+    except JgraphError as e:
+        return str(e)
+    return ""
+
+
+def _trace(setup: TrainSetup, function: Callable[..., Array], must: str, batch: Tree, shape: tuple) -> None:
+    """Raises ConfigError if a function fails or returns another shape than `shape`, where `...` is any size."""
+    module = setup.config.module
+    with model_errors(module, must):
+        out = jax.eval_shape(partial(function, setup), setup.step.state, batch)
+        found, dtype = tuple(out.shape), out.dtype  # fails if it is not an array
+    fits = len(found) == len(shape) and all(size in (..., own) for size, own in zip(shape, found, strict=True))
+    if not (fits and jnp.issubdtype(dtype, jnp.floating)):
+        raise ConfigError(f"`module` is {module}: must {must}; it gives {dtype}{list(found)}", field="module")
+
+
+def place_whole(setup: TrainSetup, batch: Tree) -> Tree:
+    """Shards the rows of an evaluation batch over the data ranks. Replicates them if the ranks do not divide their number.
+
+    Args:
+        setup: The setup of the run.
+        batch: Leaves [B, ...]. Every process has all rows.
+
+    Returns:
+        The batch on the devices of the step.
+    """
+    mesh = setup.step.mesh
+
+    def place(leaf: np.ndarray) -> Array | np.ndarray:
+        if mesh is None or len(leaf) % setup.config.parallel.data_ranks:
+            return leaf
+        sharding = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
+    return jax.tree.map(place, batch)
+
+
+def load_data(batch: InputConfig, settings: Any, tokenizer: Path | None) -> Corpus:
+    """Loads the data of a run. Raises DataError or ConfigError if it cannot be used.
+
+    Args:
+        batch: The data and the sizes of a batch.
+        settings: Settings of the model, which may have a vocabulary size.
+        tokenizer: The tokenizer.json for text; None for bytes.
+    """
+    how: dict[str, Any] = {"field": batch.data_field, "documents": batch.data_documents, "tokenizer": tokenizer}
+    return load(batch.data, seq_len=batch.seq_len, vocab_size=getattr(settings, "vocab_size", None), **how)
+
+
+def heldout(config: TrainConfig, corpus: Corpus) -> list[Batch]:
+    """Returns the held-out batches of an evaluation, split into microbatches to limit memory."""
+    return heldout_batches(
+        corpus.heldout_sources,
+        batch_size=config.input.microbatch_size,
+        seq_len=config.input.seq_len,
+        limit=config.monitor.eval_batches * config.input.num_microbatches,
+        documents=config.input.data_documents,
+    )
+
+
+def evaluator(setup: TrainSetup, batches: list[Batch], watchdog: Watchdog) -> Callable[[TrainState], float]:
+    """Returns a function from a state to its mean loss over batches of equal size.
+
+    Args:
+        setup: The setup of the run.
+        batches: The batches.
+        watchdog: Watches the devices.
+    """
+    jitted, compiled = jax.jit(partial(loss, setup)), None
+
+    def evaluate(state: TrainState) -> float:
+        nonlocal compiled
+        losses = []
+        for batch in batches:
+            placed = place_whole(setup, batch)
+            # Compiled outside the watchdog, because no device is waited for.
+            compiled = compiled or jitted.lower(state, placed).compile()
+            with watchdog.over(lambda: "an evaluation", compiled):
+                losses.append(in_turn(compiled(state, placed)))
+        watchdog.wait(lambda: "an evaluation", losses, compiled)
+        # The mean over tokens, because all batches have the same number of tokens or weights that sum to it.
+        return float(np.mean(jax.device_get(losses)))
+
+    return evaluate
+
+
+def decoder(setup: TrainSetup) -> Decoder:
+    """Returns the decoder that generates text from a state, on all devices of the step."""
+    own = setup.model.decoder
+    if own is None:
+        return windowed(lambda weights, tokens_BT: logits(setup, weights[0], tokens_BT))
+
+    def prepare(state: TrainState) -> Tree:
+        return own.prepare(setup.step.bound.unpack(state.params), state.carried)
+
+    if setup.step.num_devices == 1:
+        return replace(own, prepare=lambda state, _: prepare(state))
+    # Sharded parameters are gathered where they are used, so that no device holds all of them.
+    return Decoder(
+        lambda state, _: state,
+        lambda state, *args, **sizes: own.prefill(prepare(state), *args, **sizes),
+        lambda state, *args: own.decode(prepare(state), *args),
+    )
+
+
+def sample(setup: TrainSetup, state: TrainState, corpus: Corpus) -> tuple[str, str]:
+    """Returns a held-out prompt and a continuation of `sample_tokens` tokens."""
+    length = setup.config.input.seq_len
+    prompt = np.asarray(corpus.heldout[: min(_PROMPT_TOKENS, length)]).astype(np.int32)
+    how = {"max_tokens": setup.config.monitor.sample_tokens, "temperature": _TEMPERATURE, "key": setup.config.seed}
+    (tokens,) = generate(decoder(setup), state, [prompt], **how, window=length)
+    return corpus.decode(prompt), corpus.decode(tokens)
