@@ -1,4 +1,4 @@
-"""A matmul y = x * w with a parameter whose forward, dgrad and wgrad read operands in FP8.
+"""The FP8 matmul y = x * w, with w a parameter, and its dgrad and wgrad.
 
 Hopper contracts both operands of an FP8 matmul over their last axis, so every operand is stored as rows and as columns, the
 transpose. It is quantized once: x in the forward pass, for wgrad too; dy in the backward pass, for dgrad and wgrad; w once per
@@ -190,7 +190,7 @@ def fp8_matmul(
         config: The recipe.
         site: The matmul.
         x: The data.
-        w: The weight. It is not read; its gradient has its dtype.
+        w: The weight, which is not read. Its gradient has the dtype of `w`.
         extra: The other operands: the group sizes of a grouped matmul.
         tap: The quantized weight, the scales and the taps.
         saved: Residual for an FP8 wgrad. `x` is quantized a second time in the backward pass.

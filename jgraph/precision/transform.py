@@ -67,8 +67,8 @@ def fp8(fn: Callable[..., PyTree], config: FP8Config = FP8Config()) -> "FP8Funct
     """Computes the matmuls of a function with its parameters in FP8, forward and backward.
 
     Matmuls are found in the trace: those of Flax layers, `jnp.einsum` and `grouped_dot`, also in a scan over layers and in
-    `jax.checkpoint`. Matmuls in functions with a custom gradient stay as they are, and so do matmuls that FP8 does not support.
-    `plan(...).products` gives the reasons.
+    `jax.checkpoint`. Matmuls in functions with a custom gradient and unsupported matmuls are unchanged. `plan(...).products`
+    gives the reasons.
 
     Args:
         fn: A pure function `fn(params, *args)`.

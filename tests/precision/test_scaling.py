@@ -1,4 +1,4 @@
-"""Scales are powers of two that fit; histories follow the arrays; what is not finite is not hidden."""
+"""Scales are powers of two, histories follow the arrays, and nonfinite arrays stay visible."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def test_an_array_that_is_not_finite_is_read_as_nan_so_that_the_finite_gate_sees
 
 
 def run(config, amaxes, num_losses=1):
-    """Returns the scales of every step, and the history after the last, for amaxes [steps, S, 3]."""
+    """Returns the scales of every step and the final history, for amaxes [steps, S, 3]."""
     history, found = AmaxHistory.zeros(amaxes.shape[1], config.history), []
     for amax in amaxes:
 
@@ -63,7 +63,7 @@ def test_the_scale_of_a_step_comes_from_the_steps_before_it():
 
 @pytest.mark.parametrize("num_losses", [1, 2, 3, 6, 8])
 def test_an_output_gradient_is_stored_for_the_mean_of_all_losses_and_scaled_for_its_own(num_losses):
-    amax = jnp.array([1.0, 3.0, 3.5 * num_losses])  # 3.5 reaches the top of E5M2
+    amax = jnp.array([1.0, 3.0, 3.5 * num_losses])  # 3.5 scales to the largest E5M2 value
     scales, history = run(FP8Config(recipe="delayed", history=2), jnp.stack([amax] * 2)[:, None], num_losses)
     np.testing.assert_allclose(history.window[:, 0], [[1, 3, 3.5]] * 2, rtol=1e-6)
     top = float(jnp.finfo(E5M2).max)

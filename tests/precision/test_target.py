@@ -1,4 +1,4 @@
-"""The step with FP8 as it is compiled for an H200 that is not here: kernels, products and capture."""
+"""FP8 steps cross-compiled for an H200: kernels, matmuls and capture."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`python -m jgraph.train --precision fp8`: what it prints, refuses, and how it goes on over other devices."""
+"""`python -m jgraph.train --precision fp8`: its log, its errors, and resumption on other devices."""
 
 import pytest
 
