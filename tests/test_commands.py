@@ -117,7 +117,6 @@ def test_an_output_path_that_cannot_be_created_is_refused_with_its_flag(capsys, 
     commands = [
         (data, ("make", "--text", blocked.parent, "--train-bpe", "300"), "--out"),
         (aot.main, ("install",), "--directory"),
-        (inspect_main, ("schedule", "gpipe", "--pp", "2", "--microbatches", "2"), "--json"),
     ]
     for main, args, flag in commands:
         line = refused(capsys, main, *args, flag, blocked)
@@ -126,8 +125,7 @@ def test_an_output_path_that_cannot_be_created_is_refused_with_its_flag(capsys, 
 
 def test_a_profile_directory_that_cannot_be_created_is_refused_with_its_flag(capsys, blocked, monkeypatch):
     monkeypatch.setattr("jgraph.profile.report.of_trace", lambda *args, **choices: {})
-    monkeypatch.setattr("jgraph.profile._summary.show", lambda *args: None)
-    line = refused(capsys, profile, blocked.parent, "--out", blocked)
+    line = refused(capsys, profile, blocked.parent, "--program", "step.txt", "--steps", "2", "--out", blocked)
     assert line == f"--out is {blocked}: cannot be written (Not a directory)"
 
 

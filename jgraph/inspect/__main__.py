@@ -1,9 +1,9 @@
 """Inspect schedules and compiled programs before they run.
 
     python -m jgraph.inspect schedule zb-h1 --pp 4 --microbatches 8
-    python -m jgraph.inspect schedule aligned --pp 4 --microbatches 16 --chunks 2 --costs 1,1.1,0.8 --svg aligned.svg
-    python -m jgraph.inspect schedule my_schedule.csv --json numbers.json
-    python -m jgraph.inspect capture jgraph_models.gpt:gpt_124m --target h200
+    python -m jgraph.inspect schedule aligned --pp 4 --microbatches 16 --chunks 2 --costs 1,1.1,0.8
+    python -m jgraph.inspect schedule my_schedule.csv
+    python -m jgraph.inspect capture gpt-124m --target h200
     python -m jgraph.inspect capture my_module:my_example --graph full --json report.json
 
 `schedule` does not import jax. `capture` needs jax; with --target it needs no GPU.

@@ -42,8 +42,8 @@ def capture(
     The program is compiled but does not run.
 
     Args:
-        name: The program. A training step: MODULE:CLASS with --preset, MODULE:PRESET, or a preset such as gpt_124m or
-            gpt-124m. Or a function without arguments that returns (fn, args) or (fn, args, donate_argnums).
+        name: The program. A training step: a preset such as gpt-124m, or MODULE:CLASS with --preset. Or MODULE:FUNCTION, a
+            function without arguments that returns (fn, args) or (fn, args, donate_argnums).
         target: h200, h100 or b200: GPU to compile for; it need not be installed. Default: the device of this machine.
         preset: Preset with the sizes of the training step of a MODULE:CLASS.
         batch_size: Sequences per step; overrides the preset.
@@ -128,14 +128,10 @@ def _training_config(name: str, preset_name: str | None, sizes: dict[str, int]) 
     """
     chosen = None if preset_name is None else preset(preset_name)
     module, _, attribute = name.rpartition(":")
-    own_preset = attribute.replace("_", "-")
-    if own_preset in PRESETS and (not module or not hasattr(_import(module), attribute)):
-        config = preset(own_preset)
-        if module and config.module.partition(":")[0] != module:
-            raise ConfigError(f"{name} is not a class: use {module}:CLASS `preset` {own_preset}", field="name")
+    if name in PRESETS:
         if chosen is not None:
             raise ConfigError(f"{name} is a preset: omit `preset` {preset_name}", field="preset")
-        return config
+        return preset(name)
     if not module:
         raise ConfigError(f"{attribute!r} is neither MODULE:NAME nor a preset ({', '.join(PRESETS)})", field="name")
     if inspect.isclass(_find(name)):

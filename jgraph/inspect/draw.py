@@ -1,10 +1,9 @@
-"""Draws a simulated schedule as a timeline for the terminal, or as an SVG figure.
+"""Draws a simulated schedule as a timeline for the terminal.
 
 Ranks are rows, rank 0 on top; time runs to the right, to scale. The colors are the colorblind-safe palette of Okabe and Ito
 (jfly.uni-koeln.de/color, 2008). Black text is readable on all of them and on their tints for later chunks.
 """
 
-import html
 from functools import cache
 from typing import Literal
 
@@ -23,15 +22,6 @@ TEXT = "#000000"
 _LABELS = {FORWARD: "forward", DGRAD: "dgrad", WGRAD: "wgrad", BACKWARD: "full backward"}
 _IDLE, _CONTINUED = "·", "-"
 _MAX_LINES = 40
-
-# Pixels of the figure: left margin, top margin, distance of rows, height of bars, width of a digit, widths of the timeline.
-_LEFT, _TOP, _ROW, _BAR, _DIGIT, _WIDTHS = 64, 60, 30, 26, 7, (560.0, 1600.0)
-_SVG = """<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" font-size="11">
-<pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse"><path d="M0 6L6 0" stroke="#BBBBBB"/></pattern>
-<rect width="100%" height="100%" fill="white"/>
-{parts}
-</svg>
-"""
 
 
 @cache
@@ -151,47 +141,6 @@ def legend(run: Simulation, *, cells: Cells) -> Text:
     if chunks > 1:
         text.append(f"   {'lighter' if cells == 'colors' else 'lower case'}: {_later_chunks(run)}")
     return text
-
-
-def svg(run: Simulation) -> str:
-    """Returns the timeline as the text of an SVG file. An action shows its microbatch if it is wide enough."""
-    ranks, chunks = run.schedule.num_ranks, run.schedule.num_chunks
-    digits = len(str(run.schedule.num_microbatches - 1))
-    width = float(np.clip(run.makespan / _shortest(run) * _DIGIT * (digits + 1), *_WIDTHS))
-    scale, bottom = width / run.makespan, _TOP + _ROW * ranks
-    # A name from JSON may hold control characters and lone surrogates, which XML does not allow.
-    name = "".join(c if c.isprintable() else "?" for c in str(run.schedule))
-    title = html.escape(f"{name}, makespan {run.makespan:.4g}, bubble {run.bubble:.1%}")
-    parts = [_text(_LEFT, 20, title, size=13)]
-    items = [(COLORS[kind], _LABELS[kind]) for kind in _kinds(run)]
-    items += [(tint(FORWARD, chunks - 1, chunks), f"lighter: {_later_chunks(run)}")] * (chunks > 1)
-    x = _LEFT
-    for fill, label in [*items, ("url(#idle)", "idle")]:
-        parts += [_rect(x, 34, 18, 14, fill), _text(x + 24, 45, label)]
-        x += 24 + _DIGIT * (len(label) + 2)
-    for r, order in enumerate(run.schedule):
-        y = _TOP + _ROW * r
-        parts += [_text(_LEFT - 6, y + 17, f"rank {r}", anchor="end"), _rect(_LEFT, y, width, _BAR, "url(#idle)")]
-        lefts, spans = _LEFT + run.starts[r] * scale, (run.ends[r] - run.starts[r]) * scale
-        columns = (lefts, spans, order.kinds, order.chunks, order.microbatches)
-        for left, span, kind, chunk, m in zip(*(column.tolist() for column in columns), strict=True):
-            parts.append(_rect(left, y, span, _BAR, tint(kind, chunk, chunks)))
-            if span > _DIGIT * len(str(m)) + 2:
-                parts.append(_text(left + span / 2, y + 17, str(m), anchor="middle"))
-    for time in np.linspace(0, run.makespan, 5).tolist():
-        parts.append(_text(_LEFT + time * scale, bottom + 14, f"{time:.4g}", anchor="middle"))
-    parts.append(_text(_LEFT + width / 2, bottom + 32, "time (unit of the costs)", anchor="middle"))
-    return _SVG.format(width=round(_LEFT + width + 30), height=bottom + 42, parts="\n".join(parts))
-
-
-def _rect(x: float, y: int, width: float, height: int, fill: str) -> str:
-    # Thin bars need thin edges, which would otherwise cover them.
-    look = f'fill="{fill}" stroke="{TEXT}" stroke-width="{min(0.5, 0.1 * width):.2f}"'
-    return f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{height}" {look}/>'
-
-
-def _text(x: float, y: int, text: str, *, anchor: str = "start", size: int = 11) -> str:
-    return f'<text x="{x:.2f}" y="{y}" text-anchor="{anchor}" font-size="{size}">{text}</text>'
 
 
 def _later_chunks(run: Simulation) -> str:

@@ -1,24 +1,23 @@
-"""Prints the timeline, idle time and slots of a schedule, and writes them as SVG and JSON. Does not import jax."""
+"""Prints the timeline, idle time and slots of a schedule. Does not import jax."""
 
 import math
 import os
 import sys
-from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 from rich import box
 from rich.table import Table
 
 from jgraph import schedule as schedules
-from jgraph.cli import Count, File, FlagConsole
-from jgraph.errors import ConfigError, os_errors, require
+from jgraph.cli import Count, FlagConsole
+from jgraph.errors import ConfigError, require
 from jgraph.inspect import draw
 
 # Sums of larger times could overflow to infinity.
 _MAX_TIME = 1e30
-# Forwards of all ranks. At this limit 1f1b takes 7 s and 0.6 GB, zb-v 16 s and 1.3 GB (measured); their SVG takes minutes.
+# Forwards of all ranks. At this limit 1f1b takes 7 s and 0.6 GB, zb-v 16 s and 1.3 GB (measured).
 _MAX_FORWARDS = 1_000_000
 
 
@@ -32,8 +31,6 @@ def schedule(
     costs: str = "1,1,1",
     latency: float = 0.0,
     execution: Literal["auto", "dataflow", "neighbours", "lockstep"] = "auto",
-    svg: File = None,
-    json: File = None,
 ) -> None:
     """Draw a pipeline schedule and report its idle time and its slots.
 
@@ -47,14 +44,11 @@ def schedule(
         latency: Time of a transfer to another rank, in the unit of the costs; the sender does not wait for it.
         execution: Synchronization of ranks: by data only (dataflow), per tick with neighbours, or per tick with all ranks
             (lockstep); auto is lockstep for aligned and dataflow otherwise.
-        svg: File for the figure (.svg).
-        json: File for the numbers as JSON.
 
     Raises:
-        JgraphError: If the schedule is unknown or invalid, or a file cannot be written.
+        JgraphError: If the schedule is unknown or invalid, or its file cannot be read.
     """
     require(0 <= latency <= _MAX_TIME, "latency", f"{latency:g}", f"a time from 0 to {_MAX_TIME:g}")
-    require(svg is None or svg.suffix == ".svg", "svg", svg, "a file name ending in .svg")
     times = _times(costs)
     found = _schedule(name, {"pp": pp, "microbatches": microbatches, "chunks": chunks})
     if execution == "auto":
@@ -62,13 +56,6 @@ def schedule(
     costs_per_chunk = schedules.Costs(*times).per_chunk(found.num_chunks)
     run = schedules.simulate(found, costs_per_chunk, latency=latency, execution=execution)
     slots = schedules.assign(found)
-    if svg:
-        with os_errors("svg", svg):
-            svg.write_text(draw.svg(run), encoding="utf-8")
-    if json:
-        numbers = _numbers(run, slots) | {"costs": times, "latency": latency, "execution": execution}
-        with os_errors("json", json):
-            json.write_text(dumps(numbers) + "\n", encoding="utf-8")
     # 100 columns if the output is not a terminal.
     console = FlagConsole(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 100)
     # Terminals with 16 colors lack tints, and users redefine their palette.
@@ -137,20 +124,3 @@ def _table(run: schedules.Simulation, slots: schedules.Slots, width: int) -> Tab
         counts = [str(slots.counts[pool][r]) for pool in schedules.POOLS]
         table.add_row(str(r), f"{run.idle[r]:.4g}", f"{run.idle[r] / run.makespan:.1%}", *counts)
     return table
-
-
-def _numbers(run: schedules.Simulation, slots: schedules.Slots) -> dict[str, Any]:
-    """Returns the content of the JSON file, without the arguments of the simulation."""
-    return {
-        "name": run.schedule.name,
-        "pp": run.schedule.num_ranks,
-        "microbatches": run.schedule.num_microbatches,
-        "chunks": run.schedule.num_chunks,
-        "makespan": run.makespan,
-        "bubble": run.bubble,
-        "idle": run.idle.tolist(),
-        "ticks": run.schedule.num_ticks,
-        "slots": {pool: counts.tolist() for pool, counts in slots.counts.items()},
-        "placement": run.schedule.placement,
-        "orders": [order.to_list() for order in run.schedule],
-    }

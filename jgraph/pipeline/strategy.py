@@ -23,7 +23,7 @@ from jgraph.pipeline.program import Pipeline
 from jgraph.pipeline.stage_function import Remat
 from jgraph.precision.report import count, describe
 from jgraph.precision.transform import FP8Function, Product
-from jgraph.schedule import Costs, Schedule, simulate
+from jgraph.schedule import Costs, Schedule, files, simulate
 from jgraph.strategies import sharding
 from jgraph.strategies.base import GradientProgram, Options, Pools, summary
 from jgraph.strategies.batches import BatchLayout, by_microbatch
@@ -260,6 +260,12 @@ class BoundPipeline:
         if self.objective.fp8 is None:
             return [line]
         return [line, describe(self.products, self.objective.fp8, count(executables), loops="microbatches")]
+
+    def profile_facts(self) -> dict[str, Any]:
+        schedule = self.pipeline.schedule
+        ranks = self.mesh.devices[0].reshape(schedule.num_ranks, -1)[:, 0]
+        devices = [device.local_hardware_id or 0 if device.platform == "gpu" else device.id for device in ranks]
+        return {"pipeline": {"runtime": self.pipeline.runtime, "schedule": files.to_json(schedule), "devices": devices}}
 
 
 @dataclass(frozen=True, eq=False)

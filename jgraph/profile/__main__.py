@@ -1,19 +1,21 @@
 """Report the time of each kernel in a recorded trace.
 
-    python -m jgraph.train --profile 10:13 --run-dir runs/first   # records a profile and writes the report
-    python -m jgraph.profile runs/first                           # writes the report again
-    python -m jgraph.profile trace.xplane.pb --program step.txt   # any jax program: its trace and compiled.as_text()
+    python -m jgraph.train --profile 10:13 --run-dir runs/first              # records a profile and writes the report
+    python -m jgraph.profile runs/first                                      # writes the report again
+    python -m jgraph.profile trace.xplane.pb --program step.txt --steps 3   # any jax program: its trace and compiled.as_text()
 
 Writes profile.json, and profile.html, which needs no server and no other file.
 """
 
+import statistics
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
-from jgraph.cli import Directory, File, FlagConsole, command, fields_of
+from jgraph.cli import Count, Directory, File, FlagConsole, command, fields_of
 from jgraph.errors import ConfigError, os_errors, require
 
 
@@ -23,7 +25,7 @@ def show(
     *,
     out: Directory = None,
     program: File = None,
-    steps: int = 0,
+    steps: Count = None,
 ) -> None:
     """Writes the report and prints a summary.
 
@@ -31,14 +33,15 @@ def show(
         path: A run directory, a *.xplane.pb file, or a directory that contains one.
         out: Directory to write to; by default that of the profile.
         program: For a trace: file with the text of the program, as compiled.as_text() returns it.
-        steps: For a trace: number of equal steps in it; 0 to guess it.
+        steps: For a trace: number of equal steps in it.
 
     Raises:
         JgraphError: If the profile cannot be read, or the report cannot be written.
     """
-    require(steps >= 0, "steps", steps, "0 or the number of steps")
+    require(steps is None or steps >= 1, "steps", steps, "at least 1")
     # Imported here, because importing jax is slow.
-    from jgraph.profile import _summary, report
+    from jgraph.profile import report
+    from jgraph.profile.trace import find
 
     recorded = next((place for place in (path, path / "profile") if (place / "run.json").exists()), None)
     if recorded:
@@ -46,14 +49,27 @@ def show(
             raise ConfigError(f"{path} determines both: omit `program` and `steps`", field="program")
         profile, beside = report.of_run(recorded), recorded
     else:
-        profile = report.of_trace(path, program=program, steps=steps or None)
+        file = find(path)
+        if program is None or steps is None:
+            missing = "program" if program is None else "steps"
+            raise ConfigError(f"{file} is a trace, not a run: pass `program` and `steps`", field=missing)
+        profile = report.of_trace(path, program=program, steps=steps)
         beside = path if path.is_dir() else path.parent
     console = FlagConsole(fields_of(show))
-    _summary.show(profile, console)
     out = out or beside
     with os_errors("out", out):
         files = report.write(profile, out)
-    console.print(f"written to {', '.join(map(str, files))}", highlight=False, soft_wrap=True)
+    for line in _summary(profile), f"written to {', '.join(map(str, files))}", *profile["about"]["notes"]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _summary(profile: Mapping[str, Any]) -> str:
+    """Returns the time of a step, and the part of it that is attributed to categories."""
+    captured, named = profile["captured"], profile["uncaptured"]
+    attributed = statistics.mean(rank["attributed"] for rank in named["ranks"])
+    times = [f"{captured['step_ms']:.2f} ms a step in command buffers"] if captured else []
+    times.append(f"{named['step_ms']:.2f} ms without, {attributed:.1%} of the busy time attributed")
+    return f"{profile['title']}: {', '.join(times)}"
 
 
 main = command("python -m jgraph.profile", __doc__, show)

@@ -61,10 +61,8 @@ class Purpose:
     is_work: bool = False
 
 
-def purposes(events: Events, program: Program | None) -> tuple[Purpose, ...]:
-    """Returns the purpose of each event. Without the program, only scopes in the trace are used."""
-    if program is None:
-        return tuple(purpose_of_hidden("", scopes) for scopes in events.scopes)
+def purposes(events: Events, program: Program) -> tuple[Purpose, ...]:
+    """Returns the purpose of each event."""
     known = {op: purpose_of(program, program.instructions[op]) for op in set(events.op) if op in program.instructions}
     rows = zip(events.module, events.op, events.scopes, strict=True)
     return tuple(
@@ -101,8 +99,7 @@ def purpose_of(program: Program, instruction: Instruction) -> Purpose:
 def purpose_of_hidden(op: str, scopes: str = "") -> Purpose:
     """Returns the purpose of an instruction that is not in the program's text.
 
-    Used for every instruction if there is no program, and for instructions inside the start of an asynchronous one. A joint
-    backward then counts as dgrad.
+    These are instructions inside the start of an asynchronous one.
 
     Args:
         op: The name of the instruction. XLA names a collective after JAX's primitive or its opcode.

@@ -12,10 +12,9 @@ from jgraph.device import Device
 from jgraph.errors import ProfileError
 from jgraph.profile._categories import CATEGORIES, COLLECTIVES, Purpose, purposes
 from jgraph.profile.program import Program
-from jgraph.profile.trace import Events, Trace, busy, guess_steps, owners, steps
+from jgraph.profile.trace import Events, Trace, busy, owners, steps
 from jgraph.xla.launches import launches_of
 
-_MOST_OTHERS = 5
 COMMUNICATION = frozenset(COLLECTIVES.values())
 """Categories of communication between devices."""
 
@@ -48,7 +47,7 @@ class Step:
         return np.bincount(owner, end - start, len(self.events))
 
 
-def choose_step(trace: Trace, program: Program | None, count: int | None) -> dict[int, Step]:
+def choose_step(trace: Trace, program: Program, count: int) -> dict[int, Step]:
     """Returns the last step but one, or the only one, by device.
 
     The first steps are faster, on a GPU that was idle before. The last step is not followed by another. All devices start at
@@ -56,11 +55,10 @@ def choose_step(trace: Trace, program: Program | None, count: int | None) -> dic
 
     Args:
         trace: A trace of a run without command buffers.
-        program: The program that ran. None: categories come from scopes in the trace.
-        count: The number of steps in the trace. None: guessed.
+        program: The program that ran.
+        count: The number of steps in the trace.
     """
     of_program = {device: _of_program(events, program) for device, events in trace.devices.items()}
-    count = count or guess_steps(next(iter(of_program.values())))
     bounds = {device: steps(events, count) for device, events in of_program.items()}
     k = max(count - 2, 0)
     start = min(found[k][0] for found in bounds.values())
@@ -90,21 +88,17 @@ def by_category(rank: int, step: Step) -> dict[str, Any]:
             kernel_ms = float((events.end - events.start)[chosen].sum())
             categories[category] = {"ms": float(own[chosen].sum()), "kernel_ms": kernel_ms, "kernels": int(chosen.sum())}
     busy_ms = busy(events.start, events.end)
-    others: Counter[str] = Counter()
-    for name, purpose, ms in zip(events.name, step.purposes, own.tolist(), strict=True):
-        if purpose.category == "other":
-            others[name] += ms
+    other_ms = categories["other"]["ms"] if "other" in categories else 0.0
     return {
         "rank": rank,
         "busy_ms": busy_ms,
         "idle_ms": max(step.ms - busy_ms, 0.0),
-        "attributed": 1 - others.total() / busy_ms if busy_ms else 1.0,
-        "other": [{"name": name, "ms": ms} for name, ms in others.most_common(_MOST_OTHERS)],
+        "attributed": 1 - other_ms / busy_ms if busy_ms else 1.0,
         "categories": categories,
     }
 
 
-def groups(step: Step, program: Program | None, device: Device | None) -> list[dict[str, Any]]:
+def groups(step: Step, program: Program, device: Device | None) -> list[dict[str, Any]]:
     """Returns `groups` of profile.json: groups of equal kernels, the furthest above its roofline first.
 
     The roofline is the longer of two times: FLOPs at the matmul rate, and bytes at the copy rate (Williams et al., "Roofline",
@@ -112,11 +106,11 @@ def groups(step: Step, program: Program | None, device: Device | None) -> list[d
 
     Args:
         step: The step of one device.
-        program: The program that ran. None: no rooflines.
+        program: The program that ran.
         device: The rates. None: no rooflines.
     """
-    events, own, known = step.events, step.own_ms, program.instructions if program else {}
-    labels = {op: program.label(known[op]) for op in set(events.op) if op in known} if program else {}
+    events, own, known = step.events, step.own_ms, program.instructions
+    labels = {op: program.label(known[op]) for op in set(events.op) if op in known}
     members: dict[tuple[str, str], list[int]] = defaultdict(list)
     kernels: dict[str, Counter[str]] = defaultdict(Counter)
     for i, (op, name, purpose) in enumerate(zip(events.op, events.name, step.purposes, strict=True)):
@@ -125,14 +119,12 @@ def groups(step: Step, program: Program | None, device: Device | None) -> list[d
         kernels[op][name] += 1
     # An instruction may launch several kernels and run several times. Its rarest kernel gives the number of runs.
     runs = {op: min(names.values()) for op, names in kernels.items()}
-    sources = program.sources(list(kernels)) if program else {}
+    sources = program.sources(list(kernels))
     rows = []
     for (category, label), found in members.items():
         ops = dict.fromkeys(events.op[i] for i in found)
         flops = nbytes = 0
-        for op in ops:
-            if program is None or op not in known:
-                continue
+        for op in filter(known.__contains__, ops):
             if category in COMMUNICATION:
                 nbytes += program.sent_bytes(known[op]) * runs[op]
             else:
@@ -222,14 +214,12 @@ def action_kernels(step: Step) -> dict[str, np.ndarray]:
     return {action: np.array(times) for action, times in found.items()}
 
 
-def _of_program(events: Events, program: Program | None) -> Events:
+def _of_program(events: Events, program: Program) -> Events:
     """Returns the events of the program. Raises ProfileError if there are none, or no event has an instruction."""
     if not any(events.op):
         raise ProfileError(
             "the trace's kernels came out of CUDA graphs, which hide their instructions: trace a run with `graph` off"
         )
-    if program is None:
-        return events
     own = np.array([module == program.name for module in events.module], bool)
     if not own.any():
         ran = ", ".join(dict.fromkeys(filter(None, events.module)))

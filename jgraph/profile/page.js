@@ -95,28 +95,12 @@ function whereTheTimeWent({ uncaptured }) {
     number(over(category, "kernel_ms")), number(over(category, "kernels"), atMost(1))]);
   rows.push([named("idle"), number(idle), number(idle / step, percent), number(null), number(null)]);
   const least = ranks.reduce((a, b) => (b.attributed < a.attributed ? b : a));
-  const names = new Map();
-  for (const { name, ms: time } of ranks.flatMap((rank) => rank.other)) {
-    names.set(name, (names.get(name) ?? 0) + time / ranks.length);
-  }
-  const top = [...names].sort((a, b) => b[1] - a[1]).slice(0, 5).map(([name, time]) => `${name} (${ms(time)} ms)`);
   const caption = `Mean over ${plural(ranks.length, "rank")}. Exposed: not hidden behind other kernels; with idle it adds up to ` +
     "the step. Kernel ms includes hidden time.";
   panel("Where the time went", legend([...categories, "idle"]), chart(draw),
     table("categories", caption, ["category", "exposed ms", "share of step", "kernel ms", "kernels"], rows),
     h("p", null, `${percent(least.attributed)} of the busy time has a category`,
-      ranks.length > 1 ? ` on rank ${least.rank}, the least of all.` : ".",
-      top.length ? ` Without one: ${top.join(", ")}.` : ""));
-}
-
-function whatIsHidden({ collectives }) {
-  if (!collectives?.length) return;
-  const list = (found, text) => Object.entries(found ?? {}).slice(0, 5).map(([name, value]) => `${name} ${text(value)}`).join(", ");
-  const rows = collectives.map((one) => [one.label, named(one.category), number(one.count, whole), number(one.ms),
-    number(one.exposed_ms), number(one.ms ? one.exposed_ms / one.ms : null, percent), list(one.behind, ms)]);
-  const caption = "Collectives of rank 0 in a step, grouped by kind and shape. Exposed: nothing else ran. Hidden behind: " +
-    "the kernels that ran meanwhile, in ms, longest first.";
-  panel("What is hidden", table("collectives", caption, ["collective", "category", "count", "ms", "exposed ms", "share exposed", "hidden behind"], rows));
+      ranks.length > 1 ? ` on rank ${least.rank}, the least of all.` : "."));
 }
 
 function whatToFixFirst({ groups, roofline }) {
@@ -413,4 +397,4 @@ function timeline({ timeline: recorded }) {
   charts.push(draw);
 }
 
-build([summary, whereTheTimeWent, whatIsHidden, whatToFixFirst, pipeline, memory, timeline]);
+build([summary, whereTheTimeWent, whatToFixFirst, pipeline, memory, timeline]);

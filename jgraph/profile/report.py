@@ -14,14 +14,13 @@ from jgraph.device import find as find_device
 from jgraph.errors import ProfileError
 from jgraph.page import render
 from jgraph.profile import _actions, attribution
-from jgraph.profile._collectives import collectives
 from jgraph.profile.attribution import Step
 from jgraph.profile.program import Program
 from jgraph.profile.trace import find, read
 from jgraph.schedule import files
 from jgraph.schedule.action import KINDS
 
-_FORMAT = 3
+_FORMAT = 4
 _ABOUT = ("title", "device", "devices", "versions", "date", "flags", "memory", "steps")
 
 
@@ -60,21 +59,20 @@ def of_run(directory: Path) -> dict[str, Any]:
     return found | {"about": found["about"] | {"notes": notes}}
 
 
-def of_trace(path: Path, *, program: Path | None = None, steps: int | None = None) -> dict[str, Any]:
+def of_trace(path: Path, *, program: Path, steps: int) -> dict[str, Any]:
     """Returns the contents of profile.json for a trace of any program.
 
     Args:
         path: A *.xplane.pb, or a directory that contains one.
-        program: A file with the text of the program, `compiled.as_text()`. Without it there are no rooflines, and wgrad and
-            dgrad are distinguished only if the backward was split.
-        steps: The number of equal steps in the trace. None: guessed.
+        program: A file with the text of the program, `compiled.as_text()`.
+        steps: The number of equal steps in the trace.
 
     Raises:
         ProfileError: If there is no trace, a file is damaged, or the kernels have no names.
     """
     trace = read(path)
     try:
-        known = Program.of(program.read_text()) if program else None
+        known = Program.of(program.read_text())
     except (OSError, ValueError) as e:
         message = f"`program` is {program}: cannot be read ({e}); pass a file with the result of compiled.as_text()"
         raise ProfileError(message, field="program") from e
@@ -99,7 +97,7 @@ def page(profile: dict[str, Any]) -> str:
     return render("jgraph.profile", profile)
 
 
-def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Program | None) -> dict[str, Any]:
+def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Program) -> dict[str, Any]:
     first = next(iter(chosen.values()))
     device = find_device(about["device"])
     shown = ("device", "devices", "versions", "date", "flags")
@@ -113,7 +111,6 @@ def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Progr
             "ranks": [attribution.by_category(rank, step) for rank, step in chosen.items()],
         },
         "groups": attribution.groups(first, program, device),
-        "collectives": collectives(first, program),
         "roofline": asdict(device) if device else None,
         "pipeline": None,
         "timeline": attribution.timeline(chosen),

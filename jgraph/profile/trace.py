@@ -6,7 +6,7 @@ ran in a CUDA graph. On a CPU an event is a thunk of XLA, on any thread.
 
 import re
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,13 +161,6 @@ def steps(events: Events, count: int) -> list[tuple[float, float]]:
             f"the trace does not have {count} steps: no kernel ran {count} times; pass their number", field="steps"
         )
     return [(float(events.start[once[:, k]].min()), float(events.end[once[:, k]].max())) for k in range(count)]
-
-
-def guess_steps(events: Events) -> int:
-    """Guesses the number of equal steps: the most frequent number of runs of an instruction."""
-    counts = Counter(op or name for name, op in zip(events.name, events.op, strict=True))
-    values, numbers = np.unique(list(counts.values()), return_counts=True)
-    return int(values[np.argmax(numbers)])
 
 
 def busy(start: np.ndarray, end: np.ndarray) -> float:

@@ -44,20 +44,6 @@ class Action:
         return f"{self.kind} of chunk {self.chunk + 1}, microbatch {self.microbatch}"
 
 
-def format_cell(kind: int, stage: int, microbatch: int) -> str:
-    """Formats an action for a schedule file, for example `5F3`.
-
-    Args:
-        kind: Index in `KINDS`.
-        stage: Stage of the model, 0-based.
-        microbatch: Index of the microbatch, 0-based.
-
-    Returns:
-        The stage, the letter of the kind and the microbatch.
-    """
-    return f"{stage}{LETTERS[kind]}{microbatch}"
-
-
 def check_integer(name: str, value: object, minimum: int = 1) -> None:
     """Checks that an argument is an integer of at least `minimum`.
 

@@ -1,26 +1,15 @@
-"""Reads and writes schedules: CSV in PyTorch's format (a row per rank, a cell per tick), or JSON with signed numbers."""
+"""Reads schedules from PyTorch's CSV (a row per rank, a cell per tick). Reads and writes them as JSON with signed numbers."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from jgraph.errors import ConfigError, OrderError
-from jgraph.schedule.action import format_cell, parse_cell
+from jgraph.schedule.action import parse_cell
 from jgraph.schedule.order import Order
 from jgraph.schedule.schedule import Schedule
-
-
-def to_csv(schedule: Schedule) -> str:
-    """Formats a schedule as CSV with a row per rank and a cell per tick, for example `5F3`. Idle cells are empty."""
-    rows = [[""] * schedule.num_ticks for _ in schedule.orders]
-    for row, order, stages, ticks in zip(rows, schedule.orders, schedule.stages, schedule.ticks, strict=True):
-        columns = (ticks.tolist(), order.kinds.tolist(), stages.tolist(), order.microbatches.tolist())
-        for tick, kind, stage, microbatch in zip(*columns, strict=True):
-            row[tick] = format_cell(kind, stage, microbatch)
-    return "".join(",".join(row) + "\n" for row in rows)
 
 
 def from_csv(text: str) -> Schedule:
@@ -137,25 +126,26 @@ def from_json(text: str) -> Schedule:
 
 
 def write(schedule: Schedule, path: str | Path) -> None:
-    """Writes a schedule to a file.
+    """Writes a schedule to a file that `read` reads.
 
     Args:
         schedule: The schedule.
-        path: A path ending in `.csv` for PyTorch's table, or `.json` for signed numbers.
+        path: A path ending in `.json`.
 
     Raises:
         OrderError: If the path has another suffix.
         OSError: If the file cannot be written.
     """
-    to_text, _ = _format(Path(path), str(path))
-    Path(path).write_text(to_text(schedule), encoding="utf-8")
+    if Path(path).suffix.lower() != ".json":
+        raise OrderError(f"{path}: must be a .json file")
+    Path(path).write_text(to_json(schedule), encoding="utf-8")
 
 
 def read(path: str | Path, *, field: str = "") -> Schedule:
-    """Reads a schedule file in one of the formats of `write`.
+    """Reads a schedule file.
 
     Args:
-        path: A .csv or .json file.
+        path: A .json file with signed numbers, or a .csv file in PyTorch's format.
         field: The argument that holds the path, for errors.
 
     Returns:
@@ -166,19 +156,13 @@ def read(path: str | Path, *, field: str = "") -> Schedule:
     """
     path = Path(path)
     named = f"`{field}` is {path}" if field else str(path)
-    _, from_text = _format(path, named)
+    parsers = {".csv": from_csv, ".json": from_json}
+    if path.suffix.lower() not in parsers:
+        raise OrderError(f"{named}: must be a .csv or .json file")
     try:
-        return from_text(path.read_text(encoding="utf-8"))
+        return parsers[path.suffix.lower()](path.read_text(encoding="utf-8"))
     except OrderError as error:
         raise OrderError(f"{named}: {error}", position=error.position, rank=error.rank, field=field) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise OrderError(f"{named}: cannot be read as a schedule ({reason})", field=field) from None
-
-
-def _format(path: Path, named: str) -> tuple[Callable[[Schedule], str], Callable[[str], Schedule]]:
-    """Returns the formatter and the parser for the suffix of a path. `named` names the file in the error."""
-    formats = {".csv": (to_csv, from_csv), ".json": (to_json, from_json)}
-    if path.suffix.lower() not in formats:
-        raise OrderError(f"{named}: must be a .csv or .json file")
-    return formats[path.suffix.lower()]

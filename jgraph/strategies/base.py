@@ -7,7 +7,7 @@ new file.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import jax
 from jax import Array
@@ -161,6 +161,10 @@ class BoundStrategy(Protocol):
             executables: All executables of the step.
             memory: Memory of the step by XLA's account; None if unknown.
         """
+        ...
+
+    def profile_facts(self) -> dict[str, Any]:
+        """Returns facts about the strategy for the report of a profile, as JSON."""
         ...
 
 

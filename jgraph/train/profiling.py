@@ -19,7 +19,6 @@ import jax
 from jgraph.errors import ProfileError, os_errors
 from jgraph.processes import is_process_zero
 from jgraph.profile import report
-from jgraph.schedule import files
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import StepMetrics, TrainState
 from jgraph.train.capacity import is_halted
@@ -153,7 +152,7 @@ def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
     config, devices = setup.config, jax.local_devices()[: setup.step.num_devices]
     kind = devices[0].device_kind
     tokens = f"{config.input.batch_size} x {config.input.seq_len} tokens a step"
-    about: dict[str, Any] = {
+    about = {
         "title": f"{config.preset}, {tokens}, {setup.step.num_devices} x {kind}",
         "device": kind,
         "devices": setup.step.num_devices,
@@ -162,14 +161,7 @@ def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
         "flags": _flags(config),
         "memory": _memory(setup, compiled) | {"measured_peak": peak_memory_bytes(devices[0]) or None},
     }
-    if (pipeline := getattr(setup.step.bound, "pipeline", None)) is not None:
-        ranks = pipeline.mesh.devices[0].reshape(pipeline.schedule.num_ranks, -1)[:, 0]
-        about["pipeline"] = {
-            "runtime": pipeline.runtime,
-            "schedule": files.to_json(pipeline.schedule),
-            "devices": [device.local_hardware_id or 0 if device.platform == "gpu" else device.id for device in ranks],
-        }
-    return about
+    return about | setup.step.bound.profile_facts()
 
 
 def _memory(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:

@@ -4,11 +4,10 @@ JAX drops a donation if shape, dtype or layout do not match, often without a war
 buffer of a leaf that no longer matches goes to the next output that does. The compiled program records the pairs.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, TypeAlias
+from typing import TypeAlias
 
 import jax
 
@@ -16,7 +15,6 @@ from jgraph.errors import DonationError
 from jgraph.tree import PyTree
 from jgraph.xla.hlo import HloModule
 
-_Path: TypeAlias = tuple[Any, ...]
 _Leaf: TypeAlias = jax.ShapeDtypeStruct  # or jax.stages.ArgInfo, which also has shape and dtype
 
 
@@ -28,26 +26,18 @@ class Donation:
         leaf: The path of the leaf, e.g. `state['w']`.
         array: Its dtype and shape, e.g. `float32[8,8]`.
         nbytes: Its size in bytes.
-        status: `reused`: its counterpart uses the buffer. `crosswise`: another output does, so a loop around the program swaps
-            buffers. `dropped`: no output does.
         output: The path of the output in its buffer. Empty if the donation was dropped.
-        counterpart: The path of the output at the same position in the result. Empty if there is none.
         reason: Why the donation was dropped. Empty if it was not.
     """
 
     leaf: str
     array: str
     nbytes: int
-    status: Literal["reused", "crosswise", "dropped"]
     output: str = ""
-    counterpart: str = ""
     reason: str = ""
 
     def __str__(self) -> str:
-        if self.status == "dropped":
-            return f"{self.leaf} {self.array}: dropped, {self.reason}"
-        crossed = f", crosswise: its counterpart is {self.counterpart}" if self.status == "crosswise" else ""
-        return f"{self.leaf} {self.array} -> {self.output}{crossed}"
+        return f"{self.leaf} {self.array}" + (f" -> {self.output}" if self.output else f": dropped, {self.reason}")
 
 
 def alias_map(compiled: jax.stages.Compiled) -> dict[int, int]:
@@ -98,54 +88,20 @@ def donations(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, names:
         compiled: The program.
         names: The paths of all argument leaves, donated or not.
     """
-    leaves = jax.tree_util.tree_flatten_with_path(lowered.args_info)[0]
+    infos = jax.tree.leaves(lowered.args_info)
     outputs = jax.tree_util.tree_flatten_with_path(lowered.out_info)[0]
-    infos, results = [info for _, info in leaves], [result for _, result in outputs]
     # JAX removes unused arguments from the program. They have no sharding.
     used = jax.tree.leaves(jax.tree.map(lambda _, sharding: sharding is not None, lowered.args_info, compiled.input_shardings))
     positions = [i for i, is_used in enumerate(used) if is_used]
     output_of = {positions[argument]: output for output, argument in alias_map(compiled).items()}
-    paths = ["result" + jax.tree_util.keystr(path) for path, _ in outputs]
-    counterparts = _counterparts(leaves, outputs)
     found: list[Donation] = []
     for i, (name, info) in enumerate(zip(names, infos, strict=True)):
-        if not info.donated:
-            continue
-        counterpart = counterparts.get(i)
-        reason = ""
-        if i not in output_of:
-            reason = _why_dropped(i, infos, used, results, output_of)
-            if used[i] and counterpart is not None and _array(results[counterpart]) != _array(info):
-                reason = f"its counterpart {paths[counterpart]} is {_array(results[counterpart])}"
-        status = "dropped" if i not in output_of else "reused" if counterpart in (None, output_of[i]) else "crosswise"
-        output = paths[output_of[i]] if i in output_of else ""
-        place = "" if counterpart is None else paths[counterpart]
-        found.append(Donation(name, _array(info), prod(info.shape) * info.dtype.itemsize, status, output, place, reason))
+        if info.donated:
+            is_reused = i in output_of
+            output = "result" + jax.tree_util.keystr(outputs[output_of[i]][0]) if is_reused else ""
+            reason = "" if is_reused else _why_dropped(i, infos, used, [result for _, result in outputs], output_of)
+            found.append(Donation(name, _array(info), prod(info.shape) * info.dtype.itemsize, output, reason))
     return tuple(found)
-
-
-def _counterparts(leaves: Sequence[tuple[_Path, Any]], outputs: Sequence[tuple[_Path, _Leaf]]) -> dict[int, int]:
-    """Maps donated leaves to outputs with the same path in the result, or in one element of the result, as in their argument.
-
-    Arguments that share a path are paired with as many outputs in order. A single argument prefers an output with its shape and
-    dtype.
-    """
-    outputs_at: dict[_Path, list[int]] = defaultdict(list)
-    for k, (path, _) in enumerate(outputs):
-        for place in dict.fromkeys((path, path[1:])):
-            outputs_at[place].append(k)
-    donated: dict[_Path, list[int]] = defaultdict(list)
-    for i, (path, info) in enumerate(leaves):
-        if info.donated and len(path) > 2:  # args or kwargs, the argument, and the path inside it
-            donated[path[2:]].append(i)
-    found: dict[int, int] = {}
-    for path, same in donated.items():
-        if len(same) == 1:
-            array = _array(leaves[same[0]][1])
-            outputs_at[path].sort(key=lambda k: _array(outputs[k][1]) != array)
-        if len(same) <= len(outputs_at[path]):
-            found |= zip(same, outputs_at[path], strict=False)
-    return found
 
 
 def _why_dropped(

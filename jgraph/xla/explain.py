@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,39 +93,6 @@ class FP8Products:
 
 
 @dataclass(frozen=True)
-class Overlap:
-    """Asynchronous collectives of one kind and shape.
-
-    Attributes:
-        kind: The kind, e.g. `all-gather`.
-        shape: The shape of the result.
-        number: The number of these collectives.
-        hidden: The number with a matmul or a kernel scheduled between start and end.
-    """
-
-    kind: str
-    shape: str
-    number: int
-    hidden: int
-
-    @classmethod
-    def of(cls, compiled: jax.stages.Compiled) -> "tuple[Overlap, ...]":
-        """Returns the asynchronous collectives of a program outside of loops, the most frequent first."""
-        text = compiled.as_text() or ""
-        if "-start(" not in text and " async-start" not in text:
-            return ()
-        module, number, hidden = HloModule(text), Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-        for start, between in module.overlaps():
-            kind = module.collective(start), str(start.shapes[-1])
-            number[kind] += 1
-            hidden[kind] += any(map(module.has_kernel, between))
-        return tuple(cls(*kind, count, hidden[kind]) for kind, count in number.most_common())
-
-    def __str__(self) -> str:
-        return f"  {self.number} {self.kind} {self.shape}: {self.hidden} behind products or kernels"
-
-
-@dataclass(frozen=True)
 class Explanation:
     """The report of `explain`. `str` formats it.
 
@@ -137,7 +103,6 @@ class Explanation:
         donations: Every donated leaf and the output in its buffer.
         memory: Device memory. None if XLA does not report it.
         fp8: The FP8 matmuls.
-        overlaps: Asynchronous collectives outside of loops, and the number that XLA hides.
         notes: Limits of the report.
     """
 
@@ -147,18 +112,12 @@ class Explanation:
     donations: tuple[Donation, ...]
     memory: Memory | None
     fp8: FP8Products = FP8Products(0, 0)
-    overlaps: tuple[Overlap, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def dropped(self) -> tuple[Donation, ...]:
         """Donated leaves with a buffer that no output uses."""
-        return tuple(donation for donation in self.donations if donation.status == "dropped")
-
-    @property
-    def crosswise(self) -> tuple[Donation, ...]:
-        """Donated leaves with a buffer that another output than their counterpart uses."""
-        return tuple(donation for donation in self.donations if donation.status == "crosswise")
+        return tuple(donation for donation in self.donations if not donation.output)
 
     def to_json(self) -> str:
         """Returns the fields as a JSON object, with `total` in memory."""
@@ -176,8 +135,6 @@ class Explanation:
             lines.append(f"memory: {self.memory}")
         if self.fp8.products:
             lines.append(str(self.fp8))
-        if self.overlaps:
-            lines += ["asynchronous collectives:", *map(str, self.overlaps)]
         if self.capture is not None and any("`graph` full" in o.remedy for o in self.capture.outside):
             lines.append(f"note: {_HOW}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -231,7 +188,6 @@ def explain(
         donations=donations(lowered, compiled, _argument_names(traced, lowered)),
         memory=Memory.of(compiled),
         fp8=FP8Products.of(compiled),
-        overlaps=Overlap.of(compiled),
         notes=tuple(_notes(capture, target)),
     )
 
@@ -261,13 +217,12 @@ def _donation_lines(report: Explanation) -> Iterator[str]:
     if not found:
         yield "donated: nothing"
         return
-    right = [donation for donation in found if donation.status == "reused"]
-    wrong = [donation for donation in found if donation.status != "reused"]
+    reused = [donation for donation in found if donation.output]
     leaves = f"{len(found)} {'leaf' if len(found) == 1 else 'leaves'} of {_bytes(sum(d.nbytes for d in found))}"
-    yield f"donated: {leaves}: {len(right)} reused, {len(report.dropped)} dropped, {len(report.crosswise)} crosswise"
-    yield from (f"  {donation}" for donation in (*wrong, *right[:_MOST_SHOWN]))
-    if len(right) > _MOST_SHOWN:
-        yield f"  and {len(right) - _MOST_SHOWN} more"
+    yield f"donated: {leaves}: {len(reused)} reused, {len(report.dropped)} dropped"
+    yield from (f"  {donation}" for donation in (*report.dropped, *reused[:_MOST_SHOWN]))
+    if len(reused) > _MOST_SHOWN:
+        yield f"  and {len(reused) - _MOST_SHOWN} more"
 
 
 def _bytes(number: int) -> str:

@@ -190,29 +190,6 @@ class HloModule:
                 found[kind, groups[1] if groups else ""] += 1
         return found
 
-    def overlaps(self) -> Iterator[tuple[Instruction, list[Instruction]]]:
-        """Yields the start of each asynchronous collective of the entry, and the instructions scheduled before its end."""
-        if self.entry not in self.computations:
-            return
-        found = list(self.computations[self.entry].instructions.values())
-        positions = {instruction.name: position for position, instruction in enumerate(found)}
-        for end, done in enumerate(found):
-            start = positions.get(done.operands[0], end) if done.opcode.endswith("-done") else end
-            if self.collective(found[start]) and start < end:
-                yield found[start], found[start + 1 : end]
-
-    def collective(self, instruction: Instruction) -> str:
-        """Returns the kind of collective that an instruction runs or starts, e.g. `all-gather`. Empty for other opcodes."""
-        opcode = instruction.opcode
-        if opcode == "async-start" and (called := self._called(instruction)):
-            opcode = called[0].root.opcode
-        return kind if (kind := opcode.removesuffix("-start")) in _COLLECTIVES else ""
-
-    def has_kernel(self, instruction: Instruction) -> bool:
-        """True if an instruction is or contains a matmul, attention, or another kernel that XLA did not generate."""
-        inner = (part for computation in self._called(instruction) for part in computation.instructions.values())
-        return any(part.is_matmul or part.opcode == "custom-call" for part in (instruction, *inner))
-
     def _called(self, instruction: Instruction) -> list[Computation]:
         return [self.computations[name] for name in instruction.called if name in self.computations]
 

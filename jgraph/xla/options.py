@@ -1,6 +1,6 @@
-"""XLA options of a compiled program: command buffers, and options of the user that are checked before compilation.
+"""XLA options of a compiled program: command buffers, and options of the user with names that are checked before compilation.
 
-XLA reports a wrong option only during compilation and does not list the valid names. Names change between releases, so they are
+XLA reports a wrong name only during compilation and does not list the valid ones. Names change between releases, so they are
 read from the installed library.
 """
 
@@ -21,7 +21,6 @@ from jgraph.xla import _protobuf
 
 OptionValue: TypeAlias = str | bool | int | float
 _Graph = Literal["auto", "off", "full"]
-_OptionKind = Literal["bool", "int32", "int64", "float", "string", "enum", "message"]
 
 _COMMAND_BUFFER = "xla_gpu_enable_command_buffer"
 _MIN_GRAPH_SIZE = "xla_gpu_graph_min_graph_size"
@@ -40,13 +39,13 @@ class Option:
 
     Attributes:
         name: The name.
-        kind: The type. A `message` cannot be set from a string.
+        is_bool: True if the value is a bool.
         repeated: True if it takes several values, separated by commas. They replace XLA's default.
-        values: The values of an `enum`. Empty if the library does not list them.
+        values: The values of an enum. Empty for other types, and if the library does not list them.
     """
 
     name: str
-    kind: _OptionKind
+    is_bool: bool
     repeated: bool
     values: tuple[str, ...] = ()
 
@@ -68,7 +67,7 @@ def compiler_options(
 
     Raises:
         ConfigError: If `graph` is not one of the three.
-        CompilerOptionError: If the installed XLA does not have an option, or an option has an invalid value.
+        CompilerOptionError: If the installed XLA does not have an option. XLA checks values when it compiles.
     """
     check_choice("graph", graph, get_args(_Graph))
     options: dict[str, OptionValue] = {}
@@ -92,7 +91,7 @@ def known(options: Sequence[str], platform: str) -> tuple[str, ...]:
 def option_errors() -> Iterator[None]:
     """Converts XLA's error about an option into a CompilerOptionError. Other errors pass.
 
-    Some limits are known only to XLA. If the installed library does not list its options, XLA alone checks them.
+    XLA checks the values. If the installed library does not list its options, XLA checks the names too.
     """
     try:
         yield
@@ -129,7 +128,7 @@ def _graph_options(graph: str, num_devices: int) -> dict[str, OptionValue]:
 
 
 def _checked(name: str, value: str) -> OptionValue:
-    """Returns an option's value in XLA's type, or the string if the installed library does not list its options."""
+    """Returns the value for XLA, which parses strings. Raises CompilerOptionError if the installed XLA has no such option."""
     installed = installed_options()
     if installed is None:
         return value
@@ -137,34 +136,9 @@ def _checked(name: str, value: str) -> OptionValue:
         close = difflib.get_close_matches(name, installed, n=1, cutoff=0.75)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise _error(f"names {name}, which the installed XLA does not have{hint}")
-    option = installed[name]
-    if option.kind == "message":
-        raise _error(f"sets {name}, which holds a structure and cannot be set from a string")
-    if not option.repeated:
-        return _converted(option, value)
-    for item in value.split(",") if value else ():
-        _converted(option, item)
-    return value
-
-
-def _converted(option: Option, value: str) -> OptionValue:
-    try:
-        match option.kind:
-            case "bool":
-                return {"true": True, "1": True, "false": False, "0": False}[value.lower()]
-            case "int32" | "int64":
-                number, limit = int(value), 2 ** (int(option.kind[3:]) - 1)
-                if -limit <= number < limit:
-                    return number
-            case "float":
-                return float(value)
-            case _:
-                if not option.values or value in option.values:
-                    return value
-    except (KeyError, ValueError):
-        pass
-    allowed = {"bool": "true or false", "enum": "one of " + ", ".join(option.values)}
-    raise _error(f"sets {option.name} to {value!r}: must be {allowed.get(option.kind, f'of type {option.kind}')}")
+    # XLA parses only `True` and `False`.
+    bools: dict[str, OptionValue] = {"true": True, "1": True, "false": False, "0": False}
+    return bools.get(value.lower(), value) if installed[name].is_bool else value
 
 
 def _error(problem: str) -> CompilerOptionError:
@@ -173,7 +147,7 @@ def _error(problem: str) -> CompilerOptionError:
 
 # --- The descriptor of DebugOptions. Field numbers are those of google/protobuf/descriptor.proto. ---
 
-_KINDS: dict[int | None, _OptionKind] = {1: "float", 2: "float", 3: "int64", 5: "int32", 8: "bool", 11: "message", 14: "enum"}
+_BOOL, _ENUM, _REPEATED = 8, 14, 3
 
 
 def _debug_options_descriptor() -> _protobuf.Fields | None:
@@ -201,6 +175,6 @@ def _enums(message: _protobuf.Fields, number: int, prefix: str) -> dict[str, tup
 
 
 def _option(field: _protobuf.Fields, enums: Mapping[str, tuple[str, ...]]) -> Option:
-    kind = _KINDS.get(_protobuf.integer(field, 5), "string")
-    values = enums.get(_protobuf.text(field, 6), ()) if kind == "enum" else ()
-    return Option(_protobuf.text(field, 1), kind, _protobuf.integer(field, 4) == 3, values)
+    kind = _protobuf.integer(field, 5)
+    values = enums.get(_protobuf.text(field, 6), ()) if kind == _ENUM else ()
+    return Option(_protobuf.text(field, 1), kind == _BOOL, _protobuf.integer(field, 4) == _REPEATED, values)

@@ -5,14 +5,15 @@ import json
 import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
 from jgraph.inspect.__main__ import main
 from jgraph.schedule import NAMES, POOLS, Costs, assign, generate, simulate, write
+from jgraph.schedule.files import to_json
 from jgraph.train.presets import PRESETS
+from tests.schedule.strategies import to_csv
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["schedule", "zb-h1", "--pp", "3", "--microbatches", "4"]
@@ -120,58 +121,32 @@ def test_without_colours_or_with_too_few_there_are_letters(told, monkeypatch, se
         ("zb-v", 2, 4, 2, "dataflow"),
     ],
 )
-def test_the_numbers_are_those_of_the_library(told, tmp_path, name, pp, microbatches, chunks, execution):
-    file = tmp_path / "numbers.json"
+def test_the_numbers_are_those_of_the_library(told, name, pp, microbatches, chunks, execution):
     flags = ["--pp", str(pp), "--microbatches", str(microbatches), "--chunks", str(chunks), "--latency", "0.25"]
-    told("schedule", name, *flags, "--costs", "1,1.5,0.75", "--json", str(file))
+    out = told("schedule", name, *flags, "--costs", "1,1.5,0.75")
     schedule = generate(name, pp=pp, microbatches=microbatches, chunks=chunks)
     run = simulate(schedule, Costs(1 / chunks, 1.5 / chunks, 0.75 / chunks), latency=0.25, execution=execution)
-    slots = assign(schedule)
-    assert json.loads(file.read_text()) == {
-        "name": name,
-        "pp": pp,
-        "microbatches": microbatches,
-        "chunks": chunks,
-        "costs": [1.0, 1.5, 0.75],
-        "latency": 0.25,
-        "execution": execution,
-        "makespan": run.makespan,
-        "bubble": run.bubble,
-        "idle": run.idle.tolist(),
-        "ticks": schedule.num_ticks,
-        "slots": {pool: slots.counts[pool].tolist() for pool in POOLS},
-        "placement": [list(row) for row in schedule.placement],
-        "orders": [order.to_list() for order in schedule],
-    }
+    assert f"makespan {run.makespan:.6g}, bubble {run.bubble:.1%}, {schedule.num_ticks} ticks, {execution}\n" in out
+    for r in range(pp):
+        assert re.search(rf"^ +{r} +{re.escape(f'{run.idle[r]:.4g}')} ", out, re.M)
 
 
-def test_the_execution_can_be_chosen(told, tmp_path):
+def test_the_execution_can_be_chosen(told):
     spans = {}
     for execution in ("dataflow", "neighbours", "lockstep"):
-        file = tmp_path / f"{execution}.json"
-        told(*SMALL, "--costs", "1,2,3", "--execution", execution, "--json", str(file))
-        found = json.loads(file.read_text())
-        assert found["execution"] == execution
-        spans[execution] = found["makespan"]
+        found = re.search(
+            rf"^makespan (.+), bubble .*, {execution}$", told(*SMALL, "--costs", "1,2,3", "--execution", execution), re.M
+        )
+        assert found
+        spans[execution] = float(found[1])
     assert spans["dataflow"] < spans["neighbours"] <= spans["lockstep"]
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".json"])
 def test_a_schedule_from_a_file_has_the_numbers_of_the_one_by_name(told, tmp_path, suffix):
-    schedule = generate("zb-v", pp=3, microbatches=5)
-    write(schedule, tmp_path / f"mine{suffix}")
-    told("schedule", str(tmp_path / f"mine{suffix}"), "--json", str(tmp_path / "a.json"))
-    told("schedule", "zb-v", "--pp", "3", "--microbatches", "5", "--json", str(tmp_path / "b.json"))
-    a, b = (json.loads((tmp_path / file).read_text()) for file in ("a.json", "b.json"))
-    # A CSV has no place for a name.
-    assert a.pop("name") == ("custom" if suffix == ".csv" else "zb-v")
-    assert b.pop("name") == "zb-v"
-    assert a == b
-
-
-def test_a_picture_is_written(told, tmp_path):
-    told(*SMALL, "--svg", str(tmp_path / "a.svg"))
-    assert ET.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
+    file = tmp_path / f"mine{suffix}"
+    file.write_text({".csv": to_csv, ".json": to_json}[suffix](generate("zb-v", pp=3, microbatches=5)))
+    assert told("schedule", str(file)) == told("schedule", "zb-v", "--pp", "3", "--microbatches", "5")
 
 
 BAD = [
@@ -197,10 +172,7 @@ BAD = [
     ([*SMALL, "--latency", "nan"], ["--latency is nan"]),
     ([*SMALL, "--execution", "fast"], ["--execution", "fast", "dataflow", "neighbours", "lockstep"]),
     ([*SMALL, "--microbatchs", "3"], ["--microbatchs", "did you mean --microbatches INT?"]),
-    ([*SMALL, "--svg"], ["--svg", "Expected 1 value"]),
-    ([*SMALL, "--svg", "a.png"], ["--svg is a.png", ".svg"]),
-    ([*SMALL, "--svg", "no/such/a.svg"], ["--svg", "no/such/a.svg", "No such file or directory"]),
-    ([*SMALL, "--json", "."], ["--json", "Is a directory"]),
+    ([*SMALL, "--latency"], ["--latency", "Expected 1 value"]),
     ([*SMALL, "gpipe"], ["gpipe"]),
     (["schedule", "no.csv"], ["no.csv", "No such file"]),
     (["schedule", "no.txt"], ["no.txt", ".csv", ".json"]),
@@ -266,14 +238,14 @@ def test_ctrl_c_ends_without_a_traceback(monkeypatch):
     assert main(SMALL) == 130
 
 
-def test_neither_jax_nor_matplotlib_is_imported(tmp_path):
+def test_neither_jax_nor_matplotlib_is_imported():
     code = """if True:
         import sys
         from jgraph.inspect.__main__ import main
-        assert main([*sys.argv[1:-1], '--svg', sys.argv[-1]]) == 0
+        assert main(sys.argv[1:]) == 0
         assert not {'jax', 'jaxlib', 'flax', 'matplotlib'} & set(sys.modules)
     """
-    command = [sys.executable, "-c", code, *SMALL, str(tmp_path / "a.svg")]
+    command = [sys.executable, "-c", code, *SMALL]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
@@ -341,14 +313,13 @@ def test_a_function_of_the_users_is_explained_with_what_it_donates(told, mine):
     assert "there are no command buffers on a cpu" in out
 
 
-@pytest.mark.parametrize("name", ["jgraph_models.gpt:gpt_124m", "gpt-124m"])
-def test_a_preset_by_name_is_its_training_step_at_the_sizes_that_are_given(told, monkeypatch, name):
+def test_a_preset_by_name_is_its_training_step_at_the_sizes_that_are_given(told, monkeypatch):
     small = {"num_layers": 1, "d_model": 32, "num_heads": 2, "num_kv_heads": 2, "d_ff": 64, "vocab_size": 128}
     config = PRESETS["gpt-124m"]
     monkeypatch.setitem(PRESETS, "gpt-124m", dataclasses.replace(config, model=dataclasses.replace(config.model, **small)))
-    out = told("capture", name, "--batch-size", "2", "--seq-len", "16")
+    out = told("capture", "gpt-124m", "--batch-size", "2", "--seq-len", "16")
     assert out.startswith("training step of gpt-124m (jgraph_models.gpt:GPT), 2 x 16 tokens, on cpu\n")
-    assert re.search(r"donated: \d+ leaves of .*, 0 dropped, 0 crosswise", out)
+    assert re.search(r"donated: \d+ leaves of .*, 0 dropped", out)
 
 
 @pytest.mark.target
@@ -390,7 +361,7 @@ BAD_CAPTURES = [
     (["broken:main"], ["broken cannot be imported: ZeroDivisionError"]),
     (["no_such_module:main"], ["no_such_module cannot be imported", "No module named"]),
     (["gpt-9"], ["'gpt-9' is neither MODULE:NAME nor a preset", "gpt-124m"]),
-    (["mine:gpt_124m"], ["mine:gpt_124m is not a class: use mine:CLASS --preset gpt-124m"]),
+    (["gpt_124m"], ["'gpt_124m' is neither MODULE:NAME nor a preset", "gpt-124m"]),
     (["jgraph_models.gpt:GPT"], ["jgraph_models.gpt:GPT is a class", "--preset", "gpt-124m"]),
     (["jgraph_models.gpt:GPT", "--preset", "gpt-9"], ["--preset is gpt-9", "gpt-124m"]),
     (["gpt-124m", "--preset", "cpu-tiny"], ["gpt-124m is a preset: omit --preset cpu-tiny"]),

@@ -23,7 +23,7 @@ _GIB = 1 << 30
 
 
 def profile(ranks: int = 1, *, events: int = 400, microbatches: int = 16) -> dict[str, Any]:
-    """A profile in format 3; of several ranks, with a pipeline and its transfers.
+    """A profile in format 4; of several ranks, with a pipeline and its transfers.
 
     Args:
         ranks: devices.
@@ -34,7 +34,7 @@ def profile(ranks: int = 1, *, events: int = 400, microbatches: int = 16) -> dic
     pipeline = _pipeline(ranks, microbatches) if ranks > 1 else None
     step = pipeline["measured"]["step_ms"] if pipeline else 31.7
     return {
-        "format": 3,
+        "format": 4,
         "title": f"gpt-124m, {microbatches} x 1024 tokens a step, {ranks} x NVIDIA H200",
         "about": {
             "device": "NVIDIA H200",
@@ -61,7 +61,6 @@ def profile(ranks: int = 1, *, events: int = 400, microbatches: int = 16) -> dic
             "ranks": [_rank(rank, ranks, step, rng) for rank in range(ranks)],
         },
         "groups": _groups(rng),
-        "collectives": _collectives() if ranks > 1 else [],
         "roofline": {
             "name": "NVIDIA H200",
             "copy_bytes_per_second": 4.0e12,
@@ -98,16 +97,11 @@ def _rank(rank: int, ranks: int, step: float, rng: np.random.Generator) -> dict[
         }
         for category, weight in own.items()
     }
-    other = [
-        {"name": f"{name}_unnamed", "ms": categories["other"]["ms"] * share}
-        for name, share in zip(NAMES, (0.6, 0.3), strict=False)
-    ]
     return {
         "rank": rank,
         "busy_ms": step - idle,
         "idle_ms": idle,
         "attributed": 0.998 - 0.002 * rank,
-        "other": other,
         "categories": categories,
     }
 
@@ -128,14 +122,6 @@ def _groups(rng: np.random.Generator) -> list[dict[str, Any]]:
         group |= {"flops": 1e11 * ms, "bytes": 1e9 * ms, "roofline_ms": least, "bound": bound if least else ""}
         groups.append(group | {"over_ms": ms - least if least else None})
     return sorted(groups, key=lambda group: group["over_ms"] or 0, reverse=True)
-
-
-def _collectives() -> list[dict[str, Any]]:
-    behind = {category: 0.7 - 0.03 * i for i, category in enumerate(CATEGORIES[:10])}
-    hidden = {"label": "all-to-all bf16[2,8192,768], forward", "category": "all-to-all", "source": "models/gpt.py:198"}
-    hidden |= {"count": 48, "ms": 7.1, "exposed_ms": 7.1 - sum(behind.values()), "behind": behind}
-    shown = {"label": "all-reduce f32[4]", "category": "all-reduce", "source": "", "count": 1, "ms": 0.08, "exposed_ms": 0.08}
-    return [hidden, shown | {"behind": {}}]
 
 
 def _pipeline(ranks: int, microbatches: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tests.profile.synthetic import profile
 
 pytestmark = pytest.mark.long
 
-PANELS = ["Summary", "Where the time went", "What is hidden", "What to fix first", "Pipeline", "Memory", "Timeline"]
+PANELS = ["Summary", "Where the time went", "What to fix first", "Pipeline", "Memory", "Timeline"]
 NOTHING = "\N{EN DASH}"
 EMPTY = {"captured": None, "uncaptured": None, "groups": [], "collectives": [], "roofline": None, "pipeline": None}
 EMPTY |= {"memory": {"pools": {}, "predicted_peak": None, "compiled_peak": None, "measured_peak": None}}
@@ -67,7 +67,7 @@ def test_text_can_be_read_in_light_and_in_dark():
     ("ranks", "changes", "shown"),
     [
         (4, {}, PANELS),
-        (1, {}, [title for title in PANELS if title not in ("Pipeline", "What is hidden")]),
+        (1, {}, [title for title in PANELS if title != "Pipeline"]),
         (1, EMPTY, []),
         (4, EMPTY | {"captured": profile()["captured"]}, ["Summary"]),
         (4, {"captured": None, "roofline": None, "groups": []}, [title for title in PANELS if title != "What to fix first"]),
@@ -122,9 +122,6 @@ def test_tables_have_the_numbers_of_the_profile(tmp_path, ranks):
         + [[data["memory"][f"{name}_peak"]] for name in ("predicted", "compiled", "measured")],
     }
     if ranks > 1:
-        expected["collectives"] = [
-            [one["count"], one["ms"], one["exposed_ms"], one["exposed_ms"] / one["ms"]] for one in data["collectives"]
-        ]
         pipeline = data["pipeline"]
         expected["bubbles"] = [[pipeline[run]["step_ms"], pipeline[run]["bubble"]] for run in ("planned", "measured")]
         expected["slow"] = [slow(pipeline["actions"][i]) for i in pipeline["slow"]]
@@ -321,7 +318,7 @@ def test_a_name_is_never_markup(tmp_path):
     data = profile(4)
     name = "<img src=x onerror='throw 1'><b>bold</b>"
     data["title"] = data["groups"][0]["label"] = data["about"]["notes"][0] = data["pipeline"]["schedule"] = name
-    data["uncaptured"]["ranks"][0]["other"][0]["name"] = name
+    data["about"]["flags"] = name
     text, elements = see(tmp_path, data, "[document.body.innerText, document.querySelectorAll('b, img').length]")
     assert elements == 0
     assert text.count(name) >= 5

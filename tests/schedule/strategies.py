@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from jgraph.schedule import Order, Schedule, loop, vee
-from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, WGRAD
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, LETTERS, WGRAD
 
 Placement = tuple[tuple[int, ...], ...]
 MUTATIONS = ("nudge", "swap", "drop", "duplicate", "flip", "rechunk", "half", "move")
@@ -151,3 +151,12 @@ def schedules(draw) -> Schedule:
         r = spots[s]
         rows[r].append((kind, placement[r].index(s)))
     return Schedule(tuple(Order(*np.array(row).T) for row in rows), placement)
+
+
+def to_csv(schedule: Schedule) -> str:
+    """Formats a schedule as CSV with a row per rank and a cell per tick, for example `5F3`. Idle cells are empty."""
+    rows = [[""] * schedule.num_ticks for _ in schedule.orders]
+    for row, order, stages, ticks in zip(rows, schedule.orders, schedule.stages, schedule.ticks, strict=True):
+        for tick, kind, stage, microbatch in zip(ticks, order.kinds, stages, order.microbatches, strict=True):
+            row[tick] = f"{stage}{LETTERS[kind]}{microbatch}"
+    return "".join(",".join(row) + "\n" for row in rows)

@@ -1,4 +1,4 @@
-"""Reading and writing schedules as CSV and JSON."""
+"""Schedules are read from CSV and JSON, and written as JSON."""
 
 import json
 
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from jgraph.errors import OrderError
 from jgraph.schedule import NAMES, Order, Schedule, generate, read, write
-from jgraph.schedule.files import from_csv, from_json, to_csv, to_json
-from tests.schedule.strategies import schedules
+from jgraph.schedule.files import from_csv, from_json, to_json
+from tests.schedule.strategies import schedules, to_csv
 
 FORMS = {".csv": (to_csv, from_csv), ".json": (to_json, from_json)}
 CHUNKS = dict.fromkeys(("zb-v", "dualpipe-v", "interleaved-1f1b"), (2,))
@@ -58,7 +58,7 @@ def test_files_keep_idle_ticks_before_and_between_actions(suffix):
 
 def test_a_csv_has_a_row_per_rank_and_a_cell_per_tick():
     schedule = Schedule((Order.parse([1, 2, -2, -2.5, -1]), Order.parse([1, -1])), ((0, 2), (1,)))
-    assert to_csv(schedule) == "0F0,,2F0,2I0,2W0,0B0\n,1F0,,,1B0,\n"
+    assert same(from_csv("0F0,,2F0,2I0,2W0,0B0\n,1F0,,,1B0,\n"), schedule)
 
 
 @given(schedules())
@@ -101,9 +101,9 @@ def test_a_json_list_of_orders_is_a_schedule():
 @pytest.mark.parametrize("suffix", [".csv", ".json", ".CSV", ".Json"])
 def test_the_suffix_selects_the_format(tmp_path, suffix):
     schedule = generate("zb-v", pp=2, microbatches=4)
-    write(schedule, tmp_path / f"schedule{suffix}")
+    write_text, _ = FORMS[suffix.lower()]
+    (tmp_path / f"schedule{suffix}").write_text(write_text(schedule))
     assert same(read(tmp_path / f"schedule{suffix}"), schedule)
-    assert (tmp_path / f"schedule{suffix}").read_text().startswith("{") == (suffix.lower() == ".json")
 
 
 def test_json_keeps_a_name_with_special_characters(tmp_path):
@@ -113,8 +113,8 @@ def test_json_keeps_a_name_with_special_characters(tmp_path):
 
 
 def test_an_unknown_suffix_is_refused_before_the_file_is_created(tmp_path):
-    with pytest.raises(OrderError, match=r"a\.txt: must be a \.csv or \.json file"):
-        write(generate("1f1b", pp=2, microbatches=2), tmp_path / "a.txt")
+    with pytest.raises(OrderError, match=r"a\.csv: must be a \.json file"):
+        write(generate("1f1b", pp=2, microbatches=2), tmp_path / "a.csv")
     assert not list(tmp_path.iterdir())
 
 

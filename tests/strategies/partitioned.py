@@ -89,3 +89,6 @@ class BoundPartitioned:
 
     def describe(self, batch: Tree, gradients: GradientProgram, executables: Sequence[Any], memory: Any) -> list[str]:
         return []
+
+    def profile_facts(self) -> dict[str, Any]:
+        return {}

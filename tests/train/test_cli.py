@@ -204,7 +204,6 @@ WRITING = {
     "the cache": ("jgraph.train.__main__", "--compile-cache", "--compile-cache /proc/none/x --run-dir {tmp_path}/run"),
     "report": ("jgraph.report.__main__", "--to", "{tmp_path} --to /proc/none/x"),
     "data": ("jgraph.data.__main__", "--out", "make --text {tmp_path}/text.txt --train-bpe 300 --out /proc/none/x"),
-    "schedule": ("jgraph.inspect.__main__", "--svg", "schedule 1f1b --pp 2 --microbatches 2 --svg /proc/none/x.svg"),
 }
 
 
