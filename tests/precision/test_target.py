@@ -155,9 +155,9 @@ def test_a_split_stage_has_its_products_in_fp8_and_no_others_and_adds_onto_main_
     given = params, state, jax.eval_shape(fp8.quantize, params, state, x)
     split = jgraph.split_backward(fp8)
     here = split.spec(given, x)
-    with aot.lowering_for("h200"):  # where the kernels are others
+    with aot.lowering_for("h200"):  # where other kernels are used
         spec = split.spec(given, x)
-    assert spec.residuals.plan is not here.residuals.plan
+    assert spec.residuals.trace is not here.residuals.trace
     parts = {
         "forward": (split.forward, given, x),
         "dgrad": (split.dgrad, given, spec.residuals, spec.y),
