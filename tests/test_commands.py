@@ -2,11 +2,13 @@
 
 import importlib
 import re
+import string
 import subprocess
 import sys
 import tomllib
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from jgraph import __main__ as command
 from jgraph import aot, evaluate, sample
@@ -107,15 +109,23 @@ def refused(capsys, main, *args: object) -> str:
 
 
 @pytest.fixture
+def tokenizer_file(tmp_path):
+    """A tokenizer.json with a token for each ASCII character."""
+    path = tmp_path / "tokenizer.json"
+    Tokenizer(models.BPE({character: i for i, character in enumerate(string.printable)}, [])).save(str(path))
+    return path
+
+
+@pytest.fixture
 def blocked(tmp_path):
     """A path that cannot be created, because its parent is a file."""
     (tmp_path / "file").write_text("a text\n" * 100)
     return tmp_path / "file" / "inside"
 
 
-def test_an_output_path_that_cannot_be_created_is_refused_with_its_flag(capsys, blocked):
+def test_an_output_path_that_cannot_be_created_is_refused_with_its_flag(capsys, blocked, tokenizer_file):
     commands = [
-        (data, ("make", "--text", blocked.parent, "--train-bpe", "300"), "--out"),
+        (data, ("make", "--text", blocked.parent, "--tokenizer", tokenizer_file), "--out"),
         (aot.main, ("install",), "--directory"),
     ]
     for main, args, flag in commands:
@@ -129,12 +139,12 @@ def test_a_profile_directory_that_cannot_be_created_is_refused_with_its_flag(cap
     assert line == f"--out is {blocked}: cannot be written (Not a directory)"
 
 
-def test_an_input_path_that_cannot_be_read_is_refused_with_its_flag(capsys, tmp_path):
+def test_an_input_path_that_cannot_be_read_is_refused_with_its_flag(capsys, tmp_path, tokenizer_file):
     unreadable = "/proc/self/mem"
     text, out = tmp_path / "text.txt", tmp_path / "out"
     text.write_text("a text")
     for flag, args in {
-        "--text": ("--text", unreadable, "--train-bpe", "300"),
+        "--text": ("--text", unreadable, "--tokenizer", tokenizer_file),
         "--tokenizer": ("--text", text, "--tokenizer", unreadable),
     }.items():
         line = refused(capsys, data, "make", *args, "--out", out)
@@ -154,9 +164,10 @@ def test_a_model_folder_that_cannot_be_created_is_refused_by_its_argument(blocke
     assert error.value.field == "to"
 
 
-def test_a_json_field_that_is_missing_is_refused_with_the_flag_of_the_command(capsys, tmp_path):
+def test_a_json_field_that_is_missing_is_refused_with_the_flag_of_the_command(capsys, tmp_path, tokenizer_file):
     (tmp_path / "a.jsonl").write_text('{"body": "one", "id": 1}\n')
-    line = refused(capsys, data, "make", "--text", tmp_path / "a.jsonl", "--train-bpe", "300", "--out", tmp_path / "out")
+    args = ("--text", tmp_path / "a.jsonl", "--tokenizer", tokenizer_file, "--out", tmp_path / "out")
+    line = refused(capsys, data, "make", *args)
     assert line.endswith("line 1 has the fields 'body', 'id', not 'text': set --field to the field with the text")
 
 

@@ -23,7 +23,7 @@ from jgraph import FP8Config
 from jgraph.dispatch import in_turn
 from jgraph.pipeline import Pipeline, Pipelined
 from jgraph.pipeline.dispatched import dispatched
-from jgraph.precision.product import XLA_OPTIONS
+from jgraph.precision.config import XLA_OPTIONS
 from jgraph.schedule import Costs, Schedule, simulate
 from jgraph.schedule.action import KINDS
 from jgraph.schedule.tables import tabulate

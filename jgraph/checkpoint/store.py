@@ -15,14 +15,16 @@ import shutil
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jax import Array
+from jax.sharding import SingleDeviceSharding
 
 from jgraph.errors import CheckpointError, require
 from jgraph.processes import all_gather_scalar, all_or_raise, is_process_zero
@@ -123,7 +125,7 @@ class Checkpoints:
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
                 state = self._restore(step, like)
-            except DamagedError as e:
+            except _DamagedError as e:
                 damaged[step] = str(e)
                 continue
             for bad, reason in sorted(damaged.items(), reverse=True):
@@ -159,15 +161,15 @@ class Checkpoints:
         return ocp.CheckpointManager(self._directory, options=options)
 
     def _restore(self, step: int, like: State) -> State:
-        leaves = [placed(leaf) for leaf in jax.tree.leaves(like)]
+        leaves = [_placed(leaf) for leaf in jax.tree.leaves(like)]
         digest = self._read(step, "digest", ocp.args.JsonRestore())  # pyright: ignore[reportCallIssue]
-        expected, saved = unseal(digest), digest["leaves"]
+        expected, saved = _unseal(digest), digest["leaves"]
         self._check_fits(step, saved, _describe(like))
         how = ocp.checkpoint_utils.construct_restore_args(leaves)
         restored = self._read(step, "state", ocp.args.PyTreeRestore(leaves, restore_args=how))  # pyright: ignore[reportCallIssue]
         for leaf, wanted, actual in zip(saved, expected, checksums(restored), strict=True):
             if wanted != actual:
-                raise DamagedError(f"{leaf['name']} has checksum {actual:08x}, not {wanted:08x}")
+                raise _DamagedError(f"{leaf['name']} has checksum {actual:08x}, not {wanted:08x}")
         return jax.tree.unflatten(jax.tree.structure(like), restored)
 
     def _read(self, step: int, name: str, how: Any) -> Any:
@@ -177,11 +179,11 @@ class Checkpoints:
             try:
                 restored = self._manager.restore(step, args=ocp.args.Composite(**{name: how}))[name]
             except Exception as e:
-                reason = f"{name} cannot be read: {first_line(e)}"
+                reason = f"{name} cannot be read: {_first_line(e)}"
         # A process reads only its own shards, so a single process may detect the damage.
         if any(all_gather_scalar(bool(reason))):
             # Not raised from `e`: its traceback would keep alive the coroutines that `_hidden_garbage` collects.
-            raise DamagedError(reason or f"{name} cannot be read by another process")
+            raise _DamagedError(reason or f"{name} cannot be read by another process")
         return restored
 
     def _check_fits(self, step: int, found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
@@ -233,11 +235,112 @@ class Checkpoints:
             elif _has_code(e, errno.EFBIG):
                 why = "a file is larger than the disk or the limit of this process (`ulimit -f`) allows"
             else:
-                why = f"{first_line(e)}; check `run_dir`"
+                why = f"{_first_line(e)}; check `run_dir`"
             raise CheckpointError(f"{what}: {why}") from e
 
 
-class DamagedError(Exception):
+class CheckpointReader:
+    """Reads leaves by name. The name of a leaf is its path as `jax.tree_util.keystr` spells it.
+
+    Attributes:
+        step: The step of the checkpoint.
+
+    Args:
+        directory: Directory of the checkpoints.
+        step: Step of the checkpoint; None for the newest.
+        field: Argument that named the step, for errors.
+
+    Raises:
+        CheckpointError: From all methods, if there is no such checkpoint or it is damaged.
+    """
+
+    def __init__(self, directory: Path, step: int | None = None, *, field: str = "step"):
+        self._directory, self._field = Path(directory).absolute(), field
+        if not self._directory.is_dir():
+            raise CheckpointError(f"{directory}: there is no checkpoint yet")
+        # Orbax warns if read_only is set without the other options.
+        options = ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False)
+        self._manager = ocp.CheckpointManager(self._directory, options=options)
+        steps = sorted(self._manager.all_steps())
+        if not steps:
+            raise CheckpointError(f"{directory}: there is no checkpoint yet")
+        if step not in (None, *steps):
+            raise CheckpointError(f"`{field}` is {step}: must be one of {', '.join(map(str, steps))}", field=field)
+        self.step = steps[-1] if step is None else step
+        digest = self._restore("digest", ocp.args.JsonRestore())  # pyright: ignore[reportCallIssue]
+        try:
+            self._sums = _unseal(digest)
+        except _DamagedError as e:
+            raise self._damaged(str(e)) from e
+        self._leaves = {leaf["name"]: (number, leaf) for number, leaf in enumerate(digest["leaves"])}
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns a leaf on the host. Other processes need not call it."""
+        _, saved = self._leaf(name)
+        here = SingleDeviceSharding(jax.local_devices()[0])
+        leaves = self._read({name: jax.ShapeDtypeStruct(tuple(saved["shape"]), jnp.dtype(saved["dtype"]), sharding=here)})
+        self._check(leaves)
+        return np.asarray(leaves[name])
+
+    def place(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
+        """Returns leaves on devices. All processes call it together; each reads its own shards.
+
+        Args:
+            like: The shape and sharding of each leaf, by name.
+
+        Returns:
+            The arrays by name, in their saved dtypes.
+
+        Raises:
+            CheckpointError: If a leaf has another shape.
+        """
+        wanted: dict[str, jax.ShapeDtypeStruct] = {}
+        for name, leaf in like.items():
+            _, saved = self._leaf(name)
+            if tuple(saved["shape"]) != leaf.shape:
+                where, shapes = self._directory / str(self.step), f"{saved['shape']} in it and {list(leaf.shape)} in this run"
+                raise CheckpointError(f"checkpoint {where} does not fit this run: {name} has shape {shapes}", field=self._field)
+            wanted[name] = _placed(jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(saved["dtype"]), sharding=leaf.sharding))
+        with all_or_raise():
+            leaves = self._read(wanted)
+        self._check(leaves)
+        return leaves
+
+    def _leaf(self, name: str) -> tuple[int, dict[str, Any]]:
+        if name not in self._leaves:
+            raise CheckpointError(f"checkpoint {self._directory / str(self.step)} has no {name}")
+        return self._leaves[name]
+
+    def _read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
+        leaves: list[Any] = [ocp.PLACEHOLDER] * len(self._leaves)
+        how = [ocp.RestoreArgs()] * len(self._leaves)
+        for name, leaf in wanted.items():
+            number, _ = self._leaf(name)
+            leaves[number], how[number] = leaf, ocp.ArrayRestoreArgs(sharding=leaf.sharding, dtype=leaf.dtype)
+        found = self._restore("state", ocp.args.PyTreeRestore(leaves, restore_args=how))  # pyright: ignore[reportCallIssue]
+        return {name: found[self._leaf(name)[0]] for name in wanted}
+
+    def _check(self, leaves: Mapping[str, Array]) -> None:
+        for name, actual in zip(leaves, checksums(list(leaves.values())), strict=True):
+            if actual != (wanted := self._sums[self._leaves[name][0]]):
+                raise self._damaged(f"{name} has checksum {actual:08x}, not {wanted:08x}")
+
+    def close(self) -> None:
+        """Ends Orbax's threads."""
+        self._manager.close()
+
+    def _restore(self, name: str, how: Any) -> Any:
+        try:
+            return self._manager.restore(self.step, args=ocp.args.Composite(**{name: how}))[name]
+        except Exception as e:  # Orbax, TensorStore and JSON raise different errors for damaged files
+            raise self._damaged(f"{name} cannot be read: {_first_line(e)}") from e
+
+    def _damaged(self, why: str) -> CheckpointError:
+        where = self._directory / str(self.step)
+        return CheckpointError(f"checkpoint {where} is damaged ({why}); name another `{self._field}`", field=self._field)
+
+
+class _DamagedError(Exception):
     """A checkpoint is damaged. The message is the reason."""
 
 
@@ -340,14 +443,14 @@ def _describe(state: object) -> list[dict[str, Any]]:
     return [{"name": jax.tree_util.keystr(path), "dtype": str(leaf.dtype), "shape": list(leaf.shape)} for path, leaf in paths]
 
 
-def unseal(digest: Any) -> list[int]:
-    """Returns the checksums in a digest. Raises DamagedError if the digest is damaged."""
+def _unseal(digest: Any) -> list[int]:
+    """Returns the checksums in a digest. Raises _DamagedError if the digest is damaged."""
     try:
         if digest["crc"] == _crc(digest["leaves"], digest["checksums"]):
             return digest["checksums"]
     except (KeyError, TypeError, RecursionError) as e:
-        raise DamagedError("its digest is incomplete") from e
-    raise DamagedError("its digest does not match its checksum")
+        raise _DamagedError("its digest is incomplete") from e
+    raise _DamagedError("its digest does not match its checksum")
 
 
 def _crc(leaves: object, sums: object) -> int:
@@ -358,12 +461,12 @@ def _shape(leaf: dict[str, Any] | None) -> str:
     return f"{leaf['dtype']}{leaf['shape']}" if leaf else "absent"
 
 
-def placed(leaf: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def _placed(leaf: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Returns the shape of a leaf with its sharding; the first device if it has none."""
-    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def first_line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """Returns the first line of the message of an error, or the name of its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -1,7 +1,6 @@
 """Makes, checks and shows the token files for `python -m jgraph.train --data`.
 
 $ python -m jgraph.data make --text a.txt pages/ 'more/*.jsonl' --tokenizer tokenizer.json --out tokens/
-$ python -m jgraph.data make --text a.txt --train-bpe 8192 --out tokens/
 $ python -m jgraph.data verify tokens/
 $ python -m jgraph.data show tokens/
 """
@@ -11,21 +10,18 @@ from pathlib import Path
 
 import tyro
 
-from jgraph.cli import Count, File, command
+from jgraph.cli import command
 from jgraph.data import tokenfile
-from jgraph.data._corpus import ends_files, load, side_files
-from jgraph.data._documents import HELDOUT_FRACTION
-from jgraph.data._files import FIELD
+from jgraph.data._corpus import load, side_files
 from jgraph.data._make import SHARD_TOKENS, make_token_files
-from jgraph.errors import ConfigError
+from jgraph.data._texts import FIELD, HELDOUT_FRACTION, named
 
 
 def make(
     *,
-    text: tuple[Path, ...],
+    text: tuple[str, ...],
+    tokenizer: Path,
     out: Path,
-    tokenizer: File = None,
-    train_bpe: Count = None,
     field: str = FIELD,
     heldout_fraction: float = HELDOUT_FRACTION,
     shard_tokens: int = SHARD_TOKENS,
@@ -33,22 +29,17 @@ def make(
     """Tokenize files into a directory of token files.
 
     Args:
-        text: UTF-8 files, directories, globs and Hugging Face datasets (hf:owner/name, streamed). Each line of a .jsonl file is
-            a document, and each row of a .parquet file or a dataset. In other files, lines that read <|endoftext|> separate
-            documents; without such lines, a file is cut into blocks of about 16 KiB.
-        out: The directory, new or empty.
+        text: As `--data` of `python -m jgraph.train`, without token files and weights: UTF-8 files, directories, globs, Hugging
+            Face datasets (hf:owner/name, streamed) and named corpora. Each line of a .jsonl file is a document, and each row
+            of a .parquet file or a dataset. In other files, lines that read <|endoftext|> separate documents; without such
+            lines, a file is cut into blocks of about 16 KiB.
         tokenizer: A tokenizer.json of the `tokenizers` library. It is copied into the directory.
-        train_bpe: Vocabulary size of a byte-level BPE to train on the training documents, instead of `tokenizer`.
+        out: The directory, new or empty.
         field: Field of the text in .jsonl files, .parquet files and datasets.
         heldout_fraction: Documents with a SHA-256 in this lowest part are held out.
         shard_tokens: A file ends with the document that reaches this many tokens.
     """
-    if (tokenizer is None) == (train_bpe is None):
-        given = "both are given" if tokenizer else "neither is given"
-        raise ConfigError(f"`tokenizer` names a file and `train_bpe` trains one: {given}; give one of them", field="tokenizer")
-    how = train_bpe if tokenizer is None else tokenizer
-    assert how is not None
-    make_token_files(text, how, out, field=field, heldout_fraction=heldout_fraction, shard_tokens=shard_tokens)
+    make_token_files(text, tokenizer, out, field=field, heldout_fraction=heldout_fraction, shard_tokens=shard_tokens)
     show((str(out),))
 
 
@@ -58,10 +49,11 @@ def verify(directory: tyro.conf.Positional[Path], /) -> None:
     Args:
         directory: A directory with train-*.bin and heldout-*.bin.
     """
-    for files in side_files(directory).values():
-        for path in (*files, *ends_files(files)):
-            header = tokenfile.verify(path)
-            print(f"{path.name}: {header.num_tokens:,} {'tokens' if path in files else 'ends'}, matches the header")
+    with named("directory", directory):
+        sides = side_files(directory)
+    for path in (*sides["train"], *sides["heldout"], *sorted(directory.glob("*.ends"))):
+        header = tokenfile.verify(path)
+        print(f"{path.name}: {header.num_tokens:,} {'ends' if path.suffix == '.ends' else 'tokens'}, matches the header")
 
 
 def show(data: tyro.conf.Positional[tuple[str, ...]], /, *, field: str = FIELD) -> None:
@@ -84,8 +76,6 @@ def show(data: tyro.conf.Positional[tuple[str, ...]], /, *, field: str = FIELD) 
         rows[source.name] = f"{float(source.weight / total):.1%} of the rows, {len(source.tokens):,} tokens to train on"
     if corpus.zlib_nats_per_token is not None:
         rows["zlib -9"] = f"{corpus.zlib_nats_per_token:.3f} nats per token"
-    if corpus.entropy_nats_per_token is not None:
-        rows["entropy"] = f"{corpus.entropy_nats_per_token:.3f} nats per token"
     for label, value in rows.items():
         print(f"{label:12} {value}")
 

@@ -5,7 +5,6 @@ not matter; the lowest tenth is held out; a newline or the tokenizer's end of te
 files, train-*.bin and heldout-*.bin, was split when it was made. Its files are memory-mapped.
 """
 
-import difflib
 import hashlib
 import math
 import os
@@ -20,14 +19,12 @@ from typing import Literal
 
 import numpy as np
 
-from jgraph.data._batches import Source
-from jgraph.data._documents import Documents, count_heldout, digest
-from jgraph.data._files import FIELD, documents_of, files_of, named, weighted
-from jgraph.data._named import CORPORA, SYNTHETIC_ENTROPY
-from jgraph.data._orders import Index
+from jgraph.data import _texts
+from jgraph.data._batches import Index, Source
+from jgraph.data._texts import FIELD, Documents
 from jgraph.data.tokenfile import ENDS_FILE, Concatenated, TokenFile, Tokens, read_tokens, token_dtype
 from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder, decode_bytes, load_decoder
-from jgraph.errors import DataError, download_hint
+from jgraph.errors import DataError
 
 Side = Literal["train", "heldout"]
 
@@ -46,9 +43,7 @@ class Corpus:
         vocab_size: Larger than every id; 256 for bytes.
         fingerprint: SHA-256 of the contents, 64 hexadecimal digits. Does not depend on the order of documents.
         decoder: Converts ids to text; see `decode`.
-        files: Token files, to be verified.
         zlib_nats_per_token: Size of the text (its first 32 MiB) under zlib, level 9; None if tokens are not bytes.
-        entropy_nats_per_token: Loss of the best possible model; None if unknown.
     """
 
     name: str
@@ -57,9 +52,7 @@ class Corpus:
     vocab_size: int
     fingerprint: str
     decoder: Callable[[Sequence[int]], str] = field(repr=False)
-    files: tuple[Path, ...] = ()
     zlib_nats_per_token: float | None = None
-    entropy_nats_per_token: float | None = None
 
     @cached_property
     def train(self) -> Tokens:
@@ -103,13 +96,13 @@ def load(
 
     Args:
         data: One or several of: `python-docs`, `python-source`, `synthetic`, a file, a directory, a glob or a Hugging Face
-            dataset (see `_files`), and a directory of token files. A corpus name wins over a file of that name; write ./NAME
+            dataset (see `_texts`), and a directory of token files. A corpus name wins over a file of that name; write ./NAME
             for the file. NAME:WEIGHT makes each a source with that share of the rows. Without weights all texts are one source
             and each directory of token files is one, and their shares are proportional to their sizes.
         seq_len: Predicted tokens per row. Each side of each source must have at least seq_len + 1 tokens.
         vocab_size: Rows of the model's embedding, larger than every id. None accepts any.
         tokenizer: A tokenizer.json, to read text. None reads text beside token files through their tokenizer, and other text
-            as bytes. Does not apply to token files.
+            as bytes. A directory of token files with its own tokenizer.json does not use it.
         field: Field of the text in JSON Lines, Parquet and datasets.
         documents: `separate` requires text with document boundaries.
 
@@ -120,14 +113,26 @@ def load(
     """
     names = [data] if isinstance(data, str) else data
     try:
-        entries = weighted(names)
+        entries = _texts.weighted(names)
         tokenizer = tokenizer or _tokenizer_beside([name for name, _ in entries])
         parts = [_open(group, weight, tokenizer, field, documents) for group, weight in _groups(entries)]
     except OSError as e:
         raise DataError(f"`data` is {' '.join(names)}: cannot be read: {e}") from e
     for part in parts:
         _check(part, seq_len, vocab_size, documents)
-    return parts[0] if len(parts) == 1 else _joined(parts)
+    if len(parts) == 1:
+        return parts[0]
+    name = " ".join(part.name for part in parts)
+    with _texts.named("data", name):
+        _check_vocabularies([(part.name, part.vocab_size, part.train.dtype) for part in parts])
+    return replace(
+        parts[0],
+        name=name,
+        sources=tuple(source for part in parts for source in part.sources),
+        heldout_sources=tuple(source for part in parts for source in part.heldout_sources),
+        fingerprint=hashlib.sha256(b"".join(bytes.fromhex(part.fingerprint) for part in parts)).hexdigest(),
+        zlib_nats_per_token=None,
+    )
 
 
 def _check(part: Corpus, seq_len: int, vocab_size: int | None, documents: Documents) -> None:
@@ -162,18 +167,18 @@ def _groups(entries: list[tuple[str, Fraction | None]]) -> list[tuple[list[str],
 def _is_tokens(name: str) -> bool:
     """True if a name is a directory of token files, as `python -m jgraph.data make` writes it."""
     # Unlike `Path.is_dir`, this is False for a name that is too long.
-    return name not in CORPORA and os.path.isdir(name) and any(Path(name).glob("*.bin"))
+    return name not in _texts.CORPORA and os.path.isdir(name) and any(Path(name).glob("*.bin"))
 
 
 def tokenizer_file(data: Sequence[str]) -> Path | None:
     """Returns the tokenizer.json of the first token files that `data` names; None if there is none."""
-    return _tokenizer_beside([name for name, _ in weighted(data)])
+    return _tokenizer_beside([name for name, _ in _texts.weighted(data)])
 
 
 def is_text(data: Sequence[str]) -> bool:
     """True if `data` names texts that exist, and no token files."""
-    names = [name for name, _ in weighted(data)]
-    return all(name in CORPORA or (files_of(name) and not _is_tokens(name)) for name in names)
+    names = [name for name, _ in _texts.weighted(data)]
+    return all(_texts.files_of(name) and not _is_tokens(name) for name in names)
 
 
 def _tokenizer_beside(names: list[str]) -> Path | None:
@@ -189,93 +194,51 @@ def _tokenizer_beside(names: list[str]) -> Path | None:
 def _open(names: list[str], weight: Fraction | None, tokenizer: Path | None, field: str, documents: Documents) -> Corpus:
     """Opens one source: a directory of token files, or texts."""
     name = " ".join(names)
-    part = _of_directory(name) if _is_tokens(name) else _of_text(name, _documents(names, field, documents), tokenizer)
+    with _texts.named("data", name):
+        if _is_tokens(name):
+            part = _of_directory(name, tokenizer)
+        else:
+            texts = [document for _, own in _texts.read("data", names, field, documents) for document in own]
+            part = _of_text(name, texts, tokenizer)
     weight = weight or Fraction(len(part.train))
-    sides = ([replace(source, weight=weight) for source in side] for side in (part.sources, part.heldout_sources))
-    return replace(part, **dict(zip(("sources", "heldout_sources"), map(tuple, sides), strict=True)))
+    train, heldout = (tuple(replace(source, weight=weight) for source in side) for side in (part.sources, part.heldout_sources))
+    return replace(part, sources=train, heldout_sources=heldout)
 
 
-def _documents(names: list[str], field: str, how: Documents) -> list[bytes]:
-    files = {name: [] if name in CORPORA else _files(name) for name in names}
-    of_files = sum(len(paths) or 1 for paths in files.values())
-    documents = []
-    for name, paths in files.items():
-        own = CORPORA[name]() if name in CORPORA else []
-        for path in paths:
-            with named("data", path):
-                own += documents_of(path, field, of_files=of_files, documents=how)
-        if not own:
-            raise DataError(f"`data` is {name}: the file is empty; name one with text in it")
-        documents += own
-    return documents
-
-
-def _files(name: str) -> list[Path]:
-    paths = files_of(name)
-    if paths:
-        return paths
-    if Path(name).is_dir():
-        raise DataError(
-            f"`data` is {name}: has no files; name one with texts, or make token files with python -m jgraph.data make"
-        )
-    close = difflib.get_close_matches(name, CORPORA, n=1)
-    hint = f"; did you mean {close[0]}?" if close else download_hint(name, kind="dataset")
-    raise DataError(f"`data` is {name}: no such file or directory, and not one of the corpora {', '.join(CORPORA)}{hint}")
-
-
-def _joined(parts: list[Corpus]) -> Corpus:
-    first, name = parts[0], " ".join(part.name for part in parts)
-    _check_vocabularies(name, [(part.name, part.vocab_size, part.train.dtype) for part in parts])
-    return Corpus(
-        name,
-        sources=tuple(source for part in parts for source in part.sources),
-        heldout_sources=tuple(source for part in parts for source in part.heldout_sources),
-        vocab_size=first.vocab_size,
-        fingerprint=hashlib.sha256(b"".join(bytes.fromhex(part.fingerprint) for part in parts)).hexdigest(),
-        decoder=next((part.decoder for part in parts if not part.files), first.decoder),
-        files=tuple(path for part in parts for path in part.files),
-    )
-
-
-def _check_vocabularies(name: str, parts: list[tuple[str, int, np.dtype]]) -> None:
+def _check_vocabularies(parts: list[tuple[str, int, np.dtype]]) -> None:
     """Raises DataError if parts of a corpus, each with its name, vocabulary size and dtype, come from different tokenizers."""
+    first, *expected = parts[0]
     for part, *vocabulary in parts:
-        if vocabulary != [*parts[0][1:]]:
+        if vocabulary != expected:
             raise DataError(
-                f"`data` is {name}: {part} has a vocabulary of {vocabulary[0]} in {vocabulary[1]}, {parts[0][0]} one of "
-                f"{parts[0][1]} in {parts[0][2]}: all must come from one tokenizer, which also reads text beside token files"
+                f"{part} has a vocabulary of {vocabulary[0]} in {vocabulary[1]}, {first} one of {expected[0]} in "
+                f"{expected[1]}: all must come from one tokenizer, which also reads text beside token files"
             )
 
 
 def _of_text(name: str, documents: list[bytes], tokenizer: Path | None) -> Corpus:
-    by_hash = sorted((digest(document), document) for document in documents if document.strip())
+    by_hash = sorted((_texts.digest(document), document) for document in documents)
     digests, texts = [key for key, _ in by_hash], [document for _, document in by_hash]
-    try:
-        num_heldout = count_heldout(digests)
-        encoder = Encoder(tokenizer) if tokenizer else None
-        train, heldout = (_of_documents(name, own, encoder) for own in (texts[num_heldout:], texts[:num_heldout]))
-    except DataError as e:
-        raise DataError(f"`data` is {name}: {e}") from e
+    num_heldout = _texts.count_heldout(digests)
+    encoder = Encoder(tokenizer) if tokenizer else None
     return Corpus(
         name,
-        sources=(train,),
-        heldout_sources=(heldout,),
+        sources=(_of_documents(name, texts[num_heldout:], encoder),),
+        heldout_sources=(_of_documents(name, texts[:num_heldout], encoder),),
         vocab_size=encoder.vocab_size if encoder else 256,
         # A hash of hashes changes with the bytes of a document and with its boundaries.
         fingerprint=hashlib.sha256(b"".join(digests) + (tokenizer.read_bytes() if tokenizer else b"")).hexdigest(),
         decoder=load_decoder(tokenizer) if tokenizer else decode_bytes,
         zlib_nats_per_token=None if encoder else _zlib_nats(documents),
-        entropy_nats_per_token=SYNTHETIC_ENTROPY if name == "synthetic" and not encoder else None,
     )
 
 
 def _of_documents(name: str, documents: list[bytes], encoder: Encoder | None) -> Source:
     if encoder is None:
-        tokens = np.frombuffer(b"".join(document + b"\n" for document in documents), np.uint8)
-        lengths = [len(document) + 1 for document in documents]
+        ids = [np.frombuffer(document + b"\n", np.uint8) for document in documents]
     else:
-        ids = list(encoder.encode(documents))
-        tokens, lengths = np.concatenate(ids).astype(token_dtype(encoder.vocab_size)), [len(own) for own in ids]
+        ids = [own.astype(token_dtype(encoder.vocab_size)) for own in encoder.encode(documents)]
+    tokens, lengths = np.concatenate(ids), [len(own) for own in ids]
     index = Index(np.cumsum(lengths), [len(lengths)], [len(tokens)])
     return Source(tokens, index=index, name=name, num_documents=len(documents))
 
@@ -288,52 +251,39 @@ def side_files(directory: Path) -> dict[Side, list[Path]]:
     """
     paths = sorted(directory.glob("*.bin"))
     sides: dict[Side, list[Path]] = {"train": [], "heldout": []}
-    problem = "" if paths else "has no .bin files"
-    for path in paths:
-        side, dash, _ = path.name.partition("-")
-        if dash and side in sides:
-            sides[side].append(path)
-        else:
-            problem = problem or f"{path.name} is neither train-*.bin nor heldout-*.bin"
     for side, files in sides.items():
-        problem = problem or ("" if files else f"has no {side}-*.bin file")
-    if problem:
-        raise DataError(f"`data` is {directory}: {problem}; make such a directory with python -m jgraph.data make")
+        files += [path for path in paths if path.name.startswith(f"{side}-")]
+    problems = [f"has no {side}-*.bin file" for side, files in sides.items() if not files]
+    known = [path for files in sides.values() for path in files]
+    problems += [f"{path.name} is neither train-*.bin nor heldout-*.bin" for path in paths if path not in known]
+    if problems:
+        raise DataError(f"{problems[0]}; make such a directory with python -m jgraph.data make")
     return sides
 
 
-def ends_files(files: list[Path]) -> list[Path]:
-    """Returns the file, if it exists, with the document ends of one side's token files."""
-    path = files[0].with_name(ENDS_FILE.format(side=files[0].name.partition("-")[0]))
-    return [path] if path.exists() else []
-
-
-def _of_directory(name: str) -> Corpus:
+def _of_directory(name: str, tokenizer: Path | None) -> Corpus:
     """Maps all token files of a directory. Reads only their headers."""
-    sides = side_files(Path(name))
-    try:
-        opened = {side: [TokenFile(path) for path in paths] for side, paths in sides.items()}
-    except DataError as e:
-        raise DataError(f"`data` is {name}: {e}") from e
+    opened = {side: [TokenFile(path) for path in paths] for side, paths in side_files(Path(name)).items()}
     files = [file for own in opened.values() for file in own]
-    _check_vocabularies(name, [(file.path.name, file.header.vocab_size, file.header.dtype) for file in files])
+    _check_vocabularies([(file.path.name, file.header.vocab_size, file.header.dtype) for file in files])
     hashed = b""
     for side, own in opened.items():
         hashed += side.encode() + b"".join(bytes.fromhex(file.header.sha256) for file in own)
+    beside = Path(name, TOKENIZER_FILE)
     return Corpus(
         name,
-        sources=(_of_files(name, opened["train"]),),
-        heldout_sources=(_of_files(name, opened["heldout"]),),
+        sources=(_of_files(name, "train", opened["train"]),),
+        heldout_sources=(_of_files(name, "heldout", opened["heldout"]),),
         vocab_size=files[0].header.vocab_size,
         fingerprint=hashlib.sha256(hashed).hexdigest(),
-        decoder=load_decoder(Path(name, TOKENIZER_FILE)),
-        files=tuple(path for paths in sides.values() for path in (*paths, *ends_files(paths))),
+        decoder=load_decoder(tokenizer if tokenizer and not beside.exists() else beside),
     )
 
 
-def _of_files(name: str, files: list[TokenFile]) -> Source:
+def _of_files(name: str, side: Side, files: list[TokenFile]) -> Source:
     documents, index = [file.header.num_documents for file in files], None
-    for path in ends_files([file.path for file in files]):
+    path = Path(name, ENDS_FILE.format(side=side))
+    if path.exists():
         index = Index(read_tokens(path), documents, [len(file) for file in files])
         if len(index) != sum(documents):
             raise DataError(

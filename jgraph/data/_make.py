@@ -1,7 +1,7 @@
 """Tokenizes text into a directory of token files, with memory for one text file and one line per document.
 
-Documents are tokenized into a spool file in the order of the text, then copied in the order of their hashes, held-out documents
-first. The directory is hidden until it is complete.
+Documents are tokenized into a spool, a token file in the order of the text, then copied in the order of their hashes, held-out
+documents first. The directory is hidden until it is complete.
 """
 
 import os
@@ -13,24 +13,20 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jgraph.data._documents import HELDOUT_FRACTION, count_heldout, digest, threshold
-from jgraph.data._files import FIELD, documents_of, files_of, named
-from jgraph.data.tokenfile import ENDS_FILE, token_dtype, write_tokens
-from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder, decode_utf8, train_bpe
+from jgraph.data._texts import FIELD, HELDOUT_FRACTION, count_heldout, digest, named, read
+from jgraph.data.tokenfile import ENDS_FILE, read_tokens, write_tokens
+from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder
 from jgraph.errors import DataError, download_hint, os_errors, require
 
 SHARD_TOKENS = 1 << 27
-
-_File: TypeAlias = tuple[Path, Path]
-"""A file to read, and the `text` argument that named it."""
 
 _Document: TypeAlias = tuple[bytes, int, int]
 """The hash of a document and its [start, stop) tokens in the spool."""
 
 
 def make_token_files(
-    texts: Sequence[Path],
-    tokenizer: Path | int,
+    texts: Sequence[str | Path],
+    tokenizer: Path,
     out: Path,
     *,
     field: str = FIELD,
@@ -40,9 +36,8 @@ def make_token_files(
     """Tokenizes text into `out`: train-*.bin, heldout-*.bin, the ends of their documents, and the tokenizer.
 
     Args:
-        texts: Files, directories, globs and Hugging Face datasets (see `_files`). Their order does not matter.
-        tokenizer: A tokenizer.json of the `tokenizers` library, or the vocabulary size of a byte-level BPE to train on the
-            training documents.
+        texts: Files, directories, globs, Hugging Face datasets and named corpora (see `_texts`). Their order does not matter.
+        tokenizer: A tokenizer.json of the `tokenizers` library.
         out: A directory that does not exist yet or is empty.
         field: Field of the text in JSON Lines, Parquet and datasets.
         heldout_fraction: Documents with a SHA-256 in this lowest part are held out; in (0, 1).
@@ -50,100 +45,58 @@ def make_token_files(
 
     Raises:
         ConfigError: If a number is out of range, the tokenizer or a directory of texts cannot be read, or `out` cannot be
-            created.
+            written. `out` then is unchanged, as after any interruption.
         DataError: If a text is missing, empty, damaged or not UTF-8; if all documents are equal; if `out` is in use; or if
             the tokenizer is missing.
-        OSError: If a token file cannot be written. `out` then is unchanged, as after any interruption.
     """
     require(0 < shard_tokens < 2**31, "shard_tokens", shard_tokens, "positive and below 2**31")
     require(0 < heldout_fraction < 1, "heldout_fraction", heldout_fraction, "in (0, 1)")  # before hours of tokenizing
-    files = _files(texts, tokenizer, out)
-    out = out.absolute()
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    encoder = None
-    if isinstance(tokenizer, Path):
-        with os_errors("tokenizer", tokenizer, "read"):
-            encoder = Encoder(tokenizer)
-    with os_errors("out", out):
-        partial.mkdir(parents=True)
-    try:
-        if isinstance(tokenizer, int):
-            train_bpe(_training_text(files, field, heldout_fraction), tokenizer, partial / TOKENIZER_FILE)
-        else:
-            shutil.copyfile(tokenizer, partial / TOKENIZER_FILE)
-        encoder = encoder or Encoder(partial / TOKENIZER_FILE)
-        spool = partial / "spool"
-        documents = sorted(_tokenize(files, field, encoder, spool))
-        num_heldout = count_heldout([key for key, _, _ in documents], heldout_fraction)
-        tokens = np.memmap(spool, dtype=token_dtype(encoder.vocab_size), mode="r")
-        for side, part in (("heldout", documents[:num_heldout]), ("train", documents[num_heldout:])):
-            ends = []
-            for index, shard in enumerate(_shards(part, shard_tokens)):
-                spans = (tokens[start:stop] for _, start, stop in shard)
-                write_tokens(partial / f"{side}-{index:05d}.bin", spans, vocab_size=encoder.vocab_size)
-                ends.append(np.cumsum([stop - start for _, start, stop in shard], dtype=np.int64))
-            write_tokens(partial / ENDS_FILE.format(side=side), ends, vocab_size=1 + max(int(own[-1]) for own in ends))
-        spool.unlink()
-        partial.rename(out)
-    except OSError as e:
-        # Python names the file if opening it fails, but not if writing to it fails.
-        if e.filename is not None and partial.name not in str(e.filename):
-            raise
-        with os_errors("out", out):
-            raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _files(texts: Sequence[Path], tokenizer: Path | int, out: Path) -> list[_File]:
-    """Returns all files to read. Raises DataError if an argument names nothing, or `out` is in use."""
     if not texts:
         raise DataError("`text` is empty: name at least one text file")
-    files = []
-    for text in texts:
-        with os_errors("text", text, "read"):
-            found = files_of(str(text))
-        if not found:
-            problem = "has no files" if text.is_dir() else f"no such file{download_hint(text, kind='dataset')}"
-            raise DataError(f"`text` is {text}: {problem}")
-        files += [(path, text) for path in found]
-    if isinstance(tokenizer, Path) and not tokenizer.is_file():
+    if not tokenizer.is_file():
         problem = "a directory; name a file" if tokenizer.is_dir() else f"no such file{download_hint(tokenizer)}"
         raise DataError(f"`tokenizer` is {tokenizer}: {problem}")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise DataError(f"`out` is {out}: it exists and is not an empty directory; name another")
-    return files
+    with os_errors("tokenizer", tokenizer, "read"):
+        encoder, tokenizer_json = Encoder(tokenizer), tokenizer.read_bytes()
+    size = {"vocab_size": encoder.vocab_size}
+    out = out.absolute()
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    spool = partial / "spool"
+    try:
+        with os_errors("out", out):
+            partial.mkdir(parents=True)
+            (partial / TOKENIZER_FILE).write_bytes(tokenizer_json)
+            documents: list[_Document] = []
+            write_tokens(spool, _tokenize(texts, field, encoder, documents), **size)
+            documents.sort()
+            num_heldout = count_heldout([key for key, _, _ in documents], heldout_fraction)
+            tokens = read_tokens(spool)
+            for side, part in (("heldout", documents[:num_heldout]), ("train", documents[num_heldout:])):
+                ends = []
+                for index, shard in enumerate(_shards(part, shard_tokens)):
+                    spans = (tokens[start:stop] for _, start, stop in shard)
+                    write_tokens(partial / f"{side}-{index:05d}.bin", spans, **size)
+                    ends.append(np.cumsum([stop - start for _, start, stop in shard], dtype=np.int64))
+                write_tokens(partial / ENDS_FILE.format(side=side), ends, vocab_size=1 + max(int(own[-1]) for own in ends))
+            spool.unlink()
+            partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
-def _training_text(files: Sequence[_File], field: str, heldout_fraction: float) -> Iterator[str]:
-    """Yields the training documents."""
-    for path, _ in files:
-        with named("text", path):
-            for document in documents_of(path, field, of_files=len(files)):
-                if digest(document) >= threshold(heldout_fraction):
-                    yield decode_utf8(document)
-
-
-def _tokenize(files: Sequence[_File], field: str, encoder: Encoder, spool: Path) -> Iterator[_Document]:
-    """Writes the tokens of all documents to the spool. Yields their hashes and positions."""
-    dtype = token_dtype(encoder.vocab_size)
+def _tokenize(texts: Sequence[str | Path], field: str, encoder: Encoder, found: list[_Document]) -> Iterator[np.ndarray]:
+    """Yields the ids of all documents. Appends their hashes and positions to `found`."""
     start = 0
-    empty = {text for _, text in files}
-    with spool.open("wb") as file:
-        for path, text in files:
-            with named("text", path):
-                # `tee` holds as many documents as are encoded together.
-                documents, again = tee(documents_of(path, field, of_files=len(files)))
-                for document, ids in zip(again, encoder.encode(documents), strict=True):
-                    largest, vocab_size = ids.max(initial=0), encoder.vocab_size
-                    if largest >= vocab_size:  # would overflow the stored dtype
-                        raise DataError(f"the tokenizer gives id {largest} where its vocabulary ends at {vocab_size - 1}")
-                    file.write(ids.astype(dtype).tobytes())
-                    yield digest(document), start, start + len(ids)
-                    start += len(ids)
-                    empty.discard(text)
-    for text in empty:
-        raise DataError(f"`text` is {text}: the file is empty; name one with text in it")
+    for path, documents in read("text", [str(text) for text in texts], field):
+        # `tee` holds as many documents as are encoded together.
+        documents, again = tee(documents)
+        with named("text", path):
+            for document, ids in zip(again, encoder.encode(documents), strict=True):
+                found.append((digest(document), start, start + len(ids)))
+                yield ids
+                start += len(ids)
 
 
 def _shards(documents: Sequence[_Document], shard_tokens: int) -> Iterator[Sequence[_Document]]:

@@ -8,8 +8,7 @@
         24     8  number of documents, uint64
         32     4  vocabulary size, uint32: larger than every id
         36    32  SHA-256 of the token ids as stored
-        68     4  largest id + 1, uint32; 0 in old files
-        72    56  zeros
+        68    60  ignored; written as zeros
        128        token ids
 
 train.ends, beside train-*.bin, has the same format and holds the end of each document, relative to the start of its own file,
@@ -27,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -37,9 +36,8 @@ ENDS_FILE = "{side}.ends"
 
 _MAGIC = b"JGTOKENS"
 _VERSION = 1
-_HEADER = struct.Struct("<8sIIQQI32sI56x")
-_CHUNK_BYTES = 1 << 24
-_MAKE_AGAIN = "copy it again if it is damaged, or make it again for a larger vocabulary"
+_HEADER = struct.Struct("<8sIIQQI32s60x")
+_CHUNK_TOKENS = 1 << 22
 _LARGEST_VOCABULARY = 2**32 - 1
 
 
@@ -53,7 +51,6 @@ class Header:
         num_documents: Number of documents.
         vocab_size: Larger than every id.
         sha256: SHA-256 of the ids as stored, hexadecimal.
-        largest_id: The largest id; None in old files.
     """
 
     bytes_per_token: int
@@ -61,12 +58,6 @@ class Header:
     num_documents: int
     vocab_size: int
     sha256: str
-    largest_id: int | None = None
-
-    @property
-    def ids_end(self) -> int:
-        """The exclusive upper bound of the ids."""
-        return self.vocab_size if self.largest_id is None else self.largest_id + 1
 
     @property
     def dtype(self) -> np.dtype:
@@ -74,22 +65,11 @@ class Header:
         return np.dtype(f"<u{self.bytes_per_token}")
 
 
-class Tokens(Protocol):
-    """A 1-D stream of uint8, uint16 or uint32 ids: an array, a `TokenFile`, or `Concatenated`."""
-
-    @property
-    def dtype(self) -> np.dtype: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, span: slice, /) -> np.ndarray: ...
-
-
 class TokenFile:
     """The ids of a token file as a 1-D stream, memory-mapped. Checks every span that it returns.
 
     Raises:
-        DataError: As `read_header`. When reading a span: if an id is larger than the header allows, or the file was changed.
+        DataError: As `read_header`. When reading a span: if an id is not below the vocabulary size, or the file was changed.
         OSError: If the file cannot be read.
     """
 
@@ -109,7 +89,7 @@ class TokenFile:
     def __getitem__(self, span: slice, /) -> np.ndarray:
         self._check_unchanged()
         ids = self._ids[span]
-        _check_ids(ids, self.header.ids_end, self.path, first=span.indices(len(self))[0])
+        _check_ids(ids, self.header.vocab_size, self.path, first=span.indices(len(self))[0])
         return ids
 
     def _check_unchanged(self) -> None:
@@ -127,7 +107,7 @@ class TokenFile:
 class Concatenated:
     """Streams of one dtype, at least one, end to end. Copies only spans that cross parts."""
 
-    def __init__(self, parts: Sequence[Tokens]):
+    def __init__(self, parts: "Sequence[Tokens]"):
         assert len({part.dtype for part in parts}) == 1
         self.parts = tuple(parts)
         self._ends = tuple(accumulate(len(part) for part in parts))
@@ -150,6 +130,10 @@ class Concatenated:
                 break
             pieces.append(self.parts[index][max(start - base, 0) : max(stop - base, 0)])
         return pieces[-1] if len(pieces) < 3 else np.concatenate(pieces)
+
+
+Tokens: TypeAlias = np.ndarray | TokenFile | Concatenated
+"""A 1-D stream of uint8, uint16 or uint32 ids."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -177,7 +161,7 @@ def write_tokens(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int
         raise DataError(f"{path}: vocab_size is {vocab_size}: must be in [1, {_LARGEST_VOCABULARY}], 32 bits an id")
     dtype = token_dtype(vocab_size)
     hasher = hashlib.sha256()
-    num_tokens = num_documents = ids_end = 0
+    num_tokens = num_documents = 0
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
@@ -186,8 +170,7 @@ def write_tokens(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int
                 if document.ndim != 1 or not np.issubdtype(document.dtype, np.integer):
                     kind = f"{document.dtype}{list(document.shape)}"
                     raise DataError(f"{path}: the document at token {num_tokens} is of {kind}: must be a 1-D array of integers")
-                remedy = "write it for a larger vocabulary"
-                ids_end = max(ids_end, _check_ids(document, vocab_size, path, first=num_tokens, remedy=remedy))
+                _check_ids(document, vocab_size, path, first=num_tokens)
                 payload = document.astype(dtype, copy=False).tobytes()
                 hasher.update(payload)
                 file.write(payload)
@@ -197,13 +180,13 @@ def write_tokens(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int
                 raise DataError(f"{path}: there are no tokens to write; use a longer text")
             fields = (dtype.itemsize, num_tokens, num_documents, vocab_size)
             file.seek(0)
-            file.write(_HEADER.pack(_MAGIC, _VERSION, *fields, hasher.digest(), ids_end))
+            file.write(_HEADER.pack(_MAGIC, _VERSION, *fields, hasher.digest()))
             file.flush()
             os.fsync(file.fileno())  # the contents must reach the disk before the name
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    return Header(*fields, hasher.hexdigest(), ids_end - 1)
+    return Header(*fields, hasher.hexdigest())
 
 
 def read_header(path: Path) -> Header:
@@ -222,19 +205,18 @@ def read_header(path: Path) -> Header:
         raise DataError(f"{path}: starts with {magic!r}, {must}")
     if len(start) < _HEADER.size:
         raise DataError(f"{path}: has {found_bytes} bytes where the header alone has {_HEADER.size}: truncated; copy it again")
-    _, version, bytes_per_token, num_tokens, num_documents, vocab_size, sha256, ids_end = _HEADER.unpack(start)
+    _, version, bytes_per_token, num_tokens, num_documents, vocab_size, sha256 = _HEADER.unpack(start)
     file_bytes = _HEADER.size + num_tokens * bytes_per_token
     damaged = "truncated; copy it again" if found_bytes < file_bytes else "damaged; copy it again"
     for is_wrong, problem in (
         (version != _VERSION, f"is of version {version}, this jgraph reads version {_VERSION}; make it again"),
         (bytes_per_token not in (2, 4), f"its header has {bytes_per_token} bytes per token, must be 2 or 4: {damaged}"),
-        (ids_end > vocab_size, f"its header has ids up to {ids_end - 1} in a vocabulary of {vocab_size}: {damaged}"),
         (found_bytes != file_bytes, f"has {found_bytes} bytes where {num_tokens} tokens need {file_bytes}: {damaged}"),
         (num_tokens == 0, "holds no tokens; make it again from a longer text"),
     ):
         if is_wrong:
             raise DataError(f"{path}: {problem}")
-    return Header(bytes_per_token, num_tokens, num_documents, vocab_size, sha256.hex(), ids_end - 1 if ids_end else None)
+    return Header(bytes_per_token, num_tokens, num_documents, vocab_size, sha256.hex())
 
 
 def read_tokens(path: Path) -> np.memmap:
@@ -247,42 +229,28 @@ def verify(path: Path) -> Header:
     """Reads a whole file and checks it against its header.
 
     Raises:
-        DataError: As `read_header`; or if the ids do not match their hash, or one is larger than the header allows.
+        DataError: As `read_header`; or if the ids do not match their hash, or one is not below the vocabulary size.
         OSError: If the file cannot be read.
     """
     header = read_header(path)
     hasher = hashlib.sha256()
-    buffer = np.empty(_CHUNK_BYTES // header.bytes_per_token, header.dtype)
-    ids_end = first = 0
-    # Reads instead of mapping: a file that is truncated meanwhile ends early, and reading releases the GIL.
+    first = 0
+    # Reads instead of mapping: the process would be killed if the file was truncated meanwhile.
     with path.open("rb") as file:
         file.seek(_HEADER.size)
-        while num_bytes := file.readinto(buffer.data):
-            chunk = buffer[: num_bytes // header.bytes_per_token]
-            ids_end = max(ids_end, _check_ids(chunk, header.ids_end, path, first=first))
+        while len(chunk := np.fromfile(file, header.dtype, _CHUNK_TOKENS)):
+            _check_ids(chunk, header.vocab_size, path, first=first)
             hasher.update(chunk.data)
             first += len(chunk)
     if hasher.hexdigest() != header.sha256:
         raise DataError(f"{path}: SHA-256 is {hasher.hexdigest()}, its header has {header.sha256}: damaged; copy it again")
-    if header.largest_id is not None and ids_end <= header.largest_id:
-        raise DataError(f"{path}: largest id is {ids_end - 1}, its header has {header.largest_id}: damaged; copy it again")
     return header
 
 
-def _check_ids(ids: np.ndarray, end: int, path: Path, *, first: int, remedy: str = _MAKE_AGAIN) -> int:
-    """Returns the largest id + 1, 0 without ids. Raises DataError for an id outside [0, end).
-
-    Args:
-        ids: The ids.
-        end: Exclusive upper bound.
-        path: The file, for the message.
-        first: Position of ids[0] in the file, for the message.
-        remedy: Advice to the user, for the message.
-    """
-    if len(ids) == 0:
-        return 0
-    largest = int(ids.max())
-    if largest >= end or (ids.dtype.kind == "i" and ids.min() < 0):
-        place = int(np.argmax((ids >= end) | (ids < 0)))
-        raise DataError(f"{path}: token {first + place} is {ids[place]}: must be in [0, {end}), its vocabulary; {remedy}")
-    return largest + 1
+def _check_ids(ids: np.ndarray, vocab_size: int, path: Path, *, first: int) -> None:
+    """Raises DataError for an id outside [0, vocab_size). `first` is the position of ids[0] in the file, for the message."""
+    if ids.max(initial=0) >= vocab_size or (ids.dtype.kind == "i" and ids.min(initial=0) < 0):
+        place = int(np.argmax((ids >= vocab_size) | (ids < 0)))
+        must = f"must be in [0, {vocab_size}), its vocabulary"
+        remedy = "copy the file again if it is damaged, or make it again for a larger vocabulary"
+        raise DataError(f"{path}: token {first + place} is {ids[place]}: {must}; {remedy}")

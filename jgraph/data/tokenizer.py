@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jgraph.data._files import library
-from jgraph.errors import DataError, require
+from jgraph.data._texts import library
+from jgraph.errors import DataError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -106,7 +106,7 @@ class Encoder:
     def encode(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
         """Yields the ids of each document, 1-D int64. Raises DataError if one is not UTF-8 or cannot be encoded."""
         documents = iter(documents)
-        while texts := [decode_utf8(document) for document in islice(documents, _DOCUMENTS_AT_ONCE)]:
+        while texts := [_decode_utf8(document) for document in islice(documents, _DOCUMENTS_AT_ONCE)]:
             for encoding in self._encode(texts):
                 yield np.array(encoding.ids + self._end, np.int64)
 
@@ -115,37 +115,6 @@ class Encoder:
             return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as e:  # the library raises Exception itself
             raise DataError(f"the tokenizer cannot encode this text: {e}") from e
-
-
-def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Trains a byte-level BPE, which can encode every text, and writes its tokenizer.json.
-
-    Args:
-        texts: Read once, never all in memory.
-        vocab_size: Number of ids, including the 256 bytes and <|endoftext|>. Fewer if the text has no more pairs to merge.
-        path: The file to write.
-
-    Raises:
-        ConfigError: If `vocab_size` is less than 257.
-        DataError: If the library is not installed.
-        OSError: If the file cannot be written.
-    """
-    require(vocab_size > 256, "train_bpe", vocab_size, "at least 257: the 256 bytes and <|endoftext|>")
-    tokenizers = library("tokenizers")
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[_END_OF_TEXT[0]],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    try:
-        tokenizer.save(str(path))
-    except Exception as e:  # the library raises no subclass
-        raise OSError(str(e)) from e
 
 
 def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
@@ -167,7 +136,7 @@ def _load(path: Path) -> "tokenizers.Tokenizer":
     return tokenizer
 
 
-def decode_utf8(document: bytes) -> str:
+def _decode_utf8(document: bytes) -> str:
     """Returns a document as text. Raises DataError if it is not UTF-8."""
     try:
         return document.decode()

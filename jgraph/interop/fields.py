@@ -4,7 +4,6 @@ Each function returns the default for a field that is missing or null, and raise
 of another type or out of range. No jax here.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,11 +21,9 @@ def integer(config: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, l
 
 def number(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> float:
     """Returns a finite number, at least 0."""
-
-    def fits(value: Any) -> bool:
-        return type(value) in (int, float) and 0 <= value <= 1e30 and math.isfinite(value)
-
-    return float(_checked(config, name, default, fits, "a finite number, at least 0"))
+    return float(
+        _checked(config, name, default, lambda v: type(v) in (int, float) and 0 <= v <= 1e30, "a finite number, at least 0")
+    )
 
 
 def boolean(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> bool:

@@ -20,7 +20,7 @@ from jgraph.pipeline.ends import End
 from jgraph.pipeline.memory import slot_bytes
 from jgraph.pipeline.partition import Tree
 from jgraph.pipeline.program import Pipeline
-from jgraph.precision.product import XLA_OPTIONS
+from jgraph.precision.config import XLA_OPTIONS
 from jgraph.schedule import NAMES, POOLS, Choice, Costs, Engine, Schedule, best, generate, read
 from jgraph.xla import compile_and_report, compiler_options
 from jgraph.xla.options import known

@@ -22,9 +22,8 @@ from jgraph.errors import ConfigError
 from jgraph.kernels import amax
 from jgraph.pipeline.partition import AXIS, StageAssignment, Tree
 from jgraph.precision.config import FP8Config
-from jgraph.precision.product import Weight
-from jgraph.precision.scaling import History
-from jgraph.precision.transform import FP8Function, Plan
+from jgraph.precision.scaling import AmaxHistory
+from jgraph.precision.transform import FP8Function, FP8Trace, Weights
 from jgraph.strategies import sharding as fsdp
 
 Trees: TypeAlias = Sequence[Tree]  # one tree for each argument, or for each chunk
@@ -120,7 +119,7 @@ class FP8Precision(StagePrecision):
     num_losses: int
 
     @classmethod
-    def of(cls, layer: Callable[..., Any], own: Tree, whole: Plan, args: Trees) -> Self:
+    def of(cls, layer: Callable[..., Any], own: Tree, whole: FP8Trace, args: Trees) -> Self:
         """Finds the matmuls of a layer.
 
         Args:
@@ -172,7 +171,7 @@ class FP8Precision(StagePrecision):
         return FP8Function(stage, replace(self.config, keep=tuple(map(glob.escape, names))), self.num_losses)
 
     def state(self, layers: int) -> Tree:
-        return {} if self.config.recipe == "current" else History.zeros(layers * self.entries.shape[1], self.config.history)
+        return {} if self.config.recipe == "current" else AmaxHistory.zeros(layers * self.entries.shape[1], self.config.history)
 
     def pick(self, observed: Tree, layers_CN: Array) -> list[Tree]:
         entries = jnp.asarray(self.entries)[layers_CN]
@@ -194,7 +193,7 @@ class FP8Precision(StagePrecision):
 
     def prepare(
         self, function: FP8Function, args: Trees, stages: Trees, states: Trees, shards: Trees, axes: Axes
-    ) -> list[list[Weight | None]]:
+    ) -> list[Weights]:
         plan = function.plan(*args)
         named = [dict(zip(plan.names, jax.tree.leaves(stage), strict=False)) for stage in stages]
         leaves = len(named[0]) // len(stages[0])
@@ -217,7 +216,7 @@ class FP8Precision(StagePrecision):
             made.append(plan.views(arrays, scales))
         return made
 
-    def weight_shapes(self, function: FP8Function, args: Trees, observed: Tree) -> list[Weight | None]:
+    def weight_shapes(self, function: FP8Function, args: Trees, observed: Tree) -> Weights:
         return jax.eval_shape(function.quantize, args[0], observed, *args[1:])
 
     def named_function(self, stage: Callable[..., Tree], layers: int, names: Sequence[str]) -> FP8Function:

@@ -13,7 +13,7 @@ from jgraph.autodiff import Recompute, Split, split_backward
 from jgraph.pipeline.layer_state import LayerState
 from jgraph.pipeline.partition import PipelineModel, Tree
 from jgraph.pipeline.precision import FP8Precision, StagePrecision
-from jgraph.precision.transform import Plan
+from jgraph.precision.transform import FP8Trace
 from jgraph.tree import is_router, path_name
 
 Remat = Literal["nothing", "wide", "layer"]
@@ -38,7 +38,7 @@ class StageFunctions:
     carried: LayerState = field(default_factory=LayerState)
     precision: StagePrecision = field(default_factory=StagePrecision)
 
-    def with_precision(self, tree: Tree, whole: Plan, args: Sequence[Tree]) -> Self:
+    def with_precision(self, tree: Tree, whole: FP8Trace, args: Sequence[Tree]) -> Self:
         """Returns the same pipeline with the matmuls of its layers in FP8.
 
         Args:

@@ -21,7 +21,6 @@ from jgraph.pipeline.partition import PipelineModel, Tree
 from jgraph.pipeline.placement import without_ranks
 from jgraph.pipeline.program import Pipeline
 from jgraph.pipeline.stage_function import Remat
-from jgraph.precision.loss import plan_of
 from jgraph.precision.report import count, describe
 from jgraph.precision.transform import FP8Function, Product
 from jgraph.schedule import Costs, Schedule, files, simulate
@@ -102,7 +101,7 @@ class Pipelined(FSDPChoices):
             args = (x, tuple(context), *objective.loss_args)
             # The head returns the mean of a microbatch on a data rank.
             num_losses = objective.num_microbatches * num_data_ranks(self.mesh)
-            whole = plan_of(FP8Function(pipeline.layers, objective.fp8, num_losses), shapes, args)
+            whole = FP8Function(pipeline.layers, objective.fp8, num_losses, "loss").plan(shapes, *args)
             pipeline, products = pipeline.with_precision(shapes, whole, args), whole.products
         if Axis.FSDP not in self.mesh.axis_names:
             return pipeline, products

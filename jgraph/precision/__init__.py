@@ -1,1 +1,1 @@
-"""Matrix products in FP8."""
+"""FP8 matmuls: the recipe, scaling, and the transform of a function."""

@@ -1,35 +1,38 @@
-"""Says which products are computed in FP8, and with which scales. No jax: the command line reads it."""
+"""The recipe for FP8 matmuls. Imports no jax, because the command line reads it."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from jgraph.errors import check_types, require
 
-KEPT = ("*embed*", "*head*")
+DEFAULT_KEEP = ("*embed*", "*head*")
+
+# Without these options XLA may give an FP8 matmul to Triton, or merge the matmuls of two microbatches. Both run in bfloat16.
+XLA_OPTIONS = ("xla_gpu_enable_triton_gemm=false", "xla_gpu_dot_merger_threshold_mb=0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Config:
-    """Matrix products in FP8, by recipes of Transformer Engine's, with scales that are powers of two."""
+    """A recipe for FP8 matmuls with power-of-two scales, after the recipes of Transformer Engine."""
 
     recipe: Literal["current", "delayed"] = "current"
-    """Scales come from an array itself (current), or from those of the steps before: a pass over memory less, and state."""
+    """Source of scales: the array itself (current), or its amax history (delayed). The latter saves a pass over memory."""
     format: Literal["hybrid", "e4m3"] = "hybrid"
-    """E4M3 for activations and weights with E5M2 for gradients, or E4M3 for all."""
+    """E4M3 for activations and weights with E5M2 for gradients (hybrid), or E4M3 for all arrays (e4m3)."""
     wgrad: Literal["fp8", "bf16"] = "fp8"
-    """Dtype of the products that give the gradients of weights."""
-    keep: tuple[str, ...] = KEPT
-    """Names of parameters whose products stay as they are; patterns as in a shell."""
+    """Dtype of the wgrad matmuls."""
+    keep: tuple[str, ...] = DEFAULT_KEEP
+    """Shell patterns of parameter names. Matmuls with these parameters are not quantized."""
     blocks: Literal["all", "inner"] = "all"
-    """Which numbered blocks have products in FP8: all, or all but the first and the last."""
+    """Numbered blocks with FP8 matmuls: all, or all except the first and the last."""
     history: int = 1024
-    """Steps whose amax delayed scaling remembers."""
+    """Length of the amax history of delayed scaling, in steps."""
     amax: Literal["max", "most_recent"] = "max"
-    """What delayed scaling takes of these."""
+    """How delayed scaling reduces an amax history."""
     margin: int = 0
-    """Powers of two that delayed scaling leaves free above the amax."""
+    """Binary orders of magnitude that delayed scaling leaves free above the amax."""
     emulate: bool = False
-    """Multiply the same numbers in bfloat16 on a GPU that has no FP8; CPUs always do."""
+    """Emulates FP8 in bfloat16 on a GPU without FP8. CPUs always emulate it."""
 
     def __post_init__(self):
         check_types(self, prefix="fp8.")

@@ -1,117 +1,95 @@
-"""The loss function of a step with its matmuls in FP8, or as it is, behind one interface."""
+"""The loss function of a step, with or without FP8 matmuls, behind one interface."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import jax
 from jax import Array
 
-from jgraph.errors import ConfigError
 from jgraph.precision.config import FP8Config
 from jgraph.precision.fuse import fused
 from jgraph.precision.report import count, describe
-from jgraph.precision.transform import FP8Function, Plan, Product
+from jgraph.precision.transform import FP8Function, FP8Trace
+from jgraph.tree import PyTree
 
-Tree = Any
+_Parts: TypeAlias = Mapping[str, Array]
+_Args: TypeAlias = Sequence[PyTree]
+_Amax: TypeAlias = Callable[[str, Array], Array] | None
 
 
 class Prepared(NamedTuple):
-    """Work that is done once per step, for all microbatches.
+    """The result of the work that a step does once for all microbatches.
 
     Attributes:
-        parts: Arrays that `apply` reads instead of parameters, by the names of these parameters. They are sharded like them.
-        apply: `apply(params, observed, parts, *args)` computes the loss from whole parameters and whole `parts`.
+        parts: Arrays that replace parameters, by parameter name. They are sharded like the parameters.
+        apply: `apply(params, observed, parts, *args)` computes the loss from unsharded parameters and unsharded `parts`.
     """
 
-    parts: Mapping[str, Array]
+    parts: _Parts
     apply: Callable[..., Any]
 
 
-class StepLoss(Protocol):
-    """A loss function `fn(params, *args)` with work that is done once per step, and state from its backward pass.
+@dataclass(frozen=True, eq=False)
+class StepLoss:
+    """A loss function `fn(params, *args)`. Subclasses add work that is done once per step, and state from the backward pass.
 
     Attributes:
-        observed: Shapes of the state. The cotangent of the state is the new state.
-        prepared: Names of the parameters that `prepare` may replace by other arrays.
+        fn: The function.
     """
 
+    fn: Callable[..., Any]
+
     @property
-    def observed(self) -> Tree: ...
+    def observed(self) -> PyTree:
+        """Shapes of the state. The cotangent of the state is the new state."""
+        return {}
+
     @property
-    def prepared(self) -> tuple[str, ...]: ...
+    def prepared(self) -> tuple[str, ...]:
+        """Names of the parameters that `prepare` may replace by other arrays."""
+        return ()
 
     def prepare(
-        self,
-        whole: Tree,
-        parts: Mapping[str, Array],
-        observed: Tree,
-        args: Sequence[Tree],
-        *,
-        over_devices: Callable[[str, Array], Array] | None = None,
-        uncast: bool = False,
+        self, whole: PyTree, parts: _Parts, observed: PyTree, args: _Args, over_devices: _Amax = None, uncast: bool = False
     ) -> Prepared:
         """Does the work of a step before its microbatches.
 
         Args:
             whole: Shapes of the parameters as the loss function takes them, in the model's own tree.
-            parts: The parameters by name, or a device's parts of them.
-            observed: State as the step begins.
+            parts: The parameters by name, or their local shards.
+            observed: State at the beginning of the step.
             args: Arguments of the loss function for one microbatch, arrays or shapes.
-            over_devices: Returns the amax of a whole parameter from its name and the amax of this device's part. None if
-                `parts` are whole.
-            uncast: Whether a matmul returns the gradient of its parameter in its own dtype, without casts to the dtype that
-                the loss function takes.
+            over_devices: Returns the amax of a parameter from its name and the amax of the local shard. None if `parts` are not
+                sharded.
+            uncast: Whether a matmul returns the gradient of its parameter in the dtype of the parameter, without casts to the
+                dtype that the loss function takes.
         """
-        ...
-
-    def traced(self, part: Callable[..., Tree]) -> Callable[..., Tree]:
-        """Returns a differentiated function with the fusions that the loss needs."""
-        ...
-
-    def describe(self, executables: Sequence[jax.stages.Compiled]) -> list[str]:
-        """Returns lines for the log about a step with these executables."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class PlainLoss:
-    """A `StepLoss` that computes its function as it is."""
-
-    fn: Callable[..., Any]
-    observed: Tree
-    prepared: tuple[str, ...] = ()
-
-    def prepare(self, whole: Tree, parts: Mapping[str, Array], observed: Tree, args: Sequence[Tree], **_: Any) -> Prepared:
         return Prepared({}, lambda params, observed, parts, *args: self.fn(params, *args))
 
-    def traced(self, part: Callable[..., Tree]) -> Callable[..., Tree]:
+    def traced(self, part: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """Returns a differentiated function with the fusions that the loss needs."""
         return part
 
     def describe(self, executables: Sequence[jax.stages.Compiled]) -> list[str]:
+        """Returns lines for the log about a step with these executables."""
         return []
 
 
 @dataclass(frozen=True, eq=False)
-class FP8Loss:
-    """A `StepLoss` with matmuls in FP8: quantizes weights once per step, and has amax histories if scaling is delayed.
+class FP8Loss(StepLoss):
+    """A loss function with FP8 matmuls. It quantizes weights once per step. Its state is the amax history of delayed scaling.
 
     Attributes:
-        function: The function with its matmuls in FP8.
-        products: The matmuls with parameters.
-        observed: Shapes of the amax histories.
-        prepared: Names of the parameters that are multiplied with in FP8.
-        result: The result of the function, with zeros for arrays.
+        function: The function with FP8 matmuls.
+        trace: Its trace for the shapes of a microbatch.
     """
 
     function: FP8Function
-    products: tuple[Product, ...]
-    observed: Tree
-    prepared: tuple[str, ...]
-    result: Any
+    trace: FP8Trace
 
     @classmethod
-    def of(cls, fn: Callable[..., Any], config: FP8Config, params: Tree, args: Sequence[Tree]) -> Self:
+    def of(cls, fn: Callable[..., Any], config: FP8Config, params: PyTree, args: _Args) -> Self:
         """Finds the matmuls of a loss function.
 
         Args:
@@ -123,48 +101,42 @@ class FP8Loss:
         Raises:
             ConfigError: If no matmul can be in FP8, or the recipe does not fit the parameters.
         """
-        function = FP8Function(fn, config)
-        plan = plan_of(function, params, args)
-        result = jax.tree.unflatten(plan.structure, [0] * plan.structure.num_leaves)
-        return cls(function, plan.products, jax.eval_shape(plan.init), plan.weights, result)
+        function = FP8Function(fn, config, argument="loss")
+        return cls(fn, function, function.plan(params, *args))
+
+    @property
+    def observed(self) -> PyTree:
+        return jax.eval_shape(self.trace.init)
+
+    @property
+    def prepared(self) -> tuple[str, ...]:
+        return self.trace.weights
+
+    @property
+    def result(self) -> Any:
+        """The result of the function, with zeros in place of arrays."""
+        return jax.tree.unflatten(self.trace.structure, [0] * self.trace.structure.num_leaves)
 
     def averaged(self, num_losses: int) -> Self:
         """Returns the loss for a step that averages `num_losses` losses."""
         return replace(self, function=replace(self.function, num_losses=num_losses))
 
     def prepare(
-        self,
-        whole: Tree,
-        parts: Mapping[str, Array],
-        observed: Tree,
-        args: Sequence[Tree],
-        *,
-        over_devices: Callable[[str, Array], Array] | None = None,
-        uncast: bool = False,
+        self, whole: PyTree, parts: _Parts, observed: PyTree, args: _Args, over_devices: _Amax = None, uncast: bool = False
     ) -> Prepared:
-        plan = self.function.plan(whole, *args)
-        scales = plan.scales(parts, observed, over_devices)
+        trace = self.function.plan(whole, *args)
+        scales = trace.scales(parts, observed, over_devices)
         if over_devices is None:
-            weights = plan.views(parts, scales)
-            return Prepared({}, lambda params, state, _, *args: plan.apply(params, state, weights, *args, uncast=uncast))
+            weights = trace.views(parts, scales)
+            return Prepared({}, lambda params, state, _, *args: trace.apply(params, state, weights, *args, uncast=uncast))
 
-        def apply(params: Tree, state: Tree, gathered: Mapping[str, Array], *args: Tree) -> Any:
-            return plan.apply(params, state, plan.views(gathered, scales), *args, uncast=uncast)
+        def apply(params: PyTree, state: PyTree, gathered: Mapping[str, Array], *args: PyTree) -> Any:
+            return trace.apply(params, state, trace.views(gathered, scales), *args, uncast=uncast)
 
-        return Prepared(plan.cast(parts, scales), apply)
+        return Prepared(trace.cast(parts, scales), apply)
 
-    def traced(self, part: Callable[..., Tree]) -> Callable[..., Tree]:
+    def traced(self, part: Callable[..., PyTree]) -> Callable[..., PyTree]:
         return fused(part)
 
     def describe(self, executables: Sequence[jax.stages.Compiled]) -> list[str]:
-        return [describe(self.products, self.function.config, count(executables))]
-
-
-def plan_of(function: FP8Function, params: Tree, args: Sequence[Tree]) -> Plan:
-    """Returns the plan of a step's function. Errors about its argument `fn` name the step's argument `loss`."""
-    try:
-        return function.plan(params, *args)
-    except ConfigError as e:
-        if e.field != "fn":
-            raise
-        raise ConfigError(str(e).replace("`fn`", "`loss`"), field="loss") from None
+        return [describe(self.trace.products, self.function.config, count(executables))]

@@ -1,7 +1,7 @@
-"""A function with its matrix products in FP8, found in its trace: `fp8(fn, config)`.
+"""Computes the matmuls of a function in FP8: `fp8(fn, config)`.
 
-Whatever is multiplied with a parameter is found as the split backward finds it (`autodiff/find.py`), with a name: the
-parameter's path. Weights are quantized by `quantize`, which a step calls once, however many microbatches read them.
+The matmuls with parameters are found in the trace of the function, as in the split backward (`autodiff/find.py`). A matmul has
+the name of its parameter. `quantize` computes the FP8 weights once per step, for all microbatches.
 """
 
 import fnmatch
@@ -9,38 +9,39 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.extend import core
+from jax.typing import DTypeLike
 
 from jgraph.autodiff import find
 from jgraph.autodiff.linear import GROUPED, BoundProducts, DelayedProduct, OwnProducts
 from jgraph.errors import ConfigError, SplitError
 from jgraph.kernels import amax, cast, cast_transpose
-from jgraph.precision.config import KEPT, FP8Config
+from jgraph.precision._matmul import DelayedFP8Product, Tap, formats, fp8_matmul, layout_of, unsupported, wgrad_precision
+from jgraph.precision.config import DEFAULT_KEEP, FP8Config
 from jgraph.precision.fuse import fused
-from jgraph.precision.grouped import multiplied
-from jgraph.precision.late import LateProduct
-from jgraph.precision.product import Tap, Weight, formats, shape_of, wgrad_of, why_not
-from jgraph.precision.scaling import History, observe, scale_for, seen
+from jgraph.precision.scaling import AmaxHistory, FP8Array, checked_scale, observe, scale_for
 from jgraph.scopes import scope
-from jgraph.tree import is_router, leaf_names, matching
+from jgraph.tree import PyTree, is_router, leaf_names, matching
 
-Tree = Any
+# For each matmul of a function its weight, with the lengths of the scans around it in front; None if it is not in FP8.
+Weights: TypeAlias = Sequence[FP8Array | None]
 
 
 class Product(NamedTuple):
-    """A matrix product with a parameter.
+    """A matmul with a parameter.
 
     Attributes:
-        name: path of the parameter, with `#2` where it is the parameter's second product.
-        sizes: M, K and N.
-        repeats: how often it runs in a call, in loops over layers.
-        kept: why it is not in FP8; empty where it is.
-        wgrad: of one in FP8, in what the gradient of its parameter is multiplied.
+        name: Name of the parameter, with `#2` for its second matmul.
+        sizes: M, K and N; None for a convolution and other operations that cannot be in FP8.
+        repeats: Number of executions in one call, in scans over layers.
+        kept: Reason why it is not in FP8; empty if it is in FP8.
+        wgrad: Precision of its wgrad if it is in FP8.
     """
 
     name: str
@@ -51,23 +52,23 @@ class Product(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Float32 scalars of a parameter.
+    """The scale of a parameter.
 
     Attributes:
-        scale: that it is multiplied by.
-        amax: its amax; None where whoever quantizes it is to take it on the way.
+        scale: float32 scalar.
+        amax: float32 scalar. None if the kernel that quantizes the parameter computes it.
     """
 
     scale: Array
     amax: Array | None
 
 
-def fp8(fn: Callable[..., Tree], config: FP8Config = FP8Config()) -> "FP8Function":  # noqa: B008 - frozen
+def fp8(fn: Callable[..., PyTree], config: FP8Config = FP8Config()) -> "FP8Function":  # noqa: B008 - frozen
     """Computes the matmuls of a function with its parameters in FP8, forward and backward.
 
     Matmuls are found in the trace: those of Flax layers, `jnp.einsum` and `grouped_dot`, also in a scan over layers and in
-    `jax.checkpoint`. Matmuls in functions with a custom gradient stay as they are, and so do matmuls that FP8 does not support.
-    `plan(...).products` gives the reasons.
+    `jax.checkpoint`. Matmuls in functions with a custom gradient and unsupported matmuls are unchanged. `plan(...).products`
+    gives the reasons.
 
     Args:
         fn: A pure function `fn(params, *args)`.
@@ -99,114 +100,119 @@ def fp8(fn: Callable[..., Tree], config: FP8Config = FP8Config()) -> "FP8Functio
 
 @dataclass(frozen=True, eq=False)
 class FP8Function(OwnProducts):
-    """A function whose matmuls with parameters are in FP8, made by `fp8`. `jgraph.split_backward` takes it too.
+    """A function with FP8 matmuls, from `fp8`. `jgraph.split_backward` accepts it in place of a function.
 
     Attributes:
         fn: The function.
         config: The recipe.
-        num_losses: Number of losses that are averaged into a batch's loss, as `observe` takes it.
+        num_losses: Number of losses that are averaged into a batch's loss, see `observe`.
+        argument: Name of the argument that `fn` was passed as, for errors.
     """
 
-    fn: Callable[..., Tree]
+    fn: Callable[..., PyTree]
     config: FP8Config
     num_losses: int = 1
+    argument: str = "fn"
 
-    def plan(self, params: Tree, *args: Tree) -> "Plan":
+    def plan(self, params: PyTree, *args: PyTree) -> "FP8Trace":
         """Traces the function for arrays or shapes.
 
+        Args:
+            params: The parameters.
+            *args: The other arguments of the function.
+
+        Returns:
+            The trace with its matmuls.
+
         Raises:
-            ConfigError: no product can be in FP8, or the recipe's `keep` or `blocks` do not fit the parameters.
+            ConfigError: If no matmul can be in FP8, or `keep` or `blocks` of the recipe do not fit the parameters.
         """
         traced = self._jitted.trace(params, *args)
         closed, names = traced.jaxpr, leaf_names(params)
-        others = len(closed.jaxpr.invars) - len(names)
-        places = [*range(len(names)), *[None] * others]
-        wanted = [True] * len(closed.jaxpr.outvars)
-        found = find.find(closed.jaxpr, wanted, places, [p is None for p in places])
-        sites = tuple(found.block.all_sites())
-        products = _named(sites, names, self.config)
+        is_data = [i >= len(names) for i in range(len(closed.jaxpr.invars))]
+        indices = [None if data else i for i, data in enumerate(is_data)]
+        block = find.find(closed.jaxpr, [True] * len(closed.jaxpr.outvars), indices, is_data).block
+        sites = tuple(block.all_sites())
+        products = _products(sites, names, self.config)
         if all(product.kept for product in products):
-            some = "; ".join(f"{p.name}: {p.kept}" for p in products[:2]) or "no matrix is multiplied with a parameter"
-            raise ConfigError(f"`fn` must have a product that can be in FP8, and has none ({some})", field="fn")
+            reasons = "; ".join(f"{p.name}: {p.kept}" for p in products[:2]) or "no matrix is multiplied by a parameter"
+            message = f"`{self.argument}` must have a matmul that can be in FP8, and has none ({reasons})"
+            raise ConfigError(message, field=self.argument)
         structure = jax.tree.structure(traced.out_info)
-        return Plan(self.config, closed, found.block, sites, products, tuple(names), structure, self.num_losses)
+        return FP8Trace(self.config, closed, block, sites, products, tuple(names), structure, self.num_losses)
 
     @cached_property
     def _jitted(self) -> Any:
-        return jax.jit(self.fn)  # which remembers its traces
+        return jax.jit(self.fn)  # It caches its traces.
 
-    def init(self, params: Tree, *args: Tree) -> Tree:
-        """Returns the state before the first step, for arrays or shapes: amax histories if scaling is delayed, else nothing."""
+    def init(self, params: PyTree, *args: PyTree) -> PyTree:
+        """Returns the state before the first step, for arrays or shapes: an `AmaxHistory`, or {} for current scaling."""
         return self.plan(params, *args).init()
 
-    def quantize(self, params: Tree, state: Tree, *args: Tree) -> list[Weight | None]:
-        """Returns the weights in FP8, in the order of the products, for all calls of `apply` in a step."""
+    def quantize(self, params: PyTree, state: PyTree, *args: PyTree) -> Weights:
+        """Quantizes the weights for all calls of `apply` in a step. Returns them in the order of the matmuls."""
         return self.plan(params, *args).quantize(params, state)
 
-    def apply(self, params: Tree, state: Tree, *args: Tree, weights: Sequence[Weight | None] | None = None) -> Tree:
-        """Returns `fn(params, *args)`.
+    def apply(self, params: PyTree, state: PyTree, *args: PyTree, weights: Weights | None = None) -> PyTree:
+        """Computes `fn(params, *args)`.
 
         Args:
-            params: in the dtypes that they are trained in. They get gradients.
-            state: as `init` makes it. Its gradient is the state after this call: of several microbatches, take the maximum.
-            args: of `fn`.
-            weights: from `quantize`; None quantizes them here.
-        """
-        plan = self.plan(params, *args)
-        return plan.apply(params, state, weights or plan.quantize(*jax.lax.stop_gradient((params, state))), *args)
+            params: The parameters, in the dtypes they are trained in. They have gradients.
+            state: The state, from `init`. Its gradient is the state after this call. Take the maximum over microbatches.
+            *args: The other arguments of the function.
+            weights: Weights from `quantize`; None quantizes them in this call.
 
-    def params(self, given: Tree) -> Tree:
-        """Returns the parameters from `(params, state, weights)`, the first argument of a split."""
+        Returns:
+            The result of the function.
+        """
+        return self.plan(params, *args).apply(params, state, weights, *args)
+
+    def params(self, given: PyTree) -> PyTree:
         if not isinstance(given, tuple) or len(given) != 3:
             message = f"params is a {type(given).__name__}: must be the tuple (params, state, weights) for a function in FP8"
-            raise SplitError(f"{message}; None as weights quantizes them each time", field="params")
+            raise SplitError(f"{message}; None as weights quantizes them in each call", field="params")
         return given[0]
 
     def bind(
-        self, sites: Sequence[DelayedProduct], names: Sequence[str], given: Tree, x: Tree, extra: Sequence[Tree]
+        self, sites: Sequence[DelayedProduct], names: Sequence[str], given: PyTree, x: PyTree, extra: Sequence[PyTree]
     ) -> BoundProducts:
-        """Returns the products of a split: those in FP8 as such, the others as they are."""
-        plan, said = self.plan(given[0], x, *extra), _named(sites, names, self.config)
-        inside, late = ([product.name for product in found if not product.kept] for found in (plan.products, said))
-        if inside != late:
-            name = next((name for name in inside if name not in late), inside[0])
-            message = f"{name} is multiplied with in FP8, and its gradient cannot come late"
-            raise SplitError(f"{message}: must be in `keep` of the recipe, or in `delay` if that is given", field="delay")
+        trace, products = self.plan(given[0], x, *extra), _products(sites, names, self.config)
+        quantized, delayed = ([p.name for p in found if not p.kept] for found in (trace.products, products))
+        if quantized != delayed:
+            name = next((name for name in quantized if name not in delayed), quantized[0])
+            message = f"the matmul with {name} is in FP8, and its weight gradient cannot be delayed"
+            raise SplitError(f"{message}: add {name} to `keep` of the recipe, or to `delay` if you pass it", field="delay")
 
-        def taps(given: Tree) -> list[Any]:
-            params, state, weights = given
-            taps = plan.taps(state, weights or plan.quantize(*jax.lax.stop_gradient((params, state))))
-            inside = iter([tap for tap in taps if tap is not None])
-            return [() if product.kept else next(inside) for product in said]
+        def taps(given: PyTree) -> list[Any]:
+            quantized = iter([tap for tap in trace.taps(*given) if tap is not None])
+            return [() if product.kept else next(quantized) for product in products]
 
-        products = [
-            site if product.kept else LateProduct.of(site, self.config) for site, product in zip(sites, said, strict=True)
-        ]
+        pairs = zip(sites, products, strict=True)
+        bound = [site if product.kept else DelayedFP8Product.of(site, self.config) for site, product in pairs]
         params, state, weights = map(jax.tree.leaves, given)
-        return BoundProducts(products, taps, [True] * len([*params, *state]) + [False] * len(weights))
+        return BoundProducts(bound, taps, [True] * len([*params, *state]) + [False] * len(weights))
 
-    def traced(self, part: Callable[..., Tree]) -> Callable[..., Tree]:
-        """Returns a part of a split that computes what it quantizes in the kernels that quantize it."""
+    def traced(self, part: Callable[..., PyTree]) -> Callable[..., PyTree]:
         return fused(part)
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """A trace with its products, for arguments of given shapes.
+class FP8Trace:
+    """The trace of an `FP8Function` for arguments of given shapes, with its matmuls.
 
     Attributes:
-        config: the recipe.
-        closed: the trace.
-        block: with the products found.
-        sites: the products in the order of the program.
-        products: what is said of each.
-        names: of all parameters.
-        structure: of the result.
+        config: The recipe.
+        closed: The trace.
+        block: Its jaxpr with the matmuls.
+        sites: The matmuls in the order of the equations.
+        products: The description of each matmul.
+        names: Names of all parameters.
+        structure: Tree structure of the result.
         num_losses: Number of losses that are averaged into a batch's loss.
     """
 
     config: FP8Config
-    closed: Any
+    closed: core.ClosedJaxpr
     block: find.Block
     sites: tuple[DelayedProduct, ...]
     products: tuple[Product, ...]
@@ -216,177 +222,193 @@ class Plan:
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """Names of the parameters that are multiplied with in FP8."""
-        return tuple({self.weight_of(i): None for i, _, _ in self._in_fp8()})
+        """Names of the parameters that are weights of FP8 matmuls."""
+        return tuple({self.weight_of(i): None for i, _, _ in self._entries()})
 
-    def init(self) -> Tree:
+    def init(self) -> PyTree:
         """Returns the state before the first step."""
-        if self.config.recipe == "current":
+        if not self._is_delayed:
             return {}
-        return History.zeros(sum(stop - start for _, start, stop in self._in_fp8()), self.config.history)
+        return AmaxHistory.zeros(sum(stop - start for _, start, stop in self._entries()), self.config.history)
 
-    def quantize(self, params: Tree, state: Tree) -> list[Weight | None]:
-        """Returns the weights in FP8, in the order of the products."""
+    def quantize(self, params: PyTree, state: PyTree) -> Weights:
+        """Quantizes the weights. Returns them in the order of the matmuls."""
         named = dict(zip(self.names, jax.tree.leaves(params), strict=True))
         return self.views(named, self.scales(named, state))
 
     @scope("quantize")
     def scales(
-        self, parts: Mapping[str, Array], state: Tree, over_devices: Callable[[str, Array], Array] | None = None
+        self, parts: Mapping[str, Array], state: PyTree, over_devices: Callable[[str, Array], Array] | None = None
     ) -> dict[str, Scale]:
-        """Returns the scales of the weights, by the names of their parameters.
+        """Computes the scales of the weights.
 
         Args:
-            parts: the parameters by name, or a device's parts of them.
-            state: the state before the step.
-            over_devices: returns the amax of a whole parameter from its name and this part's; None where parts are whole.
+            parts: The parameters by name, or their local shards.
+            state: The state before the step.
+            over_devices: Returns the amax of a parameter from its name and the amax of the local shard. None if `parts` are not
+                sharded.
+
+        Returns:
+            The scales, by parameter name.
         """
         dtype, found = formats(self.config)[1], {}
-        earlier = state.amax(self.config) if isinstance(state, History) else None
-        for i, start, _ in self._in_fp8():
+        earlier = state.amax(self.config) if self._is_delayed else None
+        for i, start, _ in self._entries():
             if (name := self.weight_of(i)) in found:
                 continue
-            all_of_it = math.prod(self.sites[i].lead) * self.sites[i].w_aval.size == parts[name].size
-            if earlier is not None and over_devices is None and all_of_it:
-                largest = None
-            else:
+            reads_all = math.prod(self.sites[i].lead) * self.sites[i].w_aval.size == parts[name].size
+            largest: Any = None
+            if earlier is None or over_devices is not None or not reads_all:
                 largest = amax(parts[name]) if over_devices is None else over_devices(name, amax(parts[name]))
             known, margin = (largest, 0) if earlier is None else (earlier[start, 1], self.config.margin)
-            assert known is not None
             found[name] = Scale(scale_for(known, dtype, margin), largest)
         return found
 
     @scope("quantize")
     def cast(self, parts: Mapping[str, Array], scales: Mapping[str, Scale]) -> dict[str, Array]:
-        """Returns the parts of the weights in FP8, by name."""
+        """Casts the weights, or their local shards, to FP8."""
         return {name: cast(parts[name], scale, formats(self.config)[1]) for name, (scale, _) in scales.items()}
 
     @scope("quantize")
-    def views(self, arrays: Mapping[str, Array], scales: Mapping[str, Scale]) -> list[Weight | None]:
-        """Returns every product's weight in FP8, with the lengths of the loops around it in front.
+    def views(self, arrays: Mapping[str, Array], scales: Mapping[str, Scale]) -> Weights:
+        """Computes the weight of every matmul from its parameter.
 
         Args:
-            arrays: whole parameters by name, as they are trained or as `cast` gives them.
-            scales: of them.
+            arrays: The parameters by name, unsharded, in their own dtype or from `cast`.
+            scales: Their scales.
+
+        Returns:
+            The weights in the order of the matmuls.
         """
         dtype = formats(self.config)[1]
-        found = self._weights([arrays[name] if name in scales else find.MISSING for name in self.names])
-        views: list[Weight | None] = [None] * len(found)
+        matrices = self._weights([arrays[name] if name in scales else find.MISSING for name in self.names])
+        views: list[FP8Array | None] = [None] * len(matrices)
         known = {name: scale.amax for name, scale in scales.items()}
-        for i, _, _ in self._in_fp8():
-            name, lead, matrix = self.weight_of(i), self.sites[i].lead, shape_of(self.sites[i]).w_matrix
-
-            def both(w: Array, scale=scales[name].scale, matrix=matrix, lead=lead) -> tuple[Any, Any, Array | None]:
-                rows_KN = matrix(w)
-                if rows_KN.dtype == dtype:
-                    return rows_KN, rows_KN.T, None
-                return cast_transpose(rows_KN, scale, dtype, implementation="xla" if lead else "auto")
-
+        for i, _, _ in self._entries():
+            name, lead = self.weight_of(i), self.sites[i].lead
+            view = partial(_view, layout_of(self.sites[i]).w_matrix, scales[name].scale, dtype, "xla" if lead else "auto")
             for _ in lead:
-                both = jax.vmap(both)
-            rows, columns, largest = both(found[i])
-            if (of_all := known[name]) is None:
-                assert largest is not None, "what is gathered in FP8 had its amax taken before"
-                of_all = known[name] = jnp.max(largest)
-            scalars = (jnp.broadcast_to(leaf, lead) for leaf in (seen(scales[name].scale, of_all), of_all))
-            views[i] = Weight(rows, columns, *scalars)
+                view = jax.vmap(view)
+            rows, columns, largest = view(matrices[i])
+            if (amax_of_all := known[name]) is None:
+                amax_of_all = known[name] = jnp.max(largest)
+            scale = checked_scale(scales[name].scale, amax_of_all)
+            views[i] = FP8Array(rows, columns, jnp.broadcast_to(scale, lead), jnp.broadcast_to(amax_of_all, lead))
         return views
 
-    def taps(self, state: Tree, weights: Sequence[Weight | None]) -> list[Tap | None]:
-        """Returns what each product takes besides its operands; None where it is not in FP8."""
+    def taps(self, params: PyTree, state: PyTree, weights: Weights | None) -> list[Tap | None]:
+        """Returns the additional arguments of each FP8 matmul, else None. Quantizes `params` if `weights` is None."""
+        weights = weights or self.quantize(*jax.lax.stop_gradient((params, state)))
         taps: list[Tap | None] = [None] * len(self.sites)
-        scales: list[Array] = []
-        observed: list[Array] = []
-        if isinstance(state, History):
+        scales, observed = [], []
+        if self._is_delayed:
             scales, observed = observe(state, self.config, formats(self.config), self.num_losses)
-        for i, start, stop in self._in_fp8():
-
-            def over_loops(rows: list[Array], lead=self.sites[i].lead) -> Array | None:
-                return jnp.stack(rows).reshape(*lead, 3) if rows else None
-
+        for i, start, stop in self._entries():
             weight, lead = weights[i], self.sites[i].lead
-            assert weight is not None, "products in FP8 have weights in FP8"
-            # Where devices share them as one array, no scalar can be.
+            assert weight is not None, "FP8 matmuls have FP8 weights"
+            # A pipeline packs the weights of its devices into one array, so scalars arrive with another shape.
             weight = weight._replace(scale=weight.scale.reshape(lead), amax=weight.amax.reshape(lead))
-            taps[i] = Tap(weight, over_loops(scales[start:stop]), over_loops(observed[start:stop]))
+            stacked = [jnp.stack(rows[start:stop]).reshape(*lead, 3) if rows else None for rows in (scales, observed)]
+            taps[i] = Tap(weight, *stacked)
         return taps
 
-    def apply(self, params: Tree, state: Tree, weights: Sequence[Weight | None], *args: Tree, uncast: bool = False) -> Tree:
-        """Returns the function's result, with weights as `views` gives them.
+    def apply(self, params: PyTree, state: PyTree, weights: Weights | None, *args: PyTree, uncast: bool = False) -> PyTree:
+        """Computes the function.
 
         Args:
-            params: as the plan was made for, or in the dtypes in which their gradients are wanted.
-            state, weights, args: as those of `FP8Function.apply`.
-            uncast: whether a product's gradient goes to its parameter without the casts between the two.
+            params: The parameters that were traced. The dtypes may be others; gradients have the dtypes of `params`.
+            state: As in `FP8Function.apply`.
+            weights: Weights from `views`, or None.
+            *args: The other arguments of the function.
+            uncast: Whether a matmul returns the gradient of its parameter without the casts between parameter and matmul.
+
+        Returns:
+            The result of the function.
         """
         leaves, avals = jax.tree.leaves((params, args)), self.closed.in_avals[: len(self.names)]
-        whole = self._weights(leaves[: len(avals)]) if uncast else [None] * len(self.sites)
-        taps: list[Any] = []
-        for site, tap, w in zip(self.sites, self.taps(state, weights), whole, strict=True):
-            # One that all turns of a loop read is there once for each turn: its gradients are summed turn by turn instead.
-            alone = tap is not None and w is not None and w.size <= leaves[min(site.params)].size
-            taps.append(tap and (tap, w if alone else None))
+        taps = self.taps(params, state, weights)
+        whole = self._weights(leaves[: len(avals)]) if uncast else [None] * len(taps)
+        given: list[tuple[Tap, Array | None] | None] = []
+        for site, tap, w in zip(self.sites, taps, whole, strict=True):
+            # A weight that every iteration of a scan reads would be stacked once per iteration: accumulate in the scan instead.
+            is_stacked = w is not None and w.size > leaves[min(site.params)].size
+            given.append(None if tap is None else (tap, None if is_stacked else w))
 
-        def multiply(site: DelayedProduct, x: Array, w: Array, extra: Sequence[Any], given: Any) -> Array:
+        def multiply(site: DelayedProduct, x: Array, w: Array, extra: Sequence[Array], given: Any) -> Array:
             if given is None:
                 return site.run(x, w, extra)
-            tap, own = given
-            return multiplied(self.config, site, x, w if own is None else own, extra, tap)
+            tap, uncast_w = given
+            return fp8_matmul(self.config, site, x, w if uncast_w is None else uncast_w, extra, tap)
 
         leaves[: len(avals)] = [leaf.astype(aval.dtype) for leaf, aval in zip(leaves, avals, strict=False)]
-        out, _ = find.run_forward(self.block, self.closed.consts, leaves, taps, multiply)
+        out, _ = find.run_forward(self.block, self.closed.consts, leaves, given, multiply)
         return jax.tree.unflatten(self.structure, out)
 
+    def weight_of(self, i: int) -> str:
+        """Returns the name of the parameter that is the weight of a matmul."""
+        (index,) = self.sites[i].params
+        return self.names[index]
+
+    @property
+    def _is_delayed(self) -> bool:
+        return self.config.recipe == "delayed"
+
     def _weights(self, params: Sequence[Any]) -> list[Any]:
-        """Returns every product's weight in the dtype of its parameter, with the lengths of the loops around it in front."""
+        """Returns the weight of each matmul in the dtype of its parameter, with the lengths of the scans around it in front."""
         given = [*params, *[find.MISSING] * (len(self.closed.jaxpr.invars) - len(params))]
         return find.run_weights(self.block, [find.MISSING] * len(self.closed.consts), given, keep_dtype=True)[1]
 
-    def _in_fp8(self) -> Iterator[tuple[int, int, int]]:
-        """Yields the products in FP8: which, and the range of its entries in a history, one for each turn of a loop."""
+    def _entries(self) -> Iterator[tuple[int, int, int]]:
+        """Yields the index of each FP8 matmul with the range of its entries in a history, one per iteration of a scan."""
         start = 0
-        for i, said in enumerate(self.products):
-            if not said.kept:
-                yield i, start, start + said.repeats
-                start += said.repeats
-
-    def weight_of(self, i: int) -> str:
-        """Returns the name of the parameter that a product multiplies with."""
-        (place,) = self.sites[i].params
-        return self.names[place]
+        for i, product in enumerate(self.products):
+            if not product.kept:
+                yield i, start, start + product.repeats
+                start += product.repeats
 
 
-def _named(sites: Sequence[DelayedProduct], names: Sequence[str], config: FP8Config) -> tuple[Product, ...]:
-    """Returns what is said of each product, and decides which stay as they are."""
+def _view(
+    matrix: Callable[[Array], Array], scale: Array, dtype: DTypeLike, implementation: str, w: Array
+) -> tuple[Any, Any, Any]:
+    """Returns a weight as rows and columns in FP8, with its amax unless `w` is in FP8."""
+    rows_KN = matrix(w)
+    if rows_KN.dtype == dtype:
+        return rows_KN, rows_KN.T, None
+    return cast_transpose(rows_KN, scale, dtype, implementation=implementation)
+
+
+def _products(sites: Sequence[DelayedProduct], names: Sequence[str], config: FP8Config) -> tuple[Product, ...]:
+    """Describes the matmuls and selects those in FP8."""
     kept = {name for pattern in config.keep for name in _matching(pattern, names)}
-    numbers = [_block_number(names[p]) for site in sites for p in site.params]
-    ends = {number for number in numbers if number is not None}
-    ends = {min(ends), max(ends)} if ends and config.blocks == "inner" else set()
-    if config.blocks == "inner" and not ends:
-        raise ConfigError("`fp8.blocks` is inner: must be all where parameters have no numbered blocks", field="fp8.blocks")
-    times: Counter[str] = Counter()
+    numbers = {number for site in sites for p in site.params if (number := _block_number(names[p])) is not None}
+    if config.blocks == "inner" and not numbers:
+        raise ConfigError("`fp8.blocks` is inner: must be all for parameters without numbered blocks", field="fp8.blocks")
+    ends = {min(numbers), max(numbers)} if config.blocks == "inner" else set()
+    uses: Counter[str] = Counter()
     found = []
     for site in sites:
-        name = "+".join(names[p] for p in sorted(site.params))
-        times[name] += 1
-        reason = why_not(site, config)
-        if any(names[p] in kept for p in site.params):
+        own = [names[p] for p in sorted(site.params)]
+        name = "+".join(own)
+        uses[name] += 1
+        if not kept.isdisjoint(own):
             reason = "kept by `fp8.keep`"
         elif is_router(name):
             reason = "a router"
-        elif any(_block_number(names[p]) in ends for p in site.params):
+        elif any(_block_number(path) in ends for path in own):
             reason = "kept by `fp8.blocks`"
-        label = name if times[name] == 1 else f"{name}#{times[name]}"
-        sizes = shape_of(site).sizes if site.name in (GROUPED, "dot_general") else None
-        found.append(Product(label, sizes, math.prod(site.lead), reason, wgrad_of(site, config)))
+        else:
+            reason = unsupported(site, config)
+        label = name if uses[name] == 1 else f"{name}#{uses[name]}"
+        sizes = layout_of(site).sizes if site.name in (GROUPED, "dot_general") else None
+        found.append(Product(label, sizes, math.prod(site.lead), reason, wgrad_precision(site, config)))
     return tuple(found)
 
 
 def _matching(pattern: str, names: Sequence[str]) -> list[str]:
-    """Returns the names that a pattern of `keep` matches; those of the default need not be there."""
-    return fnmatch.filter(names, pattern) if pattern in KEPT else matching(pattern, names, field="fp8.keep")
+    """Returns the names that a pattern of `keep` matches. Only the default patterns may match no name."""
+    return fnmatch.filter(names, pattern) if pattern in DEFAULT_KEEP else matching(pattern, names, field="fp8.keep")
 
 
 def _block_number(name: str) -> int | None:
-    """Returns the first number in a parameter's path, which is its block's."""
+    """Returns the number of a parameter's block: the first number in its path."""
     return next((int(part) for part in name.split("/") if part.isdigit()), None)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.mesh import Axis, batch_axes, num_data_ranks, with_batch_axes
 from jgraph.packing import Packing
-from jgraph.precision.loss import FP8Loss, PlainLoss, StepLoss
+from jgraph.precision.loss import FP8Loss, StepLoss
 from jgraph.strategies import sharding
 from jgraph.strategies.accumulate import MicrobatchFunction, accumulate
 from jgraph.strategies.base import GradientProgram, Options, Pools
@@ -254,7 +254,7 @@ def _step_loss(objective: Objective, shapes: Tree, mesh: Mesh | None) -> StepLos
     """Returns the loss function of an objective, in FP8 if the objective has a recipe."""
     fn = with_batch_axes(objective.loss)
     if objective.fp8 is None:
-        return PlainLoss(fn, {})
+        return StepLoss(fn)
     microbatch = BatchLayout(mesh, objective.num_microbatches).microbatch(objective.batch)
     loss = FP8Loss.of(fn, objective.fp8, shapes, (microbatch, *objective.loss_args))
     return loss.averaged(objective.num_microbatches * num_data_ranks(mesh)) if is_mean(loss.result) else loss

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jgraph.errors import ConfigError, check_choice
 from jgraph.mesh import Axis
-from jgraph.precision import product
+from jgraph.precision.config import XLA_OPTIONS as FP8_XLA_OPTIONS
 from jgraph.precision.config import FP8Config
 from jgraph.strategies.checks import check_count, float_dtype, strings
 from jgraph.strategies.objective import Tree
@@ -40,7 +40,7 @@ _XLA_OPTIONS = (
 def xla_options(mesh: Mesh | None, fp8: FP8Config | None) -> tuple[str, ...]:
     """Returns the XLA options of a step: for parameters that are sharded over several devices, and for matmuls in FP8."""
     sharded = _XLA_OPTIONS if mesh is not None and mesh.shape.get(AXIS, 1) > 1 else ()
-    return (*sharded, *(product.XLA_OPTIONS if fp8 else ()))
+    return (*sharded, *(FP8_XLA_OPTIONS if fp8 else ()))
 
 
 @dataclass(frozen=True)

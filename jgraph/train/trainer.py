@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 
 from jgraph.checkpoint.store import Checkpoints, check_space
-from jgraph.data import Ahead, Batches, Corpus, verify_in_background
+from jgraph.data import Ahead, Batches, Corpus
 from jgraph.dispatch import check_devices
 from jgraph.errors import ConfigError, os_errors
 from jgraph.processes import all_gather_scalar, all_or_raise, connect, is_process_zero
@@ -150,7 +150,6 @@ class _Run:
             profiled = profiling.profiled(self.setup.config, jax.default_backend())
             self.setup = TrainSetup(profiled, self.setup.model, self.setup.step)
         setup = self.setup
-        check_files = verify_in_background(corpus.files if is_process_zero() else ())
         batches = Batches(
             corpus.sources,
             batch_size=config.input.batch_size,
@@ -159,7 +158,6 @@ class _Run:
             shuffle=config.input.data_shuffle,
             documents=config.input.data_documents,
             rows=setup.step.batch_rows(config.input.batch_size),
-            check=check_files,
         )
         step, init = None, setup.init
         # Process 0 decides, because it may already write where another process reads.
@@ -184,7 +182,6 @@ class _Run:
             else:
                 self._print_start(done, batches)
                 done, state = self._loop(done, state, step or self.compile(setup), Ahead(batches), checkpoints)
-                check_files()
                 outcome = f"stopped by {self.stop.name}" if done < config.steps else "finished"
         finally:
             checkpoints.close()

@@ -1,4 +1,4 @@
-"""Graphed callables in FP8: in any order the gradients of calls one by one, and of histories the maximum over microbatches."""
+"""FP8 graphed callables have the gradients of single calls in any order, and the maximum of the histories."""
 
 from functools import cache, partial
 
@@ -19,7 +19,7 @@ SPLIT = [1, 2, 1, 2, -2, 1, 2, -2, -1, -2, -2.5, -1, -2.5, -1, -2.5, -1.5, -1.5,
 
 
 def make(recipe):
-    """Returns two callables, what each takes as its parameters, x and targets."""
+    """Returns two FP8 functions with their (params, state, weights), and x and targets of every microbatch."""
 
     def normal(seed, *shape):
         return 0.3 * jax.random.normal(jax.random.key(seed), shape)
@@ -39,7 +39,7 @@ def build(fns, given, xs, **options):
 
 
 def merged(total, gradient):
-    """Returns what several microbatches give: gradients of parameters are summed, states are no sums."""
+    """Sums parameter gradients over microbatches, and takes the maximum of the states."""
     if total is None:
         return gradient
     (params, state, _), (more, after, none) = total, gradient
@@ -60,7 +60,7 @@ def one_by_one(graphed, given, xs, targets):
 
 @cache
 def reference(recipe):
-    """Returns what `make` does, and what calls one by one give."""
+    """Returns the results of `make`, and the losses and gradients of single calls."""
     fns, given, xs, targets = made = make(recipe)
     return made, one_by_one(build(fns, given, xs), given, xs, targets)
 

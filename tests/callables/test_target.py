@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jgraph
-from jgraph.precision.product import XLA_OPTIONS
+from jgraph.precision.config import XLA_OPTIONS
 from jgraph.xla import alias_map, aot, compiler_options
 from jgraph.xla.explain import FP8Products
 from jgraph_models.gpt import Block, GPTConfig

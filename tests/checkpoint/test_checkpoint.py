@@ -252,9 +252,10 @@ def test_a_single_leaf_is_read_bit_for_bit(directory):
 
 def test_a_leaf_with_a_wrong_checksum_is_refused(open_checkpoints, tmp_path, monkeypatch):
     of = store.checksums
-    monkeypatch.setattr(store, "checksums", lambda *args: [checksum ^ 1 for checksum in of(*args)])
     checkpoints = open_checkpoints()
-    checkpoints.save(1, make_state())
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "checksums", lambda *args: [checksum ^ 1 for checksum in of(*args)])
+        checkpoints.save(1, make_state())
     checkpoints.wait()
     with (
         contextlib.closing(CheckpointReader(tmp_path / "checkpoints")) as reader,

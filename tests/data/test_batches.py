@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jgraph.data import Ahead, Batches, Concatenated, Index, Source, apart, heldout_batches
-from jgraph.data._orders import shuffled_windows
+from jgraph.data._batches import shuffled_windows
 from jgraph.errors import ConfigError, DataError
 
 TOKENS = np.arange(1000, dtype=np.uint16)
@@ -81,12 +81,14 @@ def test_rows_that_are_not_ascending_indices_of_the_batch_are_refused(rows):
 
 
 def test_batches_read_ahead_are_those_batches_and_an_error_comes_with_its_step():
-    def check():
-        if next(reads) == 3:
-            raise DataError("damaged")
+    class Damaged(np.ndarray):
+        def __getitem__(self, span):
+            if next(reads) == 3 * batches_of().batch_size:
+                raise DataError("damaged")
+            return super().__getitem__(span)
 
     reads = itertools.count()
-    ahead = Ahead(batches_of(check=check), steps=2)
+    ahead = Ahead(batches_of(TOKENS.view(Damaged)), steps=2)
     assert all(np.array_equal(ahead[step], batches_of()[step]) for step in range(3))
     with pytest.raises(DataError, match="damaged"):
         ahead[3]

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jgraph.data._documents import count_heldout, cut, digest
+from jgraph.data._texts import count_heldout, cut, digest
 from jgraph.errors import ConfigError, DataError
 
 DOCUMENTS = st.lists(st.binary(min_size=1, max_size=8), min_size=2, max_size=60).filter(lambda d: len(set(d)) > 1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jgraph.data import load, make_token_files, write_tokens
-from jgraph.data._files import weighted
+from jgraph.data._texts import weighted
 from jgraph.errors import ConfigError, DataError
 
 

@@ -1,7 +1,4 @@
-import json
-import random
 import re
-import string
 import subprocess
 import sys
 
@@ -9,8 +6,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from jgraph.data import load, make_token_files, read_header, read_tokens, verify
+from jgraph.data import load, make_token_files, write_tokens
 from jgraph.data.__main__ import main
+from jgraph.data.tokenfile import read_header, read_tokens, verify
 from jgraph.data.tokenizer import Encoder
 from jgraph.errors import ConfigError, DataError
 
@@ -60,7 +58,7 @@ def test_shards_close_with_a_document_and_make_no_difference(make, tmp_path):
 
 def test_an_id_beyond_the_tokenizers_vocabulary_is_refused_before_it_is_stored_as_another(make, tmp_path, monkeypatch):
     monkeypatch.setattr(Encoder, "encode", lambda self, documents: (np.array([3, 65_536 + 3]) for _ in documents))
-    with pytest.raises(DataError, match=r"stories.txt: the tokenizer gives id 65539 where its vocabulary ends at 299"):
+    with pytest.raises(DataError, match=r"token 1 is 65539: must be in \[0, 300\)"):
         make()
     assert not (tmp_path / "tokens").exists()
 
@@ -103,14 +101,14 @@ def test_interrupted_make_leaves_nothing(make, tmp_path, monkeypatch):
 
     def interrupted(path, documents, *, vocab_size):
         calls.append(path)
-        if len(calls) == 2:
+        if len(calls) == 3:
             raise KeyboardInterrupt
-        path.write_bytes(b"half")
+        write_tokens(path, documents, vocab_size=vocab_size)
 
     monkeypatch.setattr("jgraph.data._make.write_tokens", interrupted)
     with pytest.raises(KeyboardInterrupt):
         make()
-    assert len(calls) == 2
+    assert len(calls) == 3
     assert set(tmp_path.iterdir()) == before
 
 
@@ -153,6 +151,11 @@ def test_text_that_is_not_utf8_is_refused_with_its_name(make, tmp_path, text_fil
 def test_numbers_out_of_range_are_refused(make, options, message):
     with pytest.raises(ConfigError, match=message):
         make(**options)
+
+
+def test_a_named_corpus_is_tokenized(make):
+    made, named = (load(str(data), seq_len=4, vocab_size=None) for data in (make(texts=["python-docs"]), "python-docs"))
+    assert (made.train_documents, made.heldout_documents) == (named.train_documents, named.heldout_documents)
 
 
 def test_empty_text_is_refused(make, tmp_path):
@@ -204,34 +207,6 @@ def test_ends_of_other_token_files_are_refused_with_what_to_do(make):
         load(str(folder), seq_len=4, vocab_size=512)
 
 
-def test_a_tokenizer_is_trained_on_what_is_not_held_out(tmp_path, capsys):
-    # A word that no other document has; to make it one token takes 63 merges.
-    words = ["".join(random.Random(i).choices(string.ascii_letters, k=64)) for i in range(30)]
-    documents = [" ".join([word] * 20) for word in words]
-    (tmp_path / "pages.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    out = tmp_path / "tokens"
-    assert main(["make", "--text", f"{tmp_path}/*.jsonl", "--train-bpe", "3000", "--out", str(out)]) == 0
-    corpus = load(str(out), seq_len=4, vocab_size=3000)
-    assert set(corpus.decode(corpus.train[:]).split("<|endoftext|>")[:-1]) < set(documents)
-    trained = len(corpus.train) / corpus.train_documents
-    heldout = len(corpus.heldout) / corpus.heldout_documents
-    assert trained < 30 < 300 < heldout
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--train-bpe", "256"], "--train-bpe is 256"),
-        ([], "--tokenizer names a file and --train-bpe trains one: neither"),
-        (["--train-bpe", "300", "--tokenizer", "tokenizer.json"], "both"),
-    ],
-)
-def test_a_tokenizer_is_named_or_made(tmp_path, text_file, capsys, flags, said):
-    assert main(["make", "--text", str(text_file), "--out", str(tmp_path / "tokens"), *flags]) == 2
-    assert_one_line(capsys.readouterr(), said)
-    assert not (tmp_path / "tokens").exists()
-
-
 def test_missing_text_is_told_in_one_line(tmp_path, tokenizer_file, capsys):
     arguments = ["--text", str(tmp_path / "none"), "--tokenizer", str(tokenizer_file), "--out", str(tmp_path / "tokens")]
     assert main(["make", *arguments]) == 2
@@ -257,7 +232,7 @@ def test_unknown_corpus_is_told_in_one_line_and_exit_code_2():
     command = [sys.executable, "-m", "jgraph.data", "show", "synthetics"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert re.fullmatch(r"jgraph\.data: error: [^\n]+did you mean synthetic\?\n", done.stderr)
+    assert re.fullmatch(r"jgraph\.data: error: [^\n]+not one of the corpora [^\n]+, synthetic\n", done.stderr)
 
 
 def test_help_documents_the_header(capsys):

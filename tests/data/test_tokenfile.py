@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jgraph.data import Batches, Concatenated, TokenFile, heldout_batches, read_header, read_tokens, verify, write_tokens
+from jgraph.data import Batches, Concatenated, TokenFile, heldout_batches, write_tokens
+from jgraph.data.tokenfile import read_header, read_tokens, verify
 from jgraph.errors import DataError
 
 
@@ -42,7 +43,6 @@ def test_tokens_survive_the_file_and_take_two_bytes_where_they_fit(case):
         assert tokens.dtype == (np.uint16 if vocab_size <= 65_536 else np.uint32)
         assert read_header(path) == verify(path) == written
         assert (written.vocab_size, written.num_documents) == (vocab_size, len(documents))
-        assert written.largest_id == max(token for document in documents for token in document)
 
 
 def test_reading_maps_the_file(token_file):
@@ -54,9 +54,9 @@ def test_reading_maps_the_file(token_file):
 def test_header_is_laid_out_as_documented(token_file):
     start = token_file.read_bytes()
     assert start[:8] == b"JGTOKENS"
-    fields = [(8, 4), (12, 4), (16, 8), (24, 8), (32, 4), (68, 4)]
-    assert [int.from_bytes(start[at : at + size], "little") for at, size in fields] == [1, 2, 100, 1, 100, 100]
-    assert start[72:128] == bytes(56)
+    fields = [(8, 4), (12, 4), (16, 8), (24, 8), (32, 4)]
+    assert [int.from_bytes(start[at : at + size], "little") for at, size in fields] == [1, 2, 100, 1, 100]
+    assert start[68:128] == bytes(60)
     assert len(start) == 128 + 2 * 100
 
 
@@ -74,7 +74,6 @@ def test_truncated_file_is_refused_with_expected_and_found_bytes(token_file, cut
         (8, b"\x07", "is of version 7, this jgraph reads version 1"),
         (12, b"\x03", "3 bytes per token, must be 2 or 4"),
         (16, b"\x05", "328 bytes where 5 tokens need 138: damaged"),
-        (68, b"\x65", "ids up to 100 in a vocabulary of 100: damaged"),
     ],
 )
 def test_wrong_header_is_refused(token_file, offset, data, message):
@@ -103,34 +102,15 @@ def read_heldout_batches(path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [verify, read_all, read_a_batch, read_heldout_batches])
-@pytest.mark.parametrize("keeps_largest", [True, False])
-def test_token_beyond_the_vocabulary_is_found_when_it_is_read_with_its_place(token_file, read, keeps_largest):
+def test_token_beyond_the_vocabulary_is_found_when_it_is_read_with_its_place(token_file, read):
     overwrite(token_file, 128 + 2 * 70, b"\xff\xff")
-    if not keeps_largest:
-        overwrite(token_file, 68, bytes(4))
     with pytest.raises(DataError, match=r"train-0.bin: token 70 is 65535: must be in \[0, 100\)"):
         read(token_file)
 
 
-def test_token_between_the_largest_one_and_the_vocabulary_is_found_when_it_is_read(tmp_path):
-    path = tmp_path / "train-0.bin"
-    write_tokens(path, [np.arange(9)], vocab_size=100)
-    overwrite(path, 128 + 2 * 4, b"\x14")
-    with pytest.raises(DataError, match=r"token 4 is 20: must be in \[0, 9\)"):
-        read_all(path)
-
-
-def test_largest_id_that_no_token_has_is_found_by_verify(tmp_path):
-    path = tmp_path / "train-0.bin"
-    write_tokens(path, [np.arange(9)], vocab_size=100)
-    overwrite(path, 68, b"\x0a")
-    with pytest.raises(DataError, match="largest id is 8, its header has 9: damaged"):
-        verify(path)
-
-
-def test_file_that_keeps_no_largest_id_is_read_as_before(token_file):
-    overwrite(token_file, 68, bytes(4))
-    assert verify(token_file).largest_id is None
+def test_file_of_an_older_version_that_keeps_its_largest_id_is_read(token_file):
+    overwrite(token_file, 68, b"\x64")
+    verify(token_file)
     assert TokenFile(token_file)[:].tolist() == list(range(100))
 
 

@@ -12,7 +12,7 @@ import jgraph
 from benchmarks.harness import soak
 from benchmarks.programs.step import Step
 from jgraph import FP8Config
-from jgraph.precision.product import XLA_OPTIONS
+from jgraph.precision.config import XLA_OPTIONS
 from jgraph.xla import compiler_options
 from jgraph.xla.explain import FP8Products
 from tests.gpu.test_step_on_gpu import losses, small

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import jgraph
-from jgraph.inference._sampling import draw, filtered_logits, settings_of
+from jgraph.inference.generate import draw, filtered_logits, settings_of
 
 pytestmark = pytest.mark.once
 

@@ -169,12 +169,12 @@ def test_a_mixture_in_fp8_resumes_from_a_pipeline_on_one_device_and_is_evaluated
     recipe = "--precision fp8 --fp8.format e4m3 --fp8.recipe delayed --fp8.history 4"
     flags = f"{TINY} {steps} {recipe} --model.num-layers 2".split()
     assert tiny.train(tmp_path / "pipe", *flags, "--pp", "2", "--schedule", "1f1b") == 0
-    assert "fp8 (delayed scaling): 8 of 8 products with parameters; emulated" in " ".join(capsys.readouterr().out.split())
+    assert "fp8 (delayed scaling): 8 of 8 matmuls with parameters; emulated" in " ".join(capsys.readouterr().out.split())
     shutil.copytree(tmp_path / "pipe", tmp_path / "one")
     shutil.rmtree(tmp_path / "one" / "checkpoints" / "4")
     assert tiny.train(tmp_path / "one", *flags) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "8 of 8 products with parameters; emulated" in out
+    assert "8 of 8 matmuls with parameters; emulated" in out
     assert "resumed from step 2" in out
     names = ("loss", "moe_balance_loss", "moe_entropy", "moe_max_load")
     pipe, one = ([[e[name] for name in names] for e in tiny.entries(tmp_path / run)] for run in ("pipe", "one"))

@@ -1,4 +1,4 @@
-"""Products are found in the trace, and are what a plain emulation of FP8 gives, forward and backward."""
+"""Matmuls are found in the trace, and agree with a plain emulation of FP8, forward and backward."""
 
 import jax
 import jax.numpy as jnp
@@ -23,25 +23,25 @@ def normal(i, *shape, scale=1.0, dtype=jnp.float32):
 
 
 def rounded(x, dtype):
-    """Returns what FP8 leaves of an array with a scale of its own, in float64."""
+    """Quantizes an array by its own scale and dequantizes it in float64."""
     x = np.asarray(x, np.float64)
     scale = 2.0 ** np.floor(np.log2(float(jnp.finfo(dtype).max) / np.abs(x).max()))
     return (x * scale).astype(np.float32).astype(dtype).astype(np.float64) / scale
 
 
 def expected(x, w, dy):
-    """Returns y, dx, dw of matrices, and of each the same of the magnitudes."""
+    """Computes y, dx and dw from quantized operands, each with the same matmul of the magnitudes."""
     x, w, dy = rounded(x, jnp.float8_e4m3fn), rounded(w, jnp.float8_e4m3fn), rounded(dy, jnp.float8_e5m2)
     return [(a @ b, np.abs(a) @ np.abs(b)) for a, b in ((x, w), (dy, w.T), (x.T, dy))]
 
 
 def check(found, wanted):
-    # Results are bfloat16, 8 bits; sums of a product are in float32 here, in 14 bits on a GPU.
+    # Results are bfloat16 (8 bits). A matmul accumulates in float32 on a CPU and in 14 bits on a GPU.
     for a, (b, magnitude) in zip(found, wanted, strict=True):
         np.testing.assert_array_less(np.abs(np.asarray(a, np.float64) - b), 2.0**-8 * np.abs(b) + 2.0**-13 * magnitude + 1e-30)
 
 
-# Each reaches the product of [B, D] and [D, F] in another way: (function of a weight w and x, the weight's shape, from [D, F]).
+# Ways to write the matmul of [B, D] and [D, F]: (function of w and x, function that reshapes w from [D, F]).
 WAYS = {
     "matmul": (lambda w, x: x @ w.astype(x.dtype), lambda w: w),
     "einsum with heads": (
@@ -100,18 +100,18 @@ PARAMS = {
 X = normal(21, B, D, dtype=jnp.bfloat16)
 
 
-def in_fp8(config, fn=block, params=PARAMS, x=X):
+def quantized(config, fn=block, params=PARAMS, x=X):
     return [product.name for product in jgraph.fp8(fn, config).plan(params, x).products if not product.kept]
 
 
 def test_the_head_is_kept_by_default_and_other_layers_by_pattern():
-    assert "head" not in in_fp8(FP8Config())
-    assert "head" in in_fp8(FP8Config(keep=()))
-    assert in_fp8(FP8Config(keep=("*down",))) == [*(f"blocks/{i}/up" for i in range(3)), "head"]
+    assert "head" not in quantized(FP8Config())
+    assert "head" in quantized(FP8Config(keep=()))
+    assert quantized(FP8Config(keep=("*down",))) == [*(f"blocks/{i}/up" for i in range(3)), "head"]
 
 
 def test_a_grouped_product_and_its_dgrad_are_those_of_rounded_operands_and_its_wgrad_reads_them_as_they_are():
-    sizes = (20, 0, 9)  # and three rows beyond
+    sizes = (20, 0, 9)  # and three rows without a group
     w_GDF, x_BD, dy_BF = normal(0, 3, D, F), normal(1, B, D, dtype=jnp.bfloat16), normal(2, B, F, dtype=jnp.bfloat16)
 
     def run(w, x):
@@ -166,7 +166,7 @@ def test_the_report_counts_a_grouped_product_without_its_wgrad():
     }
     assert [product.sizes for product in products[2:]] == [(2 * B, 32, 128), (2 * B, 64, 32)]
     line = describe(products, FP8Config(), FP8Products(7, 0))
-    assert "3 of 4 products with parameters; 1 not: a router, 7 with their gradients; compiled: 7," in line
+    assert "3 of 4 matmuls with parameters; 1 not: a router, 7 with their gradients; compiled: 7," in line
     needs = {product.kept for product in products_in("hybrid")[2:]}
     old = jax.__version_info__ < (0, 12)
     assert needs == {"a grouped product, which needs `fp8.format` e4m3 before jax 0.12" if old else ""}
@@ -174,22 +174,22 @@ def test_the_report_counts_a_grouped_product_without_its_wgrad():
 
 def test_a_router_stays_as_it_is():
     params = {"up": normal(0, D, F), "moe": {"router": normal(1, F, 16)}}
-    assert in_fp8(FP8Config(), lambda p, x: x @ p["up"] @ p["moe"]["router"], params) == ["up"]
+    assert quantized(FP8Config(), lambda p, x: x @ p["up"] @ p["moe"]["router"], params) == ["up"]
 
 
 def test_first_and_last_block_can_be_kept():
-    assert in_fp8(FP8Config(blocks="inner")) == ["blocks/1/up", "blocks/1/down"]
+    assert quantized(FP8Config(blocks="inner")) == ["blocks/1/up", "blocks/1/down"]
 
 
 def test_a_pattern_that_keeps_nothing_is_refused():
     with pytest.raises(ConfigError) as error:
-        in_fp8(FP8Config(keep=("*attention*",)))
+        quantized(FP8Config(keep=("*attention*",)))
     assert error.value.field == "fp8.keep"
 
 
 def test_inner_blocks_need_numbers():
     with pytest.raises(ConfigError) as error:
-        in_fp8(FP8Config(blocks="inner"), lambda w, x: x @ w["w"], {"w": normal(0, D, F)}, normal(1, B, D))
+        quantized(FP8Config(blocks="inner"), lambda w, x: x @ w["w"], {"w": normal(0, D, F)}, normal(1, B, D))
     assert error.value.field == "fp8.blocks"
 
 
@@ -242,7 +242,7 @@ def test_delayed_scaling_survives_a_spike_in_an_activation_and_recovers():
         found.append(error(state, x_now))
         state = jax.grad(lambda state, x=x_now: stage.apply(w, state, x))(state)
     assert np.isfinite(found).all()
-    assert found[2] > 0.5  # which the scale of the steps before cuts off
+    assert found[2] > 0.5  # the scale of earlier steps clips the spike
     assert max(found[1], found[5]) < 0.02
 
 

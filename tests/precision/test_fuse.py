@@ -1,4 +1,4 @@
-"""What lies between two products in FP8 is computed by the kernels that quantize it, and only there."""
+"""Elementwise functions between two FP8 matmuls are computed in the quantization kernels only."""
 
 import functools
 
@@ -21,7 +21,7 @@ WRITTEN = {"tanh", "exp", "logistic", "erf", "erfc", "max", "integer_pow", "squa
 
 
 def primitives(fn, *args):
-    """Returns the names of what is computed outside of the kernels."""
+    """Returns the primitives in `WRITTEN` that are computed outside of the kernels."""
 
     def of(jaxpr):
         for eqn in jaxpr.eqns:
@@ -38,7 +38,7 @@ def values(i, shape=(128, 64), dtype=jnp.float32):
 
 
 def quantized(fn):
-    """Returns a function that quantizes `fn` of results that are there."""
+    """Returns a function that quantizes `fn` of arrays in memory."""
 
     def run(*inputs):
         y = fn(*jax.lax.optimization_barrier(inputs))
@@ -89,9 +89,9 @@ def test_what_somebody_else_needs_is_written_as_it_was():
 @pytest.mark.parametrize(
     "fn",
     [
-        lambda x: jnp.tanh(x) * jnp.arange(128.0 * 64).reshape(128, 64),  # which nobody else needs
+        lambda x: jnp.tanh(x) * jnp.arange(128.0 * 64).reshape(128, 64),  # no other equation needs it
         lambda x: jnp.tanh(x.reshape(2, 64, 64) * jnp.cos(x.reshape(2, 64, 64).sum((0, 2)))[None, :, None]),  # no whole column
-        lambda x: jnp.tanh(jnp.sort(x)),  # nothing that is written anyway
+        lambda x: jnp.tanh(jnp.sort(x)),  # sort is not elementwise
         lambda x: jnp.tanh(x).T,
         lambda x: jnp.where(x > 0, jnp.tanh(x), x),
         lambda x: sum(jnp.tanh(jax.lax.optimization_barrier(x + i)) for i in range(5)),  # more than fit
@@ -175,14 +175,14 @@ def test_an_activation_and_its_gradient_are_never_written(recipe, activation):
 
     plain = jax.value_and_grad(loss, argnums=(0, 1))
     of_loss = {"integer_pow", "square"}
-    # Relu's gradient chooses by a mask, which no kernel reads.
+    # The gradient of relu selects by a mask, which no kernel reads.
     left = of_loss | ({"max"} if activation is nnx.relu else set())
     assert primitives(plain, params, state) > primitives(fuse(plain), params, state)
     assert primitives(fuse(plain), params, state) <= left
     (value, grads), (expected, wanted) = fuse(plain)(params, state), plain(params, state)
     np.testing.assert_allclose(value, expected, rtol=1e-2)
     for a, b in zip(jax.tree.leaves(grads[0]), jax.tree.leaves(wanted[0]), strict=True):
-        # Some numbers are rounded the other way, since the activation is not rounded to bfloat16 before.
+        # Some values round differently, because the activation is not rounded to bfloat16 first.
         assert jnp.linalg.norm(a - b) <= 0.1 * jnp.linalg.norm(b)
 
 
@@ -212,7 +212,7 @@ def test_the_parts_of_a_split_compute_what_they_quantize_in_the_kernel(monkeypat
     assert written == [set()] * 3
     for a, b in zip(found, expected, strict=True):
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        # Some numbers are rounded the other way, since the activation is not rounded to bfloat16 before.
+        # Some values round differently, because the activation is not rounded to bfloat16 first.
         assert jnp.linalg.norm(a - b) <= 0.1 * jnp.linalg.norm(b)
 
 

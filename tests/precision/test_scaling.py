@@ -1,4 +1,4 @@
-"""Scales are powers of two that fit; histories follow the arrays; what is not finite is not hidden."""
+"""Scales are powers of two, histories follow the arrays, and nonfinite arrays stay visible."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jgraph import FP8Config
 from jgraph.errors import ConfigError
-from jgraph.precision.scaling import History, observe, scale_for, seen
+from jgraph.precision.scaling import AmaxHistory, checked_scale, observe, scale_for
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 DTYPES = (E4M3, E4M3, E5M2)
@@ -33,13 +33,13 @@ def test_zeros_have_the_scale_1():
 
 @pytest.mark.parametrize("amax", [np.inf, np.nan])
 def test_an_array_that_is_not_finite_is_read_as_nan_so_that_the_finite_gate_sees_it(amax):
-    assert np.isnan(seen(scale_for(jnp.float32(amax), E4M3), jnp.float32(amax)))
-    assert float(seen(jnp.float32(2), jnp.float32(5))) == 2
+    assert np.isnan(checked_scale(scale_for(jnp.float32(amax), E4M3), jnp.float32(amax)))
+    assert float(checked_scale(jnp.float32(2), jnp.float32(5))) == 2
 
 
 def run(config, amaxes, num_losses=1):
-    """Returns the scales of every step, and the history after the last, for amaxes [steps, S, 3]."""
-    history, found = History.zeros(amaxes.shape[1], config.history), []
+    """Returns the scales of every step and the final history, for amaxes [steps, S, 3]."""
+    history, found = AmaxHistory.zeros(amaxes.shape[1], config.history), []
     for amax in amaxes:
 
         def loss(history, amax=amax):
@@ -63,7 +63,7 @@ def test_the_scale_of_a_step_comes_from_the_steps_before_it():
 
 @pytest.mark.parametrize("num_losses", [1, 2, 3, 6, 8])
 def test_an_output_gradient_is_stored_for_the_mean_of_all_losses_and_scaled_for_its_own(num_losses):
-    amax = jnp.array([1.0, 3.0, 3.5 * num_losses])  # 3.5 reaches the top of E5M2
+    amax = jnp.array([1.0, 3.0, 3.5 * num_losses])  # 3.5 scales to the largest E5M2 value
     scales, history = run(FP8Config(recipe="delayed", history=2), jnp.stack([amax] * 2)[:, None], num_losses)
     np.testing.assert_allclose(history.window[:, 0], [[1, 3, 3.5]] * 2, rtol=1e-6)
     top = float(jnp.finfo(E5M2).max)
@@ -80,9 +80,9 @@ def test_an_amax_of_zero_leaves_the_scale_as_it_was():
 def test_the_histories_of_microbatches_have_their_maximum():
     config = FP8Config(recipe="delayed", history=3)
     amaxes = jnp.arange(1.0, 13).reshape(2, 2, 3)
-    history = History(jnp.arange(18.0).reshape(3, 2, 3), jnp.ones((2, 3)))
-    both = jax.tree.map(jnp.maximum, history.after(amaxes[0], config), history.after(amaxes[1], config))
-    jax.tree.map(np.testing.assert_array_equal, both, history.after(jnp.max(amaxes, 0), config))
+    history = AmaxHistory(jnp.arange(18.0).reshape(3, 2, 3), jnp.ones((2, 3)))
+    both = jax.tree.map(jnp.maximum, history.updated(amaxes[0], config), history.updated(amaxes[1], config))
+    jax.tree.map(np.testing.assert_array_equal, both, history.updated(jnp.max(amaxes, 0), config))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A stage in FP8 with its backward in two parts: the numbers of the whole, and bytes of FP8 in between."""
+"""The split backward of an FP8 stage has the results of the whole backward, and stashes FP8 arrays."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ from tests.autodiff.stages import grouped_mlp, grouped_params
 # B rows, D model, F hidden
 B, D, F, LAYERS = 32, 48, 64, 3
 
-# Without them, as tests have it otherwise, XLA may sum up rows in another order where the rest of the program is another.
+# Without the emitters (off in other tests), the order of a row sum in XLA depends on the rest of the program.
 EMITTERS = {name: True for name in ["xla_cpu_use_fusion_emitters"] if name in (installed_options() or ())}
 
 
@@ -67,7 +67,7 @@ RECIPES = {
 
 
 def made(stage, recipe, dtype=jnp.float32):
-    """Returns a function in FP8, its parameters, and the state after a step."""
+    """Returns an FP8 function, its parameters, the state after a step, and x."""
     fn, params = STAGES[stage]
     fp8, x = jgraph.fp8(fn, RECIPES[recipe]), normal(20, B, D, dtype=dtype)
     state = fp8.init(params, x)
@@ -121,12 +121,12 @@ def test_what_wgrad_alone_reads_waits_as_a_byte_an_element(recipe):
     fp8, params, state, x = made("mlp", recipe, jnp.bfloat16)
     split = jgraph.split_backward(fp8)
     spec = split.spec((params, state, None), x)
-    # Dgrad reads the pre-activation, and of it wgrad quantizes the GELU again; x nobody else reads.
+    # Dgrad reads the pre-activation, so wgrad recomputes and quantizes the GELU. Only wgrad reads x.
     assert columns(spec.residuals.wgrad) == [((B, F), "bfloat16"), ((D, B), "float8_e4m3fn")]
     assert columns(spec.stash.arrays) == [((D, B), "float8_e5m2"), ((F, B), "float8_e5m2")]
     assert columns(spec.residuals.dgrad) == []
     waiting = spec.nbytes()["forward_wgrad"] + spec.nbytes()["stash"]
-    assert 0 < waiting - B * (2 * D + 3 * F) <= 6 * 4  # a float32 or two for each of the four
+    assert 0 < waiting - B * (2 * D + 3 * F) <= 6 * 4  # one or two float32 scalars for each of the four
     assert spec.delayed == ("down", "up")
 
 

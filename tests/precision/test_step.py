@@ -1,4 +1,4 @@
-"""A step with products in FP8: the same on every strategy, weights quantized once, histories only of steps that count."""
+"""A step with FP8 matmuls agrees between strategies, quantizes weights once, and keeps the history in a skipped step."""
 
 import re
 from functools import cache
@@ -104,7 +104,7 @@ def test_histories_of_a_loss_object_do_not_depend_on_devices_and_microbatches(we
 
 
 class Experts(nnx.Module):
-    """A layer of experts as a model."""
+    """A model with one MoE layer."""
 
     def __init__(self, rngs):
         config = jgraph.MoEConfig(num_experts=4, balance_loss=0.1, z_loss=0.01, capacity=4.0)
@@ -200,7 +200,7 @@ def test_a_skipped_step_leaves_the_history_as_it_was():
 
 
 def quantizations(step):
-    """Returns how many times the lowered step makes an array of a weight's shape in FP8."""
+    """Counts the FP8 casts of arrays with the shape of a weight in the lowered step."""
     text = step.lower(BATCH).as_text()
     shapes = rf"tensor<(?:{D}x{F}|{F}x{D})x"
     return len(re.findall(rf"stablehlo.convert .*\({shapes}f32>\) -> {shapes}f8E4M3FN>", text))

@@ -1,4 +1,4 @@
-"""The step with FP8 as it is compiled for an H200 that is not here: kernels, products and capture."""
+"""FP8 steps cross-compiled for an H200: kernels, matmuls and capture."""
 
 import re
 from dataclasses import replace
@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import jgraph
 from jgraph import FP8Config
-from jgraph.precision.product import XLA_OPTIONS
+from jgraph.precision.config import XLA_OPTIONS
 from jgraph.schedule import generate
 from jgraph.xla import aot, compiler_options
 from jgraph.xla.explain import FP8Products
@@ -155,9 +155,9 @@ def test_a_split_stage_has_its_products_in_fp8_and_no_others_and_adds_onto_main_
     given = params, state, jax.eval_shape(fp8.quantize, params, state, x)
     split = jgraph.split_backward(fp8)
     here = split.spec(given, x)
-    with aot.lowering_for("h200"):  # where the kernels are others
+    with aot.lowering_for("h200"):  # where other kernels are used
         spec = split.spec(given, x)
-    assert spec.residuals.plan is not here.residuals.plan
+    assert spec.residuals.trace is not here.residuals.trace
     parts = {
         "forward": (split.forward, given, x),
         "dgrad": (split.dgrad, given, spec.residuals, spec.y),

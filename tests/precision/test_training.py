@@ -1,4 +1,4 @@
-"""`python -m jgraph.train --precision fp8`: what it prints, refuses, and how it goes on over other devices."""
+"""`python -m jgraph.train --precision fp8`: its log, its errors, and resumption on other devices."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_a_recipe_without_its_precision_is_refused():
 def test_a_run_says_what_is_in_fp8_and_that_a_cpu_emulates_it(tmp_path, capsys):
     assert tiny.train(tmp_path, *RUN, "--steps", "2", "--precision", "fp8") == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "fp8 (current scaling): 4 of 4 products with parameters; emulated in bfloat16" in out
+    assert "fp8 (current scaling): 4 of 4 matmuls with parameters; emulated in bfloat16" in out
 
 
 def test_a_model_without_a_product_for_fp8_is_refused_in_one_line_with_its_flag(tmp_path, capsys):

@@ -9,8 +9,7 @@ import pytest
 from flax import nnx
 
 import jgraph
-from jgraph.inference._sampling import settings_of
-from jgraph.inference.generate import _begin, _next_token
+from jgraph.inference.generate import _begin, _next_token, settings_of
 from jgraph.train import presets
 from jgraph.xla import aot, check_identity
 from jgraph_models.gpt import GPT

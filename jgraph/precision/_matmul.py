@@ -1,0 +1,314 @@
+"""The FP8 matmul y = x * w, with w a parameter, and its dgrad and wgrad.
+
+Hopper contracts both operands of an FP8 matmul over their last axis, so every operand is stored as rows and as columns, the
+transpose. It is quantized once: x in the forward pass, for wgrad too; dy in the backward pass, for dgrad and wgrad; w once per
+step (`transform.py`).
+
+A grouped matmul has one scale for all groups. Its wgrad is in bfloat16: FP8 operands are read along the contracted rows, and a
+group may start at any row.
+"""
+
+# M rows of x, K contracted, N columns of w; G groups
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+
+from jgraph.autodiff import replay
+from jgraph.autodiff.linear import GROUPED, DelayedProduct
+from jgraph.autodiff.replay import aval_of
+from jgraph.kernels import amax, cast_transpose
+from jgraph.kernels.grouped import grouped_dot_fp8, grouped_wgrad
+from jgraph.kernels.quantize import Want
+from jgraph.precision.config import FP8Config
+from jgraph.precision.scaling import FP8Array, checked_scale, scale_for
+from jgraph.scopes import scope
+from jgraph.tree import PyTree
+
+_SAVED = "fp8"  # The split backward saves values of this name instead of recomputing them.
+_MULTIPLE = 16  # cuBLASLt requires it of M, K and N.
+
+_Saved: TypeAlias = Literal["columns", "x"]
+
+# Rows or columns in FP8, and their scale.
+_Scaled: TypeAlias = tuple[Array, Array]
+# An operand of wgrad: the array, or its columns in FP8.
+_Operand: TypeAlias = Array | _Scaled
+# The group sizes of a grouped matmul.
+_Extra: TypeAlias = Sequence[Array]
+
+
+class Tap(NamedTuple):
+    """The arguments of an FP8 matmul besides x and w.
+
+    Attributes:
+        weight: The quantized w.
+        scales: float32 [3], of x, w and dy. None for scales from the arrays themselves.
+        amax: float32 [3], not read; its cotangent is the amax of x, w and dy. None for no observation.
+        delayed: Not read; its cotangent holds the operands of wgrad, and w has no gradient. None computes wgrad at once.
+    """
+
+    weight: FP8Array
+    scales: Array | None
+    amax: Array | None
+    delayed: PyTree = None
+
+
+class DotLayout(NamedTuple):
+    """A `dot_general` without batch dimensions as a matmul of [M, K] and [K, N].
+
+    Attributes:
+        site: The matmul.
+        x_axes: The axes of x, the contracted ones last.
+        w_axes: The axes of w, the contracted ones first.
+        sizes: M, K and N.
+    """
+
+    site: DelayedProduct
+    x_axes: Sequence[int]
+    w_axes: Sequence[int]
+    sizes: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, site: DelayedProduct) -> "DotLayout":
+        (contract, _), x, w = site.eqn.params["dimension_numbers"], site.x_aval.shape, site.w_aval.shape
+        x_last, w_first = contract[site.data], contract[site.weight]
+        x_first, w_last = [i for i in range(len(x)) if i not in x_last], [i for i in range(len(w)) if i not in w_first]
+        m, k, n = math.prod(x[i] for i in x_first), math.prod(x[i] for i in x_last), math.prod(w[i] for i in w_last)
+        return cls(site, (*x_first, *x_last), (*w_first, *w_last), (m, k, n))
+
+    def x_matrix(self, x: Array) -> Array:
+        """Returns x as [M, K]."""
+        return jnp.transpose(x, self.x_axes).reshape(self.sizes[:2])
+
+    def w_matrix(self, w: Array) -> Array:
+        """Returns w as [K, N]."""
+        return jnp.transpose(w, self.w_axes).reshape(self.sizes[1:])
+
+    def dy_matrix(self, dy: Array) -> Array:
+        """Returns dy as [M, N]."""
+        m, _, n = self.sizes
+        return dy.reshape(m, n) if self.site.data == 0 else dy.reshape(n, m).T
+
+    def forward(self, x: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
+        """Computes y."""
+        y_MN = _dot((x.rows, x.scale), (w.columns, w.scale), dtype, "fast")
+        return (y_MN if self.site.data == 0 else y_MN.T).reshape(aval_of(self.site.eqn.outvars[0]).shape)
+
+    def dgrad(self, dy: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
+        """Computes dx."""
+        return _restored(_dot((dy.rows, dy.scale), (w.rows, w.scale), dtype, "full"), self.site.x_aval.shape, self.x_axes)
+
+    def wgrad(self, x: _Operand, dy: _Operand, extra: _Extra, dtype: DTypeLike, barrier: bool = True) -> Array:
+        """Computes dw. Without `barrier`, XLA can fuse the sum of dw and an accumulator into an FP8 matmul."""
+        if isinstance(x, tuple):
+            dw_KN = _dot(x, dy, dtype, "full", barrier)  # pyright: ignore[reportArgumentType]
+        else:
+            contract = (((0,), (0,)), ((), ()))
+            dw_KN = lax.dot_general(self.x_matrix(x), self.dy_matrix(dy), contract, preferred_element_type=dtype)  # pyright: ignore[reportArgumentType]
+        return _restored(dw_KN, self.site.w_aval.shape, self.w_axes)
+
+
+class GroupedLayout(NamedTuple):
+    """A `grouped_dot`, with the sizes M, K and N of all groups together."""
+
+    sizes: tuple[int, int, int]
+
+    def x_matrix(self, x_MK: Array) -> Array:
+        return x_MK
+
+    def w_matrix(self, w_GKN: Array) -> Array:
+        """Returns w as [G * K, N]."""
+        return w_GKN.reshape(-1, w_GKN.shape[-1])
+
+    def dy_matrix(self, dy_MN: Array) -> Array:
+        return dy_MN
+
+    def forward(self, x: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
+        _, k, n = self.sizes
+        w_NGK = w.columns.reshape(n, -1, k)
+        return grouped_dot_fp8(x.rows, w_NGK, extra[0], 1 / x.scale / w.scale, order="NGK").astype(dtype)
+
+    def dgrad(self, dy: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
+        w_GKN = w.rows.reshape(-1, *self.sizes[1:])
+        return grouped_dot_fp8(dy.rows, w_GKN, extra[0], 1 / dy.scale / w.scale, order="GNK").astype(dtype)
+
+    def wgrad(self, x: Any, dy: Any, extra: _Extra, dtype: DTypeLike) -> Array:
+        return grouped_wgrad(x, dy, *extra, dtype=dtype)
+
+
+def layout_of(site: DelayedProduct) -> DotLayout | GroupedLayout:
+    """Returns the layout of a matmul."""
+    return GroupedLayout((site.x_aval.shape[0], *site.w_aval.shape[1:])) if site.name == GROUPED else DotLayout.of(site)
+
+
+def formats(config: FP8Config) -> tuple[DTypeLike, DTypeLike, DTypeLike]:
+    """Returns the FP8 dtypes of x, w and dy."""
+    return jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.float8_e5m2 if config.format == "hybrid" else jnp.float8_e4m3fn
+
+
+def wgrad_precision(site: DelayedProduct, config: FP8Config) -> Literal["fp8", "bf16"]:
+    """Returns the precision of the wgrad of a matmul."""
+    return "bf16" if site.name == GROUPED else config.wgrad
+
+
+def unsupported(site: DelayedProduct, config: FP8Config) -> str:
+    """Returns the reason why a matmul cannot be in FP8, or an empty string."""
+    if site.name not in ("dot_general", GROUPED):
+        return f"a {site.name}"
+    if site.name == GROUPED and len({*formats(config)}) > 1 and jax.__version_info__ < (0, 12):
+        # Also on devices without the kernel: a run that resumes on another device needs the same history entries.
+        return f"a {GROUPED}, which needs `fp8.format` e4m3 before jax 0.12"
+    if site.name != GROUPED and any(site.eqn.params["dimension_numbers"][1]):
+        return "it has batch dimensions"
+    if not site.moved or len(site.params) != 1:
+        return "its weight is computed, not a parameter"
+    for aval in (site.x_aval, site.w_aval):
+        if aval.dtype not in (jnp.bfloat16, jnp.float32):
+            return f"an operand is {aval.dtype}"
+    sizes = layout_of(site).sizes
+    if any(size % _MULTIPLE for size in sizes):
+        return f"its sizes {' x '.join(map(str, sizes))} are not all multiples of {_MULTIPLE}"
+    return ""
+
+
+def fp8_matmul(
+    config: FP8Config, site: DelayedProduct, x: Array, w: Array, extra: _Extra, tap: Tap, saved: _Saved = "columns"
+) -> Array:
+    """Computes a matmul in FP8, grouped or not.
+
+    Args:
+        config: The recipe.
+        site: The matmul.
+        x: The data.
+        w: The weight, which is not read. Its gradient has the dtype of `w`.
+        extra: The other operands: the group sizes of a grouped matmul.
+        tap: The quantized weight, the scales and the taps.
+        saved: Residual for an FP8 wgrad. `x` is quantized a second time in the backward pass.
+    """
+    layout, (x_dtype, _, dy_dtype), w_dtype = layout_of(site), formats(config), w.dtype
+    quantizes_wgrad, is_delayed = wgrad_precision(site, config) == "fp8", tap.delayed is not None
+    saves_columns = quantizes_wgrad and saved == "columns"
+
+    @jax.custom_vjp
+    def run(x: Array, w: Array, extra: _Extra, tap: Tap) -> Array:
+        return forward(x, w, extra, tap)[0]
+
+    def forward(x: Array, w: Array, extra: _Extra, tap: Tap) -> tuple[Array, PyTree]:
+        x_fp8 = _quantize(layout.x_matrix(x), tap.scales, 0, x_dtype, "both" if saves_columns else "rows")
+        y = layout.forward(x_fp8, tap.weight, extra, aval_of(site.eqn.outvars[0]).dtype)
+        # Named, because the split backward would otherwise recompute the columns from x, which may have more bytes.
+        residual = checkpoint_name(x_fp8.columns, _SAVED) if saves_columns else x
+        return y, (residual, x_fp8.scale, x_fp8.amax, extra, tap._replace(delayed=None))
+
+    def backward(residuals: PyTree, dy: Array) -> tuple[Array, Array | None, None, PyTree]:
+        x, x_scale, x_amax, extra, tap = residuals
+        dy_fp8 = _quantize(layout.dy_matrix(dy), tap.scales, 2, dy_dtype, "both" if quantizes_wgrad else "rows")
+        dx = layout.dgrad(dy_fp8, tap.weight, extra, site.x_aval.dtype)
+        if quantizes_wgrad and not saves_columns:
+            with scope("quantize"):
+                scale = scale_for(x_amax, x_dtype) if tap.scales is None else tap.scales[0]
+                x = cast_transpose(layout.x_matrix(x), scale, x_dtype, want="columns").columns
+        operands: Any = ((x, x_scale), (dy_fp8.columns, dy_fp8.scale)) if quantizes_wgrad else (x, dy)
+        observed = None if tap.amax is None else jnp.stack([x_amax, tap.weight.amax, dy_fp8.amax])
+        dw = None if is_delayed else layout.wgrad(operands[0], operands[1], extra, w_dtype)
+        # The barrier makes every operand an array of its own. XLA on a CPU fails without it if a program contains both parts.
+        delayed = jax.tree.map(lax.optimization_barrier, operands) if is_delayed else None
+        return dx, dw, None, Tap(None, None, observed, delayed)  # pyright: ignore[reportArgumentType]
+
+    run.defvjp(forward, backward)
+    return run(x, w, extra, tap)
+
+
+def _quantize(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, want: Want) -> FP8Array:
+    """Quantizes a matrix by entry `which` of the scales of a `Tap`, or by its own amax."""
+    with scope("quantize"):
+        if scales is None:
+            known = checkpoint_name(amax(x_MK), _SAVED)
+            scale = scale_for(known, dtype)
+        else:
+            known, scale = None, scales[which]
+        found = cast_transpose(x_MK, scale, dtype, want=want)
+        # Named, so that a split saves this output. Otherwise it saves a value inside the jitted kernel and changes the kernel.
+        largest = checkpoint_name(found.amax, _SAVED) if known is None else known
+        return FP8Array(found.rows, found.columns, checked_scale(scale, largest), largest)  # pyright: ignore[reportArgumentType]
+
+
+def _dot(a: _Scaled, b: _Scaled, dtype: DTypeLike, accumulation: Literal["fast", "full"], barrier: bool = True) -> Array:
+    """Multiplies FP8 matrices [M, K] and [N, K] over their last axes.
+
+    XLA recognizes an FP8 matmul by its operands: each is converted and multiplied by a scalar. The scalars become arguments of
+    the cuBLASLt call. `full` accumulation adds partial sums of the tensor cores in float32; `fast` accumulation has about 14
+    bits.
+    """
+    a_MK, b_NK = (q.astype(jnp.bfloat16) * (1 / scale).astype(jnp.bfloat16) for q, scale in (a, b))
+    precision = lax.Precision.DEFAULT if accumulation == "fast" else lax.Precision.HIGHEST
+    y = lax.dot_general(a_MK, b_NK, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=dtype)
+    # Without the barrier, XLA makes a following GELU the epilogue. No FP8 kernel has one, and the compilation fails.
+    return lax.optimization_barrier(y) if barrier else y
+
+
+def _restored(matrix: Array, shape: Sequence[int], axes: Sequence[int]) -> Array:
+    """Inverts a transpose and a reshape to a matrix."""
+    return jnp.transpose(matrix.reshape([shape[i] for i in axes]), np.argsort(axes).tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class DelayedFP8Product(DelayedProduct):
+    """An FP8 matmul with a delayed weight gradient.
+
+    Wgrad reads the columns of x and dy, which are the cotangents of a tap. Dgrad has quantized dy. Wgrad quantizes x again if
+    dgrad keeps the inputs of x anyway, such as the input of a norm or of GELU. Otherwise the forward pass saves the columns.
+
+    Attributes:
+        config: The recipe. x and dy are stashed unquantized if wgrad is in bfloat16, as for grouped matmuls.
+        saved: Residual of the forward pass for wgrad, see `fp8_matmul`.
+    """
+
+    config: FP8Config
+    saved: _Saved = "x"
+
+    @classmethod
+    def of(cls, site: DelayedProduct, config: FP8Config) -> "DelayedFP8Product":
+        return cls(site.eqn, site.weight, site.lead, site.params, site.moved, config)
+
+    def computed_as(self) -> Any:
+        m, k, n = DotLayout.of(self).sizes
+        return (m, k), (n, k), (((1,), (1,)), ((), ()))
+
+    def tap(self) -> Any:
+        if wgrad_precision(self, self.config) == "bf16":
+            return super().tap()
+        (m, k, n), (x_dtype, _, dy_dtype) = DotLayout.of(self).sizes, formats(self.config)
+
+        def zeros(aval: replay.Aval, rows: int, dtype: DTypeLike) -> tuple[Array, Array]:
+            scale = replay.zeros(aval, *self.lead, shape=(), dtype=jnp.float32)
+            return replay.zeros(aval, *self.lead, shape=(rows, m), dtype=dtype), scale
+
+        return zeros(self.x_aval, k, x_dtype), zeros(aval_of(self.eqn.outvars[0]), n, dy_dtype)
+
+    def multiply(self, x: Array, w: Array, extra: _Extra, tap: Any, given: Tap) -> Array:
+        return fp8_matmul(self.config, self, x, w, extra, given._replace(delayed=tap), saved=self.saved)
+
+    def keeping_x(self) -> "DelayedFP8Product":
+        return replace(self, saved="columns")
+
+    def weight_gradient(self, tap: Any, extra: _Extra, dtype: Any) -> Array:
+        if wgrad_precision(self, self.config) == "bf16":
+            return super().weight_gradient(tap, extra, dtype)
+
+        def one(tap: Any) -> Array:
+            return DotLayout.of(self).wgrad(tap[0], tap[1], extra, dtype, barrier=False)
+
+        for _ in self.lead:
+            one = partial(lax.map, one)  # pyright: ignore[reportAssignmentType] - XLA does not recognize a batched FP8 matmul.
+        return one(tap)
