@@ -11,8 +11,9 @@ torch = pytest.importorskip("torch")
 from safetensors.numpy import load_file  # noqa: E402
 
 import jgraph  # noqa: E402
-from jgraph import export, sample, train  # noqa: E402
+from jgraph import export, sample  # noqa: E402
 from jgraph.interop.write import write  # noqa: E402
+from jgraph.train import __main__ as train  # noqa: E402
 from jgraph.tree import leaf_names  # noqa: E402
 from jgraph_models.hugging_face import HUGGING_FACE  # noqa: E402
 from tests import tiny  # noqa: E402

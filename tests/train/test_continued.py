@@ -125,8 +125,9 @@ def test_a_run_in_fp8_begins_with_one_that_was_not_and_the_other_way_round(one, 
 
 def test_weights_of_other_bits_than_were_saved_are_not_begun_with(tmp_path, monkeypatch):
     of = store.checksums
-    monkeypatch.setattr(store, "checksums", lambda *args: [checksum ^ 1 for checksum in of(*args)])
-    written(tmp_path / "run", config_of(**FIELDS))
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "checksums", lambda *args: [checksum ^ 1 for checksum in of(*args)])
+        written(tmp_path / "run", config_of(**FIELDS))
     with pytest.raises(CheckpointError, match="has checksum") as error:
         begun(tmp_path / "run", config_of(**FIELDS))
     assert error.value.field == "continue_from"

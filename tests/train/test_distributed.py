@@ -105,7 +105,7 @@ def test_slurm_and_open_mpi_are_known_by_their_environment(environ, found):
 
 def test_open_mpi_5_needs_flags(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="Open MPI 5 does not say where process 0 is"):
+    with pytest.raises(ConfigError, match="Open MPI 5 does not provide it"):
         connect()
     connect(setup="off")
     assert not jax.distributed.is_initialized()

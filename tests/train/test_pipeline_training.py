@@ -14,13 +14,14 @@ from jgraph.data import Batches
 from jgraph.errors import ConfigError, OrderError
 from jgraph.pipeline import autotune, choose
 from jgraph.pipeline.strategy import BoundPipeline
-from jgraph.schedule import NAMES, generate, write
+from jgraph.schedule import NAMES, generate
 from jgraph.step.state import TrainState
 from jgraph.train import validation
 from jgraph.train.config import OptimizerConfig, TrainConfig
 from jgraph.train.setup import TrainSetup
 from jgraph_models.gpt import GPT, GPTConfig
 from tests import tiny
+from tests.schedule.strategies import to_csv
 
 pytestmark = pytest.mark.long
 
@@ -161,7 +162,7 @@ def test_sharded_stages_with_biases_and_norms_of_heads_do_so_too():
 @pytest.mark.once
 def test_a_schedule_from_a_file_is_the_pipelines(tmp_path):
     path, schedule = tmp_path / "schedule.csv", generate("1f1b", pp=2, microbatches=MICROBATCHES)
-    write(schedule, path)
+    path.write_text(to_csv(schedule))
     _, form = staged(config_of(pp=2, schedule=str(path)))
     assert [order.to_list() for order in form.pipeline.schedule] == [order.to_list() for order in schedule]
 
@@ -278,7 +279,7 @@ def test_what_is_no_schedule_for_the_model_is_refused(hasty, message, fields):
 @pytest.mark.parametrize(("ranks", "microbatches"), [(4, MICROBATCHES), (2, 6)])
 def test_a_file_for_another_pipeline_is_refused(tmp_path, ranks, microbatches):
     path = tmp_path / "schedule.csv"
-    write(generate("1f1b", pp=ranks, microbatches=microbatches), path)
+    path.write_text(to_csv(generate("1f1b", pp=ranks, microbatches=microbatches)))
     message = f"`schedule` .*schedule.csv is for {ranks} ranks and {microbatches} microbatches: must be for `pp` 2 and "
     error = refused(ConfigError, message + "`num_microbatches` 4", pp=2, schedule=str(path))
     assert isinstance(error, ConfigError)
