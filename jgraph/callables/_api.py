@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from flax import linen, nnx
 
-from jgraph.callables._arguments import check_wgrads, each, homes, most_waiting, sample_of, schedule_of
+from jgraph.callables._arguments import check_argument, check_wgrads, each, homes, most_waiting, sample_of, schedule_of
 from jgraph.callables._callable import Graphed, compile_parts
 from jgraph.callables._group import GraphedCallables
 from jgraph.callables._match import check_concrete, differences, signature
@@ -87,8 +87,7 @@ def make_graphed_callables(
     fns = tuple(callables) if isinstance(callables, (tuple, list)) else (callables,)
     if not isinstance(callables, (tuple, list)):
         params, sample_args, sample_kwargs = (params,), (sample_args,), (sample_kwargs,)
-    if not fns:
-        raise CallableError("`callables` is empty: give one, or a tuple of them", field="callables")
+    check_argument(len(fns) > 0, "callables", "`callables` is empty: give one, or a tuple of them")
     # Copied, so that the caller may change the lists later.
     lists = (delay_wgrad, num_layers_per_chunk, devices)
     delay_wgrad, num_layers_per_chunk, devices = (tuple(v) if isinstance(v, Sequence) else v for v in lists)  # pyright: ignore[reportAssignmentType]
@@ -97,19 +96,16 @@ def make_graphed_callables(
     samples = [(every[i], *sample_of(i, sample_args[i], sample_kwargs[i])) for i in range(len(fns))]
     check_concrete("make_graphed_callables", samples)
     schedule, delayed = schedule_of(order, num_layers_per_chunk, delay_wgrad, len(fns))
-    if schedule is None and reuse_buffers:
-        wrong = "`reuse_buffers` is True without an order: give an order, such as [1, -1]"
-        raise CallableError(wrong, field="reuse_buffers")
-    if not training and (schedule is not None or any(delayed)):
-        wrong = "`training` is False, which builds no backward: leave out order, reuse_buffers and delay_wgrad, or train"
-        raise CallableError(wrong, field="training")
+    wrong = "`reuse_buffers` is True without an order: give an order, such as [1, -1]"
+    check_argument(schedule is not None or not reuse_buffers, "reuse_buffers", wrong)
+    wrong = "`training` is False, which builds no backward: leave out order, reuse_buffers and delay_wgrad, or train"
+    check_argument(training or (schedule is None and not any(delayed)), "training", wrong)
     placed = homes(schedule, devices, every)
     checks = [_mode_check(fn, i, training) for i, fn in enumerate(fns)]
     for check in filter(None, checks):
         check()
-    if not isinstance(compiler_options, Mapping | None):
-        wrong = f"`compiler_options` is {type(compiler_options).__name__}: must be a mapping of XLA options to values"
-        raise CallableError(wrong, field="compiler_options")
+    wrong = f"`compiler_options` is {type(compiler_options).__name__}: must be a mapping of XLA options to values"
+    check_argument(isinstance(compiler_options, Mapping | None), "compiler_options", wrong)
     options = dict(compiler_options or {})
 
     # Layers with the same function and shapes are traced once. Each has executables of its own, so that their command buffers
@@ -160,9 +156,8 @@ def _function(fn: Any, i: int) -> Callable[..., Tree] | FP8Function:
     if isinstance(fn, linen.Module):
         return fn.apply
     if not isinstance(fn, nnx.Module):
-        if not callable(fn):
-            wrong = f"callable {i} is {type(fn).__name__}: must be a function or a Flax module"
-            raise CallableError(wrong, field="callables")
+        wrong = f"callable {i} is {type(fn).__name__}: must be a function or a Flax module"
+        check_argument(callable(fn), "callables", wrong)
         return fn
     graphdef, _, rest = nnx.split(fn, nnx.Param, ...)
     if kinds := sorted({type(variable).__name__ for _, variable in nnx.to_flat_state(rest)}):

@@ -15,6 +15,12 @@ from jgraph.schedule.order import Order, one_each
 from jgraph.schedule.schedule import Schedule
 
 
+def check_argument(condition: bool, field: str, message: str) -> None:
+    """Raises CallableError for an argument unless a condition holds."""
+    if not condition:
+        raise CallableError(message, field=field)
+
+
 def each(name: str, given: Any, count: int, *, of: str = "callables") -> tuple[Any, ...]:
     """Returns a tuple of one value per callable or microbatch. None stands for a tuple of None."""
     if given is None:
@@ -36,9 +42,8 @@ def tuples(name: str, given: Sequence[Any] | None, count: int) -> list[tuple[Any
 def sample_of(i: int, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the sample arguments of callable `i`. Raises CallableError if they are not a tuple and a dict."""
     kwargs = {} if kwargs is None else kwargs
-    if not isinstance(args, (tuple, list)) or not args:
-        wrong = f"`sample_args` of callable {i} is {type(args).__name__}: must be a tuple (x, *extra)"
-        raise CallableError(wrong, field="sample_args")
+    wrong = f"`sample_args` of callable {i} is {type(args).__name__}: must be a tuple (x, *extra)"
+    check_argument(isinstance(args, (tuple, list)) and len(args) > 0, "sample_args", wrong)
     if not isinstance(kwargs, Mapping):
         raise CallableError(f"`sample_kwargs` of callable {i} is {kwargs!r}: must be a dict", field="sample_kwargs")
     return tuple(args), dict(kwargs)
@@ -137,20 +142,18 @@ def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequ
     """
     if devices is None:
         held = {d for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and leaf.committed for d in leaf.devices()}
-        if len(held) > 1:
-            wrong = f"`params` are on {len(held)} devices: pass one device per rank as `devices`, and params on their device"
-            raise CallableError(f"{wrong}; graphed callables take no sharded parameter", field="devices")
+        wrong = f"`params` are on {len(held)} devices: pass one device per rank as `devices`, and params on their device"
+        check_argument(len(held) < 2, "devices", f"{wrong}; graphed callables take no sharded parameter")
         with jax.ensure_compile_time_eval():  # also inside a jax transformation
             devices = list(held or jnp.zeros(()).devices())
-    if not isinstance(devices, (tuple, list)) or not all(hasattr(device, "platform") for device in devices):
-        wrong = f"`devices` is {devices!r}: must be a list of jax devices, one for each rank, or one for all"
-        raise CallableError(wrong, field="devices")
+    is_list = isinstance(devices, (tuple, list)) and all(hasattr(device, "platform") for device in devices)
+    wrong = f"`devices` is {devices!r}: must be a list of jax devices, one for each rank, or one for all"
+    check_argument(is_list, "devices", wrong)
     num_ranks, ranks = 1, [0] * len(params)
     if schedule is not None:
         num_ranks, ranks = schedule.num_ranks, np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
-    if len(devices) not in (1, num_ranks):
-        wrong = f"`devices` has {len(devices)} for {num_ranks} ranks: give one for each rank, or one for all"
-        raise CallableError(wrong, field="devices")
+    wrong = f"`devices` has {len(devices)} for {num_ranks} ranks: give one for each rank, or one for all"
+    check_argument(len(devices) in (1, num_ranks), "devices", wrong)
     return [devices[rank % len(devices)] for rank in ranks]
 
 
@@ -162,10 +165,9 @@ def check_extra(callables: Sequence[Shaped], extra: Sequence[Any] | None, key: j
             takes = f"callable {i} takes the keyword argument {name}"
             if place not in shaped.keys:
                 raise CallableError(f"{takes}, which is no random key: run gives keys only; take it as an argument after x")
-            if key is None:
-                raise CallableError(f"{takes}: give run a `key`", field="key")
-            if not isinstance(key, jax.Array) or shape_of(key) != aval:
+            check_argument(key is not None, "key", f"{takes}: give run a `key`")
+            if not isinstance(key, jax.Array) or shape_of(key) != aval:  # repr(key) waits for the device
                 wrong = f"`key` is {key!r}: must be one random key like the sample's, {aval.dtype}"
                 raise CallableError(wrong, field="key")
-    if extra is not None and not any(shaped.extra.shapes()[0] for shaped in callables):
-        raise CallableError("`extra` is given, but no callable takes arguments after x: leave it out", field="extra")
+    takes_any = extra is None or any(shaped.extra.shapes()[0] for shaped in callables)
+    check_argument(takes_any, "extra", "`extra` is given, but no callable takes arguments after x: leave it out")

@@ -49,10 +49,8 @@ class Borrowed:
         lease = self._lease
         if lease.ended:
             what = f"{lease.owner}, {self._path!r}," if self._path else lease.owner
-            raise OwnershipError(
-                f"{what} was {lease.ended}: this handle is stale; take .copy() before that to keep the numbers",
-                owner=lease.owner,
-            )
+            wrong = f"{what} was {lease.ended}: this handle is stale; take .copy() before that to keep the numbers"
+            raise OwnershipError(wrong, owner=lease.owner)
         return self._array
 
     def copy(self) -> jax.Array:
@@ -96,19 +94,12 @@ for _name in "neg pos abs invert lt le gt ge eq ne getitem len iter contains boo
     setattr(Borrowed, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-def handles_in(tree: Any) -> list[Borrowed]:
-    """Returns the handles in a tree."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Borrowed))
-    return [leaf for leaf in leaves if isinstance(leaf, Borrowed)]
-
-
 def check_no_handles(tree: Any) -> None:
     """Raises OwnershipError if `tree` contains a handle: main_grad may be updated while an executable reads it."""
-    for handle in handles_in(tree):
-        raise OwnershipError(
-            f"{handle!r} is updated in place and cannot be an argument of a graphed callable; pass .copy()",
-            owner=handle._lease.owner,
-        )
+    for leaf in jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Borrowed)):
+        if isinstance(leaf, Borrowed):
+            wrong = f"{leaf!r} is updated in place and cannot be an argument of a graphed callable; pass .copy()"
+            raise OwnershipError(wrong, owner=leaf._lease.owner)
 
 
 # Inside a jit and after tree.map the plain array is in the handle's place.

@@ -94,11 +94,6 @@ class Graphed:
         self._trains, self._is_reset = len(parts) > 1, False
         # Types of leaves that were found to be JAX arrays: a set of types is checked faster than every leaf.
         self._array_types: set[type] = set()
-        self._prepare()
-
-    def _prepare(self) -> None:
-        """Prepares the selection of arrays for each call."""
-        shaped, parts = self.shaped, self.parts
         num_params, num_inputs = len(shaped.params), len(shaped.x) + len(shaped.extra)
         # These select from (params, x, extra, outputs of forward) and from (residuals, dy, outputs of dgrad).
         self._residuals = _passed(shaped.residuals_from, num_params, num_params + num_inputs + len(shaped.y))
@@ -310,20 +305,16 @@ class Graphed:
         except OwnershipError:
             raise
         except (TypeError, ValueError, RuntimeError) as e:
-            shaped = self.shaped
-            check_concrete(f"callable {self.index}", read)
+            shaped, name = self.shaped, f"callable {self.index}"
+            check_concrete(name, read)
             if shared := [i for i, total in self.gradients.arrays.items() if any(array is total for array in read)]:
-                raise OwnershipError(
-                    f"callable {self.index}: {kind} updates main_grad, {shaped.params.paths[shared[0]]!r}, in place, and reads "
-                    f"the same array, which was given as params, x, dy or an extra argument; pass a copy of it",
-                    owner=f"main_grad of callable {self.index}",
-                ) from e
+                wrong = f"{name}: {kind} updates main_grad, {shaped.params.paths[shared[0]]!r}, in place, and reads the same"
+                advice = "array, which was given as params, x, dy or an extra argument; pass a copy of it"
+                raise OwnershipError(f"{wrong} {advice}", owner=f"main_grad of {name}") from e
             if gone := sum(array.is_deleted() for array in (*pending.residuals, *pending.stash)):
-                raise OwnershipError(
-                    f"callable {self.index}: {kind} needs {gone} arrays of this microbatch that were donated or deleted since, "
-                    f"the caller's x, dy or extra arguments; keep them until then",
-                    owner="the caller",
-                ) from e
+                wrong = f"{name}: {kind} needs {gone} arrays of this microbatch that were donated or deleted since"
+                advice = "the caller's x, dy or extra arguments; keep them until then"
+                raise OwnershipError(f"{wrong}, {advice}", owner="the caller") from e
             texts = [] if dy is None else differences(shaped.y, dy, "dy", shaped.device)
             texts += differences(shaped.params, shaped.params.unflatten(pending.params), "params", shaped.device)
             if not texts:

@@ -93,8 +93,7 @@ class Registers:
             "dgrad": (shaped.stash.avals, shaped.stash_from),
         }.get(kind, ((), ()))
         made = self.new(results)
-        pairs = list(zip(left, sources, strict=True))
-        kept = [self.register(aval) if source is None else ins[source] for aval, source in pairs]
+        kept = [self.register(a) if source is None else ins[source] for a, source in zip(left, sources, strict=True)]
         written = [r if source is None else None for r, source in zip(kept, sources, strict=True)]
         aux = self.new(shaped.aux.avals if kind == "forward" else ())
         reads = tuple(map(param, shaped.reads[kind]))
@@ -164,15 +163,12 @@ class Executable:
     @cached_property
     def adds(self) -> tuple[int, ...]:
         """The parameters of the gradients that are added to main_grad."""
-        return self._places("add")
+        return tuple(place for task in self.io.tasks for place, _, how in task.grads if how == "add")
 
     @cached_property
     def news(self) -> tuple[int, ...]:
         """The parameters of the gradients that are new arrays, the last outputs."""
-        return self._places("new")
-
-    def _places(self, how: How) -> tuple[int, ...]:
-        return tuple(place for task in self.io.tasks for place, _, found in task.grads if found == how)
+        return tuple(place for task in self.io.tasks for place, _, how in task.grads if how == "new")
 
 
 def gather(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -267,10 +263,10 @@ def interface(
         taken |= dict.fromkeys(r for r in (*task.params, *task.ins) if r not in made)
         added = {register for _, register, how in task.grads if how == "add"}
         for r in (*task.outs, *(register for _, register, _ in task.grads)):
-            if r is not None:
-                if r not in made and (r in added or r in standing):
-                    sums[r] = None
+            if r is not None and r not in made:
                 made[r] = None
+                if r in added or r in standing:
+                    sums[r] = None
     # jax pairs donated arguments with outputs of their shape in the order of both, so registers with a buffer come first.
     buffers = stored or {}
     outs = [r for r in made if r in wanted and r not in sums and r not in buffers]

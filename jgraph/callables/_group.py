@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 import jax
@@ -40,7 +41,11 @@ class RunResult:
 
 
 class GraphedCallables(Sequence[Graphed]):
-    """Graphed callables in the order of the data. `run` plays an order of them. Made by `make_graphed_callables`."""
+    """Graphed callables in the order of the data. `run` plays an order of them. Made by `make_graphed_callables`.
+
+    Attributes:
+        schedule: The schedule that `run` plays by default.
+    """
 
     def __init__(
         self,
@@ -53,9 +58,8 @@ class GraphedCallables(Sequence[Graphed]):
         reuse_buffers: bool,
         options: Mapping[str, Any],
     ):
-        self._graphed, self._params, self._schedule = graphed, params, schedule
+        self._graphed, self._params, self.schedule, self._reuse_buffers = graphed, params, schedule, reuse_buffers
         self._parse, self._homes, self._options = parse, homes, dict(options)
-        self._reuse_buffers = reuse_buffers
         self._plans: dict[Any, ExecutionPlan] = {}
         self._runs = 0
 
@@ -66,13 +70,8 @@ class GraphedCallables(Sequence[Graphed]):
         return self._graphed[index]
 
     def __repr__(self) -> str:
-        order = "no order" if self._schedule is None else repr(self._schedule)
+        order = "no order" if self.schedule is None else repr(self.schedule)
         return f"GraphedCallables({len(self)} callable{'s' * (len(self) > 1)}, {order})"
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """The schedule that `run` plays by default."""
-        return self._schedule
 
     def reports(self) -> Reports:
         """Returns the name and capture report of each executable. A report is None on platforms without command buffers."""
@@ -82,19 +81,14 @@ class GraphedCallables(Sequence[Graphed]):
 
     def place(self, params: Sequence[Tree]) -> tuple[Tree, ...]:
         """Puts the params of every callable on its device; returns them."""
-        given = each("params", params, len(self))
-        return tuple(
-            jax.tree.map(lambda leaf, g=g: put(g.shaped.device, leaf), tree)
-            for tree, g in zip(given, self._graphed, strict=True)
-        )
+        given = zip(each("params", params, len(self)), self._graphed, strict=True)
+        return tuple(jax.tree.map(partial(put, graphed.shaped.device), tree) for tree, graphed in given)
 
     def zero_grads(self) -> None:
         """Sets every main_grad to zero, in place. Raises CallableError while microbatches wait for their backward."""
         with self._turns():
             for graphed in self._graphed:
-                graphed.check_idle()
-            for graphed in self._graphed:
-                graphed.zero_grads()
+                graphed.gradients.zero()
 
     def drop(self) -> None:
         """Forgets the waiting microbatches of every callable and frees their buffers."""
@@ -160,9 +154,7 @@ class GraphedCallables(Sequence[Graphed]):
         if not isinstance(step, int) or not 0 <= step < 2**31:
             raise CallableError(f"`step` is {step!r}: must be a whole number from 0 to {2**31 - 1}", field="step")
         with self._turns():
-            for graphed in self._graphed:
-                graphed.check_idle()
-            schedule = self._schedule if order is None else self._parse(order)[0]
+            schedule = self.schedule if order is None else self._parse(order)[0]
             if schedule is None:
                 wrong = "`order` is None, and no order was given when the callables were built: give one, e.g. [1, -1]"
                 raise OrderError(wrong, field="order")
@@ -185,10 +177,12 @@ class GraphedCallables(Sequence[Graphed]):
             return self._play(plan, count, registers)
 
     def _turns(self) -> ExitStack:
-        """Takes the lock of every callable, for this thread."""
+        """Takes the lock of every callable, for this thread. Raises CallableError while microbatches wait."""
         with ExitStack() as stack:
             for graphed in self._graphed:
                 stack.enter_context(graphed.waiting)
+            for graphed in self._graphed:
+                graphed.check_idle()
             return stack.pop_all()
 
     def _plan(
@@ -229,10 +223,8 @@ class GraphedCallables(Sequence[Graphed]):
         for i, graphed in enumerate(self._graphed):
             arrays = graphed.gradients.renew()
             if any(id(arrays[place]) in given for place in aliased[i]):
-                raise OwnershipError(
-                    f"run updates main_grad of callable {i} in place and was given that array as an argument; pass a copy",
-                    owner=f"main_grad of callable {i}",
-                )
+                wrong = f"run updates main_grad of callable {i} in place and was given that array as an argument; pass a copy"
+                raise OwnershipError(wrong, owner=f"main_grad of callable {i}")
             for place, register in aliased[i].items():
                 registers[register] = arrays[place]
         try:

@@ -1,8 +1,9 @@
 """Tracks microbatches from forward to their last backward call, and the thread that owns them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from threading import RLock, get_ident
 from typing import Any, Literal
 
@@ -114,10 +115,9 @@ class Waiting:
     def check_none(self) -> None:
         """Raises CallableError while microbatches wait for their backward."""
         if waiting := self.numbers:
-            raise CallableError(
-                f"{self._name} has {len(waiting)} microbatches that wait for a backward part {_shown(waiting)}; finish or "
-                f"drop() them before the next step; for a forward without a backward, call evaluate"
-            )
+            wrong = f"{self._name} has {len(waiting)} microbatches that wait for a backward part {_shown(waiting)}"
+            advice = "finish or drop() them before the next step; for a forward without a backward, call evaluate"
+            raise CallableError(f"{wrong}; {advice}")
 
     def _check_waits(self, part: str, waiting: Sequence[int], number: Any) -> None:
         if number not in waiting:
@@ -125,6 +125,5 @@ class Waiting:
             raise CallableError(f"{self._name}: {wrong}", field="microbatch")
 
 
-def _shown(numbers: Iterable[int]) -> str:
-    numbers = list(numbers)
-    return f"({', '.join(map(str, numbers[:8]))}{', ...' if len(numbers) > 8 else ''})"
+def _shown(numbers: Collection[int]) -> str:
+    return f"({', '.join(map(str, islice(numbers, 8)))}{', ...' if len(numbers) > 8 else ''})"

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jgraph.callables._compile import Copies, Executable, compile_tasks, interface
-from jgraph.callables._dataflow import Flow, Join, Outputs, Unit, segments_of
+from jgraph.callables._dataflow import Flow, Join, Outputs, segments_of
 from jgraph.callables._dataflow import Loss as Loss
 from jgraph.callables._dataflow import PlanFunction as PlanFunction
 from jgraph.callables.shaped import Shaped
@@ -100,18 +100,7 @@ def make_plan(
     segments = [[flow.function(one)] for one in before]
     segments += segments_of(flow.units(schedule), join)
     segments += [[flow.function(one)] for one in after]
-    return ExecutionPlan(tuple(_compile(flow, callables, segments, reuse, options, copies)), flow)
-
-
-def _compile(
-    flow: Flow,
-    callables: Sequence[Shaped],
-    segments: Sequence[Sequence[Unit]],
-    reuse: bool,
-    options: Mapping[str, Any],
-    copies: Copies,
-) -> list[Instruction]:
-    """Finds the registers that leave each segment and the last reader of each register, and compiles the segments."""
+    # Find the registers that leave each segment, and the last reader of each register.
     results, given = set(flow.results.values()), set(flow.named.values())
     every = [[task for unit in segment for task in unit.tasks] for segment in segments]
     sends = [tuple(send for unit in segment for send in unit.sends) for segment in segments]
@@ -124,10 +113,8 @@ def _compile(
         outs = {r for task in tasks for r in task.outs if r is not None}
         wanted = {r for r in outs if r in results or r in sent or last.get(r, n) > n}
         wanted |= {register for task in tasks for _, register, _ in task.grads}
-        dying: set[int] = set()
+        dying = {r for task in tasks for r in task.ins if reuse and last[r] == n} - results - given - sent
         busy: set[int] = set()
-        if reuse:
-            dying = {r for task in tasks for r in task.ins if last[r] == n} - results - given - sent
         stored.append({a: flow.send_buffer(a, segments[n][0].rank, busy) for a, _, _ in sends[n]} if reuse else {})
         interfaces.append(interface(tasks, flow.avals, wanted, standing=flow.standing, dying=dying, stored=stored[n]))
     # If its arrays have moved since the last launch, a command buffer is updated first, which takes as long as the launch. With
@@ -140,7 +127,8 @@ def _compile(
         if r not in results and r not in stored[n]:
             frees[n].append(r)
     returns = [tuple(buffers.items()) for buffers in stored]
-    return [Instruction(*one) for one in zip(executables, sends, returns, map(tuple, frees), strict=True)]
+    parts = zip(executables, sends, returns, map(tuple, frees), strict=True)
+    return ExecutionPlan(tuple(Instruction(*one) for one in parts), flow)
 
 
 def play(plan: ExecutionPlan, registers: list[Any]) -> None:

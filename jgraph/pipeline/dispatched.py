@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.callables.plan import ExecutionPlan, play
 from jgraph.dispatch import in_turn
-from jgraph.errors import ConfigError
+from jgraph.errors import require
 from jgraph.mesh import Axis, batch_axes
 from jgraph.pipeline.ends import End, part_shape
 from jgraph.pipeline.program import Pipeline
@@ -247,19 +247,24 @@ def dispatched(
     Raises:
         ConfigError: The mesh has an axis `fsdp`, or devices of other processes.
     """
-    _check(pipeline)
+    require(Axis.FSDP not in pipeline.mesh.axis_names, "engine", "dispatch", "program over a mesh with the axis fsdp")
+    is_local = all(device.process_index == jax.process_index() for device in pipeline.mesh.devices.flat)
+    require(is_local, "engine", "dispatch", "program over several processes")
     model, mesh = pipeline.model, pipeline.mesh
     shapes = jax.eval_shape(unpack, params)
     alone = pipeline.precision.weights  # an FP8 matmul takes a whole parameter as its weight
     chunks = tuple(Chunk.of(jax.eval_shape(pipeline.of_rank, chunk), alone) for chunk in shapes["layers"])
-    program, step = _begin(pipeline, chunks, unpack, key, (shapes, batch)), jax.ShapeDtypeStruct((), jnp.int32)
+    program, step = _begin(pipeline, chunks, unpack, key, shapes, batch), jax.ShapeDtypeStruct((), jnp.int32)
     begun = _placed(pipeline, jax.eval_shape(program, params, carry, step, batch))
     microbatch = jax.tree.map(shard, begun["batch"][0])
     embed = End.of(model.embed, shapes["outer"], lambda outer: outer, model.sharded, microbatch)
     x = jax.eval_shape(embed, embed.shapes, microbatch)
     head = End.of(model.head, shapes["outer"], pipeline.cast, model.sharded, x, microbatch)
     stages = stages_of(pipeline, chunks, embed, x, begun, jax.random.key_impl(key))
-    read = _read(stages, begun)
+    ends, batch_numbers = (embed, head), [jax.tree.leaves(own) for own in numbered(begun)["batch"]]
+    # The leaves of `begun` that a stage or the loss reads. Parameters that are also quantized to FP8 are not read.
+    read = {stage.params[place] for stage in stages for places in stage.shaped.reads.values() for place in places}
+    read |= {number for own in (*batch_numbers, *(own for stage in stages for own in stage.extra)) for number in own}
 
     def begin_step(_: Tree, *args: Tree) -> list[Array | None]:
         return [leaf if i in read else None for i, leaf in enumerate(jax.tree.leaves(program(*args)))]
@@ -271,49 +276,26 @@ def dispatched(
     check_identity(begin, held)
     by_rank = np.moveaxis(mesh.devices, mesh.axis_names.index(Axis.PIPE), -1).reshape(-1, mesh.shape[Axis.PIPE])
     zeros = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), held), out_shardings=shardings)
-    ends, batch_numbers = (embed, head), [jax.tree.leaves(own) for own in numbered(begun)["batch"]]
     plans = tuple(plan_of(pipeline, ends, stages, microbatch, devices, options) for devices in by_rank.tolist())
     buffers = {"begun": in_turn(zeros())}
     return Dispatched(pipeline, shapes, chunks, ends, tuple(stages), batch_numbers, begin, report, plans, buffers)
 
 
-def _check(pipeline: Pipeline) -> None:
-    """Raises ConfigError for meshes that this engine does not support."""
-    wrong = ""
-    if Axis.FSDP in pipeline.mesh.axis_names:
-        wrong = "over a mesh with the axis fsdp"
-    elif any(device.process_index != jax.process_index() for device in pipeline.mesh.devices.flat):
-        wrong = "over several processes"
-    if wrong:
-        raise ConfigError(f"`engine` is dispatch: must be program {wrong}", field="engine")
-
-
-def _stage_args(pipeline: Pipeline, shapes: Tree, batch: Tree, key: Array) -> tuple[Tree, ...]:
-    """Returns the shapes of the arguments of the longest stage, without the embedding."""
-    layers = jax.eval_shape(pipeline.of_rank, shapes["layers"][0])
-    extra = {"carried": pipeline.carried.bits(len(layers)), "first": jax.ShapeDtypeStruct((), jnp.int32)}
-    keys = [jax.eval_shape(jax.random.key_data, key)] * pipeline.model.takes_key
-    return (layers, extra), *pipeline.inputs(shapes, batch), *keys
-
-
-def _read(stages: Sequence[Stage], begun: Tree) -> set[Any]:
-    """Returns the leaves of `begun` that a stage or the loss reads. Parameters that are also quantized to FP8 are not read."""
-    read = {stage.params[place] for stage in stages for places in stage.shaped.reads.values() for place in places}
-    extra = {source for stage in stages for own in stage.extra for source in own}
-    return read | extra | {*jax.tree.leaves(numbered(begun)["batch"])}
-
-
 def _begin(
-    pipeline: Pipeline, chunks: Sequence[Chunk], unpack: Callable[[Tree], Tree], key: Array, shapes: tuple[Tree, Tree]
+    pipeline: Pipeline, chunks: Sequence[Chunk], unpack: Callable[[Tree], Tree], key: Array, shapes: Tree, batch: Tree
 ) -> Callable[..., Tree]:
     """Returns the program before the schedule.
 
-    It gives each rank its chunks' parameters, observed state and prepared weights, microbatches and keys. `shapes` are those of
-    parameters and batch.
+    It gives each rank its chunks' parameters, observed state and prepared weights, microbatches and keys. `shapes` and `batch`
+    are shapes of parameters and batch.
     """
     mesh, impl, count = pipeline.mesh, jax.random.key_impl(key), pipeline.schedule.num_microbatches
-    batch_spec, args = batch_axes(mesh) or None, _stage_args(pipeline, *shapes, key)
-    function = pipeline.stage(impl, len(args[0][0]))
+    batch_spec, layers = batch_axes(mesh) or None, jax.eval_shape(pipeline.of_rank, shapes["layers"][0])
+    extra = {"carried": pipeline.carried.bits(len(layers)), "first": jax.ShapeDtypeStruct((), jnp.int32)}
+    keys = [jax.eval_shape(jax.random.key_data, key)] * pipeline.model.takes_key
+    # Shapes of the arguments of the longest stage, without the embedding.
+    args = ((layers, extra), *pipeline.inputs(shapes, batch), *keys)
+    function = pipeline.stage(impl, len(layers))
 
     def begin(params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
         def local(layers: Tree, states: list[Tree], history: Tree, batch_M: Tree, data: Array) -> Tree:
