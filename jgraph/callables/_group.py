@@ -60,6 +60,7 @@ class GraphedCallables(Sequence[Graphed]):
     ):
         self._graphed, self._params, self.schedule, self._reuse_buffers = graphed, params, schedule, reuse_buffers
         self._parse, self._homes, self._options = parse, homes, dict(options)
+        self._shaped = [one.shaped for one in graphed]
         self._plans: dict[Any, ExecutionPlan] = {}
         self._runs = 0
 
@@ -75,14 +76,13 @@ class GraphedCallables(Sequence[Graphed]):
 
     def reports(self) -> Reports:
         """Returns the name and capture report of each executable. A report is None on platforms without command buffers."""
-        executables = [part for graphed in self._graphed for part in graphed.parts.values()]
-        own = [(executable.io.name, executable.report) for executable in executables]
+        own = [(part.io.name, part.report) for graphed in self._graphed for part in graphed.parts.values()]
         return own + [report for plan in self._plans.values() for report in plan.reports]
 
     def place(self, params: Sequence[Tree]) -> tuple[Tree, ...]:
         """Puts the params of every callable on its device; returns them."""
-        given = zip(each("params", params, len(self)), self._graphed, strict=True)
-        return tuple(jax.tree.map(partial(put, graphed.shaped.device), tree) for tree, graphed in given)
+        given = zip(each("params", params, len(self)), self._shaped, strict=True)
+        return tuple(jax.tree.map(partial(put, shaped.device), tree) for tree, shaped in given)
 
     def zero_grads(self) -> None:
         """Sets every main_grad to zero, in place. Raises CallableError while microbatches wait for their backward."""
@@ -166,8 +166,7 @@ class GraphedCallables(Sequence[Graphed]):
             elif (params := self._params) is None:
                 wrong = "`params` is None, but run was given params before and keeps none since: give them at every run"
                 raise CallableError(wrong, field="params")
-            shaped = [graphed.shaped for graphed in self._graphed]
-            check_extra(shaped, extra, key)
+            check_extra(self._shaped, extra, key)
             plan = self._plan(schedule, loss_fn, rest[0], outputs=outputs, join=join)
             try:
                 registers = plan.fill(self._give(plan, params, inputs, more, rest, key, step))
@@ -192,7 +191,7 @@ class GraphedCallables(Sequence[Graphed]):
         ticks = tuple(row.tobytes() for row in schedule.ticks)
         name = (schedule.orders, schedule.placement, ticks, loss_fn, signature(loss_args), outputs, join)
         if name not in self._plans:
-            shaped = [graphed.shaped for graphed in self._graphed]
+            shaped = self._shaped
             if self._homes(schedule) != [one.device for one in shaped]:
                 raise OrderError("the order puts callables on other devices than those they were built for; build them for it")
             check_wgrads(schedule, shaped)
@@ -239,7 +238,7 @@ class GraphedCallables(Sequence[Graphed]):
             for places, graphed in zip(owned, self._graphed, strict=True)
         )
         losses = tuple(registers[results["loss", m]] for m in range(count))
-        y = self._graphed[-1].shaped.y
+        y = self._shaped[-1].y
         kept = range(count) if ("y", 0, 0) in results else ()
         outputs = tuple(y.unflatten([registers[results["y", m, n]] for n in range(len(y))]) for m in kept)
         return RunResult(losses, grads, outputs or None)
@@ -255,7 +254,7 @@ class GraphedCallables(Sequence[Graphed]):
         step: int,
     ) -> dict[str, Callable[..., Any]]:
         """Returns functions from names of a plan to arrays. Raises CallableError with every difference from the samples."""
-        callables, flow = [graphed.shaped for graphed in self._graphed], plan.flow
+        callables, flow = self._shaped, plan.flow
         first, last = callables[0], callables[-1]
         sent: dict[Any, jax.Array] = {}
 

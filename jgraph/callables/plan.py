@@ -97,8 +97,7 @@ def make_plan(
         before, after: Functions to run before and after the schedule.
     """
     flow = Flow(callables, schedule, loss, aliased, outputs)
-    segments = [[flow.function(one)] for one in before]
-    segments += segments_of(flow.units(schedule), join)
+    segments = [[flow.function(one)] for one in before] + segments_of(flow.units(schedule), join)
     segments += [[flow.function(one)] for one in after]
     # Find the registers that leave each segment, and the last reader of each register.
     results, given = set(flow.results.values()), set(flow.named.values())
@@ -142,8 +141,7 @@ def play(plan: ExecutionPlan, registers: list[Any]) -> None:
     own = [r for r in plan.flow.standing if registers[r] is None]
     for r in own:
         # Removed from the buffers, so that a failed run leaves none that was donated.
-        array, aval = plan.buffers.pop(r, None), plan.flow.avals[r]
-        device = plan.flow.standing[r]
+        array, aval, device = plan.buffers.pop(r, None), plan.flow.avals[r], plan.flow.standing[r]
         registers[r] = jnp.zeros(aval.shape, aval.dtype, device=device) if array is None else array
     for instruction in plan.instructions:
         _follow(instruction, registers)

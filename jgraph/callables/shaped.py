@@ -117,8 +117,7 @@ class Shaped:
 
     def fill(self, part: str, read: Sequence[Any]) -> list[Any]:
         """Returns all leaves of params, with zeros for leaves that a part does not read."""
-        given = dict(zip(self.reads[part], read, strict=True))
-        return [given[i] if i in given else replay.zeros(aval) for i, aval in enumerate(self.params.avals)]
+        return filled(self.params.avals, self.reads[part], read)
 
     def forward(self, params: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """Returns the leaves of (y, residuals, aux)."""
@@ -160,6 +159,18 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         leaf = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def reads_of(jaxpr: Any, count: int) -> tuple[int, ...]:
+    """Returns the numbers of the arguments that a computation reads, among its first `count` arguments."""
+    needed, _ = replay.needs(jaxpr, [True] * len(jaxpr.outvars))
+    return tuple(i for i in range(count) if needed[i])
+
+
+def filled(avals: Sequence[jax.ShapeDtypeStruct], places: Sequence[int], arrays: Sequence[Any]) -> list[Any]:
+    """Returns arrays of all shapes: the given arrays at their places, and zeros at other places."""
+    given = dict(zip(places, arrays, strict=True))
+    return [given[i] if i in given else replay.zeros(aval) for i, aval in enumerate(avals)]
 
 
 def shape_callable(
@@ -244,26 +255,17 @@ def _flows(shaped: Shaped) -> dict[str, Any]:
     weights, count = list(shaped.params.avals), len(shaped.params)
     inputs = [*shaped.x.avals, *shaped.extra.avals]
     residuals, stash, dy = list(shaped.residuals.avals), list(shaped.stash.avals), list(shaped.y.avals)
-
-    def dgrad(params: list[Any], residuals: list[Any], dy: list[Any]) -> Tree:
-        dx, early, stash = shaped.dgrad(params, residuals, dy)
-        return dx, stash, list(early.values())
-
     forward = jax.make_jaxpr(shaped.forward)(weights, inputs).jaxpr
-    back = jax.make_jaxpr(dgrad)(weights, residuals, dy).jaxpr
+    back = jax.make_jaxpr(shaped.dgrad)(weights, residuals, dy).jaxpr
     late = jax.make_jaxpr(partial(shaped.wgrad, sums=None))(weights, residuals, stash).jaxpr
-
-    def reads(jaxpr: Any) -> tuple[int, ...]:
-        needed, _ = replay.needs(jaxpr, [True] * len(jaxpr.outvars))
-        return tuple(i for i in range(count) if needed[i])
 
     def passed(jaxpr: Any, start: int, length: int) -> tuple[int | None, ...]:
         sources = replay.forwarded(jaxpr)[start : start + length]
         return tuple(i - count if i is not None and i >= count else None for i in sources)
 
-    by_kind = {"forward": reads(forward), "dgrad": reads(back), "wgrad": reads(late)}
+    by_kind = {kind: reads_of(jaxpr, count) for kind, jaxpr in (("forward", forward), ("dgrad", back), ("wgrad", late))}
     return {
         "reads": by_kind | {"backward": (*by_kind["dgrad"], *by_kind["wgrad"])},
         "residuals_from": passed(forward, len(dy), len(residuals)),
-        "stash_from": passed(back, shaped.num_dx, len(stash)),
+        "stash_from": passed(back, shaped.num_dx + len(shaped.early), len(stash)),
     }

@@ -323,11 +323,9 @@ def _begin(
         states = pipeline.model.split_carried(carry.model) if jax.tree.leaves(carry.model) else []
         of_layers, of_batch = pipeline.specs(whole)["layers"], PartitionSpec(None, batch_spec)
         in_specs = (of_layers, PartitionSpec(), PartitionSpec(), of_batch, PartitionSpec())
-        out_specs = {"batch": PartitionSpec(batch_spec)}
-        out_specs |= dict.fromkeys(("layers", "state", "weights"), PartitionSpec(Axis.PIPE))
-        if pipeline.model.takes_key:
-            out_specs |= {"key": PartitionSpec(batch_spec), "first": PartitionSpec(Axis.PIPE)}
-        out_specs |= {"carried": PartitionSpec(Axis.PIPE)} if states else {}
+        of_ranks = ["layers", "state", "weights", *["first"] * pipeline.model.takes_key, *["carried"] * bool(states)]
+        out_specs = dict.fromkeys(of_ranks, PartitionSpec(Axis.PIPE))
+        out_specs |= dict.fromkeys(["batch", *["key"] * pipeline.model.takes_key], PartitionSpec(batch_spec))
         run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return run(whole["layers"], states, carry.observed, batch, data)
 
@@ -336,11 +334,10 @@ def _begin(
 
 def _placed(pipeline: Pipeline, begun: Tree) -> Tree:
     """Returns the shapes of the first program's results, with their shardings."""
-    of_ranks, of_data = PartitionSpec(Axis.PIPE), PartitionSpec(batch_axes(pipeline.mesh) or None)
 
     def placed(name: str, aval: Any) -> jax.ShapeDtypeStruct:
-        spec = of_data if name in ("batch", "key") else of_ranks
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(pipeline.mesh, spec))
+        axes = batch_axes(pipeline.mesh) or None if name in ("batch", "key") else Axis.PIPE
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(pipeline.mesh, PartitionSpec(axes)))
 
     return {name: jax.tree.map(partial(placed, name), tree) for name, tree in begun.items()}
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jgraph.autodiff import replay
 from jgraph.callables.plan import PlanFunction
+from jgraph.callables.shaped import filled, reads_of
 from jgraph.mesh import Axis
 from jgraph.tree import leaf_names
 
@@ -58,17 +58,13 @@ class End:
 
         outer = jax.eval_shape(cast, kept)
         names = leaf_names(outer)
-        jaxpr = jax.make_jaxpr(alone)(outer, *args).jaxpr
-        needed, _ = replay.needs(jaxpr, [True] * len(jaxpr.outvars))
-        reads = tuple(i for i in range(len(names)) if needed[i])
+        reads = reads_of(jax.make_jaxpr(alone)(outer, *args).jaxpr, len(names))
         return cls(alone, outer, kept, reads, tuple(sharded.get(names[i]) for i in reads))
 
     def __call__(self, arrays: Sequence[Array], *args: Tree) -> Array:
         """Calls the function with the parameters that it reads."""
-        given = dict(zip(self.reads, arrays, strict=True))
         leaves, structure = jax.tree.flatten(self.outer)
-        filled = [given[i] if i in given else replay.zeros(leaf) for i, leaf in enumerate(leaves)]
-        return self.fn(structure.unflatten(filled), *args)
+        return self.fn(structure.unflatten(filled(leaves, self.reads, arrays)), *args)
 
     @cached_property
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
