@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from jgraph.errors import ConfigError, check_choice
+from jgraph.errors import ConfigError, check_choice, require
 from jgraph.mesh import Axis
 from jgraph.precision.config import XLA_OPTIONS as FP8_XLA_OPTIONS
 from jgraph.precision.config import FP8Config
@@ -216,8 +216,7 @@ def _expert_axes(shapes: Mapping[str, Any], axes: Mapping[str, int], ranks: int,
             message = f"must be {axis}, the axis of experts"
             raise ConfigError(f"`shard_rules` shards {name} along axis {axes[name]}: {message}", field="shard_rules")
         found[name] = axis
-    if not found:
-        raise ConfigError(f"`experts` is {devices}: must be 1 for a model without experts", field="experts")
+    require(bool(found), "experts", devices, "1 for a model without experts")
     return found
 
 
@@ -279,7 +278,6 @@ def value_and_grads(
     Returns:
         The auxiliary output, the shards of the summed gradients, and the gradient of `observed` on this device.
     """
-
     whole = gathered(parts, shards, dtypes)
     value, pull_back, aux = jax.vjp(loss, whole, observed, has_aux=True)
     if reshard_after_forward:
