@@ -180,33 +180,17 @@ def chosen_axes(tree: Tree, ranks: int, choices: FSDPChoices) -> tuple[dict[str,
         The axes from rules and annotations, and the axes of arrays of experts if experts are spread over devices.
 
     Raises:
-        ConfigError: If a rule, an annotation or `experts` does not fit the parameters.
+        ConfigError: If a rule or an annotation does not fit the parameters, the number of experts or of devices for them does
+            not fit `ranks`, there are no experts, or a rule requests another axis for them.
     """
-    names = leaf_names(tree)
+    names, devices = leaf_names(tree), choices.experts
     axes = asked_axes(names, choices.shard_rules, choices.annotations)
-    if choices.experts == 1 and choices.shards == "everything":
+    if devices == 1 and choices.shards == "everything":
         return axes, {}
-    shapes = dict(zip(names, jax.tree.leaves(tree), strict=True))
-    return axes, _expert_axes(shapes, axes, ranks, choices.experts)
-
-
-def _expert_axes(shapes: Mapping[str, Any], axes: Mapping[str, int], ranks: int, devices: int) -> dict[str, int]:
-    """Returns the axis of experts of every array that has one, by name.
-
-    Args:
-        shapes: Shapes of all parameters by name.
-        axes: Requested axes by name, as `asked_axes` returns them.
-        ranks: Size of the axis `fsdp`.
-        devices: Number of devices that experts are spread over.
-
-    Raises:
-        ConfigError: If `devices` does not divide `ranks`, there are no experts, `ranks` does not divide their number, or a rule
-            requests another axis for them.
-    """
-    if devices < 1 or ranks % devices:
+    if ranks % devices:
         raise ConfigError(f"`experts` is {devices}: must divide the {ranks} devices of `fsdp`", field="experts")
     found: dict[str, int] = {}
-    for name, leaf in shapes.items():
+    for name, leaf in zip(names, jax.tree.leaves(tree), strict=True):
         if (axis := expert_axis(name, leaf.ndim)) is None:
             continue
         if leaf.shape[axis] % ranks:
@@ -217,7 +201,7 @@ def _expert_axes(shapes: Mapping[str, Any], axes: Mapping[str, int], ranks: int,
             raise ConfigError(f"`shard_rules` shards {name} along axis {axes[name]}: {message}", field="shard_rules")
         found[name] = axis
     require(bool(found), "experts", devices, "1 for a model without experts")
-    return found
+    return axes, found
 
 
 def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, Any]) -> dict[str, int]:
