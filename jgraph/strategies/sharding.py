@@ -18,8 +18,7 @@ from jax.typing import DTypeLike
 
 from jgraph.errors import ConfigError, check_choice, require
 from jgraph.mesh import Axis
-from jgraph.precision.config import XLA_OPTIONS as FP8_XLA_OPTIONS
-from jgraph.precision.config import FP8Config
+from jgraph.precision.config import XLA_OPTIONS as FP8_XLA_OPTIONS, FP8Config
 from jgraph.strategies.checks import check_count, float_dtype, strings
 from jgraph.strategies.objective import Tree
 from jgraph.strategies.overlap import reduce_in_buckets
