@@ -16,46 +16,38 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jgraph.autodiff import split_backward as split_backward
-    from jgraph.callables import Borrowed as Borrowed
-    from jgraph.callables import fold_key as fold_key
-    from jgraph.callables import make_graphed_callables as make_graphed_callables
+    from jgraph.callables import Borrowed as Borrowed, fold_key as fold_key, make_graphed_callables as make_graphed_callables
     from jgraph.checkpoint import Checkpoints as Checkpoints
-    from jgraph.errors import CallableError as CallableError
-    from jgraph.errors import CheckpointError as CheckpointError
-    from jgraph.errors import CompilerOptionError as CompilerOptionError
-    from jgraph.errors import ConfigError as ConfigError
-    from jgraph.errors import DataError as DataError
-    from jgraph.errors import DonationError as DonationError
-    from jgraph.errors import JgraphError as JgraphError
-    from jgraph.errors import NonFiniteError as NonFiniteError
-    from jgraph.errors import OrderError as OrderError
-    from jgraph.errors import OwnershipError as OwnershipError
-    from jgraph.errors import ShapeError as ShapeError
-    from jgraph.errors import SplitError as SplitError
-    from jgraph.errors import TargetError as TargetError
-    from jgraph.inference.generate import generate as generate
-    from jgraph.inference.generate import stream as stream
+    from jgraph.errors import (
+        CallableError as CallableError,
+        CheckpointError as CheckpointError,
+        CompilerOptionError as CompilerOptionError,
+        ConfigError as ConfigError,
+        DataError as DataError,
+        DonationError as DonationError,
+        JgraphError as JgraphError,
+        NonFiniteError as NonFiniteError,
+        OrderError as OrderError,
+        OwnershipError as OwnershipError,
+        ShapeError as ShapeError,
+        SplitError as SplitError,
+        TargetError as TargetError,
+    )
+    from jgraph.inference.generate import generate as generate, stream as stream
     from jgraph.kernels.grouped import grouped_dot as grouped_dot
     from jgraph.kernels.norm import rms_norm as rms_norm
     from jgraph.loss import cross_entropy as cross_entropy
     from jgraph.mesh import BATCH_AXES as BATCH_AXES
-    from jgraph.modules import Decoder as Decoder
-    from jgraph.modules import functional as functional
+    from jgraph.modules import Decoder as Decoder, functional as functional
     from jgraph.moe import MoEConfig as MoEConfig
     from jgraph.moe._layer import MoE as MoE
-    from jgraph.pipeline import Pipelined as Pipelined
-    from jgraph.pipeline import PipelineModel as PipelineModel
-    from jgraph.pipeline import split_embedding as split_embedding
+    from jgraph.pipeline import Pipelined as Pipelined, PipelineModel as PipelineModel, split_embedding as split_embedding
     from jgraph.precision.config import FP8Config as FP8Config
     from jgraph.precision.transform import fp8 as fp8
-    from jgraph.schedule import Order as Order
-    from jgraph.schedule import Schedule as Schedule
+    from jgraph.schedule import Order as Order, Schedule as Schedule
     from jgraph.scopes import scope as scope
-    from jgraph.step import elementwise as elementwise
-    from jgraph.step import train_step as train_step
-    from jgraph.strategies import FullySharded as FullySharded
-    from jgraph.strategies import Loss as Loss
-    from jgraph.strategies import Replicated as Replicated
+    from jgraph.step import elementwise as elementwise, train_step as train_step
+    from jgraph.strategies import FullySharded as FullySharded, Loss as Loss, Replicated as Replicated
     from jgraph.train.loaded import load as load
     from jgraph.xla.explain import explain as explain
 

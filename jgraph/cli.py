@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Protocol, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import tyro
 from rich.console import Console
@@ -186,23 +186,7 @@ def end_at_once(prog: str, describe: Callable[[], str], fields: Collection[str] 
         os._exit(HUNG)
 
 
-class Main(Protocol):
-    """The `main` function of a command."""
-
-    def __call__(self, argv: Sequence[str] | None = None, prog: str = ...) -> int:
-        """Runs the command.
-
-        Args:
-            argv: The arguments. Default: those of the process.
-            prog: The command as the user starts it, for the usage line and errors.
-
-        Returns:
-            The exit code, as in `run`.
-        """
-        ...
-
-
-def command(prog: str, about: str | None, *acts: Callable[..., None]) -> Main:
+def command(prog: str, about: str | None, *acts: Callable[..., None]) -> Callable[..., int]:
     """Returns the `main` function of a command.
 
     Args:
@@ -212,7 +196,8 @@ def command(prog: str, about: str | None, *acts: Callable[..., None]) -> Main:
             positional-only ones. Docstrings are the help of the flags.
 
     Returns:
-        The function.
+        A function of the arguments and the command as the user starts it. Without arguments, it reads those of the process.
+        Its result is the exit code, as in `run`.
     """
 
     def later(act: Callable[..., None]) -> Callable[..., Callable[[], None]]:

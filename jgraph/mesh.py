@@ -60,6 +60,10 @@ def with_batch_axes(fn: Callable[..., _T]) -> Callable[..., _T]:
         The function, with the same arguments and results.
     """
 
+    def not_a_batch_axis(axis: str) -> ConfigError:
+        allowed = f"{' or '.join(map(repr, BATCH_AXES))}, or jgraph.BATCH_AXES for both"
+        return ConfigError(f"`axis_name` is {axis!r}: must be {allowed}", field="axis_name")
+
     @functools.wraps(fn)
     def bound(*args: Any) -> _T:
         try:
@@ -68,7 +72,7 @@ def with_batch_axes(fn: Callable[..., _T]) -> Callable[..., _T]:
             if not _unbound_axis(e):
                 raise
         missing = [axis for axis in BATCH_AXES if not _is_bound(axis)]
-        with refused_axes(_not_a_batch_axis):
+        with refused_axes(not_a_batch_axis):
             return functools.reduce(_over_one, missing, fn)(*args)
 
     return bound
@@ -83,12 +87,6 @@ def refused_axes(error: Callable[[str], JgraphError]) -> Iterator[None]:
         if axis := _unbound_axis(e):
             raise error(axis) from None
         raise
-
-
-def _not_a_batch_axis(axis: str) -> ConfigError:
-    allowed = " or ".join(map(repr, BATCH_AXES))
-    message = f"`axis_name` is {axis!r}: must be {allowed}, or jgraph.BATCH_AXES for both"
-    return ConfigError(message, field="axis_name")
 
 
 def _unbound_axis(error: NameError) -> str:

@@ -17,7 +17,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, require
 from jgraph.mesh import with_batch_axes
 from jgraph.tree import leaf_names
 
@@ -148,8 +148,7 @@ def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> F
         if not callable(getattr(made, "loss", None)):
             message = f"`make` returns {type(made).__name__}: must return a module with a method loss(batch)"
             raise ConfigError(message, field="make")
-        if batch is None:
-            raise ConfigError("`batch` is None: must be arrays or shapes of a batch for a Linen module", field="batch")
+        require(batch is not None, "batch", batch, "arrays or shapes of a batch for a Linen module")
         return _linen(made, batch, key)
     if not isinstance(made, nnx.Module):
         raise ConfigError(f"`make` returns {made!r}: must return a Flax module, nnx.Module or linen.Module", field="make")
@@ -158,10 +157,9 @@ def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> F
 
 def _check_make(make: Any) -> None:
     """Raises ConfigError unless `make` can be called without arguments."""
-    if isinstance(make, nnx.Module | nn.Module) or not callable(make):
-        what = type(make).__name__ if callable(make) else repr(make)
-        message = f"`make` is {what}: must be a function that returns a module, e.g. lambda: Model(nnx.Rngs(0))"
-        raise ConfigError(message, field="make")
+    fits = callable(make) and not isinstance(make, nnx.Module | nn.Module)
+    what = type(make).__name__ if callable(make) else repr(make)
+    require(fits, "make", what, "a function that returns a module, e.g. lambda: Model(nnx.Rngs(0))")
     try:
         inspect.signature(partial(make.__init__, None) if isinstance(make, type) else make).bind()
     except TypeError as e:
@@ -207,8 +205,7 @@ def _named(shapes: Tree, specs: Tree) -> dict[str, PartitionSpec | None]:
 
 
 def _decoder(module: Any) -> Decoder | None:
-    make = getattr(module, "cached_decoder", None)
-    return None if make is None else make()
+    return module.cached_decoder() if hasattr(module, "cached_decoder") else None
 
 
 def _seeded(streams: Tree, key: Array) -> Tree:

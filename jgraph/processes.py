@@ -67,7 +67,11 @@ def connect(
         )
     where = f"`distributed.coordinator` is {coordinator}" if coordinator else f"started by {found}"
     if process_id == 0:
-        _check_free(coordinator)
+        try:
+            socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()  # otherwise JAX crashes
+        except OSError as e:
+            must = f"must have a port that is free on this machine ({e.strerror})"
+            raise ConfigError(f"{where}: {must}", field="distributed.coordinator") from e
     # The trainer handles SIGTERM. JAX's service would intercept it.
     jax.config.update("jax_enable_preemption_service", False)
     error = _initialize(
@@ -150,14 +154,3 @@ def _initialize(patience: float, **arguments: Any) -> str:
     thread.start()
     thread.join(patience)
     return problem[0]
-
-
-def _check_free(coordinator: str) -> None:
-    port = int(coordinator.rpartition(":")[2])
-    try:
-        socket.create_server(("", port)).close()  # otherwise JAX crashes
-    except OSError as e:
-        raise ConfigError(
-            f"`distributed.coordinator` is {coordinator}: must have a port that is free on this machine ({e.strerror})",
-            field="distributed.coordinator",
-        ) from e

@@ -10,8 +10,7 @@ import tomllib
 import pytest
 from tokenizers import Tokenizer, models
 
-from jgraph import __main__ as command
-from jgraph import aot, evaluate, sample
+from jgraph import __main__ as command, aot, evaluate, sample
 from jgraph.data.__main__ import main as data
 from jgraph.errors import ConfigError, download_hint
 from jgraph.inspect.__main__ import main as inspect_main

@@ -4,5 +4,4 @@ from jgraph.callables._api import make_graphed_callables as make_graphed_callabl
 from jgraph.callables._borrowed import Borrowed as Borrowed
 from jgraph.callables._callable import Graphed as Graphed
 from jgraph.callables._compile import fold_key as fold_key
-from jgraph.callables._group import GraphedCallables as GraphedCallables
-from jgraph.callables._group import RunResult as RunResult
+from jgraph.callables._group import GraphedCallables as GraphedCallables, RunResult as RunResult

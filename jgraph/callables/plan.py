@@ -12,9 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jgraph.callables._compile import Copies, Executable, compile_tasks, interface
-from jgraph.callables._dataflow import Flow, Join, Outputs, segments_of
-from jgraph.callables._dataflow import Loss as Loss
-from jgraph.callables._dataflow import PlanFunction as PlanFunction
+from jgraph.callables._dataflow import Flow, Join, Loss as Loss, Outputs, PlanFunction as PlanFunction, segments_of
 from jgraph.callables.shaped import Shaped
 from jgraph.schedule.schedule import Schedule
 from jgraph.xla import CaptureReport

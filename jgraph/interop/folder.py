@@ -111,7 +111,11 @@ class Folder:
             listed = self._json(INDEX_FILE).get("weight_map")
             if not isinstance(listed, dict) or not listed:
                 raise self.error(f"{INDEX_FILE} has no `weight_map`")
-            files = {name: self.path / self._inside(file) for name, file in listed.items()}
+            for file in listed.values():  # a path may lead out of the folder
+                if not isinstance(file, str) or not file or Path(file).name != file:
+                    must = "must be the name of a file in the folder, without a path"
+                    raise self.error(f"{INDEX_FILE} has the file {file!r}: {must}")
+            files = {name: self.path / file for name, file in listed.items()}
         elif (self.path / WEIGHTS_FILE).exists():
             files = dict.fromkeys(self._names(self.path / WEIGHTS_FILE), self.path / WEIGHTS_FILE)
         else:
@@ -123,12 +127,6 @@ class Folder:
             if missing := [name for name, own in files.items() if own == file and name not in there]:
                 raise self.error(f"{file.name} has no tensor {_some(missing)}, which {INDEX_FILE} lists in it")
         return files
-
-    def _inside(self, file: object) -> str:
-        """Returns the name of a file in the index. Raises ConfigError for a path, which may lead out of the folder."""
-        if not isinstance(file, str) or not file or Path(file).name != file:
-            raise self.error(f"{INDEX_FILE} has the file {file!r}: must be the name of a file in the folder, without a path")
-        return file
 
     def _names(self, file: Path) -> list[str]:
         with self._reading(file.name):

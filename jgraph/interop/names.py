@@ -89,12 +89,8 @@ def side_by_side(
 def check_filled(parts: Mapping[str, Sequence[Part]], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Asserts that the parts fill the parameters of a model. Otherwise its `HuggingFace` is wrong."""
     assert parts.keys() == shapes.keys(), "the model's `hugging_face` lacks a parameter, or has an unknown one"
-    assert all(_fill(parts[name], shape) for name, shape in shapes.items()), "the tensors do not fill their parameter"
-
-
-def _fill(parts: Sequence[Part], shape: tuple[int, ...]) -> bool:
-    """Returns True if the parts are inside a parameter of this shape and have as many elements."""
-    inside = all(len(part.start) == len(shape) for part in parts) and all(
-        box.stop <= size for part in parts for box, size in zip(part.box, shape, strict=True)
-    )
-    return inside and sum(math.prod(part.shape) for part in parts) == math.prod(shape)
+    for name, shape in shapes.items():
+        boxes = [part.box for part in parts[name]]
+        inside = all(len(box) == len(shape) and all(map(lambda own, size: own.stop <= size, box, shape)) for box in boxes)
+        fills = inside and sum(math.prod(part.shape) for part in parts[name]) == math.prod(shape)
+        assert fills, "the tensors do not fill their parameter"

@@ -77,7 +77,10 @@ def write(
         for number, names in enumerate(files, start=1):
             file = WEIGHTS_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             held = dict(next(tensors) for _ in names)
-            _save(held, partial / file)
+            try:
+                save_file(held, partial / file, metadata={"format": "pt"})  # required by transformers
+            except SafetensorError as e:
+                raise OSError(str(e)) from e
             index |= dict.fromkeys(held, file)
             total += sum(array.nbytes for array in held.values())
         if len(files) > 1:
@@ -110,13 +113,6 @@ def _tensors(
         for part in own:
             array = whole[part.box].reshape(part.own_shape)
             yield part.tensor, np.ascontiguousarray(array.T if part.order == "transposed" else array, dtype=dtype)
-
-
-def _save(tensors: dict[str, np.ndarray], file: Path) -> None:
-    try:
-        save_file(tensors, file, metadata={"format": "pt"})  # required by transformers
-    except SafetensorError as e:
-        raise OSError(str(e)) from e
 
 
 def _write_json(path: Path, fields: Mapping[str, Any]) -> None:

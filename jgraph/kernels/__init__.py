@@ -3,8 +3,10 @@
 from jgraph.kernels.attention import rotary_attention as rotary_attention
 from jgraph.kernels.documents import document_attention as document_attention
 from jgraph.kernels.norm import rms_norm as rms_norm
-from jgraph.kernels.quantize import Quantized as Quantized
-from jgraph.kernels.quantize import Slot as Slot
-from jgraph.kernels.quantize import amax as amax
-from jgraph.kernels.quantize import cast as cast
-from jgraph.kernels.quantize import cast_transpose as cast_transpose
+from jgraph.kernels.quantize import (
+    Quantized as Quantized,
+    Slot as Slot,
+    amax as amax,
+    cast as cast,
+    cast_transpose as cast_transpose,
+)

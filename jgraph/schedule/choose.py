@@ -118,7 +118,10 @@ def best(
             continue
         if schedule.num_chunks != count:
             continue
-        own = _with_head(costs.per_chunk(count), schedule.num_stages, engine.head)
+        own = costs.per_chunk(count)
+        if engine.head:
+            forward = own.table(schedule.num_stages)[FORWARD].tolist()
+            own = replace(own, forward=[*forward[:-1], forward[-1] + engine.head])
         run = simulate(schedule, own, latency=latency, execution=engine.execution)
         share = {pool: size if pool in ("activation", "gradient") else size / count for pool, size in sizes.items()}
         peak = float(run.peak(share).max())
@@ -146,11 +149,3 @@ def best(
             verdict = f"{time / fastest - 1:.1%} slower"
         candidates += [replace(candidate, verdict=verdict)] if candidate is not winner else []
     return Choice(schedule, (*candidates, *refused.values()))
-
-
-def _with_head(costs: Costs, num_stages: int, head: float) -> Costs:
-    """Returns `costs` with `head` added to the forward of the last stage."""
-    if not head:
-        return costs
-    forward = costs.table(num_stages)[FORWARD]
-    return replace(costs, forward=[*forward[:-1].tolist(), float(forward[-1]) + head])

@@ -96,14 +96,6 @@ def _alternating(name: str, P: int, C: int, forwards: np.ndarray, warmups: Seque
     return Schedule(orders, loop(P, C), name=name)
 
 
-def _gpipe(P: int, M: int, C: int) -> Schedule:
-    return _alternating("gpipe", P, C, np.repeat(np.arange(C), M), [M * C] * P)
-
-
-def _one_f_one_b(P: int, M: int, C: int) -> Schedule:
-    return _alternating("1f1b", P, C, np.zeros(M, np.int32), range(P)[::-1])
-
-
 def _interleaved(P: int, M: int, C: int) -> Schedule:
     """Interleaved 1F1B in the groups of `_bounds`."""
     forwards = forward_sequence(_bounds(P, M), C)[0]
@@ -280,8 +272,8 @@ def _aligned(P: int, M: int, C: int) -> Schedule:
 
 
 _GENERATORS: dict[str, tuple[Callable[[int, int, int], Schedule], tuple[int, ...] | None]] = {
-    "gpipe": (_gpipe, None),
-    "1f1b": (_one_f_one_b, (1,)),
+    "gpipe": (lambda P, M, C: _alternating("gpipe", P, C, np.repeat(np.arange(C), M), [M * C] * P), None),
+    "1f1b": (lambda P, M, C: _alternating("1f1b", P, C, np.zeros(M, np.int32), range(P)[::-1]), (1,)),
     "interleaved-1f1b": (_interleaved, None),
     "zb-h1": (_zero_bubble("zb-h1", lambda P, r: P - r, lambda P: P), (1,)),
     "zb-h2": (_zero_bubble("zb-h2", lambda P, r: 2 * (P - r) - 1, lambda P: 2 * P - 1), (1,)),

@@ -157,19 +157,6 @@ def simulate(
     if not isinstance(latency, (int, float)) or not 0 <= latency < float("inf"):
         raise OrderError(f"`latency` is {latency!r}: must be a time >= 0", field="latency")
     table = (costs or Costs()).table(schedule.num_stages)
-    starts, ends = _action_times(schedule, table, latency, execution)
-    return Simulation(schedule, starts, ends, latency)
-
-
-def _action_times(schedule: Schedule, table: np.ndarray, latency: float, execution: Execution):
-    """Computes the start and end of every action, two tuples of float64 [N] per rank.
-
-    Args:
-        schedule: The schedule.
-        table: Cost by kind and stage, [4, S].
-        latency: Time of a transfer to another rank.
-        execution: How ranks synchronize.
-    """
     ranks, home = range(schedule.num_ranks), schedule.home.tolist()
     neighbours = [{r} for r in ranks]
     for a, b in pairwise(schedule.rank_of_stage.tolist()):
@@ -177,7 +164,7 @@ def _action_times(schedule: Schedule, table: np.ndarray, latency: float, executi
         neighbours[b].add(a)
     lengths = [len(order) for order in schedule.orders]
     took = np.concatenate([table[o.kinds, s] for o, s in zip(schedule.orders, schedule.stages, strict=True)])
-    rank, costs = np.repeat(ranks, lengths).tolist(), took.tolist()
+    rank, durations = np.repeat(ranks, lengths).tolist(), took.tolist()
     ticks, needs, makes = (np.concatenate(rows).tolist() for rows in (schedule.ticks, *schedule.links))
     starts, arrived, clock, now = np.zeros(len(ticks)), [0.0] * len(home), [0.0] * len(ranks), 0
     for i in np.argsort(ticks, kind="stable").tolist():
@@ -191,6 +178,7 @@ def _action_times(schedule: Schedule, table: np.ndarray, latency: float, executi
         if need >= 0:
             clock[r] = max(clock[r], arrived[need] + latency * (home[need] != r))
         starts[i] = clock[r]
-        clock[r] += costs[i]
+        clock[r] += durations[i]
         arrived[makes[i]] = clock[r]
-    return tuple(tuple(np.split(times, np.cumsum(lengths)[:-1])) for times in (starts, starts + took))
+    starts, ends = (tuple(np.split(times, np.cumsum(lengths)[:-1])) for times in (starts, starts + took))
+    return Simulation(schedule, starts, ends, latency)

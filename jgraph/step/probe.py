@@ -6,7 +6,7 @@ model as for a packed array with this parameter, and no output mixes the element
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -117,7 +117,9 @@ def _of_equation(eqn: core.JaxprEqn, given: list[Expression]) -> Sequence[Expres
     results = {var.aval.shape for var in eqn.outvars}  # pyright: ignore[reportAttributeAccessIssue]
     if name in _MIXING or len(shapes) > 1 or (shapes and results != shapes):
         return [_MIXED] * len(eqn.outvars)
-    return [_digest(name, _choices(eqn.params), given, i) for i in range(len(eqn.outvars))]
+    # Parameters of other types describe shapes.
+    choices = sorted((key, repr(v)) for key, v in eqn.params.items() if isinstance(v, bool | int | float | str | np.dtype))
+    return [_digest(name, choices, given, i) for i in range(len(eqn.outvars))]
 
 
 def _digest(*parts: Any) -> str:
@@ -127,12 +129,6 @@ def _digest(*parts: Any) -> str:
         for part in parts
     ]
     return hashlib.blake2b(repr(ordered).encode(), digest_size=16).hexdigest()
-
-
-def _choices(params: Mapping[str, Any]) -> str:
-    """Returns the parameters of an equation that do not describe shapes."""
-    kept = {name: value for name, value in params.items() if isinstance(value, bool | int | float | str | np.dtype)}
-    return repr(sorted(kept.items(), key=lambda item: item[0]))
 
 
 def _constant(value: Any) -> Expression:

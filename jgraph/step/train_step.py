@@ -174,8 +174,7 @@ class TrainStep:
     frozen: frozenset[str]
 
     def __repr__(self) -> str:
-        devices = 1 if self.mesh is None else self.mesh.size
-        size = sum(leaf.size for leaf in jax.tree.leaves(self.shapes))
+        size, devices = sum(leaf.size for leaf in jax.tree.leaves(self.shapes)), self.num_devices
         return f"TrainStep({size:,} parameters on {devices} device{'s' * (devices > 1)}, {type(self.bound).__name__})"
 
     @property
@@ -279,11 +278,6 @@ class TrainStep:
 
     # --- Batches ---
 
-    @property
-    def batch_sharding(self) -> NamedSharding | None:
-        """Sharding of the leaves of a placed batch, [M, B/M, ...]. None on one device."""
-        return self.bound.batches.sharding
-
     def batch_rows(self, rows: int) -> np.ndarray:
         """Returns the indices of the rows that this process passes to `place`, in ascending order.
 
@@ -312,7 +306,7 @@ class TrainStep:
             batch: Leaves [B, ...]. With several processes, the rows that `batch_rows` lists for this process, in that order.
 
         Returns:
-            Arrays [M, B/M, ...] with `batch_sharding`. On one device, `batch` itself.
+            Arrays [M, B/M, ...] with the second axis sharded over the data ranks. On one device, `batch` itself.
 
         Raises:
             ShapeError: If microbatches and data ranks cannot share the rows.

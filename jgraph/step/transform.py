@@ -6,17 +6,19 @@ declaration.
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import optax
 from jax import Array
 
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, require
 from jgraph.strategies.objective import Tree
 
 # optax.MultiSteps is no GradientTransformation.
 Transform: TypeAlias = optax.GradientTransformation | optax.MultiSteps
+
+_TRANSFORM = "an optax transform, e.g. optax.adam(1e-3), or jgraph.elementwise of one"
 
 
 class Elementwise(NamedTuple):
@@ -51,9 +53,8 @@ def elementwise(transform: Transform | Callable[[Tree], Transform]) -> Elementwi
     """
     if _is_transform(transform):
         return Elementwise(lambda is_matrix: transform)
-    if not callable(transform):
-        raise _no_transform(transform)
-    return Elementwise(transform)
+    require(callable(transform), "transform", repr(transform), _TRANSFORM)
+    return Elementwise(transform)  # pyright: ignore[reportArgumentType]
 
 
 def make_transform(declared: Elementwise, is_matrix: Tree) -> Transform:
@@ -70,8 +71,7 @@ def make_transform(declared: Elementwise, is_matrix: Tree) -> Transform:
 
 def check_transform(transform: Any) -> None:
     """Raises ConfigError unless `transform` is an optax transform, or is declared elementwise."""
-    if not isinstance(transform, Elementwise) and not _is_transform(transform):
-        raise _no_transform(transform)
+    require(isinstance(transform, Elementwise) or _is_transform(transform), "transform", repr(transform), _TRANSFORM)
 
 
 def apply_transform(transform: Transform, grads: Tree, opt_state: Tree, params: Tree, *, value: Array) -> tuple[Tree, Tree]:
@@ -87,7 +87,9 @@ def apply_transform(transform: Transform, grads: Tree, opt_state: Tree, params: 
     Raises:
         ConfigError: If `update` requires another keyword argument.
     """
-    extra = _accepted(transform.update, {"value": value, "grad": grads})
+    takes = inspect.signature(transform.update).parameters
+    any_name = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    extra = {name: given for name, given in {"value": value, "grad": grads}.items() if any_name or name in takes}
     try:
         return transform.update(grads, opt_state, params, **extra)
     except (TypeError, ValueError) as e:
@@ -110,18 +112,6 @@ def _missing(message: str) -> list[str]:
 def _is_transform(value: Any) -> TypeGuard[Transform]:
     """True for anything with the functions `init` and `update`."""
     return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
-
-
-def _accepted(update: Callable[..., Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments that an `update` accepts."""
-    parameters = inspect.signature(update).parameters
-    any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return {name: value for name, value in extra.items() if any_name or name in parameters}
-
-
-def _no_transform(value: Any) -> ConfigError:
-    message = f"`transform` is {value!r}: must be an optax transform, e.g. optax.adam(1e-3), or jgraph.elementwise of one"
-    return ConfigError(message, field="transform")
 
 
 def state_shardings(transform: Transform, opt_state: Tree, params: Tree, shardings: Tree, rest: Any) -> Tree:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jgraph.errors import ConfigError, ShapeError, check_choice
+from jgraph.errors import ConfigError, ShapeError, check_choice, require
 from jgraph.precision.config import FP8Config
 from jgraph.strategies.objective import Loss, Reduction, Tree, check_loss
 from jgraph.tree import leaf_names
@@ -27,14 +27,14 @@ _NOT_TRAINED = (
 
 def check_count(field: str, value: Any) -> None:
     """Raises ConfigError unless `value` is a positive integer."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"`{field}` is {_shown(value)}: must be a positive integer", field=field)
+    fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    require(fits, field, _shown(value), "a positive integer")
 
 
 def check_clip_norm(value: Any) -> None:
     """Raises ConfigError unless `value` is a positive number or None."""
-    if value is not None and (not isinstance(value, numbers.Real) or isinstance(value, bool) or not float(value) > 0):
-        raise ConfigError(f"`clip_norm` is {_shown(value)}: must be a positive number, or None to not clip", field="clip_norm")
+    fits = value is None or (isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value) > 0)
+    require(fits, "clip_norm", _shown(value), "a positive number, or None to not clip")
 
 
 def float_dtype(field: str, value: Any) -> Any:
@@ -50,10 +50,9 @@ def float_dtype(field: str, value: Any) -> Any:
 
 def check_fp8(config: Any, batch: Tree) -> None:
     """Raises ConfigError unless `config` is None, or a recipe and `batch` is given."""
-    if config is not None and not isinstance(config, FP8Config):
-        raise ConfigError(f"`fp8` is {config!r}: must be a jgraph.FP8Config, or None for no matmuls in FP8", field="fp8")
-    if config is not None and batch is None:
-        raise ConfigError("`batch` is None: must be arrays or shapes of a whole batch with `fp8`", field="batch")
+    fits = config is None or isinstance(config, FP8Config)
+    require(fits, "fp8", repr(config), "a jgraph.FP8Config, or None for no matmuls in FP8")
+    require(config is None or batch is not None, "batch", batch, "arrays or shapes of a whole batch with `fp8`")
 
 
 def random_key(value: Any) -> Array:
@@ -160,14 +159,11 @@ def check_batch(batch: Tree) -> None:
     if batch is None:
         raise ShapeError("`batch` is None: must be a tree of arrays with rows as first axes", field="batch")
     for name, leaf in _named(batch):
-        must = ""
-        if not _is_array(leaf):
-            example = f", e.g. np.full(rows, {leaf!r})" if isinstance(leaf, numbers.Number) else ""
-            must = f"must have only arrays with rows as first axes{example}"
-        elif not _is_numeric(leaf.dtype):
-            must = "must have NumPy or JAX arrays of numbers"
-        if must:
-            raise ShapeError(f"`batch` has {_shown(leaf)}{at(name)}: {must}", field="batch")
+        if _is_array(leaf) and _is_numeric(leaf.dtype):
+            continue
+        example = f", e.g. np.full(rows, {leaf!r})" if isinstance(leaf, numbers.Number) else ""
+        must = "NumPy or JAX arrays of numbers" if _is_array(leaf) else f"only arrays with rows as first axes{example}"
+        raise ShapeError(f"`batch` has {_shown(leaf)}{at(name)}: must have {must}", field="batch")
 
 
 # --- The loss ---
@@ -175,8 +171,7 @@ def check_batch(batch: Tree) -> None:
 
 def check_function(loss: Any) -> None:
     """Raises ConfigError unless `loss` is a function."""
-    if not callable(loss):
-        raise ConfigError(f"`loss` is {_shown(loss)}: must be a function of params, batch and key", field="loss")
+    require(callable(loss), "loss", _shown(loss), "a function of params, batch and key")
 
 
 def checked_loss(loss: Any, carried: Tree) -> Any:
@@ -269,8 +264,7 @@ def _is_numeric(dtype: DTypeLike) -> bool:
 def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
     """Returns the shape and the dtype of an array or a number; None as dtype for anything else."""
     if _is_array(leaf):
-        dtype = leaf.dtype
-        return tuple(leaf.shape), jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True) if _is_numeric(
-            dtype
-        ) else dtype
+        known = _is_numeric(leaf.dtype)
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True) if known else leaf.dtype
+        return tuple(leaf.shape), dtype
     return (), jnp.result_type(leaf) if isinstance(leaf, numbers.Number) else None

@@ -7,7 +7,6 @@ over microbatches and devices by the declared reductions. They become the state 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -20,7 +19,7 @@ from jgraph.precision.config import FP8Config
 Tree: TypeAlias = Any  # a pytree of arrays, or of their shapes
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["total", "weight", "aux", "carried"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Loss:
     """The result of a loss function: a sum with its weight, metrics and carried state.
@@ -50,7 +49,7 @@ LossFunction: TypeAlias = Callable[..., "Array | Loss"]
 Reduction: TypeAlias = Literal["max", "sum", "mean", "last", "halt"]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["total", "weight", "aux", "carried"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
     """Sums of a loss function over microbatches and devices, in float32.

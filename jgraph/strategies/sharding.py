@@ -16,10 +16,9 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from jgraph.errors import ConfigError, check_choice
+from jgraph.errors import ConfigError, check_choice, require
 from jgraph.mesh import Axis
-from jgraph.precision.config import XLA_OPTIONS as FP8_XLA_OPTIONS
-from jgraph.precision.config import FP8Config
+from jgraph.precision.config import XLA_OPTIONS as FP8_XLA_OPTIONS, FP8Config
 from jgraph.strategies.checks import check_count, float_dtype, strings
 from jgraph.strategies.objective import Tree
 from jgraph.strategies.overlap import reduce_in_buckets
@@ -180,33 +179,17 @@ def chosen_axes(tree: Tree, ranks: int, choices: FSDPChoices) -> tuple[dict[str,
         The axes from rules and annotations, and the axes of arrays of experts if experts are spread over devices.
 
     Raises:
-        ConfigError: If a rule, an annotation or `experts` does not fit the parameters.
+        ConfigError: If a rule or an annotation does not fit the parameters, the number of experts or of devices for them does
+            not fit `ranks`, there are no experts, or a rule requests another axis for them.
     """
-    names = leaf_names(tree)
+    names, devices = leaf_names(tree), choices.experts
     axes = asked_axes(names, choices.shard_rules, choices.annotations)
-    if choices.experts == 1 and choices.shards == "everything":
+    if devices == 1 and choices.shards == "everything":
         return axes, {}
-    shapes = dict(zip(names, jax.tree.leaves(tree), strict=True))
-    return axes, _expert_axes(shapes, axes, ranks, choices.experts)
-
-
-def _expert_axes(shapes: Mapping[str, Any], axes: Mapping[str, int], ranks: int, devices: int) -> dict[str, int]:
-    """Returns the axis of experts of every array that has one, by name.
-
-    Args:
-        shapes: Shapes of all parameters by name.
-        axes: Requested axes by name, as `asked_axes` returns them.
-        ranks: Size of the axis `fsdp`.
-        devices: Number of devices that experts are spread over.
-
-    Raises:
-        ConfigError: If `devices` does not divide `ranks`, there are no experts, `ranks` does not divide their number, or a rule
-            requests another axis for them.
-    """
-    if devices < 1 or ranks % devices:
+    if ranks % devices:
         raise ConfigError(f"`experts` is {devices}: must divide the {ranks} devices of `fsdp`", field="experts")
     found: dict[str, int] = {}
-    for name, leaf in shapes.items():
+    for name, leaf in zip(names, jax.tree.leaves(tree), strict=True):
         if (axis := expert_axis(name, leaf.ndim)) is None:
             continue
         if leaf.shape[axis] % ranks:
@@ -216,9 +199,8 @@ def _expert_axes(shapes: Mapping[str, Any], axes: Mapping[str, int], ranks: int,
             message = f"must be {axis}, the axis of experts"
             raise ConfigError(f"`shard_rules` shards {name} along axis {axes[name]}: {message}", field="shard_rules")
         found[name] = axis
-    if not found:
-        raise ConfigError(f"`experts` is {devices}: must be 1 for a model without experts", field="experts")
-    return found
+    require(bool(found), "experts", devices, "1 for a model without experts")
+    return axes, found
 
 
 def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, Any]) -> dict[str, int]:
@@ -279,7 +261,6 @@ def value_and_grads(
     Returns:
         The auxiliary output, the shards of the summed gradients, and the gradient of `observed` on this device.
     """
-
     whole = gathered(parts, shards, dtypes)
     value, pull_back, aux = jax.vjp(loss, whole, observed, has_aux=True)
     if reshard_after_forward:

@@ -11,8 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 from jax import Array
 from jax.sharding import Mesh
 

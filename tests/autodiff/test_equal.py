@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import jgraph
 from tests.autodiff.stages import STAGES, Stage, gradient_like, gradients_by_vjp, hidden, mlp, mlp_params, normal

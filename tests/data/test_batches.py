@@ -2,8 +2,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from jgraph.data import Ahead, Batches, Concatenated, Index, Source, apart, heldout_batches
 from jgraph.data._batches import shuffled_windows

@@ -1,6 +1,5 @@
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from jgraph.data._texts import count_heldout, cut, digest
 from jgraph.errors import ConfigError, DataError

@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jgraph.data import Batches, Index, Source, heldout_batches
 from jgraph.data._batches import _bits, _counts, _deal, permutation, shuffled_documents

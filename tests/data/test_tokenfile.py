@@ -4,8 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jgraph.data import Batches, Concatenated, TokenFile, heldout_batches, write_tokens
 from jgraph.data.tokenfile import read_header, read_tokens, verify

@@ -9,11 +9,13 @@ import pytest
 from jgraph.kernels import Slot, cast_transpose
 from jgraph.kernels.elementwise import Computed
 from jgraph.xla import compile_and_report
-from tests.kernels import test_attention as attention
-from tests.kernels import test_documents as documents
-from tests.kernels import test_grouped as grouped
-from tests.kernels import test_norm as norm
-from tests.kernels import test_swiglu as swiglu
+from tests.kernels import (
+    test_attention as attention,
+    test_documents as documents,
+    test_grouped as grouped,
+    test_norm as norm,
+    test_swiglu as swiglu,
+)
 from tests.kernels.test_quantize import (
     DTYPES,
     FUNCTIONS,

@@ -11,8 +11,7 @@ from tokenizers import models
 
 import jgraph
 from jgraph import evaluate
-from jgraph.data import heldout_batches
-from jgraph.data import load as load_corpus
+from jgraph.data import heldout_batches, load as load_corpus
 from jgraph.errors import ConfigError, DataError
 from jgraph.train import evaluation
 from jgraph.train.config import TrainConfig

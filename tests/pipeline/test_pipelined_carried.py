@@ -14,8 +14,7 @@ from jgraph.pipeline import Pipelined, PipelineModel
 from jgraph.schedule import generate
 from jgraph.step import train_step
 from jgraph.strategies import Loss, Replicated
-from tests.pipeline.test_pipelined_step import LAYERS, MICROBATCHES, WIDTH, embed, head, new_params, shapes
-from tests.pipeline.test_pipelined_step import MODEL as PLAIN
+from tests.pipeline.test_pipelined_step import LAYERS, MICROBATCHES, MODEL as PLAIN, WIDTH, embed, head, new_params, shapes
 
 # One array for all layers, which `split_carried` splits. `counts` starts from a value that no maximum of zeros has.
 CARRIED = {

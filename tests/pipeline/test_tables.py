@@ -5,8 +5,7 @@ A name is (pool, stage, microbatch). An unused result is None, and may overwrite
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from jgraph.errors import OrderError
 from jgraph.schedule import NAMES, Schedule, assign, generate, tabulate

@@ -3,8 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from jgraph.errors import JgraphError, OrderError
 from jgraph.schedule import NAMES, Costs, Engine, best, generate, simulate

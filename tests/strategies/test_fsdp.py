@@ -19,8 +19,7 @@ from jgraph.pipeline.strategy import BoundPipeline
 from jgraph.precision.config import FP8Config
 from jgraph.step import train_step
 from jgraph.step.transform import state_shardings
-from jgraph.strategies import FullySharded, Replicated, overlap
-from jgraph.strategies import sharding as fsdp
+from jgraph.strategies import FullySharded, Replicated, overlap, sharding as fsdp
 from jgraph.strategies.accumulate import accumulate
 from jgraph.strategies.objective import Carry, Objective, Sums
 from jgraph.strategies.sharding import ShardSpec

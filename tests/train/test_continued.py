@@ -11,8 +11,7 @@ import pytest
 import jgraph
 from jgraph import evaluate
 from jgraph.checkpoint import Checkpoints, store
-from jgraph.data import Batches
-from jgraph.data import load as load_corpus
+from jgraph.data import Batches, load as load_corpus
 from jgraph.errors import CheckpointError, ConfigError
 from jgraph.precision.config import FP8Config
 from jgraph.report import __main__ as report
