@@ -28,7 +28,6 @@ class RunDir:
         metrics: The logged steps, `metrics.jsonl`.
         checkpoints: The checkpoints, `checkpoints/`.
         lock_file: Process that writes in the directory, `lock`.
-        engine: The measured pipeline engine, `engine.json`.
         capacity: The expert capacity that the run has grown to, `capacity.json`.
         origin: Files that came with the initial weights or the data, such as a tokenizer, `origin/`.
         samples: Texts generated at the end of the run, `samples.jsonl`.
@@ -40,7 +39,6 @@ class RunDir:
         self.path = path
         self.config, self.metrics = path / "config.json", path / "metrics.jsonl"
         self.checkpoints, self.lock_file = path / "checkpoints", path / "lock"
-        self.engine = path / "engine.json"
         self.capacity = path / "capacity.json"
         self.origin = path / "origin"
         self.samples, self.tensorboard, self.wandb = path / "samples.jsonl", path / "tensorboard", path / "wandb.json"
