@@ -247,7 +247,7 @@ def _sharding(parallel: ParallelConfig, model: FunctionalModel) -> dict[str, Any
 
 
 def _compute_dtype(settings: Any) -> Any:
-    """Returns the dtype in which the model computes, or None if its settings have none."""
+    """Returns the compute dtype of the model, or None if its settings define no dtype."""
     dtype = getattr(settings, "compute_dtype", None)
     return None if dtype is None else jnp.dtype(dtype)
 
