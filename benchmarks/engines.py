@@ -1,4 +1,4 @@
-"""What `--pp-engine auto --schedule auto` chooses for a run, from nothing compiled, how long that takes, and its table.
+"""The choice of `--pp-engine auto --schedule auto` for a run, the time that it takes, and the printed predictions.
 
     python -m benchmarks run engines --work launch-bound gpt-1b3 gpt-1b3-fp8
 

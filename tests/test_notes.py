@@ -28,7 +28,6 @@ WRITTEN = {
     "report.html",
     "tensorboard/",
     "wandb.json",
-    "engine.json",
     "capacity.json",
     "profile.json",
     "profile/profile.html",

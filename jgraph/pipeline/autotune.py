@@ -89,7 +89,6 @@ def choose(
     *,
     parts: Parts,
     memory_limit: float | None,
-    layers: int | None = None,
     engines: Sequence[str] = ("program",),
 ) -> Choice:
     """Returns the fastest schedule that fits in memory.
@@ -100,13 +99,12 @@ def choose(
         inputs: Shapes of the microbatches of `Pipeline.step`.
         parts: Times from `measure`.
         memory_limit: Bytes for the pools of a rank; None for no limit.
-        layers: Number of layers of the model; None for those of `pipeline`.
         engines: Engines that may play the schedule, by the names of `Pipelined.engine`.
 
     Raises:
         OrderError: If no schedule fits. The message has the missing bytes.
     """
-    ranks, layers = pipeline.schedule.num_ranks, layers or pipeline.layout.num_layers
+    ranks, layers = pipeline.schedule.num_ranks, pipeline.layout.num_layers
     layers_per_rank = -(-layers // ranks)
     slots = slot_bytes(pipeline, params, inputs, layers=layers_per_rank)
 
@@ -172,14 +170,14 @@ def measure(
         programs = list(threads.map(lambda one: compile_and_report(one, options if chosen else {}), lowered))
     seconds, kernels = {}, 0
     for (part, (_, shapes)), (run, report) in zip(wanted.items(), programs, strict=True):
-        given = list(filled(shapes))
+        given = list(_filled(shapes))
 
         def call(run: Any = run, given: list[Any] = given, keeps: bool = part != "wgrad") -> Any:
             out = run(*given)
             given[0] = given[0] if keeps else out
             return out
 
-        seconds[part] = share(seconds_of(call) / (1 if part == "head" else _CALLS))
+        seconds[part] = share(_seconds_of(call) / (1 if part == "head" else _CALLS))
         kernels += report.total if part != "head" and report is not None else 0
     return Parts(**seconds, kernels=kernels)
 
@@ -243,28 +241,27 @@ def _zeros(fn: Callable[..., Any], *args: Any) -> Any:
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(fn, *args))
 
 
-def filled(shapes: Tree, *, zero: Callable[[Any], bool] = lambda path: False) -> Tree:
+def _filled(shapes: Tree) -> Tree:
     """Makes arrays for timing, by one small program.
 
-    Floats are pseudorandom, because zeros draw less power, so a device computes them faster.
+    Floats are pseudorandom, because zeros draw less power, so a device computes them faster. Integers are zeros.
 
     Args:
         shapes: Shapes; arrays without a sharding are put on the first local device.
-        zero: Returns True for paths of leaves to fill with zeros. Integers are zeros too.
     """
     here = SingleDeviceSharding(jax.local_devices()[0])
 
-    def fill(path: Any, s: Any) -> Array:
-        if zero(path) or not jnp.issubdtype(s.dtype, jnp.floating):
+    def fill(s: Any) -> Array:
+        if not jnp.issubdtype(s.dtype, jnp.floating):
             return jnp.zeros(s.shape, s.dtype)
         mixed = lax.iota(jnp.uint32, math.prod(s.shape)) * jnp.uint32(2654435761)  # 2**32 over the golden ratio
         return (0.07 * ((mixed >> 8).astype(jnp.float32) / 2**24 - 0.5)).astype(s.dtype).reshape(s.shape)
 
     where = jax.tree.map(lambda s: s.sharding or here, shapes)
-    return jax.jit(lambda: jax.tree_util.tree_map_with_path(fill, shapes), out_shardings=where)()
+    return jax.jit(lambda: jax.tree.map(fill, shapes), out_shardings=where)()
 
 
-def seconds_of(run: Callable[[], Any]) -> float:
+def _seconds_of(run: Callable[[], Any]) -> float:
     """Returns the median time of a call that returns arrays, over repeats of many calls, after two calls of warmup."""
     jax.block_until_ready(run())
     start = time.perf_counter()

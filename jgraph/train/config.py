@@ -124,8 +124,8 @@ class PipelineConfig:
     schedule that fits."""
     pp_engine: Literal["program", "dispatch", "auto"] = "program"
     """`program` compiles one SPMD program for all ranks. `dispatch` compiles one executable per rank and stage, started by the
-    host (MPMD). `auto` times both and stores the faster one in the run directory. With `schedule` auto, it times the best
-    schedule of each."""
+    host (MPMD). `auto` takes the engine with the smaller predicted time. With `schedule` auto, it compares all schedules with
+    both engines."""
     memory_limit: float = 0.0
     """With `schedule` auto: GiB per device for arrays kept between forward, dgrad and wgrad. 0 means no limit."""
 

@@ -148,7 +148,7 @@ def _of_run(path: Path, step: int | None, module: str) -> Loaded:
     saved = SavedRun(path, step, module=module)
     model = saved.model
     params = jax.tree_util.tree_map_with_path(lambda key, _: jnp.asarray(saved.read(path_name(key))), model.shapes)
-    carried = jax.tree_util.tree_map_with_path(lambda key, _: jnp.asarray(saved.read_carried(key)), model.carried)
+    carried = saved.place(carried=model.carried)["carried"]
     saved.close()
     source = f"{path} after {saved.step} steps"
     return Loaded(model, params, carried, tokenizer_of(saved), saved.config, saved.config.input.seq_len, source)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import resource
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jgraph.errors import os_errors
+from jgraph.train.rundir import replace_text
 from jgraph.train.trackers import Tracker
 
 
@@ -41,9 +41,7 @@ class MetricsLog:
         text = "".join(f"{line}\n" for line in kept)
         with os_errors("run_dir", path):
             if not path.exists() or path.read_bytes() != text.encode():
-                scratch = path.with_name(path.name + ".tmp")
-                scratch.write_text(text)
-                os.replace(scratch, path)
+                replace_text(path, text)
             self._file = path.open("a")
 
     def add(self, entry: dict[str, Any]) -> None:
@@ -116,8 +114,6 @@ def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         except (ValueError, RecursionError):
             continue
         if isinstance(entry, dict) and isinstance(entry.get("step"), int) and _has_numbers(entry):
-            if "learning_rate" not in entry:  # earlier versions counted steps from 0
-                entry["step"] += 1
             yield line, entry
 
 

@@ -28,7 +28,6 @@ class RunDir:
         metrics: The logged steps, `metrics.jsonl`.
         checkpoints: The checkpoints, `checkpoints/`.
         lock_file: Process that writes in the directory, `lock`.
-        engine: The measured pipeline engine, `engine.json`.
         capacity: The expert capacity that the run has grown to, `capacity.json`.
         origin: Files that came with the initial weights or the data, such as a tokenizer, `origin/`.
         samples: Texts generated at the end of the run, `samples.jsonl`.
@@ -40,7 +39,6 @@ class RunDir:
         self.path = path
         self.config, self.metrics = path / "config.json", path / "metrics.jsonl"
         self.checkpoints, self.lock_file = path / "checkpoints", path / "lock"
-        self.engine = path / "engine.json"
         self.capacity = path / "capacity.json"
         self.origin = path / "origin"
         self.samples, self.tensorboard, self.wandb = path / "samples.jsonl", path / "tensorboard", path / "wandb.json"
@@ -172,7 +170,7 @@ class RunDir:
         """Adds a text generated after `step` steps. Texts of this step and later ones are dropped."""
         kept = [sample for sample in self.read_samples() if sample["step"] < step]
         lines = [json.dumps(sample) + "\n" for sample in (*kept, {"step": step, "prompt": prompt, "text": text})]
-        _replace(self.samples, "".join(lines))
+        replace_text(self.samples, "".join(lines))
 
     def read_samples(self) -> list[dict[str, Any]]:
         """Returns the generated texts, each with "step", "prompt" and "text". Damaged lines are skipped."""
@@ -205,14 +203,6 @@ class RunDir:
             flatten(fields)  # raises RecursionError if it is nested too deeply
         except (ValueError, RecursionError) as e:
             raise self._error(f"its config.json is damaged ({e}); name another `run_dir`") from e
-        model = fields.get("model")
-        if isinstance(model, dict) and "module" in model:  # written by earlier versions
-            module = model.pop("module")
-            fields["module"] = "jgraph_models.gpt:GPT" if module == "models.gpt:GPT" else module
-        if fields.get("graph") == "measure":  # removed
-            fields["graph"] = "auto"
-        if isinstance(fields.get("data"), str):  # written by earlier versions
-            fields["data"] = [fields["data"]]
         return fields
 
     def saved_config(self, *, field: str, module: str = "") -> TrainConfig:
@@ -260,11 +250,12 @@ class RunDir:
 
 
 def replace_json(path: Path, fields: dict[str, Any]) -> None:
+    """Replaces a JSON file of the run directory, as `replace_text`."""
+    replace_text(path, json.dumps(fields, indent=2) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
     """Replaces a file of the run directory atomically. Raises ConfigError if it cannot be written."""
-    _replace(path, json.dumps(fields, indent=2) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
     scratch = path.with_name(path.name + ".tmp")
     with os_errors("run_dir", path):
         scratch.write_text(text)

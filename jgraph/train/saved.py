@@ -51,10 +51,6 @@ class SavedRun:
         """Returns the saved parameter of a name."""
         return self._reader.read(self._leaves[name])
 
-    def read_carried(self, path: Any) -> np.ndarray:
-        """Returns the saved leaf of the carried state at a path of keys."""
-        return self._reader.read(f".carried{jax.tree_util.keystr(path)}")
-
     def place(self, **like: Tree) -> dict[str, Tree]:
         """Reads parts of the state with other dtypes and shardings. Collective: every process must call it.
 

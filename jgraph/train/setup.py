@@ -4,9 +4,9 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,6 @@ from jgraph.train.optimizer import adamw
 from jgraph.xla.options import OptionValue
 
 Tree: TypeAlias = Any
-_T = TypeVar("_T")
 
 
 # Compared by identity: two setups are different programs, and functions bound to one are static arguments of a jit.
@@ -54,12 +53,11 @@ class TrainSetup:
     step: TrainStep
 
     @classmethod
-    def of(cls, config: TrainConfig, *, layers: int | None = None) -> "TrainSetup":
+    def of(cls, config: TrainConfig) -> "TrainSetup":
         """Imports the model and traces its construction. Computes nothing on a device, except with `schedule` auto.
 
         Args:
             config: The configuration of the run.
-            layers: Use only the first layers of a pipeline, which compiles faster. None uses all.
 
         Raises:
             ConfigError: If the model cannot be built, there are too few devices, or the model has no pipeline.
@@ -70,7 +68,7 @@ class TrainSetup:
         with _errors_by_flag(config):
             if config.is_pipeline:
                 assert mesh is not None, "a pipeline has a mesh"
-                loss = _pipeline_model(config, model, layers)
+                loss = _pipeline_model(config)
                 strategy: Strategy = _scheduled(config, _pipelined(config, mesh, model, loss), model, loss)
             else:
                 loss, strategy = _mean_loss(model), _data_parallel(config, mesh, model)
@@ -115,7 +113,9 @@ class TrainSetup:
         lowered = self.step.lower_init(self.model.init)
         # It runs once, and random numbers make much code: 27 s to compile for GPT 1.3B on an H200, 14 s unoptimized.
         options: Any = {"xla_backend_optimization_level": 0} if jax.default_backend() == "gpu" else {}
-        compiling = in_thread(lambda: lowered.compile(options))
+        thread = ThreadPoolExecutor(1)
+        compiling = thread.submit(lowered.compile, options)
+        thread.shutdown(wait=False)
         return lambda: in_turn(compiling.result()())
 
     def init(self) -> TrainState:
@@ -135,14 +135,6 @@ class TrainSetup:
         """
         where, zero = None if self.step.mesh is None else self.step.shardings.params, jnp.zeros((), jnp.int32)
         return TrainState(zero, zero, in_turn(jax.jit(self.step.bound.pack, out_shardings=where)(params)), (), carried)
-
-
-def in_thread(function: Callable[[], _T]) -> Future[_T]:
-    """Calls a function in a thread of its own."""
-    thread = ThreadPoolExecutor(1)
-    future = thread.submit(function)
-    thread.shutdown(wait=False)
-    return future
 
 
 def functional_model(config: TrainConfig) -> FunctionalModel:
@@ -254,13 +246,13 @@ def _sharding(parallel: ParallelConfig, model: FunctionalModel) -> dict[str, Any
 
 
 def _compute_dtype(settings: Any) -> Any:
-    """Returns the dtype in which the model computes, or None if its settings have none."""
+    """Returns the compute dtype of the model, or None if its settings define no dtype."""
     dtype = getattr(settings, "compute_dtype", None)
     return None if dtype is None else jnp.dtype(dtype)
 
 
-def _pipeline_model(config: TrainConfig, model: FunctionalModel, layers: int | None) -> PipelineModel:
-    """Returns the pieces of the model, perhaps with its first layers only. Raises ConfigError if it has no pieces."""
+def _pipeline_model(config: TrainConfig) -> PipelineModel:
+    """Returns the functions of the model for a pipeline. Raises ConfigError if it has none."""
     make = getattr(find_model(config.module), "pipeline_model", None)
     pp = config.parallel.pp
     if make is None:
@@ -270,26 +262,7 @@ def _pipeline_model(config: TrainConfig, model: FunctionalModel, layers: int | N
     if config.input.data_documents == "separate" and pieces.context is None:
         message = f"must be joined for {config.module}, whose pipeline_model has no context for its layers"
         raise ConfigError(f"`data_documents` is separate: {message}", field="data_documents")
-    return pieces if layers is None else _shortened(pieces, layers, len(jax.eval_shape(pieces.split, model.shapes)[1]))
-
-
-def _shortened(model: PipelineModel, layers: int, of: int) -> PipelineModel:
-    """Returns the model with its first layers. Functions of the whole tree get copies of the last of them for the others."""
-
-    def split(tree: Tree) -> tuple[Tree, list[Tree]]:
-        outer, own = model.split(tree)
-        return outer, own[:layers]
-
-    def whole(own: list[Tree]) -> list[Tree]:
-        return [*own, *own[-1:] * (of - layers)]
-
-    return replace(
-        model,
-        split=split,
-        join=lambda outer, own: model.join(outer, whole(own)),
-        split_carried=lambda carried: model.split_carried(carried)[:layers],
-        join_carried=lambda own: model.join_carried(whole(own)),
-    )
+    return pieces
 
 
 def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: PipelineModel) -> Pipelined:
@@ -307,37 +280,25 @@ def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: P
 
 def _scheduled(config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, model: PipelineModel) -> Pipelined:
     """Returns the strategy with the schedule of the configuration, which `auto` selects by measurement."""
-    # The candidates of `pp_engine` auto come here with an engine of their own.
     name, engine = config.pipeline.schedule, config.pp_engines[0]
     if name != "auto":
         sizes = {"pp": config.parallel.pp, "microbatches": config.input.num_microbatches}
         return replace(pipelined, schedule=find_schedule(name, chunks=config.pipeline.chunks, **sizes), engine=engine)
-    choice = _predictor(config, pipelined, found, model)(None)
+    choice = _choice(config, pipelined, found, model)
     return replace(pipelined, schedule=choice.schedule, engine=choice.candidates[0].engine)
 
 
-def predictor(config: TrainConfig) -> Callable[[int | None], Choice]:
-    """Measures the parts of the model.
-
-    Args:
-        config: The configuration of a pipeline.
-
-    Returns:
-        A function from a number of layers (None for all) to the choice of `schedule` auto.
-
-    Raises:
-        ConfigError: As `TrainSetup.of`.
-    """
+def measured_choice(config: TrainConfig) -> Choice:
+    """Measures the parts of a layer of a pipeline, and returns the choice of `schedule` auto. Raises as `TrainSetup.of`."""
     found = functional_model(config)
     mesh = _mesh(config.parallel, is_pipeline=True, is_sharded=False)
     assert mesh is not None, "a pipeline has a mesh"
-    model = _pipeline_model(config, found, None)
-    return _predictor(config, _pipelined(config, mesh, found, model), found, model)
+    model = _pipeline_model(config)
+    return _choice(config, _pipelined(config, mesh, found, model), found, model)
 
 
-def _predictor(
-    config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, model: PipelineModel
-) -> Callable[[int | None], Choice]:
+def _choice(config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, model: PipelineModel) -> Choice:
+    """Chooses a schedule by measured times of a layer, among the engines of the configuration."""
     num_microbatches = config.input.num_microbatches
     objective = Objective(
         loss=model,
@@ -356,9 +317,5 @@ def _predictor(
         engines=config.pp_engines,
         share=lambda seconds: all_gather_scalar(round(seconds * 1e7))[0] / 1e7,  # int32 holds up to 214 s
     )
-
-    def predict(layers: int | None) -> Choice:
-        limit = None if layers else config.pipeline.memory_limit * 2**30 or None
-        return choose(*args, parts=parts, memory_limit=limit, layers=layers, engines=config.pp_engines)
-
-    return predict
+    limit = config.pipeline.memory_limit * 2**30 or None
+    return choose(*args, parts=parts, memory_limit=limit, engines=config.pp_engines)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -30,7 +29,7 @@ from jgraph.train.engine import settle_engine
 from jgraph.train.initial import InitialWeights, initial_weights
 from jgraph.train.loop import Callback, Loop, agreed_stop
 from jgraph.train.metrics import MetricsLog, StepClock, read_metrics
-from jgraph.train.rundir import RunDir, replace_json, versions
+from jgraph.train.rundir import RunDir, versions
 from jgraph.train.setup import TrainSetup, batch_shapes
 from jgraph.train.signals import StopRequest
 from jgraph.train.watchdog import Wait, Watchdog, hang_message
@@ -81,7 +80,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
                     held.enter_context(run_dir.locked(reporter.warn))
                     # Another process may have written there before this one held the lock.
                     run_dir.check(config, corpus.fingerprint)
-            config, engine = settle_engine(config, corpus.sources, run_dir, reporter)
+            config = settle_engine(config, reporter)
             setup = TrainSetup.of(config)
             # Traced now, because they run long after the start.
             validation.check_loss(setup)
@@ -106,7 +105,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             lambda: reporter.line(f"first step finished {time.perf_counter() - began:.1f} s after the start; {compiles}")
         )
         run = _Run(config, setup, corpus, weights, run_dir, reporter, watchdog, stop, started)
-        return run.run(engine, samples=bool(config.monitor.sample_tokens) and not no_sample)
+        return run.run(samples=bool(config.monitor.sample_tokens) and not no_sample)
 
 
 @dataclass
@@ -135,13 +134,8 @@ class _Run:
     stop: StopRequest
     started: Callback
 
-    def run(self, engine: dict[str, Any], *, samples: bool) -> Summary:
-        """Trains and returns the summary.
-
-        Args:
-            engine: The measured pipeline engine, to write to the run directory.
-            samples: Whether text is generated at the end.
-        """
+    def run(self, *, samples: bool) -> Summary:
+        """Trains and returns the summary. `samples` is True to generate text at the end."""
         config, corpus, run_dir, reporter = self.config, self.corpus, self.run_dir, self.reporter
         shapes, output = self.setup.step.canonical.shapes(), config.output
         if (larger := capacity.remembered(config, run_dir)) != config:
@@ -169,7 +163,7 @@ class _Run:
             step = self.compile(setup)
         with all_or_raise():
             if is_process_zero():
-                self._write(engine, begins=begins)
+                self._write(begins=begins)
         wait = partial(self.watchdog.wait, lambda: "checksums of the state, to save it")
         checkpoints = Checkpoints(run_dir.checkpoints, output.checkpoint_keep, warn=reporter.warn, wait=wait)
         try:
@@ -203,7 +197,7 @@ class _Run:
             self.reporter.line(line)
         return step
 
-    def _write(self, engine: dict[str, Any], *, begins: bool) -> None:
+    def _write(self, *, begins: bool) -> None:
         """Writes the files of a run that begins or resumes."""
         config, corpus = self.config, self.corpus
         if not config.output.resume:
@@ -214,8 +208,6 @@ class _Run:
         self.run_dir.write(config, about, versions() | machine)
         if begins:
             origin.keep(config, self.run_dir)
-        if engine:
-            replace_json(self.run_dir.engine, engine)
 
     def _print_start(self, done: int, batches: Batches) -> None:
         config = self.config
