@@ -63,8 +63,8 @@ def test_a_run_s_curves_have_its_entries_and_are_null_where_a_number_was_not_fin
     assert (first["config"]["optimizer.learning_rate"], first["config"]["versions.jax"]) == ("0.0003", "0.10.2")
 
 
-def test_a_run_of_an_earlier_version_or_without_an_entry_is_shown_as_far_as_it_went(run_dir):
-    earlier = run_dir("earlier", [{"step": 0, "loss": 5.0, "own": 10**400}, {"step": 9, "loss": 1e999}], samples=False)
+def test_a_run_with_other_settings_or_without_an_entry_is_shown_as_far_as_it_went(run_dir):
+    earlier = run_dir("earlier", [{"step": 1, "loss": 5.0, "own": 10**400}, {"step": 10, "loss": 1e999}], samples=False)
     RunDir(earlier).config.write_text('{"steps": 10, "batch_size": null, "optimizer": {"beta1": NaN}}')
     begun = run_dir("begun", [], samples=False)
     (begun / "lock").touch()
