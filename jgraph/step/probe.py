@@ -21,7 +21,7 @@ from jgraph.step.transform import Elementwise, apply_transform, make_transform
 from jgraph.strategies.objective import Tree
 from jgraph.tree import is_matrix, leaf_names, path_name
 
-Expression: TypeAlias = str | frozenset[str]
+Expression: TypeAlias = str | tuple[str, ...]
 
 _MAX_LEAVES = 8
 _MIXED = "mixed"  # the expression of values that depend on the layout of an array
@@ -112,7 +112,8 @@ def _of_equation(eqn: core.JaxprEqn, given: list[Expression]) -> Sequence[Expres
     if name in _SAME and len(given) == 1:
         return given
     if name in _SETS:
-        return [frozenset().union(*({each} if isinstance(each, str) else each for each in given))]
+        # Sorted and without duplicates: packed parameters have fewer arrays, in another order.
+        return [tuple(sorted({one for each in given for one in ((each,) if isinstance(each, str) else each)}))]
     shapes = {atom.aval.shape for atom in eqn.invars if atom.aval.size != 1}  # pyright: ignore[reportAttributeAccessIssue]
     results = {var.aval.shape for var in eqn.outvars}  # pyright: ignore[reportAttributeAccessIssue]
     if name in _MIXING or len(shapes) > 1 or (shapes and results != shapes):
@@ -124,11 +125,7 @@ def _of_equation(eqn: core.JaxprEqn, given: list[Expression]) -> Sequence[Expres
 
 def _digest(*parts: Any) -> str:
     """Returns a short expression made of others. Nested expressions would grow exponentially."""
-    ordered = [
-        [sorted(one) if isinstance(one, frozenset) else one for one in part] if isinstance(part, list | tuple) else part
-        for part in parts
-    ]
-    return hashlib.blake2b(repr(ordered).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
 def _constant(value: Any) -> Expression:

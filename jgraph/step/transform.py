@@ -36,8 +36,8 @@ def elementwise(transform: Transform | Callable[[Tree], Transform]) -> Elementwi
 
     Small parameters then share one array, and the update takes a few kernels instead of one per parameter. SGD, Adam, AdamW
     and Lion are elementwise. Muon, Adafactor, LAMB, `optax.clip_by_global_norm` and masks by path are not: pass those to
-    `train_step` without this function. `train_step` runs the transform on a small tree, packed and unpacked, and raises a
-    ConfigError if the updates differ.
+    `train_step` without this function. `train_step` compares traces of the transform on separate and on packed parameters, and
+    raises a ConfigError if the updates differ.
 
     >>> adamw = jgraph.elementwise(lambda matrices: optax.adamw(3e-4, weight_decay=0.1, mask=matrices))
 
