@@ -202,6 +202,8 @@ class SaveCheckpoints(Callback):
         self.ended(done, state)
 
     def ended(self, done: int, state: TrainState) -> None:
+        if self._checkpoints.latest_step == done:
+            return  # saved after this step; converting the state again would take its memory a second time
         canonical = self._watchdog.wait(lambda: f"the state after {done} steps, to save it", self._layout.of(state))
         self._checkpoints.save(done, canonical)
         self._saved = done
