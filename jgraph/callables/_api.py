@@ -4,21 +4,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from flax import linen, nnx
 
 from jgraph.callables._arguments import check_argument, check_wgrads, each, homes, most_waiting, sample_of, schedule_of
-from jgraph.callables._callable import Graphed, compile_parts
+from jgraph.callables._callable import Graphed, ParamGrads, interfaces_of
+from jgraph.callables._compile import compile_tasks
 from jgraph.callables._group import GraphedCallables
 from jgraph.callables._match import check_concrete, differences, signature
 from jgraph.callables.shaped import Shaped, shape_callable
 from jgraph.errors import CallableError, check_choice
 from jgraph.precision.transform import FP8Function
-from jgraph.schedule.action import Kind
-
-Tree = Any
-ParamGrads = Literal["owned", "aliased"]
+from jgraph.tree import PyTree
 
 # Attributes of Flax modules that select inference.
 _MODES = ("deterministic", "use_running_average")
@@ -26,7 +24,7 @@ _MODES = ("deterministic", "use_running_average")
 
 def make_graphed_callables(
     callables: Any,
-    params: Tree,
+    params: PyTree,
     sample_args: Sequence[Any],
     *,
     sample_kwargs: Any = None,
@@ -120,20 +118,15 @@ def make_graphed_callables(
     if schedule is not None:
         check_wgrads(schedule, shaped)
         _check_chain(shaped)
-    kinds: list[tuple[Kind, ...]] = []
-    for one, is_delayed in zip(shaped, delayed, strict=True):
-        backward: tuple[Kind, ...] = ("dgrad", "wgrad")[: 1 + bool(one.late)] if is_delayed else ("backward",)
-        kinds.append(("forward", *backward) if training else ("forward",))
-    late = [one.late if is_delayed else () for one, is_delayed in zip(shaped, delayed, strict=True)]
-    aliased = [(*one.early, *one.late) for one in shaped] if param_grads == "aliased" else late
-    parts = compile_parts(shaped, kinds, aliased, options)
+    interfaces = [interfaces_of(*one, training=training, param_grads=param_grads) for one in zip(shaped, delayed, strict=True)]
+    executables = iter(compile_tasks([io for one in interfaces for io in one.values()], shaped, options))
+    parts = [{kind: next(executables) for kind in one} for one in interfaces]
     graphed = tuple(map(Graphed, shaped, parts, most_waiting(schedule, len(fns)), delayed, checks))
     return GraphedCallables(
         graphed,
         every,
         schedule,
         parse=partial(schedule_of, layers=num_layers_per_chunk, delay_wgrad=delay_wgrad, count=len(fns)),
-        homes=partial(homes, devices=devices, params=every),
         reuse_buffers=reuse_buffers,
         options=options,
     )
@@ -149,7 +142,7 @@ def _check_chain(shaped: Sequence[Shaped]) -> None:
             raise CallableError(wrong, mismatches=tuple(texts))
 
 
-def _function(fn: Any, i: int) -> Callable[..., Tree] | FP8Function:
+def _function(fn: Any, i: int) -> Callable[..., PyTree] | FP8Function:
     """Returns `fn(params, x, *extra, **kwargs)` for a function or a Flax module. FP8 functions are returned unchanged."""
     if isinstance(fn, FP8Function):
         return fn

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgraph.callables._dataflow import layers_of, ranks_of
 from jgraph.callables.shaped import Shaped, shape_of
 from jgraph.errors import CallableError, OrderError
 from jgraph.schedule.action import FORWARD, WGRAD
@@ -121,12 +122,16 @@ def most_waiting(schedule: Schedule | None, count: int) -> list[int]:
 
 def _chunks(schedule: Schedule) -> list[tuple[int, int, range]]:
     """Returns every (rank, chunk, indices of its callables)."""
-    ends = np.cumsum(schedule.num_layers).tolist()
+    layers = layers_of(schedule)
     return [
-        (rank, chunk, range(ends[stage] - schedule.num_layers[stage], ends[stage]))
-        for rank, stages in enumerate(schedule.placement)
-        for chunk, stage in enumerate(stages)
+        (rank, chunk, layers[stage]) for rank, stages in enumerate(schedule.placement) for chunk, stage in enumerate(stages)
     ]
+
+
+def check_homes(schedule: Schedule, callables: Sequence[Shaped]) -> None:
+    """Raises OrderError for callables of one rank that were built for several devices."""
+    if len({*zip(ranks_of(schedule), (shaped.device for shaped in callables), strict=True)}) > schedule.num_ranks:
+        raise OrderError("the order puts callables on other devices than those they were built for; build them for it")
 
 
 def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequence[Any]) -> list[Any]:
@@ -149,9 +154,8 @@ def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequ
     is_list = isinstance(devices, (tuple, list)) and all(hasattr(device, "platform") for device in devices)
     wrong = f"`devices` is {devices!r}: must be a list of jax devices, one for each rank, or one for all"
     check_argument(is_list, "devices", wrong)
-    num_ranks, ranks = 1, [0] * len(params)
-    if schedule is not None:
-        num_ranks, ranks = schedule.num_ranks, np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
+    num_ranks = 1 if schedule is None else schedule.num_ranks
+    ranks = [0] * len(params) if schedule is None else ranks_of(schedule)
     wrong = f"`devices` has {len(devices)} for {num_ranks} ranks: give one for each rank, or one for all"
     check_argument(len(devices) in (1, num_ranks), "devices", wrong)
     return [devices[rank % len(devices)] for rank in ranks]

@@ -32,6 +32,18 @@ _SEND_BUFFERS = 3
 _NEVER = 1 << 62
 
 
+def ranks_of(schedule: Schedule) -> list[int]:
+    """Returns the rank of each callable."""
+    return np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
+
+
+def layers_of(schedule: Schedule) -> list[range]:
+    """Returns the callables of each stage."""
+    return [
+        range(end - count, end) for end, count in zip(np.cumsum(schedule.num_layers).tolist(), schedule.num_layers, strict=True)
+    ]
+
+
 @dataclass(frozen=True, eq=False)
 class Loss:
     """The loss of a microbatch: `fn(params, y, args) -> scalar`, on leaves of params and args."""
@@ -43,11 +55,11 @@ class Loss:
     aval: jax.ShapeDtypeStruct
 
     @classmethod
-    def of(cls, fn: Callable[..., jax.Array], y: Side, args: tuple[Any, ...], params: Any = None) -> "Loss":
+    def of(cls, fn: Callable[..., jax.Array], y: Side, args: tuple[Any, ...], params: Any = ()) -> "Loss":
         """Traces a loss.
 
         Args:
-            fn: `fn(y, *args)`, or `fn(params, y, *args)` if there are params.
+            fn: `fn(params, y, *args)`.
             y: The output of the last callable.
             args: Shapes of the arguments of one microbatch.
             params: Shapes of the parameters of the loss.
@@ -58,8 +70,7 @@ class Loss:
         given, weights = Side.of(tuple(args)), Side.of(params)
 
         def of_leaves(params_leaves: Sequence[Any], y: Any, leaves: Sequence[Any]) -> jax.Array:
-            lead = () if params is None else (weights.unflatten(params_leaves),)
-            return fn(*lead, y, *given.unflatten(leaves))
+            return fn(weights.unflatten(params_leaves), y, *given.unflatten(leaves))
 
         loss = jax.eval_shape(of_leaves, weights.avals, y.shapes(), given.avals)
         if not isinstance(loss, jax.ShapeDtypeStruct):
@@ -139,7 +150,8 @@ class Flow(Registers):
     ):
         super().__init__()
         self._callables, self.loss, self._aliased, self._outputs = callables, loss, aliased, outputs
-        self._rank_of = np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
+        self._params = [*(shaped.params for shaped in callables), loss.params]
+        self._rank_of = ranks_of(schedule)
         by_rank = dict(zip(self._rank_of, (shaped.device for shaped in callables), strict=True))
         self.devices = [by_rank[rank] for rank in range(schedule.num_ranks)]
         self.named: dict[Name, int] = {}
@@ -188,7 +200,7 @@ class Flow(Registers):
 
     def units(self, schedule: Schedule) -> list[Unit]:
         """Returns the actions of all ranks by tick, layer by layer, with the ticks between which they may be joined."""
-        ends = np.cumsum(schedule.num_layers).tolist()
+        layers = layers_of(schedule)
         # The ticks of forwards and dgrads, and -1 before the first stage and after the last.
         forward, dgrad = (
             np.pad(schedule.when(schedule.ticks, kinds), ((1, 1), (0, 0)), constant_values=-1)
@@ -201,8 +213,7 @@ class Flow(Registers):
             # The inputs of an action come from one neighbour, and its results go to the other.
             ticks, step = (forward, 1) if kind == "forward" else (dgrad, -1)
             before, after = stage + 1 - step, stage + 1 + step
-            places = range(ends[stage] - schedule.num_layers[stage], ends[stage])
-            for i in places if kind == "forward" else reversed(places):
+            for i in layers[stage] if kind == "forward" else reversed(layers[stage]):
                 unit = Unit(r, tick)
                 if kind == "forward":
                     self._forward(unit, i, m)
@@ -225,10 +236,7 @@ class Flow(Registers):
         return self.named[name]
 
     def _param(self, i: int, place: int) -> int:
-        return self._given(self._params(i).avals[place], "params", i, place)
-
-    def _params(self, i: int) -> Side:
-        return self._callables[i].params if i < len(self._callables) else self.loss.params
+        return self._given(self._params[i].avals[place], "params", i, place)
 
     def _forward(self, unit: Unit, i: int, m: int) -> None:
         shaped = self._callables[i]
@@ -293,8 +301,7 @@ class Flow(Registers):
             name, how = ("sum", i, place), "add"
             if name not in self.results:
                 how: How = "start"
-                aval = self._params(i).avals[place]
-                self.results[name] = self.register(jax.ShapeDtypeStruct(aval.shape, np.float32))
+                self.results[name] = self.register(jax.ShapeDtypeStruct(self._params[i].avals[place].shape, np.float32))
                 if place in self._aliased[i]:
                     self.standing[self.results[name]] = self._callables[min(i, len(self._callables) - 1)].device
             grads.append((place, self.results[name], how))

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-from jgraph.callables._arguments import check_extra, check_wgrads, each, tuples
+from jgraph.callables._arguments import check_extra, check_homes, check_wgrads, each, tuples
 from jgraph.callables._callable import Graphed
 from jgraph.callables._dataflow import Join, Loss, Outputs
 from jgraph.callables._match import check_concrete, matching_leaves, put, signature
@@ -17,8 +17,7 @@ from jgraph.callables.plan import ExecutionPlan, Reports, make_plan, play
 from jgraph.callables.shaped import Shaped, shape_of
 from jgraph.errors import CallableError, OrderError, OwnershipError, check_choice
 from jgraph.schedule.schedule import Schedule
-
-Tree = Any
+from jgraph.tree import PyTree
 
 # Plans that `run` keeps compiled; a training has one or two.
 _MOST_PLANS = 8
@@ -36,8 +35,8 @@ class RunResult:
     """
 
     losses: tuple[jax.Array, ...]
-    grads: tuple[Tree, ...]
-    outputs: tuple[Tree, ...] | None
+    grads: tuple[PyTree, ...]
+    outputs: tuple[PyTree, ...] | None
 
 
 class GraphedCallables(Sequence[Graphed]):
@@ -50,16 +49,15 @@ class GraphedCallables(Sequence[Graphed]):
     def __init__(
         self,
         graphed: tuple[Graphed, ...],
-        params: Sequence[Tree] | None,
+        params: Sequence[PyTree] | None,
         schedule: Schedule | None,
         *,
         parse: Callable[[Any], tuple[Schedule | None, Any]],
-        homes: Callable[[Schedule], list[Any]],
         reuse_buffers: bool,
         options: Mapping[str, Any],
     ):
         self._graphed, self._params, self.schedule, self._reuse_buffers = graphed, params, schedule, reuse_buffers
-        self._parse, self._homes, self._options = parse, homes, dict(options)
+        self._parse, self._options = parse, options
         self._shaped = [one.shaped for one in graphed]
         self._plans: dict[Any, ExecutionPlan] = {}
         self._runs = 0
@@ -79,7 +77,7 @@ class GraphedCallables(Sequence[Graphed]):
         own = [(part.io.name, part.report) for graphed in self._graphed for part in graphed.parts.values()]
         return own + [report for plan in self._plans.values() for report in plan.reports]
 
-    def place(self, params: Sequence[Tree]) -> tuple[Tree, ...]:
+    def place(self, params: Sequence[PyTree]) -> tuple[PyTree, ...]:
         """Puts the params of every callable on its device; returns them."""
         given = zip(each("params", params, len(self)), self._shaped, strict=True)
         return tuple(jax.tree.map(partial(put, shaped.device), tree) for tree, shaped in given)
@@ -105,12 +103,12 @@ class GraphedCallables(Sequence[Graphed]):
     def run(
         self,
         order: Any,
-        inputs: Sequence[Tree],
+        inputs: Sequence[PyTree],
         loss_fn: Callable[..., jax.Array],
         *,
-        params: Sequence[Tree] | None = None,
-        extra: Sequence[tuple[Tree, ...]] | None = None,
-        loss_args: Sequence[tuple[Tree, ...]] | None = None,
+        params: Sequence[PyTree] | None = None,
+        extra: Sequence[tuple[PyTree, ...]] | None = None,
+        loss_args: Sequence[tuple[PyTree, ...]] | None = None,
         key: jax.Array | None = None,
         step: int = 0,
         outputs: Outputs = "drop",
@@ -185,22 +183,21 @@ class GraphedCallables(Sequence[Graphed]):
             return stack.pop_all()
 
     def _plan(
-        self, schedule: Schedule, loss_fn: Callable[..., Any], loss_args: tuple[Tree, ...], *, outputs: Outputs, join: Join
+        self, schedule: Schedule, loss_fn: Callable[..., Any], loss_args: tuple[PyTree, ...], *, outputs: Outputs, join: Join
     ) -> ExecutionPlan:
         """Returns the plan of a schedule, a loss and choices. Compiles it if it is new."""
         ticks = tuple(row.tobytes() for row in schedule.ticks)
         name = (schedule.orders, schedule.placement, ticks, loss_fn, signature(loss_args), outputs, join)
         if name not in self._plans:
             shaped = self._shaped
-            if self._homes(schedule) != [one.device for one in shaped]:
-                raise OrderError("the order puts callables on other devices than those they were built for; build them for it")
+            check_homes(schedule, shaped)
             check_wgrads(schedule, shaped)
             if len(self._plans) >= _MOST_PLANS:
                 del self._plans[next(iter(self._plans))]
             self._plans[name] = make_plan(
                 shaped,
                 schedule,
-                Loss.of(loss_fn, shaped[-1].y, jax.tree.map(shape_of, loss_args)),
+                Loss.of(lambda _, y, *args: loss_fn(y, *args), shaped[-1].y, jax.tree.map(shape_of, loss_args)),
                 aliased=[graphed.gradients.places for graphed in self._graphed],
                 reuse=self._reuse_buffers,
                 options=self._options,
@@ -213,30 +210,21 @@ class GraphedCallables(Sequence[Graphed]):
         """Plays a plan of `count` microbatches on filled registers, with main_grad in its standing registers."""
         self._runs += 1
         results = plan.flow.results
-        aliased, owned = ([{} for _ in self._graphed] for _ in range(2))
-        for (kind, *where), register in results.items():
-            if kind == "sum":
-                i, place = where
-                (aliased if place in self._graphed[i].gradients.places else owned)[i][place] = register
         given = {id(array) for array in registers if array is not None}
         for i, graphed in enumerate(self._graphed):
-            arrays = graphed.gradients.renew()
-            if any(id(arrays[place]) in given for place in aliased[i]):
-                wrong = f"run updates main_grad of callable {i} in place and was given that array as an argument; pass a copy"
-                raise OwnershipError(wrong, owner=f"main_grad of callable {i}")
-            for place, register in aliased[i].items():
-                registers[register] = arrays[place]
+            for place, array in graphed.gradients.renew().items():
+                if id(array) in given:
+                    wrong = f"run updates main_grad of callable {i} in place and was given that array as an argument"
+                    raise OwnershipError(f"{wrong}; pass a copy", owner=f"main_grad of callable {i}")
+                registers[results["sum", i, place]] = array
         try:
             play(plan, registers)
         finally:
             # After a failed run, the next run or zero_grads allocates the sums that were donated.
-            for places, graphed in zip(aliased, self._graphed, strict=True):
-                if places:
-                    graphed.gradients.update([(place, registers[r]) for place, r in places.items()], f"run {self._runs}")
-        grads = tuple(
-            graphed.gradients.tree({place: registers[r] for place, r in places.items()})
-            for places, graphed in zip(owned, self._graphed, strict=True)
-        )
+            sums = [{p: registers[results["sum", i, p]] for p in one.grads["backward"]} for i, one in enumerate(self._shaped)]
+            for graphed, arrays in zip(self._graphed, sums, strict=True):
+                graphed.gradients.update([(p, arrays.pop(p)) for p in graphed.gradients.places], f"run {self._runs}")
+        grads = tuple(graphed.gradients.tree(owned) for graphed, owned in zip(self._graphed, sums, strict=True))
         losses = tuple(registers[results["loss", m]] for m in range(count))
         y = self._shaped[-1].y
         kept = range(count) if ("y", 0, 0) in results else ()
@@ -246,10 +234,10 @@ class GraphedCallables(Sequence[Graphed]):
     def _give(
         self,
         plan: ExecutionPlan,
-        params: Sequence[Tree],
-        inputs: Sequence[Tree],
-        extra: Sequence[tuple[Tree, ...]],
-        loss_args: Sequence[tuple[Tree, ...]],
+        params: Sequence[PyTree],
+        inputs: Sequence[PyTree],
+        extra: Sequence[tuple[PyTree, ...]],
+        loss_args: Sequence[tuple[PyTree, ...]],
         key: jax.Array | None,
         step: int,
     ) -> dict[str, Callable[..., Any]]:
@@ -284,7 +272,7 @@ class GraphedCallables(Sequence[Graphed]):
         }
 
 
-def _params(i: int, shaped: Shaped, tree: Tree) -> list[jax.Array]:
+def _params(i: int, shaped: Shaped, tree: PyTree) -> list[jax.Array]:
     """Returns the leaves of the params of callable `i`. Raises CallableError if one is not on its device."""
     leaves = matching_leaves(shaped.params, tree, f"params[{i}]", shaped.device)
     for leaf, path in zip(leaves, shaped.params.paths, strict=True):

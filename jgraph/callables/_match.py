@@ -10,11 +10,10 @@ from jax.core import Tracer
 from jgraph.callables._borrowed import check_no_handles
 from jgraph.callables.shaped import Shaped, Side, shape_of
 from jgraph.errors import CallableError
+from jgraph.tree import PyTree
 
-Tree = Any
 
-
-def call_differences(shaped: Shaped, params: Tree, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> list[str]:
+def call_differences(shaped: Shaped, params: PyTree, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> list[str]:
     """Returns every difference between the arguments of a call and the sample."""
     device, num_extra = shaped.device, len(shaped.extra.shapes()[0])
     texts = differences(shaped.params, params, "params", device) + differences(shaped.x, args[0], "x", device)
@@ -66,7 +65,7 @@ def differences(side: Side, given: Any, name: str, device: Any) -> list[str]:
     return texts
 
 
-def matching_leaves(side: Side, tree: Tree, name: str, device: Any = None) -> list[Any]:
+def matching_leaves(side: Side, tree: PyTree, name: str, device: Any = None) -> list[Any]:
     """Returns the leaves of an argument of `run`. Raises CallableError with every difference from the sample."""
     leaves, structure = jax.tree.flatten(tree)
     if structure != side.tree:
