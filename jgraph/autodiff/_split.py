@@ -265,10 +265,10 @@ class Split:
     def _run_forward(self, params: Tree, x: Tree, *extra: Tree) -> tuple[Any, ...]:
         # dgrad traces the stage again, with zeros. They must have the same types, including the mesh.
         with jax.sharding.use_abstract_mesh(replay.mesh_of(jax.tree.leaves((params, x, extra)))):
-            trace, traced = self._trace(params, x, extra)
-            flat = jax.tree.leaves(params), jax.tree.leaves(x), jax.tree.leaves(extra)
-            out, extras, leaves, _ = vjp(trace, *flat, traced)
-            run_callbacks(trace, *flat, traced)
+            trace, closed_over = self._trace(params, x, extra)
+            inputs = [*closed_over, *jax.tree.leaves((params, x, extra))]
+            out, extras, leaves, _ = vjp(trace, inputs)
+            run_callbacks(trace, inputs)
         candidates, num_y = [*leaves, *extras], len(trace.float_y)
         residuals = Residuals(
             tuple(candidates[i] for i in trace.for_dgrad), tuple(candidates[i] for i in trace.for_wgrad), trace
@@ -277,12 +277,12 @@ class Split:
         return (y, residuals, aux) if self._has_aux else (y, residuals)
 
     def _trace(self, params: Tree, x: Tree, extra: tuple[Tree, ...]) -> tuple[StageTrace, list[Array]]:
-        """Returns the trace for these shapes, and the tracers that the stage closes over in this call."""
+        """Returns the trace for these shapes, and the arrays that the stage closes over in this call."""
         leaves, tree = jax.tree.flatten((params, x, extra))
         key = (tree, jax.sharding.get_abstract_mesh(), *map(jax.typeof, leaves))
         trace = self._traces.get(key)
         if trace is not None and all(const is not None for const in trace.consts):
-            return trace, []
+            return trace, trace.consts
         _check_leaves("params", params)
         _check_leaves("x", x)
 
@@ -301,7 +301,7 @@ class Split:
             own, names = self._own_products, leaf_names(self._params(params))
             bind = partial(own.bind, names=names, given=params, x=x, extra=extra) if own else None
             trace = self._traces[key] = make_trace(self, closed, trees, names, bind=bind, **self._options)
-        return trace, [const for const, known in zip(closed.consts, trace.consts, strict=True) if known is None]
+        return trace, closed.consts
 
 
 _AUTO = "must be automatic axes, jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...)), or under jax.shard_map"
@@ -328,15 +328,10 @@ def _run_dgrad(params: Tree, residuals: Residuals, dy: Tree) -> tuple[Tree, Tree
     flat = jax.tree.leaves(params)
     with jax.sharding.use_abstract_mesh(trace.mesh):
         dx, early, taps = dgrad_leaves(trace, flat, residuals.by_index, jax.tree.leaves(dy))
-    given = iter(early)
-
-    def gradient(leaf: Array, is_early: bool) -> Array | np.ndarray | None:
-        if is_early:
-            return next(given)
-        is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-        return None if is_float else np.zeros(jnp.shape(leaf), jax.dtypes.float0)
-
-    gradients = list(map(gradient, flat, trace.early))
+    is_float = [jnp.issubdtype(jnp.result_type(leaf), jnp.floating) for leaf in flat]
+    gradients = [None if f else np.zeros(jnp.shape(leaf), jax.dtypes.float0) for leaf, f in zip(flat, is_float, strict=True)]
+    for place, gradient in zip(np.flatnonzero(trace.early), early, strict=True):
+        gradients[place] = gradient
     stash = Stash(tuple(taps[i] for i in trace.stashed), trace)
     return jax.tree.unflatten(trace.trees.x, dx), jax.tree.unflatten(trace.trees.params, gradients), stash
 

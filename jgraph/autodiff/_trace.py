@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -29,8 +30,8 @@ from jgraph.autodiff.linear import BoundProducts, DelayedProduct
 from jgraph.autodiff.replay import Aval, aval_of
 from jgraph.errors import SplitError
 from jgraph.kernels.quantize import CALLS
+from jgraph.tree import PyTree
 
-Tree = Any
 _TreeDef = Any  # `jax.tree_util.PyTreeDef` is not a type to basedpyright
 Recompute = Literal["elementwise", "wide", "nothing"]
 
@@ -60,8 +61,7 @@ class StageTrace:
         block: The jaxpr with its delayed matmuls.
         given: Returns the additional arguments of each matmul from params.
         float_y: For each leaf of y, whether it has a gradient.
-        recompute: True if elementwise operations are recomputed.
-        again: Matmuls that are recomputed too, as `DelayedProduct.computed_as` describes them.
+        policy: Policy of `jax.checkpoint` for recomputed operations; None if nothing is recomputed.
         mesh: Mesh of the arrays; may be empty.
         noisy: The stage with its callbacks, which are removed from `jaxpr`; None if it has none.
         avals: Arrays that forward could keep: the leaves of the vjp, then the other operands of the matmuls.
@@ -81,10 +81,9 @@ class StageTrace:
     early: tuple[bool, ...]
     exact: bool
     block: find.Block
-    given: Callable[[Tree], Sequence[Any]]
+    given: Callable[[PyTree], Sequence[Any]]
     float_y: list[bool]
-    recompute: bool
-    again: frozenset[Any]
+    policy: Callable[..., bool] | None
     mesh: jax.sharding.AbstractMesh
     noisy: core.Jaxpr | None
     avals: list[Aval] = field(default_factory=list)
@@ -99,18 +98,15 @@ class StageTrace:
     def y_avals(self) -> list[Aval]:
         return [aval_of(v) for v in self.jaxpr.outvars[: len(self.float_y)]]
 
-    def closed_over(self, traced: Sequence[Array]) -> list[Array]:
-        """Returns the arrays that the stage closes over, with `traced` in place of the tracers."""
-        given = iter(traced)
-        return [next(given) if const is None else const for const in self.consts]
+    def parts(self, inputs: Sequence[Any]) -> tuple[list[Any], ...]:
+        """Splits the inputs of `jaxpr` into the arrays that the stage closes over, params, x and extra."""
+        ends = np.cumsum([0, len(self.consts), len(self.delayed), self.trees.x.num_leaves, self.trees.extra.num_leaves])
+        return tuple(list(inputs[start:end]) for start, end in pairwise(ends))
 
-    def blanks(self) -> tuple[list[Array], list[Array], list[Array], list[Array]]:
-        """Returns zeros for the tracers that the stage closes over, params, x and extra."""
-        blank = [replay.zeros(aval_of(v)) for v in self.jaxpr.invars]
-        traced = [z for z, const in zip(blank, self.consts, strict=False) if const is None]
-        params, rest = blank[len(self.consts) :][: len(self.delayed)], blank[len(self.consts) + len(self.delayed) :]
-        num_x = self.trees.x.num_leaves
-        return traced, params, rest[:num_x], rest[num_x:]
+    def blanks(self) -> list[Array]:
+        """Returns inputs of `jaxpr`: the arrays that the stage closes over, and zeros for all others."""
+        consts = [*self.consts, *[None] * (len(self.jaxpr.invars) - len(self.consts))]
+        return [replay.zeros(aval_of(v)) if c is None else c for v, c in zip(self.jaxpr.invars, consts, strict=True)]
 
 
 def make_trace(
@@ -177,6 +173,7 @@ def make_trace(
     sites = found.block.all_sites()
     bound = bind(sites) if bind else BoundProducts(sites, lambda _: [()] * len(sites), [True] * num_params)
     found.block.replace(dict(zip(sites, bound.sites, strict=True)))
+    again = frozenset(site.computed_as() for site in bound.sites if recompute == "wide" and site.is_wide)
     trace = StageTrace(
         owner,
         whole,
@@ -188,8 +185,7 @@ def make_trace(
         block=found.block,
         given=bound.given,
         float_y=[jnp.issubdtype(aval.dtype, jnp.floating) for aval in closed.out_avals[:num_y]],
-        recompute=recomputes,
-        again=frozenset(site.computed_as() for site in bound.sites if recompute == "wide" and site.is_wide),
+        policy=partial(_keeps, again) if recomputes else None,
         mesh=jax.sharding.get_abstract_mesh(),
         noisy=None if noisy is whole else noisy,
     )
@@ -210,32 +206,31 @@ def _check_callbacks(jaxpr: core.Jaxpr) -> None:
         )
 
 
-def run_callbacks(
-    trace: StageTrace, params: Sequence[Array], x: Sequence[Array], extra: Sequence[Array], traced: Sequence[Array]
-) -> None:
+def run_callbacks(trace: StageTrace, inputs: Sequence[Array]) -> None:
     """Runs the stage again for its callbacks. XLA removes unneeded operations and merges the others with `vjp`."""
     if trace.noisy is not None:
-        core.jaxpr_as_fun(core.ClosedJaxpr(trace.noisy, ()))(*trace.closed_over(traced), *params, *x, *extra)
+        core.jaxpr_as_fun(core.ClosedJaxpr(trace.noisy, ()))(*inputs)
 
 
-def vjp(trace: StageTrace, params: Sequence[Array], x: Sequence[Array], extra: Sequence[Array], traced: Sequence[Array]):
-    """Runs the stage with taps, and its vjp with respect to x, early parameters and taps. All arguments are leaves.
+def vjp(trace: StageTrace, inputs: Sequence[Array]):
+    """Runs the stage with taps, and its vjp with respect to x, early parameters and taps. `inputs` are those of its jaxpr.
 
     Returns:
         The leaves of y and aux; the other operands of the matmuls; the leaves of the vjp; the structure of the vjp.
     """
+    closed_over, params, x, extra = trace.parts(inputs)
     early = [leaf for leaf, is_early in zip(params, trace.early, strict=True) if is_early]
 
     def run(x, early, taps):
         given = iter(early)
         whole = [next(given) if is_early else leaf for leaf, is_early in zip(params, trace.early, strict=True)]
         taps = list(zip(taps, trace.given(jax.tree.unflatten(trace.trees.params, whole)), strict=True))
-        out, extras = find.run_forward(trace.block, (), [*trace.closed_over(traced), *whole, *x, *extra], taps, _multiply)
+        out, extras = find.run_forward(trace.block, (), [*closed_over, *whole, *x, *extra], taps, _multiply)
         return [v for v, f in zip(out, trace.float_y, strict=False) if f], (out, extras)
 
-    if trace.recompute:
-        run = jax.checkpoint(run, policy=partial(_keeps, trace.again), prevent_cse=False)
-    _, vjp, (y, extras) = jax.vjp(run, list(x), early, [site.tap() for site in trace.block.all_sites()], has_aux=True)
+    if trace.policy:
+        run = jax.checkpoint(run, policy=trace.policy, prevent_cse=False)
+    _, vjp, (y, extras) = jax.vjp(run, x, early, [site.tap() for site in trace.block.all_sites()], has_aux=True)
     leaves, tree = jax.tree.flatten(vjp)
     return y, jax.tree.leaves(extras), leaves, tree
 
@@ -276,8 +271,8 @@ def dgrad_leaves(trace: StageTrace, params: Sequence[Array], kept: Mapping[int, 
     Returns:
         The leaves of dx, the gradients of the early parameters, and the leaves of the taps' cotangents.
     """
-    traced, _, x, extra = trace.blanks()
-    _, _, fresh, tree = vjp(trace, params, x, extra, traced)
+    closed_over, _, x, extra = trace.parts(trace.blanks())
+    _, _, fresh, tree = vjp(trace, [*closed_over, *params, *x, *extra])
     leaves = [
         leaf if i is None else kept[i] if i in kept else replay.zeros(trace.avals[i])
         for leaf, i in zip(fresh, trace.keep, strict=True)
@@ -294,16 +289,18 @@ def _sort_by_lifetime(trace: StageTrace) -> list[bool]:
         more bytes than the leaf.
     """
     trace.taps_from, trace.stashed = [], []
-    traced, params, x, extra = trace.blanks()
+    inputs = trace.blanks()
+    _, params, x, extra = trace.parts(inputs)
 
-    def forward(params, x, extra, traced):
-        _, extras, leaves, _ = vjp(trace, params, x, extra, traced)
+    def forward(*inputs):
+        _, extras, leaves, _ = vjp(trace, inputs)
         return leaves, extras
 
-    closed, (leaves, extras) = jax.make_jaxpr(forward, return_shape=True)(params, x, extra, traced)
+    closed, (leaves, extras) = jax.make_jaxpr(forward, return_shape=True)(*inputs)
     _check_callbacks(closed.jaxpr)  # includes the forward rules of custom_vjp functions, unlike the trace of the stage
     outs = closed.jaxpr.outvars
-    varies = replay.depends(closed.jaxpr, [False] * len(params) + [True] * (len(x) + len(extra) + len(traced)))
+    is_data = [const is None for const in trace.consts] + [False] * len(params) + [True] * (len(x) + len(extra))
+    varies = replay.depends(closed.jaxpr, is_data)
     # The same array can occur several times, e.g. as the input of three projections.
     first = {v: i for i, v in reversed(list(enumerate(outs))) if not replay.is_literal(v)}
     same = [i if replay.is_literal(v) else first[v] for i, v in enumerate(outs)]

@@ -87,8 +87,8 @@ def make_graphed_callables(
         params, sample_args, sample_kwargs = (params,), (sample_args,), (sample_kwargs,)
     check_argument(len(fns) > 0, "callables", "`callables` is empty: give one, or a tuple of them")
     # Copied, so that the caller may change the lists later.
-    lists = (delay_wgrad, num_layers_per_chunk, devices)
-    delay_wgrad, num_layers_per_chunk, devices = (tuple(v) if isinstance(v, Sequence) else v for v in lists)  # pyright: ignore[reportAssignmentType]
+    lists = (delay_wgrad, num_layers_per_chunk)
+    delay_wgrad, num_layers_per_chunk = (tuple(v) if isinstance(v, Sequence) else v for v in lists)  # pyright: ignore[reportAssignmentType]
     given = (("params", params), ("sample_args", sample_args), ("sample_kwargs", sample_kwargs))
     every, sample_args, sample_kwargs = (each(name, values, len(fns)) for name, values in given)
     samples = [(every[i], *sample_of(i, sample_args[i], sample_kwargs[i])) for i in range(len(fns))]
@@ -121,7 +121,7 @@ def make_graphed_callables(
     interfaces = [interfaces_of(*one, training=training, param_grads=param_grads) for one in zip(shaped, delayed, strict=True)]
     executables = iter(compile_tasks([io for one in interfaces for io in one.values()], shaped, options))
     parts = [{kind: next(executables) for kind in one} for one in interfaces]
-    graphed = tuple(map(Graphed, shaped, parts, most_waiting(schedule, len(fns)), delayed, checks))
+    graphed = tuple(map(Graphed, shaped, parts, most_waiting(schedule, len(fns)), checks))
     return GraphedCallables(
         graphed,
         every,

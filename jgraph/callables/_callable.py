@@ -74,18 +74,12 @@ class Graphed:
     """
 
     def __init__(
-        self,
-        shaped: Shaped,
-        parts: Mapping[Kind, Executable],
-        most_waiting: int,
-        delayed: bool,
-        check_mode: Callable[[], None] | None,
+        self, shaped: Shaped, parts: Mapping[Kind, Executable], most_waiting: int, check_mode: Callable[[], None] | None
     ):
         self.shaped, self.parts, self.index = shaped, parts, shaped.index
         self.gradients = MainGrad(shaped, parts.values())
-        self._delayed, self._check_mode = delayed, check_mode
-        self.waiting = Waiting(f"callable {self.index}", most_waiting)
-        self._trains, self._is_reset = len(parts) > 1, False
+        self._delayed, self._trains, self._is_reset = "dgrad" in parts, len(parts) > 1, False
+        self.waiting, self._check_mode = Waiting(f"callable {self.index}", most_waiting), check_mode
         # Types of leaves that were found to be JAX arrays: a set of types is checked faster than every leaf.
         self._array_types: set[type] = set()
         num_params, num_inputs = len(shaped.params), len(shaped.x) + len(shaped.extra)
@@ -193,9 +187,8 @@ class Graphed:
         Raises:
             CallableError: The microbatch does not wait, or another thread is in a call.
         """
-        with self.waiting.taken_over():
-            self._check_alive()
-            self.waiting.drop(microbatch)
+        self._check_alive()
+        self.waiting.drop(microbatch)
 
     @property
     def main_grad(self) -> PyTree:
@@ -211,10 +204,9 @@ class Graphed:
 
     def reset(self) -> None:
         """Frees buffers and executables. Any later use raises CallableError. Arrays of the caller stay valid."""
-        with self.waiting.taken_over():
-            self.waiting.drop(None)
-            self.gradients.free()
-            self.parts, self._is_reset = {}, True
+        self.waiting.drop(None)
+        self.gradients.free()
+        self.parts, self._is_reset = {}, True
 
     def check_idle(self) -> None:
         """Raises CallableError while microbatches wait for their backward."""

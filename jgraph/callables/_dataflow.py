@@ -190,12 +190,7 @@ class Flow(Registers):
         outs = self.new(map(shape_of, jax.eval_shape(function.fn, [self.avals[r] for r in ins])))
         self.results |= dict(zip(function.outs, outs, strict=True))
         self.standing |= dict.fromkeys(outs, self._callables[function.index].device)
-
-        def run(_: list[Any], ins: list[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-            return function.fn(ins), ()
-
-        run.__name__ = function.fn.__name__
-        task = Task("function", function.index, tuple(ins), tuple(outs), fn=run)
+        task = Task("function", function.index, tuple(ins), tuple(outs), fn=function.fn)
         return Unit(self._rank_of[function.index], 0, [task])
 
     def units(self, schedule: Schedule) -> list[Unit]:
