@@ -6,10 +6,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jgraph.callables._arguments import call_differences, check_concrete, differences, mismatch
 from jgraph.callables._borrowed import check_no_handles
 from jgraph.callables._compile import Executable, Grad, Interface, Registers, gather, interface
 from jgraph.callables._main_grad import MainGrad
-from jgraph.callables._match import call_differences, check_concrete, differences, mismatch
 from jgraph.callables._microbatches import Microbatch, Waiting
 from jgraph.callables.shaped import Shaped
 from jgraph.errors import CallableError, OwnershipError
@@ -41,12 +41,11 @@ def interfaces_of(shaped: Shaped, delayed: bool, *, training: bool, param_grads:
 def _interface(shaped: Shaped, kind: Kind, aliased: Collection[int], *, is_alone: bool) -> Interface:
     """Returns a part as an executable of one task. A forward that `is_alone` returns y only."""
     registers = Registers(shaped.params.avals)
-    if kind == "forward":
-        ins = registers.new((*shaped.x.avals, *shaped.extra.avals))
-    elif kind == "wgrad":
-        ins = registers.new((*shaped.residuals.avals[shaped.num_dgrad :], *shaped.stash.avals))
-    else:
-        ins = registers.new((*shaped.residuals.avals, *shaped.y.avals))
+    given = {
+        "forward": (*shaped.x.avals, *shaped.extra.avals),
+        "wgrad": (*shaped.residuals.avals[shaped.num_dgrad :], *shaped.stash.avals),
+    }
+    ins = registers.new(given.get(kind, (*shaped.residuals.avals, *shaped.y.avals)))
     grads: list[Grad] = []
     for place in shaped.grads[kind]:
         aval, is_sum = shaped.params.avals[place], place in aliased

@@ -179,11 +179,7 @@ def gather(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 
 def compile_tasks(
-    interfaces: Sequence[Interface],
-    callables: Sequence[Shaped],
-    options: Mapping[str, Any],
-    *,
-    copies: Copies = "shared",
+    interfaces: Sequence[Interface], callables: Sequence[Shaped], options: Mapping[str, Any], *, copies: Copies = "shared"
 ) -> list[Executable]:
     """Compiles executables, several at a time.
 

@@ -39,16 +39,15 @@ def ranks_of(schedule: Schedule) -> list[int]:
 
 def layers_of(schedule: Schedule) -> list[range]:
     """Returns the callables of each stage."""
-    return [
-        range(end - count, end) for end, count in zip(np.cumsum(schedule.num_layers).tolist(), schedule.num_layers, strict=True)
-    ]
+    ends = np.cumsum(schedule.num_layers).tolist()
+    return [range(end - count, end) for end, count in zip(ends, schedule.num_layers, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """The loss of a microbatch: `fn(params, y, args) -> scalar`, on leaves of params and args."""
+    """The loss of a microbatch: `fn(params, y, *args) -> scalar`."""
 
-    fn: Callable[[Sequence[Any], Any, Sequence[Any]], jax.Array]
+    fn: Callable[..., jax.Array]
     params: Side
     args: Side
     y: Side
@@ -67,23 +66,19 @@ class Loss:
         Raises:
             CallableError: The loss is not a floating scalar.
         """
-        given, weights = Side.of(tuple(args)), Side.of(params)
-
-        def of_leaves(params_leaves: Sequence[Any], y: Any, leaves: Sequence[Any]) -> jax.Array:
-            return fn(weights.unflatten(params_leaves), y, *given.unflatten(leaves))
-
-        loss = jax.eval_shape(of_leaves, weights.avals, y.shapes(), given.avals)
+        weights, given = Side.of(params), Side.of(args)
+        loss = jax.eval_shape(fn, weights.shapes(), y.shapes(), *given.shapes())
         if not isinstance(loss, jax.ShapeDtypeStruct):
             raise CallableError(f"loss_fn returns a {type(loss).__name__}: must be one floating scalar")
         if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise CallableError(f"loss_fn returns {loss.dtype}{list(loss.shape)}: must be a floating scalar")
-        return cls(of_leaves, weights, given, y, shape_of(loss))
+        return cls(fn, weights, given, y, shape_of(loss))
 
     def differentiated(self, params: list[Any], ins: list[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Returns the leaves of (loss, dy), and gradients of the parameters, from leaves of params and (y, args)."""
-        y, args = self.y.unflatten(ins[: len(self.y)]), ins[len(self.y) :]
-        loss, (gradients, dy) = jax.value_and_grad(self.fn, argnums=(0, 1))(params, y, args)
-        return [loss, *jax.tree.leaves(dy)], gradients
+        y, args = self.y.unflatten(ins[: len(self.y)]), self.args.unflatten(ins[len(self.y) :])
+        loss, (gradients, dy) = jax.value_and_grad(self.fn, argnums=(0, 1))(self.params.unflatten(params), y, *args)
+        return [loss, *jax.tree.leaves(dy)], jax.tree.leaves(gradients)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,12 +136,7 @@ class Flow(Registers):
     """
 
     def __init__(
-        self,
-        callables: Sequence[Shaped],
-        schedule: Schedule,
-        loss: Loss,
-        aliased: Sequence[Sequence[int]],
-        outputs: Outputs,
+        self, callables: Sequence[Shaped], schedule: Schedule, loss: Loss, aliased: Sequence[Sequence[int]], outputs: Outputs
     ):
         super().__init__()
         self._callables, self.loss, self._aliased, self._outputs = callables, loss, aliased, outputs
@@ -160,9 +150,6 @@ class Flow(Registers):
         # Arrays that wait for their next reader: ("x" | "dy" | "residuals" | "stash", callable, microbatch).
         self._values: dict[tuple[str, int, int], list[int]] = {}
         self._buffers: dict[tuple[int, Any, Any], list[int]] = {}
-        for i, shaped in enumerate(callables):
-            for place in shaped.keys:
-                self._given(shaped.extra.avals[place], "keys", i, place)
 
     def send_buffer(self, source: int, rank: int, busy: set[int]) -> int:
         """Returns the register of the buffer that an array is written to before it is sent.
@@ -240,9 +227,8 @@ class Flow(Registers):
         ins = [*self._values.pop(("x", i, m)), *self._extra(unit, i, m)]
         task, y, residuals = self.task("forward", shaped, ins, partial(self._param, i), ())
         unit.tasks.append(task)
-        for n, register in enumerate(task.outs[len(task.outs) - len(shaped.aux) :]):
-            assert register is not None, "results of aux are kept"
-            self.results["aux", i, m, n] = register
+        aux = enumerate(task.outs[len(task.outs) - len(shaped.aux) :])
+        self.results |= {("aux", i, m, n): register for n, register in aux if register is not None}
         self._values["residuals", i, m] = residuals
         if i + 1 == len(self._callables):
             self._add_loss(unit, m, y)
@@ -256,7 +242,7 @@ class Flow(Registers):
                 key = self.register(aval)
                 step = self._given(scalar, "step", unit.rank)
                 microbatch = self._given(scalar, "microbatch", unit.rank, m)
-                unit.tasks.append(Task("key", i, (self.named["keys", i, place], step, microbatch), (key,)))
+                unit.tasks.append(Task("key", i, (self._given(aval, "keys", i, place), step, microbatch), (key,)))
                 registers.append(key)
             else:
                 registers.append(self._given(aval, "extra", i, m, place))

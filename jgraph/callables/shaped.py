@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from jgraph.autodiff import Recompute, Split, replay, split_backward
+from jgraph.autodiff.linear import OwnProducts
 from jgraph.errors import CallableError
 from jgraph.mesh import refused_axes
-from jgraph.precision.transform import FP8Function
-from jgraph.tree import PyTree, path_name
+from jgraph.tree import PyTree, leaf_names
 
 TreeDef = Any  # `jax.tree_util.PyTreeDef` is not a type to checkers
 
@@ -31,9 +31,8 @@ class Side:
 
     @classmethod
     def of(cls, tree: PyTree) -> "Side":
-        leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-        paths = tuple(path_name(path) for path, _ in leaves)
-        return cls(structure, tuple(shape_of(leaf) for _, leaf in leaves), paths)
+        leaves, structure = jax.tree.flatten(tree)
+        return cls(structure, tuple(map(shape_of, leaves)), tuple(leaf_names(tree)))
 
     def __len__(self) -> int:
         return len(self.avals)
@@ -172,7 +171,7 @@ def filled(avals: Sequence[jax.ShapeDtypeStruct], places: Sequence[int], arrays:
 
 
 def shape_callable(
-    fn: Callable[..., PyTree] | FP8Function,
+    fn: Callable[..., PyTree] | OwnProducts,
     index: int,
     params: PyTree,
     args: Sequence[PyTree],
@@ -210,14 +209,13 @@ def shape_callable(
             f"callable {index}: x has floating leaves, but {x.paths[i] or 'a leaf'} is {x.avals[i].dtype}: pass leaves without "
             f"a gradient as an argument after x"
         )
-    is_fp8 = isinstance(fn, FP8Function)
-    plain = fn.fn if is_fp8 else fn
+    own = fn if isinstance(fn, OwnProducts) else OwnProducts(fn)
 
     def stage(params: PyTree, x: PyTree, rest: PyTree) -> PyTree:
         integers, (positional, named) = rest
-        return plain(params, x if takes_gradient else integers, *positional, **named)
+        return own.fn(params, x if takes_gradient else integers, *positional, **named)
 
-    split = split_backward(replace(fn, fn=stage) if is_fp8 else stage, has_aux=has_aux, recompute=recompute)
+    split = split_backward(replace(own, fn=stage), has_aux=has_aux, recompute=recompute)
     alone = "a callable runs on one device, so it must not"
     with refused_axes(lambda axis: CallableError(f"callable {index} reduces over the mesh axis {axis!r}: {alone}")):
         spec = split.spec(weights.shapes(), *_stage_args(x.shapes(), extra.shapes(), takes_gradient))
@@ -225,7 +223,7 @@ def shape_callable(
     for path, aval in zip(y.paths, y.avals, strict=True):
         if not jnp.issubdtype(aval.dtype, jnp.floating):
             raise CallableError(f"callable {index}: y{path and '/' + path} is {aval.dtype}; every output must be floating")
-    num_params = len(jax.tree.leaves(params[0])) if is_fp8 else len(weights)
+    num_params = len(jax.tree.leaves(own.params(params)))
     shaped = Shaped(
         index=index,
         split=split,
@@ -253,12 +251,11 @@ def _stage_args(x: PyTree, extra: PyTree, takes_gradient: bool) -> tuple[PyTree,
 
 def _flows(shaped: Shaped) -> dict[str, Any]:
     """Reads off the traces which parameters each part reads and which arrays it passes through."""
-    weights, count = list(shaped.params.avals), len(shaped.params)
-    inputs = [*shaped.x.avals, *shaped.extra.avals]
-    residuals, stash, dy = list(shaped.residuals.avals), list(shaped.stash.avals), list(shaped.y.avals)
-    forward = jax.make_jaxpr(shaped.forward)(weights, inputs).jaxpr
+    weights, residuals, stash, dy = (side.avals for side in (shaped.params, shaped.residuals, shaped.stash, shaped.y))
+    forward = jax.make_jaxpr(shaped.forward)(weights, (*shaped.x.avals, *shaped.extra.avals)).jaxpr
     back = jax.make_jaxpr(shaped.dgrad)(weights, residuals, dy).jaxpr
     late = jax.make_jaxpr(partial(shaped.wgrad, sums=None))(weights, residuals, stash).jaxpr
+    count = len(weights)
 
     def passed(jaxpr: Any, start: int, length: int) -> tuple[int | None, ...]:
         sources = replay.forwarded(jaxpr)[start : start + length]
