@@ -6,7 +6,7 @@ continues from the step before, with the same batches: they are a pure function 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jgraph.errors import ConfigError
 from jgraph.moe.config import capacity_of, rows_per_pair
@@ -51,7 +51,8 @@ def grown(config: TrainConfig, halt: Halt) -> tuple[TrainConfig, str]:
     Raises:
         ConfigError: If the model halted for another reason.
     """
-    moe, devices = getattr(config.model, "moe", None), config.parallel.ep
+    moe: Any = getattr(config.model, "moe", None)
+    devices = config.parallel.ep
     tokens = config.input.tokens_per_step // (config.input.num_microbatches * config.parallel.data_ranks)
     rows = tokens * getattr(moe, "experts_per_token", 1)  # per device, layer and microbatch
     had = rows_per_pair(moe.capacity, rows, devices) if hasattr(moe, "capacity") else rows
