@@ -25,7 +25,6 @@ from jgraph.step.state import TrainState
 from jgraph.train import callbacks, capacity, origin, profiling, trackers, validation
 from jgraph.train.config import InputConfig, OutputConfig, TrainConfig
 from jgraph.train.console import Reporter, Summary
-from jgraph.train.engine import settle_engine
 from jgraph.train.initial import InitialWeights, initial_weights
 from jgraph.train.loop import Callback, Loop, agreed_stop
 from jgraph.train.metrics import MetricsLog, StepClock, read_metrics
@@ -80,7 +79,6 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
                     held.enter_context(run_dir.locked(reporter.warn))
                     # Another process may have written there before this one held the lock.
                     run_dir.check(config, corpus.fingerprint)
-            config = settle_engine(config, reporter)
             setup = TrainSetup.of(config)
             # Traced now, because they run long after the start.
             validation.check_loss(setup)
