@@ -6,7 +6,7 @@ names. This module does not import jax, so that an invalid flag is reported at o
 """
 
 import math
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from tyro.conf import OmitArgPrefixes, arg
@@ -551,6 +551,49 @@ COMPONENTS: dict[str, Any] = {
 _COMPONENT_OF = {field.name: name for name, kind in COMPONENTS.items() for field in fields(kind)}
 FIELDS = frozenset(_COMPONENT_OF) | {field.name for field in fields(TrainConfig)} - COMPONENTS.keys()
 """Names of all fields, as `TrainConfig.of` takes them."""
+
+
+def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens nested dictionaries to dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def flat_fields(fields: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
+    """Flattens the fields of a config.json to dotted names.
+
+    Args:
+        fields: The fields.
+        config: A configuration with the same model class. Its classes define the defaults of fields that an earlier version did
+            not write.
+    """
+    if isinstance(fields.get("model"), dict):
+        parts = {name: part for name, part in vars(config).items() if is_dataclass(part)}
+        nested = {name: _defaults(part) | fields[name] for name, part in parts.items() if isinstance(fields.get(name), dict)}
+        defaults: dict[str, Any] = {}
+        for part in (config, *(parts[name] for name in COMPONENTS)):
+            defaults |= _defaults(part)
+        fields = defaults | fields | nested
+    return flatten(fields)
+
+
+def _defaults(config: Any) -> dict[str, Any]:
+    """Returns the constant defaults of a dataclass."""
+    defaults = {field.name: field.default for field in fields(config) if field.default is not MISSING}
+    nested = {name: vars(own) for name, own in defaults.items() if is_dataclass(own)}
+    return defaults | nested
+
+
+def differences(fields: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields, by dotted name, with a value that differs from `base`.
+
+    Leaves out default numbers of steps, because they follow from other fields.
+    """
+    here, base = flatten(fields), flatten(base)
+    here = {name: value for name, value in here.items() if not isinstance(value, DefaultSteps)}
+    return {name: value for name, value in here.items() if name not in base or base[name] != value}
 
 
 def _by_component(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
