@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from jgraph.cli import flag
-from jgraph.train.config import flatten
 from jgraph.train.presets import preset
+from jgraph.train.rundir import flatten
 
 ROOT = Path(__file__).parents[1]
 # The diary names what there was on its day.
@@ -40,7 +40,7 @@ WRITTEN = {
     "origin/",
     "my_model.py",
 }
-OTHERS = {"--help", "--local-dir", "--ntasks", "--model.width", "--logdir"}
+OTHERS = {"--help", "--check", "--local-dir", "--ntasks", "--model.width", "--logdir"}
 PATH = re.compile(r"[\w./-]+(?:\.(?:py|md|json|jsonl|html|toml|svg|png)|/)")
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jgraph.errors import ConfigError
-from jgraph.train.config import flatten
 from jgraph.train.metrics import read_metrics
-from jgraph.train.rundir import RunDir
+from jgraph.train.rundir import RunDir, flatten
 
 # A value of JSON, as written to the page.
 Json = Any

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jgraph.errors import ConfigError, os_errors
-from jgraph.train.config import DefaultSteps, OutputConfig, TrainConfig, flat_fields, flatten
+from jgraph.train.config import COMPONENTS, DefaultSteps, OutputConfig, TrainConfig
 from jgraph.train.model import is_class_name
 
 ORIGIN = "origin"
@@ -62,7 +62,7 @@ class RunDir:
         """
         if not (self.config.exists() and self.resumes(config.output)):
             return config
-        before = flat_fields(self.fields(), config)
+        before = _flat_fields(self.fields(), config)
         if (saved := before.get("module", config.module)) != config.module:
             advice = f"pass `module` {saved} to resume it" if is_class_name(saved) else "it cannot be resumed"
             raise self._error(f"holds a run of the model {saved!r}, and `module` is {config.module}; {advice}")
@@ -161,7 +161,7 @@ class RunDir:
     def _differences(self, config: TrainConfig, fingerprint: str) -> list[str]:
         """Returns one text for each difference from the run in this directory."""
         # JSON turns tuples into lists, as in the file.
-        here, there = flatten(json.loads(json.dumps(config.to_dict()))), flat_fields(self.fields(), config)
+        here, there = flatten(json.loads(json.dumps(config.to_dict()))), _flat_fields(self.fields(), config)
         had = str(there.get("corpus.fingerprint"))[:12]
         there = {name: value for name, value in there.items() if name.partition(".")[0] not in ("corpus", "versions")}
         differing = _differences(here, there, self.last_checkpoint() or 0)
@@ -187,6 +187,49 @@ def replace_text(path: Path, text: str) -> None:
 def versions() -> dict[str, str]:
     """Returns the versions of the packages that affect the compiled step."""
     return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+
+
+def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens nested dictionaries to dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in fields.items():
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def _flat_fields(fields: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
+    """Flattens the fields of a config.json to dotted names.
+
+    Args:
+        fields: The fields.
+        config: A configuration with the same model class. Its classes define the defaults of fields that an earlier version did
+            not write.
+    """
+    if isinstance(fields.get("model"), dict):
+        parts = {name: part for name, part in vars(config).items() if dataclasses.is_dataclass(part)}
+        nested = {name: _defaults(part) | fields[name] for name, part in parts.items() if isinstance(fields.get(name), dict)}
+        defaults: dict[str, Any] = {}
+        for part in (config, *(parts[name] for name in COMPONENTS)):
+            defaults |= _defaults(part)
+        fields = defaults | fields | nested
+    return flatten(fields)
+
+
+def _defaults(config: Any) -> dict[str, Any]:
+    """Returns the constant defaults of a dataclass."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config) if field.default is not dataclasses.MISSING}
+    nested = {name: vars(own) for name, own in defaults.items() if dataclasses.is_dataclass(own)}
+    return defaults | nested
+
+
+def differences(fields: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields, by dotted name, with a value that differs from `base`.
+
+    Leaves out default numbers of steps, because they follow from other fields.
+    """
+    here, base = flatten(fields), flatten(base)
+    here = {name: value for name, value in here.items() if not isinstance(value, DefaultSteps)}
+    return {name: value for name, value in here.items() if name not in base or base[name] != value}
 
 
 class Rule(NamedTuple):

@@ -16,7 +16,7 @@ import numpy as np
 from rich.console import Console
 
 from jgraph.checkpoint.store import Checkpoints, check_space
-from jgraph.data import Ahead, Batches, Corpus
+from jgraph.data import Ahead, Batches, Corpus, load
 from jgraph.dispatch import check_devices
 from jgraph.errors import ConfigError, os_errors
 from jgraph.processes import all_gather_scalar, all_or_raise, connect, is_process_zero
@@ -25,7 +25,6 @@ from jgraph.step.state import TrainState
 from jgraph.train import callbacks, capacity, profiling, trackers, validation
 from jgraph.train.config import InputConfig, OutputConfig, TrainConfig
 from jgraph.train.console import Reporter, Summary
-from jgraph.train.engine import settle_engine
 from jgraph.train.initial import InitialWeights, copy_files, initial_weights, tokenizer_of, tokenizer_warning
 from jgraph.train.lock import locked
 from jgraph.train.loop import Callback, Loop, agreed_stop
@@ -75,14 +74,13 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             warning = tokenizer_warning(config) if weights else ""
             if weights:
                 held.callback(weights.close)
-            corpus = validation.load_data(config.input, config.model, tokenizer)
+            corpus = load(config.input.data, tokenizer=tokenizer, **config.data_options)
             with os_errors("run_dir", run_dir.path, "read"):  # `locked` names the files that it writes
                 run_dir.check(config, corpus.fingerprint)
                 if is_process_zero():
                     held.enter_context(locked(run_dir, reporter.warn))
                     # Another process may have written there before this one held the lock.
                     run_dir.check(config, corpus.fingerprint)
-            config = settle_engine(config, reporter)
             setup = TrainSetup.of(config)
             # Traced now, because they run long after the start.
             validation.check_loss(setup)

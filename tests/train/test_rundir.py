@@ -13,10 +13,10 @@ import pytest
 from jgraph.cli import flag
 from jgraph.errors import ConfigError
 from jgraph.moe.config import MoEConfig
-from jgraph.train.config import COMPONENTS, FIELDS, OptimizerConfig, TrainConfig, flatten
+from jgraph.train.config import COMPONENTS, FIELDS, OptimizerConfig, TrainConfig
 from jgraph.train.lock import locked
 from jgraph.train.optimizer import learning_rate
-from jgraph.train.rundir import RULES, RunDir, rule_of
+from jgraph.train.rundir import RULES, RunDir, flatten, rule_of
 from tests import tiny
 
 FINGERPRINT = "0" * 64
