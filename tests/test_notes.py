@@ -15,7 +15,7 @@ from jgraph.train.rundir import flatten
 ROOT = Path(__file__).parents[1]
 # The diary names what there was on its day.
 PAGES = [ROOT / "README.md", *sorted(path for path in ROOT.glob("notes/*/*.md") if path.name != "measurements.md")]
-GUIDES = [ROOT / "README.md", *sorted(ROOT.glob("notes/guide/*.md"))]
+GUIDES = [ROOT / "README.md", *(page for room in ("start", "guide", "concepts") for page in sorted(ROOT.glob(f"notes/{room}/*.md")))]
 SNIPPETS = [
     pytest.param(code, id=f"{page.name}-{i}", marks=[pytest.mark.target] if "target=" in code else [])
     for page in GUIDES
@@ -31,6 +31,7 @@ WRITTEN = {
     "capacity.json",
     "profile.json",
     "profile/profile.html",
+    "profile/profile.json",
     "tokenizer.json",
     "checkpoints/",
     "tokens/",
@@ -39,7 +40,7 @@ WRITTEN = {
     "origin/",
     "my_model.py",
 }
-OTHERS = {"--help", "--local-dir", "--ntasks", "--model.width", "--logdir"}
+OTHERS = {"--help", "--check", "--local-dir", "--ntasks", "--model.width", "--logdir"}
 PATH = re.compile(r"[\w./-]+(?:\.(?:py|md|json|jsonl|html|toml|svg|png)|/)")
 
 

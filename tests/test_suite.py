@@ -181,24 +181,24 @@ def test_every_row_is_of_the_schema(file):
             assert rows.named(row)
 
 
-def test_the_readme_says_what_the_results_say(told):
+def test_the_tables_of_readme_and_benchmarks_page_match_the_results(told):
     told("readme", "--check")
 
 
-def test_a_readme_that_has_drifted_is_told_and_mended(tmp_path, monkeypatch, capsys, told, refused):
-    monkeypatch.setattr(readme, "README", tmp_path / "README.md")
-    text = f"# x\n\n## Speed\nBefore.\n\n{readme.BEGIN}\n| 1.19 |\n{readme.END}\n\nAfter.\n"
-    readme.README.write_text(text)
+def test_a_page_that_differs_from_the_results_is_reported_and_rewritten(tmp_path, monkeypatch, capsys, told, refused):
+    text = f"# x\n\nBefore.\n\n{readme.BEGIN}\n| 1.19 |\n{readme.END}\n\nAfter.\n"
+    for name in ("README", "PAGE"):
+        monkeypatch.setattr(readme, name, tmp_path / f"{name}.md")
+        getattr(readme, name).write_text(text)
     assert cli.main(["readme", "--check"]) == 1
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert readme.README.read_text() == text
     told("readme")
     told("readme", "--check")
-    new = readme.README.read_text()
-    assert new.startswith(text.partition(readme.BEGIN)[0])
-    assert new.endswith(text.partition(readme.END)[2])
-    assert f"{readme.BEGIN}\n{readme.speed()}\n{readme.END}" in new
-    readme.README.write_text(text.replace(readme.END, ""))
+    for page, tables in ((readme.README, readme.gains()), (readme.PAGE, readme.speed())):
+        head, tail = text.partition(readme.BEGIN)[0], text.partition(readme.END)[2]
+        assert page.read_text() == f"{head}{readme.BEGIN}\n{tables}\n{readme.END}{tail}"
+    readme.PAGE.write_text(text.replace(readme.END, ""))
     assert readme.END in refused("readme")
 
 

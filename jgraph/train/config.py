@@ -454,6 +454,13 @@ class TrainConfig:
             require(dp == 1 or not has_experts, "pp_engine", "dispatch", f"program with `dp` {dp}")
 
     @property
+    def data_options(self) -> dict[str, Any]:
+        """Arguments of `jgraph.data.load`, except the data and the tokenizer."""
+        own, vocab_size = self.input, getattr(self.model, "vocab_size", None)
+        options = {"field": own.data_field, "documents": own.data_documents}
+        return options | {"seq_len": own.seq_len, "vocab_size": vocab_size}
+
+    @property
     def is_pipeline(self) -> bool:
         """True if the step runs a pipeline schedule: with several ranks, or on one rank with a pipeline option set."""
         own = self.pipeline
