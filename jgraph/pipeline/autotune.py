@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jgraph.errors import ConfigError
 from jgraph.mesh import num_data_ranks
-from jgraph.pipeline.ends import End
+from jgraph.pipeline._ends import End
 from jgraph.pipeline.memory import slot_bytes
 from jgraph.pipeline.partition import Tree
 from jgraph.pipeline.program import Pipeline
@@ -152,9 +152,8 @@ def measure(
 
 def _parts(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, tuple[jax.stages.Wrapped, tuple[Any, ...]]]:
     """Returns the timed functions with the shapes of their arguments: loops of the parts of a layer, and the loss."""
-    stage, (x, *context) = pipeline.layer_shapes(params, inputs)
+    (given, observed, _), (x, *context) = pipeline.layer_shapes(params, inputs)
     function, split = pipeline.stage(None, 1), pipeline.split(None)
-    given, observed, _ = stage
     stage = given, observed, pipeline.precision.weight_shapes(function, (given, x, *context), observed)
 
     def forward(stage: Tree, x: Array, *context: Tree) -> Any:

@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 from jgraph.errors import ConfigError, check_choice
 from jgraph.mesh import Axis, checked, num_data_ranks, refused_axes, with_batch_axes
 from jgraph.packing import Packing
+from jgraph.pipeline._layer_state import LayerState
+from jgraph.pipeline._placement import without_ranks
+from jgraph.pipeline._stage_function import Remat
 from jgraph.pipeline.dispatched import Dispatched, dispatched
-from jgraph.pipeline.layer_state import LayerState
 from jgraph.pipeline.memory import bytes_per_rank
 from jgraph.pipeline.partition import PipelineModel, Tree
-from jgraph.pipeline.placement import without_ranks
 from jgraph.pipeline.program import Pipeline
-from jgraph.pipeline.stage_function import Remat
 from jgraph.precision.report import count, describe
 from jgraph.precision.transform import FP8Function, Product
 from jgraph.schedule import Costs, Schedule, files, simulate

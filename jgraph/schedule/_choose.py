@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from jgraph.errors import OrderError
+from jgraph.schedule._generate import NAMES, generate
 from jgraph.schedule.action import FORWARD
-from jgraph.schedule.generate import NAMES, generate
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.simulate import Costs, Execution, simulate
 from jgraph.schedule.slots import check_sizes
@@ -59,7 +59,7 @@ def best(
     execution: Execution = "dataflow",
     head: float = 0.0,
 ) -> Choice:
-    """Simulates candidate schedules and returns the fastest one that fits into memory.
+    """Simulates candidate schedules and returns the fastest schedule that fits into memory.
 
     If several are equally fast, the one with the smallest peak memory wins.
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import numpy as np
 from jax import Array, lax
 
-from jgraph.pipeline.runtime import RankRuntime, Row, State
-from jgraph.pipeline.stage import act_where
+from jgraph.pipeline._runtime import RankRuntime, Row, State
+from jgraph.pipeline._stage import act_where
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, WGRAD
 from jgraph.schedule.tables import Phase, phases
 

@@ -11,8 +11,8 @@ import numpy as np
 from jax import Array, lax
 
 from jgraph.autodiff import Residuals, Stash
+from jgraph.pipeline._stage import StageExecutor
 from jgraph.pipeline.partition import AXIS, Tree
-from jgraph.pipeline.stage import StageExecutor
 from jgraph.schedule.action import FORWARD
 from jgraph.schedule.tables import ScheduleTables
 from jgraph.scopes import scope
