@@ -128,8 +128,8 @@ def _quantization(eqn: core.JaxprEqn) -> tuple[DTypeLike, Want, tuple[str, ...]]
     Dead code elimination may have removed some results of the call, so the shapes of the others identify them.
 
     Returns:
-        The dtype, the `want`, and the name of each result. None for another equation, for a call with a slot or a `Computed`
-        argument, and for the only result of a square matrix, which may be rows or columns.
+        The dtype, the `want`, and the name of each result. None for another equation, for a call with a `Computed` argument,
+        and for the only result of a square matrix, which may be rows or columns.
     """
     want = CALLS.get(eqn.params.get("name", "")) if eqn.primitive.name in replay.JITS else None
     if want is None or not 1 <= len(eqn.invars) <= 2:
