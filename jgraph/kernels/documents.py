@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jgraph.kernels._check import chosen, require
-from jgraph.kernels._mosaic import add_product, has_wgmma, interpreter, plgpu, products, shared
+from jgraph.kernels._mosaic import add_product, has_wgmma, kernel, plgpu, products, shared
 
 _TILE, _HALF = 128, 64
 """Rows of a block of threads and of a compute warpgroup."""
@@ -169,7 +169,7 @@ def _launch(
     gpu, stages = plgpu(), ring[0].shape[0]
     B, T = args[0].shape[:2]
 
-    def kernel(*refs: Any, own: Any, ring: Any, loaded: Any, full: Any, empty: Any) -> None:
+    def attend(*refs: Any, own: Any, ring: Any, loaded: Any, full: Any, empty: Any) -> None:
         row, head, tile, wg = (lax.axis_index(name) for name in ("row", "head", "tile", "wg"))
         first = (2 * tile + wg) * _HALF
         mine = work(_Place(row, head, tile, pl.ds(wg * _HALF, _HALF), pl.ds(first, _HALF), first), refs, own)
@@ -214,8 +214,8 @@ def _launch(
             mine.compute(loop)
             gpu.wait_smem_to_gmem(0)
 
-    return gpu.kernel(
-        kernel,
+    return kernel(
+        attend,
         out_type=tuple(outs),
         scratch_types={
             "own": list(own),
@@ -228,9 +228,6 @@ def _launch(
         grid_names=("head", "tile", "row"),
         num_threads=3,
         thread_name="wg",
-        # exp2 is accurate to 2 units in the last place of float32.
-        compiler_params=gpu.CompilerParams(approx_math=True),
-        interpret=interpreter(),
     )(*args)
 
 
@@ -287,7 +284,7 @@ def _jgraph_documents(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Ar
 
             def step(number: Any, buffers: Any, carry: Any, masked: bool) -> Any:
                 largest_Q, total_Q, y_QK = carry
-                (scores_QC,) = products([(mine, buffers[0])])
+                (scores_QC,) = products([(mine, buffers[0].T)])
                 if masked:
                     scores_QC = _mask(scores_QC, at.first, (first + number) * C, starts_Q, 0)
                 new_Q = jnp.maximum(largest_Q, jnp.max(scores_QC, axis=1) * factor)
@@ -342,7 +339,7 @@ def _jgraph_documents_backward(
 
             def step(number: Any, buffers: Any, dq_QK: Any, masked: bool) -> Any:
                 k_CK, v_CK = buffers
-                scores_QC, dshares_QC = products([(q_QK, k_CK), (dy_QK, v_CK)])
+                scores_QC, dshares_QC = products([(q_QK, k_CK.T)], [(dy_QK, v_CK.T)])
                 if masked:
                     scores_QC = _mask(scores_QC, at.first, (first + number) * N, starts_Q, 0)
                 shares_QC = jnp.exp2(scores_QC * factor - _spread(lse_Q, scores_QC))
@@ -371,7 +368,7 @@ def _jgraph_documents_backward(
             def head(r: Any, carry: Any) -> Any:
                 def step(number: Any, buffers: Any, carry: Any, masked: bool) -> Any:
                     (dk_CK, dv_CK), (q_QK, dy_QK, *by_query) = carry, buffers
-                    scores_CQ, dshares_CQ = products([(k_CK, q_QK), (v_CK, dy_QK)])
+                    scores_CQ, dshares_CQ = products([(k_CK, q_QK.T)], [(v_CK, dy_QK.T)])
                     lse_Q, delta_Q, starts_Q = (_load(ref, 1) for ref in by_query)
                     if masked:
                         scores_CQ = _mask(scores_CQ, (first + number - r * count) * N, at.first, starts_Q, 1)

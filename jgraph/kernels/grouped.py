@@ -15,8 +15,7 @@ from jax.typing import DTypeLike
 
 from jgraph.errors import check_choice
 from jgraph.kernels._check import chosen, require, require_scalar
-from jgraph.kernels._grouped_blocks import ALIGNED, SWIZZLED
-from jgraph.kernels._grouped_mosaic import Order, product, wgrad
+from jgraph.kernels._grouped_mosaic import ALIGNED, SWIZZLED, Order, product, wgrad
 from jgraph.kernels._mosaic import LINE, has_wgmma, target
 
 DOT, WGRAD = "_jgraph_grouped_dot", "_jgraph_grouped_wgrad"

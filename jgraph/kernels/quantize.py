@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jgraph.errors import check_choice
 from jgraph.kernels._check import chosen, require, require_scalar
-from jgraph.kernels._mosaic import has_mosaic, interpreter, on_cpu, plgpu
+from jgraph.kernels._mosaic import has_mosaic, kernel, on_cpu, plgpu
 from jgraph.kernels.elementwise import IDENTITY, Computed, Elementwise
 
 Want = Literal["both", "rows", "columns", "amax"]
@@ -248,15 +248,12 @@ def _mosaic(x: Computed, inverse_scale: Array, dtype: jnp.dtype, want: Want) -> 
     def laid_out(x: Array) -> Array:
         return x.reshape(H, 2, N) if x.shape == (M, N) else x.reshape(H, 2) if x.shape == (M, 1) else x.reshape(N)
 
-    found = gpu.kernel(
+    found = kernel(
         cast_transpose,
         out_type=tuple(out_type.values()),
         scratch_types=scratch,
         grid=grid,
         grid_names=("i", "j"),
-        # exp is accurate to 2 units in the last place of float32.
-        compiler_params=gpu.CompilerParams(approx_math=True),
-        interpret=interpreter(),
     )(*map(laid_out, inputs), inverse_scale.reshape(1))
     out = dict(zip(out_type, found, strict=True))
     quantized = out["rows"].reshape(M, N) if "rows" in out else None

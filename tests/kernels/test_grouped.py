@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jgraph.errors import ConfigError, ShapeError
-from jgraph.kernels import _grouped_blocks
+from jgraph.kernels import _grouped_mosaic
 from jgraph.kernels.grouped import choose, grouped_dot, grouped_dot_fp8, grouped_wgrad
 from jgraph.kernels.quantize import cast_transpose
 from jgraph.xla import aot
@@ -72,7 +72,7 @@ def test_every_group_is_multiplied_with_its_own_matrix(case, dtype, implementati
 @needs_mosaic
 @pytest.mark.long
 def test_the_kernels_bodies_multiply_every_group_with_its_own_matrix(monkeypatch):
-    monkeypatch.setattr(_grouped_blocks, "_BLOCKS", 2)  # so that a block has several tiles
+    monkeypatch.setattr(_grouped_mosaic, "_BLOCKS", 2)  # so that a block has several tiles
     jax.clear_caches()
     # Groups within a tile, over several, with a slab of their own; a last tile of fewer columns; rows beyond.
     args = arrays((30, 0, 150, 7, 41), jnp.bfloat16, 128, 320, 256)
@@ -116,7 +116,7 @@ def test_fp8_rows_are_multiplied_by_both_layouts_of_quantized_weights(implementa
 @needs_mosaic
 @pytest.mark.long
 def test_the_kernels_body_multiplies_fp8_by_both_layouts(monkeypatch):
-    monkeypatch.setattr(_grouped_blocks, "_BLOCKS", 2)
+    monkeypatch.setattr(_grouped_mosaic, "_BLOCKS", 2)
     jax.clear_caches()
     args, wanted = in_fp8((30, 0, 150, 7, 41), FP8[0], 256, 384, 256)
     assert_fp8(run_fp8(*args, implementation="mosaic"), wanted)
