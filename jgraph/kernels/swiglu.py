@@ -71,22 +71,6 @@ def _fits(shape: tuple[int, ...], dtype: DTypeLike) -> bool:
     return dtype == jnp.bfloat16 and shape[0] % ROWS == 0 and shape[1] % (2 * WIDTH) == 0 and 0 not in shape
 
 
-@jax.custom_vjp
-def _mosaic(both_RF2: Array, weights_R: Array) -> Array:
-    return swiglu(both_RF2, weights_R[:, None])
-
-
-def _forward(both_RF2: Array, weights_R: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _mosaic(both_RF2, weights_R), (both_RF2, weights_R)
-
-
-def _backward(residuals: tuple[Array, Array], dy_RF: Array) -> tuple[Array, Array]:
-    return _jgraph_swiglu_backward(*residuals, dy_RF)
-
-
-_mosaic.defvjp(_forward, _backward)
-
-
 # A jitted function, because jax 0.11 names and compiles every call of a kernel separately.
 @jax.jit
 def _jgraph_swiglu_backward(both_RF2: Array, weights_R: Array, dy_RF: Array) -> tuple[Array, Array]:
@@ -113,3 +97,11 @@ def _jgraph_swiglu_backward(both_RF2: Array, weights_R: Array, dy_RF: Array) -> 
     outs = jax.ShapeDtypeStruct(both_RF2.shape, both_RF2.dtype), jax.ShapeDtypeStruct((R, WIDTH), jnp.float32)
     dboth_RF2, dweights = _rows.call(kernel, outs, R // ROWS)(both_RF2, weights_R, dy_RF)
     return dboth_RF2, dweights[:, 0]
+
+
+@jax.custom_vjp
+def _mosaic(both_RF2: Array, weights_R: Array) -> Array:
+    return swiglu(both_RF2, weights_R[:, None])
+
+
+_mosaic.defvjp(lambda *args: (_mosaic(*args), args), lambda args, dy_RF: _jgraph_swiglu_backward(*args, dy_RF))
