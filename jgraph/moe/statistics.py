@@ -7,15 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jgraph.tree import path_name
+from jgraph.tree import PyTree, path_name
 
-Tree = Any
 Statistics = dict[str, np.ndarray]
 
 _NAMES = ("tokens_E", "unseen_E", "entropy", "balance", "z", "dropped")
 
 
-def statistics(carried: Tree) -> dict[str, Statistics]:
+def statistics(carried: PyTree) -> dict[str, Statistics]:
     """Returns the statistics of each mixture of experts after a step.
 
     Args:
@@ -34,7 +33,7 @@ def statistics(carried: Tree) -> dict[str, Statistics]:
     return {layer: {name: np.asarray(own[name]) for name in _NAMES} for layer, own in found.items()}
 
 
-def summary(carried: Tree) -> dict[str, Any]:
+def summary(carried: PyTree) -> dict[str, Any]:
     """Returns a few numbers about the routers for a log; empty for a model without mixtures.
 
     `moe_load` is the number of tokens of each expert over an even share, averaged over layers; `moe_max_load` is the largest of
@@ -59,7 +58,7 @@ def summary(carried: Tree) -> dict[str, Any]:
     }
 
 
-def dead_experts(carried: Tree, steps: int = 100) -> dict[str, list[int]]:
+def dead_experts(carried: PyTree, steps: int = 100) -> dict[str, list[int]]:
     """Returns the experts that have had no token for `steps` steps, by the path of their layer. Omits layers without any."""
     found = {}
     for layer, own in statistics(carried).items():

@@ -21,7 +21,7 @@ from jgraph.pipeline.partition import PipelineModel, Tree
 from jgraph.pipeline.placement import without_ranks
 from jgraph.pipeline.program import Pipeline
 from jgraph.pipeline.stage_function import Remat
-from jgraph.precision.report import count, describe
+from jgraph.precision.loss import count, describe
 from jgraph.precision.transform import FP8Function, Product
 from jgraph.schedule import Costs, Schedule, files, simulate
 from jgraph.strategies import sharding

@@ -61,9 +61,9 @@ def fused(fn: Callable[..., Any], implementation: str = "auto") -> Callable[...,
         def evaluate(i: int, eqn: core.JaxprEqn, read: _Reader) -> Sequence[Any] | None:
             if i not in needed:
                 return None
-            return (
-                fusions[i].run(read, eqn, implementation) if i in fusions else replay.apply(eqn, [read(v) for v in eqn.invars])
-            )
+            if i in fusions:
+                return fusions[i].run(read, eqn, implementation)
+            return replay.apply(eqn, [read(v) for v in eqn.invars])
 
         return jax.tree.unflatten(jax.tree.structure(out), _interpret(closed.jaxpr, closed.consts, leaves, evaluate))
 
