@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, require
 from jgraph.modules import Decoder, FunctionalModel
-from jgraph.tree import PyTree
 
+Tree = Any
 Prompt: TypeAlias = Sequence[int] | np.ndarray | Array
 
 # The settings of `draw` by name; empty for greedy decoding.
@@ -52,10 +52,10 @@ class DecodeState(NamedTuple):
     tokens: Array
     positions: Array
     keys: Array
-    cache: PyTree
+    cache: Tree
 
 
-def generate(model: FunctionalModel | Decoder, params: PyTree, prompts: Sequence[Prompt], **settings: Any) -> list[np.ndarray]:
+def generate(model: FunctionalModel | Decoder, params: Tree, prompts: Sequence[Prompt], **settings: Any) -> list[np.ndarray]:
     """Continues several texts at once.
 
     `stream` describes the arguments and texts that grow longer than `window`.
@@ -80,7 +80,7 @@ def generate(model: FunctionalModel | Decoder, params: PyTree, prompts: Sequence
 
 def stream(
     model: FunctionalModel | Decoder,
-    params: PyTree,
+    params: Tree,
     prompts: Sequence[Prompt],
     *,
     max_tokens: int = 128,
@@ -90,7 +90,7 @@ def stream(
     stop: Sequence[int] = (),
     key: int | Array = 0,
     window: int | None = None,
-    carried: PyTree = None,
+    carried: Tree = None,
 ) -> Iterator[np.ndarray]:
     """Continues several texts at once and yields one token of each at a time.
 
@@ -174,21 +174,21 @@ def stream(
 
 
 @functools.partial(jax.jit, static_argnames="decoder")
-def _prepare(weights: tuple[PyTree, PyTree], *, decoder: Decoder) -> PyTree:
+def _prepare(weights: tuple[Tree, Tree], *, decoder: Decoder) -> Tree:
     return decoder.prepare(*weights)
 
 
 # Jitted, so that `_check_ids` and `_begin` share one cached trace, which takes tenths of a second to make.
 @functools.partial(jax.jit, static_argnames=("decoder", "slots", "length"))
 def _read(
-    weights: PyTree, tokens_BT: Array, lengths_B: Array, *, decoder: Decoder, slots: int, length: int
-) -> tuple[Array, PyTree]:
+    weights: Tree, tokens_BT: Array, lengths_B: Array, *, decoder: Decoder, slots: int, length: int
+) -> tuple[Array, Tree]:
     return decoder.prefill(weights, tokens_BT, lengths_B, slots=slots, length=length)
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "slots", "length", "where"))
 def _begin(
-    weights: PyTree,
+    weights: Tree,
     tokens_BT: Array,
     lengths_B: Array,
     key: Array,
@@ -211,7 +211,7 @@ def _begin(
 
 @functools.partial(jax.jit, static_argnames=("decoder", "where"), donate_argnums=0, keep_unused=True)
 def _next_token(
-    state: DecodeState, weights: PyTree, settings: Settings, stop_S: Array, *, decoder: Decoder, where: NamedSharding | None
+    state: DecodeState, weights: Tree, settings: Settings, stop_S: Array, *, decoder: Decoder, where: NamedSharding | None
 ) -> DecodeState:
     """Reads the last token of each text and draws the next one.
 
@@ -246,22 +246,22 @@ def _windowed(model: FunctionalModel) -> Decoder:
     return windowed(lambda weights, tokens_BT: model.evaluate("logits", *weights, tokens_BT))
 
 
-def windowed(logits_fn: Callable[[tuple[PyTree, PyTree], Array], Array]) -> Decoder:
+def windowed(logits_fn: Callable[[tuple[Tree, Tree], Array], Array]) -> Decoder:
     """Returns a decoder for a model without a KV cache. Its cache holds the last tokens, and each step recomputes all of them.
 
     Args:
         logits_fn: `logits_fn((params, carried), tokens_BC)` returns the logits at each position, (B, C, V). Must be causal.
     """
 
-    def logits(weights: PyTree, tokens_BT: Array, last_B: Array) -> Array:
+    def logits(weights: Tree, tokens_BT: Array, last_B: Array) -> Array:
         logits_BTV = logits_fn(weights, tokens_BT)
         return jnp.take_along_axis(logits_BTV, last_B[:, None, None], axis=1)[:, 0].astype(jnp.float32)
 
-    def prefill(weights: PyTree, tokens_BT: Array, lengths_B: Array, *, slots: int, length: int) -> tuple[Array, Array]:
+    def prefill(weights: Tree, tokens_BT: Array, lengths_B: Array, *, slots: int, length: int) -> tuple[Array, Array]:
         cache = jnp.pad(tokens_BT, ((0, 0), (0, slots - tokens_BT.shape[1])))
         return logits(weights, cache, lengths_B - 1), cache
 
-    def decode(weights: PyTree, tokens_B: Array, cache: Array, positions_B: Array) -> tuple[Array, Array]:
+    def decode(weights: Tree, tokens_B: Array, cache: Array, positions_B: Array) -> tuple[Array, Array]:
         slots = cache.shape[1]
         cache = jnp.where((positions_B < slots)[:, None], cache, jnp.roll(cache, -1, axis=1))
         last_B = jnp.minimum(positions_B, slots - 1)
@@ -283,7 +283,7 @@ def _rows(prompts: Sequence[Prompt]) -> list[np.ndarray]:
 
 
 def _check_ids(
-    decoder: Decoder, weights: PyTree, rows: list[np.ndarray], tokens_BT: np.ndarray, lengths_B: np.ndarray, sizes: dict[str, int]
+    decoder: Decoder, weights: Tree, rows: list[np.ndarray], tokens_BT: np.ndarray, lengths_B: np.ndarray, sizes: dict[str, int]
 ) -> None:
     """Raises ConfigError if the model has no logits, or if it has no row for a token id: jax would read another row."""
     weights = _prepare.eval_shape(weights, decoder=decoder)
@@ -299,7 +299,7 @@ def _check_ids(
             raise ConfigError(f"`prompts` has {found}: ids must be from 0 to {vocab_size - 1}", field="prompts")
 
 
-def _replicated(params: PyTree) -> NamedSharding | None:
+def _replicated(params: Tree) -> NamedSharding | None:
     """Returns the sharding that replicates an array over the devices of the parameters; None for one device."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params))
     found = (s for s in shardings if isinstance(s, NamedSharding) and len(s.device_set) > 1)

@@ -1,7 +1,7 @@
 """Grouped matmuls on Hopper: one kernel for all groups of any size.
 
-Blocks of threads share the tiles of all groups, one block per multiprocessor. In each block one warpgroup copies operands into a
-ring in shared memory and two multiply. A block computes the tiles of each group from the sizes of the groups.
+Blocks of threads share the tiles of all groups, one block per multiprocessor. In each block one warpgroup copies operands into
+a ring in shared memory and two multiply. A block computes the tiles of each group from the sizes of the groups.
 """
 
 # M rows, sorted by group; G groups, K summed over, N columns
@@ -120,7 +120,9 @@ class _Work(NamedTuple):
     prepare: Callable[[int], None] | None = None
 
 
-def _persistent(tiles: _Tiles, work: Callable[[_Cursor, Any], _Work], shape: _Shape, columns: int, full: Any, empty: Any) -> None:
+def _persistent(
+    tiles: _Tiles, work: Callable[[_Cursor, Any], _Work], shape: _Shape, columns: int, full: Any, empty: Any
+) -> None:
     """Runs a block's share of the tiles: one warpgroup loads, two multiply and store.
 
     Args:
@@ -135,14 +137,6 @@ def _persistent(tiles: _Tiles, work: Callable[[_Cursor, Any], _Work], shape: _Sh
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
     count = lax.div(tiles.total + (_BLOCKS - 1), jnp.int32(_BLOCKS))
 
-    def share(turn: Any, at: _Cursor) -> tuple[_Work, _Cursor]:
-        # Rotated by one at each turn, so that the narrower last columns are spread over the blocks.
-        number = turn * _BLOCKS + lax.rem(block + turn, jnp.int32(_BLOCKS))
-        there, number = number < tiles.total, jnp.minimum(number, tiles.total - 1)
-        at = tiles.seek(at, number)
-        found = work(at, number - at.first)
-        return found._replace(steps=jnp.where(there, found.steps, 0), rows=there & found.rows), at
-
     def place_of(step: Any) -> Any:
         return lax.rem(step, jnp.int32(places))
 
@@ -154,7 +148,12 @@ def _persistent(tiles: _Tiles, work: Callable[[_Cursor, Any], _Work], shape: _Sh
 
         def one(turn: Any, carry: tuple[_Cursor, Any]) -> tuple[_Cursor, Any]:
             at, seen = carry
-            mine, at = share(turn, at)
+            # Rotated by one at each turn, so that the narrower last columns are spread over the blocks.
+            number = turn * _BLOCKS + lax.rem(block + turn, jnp.int32(_BLOCKS))
+            there, number = number < tiles.total, jnp.minimum(number, tiles.total - 1)
+            at = tiles.seek(at, number)
+            mine = work(at, number - at.first)
+            mine = mine._replace(steps=jnp.where(there, mine.steps, 0), rows=there & mine.rows)
             each(mine, seen)
             return at, seen + mine.steps
 

@@ -35,7 +35,7 @@ def target() -> Device | None:
 
 
 def on_cpu() -> bool:
-    """True if the target device is a CPU, on which Pallas' interpreter runs the kernels, for tests."""
+    """True if the target device is a CPU. Pallas' interpreter runs the kernels there, for tests."""
     return _device().platform == "cpu"
 
 

@@ -46,10 +46,9 @@ def rotary_attention(qkv_BTNK: Array, cos_TP: np.ndarray, sin_TP: np.ndarray, *,
     T, N, K = qkv_BTNK.shape[-3:]
     matches = qkv_BTNK.ndim == 4 and N % 3 == 0 and K % 2 == 0 and cos_TP.shape == sin_TP.shape == (T, K // 2)
     require(matches, "qkv_BTNK", qkv_BTNK, f"(B, T, 3H, K); the tables are {cos_TP.shape} and {sin_TP.shape}: must be (T, K/2)")
-    of = qkv_BTNK.shape, qkv_BTNK.dtype
-    must = "bfloat16, 64 or 128 tokens, heads of 64 or 128"
-    run = _IMPLEMENTATIONS[chosen(implementation, choose(*of), _fits(*of), "qkv_BTNK", qkv_BTNK, must)]
-    return run(qkv_BTNK, jnp.asarray(cos_TP), jnp.asarray(sin_TP))
+    fits, must = _fits(qkv_BTNK.shape, qkv_BTNK.dtype), "bfloat16, 64 or 128 tokens, heads of 64 or 128"
+    name = chosen(implementation, has_wgmma(), fits, "qkv_BTNK", qkv_BTNK, must)
+    return (_mosaic if name == "mosaic" else _xla)(qkv_BTNK, jnp.asarray(cos_TP), jnp.asarray(sin_TP))
 
 
 def choose(shape: tuple[int, ...], dtype: DTypeLike) -> str:
@@ -218,5 +217,3 @@ class _Head:
 _mosaic = jax.custom_vjp(_jgraph_attention)
 # The tables are constants.
 _mosaic.defvjp(lambda *args: (_mosaic(*args), args), lambda args, dy: (_jgraph_attention_backward(*args, dy), None, None))
-
-_IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla}

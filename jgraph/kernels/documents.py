@@ -54,19 +54,10 @@ def document_attention(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: A
     matches = k_BTGK.shape == v_BTGK.shape == (B, T, G, K) and H % G == 0 and starts_BT.shape == (B, T)
     others = f"`k_BTGK` is {k_BTGK.shape}, `v_BTGK` {v_BTGK.shape}, `starts_BT` {starts_BT.shape}"
     require(matches, "q_BTHK", q_BTHK, f"(B, T, H, K) for (B, T, G, K) twice and (B, T); {others}")
-    of = K, q_BTHK.dtype
+    fits = q_BTHK.dtype == jnp.bfloat16 and K <= _HEADS[-1]
     must = f"bfloat16 with heads of at most {_HEADS[-1]}"
-    run = _IMPLEMENTATIONS[chosen(implementation, choose(*of), _fits(*of), "q_BTHK", q_BTHK, must)]
-    return run(q_BTHK, k_BTGK, v_BTGK, starts_BT)
-
-
-def choose(head_size: int, dtype: jax.typing.DTypeLike) -> str:
-    """Returns the implementation that `auto` selects on the target device."""
-    return "mosaic" if has_wgmma() and _fits(head_size, dtype) else "xla"
-
-
-def _fits(head_size: int, dtype: jax.typing.DTypeLike) -> bool:
-    return dtype == jnp.bfloat16 and head_size <= _HEADS[-1]
+    name = chosen(implementation, has_wgmma(), fits, "q_BTHK", q_BTHK, must)
+    return (_mosaic if name == "mosaic" else _xla)(q_BTHK, k_BTGK, v_BTGK, starts_BT)
 
 
 def _xla(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array) -> Array:
@@ -392,6 +383,3 @@ def _jgraph_documents_backward(
     (dq,) = _launch(of_queries, args, [of_q], H, own, ring, 2)
     dk, dv = _launch(of_keys, (*args, ends_BJ2), [of_k, of_k], G, own, ring + by_query, 2)
     return dq, dk, dv
-
-
-_IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla}

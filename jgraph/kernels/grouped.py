@@ -59,7 +59,7 @@ def grouped_dot(x_MK: Array, weights_GKN: Array, sizes_G: Array, *, implementati
 def grouped_dgrad(dy_MN: Array, weights_GKN: Array, sizes_G: Array) -> Array:
     """Computes the gradient of the rows of `grouped_dot`: rows of dy times their group's transposed matrix."""
     (M, N), K = dy_MN.shape, weights_GKN.shape[1]
-    return _jgraph_grouped_dgrad(dy_MN, weights_GKN, sizes_G, choose((M, K, N), dy_MN.dtype))
+    return _jgraph_grouped_dgrad(dy_MN, weights_GKN, sizes_G, _chosen("auto", (M, K, N), dy_MN))
 
 
 def grouped_dot_fp8(
@@ -153,13 +153,6 @@ def grouped_wgrad(
     return _jgraph_grouped_wgrad(x_MK, dy_MN, sizes_G, add_GKN, dtype, _chosen(implementation, (M, K, N), x_MK))
 
 
-def choose(shape: tuple[int, int, int], dtype: DTypeLike) -> str:
-    """Returns the implementation that `auto` selects on the target device for (M, K, N)."""
-    if target() is None:
-        return "xla"
-    return "mosaic" if has_wgmma() and _fits(shape, dtype) else "tiles"
-
-
 _FLOATS, _FP8 = ("bfloat16", "float32"), ("float8_e4m3fn", "float8_e5m2")
 
 
@@ -174,10 +167,9 @@ def _fits(shape: tuple[int, int, int], dtype: DTypeLike) -> bool:
 
 
 def _chosen(implementation: str, shape: tuple[int, int, int], x_MK: Array | jax.ShapeDtypeStruct) -> str:
-    of = shape, x_MK.dtype
-    M, K, N = _allowed(x_MK.dtype)
+    (M, K, N), others = _allowed(x_MK.dtype), ("xla", "tiles") if target() is None else ("tiles", "xla")
     must = f"bfloat16 or FP8, with M, K, N of {shape} multiples of {M}, {K} and {N},"
-    return chosen(implementation, choose(*of), _fits(*of), "x_MK", x_MK, must, ("mosaic", "tiles", "xla"))
+    return chosen(implementation, has_wgmma(), _fits(shape, x_MK.dtype), "x_MK", x_MK, must, others)
 
 
 def _check(sizes_G: Array, dtypes: tuple[str, str] = _FLOATS, **arrays: tuple[Array, int]) -> None:

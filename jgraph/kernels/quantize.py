@@ -81,7 +81,7 @@ def cast_transpose(
         require(part.dtype in (jnp.bfloat16, jnp.float32), "x_MN", part, "bfloat16 or float32")
     require_scalar("inverse_scale", inverse_scale)
     must = f"of multiples of {2 * _PAIRS} x {_WIDTH}"
-    name = chosen(implementation, choose(shape), _fits_tiles(shape), "x_MN", x.inputs[0], must)
+    name = chosen(implementation, has_kernel(), _fits_tiles(shape), "x_MN", x.inputs[0], must)
     return _JITTED[want](x.inputs, inverse_scale, x.fn, jnp.dtype(dtype), name)
 
 
@@ -94,7 +94,7 @@ def _jitted(name: str, want: Want) -> Callable[..., Quantized]:
     """Returns a jitted function, because jax 0.11 names and compiles every call of a kernel separately, a second each."""
 
     def run(inputs: Any, inverse_scale: Array, fn: Elementwise, dtype: jnp.dtype, name: str) -> Quantized:
-        return _IMPLEMENTATIONS[name](Computed(fn, inputs), inverse_scale, dtype, want)
+        return (_mosaic if name == "mosaic" else _xla)(Computed(fn, inputs), inverse_scale, dtype, want)
 
     run.__name__ = run.__qualname__ = name
     return jax.jit(run, static_argnums=(2, 3, 4))
@@ -128,9 +128,7 @@ def _xla(x: Computed, inverse_scale: Array, dtype: jnp.dtype, want: Want) -> Qua
     """Reference implementation. XLA makes two passes over the array, one for the amax and one for the transpose."""
     x_MN = x.fn(*x.inputs)
     rows = cast(x_MN, inverse_scale, dtype)
-    return Quantized(
-        rows if "rows" in _WRITTEN[want] else None, rows.T if "columns" in _WRITTEN[want] else None, amax(x_MN)
-    )
+    return Quantized(rows if "rows" in _WRITTEN[want] else None, rows.T if "columns" in _WRITTEN[want] else None, amax(x_MN))
 
 
 def amax(x: Array) -> Array:
@@ -259,6 +257,3 @@ def _mosaic(x: Computed, inverse_scale: Array, dtype: jnp.dtype, want: Want) -> 
     quantized = out["rows"].reshape(M, N) if "rows" in out else None
     transposed = lax.bitcast_convert_type(out["columns"], dtype).reshape(N, M) if "columns" in out else None
     return Quantized(quantized, transposed, amax(out["amax"]))
-
-
-_IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla}

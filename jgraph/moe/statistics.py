@@ -45,15 +45,16 @@ def summary(carried: PyTree) -> dict[str, Any]:
         return {}
     tokens_LE = np.concatenate([np.atleast_2d(own["tokens_E"]) for own in layers]).astype(float)
     loads_LE = tokens_LE / np.maximum(tokens_LE.mean(1, keepdims=True), 1 / tokens_LE.shape[1])
-    entropy, balance, z = (
-        float(np.mean(np.concatenate([own[name].ravel() for own in layers]))) for name in ("entropy", "balance", "z")
-    )
+
+    def mean(name: str) -> float:
+        return float(np.mean(np.concatenate([own[name].ravel() for own in layers])))
+
     return {
         "moe_load": [round(load, 4) for load in loads_LE.mean(0).tolist()],
         "moe_max_load": float(loads_LE.max()),
-        "moe_entropy": entropy,
-        "moe_balance_loss": balance,
-        "moe_z_loss": z,
+        "moe_entropy": mean("entropy"),
+        "moe_balance_loss": mean("balance"),
+        "moe_z_loss": mean("z"),
         "moe_dropped": sum(int(own["dropped"].sum()) for own in layers),
     }
 

@@ -17,6 +17,7 @@ from jgraph.xla.explain import FP8Products
 _Parts: TypeAlias = Mapping[str, Array]
 _Args: TypeAlias = Sequence[PyTree]
 _Amax: TypeAlias = Callable[[str, Array], Array] | None
+_Loops: TypeAlias = Literal["none", "microbatches"]
 
 
 class Prepared(NamedTuple):
@@ -143,7 +144,7 @@ class FP8Loss(StepLoss):
         return [describe(self.trace.products, self.function.config, count(executables))]
 
 
-def describe(products: Sequence[Product], config: FP8Config, compiled: FP8Products | None, *, loops: Literal["none", "microbatches"] = "none") -> str:
+def describe(products: Sequence[Product], config: FP8Config, compiled: FP8Products | None, *, loops: _Loops = "none") -> str:
     """Describes the FP8 matmuls of a step in one line for the log.
 
     Args:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jgraph.errors import ConfigError, ShapeError
-from jgraph.kernels import _grouped_mosaic
-from jgraph.kernels.grouped import choose, grouped_dot, grouped_dot_fp8, grouped_wgrad
+from jgraph.kernels import _grouped_mosaic, grouped
+from jgraph.kernels.grouped import grouped_dot, grouped_dot_fp8, grouped_wgrad
 from jgraph.kernels.quantize import cast_transpose
 from jgraph.xla import aot
 from tests.kernels.test_quantize import needs_mosaic
@@ -23,7 +23,7 @@ SIZES = {
 
 
 def arrays(sizes, dtype, K=64, N=128, M=ROWS):
-    """Returns rows, weights, sizes, what a loss makes of the product, and what weight gradients are added onto."""
+    """Returns x, weights, sizes, dy, and a float32 sum of weight gradients."""
     keys = jax.random.split(jax.random.key(0), 4)
     G = len(sizes)
     x, dy = (jax.random.normal(key, (M, size), dtype) for key, size in zip(keys, (K, N), strict=False))
@@ -191,7 +191,10 @@ def test_what_cannot_be_multiplied_is_refused_by_its_name():
 
 @pytest.mark.target
 def test_a_gpu_gets_a_kernel_or_a_loop_over_tiles(h200):
-    assert choose((4096, 128, 192), jnp.bfloat16) == "xla"
+    def choose(shape, dtype):
+        return grouped._chosen("auto", shape, jax.ShapeDtypeStruct(shape[:2], dtype))
+
+    assert choose((4096, 128, 192), "bfloat16") == "xla"
     newest = "mosaic" if jax.__version_info__ >= (0, 11) else "tiles"
     for gpu, shape, dtype, wanted in [
         ("h200", (4096, 128, 192), "bfloat16", newest),
@@ -202,7 +205,7 @@ def test_a_gpu_gets_a_kernel_or_a_loop_over_tiles(h200):
         ("h200", (4096, 96, 192), "bfloat16", "tiles"),
     ]:
         with aot.lowering_for(gpu):
-            assert choose(shape, jnp.dtype(dtype)) == wanted
+            assert choose(shape, dtype) == wanted
 
 
 @needs_mosaic
