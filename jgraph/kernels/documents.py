@@ -54,7 +54,7 @@ def document_attention(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: A
     matches = k_BTGK.shape == v_BTGK.shape == (B, T, G, K) and H % G == 0 and starts_BT.shape == (B, T)
     others = f"`k_BTGK` is {k_BTGK.shape}, `v_BTGK` {v_BTGK.shape}, `starts_BT` {starts_BT.shape}"
     require(matches, "q_BTHK", q_BTHK, f"(B, T, H, K) for (B, T, G, K) twice and (B, T); {others}")
-    fits = q_BTHK.dtype == jnp.bfloat16 and K <= _HEADS[-1]
+    fits = q_BTHK.dtype == jnp.bfloat16 and q_BTHK.shape[3] <= _HEADS[-1]
     must = f"bfloat16 with heads of at most {_HEADS[-1]}"
     name = chosen(implementation, has_wgmma(), fits, "q_BTHK", q_BTHK, must)
     return (_mosaic if name == "mosaic" else _xla)(q_BTHK, k_BTGK, v_BTGK, starts_BT)

@@ -39,7 +39,7 @@ def run(x, weights, sizes, dy, add, **how):
 
 
 def loop(x, weights, sizes, dy, add):
-    """What `run` must give, in float64."""
+    """Computes the expected results of `run` in float64."""
     x, weights, dy, add = (np.asarray(array, np.float64) for array in (x, weights, dy, add))
     y, dx, dw = np.zeros_like(dy), np.zeros_like(x), np.zeros_like(weights)
     begin = 0
@@ -83,7 +83,7 @@ FP8 = [("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn")]
 
 
 def in_fp8(sizes, dtypes, K, N, M=ROWS):
-    """Returns what `run_fp8` takes: x, dy and weights quantized, the sizes and a scale; then what it must give."""
+    """Returns the arguments of `run_fp8` (quantized x, dy and weights, sizes, scale) and its expected results."""
     x, weights, sizes, dy, add = arrays(sizes, jnp.float32, K, N, M)
     x, dy, one = x.astype(dtypes[0]), dy.astype(dtypes[0]), jnp.float32(1)
     found = cast_transpose(weights.reshape(-1, N), one, dtypes[1])

@@ -24,7 +24,7 @@ ODD += (2**-9, 2**-10, 1.5 * 2**-10, 2**-16, 2**-17)
 
 
 def values(shape, dtype, odd=True):
-    """Numbers of all magnitudes that FP8 has and some more, with those that are special anywhere among them."""
+    """Returns numbers of all magnitudes of FP8 and some beyond, with special values in random places."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal(shape) * 2.0 ** rng.integers(-20, 18, shape)
     if odd:
@@ -72,7 +72,7 @@ def test_the_kernel_s_body_gives_the_bits_of_plain_jax(source, dtype, shape, odd
 
 
 def steps(name):
-    """Returns what kernels may compute: an activation, and the gradient of one."""
+    """Returns elementwise functions: activations and their gradients."""
     gelu = (("mul", (0, 0)), ("mul", (1, 0.044715)), ("add", (2, 1.0)), ("mul", (3, 0)), ("mul", (4, 0.79788)), ("tanh", (5,)))
     swiglu = (("logistic", (0,)), ("mul", (0, 3)), ("mul", (4, 1)), ("mul", (5, 2)))
     return {
