@@ -15,7 +15,7 @@ needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="needs 
 def arrays(length, size, heads=4, groups=2, rows=2, dtype=jnp.bfloat16):
     shapes = [(rows, length, n, size) for n in (heads, groups, groups, heads)]
     q, k, v, dy = (jax.random.normal(jax.random.key(i), shape, dtype) for i, shape in enumerate(shapes))
-    # Documents of one token, of a few tokens, of several blocks, and from the last token of a block; the last row has one document.
+    # Documents of one token, a few tokens, several blocks, and from the last token of a block; one document in the last row.
     begins = np.zeros((rows, length), int)
     for place in (3, 17, 63, length // 2 + 20, length - 1):
         begins[:-1, place % length] = place % length
