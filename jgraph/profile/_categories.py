@@ -12,15 +12,7 @@ from dataclasses import dataclass
 from jgraph.profile.program import Program
 from jgraph.profile.trace import Events
 from jgraph.scopes import PREFIX
-from jgraph.xla.hlo import Instruction
-
-COLLECTIVES: dict[str, str] = {
-    **{name: name for name in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")},
-    "ragged-all-to-all": "all-to-all",
-    "collective-broadcast": "all-gather",
-    **dict.fromkeys(("collective-permute", "send", "recv"), "transfer"),
-}
-"""Categories of collectives by opcode, without `-start` and `-done`."""
+from jgraph.xla.hlo import COLLECTIVES, Instruction
 
 # Primitives of JAX with another name than XLA's opcode.
 _PRIMITIVES: dict[str, str] = {

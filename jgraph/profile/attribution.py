@@ -10,13 +10,13 @@ import numpy as np
 
 from jgraph.device import Device
 from jgraph.errors import ProfileError
-from jgraph.profile._categories import CATEGORIES, COLLECTIVES, Purpose, purposes
+from jgraph.profile._categories import CATEGORIES, Purpose, purposes
 from jgraph.profile.program import Program
 from jgraph.profile.trace import Events, Trace, busy, owners, steps
+from jgraph.xla.hlo import COLLECTIVES
 from jgraph.xla.launches import launches_of
 
-COMMUNICATION = frozenset(COLLECTIVES.values())
-"""Categories of communication between devices."""
+_COMMUNICATION = frozenset(COLLECTIVES.values())
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Step:
     @cached_property
     def pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Start in ms, end in ms and owner (an event) of pieces of the device's busy time, as from `owners`."""
-        return owners(self.events, np.array([purpose.category in COMMUNICATION for purpose in self.purposes], bool))
+        return owners(self.events, np.array([purpose.category in _COMMUNICATION for purpose in self.purposes], bool))
 
     @cached_property
     def own_ms(self) -> np.ndarray:
@@ -125,13 +125,13 @@ def groups(step: Step, program: Program, device: Device | None) -> list[dict[str
         ops = dict.fromkeys(events.op[i] for i in found)
         flops = nbytes = 0
         for op in filter(known.__contains__, ops):
-            if category in COMMUNICATION:
+            if category in _COMMUNICATION:
                 nbytes += program.sent_bytes(known[op]) * runs[op]
             else:
                 flops += program.flops(known[op]) * runs[op]
                 nbytes += program.nbytes(known[op]) * runs[op]
         ms = float(own[found].sum())
-        roofline_ms, bound = _roofline(device, flops, nbytes, category in COMMUNICATION)
+        roofline_ms, bound = _roofline(device, flops, nbytes, category in _COMMUNICATION)
         row = {"label": label, "category": category, "source": next((sources[op] for op in ops if op in sources), "")}
         row |= {"count": len(found), "ms": ms, "flops": flops, "bytes": nbytes, "roofline_ms": roofline_ms, "bound": bound}
         rows.append(row | {"over_ms": None if roofline_ms is None else ms - roofline_ms})

@@ -88,13 +88,8 @@ def write(profile: dict[str, Any], directory: Path) -> tuple[Path, Path]:
     directory.mkdir(parents=True, exist_ok=True)
     data, html = directory / "profile.json", directory / "profile.html"
     data.write_text(json.dumps(profile, allow_nan=False) + "\n")
-    html.write_text(page(profile), encoding="utf-8")
+    html.write_text(render("jgraph.profile", profile), encoding="utf-8")
     return data, html
-
-
-def page(profile: dict[str, Any]) -> str:
-    """Returns a profile as one HTML file that loads no other file. Raises ValueError for NaN, which JSON does not have."""
-    return render("jgraph.profile", profile)
 
 
 def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Program) -> dict[str, Any]:

@@ -19,10 +19,14 @@ _MOVES = {
     *("copy", "copy-start", "copy-done", "transpose", "reshape", "reverse", "pad", "concatenate"),
     *("slice", "dynamic-slice", "dynamic-update-slice", "gather"),
 }
-_COLLECTIVES = {
-    *("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all"),
-    *("reduce-scatter", "recv", "send"),
+COLLECTIVES: dict[str, str] = {
+    **{name: name for name in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")},
+    "ragged-all-to-all": "all-to-all",
+    "collective-broadcast": "all-gather",
+    **dict.fromkeys(("collective-permute", "send", "recv"), "transfer"),
 }
+"""The pattern of communication of each collective, by opcode without `-start` and `-done`."""
+
 # Device groups: explicit lists, `[groups,size]<=[...]` (an iota that counts through the devices), or a mesh with some axes.
 _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)="
@@ -185,7 +189,7 @@ class HloModule:
         """Counts collectives by kind and by device groups in XLA's notation. Counts only the start of asynchronous ones."""
         found: Counter[tuple[str, str]] = Counter()
         for instruction in self.instructions.values():
-            if (kind := instruction.opcode.removesuffix("-start")) in _COLLECTIVES:
+            if (kind := instruction.opcode.removesuffix("-start")) in COLLECTIVES:
                 groups = _GROUPS.search(instruction.text)
                 found[kind, groups[1] if groups else ""] += 1
         return found

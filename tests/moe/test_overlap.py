@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from jgraph.profile._categories import COLLECTIVES
+from jgraph.xla.hlo import COLLECTIVES
 from jgraph.train.presets import preset
 from jgraph.train.setup import TrainSetup
 from jgraph.xla import aot, compiler_options
