@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 from jax import Array
 from jax.sharding import SingleDeviceSharding
 
-from jgraph.errors import CheckpointError, require
+from jgraph.errors import CheckpointError, JgraphError, require
 from jgraph.processes import all_gather_scalar, all_or_raise, is_process_zero
 
 State = TypeVar("State")
@@ -205,12 +205,11 @@ class Checkpoints:
             return
         with self._write_errors():
             self._manager.close()
-        with all_or_raise(), self._write_errors():
-            for step in damaged if is_process_zero() else ():
-                target = self._directory / f"damaged-{step}"
-                shutil.rmtree(target, ignore_errors=True)
-                (self._directory / str(step)).rename(target)
-        with self._write_errors():
+            with all_or_raise():
+                for step in damaged if is_process_zero() else ():
+                    target = self._directory / f"damaged-{step}"
+                    shutil.rmtree(target, ignore_errors=True)
+                    (self._directory / str(step)).rename(target)
             self._manager = self._open()
 
     def _empty_trash(self) -> None:
@@ -227,7 +226,7 @@ class Checkpoints:
         what = f"`run_dir`: checkpoints in {self._directory} cannot be written"
         try:
             yield
-        except CheckpointError:
+        except JgraphError:
             raise
         except Exception as e:
             if _has_code(e, errno.ENOSPC, errno.EDQUOT):
