@@ -108,14 +108,14 @@ def _names(parts: Iterable[Instruction]) -> list[str]:
 
 def _inherited(program: Program, instruction: Instruction) -> list[str]:
     """Returns the names of the nearest preceding instruction with a category, for an instruction that XLA added."""
-    home = program.home[instruction.name].instructions
     names, seen = list(instruction.operands), set[str]()
     for name in names:
-        if name in home and name not in seen:
+        if name in program.instructions and name not in seen:
             seen.add(name)
-            if found := [scopes for scopes in _names(program.inside(home[name])) if _by_scopes(scopes)]:
+            source = program.instructions[name]
+            if found := [scopes for scopes in _names(program.inside(source)) if _by_scopes(scopes)]:
                 return found
-            names += home[name].operands
+            names += source.operands
     return []
 
 

@@ -24,11 +24,6 @@ _Depends: TypeAlias = bool | list["_Depends"]
 class Program(HloModule):
     """A compiled program with the work of its instructions."""
 
-    @cached_property
-    def home(self) -> dict[str, Computation]:
-        """Maps an instruction to its computation."""
-        return {name: computation for computation in self.computations.values() for name in computation.instructions}
-
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
         """Yields an instruction and the contents of a fusion, call or asynchronous start, outermost first."""
         yield instruction
@@ -130,11 +125,10 @@ class Program(HloModule):
         return 2 * math.prod(rows.dims) * others[0].dims[1]
 
     def _operands(self, instruction: Instruction) -> list[Instruction]:
-        home = self.home[instruction.name].instructions
-        return [home[name] for name in instruction.operands if name in home]
+        return [self.instructions[name] for name in instruction.operands if name in self.instructions]
 
     def _shape(self, instruction: Instruction, operand: int) -> Shape | None:
-        found = self.home[instruction.name].instructions.get((*instruction.operands, "", "")[operand])
+        found = self.instructions.get((*instruction.operands, "", "")[operand])
         return found.shapes[0] if found else None
 
     @cached_property

@@ -77,9 +77,15 @@ def of_trace(path: Path, *, program: Path, steps: int) -> dict[str, Any]:
         message = f"`program` is {program}: cannot be read ({e}); pass a file with the result of compiled.as_text()"
         raise ProfileError(message, field="program") from e
     chosen = attribution.choose_step(trace, known, steps)
-    device = trace.device or trace.kind
-    about = {"title": f"{find(path).name}, {len(trace.devices)} x {device}", "device": device, "devices": len(trace.devices)}
-    about |= {"versions": {}, "date": "", "flags": ""}
+    title, versions = f"{find(path).name}, {len(trace.devices)} x {trace.device}", {}
+    about = {
+        "title": title,
+        "device": trace.device,
+        "devices": len(trace.devices),
+        "versions": versions,
+        "date": "",
+        "flags": "",
+    }
     return _report(about, chosen, known) | {"captured": None, "memory": {"pools": {}}}
 
 

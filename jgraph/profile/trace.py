@@ -65,13 +65,11 @@ class Trace:
     """A trace.
 
     Attributes:
-        kind: `GPU` or `CPU`.
-        device: The name of the GPU. Empty if the trace does not have it.
+        device: The name of the GPU, `GPU` if the trace does not have it, or `CPU`.
         devices: Events by device number.
         host: Durations in ms by the name of a host event about command buffers, as from `graph_events`.
     """
 
-    kind: str
     device: str
     devices: Mapping[int, Events]
     host: Mapping[str, list[float]]
@@ -112,9 +110,9 @@ def _trace(data: ProfileData, file: Path) -> Trace:
     rows: dict[int, list[_Row]] = defaultdict(list)
     planes = list(data.planes)
     gpus = {int(match[1]): plane for plane in planes if (match := _GPU.fullmatch(plane.name))}
-    device = ""
+    device = "GPU" if gpus else "CPU"
     for number, plane in gpus.items():
-        device = str(dict(plane.stats).get("gpu_device_name", ""))
+        device = str(dict(plane.stats).get("gpu_device_name") or device)
         for line in plane.lines:
             if line.name.startswith("Stream"):
                 rows[number] += [_row(event, line.name, dict(event.stats)) for event in line.events]
@@ -130,7 +128,7 @@ def _trace(data: ProfileData, file: Path) -> Trace:
         raise ProfileError(f"{file}: {problem}; trace at least one whole step, e.g. with `profile` 10:13")
     first = min(row[0] for found in rows.values() for row in found)
     devices = {number: _events(rows[number], first) for number in sorted(rows)}
-    return Trace("GPU" if gpus else "CPU", device, devices, graph_events(data))
+    return Trace(device, devices, graph_events(data))
 
 
 def _row(event: Any, stream: str, stats: Mapping[str, Any]) -> _Row:

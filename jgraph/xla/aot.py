@@ -19,7 +19,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,7 +28,7 @@ import jax
 from jgraph.device import DEVICES
 from jgraph.errors import TargetError, os_errors
 from jgraph.tree import PyTree
-from jgraph.xla.cache import user_cache
+from jgraph.xla.cache import for_elsewhere, user_cache
 from jgraph.xla.capture import CaptureReport, compile_and_report
 from jgraph.xla.options import OptionValue
 
@@ -113,9 +112,7 @@ def compile_lowered(
     lowered: jax.stages.Lowered, compiler_options: Mapping[str, OptionValue]
 ) -> tuple[jax.stages.Compiled, CaptureReport]:
     """Compiles a program that was lowered for `placed` arguments. Returns and raises the same as `compile_for`."""
-    with _needs_no_gpu(), warnings.catch_warnings():
-        # JAX cannot read a cached program for an absent device and compiles it again.
-        warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
+    with _needs_no_gpu(), for_elsewhere():
         compiled, report = compile_and_report(lowered, compiler_options, platform="gpu")
     if report is None:
         raise TargetError("XLA dumped no thunks; remove dump options (xla_dump_..., xla_enable_dumping) from XLA_FLAGS")

@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +103,14 @@ def watch() -> Iterator[Compiles]:
     finally:
         jax.monitoring.unregister_event_listener(on_event)
         jax.monitoring.unregister_event_duration_listener(on_event)
+
+
+@contextlib.contextmanager
+def for_elsewhere() -> Iterator[None]:
+    """Suppresses JAX's warning that it cannot read a cached program for an absent device. JAX compiles it again."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
+        yield
 
 
 def report_file(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, options: Mapping[str, object]) -> Path | None:

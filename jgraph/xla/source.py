@@ -9,9 +9,7 @@ from jgraph.xla import _protobuf
 from jgraph.xla.hlo import HloModule, Instruction
 
 _PACKAGE = Path(__file__).parents[1]
-_LIBRARIES = tuple(
-    Path(path) for name, path in sysconfig.get_paths().items() if name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
+_STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
 @dataclass(frozen=True)
@@ -60,17 +58,14 @@ def thunk_instructions(metadata: bytes) -> dict[tuple[int, str], str]:
 def _source(module: HloModule, instruction: Instruction) -> str:
     """Returns the innermost call in the user's code, otherwise in this package, otherwise in a library."""
     calls = [(Path(file), line) for file, line in module.calls(instruction)]
-    outside_libraries = [call for call in calls if not _is_library(call[0])]
-    users = [call for call in outside_libraries if not call[0].is_relative_to(_PACKAGE)]
-    for path, line in [*users, *outside_libraries, *calls][:1]:
-        here = Path.cwd()
-        return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
-    return ""
+    if not calls:
+        return ""
+    (path, line), here = min(calls, key=lambda call: _distance(call[0])), Path.cwd()
+    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
 
 
-def _is_library(path: Path) -> bool:
-    return (
-        str(path).startswith("<")
-        or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
-        or any(path.is_relative_to(library) for library in _LIBRARIES)
-    )
+def _distance(path: Path) -> int:
+    """Returns 0 for the user's code, 1 for this package, 2 for a library."""
+    if str(path).startswith("<") or not {"site-packages", "dist-packages"}.isdisjoint(path.parts):
+        return 2
+    return 2 if path.is_relative_to(_STANDARD_LIBRARY) else int(path.is_relative_to(_PACKAGE))
