@@ -4,7 +4,6 @@ Ranks are rows, rank 0 on top; time runs to the right, to scale. The colors are 
 (jfly.uni-koeln.de/color, 2008). Black text is readable on all of them and on their tints for later chunks.
 """
 
-from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -24,7 +23,6 @@ _IDLE, _CONTINUED = "·", "-"
 _MAX_LINES = 40
 
 
-@cache
 def tint(kind: int, chunk: int, chunks: int) -> str:
     """Returns the color of an action; later chunks are lighter.
 

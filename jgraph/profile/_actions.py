@@ -103,7 +103,9 @@ def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, A
     for r, order in enumerate(schedule):
         columns = (plan.starts[r], plan.ends[r], run.starts[r], run.ends[r])
         for action, *times in zip(order, *columns, strict=True):
-            found = dict(zip(("planned_start_ms", "planned_end_ms", "start_ms", "end_ms"), times, strict=True))
+            found: dict[str, float] = dict(
+                zip(("planned_start_ms", "planned_end_ms", "start_ms", "end_ms"), times, strict=True)
+            )
             found["slow_ms"] = found["end_ms"] - found["start_ms"] - costs_ms[action.kind]
             fields = {"rank": r, "kind": action.kind, "chunk": action.chunk, "microbatch": action.microbatch}
             actions.append(fields | {name: round(float(ms), 4) for name, ms in found.items()})

@@ -29,7 +29,13 @@ CATEGORIES = (
 )
 """All categories, in display order."""
 
-# Categories that include instructions that only move values.
+# Opcodes that move, name or cast values without computing any.
+_MOVES = {
+    *("parameter", "constant", "bitcast", "bitcast-convert", "tuple", "get-tuple-element", "iota", "broadcast", "convert"),
+    *("copy", "copy-start", "copy-done", "transpose", "reshape", "reverse", "pad", "concatenate"),
+    *("slice", "dynamic-slice", "dynamic-update-slice", "gather"),
+}
+# Categories that include such instructions.
 _MOVING = frozenset(("attention", "dispatch", "exchange", "combine", "loss", "quantize", "optimizer"))
 _ACTIONS = ("forward", "dgrad", "wgrad")
 # Loop counters, conditions and pool slots: no part of the model.
@@ -69,7 +75,7 @@ def purpose_of(program: Program, instruction: Instruction) -> Purpose:
     for part in parts:
         if collective := COLLECTIVES.get(re.sub(r"-(start|done|update)$", "", part.opcode)):
             return Purpose(collective)
-    computes = any(not part.only_moves for part in parts if part.opcode not in ("fusion", "call", "async-start"))
+    computes = any(part.opcode not in _MOVES for part in parts if part.opcode not in ("fusion", "call", "async-start"))
     names = _names(parts) or (_inherited(program, instruction) if computes else [])
     matmul = program.matmul(instruction)
     is_work = matmul is not None or any(part.is_attention for part in parts)

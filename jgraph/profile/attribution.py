@@ -15,6 +15,7 @@ from jgraph.profile.program import Program
 from jgraph.profile.trace import Events, Trace, busy, owners, steps
 from jgraph.xla.hlo import COLLECTIVES
 from jgraph.xla.launches import launches_of
+from jgraph.xla.source import operations
 
 _COMMUNICATION = frozenset(COLLECTIVES.values())
 
@@ -36,14 +37,10 @@ class Step:
     all_ms: tuple[float, ...]
 
     @cached_property
-    def pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Start in ms, end in ms and owner (an event) of pieces of the device's busy time, as from `owners`."""
-        return owners(self.events, np.array([purpose.category in _COMMUNICATION for purpose in self.purposes], bool))
-
-    @cached_property
     def own_ms(self) -> np.ndarray:
-        """The time in ms that each event owns."""
-        start, end, owner = self.pieces
+        """The time in ms that each event owns, as from `owners`."""
+        is_collective = np.array([purpose.category in _COMMUNICATION for purpose in self.purposes], bool)
+        start, end, owner = owners(self.events, is_collective)
         return np.bincount(owner, end - start, len(self.events))
 
 
@@ -119,7 +116,7 @@ def groups(step: Step, program: Program, device: Device | None) -> list[dict[str
         kernels[op][name] += 1
     # An instruction may launch several kernels and run several times. Its rarest kernel gives the number of runs.
     runs = {op: min(names.values()) for op, names in kernels.items()}
-    sources = program.sources(list(kernels))
+    sources = {op: found.source for op, found in operations(program, list(kernels)).items() if found.source}
     rows = []
     for (category, label), found in members.items():
         ops = dict.fromkeys(events.op[i] for i in found)

@@ -13,12 +13,6 @@ from typing import Self
 
 from jgraph.errors import ProfileError
 
-# Opcodes that move, name or cast values without computing any.
-_MOVES = {
-    *("parameter", "constant", "bitcast", "bitcast-convert", "tuple", "get-tuple-element", "iota", "broadcast", "convert"),
-    *("copy", "copy-start", "copy-done", "transpose", "reshape", "reverse", "pad", "concatenate"),
-    *("slice", "dynamic-slice", "dynamic-update-slice", "gather"),
-}
 COLLECTIVES: dict[str, str] = {
     **{name: name for name in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")},
     "ragged-all-to-all": "all-to-all",
@@ -113,11 +107,6 @@ class Instruction:
         """True for cuDNN's fused attention."""
         return "fmha" in self.target
 
-    @property
-    def only_moves(self) -> bool:
-        """True if it moves, names or casts values without computing any."""
-        return self.opcode in _MOVES
-
 
 @dataclass(frozen=True)
 class Computation:
@@ -125,11 +114,6 @@ class Computation:
 
     name: str
     instructions: Mapping[str, Instruction]
-
-    @property
-    def root(self) -> Instruction:
-        """The instruction that computes the result."""
-        return list(self.instructions.values())[-1]
 
     def parameters(self) -> list[Instruction]:
         """Returns the parameters in the order of their numbers."""
@@ -193,9 +177,6 @@ class HloModule:
                 groups = _GROUPS.search(instruction.text)
                 found[kind, groups[1] if groups else ""] += 1
         return found
-
-    def _called(self, instruction: Instruction) -> list[Computation]:
-        return [self.computations[name] for name in instruction.called if name in self.computations]
 
     @property
     def aliases(self) -> dict[int, int]:
