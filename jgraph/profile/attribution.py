@@ -13,9 +13,8 @@ from jgraph.errors import ProfileError
 from jgraph.profile._categories import CATEGORIES, Purpose, purposes
 from jgraph.profile.program import Program
 from jgraph.profile.trace import Events, Trace, busy, owners, steps
-from jgraph.xla.hlo import COLLECTIVES
+from jgraph.xla.hlo import COLLECTIVES, operations
 from jgraph.xla.launches import launches_of
-from jgraph.xla.source import operations
 
 _COMMUNICATION = frozenset(COLLECTIVES.values())
 
