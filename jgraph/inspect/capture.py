@@ -142,10 +142,8 @@ def _training_config(name: str, preset_name: str | None, sizes: dict[str, int]) 
 def _example(name: str) -> tuple[Callable[..., Any], Sequence[Any], int | Sequence[int]]:
     """Calls the named user function and returns its function, arguments and donate_argnums."""
     match _find(name)():
-        case (fn, (*args,)) if callable(fn):
-            return fn, args, ()
-        case (fn, (*args,), donated) if callable(fn):
-            return fn, args, donated
+        case (fn, (*args,), *donated) if callable(fn) and len(donated) <= 1:
+            return fn, args, donated[0] if donated else ()
     raise ConfigError(f"{name}() must return (fn, args) or (fn, args, donate_argnums), with args a tuple", field="name")
 
 

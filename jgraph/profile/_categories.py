@@ -62,10 +62,9 @@ class Purpose:
 def purposes(events: Events, program: Program) -> tuple[Purpose, ...]:
     """Returns the purpose of each event."""
     known = {op: purpose_of(program, program.instructions[op]) for op in set(events.op) if op in program.instructions}
-    rows = zip(events.module, events.op, events.scopes, strict=True)
     return tuple(
         known.get(op) or purpose_of_hidden(op, scopes) if module == program.name else Purpose("other")
-        for module, op, scopes in rows
+        for module, op, scopes in zip(events.module, events.op, events.scopes, strict=True)
     )
 
 

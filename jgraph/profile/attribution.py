@@ -12,7 +12,7 @@ from jgraph.device import Device
 from jgraph.errors import ProfileError
 from jgraph.profile._categories import CATEGORIES, Purpose, purposes
 from jgraph.profile.program import Program
-from jgraph.profile.trace import Events, Trace, busy, owners, steps
+from jgraph.profile.trace import Events, Trace, owners, steps
 from jgraph.xla.hlo import COLLECTIVES, operations
 from jgraph.xla.launches import launches_of
 
@@ -83,7 +83,7 @@ def by_category(rank: int, step: Step) -> dict[str, Any]:
         if chosen.any():
             kernel_ms = float((events.end - events.start)[chosen].sum())
             categories[category] = {"ms": float(own[chosen].sum()), "kernel_ms": kernel_ms, "kernels": int(chosen.sum())}
-    busy_ms = busy(events.start, events.end)
+    busy_ms = float(own.sum())
     other_ms = categories["other"]["ms"] if "other" in categories else 0.0
     return {
         "rank": rank,
@@ -161,7 +161,8 @@ def captured(trace: Trace, count: int) -> dict[str, Any]:
     end = max(found[-1][1] for found in bounds)
     stop, whole = (starts[-1], count - 1) if count > 1 else (end, 1)
     inside = [events.between(starts[0], stop) for events in trace.devices.values()]
-    busy_ms = float(np.mean([busy(events.start, events.end) for events in inside])) / whole
+    pieces = [owners(events, np.zeros(len(events), bool)) for events in inside]
+    busy_ms = float(np.mean([(ends - begins).sum() for begins, ends, _ in pieces])) / whole
     step_ms = float(stop - starts[0]) / whole
     return {
         "steps_ms": [*map(float, np.diff(starts)), float(end - starts[-1])],

@@ -53,7 +53,10 @@ def of_run(directory: Path) -> dict[str, Any]:
     found = _report(about, chosen, program) | {"captured": graphs, "memory": about["memory"]}
     if "pipeline" in about:
         try:
-            found["pipeline"] = _pipeline(about["pipeline"], chosen)
+            schedule, runtime = files.from_json(about["pipeline"]["schedule"]), about["pipeline"]["runtime"]
+            kernels = [attribution.action_kernels(chosen[device]) for device in about["pipeline"]["devices"]]
+            ranks = [{kind: of.get(name, np.zeros((0, 2))) for kind, name in enumerate(KINDS)} for of in kernels]
+            found["pipeline"] = _actions.report(schedule, _actions.measured(schedule, ranks, runtime), runtime)
         except ProfileError as e:
             notes.append(f"The actions of the pipeline cannot be separated: {e}.")
     return found | {"about": found["about"] | {"notes": notes}}
@@ -116,11 +119,3 @@ def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Progr
         "pipeline": None,
         "timeline": attribution.timeline(chosen),
     }
-
-
-def _pipeline(about: Mapping[str, Any], chosen: Mapping[int, Step]) -> dict[str, Any]:
-    """Returns `pipeline` of profile.json. Raises ProfileError if kernels cannot be assigned to actions."""
-    schedule = files.from_json(about["schedule"])
-    of_device = [attribution.action_kernels(chosen[device]) for device in about["devices"]]
-    ranks = [{kind: found.get(name, np.zeros((0, 2))) for kind, name in enumerate(KINDS)} for found in of_device]
-    return _actions.report(schedule, _actions.measured(schedule, ranks, about["runtime"]), about["runtime"])

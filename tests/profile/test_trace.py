@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from jgraph.errors import ProfileError
 from jgraph.profile.attribution import choose_step
 from jgraph.profile.program import Program
-from jgraph.profile.trace import Events, Trace, busy, owners, read, steps
+from jgraph.profile.trace import Events, Trace, owners, read, steps
 
 PROGRAM = Program("HloModule jit_step\n")
 
@@ -37,7 +37,6 @@ def test_time_is_given_out_once(rows):
     covered = ((found.start[:, None] < ticks) & (ticks < found.end[:, None])).any(0).sum()
     own = shares(found, yields)
     assert own.sum() == pytest.approx(covered)
-    assert busy(found.start, found.end) == pytest.approx(covered)
     assert (own <= found.end - found.start + 1e-9).all()
     # Collectives have what nothing else covers, and no more.
     others = ((found.start[:, None] < ticks) & (ticks < found.end[:, None]) & ~yields[:, None]).any(0).sum()
