@@ -68,9 +68,7 @@ def compiler_options(
         CompilerOptionError: If the installed XLA does not have an option. XLA checks values when it compiles.
     """
     check_choice("graph", graph, get_args(_Graph))
-    options: dict[str, OptionValue] = {}
-    if platform in ("gpu", "cuda"):
-        options |= _graph_options(graph, num_devices)
+    options = _graph_options(graph, num_devices) if platform in ("gpu", "cuda") else {}
     for text in xla_options:
         name, equals, value = text.strip().partition("=")
         if not equals:
