@@ -23,7 +23,7 @@ from jgraph.modules import FunctionalModel, functional
 from jgraph.pipeline import Pipelined, PipelineModel, choose, find_schedule, measure
 from jgraph.precision.config import FP8Config
 from jgraph.processes import all_gather_scalar, devices_of_ranks
-from jgraph.schedule import Choice, generate
+from jgraph.schedule import Schedule
 from jgraph.step import TrainStep, elementwise, train_step
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
@@ -69,7 +69,7 @@ class TrainSetup:
             if config.is_pipeline:
                 assert mesh is not None, "a pipeline has a mesh"
                 loss = _pipeline_model(config)
-                strategy: Strategy = _scheduled(config, _pipelined(config, mesh, model, loss), model, loss)
+                strategy: Strategy = _pipelined(config, mesh, model, loss)
             else:
                 loss, strategy = _mean_loss(model), _data_parallel(config, mesh, model)
             step = train_step(
@@ -266,7 +266,7 @@ def _pipeline_model(config: TrainConfig) -> PipelineModel:
 
 
 def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: PipelineModel) -> Pipelined:
-    """Returns the strategy with a placeholder schedule. Raises ConfigError if there are too few layers."""
+    """Returns the strategy of a pipeline. Raises ConfigError if there are too few layers."""
     parallel, chunks = config.parallel, config.pipeline.chunks
     num_layers = len(jax.eval_shape(model.split, found.shapes)[1])
     if num_layers < parallel.pp * chunks:
@@ -274,31 +274,19 @@ def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: P
         raise ConfigError(f"`pp` is {parallel.pp}: {must}", field="pp")
     choices = {"compute_dtype": _compute_dtype(config.model), "remat": config.compile.remat}
     choices |= _sharding(parallel, found) if parallel.shards > 1 else {}
-    schedule = generate("gpipe", pp=parallel.pp, microbatches=config.input.num_microbatches)
-    return Pipelined(mesh, found.shapes, schedule, **choices)
+    is_auto = config.pipeline.schedule == "auto"
+    schedule = find_schedule(
+        "gpipe" if is_auto else config.pipeline.schedule,  # gpipe is a placeholder
+        pp=parallel.pp,
+        chunks=chunks,
+        microbatches=config.input.num_microbatches,
+    )
+    pipelined = Pipelined(mesh, found.shapes, schedule, engine=config.pipeline.pp_engine, **choices)
+    return replace(pipelined, schedule=_fastest(config, pipelined, found, model)) if is_auto else pipelined
 
 
-def _scheduled(config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, model: PipelineModel) -> Pipelined:
-    """Returns the strategy with the schedule of the configuration, which `auto` selects by measurement."""
-    name, engine = config.pipeline.schedule, config.pp_engines[0]
-    if name != "auto":
-        sizes = {"pp": config.parallel.pp, "microbatches": config.input.num_microbatches}
-        return replace(pipelined, schedule=find_schedule(name, chunks=config.pipeline.chunks, **sizes), engine=engine)
-    choice = _choice(config, pipelined, found, model)
-    return replace(pipelined, schedule=choice.schedule, engine=choice.candidates[0].engine)
-
-
-def measured_choice(config: TrainConfig) -> Choice:
-    """Measures the parts of a layer of a pipeline, and returns the choice of `schedule` auto. Raises as `TrainSetup.of`."""
-    found = functional_model(config)
-    mesh = _mesh(config.parallel, is_pipeline=True, is_sharded=False)
-    assert mesh is not None, "a pipeline has a mesh"
-    model = _pipeline_model(config)
-    return _choice(config, _pipelined(config, mesh, found, model), found, model)
-
-
-def _choice(config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, model: PipelineModel) -> Choice:
-    """Chooses a schedule by measured times of a layer, among the engines of the configuration."""
+def _fastest(config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, model: PipelineModel) -> Schedule:
+    """Returns the fastest schedule for the engine of the configuration, predicted from measured times of a layer."""
     num_microbatches = config.input.num_microbatches
     objective = Objective(
         loss=model,
@@ -308,14 +296,13 @@ def _choice(config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, m
         fp8=fp8_recipe(config),
         batch=batch_shapes(config.input, config.input.batch_size),
     )
-    with _errors_by_flag(config):
-        pipeline, _ = pipelined.pipeline(objective)
-    params = jax.eval_shape(lambda tree: pipeline.stack(*model.split(tree)), found.shapes)
-    args = pipeline, params, batch_shapes(config.input, num_microbatches, config.input.microbatch_size)
+    pipeline, _ = pipelined.pipeline(objective)
+    batch_M = batch_shapes(config.input, num_microbatches, config.input.microbatch_size)
+    args = pipeline, pipeline.stacked_shapes(found.shapes), batch_M
     parts = measure(
         *args,
-        engines=config.pp_engines,
+        engine=config.pipeline.pp_engine,
         share=lambda seconds: all_gather_scalar(round(seconds * 1e7))[0] / 1e7,  # int32 holds up to 214 s
     )
     limit = config.pipeline.memory_limit * 2**30 or None
-    return choose(*args, parts=parts, memory_limit=limit, engines=config.pp_engines)
+    return choose(*args, parts=parts, memory_limit=limit, engine=config.pipeline.pp_engine).schedule

@@ -229,6 +229,16 @@ def test_without_layers_for_two_chunks_only_one_is_tried():
     assert {candidate.chunks for candidate in found.candidates if candidate.peak_bytes is not None} == {1}
 
 
+@pytest.mark.once
+def test_auto_with_the_dispatch_engine_times_the_loss(hasty):
+    setup = TrainSetup.of(config_of(pp=2, schedule="auto", pp_engine="dispatch", num_layers=2))
+    assert isinstance(setup.step.bound, BoundPipeline)
+    assert setup.step.bound.engine == "dispatch"
+    _, form = staged(config_of(pp=2, num_layers=2))
+    parts = autotune.measure(form.pipeline, form.shapes, shapes_of(setup.config), engine="dispatch")
+    assert parts.head > 0
+
+
 # --- What is refused ---
 
 

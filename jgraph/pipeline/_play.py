@@ -1,0 +1,121 @@
+"""The two runtimes of the SPMD engine. Each plays all ticks of a schedule.
+
+In the aligned runtime, all ranks do the same action in a tick, so the program has no branches on the kind of action. Equal
+rounds are iterations of one `lax.scan`. Two kinds of tick use `act_where`: a pending wgrad on some ranks beside a forward or a
+dgrad on other ranks, and a wgrad on only some ranks. In other ticks, idle ranks compute too, and their results go to free
+slots. The general runtime plays any schedule.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from jax import Array, lax
+
+from jgraph.pipeline._runtime import RankRuntime, Row, State
+from jgraph.pipeline._stage import act_where
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, WGRAD
+from jgraph.schedule.tables import Phase, phases
+
+
+def play_general(runtime: RankRuntime) -> State:
+    """Plays any schedule tick by tick. A rank selects its action by `act_where`. Returns the final state.
+
+    Every tick permutes outside of the actions. A collective inside an action would wait for ranks that do another action.
+    """
+    kinds = runtime.tables.table.kind
+    ticks = np.arange(len(kinds))
+
+    def tick(state: State, row: Row) -> tuple[State, None]:
+        x, dy = runtime.x(state, row, ticks), runtime.dy(state, row)
+
+        def backward(state: State) -> tuple[State, Array]:
+            state, dx, stash = runtime.dgrad(state, row, dy, keeps=False)
+            return runtime.wgrad(state, row, stash), dx
+
+        actions = {
+            FORWARD: lambda state, _: runtime.forward(state, row, x),
+            DGRAD: lambda state, _: runtime.dgrad(state, row, dy)[:2],
+            WGRAD: lambda state, out: (runtime.wgrad(state, row), out),
+            BACKWARD: lambda state, _: backward(state),
+        }
+        after = state, runtime.nothing()
+        for kind in sorted(set(np.unique(kinds)) - {IDLE}):
+            after = act_where(row["kind"] == kind, lambda carry, act=actions[kind]: act(*carry), after)
+        state, out = after
+        after = runtime.leave(state, row, out, ticks, row["kind"] == FORWARD)
+        after = runtime.back(after, row, out, ticks, (row["kind"] == DGRAD) | (row["kind"] == BACKWARD))
+        return runtime.send(after, row, out, ["activation", "gradient"]), None
+
+    return lax.scan(tick, runtime.start(), runtime.rows)[0]
+
+
+def play_aligned(runtime: RankRuntime) -> State:
+    """Plays all phases in order. Returns the final state."""
+    state = runtime.start()
+    for phase in phases(runtime.tables.table):
+        size = len(phase.kinds)
+        ticks = phase.first_tick + np.arange(phase.rounds * size).reshape(phase.rounds, size)
+
+        def run(state: State, rows: Row, phase=phase, ticks=ticks) -> State:
+            return _round(runtime, state, phase, rows, ticks)
+
+        rows = {name: row[ticks[0, 0] : ticks[-1, -1] + 1].reshape(ticks.shape) for name, row in runtime.rows.items()}
+        if phase.rounds == 1:
+            state = run(state, {name: row[0] for name, row in rows.items()})
+        else:
+            state, _ = lax.scan(lambda state, rows, run=run: (run(state, rows), None), state, rows)
+    return state
+
+
+def _round(runtime: RankRuntime, state: State, phase: Phase, rows: Row, ticks: np.ndarray) -> State:
+    """Plays a round. `ticks` [rounds, ticks of a round] has the ticks of all rounds that share this code."""
+    stashed = None
+    for j, kinds in enumerate(phase.kinds):
+        row = {name: row[j] for name, row in rows.items()}
+        if kinds[0] == "forward":
+            state = _forward(runtime, state, row, ticks[:, j])
+        elif kinds[0] == "wgrad":
+            state = _wgrad(runtime, state, row, ticks[:, j], stashed)
+        else:
+            state, made = _dgrad(runtime, state, row, ticks[:, j], phase.is_handed)
+            stashed = made if phase.is_handed else None
+    return state
+
+
+def _forward(runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray) -> State:
+    x, is_forward = runtime.x(state, row, ticks), row["kind"] == FORWARD
+    state, y = _or_wgrad(runtime, state, row, ticks, lambda state: runtime.forward(state, row, x))
+    state = runtime.leave(state, row, y, ticks, is_forward)
+    return runtime.send(state, row, y, ["activation"])
+
+
+def _dgrad(
+    runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray, is_handed: bool
+) -> tuple[State, tuple[Array, ...] | None]:
+    """Returns the stash too, if it is not written to its pool."""
+    dy, does, stash = runtime.dy(state, row), row["kind"] == DGRAD, None
+    counts = None if (runtime.tables.table.kind[ticks] == DGRAD).all() else does
+    if is_handed:
+        state, dx, stash = runtime.dgrad(state, row, dy, keeps=False)
+    else:
+        state, dx = _or_wgrad(runtime, state, row, ticks, lambda state: runtime.dgrad(state, row, dy, counts=counts)[:2])
+    state = runtime.back(state, row, dx, ticks, does)
+    return runtime.send(state, row, dx, ["gradient"]), stash
+
+
+def _wgrad(runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray, stashed: tuple[Array, ...] | None = None) -> State:
+    if (runtime.tables.table.kind[ticks] == WGRAD).all():
+        return runtime.wgrad(state, row, stashed)
+    return act_where(row["kind"] == WGRAD, lambda state: runtime.wgrad(state, row), state)
+
+
+def _or_wgrad(
+    runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray, act: Callable[[State], tuple[State, Array]]
+) -> tuple[State, Array]:
+    """Returns the result of `act`. In a tick with wgrads, each rank does a wgrad, `act` or nothing."""
+    kinds = runtime.tables.table.kind[ticks]
+    if not (kinds == WGRAD).any():
+        return act(state)
+    state = _wgrad(runtime, state, row, ticks)
+    does = (row["kind"] != WGRAD) & (row["kind"] != IDLE)
+    return act_where(does, lambda carry: act(carry[0]), (state, runtime.nothing()))

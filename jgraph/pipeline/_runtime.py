@@ -1,0 +1,237 @@
+"""The parts of a runtime: pools of arrays, the state of a rank between two ticks, and the operations of a tick."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jgraph.autodiff import Residuals, Stash
+from jgraph.pipeline._stage import StageExecutor
+from jgraph.pipeline.partition import AXIS, Tree
+from jgraph.schedule.action import FORWARD
+from jgraph.schedule.tables import ScheduleTables
+from jgraph.scopes import scope
+
+Row: TypeAlias = dict[str, Array]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["slots"])
+@dataclass(frozen=True)
+class Pool:
+    """Slots for arrays with the same lifetime.
+
+    A pool with one slot has no axis of slots. Writing to it replaces the arrays without a copy.
+
+    Attributes:
+        leaves: An array per leaf, [slots, ...]; [...] if there is one slot.
+        slots: Number of slots.
+    """
+
+    leaves: tuple[Array, ...]
+    slots: int
+
+    @classmethod
+    def of(cls, avals: Sequence[jax.ShapeDtypeStruct], slots: int) -> "Pool":
+        """Allocates uninitialized slots for arrays of these shapes. Returns an empty pool if `slots` is 0."""
+        lead = () if slots == 1 else (slots,)
+        # On a GPU, `lax.empty` only allocates. Zeros would take 1% of the step of a large model.
+        return cls(tuple(lax.empty((*lead, *aval.shape), aval.dtype) for aval in avals) if slots else (), slots)
+
+    @scope("copies")
+    def read(self, slot: Array) -> tuple[Array, ...]:
+        """Returns the leaves in a slot, an int32 scalar; nothing if the pool is empty."""
+        if self.slots == 1:
+            return self.leaves
+        return tuple(lax.dynamic_index_in_dim(leaf, slot, keepdims=False) for leaf in self.leaves)
+
+    @scope("copies")
+    def write(self, slot: Array, values: Sequence[Array]) -> "Pool":
+        """Returns the pool with new leaves in a slot. XLA updates in place if it can."""
+        if not self.slots:
+            return self
+        if self.slots == 1:
+            return Pool(tuple(values), 1)
+        written = [lax.dynamic_update_index_in_dim(leaf, v, slot, 0) for leaf, v in zip(self.leaves, values, strict=True)]
+        return Pool(tuple(written), self.slots)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["pools", "grads", "outer", "loss", "carried"], meta_fields=[])
+@dataclass(frozen=True)
+class State:
+    """The state of a rank between two ticks.
+
+    Attributes:
+        pools: The pools by name.
+        grads: For each chunk, the gradients and the observed state, float32 sums over microbatches.
+        outer: Gradients of embedding and head, float32 sums over microbatches.
+        loss: Sum of the losses on the rank of the last stage, float32.
+        carried: Carried state of all chunks, merged over microbatches.
+    """
+
+    pools: dict[str, Pool]
+    grads: tuple[Tree, ...]
+    outer: Tree
+    loss: Array
+    carried: Tree
+
+    def write(self, pool: str, slot: Array, values: Sequence[Array]) -> "State":
+        return replace(self, pools=self.pools | {pool: self.pools[pool].write(slot, values)})
+
+    @scope("wgrad")
+    def add_outer(self, gradients: Tree) -> "State":
+        return replace(self, outer=jax.tree.map(lambda a, g: a + g.astype(a.dtype), self.outer, gradients))
+
+
+class RankRuntime:
+    """Plays ticks on a rank.
+
+    Attributes:
+        rank: The actions of the rank.
+        tables: The schedule tables of all ranks.
+        rows: The columns of the tables for this rank, int32 [T] by name: kind, stage, chunk, microbatch, enter, leave, back,
+            `read POOL`, `write POOL`, `arrive SOURCE POOL`.
+    """
+
+    def __init__(self, rank: StageExecutor, tables: ScheduleTables, num_stages: int):
+        self.rank, self.tables, self._last = rank, tables, num_stages - 1
+        table = tables.table
+        shared = {"enter": tables.enter, "leave": tables.leave, "back": tables.back}
+        own = {"kind": table.kind, "stage": table.stage, "chunk": np.maximum(table.chunk, 0)}
+        own["microbatch"] = np.maximum(table.microbatch, 0)
+        own |= {f"read {pool}": column for pool, column in tables.reads.items()}
+        own |= {f"write {pool}": column for pool, column in tables.writes.items()}
+        own |= {f"arrive {source} {pool}": column for (source, pool), column in tables.arrivals.items()}
+        # Stacked, so that a rank selects its columns by one operation.
+        index = lax.axis_index(AXIS) if table.kind.shape[1] > 1 else 0
+        picked = lax.dynamic_index_in_dim(jnp.asarray(np.stack(list(own.values()))), index, 2, keepdims=False)
+        self.rows = {name: picked[i] for i, name in enumerate(own)} | {k: jnp.asarray(v) for k, v in shared.items()}
+
+    def start(self) -> State:
+        """Returns the state before the first tick."""
+        shapes, slots = self.rank.shapes, self.tables.slots
+        of = {
+            "forward_dgrad": shapes.residuals.dgrad,
+            "forward_wgrad": shapes.residuals.wgrad,
+            "stash": shapes.stash.arrays,
+            "activation": (shapes.y,),
+            "gradient": (shapes.y,),
+            "loss": (shapes.y,),
+        }
+        pools = {pool: Pool.of(avals, slots[pool]) for pool, avals in of.items()}
+        carried = self.rank.carried.start(self.rank.num_chunks, shapes.aux)
+        return State(pools, self.rank.zero_grads(), self.rank.zero_outer(), jnp.zeros((), jnp.float32), carried)
+
+    def nothing(self) -> Array:
+        """Returns an uninitialized array like the result of an action, for ticks without an action."""
+        return lax.empty(self.rank.shapes.y.shape, self.rank.shapes.y.dtype)
+
+    # --- Inputs of a tick ---
+
+    @scope("copies")
+    def x(self, state: State, row: Row, ticks: np.ndarray) -> Array:
+        """Returns the input of a forward: the embedding on the first stage, the received activation on other stages."""
+        received = state.pools["activation"].read(row["read activation"])
+        zeros = jnp.zeros(self.rank.shapes.y.shape, self.rank.shapes.y.dtype)
+        if not (self.tables.enter[ticks] >= 0).any():
+            return received[0]
+        x = _where_any(self.tables.enter[ticks], row["enter"], self.rank.embed, zeros)
+        return jnp.where(row["stage"] == 0, x, received[0]) if received else x
+
+    @scope("copies")
+    def dy(self, state: State, row: Row) -> Array:
+        """Returns the output gradient of a dgrad: from the loss on the last stage, received on other stages."""
+        own = state.pools["loss"].read(row["read loss"])[0]
+        received = state.pools["gradient"].read(row["read gradient"])
+        return jnp.where(row["stage"] == self._last, own, received[0]) if received else own
+
+    # --- Actions. Each returns the new state and the array to send. ---
+
+    def forward(self, state: State, row: Row, x: Array) -> tuple[State, Array]:
+        y, residuals, carried = self.rank.forward(row["chunk"], x, row["microbatch"])
+        state = state.write("forward_dgrad", row["write forward_dgrad"], residuals.dgrad)
+        state = state.write("forward_wgrad", row["write forward_wgrad"], residuals.wgrad)
+        with scope("forward"):
+            added = self.rank.carried.add(state.carried, carried, row["chunk"], row["kind"] == FORWARD)
+        return replace(state, carried=added), y
+
+    def dgrad(
+        self, state: State, row: Row, dy: Array, *, counts: Array | None = None, keeps: bool = True
+    ) -> tuple[State, Array, tuple[Array, ...]]:
+        """Also returns the stash.
+
+        Args:
+            state: The state before the action.
+            row: The tables at this tick.
+            dy: The output gradient.
+            counts: Bool scalar, False to drop the early gradients; None adds them.
+            keeps: Whether the stash is written to its pool.
+        """
+        dx, early, stash = self.rank.dgrad(row["chunk"], self._residuals(state, row), dy)
+        state = replace(state, grads=self.rank.add_early(row["chunk"], state.grads, early, counts))
+        return state.write("stash", row["write stash"], stash.arrays) if keeps else state, dx, stash.arrays
+
+    def wgrad(self, state: State, row: Row, stashed: tuple[Array, ...] | None = None) -> State:
+        """Adds the delayed gradients. Reads the stash from its pool, unless it is passed as `stashed`."""
+        residuals = self._residuals(state, row).after_dgrad()
+        arrays = state.pools["stash"].read(row["read stash"]) if stashed is None else stashed
+        stash = Stash(arrays, self.rank.shapes.stash.trace)
+        return replace(state, grads=self.rank.wgrad(row["chunk"], state.grads, residuals, stash))
+
+    # --- Outputs of a tick ---
+
+    @scope("copies")
+    def leave(self, state: State, row: Row, y: Array, ticks: np.ndarray, is_forward: Array) -> State:
+        """Computes the head for a microbatch that leaves the last stage, and writes the dy of its dgrad to the pool `loss`."""
+        numbers = self.tables.leave[ticks]
+        if not (numbers >= 0).any():
+            return state
+        here = (row["stage"] == self._last) & is_forward
+        none = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.outer), jnp.zeros_like(y))
+
+        def head(m: Array):
+            loss, d_outer, dy = self.rank.head(m, y, here)
+            return loss.astype(jnp.float32), jax.tree.map(lambda g: g.astype(jnp.float32), d_outer), dy
+
+        loss, d_outer, dy = _where_any(numbers, row["leave"], head, none)
+        state = replace(state.add_outer(d_outer), loss=state.loss + loss)
+        return state.write("loss", row["write loss"], (dy,))
+
+    @scope("copies")
+    def back(self, state: State, row: Row, dx: Array, ticks: np.ndarray, is_dgrad: Array) -> State:
+        """Adds the gradient of the embedding for a microbatch with its dgrad of the first stage done."""
+        numbers = self.tables.back[ticks]
+        if not (numbers >= 0).any():
+            return state
+        dx = jnp.where((row["stage"] == 0) & is_dgrad, dx, jnp.zeros((), dx.dtype))
+        zeros = jax.tree.map(jnp.zeros_like, state.outer)
+        return state.add_outer(_where_any(numbers, row["back"], lambda m: self.rank.embed_backward(m, dx), zeros))
+
+    def send(self, state: State, row: Row, out: Array, pools: Sequence[str]) -> State:
+        """Sends the result of the tick to its rank, and writes received arrays to `pools`: `activation` or `gradient`."""
+        came: dict[str, Array] = {}
+        for source, pool in self.tables.arrivals:
+            if pool in pools:
+                if source not in came:
+                    came[source] = out if source == "same" else lax.ppermute(out, AXIS, self.tables.hops[source])
+                state = state.write(pool, row[f"arrive {source} {pool}"], (came[source],))
+        return state
+
+    def _residuals(self, state: State, row: Row) -> Residuals:
+        pools = state.pools
+        return Residuals(
+            pools["forward_dgrad"].read(row["read forward_dgrad"]),
+            pools["forward_wgrad"].read(row["read forward_wgrad"]),
+            self.rank.shapes.residuals.trace,
+        )
+
+
+def _where_any(numbers: np.ndarray, m: Array, of: Callable[[Array], Any], none: Any) -> Any:
+    """Returns `of(m)` in ticks with a microbatch, else `none`. All ranks agree on these ticks."""
+    if (numbers >= 0).all():
+        return of(m)
+    return lax.cond(m >= 0, of, lambda _: none, m)

@@ -1,0 +1,145 @@
+"""The function of a pipeline stage: consecutive layers, with casts, recomputation, random keys, carried state and FP8."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from jgraph.autodiff import Recompute, Split, split_backward
+from jgraph.pipeline._layer_state import LayerState
+from jgraph.pipeline._precision import FP8Precision, StagePrecision
+from jgraph.pipeline.partition import PipelineModel, Tree
+from jgraph.precision.transform import FP8Trace
+from jgraph.tree import is_router, path_name
+
+Remat = Literal["nothing", "wide", "layer"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StageFunctions:
+    """Makes functions of consecutive layers of a model.
+
+    Attributes:
+        model: The model.
+        compute_dtype: Matrices of the layers and of the head are cast to this dtype once per step. None does not cast.
+        remat: Activations to recompute in the backward pass: `nothing` beyond the choices of `split_backward`, the results of
+            `wide` matmuls, or the whole `layer` except its input.
+        carried: The carried state of a layer.
+        precision: Precision of the stages.
+    """
+
+    model: PipelineModel
+    compute_dtype: DTypeLike | None = None
+    remat: Remat = "nothing"
+    carried: LayerState = field(default_factory=LayerState)
+    precision: StagePrecision = field(default_factory=StagePrecision)
+
+    def with_precision(self, tree: Tree, whole: FP8Trace, args: Sequence[Tree]) -> Self:
+        """Returns the same pipeline with the matmuls of its layers in FP8.
+
+        Args:
+            tree: Shapes of the parameters, in the model's own tree.
+            whole: The FP8 plan of `layers`.
+            args: Shapes of the arguments of `layers` after the parameters.
+
+        Raises:
+            ConfigError: If `keep` or `blocks` of the recipe select only some of the layers.
+        """
+        own, (x, context, key, *carried) = jax.eval_shape(self.model.split, tree)[1][0], args
+        states = (jax.eval_shape(self.model.split_carried, state)[0] for state in carried)
+        more = (*context, *[key] * self.model.takes_key, *states)
+        precision = FP8Precision.of(lambda own, *args: self.model.layer(self.cast(own), *args), own, whole, (x, *more))
+        return replace(self, precision=precision)
+
+    def layers(self, tree: Tree, x: Array, context: tuple[Tree, ...], key: Array, *carried: Tree) -> Array:
+        """Returns x after all layers, computed from the model's own tree of parameters and of carried state."""
+        states = [self.model.split_carried(state) for state in carried]
+        for i, own in enumerate(self.model.split(tree)[1]):
+            keys = [jax.random.fold_in(key, i)] * self.model.takes_key
+            y = self.model.layer(self.cast(own), x, *context, *keys, *(state[i] for state in states))
+            x = y[0] if states else y
+        return x
+
+    def split(self, impl: Any, layers: int = 1) -> Split:
+        """Returns the split backward of a stage. Takes the arguments of `stage`."""
+        return split_backward(self.stage(impl, layers), has_aux=True, recompute=self.recompute)
+
+    def stage(self, impl: Any, layers: int) -> Any:
+        """Returns the function of a stage, for `split_backward`.
+
+        Args:
+            impl: Implementation of the random keys; None for layers without keys.
+            layers: Number of layers.
+
+        Returns:
+            `stage((given, observed, weights), x, *context, *key_data) -> (x, carried state)`.
+        """
+        has_context = self.model.context is not None
+
+        def stage(params: Tree, x: Array, *args: Tree) -> tuple[Array, Tree]:
+            own, extra = params
+            context, keys = args[:has_context], [jax.random.wrap_key_data(data, impl=impl) for data in args[has_context:]]
+            return self.through(own, x, context, keys, extra.get("first"), extra["carried"], extra.get("active"))
+
+        return self.precision.function(stage, layers)
+
+    def through(
+        self,
+        layers: Sequence[Tree],
+        x: Array,
+        context: Sequence[Tree],
+        key: Sequence[Array],
+        first: Any,
+        bits: Tree,
+        active: Array | None = None,
+    ) -> tuple[Array, Tree]:
+        """Computes consecutive layers.
+
+        Args:
+            layers: Parameters of each layer.
+            x: Input of the first layer.
+            context: Context of the microbatch, as `PipelineModel.context_of` returns it.
+            key: The key of the microbatch in a sequence; empty if the layers take none.
+            first: Index of the first layer in the model, an integer scalar; only for keys.
+            bits: Carried state as the step begins, as `LayerState.pick` returns it.
+            active: Bool scalar, False if the last layer is padding. None if there is no padding.
+
+        Returns:
+            x after the last layer, and the carried state after the microbatch with leaves [layers, ...].
+        """
+        layer = jax.checkpoint(self.model.layer) if self.remat == "layer" else self.model.layer
+        after = []
+        for j, own in enumerate(layers):
+            keys = [jax.random.fold_in(one, first + j) for one in key]
+            counts = active if j == len(layers) - 1 else None
+            # A layer may attach losses to its output. Their gradients must not leave a padding layer.
+            given = x if counts is None else jnp.where(counts, x, lax.stop_gradient(x))
+            y = layer(own, given, *context, *keys, *(state := self.carried.at(bits, j)))
+            if state:
+                y, own_after = self.carried.taken(y)
+                after.append(own_after)
+            x = y if counts is None else jnp.where(counts, y, x)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *after) if after else {}
+
+    def cast(self, tree: Tree) -> Tree:
+        """Returns parameters in the dtypes that layers and head compute with."""
+        if self.compute_dtype is None:
+            return tree
+
+        def of(path: Any, p: Array) -> Array:
+            return p.astype(self.compute_dtype) if p.ndim > 1 and not is_router(path_name(path)) else p
+
+        return jax.tree_util.tree_map_with_path(of, tree)
+
+    def of_rank(self, layers: Tree) -> Tree:
+        """Returns the cast layers of a rank, from arrays with a leading axis of length 1 for ranks."""
+        return self.cast(jax.tree.map(lambda leaf: leaf[0], layers))
+
+    @property
+    def recompute(self) -> Recompute:
+        """The intermediate results that the split backward of a stage recomputes."""
+        return "wide" if self.remat == "wide" else "elementwise"

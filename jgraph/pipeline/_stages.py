@@ -1,0 +1,241 @@
+"""The stages of a pipeline as callables on the arrays of one rank, and their schedule as an execution plan."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jgraph.autodiff import product_flops
+from jgraph.callables.plan import ExecutionPlan, Loss, PlanFunction, make_plan
+from jgraph.callables.shaped import Shaped, shape_callable
+from jgraph.device import peak_flops
+from jgraph.packing import Packing
+from jgraph.pipeline._ends import End
+from jgraph.pipeline.program import Pipeline
+from jgraph.tree import leaf_names
+
+Tree = Any
+
+# Seconds of a stage's forward from which on the update of its command buffer, after arrays moved, is negligible. Then
+# microbatches share executables: a few to compile instead of hundreds.
+_LONG = 2e-4
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """The layers of a rank's chunk, packed. All ranks have the same layout.
+
+    Attributes:
+        packing: The packing of a list with one tree per layer.
+        longest: Number of layers of the longest stage.
+    """
+
+    packing: Packing
+    longest: int
+
+    @classmethod
+    def of(cls, layers: Sequence[Tree], alone: Collection[str] = ()) -> Self:
+        """Packs layers.
+
+        Args:
+            layers: Shapes of the parameters of each layer.
+            alone: Paths of parameters of a layer that are not packed.
+        """
+        names = [f"{j}/{path}".rstrip("/") for j in range(len(layers)) for path in alone]
+        return cls(Packing.of(list(layers), alone=names), len(layers))
+
+    def pack(self, layers: Sequence[Tree]) -> dict[str, Array]:
+        """Returns the arrays by name. Scalars get one axis, so that the ranks' scalars form one array."""
+        return {name: jnp.atleast_1d(leaf) for name, leaf in self.packing.pack(list(layers)).items()}
+
+    def unpack(self, arrays: Mapping[str, Array]) -> list[Tree]:
+        """Inverts `pack`. Missing arrays are zero."""
+        whole = {}
+        for name, numbers in self.packing.groups:
+            leaves = [self.packing.leaves[i] for i in numbers]
+            shape = leaves[0].shape if len(leaves) == 1 else (sum(leaf.size for leaf in leaves),)
+            whole[name] = arrays[name].reshape(shape) if name in arrays else jnp.zeros(shape, leaves[0].dtype)
+        return self.packing.unpack(whole)
+
+    def names(self, layers: int) -> tuple[str, ...]:
+        """Returns the sorted names of the arrays that a stage with this number of layers reads."""
+        count = layers * len(self.packing.leaves) // self.longest
+        return tuple(sorted(name for name, numbers in self.packing.groups if numbers[0] < count))
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """The rank of a stage, its executables' computation and their arguments.
+
+    Arguments are shards of arrays over all ranks, given by number: the leaves that a step begins with, then the parameters of
+    embedding and head.
+
+    Attributes:
+        rank, chunk: The place of the stage.
+        names: Names of its chunk's arrays, its first parameters.
+        shaped: Forward, dgrad and wgrad, without a device.
+        params: Its parameters.
+        extra: By microbatch, its arguments after x.
+    """
+
+    rank: int
+    chunk: int
+    names: tuple[str, ...]
+    shaped: Shaped
+    params: list[int]
+    extra: list[list[int]]
+
+
+def stages_of(
+    pipeline: Pipeline, chunks: Sequence[Chunk], embed: End, x: jax.ShapeDtypeStruct, begun: Tree, impl: Any
+) -> list[Stage]:
+    """Traces the stages. Stages with the same computation are traced once.
+
+    Args:
+        pipeline: The model with its schedule.
+        chunks: A rank's layers.
+        embed: The embedding, which begins the first stage.
+        x: The shape that passes between stages.
+        begun: Shapes of the arrays that a step begins with: `batch` and `key` by microbatch; by chunk `layers`, `first` (the
+            number of the first layer), `carried`, the observed `state` and the prepared `weights`.
+        impl: The implementation of the random keys.
+
+    Returns:
+        The stages in the order of the data.
+    """
+    layout, leaves, numbers = pipeline.layout, jax.tree.leaves(begun), numbered(begun)
+    traced: dict[Any, Shaped] = {}
+    stages = []
+
+    def shapes_of(sources: Tree) -> Tree:
+        return jax.tree.map(lambda source: shard(leaves[source]), sources)
+
+    for s in range(layout.num_stages):
+        rank, c = next((rank, row.index(s)) for rank, row in enumerate(layout.placement) if s in row)
+        count = int(layout.active()[rank, c].sum())
+        names = chunks[c].names(count)
+        params: Tree = {"layers": {name: numbers["layers"][c][name] for name in names}}
+        shapes = shapes_of(params)
+        if s == 0:
+            params["outer"], shapes["outer"] = [len(leaves) + i for i in embed.reads], embed.shapes
+        extra = [
+            {
+                "batch": numbers["batch"][m] if s == 0 or pipeline.model.context else (),
+                "carried": numbers["carried"][c] if "carried" in numbers else {},
+                "keys": (numbers["key"][m], numbers["first"][c]) if pipeline.model.takes_key else (),
+            }
+            for m in range(pipeline.schedule.num_microbatches)
+        ]
+        fn: Any = _function(pipeline, chunks[c], count, embed if s == 0 else None, impl)
+        args = (() if s == 0 else x, shapes_of(extra[0]))
+        fn = pipeline.precision.named_function(fn, count, leaf_names(shapes))
+        share = Fraction(count, chunks[c].longest)
+        weights = pipeline.precision.first_weights(fn, (shapes, *args), numbers["weights"][c], share)
+        more = (numbers["state"][c], weights)
+        params, shapes = (params, *more), (shapes, *shapes_of(more))
+        name = (s == 0, count, c)
+        if name not in traced:
+            traced[name] = shape_callable(fn, s, shapes, args, {}, device=None, has_aux=True, recompute=pipeline.recompute)
+        given = jax.tree.leaves(params), [jax.tree.leaves(own) for own in extra]
+        stages.append(Stage(rank, c, names, replace(traced[name], index=s), *given))
+    return stages
+
+
+def plan_of(
+    pipeline: Pipeline,
+    ends: tuple[End, End],
+    stages: Sequence[Stage],
+    microbatch: Tree,
+    devices: Sequence[Any],
+    options: Mapping[str, Any],
+) -> ExecutionPlan:
+    """Compiles the schedule for one device per rank.
+
+    The plan gathers parameters of embedding and head before the schedule. Its arguments ("embedding" | "head", parameter, rank)
+    are their shards, and its results of the same names are the shards of their gradients. Other results are ("total",), the sum
+    of the losses, and ("state", stage, leaf), carried state reduced over microbatches.
+
+    Args:
+        pipeline: The model with its schedule.
+        ends: Embedding and head.
+        stages: In the order of the data.
+        microbatch: Shapes of a rank's microbatch.
+        devices: One for each rank.
+        options: XLA's.
+    """
+    shaped = [replace(stage.shaped, device=devices[stage.rank]) for stage in stages]
+    embed, head = ends
+    of_embed = ("embedding", 0, 0, len(stages[0].names), len(devices))
+    of_head = ("head", len(stages) - 1, len(stages), 0, len(devices))
+    losses = [("loss", m) for m in range(pipeline.schedule.num_microbatches)]
+    carrying = stages if jax.tree.leaves(pipeline.carried.layer) else ()
+
+    def loss(params: Tree, y: Array, batch: Tree) -> Array:
+        return head(params, y, batch).astype(jnp.float32)
+
+    return make_plan(
+        shaped,
+        pipeline.schedule,
+        Loss.of(loss, shaped[-1].y, (microbatch,), head.shapes),
+        # All sums stay in the buffers of the last step.
+        aliased=[(*one.early, *one.late) for one in shaped] + [tuple(range(len(head.reads)))],
+        reuse=True,
+        options=options,
+        copies="shared" if _is_long(shaped[-1]) else "each",
+        before=[gather for gather in (embed.gather(*of_embed), head.gather(*of_head)) if gather.outs],
+        after=[embed.split(*of_embed), head.split(*of_head, losses), *(_reduction(pipeline, stage) for stage in carrying)],
+    )
+
+
+def _reduction(pipeline: Pipeline, stage: Stage) -> PlanFunction:
+    """Returns the function that reduces the carried state of a stage over microbatches."""
+    aux, i, count = stage.shaped.aux, stage.shaped.index, pipeline.schedule.num_microbatches
+
+    def reduce(arrays: list[Array]) -> list[Array]:
+        trees = [aux.unflatten(arrays[m * len(aux) : (m + 1) * len(aux)]) for m in range(count)]
+        return jax.tree.leaves(pipeline.carried.together(trees, pipeline.layout.layers_per_stage))
+
+    reduce.__name__ = f"carried_{i}"
+    names = [("aux", i, m, n) for m in range(count) for n in range(len(aux))]
+    return PlanFunction(reduce, i, names, [("state", i, n) for n in range(len(aux))])
+
+
+def _is_long(shaped: Shaped) -> bool:
+    """True if a stage's forward takes so long that the update of a command buffer is negligible."""
+    rate = peak_flops(shaped.device.device_kind)
+    inputs = [*shaped.x.avals, *shaped.extra.avals]
+    return rate is None or product_flops(shaped.forward, list(shaped.params.avals), inputs) / rate > _LONG
+
+
+def numbered(tree: Tree) -> Tree:
+    """Returns the tree with the number of each leaf in its place."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(range(len(leaves)))
+
+
+def shard(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns the shape of one device's shard."""
+    assert aval.sharding is not None
+    return jax.ShapeDtypeStruct(aval.sharding.shard_shape(aval.shape), aval.dtype)
+
+
+def _function(
+    pipeline: Pipeline, chunk: Chunk, count: int, embed: End | None, impl: Any
+) -> Callable[[Tree, Array, Tree], tuple[Array, Tree]]:
+    """Returns a stage of `count` layers as `fn(params, x, extra) -> (y, carried)`. The first stage embeds a batch."""
+
+    def stage(params: Tree, x: Array, extra: Tree) -> tuple[Array, Tree]:
+        if embed is not None:
+            x = embed(params["outer"], extra["batch"])
+        key, first = (), None
+        if extra["keys"]:
+            data, (first,) = extra["keys"]
+            key = (jax.random.wrap_key_data(data, impl=impl),)
+        context = pipeline.model.context_of(extra["batch"])
+        return pipeline.through(chunk.unpack(params["layers"])[:count], x, context, key, first, extra["carried"])
+
+    return stage

@@ -1,0 +1,133 @@
+"""Chooses the fastest schedule that fits into memory, and reports every candidate."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from jgraph.errors import OrderError
+from jgraph.schedule._generate import NAMES, generate
+from jgraph.schedule.action import FORWARD
+from jgraph.schedule.schedule import Schedule
+from jgraph.schedule.simulate import Costs, Execution, simulate
+from jgraph.schedule.slots import check_sizes
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One candidate schedule and its simulated results.
+
+    Attributes:
+        name: Name of the schedule, as in `generate`.
+        chunks: Number of chunks per rank, as in `generate`.
+        verdict: Short reason why the candidate won or lost.
+        makespan: Time of a step, in the unit of the costs. None if the schedule cannot be generated.
+        bubble: Idle fraction of all ranks' time, from 0 to 1. None if the schedule cannot be generated.
+        peak_bytes: Peak memory of the fullest rank. None if the schedule cannot be generated.
+    """
+
+    name: str
+    chunks: int
+    verdict: str
+    makespan: float | None = None
+    bubble: float | None = None
+    peak_bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The chosen schedule and the report.
+
+    Attributes:
+        schedule: The fastest schedule that fits.
+        candidates: All candidates: the winner, then the others by time of a step, then the schedules that cannot be generated.
+    """
+
+    schedule: Schedule
+    candidates: tuple[Candidate, ...]
+
+
+def best(
+    *,
+    pp: int,
+    microbatches: int,
+    costs: Costs,
+    sizes: Mapping[str, float] | None = None,
+    memory_limit: float | None = None,
+    names: Sequence[str] = NAMES,
+    chunks: Sequence[int] = (1, 2),
+    latency: float = 0.0,
+    execution: Execution = "dataflow",
+    head: float = 0.0,
+) -> Choice:
+    """Simulates candidate schedules and returns the fastest schedule that fits into memory.
+
+    If several are equally fast, the one with the smallest peak memory wins.
+
+    Args:
+        pp: Number of ranks of the pipeline.
+        microbatches: Number of microbatches per step.
+        costs: Costs of all layers of a rank. They are divided by the number of chunks.
+        sizes: Bytes per array in each pool (`slots.POOLS`), for all layers of a rank. They are divided by the number of chunks,
+            except those of `activation` and `gradient`, which do not depend on it.
+        memory_limit: Bytes available for the pools of a rank. None for no limit.
+        names: Names of the schedules to try.
+        chunks: Numbers of chunks per rank to try.
+        latency: Time of a transfer to another rank, as in `simulate`.
+        execution: How ranks synchronize, as in `simulate`.
+        head: Time added to every forward of the last stage, in the unit of the costs.
+
+    Returns:
+        The fastest schedule that fits, and all candidates.
+
+    Raises:
+        OrderError: If an argument is invalid, no schedule can be generated, or none fits. In the last case the message names
+            the schedule with the smallest peak memory and the bytes that are missing.
+    """
+    sizes = dict(sizes or {})
+    check_sizes(sizes)
+    limit = float("inf") if memory_limit is None else memory_limit
+    if not isinstance(limit, (int, float)) or not limit >= 0:
+        raise OrderError(f"`memory_limit` is {memory_limit!r}: must be bytes >= 0, or None for no limit", field="memory_limit")
+    for field, value in (("names", names), ("chunks", chunks)):
+        if isinstance(value, (int, str)):
+            raise OrderError(f"`{field}` is {value!r}: must be a sequence of values to try", field=field)
+    found: list[tuple[float, float, Candidate, Schedule]] = []
+    refused: dict[tuple[str, str], Candidate] = {}
+    for name, count in product(dict.fromkeys(names), dict.fromkeys(chunks)):
+        try:
+            schedule = generate(name, pp=pp, microbatches=microbatches, chunks=count)
+        except OrderError as error:
+            refused.setdefault((name, str(error)), Candidate(name, count, str(error)))
+            continue
+        if schedule.num_chunks != count:
+            continue
+        own = costs.per_chunk(count)
+        if head:
+            forward = own.table(schedule.num_stages)[FORWARD].tolist()
+            own = replace(own, forward=[*forward[:-1], forward[-1] + head])
+        run = simulate(schedule, own, latency=latency, execution=execution)
+        share = {pool: size if pool in ("activation", "gradient") else size / count for pool, size in sizes.items()}
+        peak = float(run.peak(share).max())
+        # Rounded to 9 digits, so that floating-point error does not decide between equally fast schedules.
+        time = float(f"{run.makespan:.9g}")
+        found.append((time, peak, Candidate(name, count, "", run.makespan, run.bubble, peak), schedule))
+    if not found:
+        why = next((c.verdict for c in refused.values()), "`names` and `chunks` select no schedule")
+        raise OrderError(f"no schedule can be generated: {why}", field="names")
+    found.sort(key=lambda row: row[:2])
+    fits = [row for row in found if row[1] <= limit]
+    if not fits:
+        _, least, smallest, _ = min(found, key=lambda row: row[1])
+        needs = f"{smallest.name} with {smallest.chunks} chunks and needs {least:,.0f}, {least - limit:,.0f} more"
+        problem = f"no schedule fits into {limit:,.0f} bytes per rank; the smallest is {needs}; raise the memory limit"
+        raise OrderError(problem, field="memory_limit")
+    fastest, least, winner, schedule = fits[0]
+    candidates = [replace(winner, verdict="fastest that fits")]
+    for time, peak, candidate, _ in found:
+        verdict = "as fast" + f", needs {peak - least:,.0f} bytes more" * (peak > least)
+        if peak > limit:
+            verdict = f"needs {peak - limit:,.0f} bytes more than the limit"
+        elif time > fastest:
+            verdict = f"{time / fastest - 1:.1%} slower"
+        candidates += [replace(candidate, verdict=verdict)] if candidate is not winner else []
+    return Choice(schedule, (*candidates, *refused.values()))

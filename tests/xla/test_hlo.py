@@ -1,0 +1,99 @@
+import sysconfig
+import zlib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jgraph.xla.capture import thunk_instructions
+from jgraph.xla.hlo import HloModule, Op, operations
+
+HERE = Path(__file__)
+LIBRARY = sysconfig.get_paths()["purelib"]
+
+# As jax 0.10 and 0.12 write it: a caller is one less than its number, and the first frame names itself.
+TABLES = f"""\
+HloModule jit_step, is_scheduled=true
+
+FileNames
+1 "/home/me/train.py"
+2 "{LIBRARY}/flax/linear.py"
+3 "{HERE.parents[2]}/jgraph/train/step.py"
+
+FunctionNames
+1 "main"
+
+FileLocations
+1 {{file_name_id=1 function_name_id=1 line=30 end_line=30 column=4 end_column=9}}
+2 {{file_name_id=1 function_name_id=1 line=12 end_line=12 column=4 end_column=9}}
+3 {{file_name_id=2 function_name_id=1 line=99 end_line=99 column=4 end_column=9}}
+4 {{file_name_id=3 function_name_id=1 line=7 end_line=7 column=4 end_column=9}}
+
+StackFrames
+1 {{file_location_id=1 parent_frame_id=1}}
+2 {{file_location_id=2 parent_frame_id=2}}
+3 {{file_location_id=3 parent_frame_id=3}}
+4 {{file_location_id=4 parent_frame_id=2}}
+5 {{file_location_id=3 parent_frame_id=1}}
+6 {{file_location_id=4 parent_frame_id=1}}
+
+"""
+
+
+def program(metadata, tables=TABLES):
+    return tables + f"%f (x: f32[8]) -> f32[8] {{\n  ROOT %fft.0.0 = c64[8]{{0}} fft(%x), fft_length={{8}}{metadata}\n}}\n"
+
+
+def only(text):
+    return operations(HloModule(text), {"fft.0.0"})["fft.0.0"]
+
+
+@pytest.mark.parametrize(("frame", "line"), [(1, 30), (2, 12), (3, 12), (4, 30)])
+def test_a_program_has_a_stack_of_which_the_users_innermost_call_counts(frame, line):
+    assert only(program(f', metadata={{op_name="jit(step)/fft" stack_frame_id={frame}}}')).source == f"/home/me/train.py:{line}"
+
+
+@pytest.mark.parametrize(("only_frame", "source"), [("2", f"{LIBRARY}/flax/linear.py:99"), ("3", "jgraph/train/step.py:7")])
+def test_where_no_call_is_the_users_the_innermost_is_told(only_frame, source, monkeypatch):
+    monkeypatch.chdir(HERE.parents[2])
+    tables = TABLES.replace("1 {file_location_id=1", f"1 {{file_location_id={int(only_frame) + 1}")
+    assert only(program(', metadata={op_name="jit(step)/fft" stack_frame_id=1}', tables)).source == source
+
+
+@pytest.mark.parametrize("metadata", ["", ', metadata={scheduling_name="fft.0.0"}', ", metadata={stack_frame_id=77}"])
+def test_an_operation_that_xla_made_has_neither_name_nor_line(metadata):
+    assert only(program(metadata)) == Op("fft.0.0")
+    assert str(only(program(metadata))) == "fft.0.0"
+
+
+def test_quotes_in_a_name_are_those_that_the_user_wrote():
+    assert only(program(r""", metadata={op_name="state[\'w\']" stack_frame_id=1}""")).name == "state['w']"
+
+
+def test_instructions_that_are_not_asked_for_or_not_there_are_left_out():
+    assert operations(HloModule(program("")), {"fft.0.0", "fft.1"}) == {"fft.0.0": Op("fft.0.0")}
+    assert operations(HloModule(program("")), set()) == {}
+
+
+def test_a_program_of_the_installed_jax_leads_back_to_this_file(monkeypatch):
+    monkeypatch.chdir(HERE.parents[2])
+
+    # A persistent cache may have the program of another checkout, which names other lines. The constant makes it a new one.
+    own = zlib.crc32(f"{HERE}{HERE.read_text()}".encode()) % 1000
+
+    def step(x):
+        return jnp.cumsum(x) + own  # the line looked for
+
+    text = jax.jit(step).lower(jnp.ones(8)).compile().as_text()
+    names = {line.split(" = ")[0].split("%")[-1] for line in text.splitlines() if " = " in line}
+    (line,) = (i for i, code in enumerate(HERE.read_text().splitlines(), 1) if code.endswith("# the line looked for"))
+    assert f"tests/xla/test_hlo.py:{line}" in {op.source for op in operations(HloModule(text), names).values()}
+
+
+def test_thunks_are_named_by_number_and_kind():
+    # Two thunks of jax 0.12: ("gemm_fusion_dot_general.7", 1, "kCustomKernel"); a kSequential has no name and no number.
+    first = b"\x0a\x1d\x0a\x19gemm_fusion_dot_general.7\x18\x01\x12\x0dkCustomKernel"
+    data = b"\x0a" + bytes([len(first)]) + first + b"\x0a\x0f\x0a\x00\x12\x0bkSequential"
+    assert thunk_instructions(data) == {(1, "kCustomKernel"): "gemm_fusion_dot_general.7"}
+    assert thunk_instructions(b"") == {}
