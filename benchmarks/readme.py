@@ -1,9 +1,8 @@
-"""README's tables of speed and the tables of all results, written from benchmarks/results."""
+"""Writes the tables of README.md, of notes/benchmarks.md and of benchmarks/results/*.md from the stored results."""
 
 import importlib
 import math
 import sys
-import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -13,29 +12,78 @@ from benchmarks.rows import Row, fastest, named, ratio
 from benchmarks.runner import SOAKS, benchmark_of, draw_soaks, found, soaks
 from benchmarks.tables import HEADS, alike, how, markdown, short, told_ratio, tried, versus
 
-README = Path(__file__).parents[1] / "README.md"
-SEVERAL = ("pipeline", "fsdp", "callables")  # benchmarks of several GPUs, in README's order
-IN_FP8 = ("fp8", "fsdp", "moe", "pipeline")  # benchmarks that have FP8 in results named so
+ROOT = Path(__file__).parents[1]
+README, PAGE = ROOT / "README.md", ROOT / "notes/benchmarks.md"
+SEVERAL = ("pipeline", "fsdp", "callables")  # benchmarks on several GPUs, in the order of the page
+IN_FP8 = ("fp8", "fsdp", "moe", "pipeline")  # benchmarks with results in FP8
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+
+# Rows of README's table: text, results file, work, and the variants of jgraph to choose the fastest from (all if empty).
+GAINS = (
+    ("GPT, 12 layers of 256, 2 x 128 tokens: launches limit the step", "single_gpu", "launch-bound", ()),
+    ("GPT 124M, bf16", "single_gpu", "gpt-124m", ()),
+    ("GPT 1.3B, bf16", "single_gpu_1b3", "gpt-1b3", ()),
+    ("GPT 124M, FP8", "fp8", "gpt-124m", ("fp8=delayed", "fp8=current")),
+    ("GPT 1.3B, FP8", "fp8_1b3", "gpt-1b3", ("fp8=delayed", "fp8=current")),
+    ("GPT 1.3B, FP8, state sharded over 2 GPUs", "fsdp_fp8", "gpt-1b3", ("fp8=delayed", "fp8=current")),
+    ("GPT with 8 experts, 2 per token, bf16", "moe", "gpt-moe", ()),
+    ("Small MLPs, pipeline of 2 GPUs", "pipeline2", "mlp-launch-bound", ()),
+    ("Large MLPs, pipeline of 2 GPUs", "pipeline2", "mlp-large", ()),
+    ("12 small GPT blocks as graphed callables, called one by one", "callables1", "blocks", ("one by one",)),
+)
 
 
 def write_readme(check: bool) -> int:
-    """Returns the exit code: 1 where a page is not what the results say and only that was asked."""
-    text = README.read_text()
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not (begin and end and "\n## Speed\n" in head):
-        raise ResultsError(f"{README} must have {BEGIN} and then {END} in its section ## Speed, for the tables to go between")
-    pages = {README: f"{head}{BEGIN}\n{speed()}\n{END}{tail}"}
+    """Writes the pages with tables.
+
+    Args:
+        check: Write nothing; only compare.
+
+    Returns:
+        The exit code: 1 if `check` is True and a page differs from the results.
+    """
+    pages = {README: _with_tables(README, gains()), PAGE: _with_tables(PAGE, speed())}
     pages |= {page: new for page in sorted(runner.RESULTS.glob("*.md")) if (new := drawn(page))}
     drifted = [page for page, new in pages.items() if page.read_text() != new]
     if check and drifted:
         names = ", ".join(page.name for page in drifted)
-        print(f"{names}: not what the results say; run python -m benchmarks readme", file=sys.stderr)
+        print(f"{names}: differs from the results; run python -m benchmarks readme", file=sys.stderr)
         return 1
     for page in drifted:
         page.write_text(pages[page])
     return 0
+
+
+def _with_tables(page: Path, tables: str) -> str:
+    """Returns the text of a page with other tables between its markers."""
+    head, begin, rest = page.read_text().partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not (begin and end):
+        raise ResultsError(f"{page} must have {BEGIN} and then {END}, for the tables to go between")
+    return f"{head}{BEGIN}\n{tables}\n{END}{tail}"
+
+
+def gains() -> str:
+    """Draws README's table: for each row of `GAINS`, the time of the fastest peer of each kind, over the time of jgraph."""
+    lines = []
+    for text, file, work, variants in GAINS:
+        rows = read(runner.RESULTS / f"{file}.json")[work]["rows"]
+        ours = fastest([row for row in rows if not variants or row["variant"] in variants], "jgraph")
+        groups: dict[str, list[Row]] = {"jax": [], "torch": [], "te": []}
+        for row in rows:
+            is_engine = row["system"] == "torch" and precision(row) == "te"
+            if row["system"] in groups:
+                groups["te" if is_engine else row["system"]].append(row)
+        cells = [_gain(fastest(own, "jax" if kind == "jax" else "torch"), ours) for kind, own in groups.items()]
+        lines += [[text, f"{short(ours['ms'])} ms" if ours else "", *cells]]
+    heads = ["training step or work", "jgraph", "`jax.jit` + optax", "PyTorch", "Transformer Engine"]
+    return "\n".join(markdown(heads, lines))
+
+
+def _gain(peer: Row | None, ours: Row | None) -> str:
+    if not (peer and ours):
+        return "not measured"
+    return f"{ratio(peer, ours, digits=2).partition(' ')[0]} x ({short(peer['ms'])} ms)"
 
 
 def drawn(page: Path) -> str:
@@ -48,7 +96,7 @@ def drawn(page: Path) -> str:
 
 
 def speed() -> str:
-    """Draws the tables, each after a line that says where and when."""
+    """Draws the tables of the benchmarks page, each after a heading, a sentence, and the versions and dates of its results."""
     data = {file.stem: read(file) for file in sorted(runner.RESULTS.glob("*.json"))}
     blocks = max((name for name in data if "blocks" in data[name]), key=lambda name: distinct(data[name].values(), "date"))
     one = [name for name in ("single_gpu", "single_gpu_1b3") if name in data]
@@ -61,39 +109,42 @@ def speed() -> str:
     spread = [name for name in ("fsdp_experts",) if name in data]
     tables = [
         (
-            f"One {distinct([result for _, result in works], 'device')}",
+            "Training step on one GPU",
+            "Each cell is the median time of a training step in milliseconds.",
             one,
-            "Milliseconds a training step, median:",
             one_gpu(works),
         ),
         (
-            "Twelve launch-bound GPT blocks one by one",
+            "Graphed callables",
+            "Twelve launch-bound GPT blocks run forward and backward. `host us a call` is the host time of one of the 24 "
+            "calls, until the work is handed to the GPU.",
             [blocks],
-            "Host time until an iteration is handed over, over its 24 calls, and the whole iteration:",
             one_by_one(data[blocks]["blocks"]["rows"]),
         ),
         (
             "Several GPUs",
+            "Times are medians in milliseconds: a whole training step for `fsdp`, loss and gradients for `pipeline` and "
+            "`callables`.",
             several,
-            "Milliseconds, median: a whole training step of fsdp, loss and gradients of pipeline and callables:",
             several_gpus(data),
         ),
         (
-            "Products in FP8",
+            "FP8",
+            "Times are medians in milliseconds: a training step, or loss and gradients for pipelines. Each column shows its "
+            "fastest variant.",
             fp8,
-            "Milliseconds a training step, of pipelines its loss and gradients, median; of each kind the fastest:",
             in_fp8(("pipeline, " * ("pipeline" in name) + work, one) for name in fp8 for work, one in data[name].items()),
         ),
         (
-            "Greedy text after one prompt",
+            "Text generation",
+            "Each time is the median in milliseconds per token, greedy, for one prompt.",
             [name for name in ("decode",) if name in data],
-            "Milliseconds a token, median:",
             markdown(HEADS, [versus(work, one, [one["rows"]]) for work, one in data.get("decode", {}).items()]),
         ),
         (
             "Mixtures of experts",
+            "Times are medians in milliseconds: a training step, or forward and backward of the layers for `-layers`.",
             [*moe, *spread],
-            "Milliseconds, median: a training step, of `-layers` forward and backward of the layers alone:",
             markdown(
                 HEADS,
                 [versus(f"{work}, {shape(one)}", one, [one["rows"]]) for name in moe for work, one in data[name].items()]
@@ -101,21 +152,26 @@ def speed() -> str:
             ),
         ),
         (
-            "Grouped products in bfloat16",
+            "Grouped matmuls in bfloat16",
+            "Each cell is the rate of jgraph in TFLOP/s, and the time of PyTorch over the time of jgraph.",
             [name for name in ("grouped",) if name in data],
-            "TFLOP/s, and PyTorch's time over ours:",
             grouped(data.get("grouped", {})),
+        ),
+        (
+            "Soak runs",
+            "Each run repeats one step many times with collectives inside CUDA graphs, and checks for hangs, growth of memory "
+            "and changed losses.",
+            [name for name in ("soaks",) if name in data],
+            markdown(SOAKS, soaks(data["soaks"])) if "soaks" in data else [],
         ),
     ]
     parts: list[str] = []
-    for title, used, note, table in (table for table in tables if table[1]):
+    for title, sentence, used, table in (table for table in tables if table[2]):
         results = [result for name in used for result in data[name].values()]
         jax, torch, dates = (distinct(results, key) for key in ("jax", "torch", "date"))
-        links = ", ".join(f"[{name}](benchmarks/results/{name}.md)" for name in used)
-        text = f"{title}, jax {jax} against PyTorch {torch}, {dates} ({links}). {note}"
-        parts += [textwrap.fill(text, 128, break_long_words=False, break_on_hyphens=False), "", *table, ""]
-    if "soaks" in data:
-        parts += [*markdown(SOAKS, soaks(data["soaks"])), ""]
+        links = ", ".join(f"[{name}](../benchmarks/results/{name}.md)" for name in used)
+        versions = f"jax {jax}" + f", PyTorch {torch}" * bool(torch)
+        parts += [f"## {title}", "", sentence, "", f"{versions}, {dates}: {links}.", "", *table, ""]
     return "\n".join(parts[:-1])
 
 
@@ -124,6 +180,10 @@ def one_gpu(works: Sequence[tuple[str, Row]]) -> list[str]:
     heads = {
         ("jgraph", ""): "jgraph",
         ("jgraph", "graph=off"): "jgraph, graphs off",
+        ("jax", "same"): "jax.jit + optax, same model",
+        ("jax", "same flatten"): "same model, optax.flatten",
+        ("jax", "stock"): "jax.jit + optax, stock parts",
+        ("jax", "stock flatten"): "stock parts, optax.flatten",
         ("torch", "compile + CUDA graph"): "torch.compile + CUDA graph",
         ("torch", "compile"): "torch.compile",
         ("torch", "eager"): "torch eager",

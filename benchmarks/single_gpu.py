@@ -17,7 +17,8 @@ from jgraph.train.config import TrainConfig
 
 # The first is in every comparison. The last takes torch minutes to compile: what --timeout ends is a row that says so.
 COMPILED = ("torch compile", "torch compile + CUDA graph", "torch compile max-autotune + CUDA graph")
-VARIANTS = ("jgraph", "jgraph graph=off", "torch eager", "torch CUDA graph", *COMPILED)
+PLAIN = ("jax same", "jax same flatten", "jax stock", "jax stock flatten")
+VARIANTS = ("jgraph", "jgraph graph=off", *PLAIN, "torch eager", "torch CUDA graph", *COMPILED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,8 @@ def entrant(variant: str, config: TrainConfig, options: Traced) -> Entrant:
     if system == "torch":
         asked = {"variant": variant, "config": config.to_dict()}
         return Entrant(row, "benchmarks.peers.single_gpu", asked, gpus=1)
+    if system == "jax":
+        return Entrant(row, "benchmarks.peers.plain_jax", {"variant": how.split(), "config": config.to_dict()})
     config = config.changed(graph="auto")
     for text in how.split():
         setting, _, value = text.partition("=")

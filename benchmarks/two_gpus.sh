@@ -2,7 +2,7 @@
 # Everything that README says of one and of two GPUs, on a machine with two; a command for each part, none of more than ten
 # minutes, here in the order of their importance:
 #
-#     bash benchmarks/two_gpus.sh collectives|pipelines|pipelines_gpt|pipelines_fp8|soaks|one|one_1b3|engines OUT [REVISION]
+#     bash benchmarks/two_gpus.sh collectives|pipelines|pipelines_gpt|pipelines_fp8|soaks|one|one_1b3 OUT [REVISION]
 #     bash benchmarks/two_gpus.sh fsdp|tests OUT [REVISION]
 #     bash benchmarks/two_gpus.sh experts|experts_soak|experts_profile OUT [REVISION]
 #     bash benchmarks/two_gpus.sh llama_soak OUT [REVISION]
@@ -90,7 +90,6 @@ one_1b3)
   on 0 40 callables --parts blocks --soak 1000
   wait
   ;;
-engines) piece 400 engines --timeout 180 ;;
 fsdp)
   piece 190 $fsdp --work gpt-1b3 --together 2 --peers compile compile:reshard --variant reshard=yes
   piece 75 $callables --pipelines launch-bound $short

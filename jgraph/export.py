@@ -43,16 +43,16 @@ def export(
     from absl import logging
 
     from jgraph.interop.write import check_empty, write
-    from jgraph.train import origin
+    from jgraph.train.initial import copied_files, copied_folder, names_of
     from jgraph.train.saved import SavedRun
 
     logging.set_verbosity(logging.FATAL)  # Orbax also logs the errors that it raises.
     check_empty(to, field="to")
     with contextlib.closing(SavedRun(run, step, module=module)) as saved:
-        names, model = origin.names_of(saved.config.module, field="to"), saved.config.model
-        kept = origin.kept_folder(saved.dir)
+        names, model = names_of(saved.config.module, field="to"), saved.config.model
+        kept = copied_folder(saved.dir)
         config = names.config(model, kept.config if kept else {"max_position_embeddings": saved.config.input.seq_len})
-        beside = origin.kept(saved.dir)
+        beside = copied_files(saved.dir)
         with os_errors("to", to):
             files = write(to, config, names.parts(model), saved.read, dtype=dtype, beside=beside)
     print(f"step {saved.step} of {run} is in {to}: {', '.join(file.name for file in files)}")

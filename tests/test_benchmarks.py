@@ -8,8 +8,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from benchmarks import cli, engines, fp8, fsdp, grouped, moe, readme, rows, runner
-from benchmarks.programs.engine import choice
+from benchmarks import cli, fp8, fsdp, grouped, moe, readme, rows, runner
 from benchmarks.rows import step_flops
 from benchmarks.turns import Entrant, Turns, race
 from jgraph.train.presets import preset
@@ -228,18 +227,6 @@ def test_peers_of_sharded_training_are_timed_on_the_same_model_each_with_its_lik
     assert list(losses.values()) == pytest.approx([np.log(96)] * 6, rel=0.05)
     assert losses["fp8=delayed"] != losses[""]
     assert losses["eager:whole:graph"] == pytest.approx(losses["eager:reshard"], rel=1e-5)
-
-
-@pytest.mark.long
-@pytest.mark.once
-def test_engine_is_chosen_by_predicted_times_and_the_choice_is_stored():
-    config = engines.config_of("gpt-1b3-fp8", engines.Flags(sizes="tiny"))
-    told = choice(config.changed(schedule="1f1b", num_microbatches=2, batch_size=8))
-    assert told["chosen"] in ("1f1b:1 engine=dispatch", "1f1b:1 engine=program")
-    assert "predicted ms per step" in told["table"][0]
-    assert not rows.unknown(told)
-    drawn = engines.section("gpt-1b3-fp8", {"config": config.to_dict(), "ranks": 2, "rows": [told]}).notes
-    assert "predicted ms per step" in drawn
 
 
 def test_rows_in_fp8_are_of_the_recipes_that_their_names_say():

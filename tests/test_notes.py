@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import jgraph
 from jgraph.cli import flag
 from jgraph.train.presets import preset
 from jgraph.train.rundir import flatten
@@ -15,7 +16,10 @@ from jgraph.train.rundir import flatten
 ROOT = Path(__file__).parents[1]
 # The diary names what there was on its day.
 PAGES = [ROOT / "README.md", *sorted(path for path in ROOT.glob("notes/*/*.md") if path.name != "measurements.md")]
-GUIDES = [ROOT / "README.md", *sorted(ROOT.glob("notes/guide/*.md"))]
+GUIDES = [
+    ROOT / "README.md",
+    *(page for room in ("start", "guide", "concepts") for page in sorted(ROOT.glob(f"notes/{room}/*.md"))),
+]
 SNIPPETS = [
     pytest.param(code, id=f"{page.name}-{i}", marks=[pytest.mark.target] if "target=" in code else [])
     for page in GUIDES
@@ -31,6 +35,7 @@ WRITTEN = {
     "capacity.json",
     "profile.json",
     "profile/profile.html",
+    "profile/profile.json",
     "tokenizer.json",
     "checkpoints/",
     "tokens/",
@@ -39,7 +44,7 @@ WRITTEN = {
     "origin/",
     "my_model.py",
 }
-OTHERS = {"--help", "--local-dir", "--ntasks", "--model.width", "--logdir"}
+OTHERS = {"--help", "--check", "--local-dir", "--ntasks", "--model.width", "--logdir"}
 PATH = re.compile(r"[\w./-]+(?:\.(?:py|md|json|jsonl|html|toml|svg|png)|/)")
 
 
@@ -137,3 +142,8 @@ def test_functions_named_beside_a_file_in_upstream_are_in_that_file():
     assert pairs
     missing = [(file, name) for file, name in pairs if not re.search(rf"\b{name}\b", (ROOT / "jgraph" / file).read_text())]
     assert not missing
+
+
+def test_the_reference_has_one_entry_per_public_name():
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "notes" / "reference").glob("*.md"))
+    assert sorted(re.findall(r"^::: jgraph\.(\w+)$", pages, re.MULTILINE)) == jgraph.__all__

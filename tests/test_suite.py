@@ -122,7 +122,7 @@ def test_rows_of_one_file_are_named_with_why_the_other_has_none(told, write):
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
 def test_every_result_is_read_and_equals_itself(file, told, refused):
-    if file.stem in ("dtype_rules", "engines"):  # bytes; a choice
+    if file.stem == "dtype_rules":  # bytes
         assert f"{file} has no times" in refused("compare", file, file)
         return
     same = [line for line in told("compare", file, file) if " 1.000 " in line]
@@ -182,24 +182,24 @@ def test_every_row_is_of_the_schema(file):
             assert rows.named(row)
 
 
-def test_the_readme_says_what_the_results_say(told):
+def test_the_tables_of_readme_and_benchmarks_page_match_the_results(told):
     told("readme", "--check")
 
 
-def test_a_readme_that_has_drifted_is_told_and_mended(tmp_path, monkeypatch, capsys, told, refused):
-    monkeypatch.setattr(readme, "README", tmp_path / "README.md")
-    text = f"# x\n\n## Speed\nBefore.\n\n{readme.BEGIN}\n| 1.19 |\n{readme.END}\n\nAfter.\n"
-    readme.README.write_text(text)
+def test_a_page_that_differs_from_the_results_is_reported_and_rewritten(tmp_path, monkeypatch, capsys, told, refused):
+    text = f"# x\n\nBefore.\n\n{readme.BEGIN}\n| 1.19 |\n{readme.END}\n\nAfter.\n"
+    for name in ("README", "PAGE"):
+        monkeypatch.setattr(readme, name, tmp_path / f"{name}.md")
+        getattr(readme, name).write_text(text)
     assert cli.main(["readme", "--check"]) == 1
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert readme.README.read_text() == text
     told("readme")
     told("readme", "--check")
-    new = readme.README.read_text()
-    assert new.startswith(text.partition(readme.BEGIN)[0])
-    assert new.endswith(text.partition(readme.END)[2])
-    assert f"{readme.BEGIN}\n{readme.speed()}\n{readme.END}" in new
-    readme.README.write_text(text.replace(readme.END, ""))
+    for page, tables in ((readme.README, readme.gains()), (readme.PAGE, readme.speed())):
+        head, tail = text.partition(readme.BEGIN)[0], text.partition(readme.END)[2]
+        assert page.read_text() == f"{head}{readme.BEGIN}\n{tables}\n{readme.END}{tail}"
+    readme.PAGE.write_text(text.replace(readme.END, ""))
     assert readme.END in refused("readme")
 
 
@@ -300,7 +300,7 @@ def test_results_of_fp8_come_into_the_readme_with_pages_of_their_own(tmp_path, m
         if "fp8" not in file.stem:
             shutil.copy(file, tmp_path)
     monkeypatch.setattr(runner, "RESULTS", tmp_path)
-    assert "Products in FP8" not in readme.speed()
+    assert "## FP8" not in readme.speed()
     for name, title in (("fp8", "# A training step in FP8"), ("fsdp_fp8", "# Sharded training")):
         work = fp8_work(jgraph=1.0) | {"ranks": 2}
         work["rows"][0]["ranks"] = 2
@@ -309,8 +309,8 @@ def test_results_of_fp8_come_into_the_readme_with_pages_of_their_own(tmp_path, m
         (tmp_path / f"{name}.json").write_text(json.dumps({"works": {"gpt": work}}))
         assert readme.drawn(tmp_path / f"{name}.md").startswith(title)
     (tmp_path / "pipeline_fp8.json").write_text((tmp_path / "fp8.json").read_text())
-    told = readme.speed().partition("Products in FP8")[2]
-    assert "[fp8](benchmarks/results/fp8.md), [fsdp_fp8](benchmarks/results/fsdp_fp8.md)" in " ".join(told.split())
+    told = readme.speed().partition("## FP8")[2]
+    assert "[fp8](../benchmarks/results/fp8.md), [fsdp_fp8](../benchmarks/results/fsdp_fp8.md)" in " ".join(told.split())
     assert told.count("| gpt, 2x8 tokens | X | 1.00 |") == 2
     assert told.count("| pipeline, gpt, 2x8 tokens | X | 1.00 |") == 1
 

@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,8 +20,9 @@ from jgraph.pipeline.ends import End
 from jgraph.pipeline.memory import slot_bytes
 from jgraph.pipeline.partition import Tree
 from jgraph.pipeline.program import Pipeline
+from jgraph.pipeline.strategy import Engine
 from jgraph.precision.config import XLA_OPTIONS
-from jgraph.schedule import NAMES, POOLS, Choice, Costs, Engine, Schedule, best, generate, read
+from jgraph.schedule import NAMES, POOLS, Choice, Costs, Schedule, best, generate, read
 from jgraph.xla import compile_and_report, compiler_options
 from jgraph.xla.options import known
 
@@ -89,7 +90,7 @@ def choose(
     *,
     parts: Parts,
     memory_limit: float | None,
-    engines: Sequence[str] = ("program",),
+    engine: Engine = "program",
 ) -> Choice:
     """Returns the fastest schedule that fits in memory.
 
@@ -99,7 +100,7 @@ def choose(
         inputs: Shapes of the microbatches of `Pipeline.step`.
         parts: Times from `measure`.
         memory_limit: Bytes for the pools of a rank; None for no limit.
-        engines: Engines that may play the schedule, by the names of `Pipelined.engine`.
+        engine: The engine that runs the schedule.
 
     Raises:
         OrderError: If no schedule fits. The message has the missing bytes.
@@ -108,18 +109,10 @@ def choose(
     layers_per_rank = -(-layers // ranks)
     slots = slot_bytes(pipeline, params, inputs, layers=layers_per_rank)
 
-    def in_program(schedule: Schedule, makespan: float) -> float:
-        # No stage computes during a head. The ranks share it, or each computes a whole one.
-        return makespan + schedule.num_microbatches * parts.head / (ranks if pipeline.model.sharded else 1)
+    def step_time(schedule: Schedule, makespan: float) -> float:
+        # In a program, the loss takes the same time with every schedule.
+        return makespan if engine == "program" else max(makespan, host_seconds(schedule, layers * parts.kernels))
 
-    def by_host(schedule: Schedule, makespan: float) -> float:
-        return max(makespan, host_seconds(schedule, layers * parts.kernels))
-
-    players = {
-        # Every tick ends with transfers, so it takes as long as its longest action.
-        "program": Engine("program", "lockstep", of_step=in_program),
-        "dispatch": Engine("dispatch", "dataflow", head=parts.head, of_step=by_host),
-    }
     return best(
         pp=ranks,
         microbatches=pipeline.schedule.num_microbatches,
@@ -127,7 +120,10 @@ def choose(
         sizes={pool: size for pool, size in slots.items() if pool in POOLS},
         memory_limit=memory_limit,
         chunks=[chunks for chunks in (1, 2) if ranks * chunks <= layers],
-        engines=[players[engine] for engine in engines],
+        # Every tick of a program ends with transfers, so it takes as long as its longest action.
+        execution="lockstep" if engine == "program" else "dataflow",
+        head=parts.head,
+        step_time=step_time,
     )
 
 
@@ -144,7 +140,7 @@ def measure(
     params: Tree,
     inputs: Tree,
     *,
-    engines: Sequence[str] = ("program",),
+    engine: Engine = "program",
     share: Callable[[float], float] = lambda seconds: seconds,
 ) -> Parts:
     """Times a layer and, for the engine `dispatch`, the loss on the first local device.
@@ -153,13 +149,13 @@ def measure(
         pipeline: The pipeline.
         params: Shapes of the parameters of `Pipeline.step`.
         inputs: Shapes of the microbatches of `Pipeline.step`.
-        engines: Engines to choose among. In one program, the loss takes the same time with every schedule.
+        engine: The engine that will run the schedule. In one program, the loss takes the same time with every schedule.
         share: Agrees on a measured time among processes.
 
     Returns:
         Median times.
     """
-    wanted = {part: made for part, made in _parts(pipeline, params, inputs).items() if part != "head" or "dispatch" in engines}
+    wanted = {part: made for part, made in _parts(pipeline, params, inputs).items() if part != "head" or engine == "dispatch"}
     platform = jax.default_backend()
     chosen = known(XLA_OPTIONS, platform) if pipeline.precision.weights else ()
     options = compiler_options("auto", chosen, platform=platform)

@@ -1,7 +1,7 @@
 """Pipeline schedules: parse, check, generate, simulate and draw them. Does not import jax."""
 
 from jgraph.schedule.action import Action as Action
-from jgraph.schedule.choose import Candidate as Candidate, Choice as Choice, Engine as Engine, best as best
+from jgraph.schedule.choose import Candidate as Candidate, Choice as Choice, best as best
 from jgraph.schedule.files import read as read, write as write
 from jgraph.schedule.generate import NAMES as NAMES, generate as generate
 from jgraph.schedule.megatron import megatron_order as megatron_order

@@ -13,23 +13,6 @@ from jgraph.schedule.slots import check_sizes
 
 
 @dataclass(frozen=True)
-class Engine:
-    """Cost model of an engine that runs a schedule.
-
-    Attributes:
-        name: Name of the engine in the report.
-        execution: How ranks synchronize, as in `simulate`.
-        head: Time added to the forward of the last stage, in the unit of the costs.
-        of_step: Maps (schedule, makespan) to the time of a step. None if a step takes exactly the makespan.
-    """
-
-    name: str = "program"
-    execution: Execution = "dataflow"
-    head: float = 0.0
-    of_step: Callable[[Schedule, float], float] | None = None
-
-
-@dataclass(frozen=True)
 class Candidate:
     """One candidate schedule and its simulated results.
 
@@ -40,7 +23,6 @@ class Candidate:
         makespan: Time of a step, in the unit of the costs. None if the schedule cannot be generated.
         bubble: Idle fraction of all ranks' time, from 0 to 1. None if the schedule cannot be generated.
         peak_bytes: Peak memory of the fullest rank. None if the schedule cannot be generated.
-        engine: Name of the engine that runs it.
     """
 
     name: str
@@ -49,7 +31,6 @@ class Candidate:
     makespan: float | None = None
     bubble: float | None = None
     peak_bytes: float | None = None
-    engine: str = "program"
 
 
 @dataclass(frozen=True)
@@ -75,7 +56,9 @@ def best(
     names: Sequence[str] = NAMES,
     chunks: Sequence[int] = (1, 2),
     latency: float = 0.0,
-    engines: Sequence[Engine] = (Engine(),),
+    execution: Execution = "dataflow",
+    head: float = 0.0,
+    step_time: Callable[[Schedule, float], float] = lambda schedule, makespan: makespan,
 ) -> Choice:
     """Simulates candidate schedules and returns the fastest one that fits into memory.
 
@@ -91,7 +74,9 @@ def best(
         names: Names of the schedules to try.
         chunks: Numbers of chunks per rank to try.
         latency: Time of a transfer to another rank, as in `simulate`.
-        engines: Engines to try.
+        execution: How ranks synchronize, as in `simulate`.
+        head: Time added to every forward of the last stage, in the unit of the costs.
+        step_time: Maps a schedule and its makespan to the time of a step.
 
     Returns:
         The fastest schedule that fits, and all candidates.
@@ -110,7 +95,7 @@ def best(
             raise OrderError(f"`{field}` is {value!r}: must be a sequence of values to try", field=field)
     found: list[tuple[float, float, Candidate, Schedule]] = []
     refused: dict[tuple[str, str], Candidate] = {}
-    for engine, name, count in product(engines, dict.fromkeys(names), dict.fromkeys(chunks)):
+    for name, count in product(dict.fromkeys(names), dict.fromkeys(chunks)):
         try:
             schedule = generate(name, pp=pp, microbatches=microbatches, chunks=count)
         except OrderError as error:
@@ -119,16 +104,16 @@ def best(
         if schedule.num_chunks != count:
             continue
         own = costs.per_chunk(count)
-        if engine.head:
+        if head:
             forward = own.table(schedule.num_stages)[FORWARD].tolist()
-            own = replace(own, forward=[*forward[:-1], forward[-1] + engine.head])
-        run = simulate(schedule, own, latency=latency, execution=engine.execution)
+            own = replace(own, forward=[*forward[:-1], forward[-1] + head])
+        run = simulate(schedule, own, latency=latency, execution=execution)
         share = {pool: size if pool in ("activation", "gradient") else size / count for pool, size in sizes.items()}
         peak = float(run.peak(share).max())
-        makespan = run.makespan if engine.of_step is None else engine.of_step(schedule, run.makespan)
+        makespan = step_time(schedule, run.makespan)
         # Rounded to 9 digits, so that floating-point error does not decide between equally fast schedules.
         time = float(f"{makespan:.9g}")
-        found.append((time, peak, Candidate(name, count, "", makespan, run.bubble, peak, engine.name), schedule))
+        found.append((time, peak, Candidate(name, count, "", makespan, run.bubble, peak), schedule))
     if not found:
         why = next((c.verdict for c in refused.values()), "`names` and `chunks` select no schedule")
         raise OrderError(f"no schedule can be generated: {why}", field="names")

@@ -152,7 +152,7 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
     chosen = first.parse_known_args(args)[0]
     base = preset(chosen.preset or "cpu-tiny")
     if chosen.continue_from:
-        from jgraph.train.origin import config_of_run
+        from jgraph.train.initial import config_of_run
 
         source = config_of_run(chosen.continue_from, chosen.run_dir or base.output.run_dir, module=chosen.module or "")
         if not chosen.preset and source.preset in PRESETS:
@@ -168,7 +168,7 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
         except TypeError:  # some settings have no default and must be given as flags
             model = tyro.MISSING
     if chosen.init_from and not chosen.continue_from and isinstance(model, settings or ()):
-        from jgraph.train.origin import with_settings_of
+        from jgraph.train.initial import with_settings_of
 
         model = with_settings_of(module, model, chosen.init_from, chosen.run_dir or base.output.run_dir)
     # The fields of the model's settings become flags, too.

@@ -4,17 +4,14 @@ A halted step changes nothing, nor do the steps dispatched after it. The run com
 continues from the step before, with the same batches: they are a pure function of seed and step.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jgraph.errors import ConfigError
 from jgraph.moe.config import capacity_of, rows_per_pair
-from jgraph.processes import all_gather_scalar
 from jgraph.step.state import StepMetrics
 from jgraph.train.config import TrainConfig
-from jgraph.train.rundir import RunDir, replace_json
 
 Numbered = tuple[int, StepMetrics]
 
@@ -54,54 +51,15 @@ def grown(config: TrainConfig, halt: Halt) -> tuple[TrainConfig, str]:
     Raises:
         ConfigError: If the model halted for another reason.
     """
-    told = f"step {halt.number}: "
-    if (moe := _settings(config)) is None:
-        must = "halt only for want of `model.moe.capacity`, which it does not have"
-        raise ConfigError(f"`module` is {config.module}: must {must} ({told}halted with {halt.needed})", field="module")
-    rows, devices = _rows(config), config.parallel.ep
-    had = rows_per_pair(moe.capacity, rows, devices)
-    if halt.needed <= had:
-        must = f"halt only where more than the {had} places of a pair are needed"
-        raise ConfigError(f"`module` is {config.module}: must {must} ({told}halted with {halt.needed})", field="module")
-    capacity = capacity_of(halt.needed, rows, devices)
-    told += f"experts sent more rows than fit (needed {halt.needed}, had {had} a pair)"
-    return _with(config, capacity), f"{told}: goes on from there with `model.moe.capacity` {capacity:g}"
-
-
-def keep(config: TrainConfig, run_dir: RunDir) -> None:
-    """Writes the capacity to the run directory."""
-    replace_json(run_dir.capacity, {"capacity": _settings(config).capacity})
-
-
-def remembered(config: TrainConfig, run_dir: RunDir) -> TrainConfig:
-    """Returns the configuration with the capacity stored in the run directory, if it is larger than the configured one."""
-    if not config.output.resume or (moe := _settings(config)) is None:
-        return config
-    # Process 0 has written the file.
-    kept = all_gather_scalar(_kept(run_dir))[0] / 100
-    return _with(config, kept) if kept > moe.capacity else config
-
-
-def _kept(run_dir: RunDir) -> int:
-    """Returns the stored capacity in hundredths, or 0."""
-    try:
-        return round(100 * float(json.loads(run_dir.capacity.read_text())["capacity"]))
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError):
-        return 0
-
-
-def _settings(config: TrainConfig) -> Any:
-    """Returns the settings of the experts, or None for a model without a capacity."""
-    moe = getattr(config.model, "moe", None)
-    return moe if hasattr(moe, "capacity") else None
-
-
-def _with(config: TrainConfig, capacity: float) -> TrainConfig:
-    model = config.model
-    return config.changed(model=replace(model, moe=replace(model.moe, capacity=capacity)))
-
-
-def _rows(config: TrainConfig) -> int:
-    """Returns the number of expert rows per device, layer and microbatch."""
+    moe: Any = getattr(config.model, "moe", None)
+    devices = config.parallel.ep
     tokens = config.input.tokens_per_step // (config.input.num_microbatches * config.parallel.data_ranks)
-    return tokens * config.model.moe.experts_per_token
+    rows = tokens * getattr(moe, "experts_per_token", 1)  # per device, layer and microbatch
+    had = rows_per_pair(moe.capacity, rows, devices) if hasattr(moe, "capacity") else rows
+    if halt.needed <= had:
+        must = "set `halted` only if a device needs more rows than `model.moe.capacity` allows"
+        raise ConfigError(f"`module` is {config.module}: must {must} (step {halt.number} needs {halt.needed})", field="module")
+    capacity = capacity_of(halt.needed, rows, devices)
+    overflow = f"a device needs {halt.needed} expert rows from another, and the capacity allows {had}"
+    line = f"step {halt.number}: {overflow}; repeating the step with `model.moe.capacity` {capacity:g}"
+    return config.changed(model=replace(config.model, moe=replace(moe, capacity=capacity))), line

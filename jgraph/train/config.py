@@ -122,10 +122,9 @@ class PipelineConfig:
     """Pipeline schedule: aligned, 1f1b, interleaved-1f1b, zb-h1, zb-v, gpipe and others (see
     `python -m jgraph.inspect schedule`), a .csv or .json file, or `auto`. `auto` measures the model and selects the fastest
     schedule that fits."""
-    pp_engine: Literal["program", "dispatch", "auto"] = "program"
+    pp_engine: Literal["program", "dispatch"] = "program"
     """`program` compiles one SPMD program for all ranks. `dispatch` compiles one executable per rank and stage, started by the
-    host (MPMD). `auto` takes the engine with the smaller predicted time. With `schedule` auto, it compares all schedules with
-    both engines."""
+    host (MPMD)."""
     memory_limit: float = 0.0
     """With `schedule` auto: GiB per device for arrays kept between forward, dgrad and wgrad. 0 means no limit."""
 
@@ -447,8 +446,19 @@ class TrainConfig:
         reshards = self.parallel.reshard_after_forward
         require(not reshards, "reshard_after_forward", reshards, f"False in a pipeline; {advice}")
         if self.pipeline.pp_engine == "dispatch":
-            for name, value in self._program_only().items():
-                require(False, "pp_engine", "dispatch", f"program with `{name}` {value}")
+            # The balance loss needs all tokens of a microbatch, and a dispatched executable has only those of its device.
+            has_experts = bool(getattr(getattr(self.model, "moe", None), "num_experts", 0))
+            fsdp, dp, profile = self.parallel.fsdp, self.parallel.dp, self.monitor.profile
+            require(fsdp == 1, "pp_engine", "dispatch", f"program with `fsdp` {fsdp}")
+            require(not profile, "pp_engine", "dispatch", f"program with `profile` {profile}")
+            require(dp == 1 or not has_experts, "pp_engine", "dispatch", f"program with `dp` {dp}")
+
+    @property
+    def data_options(self) -> dict[str, Any]:
+        """Arguments of `jgraph.data.load`, except the data and the tokenizer."""
+        own, vocab_size = self.input, getattr(self.model, "vocab_size", None)
+        options = {"field": own.data_field, "documents": own.data_documents}
+        return options | {"seq_len": own.seq_len, "vocab_size": vocab_size}
 
     @property
     def is_pipeline(self) -> bool:
@@ -466,22 +476,6 @@ class TrainConfig:
     def is_delayed(self) -> bool:
         """True if FP8 scales come from the amax of earlier steps (delayed scaling)."""
         return self.dtypes.precision == "fp8" and self.fp8.recipe == "delayed"
-
-    @property
-    def pp_engines(self) -> tuple[str, ...]:
-        """The engines to choose from."""
-        if self.pipeline.pp_engine != "auto":
-            return (self.pipeline.pp_engine,)
-        return ("program",) if self._program_only() else ("program", "dispatch")
-
-    def _program_only(self) -> dict[str, Any]:
-        """Returns the settings, with their values, that only the engine `program` supports."""
-        # The balance loss needs all tokens of a microbatch, and a dispatched executable has only those of its device.
-        has_experts = bool(getattr(getattr(self.model, "moe", None), "num_experts", 0))
-        parallel, profile = self.parallel, self.monitor.profile
-        found = {"fsdp": parallel.fsdp} if parallel.fsdp > 1 else {}
-        found |= {"profile": profile} if profile else {}
-        return found | ({"dp": parallel.dp} if has_experts and parallel.dp > 1 else {})
 
     @classmethod
     def of(cls, **values: Any) -> Self:

@@ -1,7 +1,6 @@
 """Terminal output of a run: the header, progress lines, warnings and the summary."""
 
-import contextlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,10 +8,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jgraph.data import Corpus
-from jgraph.train.config import DefaultSteps, TrainConfig
+from jgraph.train.config import TrainConfig
 from jgraph.train.model import is_built_in
-from jgraph.train.presets import preset
-from jgraph.train.rundir import flatten
+from jgraph.train.presets import changed_settings
 
 
 @dataclass(frozen=True)
@@ -105,10 +103,7 @@ class Reporter:
             devices: Number and kind of the devices.
         """
         batch, optimizer = config.input, config.optimizer
-        base = preset(config.preset) if config.preset else TrainConfig(module=config.module, model=config.model)
-        base = base.changed(model=config.model, distributed=config.distributed)
-        sizes = "" if config.model is None else _differences(asdict(config.model), _default_fields(type(config.model)))
-        changed = _differences(config.to_dict(), base.to_dict())
+        sizes, changed = map(_settings, changed_settings(config))
         slices = f" in {batch.num_microbatches} microbatches" if batch.num_microbatches > 1 else ""
         warmup = f" after {optimizer.warmup_steps} warmup steps" if optimizer.warmup_steps else ""
         final = f"{optimizer.learning_rate * optimizer.final_learning_rate:.3g}"
@@ -165,22 +160,8 @@ def _numbers(entry: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def _default_fields(kind: type) -> dict[str, Any]:
-    """Returns the default fields of a dataclass, or an empty dict if some fields have no default."""
-    with contextlib.suppress(TypeError):
-        return asdict(kind())
-    return {}
-
-
-def _differences(fields: dict[str, Any], base: dict[str, Any]) -> str:
-    """Returns NAME=VALUE for the fields that differ from the base.
-
-    Leaves out default numbers of steps, which follow from other fields.
-    """
-    here, base = flatten(fields), flatten(base)
-    here = {name: value for name, value in here.items() if not isinstance(value, DefaultSteps)}
-    differing = {name: value for name, value in here.items() if name not in base or base[name] != value}
-    return " ".join(f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in differing.items())
+def _settings(fields: dict[str, Any]) -> str:
+    return " ".join(f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in fields.items())
 
 
 def _number(value: float | None, form: str) -> str:

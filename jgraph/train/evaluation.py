@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgraph.data import Corpus, Tokenizer, is_text, tokenizer_file
+from jgraph.data import Corpus, Tokenizer, is_text, load, tokenizer_file
 from jgraph.data.tokenizer import TOKENIZER_FILE
 from jgraph.errors import ConfigError, DataError
 from jgraph.interop.folder import Folder
@@ -20,7 +20,7 @@ from jgraph.train.config import TrainConfig
 from jgraph.train.loaded import checked, is_folder, open_folder, place_folder, tokenizer_kept, tokenizer_of
 from jgraph.train.saved import SavedRun
 from jgraph.train.setup import TrainSetup
-from jgraph.train.validation import evaluator, heldout, load_data
+from jgraph.train.validation import evaluator, heldout
 from jgraph.train.watchdog import Watchdog
 
 _LONGEST, _ROWS = 1024, 8  # default sizes of a batch for a folder
@@ -150,7 +150,7 @@ def _evaluated(model: _Model, asked: dict[str, Any]) -> Evaluation:
     if not model.reads_text and is_text(config.input.data):
         must = f"directories of token files, as {model.source} has no tokenizer that reads text"
         raise DataError(f"`data` is {' '.join(config.input.data)}: must be {must}")
-    corpus = load_data(config.input, config.model, model.tokenizer)
+    corpus = load(config.input.data, tokenizer=model.tokenizer, **config.data_options)
     setup, batches = TrainSetup.of(config), heldout(config, corpus)
     rows = [batch["tokens"] if isinstance(batch, dict) else batch for batch in batches]
     loss = evaluator(setup, batches, Watchdog(0, print))(model.state(setup))

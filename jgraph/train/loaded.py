@@ -21,7 +21,7 @@ from jgraph.interop.folder import Folder, check_exists
 from jgraph.interop.load import load as load_folder
 from jgraph.modules import FunctionalModel
 from jgraph.train.config import TrainConfig
-from jgraph.train.origin import kept_folder, names_of
+from jgraph.train.initial import copied_folder, names_of
 from jgraph.train.saved import SavedRun
 from jgraph.train.setup import functional_model
 from jgraph.tree import path_name
@@ -164,7 +164,7 @@ def tokenizer_of(saved: SavedRun) -> Tokenizer:
     """Returns the tokenizer of a run. An unknown one shows tokens as numbers."""
     vocab_size = getattr(saved.config.model, "vocab_size", 256)
     if file := tokenizer_kept(saved):
-        folder = kept_folder(saved.dir)
+        folder = copied_folder(saved.dir)
         return Tokenizer.of_file(file, ends=folder.ends if folder else [])
     if is_text(saved.config.input.data) or vocab_size <= 256:
         return Tokenizer.of_bytes()

@@ -1,22 +1,20 @@
-"""The run directory: its files, its lock, and the checks that a run may write there."""
+"""The run directory: its files, and the rules for resuming the run in it."""
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import importlib.metadata
 import json
 import os
 import shutil
-import socket
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, NamedTuple
 
 from jgraph.errors import ConfigError, os_errors
-from jgraph.train.config import COMPONENTS, OutputConfig, TrainConfig
+from jgraph.train.config import COMPONENTS, DefaultSteps, OutputConfig, TrainConfig
 from jgraph.train.model import is_class_name
-from jgraph.train.resume import differences, resumed
+
+ORIGIN = "origin"
+"""Directory of the files that came with the initial weights or the data."""
 
 
 class RunDir:
@@ -28,7 +26,6 @@ class RunDir:
         metrics: The logged steps, `metrics.jsonl`.
         checkpoints: The checkpoints, `checkpoints/`.
         lock_file: Process that writes in the directory, `lock`.
-        capacity: The expert capacity that the run has grown to, `capacity.json`.
         origin: Files that came with the initial weights or the data, such as a tokenizer, `origin/`.
         samples: Texts generated at the end of the run, `samples.jsonl`.
         tensorboard: Event files, `tensorboard/`.
@@ -39,8 +36,7 @@ class RunDir:
         self.path = path
         self.config, self.metrics = path / "config.json", path / "metrics.jsonl"
         self.checkpoints, self.lock_file = path / "checkpoints", path / "lock"
-        self.capacity = path / "capacity.json"
-        self.origin = path / "origin"
+        self.origin = path / ORIGIN
         self.samples, self.tensorboard, self.wandb = path / "samples.jsonl", path / "tensorboard", path / "wandb.json"
 
     def has_checkpoint(self) -> bool:
@@ -56,67 +52,6 @@ class RunDir:
         """True if a run with these settings resumes from a checkpoint in this directory."""
         return output.resume and self.has_checkpoint()
 
-    @contextlib.contextmanager
-    def locked(self, warn: Callable[[str], object]) -> Iterator[None]:
-        """Creates the directory and locks it against other processes. Call `check` first, because this creates a file.
-
-        The operating system releases the lock when the process ends. The text of the file names the process. On a file system
-        without locks, the text alone decides.
-
-        Args:
-            warn: Called with a warning if a process on another machine did not release the lock.
-
-        Raises:
-            ConfigError: If another process holds the lock.
-        """
-        with os_errors("run_dir", self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-        with os_errors("run_dir", self.lock_file):
-            file = self._open_locked()
-        try:
-            if (left := _holder(file)) and left["host"] != socket.gethostname():
-                warn(
-                    f"`run_dir` is {self.path}: process {left['pid']} on {left['host']} wrote there and did not exit cleanly; "
-                    "if it still runs there, stop one of the two"
-                )
-            with os_errors("run_dir", self.lock_file):
-                file.truncate(0)
-                file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
-                file.flush()
-            yield
-        finally:
-            # Removed before the lock is released, so that the next process creates a new file.
-            self.lock_file.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # the directory is not empty, or the disk of the lock file is full
-                self.path.rmdir()
-            with contextlib.suppress(OSError):
-                file.close()
-
-    def _open_locked(self) -> TextIO:
-        while True:
-            file = self.lock_file.open("a+")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self.lock_file.exists() and os.path.samestat(os.fstat(file.fileno()), self.lock_file.stat()):
-                    return file
-            except BlockingIOError:
-                raise self._held(file, "wait until it ends") from None
-            except OSError as e:
-                if e.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                    raise
-                holder = _holder(file)
-                if not holder or (holder["host"] == socket.gethostname() and not _is_alive(holder["pid"])):
-                    return file
-                raise self._held(file, f"if it has ended, remove {self.lock_file}") from e
-            # The owner removed the file before it was locked.
-            file.close()
-
-    def _held(self, file: TextIO, advice: str) -> ConfigError:
-        holder = _holder(file)
-        who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
-        file.close()
-        return self._error(f"{who} is writing there; {advice}, or name another `run_dir`")
-
     def resumed(self, config: TrainConfig) -> TrainConfig:
         """Returns the configuration to resume with: the learning rate schedule continues that of the saved run.
 
@@ -127,11 +62,11 @@ class RunDir:
         """
         if not (self.config.exists() and self.resumes(config.output)):
             return config
-        before = self._before(config)
+        before = _flat_fields(self.fields(), config)
         if (saved := before.get("module", config.module)) != config.module:
             advice = f"pass `module` {saved} to resume it" if is_class_name(saved) else "it cannot be resumed"
             raise self._error(f"holds a run of the model {saved!r}, and `module` is {config.module}; {advice}")
-        return resumed(config, before)
+        return _resumed(config, before)
 
     def check(self, config: TrainConfig, fingerprint: str) -> None:
         """Checks that a run may write in this directory.
@@ -162,7 +97,7 @@ class RunDir:
             if self.checkpoints.exists():
                 self.checkpoints.rename(removed)
                 shutil.rmtree(removed)
-            for file in (self.metrics, self.samples, self.wandb, self.capacity):
+            for file in (self.metrics, self.samples, self.wandb):
                 file.unlink(missing_ok=True)
         shutil.rmtree(self.tensorboard, ignore_errors=True)
 
@@ -226,27 +161,14 @@ class RunDir:
     def _differences(self, config: TrainConfig, fingerprint: str) -> list[str]:
         """Returns one text for each difference from the run in this directory."""
         # JSON turns tuples into lists, as in the file.
-        here, there = flatten(json.loads(json.dumps(config.to_dict()))), self._before(config)
+        here, there = flatten(json.loads(json.dumps(config.to_dict()))), _flat_fields(self.fields(), config)
         had = str(there.get("corpus.fingerprint"))[:12]
         there = {name: value for name, value in there.items() if name.partition(".")[0] not in ("corpus", "versions")}
-        told = differences(here, there, self.last_checkpoint() or 0)
+        differing = _differences(here, there, self.last_checkpoint() or 0)
         if fingerprint[:12] != had:
-            told.append(f"the text of `data` {' '.join(config.input.data)} has fingerprint {fingerprint[:12]} and had {had}")
-        return told
-
-    def _before(self, config: TrainConfig) -> dict[str, Any]:
-        """Returns the saved fields by dotted name. Fields that an earlier version lacked have their defaults."""
-        fields = self.fields()
-        if isinstance(fields.get("model"), dict):
-            parts = {name: part for name, part in vars(config).items() if dataclasses.is_dataclass(part)}
-            nested = {
-                name: _defaults(part) | fields[name] for name, part in parts.items() if isinstance(fields.get(name), dict)
-            }
-            defaults: dict[str, Any] = {}
-            for part in (config, *(parts[name] for name in COMPONENTS)):
-                defaults |= _defaults(part)
-            fields = defaults | fields | nested
-        return flatten(fields)
+            text = f"the text of `data` {' '.join(config.input.data)}"
+            differing.append(f"{text} has fingerprint {fingerprint[:12]} and had {had}")
+        return differing
 
 
 def replace_json(path: Path, fields: dict[str, Any]) -> None:
@@ -262,6 +184,11 @@ def replace_text(path: Path, text: str) -> None:
         os.replace(scratch, path)
 
 
+def versions() -> dict[str, str]:
+    """Returns the versions of the packages that affect the compiled step."""
+    return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+
+
 def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flattens nested dictionaries to dotted names."""
     flat: dict[str, Any] = {}
@@ -270,34 +197,168 @@ def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def versions() -> dict[str, str]:
-    """Returns the versions of the packages that affect the compiled step."""
-    return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+def _flat_fields(fields: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
+    """Flattens the fields of a config.json to dotted names.
+
+    Args:
+        fields: The fields.
+        config: A configuration with the same model class. Its classes define the defaults of fields that an earlier version did
+            not write.
+    """
+    if isinstance(fields.get("model"), dict):
+        parts = {name: part for name, part in vars(config).items() if dataclasses.is_dataclass(part)}
+        nested = {name: _defaults(part) | fields[name] for name, part in parts.items() if isinstance(fields.get(name), dict)}
+        defaults: dict[str, Any] = {}
+        for part in (config, *(parts[name] for name in COMPONENTS)):
+            defaults |= _defaults(part)
+        fields = defaults | fields | nested
+    return flatten(fields)
 
 
 def _defaults(config: Any) -> dict[str, Any]:
-    """Returns the constant defaults of a dataclass, or an empty dict for another object."""
-    fields = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
-    defaults = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    """Returns the constant defaults of a dataclass."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config) if field.default is not dataclasses.MISSING}
     nested = {name: vars(own) for name, own in defaults.items() if dataclasses.is_dataclass(own)}
     return defaults | nested
 
 
-def _holder(file: TextIO) -> dict[str, Any] | None:
-    """Returns the pid and host in a lock file, or None if it has none."""
-    file.seek(0)
-    try:
-        holder = json.loads(file.read())
-        return {"pid": int(holder["pid"]), "host": str(holder["host"])}
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
+def differences(fields: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields, by dotted name, with a value that differs from `base`.
+
+    Leaves out default numbers of steps, because they follow from other fields.
+    """
+    here, base = flatten(fields), flatten(base)
+    here = {name: value for name, value in here.items() if not isinstance(value, DefaultSteps)}
+    return {name: value for name, value in here.items() if name not in base or base[name] != value}
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
+class Rule(NamedTuple):
+    """States whether settings may change when a run is resumed.
+
+    Attributes:
+        fields: Names of the settings, separated by spaces. The name of a nested configuration covers the fields without a rule
+            of their own.
+        may: `yes`; `no`; or `by extend`, which requires `optimizer.extend`.
+        why: The reason, for the table in the guide.
+    """
+
+    fields: str
+    may: Literal["yes", "no", "by extend"]
+    why: str
+
+
+RULES = (
+    Rule("steps", "by extend", "more steps, or fewer, but at least the steps already done"),
+    Rule("optimizer.extend optimizer.decay_steps", "by extend", "they set the learning rate of the new steps"),
+    Rule("run_dir resume", "yes", "they select the run to resume"),
+    Rule("log log_every eval_every eval_batches profile sample_tokens", "yes", "monitoring does not change the training"),
+    Rule("checkpoint_every checkpoint_keep hang_seconds on_nonfinite", "yes", "saving and stopping do not change the training"),
+    Rule("dp fsdp ep reshard_after_forward shard_rules", "yes", "same training on other devices, up to rounding"),
+    Rule("pp pp_engine chunks schedule memory_limit distributed", "yes", "same training on other devices, up to rounding"),
+    Rule("remat graph xla_options compile_cache", "yes", "same training in another program, up to rounding"),
+    Rule("model.moe.capacity", "yes", "the capacity changes no step unless tokens are dropped"),
+    Rule("preset module model", "no", "another model"),
+    Rule("init_from continue_from continue_with", "no", "other initial weights"),
+    Rule("data data_field data_shuffle data_documents seed batch_size seq_len num_microbatches", "no", "other batches"),
+    Rule("optimizer freeze", "no", "the saved optimizer state would not match"),
+    Rule("precision fp8 main_params_dtype", "no", "other numerics"),
+    Rule("main_grads_dtype decoupled_grad on_dtype_mismatch", "no", "other numerics"),
+)
+_BY_FIELD = {name: rule for rule in RULES for name in rule.fields.split()}
+
+
+def rule_of(name: str) -> Rule:
+    """Returns the rule of a setting.
+
+    Args:
+        name: The dotted name, for example `optimizer.beta1`.
+
+    Returns:
+        The rule of the name, else of its first part. Unknown settings may not change.
+    """
+    return _BY_FIELD.get(name) or _BY_FIELD.get(name.partition(".")[0], Rule(name, "no", "unknown"))
+
+
+def _resumed(config: TrainConfig, before: dict[str, Any]) -> TrainConfig:
+    """Sets the learning-rate schedule of a run that is resumed.
+
+    With the same number of steps, the schedule stays the saved one. With another number, `optimizer.extend` decides where the
+    cosine ends. The warmup stays the saved one unless the flags set it or the new run is shorter than the warmup.
+
+    Args:
+        config: The configuration from the flags.
+        before: The saved configuration, flattened to dotted names.
+
+    Returns:
+        `config` with another schedule. `_differences` reports a schedule that cannot be resumed.
+    """
+    flags, saved_extend = config.optimizer, before.get("optimizer.extend", "no")
+    saved_decay = before.get("optimizer.decay_steps", 0)
+    if "steps" not in before:
+        return config  # `before` is not a run's configuration
+    if config.steps == before["steps"]:
+        if saved_extend == "no":
+            return dataclasses.replace(config, optimizer=dataclasses.replace(flags, extend="no"))
+        if flags.extend not in ("no", saved_extend):
+            return config
+        extend, decay_steps = saved_extend, flags.decay_steps or saved_decay
+    elif flags.extend == "no":
+        extend, decay_steps = "no", flags.decay_steps  # `_differences` refuses it because of `steps`
+    else:
+        extend, decay_steps = flags.extend, flags.decay_steps
+        if extend == "constant":
+            decay_steps = decay_steps or saved_decay or before["steps"]
+    warmup_steps = flags.warmup_steps
+    if isinstance(warmup_steps, DefaultSteps) and _warmup(before) <= config.steps:
+        warmup_steps = before.get("optimizer.warmup_steps", warmup_steps)
+    optimizer = dataclasses.replace(flags, extend=extend, decay_steps=decay_steps, warmup_steps=warmup_steps)
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def _differences(here: dict[str, Any], before: dict[str, Any], done: int) -> list[str]:
+    """Lists the settings that prevent a run from being resumed.
+
+    Args:
+        here: The configuration that `_resumed` returned, flattened to dotted names.
+        before: The saved configuration, flattened to dotted names.
+        done: Number of steps already done.
+
+    Returns:
+        One text per setting, with its new and its saved value.
+    """
+    names = [name for name in here | before if here.get(name) != before.get(name) and rule_of(name).may != "yes"]
+    if _is_extended(here, before, done):
+        return [_difference(name, here, before) for name in names if rule_of(name).may != "by extend"]
+    # The schedule follows from the steps. If those are refused, it is not reported as well.
+    derived, reason = set(), ""
+    if here.get("steps") != before.get("steps"):
+        if here["steps"] < done:
+            reason = f" ({done} are done)"
+        elif here["steps"] < _warmup(before):
+            reason = f" (the warmup takes {_warmup(before)})"
+        elif here["optimizer.extend"] == "no":
+            reason = " (set `optimizer.extend` to cosine or constant to choose the learning rate of the new steps)"
+        if reason:
+            derived |= {"optimizer.extend", "optimizer.decay_steps"}
+        if here["steps"] < _warmup(before):
+            derived.add("optimizer.warmup_steps")
+    return [_difference(name, here, before) + reason * (name == "steps") for name in names if name not in derived]
+
+
+def _difference(name: str, here: dict[str, Any], before: dict[str, Any]) -> str:
+    now, saved = ("empty" if (value := fields.get(name, "absent")) == "" else value for fields in (here, before))
+    return f"`{name}` is {now} and was {saved}"
+
+
+def _is_extended(here: dict[str, Any], before: dict[str, Any], done: int) -> bool:
+    """True if the number of steps changes in a way that `_resumed` allows."""
+    steps = before.get("steps")
+    ends = {"cosine": 0, "constant": before.get("optimizer.decay_steps", 0) or steps}
+    has_schedule = ends.get(here["optimizer.extend"]) == here["optimizer.decay_steps"]
+    fewest = max(done, _warmup(before))
+    return has_schedule and steps is not None and here["steps"] != steps and here["steps"] >= fewest
+
+
+def _warmup(before: dict[str, Any]) -> int:
+    saved = before.get("optimizer.warmup_steps", 0)
+    return saved if isinstance(saved, int) else 0

@@ -23,7 +23,7 @@ from jgraph.modules import FunctionalModel, functional
 from jgraph.pipeline import Pipelined, PipelineModel, choose, find_schedule, measure
 from jgraph.precision.config import FP8Config
 from jgraph.processes import all_gather_scalar, devices_of_ranks
-from jgraph.schedule import Choice, generate
+from jgraph.schedule import Schedule, generate
 from jgraph.step import TrainStep, elementwise, train_step
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
@@ -280,25 +280,15 @@ def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: P
 
 def _scheduled(config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, model: PipelineModel) -> Pipelined:
     """Returns the strategy with the schedule of the configuration, which `auto` selects by measurement."""
-    name, engine = config.pipeline.schedule, config.pp_engines[0]
+    name, engine = config.pipeline.schedule, config.pipeline.pp_engine
     if name != "auto":
         sizes = {"pp": config.parallel.pp, "microbatches": config.input.num_microbatches}
         return replace(pipelined, schedule=find_schedule(name, chunks=config.pipeline.chunks, **sizes), engine=engine)
-    choice = _choice(config, pipelined, found, model)
-    return replace(pipelined, schedule=choice.schedule, engine=choice.candidates[0].engine)
+    return replace(pipelined, schedule=_fastest(config, pipelined, found, model), engine=engine)
 
 
-def measured_choice(config: TrainConfig) -> Choice:
-    """Measures the parts of a layer of a pipeline, and returns the choice of `schedule` auto. Raises as `TrainSetup.of`."""
-    found = functional_model(config)
-    mesh = _mesh(config.parallel, is_pipeline=True, is_sharded=False)
-    assert mesh is not None, "a pipeline has a mesh"
-    model = _pipeline_model(config)
-    return _choice(config, _pipelined(config, mesh, found, model), found, model)
-
-
-def _choice(config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, model: PipelineModel) -> Choice:
-    """Chooses a schedule by measured times of a layer, among the engines of the configuration."""
+def _fastest(config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, model: PipelineModel) -> Schedule:
+    """Returns the fastest schedule for the engine of the configuration, predicted from measured times of a layer."""
     num_microbatches = config.input.num_microbatches
     objective = Objective(
         loss=model,
@@ -314,8 +304,8 @@ def _choice(config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, m
     args = pipeline, params, batch_shapes(config.input, num_microbatches, config.input.microbatch_size)
     parts = measure(
         *args,
-        engines=config.pp_engines,
+        engine=config.pipeline.pp_engine,
         share=lambda seconds: all_gather_scalar(round(seconds * 1e7))[0] / 1e7,  # int32 holds up to 214 s
     )
     limit = config.pipeline.memory_limit * 2**30 or None
-    return choose(*args, parts=parts, memory_limit=limit, engines=config.pp_engines)
+    return choose(*args, parts=parts, memory_limit=limit, engine=config.pipeline.pp_engine).schedule

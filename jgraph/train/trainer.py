@@ -16,17 +16,17 @@ import numpy as np
 from rich.console import Console
 
 from jgraph.checkpoint.store import Checkpoints, check_space
-from jgraph.data import Ahead, Batches, Corpus
+from jgraph.data import Ahead, Batches, Corpus, load
 from jgraph.dispatch import check_devices
 from jgraph.errors import ConfigError, os_errors
 from jgraph.processes import all_gather_scalar, all_or_raise, connect, is_process_zero
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
-from jgraph.train import callbacks, capacity, origin, profiling, trackers, validation
+from jgraph.train import callbacks, capacity, profiling, trackers, validation
 from jgraph.train.config import InputConfig, OutputConfig, TrainConfig
 from jgraph.train.console import Reporter, Summary
-from jgraph.train.engine import settle_engine
-from jgraph.train.initial import InitialWeights, initial_weights
+from jgraph.train.initial import InitialWeights, copy_files, initial_weights, tokenizer_of, tokenizer_warning
+from jgraph.train.lock import locked
 from jgraph.train.loop import Callback, Loop, agreed_stop
 from jgraph.train.metrics import MetricsLog, StepClock, read_metrics
 from jgraph.train.rundir import RunDir, versions
@@ -68,19 +68,19 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
         compiles = held.enter_context(cache.watch())
         with all_or_raise():
             cache_line = _enable_cache(config.compile.compile_cache)
-            weights = initial_weights(config, run_dir)
-            if weights:
-                held.callback(weights.close)
             rows = config.input.batch_size // jax.process_count()
             _check_memory(config.input, rows * (config.input.seq_len + 1) * np.dtype(np.int32).itemsize, "its tokens")
-            corpus = validation.load_data(config.input, config.model, origin.tokenizer_of(config, run_dir))
+            weights, tokenizer = initial_weights(config, run_dir), tokenizer_of(config, run_dir)
+            warning = tokenizer_warning(config) if weights else ""
+            if weights:
+                held.callback(weights.close)
+            corpus = load(config.input.data, tokenizer=tokenizer, **config.data_options)
             with os_errors("run_dir", run_dir.path, "read"):  # `locked` names the files that it writes
                 run_dir.check(config, corpus.fingerprint)
                 if is_process_zero():
-                    held.enter_context(run_dir.locked(reporter.warn))
+                    held.enter_context(locked(run_dir, reporter.warn))
                     # Another process may have written there before this one held the lock.
                     run_dir.check(config, corpus.fingerprint)
-            config = settle_engine(config, reporter)
             setup = TrainSetup.of(config)
             # Traced now, because they run long after the start.
             validation.check_loss(setup)
@@ -90,7 +90,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
         reporter.begins(config, parameters=size, corpus=corpus, devices=_devices(setup))
         if cache_line:
             reporter.line(cache_line)
-        if weights and (warning := origin.tokenizer_warning(config)):
+        if warning:
             reporter.warn(warning)
         if no_sample:
             reporter.warn(f"no sample at the end: {no_sample}; set `sample_tokens` to 0 to disable samples")
@@ -138,8 +138,6 @@ class _Run:
         """Trains and returns the summary. `samples` is True to generate text at the end."""
         config, corpus, run_dir, reporter = self.config, self.corpus, self.run_dir, self.reporter
         shapes, output = self.setup.step.canonical.shapes(), config.output
-        if (larger := capacity.remembered(config, run_dir)) != config:
-            self.setup = TrainSetup.of(larger)
         if config.monitor.profile:
             profiled = profiling.profiled(self.setup.config, jax.default_backend())
             self.setup = TrainSetup(profiled, self.setup.model, self.setup.step)
@@ -207,7 +205,7 @@ class _Run:
         machine = {"python": platform.python_version(), "device": jax.devices()[0].device_kind}
         self.run_dir.write(config, about, versions() | machine)
         if begins:
-            origin.keep(config, self.run_dir)
+            copy_files(config, self.run_dir)
 
     def _print_start(self, done: int, batches: Batches) -> None:
         config = self.config
@@ -260,10 +258,8 @@ class _Run:
             return loop.run(done, state)
 
     def _grow(self, halt: capacity.Halt) -> TrainSetup:
-        """Returns the setup with the expert capacity that a halted step needed, and stores the capacity."""
+        """Returns the setup with the expert capacity that a halted step needs."""
         config, line = capacity.grown(self.setup.config, halt)
-        if is_process_zero():
-            capacity.keep(config, self.run_dir)
         self.reporter.line(line)
         self.setup = TrainSetup.of(config)
         return self.setup

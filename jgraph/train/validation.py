@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
@@ -13,14 +12,14 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgraph.autodiff import product_flops
-from jgraph.data import Batch, Corpus, heldout_batches, load
+from jgraph.data import Batch, Corpus, heldout_batches
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, JgraphError
 from jgraph.inference.generate import generate, windowed
 from jgraph.mesh import batch_axes
 from jgraph.modules import Decoder
 from jgraph.step.state import TrainState
-from jgraph.train.config import InputConfig, TrainConfig
+from jgraph.train.config import TrainConfig
 from jgraph.train.model import model_errors
 from jgraph.train.setup import TrainSetup, batch_shapes
 from jgraph.train.watchdog import Watchdog
@@ -97,18 +96,6 @@ def place_whole(setup: TrainSetup, batch: Tree) -> Tree:
         return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
     return jax.tree.map(place, batch)
-
-
-def load_data(batch: InputConfig, settings: Any, tokenizer: Path | None) -> Corpus:
-    """Loads the data of a run. Raises DataError or ConfigError if it cannot be used.
-
-    Args:
-        batch: The data and the sizes of a batch.
-        settings: Settings of the model, which may have a vocabulary size.
-        tokenizer: The tokenizer.json for text; None for bytes.
-    """
-    how: dict[str, Any] = {"field": batch.data_field, "documents": batch.data_documents, "tokenizer": tokenizer}
-    return load(batch.data, seq_len=batch.seq_len, vocab_size=getattr(settings, "vocab_size", None), **how)
 
 
 def heldout(config: TrainConfig, corpus: Corpus) -> list[Batch]:

@@ -24,9 +24,8 @@ from jgraph.interop.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Folder,
 from jgraph.interop.load import load
 from jgraph.interop.write import write
 from jgraph.moe import MoEConfig
-from jgraph.train import origin
 from jgraph.train.config import TrainConfig
-from jgraph.train.initial import initial_weights
+from jgraph.train.initial import initial_weights, tokenizer_warning
 from jgraph.train.presets import preset
 from jgraph.train.rundir import RunDir
 from jgraph.train.setup import TrainSetup
@@ -589,15 +588,15 @@ def test_a_damaged_checkpoint_is_not_exported(run, tmp_path, capsys):
 def test_data_with_another_tokenizer_is_reported(tmp_path):
     make(tmp_path / "f")
     of_bytes = TrainConfig.of(init_from=str(tmp_path / "f"), model=LLAMA)
-    assert "is read as bytes" in origin.tokenizer_warning(of_bytes)
+    assert "is read as bytes" in tokenizer_warning(of_bytes)
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens" / "train-0.bin").touch()
     of_tokens = of_bytes.changed(data=str(tmp_path / "tokens"))
     for place in ("f", "tokens"):
         (tmp_path / place / "tokenizer.json").write_text("{}")
-    assert origin.tokenizer_warning(of_tokens) == ""
+    assert tokenizer_warning(of_tokens) == ""
     (tmp_path / "f" / "tokenizer.json").write_text("{ }")
-    assert "another tokenizer.json" in origin.tokenizer_warning(of_tokens)
+    assert "another tokenizer.json" in tokenizer_warning(of_tokens)
 
 
 @pytest.mark.long

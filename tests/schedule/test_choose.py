@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jgraph.errors import JgraphError, OrderError
-from jgraph.schedule import NAMES, Costs, Engine, best, generate, simulate
+from jgraph.schedule import NAMES, Costs, best, generate, simulate
 
 COSTS = Costs(6.6, 7.1, 6.4)
 SIZES = {"forward_dgrad": 20.0, "forward_wgrad": 100.0, "stash": 50.0, "activation": 10.0, "gradient": 10.0}
@@ -72,7 +72,6 @@ def test_the_choice_equals_brute_force_for_random_arguments(
     step = {"pp": pp, "microbatches": microbatches, "costs": Costs(*times), "chunks": chunks, "latency": latency}
     step |= {"sizes": dict(zip(SIZES, bytes_each, strict=True)), "execution": execution}
     found = brute_force(**step)
-    step["engines"] = [Engine(execution=step.pop("execution"))]
     fits = [row for row in found.values() if row[1] <= limit]
     if not fits:
         with pytest.raises(OrderError, match="no schedule fits into"):
@@ -178,7 +177,7 @@ def test_if_nothing_fits_the_error_names_the_smallest_schedule_and_the_missing_b
         ({"names": ("zb-v",), "chunks": (1,)}, "select no schedule"),
         ({"sizes": {"stack": 1.0}}, "`sizes` has 'stack'"),
         ({"latency": -1.0}, "`latency` is -1"),
-        ({"engines": [Engine(execution="eager")]}, "`execution` is 'eager'"),
+        ({"execution": "eager"}, "`execution` is 'eager'"),
         ({"costs": Costs(forward=0.0)}, "`forward` is 0"),
     ],
 )
@@ -213,20 +212,15 @@ def test_an_argument_of_a_wrong_type_is_an_order_error(changes):
         best(**(STEP | changes))
 
 
-def test_the_faster_of_two_engines_wins():
-    def with_overhead(schedule, makespan):
-        return makespan + schedule.num_microbatches
+def test_candidates_are_compared_by_the_time_of_a_step():
+    def step_time(schedule, makespan):
+        return 1000 * schedule.num_chunks + makespan  # dwarfs all idle time
 
-    engines = [Engine("slow", of_step=with_overhead), Engine("fast")]
-    choice = best(pp=2, microbatches=4, costs=COSTS, engines=engines)
-    assert choice.candidates[0].engine == "fast"
-    times = {(c.engine, c.name, c.chunks): c.makespan for c in choice.candidates if c.makespan is not None}
-    assert len(times) % 2 == 0
-    for (engine, *of), time in times.items():
-        if engine == "fast":
-            assert times["slow", *of] == pytest.approx(time + 4)
+    plain, changed = (best(**STEP, **how).candidates for how in ({}, {"step_time": step_time}))
+    assert (plain[0].chunks, changed[0].chunks) == (2, 1)
+    assert changed[0].makespan == pytest.approx(1000 + ALL[changed[0].name, 1][0])
 
 
 def test_the_head_adds_to_every_forward_of_the_last_stage():
-    alone, with_head = (best(pp=1, microbatches=3, costs=Costs(), engines=[Engine(head=head)]) for head in (0, 0.5))
+    alone, with_head = (best(pp=1, microbatches=3, costs=Costs(), head=head) for head in (0, 0.5))
     assert with_head.candidates[0].makespan == pytest.approx(alone.candidates[0].makespan + 3 * 0.5)

@@ -15,10 +15,9 @@ from jgraph.data import Batches, load as load_corpus
 from jgraph.errors import CheckpointError, ConfigError
 from jgraph.precision.config import FP8Config
 from jgraph.report import __main__ as report
-from jgraph.train import origin
 from jgraph.train.__main__ import parse
 from jgraph.train.config import TrainConfig
-from jgraph.train.initial import initial_weights
+from jgraph.train.initial import copy_files, initial_weights, tokenizer_of
 from jgraph.train.presets import preset
 from jgraph.train.rundir import RunDir
 from jgraph.train.setup import TrainSetup
@@ -180,13 +179,13 @@ def test_the_tokenizer_travels_with_the_weights(tmp_path):
         (first.origin / name).write_text(json.dumps(name))
     config = TrainConfig.of(continue_from=str(first.path))
     second.path.mkdir()
-    assert origin.tokenizer_of(config, second) == first.origin / "tokenizer.json"
-    origin.keep(config, second)
+    assert tokenizer_of(config, second) == first.origin / "tokenizer.json"
+    copy_files(config, second)
     assert {path.name: path.read_bytes() for path in second.origin.iterdir()} == {
         path.name: path.read_bytes() for path in first.origin.iterdir()
     }
     (second.checkpoints / "1").mkdir(parents=True)
-    assert origin.tokenizer_of(config, second) == second.origin / "tokenizer.json"
+    assert tokenizer_of(config, second) == second.origin / "tokenizer.json"
 
 
 # --- Runs ---

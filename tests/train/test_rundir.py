@@ -14,9 +14,9 @@ from jgraph.cli import flag
 from jgraph.errors import ConfigError
 from jgraph.moe.config import MoEConfig
 from jgraph.train.config import COMPONENTS, FIELDS, OptimizerConfig, TrainConfig
+from jgraph.train.lock import locked
 from jgraph.train.optimizer import learning_rate
-from jgraph.train.resume import RULES, rule_of
-from jgraph.train.rundir import RunDir, flatten
+from jgraph.train.rundir import RULES, RunDir, flatten, rule_of
 from tests import tiny
 
 FINGERPRINT = "0" * 64
@@ -267,12 +267,13 @@ def told() -> list[str]:
 
 
 def test_a_second_process_is_refused_and_told_of_the_first(tmp_path, told):
-    with RunDir(tmp_path / "run").locked(told.append):
+    with locked(RunDir(tmp_path / "run"), told.append):
         code = f"""if True:
             from pathlib import Path
+            from jgraph.train.lock import locked
             from jgraph.train.rundir import RunDir
             try:
-                with RunDir(Path({str(tmp_path / "run")!r})).locked(print):
+                with locked(RunDir(Path({str(tmp_path / "run")!r})), print):
                     pass
             except ValueError as e:
                 print(e)
@@ -285,10 +286,10 @@ def test_a_second_process_is_refused_and_told_of_the_first(tmp_path, told):
 
 def test_who_ends_leaves_nothing_behind(tmp_path, told):
     for _ in range(2):
-        with RunDir(tmp_path / "run").locked(told.append):
+        with locked(RunDir(tmp_path / "run"), told.append):
             assert (tmp_path / "run").is_dir()
     assert not (tmp_path / "run").exists()
-    with pytest.raises(ZeroDivisionError), RunDir(tmp_path / "run").locked(told.append):
+    with pytest.raises(ZeroDivisionError), locked(RunDir(tmp_path / "run"), told.append):
         raise ZeroDivisionError
     assert not (tmp_path / "run").exists()
     assert told == []
@@ -315,13 +316,13 @@ def dead_pid() -> int:
 def test_the_lock_of_a_process_that_was_killed_is_taken(left, told):
     run_dir = left(dead_pid(), socket.gethostname())
     run_dir.check(TrainConfig(), FINGERPRINT)
-    with run_dir.locked(told.append):
+    with locked(run_dir, told.append):
         assert json.loads(run_dir.lock_file.read_text())["pid"] == os.getpid()
     assert told == []
 
 
 def test_a_lock_left_on_another_machine_is_taken_and_told_of(left, told):
-    with left(1, "elsewhere").locked(told.append):
+    with locked(left(1, "elsewhere"), told.append):
         pass
     assert len(told) == 1
     assert "process 1 on elsewhere" in told[0]
@@ -340,9 +341,9 @@ def test_a_lock_file_that_its_owner_removes_at_the_same_time_is_made_again(tmp_p
         flock(file, operation)
 
     monkeypatch.setattr("fcntl.flock", while_the_owner_ends)
-    with run_dir.locked(told.append):
+    with locked(run_dir, told.append):
         assert json.loads(run_dir.lock_file.read_text())["pid"] == os.getpid()
-        with pytest.raises(ConfigError, match="is writing there"), RunDir(tmp_path / "run").locked(told.append):
+        with pytest.raises(ConfigError, match="is writing there"), locked(RunDir(tmp_path / "run"), told.append):
             pass
     assert told == []
 
@@ -362,7 +363,7 @@ def test_where_the_disk_knows_no_locks_the_lock_s_text_refuses(without_locks, le
     run_dir = left(*holder)
     with (
         pytest.raises(ConfigError, match=f"process {holder[0]} on {holder[1]} .* remove ") as error,
-        run_dir.locked(told.append),
+        locked(run_dir, told.append),
     ):
         pass
     assert error.value.field == "run_dir"
@@ -370,6 +371,6 @@ def test_where_the_disk_knows_no_locks_the_lock_s_text_refuses(without_locks, le
 
 
 def test_where_the_disk_knows_no_locks_a_dead_process_s_is_taken(without_locks, left, told):
-    with left(dead_pid(), socket.gethostname()).locked(told.append):
+    with locked(left(dead_pid(), socket.gethostname()), told.append):
         pass
     assert told == []

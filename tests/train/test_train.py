@@ -137,8 +137,7 @@ def test_starting_over_replaces_the_run_with_the_same_losses(run):
     run_dir, _ = run
     (run_dir / "mine.txt").write_text("mine")
     RunDir(run_dir).add_sample(61, "of a longer run", "text")
-    for name in ("wandb.json", "capacity.json"):
-        (run_dir / name).write_text('{"id": "before", "capacity": 4.0}')
+    (run_dir / "wandb.json").write_text('{"id": "before"}')
     (run_dir / "tensorboard").mkdir()
     before = tiny.losses(run_dir)
     assert tiny.train(run_dir, *FLAGS, "--no-resume") == 0

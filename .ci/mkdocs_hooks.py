@@ -1,0 +1,31 @@
+"""MkDocs hook: links from a page to files outside `notes/` become links to the repository."""
+
+import posixpath
+import re
+from typing import Any
+
+_LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)\s#]+)((?:#[^)\s]*)?\))")
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Replaces relative links that leave the documentation.
+
+    Args:
+        markdown: Source of the page.
+        page: The page.
+        config: The configuration of the site. `repo_url` is the address of the repository.
+        files: The files of the site.
+
+    Returns:
+        The source with absolute links.
+    """
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def replaced(link: re.Match[str]) -> str:
+        # Relative to `notes/`, the folder of the documentation.
+        path = posixpath.normpath(posixpath.join(folder, link[2]))
+        if not path.startswith("../"):
+            return link[0]
+        return f"{link[1]}{config['repo_url'].rstrip('/')}/blob/main/{path.removeprefix('../')}{link[3]}"
+
+    return _LINK.sub(replaced, markdown)

@@ -1,0 +1,101 @@
+"""The lock of a run directory."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from jgraph.errors import ConfigError, os_errors
+from jgraph.train.rundir import RunDir
+
+
+@contextlib.contextmanager
+def locked(run_dir: RunDir, warn: Callable[[str], object]) -> Iterator[None]:
+    """Creates a run directory and locks it against other processes.
+
+    The operating system releases the lock when the process ends. The lock file contains the id and the host of the process. On
+    a file system without locks, this text alone decides.
+
+    Args:
+        run_dir: The run directory. Call `RunDir.check` first, because this function creates a file in it.
+        warn: Called with a warning if a process on another machine did not release the lock.
+
+    Raises:
+        ConfigError: If another process holds the lock, or the directory cannot be written.
+    """
+    path = run_dir.lock_file
+    with os_errors("run_dir", run_dir.path):
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+    with os_errors("run_dir", path):
+        file = _open_locked(path)
+    try:
+        if (left := _holder(file)) and left["host"] != socket.gethostname():
+            warn(
+                f"`run_dir` is {run_dir.path}: process {left['pid']} on {left['host']} wrote there and did not exit cleanly; "
+                "if it still runs there, stop one of the two"
+            )
+        with os_errors("run_dir", path):
+            file.truncate(0)
+            file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
+            file.flush()
+        yield
+    finally:
+        # Removed before the lock is released, so that the next process creates a new file.
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the directory is not empty, or the disk of the lock file is full
+            run_dir.path.rmdir()
+        with contextlib.suppress(OSError):
+            file.close()
+
+
+def _open_locked(path: Path) -> TextIO:
+    while True:
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except BlockingIOError:
+            raise _held(path, file, "wait until it ends") from None
+        except OSError as e:
+            if e.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise
+            holder = _holder(file)
+            if not holder or (holder["host"] == socket.gethostname() and not _is_alive(holder["pid"])):
+                return file
+            raise _held(path, file, f"if it has ended, remove {path}") from e
+        # The owner removed the file before it was locked.
+        file.close()
+
+
+def _held(path: Path, file: TextIO, advice: str) -> ConfigError:
+    holder = _holder(file)
+    who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
+    file.close()
+    message = f"`run_dir` is {path.parent}: {who} is writing there; {advice}, or name another `run_dir`"
+    return ConfigError(message, field="run_dir")
+
+
+def _holder(file: TextIO) -> dict[str, Any] | None:
+    """Returns the pid and host in a lock file, or None if it has none."""
+    file.seek(0)
+    try:
+        holder = json.loads(file.read())
+        return {"pid": int(holder["pid"]), "host": str(holder["host"])}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
