@@ -31,7 +31,7 @@ _SECONDS = 0.05  # duration of a repeat
 _CALLS = 16  # per timed program: a device computes a small part faster than the host launches it
 # Host seconds for an executable with its transfers, and for each kernel in it, captured or not. Measured on the host of H200s
 # with 34 executables per step: 18.0 ms for MLPs with 28 kernels per layer, 57.2 ms for a GPT with 67
-# (notes/develop/measurements.md).
+# (notes/develop/measurements/pipelines.md).
 _EXECUTABLE, _KERNEL = 8.5e-5, 4.2e-6
 
 
