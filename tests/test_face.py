@@ -1,4 +1,4 @@
-"""The public face: every name is there, is told to completion, and is had without waiting for jax."""
+"""Public names: each can be imported and is listed, and `import jgraph` does not import jax."""
 
 import re
 import subprocess
@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[1]
 def test_every_public_name_is_there_and_listed():
     for name in jgraph.__all__:
         found = getattr(jgraph, name)
-        assert name.isupper() or found.__module__.startswith("jgraph."), name  # a constant has no module
-    assert {*jgraph.__all__, "__version__"} == set(dir(jgraph))
+        assert isinstance(found, str | tuple) or found.__module__.startswith("jgraph."), name  # a constant has no module
+    assert {"train_step", "__version__"} < {*jgraph.__all__} == {*dir(jgraph)}
 
 
 def test_the_version_is_the_installed_one():

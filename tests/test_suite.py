@@ -18,7 +18,6 @@ RESULTS = sorted(runner.RESULTS.glob("*.json"))
 # Who reads the clock beside harness.py and peers/protocol.py.
 CLOCKS = {
     # Until a program is traced, compiled, built, or has run for the first time.
-    "programs/engine.py": {"choice"},
     "programs/graphed.py": {"time_blocks", "time_pipeline"},
     "programs/pipeline.py": {"as_program", "as_executables"},
     "programs/step.py": {"of"},

@@ -15,16 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
-from jax.typing import DTypeLike
 
 from jgraph.autodiff import find, replay
-from jgraph.autodiff._trace import Recompute, StageTrace, Trees, dgrad_leaves, make_trace, run_callbacks, vjp
+from jgraph.autodiff._trace import Options, Recompute, StageTrace, Trees, dgrad_leaves, make_trace, run_callbacks, vjp
 from jgraph.autodiff.linear import OwnProducts
 from jgraph.errors import SplitError, check_choice
 from jgraph.scopes import scope
-from jgraph.tree import leaf_names, path_name
-
-Tree = Any
+from jgraph.tree import PyTree, leaf_names, path_name
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["dgrad", "wgrad"], meta_fields=["trace"])
@@ -74,11 +71,11 @@ class Spec:
         aux: Auxiliary output of the stage, with `has_aux`.
     """
 
-    y: Tree
+    y: PyTree
     residuals: Residuals
     stash: Stash
     delayed: tuple[str, ...]
-    aux: Tree = None
+    aux: PyTree = None
 
     def nbytes(self) -> dict[str, int]:
         """Returns the bytes of each pool for one microbatch, by the names in `jgraph.schedule.POOLS`."""
@@ -87,7 +84,7 @@ class Spec:
 
 
 def split_backward(
-    stage_fn: Callable[..., Tree] | OwnProducts,
+    stage_fn: Callable[..., PyTree] | OwnProducts,
     *,
     delay: Sequence[str] | None = None,
     recompute: Recompute = "elementwise",
@@ -138,18 +135,16 @@ def split_backward(
         if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
             raise SplitError(f"`delay` is {delay!r}: must be patterns of parameter paths, or None", field="delay")
         patterns = tuple(patterns)
-    return Split(stage_fn, has_aux, delay=patterns, recompute=recompute)
+    stage = stage_fn if isinstance(stage_fn, OwnProducts) else OwnProducts(stage_fn)
+    return Split(Options(stage, has_aux, patterns, recompute))
 
 
 class Split:
     """The forward pass of a stage and the two parts of its backward pass, as pure functions. Made by `split_backward`."""
 
-    def __init__(self, stage_fn: Callable[..., Tree] | OwnProducts, has_aux: bool, **options: Any):
-        self._own_products = stage_fn if isinstance(stage_fn, OwnProducts) else None
-        self._stage: Callable[..., Tree] = stage_fn.fn if isinstance(stage_fn, OwnProducts) else stage_fn
-        self._has_aux, self._options = has_aux, options
+    def __init__(self, options: Options):
+        self._options, self._stage, traced = options, options.stage, options.stage.traced
         self._traces: dict[Any, StageTrace] = {}
-        traced = self._own_products.traced if self._own_products else lambda part: part
         # Jitted, so that unneeded results are not computed outside of a jit either.
         self._forward = jax.jit(traced(replay.exact_products(self._run_forward)))
         self._dgrad = jax.jit(traced(_run_dgrad))
@@ -158,10 +153,10 @@ class Split:
 
     def __repr__(self) -> str:
         options = self._options
-        which = "every product" + (f" of {', '.join(options['delay'])}" if options["delay"] is not None else "")
-        return f"Split({getattr(self._stage, '__name__', self._stage)}: {which} delayed, recompute={options['recompute']!r})"
+        which = "every product" + (f" of {', '.join(options.delay)}" if options.delay is not None else "")
+        return f"Split({getattr(self._stage.fn, '__name__', self._stage.fn)}: {which} delayed, recompute={options.recompute!r})"
 
-    def forward(self, params: Tree, x: Tree, *extra: Tree) -> tuple[Any, ...]:
+    def forward(self, params: PyTree, x: PyTree, *extra: PyTree) -> tuple[Any, ...]:
         """Runs the stage.
 
         Args:
@@ -174,7 +169,7 @@ class Split:
         """
         return self._forward(params, x, *extra)
 
-    def dgrad(self, params: Tree, residuals: Residuals, dy: Tree) -> tuple[Tree, Tree, Stash]:
+    def dgrad(self, params: PyTree, residuals: Residuals, dy: PyTree) -> tuple[PyTree, PyTree, Stash]:
         """Computes the gradient of the input and the gradients of the parameters that are not delayed.
 
         Args:
@@ -195,7 +190,7 @@ class Split:
                 raise SplitError(f"dy has a leaf of shape {jnp.shape(leaf)}, but y has {aval.shape}; the shapes must agree")
         return self._dgrad(params, residuals, dy)
 
-    def wgrad(self, params: Tree, residuals: Residuals, stash: Stash) -> Tree:
+    def wgrad(self, params: PyTree, residuals: Residuals, stash: Stash) -> PyTree:
         """Computes the gradients of the delayed parameters.
 
         Args:
@@ -209,7 +204,7 @@ class Split:
         self._match(residuals, stash)
         return self._wgrad(params, residuals.after_dgrad(), stash)
 
-    def accumulate(self, main_grad: Tree, params: Tree, residuals: Residuals, stash: Stash) -> Tree:
+    def accumulate(self, main_grad: PyTree, params: PyTree, residuals: Residuals, stash: Stash) -> PyTree:
         """Adds the gradients of `wgrad` to `main_grad` in float32. Grouped matmuls add them inside their kernel.
 
         Args:
@@ -226,11 +221,11 @@ class Split:
         return self._accumulate(main_grad, params, residuals.after_dgrad(), stash)
 
     @staticmethod
-    def merge(early: Tree, late: Tree) -> Tree:
+    def merge(early: PyTree, late: PyTree) -> PyTree:
         """Returns the gradients of all parameters from the results of `dgrad` and `wgrad`."""
         return jax.tree.map(lambda a, b: b if a is None else a, early, late, is_leaf=lambda leaf: leaf is None)
 
-    def spec(self, params: Tree, x: Tree, *extra: Tree) -> Spec:
+    def spec(self, params: PyTree, x: PyTree, *extra: PyTree) -> Spec:
         """Returns the shapes of the arrays that are passed between the parts. Traces the stage only.
 
         Args:
@@ -240,15 +235,12 @@ class Split:
         """
         y, residuals, *aux = jax.eval_shape(self.forward, params, x, *extra)
         _, _, stash = jax.eval_shape(self.dgrad, params, residuals, y)
-        paths = leaf_names(self._params(params))
+        paths = leaf_names(self._stage.params(params))
         delayed = tuple(path for path, late in zip(paths, residuals.trace.delayed, strict=False) if late)
         return Spec(y, residuals, stash, delayed, *aux)
 
-    def _params(self, given: Tree) -> Tree:
-        return self._own_products.params(given) if self._own_products else given
-
     def _trace_of(self, held: Residuals | Stash, what: str) -> StageTrace:
-        if held.trace.owner is not self:
+        if held.trace.owner is not self._options:
             raise SplitError(f"the {what} come from another split_backward; pass them to the split that made them")
         for leaf in jax.tree.leaves(held):
             if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
@@ -262,52 +254,50 @@ class Split:
             raise SplitError("the stash belongs to residuals of other shapes; pass the residuals that dgrad was called with")
 
     @scope("forward")
-    def _run_forward(self, params: Tree, x: Tree, *extra: Tree) -> tuple[Any, ...]:
+    def _run_forward(self, params: PyTree, x: PyTree, *extra: PyTree) -> tuple[Any, ...]:
         # dgrad traces the stage again, with zeros. They must have the same types, including the mesh.
         with jax.sharding.use_abstract_mesh(replay.mesh_of(jax.tree.leaves((params, x, extra)))):
-            trace, traced = self._trace(params, x, extra)
-            flat = jax.tree.leaves(params), jax.tree.leaves(x), jax.tree.leaves(extra)
-            out, extras, leaves, _ = vjp(trace, *flat, traced)
-            run_callbacks(trace, *flat, traced)
+            trace, closed_over = self._trace(params, x, extra)
+            inputs = [*closed_over, *jax.tree.leaves((params, x, extra))]
+            out, extras, leaves, _ = vjp(trace, inputs)
+            run_callbacks(trace, inputs)
         candidates, num_y = [*leaves, *extras], len(trace.float_y)
         residuals = Residuals(
             tuple(candidates[i] for i in trace.for_dgrad), tuple(candidates[i] for i in trace.for_wgrad), trace
         )
         y, aux = jax.tree.unflatten(trace.trees.y, out[:num_y]), jax.tree.unflatten(trace.trees.aux, out[num_y:])
-        return (y, residuals, aux) if self._has_aux else (y, residuals)
+        return (y, residuals, aux) if self._options.has_aux else (y, residuals)
 
-    def _trace(self, params: Tree, x: Tree, extra: tuple[Tree, ...]) -> tuple[StageTrace, list[Array]]:
-        """Returns the trace for these shapes, and the tracers that the stage closes over in this call."""
+    def _trace(self, params: PyTree, x: PyTree, extra: tuple[PyTree, ...]) -> tuple[StageTrace, list[Array]]:
+        """Returns the trace for these shapes, and the arrays that the stage closes over in this call."""
         leaves, tree = jax.tree.flatten((params, x, extra))
         key = (tree, jax.sharding.get_abstract_mesh(), *map(jax.typeof, leaves))
         trace = self._traces.get(key)
         if trace is not None and all(const is not None for const in trace.consts):
-            return trace, []
+            return trace, trace.consts
         _check_leaves("params", params)
         _check_leaves("x", x)
 
         def stage(params, x, *extra):
-            return self._stage(self._params(params), x, *extra)
+            return self._stage.fn(self._stage.params(params), x, *extra)
 
         closed, y = jax.make_jaxpr(stage, return_shape=True)(params, x, *extra)
-        if self._has_aux and not (isinstance(y, tuple) and len(y) == 2):
+        if self._options.has_aux and not (isinstance(y, tuple) and len(y) == 2):
             raise SplitError(f"`stage_fn` returns {type(y).__name__}: must return (y, aux) with `has_aux`", field="has_aux")
-        y, aux = y if self._has_aux else (y, ())
+        y, aux = y if self._options.has_aux else (y, ())
         _check_leaves("y", y)
         if any(map(replay.explicit_axes, replay.avals(closed.jaxpr))):
             raise SplitError(f"the stage computes with arrays sharded over explicit mesh axes: {_AUTO}")
         if trace is None:
             trees = Trees(*map(jax.tree.structure, (params, x, extra, y, aux)))
-            own, names = self._own_products, leaf_names(self._params(params))
-            bind = partial(own.bind, names=names, given=params, x=x, extra=extra) if own else None
-            trace = self._traces[key] = make_trace(self, closed, trees, names, bind=bind, **self._options)
-        return trace, [const for const, known in zip(closed.consts, trace.consts, strict=True) if known is None]
+            trace = self._traces[key] = make_trace(self._options, closed, trees, (params, x, extra))
+        return trace, closed.consts
 
 
 _AUTO = "must be automatic axes, jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...)), or under jax.shard_map"
 
 
-def _check_leaves(what: str, tree: Tree) -> None:
+def _check_leaves(what: str, tree: PyTree) -> None:
     """Raises SplitError if a leaf of params, x or y cannot be differentiated."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         aval: Any = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
@@ -323,59 +313,48 @@ def _check_leaves(what: str, tree: Tree) -> None:
 
 
 @scope("dgrad")
-def _run_dgrad(params: Tree, residuals: Residuals, dy: Tree) -> tuple[Tree, Tree, Stash]:
+def _run_dgrad(params: PyTree, residuals: Residuals, dy: PyTree) -> tuple[PyTree, PyTree, Stash]:
     trace = residuals.trace
     flat = jax.tree.leaves(params)
     with jax.sharding.use_abstract_mesh(trace.mesh):
         dx, early, taps = dgrad_leaves(trace, flat, residuals.by_index, jax.tree.leaves(dy))
-    given = iter(early)
-
-    def gradient(leaf: Array, is_early: bool) -> Array | np.ndarray | None:
-        if is_early:
-            return next(given)
-        is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-        return None if is_float else np.zeros(jnp.shape(leaf), jax.dtypes.float0)
-
-    gradients = list(map(gradient, flat, trace.early))
+    is_float = [jnp.issubdtype(jnp.result_type(leaf), jnp.floating) for leaf in flat]
+    gradients = [None if f else np.zeros(jnp.shape(leaf), jax.dtypes.float0) for leaf, f in zip(flat, is_float, strict=True)]
+    for place, gradient in zip(np.flatnonzero(trace.early), early, strict=True):
+        gradients[place] = gradient
     stash = Stash(tuple(taps[i] for i in trace.stashed), trace)
     return jax.tree.unflatten(trace.trees.x, dx), jax.tree.unflatten(trace.trees.params, gradients), stash
 
 
 @scope("wgrad")
-def _run_wgrad(params: Tree, residuals: Residuals, stash: Stash) -> Tree:
-    return _late(jax.tree.leaves(params), residuals, stash)
+def _run_wgrad(params: PyTree, residuals: Residuals, stash: Stash) -> PyTree:
+    return _late(jax.tree.leaves(params), residuals, stash, adding=False)
 
 
 @scope("wgrad")
-def _run_accumulate(main_grad: Tree, params: Tree, residuals: Residuals, stash: Stash) -> Tree:
-    # A gradient that must pass through a cast has the dtype of the parameter and is widened afterwards.
-    dtype = None if residuals.trace.exact else jnp.float32
-    late = _late(jax.tree.leaves(params), residuals, stash, dtype, adding=True)
+def _run_accumulate(main_grad: PyTree, params: PyTree, residuals: Residuals, stash: Stash) -> PyTree:
+    late = _late(jax.tree.leaves(params), residuals, stash, adding=True)
 
     def added(total: Any, late: Any) -> Any:
-        if callable(late) and total is not None:
-            return late(total)
-        if isinstance(late, jax.Array) and total is not None:
-            return total + late.astype(total.dtype)
-        if jax.tree.leaves(late):
+        if not jax.tree.leaves(late):
+            return total
+        if total is None:
             message = "`main_grad` is None for a delayed parameter: must be a float32 sum for each delayed parameter"
             raise SplitError(message, field="main_grad")
-        return total
+        return late(total) if callable(late) else total + late.astype(total.dtype)
 
     return jax.tree.map(added, main_grad, late, is_leaf=lambda leaf: leaf is None)
 
 
-def _late(
-    params: list[Array], residuals: Residuals, stash: Stash, dtype: DTypeLike | None = None, *, adding: bool = False
-) -> Tree:
+def _late(params: list[Array], residuals: Residuals, stash: Stash, *, adding: bool) -> PyTree:
     """Computes the gradients of the delayed parameters.
 
     Args:
         params: Leaves of the parameters.
         residuals: Result of `forward`.
         stash: Result of `dgrad`.
-        dtype: Dtype of the gradients; None for the dtypes of the parameters.
-        adding: If True, a gradient that a kernel can add to a sum is replaced by a function from the sum to the new sum.
+        adding: If False, gradients have the dtypes of the parameters. If True, gradients are float32 where no cast is in
+            between, and a gradient that a kernel can add to a sum is replaced by a function from the sum to the new sum.
 
     Returns:
         A tree like params, with None for parameters that are not delayed.
@@ -386,7 +365,11 @@ def _late(
         # Only cotangents that depend on residuals and not on dy are read from this dgrad.
         with jax.sharding.use_abstract_mesh(trace.mesh):
             again = dgrad_leaves(trace, params, kept, [replay.zeros(aval) for aval in trace.y_avals])[2]
-    delayed = [leaf.astype(dtype or leaf.dtype) for leaf, late in zip(params, trace.delayed, strict=True) if late]
+    # A gradient that must pass through a cast has the dtype of the parameter and is widened afterwards.
+    is_wide = adding and not trace.exact
+    delayed = [
+        leaf.astype(jnp.float32 if is_wide else leaf.dtype) for leaf, late in zip(params, trace.delayed, strict=True) if late
+    ]
 
     def weights(delayed):
         given = iter(delayed)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -25,12 +26,12 @@ from jax.core import Tracer
 from jax.extend import core
 
 from jgraph.autodiff import find, replay
-from jgraph.autodiff.linear import BoundProducts, DelayedProduct
+from jgraph.autodiff.linear import DelayedProduct, OwnProducts
 from jgraph.autodiff.replay import Aval, aval_of
 from jgraph.errors import SplitError
 from jgraph.kernels.quantize import CALLS
+from jgraph.tree import PyTree, leaf_names
 
-Tree = Any
 _TreeDef = Any  # `jax.tree_util.PyTreeDef` is not a type to basedpyright
 Recompute = Literal["elementwise", "wide", "nothing"]
 
@@ -45,12 +46,22 @@ class Trees(NamedTuple):
     aux: _TreeDef
 
 
+@dataclass(frozen=True, eq=False)
+class Options:
+    """The arguments of `split_backward`."""
+
+    stage: OwnProducts
+    has_aux: bool
+    delay: tuple[str, ...] | None
+    recompute: Recompute
+
+
 @dataclass(eq=False)
 class StageTrace:
     """One trace of a stage. Compared by identity, because arrays of different traces cannot be mixed.
 
     Attributes:
-        owner: The `Split` that made the trace.
+        owner: The options of the `Split` that made the trace.
         jaxpr: Jaxpr of the stage. Its inputs are the arrays that the stage closes over, params, x and extra.
         consts: Arrays that the stage closes over. A tracer is replaced by None and counts as data.
         trees: Structures of the arguments and results.
@@ -59,9 +70,9 @@ class StageTrace:
         exact: True if a gradient must pass through the casts between a parameter and its matmul.
         block: The jaxpr with its delayed matmuls.
         given: Returns the additional arguments of each matmul from params.
+        y_avals: The leaves of y.
         float_y: For each leaf of y, whether it has a gradient.
-        recompute: True if elementwise operations are recomputed.
-        again: Matmuls that are recomputed too, as `DelayedProduct.computed_as` describes them.
+        policy: Policy of `jax.checkpoint` for recomputed operations; None if nothing is recomputed.
         mesh: Mesh of the arrays; may be empty.
         noisy: The stage with its callbacks, which are removed from `jaxpr`; None if it has none.
         avals: Arrays that forward could keep: the leaves of the vjp, then the other operands of the matmuls.
@@ -73,7 +84,7 @@ class StageTrace:
         stashed: For each array of the stash, its index among the leaves of the taps' cotangents.
     """
 
-    owner: object
+    owner: Options
     jaxpr: core.Jaxpr
     consts: list[Any]
     trees: Trees
@@ -81,10 +92,10 @@ class StageTrace:
     early: tuple[bool, ...]
     exact: bool
     block: find.Block
-    given: Callable[[Tree], Sequence[Any]]
+    given: Callable[[PyTree], Sequence[Any]]
+    y_avals: list[Aval]
     float_y: list[bool]
-    recompute: bool
-    again: frozenset[Any]
+    policy: Callable[..., bool] | None
     mesh: jax.sharding.AbstractMesh
     noisy: core.Jaxpr | None
     avals: list[Aval] = field(default_factory=list)
@@ -95,49 +106,30 @@ class StageTrace:
     taps_from: list[int | None] = field(default_factory=list)
     stashed: list[int] = field(default_factory=list)
 
-    @property
-    def y_avals(self) -> list[Aval]:
-        return [aval_of(v) for v in self.jaxpr.outvars[: len(self.float_y)]]
+    def parts(self, inputs: Sequence[Any]) -> tuple[list[Any], ...]:
+        """Splits the inputs of `jaxpr` into the arrays that the stage closes over, params, x and extra."""
+        ends = np.cumsum([0, len(self.consts), len(self.delayed), self.trees.x.num_leaves, self.trees.extra.num_leaves])
+        return tuple(list(inputs[start:end]) for start, end in pairwise(ends))
 
-    def closed_over(self, traced: Sequence[Array]) -> list[Array]:
-        """Returns the arrays that the stage closes over, with `traced` in place of the tracers."""
-        given = iter(traced)
-        return [next(given) if const is None else const for const in self.consts]
-
-    def blanks(self) -> tuple[list[Array], list[Array], list[Array], list[Array]]:
-        """Returns zeros for the tracers that the stage closes over, params, x and extra."""
-        blank = [replay.zeros(aval_of(v)) for v in self.jaxpr.invars]
-        traced = [z for z, const in zip(blank, self.consts, strict=False) if const is None]
-        params, rest = blank[len(self.consts) :][: len(self.delayed)], blank[len(self.consts) + len(self.delayed) :]
-        num_x = self.trees.x.num_leaves
-        return traced, params, rest[:num_x], rest[num_x:]
+    def blanks(self) -> list[Array]:
+        """Returns inputs of `jaxpr`: the arrays that the stage closes over, and zeros for all others."""
+        consts = [*self.consts, *[None] * (len(self.jaxpr.invars) - len(self.consts))]
+        return [replay.zeros(aval_of(v)) if c is None else c for v, c in zip(self.jaxpr.invars, consts, strict=True)]
 
 
-def make_trace(
-    owner: object,
-    closed: core.ClosedJaxpr,
-    trees: Trees,
-    paths: Sequence[str],
-    *,
-    bind: Callable[[Sequence[DelayedProduct]], BoundProducts] | None,
-    delay: Sequence[str] | None,
-    recompute: Recompute,
-) -> StageTrace:
+def make_trace(owner: Options, closed: core.ClosedJaxpr, trees: Trees, args: tuple[PyTree, PyTree, PyTree]) -> StageTrace:
     """Finds the matmuls of a traced stage and decides which arrays are kept.
 
     Args:
-        owner: The `Split`.
+        owner: The stage and the arguments of `split_backward`.
         closed: Jaxpr of the stage.
         trees: Structures of the arguments and results.
-        paths: Names of the first leaves of params. The gradients of other leaves are not delayed.
-        bind: Replaces matmuls, as `OwnProducts.bind`.
-        delay: As for `split_backward`.
-        recompute: As for `split_backward`.
+        args: (params, x, extra). Only the gradients of `owner.stage.params(params)`, the first leaves of params, are delayed.
 
     Raises:
         SplitError: If `delay` matches no parameter or one with a gradient that cannot be delayed, or a callback is not allowed.
     """
-    jaxpr = closed.jaxpr
+    jaxpr, delay, paths = closed.jaxpr, owner.delay, leaf_names(owner.stage.params(args[0]))
     consts = [None if isinstance(const, Tracer) else const for const in closed.consts]
     # Tracers that the stage closes over become inputs.
     noisy = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=jaxpr.debug_info)
@@ -170,13 +162,15 @@ def make_trace(
             )
         for i in found.stray:
             delayed[i] = False
-    late = tuple(i in found.weights for i in range(num_params))
+    sites = found.block.all_sites()
+    weights = frozenset[int]().union(*(site.params for site in sites))
+    late = tuple(i in weights for i in range(num_params))
     # jax.checkpoint in the stage decides which arrays are kept. No policy can keep complex numbers.
     is_complex = any(jnp.issubdtype(getattr(aval, "dtype", jnp.float32), jnp.complexfloating) for aval in replay.avals(whole))
-    recomputes = recompute != "nothing" and not is_complex and not replay.holds(whole, replay.CHECKPOINTS)
-    sites = found.block.all_sites()
-    bound = bind(sites) if bind else BoundProducts(sites, lambda _: [()] * len(sites), [True] * num_params)
+    recomputes = owner.recompute != "nothing" and not is_complex and not replay.holds(whole, replay.CHECKPOINTS)
+    bound = owner.stage.bind(sites, paths, *args)
     found.block.replace(dict(zip(sites, bound.sites, strict=True)))
+    again = frozenset(site.computed_as() for site in bound.sites if owner.recompute == "wide" and site.is_wide)
     trace = StageTrace(
         owner,
         whole,
@@ -187,15 +181,15 @@ def make_trace(
         exact=not all(site.moved for site in sites),
         block=found.block,
         given=bound.given,
+        y_avals=list(closed.out_avals[:num_y]),
         float_y=[jnp.issubdtype(aval.dtype, jnp.floating) for aval in closed.out_avals[:num_y]],
-        recompute=recomputes,
-        again=frozenset(site.computed_as() for site in bound.sites if recompute == "wide" and site.is_wide),
+        policy=partial(_keeps, again) if recomputes else None,
         mesh=jax.sharding.get_abstract_mesh(),
         noisy=None if noisy is whole else noisy,
     )
-    costs = dict(zip(bound.sites, _sort_by_lifetime(trace), strict=True))
-    keeping = {site: site.keeping_x() if costs[site] else site for site in bound.sites}
-    if any(keeping[site] is not site for site in keeping):
+    costs = zip(bound.sites, _sort_by_lifetime(trace), strict=True)
+    keeping = {site: site.keeping_x() for site, is_larger in costs if is_larger}
+    if any(kept is not site for site, kept in keeping.items()):
         found.block.replace(keeping)
         _sort_by_lifetime(trace)
     return trace
@@ -210,32 +204,31 @@ def _check_callbacks(jaxpr: core.Jaxpr) -> None:
         )
 
 
-def run_callbacks(
-    trace: StageTrace, params: Sequence[Array], x: Sequence[Array], extra: Sequence[Array], traced: Sequence[Array]
-) -> None:
+def run_callbacks(trace: StageTrace, inputs: Sequence[Array]) -> None:
     """Runs the stage again for its callbacks. XLA removes unneeded operations and merges the others with `vjp`."""
     if trace.noisy is not None:
-        core.jaxpr_as_fun(core.ClosedJaxpr(trace.noisy, ()))(*trace.closed_over(traced), *params, *x, *extra)
+        core.jaxpr_as_fun(core.ClosedJaxpr(trace.noisy, ()))(*inputs)
 
 
-def vjp(trace: StageTrace, params: Sequence[Array], x: Sequence[Array], extra: Sequence[Array], traced: Sequence[Array]):
-    """Runs the stage with taps, and its vjp with respect to x, early parameters and taps. All arguments are leaves.
+def vjp(trace: StageTrace, inputs: Sequence[Array]):
+    """Runs the stage with taps, and its vjp with respect to x, early parameters and taps. `inputs` are those of its jaxpr.
 
     Returns:
         The leaves of y and aux; the other operands of the matmuls; the leaves of the vjp; the structure of the vjp.
     """
+    closed_over, params, x, extra = trace.parts(inputs)
     early = [leaf for leaf, is_early in zip(params, trace.early, strict=True) if is_early]
 
     def run(x, early, taps):
         given = iter(early)
         whole = [next(given) if is_early else leaf for leaf, is_early in zip(params, trace.early, strict=True)]
         taps = list(zip(taps, trace.given(jax.tree.unflatten(trace.trees.params, whole)), strict=True))
-        out, extras = find.run_forward(trace.block, (), [*trace.closed_over(traced), *whole, *x, *extra], taps, _multiply)
+        out, extras = find.run_forward(trace.block, (), [*closed_over, *whole, *x, *extra], taps, _multiply)
         return [v for v, f in zip(out, trace.float_y, strict=False) if f], (out, extras)
 
-    if trace.recompute:
-        run = jax.checkpoint(run, policy=partial(_keeps, trace.again), prevent_cse=False)
-    _, vjp, (y, extras) = jax.vjp(run, list(x), early, [site.tap() for site in trace.block.all_sites()], has_aux=True)
+    if trace.policy:
+        run = jax.checkpoint(run, policy=trace.policy, prevent_cse=False)
+    _, vjp, (y, extras) = jax.vjp(run, x, early, [site.tap() for site in trace.block.all_sites()], has_aux=True)
     leaves, tree = jax.tree.flatten(vjp)
     return y, jax.tree.leaves(extras), leaves, tree
 
@@ -276,8 +269,8 @@ def dgrad_leaves(trace: StageTrace, params: Sequence[Array], kept: Mapping[int, 
     Returns:
         The leaves of dx, the gradients of the early parameters, and the leaves of the taps' cotangents.
     """
-    traced, _, x, extra = trace.blanks()
-    _, _, fresh, tree = vjp(trace, params, x, extra, traced)
+    closed_over, _, x, extra = trace.parts(trace.blanks())
+    _, _, fresh, tree = vjp(trace, [*closed_over, *params, *x, *extra])
     leaves = [
         leaf if i is None else kept[i] if i in kept else replay.zeros(trace.avals[i])
         for leaf, i in zip(fresh, trace.keep, strict=True)
@@ -293,24 +286,25 @@ def _sort_by_lifetime(trace: StageTrace) -> list[bool]:
         For each matmul, whether wgrad recomputes the first leaf of its tap from arrays that dgrad does not read and that have
         more bytes than the leaf.
     """
-    trace.taps_from, trace.stashed = [], []
-    traced, params, x, extra = trace.blanks()
+    trace.taps_from = []
+    inputs = trace.blanks()
+    _, params, x, extra = trace.parts(inputs)
 
-    def forward(params, x, extra, traced):
-        _, extras, leaves, _ = vjp(trace, params, x, extra, traced)
+    def forward(*inputs):
+        _, extras, leaves, _ = vjp(trace, inputs)
         return leaves, extras
 
-    closed, (leaves, extras) = jax.make_jaxpr(forward, return_shape=True)(params, x, extra, traced)
+    closed, (leaves, _) = jax.make_jaxpr(forward, return_shape=True)(*inputs)
     _check_callbacks(closed.jaxpr)  # includes the forward rules of custom_vjp functions, unlike the trace of the stage
     outs = closed.jaxpr.outvars
-    varies = replay.depends(closed.jaxpr, [False] * len(params) + [True] * (len(x) + len(extra) + len(traced)))
+    is_data = [const is None for const in trace.consts] + [False] * len(params) + [True] * (len(x) + len(extra))
+    varies = replay.depends(closed.jaxpr, is_data)
     # The same array can occur several times, e.g. as the input of three projections.
     first = {v: i for i, v in reversed(list(enumerate(outs))) if not replay.is_literal(v)}
     same = [i if replay.is_literal(v) else first[v] for i, v in enumerate(outs)]
     trace.avals = [aval_of(v) for v in outs]
     trace.keep = [same[i] if varies[i] else None for i in range(len(leaves))]
     trace.extras = same[len(leaves) :]
-    assert len(trace.extras) == len(extras)
 
     places = sorted({i for i in trace.keep if i is not None})
 
@@ -329,21 +323,16 @@ def _sort_by_lifetime(trace: StageTrace) -> list[bool]:
         from_dy = any(given[len(places) : len(places) + len(dy)])
         return {place for place, flag in zip(places, given, strict=False) if flag}, primitives <= _CHEAP and not from_dy
 
-    stash: dict[Any, int] = {}
-
-    def put(tap: int) -> int:
-        v = jaxpr.outvars[num_gradients + tap]
-        key = tap if replay.is_literal(v) else v
-        if key not in stash:
-            stash[key] = len(stash)
-            trace.stashed.append(tap)
-        return stash[key]
-
+    stash: dict[Any, int] = {}  # the first tap of each stashed array
     by_tap: list[set[int]] = []
-    for tap in range(len(taps)):
+    for tap, v in enumerate(jaxpr.outvars[num_gradients:]):
         needed, is_cheap = sources([num_gradients + tap])
-        trace.taps_from.append(None if is_cheap else put(tap))
         by_tap.append(needed if is_cheap else set())
+        key = tap if replay.is_literal(v) else v
+        if not is_cheap:
+            stash.setdefault(key, tap)
+        trace.taps_from.append(None if is_cheap else list(stash).index(key))
+    trace.stashed = list(stash.values())
     for_wgrad = set(trace.extras).union(*by_tap)
     for_dgrad, _ = sources([*range(num_gradients), *(num_gradients + tap for tap in trace.stashed)])
     trace.for_wgrad, trace.for_dgrad = sorted(for_wgrad), sorted(for_dgrad - for_wgrad)

@@ -56,8 +56,8 @@ class Block:
         return found
 
     def replace(self, sites: Mapping[DelayedProduct, DelayedProduct]) -> None:
-        """Replaces every matmul by the value of `sites` for it."""
-        self.sites = {i: sites[site] for i, site in self.sites.items()}
+        """Replaces the matmuls that are keys of `sites` by their values."""
+        self.sites = {i: sites.get(site, site) for i, site in self.sites.items()}
         for inner in self.calls.values():
             inner.replace(sites)
 
@@ -68,12 +68,10 @@ class Found:
 
     Attributes:
         block: The jaxpr with its delayed matmuls.
-        weights: Indices of the parameters that are the weight of a matmul.
         stray: Indices of the parameters that reach data in another way, with the primitive that uses them.
     """
 
     block: Block
-    weights: set[int] = field(default_factory=set)
     stray: dict[int, str] = field(default_factory=dict)
 
 
@@ -115,7 +113,7 @@ def _mark(found: Found, values: Sequence[_Value], by: str, wanted: Iterable[bool
 
 
 def _walk(found: Found, block: Block, given: Sequence[_Value], lead: tuple[int, ...], wanted: Sequence[bool]) -> list[_Value]:
-    """Classifies all variables of a block. Adds its matmuls to the block and its parameters to `found`."""
+    """Classifies all variables of a block. Adds its matmuls to the block and stray parameters to `found`."""
     jaxpr, (live, _) = block.jaxpr, replay.live_variables(block.jaxpr, wanted)
     env: Environment = dict.fromkeys(jaxpr.constvars, _CONSTANT) | dict(zip(jaxpr.invars, given, strict=True))
 
@@ -138,7 +136,6 @@ def _walk(found: Found, block: Block, given: Sequence[_Value], lead: tuple[int, 
         elif name in PRODUCTS and (weight := _weight(name, values)) is not None:
             own = values[weight]
             block.sites[i] = DelayedProduct(eqn, weight, lead, own.params, own.moved)
-            found.weights |= own.params
         elif name == replay.SCAN:
             inner = block.calls[i] = Block(replay.body(eqn))
             (consts, carry), inside = replay.scan_counts(eqn), replay.wanted_inside(eqn, flags)
@@ -254,9 +251,8 @@ def run_weights(block: Block, consts: Sequence[Any], args: Sequence[Any], *, kee
 
 
 def _is_float_cast(eqn: core.JaxprEqn) -> bool:
-    if eqn.primitive.name != "convert_element_type":
-        return False
-    return all(jnp.issubdtype(aval_of(v).dtype, jnp.floating) for v in (*eqn.invars, *eqn.outvars))
+    avals = map(aval_of, (*eqn.invars, *eqn.outvars))
+    return eqn.primitive.name == "convert_element_type" and all(jnp.issubdtype(a.dtype, jnp.floating) for a in avals)
 
 
 def _scanned_weights(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], keep_dtype: bool) -> list[Array]:

@@ -163,10 +163,12 @@ class BoundProducts(NamedTuple):
     differentiated: Sequence[bool]
 
 
+@dataclass(frozen=True, eq=False)
 class OwnProducts:
-    """A stage that computes some matmuls of a function itself. `split_backward` accepts it in place of a function.
+    """A stage that can compute the matmuls of a function itself. `split_backward` accepts it in place of a function.
 
-    The first argument of the stage is a tree of the function's parameters and of the additional arguments of its matmuls.
+    The first argument of the stage is a tree of the function's parameters and of the additional arguments of its matmuls. This
+    class replaces no matmul and adds no argument.
 
     Attributes:
         fn: The function of parameters, x and extra arguments.
@@ -176,7 +178,7 @@ class OwnProducts:
 
     def params(self, given: Any) -> Any:
         """Returns the parameters. Their leaves must be the first leaves of `given`, the first argument of the stage."""
-        raise NotImplementedError
+        return given
 
     def bind(
         self, sites: Sequence[DelayedProduct], names: Sequence[str], given: Any, x: Any, extra: Sequence[Any]
@@ -190,7 +192,7 @@ class OwnProducts:
             x: Input of the stage.
             extra: Extra arguments of the stage.
         """
-        raise NotImplementedError
+        return BoundProducts(sites, lambda _: [()] * len(sites), [True] * len(jax.tree.leaves(given)))
 
     def traced(self, part: Callable[..., Any]) -> Callable[..., Any]:
         """Returns forward, dgrad or wgrad, a function of arrays, in the form to compile."""

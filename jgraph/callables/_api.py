@@ -4,21 +4,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from flax import linen, nnx
 
-from jgraph.callables._arguments import check_argument, check_wgrads, each, homes, most_waiting, sample_of, schedule_of
-from jgraph.callables._callable import Graphed, compile_parts
+from jgraph.callables import _arguments as arguments
+from jgraph.callables._callable import Graphed, ParamGrads, interfaces_of
+from jgraph.callables._compile import Executable, compile_tasks
 from jgraph.callables._group import GraphedCallables
-from jgraph.callables._match import check_concrete, differences, signature
 from jgraph.callables.shaped import Shaped, shape_callable
 from jgraph.errors import CallableError, check_choice
 from jgraph.precision.transform import FP8Function
 from jgraph.schedule.action import Kind
-
-Tree = Any
-ParamGrads = Literal["owned", "aliased"]
+from jgraph.tree import PyTree
 
 # Attributes of Flax modules that select inference.
 _MODES = ("deterministic", "use_running_average")
@@ -26,7 +24,7 @@ _MODES = ("deterministic", "use_running_average")
 
 def make_graphed_callables(
     callables: Any,
-    params: Tree,
+    params: PyTree,
     sample_args: Sequence[Any],
     *,
     sample_kwargs: Any = None,
@@ -87,25 +85,25 @@ def make_graphed_callables(
     fns = tuple(callables) if isinstance(callables, (tuple, list)) else (callables,)
     if not isinstance(callables, (tuple, list)):
         params, sample_args, sample_kwargs = (params,), (sample_args,), (sample_kwargs,)
-    check_argument(len(fns) > 0, "callables", "`callables` is empty: give one, or a tuple of them")
+    arguments.check_argument(len(fns) > 0, "callables", "`callables` is empty: give one, or a tuple of them")
     # Copied, so that the caller may change the lists later.
-    lists = (delay_wgrad, num_layers_per_chunk, devices)
-    delay_wgrad, num_layers_per_chunk, devices = (tuple(v) if isinstance(v, Sequence) else v for v in lists)  # pyright: ignore[reportAssignmentType]
+    lists = (delay_wgrad, num_layers_per_chunk)
+    delay_wgrad, num_layers_per_chunk = (tuple(v) if isinstance(v, Sequence) else v for v in lists)  # pyright: ignore[reportAssignmentType]
     given = (("params", params), ("sample_args", sample_args), ("sample_kwargs", sample_kwargs))
-    every, sample_args, sample_kwargs = (each(name, values, len(fns)) for name, values in given)
-    samples = [(every[i], *sample_of(i, sample_args[i], sample_kwargs[i])) for i in range(len(fns))]
-    check_concrete("make_graphed_callables", samples)
-    schedule, delayed = schedule_of(order, num_layers_per_chunk, delay_wgrad, len(fns))
+    every, sample_args, sample_kwargs = (arguments.each(name, values, len(fns)) for name, values in given)
+    samples = [(every[i], *arguments.sample_of(i, sample_args[i], sample_kwargs[i])) for i in range(len(fns))]
+    arguments.check_concrete("make_graphed_callables", samples)
+    schedule, delayed = arguments.schedule_of(order, num_layers_per_chunk, delay_wgrad, len(fns))
     wrong = "`reuse_buffers` is True without an order: give an order, such as [1, -1]"
-    check_argument(schedule is not None or not reuse_buffers, "reuse_buffers", wrong)
+    arguments.check_argument(schedule is not None or not reuse_buffers, "reuse_buffers", wrong)
     wrong = "`training` is False, which builds no backward: leave out order, reuse_buffers and delay_wgrad, or train"
-    check_argument(training or (schedule is None and not any(delayed)), "training", wrong)
-    placed = homes(schedule, devices, every)
+    arguments.check_argument(training or (schedule is None and not any(delayed)), "training", wrong)
+    placed = arguments.homes(schedule, devices, every)
     checks = [_mode_check(fn, i, training) for i, fn in enumerate(fns)]
     for check in filter(None, checks):
         check()
     wrong = f"`compiler_options` is {type(compiler_options).__name__}: must be a mapping of XLA options to values"
-    check_argument(isinstance(compiler_options, Mapping | None), "compiler_options", wrong)
+    arguments.check_argument(isinstance(compiler_options, Mapping | None), "compiler_options", wrong)
     options = dict(compiler_options or {})
 
     # Layers with the same function and shapes are traced once. Each has executables of its own, so that their command buffers
@@ -113,27 +111,22 @@ def make_graphed_callables(
     traced: dict[Any, Shaped] = {}
     shaped = []
     for i, (fn, sample) in enumerate(zip(fns, samples, strict=True)):
-        name = (id(fn), signature(sample))
+        name = (id(fn), arguments.signature(sample))
         if name not in traced:
             traced[name] = shape_callable(_function(fn, i), i, *sample, device=placed[i])
         shaped.append(replace(traced[name], index=i, device=placed[i]))
     if schedule is not None:
-        check_wgrads(schedule, shaped)
+        arguments.check_wgrads(schedule, shaped)
         _check_chain(shaped)
-    kinds: list[tuple[Kind, ...]] = []
-    for one, is_delayed in zip(shaped, delayed, strict=True):
-        backward: tuple[Kind, ...] = ("dgrad", "wgrad")[: 1 + bool(one.late)] if is_delayed else ("backward",)
-        kinds.append(("forward", *backward) if training else ("forward",))
-    late = [one.late if is_delayed else () for one, is_delayed in zip(shaped, delayed, strict=True)]
-    aliased = [(*one.early, *one.late) for one in shaped] if param_grads == "aliased" else late
-    parts = compile_parts(shaped, kinds, aliased, options)
-    graphed = tuple(map(Graphed, shaped, parts, most_waiting(schedule, len(fns)), delayed, checks))
+    interfaces = [interfaces_of(*one, training=training, param_grads=param_grads) for one in zip(shaped, delayed, strict=True)]
+    executables = iter(compile_tasks([io for one in interfaces for io in one.values()], shaped, options))
+    parts: list[dict[Kind, Executable]] = [{kind: next(executables) for kind in one} for one in interfaces]
+    graphed = tuple(map(Graphed, shaped, parts, arguments.most_waiting(schedule, len(fns)), checks))
     return GraphedCallables(
         graphed,
         every,
         schedule,
-        parse=partial(schedule_of, layers=num_layers_per_chunk, delay_wgrad=delay_wgrad, count=len(fns)),
-        homes=partial(homes, devices=devices, params=every),
+        parse=partial(arguments.schedule_of, layers=num_layers_per_chunk, delay_wgrad=delay_wgrad, count=len(fns)),
         reuse_buffers=reuse_buffers,
         options=options,
     )
@@ -144,20 +137,18 @@ def _check_chain(shaped: Sequence[Shaped]) -> None:
     for before, after in pairwise(shaped):
         if not after.takes_gradient:
             raise CallableError(f"callable {after.index} takes integers for x: only the first callable of an order may")
-        if texts := differences(after.x, before.y.shapes(), "y", None):
+        if texts := arguments.differences(after.x, before.y.shapes(), "y", None):
             wrong = f"callable {after.index} does not take the output of callable {before.index}: {'; '.join(texts)}"
             raise CallableError(wrong, mismatches=tuple(texts))
 
 
-def _function(fn: Any, i: int) -> Callable[..., Tree] | FP8Function:
+def _function(fn: Any, i: int) -> Callable[..., PyTree] | FP8Function:
     """Returns `fn(params, x, *extra, **kwargs)` for a function or a Flax module. FP8 functions are returned unchanged."""
-    if isinstance(fn, FP8Function):
-        return fn
     if isinstance(fn, linen.Module):
         return fn.apply
     if not isinstance(fn, nnx.Module):
         wrong = f"callable {i} is {type(fn).__name__}: must be a function or a Flax module"
-        check_argument(callable(fn), "callables", wrong)
+        arguments.check_argument(isinstance(fn, FP8Function) or callable(fn), "callables", wrong)
         return fn
     graphdef, _, rest = nnx.split(fn, nnx.Param, ...)
     if kinds := sorted({type(variable).__name__ for _, variable in nnx.to_flat_state(rest)}):
@@ -170,18 +161,16 @@ def _function(fn: Any, i: int) -> Callable[..., Tree] | FP8Function:
 
 def _mode_check(fn: Any, i: int, training: bool) -> Callable[[], None] | None:
     """Returns a function that raises CallableError if a module is in another mode than it is built with; None without modes."""
+    modules = list(nnx.iter_modules(fn)) if isinstance(fn, nnx.Module) else []
     found = [
-        ("/".join(map(str, path)) or "the module", module, name)
-        for path, module in (nnx.iter_modules(fn) if isinstance(fn, nnx.Module) else ())
-        for name in _MODES
-        if isinstance(getattr(module, name, None), bool)
+        (path, module, name) for path, module in modules for name in _MODES if isinstance(getattr(module, name, None), bool)
     ]
 
     def check() -> None:
         for path, module, name in found:
             if getattr(module, name) is training:
-                advice = f"call .{('train', 'eval')[not training]}() on it"
-                wrong = f"{path} has {name}={training}, but it is built with training={training}"
-                raise CallableError(f"callable {i}: {wrong}; {advice}")
+                place = "/".join(map(str, path)) or "the module"
+                wrong = f"{place} has {name}={training}, but it is built with training={training}"
+                raise CallableError(f"callable {i}: {wrong}; call .{('train', 'eval')[not training]}() on it")
 
     return check if found else None

@@ -1,58 +1,51 @@
 """A graphed callable: forward, dgrad and wgrad as executables compiled beforehand, called one by one."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from jgraph.callables._arguments import call_differences, check_concrete, differences, mismatch
 from jgraph.callables._borrowed import check_no_handles
-from jgraph.callables._compile import Executable, Grad, Interface, Registers, compile_tasks, gather, interface
+from jgraph.callables._compile import Executable, Grad, Interface, Registers, gather, interface
 from jgraph.callables._main_grad import MainGrad
-from jgraph.callables._match import call_differences, check_concrete, differences, mismatch
 from jgraph.callables._microbatches import Microbatch, Waiting
 from jgraph.callables.shaped import Shaped
 from jgraph.errors import CallableError, OwnershipError
 from jgraph.schedule.action import Kind
+from jgraph.tree import PyTree
 
-Tree = Any
+ParamGrads = Literal["owned", "aliased"]
 
 
-def compile_parts(
-    callables: Sequence[Shaped], kinds: Sequence[Sequence[Kind]], aliased: Sequence[Collection[int]], options: Mapping[str, Any]
-) -> list[dict[Kind, Executable]]:
-    """Compiles the executables of single calls, several at a time.
+def interfaces_of(shaped: Shaped, delayed: bool, *, training: bool, param_grads: ParamGrads) -> dict[Kind, Interface]:
+    """Returns the executables of single calls, by kind.
 
     The registers of an executable count its arguments: (params, x, extra) of `forward`, (params, residuals, dy) of `dgrad` and
     `backward`, (params, residuals of forward_wgrad, stash) of `wgrad`. Its outputs are y or dx, then the residuals or the stash
     without passed-through arrays, then new gradients.
 
     Args:
-        callables: The callables.
-        kinds: The parts to compile of each.
-        aliased: The parameters of each with gradients that are added to main_grad.
-        options: XLA's.
-
-    Returns:
-        The executables of each callable by kind.
+        shaped: The callable.
+        delayed: True if the backward is dgrad and wgrad. A callable without delayed gradients has no wgrad.
+        training: False for a forward only.
+        param_grads: As in `make_graphed_callables`.
     """
-    names: list[tuple[int, Kind]] = [(n, kind) for n, wanted in enumerate(kinds) for kind in wanted]
-    interfaces = [_interface(callables[n], kind, aliased[n], is_alone=len(kinds[n]) == 1) for n, kind in names]
-    parts: list[dict[Kind, Executable]] = [{} for _ in callables]
-    for (n, kind), executable in zip(names, compile_tasks(interfaces, callables, options), strict=True):
-        parts[n][kind] = executable
-    return parts
+    backward: tuple[Kind, ...] = ("dgrad", "wgrad")[: 1 + bool(shaped.late)] if delayed else ("backward",)
+    aliased = shaped.grads["backward"] if param_grads == "aliased" else shaped.late if delayed else ()
+    kinds: tuple[Kind, ...] = ("forward", *backward) if training else ("forward",)
+    return {kind: _interface(shaped, kind, aliased, is_alone=not training) for kind in kinds}
 
 
 def _interface(shaped: Shaped, kind: Kind, aliased: Collection[int], *, is_alone: bool) -> Interface:
     """Returns a part as an executable of one task. A forward that `is_alone` returns y only."""
     registers = Registers(shaped.params.avals)
-    if kind == "forward":
-        ins = registers.new((*shaped.x.avals, *shaped.extra.avals))
-    elif kind == "wgrad":
-        ins = registers.new((*shaped.residuals.avals[shaped.num_dgrad :], *shaped.stash.avals))
-    else:
-        ins = registers.new((*shaped.residuals.avals, *shaped.y.avals))
+    given = {
+        "forward": (*shaped.x.avals, *shaped.extra.avals),
+        "wgrad": (*shaped.residuals.avals[shaped.num_dgrad :], *shaped.stash.avals),
+    }
+    ins = registers.new(given.get(kind, (*shaped.residuals.avals, *shaped.y.avals)))
     grads: list[Grad] = []
     for place in shaped.grads[kind]:
         aval, is_sum = shaped.params.avals[place], place in aliased
@@ -80,31 +73,21 @@ class Graphed:
     """
 
     def __init__(
-        self,
-        shaped: Shaped,
-        parts: Mapping[Kind, Executable],
-        most_waiting: int,
-        delayed: bool,
-        check_mode: Callable[[], None] | None,
+        self, shaped: Shaped, parts: Mapping[Kind, Executable], most_waiting: int, check_mode: Callable[[], None] | None
     ):
         self.shaped, self.parts, self.index = shaped, parts, shaped.index
         self.gradients = MainGrad(shaped, parts.values())
-        self._delayed, self._check_mode = delayed, check_mode
-        self.waiting = Waiting(f"callable {self.index}", most_waiting)
-        self._trains, self._is_reset = len(parts) > 1, False
+        self._delayed, self._trains, self._is_reset = "dgrad" in parts, len(parts) > 1, False
+        self.waiting, self._check_mode = Waiting(f"callable {self.index}", most_waiting), check_mode
         # Types of leaves that were found to be JAX arrays: a set of types is checked faster than every leaf.
         self._array_types: set[type] = set()
         num_params, num_inputs = len(shaped.params), len(shaped.x) + len(shaped.extra)
-        # These select from (params, x, extra, outputs of forward) and from (residuals, dy, outputs of dgrad).
+        # Each selects from the arrays in parentheses: (params, x, extra, outputs of forward), (residuals, dy, outputs of
+        # dgrad), and (new gradients in the order of the parts, handles, None).
         self._residuals = _passed(shaped.residuals_from, num_params, num_params + num_inputs + len(shaped.y))
         self._stash = _passed(shaped.stash_from, 0, len(shaped.residuals) + len(shaped.y) + shaped.num_dx)
-        # These select from (new gradients of dgrad, new gradients of this part, handles, None).
-        self._grads: dict[Kind, Callable[[Sequence[Any]], tuple[Any, ...]]] = {}
-        for kind in ("wgrad", "backward"):
-            kinds: list[Kind] = [k for k in ("dgrad", kind) if k in parts and (k, kind) != ("dgrad", "backward")]
-            order = [*(place for k in kinds for place in parts[k].news), *self.gradients.places]
-            at = {place: position for position, place in enumerate(order)}
-            self._grads[kind] = gather([at.get(place, len(order)) for place in range(num_params)])
+        order = [*(place for part in parts.values() for place in part.news), *self.gradients.places]
+        self._grads = gather([order.index(place) if place in order else len(order) for place in range(num_params)])
 
     def __repr__(self) -> str:
         if self._is_reset:
@@ -114,7 +97,7 @@ class Graphed:
         waiting = f"; microbatches that wait: {', '.join(map(str, self.pending))}" if self.pending else ""
         return f"Graphed({self.index}: {', '.join(self.parts)}; {x} -> {y}{waiting})"
 
-    def __call__(self, params: Tree, x: Tree, *extra: Tree, **kwargs: Tree) -> Tree:
+    def __call__(self, params: PyTree, x: PyTree, *extra: PyTree, **kwargs: PyTree) -> PyTree:
         """Runs forward and keeps the arrays that the backward needs.
 
         Args:
@@ -137,7 +120,7 @@ class Graphed:
             self.waiting.add(arrays[: len(shaped.params.avals)], self._residuals((*arrays, *outs)))
             return shaped.y.tree.unflatten(outs[: len(shaped.y.avals)])
 
-    def evaluate(self, params: Tree, x: Tree, *extra: Tree, **kwargs: Tree) -> Tree:
+    def evaluate(self, params: PyTree, x: PyTree, *extra: PyTree, **kwargs: PyTree) -> PyTree:
         """Runs forward without a backward and keeps nothing. Any thread may call it at any time.
 
         Runs the executable of the call, dropout included. Arguments and errors are those of the call.
@@ -146,7 +129,7 @@ class Graphed:
         y = self.shaped.y
         return y.unflatten(self._forward(params, x, extra, kwargs)[1][: len(y)])
 
-    def backward(self, dy: Tree, *, microbatch: int | None = None) -> tuple[Tree, Tree]:
+    def backward(self, dy: PyTree, *, microbatch: int | None = None) -> tuple[PyTree, PyTree]:
         """Runs the whole backward of a microbatch.
 
         Args:
@@ -172,9 +155,9 @@ class Graphed:
                 dx = self._dgrad(pending, dy)
                 return self._wgrad(pending), dx
             outs = self._run_backward(pending, "backward", self._dy(dy), dy)
-            return self._finish(pending, "backward", outs), self._dx(outs)
+            return self._finish(pending, outs[self.shaped.num_dx :]), self._dx(outs)
 
-    def dgrad(self, dy: Tree, *, microbatch: int | None = None) -> Tree:
+    def dgrad(self, dy: PyTree, *, microbatch: int | None = None) -> PyTree:
         """Returns dx of a microbatch, and keeps its stash for wgrad. Needs `delay_wgrad`. Arguments are those of `backward`."""
         with self.waiting:
             self._check_trains()
@@ -183,7 +166,7 @@ class Graphed:
                 raise CallableError(f"{wrong}; call backward, or build it with delay_wgrad=True")
             return self._dgrad(self.waiting.next("dgrad", "forward", microbatch), dy)
 
-    def wgrad(self, *, microbatch: int | None = None) -> Tree:
+    def wgrad(self, *, microbatch: int | None = None) -> PyTree:
         """Returns the gradients of a microbatch, as `backward` does. None takes the oldest that waits for its wgrad."""
         with self.waiting:
             self._check_trains()
@@ -203,12 +186,11 @@ class Graphed:
         Raises:
             CallableError: The microbatch does not wait, or another thread is in a call.
         """
-        with self.waiting.taken_over():
-            self._check_alive()
-            self.waiting.drop(microbatch)
+        self._check_alive()
+        self.waiting.drop(microbatch)
 
     @property
-    def main_grad(self) -> Tree:
+    def main_grad(self) -> PyTree:
         """The float32 sums of gradients since `zero_grads`, a tree like params: `Borrowed` if aliased, None elsewhere."""
         self._check_alive()
         return self.gradients.tree({})
@@ -221,10 +203,9 @@ class Graphed:
 
     def reset(self) -> None:
         """Frees buffers and executables. Any later use raises CallableError. Arrays of the caller stay valid."""
-        with self.waiting.taken_over():
-            self.waiting.drop(None)
-            self.gradients.free()
-            self.parts, self._is_reset = {}, True
+        self.waiting.drop(None)
+        self.gradients.free()
+        self.parts, self._is_reset = {}, True
 
     def check_idle(self) -> None:
         """Raises CallableError while microbatches wait for their backward."""
@@ -241,7 +222,7 @@ class Graphed:
             raise CallableError(f"callable {self.index} was built with training=False and has no backward")
 
     def _forward(
-        self, params: Tree, x: Tree, extra: tuple[Tree, ...], kwargs: dict[str, Tree]
+        self, params: PyTree, x: PyTree, extra: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> tuple[list[Any], list[jax.Array]]:
         """Returns the leaves of (params, x, extra) and the outputs of the executable."""
         if self._check_mode is not None:
@@ -262,7 +243,7 @@ class Graphed:
             raise cause
         raise mismatch(shaped, texts) from cause
 
-    def _dgrad(self, pending: Microbatch, dy: Tree) -> Tree:
+    def _dgrad(self, pending: Microbatch, dy: PyTree) -> PyTree:
         leaves = self._dy(dy)
         outs = self._run_backward(pending, "dgrad", leaves, dy)
         pending.early = outs[len(outs) - len(self.parts["dgrad"].news) :]
@@ -271,19 +252,18 @@ class Graphed:
         self.waiting.after_dgrad(pending)
         return self._dx(outs)
 
-    def _wgrad(self, pending: Microbatch) -> Tree:
+    def _wgrad(self, pending: Microbatch) -> PyTree:
         # Without late parameters there is no wgrad to run: dgrad returned every gradient.
         outs = self._run_backward(pending, "wgrad", pending.stash, None) if "wgrad" in self.parts else []
-        return self._finish(pending, "wgrad", outs)
+        return self._finish(pending, outs)
 
-    def _finish(self, pending: Microbatch, kind: Kind, outs: Sequence[Any]) -> Tree:
+    def _finish(self, pending: Microbatch, new: Sequence[Any]) -> PyTree:
         """Removes a microbatch. Returns gradients as a tree like params: new arrays, handles, and None for integers."""
         self.waiting.end(pending)
-        new = outs[len(outs) - len(self.parts[kind].news) :] if outs else ()
-        gradients = self._grads[kind]((*pending.early, *new, *self.gradients.handles(), None))
+        gradients = self._grads((*pending.early, *new, *self.gradients.handles(), None))
         return self.shaped.params.tree.unflatten(gradients)
 
-    def _dx(self, outs: Sequence[Any]) -> Tree:
+    def _dx(self, outs: Sequence[Any]) -> PyTree:
         shaped = self.shaped
         return shaped.x.tree.unflatten(outs[: shaped.num_dx]) if shaped.takes_gradient else None
 
@@ -297,7 +277,7 @@ class Graphed:
         self.gradients.update(zip(part.adds, new, strict=True), f"the {kind} of microbatch {number}")
         return outs
 
-    def _run_backward(self, pending: Microbatch, kind: Kind, rest: Sequence[Any], dy: Tree) -> list[jax.Array]:
+    def _run_backward(self, pending: Microbatch, kind: Kind, rest: Sequence[Any], dy: PyTree) -> list[jax.Array]:
         """Runs a backward part. Looks for the cause only if it fails."""
         read = (*pending.params, *pending.residuals, *rest)
         try:
@@ -321,7 +301,7 @@ class Graphed:
                 raise
             raise mismatch(shaped, texts) from e
 
-    def _dy(self, dy: Tree) -> list[Any]:
+    def _dy(self, dy: PyTree) -> list[Any]:
         """Returns the leaves of dy. Raises CallableError if its structure is not that of y."""
         shaped = self.shaped
         leaves, tree = jax.tree_util.tree_flatten(dy)

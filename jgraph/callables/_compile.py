@@ -41,8 +41,8 @@ class Task:
         outs: Registers written; None for results that are dropped or passed through.
         params: Registers of the parameters that it reads.
         grads: The gradients that it makes.
-        fn: The computation of a `loss` or `function`. Maps arrays of `params` and `ins` to results, and gradients in the order
-            of `grads`.
+        fn: The computation of a `loss` or `function`. A loss maps arrays of `params` and `ins` to results, and gradients in the
+            order of `grads`. A function maps arrays of `ins` to results.
     """
 
     kind: Kind | Literal["key", "loss", "function"]
@@ -51,7 +51,7 @@ class Task:
     outs: tuple[int | None, ...]
     params: tuple[int, ...] = ()
     grads: tuple[Grad, ...] = ()
-    fn: Callable[[list[Any], list[Any]], tuple[Sequence[Any], Sequence[Any]]] | None = None
+    fn: Callable[..., Any] | None = None
 
     @property
     def name(self) -> str:
@@ -179,11 +179,7 @@ def gather(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 
 def compile_tasks(
-    interfaces: Sequence[Interface],
-    callables: Sequence[Shaped],
-    options: Mapping[str, Any],
-    *,
-    copies: Copies = "shared",
+    interfaces: Sequence[Interface], callables: Sequence[Shaped], options: Mapping[str, Any], *, copies: Copies = "shared"
 ) -> list[Executable]:
     """Compiles executables, several at a time.
 
@@ -297,7 +293,7 @@ def _run(task: Task, shaped: Shaped, env: dict[int, Any]) -> None:
     ins, read = [env[r] for r in task.ins], [env[r] for r in task.params]
     outs: Sequence[Any]
     if task.fn is not None:
-        outs, gradients = task.fn(read, ins)
+        outs, gradients = task.fn(read, ins) if task.kind == "loss" else (task.fn(ins), ())
         for (_, register, how), gradient in zip(task.grads, gradients, strict=True):
             env[register] = _summed(env, register, how, gradient)
     elif task.kind == "key":
@@ -321,9 +317,7 @@ def _backward(task: Task, shaped: Shaped, ins: list[Any], read: list[Any], env: 
     registers: dict[int, tuple[int, How]] = {place: (register, how) for place, register, how in task.grads}
     arrays = [*[None] * (shaped.num_dgrad if task.kind == "wgrad" else 0), *ins]
     residuals, rest = arrays[: len(shaped.residuals)], arrays[len(shaped.residuals) :]
-    gradients: dict[int, Any] = {}
-    dx: list[Any] = []
-    stash = rest
+    dx, stash, gradients = [], rest, dict[int, Any]()
     if task.kind != "wgrad":
         count = len(shaped.reads["dgrad"])
         dx, early, stash = shaped.dgrad(shaped.fill("dgrad", read[:count]), residuals, rest)
@@ -332,13 +326,11 @@ def _backward(task: Task, shaped: Shaped, ins: list[Any], read: list[Any], env: 
             merge = jnp.maximum if place in shaped.maxima else jnp.add
             gradients[place] = _summed(env, *registers[place], gradient, merge)
     if task.kind != "dgrad" and shaped.late:
-        sums = None
-        if registers[shaped.late[0]][1] != "new":
-            avals = shaped.params.avals
-            sums = {
-                place: env[registers[place][0]] if registers[place][1] == "add" else jnp.zeros(avals[place].shape, jnp.float32)
-                for place in shaped.late
-            }
-        gradients |= shaped.wgrad(shaped.fill("wgrad", read), residuals, stash, sums)
+        sums = {
+            place: env[register] if how == "add" else jnp.zeros(shaped.params.avals[place].shape, jnp.float32)
+            for place, (register, how) in registers.items()
+            if place in shaped.late and how != "new"
+        }
+        gradients |= shaped.wgrad(shaped.fill("wgrad", read), residuals, stash, sums or None)
     env |= {registers[place][0]: gradient for place, gradient in gradients.items()}
     return [*dx, *stash] if task.kind == "dgrad" else dx

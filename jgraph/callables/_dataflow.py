@@ -32,22 +32,33 @@ _SEND_BUFFERS = 3
 _NEVER = 1 << 62
 
 
+def ranks_of(schedule: Schedule) -> list[int]:
+    """Returns the rank of each callable."""
+    return np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
+
+
+def layers_of(schedule: Schedule) -> list[range]:
+    """Returns the callables of each stage."""
+    ends = np.cumsum(schedule.num_layers).tolist()
+    return [range(end - count, end) for end, count in zip(ends, schedule.num_layers, strict=True)]
+
+
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """The loss of a microbatch: `fn(params, y, args) -> scalar`, on leaves of params and args."""
+    """The loss of a microbatch: `fn(params, y, *args) -> scalar`."""
 
-    fn: Callable[[Sequence[Any], Any, Sequence[Any]], jax.Array]
+    fn: Callable[..., jax.Array]
     params: Side
     args: Side
     y: Side
     aval: jax.ShapeDtypeStruct
 
     @classmethod
-    def of(cls, fn: Callable[..., jax.Array], y: Side, args: tuple[Any, ...], params: Any = None) -> "Loss":
+    def of(cls, fn: Callable[..., jax.Array], y: Side, args: tuple[Any, ...], params: Any = ()) -> "Loss":
         """Traces a loss.
 
         Args:
-            fn: `fn(y, *args)`, or `fn(params, y, *args)` if there are params.
+            fn: `fn(params, y, *args)`.
             y: The output of the last callable.
             args: Shapes of the arguments of one microbatch.
             params: Shapes of the parameters of the loss.
@@ -55,24 +66,19 @@ class Loss:
         Raises:
             CallableError: The loss is not a floating scalar.
         """
-        given, weights = Side.of(tuple(args)), Side.of(params)
-
-        def of_leaves(params_leaves: Sequence[Any], y: Any, leaves: Sequence[Any]) -> jax.Array:
-            lead = () if params is None else (weights.unflatten(params_leaves),)
-            return fn(*lead, y, *given.unflatten(leaves))
-
-        loss = jax.eval_shape(of_leaves, weights.avals, y.shapes(), given.avals)
+        weights, given = Side.of(params), Side.of(args)
+        loss = jax.eval_shape(fn, weights.shapes(), y.shapes(), *given.shapes())
         if not isinstance(loss, jax.ShapeDtypeStruct):
             raise CallableError(f"loss_fn returns a {type(loss).__name__}: must be one floating scalar")
         if loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise CallableError(f"loss_fn returns {loss.dtype}{list(loss.shape)}: must be a floating scalar")
-        return cls(of_leaves, weights, given, y, shape_of(loss))
+        return cls(fn, weights, given, y, shape_of(loss))
 
     def differentiated(self, params: list[Any], ins: list[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Returns the leaves of (loss, dy), and gradients of the parameters, from leaves of params and (y, args)."""
-        y, args = self.y.unflatten(ins[: len(self.y)]), ins[len(self.y) :]
-        loss, (gradients, dy) = jax.value_and_grad(self.fn, argnums=(0, 1))(params, y, args)
-        return [loss, *jax.tree.leaves(dy)], gradients
+        y, args = self.y.unflatten(ins[: len(self.y)]), self.args.unflatten(ins[len(self.y) :])
+        loss, (gradients, dy) = jax.value_and_grad(self.fn, argnums=(0, 1))(self.params.unflatten(params), y, *args)
+        return [loss, *jax.tree.leaves(dy)], jax.tree.leaves(gradients)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,16 +136,12 @@ class Flow(Registers):
     """
 
     def __init__(
-        self,
-        callables: Sequence[Shaped],
-        schedule: Schedule,
-        loss: Loss,
-        aliased: Sequence[Sequence[int]],
-        outputs: Outputs,
+        self, callables: Sequence[Shaped], schedule: Schedule, loss: Loss, aliased: Sequence[Sequence[int]], outputs: Outputs
     ):
         super().__init__()
         self._callables, self.loss, self._aliased, self._outputs = callables, loss, aliased, outputs
-        self._rank_of = np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
+        self._params = [*(shaped.params for shaped in callables), loss.params]
+        self._rank_of = ranks_of(schedule)
         by_rank = dict(zip(self._rank_of, (shaped.device for shaped in callables), strict=True))
         self.devices = [by_rank[rank] for rank in range(schedule.num_ranks)]
         self.named: dict[Name, int] = {}
@@ -148,9 +150,6 @@ class Flow(Registers):
         # Arrays that wait for their next reader: ("x" | "dy" | "residuals" | "stash", callable, microbatch).
         self._values: dict[tuple[str, int, int], list[int]] = {}
         self._buffers: dict[tuple[int, Any, Any], list[int]] = {}
-        for i, shaped in enumerate(callables):
-            for place in shaped.keys:
-                self._given(shaped.extra.avals[place], "keys", i, place)
 
     def send_buffer(self, source: int, rank: int, busy: set[int]) -> int:
         """Returns the register of the buffer that an array is written to before it is sent.
@@ -178,17 +177,12 @@ class Flow(Registers):
         outs = self.new(map(shape_of, jax.eval_shape(function.fn, [self.avals[r] for r in ins])))
         self.results |= dict(zip(function.outs, outs, strict=True))
         self.standing |= dict.fromkeys(outs, self._callables[function.index].device)
-
-        def run(_: list[Any], ins: list[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-            return function.fn(ins), ()
-
-        run.__name__ = function.fn.__name__
-        task = Task("function", function.index, tuple(ins), tuple(outs), fn=run)
+        task = Task("function", function.index, tuple(ins), tuple(outs), fn=function.fn)
         return Unit(self._rank_of[function.index], 0, [task])
 
     def units(self, schedule: Schedule) -> list[Unit]:
         """Returns the actions of all ranks by tick, layer by layer, with the ticks between which they may be joined."""
-        ends = np.cumsum(schedule.num_layers).tolist()
+        layers = layers_of(schedule)
         # The ticks of forwards and dgrads, and -1 before the first stage and after the last.
         forward, dgrad = (
             np.pad(schedule.when(schedule.ticks, kinds), ((1, 1), (0, 0)), constant_values=-1)
@@ -201,8 +195,7 @@ class Flow(Registers):
             # The inputs of an action come from one neighbour, and its results go to the other.
             ticks, step = (forward, 1) if kind == "forward" else (dgrad, -1)
             before, after = stage + 1 - step, stage + 1 + step
-            places = range(ends[stage] - schedule.num_layers[stage], ends[stage])
-            for i in places if kind == "forward" else reversed(places):
+            for i in layers[stage] if kind == "forward" else reversed(layers[stage]):
                 unit = Unit(r, tick)
                 if kind == "forward":
                     self._forward(unit, i, m)
@@ -225,10 +218,7 @@ class Flow(Registers):
         return self.named[name]
 
     def _param(self, i: int, place: int) -> int:
-        return self._given(self._params(i).avals[place], "params", i, place)
-
-    def _params(self, i: int) -> Side:
-        return self._callables[i].params if i < len(self._callables) else self.loss.params
+        return self._given(self._params[i].avals[place], "params", i, place)
 
     def _forward(self, unit: Unit, i: int, m: int) -> None:
         shaped = self._callables[i]
@@ -237,9 +227,8 @@ class Flow(Registers):
         ins = [*self._values.pop(("x", i, m)), *self._extra(unit, i, m)]
         task, y, residuals = self.task("forward", shaped, ins, partial(self._param, i), ())
         unit.tasks.append(task)
-        for n, register in enumerate(task.outs[len(task.outs) - len(shaped.aux) :]):
-            assert register is not None, "results of aux are kept"
-            self.results["aux", i, m, n] = register
+        aux = enumerate(task.outs[len(task.outs) - len(shaped.aux) :])
+        self.results |= {("aux", i, m, n): register for n, register in aux if register is not None}
         self._values["residuals", i, m] = residuals
         if i + 1 == len(self._callables):
             self._add_loss(unit, m, y)
@@ -253,7 +242,7 @@ class Flow(Registers):
                 key = self.register(aval)
                 step = self._given(scalar, "step", unit.rank)
                 microbatch = self._given(scalar, "microbatch", unit.rank, m)
-                unit.tasks.append(Task("key", i, (self.named["keys", i, place], step, microbatch), (key,)))
+                unit.tasks.append(Task("key", i, (self._given(aval, "keys", i, place), step, microbatch), (key,)))
                 registers.append(key)
             else:
                 registers.append(self._given(aval, "extra", i, m, place))
@@ -293,8 +282,7 @@ class Flow(Registers):
             name, how = ("sum", i, place), "add"
             if name not in self.results:
                 how: How = "start"
-                aval = self._params(i).avals[place]
-                self.results[name] = self.register(jax.ShapeDtypeStruct(aval.shape, np.float32))
+                self.results[name] = self.register(jax.ShapeDtypeStruct(self._params[i].avals[place].shape, np.float32))
                 if place in self._aliased[i]:
                     self.standing[self.results[name]] = self._callables[min(i, len(self._callables) - 1)].device
             grads.append((place, self.results[name], how))

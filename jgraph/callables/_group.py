@@ -9,16 +9,14 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-from jgraph.callables._arguments import check_extra, check_wgrads, each, tuples
+from jgraph.callables import _arguments as arguments
 from jgraph.callables._callable import Graphed
-from jgraph.callables._dataflow import Join, Loss, Outputs
-from jgraph.callables._match import check_concrete, matching_leaves, put, signature
+from jgraph.callables._dataflow import Flow, Join, Loss, Outputs, ranks_of
 from jgraph.callables.plan import ExecutionPlan, Reports, make_plan, play
-from jgraph.callables.shaped import Shaped, shape_of
+from jgraph.callables.shaped import Shaped, Side, shape_of
 from jgraph.errors import CallableError, OrderError, OwnershipError, check_choice
 from jgraph.schedule.schedule import Schedule
-
-Tree = Any
+from jgraph.tree import PyTree
 
 # Plans that `run` keeps compiled; a training has one or two.
 _MOST_PLANS = 8
@@ -36,8 +34,8 @@ class RunResult:
     """
 
     losses: tuple[jax.Array, ...]
-    grads: tuple[Tree, ...]
-    outputs: tuple[Tree, ...] | None
+    grads: tuple[PyTree, ...]
+    outputs: tuple[PyTree, ...] | None
 
 
 class GraphedCallables(Sequence[Graphed]):
@@ -50,16 +48,15 @@ class GraphedCallables(Sequence[Graphed]):
     def __init__(
         self,
         graphed: tuple[Graphed, ...],
-        params: Sequence[Tree] | None,
+        params: Sequence[PyTree] | None,
         schedule: Schedule | None,
         *,
         parse: Callable[[Any], tuple[Schedule | None, Any]],
-        homes: Callable[[Schedule], list[Any]],
         reuse_buffers: bool,
         options: Mapping[str, Any],
     ):
         self._graphed, self._params, self.schedule, self._reuse_buffers = graphed, params, schedule, reuse_buffers
-        self._parse, self._homes, self._options = parse, homes, dict(options)
+        self._parse, self._options = parse, options
         self._shaped = [one.shaped for one in graphed]
         self._plans: dict[Any, ExecutionPlan] = {}
         self._runs = 0
@@ -79,10 +76,10 @@ class GraphedCallables(Sequence[Graphed]):
         own = [(part.io.name, part.report) for graphed in self._graphed for part in graphed.parts.values()]
         return own + [report for plan in self._plans.values() for report in plan.reports]
 
-    def place(self, params: Sequence[Tree]) -> tuple[Tree, ...]:
+    def place(self, params: Sequence[PyTree]) -> tuple[PyTree, ...]:
         """Puts the params of every callable on its device; returns them."""
-        given = zip(each("params", params, len(self)), self._shaped, strict=True)
-        return tuple(jax.tree.map(partial(put, shaped.device), tree) for tree, shaped in given)
+        given = zip(arguments.each("params", params, len(self)), self._shaped, strict=True)
+        return tuple(jax.tree.map(partial(arguments.put, shaped.device), tree) for tree, shaped in given)
 
     def zero_grads(self) -> None:
         """Sets every main_grad to zero, in place. Raises CallableError while microbatches wait for their backward."""
@@ -105,12 +102,12 @@ class GraphedCallables(Sequence[Graphed]):
     def run(
         self,
         order: Any,
-        inputs: Sequence[Tree],
+        inputs: Sequence[PyTree],
         loss_fn: Callable[..., jax.Array],
         *,
-        params: Sequence[Tree] | None = None,
-        extra: Sequence[tuple[Tree, ...]] | None = None,
-        loss_args: Sequence[tuple[Tree, ...]] | None = None,
+        params: Sequence[PyTree] | None = None,
+        extra: Sequence[tuple[PyTree, ...]] | None = None,
+        loss_args: Sequence[tuple[PyTree, ...]] | None = None,
         key: jax.Array | None = None,
         step: int = 0,
         outputs: Outputs = "drop",
@@ -148,9 +145,8 @@ class GraphedCallables(Sequence[Graphed]):
         """
         check_choice("outputs", outputs, get_args(Outputs))
         check_choice("join", join, get_args(Join))
-        if not callable(loss_fn):
-            wrong = f"`loss_fn` is {type(loss_fn).__name__}: must be a function of the last y and loss_args"
-            raise CallableError(wrong, field="loss_fn")
+        wrong = f"`loss_fn` is {type(loss_fn).__name__}: must be a function of the last y and loss_args"
+        arguments.check_argument(callable(loss_fn), "loss_fn", wrong)
         if not isinstance(step, int) or not 0 <= step < 2**31:
             raise CallableError(f"`step` is {step!r}: must be a whole number from 0 to {2**31 - 1}", field="step")
         with self._turns():
@@ -159,19 +155,20 @@ class GraphedCallables(Sequence[Graphed]):
                 wrong = "`order` is None, and no order was given when the callables were built: give one, e.g. [1, -1]"
                 raise OrderError(wrong, field="order")
             count = schedule.num_microbatches
-            inputs = each("inputs", inputs, count, of="microbatches")
-            rest, more = tuples("loss_args", loss_args, count), tuples("extra", extra, count)
+            inputs = arguments.each("inputs", inputs, count, of="microbatches")
+            rest, more = arguments.tuples("loss_args", loss_args, count), arguments.tuples("extra", extra, count)
             if params is not None:
                 self._params = None
             elif (params := self._params) is None:
                 wrong = "`params` is None, but run was given params before and keeps none since: give them at every run"
                 raise CallableError(wrong, field="params")
-            check_extra(self._shaped, extra, key)
+            arguments.check_extra(self._shaped, extra, key)
             plan = self._plan(schedule, loss_fn, rest[0], outputs=outputs, join=join)
             try:
-                registers = plan.fill(self._give(plan, params, inputs, more, rest, key, step))
+                given = {"params": params, "inputs": inputs, "extra": more, "loss_args": rest}
+                registers = plan.fill(self._give(plan.flow, given, key, step))
             except jax.errors.ConcretizationTypeError:
-                check_concrete("run", (params, inputs, extra, loss_args, key))
+                arguments.check_concrete("run", (params, inputs, extra, loss_args, key))
                 raise
             return self._play(plan, count, registers)
 
@@ -185,22 +182,22 @@ class GraphedCallables(Sequence[Graphed]):
             return stack.pop_all()
 
     def _plan(
-        self, schedule: Schedule, loss_fn: Callable[..., Any], loss_args: tuple[Tree, ...], *, outputs: Outputs, join: Join
+        self, schedule: Schedule, loss_fn: Callable[..., Any], loss_args: tuple[PyTree, ...], *, outputs: Outputs, join: Join
     ) -> ExecutionPlan:
         """Returns the plan of a schedule, a loss and choices. Compiles it if it is new."""
         ticks = tuple(row.tobytes() for row in schedule.ticks)
-        name = (schedule.orders, schedule.placement, ticks, loss_fn, signature(loss_args), outputs, join)
+        name = (schedule.orders, schedule.placement, ticks, loss_fn, arguments.signature(loss_args), outputs, join)
         if name not in self._plans:
             shaped = self._shaped
-            if self._homes(schedule) != [one.device for one in shaped]:
+            if len({*zip(ranks_of(schedule), (one.device for one in shaped), strict=True)}) > schedule.num_ranks:
                 raise OrderError("the order puts callables on other devices than those they were built for; build them for it")
-            check_wgrads(schedule, shaped)
+            arguments.check_wgrads(schedule, shaped)
             if len(self._plans) >= _MOST_PLANS:
                 del self._plans[next(iter(self._plans))]
             self._plans[name] = make_plan(
                 shaped,
                 schedule,
-                Loss.of(loss_fn, shaped[-1].y, jax.tree.map(shape_of, loss_args)),
+                Loss.of(lambda _, y, *args: loss_fn(y, *args), shaped[-1].y, jax.tree.map(shape_of, loss_args)),
                 aliased=[graphed.gradients.places for graphed in self._graphed],
                 reuse=self._reuse_buffers,
                 options=self._options,
@@ -213,30 +210,21 @@ class GraphedCallables(Sequence[Graphed]):
         """Plays a plan of `count` microbatches on filled registers, with main_grad in its standing registers."""
         self._runs += 1
         results = plan.flow.results
-        aliased, owned = ([{} for _ in self._graphed] for _ in range(2))
-        for (kind, *where), register in results.items():
-            if kind == "sum":
-                i, place = where
-                (aliased if place in self._graphed[i].gradients.places else owned)[i][place] = register
         given = {id(array) for array in registers if array is not None}
         for i, graphed in enumerate(self._graphed):
-            arrays = graphed.gradients.renew()
-            if any(id(arrays[place]) in given for place in aliased[i]):
-                wrong = f"run updates main_grad of callable {i} in place and was given that array as an argument; pass a copy"
-                raise OwnershipError(wrong, owner=f"main_grad of callable {i}")
-            for place, register in aliased[i].items():
-                registers[register] = arrays[place]
+            for place, array in graphed.gradients.renew().items():
+                if id(array) in given:
+                    wrong = f"run updates main_grad of callable {i} in place and was given that array as an argument"
+                    raise OwnershipError(f"{wrong}; pass a copy", owner=f"main_grad of callable {i}")
+                registers[results["sum", i, place]] = array
         try:
             play(plan, registers)
         finally:
             # After a failed run, the next run or zero_grads allocates the sums that were donated.
-            for places, graphed in zip(aliased, self._graphed, strict=True):
-                if places:
-                    graphed.gradients.update([(place, registers[r]) for place, r in places.items()], f"run {self._runs}")
-        grads = tuple(
-            graphed.gradients.tree({place: registers[r] for place, r in places.items()})
-            for places, graphed in zip(owned, self._graphed, strict=True)
-        )
+            sums = [{p: registers[results["sum", i, p]] for p in one.grads["backward"]} for i, one in enumerate(self._shaped)]
+            for graphed, arrays in zip(self._graphed, sums, strict=True):
+                graphed.gradients.update([(p, arrays.pop(p)) for p in graphed.gradients.places], f"run {self._runs}")
+        grads = tuple(graphed.gradients.tree(owned) for graphed, owned in zip(self._graphed, sums, strict=True))
         losses = tuple(registers[results["loss", m]] for m in range(count))
         y = self._shaped[-1].y
         kept = range(count) if ("y", 0, 0) in results else ()
@@ -244,17 +232,14 @@ class GraphedCallables(Sequence[Graphed]):
         return RunResult(losses, grads, outputs or None)
 
     def _give(
-        self,
-        plan: ExecutionPlan,
-        params: Sequence[Tree],
-        inputs: Sequence[Tree],
-        extra: Sequence[tuple[Tree, ...]],
-        loss_args: Sequence[tuple[Tree, ...]],
-        key: jax.Array | None,
-        step: int,
+        self, flow: Flow, given: Mapping[str, Sequence[PyTree]], key: jax.Array | None, step: int
     ) -> dict[str, Callable[..., Any]]:
-        """Returns functions from names of a plan to arrays. Raises CallableError with every difference from the samples."""
-        callables, flow = self._shaped, plan.flow
+        """Returns functions from names of a plan to arrays, for the arguments of `run` by name.
+
+        Raises:
+            CallableError: With every difference from the samples.
+        """
+        callables = self._shaped
         first, last = callables[0], callables[-1]
         sent: dict[Any, jax.Array] = {}
 
@@ -263,33 +248,32 @@ class GraphedCallables(Sequence[Graphed]):
             if isinstance(leaf, jax.Array) and leaf.devices() == {device}:
                 return leaf
             if (id(leaf), device) not in sent:
-                sent[id(leaf), device] = put(device, leaf)
+                sent[id(leaf), device] = arguments.put(device, leaf)
             return sent[id(leaf), device]
 
-        weights = [_params(i, *one) for i, one in enumerate(zip(callables, each("params", params, len(self)), strict=True))]
-        x = [matching_leaves(first.x, tree, f"inputs[{m}]") for m, tree in enumerate(inputs)]
-        rest = [matching_leaves(flow.loss.args, tree, f"loss_args[{m}]") for m, tree in enumerate(loss_args)]
-        takes = {name[1] for name in flow.named if name[0] == "extra"}
-        more = {
-            (i, m): matching_leaves(callables[i].positional, tree, f"extra[{m}]") for i in takes for m, tree in enumerate(extra)
-        }
+        def leaves(side: Side, name: str) -> list[list[Any]]:
+            return [arguments.matching_leaves(side, tree, f"{name}[{m}]") for m, tree in enumerate(given[name])]
+
+        params = arguments.each("params", given["params"], len(self))
+        weights = [_params(i, *one) for i, one in enumerate(zip(callables, params, strict=True))]
+        x, rest = leaves(first.x, "inputs"), leaves(flow.loss.args, "loss_args")
+        more = {i: leaves(callables[i].positional, "extra") for i in {name[1] for name in flow.named if name[0] == "extra"}}
         return {
             "params": lambda i, place: weights[i][place],
             "x": lambda m, place: on(first.device, x[m][place]),
             "loss": lambda m, place: on(last.device, rest[m][place]),
-            "extra": lambda i, m, place: on(callables[i].device, more[i, m][place]),
+            "extra": lambda i, m, place: on(callables[i].device, more[i][m][place]),
             "keys": lambda i, _: on(callables[i].device, key),
             "step": lambda rank: jnp.asarray(step, jnp.int32, device=flow.devices[rank]),
             "microbatch": lambda rank, m: jnp.asarray(m, jnp.int32, device=flow.devices[rank]),
         }
 
 
-def _params(i: int, shaped: Shaped, tree: Tree) -> list[jax.Array]:
+def _params(i: int, shaped: Shaped, tree: PyTree) -> list[jax.Array]:
     """Returns the leaves of the params of callable `i`. Raises CallableError if one is not on its device."""
-    leaves = matching_leaves(shaped.params, tree, f"params[{i}]", shaped.device)
+    leaves = arguments.matching_leaves(shaped.params, tree, f"params[{i}]", shaped.device)
     for leaf, path in zip(leaves, shaped.params.paths, strict=True):
         if not isinstance(leaf, jax.Array) or leaf.devices() != {shaped.device}:
-            where = ", ".join(sorted(map(str, leaf.devices()))) if isinstance(leaf, jax.Array) else "the host"
-            text = f"params[{i}]/{path} is on {where}, used on {shaped.device}"
+            text = f"params[{i}]/{path} is on {arguments.devices_of(leaf)}, used on {shaped.device}"
             raise CallableError(f"{text}; give run graphed.place(params)", mismatches=(text,), field="params")
     return leaves

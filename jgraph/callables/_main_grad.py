@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jgraph.callables._arguments import check_concrete
 from jgraph.callables._borrowed import Borrowed, Lease
 from jgraph.callables._compile import Executable
-from jgraph.callables._match import check_concrete
 from jgraph.callables.shaped import Shaped
 from jgraph.errors import OwnershipError
 

@@ -1,7 +1,6 @@
 """Tracks microbatches from forward to their last backward call, and the thread that owns them."""
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from threading import RLock, get_ident
@@ -56,15 +55,6 @@ class Waiting:
     def __exit__(self, *_: Any) -> None:
         self._lock.release()
 
-    @contextmanager
-    def taken_over(self) -> Iterator[None]:
-        """Lets any thread in, to end the waiting microbatches."""
-        self._acquire()
-        try:
-            yield
-        finally:
-            self._lock.release()
-
     def _acquire(self) -> None:
         # Waiting for the other thread would make the order of microbatches depend on timing.
         if not self._lock.acquire(False):
@@ -106,11 +96,15 @@ class Waiting:
         del self.after["dgrad" if microbatch.number in self.after["dgrad"] else "forward"][microbatch.number]
 
     def drop(self, number: int | None) -> None:
-        """Removes a microbatch, or all of them if `number` is None."""
-        if number is not None:
-            self._check_waits("drop", self.numbers, number)
-        for microbatch in [m for waiting in self.after.values() for m in waiting.values() if number in (None, m.number)]:
-            self.end(microbatch)
+        """Removes a microbatch, or all of them if `number` is None. Any thread may call it while no other is in a call."""
+        self._acquire()
+        try:
+            if number is not None:
+                self._check_waits("drop", self.numbers, number)
+            for microbatch in [m for waiting in self.after.values() for m in waiting.values() if number in (None, m.number)]:
+                self.end(microbatch)
+        finally:
+            self._lock.release()
 
     def check_none(self) -> None:
         """Raises CallableError while microbatches wait for their backward."""

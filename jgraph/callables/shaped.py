@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from jgraph.autodiff import Recompute, Split, replay, split_backward
+from jgraph.autodiff.linear import OwnProducts
 from jgraph.errors import CallableError
 from jgraph.mesh import refused_axes
-from jgraph.precision.transform import FP8Function
-from jgraph.tree import path_name
+from jgraph.tree import PyTree, leaf_names
 
-Tree = Any
 TreeDef = Any  # `jax.tree_util.PyTreeDef` is not a type to checkers
 
 
@@ -31,18 +30,17 @@ class Side:
     paths: tuple[str, ...]
 
     @classmethod
-    def of(cls, tree: Tree) -> "Side":
-        leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-        paths = tuple(path_name(path) for path, _ in leaves)
-        return cls(structure, tuple(shape_of(leaf) for _, leaf in leaves), paths)
+    def of(cls, tree: PyTree) -> "Side":
+        leaves, structure = jax.tree.flatten(tree)
+        return cls(structure, tuple(map(shape_of, leaves)), tuple(leaf_names(tree)))
 
     def __len__(self) -> int:
         return len(self.avals)
 
-    def unflatten(self, leaves: Sequence[Any]) -> Tree:
+    def unflatten(self, leaves: Sequence[Any]) -> PyTree:
         return self.tree.unflatten(leaves)
 
-    def shapes(self) -> Tree:
+    def shapes(self) -> PyTree:
         return self.unflatten(self.avals)
 
 
@@ -122,8 +120,7 @@ class Shaped:
     def forward(self, params: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """Returns the leaves of (y, residuals, aux)."""
         x, extra = self.x.unflatten(inputs[: len(self.x)]), self.extra.unflatten(inputs[len(self.x) :])
-        given = (x, extra) if self.takes_gradient else ((), (x, extra))
-        return jax.tree.leaves(self.split.forward(self.params.unflatten(params), *given))
+        return jax.tree.leaves(self.split.forward(self.params.unflatten(params), *_stage_args(x, extra, self.takes_gradient)))
 
     def dgrad(
         self, params: Sequence[Any], residuals: Sequence[Any], dy: Sequence[Any]
@@ -174,10 +171,10 @@ def filled(avals: Sequence[jax.ShapeDtypeStruct], places: Sequence[int], arrays:
 
 
 def shape_callable(
-    fn: Callable[..., Tree] | FP8Function,
+    fn: Callable[..., PyTree] | OwnProducts,
     index: int,
-    params: Tree,
-    args: Sequence[Tree],
+    params: PyTree,
+    args: Sequence[PyTree],
     kwargs: Mapping[str, Any],
     *,
     device: Any,
@@ -212,24 +209,21 @@ def shape_callable(
             f"callable {index}: x has floating leaves, but {x.paths[i] or 'a leaf'} is {x.avals[i].dtype}: pass leaves without "
             f"a gradient as an argument after x"
         )
-    plain = fn.fn if isinstance(fn, FP8Function) else fn
-    if takes_gradient:
-        stage: Any = lambda params, x, extra: plain(params, x, *extra[0], **extra[1])  # noqa: E731
-        arguments = (weights.shapes(), x.shapes(), extra.shapes())
-    else:
-        stage = lambda params, _, rest: plain(params, rest[0], *rest[1][0], **rest[1][1])  # noqa: E731
-        arguments = (weights.shapes(), (), (x.shapes(), extra.shapes()))
-    split = split_backward(
-        replace(fn, fn=stage) if isinstance(fn, FP8Function) else stage, has_aux=has_aux, recompute=recompute
-    )
+    own = fn if isinstance(fn, OwnProducts) else OwnProducts(fn)
+
+    def stage(params: PyTree, x: PyTree, rest: PyTree) -> PyTree:
+        integers, (positional, named) = rest
+        return own.fn(params, x if takes_gradient else integers, *positional, **named)
+
+    split = split_backward(replace(own, fn=stage), has_aux=has_aux, recompute=recompute)
     alone = "a callable runs on one device, so it must not"
     with refused_axes(lambda axis: CallableError(f"callable {index} reduces over the mesh axis {axis!r}: {alone}")):
-        spec = split.spec(*arguments)
+        spec = split.spec(weights.shapes(), *_stage_args(x.shapes(), extra.shapes(), takes_gradient))
     y, kept = Side.of(spec.y), spec.residuals.trace
     for path, aval in zip(y.paths, y.avals, strict=True):
         if not jnp.issubdtype(aval.dtype, jnp.floating):
             raise CallableError(f"callable {index}: y{path and '/' + path} is {aval.dtype}; every output must be floating")
-    num_params = len(jax.tree.leaves(params[0])) if isinstance(fn, FP8Function) else len(weights)
+    num_params = len(jax.tree.leaves(own.params(params)))
     shaped = Shaped(
         index=index,
         split=split,
@@ -250,14 +244,18 @@ def shape_callable(
     return replace(shaped, **_flows(shaped))
 
 
+def _stage_args(x: PyTree, extra: PyTree, takes_gradient: bool) -> tuple[PyTree, PyTree]:
+    """Returns the arguments of a stage after params. Integers are not differentiated, so they are an extra argument."""
+    return (x, ((), extra)) if takes_gradient else ((), (x, extra))
+
+
 def _flows(shaped: Shaped) -> dict[str, Any]:
     """Reads off the traces which parameters each part reads and which arrays it passes through."""
-    weights, count = list(shaped.params.avals), len(shaped.params)
-    inputs = [*shaped.x.avals, *shaped.extra.avals]
-    residuals, stash, dy = list(shaped.residuals.avals), list(shaped.stash.avals), list(shaped.y.avals)
-    forward = jax.make_jaxpr(shaped.forward)(weights, inputs).jaxpr
+    weights, residuals, stash, dy = (side.avals for side in (shaped.params, shaped.residuals, shaped.stash, shaped.y))
+    forward = jax.make_jaxpr(shaped.forward)(weights, (*shaped.x.avals, *shaped.extra.avals)).jaxpr
     back = jax.make_jaxpr(shaped.dgrad)(weights, residuals, dy).jaxpr
     late = jax.make_jaxpr(partial(shaped.wgrad, sums=None))(weights, residuals, stash).jaxpr
+    count = len(weights)
 
     def passed(jaxpr: Any, start: int, length: int) -> tuple[int | None, ...]:
         sources = replay.forwarded(jaxpr)[start : start + length]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,23 +16,19 @@ from jax.sharding import SingleDeviceSharding
 
 from jgraph.errors import ConfigError
 from jgraph.mesh import num_data_ranks
-from jgraph.pipeline.ends import End
+from jgraph.pipeline._ends import End
 from jgraph.pipeline.memory import slot_bytes
 from jgraph.pipeline.partition import Tree
 from jgraph.pipeline.program import Pipeline
 from jgraph.pipeline.strategy import Engine
 from jgraph.precision.config import XLA_OPTIONS
 from jgraph.schedule import NAMES, POOLS, Choice, Costs, Schedule, best, generate, read
-from jgraph.xla import compile_and_report, compiler_options
+from jgraph.xla import compiler_options
 from jgraph.xla.options import known
 
 _REPEATS = 5
 _SECONDS = 0.05  # duration of a repeat
 _CALLS = 16  # per timed program: a device computes a small part faster than the host launches it
-# Host seconds for an executable with its transfers, and for each kernel in it, captured or not. Measured on the host of H200s
-# with 34 executables per step: 18.0 ms for MLPs with 28 kernels per layer, 57.2 ms for a GPT with 67
-# (notes/develop/measurements/pipelines.md).
-_EXECUTABLE, _KERNEL = 8.5e-5, 4.2e-6
 
 
 def find_schedule(name: str, *, pp: int, chunks: int, microbatches: int) -> Schedule:
@@ -73,14 +69,12 @@ class Parts:
         dgrad: Seconds of the dgrad of a layer.
         wgrad: Seconds of the wgrad of a layer.
         head: Seconds of the loss with its gradients; 0 if not timed.
-        kernels: Kernels in the three parts of a layer, launched or captured; 0 if unknown.
     """
 
     forward: float
     dgrad: float
     wgrad: float
     head: float = 0.0
-    kernels: int = 0
 
 
 def choose(
@@ -108,11 +102,6 @@ def choose(
     ranks, layers = pipeline.schedule.num_ranks, pipeline.layout.num_layers
     layers_per_rank = -(-layers // ranks)
     slots = slot_bytes(pipeline, params, inputs, layers=layers_per_rank)
-
-    def step_time(schedule: Schedule, makespan: float) -> float:
-        # In a program, the loss takes the same time with every schedule.
-        return makespan if engine == "program" else max(makespan, host_seconds(schedule, layers * parts.kernels))
-
     return best(
         pp=ranks,
         microbatches=pipeline.schedule.num_microbatches,
@@ -123,16 +112,7 @@ def choose(
         # Every tick of a program ends with transfers, so it takes as long as its longest action.
         execution="lockstep" if engine == "program" else "dataflow",
         head=parts.head,
-        step_time=step_time,
     )
-
-
-def host_seconds(schedule: Schedule, kernels: int) -> float:
-    """Returns the host seconds of a step of all ranks, with this number of kernels per microbatch."""
-    crossings = sum(a != b for a, b in pairwise(schedule.rank_of_stage.tolist()))
-    # The actions of a rank between two transfers are one executable.
-    executables = 2 * schedule.num_microbatches * crossings + schedule.num_ranks
-    return _EXECUTABLE * executables + _KERNEL * schedule.num_microbatches * kernels
 
 
 def measure(
@@ -157,32 +137,23 @@ def measure(
     """
     wanted = {part: made for part, made in _parts(pipeline, params, inputs).items() if part != "head" or engine == "dispatch"}
     platform = jax.default_backend()
-    chosen = known(XLA_OPTIONS, platform) if pipeline.precision.weights else ()
-    options = compiler_options("auto", chosen, platform=platform)
-
+    in_fp8 = bool(pipeline.precision.weights)
+    options = compiler_options("auto", known(XLA_OPTIONS, platform), platform=platform) if in_fp8 else {}
     lowered = [jitted.lower(*shapes) for jitted, shapes in wanted.values()]
     with ThreadPoolExecutor(len(wanted)) as threads:
         # In parallel, because compiling takes longer than timing.
-        programs = list(threads.map(lambda one: compile_and_report(one, options if chosen else {}), lowered))
-    seconds, kernels = {}, 0
-    for (part, (_, shapes)), (run, report) in zip(wanted.items(), programs, strict=True):
-        given = list(_filled(shapes))
-
-        def call(run: Any = run, given: list[Any] = given, keeps: bool = part != "wgrad") -> Any:
-            out = run(*given)
-            given[0] = given[0] if keeps else out
-            return out
-
+        programs = list(threads.map(lambda one: one.compile(compiler_options=options), lowered))
+    seconds = {}
+    for (part, (_, shapes)), run in zip(wanted.items(), programs, strict=True):
+        call = partial(run, *_filled(shapes))
         seconds[part] = share(_seconds_of(call) / (1 if part == "head" else _CALLS))
-        kernels += report.total if part != "head" and report is not None else 0
-    return Parts(**seconds, kernels=kernels)
+    return Parts(**seconds)
 
 
 def _parts(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, tuple[jax.stages.Wrapped, tuple[Any, ...]]]:
     """Returns the timed functions with the shapes of their arguments: loops of the parts of a layer, and the loss."""
-    stage, (x, *context) = pipeline.layer_shapes(params, inputs)
+    (given, observed, _), (x, *context) = pipeline.layer_shapes(params, inputs)
     function, split = pipeline.stage(None, 1), pipeline.split(None)
-    given, observed, _ = stage
     stage = given, observed, pipeline.precision.weight_shapes(function, (given, x, *context), observed)
 
     def forward(stage: Tree, x: Array, *context: Tree) -> Any:
@@ -202,7 +173,7 @@ def _parts(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, tuple[ja
     parts = {
         "forward": (jax.jit(forward), (stage, x, *context)),
         "dgrad": (jax.jit(dgrad), (stage, residuals, y)),
-        "wgrad": (jax.jit(wgrad, donate_argnums=0), (sums, stage, residuals.after_dgrad(), stash)),
+        "wgrad": (jax.jit(wgrad), (sums, stage, residuals.after_dgrad(), stash)),
         "head": _head(pipeline, params, inputs),
     }
     # Without shardings, because they are timed on one device.

@@ -24,9 +24,9 @@ from jgraph.callables.plan import ExecutionPlan, play
 from jgraph.dispatch import in_turn
 from jgraph.errors import require
 from jgraph.mesh import Axis, batch_axes
-from jgraph.pipeline.ends import End, part_shape
+from jgraph.pipeline._ends import End, part_shape
+from jgraph.pipeline._stages import Chunk, Stage, numbered, plan_of, shard, stages_of
 from jgraph.pipeline.program import Pipeline
-from jgraph.pipeline.stages import Chunk, Stage, numbered, plan_of, shard, stages_of
 from jgraph.strategies.objective import Carry
 from jgraph.xla import CaptureReport, check_identity, compile_and_report
 

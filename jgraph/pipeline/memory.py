@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jgraph.pipeline._placement import without_ranks
 from jgraph.pipeline.partition import AXIS, Tree
-from jgraph.pipeline.placement import without_ranks
 from jgraph.pipeline.program import Pipeline
 from jgraph.strategies import sharding as fsdp
 from jgraph.tree import leaf_names

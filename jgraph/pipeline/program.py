@@ -14,12 +14,12 @@ from jax.sharding import Mesh, PartitionSpec
 from jgraph.autodiff import split_backward
 from jgraph.errors import ConfigError, OrderError
 from jgraph.mesh import batch_axes
-from jgraph.pipeline import aligned, general
+from jgraph.pipeline._placement import Placement, without_ranks
+from jgraph.pipeline._play import play_aligned, play_general
+from jgraph.pipeline._runtime import RankRuntime, State
+from jgraph.pipeline._stage import StageExecutor
+from jgraph.pipeline._stage_function import StageFunctions
 from jgraph.pipeline.partition import AXIS, PipelineModel, StageAssignment, Tree
-from jgraph.pipeline.placement import Placement, without_ranks
-from jgraph.pipeline.runtime import RankRuntime, State
-from jgraph.pipeline.stage import StageExecutor
-from jgraph.pipeline.stage_function import StageFunctions
 from jgraph.schedule.action import BACKWARD
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.tables import ScheduleTables, phases, tabulate
@@ -129,7 +129,7 @@ class Pipeline(Placement, StageFunctions):
         split = split_backward(function, has_aux=True, recompute=self.recompute)
         rank = StageExecutor(self.model, split, self.carried, outer, head_outer, stages, inputs, key, impl)
         runtime = RankRuntime(rank, self.tables(), layout.num_stages)
-        state = (aligned if self.runtime == "aligned" else general).play(runtime)
+        state = play_aligned(runtime) if self.runtime == "aligned" else play_general(runtime)
         count = self.schedule.num_microbatches
         grads = self._mean_grads(state, shards)
         loss = lax.pmean(lax.psum(state.loss, AXIS), batch) / count

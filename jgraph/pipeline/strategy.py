@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 from jgraph.errors import ConfigError, check_choice
 from jgraph.mesh import Axis, checked, num_data_ranks, refused_axes, with_batch_axes
 from jgraph.packing import Packing
+from jgraph.pipeline._layer_state import LayerState
+from jgraph.pipeline._placement import without_ranks
+from jgraph.pipeline._stage_function import Remat
 from jgraph.pipeline.dispatched import Dispatched, dispatched
-from jgraph.pipeline.layer_state import LayerState
 from jgraph.pipeline.memory import bytes_per_rank
 from jgraph.pipeline.partition import PipelineModel, Tree
-from jgraph.pipeline.placement import without_ranks
 from jgraph.pipeline.program import Pipeline
-from jgraph.pipeline.stage_function import Remat
 from jgraph.precision.report import count, describe
 from jgraph.precision.transform import FP8Function, Product
 from jgraph.schedule import Costs, Schedule, files, simulate
@@ -84,7 +84,12 @@ class Pipelined(FSDPChoices):
         if objective.grads_dtype != jnp.float32:
             raise ConfigError(f"`grads_dtype` is {objective.grads_dtype}: must be float32 with Pipelined", field="grads_dtype")
         check_choice("engine", self.engine, get_args(Engine))
-        return BoundPipeline.of(self, objective)
+        pipeline, products = self.pipeline(objective)
+        params = pipeline.stacked_shapes(self.shapes)
+        own = without_ranks(params["layers"])
+        # Sharded parameters are not packed. A pack would have to be gathered before it is unpacked.
+        alone = leaf_names(own) if Axis.FSDP in self.mesh.axis_names else ()
+        return BoundPipeline(objective, pipeline, products, Packing.of(own, alone=alone), params, self.engine)
 
     def pipeline(self, objective: Objective) -> tuple[Pipeline, tuple[Product, ...]]:
         """Returns the program of the schedule, and the matmuls of the model with parameters if the step is in FP8."""
@@ -155,16 +160,6 @@ class BoundPipeline:
     packing: Packing
     shapes: Tree
     engine: Engine
-
-    @classmethod
-    def of(cls, strategy: Pipelined, objective: Objective) -> Self:
-        """Binds a `PipelineModel`. Raises as `Pipelined.bind`."""
-        pipeline, products = strategy.pipeline(objective)
-        params = pipeline.stacked_shapes(strategy.shapes)
-        own = without_ranks(params["layers"])
-        # Sharded parameters are not packed. A pack would have to be gathered before it is unpacked.
-        alone = leaf_names(own) if Axis.FSDP in pipeline.mesh.axis_names else ()
-        return cls(objective, pipeline, products, Packing.of(own, alone=alone), params, strategy.engine)
 
     # --- Layout ---
 

@@ -1,10 +1,10 @@
-"""Pipeline schedules: parse, check, generate, simulate and draw them. Does not import jax."""
+"""Pipeline schedules: parse, validate, generate and simulate them. Does not import jax."""
 
+from jgraph.schedule._choose import Candidate as Candidate, Choice as Choice, best as best
+from jgraph.schedule._generate import NAMES as NAMES, generate as generate
+from jgraph.schedule._megatron import megatron_order as megatron_order
 from jgraph.schedule.action import Action as Action
-from jgraph.schedule.choose import Candidate as Candidate, Choice as Choice, best as best
 from jgraph.schedule.files import read as read, write as write
-from jgraph.schedule.generate import NAMES as NAMES, generate as generate
-from jgraph.schedule.megatron import megatron_order as megatron_order
 from jgraph.schedule.order import Order as Order
 from jgraph.schedule.schedule import Schedule as Schedule, loop as loop, vee as vee
 from jgraph.schedule.simulate import Costs as Costs, Simulation as Simulation, simulate as simulate

@@ -226,7 +226,7 @@ def one_each(name: str, value: object, count: int, kind: type[_T], *, of: str = 
         value: One value for all chunks, or a sequence with one value per chunk.
         count: Number of chunks.
         kind: `bool`, or `int` for integers >= 1.
-        of: What the values belong to, for the error.
+        of: The owner of each value, for the error.
 
     Returns:
         A tuple of `count` values of type `kind`.

@@ -23,7 +23,7 @@ from jgraph.modules import FunctionalModel, functional
 from jgraph.pipeline import Pipelined, PipelineModel, choose, find_schedule, measure
 from jgraph.precision.config import FP8Config
 from jgraph.processes import all_gather_scalar, devices_of_ranks
-from jgraph.schedule import Schedule, generate
+from jgraph.schedule import Schedule
 from jgraph.step import TrainStep, elementwise, train_step
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
@@ -69,7 +69,7 @@ class TrainSetup:
             if config.is_pipeline:
                 assert mesh is not None, "a pipeline has a mesh"
                 loss = _pipeline_model(config)
-                strategy: Strategy = _scheduled(config, _pipelined(config, mesh, model, loss), model, loss)
+                strategy: Strategy = _pipelined(config, mesh, model, loss)
             else:
                 loss, strategy = _mean_loss(model), _data_parallel(config, mesh, model)
             step = train_step(
@@ -266,7 +266,7 @@ def _pipeline_model(config: TrainConfig) -> PipelineModel:
 
 
 def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: PipelineModel) -> Pipelined:
-    """Returns the strategy with a placeholder schedule. Raises ConfigError if there are too few layers."""
+    """Returns the strategy of a pipeline. Raises ConfigError if there are too few layers."""
     parallel, chunks = config.parallel, config.pipeline.chunks
     num_layers = len(jax.eval_shape(model.split, found.shapes)[1])
     if num_layers < parallel.pp * chunks:
@@ -274,17 +274,15 @@ def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: P
         raise ConfigError(f"`pp` is {parallel.pp}: {must}", field="pp")
     choices = {"compute_dtype": _compute_dtype(config.model), "remat": config.compile.remat}
     choices |= _sharding(parallel, found) if parallel.shards > 1 else {}
-    schedule = generate("gpipe", pp=parallel.pp, microbatches=config.input.num_microbatches)
-    return Pipelined(mesh, found.shapes, schedule, **choices)
-
-
-def _scheduled(config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, model: PipelineModel) -> Pipelined:
-    """Returns the strategy with the schedule of the configuration, which `auto` selects by measurement."""
-    name, engine = config.pipeline.schedule, config.pipeline.pp_engine
-    if name != "auto":
-        sizes = {"pp": config.parallel.pp, "microbatches": config.input.num_microbatches}
-        return replace(pipelined, schedule=find_schedule(name, chunks=config.pipeline.chunks, **sizes), engine=engine)
-    return replace(pipelined, schedule=_fastest(config, pipelined, found, model), engine=engine)
+    is_auto = config.pipeline.schedule == "auto"
+    schedule = find_schedule(
+        "gpipe" if is_auto else config.pipeline.schedule,  # gpipe is a placeholder
+        pp=parallel.pp,
+        chunks=chunks,
+        microbatches=config.input.num_microbatches,
+    )
+    pipelined = Pipelined(mesh, found.shapes, schedule, engine=config.pipeline.pp_engine, **choices)
+    return replace(pipelined, schedule=_fastest(config, pipelined, found, model)) if is_auto else pipelined
 
 
 def _fastest(config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, model: PipelineModel) -> Schedule:
@@ -298,10 +296,9 @@ def _fastest(config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, 
         fp8=fp8_recipe(config),
         batch=batch_shapes(config.input, config.input.batch_size),
     )
-    with _errors_by_flag(config):
-        pipeline, _ = pipelined.pipeline(objective)
-    params = jax.eval_shape(lambda tree: pipeline.stack(*model.split(tree)), found.shapes)
-    args = pipeline, params, batch_shapes(config.input, num_microbatches, config.input.microbatch_size)
+    pipeline, _ = pipelined.pipeline(objective)
+    batch_M = batch_shapes(config.input, num_microbatches, config.input.microbatch_size)
+    args = pipeline, pipeline.stacked_shapes(found.shapes), batch_M
     parts = measure(
         *args,
         engine=config.pipeline.pp_engine,

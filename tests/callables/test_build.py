@@ -185,6 +185,16 @@ def test_run_needs_params_where_they_are_used():
         graphed.run(None, xs, chain.loss_fn, loss_args=loss_args)
 
 
+def test_run_refuses_an_order_with_a_rank_on_two_devices():
+    schedule = generate("1f1b", pp=2, microbatches=1)
+    graphed, params = chain.build(2, order=schedule, devices=jax.devices()[:2])
+    xs, loss_args = chain.batches(1)
+    placed = graphed.place(params)
+    with pytest.raises(OrderError, match="the order puts callables on other devices than those they were built for"):
+        graphed.run([1, 2, -2, -1], xs, chain.loss_fn, params=placed, loss_args=loss_args)
+    graphed.run(schedule, xs, chain.loss_fn, params=placed, loss_args=loss_args)
+
+
 def test_run_needs_a_key_or_keys_among_the_arguments():
     def noisy(params, x, *, key):
         return x * params * jax.random.bernoulli(key, 0.5, x.shape)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 import jgraph
 from jgraph.errors import ConfigError, OrderError, ShapeError
 from jgraph.pipeline import Pipeline, PipelineModel, StageAssignment
-from jgraph.pipeline.ends import End
+from jgraph.pipeline._ends import End
 from jgraph.schedule import Order, Schedule, generate, vee
 from tests.pipeline import model
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jgraph.pipeline import Pipeline, PipelineModel, pools
+from jgraph.pipeline import Pipeline, PipelineModel, _runtime
 from jgraph.pipeline.memory import bytes_per_rank
 from jgraph.schedule import generate
 from jgraph.xla import aot
@@ -33,7 +33,7 @@ def garbage(shape, dtype):
     ],
 )
 def test_what_is_read_before_it_is_written_reaches_no_result(monkeypatch, name, P, C, M, runtime):
-    monkeypatch.setattr(pools.lax, "empty", garbage)
+    monkeypatch.setattr(_runtime.lax, "empty", garbage)
     pipe = model.pipeline(generate(name, pp=P, microbatches=M, chunks=C), P * C, runtime=runtime)
     model.assert_same(model.piped(pipe, dropout=3), model.expected(P * C, M, dropout=3))
 

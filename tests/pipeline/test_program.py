@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jgraph import split_backward
-from jgraph.pipeline.runtime import RankRuntime
+from jgraph.pipeline._runtime import RankRuntime
 from jgraph.schedule import generate, phases, tabulate
 from jgraph.schedule.action import WGRAD
 from tests.pipeline import model

@@ -212,15 +212,6 @@ def test_an_argument_of_a_wrong_type_is_an_order_error(changes):
         best(**(STEP | changes))
 
 
-def test_candidates_are_compared_by_the_time_of_a_step():
-    def step_time(schedule, makespan):
-        return 1000 * schedule.num_chunks + makespan  # dwarfs all idle time
-
-    plain, changed = (best(**STEP, **how).candidates for how in ({}, {"step_time": step_time}))
-    assert (plain[0].chunks, changed[0].chunks) == (2, 1)
-    assert changed[0].makespan == pytest.approx(1000 + ALL[changed[0].name, 1][0])
-
-
 def test_the_head_adds_to_every_forward_of_the_last_stage():
     alone, with_head = (best(pp=1, microbatches=3, costs=Costs(), head=head) for head in (0, 0.5))
     assert with_head.candidates[0].makespan == pytest.approx(alone.candidates[0].makespan + 3 * 0.5)

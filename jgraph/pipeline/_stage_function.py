@@ -10,9 +10,9 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from jgraph.autodiff import Recompute, Split, split_backward
-from jgraph.pipeline.layer_state import LayerState
+from jgraph.pipeline._layer_state import LayerState
+from jgraph.pipeline._precision import FP8Precision, StagePrecision
 from jgraph.pipeline.partition import PipelineModel, Tree
-from jgraph.pipeline.precision import FP8Precision, StagePrecision
 from jgraph.precision.transform import FP8Trace
 from jgraph.tree import is_router, path_name
 

@@ -10,8 +10,8 @@ from itertools import zip_longest
 import numpy as np
 
 from jgraph.errors import OrderError
+from jgraph.schedule._generate import alternate, forward_sequence
 from jgraph.schedule.action import check_integer
-from jgraph.schedule.generate import alternate, forward_sequence
 from jgraph.schedule.order import Order
 
 

@@ -14,7 +14,7 @@ from jgraph.callables.plan import ExecutionPlan, Loss, PlanFunction, make_plan
 from jgraph.callables.shaped import Shaped, shape_callable
 from jgraph.device import peak_flops
 from jgraph.packing import Packing
-from jgraph.pipeline.ends import End
+from jgraph.pipeline._ends import End
 from jgraph.pipeline.program import Pipeline
 from jgraph.tree import leaf_names
 

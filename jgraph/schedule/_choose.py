@@ -1,12 +1,12 @@
 """Chooses the fastest schedule that fits into memory, and reports every candidate."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from jgraph.errors import OrderError
+from jgraph.schedule._generate import NAMES, generate
 from jgraph.schedule.action import FORWARD
-from jgraph.schedule.generate import NAMES, generate
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.simulate import Costs, Execution, simulate
 from jgraph.schedule.slots import check_sizes
@@ -58,9 +58,8 @@ def best(
     latency: float = 0.0,
     execution: Execution = "dataflow",
     head: float = 0.0,
-    step_time: Callable[[Schedule, float], float] = lambda schedule, makespan: makespan,
 ) -> Choice:
-    """Simulates candidate schedules and returns the fastest one that fits into memory.
+    """Simulates candidate schedules and returns the fastest schedule that fits into memory.
 
     If several are equally fast, the one with the smallest peak memory wins.
 
@@ -76,7 +75,6 @@ def best(
         latency: Time of a transfer to another rank, as in `simulate`.
         execution: How ranks synchronize, as in `simulate`.
         head: Time added to every forward of the last stage, in the unit of the costs.
-        step_time: Maps a schedule and its makespan to the time of a step.
 
     Returns:
         The fastest schedule that fits, and all candidates.
@@ -110,10 +108,9 @@ def best(
         run = simulate(schedule, own, latency=latency, execution=execution)
         share = {pool: size if pool in ("activation", "gradient") else size / count for pool, size in sizes.items()}
         peak = float(run.peak(share).max())
-        makespan = step_time(schedule, run.makespan)
         # Rounded to 9 digits, so that floating-point error does not decide between equally fast schedules.
-        time = float(f"{makespan:.9g}")
-        found.append((time, peak, Candidate(name, count, "", makespan, run.bubble, peak), schedule))
+        time = float(f"{run.makespan:.9g}")
+        found.append((time, peak, Candidate(name, count, "", run.makespan, run.bubble, peak), schedule))
     if not found:
         why = next((c.verdict for c in refused.values()), "`names` and `chunks` select no schedule")
         raise OrderError(f"no schedule can be generated: {why}", field="names")

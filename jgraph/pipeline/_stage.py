@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from jgraph.autodiff import Residuals, Spec, Split, Stash
 from jgraph.errors import ShapeError
-from jgraph.pipeline.layer_state import LayerState
+from jgraph.pipeline._layer_state import LayerState
 from jgraph.pipeline.partition import AXIS, PipelineModel, Tree
 from jgraph.scopes import scope
 from jgraph.strategies.objective import Reduction, merged

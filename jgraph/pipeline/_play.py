@@ -1,8 +1,9 @@
-"""The aligned runtime: all ranks do the same action in a tick, so the program has no branches on the kind of action.
+"""The two runtimes of the SPMD engine. Each plays all ticks of a schedule.
 
-Equal rounds are iterations of one `lax.scan`. Two kinds of tick use `act_where`: a pending wgrad on some ranks beside a forward
-or a dgrad on other ranks, and a wgrad on only some ranks. In other ticks, idle ranks compute too, and their results go to free
-slots.
+In the aligned runtime, all ranks do the same action in a tick, so the program has no branches on the kind of action. Equal
+rounds are iterations of one `lax.scan`. Two kinds of tick use `act_where`: a pending wgrad on some ranks beside a forward or a
+dgrad on other ranks, and a wgrad on only some ranks. In other ticks, idle ranks compute too, and their results go to free
+slots. The general runtime plays any schedule.
 """
 
 from collections.abc import Callable
@@ -10,13 +11,45 @@ from collections.abc import Callable
 import numpy as np
 from jax import Array, lax
 
-from jgraph.pipeline.runtime import RankRuntime, Row, State
-from jgraph.pipeline.stage import act_where
-from jgraph.schedule.action import DGRAD, FORWARD, IDLE, WGRAD
+from jgraph.pipeline._runtime import RankRuntime, Row, State
+from jgraph.pipeline._stage import act_where
+from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, WGRAD
 from jgraph.schedule.tables import Phase, phases
 
 
-def play(runtime: RankRuntime) -> State:
+def play_general(runtime: RankRuntime) -> State:
+    """Plays any schedule tick by tick. A rank selects its action by `act_where`. Returns the final state.
+
+    Every tick permutes outside of the actions. A collective inside an action would wait for ranks that do another action.
+    """
+    kinds = runtime.tables.table.kind
+    ticks = np.arange(len(kinds))
+
+    def tick(state: State, row: Row) -> tuple[State, None]:
+        x, dy = runtime.x(state, row, ticks), runtime.dy(state, row)
+
+        def backward(state: State) -> tuple[State, Array]:
+            state, dx, stash = runtime.dgrad(state, row, dy, keeps=False)
+            return runtime.wgrad(state, row, stash), dx
+
+        actions = {
+            FORWARD: lambda state, _: runtime.forward(state, row, x),
+            DGRAD: lambda state, _: runtime.dgrad(state, row, dy)[:2],
+            WGRAD: lambda state, out: (runtime.wgrad(state, row), out),
+            BACKWARD: lambda state, _: backward(state),
+        }
+        after = state, runtime.nothing()
+        for kind in sorted(set(np.unique(kinds)) - {IDLE}):
+            after = act_where(row["kind"] == kind, lambda carry, act=actions[kind]: act(*carry), after)
+        state, out = after
+        after = runtime.leave(state, row, out, ticks, row["kind"] == FORWARD)
+        after = runtime.back(after, row, out, ticks, (row["kind"] == DGRAD) | (row["kind"] == BACKWARD))
+        return runtime.send(after, row, out, ["activation", "gradient"]), None
+
+    return lax.scan(tick, runtime.start(), runtime.rows)[0]
+
+
+def play_aligned(runtime: RankRuntime) -> State:
     """Plays all phases in order. Returns the final state."""
     state = runtime.start()
     for phase in phases(runtime.tables.table):

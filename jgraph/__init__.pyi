@@ -1,0 +1,36 @@
+from ._version import __version__ as __version__
+from .autodiff import split_backward as split_backward
+from .callables import Borrowed as Borrowed, fold_key as fold_key, make_graphed_callables as make_graphed_callables
+from .checkpoint import Checkpoints as Checkpoints
+from .errors import (
+    CallableError as CallableError,
+    CheckpointError as CheckpointError,
+    CompilerOptionError as CompilerOptionError,
+    ConfigError as ConfigError,
+    DataError as DataError,
+    DonationError as DonationError,
+    JgraphError as JgraphError,
+    NonFiniteError as NonFiniteError,
+    OrderError as OrderError,
+    OwnershipError as OwnershipError,
+    ShapeError as ShapeError,
+    SplitError as SplitError,
+    TargetError as TargetError,
+)
+from .inference.generate import generate as generate, stream as stream
+from .kernels.grouped import grouped_dot as grouped_dot
+from .kernels.norm import rms_norm as rms_norm
+from .loss import cross_entropy as cross_entropy
+from .mesh import BATCH_AXES as BATCH_AXES
+from .modules import Decoder as Decoder, functional as functional
+from .moe import MoEConfig as MoEConfig
+from .moe._layer import MoE as MoE
+from .pipeline import Pipelined as Pipelined, PipelineModel as PipelineModel, split_embedding as split_embedding
+from .precision.config import FP8Config as FP8Config
+from .precision.transform import fp8 as fp8
+from .schedule import Order as Order, Schedule as Schedule
+from .scopes import scope as scope
+from .step import elementwise as elementwise, train_step as train_step
+from .strategies import FullySharded as FullySharded, Loss as Loss, Replicated as Replicated
+from .train.loaded import load as load
+from .xla.explain import explain as explain
