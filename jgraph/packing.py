@@ -1,8 +1,9 @@
 """Packs small parameters into flat arrays, so that an operation on all parameters runs a few kernels, not one for each.
 
 The optimizer step of a launch-bound model consists of hundreds of kernels of two microseconds: a cast, a norm and an update for
-each parameter. Packing leaves a handful (H200, 12 layers of width 256: 1.53 -> 1.24 ms, notes/develop/measurements.md). Large
-parameters are not packed: their kernels are long, and concatenating their gradients would cost a pass over memory.
+each parameter. Packing leaves a handful (H200, 12 layers of width 256: 1.53 -> 1.24 ms,
+notes/develop/measurements/single-gpu.md). Large parameters are not packed: their kernels are long, and concatenating their
+gradients would cost a pass over memory.
 """
 
 from collections.abc import Container

@@ -211,7 +211,7 @@ class DataParallel:
                     grads_dtype=sums_dtype,
                     reshard_after_forward=self.reshard_after_forward,
                     # FP8 wgrads are too short to hide reductions. bfloat16 wgrads hide them, and barriers cost 2 to 4%
-                    # (notes/develop/measurements.md).
+                    # (notes/develop/measurements/sharding.md).
                     reduce="in buckets" if replaced else "scheduled",
                 )
             (_, sums), (grads, after) = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(params, observed)
