@@ -30,7 +30,8 @@ from .precision.config import FP8Config as FP8Config
 from .precision.transform import fp8 as fp8
 from .schedule import Order as Order, Schedule as Schedule
 from .scopes import scope as scope
-from .step import elementwise as elementwise, train_step as train_step
+from .step import elementwise as elementwise
+from .step.train_step import train_step as train_step
 from .strategies import FullySharded as FullySharded, Loss as Loss, Replicated as Replicated
 from .train.loaded import load as load
 from .xla.explain import explain as explain

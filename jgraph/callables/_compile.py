@@ -281,7 +281,9 @@ def fold_key(key: Array, *, step: Any, microbatch: Any, layer: Any) -> Array:
 
     Args:
         key: The key of the whole training.
-        step, microbatch, layer: Numbers from 0. The layer of a graphed callable is its index.
+        step: Number of the step, from 0.
+        microbatch: Number of the microbatch in the step, from 0.
+        layer: Number of the layer, from 0. The layer of a graphed callable is its index.
     """
     for number in (step, microbatch, layer):
         key = jax.random.fold_in(key, number)

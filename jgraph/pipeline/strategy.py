@@ -21,7 +21,7 @@ from jgraph.pipeline.dispatched import Dispatched, dispatched
 from jgraph.pipeline.memory import bytes_per_rank
 from jgraph.pipeline.partition import PipelineModel, Tree
 from jgraph.pipeline.program import Pipeline
-from jgraph.precision.report import count, describe
+from jgraph.precision.loss import count, describe
 from jgraph.precision.transform import FP8Function, Product
 from jgraph.schedule import Costs, Schedule, files, simulate
 from jgraph.strategies import sharding
