@@ -44,6 +44,7 @@ WRITTEN = {
     "pages.jsonl",
     "origin/",
     "my_model.py",
+    "first_step.py",
 }
 OTHERS = {"--help", "--check", "--local-dir", "--ntasks", "--model.width", "--logdir"}
 PATH = re.compile(r"[\w./-]+(?:\.(?:py|md|json|jsonl|html|toml|svg|png)|/)")
