@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from benchmarks.rows import Row, fastest, named, ratio, spread
-from benchmarks.runner import Benchmark, Soaked, Work
+from benchmarks.runner import Benchmark, SoakOptions, Work
 from benchmarks.tables import Section, number
-from benchmarks.turns import Entrant
-from benchmarks.works import MLPSize, torchs
+from benchmarks.turns import Candidate
+from benchmarks.works import MLPSize, torch_pipeline
 
 PROGRAM = "benchmarks.programs.graphed"
 TORCH = "graphed callables"
@@ -32,7 +32,7 @@ PIPELINES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(Soaked):
+class CallablesOptions(SoakOptions):
     """Chooses what is run."""
 
     parts: tuple[Literal["blocks", "pipeline"], ...] = ("blocks", "pipeline")
@@ -49,34 +49,34 @@ class Flags(Soaked):
     """Schedules of torch.distributed.pipelining; none where the flag stands alone."""
 
 
-def works(options: Flags) -> Iterator[Work]:
+def works(options: CallablesOptions) -> Iterator[Work]:
     size = SIZES[options.sizes]
     for part in options.parts:
-        asked = {"task": part, "size": size}
+        request = {"task": part, "size": size}
         if part == "blocks":
-            entrants = [entrant("jax" if name == JITTED else "jgraph", name, asked) for name in BLOCKS]
-            entrants += [
-                Entrant({"system": "torch", "variant": name}, "benchmarks.peers.blocks", asked | {"variant": name}, gpus=1)
+            candidates = [candidate("jax" if name == JITTED else "jgraph", name, request) for name in BLOCKS]
+            candidates += [
+                Candidate({"system": "torch", "variant": name}, "benchmarks.peers.blocks", request | {"variant": name}, gpus=1)
                 for name in (TORCH, f"{TORCH}, no rotary", "eager")
             ]
             # They wait for the host: which kernels are chosen while others build does not show.
-            yield Work(part, {"ranks": 1, "size": size}, [entrants], building=0)
+            yield Work(part, {"ranks": 1, "size": size}, [candidates], building=0)
         elif not options.soak:
             for name, layers in PIPELINES[options.sizes].items():
                 if name.startswith(options.pipelines) or options.sizes == "tiny":
-                    yield pipeline(name, layers, options)
+                    yield pipeline_work(name, layers, options)
 
 
-def entrant(system: str, variant: str, asked: Row) -> Entrant:
-    return Entrant({"system": system, "variant": variant}, PROGRAM, asked | {"variant": variant})
+def candidate(system: str, variant: str, request: Row) -> Candidate:
+    return Candidate({"system": system, "variant": variant}, PROGRAM, request | {"variant": variant})
 
 
-def pipeline(name: str, size: MLPSize, options: Flags) -> Work:
-    asked = {"task": "pipeline", "size": asdict(size), "ranks": options.ranks}
+def pipeline_work(name: str, size: MLPSize, options: CallablesOptions) -> Work:
+    request = {"task": "pipeline", "size": asdict(size), "ranks": options.ranks}
     ours = [{"schedule": text, "join": join} for text in options.schedules for join in ("segments", "nothing")]
-    entrants = [Entrant({"system": "jgraph", **one}, PROGRAM, asked | one) for one in ours]
-    entrants += [torchs(peer, size, options.ranks, options) for peer in options.peers]
-    return Work(name, {"ranks": options.ranks, "size": asdict(size)}, [entrants])
+    candidates = [Candidate({"system": "jgraph", **one}, PROGRAM, request | one) for one in ours]
+    candidates += [torch_pipeline(peer, size, options.ranks, options) for peer in options.peers]
+    return Work(name, {"ranks": options.ranks, "size": asdict(size)}, [candidates])
 
 
 def section(work: str, result: Row) -> Section:
@@ -113,4 +113,4 @@ def section(work: str, result: Row) -> Section:
     )
 
 
-BENCHMARK = Benchmark("Graphed callables", __doc__, Flags, works, section)
+BENCHMARK = Benchmark("Graphed callables", __doc__, CallablesOptions, works, section)

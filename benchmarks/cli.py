@@ -20,7 +20,7 @@ from benchmarks import runner
 from benchmarks.compare import ResultsError, compared, distinct, read
 from benchmarks.readme import write_readme
 from benchmarks.rows import fastest, named, ratio
-from benchmarks.runner import benchmark_of, found, soaks
+from benchmarks.runner import benchmark_of, find_benchmarks, soaks
 from benchmarks.tables import markdown
 from jgraph.cli import parse
 from jgraph.errors import JgraphError
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(name: str, flags: list[str]) -> int:
-    if name not in (scripts := found()):
+    if name not in (scripts := find_benchmarks()):
         raise ResultsError(f"no benchmark is named {name}; there are: {', '.join(scripts)}")
     return importlib.import_module(f"benchmarks.{name}").BENCHMARK.main(name, flags)
 
@@ -84,7 +84,7 @@ def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 def listed() -> Iterator[list[str]]:
     """Yields a row for each results file; of a benchmark that has none, one all the same."""
-    scripts = found()
+    scripts = find_benchmarks()
     files: dict[str, list[Path]] = {name: [] for name in scripts}
     for file in sorted(runner.RESULTS.glob("*.json")):
         files.setdefault(benchmark_of(file.stem, scripts), []).append(file)

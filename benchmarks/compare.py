@@ -26,7 +26,7 @@ _NAMES = ("system", "schedule", "variant", "join", "microbatches")
 
 
 class ResultsError(JgraphError):
-    """Says that there is no such benchmark, or that a file is not what was asked for."""
+    """Says that there is no such benchmark, or that a file is not what was request for."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ _LAST_STEPS, _ALLOWED_NATS = 200, 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(Options):
+class ConvergenceOptions(Options):
     """Names the runs that are compared."""
 
     runs: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class Flags(Options):
     """Draw the results that there are into this directory."""
 
 
-def works(options: Flags) -> Iterator[Work]:
+def works(options: ConvergenceOptions) -> Iterator[Work]:
     if options.runs:
         runs = [run.partition("=") for run in options.runs]
         preset = json.loads((Path(runs[0][2]) / "config.json").read_text()).get("preset", "")
@@ -149,4 +149,4 @@ def picture(rows: list[Row], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-BENCHMARK = Benchmark("Loss curves", __doc__, Flags, works, section)
+BENCHMARK = Benchmark("Loss curves", __doc__, ConvergenceOptions, works, section)

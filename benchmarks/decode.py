@@ -16,12 +16,12 @@ import numpy as np
 from flax import nnx
 
 import jgraph
-from benchmarks.peers.protocol import answer, request, take_turns
-from benchmarks.programs.step import devices_of
-from benchmarks.rows import Row, gpt_of, named, ratio, spread
+from benchmarks.peers.protocol import answer, read_request, take_turns
+from benchmarks.programs.step import first_devices
+from benchmarks.rows import Row, gpt_config_from, named, ratio, spread
 from benchmarks.runner import Benchmark, Options, Work
 from benchmarks.tables import COLUMNS, Section, number
-from benchmarks.turns import Entrant
+from benchmarks.turns import Candidate
 from benchmarks.works import TINY
 from jgraph.device import find
 from jgraph.train.presets import preset
@@ -53,15 +53,15 @@ def works(options: DecodeOptions) -> Iterator[Work]:
         size = lengths | {"model": asdict(model_of(name, options.sizes))}
         peers = [peer for peer in options.peers if name.startswith("llama") or not peer.startswith("transformers")]
         gpus = int(options.sizes == "full")
-        entrants = [
-            Entrant({"system": system, "variant": variant}, module, size | {"variant": variant}, gpus=gpus)
+        candidates = [
+            Candidate({"system": system, "variant": variant}, module, size | {"variant": variant}, gpus=gpus)
             for system, module, variants in (
                 ("jgraph", "benchmarks.decode", options.variants),
                 ("torch", "benchmarks.peers.decode", peers),
             )
             for variant in variants
         ]
-        yield Work(name, {"ranks": 1, "size": size}, [entrants])
+        yield Work(name, {"ranks": 1, "size": size}, [candidates])
 
 
 def model_of(name: str, sizes: str) -> GPTConfig:
@@ -73,31 +73,31 @@ def model_of(name: str, sizes: str) -> GPTConfig:
 
 def weight_bytes(size: Row) -> int:
     """Returns the bytes of the matrices that every token reads, each once."""
-    config = gpt_of(size["model"])
+    config = gpt_config_from(size["model"])
     products = config.flops(1, 1) / 6 - config.num_layers * config.num_heads * config.head_size
     return int(products) * jnp.dtype(config.compute_dtype).itemsize
 
 
-def time_ours(asked: Row) -> None:
+def time_ours(request: Row) -> None:
     """Answers with the time of a token; runs in a process of its own."""
-    config = gpt_of(asked["model"])
-    if asked["variant"] == "xla":
+    config = gpt_config_from(request["model"])
+    if request["variant"] == "xla":
         decoding.fits = lambda *_: False
     model = jgraph.functional(lambda: GPT(config, rngs=nnx.Rngs(0)))
     dtype = jnp.dtype(config.compute_dtype)
     params = jax.jit(lambda: jax.tree.map(lambda leaf: leaf.astype(dtype), model.init()[0]))()
-    prompt = np.random.default_rng(0).integers(0, config.vocab_size, asked["prompt"])
+    prompt = np.random.default_rng(0).integers(0, config.vocab_size, request["prompt"])
 
     def run() -> None:
-        jgraph.generate(model, params, [prompt], max_tokens=asked["new"], temperature=0)
+        jgraph.generate(model, params, [prompt], max_tokens=request["new"], temperature=0)
 
     run()
-    answer(device=devices_of(1)[0].device_kind, moved_bytes=weight_bytes(asked))
-    take_turns(lambda clock: per_token(clock.back_to_back(run, lambda: None), asked))
+    answer(device=first_devices(1)[0].device_kind, moved_bytes=weight_bytes(request))
+    take_turns(lambda timer: per_token(timer.back_to_back(run, lambda: None), request))
 
 
-def per_token(timed: Row, asked: Row) -> Row:
-    return timed | {"ms": timed["ms"] / asked["new"]}
+def per_token(timed: Row, request: Row) -> Row:
+    return timed | {"ms": timed["ms"] / request["new"]}
 
 
 def section(name: str, result: Row) -> Section:
@@ -125,4 +125,4 @@ def section(name: str, result: Row) -> Section:
 BENCHMARK = Benchmark("Greedy text, one prompt", __doc__, DecodeOptions, works, section)
 
 if __name__ == "__main__":
-    time_ours(request())
+    time_ours(read_request())

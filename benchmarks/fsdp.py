@@ -18,11 +18,11 @@ import jax
 import tyro
 
 from benchmarks.harness import count_gpus
-from benchmarks.rows import PARAMETERS, Row, fastest, is_peer, named, parameters, ratio, spread, step_flops
-from benchmarks.runner import Benchmark, Several, Soaked, Traced, Work
+from benchmarks.rows import PLACEMENTS, Row, fastest, is_comparable, named, parameters, ratio, spread, step_flops
+from benchmarks.runner import Benchmark, MultiGPUOptions, SoakOptions, TraceOptions, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
-from benchmarks.turns import Entrant
-from benchmarks.works import in_fp8, training, training_step
+from benchmarks.turns import Candidate
+from benchmarks.works import in_fp8, training, jgraph_step
 from jgraph.train.config import TrainConfig
 
 WorkName = Literal["launch-bound", "gpt-1b3", "gpt-7b", "llama3-8b", "gpt-moe", "qwen3-30b-a3b"]
@@ -48,7 +48,7 @@ NOTES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Several, Soaked, Traced):
+class Options(MultiGPUOptions, SoakOptions, TraceOptions):
     """Chooses what is run."""
 
     work: tuple[WorkName, ...] = ("gpt-1b3", "gpt-7b")
@@ -78,24 +78,24 @@ def works(options: Options) -> Iterator[Work]:
     for work in options.work:
         config = config_of(work, ranks, options)
         variants = dict.fromkeys((options.first, "", *options.variant))
-        entrants = [ours("jgraph", vary(config, variant), variant, options) for variant in variants]
+        candidates = [jgraph_candidate("jgraph", vary(config, variant), variant, options) for variant in variants]
         if work in ON_ONE_GPU and options.one_gpu == "yes" and ranks > 1:
-            entrants += [ours("one GPU", config.changed(fsdp=1, batch_size=config.input.batch_size // ranks), "", options)]
-        entrants += [torchs(peer, config, options) for peer in options.peers]
-        again = [entrant for entrant in entrants if parameters(entrant.named) == "gathered again"]
-        groups = [[entrant for entrant in entrants if entrant not in again], *([again] if again else [])]
+            candidates += [jgraph_candidate("one GPU", config.changed(fsdp=1, batch_size=config.input.batch_size // ranks), "", options)]
+        candidates += [torch_candidate(peer, config, options) for peer in options.peers]
+        again = [candidate for candidate in candidates if placement(candidate.labels) == "gathered again"]
+        groups = [[candidate for candidate in candidates if candidate not in again], *([again] if again else [])]
         yield Work(work, {"ranks": ranks, "config": config.to_dict()}, groups)
 
 
-def ours(system: str, config: TrainConfig, variant: str, options: Options) -> Entrant:
-    return training_step(
+def jgraph_candidate(system: str, config: TrainConfig, variant: str, options: Options) -> Candidate:
+    return jgraph_step(
         {"system": system, "variant": variant, "ranks": config.parallel.fsdp * config.parallel.dp}, config, options
     )
 
 
-def torchs(peer: str, config: TrainConfig, options: Options) -> Entrant:
+def torch_candidate(peer: str, config: TrainConfig, options: Options) -> Candidate:
     how, *words = peer.split(":")
-    return Entrant(
+    return Candidate(
         {"system": "torch", "variant": peer, "ranks": config.parallel.fsdp},
         "benchmarks.peers.fsdp",
         {
@@ -160,7 +160,7 @@ def vary(config: TrainConfig, variant: str) -> TrainConfig:
 
 def section(work: str, result: Row) -> Section:
     config, rows, ranks = (result[key] for key in ("config", "rows", "ranks"))
-    peers = {how: fastest([row for row in rows if is_peer(row, how)], "torch") for how in PARAMETERS}
+    peers = {how: fastest([row for row in rows if is_comparable(row, how)], "torch") for how in PLACEMENTS}
     alone, share = fastest(rows, "one GPU"), config["batch_size"] // ranks
     flops = step_flops(config) / ranks  # a GPU's, the same with one
 
@@ -183,7 +183,7 @@ def section(work: str, result: Row) -> Section:
             "ms a step": number("ms"),
             "fastest, slowest": spread,
             "tokens/s": lambda row: f"{share * row['ranks'] * config['seq_len'] / row['ms'] * 1e3:,.0f}",
-            "torch / this": lambda row: ratio(peers[parameters(row)], row) if row["ranks"] == ranks else "",
+            "torch / this": lambda row: ratio(peers[placement(row)], row) if row["ranks"] == ranks else "",
             f"of {ranks} x one GPU": scaling,
             "MFU": mfu(flops),
             **COLUMNS,

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import runner
-from benchmarks.peers.protocol import Run, answer, request, take_turns
+from benchmarks.peers.protocol import Run, answer, read_request, take_turns
 from benchmarks.rows import Row, named, ratio
 from benchmarks.runner import Benchmark, Work
 from benchmarks.tables import Section, number
-from benchmarks.turns import Entrant
+from benchmarks.turns import Candidate
 from jgraph.device import find
 from jgraph.kernels import grouped
 
@@ -56,11 +56,11 @@ def works(options: Options) -> Iterator[Work]:
                 for peer in options.peers
                 if peer != "einsum" or groups == "equal"
             ]
-            entrants = [
-                Entrant({"system": system, "variant": how}, module, size | {"system": system, "variant": how})
+            candidates = [
+                Candidate({"system": system, "variant": how}, module, size | {"system": system, "variant": how})
                 for system, how, module in (*ours, *peers)
             ]
-            yield Work(f"{rows:,} x {d_in} x {d_out}, {experts} experts, {groups}", {"ranks": 1, "size": size}, [entrants])
+            yield Work(f"{rows:,} x {d_in} x {d_out}, {experts} experts, {groups}", {"ranks": 1, "size": size}, [candidates])
 
 
 def drawn(rows: int, experts: int, groups: str) -> list[int]:
@@ -124,14 +124,14 @@ def of_jax(name: str) -> dict[str, Leg]:
     }
 
 
-def time_products(asked: Row) -> None:
+def time_products(request: Row) -> None:
     """Answers with the times of a system's products; runs in a process of its own."""
-    M, K, N, G = asked["shape"]
+    M, K, N, G = request["shape"]
     shapes = {"x": (M, K), "dy": (M, N), "w": (G, K, N)}
     keys = jax.random.split(jax.random.key(0), 3)
     x, dy, w = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes.values(), strict=True))
-    sizes, latest = jnp.array(asked["groups"], jnp.int32), {}
-    system, how = asked["system"], asked["variant"]
+    sizes, latest = jnp.array(request["groups"], jnp.int32), {}
+    system, how = request["system"], request["variant"]
     legs = ours(how) if system == "jgraph" else einsums() if how == "einsum" else of_jax(how)
     operands = {"forward": (x, w), "dgrad": (dy, w), "wgrad": (x, dy), "onto_float32": (x, dy)}
 
@@ -146,7 +146,7 @@ def time_products(asked: Row) -> None:
     for run in own.values():
         run()
     answer(device=jax.devices()[0].device_kind)
-    take_turns(lambda clock: clock.each(own, lambda: jax.block_until_ready(latest)))
+    take_turns(lambda timer: timer.each(own, lambda: jax.block_until_ready(latest)))
 
 
 def bytes_onto_float32(shape: tuple[int, ...]) -> int:
@@ -181,4 +181,4 @@ def section(name: str, result: Row) -> Section:
 BENCHMARK = Benchmark("Grouped products", __doc__, Options, works, section)
 
 if __name__ == "__main__":
-    time_products(request())
+    time_products(read_request())

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import runner
-from benchmarks.peers.protocol import answer, request, take_turns
+from benchmarks.peers.protocol import answer, read_request, take_turns
 from benchmarks.rows import Row, named
 from benchmarks.runner import Benchmark, Work
 from benchmarks.tables import Section, number
-from benchmarks.turns import Entrant
+from benchmarks.turns import Candidate
 from jgraph.device import find
 from jgraph.kernels import cast_transpose
 from jgraph.kernels.elementwise import IDENTITY, Computed, Elementwise
@@ -45,26 +45,26 @@ class Options(runner.Options):
 
 def works(options: Options) -> Iterator[Work]:
     for shape, function in itertools.product(SHAPES[options.sizes], options.functions):
-        asked = {"shape": shape, "dtype": "float8_e4m3fn", "want": options.want, "function": function}
+        request = {"shape": shape, "dtype": "float8_e4m3fn", "want": options.want, "function": function}
         variants = [{"implementation": name, "apart": apart} for name in options.implementations for apart in (False, True)]
-        entrants = [
-            Entrant(
+        candidates = [
+            Candidate(
                 {"system": "jgraph", "variant": variant["implementation"] + variant["apart"] * ", apart"},
                 "benchmarks.kernels",
-                asked | variant,
+                request | variant,
             )
             for variant in variants
             if function or not variant["apart"]
         ]
         name = f"{function or 'cast'} of {shape[0]} x {shape[1]}, {options.want}"
-        yield Work(name, {"ranks": 1, **asked}, [entrants])
+        yield Work(name, {"ranks": 1, **request}, [candidates])
 
 
-def time_kernel(asked: Row) -> None:
+def time_kernel(request: Row) -> None:
     """Answers with the time of a kernel; runs in a process of its own."""
-    x = jax.random.normal(jax.random.key(0), tuple(asked["shape"]), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(0), tuple(request["shape"]), jnp.bfloat16)
     arrays, latest, kind = [x + i for i in range(ARRAYS)], [None], jax.devices()[0].device_kind
-    fn, how = FUNCTIONS[asked["function"]], {"want": asked["want"], "implementation": asked["implementation"]}
+    fn, how = FUNCTIONS[request["function"]], {"want": request["want"], "implementation": request["implementation"]}
 
     @jax.jit
     def program(arrays: list[jax.Array], scale: jax.Array) -> list[object]:
@@ -72,11 +72,11 @@ def time_kernel(asked: Row) -> None:
         for i in range(KERNELS):
             # After the kernel before, so that what two compute of one array is not computed once for both.
             x, scale = jax.lax.optimization_barrier((arrays[i % ARRAYS], scale))
-            if asked["apart"]:
+            if request["apart"]:
                 y = jax.lax.optimization_barrier(fn(x).astype(jnp.bfloat16))
-                out = cast_transpose(y, scale, asked["dtype"], **how)
+                out = cast_transpose(y, scale, request["dtype"], **how)
             else:
-                out = cast_transpose(Computed(fn, (x,)), scale, asked["dtype"], **how)
+                out = cast_transpose(Computed(fn, (x,)), scale, request["dtype"], **how)
             outs.append(out)
             # Keeps the order and nothing else: an amax is never negative.
             scale = jnp.where(out.amax >= 0, scale, 0)
@@ -87,8 +87,8 @@ def time_kernel(asked: Row) -> None:
         latest[0] = program(arrays, jnp.float32(1))
 
     run()
-    answer(device=kind, moved_bytes=KERNELS * bytes_moved(x, asked["want"]))
-    take_turns(lambda clock: clock.back_to_back(run, lambda: jax.block_until_ready(latest)))
+    answer(device=kind, moved_bytes=KERNELS * bytes_moved(x, request["want"]))
+    take_turns(lambda timer: timer.back_to_back(run, lambda: jax.block_until_ready(latest)))
 
 
 def section(name: str, result: Row) -> Section:
@@ -108,4 +108,4 @@ def section(name: str, result: Row) -> Section:
 BENCHMARK = Benchmark("Kernels against their bytes", __doc__, Options, works, section)
 
 if __name__ == "__main__":
-    time_kernel(request())
+    time_kernel(read_request())

@@ -16,9 +16,9 @@ import tyro
 
 from benchmarks import single_gpu
 from benchmarks.rows import Row, named, ratio, spread, step_flops
-from benchmarks.runner import Benchmark, Soaked, Traced, Work
+from benchmarks.runner import Benchmark, SoakOptions, TraceOptions, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
-from benchmarks.turns import Entrant
+from benchmarks.turns import Candidate
 from benchmarks.works import training
 from jgraph.train.config import TrainConfig
 
@@ -28,7 +28,7 @@ TINY = {"num_experts": 4, "experts_per_token": 2, "d_ff": 32}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Soaked, Traced):
+class Options(SoakOptions, TraceOptions):
     """Chooses what is run."""
 
     work: tuple[WorkName, ...] = ("gpt-moe", "qwen3-30b-a3b-layers")
@@ -43,14 +43,14 @@ def works(options: Options) -> Iterator[Work]:
     for work in options.work:
         config = config_of(work, options)
         variants = [f"jgraph {variant}".strip() for variant in dict.fromkeys(("", *options.variant))]
-        entrants = [
-            single_gpu.entrant(how, config, options) for how in (*variants, *(f"torch {peer}" for peer in options.peers))
+        candidates = [
+            single_gpu.candidate(how, config, options) for how in (*variants, *(f"torch {peer}" for peer in options.peers))
         ]
         if work.endswith(LAYERS):
             if options.soak:
                 continue
-            entrants = [alone(one, options) for one in entrants]
-        yield Work(work, {"ranks": 1, "config": config.to_dict()}, [entrants])
+            candidates = [alone(one, options) for one in candidates]
+        yield Work(work, {"ranks": 1, "config": config.to_dict()}, [candidates])
 
 
 def config_of(work: str, options: Options) -> TrainConfig:
@@ -66,10 +66,10 @@ def config_of(work: str, options: Options) -> TrainConfig:
     return config
 
 
-def alone(entrant: Entrant, options: Options) -> Entrant:
-    """Returns who times the layers alone, as an entrant of the whole step is named."""
-    ours, gpus = entrant.named["system"] == "jgraph", int(options.sizes == "full")
-    return replace(entrant, module=f"benchmarks.{'programs' if ours else 'peers'}.layers", gpus=0 if ours else gpus)
+def alone(candidate: Candidate, options: Options) -> Candidate:
+    """Returns who times the layers alone, as an candidate of the whole step is named."""
+    ours, gpus = candidate.labels["system"] == "jgraph", int(options.sizes == "full")
+    return replace(candidate, module=f"benchmarks.{'programs' if ours else 'peers'}.layers", gpus=0 if ours else gpus)
 
 
 def flops(config: Row, *, head: bool) -> float:

@@ -18,10 +18,10 @@ import jax
 
 from benchmarks.harness import count_gpus
 from benchmarks.rows import Row, fastest, ratio, spread
-from benchmarks.runner import Benchmark, Several, Work
+from benchmarks.runner import Benchmark, MultiGPUOptions, Work
 from benchmarks.tables import COLUMNS, Section, number
-from benchmarks.turns import Entrant
-from benchmarks.works import Size, size_from, sizes_of, torchs
+from benchmarks.turns import Candidate
+from benchmarks.works import Size, size_from_dict, pipeline_sizes, torch_pipeline
 
 WorkName = Literal["mlp-large", "mlp-launch-bound", "gpt-1b3", "gpt-7b"]
 KINDS = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -36,7 +36,7 @@ WORDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Several):
+class Options(MultiGPUOptions):
     """Chooses what is run."""
 
     work: tuple[WorkName, ...] = ("mlp-large", "mlp-launch-bound", "gpt-1b3")
@@ -56,13 +56,13 @@ class Options(Several):
 def works(options: Options) -> Iterator[Work]:
     ranks = options.ranks or count_gpus() or len(jax.devices())
     for work in options.work:
-        size = sizes_of(options.sizes, ranks)[work]
-        ours = [jgraphs(schedule, size, ranks, options) for schedule in options.schedules]
-        entrants = [*ours, *(torchs(peer, size, ranks, options) for peer in options.peers)]
-        yield Work(work, {"ranks": ranks, "size": asdict(size)}, [entrants])
+        size = pipeline_sizes(options.sizes, ranks)[work]
+        ours = [jgraph_candidate(schedule, size, ranks, options) for schedule in options.schedules]
+        candidates = [*ours, *(torch_pipeline(peer, size, ranks, options) for peer in options.peers)]
+        yield Work(work, {"ranks": ranks, "size": asdict(size)}, [candidates])
 
 
-def jgraphs(text: str, size: Size, ranks: int, options: Options) -> Entrant:
+def jgraph_candidate(text: str, size: Size, ranks: int, options: Options) -> Candidate:
     schedule, _, variant = text.partition(" ")
     how = {"engine": "program", "fp8": "", "graph": options.graph, "remat": options.remat, "norm": ""}
     xla = list(options.xla_option)
@@ -75,17 +75,17 @@ def jgraphs(text: str, size: Size, ranks: int, options: Options) -> Entrant:
             case _:
                 allowed = ", ".join(f"{name}={'|'.join(values)}" for name, values in WORDS.items())
                 raise SystemExit(f"--schedules has {word}: must be {allowed} or XLA's")
-    asked = {
+    request = {
         "schedule": schedule,
         **how,
         "ranks": ranks,
         "size": asdict(size),
         "xla_options": xla,
-        "clock": asdict(options.clock),
+        "clock": asdict(options.timer),
         "actions": options.actions == "yes",
     }
-    named = {"system": "jgraph", "schedule": schedule, "variant": variant, "xla_options": xla}
-    return Entrant(named, "benchmarks.programs.pipeline", asked)
+    labels = {"system": "jgraph", "schedule": schedule, "variant": variant, "xla_options": xla}
+    return Candidate(labels, "benchmarks.programs.pipeline", request)
 
 
 def label(row: Row) -> str:
@@ -99,7 +99,7 @@ def overhead(row: Row) -> str:
 
 
 def section(work: str, result: Row) -> Section:
-    options, ranks, size, peer = result["options"], result["ranks"], size_from(result["size"]), fastest(result["rows"], "torch")
+    options, ranks, size, peer = result["options"], result["ranks"], size_from_dict(result["size"]), fastest(result["rows"], "torch")
     # Earlier results have them for all schedules with as many chunks.
     alone = {f"{chunks} chunk{'s' * (chunks != '1')} a rank": told for chunks, told in result.get("actions", {}).items()}
     alone |= {label(row): row["alone"] for row in result["rows"] if "alone" in row}

@@ -9,8 +9,8 @@ from pathlib import Path
 from benchmarks import runner
 from benchmarks.compare import ResultsError, distinct, read
 from benchmarks.rows import Row, fastest, named, ratio
-from benchmarks.runner import SOAKS, benchmark_of, draw_soaks, found, soaks
-from benchmarks.tables import HEADS, alike, how, markdown, short, told_ratio, tried, versus
+from benchmarks.runner import SOAKS, benchmark_of, draw_soaks, find_benchmarks, soaks
+from benchmarks.tables import HEADS, group_by_placement, variant_text, markdown, short, ratio_text, count_peers, comparison_cells
 
 ROOT = Path(__file__).parents[1]
 README, PAGE = ROOT / "README.md", ROOT / "notes/benchmarks.md"
@@ -91,7 +91,7 @@ def drawn(page: Path) -> str:
     works = read(page.with_suffix(".json"))
     if page.stem == "soaks":
         return draw_soaks(works)
-    name = benchmark_of(page.stem, scripts := found())
+    name = benchmark_of(page.stem, scripts := find_benchmarks())
     return importlib.import_module(f"benchmarks.{name}").BENCHMARK.draw(works) if name in scripts else ""
 
 
@@ -122,7 +122,7 @@ def speed() -> str:
             one_by_one(data[blocks]["blocks"]["rows"]),
         ),
         (
-            "Several GPUs",
+            "MultiGPUOptions GPUs",
             "Times are medians in milliseconds: a whole training step for `fsdp`, loss and gradients for `pipeline` and "
             "`callables`.",
             several,
@@ -139,7 +139,7 @@ def speed() -> str:
             "Text generation",
             "Each time is the median in milliseconds per token, greedy, for one prompt.",
             [name for name in ("decode",) if name in data],
-            markdown(HEADS, [versus(work, one, [one["rows"]]) for work, one in data.get("decode", {}).items()]),
+            markdown(HEADS, [comparison_cells(work, one, [one["rows"]]) for work, one in data.get("decode", {}).items()]),
         ),
         (
             "Mixtures of experts",
@@ -147,7 +147,7 @@ def speed() -> str:
             [*moe, *spread],
             markdown(
                 HEADS,
-                [versus(f"{work}, {shape(one)}", one, [one["rows"]]) for name in moe for work, one in data[name].items()]
+                [comparison_cells(f"{work}, {shape(one)}", one, [one["rows"]]) for name in moe for work, one in data[name].items()]
                 + [line for name in spread for item in data[name].items() for line in with_experts(*item)],
             ),
         ),
@@ -202,7 +202,7 @@ def one_gpu(works: Sequence[tuple[str, Row]]) -> list[str]:
         shape = f"{model['num_layers']} layers of {model['d_model']}, {config['batch_size']}x{config['seq_len']} tokens"
         sizes = [row.get("peak_bytes") if row else None for row in (ours, peer)]
         peaks = ", ".join(f"{size / 1e9:.{1 if size >= 1e9 else 2}f}" if size else "not told" for size in sizes)
-        lines += [[f"{preset}, {shape}", *times, f"{told_ratio(peer, ours)}, {tried(rows)}" if peer and ours else "", peaks]]
+        lines += [[f"{preset}, {shape}", *times, f"{ratio_text(peer, ours)}, {count_peers(rows)}" if peer and ours else "", peaks]]
     return markdown(["preset", *(heads[v] for v in shown), "fastest PyTorch / jgraph", "peak GB, ours and its"], lines)
 
 
@@ -222,7 +222,7 @@ def with_experts(work: str, result: Row) -> Iterable[list[str]]:
     """Draws a mixture over several GPUs: ours with its experts spread, and with all gathered, against PyTorch's spread ones."""
     for kind, is_spread in (("experts over GPUs", True), ("experts gathered", False)):
         rows = [row for row in result["rows"] if row["system"] == "torch" or ("layout=ep" in row["variant"]) == is_spread]
-        yield versus(f"{work}, {shape(result)}, {kind}", result, [rows])
+        yield comparison_cells(f"{work}, {shape(result)}, {kind}", result, [rows])
 
 
 def is_usual(row: Row) -> bool:
@@ -251,10 +251,10 @@ def several_gpus(data: dict[str, dict[str, Row]]) -> list[str]:
             for work, result in ((work, result) for work, result in works.items() if result["ranks"] > 1):
                 title = f"{kind}, {work}" if shape(result) in work else f"{kind}, {work}, {shape(result)}"
                 if "config" in result:
-                    found = [(f"{title}, parameters {how}", [rows]) for how, rows in alike(result["rows"]).items()]
+                    found = [(f"{title}, parameters {how}", [rows]) for how, rows in group_by_placement(result["rows"]).items()]
                 else:
                     found = [(title, stored(data, name, work))]
-                lines += [(result["ranks"], versus(title, result, runs)) for title, runs in found]
+                lines += [(result["ranks"], comparison_cells(title, result, runs)) for title, runs in found]
     return markdown(HEADS, [cells for _, cells in sorted(lines, key=lambda one: one[0])])
 
 
@@ -264,7 +264,7 @@ def in_fp8(works: Iterable[tuple[str, Row]]) -> list[str]:
     heads += ["torch bf16", "torchao float8", "Transformer Engine FP8"]
     lines = []
     for work, result in works:
-        groups = alike(result["rows"])
+        groups = group_by_placement(result["rows"])
         for kind, rows in groups.items():
             kinds: dict[tuple[str, str], list[Row]] = {}
             for row in rows:
@@ -280,8 +280,8 @@ def in_fp8(works: Iterable[tuple[str, Row]]) -> list[str]:
             peer, plain = fastest(rows, "torch"), best["jgraph", "bf16"]
             title = f"{work}, {shape(result)}" + f", parameters {kind}" * (len(groups) > 1)
             times = [short(row["ms"]) if row else "did not run" * (own in kinds) for own, row in best.items()]
-            torchs = f"{told_ratio(peer, ours)} ({how(peer)}; {tried(rows)})" if ours and peer else tried(rows)
-            own = told_ratio(plain, ours) if ours and plain else ""
+            torchs = f"{ratio_text(peer, ours)} ({how(peer)}; {count_peers(rows)})" if ours and peer else count_peers(rows)
+            own = ratio_text(plain, ours) if ours and plain else ""
             lines += [[title, result["device"] or "not told", *times, torchs, own]]
     return markdown([*heads, "fastest PyTorch / jgraph FP8", "jgraph bf16 / FP8"], lines)
 
@@ -303,7 +303,7 @@ def shape(result: Row) -> str:
 def stored(data: dict[str, dict[str, Row]], name: str, work: str) -> list[list[Row]]:
     """Returns the rows of all stored runs of a work, its own first; of other benchmarks' runs of its size PyTorch's alone."""
     own, before = data[name][work], f"{name}_earlier"
-    runs = [own["rows"], *(result["rows"] for named, result in data.get(before, {}).items() if named == work)]
+    runs = [own["rows"], *(result["rows"] for name_, result in data.get(before, {}).items() if name_ == work)]
     others = (result for file, works in data.items() if file not in (name, before) for result in works.values())
     same = (one for one in others if (one.get("size"), one.get("ranks")) == (own["size"], own["ranks"]))
     return [*runs, *([row for row in one["rows"] if row["system"] == "torch"] for one in same)]

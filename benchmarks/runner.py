@@ -1,7 +1,7 @@
 """One runner for all benchmarks: the options they share, running one, its results, its table.
 
 A benchmark says which works there are, who takes part in each, and how its rows are drawn. Who takes part is a process of its
-own: ours are in `programs/`, PyTorch's in `peers/`, and `peers/protocol.py` says how they are asked.
+own: ours are in `programs/`, PyTorch's in `peers/`, and `peers/protocol.py` says how they are request.
 """
 
 import ast
@@ -22,16 +22,16 @@ from typing import Any, Literal
 import tyro
 
 import benchmarks
-from benchmarks.rows import Row, unknown
+from benchmarks.rows import Row, unknown_keys
 from benchmarks.tables import Section, comparison, markdown, number
-from benchmarks.turns import Entrant, Turns, ask, race
+from benchmarks.turns import Candidate, TimingOptions, ask, race
 
 RESULTS = Path(__file__).parent / "results"
 SOAKS = ["what", "device", "steps", "median ms", "slowest", "bytes on the devices, growth", "of the process", "", "date"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Turns):
+class Options(TimingOptions):
     """Holds the flags of every benchmark."""
 
     sizes: Literal["full", "tiny"] = "full"
@@ -50,7 +50,7 @@ class Options(Turns):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traced(Options):
+class TraceOptions(Options):
     """Adds the flags of benchmarks of a training step."""
 
     categories: bool = False
@@ -58,7 +58,7 @@ class Traced(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Soaked(Options):
+class SoakOptions(Options):
     """Adds the flags of benchmarks whose works can be soaked."""
 
     soak: int = 0
@@ -71,7 +71,7 @@ class Soaked(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Several(Options):
+class MultiGPUOptions(Options):
     """Adds the flags of benchmarks of training on several GPUs."""
 
     ranks: int = 0
@@ -95,7 +95,7 @@ class Work:
 
     name: str
     about: Row
-    groups: Sequence[Sequence[Entrant]] = ()
+    groups: Sequence[Sequence[Candidate]] = ()
     rows: Iterable[Row] = ()
     building: int = 1
 
@@ -139,27 +139,27 @@ class Benchmark:
         results, status = Results(replace(options, name="soaks"), draw_soaks), 0
         for work in self.works(options):
             variant = next(iter(options.variant), "")
-            ours = next(one for group in work.groups for one in group if one.named["variant"] == variant)
+            ours = next(one for group in work.groups for one in group if one.labels["variant"] == variant)
             graph = ours.request.get("config", ours.request).get("graph", "auto")
-            told = [f"{options.name} {work.name}", ours.named.get("schedule"), variant, f"graph {graph}"]
+            told = [f"{options.name} {work.name}", ours.labels.get("schedule"), variant, f"graph {graph}"]
             name = ", ".join(filter(None, told))
             results.begin(name, graph=graph, **work.about)
-            asked = {"steps": options.soak, "hang_seconds": options.hang_seconds}
-            row = ask(ours, timeout=options.timeout, soak=asked) | {"steps": options.soak}
+            soak_request = {"steps": options.soak, "hang_seconds": options.hang_seconds}
+            row = ask(ours, timeout=options.timeout, soak=soak_request) | {"steps": options.soak}
             losses = row.pop("losses", [])
             results.put(name, [row])
             if losses and graph != options.soak_against == "auto":
                 plain = replace(ours, request=ours.request | {"config": ours.request["config"] | {"graph": "auto"}})
-                other = ask(plain, timeout=options.timeout, soak=asked)
+                other = ask(plain, timeout=options.timeout, soak=soak_request)
                 why = {"failed": f"with graph auto: {other['failed']}"} if "failed" in other else {}
-                row |= why or apart(losses, other["losses"])
+                row |= why or loss_difference(losses, other["losses"])
                 results.put(name, [row])
             status |= "failed" in row
         print(results)
         return status
 
 
-def apart(losses: Sequence[float], others: Sequence[float]) -> Row:
+def loss_difference(losses: Sequence[float], others: Sequence[float]) -> Row:
     """Returns the largest difference of losses on the same batches, and the first step that has one or is not a number."""
     found = [abs(a - b) for a, b in zip(losses, others, strict=True)]
     first = next((step for step, difference in enumerate(found) if difference != 0), None)
@@ -181,7 +181,7 @@ def run(work: Work, options: Options, results: "Results") -> None:
         done += race(group, save, options, building=work.building, numbers=numbers)
 
 
-def found() -> dict[str, str]:
+def find_benchmarks() -> dict[str, str]:
     """Returns every module with a `BENCHMARK`, and the first line of its docstring. Read, not imported: most import jax."""
     files = sorted(file for folder in benchmarks.__path__ for file in Path(folder).glob("*.py"))
     scripts = {file.stem: source for file in files if "\nBENCHMARK = " in (source := file.read_text())}
@@ -190,8 +190,8 @@ def found() -> dict[str, str]:
 
 def benchmark_of(stem: str, scripts: Iterable[str]) -> str:
     """Returns the benchmark that a results file is of; --name is free, but begins so by custom, then a number, `_` or both."""
-    named = (name for name in scripts if re.match(rf"{name}\d*(_|$)", stem))
-    return max(named, key=len, default=stem.rstrip("0123456789"))
+    matching = (name for name in scripts if re.match(rf"{name}\d*(_|$)", stem))
+    return max(matching, key=len, default=stem.rstrip("0123456789"))
 
 
 class Results:
@@ -208,7 +208,7 @@ class Results:
     def put(self, work: str, rows: list[Row]) -> None:
         """Stores all rows of a work, as far as they are known."""
         for row in rows:
-            assert not unknown(row), f"benchmarks/rows.py does not tell of {unknown(row)}"
+            assert not unknown_keys(row), f"benchmarks/rows.py does not tell of {unknown_keys(row)}"
         result = self.works[work]
         result["rows"] = rows
         result["device"] = next((row["device"] for row in rows if row["system"] != "torch" and "device" in row), None)

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from benchmarks.rows import Row, named, ratio, spread, step_flops
-from benchmarks.runner import Benchmark, Traced, Work
+from benchmarks.runner import Benchmark, TraceOptions, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
-from benchmarks.turns import Entrant
-from benchmarks.works import in_fp8, training, training_step
+from benchmarks.turns import Candidate
+from benchmarks.works import in_fp8, training, jgraph_step
 from jgraph.train.config import TrainConfig
 
 # The first is in every comparison. The last takes torch minutes to compile: what --timeout ends is a row that says so.
@@ -22,7 +22,7 @@ VARIANTS = ("jgraph", "jgraph graph=off", *PLAIN, "torch eager", "torch CUDA gra
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Traced):
+class Options(TraceOptions):
     """Chooses what is run."""
 
     presets: tuple[str, ...] = ("launch-bound", "gpt-124m", "gpt-1b3")
@@ -35,18 +35,18 @@ class Options(Traced):
 def works(options: Options) -> Iterator[Work]:
     for name in options.presets:
         config = training(name, options)
-        entrants = [entrant(variant, config, options) for variant in options.variants]
-        yield Work(name, {"ranks": 1, "config": config.to_dict()}, [entrants])
+        candidates = [candidate(variant, config, options) for variant in options.variants]
+        yield Work(name, {"ranks": 1, "config": config.to_dict()}, [candidates])
 
 
-def entrant(variant: str, config: TrainConfig, options: Traced) -> Entrant:
+def candidate(variant: str, config: TrainConfig, options: TraceOptions) -> Candidate:
     system, _, how = variant.partition(" ")
     row = {"system": system, "variant": how}
     if system == "torch":
-        asked = {"variant": variant, "config": config.to_dict()}
-        return Entrant(row, "benchmarks.peers.single_gpu", asked, gpus=1)
+        request = {"variant": variant, "config": config.to_dict()}
+        return Candidate(row, "benchmarks.peers.single_gpu", request, gpus=1)
     if system == "jax":
-        return Entrant(row, "benchmarks.peers.plain_jax", {"variant": how.split(), "config": config.to_dict()})
+        return Candidate(row, "benchmarks.peers.plain_jax", {"variant": how.split(), "config": config.to_dict()})
     config = config.changed(graph="auto")
     for text in how.split():
         setting, _, value = text.partition("=")
@@ -58,7 +58,7 @@ def entrant(variant: str, config: TrainConfig, options: Traced) -> Entrant:
             config = config.changed(xla_options=(*config.compile.xla_options, text))
         else:
             config = config.changed(model=replace(config.model, **{setting: value}))
-    return training_step(row, config, options)
+    return jgraph_step(row, config, options)
 
 
 def section(name: str, result: Row) -> Section:

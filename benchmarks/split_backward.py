@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 
 import jgraph
-from benchmarks.peers.protocol import answer, request, take_turns
+from benchmarks.peers.protocol import answer, read_request, take_turns
 from benchmarks.programs.models import gpt_blocks
 from benchmarks.rows import Row, ratio, spread
 from benchmarks.runner import Benchmark, Options, Work
 from benchmarks.tables import Section, number
-from benchmarks.turns import Entrant
+from benchmarks.turns import Candidate
 
 SIZES: dict[str, dict[str, Row]] = {
     "full": {
@@ -39,18 +39,18 @@ VARIANTS = (
 
 def works(options: Options) -> Iterator[Work]:
     for name, size in SIZES[options.sizes].items():
-        yield Work(name, {"ranks": 1, "size": size}, [[entrant(variant, size) for variant in VARIANTS]])
+        yield Work(name, {"ranks": 1, "size": size}, [[candidate(variant, size) for variant in VARIANTS]])
 
 
-def entrant(variant: str, size: Row) -> Entrant:
+def candidate(variant: str, size: Row) -> Candidate:
     row = {"system": "jgraph" if "split" in variant else "jax", "variant": variant}
-    return Entrant(row, "benchmarks.split_backward", {"variant": variant, "size": size})
+    return Candidate(row, "benchmarks.split_backward", {"variant": variant, "size": size})
 
 
-def time_variant(asked: Row) -> None:
+def time_variant(request: Row) -> None:
     """Answers with the time of a variant; runs in a process of its own."""
-    stage, (params,), x, dy = gpt_blocks(asked["size"] | {"num_blocks": 1})
-    accumulate = program(asked["variant"], stage, params, x, dy)
+    stage, (params,), x, dy = gpt_blocks(request["size"] | {"num_blocks": 1})
+    accumulate = program(request["variant"], stage, params, x, dy)
     total = [jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)]
 
     def step() -> None:
@@ -58,7 +58,7 @@ def time_variant(asked: Row) -> None:
 
     step()
     answer(device=jax.devices()[0].device_kind)
-    take_turns(lambda clock: clock.back_to_back(step, partial(jax.block_until_ready, total)))
+    take_turns(lambda timer: timer.back_to_back(step, partial(jax.block_until_ready, total)))
 
 
 def add(total: Any, gradients: Any) -> Any:
@@ -128,4 +128,4 @@ def section(name: str, result: Row) -> Section:
 BENCHMARK = Benchmark("Split backward, one GPT block", __doc__, Options, works, section)
 
 if __name__ == "__main__":
-    time_variant(request())
+    time_variant(read_request())

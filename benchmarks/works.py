@@ -3,9 +3,9 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from benchmarks.rows import Row, gpt_of
-from benchmarks.runner import Options, Traced
-from benchmarks.turns import Entrant
+from benchmarks.rows import Row, gpt_config_from
+from benchmarks.runner import Options, TraceOptions
+from benchmarks.turns import Candidate
 from jgraph.precision.config import FP8Config
 from jgraph.schedule import Schedule, generate
 from jgraph.train.config import TrainConfig
@@ -50,18 +50,18 @@ class GPTSize:
 Size: TypeAlias = MLPSize | GPTSize
 
 
-def size_from(fields: dict[str, Any]) -> Size:
+def size_from_dict(fields: dict[str, Any]) -> Size:
     """Inverts `dataclasses.asdict`, through JSON."""
     if "model" not in fields:
         return MLPSize(**fields)
     rest = {name: value for name, value in fields.items() if name != "model"}
-    return GPTSize(gpt_of(fields["model"]), **rest)
+    return GPTSize(gpt_config_from(fields["model"]), **rest)
 
 
 TINY = GPTConfig(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=96, compute_dtype="float32")
 
 
-def sizes_of(sizes: Literal["full", "tiny"], ranks: int) -> dict[str, Size]:
+def pipeline_sizes(sizes: Literal["full", "tiny"], ranks: int) -> dict[str, Size]:
     """Returns works of pipelines by name; an MLP has 4 layers a rank, 2 if it is tiny."""
     if sizes == "tiny":
         gpt = GPTSize(replace(TINY, num_layers=2 * ranks), batch=1, length=16, microbatches=2 * ranks)
@@ -98,21 +98,21 @@ def in_fp8(config: TrainConfig, choice: str) -> TrainConfig:
     return config.changed(precision="fp8", fp8=FP8Config(**choices))
 
 
-def training_step(named: Row, config: TrainConfig, options: Traced) -> Entrant:
+def jgraph_step(labels: Row, config: TrainConfig, options: TraceOptions) -> Candidate:
     """Returns ours: the step of `python -m jgraph.train`."""
-    return Entrant(named, "benchmarks.programs.step", {"config": config.to_dict(), "categories": options.categories})
+    return Candidate(labels, "benchmarks.programs.step", {"config": config.to_dict(), "categories": options.categories})
 
 
-def schedule_of(text: str, ranks: int, microbatches: int) -> Schedule:
+def parse_schedule(text: str, ranks: int, microbatches: int) -> Schedule:
     """Generates a schedule by its name in `jgraph.schedule`, with chunks a rank after a colon: `aligned:2`."""
     name, _, chunks = text.partition(":")
     return generate(name, pp=ranks, microbatches=microbatches, chunks=int(chunks or 1))
 
 
-def torchs(peer: str, size: Size, ranks: int, options: Options) -> Entrant:
+def torch_pipeline(peer: str, size: Size, ranks: int, options: Options) -> Candidate:
     """Asks for a schedule of torch.distributed.pipelining, `:compile` for torch.compile."""
     schedule, _, variant = peer.partition(":")
-    return Entrant(
+    return Candidate(
         {"system": "torch", "schedule": schedule, "variant": variant},
         "benchmarks.peers.pipelining",
         {"schedule": schedule, "compile": variant == "compile", "size": asdict(size)},

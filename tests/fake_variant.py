@@ -6,24 +6,24 @@ python -m tests.fake_variant '{"name": "x", "ms": [1.0, 2.0], "log": "FILE", "fa
 import time
 from pathlib import Path
 
-from benchmarks.peers.protocol import answer, request, take_turns
+from benchmarks.peers.protocol import answer, read_request, take_turns
 
 
 def main() -> None:
-    asked = request()
+    request = read_request()
 
     def note(what: str) -> None:
-        with Path(asked["log"]).open("a") as log:
-            print(asked["name"], what, file=log)
-        if asked["fails"] == what:
+        with Path(request["log"]).open("a") as log:
+            print(request["name"], what, file=log)
+        if request["fails"] == what:
             raise RuntimeError(f"cannot {what}")
 
     note("build")
     deadline = time.monotonic() + 10
-    while len(Path(asked["log"]).read_text().splitlines()) < asked.get("meets", 0):  # so many builds are under way
+    while len(Path(request["log"]).read_text().splitlines()) < request.get("meets", 0):  # so many builds are under way
         assert time.monotonic() < deadline, "alone"
     answer(device="none")
-    left = list(asked["ms"])
+    left = list(request["ms"])
 
     def measure(clock):
         note("turn")

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import cli, fp8, fsdp, grouped, moe, readme, rows, runner
 from benchmarks.rows import step_flops
-from benchmarks.turns import Entrant, Turns, race
+from benchmarks.turns import Candidate, TimingOptions, race
 from jgraph.train.presets import preset
 
 pytestmark = [pytest.mark.once, pytest.mark.long]
@@ -27,16 +27,16 @@ def compete(tmp_path, saved):
         together: int = 0, rounds: int = 2, building: int = 1, meets: int = 0, **fakes: tuple[list[float], str]
     ) -> tuple[list[dict], list[str]]:
         log, about = tmp_path / "log", {"log": str(tmp_path / "log"), "meets": meets}
-        entrants = [
-            Entrant({"system": name}, "tests.fake_variant", about | {"name": name, "ms": ms, "fails": fails})
+        candidates = [
+            Candidate({"system": name}, "tests.fake_variant", about | {"name": name, "ms": ms, "fails": fails})
             for name, (ms, fails) in fakes.items()
         ]
-        turns = Turns(rounds=rounds, together=together, seconds=0.0, repeats=1, warmup_seconds=0.0, timeout=60)
+        turns = TimingOptions(rounds=rounds, together=together, seconds=0.0, repeats=1, warmup_seconds=0.0, timeout=60)
 
         def save(rows: list[dict]) -> None:
             saved.append(copy.deepcopy(rows))
 
-        race(entrants, save, turns, building=building, numbers=count())
+        race(candidates, save, turns, building=building, numbers=count())
         return saved[-1], log.read_text().splitlines()
 
     return compete
@@ -185,15 +185,15 @@ def test_a_soak_leaves_what_grew_and_compares_its_losses_with_those_of_graph_aut
 
 
 def test_a_soak_is_compared_with_nothing_where_that_is_asked_for(run_fsdp, monkeypatch):
-    asked: list[Entrant] = []
+    request: list[Candidate] = []
 
-    def ask(one: Entrant, **_: object) -> dict:
-        asked.append(one)
+    def ask(one: Candidate, **_: object) -> dict:
+        request.append(one)
         return {"system": "jgraph", "losses": [1.0]}
 
     monkeypatch.setattr(runner, "ask", ask)
     assert run_fsdp("--soak", "1", "--variant", "graph=full", "--soak-against", "nothing") == 0
-    assert len(asked) == 1
+    assert len(request) == 1
 
 
 def test_a_tiny_work_is_of_its_presets_family():
@@ -231,7 +231,7 @@ def test_peers_of_sharded_training_are_timed_on_the_same_model_each_with_its_lik
 
 def test_rows_in_fp8_are_of_the_recipes_that_their_names_say():
     (work,) = fp8.BENCHMARK.works(fp8.Options(presets=("gpt-moe",), variants=(*fp8.VARIANTS[:3], "jgraph fp8=current:e4m3")))
-    configs = [entrant.request["config"] for entrant in work.groups[0]]
+    configs = [candidate.request["config"] for candidate in work.groups[0]]
     assert [config["precision"] for config in configs] == ["fp8", "fp8", "bf16", "fp8"]
     named = [(config["fp8"]["recipe"], config["fp8"]["format"]) for config in configs if config["precision"] == "fp8"]
     assert named == [("delayed", "hybrid"), ("current", "hybrid"), ("current", "e4m3")]

@@ -178,7 +178,7 @@ def test_every_row_is_of_the_schema(file):
         assert result["environment"]["date"]
         for row in result["rows"]:
             assert not rows.unknown(row)
-            assert rows.named(row)
+            assert rows.labels(row)
 
 
 def test_the_tables_of_readme_and_benchmarks_page_match_the_results(told):

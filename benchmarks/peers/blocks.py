@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.peers.protocol import Clock, answer, request, take_turns
+from benchmarks.peers.protocol import Timer, answer, read_request, take_turns
 from benchmarks.peers.torch_gpt import Block, rotary
 from jgraph_models.gpt import GPTConfig
 
@@ -48,8 +48,8 @@ VARIANTS = {"graphed callables": (Block, True), "graphed callables, no rotary": 
 
 
 def main() -> None:
-    asked = request()
-    size = asked["size"]
+    request = read_request()
+    size = request["size"]
     device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu to try this script out, with eager
     config = GPTConfig(
         vocab_size=256,
@@ -61,7 +61,7 @@ def main() -> None:
     )
     shape = (size["batch"], size["length"], config.d_model)
     torch.manual_seed(0)
-    cls, graphed = VARIANTS[asked["variant"]]
+    cls, graphed = VARIANTS[request["variant"]]
     blocks: Any = tuple(Alone(cls(config), size["length"]).to(device) for _ in range(size["num_blocks"]))
     parameters = [p for block in blocks for p in block.parameters()]
     x, dy = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -84,9 +84,9 @@ def main() -> None:
     wait()
     answer(replays=replays)
 
-    def measure(clock: Clock) -> dict[str, Any]:
-        ms = clock.back_to_back(iteration, wait)["ms"]
-        return {"ms": ms, "host_us": clock.handover_seconds(iteration, wait) / replays * 1e6}
+    def measure(timer: Timer) -> dict[str, Any]:
+        ms = timer.back_to_back(iteration, wait)["ms"]
+        return {"ms": ms, "host_us": timer.dispatch_seconds(iteration, wait) / replays * 1e6}
 
     take_turns(measure)
 

@@ -12,32 +12,32 @@ import torch
 import torch._inductor.config
 from torch.nn import functional as F
 
-from benchmarks.peers.protocol import answer, request, take_turns
+from benchmarks.peers.protocol import answer, read_request, take_turns
 from benchmarks.peers.torch_gpt import GPT, rotary, rotate
-from benchmarks.rows import gpt_of
+from benchmarks.rows import gpt_config_from
 from jgraph_models.gpt_config import GPTConfig
 
 
 @torch.no_grad()
 def main() -> None:
-    asked = request()
-    config, device = gpt_of(asked["model"]), "cuda" if torch.cuda.is_available() else "cpu"
+    request = read_request()
+    config, device = gpt_config_from(request["model"]), "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     dtype = getattr(torch, config.compute_dtype)
-    prompt_1T = torch.randint(0, config.vocab_size, (1, asked["prompt"]), device=device)
-    name, _, tuned = asked["variant"].partition(" ")
+    prompt_1T = torch.randint(0, config.vocab_size, (1, request["prompt"]), device=device)
+    name, _, tuned = request["variant"].partition(" ")
     torch._inductor.config.coordinate_descent_tuning = tuned == "tuned"
     make = {"loop": plain_loop, "transformers": of_transformers}[name]
-    run = make(config, prompt_1T, asked["new"], device, dtype)
+    run = make(config, prompt_1T, request["new"], device, dtype)
     for _ in range(3):  # compiles, then records CUDA graphs
         run()
     answer(device=torch.cuda.get_device_name() if device == "cuda" else "cpu")
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 
-    def measure(clock: Any) -> Any:
+    def measure(timer: Any) -> Any:
         with torch.no_grad():
-            timed = clock.back_to_back(run, wait)
-        return timed | {"ms": timed["ms"] / asked["new"]}
+            timed = timer.back_to_back(run, wait)
+        return timed | {"ms": timed["ms"] / request["new"]}
 
     take_turns(measure)
 

@@ -33,13 +33,13 @@ from jgraph_models.gpt import GPTConfig
 
 
 def main() -> None:
-    asked = json.loads(sys.argv[1])
+    request = json.loads(sys.argv[1])
     here = Ranks.join()
     here.tell(device=f"{here.ranks} x {torch.cuda.get_device_name() if here.on_gpu else 'cpu'}")
-    config = TrainConfig.from_dict(asked["config"])
-    how = {name: asked[name] for name in ("compile", "reshard", "float8", "graph", "whole", "experts")}
+    config = TrainConfig.from_dict(request["config"])
+    how = {name: request[name] for name in ("compile", "reshard", "float8", "graph", "whole", "experts")}
     step = training_step(config, here.rank, here.ranks, here.device, **how)
-    if asked["cudnn"]:
+    if request["cudnn"]:
         step = with_cudnn(step)
     if here.on_gpu:  # a block was whole here before it was sharded, or all of them
         torch.cuda.empty_cache()
@@ -48,7 +48,7 @@ def main() -> None:
     loss = step()
     dist.all_reduce(loss)
     here.tell(compile_s=time.perf_counter() - start, loss=loss.item() / here.ranks)
-    graph = captured(step) if asked["graph"] and here.on_gpu else None
+    graph = captured(step) if request["graph"] and here.on_gpu else None
     run = graph.replay if graph else step
     here.timed(run, 2)
     here.take_turns(run, each=False)

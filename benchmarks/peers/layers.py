@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.peers.protocol import answer, request, take_turns
+from benchmarks.peers.protocol import answer, read_request, take_turns
 from benchmarks.peers.torch_gpt import draw, rotary, warm_up
 from benchmarks.peers.torch_moe import Block, through
 from jgraph.train.config import TrainConfig
 
 
 def main() -> None:
-    asked = request()
-    variant, config = asked["variant"], TrainConfig.from_dict(asked["config"])
+    request = read_request()
+    variant, config = request["variant"], TrainConfig.from_dict(request["config"])
     model, on_gpu = config.model, torch.cuda.is_available()
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
@@ -51,7 +51,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     run()
     answer(device=torch.cuda.get_device_name() if on_gpu else "cpu")
-    take_turns(lambda clock: clock.back_to_back(run, torch.cuda.synchronize if on_gpu else lambda: None))
+    take_turns(lambda timer: timer.back_to_back(run, torch.cuda.synchronize if on_gpu else lambda: None))
     if on_gpu:
         answer(peak_bytes=torch.cuda.max_memory_allocated())
 

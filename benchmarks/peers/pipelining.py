@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from benchmarks.peers.ranks import Ranks
 from benchmarks.peers.torch_gpt import Block, RMSNorm, linear, rotary
-from benchmarks.rows import gpt_of
+from benchmarks.rows import gpt_config_from
 from jgraph_models.gpt import GPTConfig
 
 # M microbatches, B batch, T sequence, N tokens, D model, V vocabulary
@@ -85,11 +85,11 @@ class Part(nn.Module):
 
 
 def main() -> None:
-    asked = json.loads(sys.argv[1])
+    request = json.loads(sys.argv[1])
     here = Ranks.join()
     torch.manual_seed(here.rank)
     here.tell(device=f"{here.ranks} x {torch.cuda.get_device_name() if here.on_gpu else 'cpu'}")
-    step = stages_of(asked["schedule"], asked["compile"], asked["size"], here)
+    step = stages_of(request["schedule"], request["compile"], request["size"], here)
     for _ in range(3):
         here.timed(step)
     here.take_turns(step, each=True)
@@ -110,7 +110,7 @@ def mlp_job(size: dict[str, Any], num_stages: int, device: torch.device) -> Job:
 
 
 def gpt_job(size: dict[str, Any], num_stages: int, device: torch.device) -> Job:
-    config, B, T = gpt_of(size["model"]), size["batch"], size["length"]
+    config, B, T = gpt_config_from(size["model"]), size["batch"], size["length"]
     dtype = getattr(torch, config.compute_dtype)
 
     def module(stage: int) -> nn.Module:

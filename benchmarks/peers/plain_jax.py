@@ -12,8 +12,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from benchmarks.peers.protocol import answer, request, take_turns
-from benchmarks.programs.step import compiled_bytes, stepping
+from benchmarks.peers.protocol import answer, read_request, take_turns
+from benchmarks.programs.step import compiled_bytes, make_stepper
 from benchmarks.rows import Row
 from jgraph.train.config import TrainConfig
 from jgraph.train.metrics import peak_memory_bytes
@@ -21,13 +21,13 @@ from jgraph.train.optimizer import adamw
 from jgraph_models.gpt import GPT
 
 
-def time_plain_jax(asked: Row) -> None:
-    """Builds the step of one configuration and times it when asked.
+def time_plain_jax(request: Row) -> None:
+    """Builds the step of one configuration and times it when request.
 
     Args:
-        asked: `config`, a stored configuration, and `variant`, a list of `same` or `stock`, and `flatten`.
+        request: `config`, a stored configuration, and `variant`, a list of `same` or `stock`, and `flatten`.
     """
-    config, variant = TrainConfig.from_dict(asked["config"]), asked["variant"]
+    config, variant = TrainConfig.from_dict(request["config"]), request["variant"]
     is_stock = "stock" in variant
     model = config.model
     if is_stock:
@@ -77,12 +77,12 @@ def time_plain_jax(asked: Row) -> None:
         state, value = jitted(state, tokens_BS)
         return value
 
-    run, wait, latest = stepping(advance)
+    run, wait, latest = make_stepper(advance)
     run()
     wait()
     answer(loss=float(latest[0]), peak_bytes=peak_memory_bytes(device))
-    take_turns(lambda clock: clock.in_flight(run, wait, device.platform))
+    take_turns(lambda timer: timer.on_platform(run, wait, device.platform))
 
 
 if __name__ == "__main__":
-    time_plain_jax(request())
+    time_plain_jax(read_request())

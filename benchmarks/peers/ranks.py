@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import read_card
-from benchmarks.peers.protocol import Clock, answer, begin
+from benchmarks.peers.protocol import Timer, answer, begin
 
 Step = Callable[[], object]
 
@@ -59,7 +59,7 @@ class Ranks:
         if self.rank == 0:
             answer(**row)
 
-    def turns(self) -> Iterator[Clock]:
+    def turns(self) -> Iterator[Timer]:
         """Yields how to time each turn, on every rank: the first one is told, and passes it on."""
         self.tell(ready=True)
         while True:
@@ -67,7 +67,7 @@ class Ranks:
             dist.broadcast_object_list(lines, group=self.idle)
             if not lines[0]:
                 return
-            yield Clock(**json.loads(lines[0]))
+            yield Timer(**json.loads(lines[0]))
 
     def take_turns(self, step: Step, *, each: bool) -> None:
         """Times turns; how often is agreed upon by all ranks, as the times are.
@@ -82,11 +82,11 @@ class Ranks:
             return statistics.fmean(self.timed(step)[0] for _ in range(steps)) if each else self.timed(step, steps)[0]
 
         for clock in self.turns():
-            ms = repeat(clock.warmup_seconds, repeat(0.01, self.timed(step)[0]))
-            times = [repeat(clock.seconds, ms) for _ in range(clock.repeats)]
+            ms = repeat(timer.warmup_seconds, repeat(0.01, self.timed(step)[0]))
+            times = [repeat(timer.seconds, ms) for _ in range(timer.repeats)]
             with ThreadPoolExecutor(1) as pool:  # the card is read while it works, but not while it is timed
                 reading = pool.submit(read_card)
-                repeat(clock.seconds, ms)
+                repeat(timer.seconds, ms)
             watts, mhz = reading.result() or (None, None)
             self.tell(turn={"ms": statistics.median(times), "power_watts": watts, "sm_clock_mhz": mhz})
 

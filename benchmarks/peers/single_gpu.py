@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers import torch_gpt, torch_moe
-from benchmarks.peers.protocol import answer, request, take_turns
+from benchmarks.peers.protocol import answer, read_request, take_turns
 from benchmarks.peers.torch_gpt import adamw, to_float8, warm_up
 from jgraph.train.config import TrainConfig
 
@@ -32,8 +32,8 @@ def built(variant: str, config: TrainConfig) -> tuple[Any, torch.optim.Optimizer
 
 
 def main() -> None:
-    asked = request()
-    variant, config = asked["variant"], TrainConfig.from_dict(asked["config"])
+    request = read_request()
+    variant, config = request["variant"], TrainConfig.from_dict(request["config"])
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     with torch.device("cuda"):
@@ -64,7 +64,7 @@ def main() -> None:
         run = graph.replay
         torch.cuda.empty_cache()  # what the steps before the capture left: the graph has a pool of its own, others need room
     answer(device=torch.cuda.get_device_name())
-    take_turns(lambda clock: clock.back_to_back(run, torch.cuda.synchronize))
+    take_turns(lambda timer: timer.back_to_back(run, torch.cuda.synchronize))
     answer(loss=float(latest["loss"]), peak_bytes=torch.cuda.max_memory_allocated())
 
 

@@ -1,4 +1,4 @@
-"""A process that is asked about graphed callables: GPT blocks one by one, or a pipeline's step."""
+"""A process that is request about graphed callables: GPT blocks one by one, or a pipeline's step."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 import jgraph
 from benchmarks.harness import soak
-from benchmarks.peers.protocol import Clock, answer, request, take_turns
+from benchmarks.peers.protocol import Timer, answer, read_request, take_turns
 from benchmarks.programs.models import gpt_blocks, half_square, mlp_layer, mlp_layers
-from benchmarks.programs.step import devices_of, stepping
+from benchmarks.programs.step import first_devices, make_stepper
 from benchmarks.rows import Row
-from benchmarks.works import MLPSize, schedule_of
+from benchmarks.works import MLPSize, parse_schedule
 
 # N tokens, D model, B batch, T sequence
 
@@ -98,16 +98,16 @@ BLOCKS: dict[str, Callable[[Blocks], Callable[[], Any]]] = {
 }
 
 
-def time_blocks(asked: Row) -> None:
+def time_blocks(request: Row) -> None:
     start = time.perf_counter()
-    iteration, handed = BLOCKS[asked["variant"]](Blocks.of(asked["size"])), 2 * asked["size"]["num_blocks"]
+    iteration, handed = BLOCKS[request["variant"]](Blocks.of(request["size"])), 2 * request["size"]["num_blocks"]
     jax.block_until_ready(iteration())
     device = f"1 x {jax.devices()[0].device_kind}"
     answer(build_and_first_s=time.perf_counter() - start, replays=handed, device=device)
-    run, wait, _ = stepping(iteration)  # as torch's gradients, which are None before the next iteration
+    run, wait, _ = make_stepper(iteration)  # as torch's gradients, which are None before the next iteration
 
-    def measure(clock: Clock) -> Row:
-        return clock.back_to_back(run, wait) | {"host_us": clock.handover_seconds(run, wait) / handed * 1e6}
+    def measure(timer: Timer) -> Row:
+        return timer.back_to_back(run, wait) | {"host_us": timer.dispatch_seconds(run, wait) / handed * 1e6}
 
     take_turns(measure, partial(soak, run, wait, jax.devices()[:1], dict))
 
@@ -121,10 +121,10 @@ def mlp_stage(params: tuple[Any, ...], x_ND: jax.Array) -> jax.Array:
     return x_ND
 
 
-def time_pipeline(asked: Row) -> None:
-    size, ranks = MLPSize(**asked["size"]), asked["ranks"]
-    devices = devices_of(ranks)
-    schedule = schedule_of(asked["schedule"], ranks, size.microbatches)
+def time_pipeline(request: Row) -> None:
+    size, ranks = MLPSize(**request["size"]), request["ranks"]
+    devices = first_devices(ranks)
+    schedule = parse_schedule(request["schedule"], ranks, size.microbatches)
     stages = schedule.num_stages
     if size.layers % stages:
         raise RuntimeError(f"{size.layers} layers cannot be shared out evenly to {stages} stages")
@@ -147,21 +147,21 @@ def time_pipeline(asked: Row) -> None:
     placed = graphed.place(params)
 
     def step():
-        result = graphed.run(None, inputs, half_square, params=placed, join=asked["join"])
+        result = graphed.run(None, inputs, half_square, params=placed, join=request["join"])
         return result.losses, result.grads
 
-    run, wait, latest = stepping(step)
+    run, wait, latest = make_stepper(step)
     start = time.perf_counter()
     run()
     wait()
     answer(first_step_s=time.perf_counter() - start, loss=sum(map(float, latest[0][0])))
 
-    def measure(clock: Clock) -> Row:
-        return clock.one_by_one(run, wait) | {"host_ms": clock.handover_seconds(run, wait) * 1e3}
+    def measure(timer: Timer) -> Row:
+        return timer.one_by_one(run, wait) | {"host_ms": timer.dispatch_seconds(run, wait) * 1e3}
 
     take_turns(measure)
 
 
 if __name__ == "__main__":
-    asked = request()
-    {"blocks": time_blocks, "pipeline": time_pipeline}[asked["task"]](asked)
+    request = read_request()
+    {"blocks": time_blocks, "pipeline": time_pipeline}[request["task"]](request)

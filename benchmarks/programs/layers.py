@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.peers.protocol import answer, request, take_turns
-from benchmarks.programs.step import compiled_bytes, devices_of, stepping
+from benchmarks.peers.protocol import answer, read_request, take_turns
+from benchmarks.programs.step import compiled_bytes, first_devices, make_stepper
 from benchmarks.rows import Row
 from jgraph.train.config import TrainConfig
 from jgraph.train.metrics import peak_memory_bytes
@@ -53,9 +53,9 @@ def layers(config: GPTConfig, length: int) -> tuple[Any, Tree]:
     return call, params
 
 
-def time_layers(asked: Row) -> None:
-    config = TrainConfig.from_dict(asked["config"])
-    device, model = devices_of(1)[0], config.model
+def time_layers(request: Row) -> None:
+    config = TrainConfig.from_dict(request["config"])
+    device, model = first_devices(1)[0], config.model
     call, params = layers(model, config.input.seq_len)
     shape = config.input.batch_size, config.input.seq_len, model.d_model
     x_BTD, dy_BTD = (jax.random.normal(jax.random.key(i), shape, jnp.dtype(model.compute_dtype)) for i in range(2))
@@ -66,13 +66,13 @@ def time_layers(asked: Row) -> None:
 
     options = compiler_options(config.compile.graph, config.compile.xla_options, platform=device.platform)
     compiled, capture = compile_and_report(passed.lower(params, x_BTD, dy_BTD), options)
-    run, wait, _ = stepping(lambda: compiled(params, x_BTD, dy_BTD))
+    run, wait, _ = make_stepper(lambda: compiled(params, x_BTD, dy_BTD))
     run()
     wait()
     answer(device=device.device_kind, capture=str(capture) if capture else None, **compiled_bytes(compiled))
-    take_turns(lambda clock: clock.back_to_back(run, wait))
+    take_turns(lambda timer: timer.back_to_back(run, wait))
     answer(peak_bytes=peak_memory_bytes(device))
 
 
 if __name__ == "__main__":
-    time_layers(request())
+    time_layers(read_request())

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.peers.protocol import Clock, answer, request, take_turns
+from benchmarks.peers.protocol import Timer, answer, read_request, take_turns
 from benchmarks.programs.models import Model, model_of
-from benchmarks.programs.step import compiled_bytes, devices_of, launched, stepping
+from benchmarks.programs.step import compiled_bytes, first_devices, count_graph_launches, make_stepper
 from benchmarks.rows import Row
-from benchmarks.works import GPTSize, schedule_of, size_from
+from benchmarks.works import GPTSize, parse_schedule, size_from_dict
 from jgraph import FP8Config
 from jgraph.dispatch import in_turn
 from jgraph.pipeline import Pipeline, Pipelined
@@ -36,15 +36,15 @@ from jgraph.xla.options import known
 CALLS, CALLED_LAYERS = 4, 16
 
 
-def time_schedule(asked: Row) -> None:
-    ranks, size, clock = asked["ranks"], size_from(asked["size"]), Clock(**asked["clock"])
+def time_schedule(request: Row) -> None:
+    ranks, size, clock = request["ranks"], size_from_dict(request["size"]), Timer(**request["clock"])
     if isinstance(size, GPTSize):
-        model = replace(size.model, norm=asked["norm"] or size.model.norm)
-        size = replace(size, model=model.in_fp8() if asked["fp8"] else model)
-    devices, platform = devices_of(ranks), jax.default_backend()
-    model, schedule = model_of(size, ranks), schedule_of(asked["schedule"], ranks, size.microbatches)
+        model = replace(size.model, norm=request["norm"] or size.model.norm)
+        size = replace(size, model=model.in_fp8() if request["fp8"] else model)
+    devices, platform = first_devices(ranks), jax.default_backend()
+    model, schedule = model_of(size, ranks), parse_schedule(request["schedule"], ranks, size.microbatches)
     mesh = Mesh(np.array(devices).reshape(1, ranks), ("data", "pipe"))
-    pipe = pipeline_of(model, schedule, mesh, remat=asked["remat"], recipe=asked["fp8"])
+    pipe = pipeline_of(model, schedule, mesh, remat=request["remat"], recipe=request["fp8"])
     stacked = pipe.stack(model.ends, model.layers)
     params = jax.device_put(stacked, pipe.shardings(stacked))
     inputs, history = jax.device_put(
@@ -53,15 +53,15 @@ def time_schedule(asked: Row) -> None:
     del stacked
     model.layers.clear()  # they would count as the first device's memory
     held_before = peak_memory_bytes(devices[0])
-    runtime = "dispatched" if asked["engine"] == "dispatch" else pipe.runtime
+    runtime = "dispatched" if request["engine"] == "dispatch" else pipe.runtime
     answer(device=f"{ranks} x {devices[0].device_kind}", runtime=runtime)
 
     chosen = known(XLA_OPTIONS, platform) if pipe.precision.weights else ()
-    options = compiler_options(asked["graph"], (*chosen, *asked["xla_options"]), platform=platform, num_devices=ranks)
+    options = compiler_options(request["graph"], (*chosen, *request["xla_options"]), platform=platform, num_devices=ranks)
     if platform == "gpu":  # or command buffers are left aside while launches are counted
         options["xla_enable_command_buffers_during_profiling"] = True
     call = as_executables if runtime == "dispatched" else as_program
-    run, wait, latest = stepping(call(pipe, params, inputs, history, options))
+    run, wait, latest = make_stepper(call(pipe, params, inputs, history, options))
     run()
     wait()
     # Where microbatches' losses are not weighted, a dispatched schedule leaves their sum.
@@ -72,15 +72,15 @@ def time_schedule(asked: Row) -> None:
     answer(loss=loss, peak_bytes=max(peaks), peaks_bytes=peaks)
     turns = []
 
-    def measure(clock: Clock) -> Row:
-        turns.append(clock.one_by_one(run, wait))
+    def measure(timer: Timer) -> Row:
+        turns.append(timer.one_by_one(run, wait))
         return turns[-1]
 
     take_turns(measure)
-    stream = clock.in_flight(run, wait, platform)
-    answer(stream_ms=stream["ms"], host_ms=clock.handover_seconds(run, wait) * 1e3)
-    answer(**launched(run, wait))
-    if asked["actions"] and turns:
+    stream = timer.on_platform(run, wait, platform)
+    answer(stream_ms=stream["ms"], host_ms=timer.dispatch_seconds(run, wait) * 1e3)
+    answer(**count_graph_launches(run, wait))
+    if request["actions"] and turns:
         latest.clear()
         alone = time_actions(pipe, params, inputs, clock, options)
         alone |= time_ends(pipe, params, inputs, clock, options, together=runtime != "dispatched")
@@ -157,7 +157,7 @@ def as_executables(pipe: Pipeline, params: Any, inputs: Any, history: Any, optio
     return call
 
 
-def time_actions(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options: Any) -> Row:
+def time_actions(pipe: Pipeline, params: Any, inputs: Any, timer: Timer, options: Any) -> Row:
     """Times forward, dgrad and wgrad of a stage on one GPU. Each call depends on the one before, as in a pipeline."""
     layers = pipe.layout.layers_per_stage
     function, split, calls = pipe.stage(None, layers), pipe.split(None, layers), max(1, CALLED_LAYERS // layers)
@@ -212,7 +212,7 @@ def time_actions(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options
     return alone | {"wgrad_ms": milliseconds(add)}
 
 
-def time_ends(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options: Any, *, together: bool) -> Row:
+def time_ends(pipe: Pipeline, params: Any, inputs: Any, timer: Timer, options: Any, *, together: bool) -> Row:
     """Times head and embedding of a microbatch with their gradients: by all ranks together, or each on one GPU."""
     model, (x, *_) = pipe.model, pipe.inputs(params, inputs)
     mesh = pipe.mesh if together else Mesh(pipe.mesh.devices[:, :1], pipe.mesh.axis_names)
@@ -252,7 +252,7 @@ def time_ends(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options: A
     return {name: alone_ms(call, clock) / count for name, call in calls.items()}
 
 
-def time_permute(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options: Any) -> float:
+def time_permute(pipe: Pipeline, params: Any, inputs: Any, timer: Timer, options: Any) -> float:
     """Returns the milliseconds in which every rank passes an activation on, or a gradient back."""
     ranks = pipe.mesh.shape["pipe"]
     x = jax.device_put(like(pipe.inputs(params, inputs)[0]), NamedSharding(pipe.mesh, PartitionSpec()))
@@ -276,9 +276,9 @@ def on_ranks(function: Callable[..., Any], mesh: Mesh, in_specs: Any, options: A
     return lambda: compiled(*args)
 
 
-def alone_ms(call: Callable[[], Any], clock: Clock) -> float:
-    run, wait, _ = stepping(call)
-    return clock.in_flight(run, wait, jax.default_backend())["ms"]
+def alone_ms(call: Callable[[], Any], timer: Timer) -> float:
+    run, wait, _ = make_stepper(call)
+    return timer.on_platform(run, wait, jax.default_backend())["ms"]
 
 
 def like(shapes: Any, scale: float = 1.0, key: int = 0) -> Any:
@@ -321,4 +321,4 @@ def permutes(schedule: Schedule, runtime: str) -> int:
 
 
 if __name__ == "__main__":
-    time_schedule(request())
+    time_schedule(read_request())

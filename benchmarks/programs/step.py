@@ -1,4 +1,4 @@
-"""A process that is asked about a training step of `python -m jgraph.train`: its time, its time by category, a soak."""
+"""A process that is request about a training step of `python -m jgraph.train`: its time, its time by category, a soak."""
 
 import tempfile
 import time
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from benchmarks.harness import soak
-from benchmarks.peers.protocol import answer, request, take_turns
+from benchmarks.peers.protocol import answer, read_request, take_turns
 from benchmarks.rows import Row
 from jgraph.dispatch import in_turn
 from jgraph.profile.attribution import by_category, choose_step
@@ -46,7 +46,7 @@ class Step:
     def of(cls, config: TrainConfig, tell: Callable[..., None] = answer) -> "Step":
         config = profiled(config, jax.default_backend())  # so that launches can be counted
         setup = TrainSetup.of(config)
-        devices = devices_of(setup.step.num_devices)
+        devices = first_devices(setup.step.num_devices)
         tell(device=f"{len(devices)} x {devices[0].device_kind}", xla_options=config.compile.xla_options)
         cache.enable()
         init = setup.compile_init()  # beside the step, which takes longer
@@ -84,7 +84,7 @@ class Step:
         halted = {} if self.metrics.halted is None else {"halted": int(self.metrics.halted)}
         return {"loss": float(self.metrics.loss), "skipped": int(self.state.skipped), **halted}
 
-    def soak(self, **asked: Any) -> Iterator[Row]:
+    def soak(self, **request: Any) -> Iterator[Row]:
         """Runs steps on a new batch each, as `benchmarks.harness.soak`; at the end their losses."""
         losses: list[float] = []
 
@@ -96,11 +96,11 @@ class Step:
             self.wait()
             losses.append(float(self.metrics.loss))
 
-        yield from soak(run, wait, self.devices, self.result, **asked)
+        yield from soak(run, wait, self.devices, self.result, **request)
         yield {"losses": losses}
 
 
-def devices_of(ranks: int) -> list[Any]:
+def first_devices(ranks: int) -> list[Any]:
     """Returns the first devices of the machine. Raises RuntimeError where there are not as many."""
     devices = jax.devices()[:ranks]
     if len(devices) < ranks:
@@ -114,7 +114,7 @@ def compiled_bytes(compiled: Any) -> Row:
     return {f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes") for name in names}
 
 
-def stepping(call: Callable[[], Any]) -> tuple[Callable[[], None], Callable[[], None], list[Any]]:
+def make_stepper(call: Callable[[], Any]) -> tuple[Callable[[], None], Callable[[], None], list[Any]]:
     """Returns how to hand over a step, how to wait for it, and the list that has its result until the next step."""
     latest: list[Any] = [None]
 
@@ -125,7 +125,7 @@ def stepping(call: Callable[[], Any]) -> tuple[Callable[[], None], Callable[[], 
     return run, lambda: jax.block_until_ready(latest), latest
 
 
-def launched(run: Callable[[], None], wait: Callable[[], None]) -> Row:
+def count_graph_launches(run: Callable[[], None], wait: Callable[[], None]) -> Row:
     """Counts the CUDA graphs that a step launches, and those updated before."""
     with count_launches() as count:
         run()
@@ -133,20 +133,20 @@ def launched(run: Callable[[], None], wait: Callable[[], None]) -> Row:
     return {"launches": count.launches, "updates": count.updates}
 
 
-def time_step(asked: Row) -> None:
-    config = TrainConfig.from_dict(asked["config"])
+def time_step(request: Row) -> None:
+    config = TrainConfig.from_dict(request["config"])
     step = Step.of(config)
     step.run()
     step.wait()
     answer(**step.result(), peak_bytes=step.peak_bytes())
 
     take_turns(
-        lambda clock: clock.in_flight(step.run, step.wait, step.devices[0].platform),
+        lambda timer: timer.on_platform(step.run, step.wait, step.devices[0].platform),
         step.soak,
     )
-    answer(**launched(step.run, step.wait), peak_bytes=step.peak_bytes())
+    answer(**count_graph_launches(step.run, step.wait), peak_bytes=step.peak_bytes())
     answer(**{name: value for name, value in step.result().items() if name != "loss"})
-    if asked["categories"]:
+    if request["categories"]:
         del step  # the other one has a state of its own
         answer(categories=categories(config))
 
@@ -170,4 +170,4 @@ def categories(config: TrainConfig) -> Row:
 
 
 if __name__ == "__main__":
-    time_step(request())
+    time_step(read_request())
