@@ -28,8 +28,8 @@ FIELDS = {
     "categories": "milliseconds of the step by category",
     "forward_ms, dgrad_ms, wgrad_ms, onto_float32_ms": "time of a grouped matmul by its role in the backward pass",
     "alone": "milliseconds of the forward, dgrad and wgrad of a stage, each timed in isolation",
-    "loss, losses, heldout, skipped, same_loss": "loss after the first step, or per step; validation loss; skipped steps; whether "
-    "the loss stayed constant",
+    "loss, losses, heldout, skipped, same_loss": "loss after the first step, or per step; validation loss; skipped steps; True "
+    "for a constant loss",
     "halted": "expert capacity that the step needed, 0 if the capacity was sufficient",
     "build_s, build_and_first_s, first_step_s, trace_s, compile_s": "seconds of setup",
     "launches, updates, replays, actions": "CUDA graph launches, graph updates, replays, or pipeline actions per step",
@@ -147,8 +147,8 @@ def verdict(a: list[float], b: list[float]) -> str:
         b: Times of the other run.
 
     Returns:
-        "faster" or "slower" for `b` if the two ranges do not overlap, `WITHIN` if they do, "no spread known" if one of the lists
-        has fewer than two repeats.
+        "faster" or "slower" for `b` if the two ranges do not overlap, `WITHIN` if they do, "no spread known" if one of the
+        lists has fewer than two repeats.
     """
     if min(len(a), len(b)) < 2:
         return "no spread known"

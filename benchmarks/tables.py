@@ -70,7 +70,7 @@ def number(key: str, form: str = ".2f", scale: float = 1.0) -> Cell:
 
 
 def mfu(flops: float) -> Cell:
-    """Makes a cell with the model FLOPs utilization, relative to the bfloat16 peak in the datasheet. `flops` are per GPU and step."""
+    """Makes a cell with the model FLOPs utilization: FLOP/s over the bfloat16 peak. `flops` are per GPU and step."""
 
     def cell(row: Row) -> str:
         peak = peak_flops((row.get("device") or "").rpartition(" x ")[2])
@@ -201,7 +201,7 @@ def _range(rows: list[Row]) -> str:
 
 
 def variant_text(row: Row) -> str:
-    """Returns schedule, variant and join of a row. XLA options are only counted, because their names are too long for a table."""
+    """Returns schedule, variant and join of a row. Counts the XLA options, because their names are too long for a table."""
     options = row.get("variant", "").split()
     own = [option for option in options if not option.startswith("xla_")]
     xla = len(options) - len(own)

@@ -1,4 +1,4 @@
-"""Peer: grouped products by `torch._grouped_mm`, as autograd computes them, and the sum onto a float32 gradient.
+"""PyTorch peer: grouped matmuls with `torch._grouped_mm`, and the addition to a float32 gradient.
 
 python -m benchmarks.peers.grouped '{"shape": [64, 32, 16, 4], "groups": [16, 16, 16, 16]}'
 """
@@ -10,6 +10,7 @@ from benchmarks.peers.protocol import answer, read_request, take_turns
 
 
 def main() -> None:
+    """Entry point of the candidate process."""
     request = read_request()
     (M, K, N, G), device = request["shape"], "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
