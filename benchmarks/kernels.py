@@ -36,7 +36,7 @@ class Options(runner.Options):
     """Flags of the benchmark."""
 
     implementations: tuple[str, ...] = ("mosaic", "xla")
-    """Implementations to time. One that does not compile on this device gets a row with an error."""
+    """Implementations to time. A failed compilation gives a row with an error."""
     functions: tuple[str, ...] = ("", "gelu")
     """Functions to apply before quantization. An empty name quantizes the array itself. Each function is timed fused into the
     kernel, and as a separate operation (`apart`)."""

@@ -60,7 +60,7 @@ def config_of(work: str, options: Options) -> TrainConfig:
     """Returns the config of a work.
 
     Args:
-        work: Name of the work. One that ends with `LAYERS` has four layers and 4 sequences of 4096 tokens.
+        work: Name of the work. Names that end with `LAYERS` have four layers and 4 sequences of 4096 tokens.
         options: Flags.
 
     Returns:

@@ -279,7 +279,7 @@ def multi_gpu_table(data: dict[str, dict[str, Row]]) -> list[str]:
                 title = f"{kind}, {work}" if batch_text(result) in work else f"{kind}, {work}, {batch_text(result)}"
                 if "config" in result:
                     groups = group_by_placement(result["rows"])
-                    titled = [(f"{title}, parameters {kept}", [rows]) for kept, rows in groups.items()]
+                    titled = [(f"{title}, parameters {placement}", [rows]) for placement, rows in groups.items()]
                 else:
                     titled = [(title, stored_runs(data, name, work))]
                 lines += [(result["ranks"], comparison_cells(title, result, runs)) for title, runs in titled]
@@ -318,8 +318,8 @@ def fp8_table(works: Iterable[tuple[str, Row]]) -> list[str]:
 
 def precision(row: Row) -> str:
     """Returns the precision in the variant of a row: te, current, delayed, float8 or bf16."""
-    words = set(row["variant"].replace("=", " ").replace(":", " ").split())
-    return next((word for word in ("te", "current", "delayed", "float8") if word in words), "bf16")
+    settings = set(row["variant"].replace("=", " ").replace(":", " ").split())
+    return next((name for name in ("te", "current", "delayed", "float8") if name in settings), "bf16")
 
 
 def batch_text(result: Row) -> str:

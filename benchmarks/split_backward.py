@@ -128,8 +128,8 @@ def program(variant: str, stage: Any, params: Any, x: jax.Array, dy: jax.Array) 
         return add(total, early), dx, stash
 
     if variant.endswith("one program"):
-        whole = jit({"jax.vjp": joint, "split": parts, "two jax.vjp": twice}[variant.partition(",")[0]])
-        return lambda total: whole(total, params, x, dy)[0]
+        one_program = jit({"jax.vjp": joint, "split": parts, "two jax.vjp": twice}[variant.partition(",")[0]])
+        return lambda total: one_program(total, params, x, dy)[0]
     forward_vjp, backward = jax.jit(lambda params, x: jax.vjp(stage, params, x)), jit(backward)
     if variant == "jax.vjp, two programs":
         return lambda total: backward(total, forward_vjp(params, x)[1], dy)[0]

@@ -26,14 +26,14 @@ def build_model(variant: str, config: TrainConfig) -> tuple[Any, torch.optim.Opt
     Returns:
         The model and the optimizer.
     """
-    words = variant.split()
-    if "te" not in words:
+    settings = variant.split()
+    if "te" not in settings:
         model = (torch_moe.GPT if config.model.moe.num_experts else torch_gpt.GPT)(config.model)
         return model, adamw(model, config.optimizer, capturable=True)
     from benchmarks.peers import te_gpt  # optional dependency
 
-    dtype = torch.bfloat16 if "bf16-params" in words else torch.float32
-    model = te_gpt.GPT(config.model, words[2], dtype)
+    dtype = torch.bfloat16 if "bf16-params" in settings else torch.float32
+    model = te_gpt.GPT(config.model, settings[2], dtype)
     if dtype == torch.bfloat16:
         return model, te_gpt.fused_adam(model, config.optimizer)
     return model, adamw(model, config.optimizer, capturable=True)

@@ -197,8 +197,8 @@ def rotary(config: GPTConfig, length: int, like: Tensor) -> tuple[Tensor, Tensor
     frequencies = config.rope_theta**-exponents
     if config.rope_scaling == "llama3":
         low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-        kept = ((config.rope_original_length / (2 * math.pi / frequencies) - low) / (high - low)).clamp(0, 1)
-        frequencies = (1 - kept) * frequencies / config.rope_factor + kept * frequencies
+        unscaled = ((config.rope_original_length / (2 * math.pi / frequencies) - low) / (high - low)).clamp(0, 1)
+        frequencies = (1 - unscaled) * frequencies / config.rope_factor + unscaled * frequencies
     angles_TK = torch.arange(length, device=like.device, dtype=dtype)[:, None] * frequencies
     return angles_TK.cos(), angles_TK.sin()
 

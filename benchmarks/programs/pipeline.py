@@ -247,13 +247,13 @@ def time_actions(pipe: Pipeline, params: Any, inputs: Any, timer: Timer, options
     stashes, *_ = call_dgrad(stage, residuals, dy)
     alone = {"forward_ms": milliseconds(lambda: call_forward(stage, x))}
     alone["dgrad_ms"] = milliseconds(lambda: call_dgrad(stage, residuals, dy))
-    kept = [held.after_dgrad() for held in residuals]
+    wgrad_residuals = [held.after_dgrad() for held in residuals]
     sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), own)
     grads = [(sums, None, None)]
-    call_wgrad = compiled(wgrad, grads[0], stage, kept, stashes, donate=(0,))
+    call_wgrad = compiled(wgrad, grads[0], stage, wgrad_residuals, stashes, donate=(0,))
 
     def add() -> Any:
-        grads[0] = call_wgrad(grads[0], stage, kept, stashes)
+        grads[0] = call_wgrad(grads[0], stage, wgrad_residuals, stashes)
         return grads[0]
 
     return alone | {"wgrad_ms": milliseconds(add)}
