@@ -69,7 +69,7 @@ class Options(MultiGPUOptions, SoakOptions, TraceOptions):
     sequences: int = 0
     """Sequences per GPU and step. 0 uses the default of the work."""
     one_gpu: Literal["yes", "no"] = "yes"
-    """Also time works that fit on one GPU on one GPU."""
+    """Also time each work on one GPU, if it fits."""
 
 
 def works(options: Options) -> Iterator[Work]:
