@@ -147,17 +147,13 @@ def run(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (JgraphError, OSError) as e:
-        print(_error_line(prog, _message(e), fields), file=sys.stderr)
+        message = str(e)
+        if isinstance(e, OSError) and e.filename is None and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            message = f"standard output or a temporary file cannot be written: {e.strerror}"
+        print(_error_line(prog, message, fields), file=sys.stderr)
         return 1 if isinstance(e, NonFiniteError) else 2
     except KeyboardInterrupt:
         return 130
-
-
-def _message(error: JgraphError | OSError) -> str:
-    """Returns the message of an error. A failed write without a file name is one to standard output or a temporary file."""
-    if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return f"standard output or a temporary file cannot be written: {error.strerror}"
-    return str(error)
 
 
 def _error_line(prog: str, message: str, fields: Collection[str]) -> str:

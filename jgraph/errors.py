@@ -55,18 +55,18 @@ def check_types(config: Any, *, prefix: str = "") -> None:
     """
     for name, kind in typing.get_type_hints(type(config)).items():
         field, value, choices = prefix + name, getattr(config, name), typing.get_args(kind)
-        fits, allowed = True, ""
         if typing.get_origin(kind) is Literal:
             check_choice(field, value, choices)
         elif typing.get_origin(kind) is tuple and typing.get_origin(choices[0]) is Literal:
             for one in value:
                 check_choice(field, one, typing.get_args(choices[0]))
         elif kind == tuple[str, ...]:
-            fits, allowed = isinstance(value, tuple) and all(isinstance(v, str) for v in value), "a tuple of strings"
+            fits = isinstance(value, tuple) and all(isinstance(v, str) for v in value)
+            require(fits, field, repr(value), "a tuple of strings")
         elif kind in (int, float, str, bool):
             fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
             allowed = {int: "an integer", float: "a number", str: "a string", bool: "True or False"}[kind]
-        require(fits, field, repr(value), allowed)
+            require(fits, field, repr(value), allowed)
 
 
 def require(condition: bool, field: str, value: object, allowed: str) -> None:

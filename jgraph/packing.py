@@ -1,8 +1,9 @@
 """Packs small parameters into flat arrays, so that an operation on all parameters runs a few kernels, not one for each.
 
 The optimizer step of a launch-bound model consists of hundreds of kernels of two microseconds: a cast, a norm and an update for
-each parameter. Packing leaves a handful (H200, 12 layers of width 256: 1.53 -> 1.24 ms, notes/develop/measurements.md). Large
-parameters are not packed: their kernels are long, and concatenating their gradients would cost a pass over memory.
+each parameter. Packing leaves a handful (H200, 12 layers of width 256: 1.53 -> 1.24 ms,
+notes/develop/measurements/single-gpu.md). Large parameters are not packed: their kernels are long, and concatenating their
+gradients would cost a pass over memory.
 """
 
 from collections.abc import Container
@@ -13,9 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jgraph.tree import is_matrix, is_router, leaf_names
-
-Tree = Any
+from jgraph.tree import PyTree, is_matrix, is_router, leaf_names
 
 # A kernel over a float32 leaf of this size is mostly launch overhead: 2 MiB at 4.3 TB/s take half a microsecond.
 _SMALL_LEAF = 2**19
@@ -36,7 +35,7 @@ class Packing:
     groups: tuple[tuple[str, tuple[int, ...]], ...]
 
     @classmethod
-    def of(cls, params: Tree, *, small: int = _SMALL_LEAF, alone: Container[str] = ()) -> Self:
+    def of(cls, params: PyTree, *, small: int = _SMALL_LEAF, alone: Container[str] = ()) -> Self:
         """Groups small leaves by dtype, by whether they are matrices (weight decay), and by whether they are a router's.
 
         Args:
@@ -54,7 +53,7 @@ class Packing:
         leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in flat)
         return cls(treedef, leaves, groups=tuple((name, tuple(indices)) for name, indices in members.items()))
 
-    def pack(self, params: Tree) -> dict[str, Array]:
+    def pack(self, params: PyTree) -> dict[str, Array]:
         """Returns the arrays by name. A group of several leaves is 1-D, a single leaf keeps its shape."""
         leaves = self.treedef.flatten_up_to(params)
         return {
@@ -62,7 +61,7 @@ class Packing:
             for name, indices in self.groups
         }
 
-    def unpack(self, packed: dict[str, Array]) -> Tree:
+    def unpack(self, packed: dict[str, Array]) -> PyTree:
         """Inverts `pack`. Its gradient is one concatenation per group."""
         leaves: list[Array | None] = [None] * len(self.leaves)
         for name, indices in self.groups:

@@ -223,7 +223,8 @@ class GraphedCallables(Sequence[Graphed]):
             # After a failed run, the next run or zero_grads allocates the sums that were donated.
             sums = [{p: registers[results["sum", i, p]] for p in one.grads["backward"]} for i, one in enumerate(self._shaped)]
             for graphed, arrays in zip(self._graphed, sums, strict=True):
-                graphed.gradients.update([(p, arrays.pop(p)) for p in graphed.gradients.places], f"run {self._runs}")
+                if graphed.gradients.places:
+                    graphed.gradients.update([(p, arrays.pop(p)) for p in graphed.gradients.places], f"run {self._runs}")
         grads = tuple(graphed.gradients.tree(owned) for graphed, owned in zip(self._graphed, sums, strict=True))
         losses = tuple(registers[results["loss", m]] for m in range(count))
         y = self._shaped[-1].y

@@ -115,7 +115,8 @@ def make_plan(
         stored.append({a: flow.send_buffer(a, segments[n][0].rank, busy) for a, _, _ in sends[n]} if reuse else {})
         interfaces.append(interface(tasks, flow.avals, wanted, standing=flow.standing, dying=dying, stored=stored[n]))
     # If its arrays have moved since the last launch, a command buffer is updated first, which takes as long as the launch. With
-    # an executable of its own, an instruction finds its arrays at their last addresses (notes/develop/measurements.md).
+    # an executable of its own, an instruction finds its arrays at their last addresses
+    # (notes/develop/measurements/callables.md).
     captures = any(shaped.device.platform != "cpu" for shaped in callables)
     copies = copies if captures and len(interfaces) <= _MOST_EXECUTABLES else "shared"
     executables = compile_tasks(interfaces, callables, options, copies=copies)

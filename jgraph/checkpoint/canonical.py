@@ -13,8 +13,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.dispatch import in_turn
-
-Tree = Any
+from jgraph.tree import PyTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +31,8 @@ class CanonicalLayout:
         opt_state: Whether the optimizer state has the structure of the run's `arrays`, or of the model's `tree`.
     """
 
-    pack: Callable[[Tree], Tree]
-    unpack: Callable[[Tree], Tree]
+    pack: Callable[[PyTree], PyTree]
+    unpack: Callable[[PyTree], PyTree]
     own: Any
     mesh: Mesh | None
     opt_state: Literal["arrays", "tree"] = "arrays"
@@ -65,7 +64,7 @@ class CanonicalLayout:
         shardings = spread(self.mesh, self.own.params, shapes)
         return jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, shardings)
 
-    def _mapped(self, state: Any, like_params: Callable[[Tree], Tree], other: Callable[[Array], Array]) -> Any:
+    def _mapped(self, state: Any, like_params: Callable[[PyTree], PyTree], other: Callable[[Array], Array]) -> Any:
         """Maps trees with the structure of the parameters, and other leaves. One by one, because the temporaries are large."""
         params = like_params(state.params)
         if self.opt_state == "tree":
@@ -83,12 +82,12 @@ class CanonicalLayout:
         return dataclasses.replace(state, params=params, opt_state=opt_state, **rest)
 
     @cached_property
-    def _unpack(self) -> Callable[[Tree], Tree]:
+    def _unpack(self) -> Callable[[PyTree], PyTree]:
         tree = jax.eval_shape(self.unpack, self.own.params)
         return jax.jit(self.unpack, out_shardings=None if self.mesh is None else spread(self.mesh, self.own.params, tree))
 
 
-def spread(mesh: Mesh, sharded: Tree, leaves: Tree) -> Tree:
+def spread(mesh: Mesh, sharded: PyTree, leaves: PyTree) -> PyTree:
     """Shards leaves over the mesh axes that shard some leaf of `sharded`, so that no device holds a whole large model.
 
     Args:

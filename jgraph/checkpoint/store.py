@@ -26,7 +26,7 @@ import orbax.checkpoint as ocp
 from jax import Array
 from jax.sharding import SingleDeviceSharding
 
-from jgraph.errors import CheckpointError, require
+from jgraph.errors import CheckpointError, JgraphError, require
 from jgraph.processes import all_gather_scalar, all_or_raise, is_process_zero
 
 State = TypeVar("State")
@@ -205,12 +205,11 @@ class Checkpoints:
             return
         with self._write_errors():
             self._manager.close()
-        with all_or_raise(), self._write_errors():
-            for step in damaged if is_process_zero() else ():
-                target = self._directory / f"damaged-{step}"
-                shutil.rmtree(target, ignore_errors=True)
-                (self._directory / str(step)).rename(target)
-        with self._write_errors():
+            with all_or_raise():
+                for step in damaged if is_process_zero() else ():
+                    target = self._directory / f"damaged-{step}"
+                    shutil.rmtree(target, ignore_errors=True)
+                    (self._directory / str(step)).rename(target)
             self._manager = self._open()
 
     def _empty_trash(self) -> None:
@@ -227,7 +226,7 @@ class Checkpoints:
         what = f"`run_dir`: checkpoints in {self._directory} cannot be written"
         try:
             yield
-        except CheckpointError:
+        except JgraphError:
             raise
         except Exception as e:
             if _has_code(e, errno.ENOSPC, errno.EDQUOT):
@@ -275,12 +274,11 @@ class CheckpointReader:
         self._leaves = {leaf["name"]: (number, leaf) for number, leaf in enumerate(digest["leaves"])}
 
     def read(self, name: str) -> np.ndarray:
-        """Returns a leaf on the host. Other processes need not call it."""
+        """Returns a leaf on the host. Collective: every process must call it."""
         _, saved = self._leaf(name)
         here = SingleDeviceSharding(jax.local_devices()[0])
-        leaves = self._read({name: jax.ShapeDtypeStruct(tuple(saved["shape"]), jnp.dtype(saved["dtype"]), sharding=here)})
-        self._check(leaves)
-        return np.asarray(leaves[name])
+        like = jax.ShapeDtypeStruct(tuple(saved["shape"]), jnp.dtype(saved["dtype"]), sharding=here)
+        return np.asarray(self.place({name: like})[name])
 
     def place(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
         """Returns leaves on devices. All processes call it together; each reads its own shards.
@@ -294,36 +292,27 @@ class CheckpointReader:
         Raises:
             CheckpointError: If a leaf has another shape.
         """
-        wanted: dict[str, jax.ShapeDtypeStruct] = {}
+        leaves: list[Any] = [ocp.PLACEHOLDER] * len(self._leaves)
+        how = [ocp.RestoreArgs()] * len(self._leaves)
         for name, leaf in like.items():
-            _, saved = self._leaf(name)
+            number, saved = self._leaf(name)
             if tuple(saved["shape"]) != leaf.shape:
                 where, shapes = self._directory / str(self.step), f"{saved['shape']} in it and {list(leaf.shape)} in this run"
                 raise CheckpointError(f"checkpoint {where} does not fit this run: {name} has shape {shapes}", field=self._field)
-            wanted[name] = _placed(jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(saved["dtype"]), sharding=leaf.sharding))
+            wanted = _placed(jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(saved["dtype"]), sharding=leaf.sharding))
+            leaves[number], how[number] = wanted, ocp.ArrayRestoreArgs(sharding=wanted.sharding, dtype=wanted.dtype)
         with all_or_raise():
-            leaves = self._read(wanted)
-        self._check(leaves)
-        return leaves
+            found = self._restore("state", ocp.args.PyTreeRestore(leaves, restore_args=how))  # pyright: ignore[reportCallIssue]
+        arrays = {name: found[self._leaf(name)[0]] for name in like}
+        for name, actual in zip(arrays, checksums(list(arrays.values())), strict=True):
+            if actual != (expected := self._sums[self._leaf(name)[0]]):
+                raise self._damaged(f"{name} has checksum {actual:08x}, not {expected:08x}")
+        return arrays
 
     def _leaf(self, name: str) -> tuple[int, dict[str, Any]]:
         if name not in self._leaves:
             raise CheckpointError(f"checkpoint {self._directory / str(self.step)} has no {name}")
         return self._leaves[name]
-
-    def _read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
-        leaves: list[Any] = [ocp.PLACEHOLDER] * len(self._leaves)
-        how = [ocp.RestoreArgs()] * len(self._leaves)
-        for name, leaf in wanted.items():
-            number, _ = self._leaf(name)
-            leaves[number], how[number] = leaf, ocp.ArrayRestoreArgs(sharding=leaf.sharding, dtype=leaf.dtype)
-        found = self._restore("state", ocp.args.PyTreeRestore(leaves, restore_args=how))  # pyright: ignore[reportCallIssue]
-        return {name: found[self._leaf(name)[0]] for name in wanted}
-
-    def _check(self, leaves: Mapping[str, Array]) -> None:
-        for name, actual in zip(leaves, checksums(list(leaves.values())), strict=True):
-            if actual != (wanted := self._sums[self._leaves[name][0]]):
-                raise self._damaged(f"{name} has checksum {actual:08x}, not {wanted:08x}")
 
     def close(self) -> None:
         """Ends Orbax's threads."""

@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -63,19 +62,13 @@ def capture(
     try:
         config = _training_config(name, preset, sizes)
         if config is not None:
-            changes = {
-                "precision": precision,
-                "fp8": fp8,
-                "graph": graph,
-                "xla_options": (*config.compile.xla_options, *xla_options),
-            }
-            config = config.changed(**sizes, **changes)
+            options = (*config.compile.xla_options, *xla_options)
+            config = config.changed(**sizes, precision=precision, fp8=fp8, graph=graph, xla_options=options)
         report = _explain(name, config, target, graph, xla_options)
     except (JgraphError, OSError):
         raise
     except (Exception, SystemExit) as e:  # user code and jax may raise any exception
-        reason = f"{type(e).__name__}: {e}".strip().splitlines()[0]
-        raise ConfigError(f"{name} cannot be compiled: {reason}", field="name") from e
+        raise ConfigError(f"{name} cannot be compiled: {_reason(e)}", field="name") from e
     if json:
         with os_errors("json", json):
             json.write_text(report.to_json() + "\n", encoding="utf-8")
@@ -149,27 +142,23 @@ def _training_config(name: str, preset_name: str | None, sizes: dict[str, int]) 
 def _example(name: str) -> tuple[Callable[..., Any], Sequence[Any], int | Sequence[int]]:
     """Calls the named user function and returns its function, arguments and donate_argnums."""
     match _find(name)():
-        case (fn, (*args,)) if callable(fn):
-            return fn, args, ()
-        case (fn, (*args,), donated) if callable(fn):
-            return fn, args, donated
+        case (fn, (*args,), *donated) if callable(fn) and len(donated) <= 1:
+            return fn, args, donated[0] if donated else ()
     raise ConfigError(f"{name}() must return (fn, args) or (fn, args, donate_argnums), with args a tuple", field="name")
 
 
 def _find(name: str) -> Callable[..., Any]:
     """Imports the module of MODULE:NAME and returns the class or function."""
     module, _, attribute = name.rpartition(":")
-    found = getattr(_import(module), attribute, None)
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except (Exception, SystemExit) as e:  # the import of a user module may raise any exception
+        raise ConfigError(f"{module} cannot be imported: {_reason(e)}", field="name") from e
     if not callable(found):
         problem = f"has no {attribute!r}" if found is None else f"has {attribute!r}, of type {type(found).__name__}"
         raise ConfigError(f"{module} {problem}: must be a class or a function", field="name")
     return found
 
 
-def _import(module: str) -> ModuleType:
-    """Imports a module; raises ConfigError for any exception."""
-    try:
-        return importlib.import_module(module)
-    except (Exception, SystemExit) as e:  # the import of a user module may raise any exception
-        reason = f"{type(e).__name__}: {e}".splitlines()[0]
-        raise ConfigError(f"{module} cannot be imported: {reason}", field="name") from e
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]

@@ -4,7 +4,6 @@ Ranks are rows, rank 0 on top; time runs to the right, to scale. The colors are 
 (jfly.uni-koeln.de/color, 2008). Black text is readable on all of them and on their tints for later chunks.
 """
 
-from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -24,7 +23,6 @@ _IDLE, _CONTINUED = "·", "-"
 _MAX_LINES = 40
 
 
-@cache
 def tint(kind: int, chunk: int, chunks: int) -> str:
     """Returns the color of an action; later chunks are lighter.
 
@@ -77,7 +75,10 @@ def timeline(run: Simulation, *, width: int, cells: Cells) -> Text:
 
 def _layout(run: Simulation, columns: int) -> tuple[float, list[tuple[int, int]]]:
     """Returns the columns per unit of time, and the first and last column of each band."""
-    shortest = _shortest(run)
+    spans = np.concatenate([end - start for start, end in zip(run.starts, run.ends, strict=True)])
+    # At least 1/16 of the longest, which limits the width: a very short action may vanish instead. After a far longer action
+    # its duration even rounds to 0.
+    shortest = float(max(spans.min(), spans.max() / 16))
     # An integer number of columns, so that equal actions have equal widths.
     cell = int(columns * shortest / run.makespan)
     if cell < 2:
@@ -90,13 +91,6 @@ def _layout(run: Simulation, columns: int) -> tuple[float, list[tuple[int, int]]
     most = max(_MAX_LINES // (run.schedule.num_ranks + 1), 2)
     shown = starts if count <= most else [*starts[: most - 1], starts[-1]]
     return scale, [(at, min(at + step, total)) for at in shown]
-
-
-def _shortest(run: Simulation) -> float:
-    """Returns the duration of the shortest action, but at least 1/16 of the longest."""
-    spans = np.concatenate([end - start for start, end in zip(run.starts, run.ends, strict=True)])
-    # Limits the width: a very short action may vanish instead. After a far longer action its duration even rounds to 0.
-    return float(max(spans.min(), spans.max() / 16))
 
 
 def _append_cells(text: Text, run: Simulation, r: int, scale: float, window: tuple[int, int], style: Cells) -> None:
@@ -134,20 +128,11 @@ def legend(run: Simulation, *, cells: Cells) -> Text:
         One line.
     """
     text, chunks = Text(), run.schedule.num_chunks
-    for kind in _kinds(run):
+    for kind in np.unique(np.concatenate([order.kinds for order in run.schedule])).tolist():
         style = Style(color=TEXT, bgcolor=COLORS[kind]) if cells == "colors" else ""
         text.append(f" {LETTERS[kind]} " if cells == "colors" else LETTERS[kind], style=style).append(f" {_LABELS[kind]}   ")
     text.append(_IDLE * 3 if cells == "colors" else _IDLE, style="dim").append(" idle   number: microbatch")
     if chunks > 1:
-        text.append(f"   {'lighter' if cells == 'colors' else 'lower case'}: {_later_chunks(run)}")
+        later = f"chunk 2 to {chunks}" if chunks > 2 else "chunk 2"
+        text.append(f"   {'lighter' if cells == 'colors' else 'lower case'}: {later}")
     return text
-
-
-def _later_chunks(run: Simulation) -> str:
-    """Returns the chunks after the first, 1-based, for legends."""
-    return "chunk 2" + f" to {run.schedule.num_chunks}" * (run.schedule.num_chunks > 2)
-
-
-def _kinds(run: Simulation) -> list[int]:
-    """Returns the kinds of actions that occur, ascending."""
-    return np.unique(np.concatenate([order.kinds for order in run.schedule])).tolist()

@@ -21,9 +21,8 @@ def integer(config: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, l
 
 def number(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> float:
     """Returns a finite number, at least 0."""
-    return float(
-        _checked(config, name, default, lambda v: type(v) in (int, float) and 0 <= v <= 1e30, "a finite number, at least 0")
-    )
+    allowed = "a finite number, at least 0"
+    return float(_checked(config, name, default, lambda v: type(v) in (int, float) and 0 <= v <= 1e30, allowed))
 
 
 def boolean(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> bool:
@@ -38,11 +37,8 @@ def string(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> An
 
 def strings(config: Mapping[str, Any], name: str) -> list[str]:
     """Returns a list of strings; empty if it is missing."""
-
-    def fits(value: Any) -> bool:
-        return isinstance(value, list) and all(isinstance(one, str) for one in value)
-
-    return _checked(config, name, [], fits, "a list of strings")
+    allowed = "a list of strings"
+    return _checked(config, name, [], lambda v: isinstance(v, list) and all(isinstance(one, str) for one in v), allowed)
 
 
 def mapping(config: Mapping[str, Any], name: str) -> dict[str, Any]:

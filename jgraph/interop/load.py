@@ -9,12 +9,10 @@ from jax.sharding import SingleDeviceSharding
 
 from jgraph.interop.folder import Folder, read
 from jgraph.interop.names import Part, check_filled
-from jgraph.tree import leaf_names, path_name
-
-Tree = Any
+from jgraph.tree import PyTree, leaf_names, path_name
 
 
-def load(folder: Folder, parts: Mapping[str, Sequence[Part]], like: Tree) -> Tree:
+def load(folder: Folder, parts: Mapping[str, Sequence[Part]], like: PyTree) -> PyTree:
     """Loads a model's parameters from a folder that was checked.
 
     Args:

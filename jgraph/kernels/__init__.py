@@ -5,7 +5,6 @@ from jgraph.kernels.documents import document_attention as document_attention
 from jgraph.kernels.norm import rms_norm as rms_norm
 from jgraph.kernels.quantize import (
     Quantized as Quantized,
-    Slot as Slot,
     amax as amax,
     cast as cast,
     cast_transpose as cast_transpose,

@@ -28,23 +28,25 @@ def require_scalar(name: str, array: Array, dtype: str = "float32") -> None:
 
 
 def chosen(
-    implementation: str, auto: str, fits: bool, name: str, array: _Spec, must: str, allowed: tuple[str, ...] = ("mosaic", "xla")
+    implementation: str, runs: bool, fits: bool, name: str, array: _Spec, must: str, others: tuple[str, ...] = ("xla",)
 ) -> str:
-    """Returns the implementation to run.
+    """Returns the implementation to run. `auto` selects the Mosaic kernel if it runs and fits, else the first of `others`.
 
     Args:
         implementation: Argument of the entry point.
-        auto: Implementation that `auto` selects.
+        runs: True if the target device runs the Mosaic kernel.
         fits: True if the Mosaic kernel supports the arguments.
         name: Name of the argument that must fit.
         array: Its value.
         must: Description of the values that the kernel supports, for the message.
-        allowed: All implementations.
+        others: All other implementations.
 
     Raises:
         ConfigError: If the implementation is unknown.
         ShapeError: If it is `mosaic` and the arguments do not fit.
     """
-    check_choice("implementation", implementation, ("auto", *allowed))
+    check_choice("implementation", implementation, ("auto", "mosaic", *others))
     require(fits or implementation != "mosaic", name, array, f"{must} for `implementation` mosaic; pad it, or use auto")
-    return auto if implementation == "auto" else implementation
+    if implementation == "auto":
+        return "mosaic" if runs and fits else others[0]
+    return implementation

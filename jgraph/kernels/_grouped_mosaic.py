@@ -1,23 +1,263 @@
-"""Grouped matmuls on Hopper: one kernel for all groups of any size."""
+"""Grouped matmuls on Hopper: one kernel for all groups of any size.
+
+Blocks of threads share the tiles of all groups, one block per multiprocessor. In each block one warpgroup copies operands into
+a ring in shared memory and two multiply. A block computes the tiles of each group from the sizes of the groups.
+"""
 
 # M rows, sorted by group; G groups, K summed over, N columns
 
-from typing import Any, Literal
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from jgraph.kernels._grouped_blocks import ALIGNED, ROWS, SWIZZLED, Cursor, Shape, Tiles, Work, aligned, kernel_of, persistent
-from jgraph.kernels._mosaic import LINE, SLAB, plgpu, shared
+from jgraph.kernels._mosaic import LINE, SLAB, kernel, plgpu, shared
 
 Order = Literal["GKN", "GNK", "NGK"]
 """Order of the axes of weights: G groups, K summed over, N columns."""
 
-_PRODUCT = Shape(columns=256, stages=4, slots=2)
+ALIGNED, SWIZZLED = 8, 64
+"""Rows are copied from multiples of 8, and columns of bfloat16 in lines of 64."""
+_ROWS = 2 * SLAB
+"""Rows of a tile, half of them for each compute warpgroup."""
+_BLOCKS = 132
+"""Blocks of threads, one for each multiprocessor of an H100 or H200."""
+
+
+class _Shape(NamedTuple):
+    """Tile sizes of a kernel.
+
+    Attributes:
+        columns: Columns of a tile.
+        stages: Stages of the ring.
+        slots: Pieces of a tile, one line wide, that a warpgroup stages in shared memory while it stores them.
+    """
+
+    columns: int
+    stages: int
+    slots: int
+
+
+class _Cursor(NamedTuple):
+    """A group and its tiles. A block visits groups in order.
+
+    Attributes:
+        group: int32; the group after the last holds the rows beyond the sum of the sizes.
+        begin: int32, first row.
+        end: int32, row after the last.
+        first: int32, number of the first tile.
+        after: int32, number of the next group's first tile.
+    """
+
+    group: Any
+    begin: Any
+    end: Any
+    first: Any
+    after: Any
+
+
+class _Tiles(NamedTuple):
+    """The tiles of all groups, numbered group by group.
+
+    Attributes:
+        sizes: Reference to int32[G].
+        M: Rows of all groups.
+        count: Returns the number of tiles of a group, given its first row and the row after its last.
+        total: int32, tiles of all groups.
+    """
+
+    sizes: Any
+    M: int
+    count: Callable[[Any, Any], Any]
+    total: Any = None
+
+    def start(self) -> _Cursor:
+        """Returns a cursor before the first group."""
+        return _Cursor(jnp.int32(-1), *(jnp.int32(0),) * 4)
+
+    def next(self, at: _Cursor) -> _Cursor:
+        """Returns the cursor at the next group."""
+        G, group = self.sizes.shape[0], at.group + 1
+        end = jnp.minimum(at.end + self.sizes[jnp.minimum(group, G - 1)], self.M)
+        end = jnp.where(group == G, self.M, end)
+        return _Cursor(group, at.end, end, at.after, at.after + self.count(at.end, end))
+
+    def seek(self, at: _Cursor, tile: Any) -> _Cursor:
+        """Returns the cursor at the group of a tile in this group or a later one."""
+        return lax.while_loop(lambda at: at.after <= tile, self.next, at)
+
+    def counted(self) -> "_Tiles":
+        """Returns a copy with `total` set."""
+        last = lax.fori_loop(0, self.sizes.shape[0] + 1, lambda _, at: self.next(at), self.start())
+        return self._replace(total=last.after)
+
+
+class _Work(NamedTuple):
+    """The work of one tile, for `_persistent`.
+
+    Attributes:
+        steps: int32, number of products to sum.
+        rows: True if the warpgroup's part of the tile has a valid row.
+        columns: int32, number of valid columns.
+        load: Starts the copies of a step into a stage of the ring.
+        operands: Returns references to a warpgroup's operands, given a stage of the ring and a width.
+        finish: Stores a warpgroup's accumulator.
+        mask: Sets a warpgroup's invalid rows of a step to zero in shared memory.
+        prepare: Starts the copies of the values that a warpgroup's accumulator is added to, given its columns.
+    """
+
+    steps: Any
+    rows: Any
+    columns: Any
+    load: Callable[[Any, Any], None]
+    operands: Callable[[Any, int], tuple[Any, Any]]
+    finish: Callable[[Any], None]
+    mask: Callable[[Any, Any], None] | None = None
+    prepare: Callable[[int], None] | None = None
+
+
+def _persistent(
+    tiles: _Tiles, work: Callable[[_Cursor, Any], _Work], shape: _Shape, columns: int, full: Any, empty: Any
+) -> None:
+    """Runs a block's share of the tiles: one warpgroup loads, two multiply and store.
+
+    Args:
+        tiles: The tiles of all groups.
+        work: Returns the work of a tile, given a cursor at its group.
+        shape: Tile sizes.
+        columns: Number of columns of the result.
+        full: Barriers of filled stages.
+        empty: Barriers of consumed stages.
+    """
+    gpu, places, widths = plgpu(), shape.stages, _widths(shape, columns)
+    wg, block = lax.axis_index("wg"), lax.axis_index("block")
+    count = lax.div(tiles.total + (_BLOCKS - 1), jnp.int32(_BLOCKS))
+
+    def place_of(step: Any) -> Any:
+        return lax.rem(step, jnp.int32(places))
+
+    def loop(steps: Any, body: Callable[[Any], None]) -> None:
+        lax.fori_loop(jnp.int32(0), steps, lambda k, _: body(k), None)
+
+    def shares(each: Callable[[_Work, Any], None]) -> Any:
+        """Calls `each` with a tile and the number of steps before it. Returns the total number of steps."""
+
+        def one(turn: Any, carry: tuple[_Cursor, Any]) -> tuple[_Cursor, Any]:
+            at, seen = carry
+            # Rotated by one at each turn, so that the narrower last columns are spread over the blocks.
+            number = turn * _BLOCKS + lax.rem(block + turn, jnp.int32(_BLOCKS))
+            there, number = number < tiles.total, jnp.minimum(number, tiles.total - 1)
+            at = tiles.seek(at, number)
+            mine = work(at, number - at.first)
+            mine = mine._replace(steps=jnp.where(there, mine.steps, 0), rows=there & mine.rows)
+            each(mine, seen)
+            return at, seen + mine.steps
+
+        return lax.fori_loop(jnp.int32(0), count, one, (tiles.start(), jnp.int32(0)))[1]
+
+    @pl.when(wg == 2)
+    def load():
+        gpu.set_max_registers(40, action="decrease")
+
+        def each(mine: _Work, seen: Any) -> None:
+            def step(k: Any) -> None:
+                place = place_of(seen + k)
+                pl.when(seen + k >= places)(lambda: gpu.barrier_wait(empty.at[place]))
+                mine.load(k, place)
+
+            loop(mine.steps, step)
+
+        seen = shares(each)
+        last = jnp.maximum(seen - places, 0)
+        loop(seen - last, lambda k: gpu.barrier_wait(empty.at[place_of(last + k)]))
+
+    @pl.when(wg < 2)
+    def multiply():
+        gpu.set_max_registers(232, action="increase")
+
+        def each(mine: _Work, seen: Any) -> None:
+            def run(columns: int) -> None:
+                if mine.prepare is not None:
+                    mine.prepare(columns)
+
+                def products(acc: Any) -> Any:
+                    def step(k: Any) -> None:
+                        place = place_of(seen + k)
+                        gpu.barrier_wait(full.at[place])
+                        if mine.mask is not None:
+                            mine.mask(k, place)
+                        gpu.wgmma(acc, *mine.operands(place, columns))
+                        gpu.wgmma_wait(1)
+                        pl.when(k > 0)(lambda: gpu.barrier_arrive(empty.at[place_of(seen + k - 1)]))
+
+                    loop(mine.steps, step)
+                    return acc[...]
+
+                result = pl.run_scoped(products, gpu.ACC((SLAB, columns)))
+                last = place_of(seen + mine.steps - 1)
+                pl.when(mine.steps > 0)(lambda: gpu.barrier_arrive(empty.at[last]))
+                mine.finish(result)
+
+            def idle(k: Any) -> None:
+                gpu.barrier_wait(full.at[place_of(seen + k)])
+                gpu.barrier_arrive(empty.at[place_of(seen + k)])
+
+            for columns, less in zip(widths, (0, *widths), strict=False):
+                fits = mine.rows & (mine.columns > less) & (mine.columns <= columns)
+                pl.when(fits)(functools.partial(run, columns))
+            # A warpgroup must observe every phase of its barriers.
+            pl.when(~mine.rows)(lambda: loop(mine.steps, idle))
+
+        shares(each)
+        gpu.wait_smem_to_gmem(0)
+
+
+def _widths(shape: _Shape, columns: int) -> tuple[int, ...]:
+    """Returns the possible widths of a product for a matrix of `columns` columns. The smallest sufficient one is used."""
+    last, half = columns % shape.columns, shape.columns // 2
+    widths = {shape.columns} if columns >= shape.columns else set()
+    return tuple(sorted(widths | ({half if last <= half else shape.columns} if last else set())))
+
+
+def _aligned(row: Any) -> Any:
+    """Rounds a row down to a multiple of `ALIGNED`, from which the copy engine can start."""
+    return pl.multiple_of(lax.div(row, jnp.int32(ALIGNED)) * ALIGNED, ALIGNED)
+
+
+def _persistent_kernel(
+    body: Callable[..., None], out_type: Any, stages: int, rings: Sequence[Any], staged: Any, barriers: int = 0
+) -> Any:
+    """Returns a kernel of one block per multiprocessor.
+
+    The scratch arguments of its body are the `rings`, `staged`, the barriers of the ring, and `barriers` further
+    barriers if that is not 0.
+    """
+    body.__qualname__ = body.__name__
+    gpu = plgpu()
+    return kernel(
+        body,
+        out_type=out_type,
+        scratch_types=[
+            *rings,
+            staged,
+            gpu.Barrier(num_arrivals=2, num_barriers=stages),
+            gpu.Barrier(num_arrivals=2, num_barriers=stages),
+            *([gpu.Barrier(num_arrivals=1, num_barriers=barriers)] if barriers else []),
+        ],
+        grid=(_BLOCKS,),
+        grid_names=("block",),
+        num_threads=3,
+        thread_name="wg",
+    )
+
+
+_PRODUCT = _Shape(columns=256, stages=4, slots=2)
 # A sum is bound by bytes, so all of a tile's addends have slots and are loaded while the tile is multiplied.
-_SUM = Shape(columns=128, stages=5, slots=4)
+_SUM = _Shape(columns=128, stages=5, slots=4)
 
 
 def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Array | None = None) -> Array:
@@ -34,25 +274,25 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
     staged = gpu.RefUnion(shared(slots, jnp.bfloat16), gpu.SMEM(slots, jnp.bfloat16))
 
     def count(begin: Any, end: Any) -> Any:
-        return jnp.where(end > begin, lax.div(end - aligned(begin) + (ROWS - 1), jnp.int32(ROWS)) * across, 0)
+        return jnp.where(end > begin, lax.div(end - _aligned(begin) + (_ROWS - 1), jnp.int32(_ROWS)) * across, 0)
 
     def grouped_dot(sizes, *refs):
         scaled, (x, w, y, xs, ws, staged, full, empty) = refs[:-8], refs[-8:]
         swizzled, plain = staged
         wg = lax.axis_index("wg")
 
-        def work(at: Cursor, tile: Any) -> Work:
+        def work(at: _Cursor, tile: Any) -> _Work:
             # Adjacent tiles are consecutive: they read the same rows of x, and all of them the same weights.
             i, j = lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across))
             which = jnp.minimum(at.group, G - 1)
-            top = aligned(at.begin) + pl.multiple_of(i * ROWS, ALIGNED)
-            begin, end = jnp.maximum(at.begin, top), jnp.minimum(at.end, top + ROWS)
+            top = _aligned(at.begin) + pl.multiple_of(i * _ROWS, ALIGNED)
+            begin, end = jnp.maximum(at.begin, top), jnp.minimum(at.end, top + _ROWS)
             steps = jnp.where(at.group < G, jnp.int32(K // step), jnp.int32(0))
             left, slab = j * columns, top + wg * SLAB
 
             def load(k: Any, place: Any) -> None:
                 along, side = pl.ds(k * step, step), pl.ds(left, columns)
-                gpu.copy_gmem_to_smem(x.at[pl.ds(top, ROWS), along], xs.at[place], full.at[place])
+                gpu.copy_gmem_to_smem(x.at[pl.ds(top, _ROWS), along], xs.at[place], full.at[place])
                 at = {"G": which, "K": along, "N": side}
                 gpu.copy_gmem_to_smem(w.at[*(at[axis] for axis in order)], ws.at[place], full.at[place])
 
@@ -88,20 +328,20 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
                             size //= 2
                         gpu.commit_smem_to_gmem_group()
 
-            return Work(steps, end > slab, jnp.clip(N - left, 0, columns), load, operands, finish)
+            return _Work(steps, end > slab, jnp.clip(N - left, 0, columns), load, operands, finish)
 
         def operands(place: Any, columns: int) -> tuple[Any, Any]:
             side = pl.ds(0, columns)
             b = ws.at[place, side].transpose((1, 0)) if K_last else ws.at[place, :, side]
             return xs.at[place, pl.ds(wg * SLAB, SLAB)], b
 
-        tiles = Tiles(sizes, M, count).counted()
-        persistent(tiles, work, shape, N, full, empty)
+        tiles = _Tiles(sizes, M, count).counted()
+        _persistent(tiles, work, shape, N, full, empty)
 
     operand = (columns, step) if K_last else (step, columns)
-    rings = shared((shape.stages, ROWS, step), x_MK.dtype), shared((shape.stages, *operand), weights.dtype)
-    kernel = kernel_of(grouped_dot, jax.ShapeDtypeStruct((M, N), jnp.bfloat16), shape.stages, rings, staged)
-    return kernel(sizes_G, *([] if scale is None else [scale.reshape(1)]), x_MK, weights)
+    rings = shared((shape.stages, _ROWS, step), x_MK.dtype), shared((shape.stages, *operand), weights.dtype)
+    run = _persistent_kernel(grouped_dot, jax.ShapeDtypeStruct((M, N), jnp.bfloat16), shape.stages, rings, staged)
+    return run(sizes_G, *([] if scale is None else [scale.reshape(1)]), x_MK, weights)
 
 
 def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtype: jnp.dtype) -> Array:
@@ -114,22 +354,22 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
     adds = add_GKN is not None
     shape, step = _SUM if adds else _PRODUCT, SWIZZLED
     (M, K), N, G = x_MK.shape, dy_MN.shape[1], sizes_G.size
-    columns, down, across = shape.columns, pl.cdiv(K, ROWS), pl.cdiv(N, shape.columns)
+    columns, down, across = shape.columns, pl.cdiv(K, _ROWS), pl.cdiv(N, shape.columns)
     width = LINE // dtype.itemsize
     staged = shared((2, shape.slots, SLAB, width), dtype)
 
     def grouped_wgrad(sizes, x, dy, dw, xs, dys, staged, full, empty, *read):
         wg = lax.axis_index("wg")
 
-        def work(at: Cursor, tile: Any) -> Work:
+        def work(at: _Cursor, tile: Any) -> _Work:
             i, j = lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across))
             begin, end = at.begin, at.end
-            top = aligned(begin)
+            top = _aligned(begin)
             steps = jnp.where(end > begin, lax.div(end - top + (step - 1), jnp.int32(step)), 0)
 
             def load(k: Any, place: Any) -> None:
                 along = pl.ds(pl.multiple_of(top + k * step, ALIGNED), step)
-                gpu.copy_gmem_to_smem(x.at[along, pl.ds(i * ROWS, ROWS)], xs.at[place], full.at[place])
+                gpu.copy_gmem_to_smem(x.at[along, pl.ds(i * _ROWS, _ROWS)], xs.at[place], full.at[place])
                 gpu.copy_gmem_to_smem(dy.at[along, pl.ds(j * columns, columns)], dys.at[place], full.at[place])
 
             def mask(k: Any, place: Any) -> None:
@@ -142,7 +382,7 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
                     here[...] = jnp.where((row >= low) & (row < high), here[...], jnp.bfloat16(0))
                     gpu.commit_smem()
 
-            head, left = i * ROWS + wg * SLAB, j * columns
+            head, left = i * _ROWS + wg * SLAB, j * columns
 
             def there(column: int) -> Any:
                 return dw.at[at.group, pl.ds(head, SLAB), pl.ds(left + column, width)]
@@ -174,20 +414,20 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
                     store(acc)
 
             counted = jnp.clip(N - left, 0, columns)
-            return Work(steps, head < K, counted, load, operands, finish, mask, prepare if adds else None)
+            return _Work(steps, head < K, counted, load, operands, finish, mask, prepare if adds else None)
 
         def operands(place: Any, columns: int) -> tuple[Any, Any]:
             return xs.at[place, :, pl.ds(wg * SLAB, SLAB)].transpose((1, 0)), dys.at[place, :, pl.ds(0, columns)]
 
-        tiles = Tiles(sizes, M, lambda begin, end: jnp.int32(down * across), jnp.int32(G * down * across))
-        persistent(tiles, work, shape, N, full, empty)
+        tiles = _Tiles(sizes, M, lambda begin, end: jnp.int32(down * across), jnp.int32(G * down * across))
+        _persistent(tiles, work, shape, N, full, empty)
 
-    rings = shared((shape.stages, step, ROWS), x_MK.dtype), shared((shape.stages, step, columns), dy_MN.dtype)
+    rings = shared((shape.stages, step, _ROWS), x_MK.dtype), shared((shape.stages, step, columns), dy_MN.dtype)
     barriers = 2 * shape.slots if adds else 0
     out_type = () if adds else jax.ShapeDtypeStruct((G, K, N), dtype)
-    kernel = kernel_of(grouped_wgrad, out_type, shape.stages, rings, staged, barriers)
+    run = _persistent_kernel(grouped_wgrad, out_type, shape.stages, rings, staged, barriers)
     if add_GKN is None:
-        return kernel(sizes_G, x_MK, dy_MN)
+        return run(sizes_G, x_MK, dy_MN)
     sum_GKN = jax.new_ref(add_GKN)
-    kernel(sizes_G, x_MK, dy_MN, sum_GKN)
+    run(sizes_G, x_MK, dy_MN, sum_GKN)
     return sum_GKN[...]

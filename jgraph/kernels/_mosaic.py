@@ -1,7 +1,7 @@
 """Device checks, shared memory layouts and tensor core products of the Mosaic GPU kernels."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def target() -> Device | None:
 
 
 def on_cpu() -> bool:
-    """True if the target device is a CPU, on which Pallas' interpreter runs the kernels, for tests."""
+    """True if the target device is a CPU. Pallas' interpreter runs the kernels there, for tests."""
     return _device().platform == "cpu"
 
 
@@ -59,31 +59,26 @@ def shared(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = None)
     return plgpu().SMEM(shape, dtype, transforms=layout)
 
 
-def interpreter() -> Any:
-    """Returns the `interpret` argument of a Mosaic kernel."""
-    return plgpu().InterpretGPUParams() if on_cpu() else None
+def kernel(body: Callable[..., None], *, semantics: Literal["Lane", "Warpgroup"] = "Warpgroup", **how: Any) -> Any:
+    """Returns `plgpu.kernel(body, **how)`, with roots and exponentials accurate to 2 units in the last place of float32."""
+    gpu = plgpu()
+    params = gpu.CompilerParams(approx_math=True, lowering_semantics=gpu.LoweringSemantics[semantics])
+    return gpu.kernel(body, compiler_params=params, interpret=gpu.InterpretGPUParams() if on_cpu() else None, **how)
 
 
-def sum_products(shape: tuple[int, int], operands: Callable[[int], tuple[Any, Any]], count: int) -> Any:
-    """Returns the float32 sum of a @ b for the pair (a, b) of `operands(i)`, for each i below `count`."""
+def products(*sums: Sequence[tuple[Any, Any]]) -> Sequence[Any]:
+    """Returns for each argument the float32 sum of a @ b over its pairs (a, b) of arrays in shared memory.
 
-    def run(acc: Any) -> Any:
-        for i in range(count):
-            plgpu().wgmma(acc, *operands(i))
-        return acc[...]
-
-    return pl.run_scoped(run, plgpu().ACC(shape, jnp.float32))
-
-
-def products(pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """Returns a @ b.T in float32 for pairs of arrays in shared memory. All products are issued before the first wait."""
+    All products are issued before the first wait.
+    """
 
     def run(*accs: Any) -> list[Any]:
-        for acc, (a, b) in zip(accs, pairs, strict=True):
-            plgpu().wgmma(acc, a, b.transpose((1, 0)))
+        for acc, pairs in zip(accs, sums, strict=True):
+            for a, b in pairs:
+                plgpu().wgmma(acc, a, b)
         return [acc[...] for acc in accs]
 
-    return pl.run_scoped(run, *(plgpu().ACC((a.shape[0], b.shape[0]), jnp.float32) for a, b in pairs))
+    return pl.run_scoped(run, *(plgpu().ACC((a.shape[0], b.shape[1]), jnp.float32) for (a, b), *_ in sums))
 
 
 def add_product(onto: Any, a: Any, b: Any) -> Any:

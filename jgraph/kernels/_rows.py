@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jgraph.kernels._mosaic import interpreter, plgpu
+from jgraph.kernels._mosaic import kernel, plgpu
 
 ROWS = 4
 """Rows of a block. Each is a warp's, so that sums over a row need no shared memory."""
@@ -15,28 +15,20 @@ WIDTH = 128
 """Columns that a warp loads at once: four a thread, 16 bytes of float32, the most that jax 0.12 allows."""
 
 
-def call(kernel: Callable[..., None], outs: Sequence[jax.ShapeDtypeStruct], blocks: int, scratch: Any = ()) -> Any:
+def call(body: Callable[..., None], outs: Sequence[jax.ShapeDtypeStruct], blocks: int, scratch: Any = ()) -> Any:
     """Returns the function that runs a kernel on `blocks` blocks of threads along the grid axis `i`.
 
     Args:
-        kernel: Body of the kernel.
+        body: Body of the kernel.
         outs: Shapes of its results.
         blocks: Size of the grid.
-        scratch: Buffers and barriers of the body.
+        scratch: Its buffers and barriers.
 
     Returns:
         A function of the kernel's arguments.
     """
-    return plgpu().kernel(
-        kernel,
-        out_type=tuple(outs),
-        scratch_types=scratch,
-        grid=(blocks,),
-        grid_names=("i",),
-        # Roots and exponentials are accurate to 2 units in the last place of float32.
-        compiler_params=plgpu().CompilerParams(approx_math=True, lowering_semantics=plgpu().LoweringSemantics.Lane),
-        interpret=interpreter(),
-    )
+    grid: Any = {"grid": (blocks,), "grid_names": ("i",)}
+    return kernel(body, semantics="Lane", out_type=tuple(outs), scratch_types=scratch, **grid)
 
 
 def layout() -> Any:

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from jgraph.kernels._check import chosen, require
-from jgraph.kernels._mosaic import SLAB, has_wgmma, interpreter, plgpu, shared, sum_products
+from jgraph.kernels._mosaic import SLAB, has_wgmma, kernel, plgpu, products, shared
 
 
 def rotary_attention(qkv_BTNK: Array, cos_TP: np.ndarray, sin_TP: np.ndarray, *, implementation: str = "auto") -> Array:
@@ -46,10 +46,9 @@ def rotary_attention(qkv_BTNK: Array, cos_TP: np.ndarray, sin_TP: np.ndarray, *,
     T, N, K = qkv_BTNK.shape[-3:]
     matches = qkv_BTNK.ndim == 4 and N % 3 == 0 and K % 2 == 0 and cos_TP.shape == sin_TP.shape == (T, K // 2)
     require(matches, "qkv_BTNK", qkv_BTNK, f"(B, T, 3H, K); the tables are {cos_TP.shape} and {sin_TP.shape}: must be (T, K/2)")
-    of = qkv_BTNK.shape, qkv_BTNK.dtype
-    must = "bfloat16, 64 or 128 tokens, heads of 64 or 128"
-    run = _IMPLEMENTATIONS[chosen(implementation, choose(*of), _fits(*of), "qkv_BTNK", qkv_BTNK, must)]
-    return run(qkv_BTNK, jnp.asarray(cos_TP), jnp.asarray(sin_TP))
+    fits, must = _fits(qkv_BTNK.shape, qkv_BTNK.dtype), "bfloat16, 64 or 128 tokens, heads of 64 or 128"
+    name = chosen(implementation, has_wgmma(), fits, "qkv_BTNK", qkv_BTNK, must)
+    return (_mosaic if name == "mosaic" else _xla)(qkv_BTNK, jnp.asarray(cos_TP), jnp.asarray(sin_TP))
 
 
 def choose(shape: tuple[int, ...], dtype: DTypeLike) -> str:
@@ -74,43 +73,25 @@ def _xla(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array) -> Array:
     return jax.nn.dot_product_attention(rotated(q_BTHK), rotated(k_BTHK), v_BTHK, is_causal=True, implementation="xla")
 
 
-@jax.custom_vjp
-def _mosaic(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array) -> Array:
-    return _jgraph_attention(qkv_BTNK, cos_TP, sin_TP)
-
-
-def _forward(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array) -> tuple[Array, tuple[Array, ...]]:
-    return _jgraph_attention(qkv_BTNK, cos_TP, sin_TP), (qkv_BTNK, cos_TP, sin_TP)
-
-
-def _backward(residuals: tuple[Array, ...], dy_BTHK: Array) -> tuple[Array, Array, Array]:
-    qkv_BTNK, cos_TP, sin_TP = residuals
-    tables = jnp.zeros_like(cos_TP), jnp.zeros_like(sin_TP)  # the tables are constants
-    return _jgraph_attention_backward(qkv_BTNK, cos_TP, sin_TP, dy_BTHK), *tables
-
-
-_mosaic.defvjp(_forward, _backward)
-
-
 # A jitted function, because jax 0.11 names and compiles every call of a kernel separately.
 @jax.jit
 def _jgraph_attention(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array) -> Array:
     B, T, N, K = qkv_BTNK.shape
 
-    def kernel(qkv: Any, cos: Any, sin: Any, y: Any, **scratch: Any) -> None:
+    def attention(qkv: Any, cos: Any, sin: Any, y: Any, **scratch: Any) -> None:
         head = _Head(qkv, cos, sin, scratch)
         tiles, wg, v, p, out = head.tiles, head.wg, scratch["v"], scratch["p"], scratch["out"]
         exps, total = head.exps()
         for j in range(tiles):
             p[wg, j] = exps[j].astype(p.dtype)
         plgpu().commit_smem()
-        acc = sum_products((SLAB, K), lambda j: (p.at[wg, j], v.at[j]), tiles)
+        (acc,) = products([(p.at[wg, j], v.at[j]) for j in range(tiles)])
         out[wg] = (acc * lax.broadcast_in_dim(1 / total, acc.shape, (0,))).astype(out.dtype)
         plgpu().commit_smem()
         plgpu().copy_smem_to_gmem(out.at[wg], y.at[head.b, head.rows(wg), head.h])
         plgpu().wait_smem_to_gmem(0)
 
-    run = _kernel(kernel, qkv_BTNK, (B, T, N // 3, K), {"p": (T // SLAB, SLAB, SLAB), "out": (SLAB, K)})
+    run = _kernel(attention, qkv_BTNK, (B, T, N // 3, K), {"p": (T // SLAB, SLAB, SLAB), "out": (SLAB, K)})
     return run(qkv_BTNK, cos_TP, sin_TP)
 
 
@@ -119,14 +100,14 @@ def _jgraph_attention_backward(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array, dy
     T, N, K = qkv_BTNK.shape[1:]
     H, P = N // 3, K // 2
 
-    def kernel(qkv: Any, cos: Any, sin: Any, dy: Any, dqkv: Any, **scratch: Any) -> None:
+    def attention_backward(qkv: Any, cos: Any, sin: Any, dy: Any, dqkv: Any, **scratch: Any) -> None:
         head = _Head(qkv, cos, sin, scratch, dy)
         q, k, v, g, p, s, dqk, dv = (scratch[name] for name in ("q", "k", "v", "g", "p", "s", "dqk", "dv"))
         gpu, tiles, wg = plgpu(), head.tiles, head.wg
         exps, total = head.exps()
         share = lax.broadcast_in_dim(1 / total, (SLAB, SLAB), (0,))
         ps = [e * share for e in exps]
-        dps = [sum_products((SLAB, SLAB), lambda _, j=j: (g.at[wg], v.at[j].transpose((1, 0))), 1) for j in range(tiles)]
+        dps = [products([(g.at[wg], v.at[j].T)])[0] for j in range(tiles)]
         dot = sum(jnp.sum(a * b, axis=1) for a, b in zip(ps, dps, strict=True))
         dot = lax.broadcast_in_dim(dot, (SLAB, SLAB), (0,))
         for j in range(tiles):
@@ -135,9 +116,9 @@ def _jgraph_attention_backward(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array, dy
         gpu.commit_smem()
         head.all_ready()
         # A warpgroup's queries need all keys, and its keys and values all queries.
-        dq = [sum_products((SLAB, P), lambda j, a=a: (s.at[wg, j], k.at[a, j]), tiles) for a in range(2)]
-        dk = [sum_products((SLAB, P), lambda j, a=a: (s.at[j, wg].transpose((1, 0)), q.at[a, j]), tiles) for a in range(2)]
-        dv[wg] = sum_products((SLAB, K), lambda j: (p.at[j, wg].transpose((1, 0)), g.at[j]), tiles).astype(dv.dtype)
+        dq = [products([(s.at[wg, j], k.at[a, j]) for j in range(tiles)])[0] for a in range(2)]
+        dk = [products([(s.at[j, wg].T, q.at[a, j]) for j in range(tiles)])[0] for a in range(2)]
+        dv[wg] = products([(p.at[j, wg].T, g.at[j]) for j in range(tiles)])[0].astype(dv.dtype)
         for which, (a, b) in enumerate((dq, dk)):
             dqk[wg, which, 0] = (a * head.cos + b * head.sin).astype(dqk.dtype)
             dqk[wg, which, 1] = (b * head.cos - a * head.sin).astype(dqk.dtype)
@@ -152,7 +133,7 @@ def _jgraph_attention_backward(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array, dy
 
     tiles = T // SLAB
     room = {"g": (SLAB, K), "p": (tiles, SLAB, SLAB), "s": (tiles, SLAB, SLAB), "dqk": (2, 2, SLAB, P), "dv": (SLAB, K)}
-    return _kernel(kernel, qkv_BTNK, qkv_BTNK.shape, room)(qkv_BTNK, cos_TP, sin_TP, dy_BTHK)
+    return _kernel(attention_backward, qkv_BTNK, qkv_BTNK.shape, room)(qkv_BTNK, cos_TP, sin_TP, dy_BTHK)
 
 
 def _kernel(body: Callable[..., None], qkv: Array, out: tuple[int, ...], room: dict[str, tuple[int, ...]]) -> Any:
@@ -163,7 +144,7 @@ def _kernel(body: Callable[..., None], qkv: Array, out: tuple[int, ...], room: d
     here = functools.partial(shared, dtype=qkv.dtype, columns=pairs)
     scratch = {"q": here((2, tiles, SLAB, pairs)), "k": here((2, tiles, SLAB, pairs)), "v": here((tiles, SLAB, K))}
     copies = (5 + ("g" in room)) * tiles
-    return plgpu().kernel(
+    return kernel(
         body,
         out_type=jax.ShapeDtypeStruct(out, qkv.dtype),
         scratch_types=scratch
@@ -173,9 +154,6 @@ def _kernel(body: Callable[..., None], qkv: Array, out: tuple[int, ...], room: d
         grid_names=("b", "h"),
         num_threads=tiles,
         thread_name="wg",
-        # exp and division are accurate to 2 units in the last place of float32.
-        compiler_params=plgpu().CompilerParams(approx_math=True),
-        interpret=interpreter(),
     )
 
 
@@ -228,11 +206,7 @@ class _Head:
         ahead = iota(1) - iota(0)
         scores = []
         for j in range(self.tiles):
-
-            def halves(half: int, j: int = j) -> tuple[Any, Any]:
-                return self.q.at[half, self.wg], self.k.at[half, j].transpose((1, 0))
-
-            score = sum_products(tile, halves, 2)
+            (score,) = products([(self.q.at[half, self.wg], self.k.at[half, j].T) for half in range(2)])
             scores.append(jnp.where(ahead <= (self.wg - j) * SLAB, score, -jnp.inf))
         largest = functools.reduce(jnp.maximum, (jnp.max(score, axis=1) for score in scores))
         largest = lax.broadcast_in_dim(largest, tile, (0,))
@@ -240,4 +214,6 @@ class _Head:
         return exps, functools.reduce(jnp.add, (jnp.sum(e, axis=1) for e in exps))
 
 
-_IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla}
+_mosaic = jax.custom_vjp(_jgraph_attention)
+# The tables are constants.
+_mosaic.defvjp(lambda *args: (_mosaic(*args), args), lambda args, dy: (_jgraph_attention_backward(*args, dy), None, None))

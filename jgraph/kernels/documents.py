@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jgraph.kernels._check import chosen, require
-from jgraph.kernels._mosaic import add_product, has_wgmma, interpreter, plgpu, products, shared
+from jgraph.kernels._mosaic import add_product, has_wgmma, kernel, plgpu, products, shared
 
 _TILE, _HALF = 128, 64
 """Rows of a block of threads and of a compute warpgroup."""
@@ -54,19 +54,10 @@ def document_attention(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: A
     matches = k_BTGK.shape == v_BTGK.shape == (B, T, G, K) and H % G == 0 and starts_BT.shape == (B, T)
     others = f"`k_BTGK` is {k_BTGK.shape}, `v_BTGK` {v_BTGK.shape}, `starts_BT` {starts_BT.shape}"
     require(matches, "q_BTHK", q_BTHK, f"(B, T, H, K) for (B, T, G, K) twice and (B, T); {others}")
-    of = K, q_BTHK.dtype
+    fits = q_BTHK.dtype == jnp.bfloat16 and q_BTHK.shape[3] <= _HEADS[-1]
     must = f"bfloat16 with heads of at most {_HEADS[-1]}"
-    run = _IMPLEMENTATIONS[chosen(implementation, choose(*of), _fits(*of), "q_BTHK", q_BTHK, must)]
-    return run(q_BTHK, k_BTGK, v_BTGK, starts_BT)
-
-
-def choose(head_size: int, dtype: jax.typing.DTypeLike) -> str:
-    """Returns the implementation that `auto` selects on the target device."""
-    return "mosaic" if has_wgmma() and _fits(head_size, dtype) else "xla"
-
-
-def _fits(head_size: int, dtype: jax.typing.DTypeLike) -> bool:
-    return dtype == jnp.bfloat16 and head_size <= _HEADS[-1]
+    name = chosen(implementation, has_wgmma(), fits, "q_BTHK", q_BTHK, must)
+    return (_mosaic if name == "mosaic" else _xla)(q_BTHK, k_BTGK, v_BTGK, starts_BT)
 
 
 def _xla(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array) -> Array:
@@ -169,7 +160,7 @@ def _launch(
     gpu, stages = plgpu(), ring[0].shape[0]
     B, T = args[0].shape[:2]
 
-    def kernel(*refs: Any, own: Any, ring: Any, loaded: Any, full: Any, empty: Any) -> None:
+    def attend(*refs: Any, own: Any, ring: Any, loaded: Any, full: Any, empty: Any) -> None:
         row, head, tile, wg = (lax.axis_index(name) for name in ("row", "head", "tile", "wg"))
         first = (2 * tile + wg) * _HALF
         mine = work(_Place(row, head, tile, pl.ds(wg * _HALF, _HALF), pl.ds(first, _HALF), first), refs, own)
@@ -214,8 +205,8 @@ def _launch(
             mine.compute(loop)
             gpu.wait_smem_to_gmem(0)
 
-    return gpu.kernel(
-        kernel,
+    return kernel(
+        attend,
         out_type=tuple(outs),
         scratch_types={
             "own": list(own),
@@ -228,9 +219,6 @@ def _launch(
         grid_names=("head", "tile", "row"),
         num_threads=3,
         thread_name="wg",
-        # exp2 is accurate to 2 units in the last place of float32.
-        compiler_params=gpu.CompilerParams(approx_math=True),
-        interpret=interpreter(),
     )(*args)
 
 
@@ -287,7 +275,7 @@ def _jgraph_documents(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Ar
 
             def step(number: Any, buffers: Any, carry: Any, masked: bool) -> Any:
                 largest_Q, total_Q, y_QK = carry
-                (scores_QC,) = products([(mine, buffers[0])])
+                (scores_QC,) = products([(mine, buffers[0].T)])
                 if masked:
                     scores_QC = _mask(scores_QC, at.first, (first + number) * C, starts_Q, 0)
                 new_Q = jnp.maximum(largest_Q, jnp.max(scores_QC, axis=1) * factor)
@@ -342,7 +330,7 @@ def _jgraph_documents_backward(
 
             def step(number: Any, buffers: Any, dq_QK: Any, masked: bool) -> Any:
                 k_CK, v_CK = buffers
-                scores_QC, dshares_QC = products([(q_QK, k_CK), (dy_QK, v_CK)])
+                scores_QC, dshares_QC = products([(q_QK, k_CK.T)], [(dy_QK, v_CK.T)])
                 if masked:
                     scores_QC = _mask(scores_QC, at.first, (first + number) * N, starts_Q, 0)
                 shares_QC = jnp.exp2(scores_QC * factor - _spread(lse_Q, scores_QC))
@@ -371,7 +359,7 @@ def _jgraph_documents_backward(
             def head(r: Any, carry: Any) -> Any:
                 def step(number: Any, buffers: Any, carry: Any, masked: bool) -> Any:
                     (dk_CK, dv_CK), (q_QK, dy_QK, *by_query) = carry, buffers
-                    scores_CQ, dshares_CQ = products([(k_CK, q_QK), (v_CK, dy_QK)])
+                    scores_CQ, dshares_CQ = products([(k_CK, q_QK.T)], [(v_CK, dy_QK.T)])
                     lse_Q, delta_Q, starts_Q = (_load(ref, 1) for ref in by_query)
                     if masked:
                         scores_CQ = _mask(scores_CQ, (first + number - r * count) * N, at.first, starts_Q, 1)
@@ -395,6 +383,3 @@ def _jgraph_documents_backward(
     (dq,) = _launch(of_queries, args, [of_q], H, own, ring, 2)
     dk, dv = _launch(of_keys, (*args, ends_BJ2), [of_k, of_k], G, own, ring + by_query, 2)
     return dq, dk, dv
-
-
-_IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla}

@@ -6,7 +6,8 @@ The sizes of the groups are known on the device only. Hopper has a kernel, `_gro
 # M rows, sorted by group; G groups, K summed over, N columns
 
 import functools
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,7 @@ from jax.typing import DTypeLike
 
 from jgraph.errors import check_choice
 from jgraph.kernels._check import chosen, require, require_scalar
-from jgraph.kernels._grouped_blocks import ALIGNED, SWIZZLED
-from jgraph.kernels._grouped_mosaic import Order, product, wgrad
+from jgraph.kernels._grouped_mosaic import ALIGNED, SWIZZLED, Order, product, wgrad
 from jgraph.kernels._mosaic import LINE, has_wgmma, target
 
 DOT, WGRAD = "_jgraph_grouped_dot", "_jgraph_grouped_wgrad"
@@ -59,7 +59,7 @@ def grouped_dot(x_MK: Array, weights_GKN: Array, sizes_G: Array, *, implementati
 def grouped_dgrad(dy_MN: Array, weights_GKN: Array, sizes_G: Array) -> Array:
     """Computes the gradient of the rows of `grouped_dot`: rows of dy times their group's transposed matrix."""
     (M, N), K = dy_MN.shape, weights_GKN.shape[1]
-    return _jgraph_grouped_dgrad(dy_MN, weights_GKN, sizes_G, choose((M, K, N), dy_MN.dtype))
+    return _jgraph_grouped_dgrad(dy_MN, weights_GKN, sizes_G, _chosen("auto", (M, K, N), dy_MN))
 
 
 def grouped_dot_fp8(
@@ -153,13 +153,6 @@ def grouped_wgrad(
     return _jgraph_grouped_wgrad(x_MK, dy_MN, sizes_G, add_GKN, dtype, _chosen(implementation, (M, K, N), x_MK))
 
 
-def choose(shape: tuple[int, int, int], dtype: DTypeLike) -> str:
-    """Returns the implementation that `auto` selects on the target device for (M, K, N)."""
-    if target() is None:
-        return "xla"
-    return "mosaic" if has_wgmma() and _fits(shape, dtype) else "tiles"
-
-
 _FLOATS, _FP8 = ("bfloat16", "float32"), ("float8_e4m3fn", "float8_e5m2")
 
 
@@ -174,10 +167,9 @@ def _fits(shape: tuple[int, int, int], dtype: DTypeLike) -> bool:
 
 
 def _chosen(implementation: str, shape: tuple[int, int, int], x_MK: Array | jax.ShapeDtypeStruct) -> str:
-    of = shape, x_MK.dtype
-    M, K, N = _allowed(x_MK.dtype)
+    (M, K, N), others = _allowed(x_MK.dtype), ("xla", "tiles") if target() is None else ("tiles", "xla")
     must = f"bfloat16 or FP8, with M, K, N of {shape} multiples of {M}, {K} and {N},"
-    return chosen(implementation, choose(*of), _fits(*of), "x_MK", x_MK, must, ("mosaic", "tiles", "xla"))
+    return chosen(implementation, has_wgmma(), _fits(shape, x_MK.dtype), "x_MK", x_MK, must, others)
 
 
 def _check(sizes_G: Array, dtypes: tuple[str, str] = _FLOATS, **arrays: tuple[Array, int]) -> None:
@@ -186,24 +178,6 @@ def _check(sizes_G: Array, dtypes: tuple[str, str] = _FLOATS, **arrays: tuple[Ar
         require(fits, name, array, f"{' or '.join(dtypes)}, not empty, of rank {rank}")
     fits = sizes_G.ndim == 1 and sizes_G.size > 0 and sizes_G.dtype == jnp.int32
     require(fits, "sizes_G", sizes_G, "int32, not empty, of rank 1")
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _dot(x_MK: Array, weights_GKN: Array, sizes_G: Array, implementation: str) -> Array:
-    return _jgraph_grouped_dot(x_MK, weights_GKN, sizes_G, implementation)
-
-
-def _dot_forward(x_MK: Array, weights_GKN: Array, sizes_G: Array, implementation: str) -> Any:
-    return _jgraph_grouped_dot(x_MK, weights_GKN, sizes_G, implementation), (x_MK, weights_GKN, sizes_G)
-
-
-def _dot_backward(implementation: str, residuals: tuple[Array, ...], dy_MN: Array) -> tuple[Any, ...]:
-    x_MK, weights_GKN, sizes_G = residuals
-    dx_MK = _jgraph_grouped_dgrad(dy_MN, weights_GKN, sizes_G, implementation)
-    return dx_MK, _jgraph_grouped_wgrad(x_MK, dy_MN, sizes_G, None, weights_GKN.dtype, implementation), None
-
-
-_dot.defvjp(_dot_forward, _dot_backward)
 
 
 # Jitted functions, because jax 0.11 names and compiles every call of a kernel separately.
@@ -234,6 +208,16 @@ def _jgraph_grouped_wgrad(
     return dw_GKN.astype(dtype) if add_GKN is None else add_GKN + dw_GKN
 
 
+def _dot_backward(implementation: str, residuals: tuple[Array, ...], dy_MN: Array) -> tuple[Any, ...]:
+    x_MK, weights_GKN, sizes_G = residuals
+    dx_MK = _jgraph_grouped_dgrad(dy_MN, weights_GKN, sizes_G, implementation)
+    return dx_MK, _jgraph_grouped_wgrad(x_MK, dy_MN, sizes_G, None, weights_GKN.dtype, implementation), None
+
+
+_dot = jax.custom_vjp(_jgraph_grouped_dot, nondiff_argnums=(3,))
+_dot.defvjp(lambda *args: (_dot(*args), args[:3]), _dot_backward)
+
+
 def _ragged_dot(numbers: lax.RaggedDotDimensionNumbers, lhs: Array, rhs: Array, sizes_G: Array) -> Array:
     """Computes `lax.ragged_dot_general` in float32, also under a `jax.vmap` that maps none of the arguments.
 
@@ -253,22 +237,6 @@ def _ragged_dot(numbers: lax.RaggedDotDimensionNumbers, lhs: Array, rhs: Array, 
     return dot(lhs, rhs, sizes_G)
 
 
-class _Tiles(NamedTuple):
-    """Tiles of rows, each of one group. Group G holds the rows beyond the sum of the sizes.
-
-    Attributes:
-        group: int32[T], the tile's group.
-        first: int32[T], the tile's first row, a multiple of `ALIGNED`.
-        begin: int32[T], first row of the tile that belongs to the group.
-        end: int32[T], row after the last that belongs to the group.
-    """
-
-    group: Array
-    first: Array
-    begin: Array
-    end: Array
-
-
 _ROWS = 256
 """Rows of a tile of the loop."""
 
@@ -278,7 +246,18 @@ def _cumulative(counts: Array) -> Array:
     return jnp.sum(jnp.where(jnp.tri(counts.size, dtype=bool), counts, 0), axis=1, dtype=jnp.int32)
 
 
-def _tiles(sizes_G: Array, M: int) -> _Tiles:
+def _over_tiles(sizes_G: Array, M: int, body: Callable[[Array, Array, Array, Array], Array], init: Array) -> Array:
+    """Loops over tiles of rows. Every tile has rows of one group.
+
+    At most twice the minimal work if groups have at least as many rows as a tile.
+
+    Args:
+        sizes_G: Number of rows of each group.
+        M: Number of all rows. Rows beyond the sum of the sizes are in no group.
+        body: Returns the carry after a tile, from the carry, the group, the tile's first row, and a mask [rows, 1] of the rows
+            that belong to the group. First rows are multiples of `ALIGNED`.
+        init: The first carry.
+    """
     G = sizes_G.size
     end = jnp.concatenate([jnp.minimum(_cumulative(sizes_G), M), jnp.full((1,), M, jnp.int32)])
     begin = jnp.concatenate([jnp.zeros((1,), jnp.int32), end[:-1]])
@@ -288,38 +267,40 @@ def _tiles(sizes_G: Array, M: int) -> _Tiles:
     tile = jnp.arange((M + (ALIGNED - 1) * (G + 1)) // _ROWS + G + 1, dtype=jnp.int32)
     group = jnp.minimum(jnp.sum(tile[:, None] >= ends, axis=1, dtype=jnp.int32), G)
     first = aligned[group] + (tile - (ends - counts)[group]) * _ROWS
-    return _Tiles(group, first, jnp.maximum(begin[group], first), jnp.minimum(end[group], first + _ROWS))
+    tiles = group, first, jnp.maximum(begin[group], first), jnp.minimum(end[group], first + _ROWS)
+
+    def step(tile: Array, carry: Array) -> Array:
+        group, first, begin, end = (part[tile] for part in tiles)
+        row = first + jnp.arange(_ROWS)[:, None]
+        return body(carry, jnp.minimum(group, G - 1), first, (row >= begin) & (row < end) & (group < G))
+
+    return lax.fori_loop(0, group.size, step, init)
+
+
+def _padded(x_MK: Array) -> Array:
+    return jnp.pad(x_MK, ((0, _ROWS), (0, 0)))
 
 
 def _product_tiles(x_MK: Array, weights: Array, sizes_G: Array, order: Order) -> Array:
-    """Loops over tiles. At most twice the minimal work if groups have at least as many rows as a tile."""
-    (M, _), G = x_MK.shape, sizes_G.size
-    tiles = _tiles(sizes_G, M)
-    x = jnp.pad(x_MK, ((0, _ROWS), (0, 0)))
-    y = jnp.zeros((M + _ROWS, weights.shape[order.index("N")]), x.dtype)
+    M, x = x_MK.shape[0], _padded(x_MK)
 
-    def step(tile: Array, y: Array) -> Array:
-        group, first, begin, end = (part[tile] for part in tiles)
-        weight = weights[jnp.minimum(group, G - 1)]
-        rows, weight = lax.dynamic_slice_in_dim(x, first, _ROWS), weight if order == "GKN" else weight.T
+    def step(y: Array, group: Array, first: Array, is_row: Array) -> Array:
+        weight = weights[group] if order == "GKN" else weights[group].T
+        rows = lax.dynamic_slice_in_dim(x, first, _ROWS)
         new = jnp.dot(rows, weight, preferred_element_type=jnp.float32).astype(y.dtype)
-        row = first + jnp.arange(_ROWS)[:, None]
-        new = jnp.where((row >= begin) & (row < end) & (group < G), new, lax.dynamic_slice_in_dim(y, first, _ROWS))
+        new = jnp.where(is_row, new, lax.dynamic_slice_in_dim(y, first, _ROWS))
         return lax.dynamic_update_slice_in_dim(y, new, first, 0)
 
-    return lax.fori_loop(0, tiles.group.size, step, y)[:M]
+    return _over_tiles(sizes_G, M, step, jnp.zeros((M + _ROWS, weights.shape[order.index("N")]), x.dtype))[:M]
 
 
 def _wgrad_tiles(x_MK: Array, dy_MN: Array, sizes_G: Array) -> Array:
-    M, G = x_MK.shape[0], sizes_G.size
-    tiles = _tiles(sizes_G, M)
-    x, dy = (jnp.pad(array, ((0, _ROWS), (0, 0))) for array in (x_MK, dy_MN))
+    x, dy = _padded(x_MK), _padded(dy_MN)
 
-    def step(tile: Array, dw: Array) -> Array:
-        group, first, begin, end = (part[tile] for part in tiles)
-        row = first + jnp.arange(_ROWS)[:, None]
-        part = jnp.where((row >= begin) & (row < end) & (group < G), lax.dynamic_slice_in_dim(x, first, _ROWS), 0)
+    def step(dw: Array, group: Array, first: Array, is_row: Array) -> Array:
+        part = jnp.where(is_row, lax.dynamic_slice_in_dim(x, first, _ROWS), 0)
         new = jnp.dot(part.T, lax.dynamic_slice_in_dim(dy, first, _ROWS), preferred_element_type=jnp.float32)
-        return dw.at[jnp.minimum(group, G - 1)].add(new)
+        return dw.at[group].add(new)
 
-    return lax.fori_loop(0, tiles.group.size, step, jnp.zeros((G, x.shape[1], dy.shape[1]), jnp.float32))
+    dw_GKN = jnp.zeros((sizes_G.size, x.shape[1], dy.shape[1]), jnp.float32)
+    return _over_tiles(sizes_G, x_MK.shape[0], step, dw_GKN)

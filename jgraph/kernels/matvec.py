@@ -143,8 +143,6 @@ def _jgraph_matvec(
     return pl.pallas_call(
         kernel,
         grid=(blocks,),
-        in_specs=[pl.BlockSpec(array.shape, lambda i, rank=array.ndim: (0,) * rank) for array in inputs.values()],
-        out_specs=pl.BlockSpec((F,), lambda i: (0,)),
         out_shape=jax.ShapeDtypeStruct((F,), dtype),
         compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=1),
         interpret=on_cpu(),

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 
 from jgraph.kernels import _rows
 from jgraph.kernels._check import chosen, require
@@ -57,21 +56,12 @@ def rms_norm(
     require(x.ndim > 0 and scale_D.shape == x.shape[-1:], "scale_D", scale_D, f"of the last size of `x`, {x.shape}")
     if add is not None:
         require(add.shape == x.shape and add.dtype == x.dtype, "add", add, f"as `x`, {x.dtype}{list(x.shape)}")
-    of = x.shape, x.dtype
-    must = f"bfloat16, rows a multiple of {ROWS}, the last size one of {WIDTH} and at most {_LARGEST}"
-    run = _IMPLEMENTATIONS[chosen(implementation, choose(*of), _fits(*of), "x", x, must)]
-    return run(x, scale_D, add, epsilon)
-
-
-def choose(shape: tuple[int, ...], dtype: DTypeLike) -> str:
-    """Returns the implementation that `auto` selects on the target device."""
-    return "mosaic" if has_mosaic() and _fits(shape, dtype) else "xla"
-
-
-def _fits(shape: tuple[int, ...], dtype: DTypeLike) -> bool:
-    rows, D = math.prod(shape[:-1]), shape[-1]
+    rows, D = math.prod(x.shape[:-1]), x.shape[-1]
     blocks = min(rows // ROWS, _BLOCKS)
-    return dtype == jnp.bfloat16 and D % WIDTH == 0 and 0 < D <= _LARGEST and blocks > 0 and rows % (ROWS * blocks) == 0
+    fits = x.dtype == jnp.bfloat16 and D % WIDTH == 0 and 0 < D <= _LARGEST and blocks > 0 and rows % (ROWS * blocks) == 0
+    must = f"bfloat16, rows a multiple of {ROWS}, the last size one of {WIDTH} and at most {_LARGEST}"
+    name = chosen(implementation, has_mosaic(), fits, "x", x, must)
+    return (_mosaic if name == "mosaic" else _xla)(x, scale_D, add, epsilon)
 
 
 def _xla(x: Array, scale_D: Array, add: Array | None, epsilon: float) -> tuple[Array, Array]:
@@ -160,6 +150,3 @@ def _jgraph_norm_backward(x_MD: Array, scale_D: Array, dx_MD: Array, dy_MD: Arra
 
 def _root(values: Array, epsilon: float) -> Array:
     return lax.rsqrt(jnp.sum(values * values, axis=1) * (1 / values.shape[1]) + epsilon)
-
-
-_IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla}

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jgraph.errors import check_choice
 from jgraph.kernels._check import chosen, require, require_scalar
-from jgraph.kernels._mosaic import has_mosaic, interpreter, on_cpu, plgpu
+from jgraph.kernels._mosaic import has_mosaic, kernel, on_cpu, plgpu
 from jgraph.kernels.elementwise import IDENTITY, Computed, Elementwise
 
 Want = Literal["both", "rows", "columns", "amax"]
@@ -41,27 +41,12 @@ class Quantized(NamedTuple):
     amax: Array
 
 
-class Slot(NamedTuple):
-    """A slot in pools of arrays, selected at run time.
-
-    Attributes:
-        rows: FP8 [S, M, N]; None if rows are not requested.
-        columns: FP8 [S, N, M]; None if columns are not requested.
-        number: int32 scalar in [0, S), index of the slot.
-    """
-
-    rows: Array | None
-    columns: Array | None
-    number: Array
-
-
 def cast_transpose(
     x_MN: Array | Computed,
     inverse_scale: Array,
     dtype: DTypeLike = jnp.float8_e4m3fn,
     *,
     want: Want = "both",
-    into: Slot | None = None,
     implementation: str = "auto",
 ) -> Quantized:
     """Scales an array, clips it to the range of `dtype`, rounds to nearest even, and transposes the result.
@@ -74,7 +59,6 @@ def cast_transpose(
         inverse_scale: float32 scalar to multiply by.
         dtype: float8_e4m3fn or float8_e5m2.
         want: Results to compute: `both`, `rows`, `columns`, or only the `amax`.
-        into: Slot to write to; the result then has the pools. Nothing is copied if a jitted function donates them.
         implementation: `mosaic` (Hopper, Blackwell; jax 0.11 or newer; M a multiple of 128, N of 64), `xla` (any device), or
             `auto`, which selects the first supported one.
 
@@ -83,7 +67,7 @@ def cast_transpose(
 
     Raises:
         ConfigError: If `dtype`, `want` or `implementation` is unknown.
-        ShapeError: If `x_MN`, `inverse_scale` or `into` has a shape or dtype that is not supported.
+        ShapeError: If `x_MN` or `inverse_scale` has a shape or dtype that is not supported.
     """
     x = x_MN if isinstance(x_MN, Computed) else Computed(IDENTITY, (x_MN,))
     check_choice("dtype", jnp.dtype(dtype).name, ("float8_e4m3fn", "float8_e5m2"))
@@ -96,21 +80,9 @@ def cast_transpose(
         require(broadcast or whole, "x_MN", part, f"of two sizes, multiples of {_ALIGNED}; pad it")
         require(part.dtype in (jnp.bfloat16, jnp.float32), "x_MN", part, "bfloat16 or float32")
     require_scalar("inverse_scale", inverse_scale)
-    if into is not None:
-        _check_slot(into, shape, jnp.dtype(dtype), want)
     must = f"of multiples of {2 * _PAIRS} x {_WIDTH}"
-    name = chosen(implementation, choose(shape), _fits_tiles(shape), "x_MN", x.inputs[0], must)
-    return _JITTED[want](x.inputs, inverse_scale, into, x.fn, jnp.dtype(dtype), name)
-
-
-def _check_slot(into: Slot, shape: tuple[int, ...], dtype: jnp.dtype, want: Want) -> None:
-    for name, pool, sizes in (("rows", into.rows, shape), ("columns", into.columns, shape[::-1])):
-        if name in _WRITTEN[want]:
-            fits = pool is not None and pool.shape[1:] == sizes and pool.dtype == dtype
-            require(fits, f"into.{name}", pool, f"{dtype.name}[S, {sizes[0]}, {sizes[1]}] for `want` {want}")
-        else:
-            require(pool is None, f"into.{name}", pool, f"None for `want` {want}")
-    require_scalar("into.number", into.number, "int32")
+    name = chosen(implementation, has_kernel(), _fits_tiles(shape), "x_MN", x.inputs[0], must)
+    return _JITTED[want](x.inputs, inverse_scale, x.fn, jnp.dtype(dtype), name)
 
 
 _NAMES: dict[Want, str] = {want: f"_jgraph_quantize_{want}" for want in get_args(Want)}
@@ -121,11 +93,11 @@ CALLS: dict[str, Want] = {**{name: want for want, name in _NAMES.items()}, "_jgr
 def _jitted(name: str, want: Want) -> Callable[..., Quantized]:
     """Returns a jitted function, because jax 0.11 names and compiles every call of a kernel separately, a second each."""
 
-    def run(inputs: Any, inverse_scale: Array, into: Slot | None, fn: Elementwise, dtype: jnp.dtype, name: str) -> Quantized:
-        return _IMPLEMENTATIONS[name](Computed(fn, inputs), inverse_scale, into, dtype, want)
+    def run(inputs: Any, inverse_scale: Array, fn: Elementwise, dtype: jnp.dtype, name: str) -> Quantized:
+        return (_mosaic if name == "mosaic" else _xla)(Computed(fn, inputs), inverse_scale, dtype, want)
 
     run.__name__ = run.__qualname__ = name
-    return jax.jit(run, static_argnums=(3, 4, 5))
+    return jax.jit(run, static_argnums=(2, 3, 4))
 
 
 _JITTED: dict[Want, Callable[..., Quantized]] = {want: _jitted(name, want) for want, name in _NAMES.items()}
@@ -141,11 +113,6 @@ def has_kernel() -> bool:
     return has_mosaic()
 
 
-def bytes_moved(x_MN: Any, want: Want = "both") -> int:
-    """Returns the bytes that one pass over an array reads and writes."""
-    return x_MN.size * (x_MN.dtype.itemsize + len(_WRITTEN[want]))
-
-
 def cast(x: Array, inverse_scale: Array, dtype: DTypeLike) -> Array:
     """Casts an array of any shape to FP8 with XLA, as the rows of `cast_transpose`."""
     # Without the barrier XLA removes this conversion and the one back, as excess precision.
@@ -157,15 +124,11 @@ def _quantize(x: Array, inverse_scale: Array, dtype: jnp.dtype) -> Array:
     return jnp.clip(x.astype(jnp.float32) * inverse_scale, -top, top).astype(dtype)
 
 
-def _xla(x: Computed, inverse_scale: Array, into: Slot | None, dtype: jnp.dtype, want: Want) -> Quantized:
+def _xla(x: Computed, inverse_scale: Array, dtype: jnp.dtype, want: Want) -> Quantized:
     """Reference implementation. XLA makes two passes over the array, one for the amax and one for the transpose."""
     x_MN = x.fn(*x.inputs)
     rows = cast(x_MN, inverse_scale, dtype)
-    out = {name: rows if name == "rows" else rows.T for name in _WRITTEN[want]}
-    if into is not None:
-        pools = into._asdict()
-        out = {name: lax.dynamic_update_index_in_dim(pools[name], new, into.number, 0) for name, new in out.items()}
-    return Quantized(out.get("rows"), out.get("columns"), amax(x_MN))
+    return Quantized(rows if "rows" in _WRITTEN[want] else None, rows.T if "columns" in _WRITTEN[want] else None, amax(x_MN))
 
 
 def amax(x: Array) -> Array:
@@ -196,7 +159,7 @@ They take 64 KiB of shared memory in bfloat16, so a multiprocessor holds three b
 """
 
 
-def _mosaic(x: Computed, inverse_scale: Array, into: Slot | None, dtype: jnp.dtype, want: Want) -> Quantized:
+def _mosaic(x: Computed, inverse_scale: Array, dtype: jnp.dtype, want: Want) -> Quantized:
     """Transposes 16-bit pairs, because Hopper cannot transpose bytes.
 
     A thread holds both rows of a pair and packs their bytes into one 16-bit number, so even and odd rows are separate tiles. If
@@ -212,22 +175,15 @@ def _mosaic(x: Computed, inverse_scale: Array, into: Slot | None, dtype: jnp.dty
     out_type: dict[str, Any] = {"amax": jax.ShapeDtypeStruct(grid, jnp.float32)}
     scratch: dict[str, Any] = {"xs": [gpu.SMEM((tiles, 2, _PAIRS, _WIDTH), x.dtype) for x in inputs if x.shape == (M, N)]}
     scratch["loaded"] = gpu.Barrier(num_arrivals=2 * len(scratch["xs"]), num_barriers=tiles)
-    pools: dict[str, Any] = {}  # references that are written in place
     packed = {"rows": ((H, 2, N), dtype, (2, _PAIRS, _WIDTH)), "columns": ((N, H), jnp.uint16, (_WIDTH, _PAIRS))}
     for name in _WRITTEN[want]:
         shape, written, tile = packed[name]
         scratch[name] = gpu.SMEM((tiles, *tile), written)
-        if into is None:
-            out_type[name] = jax.ShapeDtypeStruct(shape, written)
-        elif name == "rows":
-            pools[name] = jax.new_ref(into._asdict()[name].reshape(-1, H, 2, N))
-        else:
-            pools[name] = jax.new_ref(lax.bitcast_convert_type(into._asdict()[name].reshape(-1, N, H, 2), jnp.uint16))
+        out_type[name] = jax.ShapeDtypeStruct(shape, written)
 
     def cast_transpose(*refs: Any, xs: Any, loaded: Any, rows: Any = None, columns: Any = None):
         whole, (scale, *others) = refs[: len(inputs)], refs[len(inputs) :]
-        slot = () if into is None else (others.pop(0)[0],)
-        out = dict(zip((*pools, *out_type), others, strict=True))
+        out = dict(zip(out_type, others, strict=True))
         i, j = lax.axis_index("i"), lax.axis_index("j")
         pairs = pl.ds(i * _PAIRS, _PAIRS)
 
@@ -280,9 +236,9 @@ def _mosaic(x: Computed, inverse_scale: Array, into: Slot | None, dtype: jnp.dty
             gpu.commit_smem()
             if rows is not None:
                 for parity in range(2):
-                    gpu.copy_smem_to_gmem(rows.at[tile, parity], out["rows"].at[*slot, pairs, parity, width(tile)])
+                    gpu.copy_smem_to_gmem(rows.at[tile, parity], out["rows"].at[pairs, parity, width(tile)])
             if columns is not None:
-                gpu.copy_smem_to_gmem(columns.at[tile], out["columns"].at[*slot, width(tile), pairs])
+                gpu.copy_smem_to_gmem(columns.at[tile], out["columns"].at[width(tile), pairs])
         # One number per block, reduced after the kernel: needs no initialization and no atomics.
         out["amax"][i, j] = jnp.max(amax)
         gpu.wait_smem_to_gmem(0)
@@ -290,21 +246,14 @@ def _mosaic(x: Computed, inverse_scale: Array, into: Slot | None, dtype: jnp.dty
     def laid_out(x: Array) -> Array:
         return x.reshape(H, 2, N) if x.shape == (M, N) else x.reshape(H, 2) if x.shape == (M, 1) else x.reshape(N)
 
-    found = gpu.kernel(
+    found = kernel(
         cast_transpose,
         out_type=tuple(out_type.values()),
         scratch_types=scratch,
         grid=grid,
         grid_names=("i", "j"),
-        # exp is accurate to 2 units in the last place of float32.
-        compiler_params=gpu.CompilerParams(approx_math=True),
-        interpret=interpreter(),
-    )(*map(laid_out, inputs), inverse_scale.reshape(1), *([] if into is None else [into.number.reshape(1)]), *pools.values())
-    out = dict(zip(out_type, found, strict=True)) | {name: pool[...] for name, pool in pools.items()}
-    lead = () if into is None else (-1,)
-    quantized = out["rows"].reshape(*lead, M, N) if "rows" in out else None
-    transposed = lax.bitcast_convert_type(out["columns"], dtype).reshape(*lead, N, M) if "columns" in out else None
+    )(*map(laid_out, inputs), inverse_scale.reshape(1))
+    out = dict(zip(out_type, found, strict=True))
+    quantized = out["rows"].reshape(M, N) if "rows" in out else None
+    transposed = lax.bitcast_convert_type(out["columns"], dtype).reshape(N, M) if "columns" in out else None
     return Quantized(quantized, transposed, amax(out["amax"]))
-
-
-_IMPLEMENTATIONS = {"mosaic": _mosaic, "xla": _xla}

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.typing import DTypeLike
 
 from jgraph.kernels import _rows
 from jgraph.kernels._check import chosen, require
@@ -55,36 +54,11 @@ def weighted_swiglu(both_RF2: Array, weights_R: Array, *, implementation: str = 
     """
     matches = both_RF2.ndim == 2 and both_RF2.shape[1] % 2 == 0 and weights_R.shape == both_RF2.shape[:1]
     require(matches, "weights_R", weights_R, f"(R,) for (R, 2F); `both_RF2` is {both_RF2.shape}")
-    of = both_RF2.shape, both_RF2.dtype
-    must = f"bfloat16, rows a multiple of {ROWS}, half its columns one of {WIDTH}"
-    if chosen(implementation, choose(*of), _fits(*of), "both_RF2", both_RF2, must) == "mosaic":
+    (R, columns), must = both_RF2.shape, f"bfloat16, rows a multiple of {ROWS}, half its columns one of {WIDTH}"
+    fits = both_RF2.dtype == jnp.bfloat16 and R % ROWS == 0 and columns % (2 * WIDTH) == 0 and both_RF2.size > 0
+    if chosen(implementation, has_mosaic(), fits, "both_RF2", both_RF2, must) == "mosaic":
         return _mosaic(both_RF2, weights_R)
     return swiglu(both_RF2, weights_R[:, None])
-
-
-def choose(shape: tuple[int, ...], dtype: DTypeLike) -> str:
-    """Returns the implementation that `auto` selects on the target device."""
-    return "mosaic" if has_mosaic() and _fits(shape, dtype) else "xla"
-
-
-def _fits(shape: tuple[int, ...], dtype: DTypeLike) -> bool:
-    return dtype == jnp.bfloat16 and shape[0] % ROWS == 0 and shape[1] % (2 * WIDTH) == 0 and 0 not in shape
-
-
-@jax.custom_vjp
-def _mosaic(both_RF2: Array, weights_R: Array) -> Array:
-    return swiglu(both_RF2, weights_R[:, None])
-
-
-def _forward(both_RF2: Array, weights_R: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _mosaic(both_RF2, weights_R), (both_RF2, weights_R)
-
-
-def _backward(residuals: tuple[Array, Array], dy_RF: Array) -> tuple[Array, Array]:
-    return _jgraph_swiglu_backward(*residuals, dy_RF)
-
-
-_mosaic.defvjp(_forward, _backward)
 
 
 # A jitted function, because jax 0.11 names and compiles every call of a kernel separately.
@@ -113,3 +87,11 @@ def _jgraph_swiglu_backward(both_RF2: Array, weights_R: Array, dy_RF: Array) -> 
     outs = jax.ShapeDtypeStruct(both_RF2.shape, both_RF2.dtype), jax.ShapeDtypeStruct((R, WIDTH), jnp.float32)
     dboth_RF2, dweights = _rows.call(kernel, outs, R // ROWS)(both_RF2, weights_R, dy_RF)
     return dboth_RF2, dweights[:, 0]
+
+
+@jax.custom_vjp
+def _mosaic(both_RF2: Array, weights_R: Array) -> Array:
+    return swiglu(both_RF2, weights_R[:, None])
+
+
+_mosaic.defvjp(lambda *args: (_mosaic(*args), args), lambda args, dy_RF: _jgraph_swiglu_backward(*args, dy_RF))

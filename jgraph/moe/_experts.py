@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jgraph.kernels.grouped import grouped_dot
-from jgraph.kernels.swiglu import swiglu, weighted_swiglu
+from jgraph.kernels.swiglu import weighted_swiglu
 from jgraph.mesh import Axis
 from jgraph.moe import _dispatch
 from jgraph.moe._dispatch import RowOrder, combined, dispatched, moved
@@ -52,11 +52,6 @@ def experts(x_RD: Array, weights_R: Array, up_EDF2: Array, down_EFD: Array, size
         The weighted results, [R, D].
     """
     return grouped_dot(weighted_swiglu(grouped_dot(x_RD, up_EDF2, sizes_E), weights_R), down_EFD, sizes_E)
-
-
-def shared_experts(x_ND: Array, up_DF2: Array, down_FD: Array) -> Array:
-    """Applies the shared experts to every token, as one MLP."""
-    return swiglu(x_ND @ up_DF2) @ down_FD
 
 
 def mixture(x_ND: Array, found: Routing, up_EDF2: Array, down_EFD: Array) -> Array:

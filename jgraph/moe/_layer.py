@@ -8,6 +8,7 @@ from flax import nnx
 from jax import Array
 
 from jgraph.errors import require
+from jgraph.kernels.swiglu import swiglu
 from jgraph.moe import _experts, _router
 from jgraph.moe.config import MoEConfig
 from jgraph.scopes import scope
@@ -106,8 +107,8 @@ class MoE(nnx.Module):
             y_ND, overflow = _experts.mixture(x_ND, found, *weights), _experts.Overflow(*[jnp.zeros((), jnp.int32)] * 2)
         if config.shared_experts:
             with scope("experts"):
-                shared = self.shared_up_DF2[...].astype(dtype), self.shared_down_FD[...].astype(dtype)
-                y_ND += _experts.shared_experts(x_ND, *shared)
+                hidden_NF = swiglu(x_ND @ self.shared_up_DF2[...].astype(dtype))
+                y_ND += hidden_NF @ self.shared_down_FD[...].astype(dtype)
         if not self.use_running_average:
             self.dropped.set_value(overflow.dropped)
             self.overflow.set_value(overflow.needed if config.overflow == "replay" else jnp.zeros_like(overflow.needed))

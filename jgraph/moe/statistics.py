@@ -7,15 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jgraph.tree import path_name
+from jgraph.tree import PyTree, path_name
 
-Tree = Any
 Statistics = dict[str, np.ndarray]
 
 _NAMES = ("tokens_E", "unseen_E", "entropy", "balance", "z", "dropped")
 
 
-def statistics(carried: Tree) -> dict[str, Statistics]:
+def statistics(carried: PyTree) -> dict[str, Statistics]:
     """Returns the statistics of each mixture of experts after a step.
 
     Args:
@@ -34,7 +33,7 @@ def statistics(carried: Tree) -> dict[str, Statistics]:
     return {layer: {name: np.asarray(own[name]) for name in _NAMES} for layer, own in found.items()}
 
 
-def summary(carried: Tree) -> dict[str, Any]:
+def summary(carried: PyTree) -> dict[str, Any]:
     """Returns a few numbers about the routers for a log; empty for a model without mixtures.
 
     `moe_load` is the number of tokens of each expert over an even share, averaged over layers; `moe_max_load` is the largest of
@@ -46,20 +45,21 @@ def summary(carried: Tree) -> dict[str, Any]:
         return {}
     tokens_LE = np.concatenate([np.atleast_2d(own["tokens_E"]) for own in layers]).astype(float)
     loads_LE = tokens_LE / np.maximum(tokens_LE.mean(1, keepdims=True), 1 / tokens_LE.shape[1])
-    entropy, balance, z = (
-        float(np.mean(np.concatenate([own[name].ravel() for own in layers]))) for name in ("entropy", "balance", "z")
-    )
+
+    def mean(name: str) -> float:
+        return float(np.mean(np.concatenate([own[name].ravel() for own in layers])))
+
     return {
         "moe_load": [round(load, 4) for load in loads_LE.mean(0).tolist()],
         "moe_max_load": float(loads_LE.max()),
-        "moe_entropy": entropy,
-        "moe_balance_loss": balance,
-        "moe_z_loss": z,
+        "moe_entropy": mean("entropy"),
+        "moe_balance_loss": mean("balance"),
+        "moe_z_loss": mean("z"),
         "moe_dropped": sum(int(own["dropped"].sum()) for own in layers),
     }
 
 
-def dead_experts(carried: Tree, steps: int = 100) -> dict[str, list[int]]:
+def dead_experts(carried: PyTree, steps: int = 100) -> dict[str, list[int]]:
     """Returns the experts that have had no token for `steps` steps, by the path of their layer. Omits layers without any."""
     found = {}
     for layer, own in statistics(carried).items():

@@ -21,13 +21,13 @@ from jgraph.pipeline.dispatched import Dispatched, dispatched
 from jgraph.pipeline.memory import bytes_per_rank
 from jgraph.pipeline.partition import PipelineModel, Tree
 from jgraph.pipeline.program import Pipeline
-from jgraph.precision.report import count, describe
+from jgraph.precision.loss import count, describe
 from jgraph.precision.transform import FP8Function, Product
 from jgraph.schedule import Costs, Schedule, files, simulate
 from jgraph.strategies import sharding
 from jgraph.strategies.base import GradientProgram, Options, Pools, summary
 from jgraph.strategies.batches import BatchLayout, by_microbatch
-from jgraph.strategies.objective import Carry, Objective, Sums
+from jgraph.strategies.objective import Carry, Loss, Objective
 from jgraph.strategies.sharding import FSDPChoices, chosen_axes
 from jgraph.tree import is_matrix, leaf_names, path_name
 from jgraph.xla.explain import Memory
@@ -208,7 +208,7 @@ class BoundPipeline:
 
     # --- Gradients ---
 
-    def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Sums, Tree]:
+    def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Tree]:
         pipeline = self.pipeline
         key_of_step = key if pipeline.model.takes_key else None
         layers = pipeline.model.split_carried(carry.model) if jax.tree.leaves(carry.model) else []
@@ -220,7 +220,7 @@ class BoundPipeline:
         program = dispatched(self.pipeline, params, carry, self._unpacked, batch, key, options)
         return _HostProgram(self, program.results, program)
 
-    def sums(self, carry: Carry, loss: Array, grads: Tree, layers: list[Tree], observed: Tree) -> tuple[Sums, Tree]:
+    def sums(self, carry: Carry, loss: Array, grads: Tree, layers: list[Tree], observed: Tree) -> tuple[Loss, Tree]:
         """Returns the sums and gradients of a step in the layout of the state.
 
         Args:
@@ -231,7 +231,7 @@ class BoundPipeline:
             observed: Observed state after the step.
         """
         model = self.pipeline.model.join_carried(layers) if layers else carry.model
-        return Sums(loss, jnp.ones((), jnp.float32), {}, Carry(model, observed)), self._packed(grads)
+        return Loss(loss, jnp.ones((), jnp.float32), {}, Carry(model, observed)), self._packed(grads)
 
     # --- Reports ---
 
@@ -285,5 +285,5 @@ class _HostProgram(GradientProgram):
     def run(self, params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
         return self.dispatched(params, carry, step, batch)
 
-    def gradients(self, params: Tree, carry: Carry, key: Array, inputs: Tree) -> tuple[Sums, Tree]:
+    def gradients(self, params: Tree, carry: Carry, key: Array, inputs: Tree) -> tuple[Loss, Tree]:
         return self.strategy.sums(carry, *self.dispatched.collect(inputs))

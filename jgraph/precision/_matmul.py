@@ -277,10 +277,6 @@ class DelayedFP8Product(DelayedProduct):
     config: FP8Config
     saved: _Saved = "x"
 
-    @classmethod
-    def of(cls, site: DelayedProduct, config: FP8Config) -> "DelayedFP8Product":
-        return cls(site.eqn, site.weight, site.lead, site.params, site.moved, config)
-
     def computed_as(self) -> Any:
         m, k, n = DotLayout.of(self).sizes
         return (m, k), (n, k), (((1,), (1,)), ((), ()))

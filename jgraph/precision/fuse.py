@@ -61,9 +61,9 @@ def fused(fn: Callable[..., Any], implementation: str = "auto") -> Callable[...,
         def evaluate(i: int, eqn: core.JaxprEqn, read: _Reader) -> Sequence[Any] | None:
             if i not in needed:
                 return None
-            return (
-                fusions[i].run(read, eqn, implementation) if i in fusions else replay.apply(eqn, [read(v) for v in eqn.invars])
-            )
+            if i in fusions:
+                return fusions[i].run(read, eqn, implementation)
+            return replay.apply(eqn, [read(v) for v in eqn.invars])
 
         return jax.tree.unflatten(jax.tree.structure(out), _interpret(closed.jaxpr, closed.consts, leaves, evaluate))
 
@@ -128,8 +128,8 @@ def _quantization(eqn: core.JaxprEqn) -> tuple[DTypeLike, Want, tuple[str, ...]]
     Dead code elimination may have removed some results of the call, so the shapes of the others identify them.
 
     Returns:
-        The dtype, the `want`, and the name of each result. None for another equation, for a call with a slot or a `Computed`
-        argument, and for the only result of a square matrix, which may be rows or columns.
+        The dtype, the `want`, and the name of each result. None for another equation, for a call with a `Computed` argument,
+        and for the only result of a square matrix, which may be rows or columns.
     """
     want = CALLS.get(eqn.params.get("name", "")) if eqn.primitive.name in replay.JITS else None
     if want is None or not 1 <= len(eqn.invars) <= 2:

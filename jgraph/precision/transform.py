@@ -188,7 +188,7 @@ class FP8Function(OwnProducts):
             return [() if product.kept else next(quantized) for product in products]
 
         pairs = zip(sites, products, strict=True)
-        bound = [site if product.kept else DelayedFP8Product.of(site, self.config) for site, product in pairs]
+        bound = [site if product.kept else DelayedFP8Product(**vars(site), config=self.config) for site, product in pairs]
         params, state, weights = map(jax.tree.leaves, given)
         return BoundProducts(bound, taps, [True] * len([*params, *state]) + [False] * len(weights))
 

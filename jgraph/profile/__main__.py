@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jgraph.cli import Count, Directory, File, FlagConsole, command, fields_of
+from jgraph.cli import Count, Directory, File, as_flags, command, fields_of
 from jgraph.errors import ConfigError, os_errors, require
 
 
@@ -55,12 +55,11 @@ def show(
             raise ConfigError(f"{file} is a trace, not a run: pass `program` and `steps`", field=missing)
         profile = report.of_trace(path, program=program, steps=steps)
         beside = path if path.is_dir() else path.parent
-    console = FlagConsole(fields_of(show))
     out = out or beside
     with os_errors("out", out):
         files = report.write(profile, out)
     for line in _summary(profile), f"written to {', '.join(map(str, files))}", *profile["about"]["notes"]:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print(as_flags(line, fields_of(show)))
 
 
 def _summary(profile: Mapping[str, Any]) -> str:

@@ -99,19 +99,17 @@ def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, A
     """
     costs_ms = costs(run)
     plan = planned(schedule, costs_ms, runtime)
-    times = {"planned_start_ms": plan.starts, "planned_end_ms": plan.ends, "start_ms": run.starts, "end_ms": run.ends}
-    columns = {name: np.concatenate(rows) for name, rows in times.items()}
-    usual_ms = np.array([costs_ms[action.kind] for order in schedule for action in order])
-    columns["slow_ms"] = columns["end_ms"] - columns["start_ms"] - usual_ms
-    flat = {name: column.round(4).tolist() for name, column in columns.items()}
-    actions = [
-        {"rank": r, "kind": action.kind, "chunk": action.chunk, "microbatch": action.microbatch}
-        for r, order in enumerate(schedule)
-        for action in order
-    ]
-    for i, action in enumerate(actions):
-        action |= {name: column[i] for name, column in flat.items()}
-    slowest = sorted(range(len(actions)), key=lambda i: -flat["slow_ms"][i])[:_MOST_SLOW]
+    actions: list[dict[str, Any]] = []
+    for r, order in enumerate(schedule):
+        columns = (plan.starts[r], plan.ends[r], run.starts[r], run.ends[r])
+        for action, *times in zip(order, *columns, strict=True):
+            found: dict[str, float] = dict(
+                zip(("planned_start_ms", "planned_end_ms", "start_ms", "end_ms"), times, strict=True)
+            )
+            found["slow_ms"] = found["end_ms"] - found["start_ms"] - costs_ms[action.kind]
+            fields = {"rank": r, "kind": action.kind, "chunk": action.chunk, "microbatch": action.microbatch}
+            actions.append(fields | {name: round(float(ms), 4) for name, ms in found.items()})
+    slowest = sorted(range(len(actions)), key=lambda i: -actions[i]["slow_ms"])[:_MOST_SLOW]
     return {
         "schedule": schedule.name,
         "ranks": schedule.num_ranks,
@@ -121,5 +119,5 @@ def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, A
         "planned": {"step_ms": round(plan.makespan, 4), "bubble": plan.bubble},
         "measured": {"step_ms": round(run.makespan, 4), "bubble": run.bubble},
         "actions": actions,
-        "slow": [i for i in slowest if flat["slow_ms"][i] > 0],
+        "slow": [i for i in slowest if actions[i]["slow_ms"] > 0],
     }

@@ -12,15 +12,7 @@ from dataclasses import dataclass
 from jgraph.profile.program import Program
 from jgraph.profile.trace import Events
 from jgraph.scopes import PREFIX
-from jgraph.xla.hlo import Instruction
-
-COLLECTIVES: dict[str, str] = {
-    **{name: name for name in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")},
-    "ragged-all-to-all": "all-to-all",
-    "collective-broadcast": "all-gather",
-    **dict.fromkeys(("collective-permute", "send", "recv"), "transfer"),
-}
-"""Categories of collectives by opcode, without `-start` and `-done`."""
+from jgraph.xla.hlo import COLLECTIVES, Instruction
 
 # Primitives of JAX with another name than XLA's opcode.
 _PRIMITIVES: dict[str, str] = {
@@ -37,7 +29,13 @@ CATEGORIES = (
 )
 """All categories, in display order."""
 
-# Categories that include instructions that only move values.
+# Opcodes that move, name or cast values without computing any.
+_MOVES = {
+    *("parameter", "constant", "bitcast", "bitcast-convert", "tuple", "get-tuple-element", "iota", "broadcast", "convert"),
+    *("copy", "copy-start", "copy-done", "transpose", "reshape", "reverse", "pad", "concatenate"),
+    *("slice", "dynamic-slice", "dynamic-update-slice", "gather"),
+}
+# Categories that include such instructions.
 _MOVING = frozenset(("attention", "dispatch", "exchange", "combine", "loss", "quantize", "optimizer"))
 _ACTIONS = ("forward", "dgrad", "wgrad")
 # Loop counters, conditions and pool slots: no part of the model.
@@ -64,10 +62,9 @@ class Purpose:
 def purposes(events: Events, program: Program) -> tuple[Purpose, ...]:
     """Returns the purpose of each event."""
     known = {op: purpose_of(program, program.instructions[op]) for op in set(events.op) if op in program.instructions}
-    rows = zip(events.module, events.op, events.scopes, strict=True)
     return tuple(
         known.get(op) or purpose_of_hidden(op, scopes) if module == program.name else Purpose("other")
-        for module, op, scopes in rows
+        for module, op, scopes in zip(events.module, events.op, events.scopes, strict=True)
     )
 
 
@@ -77,7 +74,7 @@ def purpose_of(program: Program, instruction: Instruction) -> Purpose:
     for part in parts:
         if collective := COLLECTIVES.get(re.sub(r"-(start|done|update)$", "", part.opcode)):
             return Purpose(collective)
-    computes = any(not part.only_moves for part in parts if part.opcode not in ("fusion", "call", "async-start"))
+    computes = any(part.opcode not in _MOVES for part in parts if part.opcode not in ("fusion", "call", "async-start"))
     names = _names(parts) or (_inherited(program, instruction) if computes else [])
     matmul = program.matmul(instruction)
     is_work = matmul is not None or any(part.is_attention for part in parts)
@@ -116,14 +113,14 @@ def _names(parts: Iterable[Instruction]) -> list[str]:
 
 def _inherited(program: Program, instruction: Instruction) -> list[str]:
     """Returns the names of the nearest preceding instruction with a category, for an instruction that XLA added."""
-    home = program.home[instruction.name].instructions
     names, seen = list(instruction.operands), set[str]()
     for name in names:
-        if name in home and name not in seen:
+        if name in program.instructions and name not in seen:
             seen.add(name)
-            if found := [scopes for scopes in _names(program.inside(home[name])) if _by_scopes(scopes)]:
+            source = program.instructions[name]
+            if found := [scopes for scopes in _names(program.inside(source)) if _by_scopes(scopes)]:
                 return found
-            names += home[name].operands
+            names += source.operands
     return []
 
 

@@ -10,13 +10,13 @@ import numpy as np
 
 from jgraph.device import Device
 from jgraph.errors import ProfileError
-from jgraph.profile._categories import CATEGORIES, COLLECTIVES, Purpose, purposes
+from jgraph.profile._categories import CATEGORIES, Purpose, purposes
 from jgraph.profile.program import Program
-from jgraph.profile.trace import Events, Trace, busy, owners, steps
+from jgraph.profile.trace import Events, Trace, owners, steps
+from jgraph.xla.hlo import COLLECTIVES, operations
 from jgraph.xla.launches import launches_of
 
-COMMUNICATION = frozenset(COLLECTIVES.values())
-"""Categories of communication between devices."""
+_COMMUNICATION = frozenset(COLLECTIVES.values())
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,10 @@ class Step:
     all_ms: tuple[float, ...]
 
     @cached_property
-    def pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Start in ms, end in ms and owner (an event) of pieces of the device's busy time, as from `owners`."""
-        return owners(self.events, np.array([purpose.category in COMMUNICATION for purpose in self.purposes], bool))
-
-    @cached_property
     def own_ms(self) -> np.ndarray:
-        """The time in ms that each event owns."""
-        start, end, owner = self.pieces
+        """The time in ms that each event owns, as from `owners`."""
+        is_collective = np.array([purpose.category in _COMMUNICATION for purpose in self.purposes], bool)
+        start, end, owner = owners(self.events, is_collective)
         return np.bincount(owner, end - start, len(self.events))
 
 
@@ -87,7 +83,7 @@ def by_category(rank: int, step: Step) -> dict[str, Any]:
         if chosen.any():
             kernel_ms = float((events.end - events.start)[chosen].sum())
             categories[category] = {"ms": float(own[chosen].sum()), "kernel_ms": kernel_ms, "kernels": int(chosen.sum())}
-    busy_ms = busy(events.start, events.end)
+    busy_ms = float(own.sum())
     other_ms = categories["other"]["ms"] if "other" in categories else 0.0
     return {
         "rank": rank,
@@ -119,19 +115,19 @@ def groups(step: Step, program: Program, device: Device | None) -> list[dict[str
         kernels[op][name] += 1
     # An instruction may launch several kernels and run several times. Its rarest kernel gives the number of runs.
     runs = {op: min(names.values()) for op, names in kernels.items()}
-    sources = program.sources(list(kernels))
+    sources = {op: found.source for op, found in operations(program, list(kernels)).items() if found.source}
     rows = []
     for (category, label), found in members.items():
         ops = dict.fromkeys(events.op[i] for i in found)
         flops = nbytes = 0
         for op in filter(known.__contains__, ops):
-            if category in COMMUNICATION:
+            if category in _COMMUNICATION:
                 nbytes += program.sent_bytes(known[op]) * runs[op]
             else:
                 flops += program.flops(known[op]) * runs[op]
                 nbytes += program.nbytes(known[op]) * runs[op]
         ms = float(own[found].sum())
-        roofline_ms, bound = _roofline(device, flops, nbytes, category in COMMUNICATION)
+        roofline_ms, bound = _roofline(device, flops, nbytes, category in _COMMUNICATION)
         row = {"label": label, "category": category, "source": next((sources[op] for op in ops if op in sources), "")}
         row |= {"count": len(found), "ms": ms, "flops": flops, "bytes": nbytes, "roofline_ms": roofline_ms, "bound": bound}
         rows.append(row | {"over_ms": None if roofline_ms is None else ms - roofline_ms})
@@ -165,7 +161,8 @@ def captured(trace: Trace, count: int) -> dict[str, Any]:
     end = max(found[-1][1] for found in bounds)
     stop, whole = (starts[-1], count - 1) if count > 1 else (end, 1)
     inside = [events.between(starts[0], stop) for events in trace.devices.values()]
-    busy_ms = float(np.mean([busy(events.start, events.end) for events in inside])) / whole
+    pieces = [owners(events, np.zeros(len(events), bool)) for events in inside]
+    busy_ms = float(np.mean([(ends - begins).sum() for begins, ends, _ in pieces])) / whole
     step_ms = float(stop - starts[0]) / whole
     return {
         "steps_ms": [*map(float, np.diff(starts)), float(end - starts[-1])],

@@ -13,7 +13,6 @@ from typing import TypeAlias
 from jgraph.errors import ProfileError
 from jgraph.kernels.grouped import CALLS
 from jgraph.xla.hlo import Computation, HloModule, Instruction, Shape
-from jgraph.xla.source import operations
 
 _GROUPED = re.compile("|".join(re.escape(f"jit({name}") for name in CALLS))
 _SLICES = {"dynamic-slice", "slice", "gather"}
@@ -23,11 +22,6 @@ _Depends: TypeAlias = bool | list["_Depends"]
 
 class Program(HloModule):
     """A compiled program with the work of its instructions."""
-
-    @cached_property
-    def home(self) -> dict[str, Computation]:
-        """Maps an instruction to its computation."""
-        return {name: computation for computation in self.computations.values() for name in computation.instructions}
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
         """Yields an instruction and the contents of a fusion, call or asynchronous start, outermost first."""
@@ -42,10 +36,6 @@ class Program(HloModule):
     def matmul(self, instruction: Instruction) -> Instruction | None:
         """Returns the largest matmul in an instruction. None if it has none."""
         return max((inner for inner in self.inside(instruction) if inner.is_matmul), key=self._own_flops, default=None)
-
-    def sources(self, names: Sequence[str]) -> dict[str, str]:
-        """Returns `file:line` of instructions by name. Omits instructions without a source line."""
-        return {name: op.source for name, op in operations(self, names).items() if op.source}
 
     def flops(self, instruction: Instruction) -> int:
         """Counts the FLOPs of matmuls and attention, 2 for a multiplication with its addition."""
@@ -130,11 +120,10 @@ class Program(HloModule):
         return 2 * math.prod(rows.dims) * others[0].dims[1]
 
     def _operands(self, instruction: Instruction) -> list[Instruction]:
-        home = self.home[instruction.name].instructions
-        return [home[name] for name in instruction.operands if name in home]
+        return [self.instructions[name] for name in instruction.operands if name in self.instructions]
 
     def _shape(self, instruction: Instruction, operand: int) -> Shape | None:
-        found = self.home[instruction.name].instructions.get((*instruction.operands, "", "")[operand])
+        found = self.instructions.get((*instruction.operands, "", "")[operand])
         return found.shapes[0] if found else None
 
     @cached_property
@@ -152,7 +141,7 @@ class Program(HloModule):
         numbers = {p.name: n for n, p in enumerate(computation.parameters())}
         for i in computation.instructions.values():
             operands = [values.get(name, False) for name in i.operands]
-            called = self._called(i)
+            called = [self.computations[name] for name in i.called if name in self.computations]
             if i.opcode == "parameter":
                 value = arguments[numbers[i.name]] if numbers[i.name] < len(arguments) else False
             elif i.opcode == "tuple":
@@ -174,7 +163,7 @@ class Program(HloModule):
             values[i.name] = value
             if _any(value):
                 found.add(i.name)
-        return values[computation.root.name]
+        return list(values.values())[-1]
 
 
 def _any(value: _Depends) -> bool:

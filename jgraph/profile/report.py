@@ -53,7 +53,10 @@ def of_run(directory: Path) -> dict[str, Any]:
     found = _report(about, chosen, program) | {"captured": graphs, "memory": about["memory"]}
     if "pipeline" in about:
         try:
-            found["pipeline"] = _pipeline(about["pipeline"], chosen)
+            schedule, runtime = files.from_json(about["pipeline"]["schedule"]), about["pipeline"]["runtime"]
+            kernels = [attribution.action_kernels(chosen[device]) for device in about["pipeline"]["devices"]]
+            ranks = [{kind: of.get(name, np.zeros((0, 2))) for kind, name in enumerate(KINDS)} for of in kernels]
+            found["pipeline"] = _actions.report(schedule, _actions.measured(schedule, ranks, runtime), runtime)
         except ProfileError as e:
             notes.append(f"The actions of the pipeline cannot be separated: {e}.")
     return found | {"about": found["about"] | {"notes": notes}}
@@ -77,9 +80,15 @@ def of_trace(path: Path, *, program: Path, steps: int) -> dict[str, Any]:
         message = f"`program` is {program}: cannot be read ({e}); pass a file with the result of compiled.as_text()"
         raise ProfileError(message, field="program") from e
     chosen = attribution.choose_step(trace, known, steps)
-    device = trace.device or trace.kind
-    about = {"title": f"{find(path).name}, {len(trace.devices)} x {device}", "device": device, "devices": len(trace.devices)}
-    about |= {"versions": {}, "date": "", "flags": ""}
+    title, versions = f"{find(path).name}, {len(trace.devices)} x {trace.device}", {}
+    about = {
+        "title": title,
+        "device": trace.device,
+        "devices": len(trace.devices),
+        "versions": versions,
+        "date": "",
+        "flags": "",
+    }
     return _report(about, chosen, known) | {"captured": None, "memory": {"pools": {}}}
 
 
@@ -88,13 +97,8 @@ def write(profile: dict[str, Any], directory: Path) -> tuple[Path, Path]:
     directory.mkdir(parents=True, exist_ok=True)
     data, html = directory / "profile.json", directory / "profile.html"
     data.write_text(json.dumps(profile, allow_nan=False) + "\n")
-    html.write_text(page(profile), encoding="utf-8")
+    html.write_text(render("jgraph.profile", profile), encoding="utf-8")
     return data, html
-
-
-def page(profile: dict[str, Any]) -> str:
-    """Returns a profile as one HTML file that loads no other file. Raises ValueError for NaN, which JSON does not have."""
-    return render("jgraph.profile", profile)
 
 
 def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Program) -> dict[str, Any]:
@@ -115,11 +119,3 @@ def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Progr
         "pipeline": None,
         "timeline": attribution.timeline(chosen),
     }
-
-
-def _pipeline(about: Mapping[str, Any], chosen: Mapping[int, Step]) -> dict[str, Any]:
-    """Returns `pipeline` of profile.json. Raises ProfileError if kernels cannot be assigned to actions."""
-    schedule = files.from_json(about["schedule"])
-    of_device = [attribution.action_kernels(chosen[device]) for device in about["devices"]]
-    ranks = [{kind: found.get(name, np.zeros((0, 2))) for kind, name in enumerate(KINDS)} for found in of_device]
-    return _actions.report(schedule, _actions.measured(schedule, ranks, about["runtime"]), about["runtime"])

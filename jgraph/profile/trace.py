@@ -65,13 +65,11 @@ class Trace:
     """A trace.
 
     Attributes:
-        kind: `GPU` or `CPU`.
-        device: The name of the GPU. Empty if the trace does not have it.
+        device: The name of the GPU, `GPU` if the trace does not have it, or `CPU`.
         devices: Events by device number.
         host: Durations in ms by the name of a host event about command buffers, as from `graph_events`.
     """
 
-    kind: str
     device: str
     devices: Mapping[int, Events]
     host: Mapping[str, list[float]]
@@ -112,9 +110,9 @@ def _trace(data: ProfileData, file: Path) -> Trace:
     rows: dict[int, list[_Row]] = defaultdict(list)
     planes = list(data.planes)
     gpus = {int(match[1]): plane for plane in planes if (match := _GPU.fullmatch(plane.name))}
-    device = ""
+    device = "GPU" if gpus else "CPU"
     for number, plane in gpus.items():
-        device = str(dict(plane.stats).get("gpu_device_name", ""))
+        device = str(dict(plane.stats).get("gpu_device_name") or device)
         for line in plane.lines:
             if line.name.startswith("Stream"):
                 rows[number] += [_row(event, line.name, dict(event.stats)) for event in line.events]
@@ -129,19 +127,17 @@ def _trace(data: ProfileData, file: Path) -> Trace:
         problem = "its GPUs ran nothing" if gpus else "it has no GPU and no CPU program in it"
         raise ProfileError(f"{file}: {problem}; trace at least one whole step, e.g. with `profile` 10:13")
     first = min(row[0] for found in rows.values() for row in found)
-    devices = {number: _events(rows[number], first) for number in sorted(rows)}
-    return Trace("GPU" if gpus else "CPU", device, devices, graph_events(data))
+    devices = {}
+    for number, found in sorted(rows.items()):
+        start, end, *texts = zip(*sorted(found, key=lambda row: row[:2]), strict=True)
+        devices[number] = Events((np.array(start) - first) / 1e6, (np.array(end) - first) / 1e6, *map(tuple, texts))
+    return Trace(device, devices, graph_events(data))
 
 
 def _row(event: Any, stream: str, stats: Mapping[str, Any]) -> _Row:
     op = "" if "cuda_graph_node_id" in stats else str(stats.get("hlo_op", ""))
     texts = (op, str(stats.get("name", "")), str(stats.get("hlo_module", "")))
     return event.start_ns, event.start_ns + event.duration_ns, event.name, *texts, stream
-
-
-def _events(rows: list[_Row], first: float) -> Events:
-    start, end, *texts = zip(*sorted(rows, key=lambda row: row[:2]), strict=True)
-    return Events((np.array(start) - first) / 1e6, (np.array(end) - first) / 1e6, *map(tuple, texts))
 
 
 def steps(events: Events, count: int) -> list[tuple[float, float]]:
@@ -161,15 +157,6 @@ def steps(events: Events, count: int) -> list[tuple[float, float]]:
             f"the trace does not have {count} steps: no kernel ran {count} times; pass their number", field="steps"
         )
     return [(float(events.start[once[:, k]].min()), float(events.end[once[:, k]].max())) for k in range(count)]
-
-
-def busy(start: np.ndarray, end: np.ndarray) -> float:
-    """Returns the length in ms of the union of intervals, sorted by start."""
-    if not len(start):
-        return 0.0
-    reached = np.maximum.accumulate(end)
-    gaps = np.maximum(start[1:] - reached[:-1], 0)
-    return float(reached[-1] - start[0] - gaps.sum())
 
 
 def owners(events: Events, is_collective: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

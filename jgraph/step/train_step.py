@@ -34,7 +34,7 @@ from jgraph.step.transform import (
 )
 from jgraph.strategies import checks
 from jgraph.strategies.base import BoundStrategy, GradientProgram, Strategy
-from jgraph.strategies.objective import Objective, Sums, Tree, halted, raised
+from jgraph.strategies.objective import Loss, Objective, Tree, halted, raised
 from jgraph.tree import leaf_names, matching
 from jgraph.xla import check_identity, compile_and_report, compiler_options
 from jgraph.xla.options import OptionValue, known
@@ -350,7 +350,7 @@ class TrainStep:
         options = self.options(jax.default_backend(), graph=graph, xla_options=xla_options)
         shapes = self.placed_shapes(batch)
         gradients = self.bound.compile_gradients(self.state.params, self.state.carry, shapes, self.key, options)
-        compiled, report = compile_and_report(self._jitted(gradients).lower(self.state, gradients.inputs), options)
+        compiled, report = compile_and_report(self.jitted(gradients).lower(self.state, gradients.inputs), options)
         check_identity(compiled, self.state)
         return CompiledStep(compiled, report, shapes, gradients)
 
@@ -369,12 +369,14 @@ class TrainStep:
         """Returns the lowered step as one program. Takes a batch as `compile` does."""
         return self.jitted().lower(self.state, self.placed_shapes(batch))
 
-    def jitted(self) -> jax.stages.Wrapped:
-        """Returns the jitted `(state, batch) -> (state, StepMetrics)`. Donates the state; takes a batch from `place`."""
-        return self._jitted(GradientProgram(self.bound, None))
+    def jitted(self, gradients: GradientProgram | None = None) -> jax.stages.Wrapped:
+        """Returns the jitted `(state, inputs) -> (state, StepMetrics)`. Donates the state.
 
-    def _jitted(self, gradients: GradientProgram) -> jax.stages.Wrapped:
-        """Returns the jitted program of gradients and update."""
+        Args:
+            gradients: The compiled gradients; `inputs` is the result of its `run`. None computes them in the same program, and
+                `inputs` is a batch from `place`.
+        """
+        gradients = gradients or GradientProgram(self.bound, None)
 
         def step(state: TrainState, inputs: Tree) -> tuple[TrainState, StepMetrics]:
             key = jax.random.fold_in(self.key, state.step)
@@ -397,7 +399,7 @@ class TrainStep:
         ]
         return self.bound.pack(structure.unflatten(masks))
 
-    def update(self, state: TrainState, sums: Sums, grads: Tree) -> tuple[TrainState, StepMetrics]:
+    def update(self, state: TrainState, sums: Loss, grads: Tree) -> tuple[TrainState, StepMetrics]:
         """Clips the gradient and applies the update of the transform if loss and gradient are finite. Called under `jax.jit`.
 
         Args:

@@ -10,10 +10,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jgraph.scopes import scope
-from jgraph.strategies.objective import Sums, Tree, before_any, merge
+from jgraph.strategies.objective import Loss, Tree, before_any, merge
 
 # (params, batch, key) -> sums, and gradients like the parameters
-MicrobatchFunction: TypeAlias = Callable[[Tree, Tree, Array], tuple[Sums, Tree]]
+MicrobatchFunction: TypeAlias = Callable[[Tree, Tree, Array], tuple[Loss, Tree]]
 
 # Largest number of microbatches that is unrolled. XLA captures a loop into a command buffer only with graph="full".
 _UNROLLED_MICROBATCHES = 8
@@ -33,14 +33,14 @@ def accumulate(
         reductions: Reductions of the carried state, a tree of names.
     """
 
-    def over(params: Tree, batch_M: Tree, key: Array) -> tuple[Sums, Tree]:
-        def one(m: Any, batch: Tree) -> tuple[Sums, Tree]:
+    def over(params: Tree, batch_M: Tree, key: Array) -> tuple[Loss, Tree]:
+        def one(m: Any, batch: Tree) -> tuple[Loss, Tree]:
             return sums_and_grads(params, batch, jax.random.fold_in(key, m))
 
         if num_microbatches == 1:
             return one(0, jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), batch_M))
 
-        def add(carry: tuple[Sums, Tree], this: tuple[Array, Tree]) -> tuple[tuple[Sums, Tree], None]:
+        def add(carry: tuple[Loss, Tree], this: tuple[Array, Tree]) -> tuple[tuple[Loss, Tree], None]:
             sums, grads = one(*this)
             with scope("wgrad"):
                 return (

@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jgraph.strategies.batches import BatchLayout
-from jgraph.strategies.objective import Carry, Objective, Sums, Tree
+from jgraph.strategies.objective import Carry, Loss, Objective, Tree
 from jgraph.xla.explain import Memory
 from jgraph.xla.options import OptionValue
 
@@ -55,7 +55,7 @@ class GradientProgram:
         """
         return batch
 
-    def gradients(self, params: Tree, carry: Carry, key: Array, inputs: Tree) -> tuple[Sums, Tree]:
+    def gradients(self, params: Tree, carry: Carry, key: Array, inputs: Tree) -> tuple[Loss, Tree]:
         """Computes the sums over the batch and the gradient of their mean. Traced in the update's program.
 
         Args:
@@ -120,7 +120,7 @@ class BoundStrategy(Protocol):
         """Returns the NamedSharding of every array; None on one device."""
         ...
 
-    def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Sums, Tree]:
+    def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Tree]:
         """Computes the sums over a batch and the gradient of their mean, as a pure function to be jitted.
 
         Args:

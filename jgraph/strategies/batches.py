@@ -60,19 +60,15 @@ class BatchLayout:
         Raises:
             ShapeError: If the microbatches and data ranks cannot share the rows equally.
         """
-        sharding, num_microbatches = self.sharding, self.num_microbatches
+        sharding = self.sharding
         if sharding is None:
             return batch
         own, total = self._data_ranks
+        self._share(batch, own, "data ranks of this process")
 
         def place(leaf: Any) -> Array:
             rows = np.asarray(leaf)
-            if rows.ndim == 0 or len(rows) % (num_microbatches * own):
-                raise ShapeError(
-                    f"`batch` has an array of shape {list(rows.shape)}: its first axis must be divisible by num_microbatches "
-                    f"{num_microbatches} x {own} data ranks of this process"
-                )
-            shape = (num_microbatches, len(rows) // num_microbatches, *rows.shape[1:])
+            shape = (self.num_microbatches, len(rows) // self.num_microbatches, *rows.shape[1:])
             whole = (shape[0], shape[1] * total // own, *shape[2:])
             return jax.make_array_from_process_local_data(sharding, rows.reshape(shape), whole)
 
@@ -116,14 +112,17 @@ class BatchLayout:
         Raises:
             ShapeError: If a leaf is not an array, or the microbatches and data ranks cannot share its rows equally.
         """
+        return self._share(batch, num_data_ranks(self.mesh), "data ranks")
+
+    def _share(self, batch: Tree, ranks: int, what: str) -> Tree:
+        """Returns the shapes of a microbatch's rows on one of `ranks` ranks. `what` names the ranks in a message."""
         checks.check_batch(batch)
-        ranks = num_data_ranks(self.mesh)
 
         def share(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
             if leaf.ndim == 0 or leaf.shape[0] % (self.num_microbatches * ranks):
                 raise ShapeError(
                     f"`batch` has an array of shape {list(leaf.shape)}{checks.at(path_name(path))}: its first axis must be "
-                    f"divisible by num_microbatches {self.num_microbatches} x {ranks} data ranks",
+                    f"divisible by num_microbatches {self.num_microbatches} x {ranks} {what}",
                     field="batch",
                 )
             return jax.ShapeDtypeStruct((leaf.shape[0] // (self.num_microbatches * ranks), *leaf.shape[1:]), leaf.dtype)

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from jgraph.errors import ConfigError, ShapeError, check_choice, require
 from jgraph.precision.config import FP8Config
-from jgraph.strategies.objective import Loss, Reduction, Tree, check_loss
+from jgraph.strategies.objective import Loss, Reduction, Tree
 from jgraph.tree import leaf_names
 
 _NOT_TRAINED = (
@@ -203,7 +203,7 @@ def checked_loss(loss: Any, carried: Tree) -> Any:
     @functools.wraps(loss)
     def checked(*args: Any) -> Any:
         found = loss(*args)
-        check_loss(found)
+        _check_loss(found)
         after = found.carried if isinstance(found, Loss) else {}
         if not jax.tree.leaves(after) and (missing := leaf_names(carried)):
             must = f"must return jgraph.Loss(..., carried=) with {', '.join(missing)}"
@@ -212,6 +212,18 @@ def checked_loss(loss: Any, carried: Tree) -> Any:
         return replace(found, carried=jax.tree.map(jnp.asarray, after)) if isinstance(found, Loss) else found
 
     return checked
+
+
+def _check_loss(found: Any) -> None:
+    """Raises ShapeError unless a loss function returned a floating scalar, or a `Loss` with a scalar total and weight."""
+    scalar, weight = (found.total, found.weight) if isinstance(found, Loss) else (found, None)
+    shape, dtype = getattr(scalar, "shape", None), getattr(scalar, "dtype", None)
+    if shape != () or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        what = type(scalar).__name__ if shape is None else f"{dtype}{list(shape)}"
+        must = "must return a floating scalar, the mean, or jgraph.Loss(total, weight)"
+        raise ShapeError(f"`loss` returns {what}: {must}", field="loss")
+    if weight is not None and (shape := jnp.shape(weight)) != ():
+        raise ShapeError(f"`loss` returns a weight of shape {list(shape)}: must be a scalar, the sum of weights", field="loss")
 
 
 # --- Descriptions ---

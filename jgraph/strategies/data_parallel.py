@@ -18,7 +18,7 @@ from jgraph.strategies.accumulate import MicrobatchFunction, accumulate
 from jgraph.strategies.base import GradientProgram, Options, Pools
 from jgraph.strategies.batches import BatchLayout
 from jgraph.strategies.checks import check_function
-from jgraph.strategies.objective import Carry, Objective, Sums, Tree, finished, is_mean, summed
+from jgraph.strategies.objective import Carry, Loss, Objective, Tree, finished, is_mean, summed
 from jgraph.strategies.sharding import ShardSpec
 from jgraph.tree import is_router, leaf_names
 from jgraph.xla.explain import Memory
@@ -104,12 +104,10 @@ class DataParallel:
         return replace(self, mesh=mesh)
 
     def pack(self, tree: Tree) -> Tree:
-        packed = self.packing.pack(tree)
-        return {name: self.shards[name].pad(leaf) for name, leaf in packed.items()} if self.shards else packed
+        return {name: self._shard(name).pad(leaf) for name, leaf in self.packing.pack(tree).items()}
 
     def unpack(self, params: Tree) -> Tree:
-        whole = {name: self.shards[name].unpad(leaf) for name, leaf in params.items()} if self.shards else params
-        return self.packing.unpack(whole)
+        return self.packing.unpack({name: self._shard(name).unpad(leaf) for name, leaf in params.items()})
 
     def shardings(self, params: Tree) -> Tree:
         if self.mesh is None:
@@ -118,16 +116,17 @@ class DataParallel:
 
     @cached_property
     def _specs(self) -> dict[str, PartitionSpec]:
-        if not self.shards:
-            return {name: PartitionSpec() for name, _ in self.packing.groups}
-        return {name: shard.spec() for name, shard in self.shards.items()}
+        return {name: self._shard(name).spec() for name, _ in self.packing.groups}
+
+    def _shard(self, name: str) -> ShardSpec:
+        return self.shards.get(name, ShardSpec(None))
 
     # --- Gradients ---
 
     def compile_gradients(self, params: Tree, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
         return GradientProgram(self, batch)
 
-    def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Sums, Tree]:
+    def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Tree]:
         if self.mesh is None:
             return self._on_device(params, batch, key, carry)
         run = jax.shard_map(
@@ -139,7 +138,7 @@ class DataParallel:
         )
         return run(params, batch, key, carry)
 
-    def _on_device(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Sums, Tree]:
+    def _on_device(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Tree]:
         """Computes the sums and gradients of one device, and reduces them over the data ranks."""
         objective, num_microbatches = self.objective, self.objective.num_microbatches
         axes, devices = ((), 1) if self.mesh is None else (batch_axes(self.mesh), self.mesh.size)
@@ -180,7 +179,7 @@ class DataParallel:
 
         run = self.loss.traced(self._differentiated(loss, prepared.parts))
 
-        def sums_and_grads(params: Tree, batch: Tree, key: Array) -> tuple[Sums, Tree]:
+        def sums_and_grads(params: Tree, batch: Tree, key: Array) -> tuple[Loss, Tree]:
             sums, grads, observed = run(params, carry.observed, batch, key)
             return replace(sums, carried=Carry(sums.carried, observed)), grads
 
@@ -188,7 +187,7 @@ class DataParallel:
 
     def _differentiated(
         self, loss: Callable[..., Any], replaced: Collection[str]
-    ) -> Callable[[Tree, Tree, Tree, Array], tuple[Sums, Tree, Tree]]:
+    ) -> Callable[[Tree, Tree, Tree, Array], tuple[Loss, Tree, Tree]]:
         """Returns a function that computes the sums, gradients and observed state of a microbatch.
 
         Args:
@@ -197,8 +196,8 @@ class DataParallel:
         """
         sums_dtype = self.objective.grads_dtype
 
-        def differentiate(params: Tree, observed: Tree, batch: Tree, key: Array) -> tuple[Sums, Tree, Tree]:
-            def of(arrays: Tree, observed: Tree) -> tuple[Array, Sums]:
+        def differentiate(params: Tree, observed: Tree, batch: Tree, key: Array) -> tuple[Loss, Tree, Tree]:
+            def of(arrays: Tree, observed: Tree) -> tuple[Array, Loss]:
                 return summed(loss)(self.packing.unpack(arrays), observed, batch, key)
 
             if self.shards:
@@ -212,7 +211,7 @@ class DataParallel:
                     grads_dtype=sums_dtype,
                     reshard_after_forward=self.reshard_after_forward,
                     # FP8 wgrads are too short to hide reductions. bfloat16 wgrads hide them, and barriers cost 2 to 4%
-                    # (notes/develop/measurements.md).
+                    # (notes/develop/measurements/sharding.md).
                     reduce="in buckets" if replaced else "scheduled",
                 )
             (_, sums), (grads, after) = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(params, observed)
@@ -236,8 +235,7 @@ class DataParallel:
     def predict_memory(self, batch: Tree) -> Pools:
         arrays = jax.eval_shape(self.pack, self.packing.treedef.unflatten(self.packing.leaves))
         ranks = self.mesh.shape.get(Axis.FSDP, 1) if self.mesh else 1
-        is_sharded = {name: name in self.shards and self.shards[name].axis is not None for name in arrays}
-        size = sum(leaf.size // (ranks if is_sharded[name] else 1) for name, leaf in arrays.items())
+        size = sum(leaf.size // (1 if self._shard(name).axis is None else ranks) for name, leaf in arrays.items())
         return Pools({"main_grad": size * jnp.dtype(self.objective.grads_dtype).itemsize}, "some")
 
     def describe(

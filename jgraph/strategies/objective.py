@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jgraph.errors import ShapeError
 from jgraph.precision.config import FP8Config
 
 Tree: TypeAlias = Any  # a pytree of arrays, or of their shapes
@@ -25,7 +24,8 @@ class Loss:
     """The result of a loss function: a sum with its weight, metrics and carried state.
 
     A mean of means is wrong if microbatches or devices differ in the number of tokens with a loss, for example because of
-    padding. A step sums totals and weights over microbatches and devices, and minimizes the quotient.
+    padding. A step sums totals and weights over microbatches and devices, and minimizes the quotient. These sums are a `Loss`
+    too, in float32.
 
     >>> def loss(params, batch, key):
     ...     error = batch["weight"] * (batch["x"] @ params["w"] - batch["y"]) ** 2
@@ -47,24 +47,6 @@ class Loss:
 
 LossFunction: TypeAlias = Callable[..., "Array | Loss"]
 Reduction: TypeAlias = Literal["max", "sum", "mean", "last", "halt"]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Sums:
-    """Sums of a loss function over microbatches and devices, in float32.
-
-    Attributes:
-        total: Sum of the totals, or of the means.
-        weight: Sum of the weights; None if the loss function returns means.
-        aux: Sums of the metrics.
-        carried: Merged state, in the dtypes of the state.
-    """
-
-    total: Array
-    weight: Array | None
-    aux: Tree
-    carried: Tree
 
 
 class Carry(NamedTuple):
@@ -115,42 +97,27 @@ class Objective:
         return (key, self.carried) if jax.tree.leaves(self.carried) else (key,)
 
 
-def check_loss(found: Any) -> None:
-    """Raises ShapeError unless a loss function returned a floating scalar, or a `Loss` with a scalar total and weight."""
-    scalar = found.total if isinstance(found, Loss) else found
-    shape, dtype = getattr(scalar, "shape", None), getattr(scalar, "dtype", None)
-    if shape != () or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        what = type(scalar).__name__ if shape is None else f"{dtype}{list(shape)}"
-        must = "must return a floating scalar, the mean, or jgraph.Loss(total, weight)"
-        raise ShapeError(f"`loss` returns {what}: {must}", field="loss")
-    if isinstance(found, Loss) and found.weight is not None and (shape := jnp.shape(found.weight)) != ():
-        raise ShapeError(f"`loss` returns a weight of shape {list(shape)}: must be a scalar, the sum of weights", field="loss")
-
-
 def is_mean(found: Any) -> bool:
     """Returns True if a loss function returned a mean over its rows, False if it returned a sum with a weight."""
     return not isinstance(found, Loss) or found.weight is None
 
 
-def summed(loss: LossFunction) -> Callable[..., tuple[Array, Sums]]:
-    """Returns `f(*args) -> (total, Sums)` of a loss function, for `jax.value_and_grad(has_aux=True)`."""
+def summed(loss: LossFunction) -> Callable[..., tuple[Array, Loss]]:
+    """Returns `f(*args) -> (total, sums)` of a loss function, for `jax.value_and_grad(has_aux=True)`."""
 
-    def of(*args: Any) -> tuple[Array, Sums]:
+    def of(*args: Any) -> tuple[Array, Loss]:
         found = loss(*args)
-        check_loss(found)
-        if not isinstance(found, Loss):
-            total = found.astype(jnp.float32)
-            return total, Sums(total, None, {}, {})
-        total, weight, aux = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), (found.total, found.weight, found.aux))
-        return total, Sums(total, *jax.lax.stop_gradient((weight, aux, found.carried)))
+        sums = found if isinstance(found, Loss) else Loss(found)
+        total, weight, aux = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), (sums.total, sums.weight, sums.aux))
+        return total, Loss(total, *jax.lax.stop_gradient((weight, aux, sums.carried)))
 
     return of
 
 
-def merge(reductions: Tree, a: Sums, b: Sums) -> Sums:
+def merge(reductions: Tree, a: Loss, b: Loss) -> Loss:
     """Merges the sums of two microbatches, `b` being the later one. `reductions` is a tree of names like the carried state."""
     total, weight, aux = jax.tree.map(jnp.add, (a.total, a.weight, a.aux), (b.total, b.weight, b.aux))
-    return Sums(total, weight, aux, jax.tree.map(merged, reductions, a.carried, b.carried))
+    return Loss(total, weight, aux, jax.tree.map(merged, reductions, a.carried, b.carried))
 
 
 def merged(kind: Reduction, a: Array, b: Array) -> Array:
@@ -169,12 +136,12 @@ def before_any(reductions: Tree, shapes: Tree) -> Tree:
     return jax.tree.map(of, reductions, shapes)
 
 
-def finished(reductions: Tree, sums: Sums, count: int, axes: Sequence[str] = (), devices: int = 1) -> Sums:
+def finished(reductions: Tree, sums: Loss, count: int, axes: Sequence[str] = (), devices: int = 1) -> Loss:
     """Returns the sums over all devices, with a weight, and the reduced carried state.
 
     Args:
         reductions: A tree of names like the carried state.
-        sums: Sums over the microbatches of this device.
+        sums: Loss over the microbatches of this device.
         count: Number of microbatches.
         axes: Mesh axes to reduce over, under `jax.shard_map`.
         devices: Number of devices along these axes.
@@ -183,7 +150,7 @@ def finished(reductions: Tree, sums: Sums, count: int, axes: Sequence[str] = (),
     if axes:
         total, weight, aux = jax.lax.psum((total, weight, aux), axes)
     carried = reduced(reductions, sums.carried, count, axes)
-    return Sums(total, jnp.float32(count * devices) if weight is None else weight, aux, carried)
+    return Loss(total, jnp.float32(count * devices) if weight is None else weight, aux, carried)
 
 
 def reduced(reductions: Tree, carried: Tree, count: int, axes: Sequence[str]) -> Tree:
@@ -202,11 +169,8 @@ def _reduce(kind: Reduction, leaf: Array, axes: Sequence[str]) -> Array:
             return jax.lax.pmax(leaf, axes)
         case "last":
             # The last device has the last rows of the microbatch.
-            size, index = 1, 0
-            for axis in axes:
-                index = index * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
-                size *= jax.lax.axis_size(axis)
-            return jax.lax.psum(jnp.where(index == size - 1, leaf, jnp.zeros_like(leaf)), axes)
+            is_last = jax.lax.axis_index(axes) == jax.lax.axis_size(axes) - 1
+            return jax.lax.psum(jnp.where(is_last, leaf, jnp.zeros_like(leaf)), axes)
 
 
 def raised(reductions: Tree, flags: Tree, carried: Tree) -> Tree:

@@ -28,7 +28,8 @@ Aux = TypeVar("Aux")
 AXIS = Axis.FSDP.value
 Sharded = Literal["everything", "experts"]
 
-# Fastest on four H200s (GPT 1.3B: 275.3 -> 265.7 ms, notes/develop/measurements.md): few long collectives beside matmuls.
+# Fastest on four H200s (GPT 1.3B: 275.3 -> 265.7 ms, notes/develop/measurements/sharding.md): few long collectives beside
+# matmuls.
 _XLA_OPTIONS = (
     "xla_gpu_enable_latency_hiding_scheduler=true",
     "xla_gpu_all_gather_combine_threshold_bytes=134217728",

@@ -93,7 +93,7 @@ def _run(args: list[str], prog: str) -> int:
     if config is None:
         return 0
     # Imported after the flags are checked, because importing jax takes seconds.
-    from jgraph.checkpoint import hide_tracebacks
+    from jgraph.checkpoint.store import hide_tracebacks
     from jgraph.train.trainer import train
 
     hide_tracebacks()

@@ -190,15 +190,13 @@ def install(directory: Path | None = None) -> Path:
         pip = subprocess.run([*command, "--target", str(new), *packages], capture_output=True, text=True, check=False)
         if pip.returncode:
             raise TargetError(f"pip could not install {' '.join(packages)}: {(pip.stderr or pip.stdout).strip()}")
-        try:
+        with contextlib.suppress(OSError):  # not empty: another process was faster, or the directory has another use
             new.rename(final)
-        except OSError as e:  # not empty: another process was faster, or the directory has another use
-            if find_library(final) is None:
-                message = f"`directory` {final} holds something else than the plugin: choose another, or empty it"
-                raise TargetError(message, field="directory") from e
-    library = find_library(final)
-    assert library is not None, f"jax-cuda13-pjrt {version()} holds no {_LIBRARY}"
-    return library
+    if library := find_library(final):
+        return library
+    raise TargetError(
+        f"`directory` {final} holds something else than the plugin: choose another, or empty it", field="directory"
+    )
 
 
 @functools.cache

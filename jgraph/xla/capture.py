@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from jgraph.xla import cache
-from jgraph.xla.hlo import HloModule
+from jgraph.xla import _protobuf, cache
+from jgraph.xla.hlo import HloModule, Op, operations
 from jgraph.xla.options import OptionValue, option_errors
-from jgraph.xla.source import Op, operations, thunk_instructions
 
 # Kinds of thunk that each command of `xla_gpu_enable_command_buffer` lets XLA record. Other kinds cannot be recorded.
 _KINDS_OF_COMMAND = {
@@ -46,7 +45,7 @@ _CALLBACK = "return the values instead of calling Python with them"
 _RECORDABLE_CALLS = "mosaic_gpu"
 _MOST_SHOWN = 3
 
-ThunkKey: TypeAlias = tuple[int, str]
+_ThunkKey: TypeAlias = tuple[int, str]
 """The number and kind of a thunk, e.g. `(7, "kFft")`."""
 
 
@@ -201,7 +200,21 @@ def _read_dump(directory: Path, module: str, compiled: jax.stages.Compiled) -> C
     return report_of(thunks.decode(), read("config.pbtxt").decode(), ops)
 
 
-def report_of(thunks: str, config: str, ops: Mapping[ThunkKey, Op]) -> CaptureReport:
+def thunk_instructions(metadata: bytes) -> dict[_ThunkKey, str]:
+    """Maps the number and kind of a thunk, e.g. `(7, "kFft")`, to the name of its instruction.
+
+    Args:
+        metadata: XLA's `thunk_metadata.pb`, a list of (1: (1: instruction, 3: number), 2: kind).
+    """
+    names: dict[_ThunkKey, str] = {}
+    for thunk in _protobuf.submessages(_protobuf.fields(metadata), 1):
+        for info in _protobuf.submessages(thunk, 1):
+            if (number := _protobuf.integer(info, 3)) is not None:
+                names[number, _protobuf.text(thunk, 2)] = _protobuf.text(info, 1)
+    return names
+
+
+def report_of(thunks: str, config: str, ops: Mapping[_ThunkKey, Op]) -> CaptureReport:
     """Returns the report of one dump.
 
     Args:

@@ -208,8 +208,7 @@ def _argument_names(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> l
     names = traced.jaxpr.jaxpr.debug_info.arg_names
     if names is not None and len(names) == len(infos) and all(names):
         return list(names)
-    roots = ("args", "kwargs")
-    return [roots[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in infos]
+    return [("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in infos]
 
 
 def _donation_lines(report: Explanation) -> Iterator[str]:

@@ -1,28 +1,28 @@
-"""Parses the text of a compiled program: instructions, input-output aliases, and the call stack of each operation.
+"""Parses the text of a compiled program: instructions, input-output aliases, and the source line of each operation.
 
 The text is `compiled.as_text()`. Only this file depends on its format.
 """
 
 import math
 import re
+import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Self
 
 from jgraph.errors import ProfileError
 
-# Opcodes that move, name or cast values without computing any.
-_MOVES = {
-    *("parameter", "constant", "bitcast", "bitcast-convert", "tuple", "get-tuple-element", "iota", "broadcast", "convert"),
-    *("copy", "copy-start", "copy-done", "transpose", "reshape", "reverse", "pad", "concatenate"),
-    *("slice", "dynamic-slice", "dynamic-update-slice", "gather"),
+COLLECTIVES: dict[str, str] = {
+    **{name: name for name in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")},
+    "ragged-all-to-all": "all-to-all",
+    "collective-broadcast": "all-gather",
+    **dict.fromkeys(("collective-permute", "send", "recv"), "transfer"),
 }
-_COLLECTIVES = {
-    *("all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all"),
-    *("reduce-scatter", "recv", "send"),
-}
+"""The pattern of communication of each collective, by opcode without `-start` and `-done`."""
+
 # Device groups: explicit lists, `[groups,size]<=[...]` (an iota that counts through the devices), or a mesh with some axes.
 _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)="
@@ -39,6 +39,8 @@ _ENTRY = r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}(?:, (?:may|must)-alias)?\)"
 _ALIASES = re.compile(rf".*input_output_alias=\{{((?:[ ,]*{_ENTRY})*)")
 # Ordered side effects such as printing pass a token. JAX puts tokens before the arguments and outputs of the user.
 _TOKENS = re.compile(r".*?entry_computation_layout=\{\(((?:token\[\](?:, )?)*).*?->\(?((?:token\[\](?:, )?)*)")
+_PACKAGE = Path(__file__).parents[1]
+_STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
 @dataclass(frozen=True)
@@ -109,11 +111,6 @@ class Instruction:
         """True for cuDNN's fused attention."""
         return "fmha" in self.target
 
-    @property
-    def only_moves(self) -> bool:
-        """True if it moves, names or casts values without computing any."""
-        return self.opcode in _MOVES
-
 
 @dataclass(frozen=True)
 class Computation:
@@ -121,11 +118,6 @@ class Computation:
 
     name: str
     instructions: Mapping[str, Instruction]
-
-    @property
-    def root(self) -> Instruction:
-        """The instruction that computes the result."""
-        return list(self.instructions.values())[-1]
 
     def parameters(self) -> list[Instruction]:
         """Returns the parameters in the order of their numbers."""
@@ -185,13 +177,10 @@ class HloModule:
         """Counts collectives by kind and by device groups in XLA's notation. Counts only the start of asynchronous ones."""
         found: Counter[tuple[str, str]] = Counter()
         for instruction in self.instructions.values():
-            if (kind := instruction.opcode.removesuffix("-start")) in _COLLECTIVES:
+            if (kind := instruction.opcode.removesuffix("-start")) in COLLECTIVES:
                 groups = _GROUPS.search(instruction.text)
                 found[kind, groups[1] if groups else ""] += 1
         return found
-
-    def _called(self, instruction: Instruction) -> list[Computation]:
-        return [self.computations[name] for name in instruction.called if name in self.computations]
 
     @property
     def aliases(self) -> dict[int, int]:
@@ -235,6 +224,51 @@ class HloModule:
             elif line:
                 rows = tables.setdefault(line.strip(), {})
         return tables
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operation of a compiled program.
+
+    Attributes:
+        instruction: XLA's name, e.g. `fft.0`.
+        name: JAX's name, e.g. `jit(step)/fft`. Empty for operations that XLA added. A fusion has the name of its root.
+        source: `file:line` of the innermost call in the user's code, relative to the working directory if the file is inside
+            it. Empty if the program has no source lines.
+        target: The target of a custom call.
+    """
+
+    instruction: str
+    name: str = ""
+    source: str = ""
+    target: str = ""
+
+    def __str__(self) -> str:
+        where = f" at {self.source}" if self.source else ""
+        # A combined collective has the names of all its parts, mostly equal ones.
+        return ":".join(dict.fromkeys((self.name or self.instruction).split(":"))) + where
+
+
+def operations(module: HloModule, instructions: Collection[str]) -> dict[str, Op]:
+    """Returns operations by the name of their instruction. Omits names that the program does not have."""
+    found = {name: module.instructions[name] for name in instructions if name in module.instructions}
+    return {name: Op(name, found[name].op_name, _source(module, found[name]), found[name].target) for name in found}
+
+
+def _source(module: HloModule, instruction: Instruction) -> str:
+    """Returns the innermost call in the user's code, otherwise in this package, otherwise in a library."""
+    calls = [(Path(file), line) for file, line in module.calls(instruction)]
+    if not calls:
+        return ""
+    (path, line), here = min(calls, key=lambda call: _distance(call[0])), Path.cwd()
+    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
+
+
+def _distance(path: Path) -> int:
+    """Returns 0 for the user's code, 1 for this package, 2 for a library."""
+    if str(path).startswith("<") or not {"site-packages", "dist-packages"}.isdisjoint(path.parts):
+        return 2
+    return 2 if path.is_relative_to(_STANDARD_LIBRARY) else int(path.is_relative_to(_PACKAGE))
 
 
 def _numbers(row: str) -> dict[str, int]:

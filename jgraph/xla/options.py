@@ -34,17 +34,15 @@ _COMMON = "FUSION,COLLECTIVES,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,WHIL
 
 
 @dataclass(frozen=True)
-class Option:
+class _Option:
     """A field of XLA's DebugOptions, e.g. `xla_gpu_graph_min_graph_size`.
 
     Attributes:
-        name: The name.
         is_bool: True if the value is a bool.
         repeated: True if it takes several values, separated by commas. They replace XLA's default.
         values: The values of an enum. Empty for other types, and if the library does not list them.
     """
 
-    name: str
     is_bool: bool
     repeated: bool
     values: tuple[str, ...] = ()
@@ -70,9 +68,7 @@ def compiler_options(
         CompilerOptionError: If the installed XLA does not have an option. XLA checks values when it compiles.
     """
     check_choice("graph", graph, get_args(_Graph))
-    options: dict[str, OptionValue] = {}
-    if platform in ("gpu", "cuda"):
-        options |= _graph_options(graph, num_devices)
+    options = _graph_options(graph, num_devices) if platform in ("gpu", "cuda") else {}
     for text in xla_options:
         name, equals, value = text.strip().partition("=")
         if not equals:
@@ -102,15 +98,16 @@ def option_errors() -> Iterator[None]:
 
 
 @functools.cache
-def installed_options() -> Mapping[str, Option] | None:
+def installed_options() -> Mapping[str, _Option] | None:
     """Returns every option of the installed XLA by name, or None if the library does not list them. Takes 30 ms once."""
     descriptor = _debug_options_descriptor()
     if descriptor is None:
         return None
     message = next(found for found in _protobuf.submessages(descriptor, 4) if found[0] == (1, b"DebugOptions"))
     enums = _enums(message, 4, ".xla.DebugOptions.") | _enums(descriptor, 5, ".xla.")
-    options = (_option(field, enums) for field in _protobuf.submessages(message, 2))
-    return types.MappingProxyType({option.name: option for option in options})
+    return types.MappingProxyType(
+        {_protobuf.text(field, 1): _option(field, enums) for field in _protobuf.submessages(message, 2)}
+    )
 
 
 def _graph_options(graph: str, num_devices: int) -> dict[str, OptionValue]:
@@ -174,7 +171,7 @@ def _enums(message: _protobuf.Fields, number: int, prefix: str) -> dict[str, tup
     }
 
 
-def _option(field: _protobuf.Fields, enums: Mapping[str, tuple[str, ...]]) -> Option:
+def _option(field: _protobuf.Fields, enums: Mapping[str, tuple[str, ...]]) -> _Option:
     kind = _protobuf.integer(field, 5)
     values = enums.get(_protobuf.text(field, 6), ()) if kind == _ENUM else ()
-    return Option(_protobuf.text(field, 1), kind == _BOOL, _protobuf.integer(field, 4) == _REPEATED, values)
+    return _Option(kind == _BOOL, _protobuf.integer(field, 4) == _REPEATED, values)

@@ -40,7 +40,8 @@ def _run(preset: str, model: GPTConfig, *, batch_size: int, seq_len: int, peak: 
         eval_every=1000,
         checkpoint_every=1000,
         # At these sizes cuBLAS is faster than Triton under the GPU's power limit, and fuses GELU as an epilogue (1% of a step
-        # of gpt-1b3 on an H200, notes/develop/measurements.md). Small matmuls, as in launch-bound, are faster with Triton.
+        # of gpt-1b3 on an H200, notes/develop/measurements/single-gpu.md). Small matmuls, as in launch-bound,
+        # are faster with Triton.
         xla_options=("xla_gpu_enable_triton_gemm=false",),
         model=model,
         optimizer=OptimizerConfig(learning_rate=peak, warmup_steps=DefaultSteps(500)),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jgraph.kernels import Slot, cast_transpose
+from jgraph.kernels import cast_transpose
 from jgraph.kernels.elementwise import Computed
 from jgraph.xla import compile_and_report
 from tests.kernels import (
@@ -23,7 +23,6 @@ from tests.kernels.test_quantize import (
     assert_within_one_step,
     inputs_of,
     needs_mosaic,
-    pools,
     steps,
     values,
 )
@@ -57,23 +56,6 @@ def test_what_the_kernel_computes_is_within_one_step_of_fp8(name):
     inputs = inputs_of(name, (2048, 1024))
     compiled = captured(lambda x, scale: cast_transpose(Computed(fn, x), scale, implementation="mosaic"), inputs, scale)
     assert_within_one_step(compiled(inputs, scale), cast_transpose(Computed(fn, inputs), scale, implementation="xla"))
-
-
-def test_a_slot_is_written_where_it_is():
-    x, scale = values((2048, 1024), "bfloat16", odd=False), jnp.float32(0.7)
-    wanted = cast_transpose(x, scale, implementation="xla")
-
-    def write(x, scale, rows, columns, number):
-        return cast_transpose(x, scale, into=Slot(rows, columns, number), implementation="mosaic")
-
-    for number in (0, 2):
-        rows, columns = pools((2048, 1024))
-        found = jax.jit(write, donate_argnums=(2, 3))(x, scale, rows, columns, jnp.int32(number))
-        assert_same((found.rows[number], found.columns[number], found.amax), wanted)
-        assert rows.is_deleted()
-        assert columns.is_deleted()
-        others = jnp.arange(3) != number
-        assert bool((found.rows[others].astype(jnp.float32) == 1).all())
 
 
 KERNELS = {

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jgraph.errors import ConfigError, ShapeError
-from jgraph.kernels import _grouped_blocks
-from jgraph.kernels.grouped import choose, grouped_dot, grouped_dot_fp8, grouped_wgrad
+from jgraph.kernels import _grouped_mosaic, grouped
+from jgraph.kernels.grouped import grouped_dot, grouped_dot_fp8, grouped_wgrad
 from jgraph.kernels.quantize import cast_transpose
 from jgraph.xla import aot
 from tests.kernels.test_quantize import needs_mosaic
@@ -23,7 +23,7 @@ SIZES = {
 
 
 def arrays(sizes, dtype, K=64, N=128, M=ROWS):
-    """Returns rows, weights, sizes, what a loss makes of the product, and what weight gradients are added onto."""
+    """Returns x, weights, sizes, dy, and a float32 sum of weight gradients."""
     keys = jax.random.split(jax.random.key(0), 4)
     G = len(sizes)
     x, dy = (jax.random.normal(key, (M, size), dtype) for key, size in zip(keys, (K, N), strict=False))
@@ -39,7 +39,7 @@ def run(x, weights, sizes, dy, add, **how):
 
 
 def loop(x, weights, sizes, dy, add):
-    """What `run` must give, in float64."""
+    """Computes the expected results of `run` in float64."""
     x, weights, dy, add = (np.asarray(array, np.float64) for array in (x, weights, dy, add))
     y, dx, dw = np.zeros_like(dy), np.zeros_like(x), np.zeros_like(weights)
     begin = 0
@@ -72,7 +72,7 @@ def test_every_group_is_multiplied_with_its_own_matrix(case, dtype, implementati
 @needs_mosaic
 @pytest.mark.long
 def test_the_kernels_bodies_multiply_every_group_with_its_own_matrix(monkeypatch):
-    monkeypatch.setattr(_grouped_blocks, "_BLOCKS", 2)  # so that a block has several tiles
+    monkeypatch.setattr(_grouped_mosaic, "_BLOCKS", 2)  # so that a block has several tiles
     jax.clear_caches()
     # Groups within a tile, over several, with a slab of their own; a last tile of fewer columns; rows beyond.
     args = arrays((30, 0, 150, 7, 41), jnp.bfloat16, 128, 320, 256)
@@ -83,7 +83,7 @@ FP8 = [("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn")]
 
 
 def in_fp8(sizes, dtypes, K, N, M=ROWS):
-    """Returns what `run_fp8` takes: x, dy and weights quantized, the sizes and a scale; then what it must give."""
+    """Returns the arguments of `run_fp8` (quantized x, dy and weights, sizes, scale) and its expected results."""
     x, weights, sizes, dy, add = arrays(sizes, jnp.float32, K, N, M)
     x, dy, one = x.astype(dtypes[0]), dy.astype(dtypes[0]), jnp.float32(1)
     found = cast_transpose(weights.reshape(-1, N), one, dtypes[1])
@@ -116,7 +116,7 @@ def test_fp8_rows_are_multiplied_by_both_layouts_of_quantized_weights(implementa
 @needs_mosaic
 @pytest.mark.long
 def test_the_kernels_body_multiplies_fp8_by_both_layouts(monkeypatch):
-    monkeypatch.setattr(_grouped_blocks, "_BLOCKS", 2)
+    monkeypatch.setattr(_grouped_mosaic, "_BLOCKS", 2)
     jax.clear_caches()
     args, wanted = in_fp8((30, 0, 150, 7, 41), FP8[0], 256, 384, 256)
     assert_fp8(run_fp8(*args, implementation="mosaic"), wanted)
@@ -191,7 +191,10 @@ def test_what_cannot_be_multiplied_is_refused_by_its_name():
 
 @pytest.mark.target
 def test_a_gpu_gets_a_kernel_or_a_loop_over_tiles(h200):
-    assert choose((4096, 128, 192), jnp.bfloat16) == "xla"
+    def choose(shape, dtype):
+        return grouped._chosen("auto", shape, jax.ShapeDtypeStruct(shape[:2], dtype))
+
+    assert choose((4096, 128, 192), "bfloat16") == "xla"
     newest = "mosaic" if jax.__version_info__ >= (0, 11) else "tiles"
     for gpu, shape, dtype, wanted in [
         ("h200", (4096, 128, 192), "bfloat16", newest),
@@ -202,7 +205,7 @@ def test_a_gpu_gets_a_kernel_or_a_loop_over_tiles(h200):
         ("h200", (4096, 96, 192), "bfloat16", "tiles"),
     ]:
         with aot.lowering_for(gpu):
-            assert choose(shape, jnp.dtype(dtype)) == wanted
+            assert choose(shape, dtype) == wanted
 
 
 @needs_mosaic

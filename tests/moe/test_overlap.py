@@ -6,11 +6,10 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from jgraph.profile._categories import COLLECTIVES
 from jgraph.train.presets import preset
 from jgraph.train.setup import TrainSetup
 from jgraph.xla import aot, compiler_options
-from jgraph.xla.hlo import HloModule
+from jgraph.xla.hlo import COLLECTIVES, HloModule
 
 pytestmark = [
     pytest.mark.target,

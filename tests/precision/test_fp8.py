@@ -10,7 +10,7 @@ import jgraph
 from jgraph import FP8Config
 from jgraph.errors import ConfigError
 from jgraph.kernels.grouped import grouped_dot
-from jgraph.precision.report import describe
+from jgraph.precision.loss import describe
 from jgraph.xla.explain import FP8Products
 from tests.autodiff.stages import grouped_mlp, grouped_params
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jgraph.inspect.draw import COLORS, tint
-from jgraph.profile.report import page
+from jgraph.page import render
 from jgraph.schedule.action import KINDS
 from tests import browser
 from tests.profile.synthetic import profile
@@ -26,11 +26,11 @@ TABLES = """Object.fromEntries([...document.querySelectorAll("table")].map((tabl
 
 def see(tmp_path: Path, data: dict[str, Any], expression: str, **how: Any) -> Any:
     """As `browser.see`, of the page of a profile."""
-    return browser.see(tmp_path, page(data), expression, **how)
+    return browser.see(tmp_path, render("jgraph.profile", data), expression, **how)
 
 
 def test_the_page_names_nothing_outside_of_itself():
-    text = page(profile(4))
+    text = render("jgraph.profile", profile(4))
     assert not re.findall(r"https?:|@import|\bimport\s*\(|fetch\(|XMLHttpRequest", text)
     assert set(re.findall(r"url\(([^)]*)\)", text)) <= {"#idle"}
     assert set(re.findall(r"<[^>]*\b(?:src|href)=\"([^\"]*)\"", text)) <= {"data:,"}
@@ -40,24 +40,24 @@ def test_the_page_names_nothing_outside_of_itself():
 def test_any_name_comes_out_of_the_page_as_it_went_in(name):
     data = profile(4)
     data["title"] = data["groups"][0]["label"] = data["timeline"]["names"][0] = name
-    text = page(data)
+    text = render("jgraph.profile", data)
     assert browser.data_in(text) == data
-    assert text.count("</script>") == page(profile()).count("</script>")
+    assert text.count("</script>") == render("jgraph.profile", profile()).count("</script>")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_numbers_that_json_does_not_have_are_refused(value):
     with pytest.raises(ValueError, match="not JSON compliant"):
-        page(profile() | {"captured": {"step_ms": value}})
+        render("jgraph.profile", profile() | {"captured": {"step_ms": value}})
 
 
 def test_actions_have_the_colours_of_pictures_of_schedules():
-    colours = dict(re.findall(r"\b(forward|dgrad|wgrad): \"(#\w{6})\"", page(profile())))
+    colours = dict(re.findall(r"\b(forward|dgrad|wgrad): \"(#\w{6})\"", render("jgraph.profile", profile())))
     assert colours == {KINDS[kind]: colour for kind, colour in COLORS.items() if KINDS[kind] != "backward"}
 
 
 def test_text_can_be_read_in_light_and_in_dark():
-    for of in browser.themes(page(profile())):
+    for of in browser.themes(render("jgraph.profile", profile())):
         pairs = [(text, ground) for text in ("ink", "muted", "accent") for ground in ("page", "panel")]
         assert min(browser.contrast(of[text], of[ground]) for text, ground in pairs) >= 4.5
 
@@ -265,7 +265,7 @@ def test_the_timeline_draws_every_event_in_its_colour_and_the_longest_of_those_w
         }), canvas.height]""",
         before='const canvas = document.querySelector("canvas"); const pen = canvas.getContext("2d");',
     )
-    page_colours = dict(re.findall(r"\b(\w+): \"(#\w{6})\"", page(data)))
+    page_colours = dict(re.findall(r"\b(\w+): \"(#\w{6})\"", render("jgraph.profile", data)))
 
     def opaque(category):
         return [*bytes.fromhex(page_colours[category][1:]), 255]

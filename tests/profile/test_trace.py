@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from jgraph.errors import ProfileError
 from jgraph.profile.attribution import choose_step
 from jgraph.profile.program import Program
-from jgraph.profile.trace import Events, Trace, busy, owners, read, steps
+from jgraph.profile.trace import Events, Trace, owners, read, steps
 
 PROGRAM = Program("HloModule jit_step\n")
 
@@ -37,7 +37,6 @@ def test_time_is_given_out_once(rows):
     covered = ((found.start[:, None] < ticks) & (ticks < found.end[:, None])).any(0).sum()
     own = shares(found, yields)
     assert own.sum() == pytest.approx(covered)
-    assert busy(found.start, found.end) == pytest.approx(covered)
     assert (own <= found.end - found.start + 1e-9).all()
     # Collectives have what nothing else covers, and no more.
     others = ((found.start[:, None] < ticks) & (ticks < found.end[:, None]) & ~yields[:, None]).any(0).sum()
@@ -67,11 +66,11 @@ def test_steps_are_found_by_what_runs_once_in_each():
 def test_of_several_steps_the_last_but_one_is_shown_with_what_comes_before_the_next():
     rows = [(0, 4, "a"), (10, 15, "a"), (16, 18, "copy"), (20, 26, "a"), (30, 37, "a")]
     one, other = events(rows), events([(start + 1, end + 1, op) for start, end, op in rows if op == "a"])
-    chosen = choose_step(Trace("CPU", "", {0: one, 1: other}, {}), PROGRAM, 4)
+    chosen = choose_step(Trace("CPU", {0: one, 1: other}, {}), PROGRAM, 4)
     assert [step.ms for step in chosen.values()] == [10, 10]
     assert chosen[0].all_ms == (10, 10, 10, 7)
     assert (chosen[0].events.start.tolist(), chosen[1].events.start.tolist()) == ([0], [1])
-    chosen = choose_step(Trace("CPU", "", {0: one}, {}), PROGRAM, 4)
+    chosen = choose_step(Trace("CPU", {0: one}, {}), PROGRAM, 4)
     assert chosen[0].events.end.tolist() == [6]
 
 

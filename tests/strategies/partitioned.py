@@ -16,7 +16,7 @@ from jgraph.packing import Packing
 from jgraph.strategies.accumulate import accumulate
 from jgraph.strategies.base import GradientProgram, Options, Pools
 from jgraph.strategies.batches import BatchLayout
-from jgraph.strategies.objective import Carry, Objective, Sums, finished, summed
+from jgraph.strategies.objective import Carry, Loss, Objective, finished, summed
 from jgraph.tree import leaf_names
 
 Tree = Any
@@ -67,9 +67,9 @@ class BoundPartitioned:
 
         return jax.tree.map(of, params)
 
-    def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Sums, Tree]:
-        def of_microbatch(params: Tree, batch: Tree, key: Array) -> tuple[Sums, Tree]:
-            def loss(params: Tree) -> tuple[Array, Sums]:
+    def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Tree]:
+        def of_microbatch(params: Tree, batch: Tree, key: Array) -> tuple[Loss, Tree]:
+            def loss(params: Tree) -> tuple[Array, Loss]:
                 return summed(self.objective.loss)(self.unpack(params), batch, key)
 
             (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params)

@@ -21,7 +21,7 @@ from jgraph.step import train_step
 from jgraph.step.transform import state_shardings
 from jgraph.strategies import FullySharded, Replicated, overlap, sharding as fsdp
 from jgraph.strategies.accumulate import accumulate
-from jgraph.strategies.objective import Carry, Objective, Sums
+from jgraph.strategies.objective import Carry, Loss, Objective
 from jgraph.strategies.sharding import ShardSpec
 from jgraph.train.config import TrainConfig
 from jgraph.train.setup import TrainSetup
@@ -321,7 +321,7 @@ def test_main_grads_are_summed_in_their_own_dtype():
     # 256 + 1 is 256 in bfloat16, so four microbatches of 1 after one of 256 only count in float32.
     def sums_and_grads(params, tokens_BS, key):
         grads = jax.tree.map(lambda p: tokens_BS[0, 0].astype(jnp.float32) * jnp.ones_like(p), params)
-        return Sums(jnp.zeros(()), None, {}, {}), grads
+        return Loss(jnp.zeros(())), grads
 
     tokens_MBS = jnp.asarray([[[256]], [[1]], [[1]], [[1]]], jnp.int32)
     for dtype, total in ((jnp.float32, 259), (jnp.bfloat16, 256)):

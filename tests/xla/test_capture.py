@@ -4,7 +4,7 @@ import pytest
 
 from jgraph.xla import CaptureReport, Outside, aot, compile_and_report, compiler_options
 from jgraph.xla.capture import report_of
-from jgraph.xla.source import Op
+from jgraph.xla.hlo import Op
 
 DEFAULT = """
   xla_gpu_enable_command_buffer: CONDITIONAL

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jgraph.xla.hlo import HloModule
-from jgraph.xla.source import Op, operations, thunk_instructions
+from jgraph.xla.capture import thunk_instructions
+from jgraph.xla.hlo import HloModule, Op, operations
 
 HERE = Path(__file__)
 LIBRARY = sysconfig.get_paths()["purelib"]
@@ -88,7 +88,7 @@ def test_a_program_of_the_installed_jax_leads_back_to_this_file(monkeypatch):
     text = jax.jit(step).lower(jnp.ones(8)).compile().as_text()
     names = {line.split(" = ")[0].split("%")[-1] for line in text.splitlines() if " = " in line}
     (line,) = (i for i, code in enumerate(HERE.read_text().splitlines(), 1) if code.endswith("# the line looked for"))
-    assert f"tests/xla/test_source.py:{line}" in {op.source for op in operations(HloModule(text), names).values()}
+    assert f"tests/xla/test_hlo.py:{line}" in {op.source for op in operations(HloModule(text), names).values()}
 
 
 def test_thunks_are_named_by_number_and_kind():
