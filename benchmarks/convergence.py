@@ -1,4 +1,4 @@
-"""Compares the loss curves of equivalent runs, and draws them.
+r"""Compares the loss curves of equivalent runs, and draws them.
 
     for graph in off auto full; do
         python -m jgraph.train --preset gpt-124m --data python-source --fsdp 4 --batch-size 32 --steps 2000 \

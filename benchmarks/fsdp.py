@@ -1,4 +1,4 @@
-"""Training with fully sharded state on the GPUs of one machine: `jgraph.train --fsdp` against `fully_shard` of PyTorch.
+r"""Training with fully sharded state on the GPUs of one machine: `jgraph.train --fsdp` against `fully_shard` of PyTorch.
 
     python -m benchmarks run fsdp --work gpt-1b3 gpt-7b
     python -m benchmarks run fsdp --name fsdp_fp8 --first fp8=delayed --variant fp8=current \
@@ -227,7 +227,7 @@ def section(work: str, result: Row) -> Section:
 
     def loss(row: Row) -> str:
         text = number("loss", ".5g")(row)
-        text += f", {row['skipped']} steps skipped" if row.get("skipped") else ""
+        text += f", skipped steps: {row['skipped']}" if row.get("skipped") else ""
         return text + (f", aborted: needs an expert capacity of {row['halted']}" if row.get("halted") else "")
 
     return Section(

@@ -201,7 +201,7 @@ def section(name: str, result: Row) -> Section:
     for leg in LEGS:
         label = "wgrad added to float32" if leg == "onto_float32" else leg
         columns |= {f"{label}: ms, TFLOP/s": rate(f"{leg}_ms"), f"{label}: torch / row": against(f"{leg}_ms")}
-    columns |= {"wgrad added to float32: bandwidth / peak": of_bandwidth, "power, W": number("power_watts", ".0f")}
+    columns |= {"wgrad added to float32: bandwidth / copy bandwidth": of_bandwidth, "power, W": number("power_watts", ".0f")}
     return Section(name, columns)
 
 

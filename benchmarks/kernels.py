@@ -112,7 +112,7 @@ def section(name: str, result: Row) -> Section:
         "variant": row_name,
         "time per kernel, ms": lambda row: f"{row['ms'] / KERNELS:.4f}",
         "GB/s": lambda row: f"{row['moved_bytes'] / row['ms'] / 1e6:.0f}",
-        "bandwidth / peak": share,
+        "bandwidth / copy bandwidth": share,
     }
     return Section(name, columns | {"power, W": number("power_watts", ".0f")})
 

@@ -306,9 +306,9 @@ def soak_rows(works: Row) -> Iterator[list[str]]:
             grown += ["not recorded" if first is None or last is None else f"{last:,}, {last - first:+,}"]
         facts = ["constant loss" if row["same_loss"] else "loss changed"] if "same_loss" in row else []
         facts += [f"loss {row['loss']}"] if "loss" in row else []
-        facts += [f"{row['skipped']} steps skipped"] if "skipped" in row else []
+        facts += [f"skipped steps: {row['skipped']}"] if "skipped" in row else []
         if "late" in row:
-            facts += [f"{row['late']} steps over twice the median"]
+            facts += [f"steps over twice the median: {row['late']}"]
         if "differs" in row:
             first = row["first_differs"]
             facts += ["losses bitwise equal to graph auto"]
