@@ -19,7 +19,7 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("notes/*/*.md"))]
 MEASUREMENTS = sorted(ROOT.glob("notes/develop/measurements/*.md"))
 GUIDES = [
     ROOT / "README.md",
-    *(page for room in ("start", "guide", "concepts") for page in sorted(ROOT.glob(f"notes/{room}/*.md"))),
+    *(page for room in ("start", "guide", "concepts", "coming-from") for page in sorted(ROOT.glob(f"notes/{room}/*.md"))),
 ]
 SNIPPETS = [
     pytest.param(code, id=f"{page.name}-{i}", marks=[pytest.mark.target] if "target=" in code else [])
@@ -51,8 +51,8 @@ PATH = re.compile(r"[\w./-]+(?:\.(?:py|md|json|jsonl|html|toml|svg|png)|/)")
 
 def text_of(page: Path) -> str:
     text = page.read_text(encoding="utf-8")
-    # The first column of its tables has the flags and names of others.
-    return re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE) if page.name == "coming-from.md" else text
+    # The first column of these tables has flags and names of other projects.
+    return re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE) if page.parent.name == "coming-from" else text
 
 
 def quoted(page: Path) -> list[str]:
