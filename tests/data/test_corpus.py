@@ -132,7 +132,7 @@ def test_a_token_directory_without_tokenizer_decodes_to_numbers(token_directory,
     assert open_corpus(token_directory, vocab_size=512).decode([3, 14, 15]) == "3 14 15"
 
 
-def test_an_unknown_corpus_is_rejected_with_the_valid_names():
+def test_an_unknown_corpus_is_refused_with_the_valid_names():
     with pytest.raises(DataError, match=r"`data` is pyton-docs: .*python-docs, python-source, synthetic"):
         open_corpus("pyton-docs")
 
@@ -143,27 +143,27 @@ def test_a_path_opens_a_file_with_the_same_name_as_a_corpus(tmp_path, text_file,
     assert open_corpus("./synthetic").fingerprint != open_corpus("synthetic").fingerprint
 
 
-def test_a_missing_file_is_rejected(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"`data` is .*absent.txt: no such file or directory"):
         open_corpus(tmp_path / "absent.txt")
 
 
 @pytest.mark.parametrize("contents", [b"", b" \n\n"])
-def test_an_empty_file_is_rejected(tmp_path, contents):
+def test_an_empty_file_is_refused(tmp_path, contents):
     path = tmp_path / "empty.txt"
     path.write_bytes(contents)
     with pytest.raises(DataError, match=r"`data` is .*empty.txt: the file is empty"):
         open_corpus(path)
 
 
-def test_a_text_with_one_repeated_document_is_rejected(tmp_path):
+def test_a_text_with_one_repeated_document_is_refused(tmp_path):
     path = tmp_path / "same.txt"
     path.write_bytes(b"same\n<|endoftext|>\n" * 3)
     with pytest.raises(DataError, match=r"`data` is .*same.txt: the text has 3 documents, none different"):
         open_corpus(path)
 
 
-def test_a_text_shorter_than_a_sequence_is_rejected_with_its_sizes(text_file):
+def test_a_text_shorter_than_a_sequence_is_refused_with_its_sizes(text_file):
     corpus = open_corpus(text_file)
     sizes = f"{len(corpus.train)} tokens to train on and {len(corpus.heldout)} held out"
     with pytest.raises(DataError, match=f"{sizes}, `seq_len` 99999 needs at least 100000 of each"):
@@ -175,48 +175,48 @@ def test_an_unreadable_file_raises_a_data_error():
         open_corpus("x" * 5000)
 
 
-def test_a_byte_outside_the_vocabulary_is_rejected_and_the_largest_id_is_accepted(text_file):
+def test_a_byte_outside_the_vocabulary_is_refused_and_the_largest_id_is_accepted(text_file):
     largest = max(text_file.read_bytes())
     open_corpus(text_file, vocab_size=largest + 1)
     with pytest.raises(DataError, match=f"`model.vocab_size` is {largest}: .* needs at least {largest + 1} token ids"):
         open_corpus(text_file, vocab_size=largest)
 
 
-def test_token_files_with_a_larger_vocabulary_are_rejected(token_directory):
+def test_token_files_with_a_larger_vocabulary_are_refused(token_directory):
     with pytest.raises(DataError, match=r"`model.vocab_size` is 256: `data` .*tokens needs at least 300 token ids"):
         open_corpus(token_directory)
 
 
-def test_a_single_token_file_is_rejected_with_its_directory(token_directory):
+def test_a_single_token_file_is_refused_with_its_directory(token_directory):
     with pytest.raises(DataError, match=r"a single token file; name its directory, .*tokens"):
         open_corpus(token_directory / "heldout-00000.bin")
 
 
-def test_a_directory_without_files_is_rejected(tmp_path):
+def test_a_directory_without_files_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"`data` is .*: has no files; .* with python -m jgraph.data make"):
         open_corpus(tmp_path)
 
 
-def test_a_directory_without_held_out_files_is_rejected(token_directory):
+def test_a_directory_without_held_out_files_is_refused(token_directory):
     (token_directory / "heldout-00000.bin").unlink()
     with pytest.raises(DataError, match=r"has no heldout-\*.bin file"):
         open_corpus(token_directory)
 
 
-def test_a_directory_with_an_unexpected_file_is_rejected(token_directory):
+def test_a_directory_with_an_unexpected_file_is_refused(token_directory):
     (token_directory / "val.bin").write_bytes(b"")
     with pytest.raises(DataError, match=r"val.bin is neither train-\*.bin nor heldout-\*.bin"):
         open_corpus(token_directory)
 
 
-def test_a_directory_with_a_truncated_file_is_rejected(token_directory):
+def test_a_directory_with_a_truncated_file_is_refused(token_directory):
     path = token_directory / "train-00000.bin"
     path.write_bytes(path.read_bytes()[:-2])
     with pytest.raises(DataError, match=r"`data` is .*train-00000.bin: has \d+ bytes where \d+ tokens need \d+: truncated"):
         open_corpus(token_directory, vocab_size=512)
 
 
-def test_files_with_different_vocabularies_are_rejected(token_directory):
+def test_files_with_different_vocabularies_are_refused(token_directory):
     write_tokens(token_directory / "train-00001.bin", [np.arange(9)], vocab_size=9)
     with pytest.raises(DataError, match=r"train-00001.bin has a vocabulary of 9 .* must come from one tokenizer"):
         open_corpus(token_directory, vocab_size=512)

@@ -59,12 +59,12 @@ def test_about_the_requested_fraction_is_held_out():
 
 
 @pytest.mark.parametrize("documents", [[], [b"one"], [b"same", b"same"]])
-def test_fewer_than_two_different_documents_are_rejected(documents):
+def test_fewer_than_two_different_documents_are_refused(documents):
     with pytest.raises(DataError, match=f"has {len(documents)} documents, none different"):
         count_heldout(sorted(digest(document) for document in documents))
 
 
 @pytest.mark.parametrize("fraction", [0, 1, float("nan")])
-def test_a_fraction_outside_zero_to_one_is_rejected(fraction):
+def test_a_fraction_outside_zero_to_one_is_refused(fraction):
     with pytest.raises(ConfigError, match="`heldout_fraction`"):
         count_heldout([b"a", b"b"], fraction)

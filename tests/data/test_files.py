@@ -116,13 +116,13 @@ def test_each_dataset_row_is_a_document_and_makes_the_same_token_files_as_text(t
         ("a.png", b"\x89PNG\0", r"a.png: not a text .*'.*texts/\*.txt'"),
     ],
 )
-def test_an_invalid_file_is_rejected_with_its_name_and_line(folder, name, contents, message):
+def test_an_invalid_file_is_refused_with_its_name_and_line(folder, name, contents, message):
     (folder / name).write_bytes(contents)
     with pytest.raises(DataError, match=message):
         open_corpus(folder)
 
 
-def test_a_glob_without_a_match_is_rejected(tmp_path):
+def test_a_glob_without_a_match_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"\*.none: no such file"):
         open_corpus(f"{tmp_path}/*.none")
 
@@ -182,7 +182,7 @@ def test_text_mixed_with_token_files_uses_their_tokenizer_and_is_weighted_by_siz
     assert corpus.decode(text.tokens[:]) == both.decode(both.train[:])
 
 
-def test_token_files_with_different_tokenizers_are_rejected(tokens, tmp_path):
+def test_token_files_with_different_tokenizers_are_refused(tokens, tmp_path):
     (tmp_path / "bare").mkdir()
     for side in ("train", "heldout"):
         write_tokens(tmp_path / "bare" / f"{side}-0.bin", [np.arange(40)], vocab_size=40)

@@ -56,7 +56,7 @@ def test_shards_end_at_document_boundaries_and_do_not_change_the_tokens(make, tm
     assert all(tokens[-1] == 0 for tokens in map(read_tokens, many.glob("*.bin")))
 
 
-def test_an_id_outside_the_vocabulary_is_rejected_and_not_stored(make, tmp_path, monkeypatch):
+def test_an_id_outside_the_vocabulary_is_refused_and_not_stored(make, tmp_path, monkeypatch):
     monkeypatch.setattr(Encoder, "encode", lambda self, documents: (np.array([3, 65_536 + 3]) for _ in documents))
     with pytest.raises(DataError, match=r"token 1 is 65539: must be in \[0, 300\)"):
         make()
@@ -112,7 +112,7 @@ def test_an_interrupted_make_leaves_no_files(make, tmp_path, monkeypatch):
     assert set(tmp_path.iterdir()) == before
 
 
-def test_an_empty_output_directory_is_used_and_a_nonempty_one_is_rejected(make, tmp_path):
+def test_an_empty_output_directory_is_used_and_a_nonempty_one_is_refused(make, tmp_path):
     (tmp_path / "tokens").mkdir()
     make()
     with pytest.raises(DataError, match=r"`out` is .*tokens: it exists and is not an empty directory"):
@@ -125,19 +125,19 @@ def test_a_missing_tokenizers_library_raises_an_error_with_the_install_command(m
         make()
 
 
-def test_a_file_that_is_not_a_tokenizer_is_rejected(make, text_file):
+def test_a_file_that_is_not_a_tokenizer_is_refused(make, text_file):
     with pytest.raises(DataError, match=r"stories.txt: is not a tokenizer.json"):
         make(tokenizer=text_file)
 
 
-def test_text_that_the_tokenizer_cannot_encode_is_rejected_with_its_file_name(make, tmp_path):
+def test_text_that_the_tokenizer_cannot_encode_is_refused_with_its_file_name(make, tmp_path):
     path = tmp_path / "two-words.json"
     Tokenizer(models.WordLevel({"\n": 0, "hello": 1}, unk_token="[UNK]")).save(str(path))
     with pytest.raises(DataError, match=r"`text` is .*stories.txt: the tokenizer cannot encode this text: .*UNK"):
         make(tokenizer=path)
 
 
-def test_text_that_is_not_utf8_is_rejected_with_its_file_name(make, tmp_path, text_file):
+def test_text_that_is_not_utf8_is_refused_with_its_file_name(make, tmp_path, text_file):
     path = tmp_path / "latin.txt"
     path.write_bytes(b"caf\xe9 au lait " * 100)
     with pytest.raises(DataError, match=r"`text` is .*latin.txt: not UTF-8"):
@@ -148,7 +148,7 @@ def test_text_that_is_not_utf8_is_rejected_with_its_file_name(make, tmp_path, te
     ("options", "message"),
     [({"shard_tokens": 0}, "`shard_tokens` is 0"), ({"heldout_fraction": 1.0}, r"`heldout_fraction` is 1.0")],
 )
-def test_numbers_out_of_range_are_rejected(make, options, message):
+def test_numbers_out_of_range_are_refused(make, options, message):
     with pytest.raises(ConfigError, match=message):
         make(**options)
 
@@ -158,7 +158,7 @@ def test_a_named_corpus_is_tokenized(make):
     assert (made.train_documents, made.heldout_documents) == (named.train_documents, named.heldout_documents)
 
 
-def test_an_empty_text_is_rejected(make, tmp_path):
+def test_an_empty_text_is_refused(make, tmp_path):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(DataError, match=r"`text` is .*empty.txt: the file is empty"):
         make(texts=[tmp_path / "empty.txt"])
@@ -200,7 +200,7 @@ def test_the_index_matches_the_document_ends_in_the_token_files(make):
         assert np.flatnonzero(source.tokens[:] == 0).tolist() == (starts + lengths - 1).tolist()
 
 
-def test_an_index_of_other_token_files_is_rejected_with_a_remedy(make):
+def test_an_index_of_other_token_files_is_refused_with_a_remedy(make):
     folder = make(shard_tokens=300)
     (folder / "train-00001.bin").unlink()
     with pytest.raises(DataError, match=r"train.ends: has the ends of \d+ documents .* remove it"):

@@ -108,12 +108,12 @@ def test_shuffled_documents_have_fixed_first_tokens():
     assert [int(batches[step][0, 0]) for step in range(6)] == FIRST_TOKENS
 
 
-def test_an_index_that_does_not_match_the_tokens_is_rejected():
+def test_an_index_that_does_not_match_the_tokens_is_refused():
     with pytest.raises(DataError, match="has 21 tokens where its documents have 20"):
         batches_of(Source(np.arange(21, dtype=np.uint16), index=index_of([10, 10])))[0]
 
 
-def test_shuffling_documents_without_an_index_is_rejected_with_a_remedy():
+def test_shuffling_documents_without_an_index_is_refused_with_a_remedy():
     with pytest.raises(DataError, match=r"make it again .* or leave `data_shuffle` out"):
         batches_of(Source(np.arange(100, dtype=np.uint16)))
 

@@ -60,7 +60,7 @@ def test_the_header_has_the_documented_layout(token_file):
 
 
 @pytest.mark.parametrize("cut", [1, 200, 250])
-def test_a_truncated_file_is_rejected_with_expected_and_actual_bytes(token_file, cut):
+def test_a_truncated_file_is_refused_with_expected_and_actual_bytes(token_file, cut):
     token_file.write_bytes(token_file.read_bytes()[:-cut])
     with pytest.raises(DataError, match=rf"train-0.bin: has {328 - cut} bytes where .* (328|128): truncated"):
         read_tokens(token_file)
@@ -75,7 +75,7 @@ def test_a_truncated_file_is_rejected_with_expected_and_actual_bytes(token_file,
         (16, b"\x05", "328 bytes where 5 tokens need 138: damaged"),
     ],
 )
-def test_an_invalid_header_is_rejected(token_file, offset, data, message):
+def test_an_invalid_header_is_refused(token_file, offset, data, message):
     overwrite(token_file, offset, data)
     with pytest.raises(DataError, match=f"train-0.bin: .*{message}"):
         read_header(token_file)
@@ -123,7 +123,7 @@ def test_an_invalid_token_is_reported_with_its_own_file_and_index(token_file, tm
 
 
 @pytest.mark.parametrize("change", ["cut", "overwritten"])
-def test_a_file_changed_while_it_is_open_is_rejected(token_file, change):
+def test_a_file_changed_while_it_is_open_is_refused(token_file, change):
     tokens = TokenFile(token_file)
     if change == "cut":
         with token_file.open("r+b") as file:
@@ -146,7 +146,7 @@ def test_a_removed_or_replaced_file_stays_readable(token_file, change):
 
 
 @pytest.mark.parametrize("ids", [[-1], [100]])
-def test_ids_outside_the_vocabulary_are_rejected(tmp_path, ids):
+def test_ids_outside_the_vocabulary_are_refused(tmp_path, ids):
     with pytest.raises(DataError, match=r"must be in \[0, 100\)"):
         write_tokens(tmp_path / "train-0.bin", [np.arange(3), np.array(ids)], vocab_size=100)
     assert not list(tmp_path.iterdir())
@@ -159,12 +159,12 @@ def test_a_document_must_be_a_1d_integer_array(tmp_path, document):
 
 
 @pytest.mark.parametrize("vocab_size", [-1, 0, 2**32])
-def test_an_invalid_vocabulary_size_is_rejected_before_documents_are_read(tmp_path, vocab_size):
+def test_an_invalid_vocabulary_size_is_refused_before_documents_are_read(tmp_path, vocab_size):
     with pytest.raises(DataError, match=f"vocab_size is {vocab_size}: must be in"):
         write_tokens(tmp_path / "train-0.bin", iter(lambda: pytest.fail("a document was read"), None), vocab_size=vocab_size)
 
 
-def test_writing_no_tokens_is_rejected_and_creates_no_file(tmp_path):
+def test_writing_no_tokens_is_refused_and_creates_no_file(tmp_path):
     with pytest.raises(DataError, match="no tokens to write"):
         write_tokens(tmp_path / "train-0.bin", [], vocab_size=100)
     assert not list(tmp_path.iterdir())

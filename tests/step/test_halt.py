@@ -1,4 +1,4 @@
-"""A step that halts and later steps change nothing. A replay from there equals a run without a halt."""
+"""Tests that a halted step and all later steps change nothing, and that a replay equals a run without a halt."""
 
 from dataclasses import replace
 from functools import partial
@@ -29,12 +29,12 @@ REDUCTIONS = {"overflow": "halt", "seen": "sum"}
 
 
 def counted(carried, needed, room):
-    """Returns the carried state after a microbatch with `needed` of `room` places. Drops the old flag, like a layer."""
+    """Returns the carried state after a microbatch that needs `needed` rows of capacity `room`. Overwrites the flag."""
     return {"overflow": jnp.where(needed > room, needed, 0), "seen": carried["seen"] + jnp.sum(needed)}
 
 
 def loss(params, batch, key, carried, *, room):
-    noise = 1 + 0.1 * jax.random.normal(key)  # so that the replay must use the random numbers of the step
+    noise = 1 + 0.1 * jax.random.normal(key)  # the replay must use the same random numbers
     return Loss(noise * jnp.sum(errors(params, batch)), len(batch["x"]), {}, counted(carried, jnp.sum(batch["needs"]), room))
 
 
@@ -55,7 +55,7 @@ def step_of(name: str, room: int, num_microbatches: int = 1) -> TrainStep:
 
 
 def run(step: TrainStep, state: TrainState, rows: list):
-    """The state after steps that are handed over one after another, and all metrics."""
+    """Runs one step per batch in `rows`. Returns the final state and the metrics of all steps."""
     compiled, found = step.compile(rows[0]), []
     for batch in rows:
         state, metrics = compiled(state, step.place(batch))
@@ -73,12 +73,12 @@ def canonical(step, state):
 
 
 def check_replay(small: TrainStep, large: TrainStep, rows: list, params, carried):
-    """Checks that a run with `small` halts at PLANTED, and that `large` then continues like a run of its own."""
+    """Checks that a run with `small` halts at PLANTED, and that `large` then continues like a run without a halt."""
     expected, curve = run(large, large.init(params, carried), rows)
     assert [int(metrics.halted) for metrics in curve] == [0] * STEPS
     good, _ = run(small, small.init(params, carried), rows[: PLANTED - 1])
     good = canonical(small, good)
-    # Like a host that reads the metrics late: the steps after the halted step need no room.
+    # Like a host that reads the metrics late. The steps after the halted step would fit.
     state, begun = run(small, small.init(params, carried), rows)
     assert [int(metrics.halted) for metrics in begun] == [0] * (PLANTED - 1) + [NEEDED] * (STEPS - PLANTED + 1)
     assert (int(state.step), int(state.skipped)) == (PLANTED - 1, 0)
@@ -99,7 +99,7 @@ def check_replay(small: TrainStep, large: TrainStep, rows: list, params, carried
         ("data 2 x fsdp 2", 2),
     ],
 )
-def test_a_step_that_halts_changes_nothing_until_it_is_replayed(name, num_microbatches):
+def test_a_halted_step_changes_nothing_until_it_is_replayed(name, num_microbatches):
     small, large = (step_of(name, room, num_microbatches) for room in (ROOM, LARGE))
     check_replay(small, large, batches(), new_params(), CARRIED)
 
@@ -141,7 +141,7 @@ def test_a_layer_of_a_pipeline_halts_all_ranks(schedule, axes, engine):
 
 
 @pytest.mark.once
-def test_a_step_that_halts_leaves_histories_of_fp8_as_they_are():
+def test_a_halted_step_does_not_change_amax_histories():
     def counting(params, batch, key, carried):
         return Loss(precision.loss(params, batch, key), carried=counted(carried, batch["needs"][0], ROOM))
 
@@ -154,13 +154,13 @@ def test_a_step_that_halts_leaves_histories_of_fp8_as_they_are():
     assert_same(canonical(step, step.resumed(state)), canonical(step, good))
 
 
-def test_a_step_that_halts_is_not_one_that_was_skipped():
+def test_a_halted_step_does_not_count_as_skipped():
     step, rows = step_of("one device", ROOM), batches()[PLANTED - 1]
     state, _ = run(step, step.init(new_params(), CARRIED), [rows | {"y": np.full_like(rows["y"], np.nan)}])
     assert (int(state.step), int(state.skipped), int(state.carried["overflow"])) == (0, 0, NEEDED)
 
 
-def test_what_halted_a_state_is_made_zero_where_it_lies():
+def test_resuming_resets_the_halt_flag_in_place():
     step, rows = step_of("data 4", ROOM), batches()[PLANTED - 1]
     state, _ = run(step, step.init(new_params(), CARRIED), [rows])
     flag, other = state.carried["overflow"], state.carried["seen"]
@@ -171,8 +171,8 @@ def test_what_halted_a_state_is_made_zero_where_it_lies():
     assert after.carried["seen"] is other
 
 
-def test_a_step_that_cannot_halt_has_nothing_for_it():
-    """One choice for each array between the old and the new one, one for the counter, and no result more."""
+def test_a_step_without_a_halt_reduction_has_no_halting_code():
+    """Counts one select per carried array, plus one in the loss, and no additional output."""
     given = {"carried": CARRIED, "reductions": {"overflow": "max", "seen": "sum"}}
     step = train_step(partial(loss, room=LARGE), optax.sgd(0.1), strategy("one device"), **given)
     lowered = step.lower(batches()[0])
@@ -182,11 +182,11 @@ def test_a_step_that_cannot_halt_has_nothing_for_it():
     without = train_step(lambda *args: errors(args[0], args[1]).sum(), optax.sgd(0.1), strategy("one device"))
     own = lowered.as_text().count("stablehlo.select")
     others = without.lower(batches()[0]).as_text().count("stablehlo.select")
-    assert own - others == len(CARRIED) + 1  # one is the loss's own
+    assert own - others == len(CARRIED) + 1  # one is in the loss
 
 
 @pytest.mark.parametrize("reductions", ["halt", {"overflow": "halt", "seen": "halt"}], ids=str)
-def test_only_integers_halt(reductions):
+def test_a_halt_reduction_needs_integers(reductions):
     with pytest.raises(ConfigError, match="must be integers") as error:
         train_step(loss, optax.sgd(0.1), strategy("one device"), carried=CARRIED, reductions=reductions)
     assert error.value.field == "reductions"

@@ -96,7 +96,7 @@ def test_a_target_program_is_recompiled_without_warnings_and_has_one_cached_repo
     assert len(list((tmp_path / "capture").iterdir())) == 1
 
 
-def test_an_unwritable_cache_directory_is_rejected(tmp_path):
+def test_an_unwritable_cache_directory_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError) as error:
         cache.enable(tmp_path / "file" / "inside")

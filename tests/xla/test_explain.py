@@ -157,7 +157,7 @@ def test_a_graph_flag_in_a_remedy_is_printed_with_the_equivalent_compiler_option
     assert "compiler_options=" not in printed("rewrite it")
 
 
-def test_an_argument_that_is_not_a_function_is_rejected():
+def test_an_argument_that_is_not_a_function_is_refused():
     with pytest.raises(ConfigError, match="takes a function, not int"):
         explain(3)
 

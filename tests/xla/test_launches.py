@@ -76,7 +76,7 @@ def test_counts_are_available_only_after_the_block():
     assert count.updates == 0
 
 
-def test_a_second_profile_is_rejected_and_the_first_continues():
+def test_a_second_profile_is_refused_and_the_first_continues():
     with count_launches() as count, pytest.raises(JgraphError, match="end the other profile first"), count_launches():
         pass
     assert count.launches == 0

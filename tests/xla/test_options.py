@@ -45,7 +45,7 @@ def test_full_on_several_devices_captures_collectives_but_not_branches():
     assert (small in found) == (small in (installed_options() or {}))
 
 
-def test_an_invalid_graph_value_is_rejected_with_the_valid_choices():
+def test_an_invalid_graph_value_is_refused_with_the_valid_choices():
     with pytest.raises(ConfigError, match="must be one of auto, off, full") as error:
         compiler_options("on", platform="cpu")
     assert error.value.field == "graph"
@@ -81,7 +81,7 @@ def test_an_extra_option_overrides_the_graph_setting():
         ("xla_dump_to", "'xla_dump_to': must be name=value"),
     ],
 )
-def test_an_invalid_extra_option_is_rejected_by_name(text, message):
+def test_an_invalid_extra_option_is_refused_by_name(text, message):
     with pytest.raises(CompilerOptionError, match=message) as error:
         compiler_options("auto", [text], platform="cpu")
     assert error.value.field == "xla_options"
@@ -141,7 +141,7 @@ def test_checking_options_starts_no_backend():
     assert run.stderr.splitlines()[-1].startswith("jgraph.errors.CompilerOptionError: `xla_options` names xla_nope")
 
 
-def test_without_a_descriptor_xla_rejects_unknown_options(lowered, monkeypatch):
+def test_without_a_descriptor_xla_refuses_unknown_options(lowered, monkeypatch):
     monkeypatch.setattr(options, "installed_options", lambda: None)
     found = compiler_options("auto", ["xla_nope=1"], platform="cpu")
     with pytest.raises(CompilerOptionError, match="No such compile option: 'xla_nope'"):

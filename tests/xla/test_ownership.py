@@ -82,7 +82,7 @@ def test_a_buffer_from_another_argument_is_reported_by_its_leaf_index():
         check_identity(program, jnp.ones(8))
 
 
-def test_a_state_that_is_not_donated_is_rejected():
+def test_a_state_that_is_not_donated_is_refused():
     program = jax.jit(lambda state: (update(state), 0), keep_unused=True).lower(STATE).compile()
     assert alias_map(program) == {}
     with pytest.raises(DonationError, match=r"3 of 3 leaves .*donate_argnums=0") as error:

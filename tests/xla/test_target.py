@@ -75,7 +75,7 @@ def test_each_described_gpu_compiles_a_fully_captured_training_step(h200, gpu, c
     assert check_identity(compiled, state) is None
 
 
-def test_every_gpu_description_is_listed_and_unknown_names_are_rejected():
+def test_every_gpu_description_is_listed_and_unknown_names_are_refused():
     files = Path(aot.__file__).parent.glob("*.textproto")
     assert {file.stem for file in files} == set(aot.GPUS)
     with pytest.raises(TargetError, match="no GPU is described as 'a100': take one of h200, h100, b200"):
@@ -136,7 +136,7 @@ def test_an_option_unknown_to_xla_raises_an_option_error(h200):
 
 
 @pytest.mark.target
-def test_compiling_without_a_dump_is_rejected(h200):
+def test_compiling_without_a_dump_is_refused(h200):
     with pytest.raises(TargetError, match="dumped no thunks"):
         aot.compile_for(jax.jit(jnp.sin), 1.0, compiler_options={"xla_enable_dumping": False})
 
@@ -146,7 +146,7 @@ def test_a_missing_plugin_raises_an_error_with_the_install_command(tmp_path):
         aot.devices(directory=tmp_path / "nothing")
 
 
-def test_a_library_that_is_not_a_plugin_is_rejected(tmp_path):
+def test_a_library_that_is_not_a_plugin_is_refused(tmp_path):
     library = tmp_path / "jax_plugins" / "xla_cuda13" / "xla_cuda_plugin.so"
     library.parent.mkdir(parents=True)
     library.write_text("no library")
@@ -211,7 +211,7 @@ def test_a_failed_download_leaves_no_files_and_reports_the_error_of_pip(pip, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_with_other_files_is_rejected_and_unchanged(pip, tmp_path):
+def test_a_directory_with_other_files_is_refused_and_unchanged(pip, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(TargetError, match="holds something else"):
         aot.install(tmp_path)
