@@ -56,7 +56,7 @@ SUMS_IN_ANOTHER_ORDER = (
     "gpt block",
     "gpt block, swiglu",
     "nnx.scan",
-    "weight normalised",
+    "normalized weight",
 )
 
 
@@ -126,12 +126,12 @@ def test_a_stage_may_close_over_arrays_and_over_tracers():
         stage = Stage(lambda p, x: mlp(p, x * scale) + shift, params, x)
         split = jgraph.split_backward(stage.run)
         first = split_gradients(split, params, x, (), x)
-        again = split_gradients(split, params, x, (), x)
-        return first, again, gradients_by_vjp(stage, x)
+        second = split_gradients(split, params, x, (), x)
+        return first, second, gradients_by_vjp(stage, x)
 
-    first, again, reference = jax.jit(outer)(jnp.float32(0.7))
+    first, second, reference = jax.jit(outer)(jnp.float32(0.7))
     assert_close(first, reference)
-    assert_close(again, reference)
+    assert_close(second, reference)
 
 
 def test_one_split_serves_many_shapes():
