@@ -69,7 +69,9 @@ def test_aux_and_gradients_equal_those_of_vjp(name):
     dx, early, stash = split.dgrad(PARAMS, residuals, y)
     grads = split.merge(early, split.wgrad(PARAMS, residuals, stash))
     expected, pull_back, expected_aux = jax.vjp(lambda params, x: stage(params, x, HISTORY), PARAMS, x, has_aux=True)
-    for a, b in zip(jax.tree.leaves((y, aux, grads, dx)), jax.tree.leaves((expected, expected_aux, *pull_back(expected))), strict=True):
+    for a, b in zip(
+        jax.tree.leaves((y, aux, grads, dx)), jax.tree.leaves((expected, expected_aux, *pull_back(expected))), strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 

@@ -166,7 +166,9 @@ def test_rows_are_assigned_to_sources_in_proportion_to_their_weights(weights):
 def test_a_mixture_depends_on_seed_and_step_but_not_on_the_number_of_processes(shuffle):
     sources = [source_of([5, 30, 9] * 10, weight=Fraction(7, 10)), source_of([12] * 20, first=1000, weight=Fraction(3, 10))]
     whole = [batches_of(*sources, batch_size=8, shuffle=shuffle)[step] for step in range(30)]
-    assert np.array_equal(batches_of(*sources, batch_size=8, shuffle=shuffle)[17], whole[17]), "a resumed run reads the same batch"
+    assert np.array_equal(batches_of(*sources, batch_size=8, shuffle=shuffle)[17], whole[17]), (
+        "a resumed run reads the same batch"
+    )
     assert not np.array_equal(batches_of(*sources, batch_size=8, shuffle=shuffle, seed=1)[17], whole[17])
     for rows in ([0, 1, 4, 5], [2, 3, 6, 7], [5]):
         part = batches_of(*sources, batch_size=8, shuffle=shuffle, rows=rows)

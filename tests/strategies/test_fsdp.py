@@ -277,7 +277,7 @@ FLOAT, LOW = "float32", "bfloat16"
         (LOW, LOW, True, "error", LOW),
     ],
 )
-def test_dtypes_decide_if_the_optimizer_reads_main_grad_or_a_cast_or_an_error_is_raised(params, grads, decoupled, mismatch, reads):
+def test_dtypes_decide_if_the_optimizer_reads_main_grad_or_a_cast(params, grads, decoupled, mismatch, reads):
     fields = {
         "main_params_dtype": params,
         "main_grads_dtype": grads,

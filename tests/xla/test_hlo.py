@@ -79,7 +79,7 @@ def test_missing_and_unrequested_instructions_are_omitted():
 def test_source_lines_are_found_in_a_program_of_the_installed_jax(monkeypatch):
     monkeypatch.chdir(HERE.parents[2])
 
-    # The constant makes the program unique to this file: a persistent cache may hold one from another checkout, with other lines.
+    # The constant makes the program unique to this file: a persistent cache may hold the program of another checkout.
     own = zlib.crc32(f"{HERE}{HERE.read_text()}".encode()) % 1000
 
     def step(x):
