@@ -12,7 +12,7 @@ from jgraph.xla.hlo import HloModule, Op, operations
 HERE = Path(__file__)
 LIBRARY = sysconfig.get_paths()["purelib"]
 
-# Tables as jax 0.10 and 0.12 write them: parent_frame_id is the parent's id plus one, and the root is its own parent.
+# Tables as jax 0.10 and 0.12 write them: parent_frame_id is the parent's id plus one, and the root frame's own id.
 TABLES = f"""\
 HloModule jit_step, is_scheduled=true
 
