@@ -60,7 +60,7 @@ SUMS_IN_ANOTHER_ORDER = (
 )
 
 
-def test_in_float32_the_weight_gradients_of_an_mlp_are_those_of_the_same_matmul():
+def test_float32_weight_gradients_of_an_mlp_equal_the_explicit_matmul():
     params, x, dy = mlp_params(), hidden(), normal(9, *hidden().shape)
     split = jgraph.split_backward(mlp)
     gradients, dx = split_gradients(split, params, x, (), dy)

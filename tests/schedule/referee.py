@@ -203,7 +203,7 @@ def can_run(rows: list[list[tuple[int, int]] | None], placement: tuple[tuple[int
 
 
 def ticks_are_valid(schedule: Schedule, ticks: list[np.ndarray]) -> bool:
-    """True if the ticks ascend on every rank and every array is made in an earlier tick than its use."""
+    """True if the ticks ascend on every rank and every array is produced in an earlier tick than it is used."""
     made: dict[tuple[int, int, int], int] = {}
     rows = counted(schedule)
     for row, own in zip(rows, ticks, strict=True):

@@ -22,24 +22,26 @@ from tests.step.test_train_step import errors, new_params, strategy
 
 pytestmark = pytest.mark.long
 
-STEPS, PLANTED, NEEDED, ROOM, LARGE = 6, 3, 7, 4, 10
+STEPS, PLANTED, NEEDED, SMALL, LARGE = 6, 3, 7, 4, 10
 ROWS = 16
 CARRIED = {"overflow": jnp.int32(0), "seen": jnp.float32(0)}
 REDUCTIONS = {"overflow": "halt", "seen": "sum"}
 
 
-def counted(carried, needed, room):
-    """Returns the carried state after a microbatch that needs `needed` rows of capacity `room`. Overwrites the flag."""
-    return {"overflow": jnp.where(needed > room, needed, 0), "seen": carried["seen"] + jnp.sum(needed)}
+def counted(carried, needed, capacity):
+    """Returns the carried state after a microbatch with `needed` rows. Overwrites the flag."""
+    return {"overflow": jnp.where(needed > capacity, needed, 0), "seen": carried["seen"] + jnp.sum(needed)}
 
 
-def loss(params, batch, key, carried, *, room):
+def loss(params, batch, key, carried, *, capacity):
     noise = 1 + 0.1 * jax.random.normal(key)  # the replay must use the same random numbers
-    return Loss(noise * jnp.sum(errors(params, batch)), len(batch["x"]), {}, counted(carried, jnp.sum(batch["needs"]), room))
+    return Loss(
+        noise * jnp.sum(errors(params, batch)), len(batch["x"]), {}, counted(carried, jnp.sum(batch["needs"]), capacity)
+    )
 
 
 def batches():
-    """Makes batches. The last row of batch PLANTED needs more than ROOM, on one device and in one microbatch."""
+    """Makes batches. The last row of batch PLANTED needs more than SMALL, on one device and in one microbatch."""
     found = []
     for number in range(1, STEPS + 1):
         rng, needs = np.random.default_rng(number), np.zeros(ROWS, np.int32)
@@ -49,9 +51,9 @@ def batches():
     return found
 
 
-def step_of(name: str, room: int, num_microbatches: int = 1) -> TrainStep:
+def step_of(name: str, capacity: int, num_microbatches: int = 1) -> TrainStep:
     given = {"carried": CARRIED, "reductions": REDUCTIONS, "num_microbatches": num_microbatches, "clip_norm": 1.0}
-    return train_step(partial(loss, room=room), elementwise(optax.adam(1e-2)), strategy(name), **given)
+    return train_step(partial(loss, capacity=capacity), elementwise(optax.adam(1e-2)), strategy(name), **given)
 
 
 def run(step: TrainStep, state: TrainState, rows: list):
@@ -100,19 +102,19 @@ def check_replay(small: TrainStep, large: TrainStep, rows: list, params, carried
     ],
 )
 def test_a_halted_step_changes_nothing_until_it_is_replayed(name, num_microbatches):
-    small, large = (step_of(name, room, num_microbatches) for room in (ROOM, LARGE))
+    small, large = (step_of(name, capacity, num_microbatches) for capacity in (SMALL, LARGE))
     check_replay(small, large, batches(), new_params(), CARRIED)
 
 
-def layer(params, x, carried, *, room):
-    return pipelined.layer(params, x), counted(carried, NEEDED * jnp.sum(jnp.abs(x[:, 0]) > 50, dtype=jnp.int32), room)
+def layer(params, x, carried, *, capacity):
+    return pipelined.layer(params, x), counted(carried, NEEDED * jnp.sum(jnp.abs(x[:, 0]) > 50, dtype=jnp.int32), capacity)
 
 
-def model(room: int) -> PipelineModel:
+def model(capacity: int) -> PipelineModel:
     layers = range(pipelined.LAYERS)
     return replace(
         pipelined.MODEL,
-        layer=partial(layer, room=room),
+        layer=partial(layer, capacity=capacity),
         split_carried=lambda carried: [jax.tree.map(lambda leaf, i=i: leaf[i], carried) for i in layers],
         join_carried=lambda each: jax.tree.map(lambda *leaves: jnp.stack(leaves), *each),
     )
@@ -136,14 +138,14 @@ def test_a_layer_of_a_pipeline_halts_all_ranks(schedule, axes, engine):
     carried = jax.tree.map(lambda leaf: jnp.stack([leaf] * pipelined.LAYERS), CARRIED)
     given = {"carried": carried, "reductions": REDUCTIONS, "num_microbatches": count}
     transform, where = elementwise(optax.adam(1e-2)), Pipelined(mesh, pipelined.shapes(), order, engine=engine)
-    small, large = (train_step(model(room), transform, where, **given) for room in (ROOM, LARGE))
+    small, large = (train_step(model(capacity), transform, where, **given) for capacity in (SMALL, LARGE))
     check_replay(small, large, rows, pipelined.new_params, carried)
 
 
 @pytest.mark.once
 def test_a_halted_step_does_not_change_amax_histories():
     def counting(params, batch, key, carried):
-        return Loss(precision.loss(params, batch, key), carried=counted(carried, batch["needs"][0], ROOM))
+        return Loss(precision.loss(params, batch, key), carried=counted(carried, batch["needs"][0], SMALL))
 
     rows = [precision.BATCH | {"needs": np.full(precision.ROWS, needs, np.int32)} for needs in (0, NEEDED)]
     given = {"carried": CARRIED, "reductions": REDUCTIONS, "fp8": precision.DELAYED, "batch": rows[0]}
@@ -155,13 +157,13 @@ def test_a_halted_step_does_not_change_amax_histories():
 
 
 def test_a_halted_step_does_not_count_as_skipped():
-    step, rows = step_of("one device", ROOM), batches()[PLANTED - 1]
+    step, rows = step_of("one device", SMALL), batches()[PLANTED - 1]
     state, _ = run(step, step.init(new_params(), CARRIED), [rows | {"y": np.full_like(rows["y"], np.nan)}])
     assert (int(state.step), int(state.skipped), int(state.carried["overflow"])) == (0, 0, NEEDED)
 
 
 def test_resuming_resets_the_halt_flag_in_place():
-    step, rows = step_of("data 4", ROOM), batches()[PLANTED - 1]
+    step, rows = step_of("data 4", SMALL), batches()[PLANTED - 1]
     state, _ = run(step, step.init(new_params(), CARRIED), [rows])
     flag, other = state.carried["overflow"], state.carried["seen"]
     places = [shard.data.unsafe_buffer_pointer() for shard in flag.addressable_shards]
@@ -174,7 +176,7 @@ def test_resuming_resets_the_halt_flag_in_place():
 def test_a_step_without_a_halt_reduction_has_no_halting_code():
     """Counts one select per carried array, plus one in the loss, and no additional output."""
     given = {"carried": CARRIED, "reductions": {"overflow": "max", "seen": "sum"}}
-    step = train_step(partial(loss, room=LARGE), optax.sgd(0.1), strategy("one device"), **given)
+    step = train_step(partial(loss, capacity=LARGE), optax.sgd(0.1), strategy("one device"), **given)
     lowered = step.lower(batches()[0])
     metrics = lowered.out_info[1]
     assert metrics.halted is None
