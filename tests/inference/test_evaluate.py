@@ -17,7 +17,7 @@ from jgraph.train import evaluation
 from jgraph.train.config import TrainConfig
 from tests import tiny
 from tests.interop.test_interop import MIXTRAL, byte_tokenizer, make
-from tests.train.test_continued import written
+from tests.train.test_continued import write_run
 
 pytestmark = [pytest.mark.once, pytest.mark.long]
 SIZES = ("--num-microbatches", "2", "--eval-batches", "3", "--sample-tokens", "0", "--steps", "2")
@@ -73,7 +73,7 @@ def test_a_folder_is_evaluated_through_its_tokenizer(tmp_path):
 
 def test_a_model_is_evaluated_with_what_it_carries(tmp_path):
     config = TrainConfig.of(module="tests.own:Normed", batch_size=4, seq_len=16, eval_batches=1, run_dir=str(tmp_path / "run"))
-    written(tmp_path / "run", config)
+    write_run(tmp_path / "run", config)
     loaded = jgraph.load(tmp_path / "run", module=config.module)
     (batch,) = heldout_batches(
         load_corpus("python-docs", seq_len=16, vocab_size=None).heldout, batch_size=4, seq_len=16, limit=1
