@@ -112,7 +112,7 @@ def test_draws_of_a_text_use_different_keys():
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.long, pytest.mark.once] * (kind != "llama")) for kind in MODELS]
 )
-def test_greedy_text_with_a_cache_equals_that_without_and_that_of_each_prompt(kind):
+def test_greedy_text_is_the_same_with_and_without_a_cache_and_for_single_prompts(kind):
     model, params = gpt(**MODELS[kind])
     choices = {"max_tokens": 12, "temperature": 0, "carried": with_biases(model.new_state())}
     found = rows(jgraph.generate(model, params, PROMPTS, **choices))
@@ -142,7 +142,7 @@ def test_a_model_with_router_biases_needs_its_state():
 
 @pytest.mark.long
 @pytest.mark.once
-def test_sampled_text_with_a_cache_equals_that_without():
+def test_sampled_text_is_the_same_with_and_without_a_cache():
     model, params = gpt()
     choices = {"max_tokens": 12, "temperature": 0.7, "top_k": 9, "top_p": 0.8, "key": 5}
     found = rows(jgraph.generate(model, params, PROMPTS, **choices))
