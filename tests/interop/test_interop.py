@@ -357,7 +357,7 @@ def test_a_field_of_rope_scaling_with_a_wrong_type_or_value_is_refused_by_its_na
 
 @pytest.mark.parametrize("command", ["sample", "evaluate", "train"])
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"num_hidden_layers": 1_000_000}, "has no tensor model.layers.2."),
         ({"num_experts": 1_000_000}, "mlp.gate.weight has shape [3, 32]: must be [1000000, 32]"),
@@ -365,7 +365,7 @@ def test_a_field_of_rope_scaling_with_a_wrong_type_or_value_is_refused_by_its_na
     ],
     ids=["layers", "experts", "vocabulary"],
 )
-def test_a_folder_with_contradicting_sizes_is_refused_before_a_model_is_built(command, changes, told, unbuilt, capsys):
+def test_a_folder_with_contradicting_sizes_is_refused_before_a_model_is_built(command, changes, message, unbuilt, capsys):
     edit_config(**changes)(unbuilt)
     began = time.process_time()
     act = {
@@ -376,7 +376,7 @@ def test_a_folder_with_contradicting_sizes_is_refused_before_a_model_is_built(co
     assert act(str(unbuilt)) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert told in err
+    assert message in err
     assert time.process_time() - began < 5, "a million layers take minutes"
 
 
@@ -466,19 +466,19 @@ def train(run_dir, *flags):
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (("--model.d-model", "64"), "--model.d-model is 64: must be 32, as --init-from"),
         (("--model.moe.num-experts", "2"), "--model.moe.num-experts is 2: must be 0, as --init-from"),
         (("--model.module", "tests.own:Normed"), "--model.module is tests.own:Normed: must have hugging_face"),
     ],
 )
-def test_a_flag_that_contradicts_the_folder_is_refused_in_one_line(flags, told, tmp_path, capsys):
+def test_a_flag_that_contradicts_the_folder_is_refused_in_one_line(flags, message, tmp_path, capsys):
     make(tmp_path / "f")
     assert train(tmp_path / "run", "--init-from", str(tmp_path / "f"), *flags) == 2
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", 1)
-    assert told in err
+    assert message in err
     assert not (tmp_path / "run").exists()
 
 
@@ -601,15 +601,15 @@ def test_data_with_another_tokenizer_is_reported(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [(("--to", "{run}"), "--to is "), (("--to", "{out}", "--step", "7"), "--step is 7: must be one of 1, 2")],
 )
-def test_an_impossible_export_is_refused_in_one_line(run, flags, told, tmp_path, capsys):
+def test_an_impossible_export_is_refused_in_one_line(run, flags, message, tmp_path, capsys):
     path, _ = run
     places = {"run": path / "run", "out": tmp_path / "out"}
     assert export.main([str(path / "run"), *(flag.format(**places) for flag in flags)]) == 2
     err = capsys.readouterr().err
-    assert (len(err.splitlines()), told in err) == (1, True)
+    assert (len(err.splitlines()), message in err) == (1, True)
     assert not (tmp_path / "out").exists()
 
 
