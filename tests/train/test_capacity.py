@@ -1,4 +1,4 @@
-"""A step that exceeds the expert capacity halts, is compiled again with more capacity, and is replayed. Losses do not change."""
+"""A step that exceeds the expert capacity halts, is compiled with more capacity, and is replayed with the same losses."""
 
 import shlex
 import shutil

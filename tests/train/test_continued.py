@@ -122,9 +122,9 @@ def test_a_run_can_switch_fp8_on_or_off_when_it_continues_another(finished, tmp_
 
 
 def test_weights_with_a_wrong_checksum_are_refused(tmp_path, monkeypatch):
-    of = store.checksums
+    original = store.checksums
     with monkeypatch.context() as patch:
-        patch.setattr(store, "checksums", lambda *args: [checksum ^ 1 for checksum in of(*args)])
+        patch.setattr(store, "checksums", lambda *args: [checksum ^ 1 for checksum in original(*args)])
         write_run(tmp_path / "run", config_of(**FIELDS))
     with pytest.raises(CheckpointError, match="has checksum") as error:
         initial_state(tmp_path / "run", config_of(**FIELDS))

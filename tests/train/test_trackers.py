@@ -47,7 +47,7 @@ def run_dir(tmp_path):
 
 
 def shown(directory: Path) -> list[tuple[int, str, float]]:
-    """Returns (step, name, value) of everything TensorBoard shows. A file hides entries of older files from its first step on."""
+    """Returns the (step, name, value) tuples in TensorBoard. A file hides older entries from its first step on."""
     from tensorboardX.proto.event_pb2 import Event  # imported here because it imports torch if installed
 
     found = []
