@@ -41,7 +41,7 @@ def test_help_imports_no_heavy_package():
     assert out.splitlines()[-1] == "[]"
 
 
-def test_the_version_is_that_of_the_package(capsys):
+def test_the_printed_version_is_the_package_version(capsys):
     assert command.main(["--version"]) == 0
     assert capsys.readouterr().out == f"jgraph {importlib.import_module('jgraph').__version__}\n"
 
@@ -90,7 +90,7 @@ def test_a_command_fails_like_its_module(capsys, name):
     assert len(lines) == 1
 
 
-def test_the_module_names_itself_in_the_usage_line():
+def test_the_usage_line_of_the_module_names_the_module():
     result = subprocess.run(
         [sys.executable, "-m", "jgraph", "aot", "--help"], cwd=tiny.ROOT, capture_output=True, text=True, check=True
     )
@@ -204,6 +204,6 @@ def test_a_model_id_as_a_run_is_refused_with_the_flag_for_models(capsys):
 
 
 @pytest.mark.parametrize("path", ["tests/missing", "no/such.txt", "one", "a/b/c", "./runs/first", "/runs/first", "~/a"])
-def test_a_path_that_is_no_id_gets_no_download_hint(path, monkeypatch):
+def test_a_path_that_is_not_an_id_has_no_download_hint(path, monkeypatch):
     monkeypatch.chdir(tiny.ROOT)
     assert download_hint(path) == ""

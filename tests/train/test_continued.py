@@ -137,7 +137,7 @@ def test_weights_with_a_wrong_checksum_are_refused(tmp_path, monkeypatch):
         ({"continue_from": "RUN/checkpoints/5"}, "continue_from"),
         ({"continue_from": "RUN/none"}, "continue_from"),
         ({"continue_from": "RUN/checkpoints/7", "run_dir": "RUN"}, "run_dir"),
-        ({"module": "tests.odd:Mute"}, "module"),
+        ({"module": "tests.odd:WithoutLogits"}, "module"),
         ({"model": config_of(num_layers=2).model}, "model.num_layers"),
         ({"init_from": "folder"}, "continue_from"),
         ({"continue_from": "", "continue_with": "optimizer"}, "continue_with"),

@@ -155,7 +155,7 @@ def test_the_held_out_loss_is_the_mean_over_all_batches_of_an_evaluation(tmp_pat
         "--data",
         str(text),
         "--model.module",
-        "tests.odd:Mute",
+        "tests.odd:WithoutLogits",
         "--optimizer.learning-rate",
         "1e-9",
         "--sample-tokens",
@@ -169,7 +169,7 @@ def test_the_held_out_loss_is_the_mean_over_all_batches_of_an_evaluation(tmp_pat
     assert tiny.entries(tmp_path / "run")[-1]["eval_loss"] == pytest.approx(np.mean(means), rel=1e-6)
 
 
-@pytest.mark.parametrize(("name", "reason"), [("Mute", "no attribute 'logits'"), ("BadLogits", "float32[1, 32]")])
+@pytest.mark.parametrize(("name", "reason"), [("WithoutLogits", "no attribute 'logits'"), ("BadLogits", "float32[1, 32]")])
 def test_a_model_that_cannot_be_sampled_is_trained_after_a_warning(tmp_path, capsys, name, reason):
     assert tiny.train(tmp_path / "run", "--steps", "2", "--sample-tokens", "8", "--model.module", f"tests.odd:{name}") == 0
     before, _, after = capsys.readouterr().out.partition("step 1/2")
