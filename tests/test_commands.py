@@ -156,7 +156,7 @@ def test_a_schedule_file_that_cannot_be_read_is_refused_with_its_path(capsys, na
     assert refused(capsys, inspect_main, "schedule", name).startswith(f"{name}: ")
 
 
-def test_a_model_folder_that_cannot_be_created_is_refused_by_its_argument(blocked):
+def test_a_model_folder_that_cannot_be_created_is_refused_with_its_argument(blocked):
     check_empty(blocked, field="to")
     with pytest.raises(ConfigError, match=r"`to` is .*inside: cannot be written \(Not a directory\)") as error:
         write(blocked, {}, {}, lambda name: None, dtype="float32")

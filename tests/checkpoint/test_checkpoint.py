@@ -111,11 +111,11 @@ def test_a_state_is_restored_bit_for_bit(open_checkpoints, directory):
     assert_same(state, make_state(2))
 
 
-def test_an_empty_directory_restores_none(open_checkpoints):
+def test_restoring_from_an_empty_directory_returns_none(open_checkpoints):
     assert open_checkpoints().restore_latest(make_state()) is None
 
 
-def test_only_the_last_checkpoints_take_space(open_checkpoints, tmp_path):
+def test_only_the_last_checkpoints_are_kept(open_checkpoints, tmp_path):
     checkpoints = open_checkpoints(keep=2)
     for step in range(1, 6):
         checkpoints.save(step, make_state(step))
@@ -152,7 +152,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_restored(open_che
     assert "\n" not in warnings[0]
 
 
-def test_a_run_can_save_again_where_a_checkpoint_was_damaged(open_checkpoints, directory, warnings):
+def test_a_run_can_replace_a_damaged_checkpoint(open_checkpoints, directory, warnings):
     flip_a_byte(directory / "2")
     checkpoints = open_checkpoints()
     checkpoints.restore_latest(make_state())
@@ -163,7 +163,7 @@ def test_a_run_can_save_again_where_a_checkpoint_was_damaged(open_checkpoints, d
     assert len(warnings) == 1
 
 
-def test_if_all_are_damaged_the_error_names_each_and_none_is_moved(open_checkpoints, directory, warnings):
+def test_if_every_checkpoint_is_damaged_the_error_names_all_and_moves_none(open_checkpoints, directory, warnings):
     flip_a_byte(directory / "1")
     delete_largest(directory / "2")
     with pytest.raises(CheckpointError, match="every checkpoint is damaged") as e:
@@ -176,7 +176,7 @@ def test_if_all_are_damaged_the_error_names_each_and_none_is_moved(open_checkpoi
     assert not warnings
 
 
-def test_a_state_of_other_shapes_is_refused_with_the_differing_leaves(open_checkpoints, directory):
+def test_a_state_with_other_shapes_is_refused_with_the_differing_leaves(open_checkpoints, directory):
     other = make_state() | {"a": jnp.zeros((300, 41))}
     with pytest.raises(CheckpointError, match=r"does not fit.*'a'.*float32\[300, 40\].*float32\[300, 41\]"):
         open_checkpoints().restore_latest(other)

@@ -102,7 +102,7 @@ def test_bytes_are_counted_over_the_predicted_text(tmp_path):
         ("run", {"fsdp": 16}, ConfigError, "dp"),  # too few devices, before a batch of 4
     ],
 )
-def test_a_wrong_evaluation_is_refused_in_one_line(run_dir, tmp_path, source, options, kind, field):
+def test_wrong_arguments_are_refused_in_one_line(run_dir, tmp_path, source, options, kind, field):
     if source == "folder":
         make(tmp_path / "folder")
     with pytest.raises(kind) as error:

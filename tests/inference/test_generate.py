@@ -187,7 +187,7 @@ def test_a_token_updates_cache_and_position_in_place():
     check_identity(compiled, carry)
 
 
-def test_a_second_call_traces_nothing():
+def test_a_second_call_does_not_trace_again():
     traces = []
     decoder = generating.windowed(lambda weights, tokens_BT: traces.append(1) or jax.nn.one_hot(tokens_BT, V))
     for _ in range(2):
@@ -206,7 +206,7 @@ def test_weights_are_cast_before_the_first_token():
 # --- The end of a text ---
 
 
-def test_a_stop_token_ends_its_text_only_and_is_not_returned(counting):
+def test_a_stop_token_ends_only_its_text_and_is_not_returned(counting):
     params, prompts = {"step": jnp.array(3)}, [[5], [1, 2, 3]]
     whole = [expected(3, prompt, 20, 99) for prompt in prompts]
     stop = [token for token in whole[0] if token not in whole[1][:8]][:1]

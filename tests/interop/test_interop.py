@@ -141,7 +141,7 @@ def test_settings_survive_config_json(config):
     assert not config.moe.num_experts or found["moe"].keys() == {*vars(config.moe)} - trained_by
 
 
-def test_a_written_config_keeps_other_fields_of_the_first():
+def test_an_exported_config_keeps_other_fields_of_the_original():
     base = {"eos_token_id": 7, "rope_parameters": {"rope_theta": 1.0}, "hidden_size": 1}
     written = HUGGING_FACE.config(LLAMA, base)
     assert (written["eos_token_id"], written["hidden_size"], "rope_parameters" in written) == (7, 32, False)
@@ -171,7 +171,7 @@ def test_the_number_of_experts_has_two_names():
     ("name", "setting", "default"),
     [("norm_topk_prob", "weights", "as-they-are"), ("router_aux_loss_coef", "balance_loss", 0.001)],
 )
-def test_a_mixtures_missing_field_has_the_default_of_transformers(name, setting, default):
+def test_a_missing_field_of_a_mixture_has_the_default_of_transformers(name, setting, default):
     other = dataclasses.replace(QWEN3_MOE, moe=dataclasses.replace(QWEN3_MOE.moe, weights="normalized", balance_loss=0.5))
     written = HUGGING_FACE.config(other, {})
     for missing in ({name: None}, {}):
@@ -293,7 +293,7 @@ WRONG_MIXTURE = {
 
 
 @pytest.mark.parametrize("wrong", WRONG | WRONG_MIXTURE)
-def test_a_wrong_folder_is_refused_with_its_problem(wrong, tmp_path):
+def test_a_wrong_folder_is_refused_with_the_reason(wrong, tmp_path):
     edit, message = (WRONG | WRONG_MIXTURE)[wrong]
     config = QWEN3_MOE if wrong in WRONG_MIXTURE else LLAMA
     make(tmp_path / "f", config)
@@ -335,7 +335,7 @@ WRONG_ROPE = {name: ("x", -1, True, [1], 10**400) for name in SCALED if name != 
 
 
 @pytest.mark.parametrize("name", WRONG_VALUES)
-def test_a_field_of_config_json_with_a_wrong_type_or_value_is_refused_by_its_name(name, unbuilt):
+def test_a_field_of_config_json_with_a_wrong_type_or_value_is_refused_with_its_name(name, unbuilt):
     written = json.loads((unbuilt / CONFIG_FILE).read_text())
     for value in WRONG_VALUES[name]:
         (unbuilt / CONFIG_FILE).write_text(json.dumps(written | {"dtype": None} | {name: value}))
@@ -346,7 +346,7 @@ def test_a_field_of_config_json_with_a_wrong_type_or_value_is_refused_by_its_nam
 
 
 @pytest.mark.parametrize("name", WRONG_ROPE)
-def test_a_field_of_rope_scaling_with_a_wrong_type_or_value_is_refused_by_its_name(name):
+def test_a_field_of_rope_scaling_with_a_wrong_type_or_value_is_refused_with_its_name(name):
     written = HUGGING_FACE.config(LLAMA, {})
     assert HUGGING_FACE.settings(written | {"rope_scaling": SCALED})["rope_original_length"] == 64
     for value in WRONG_ROPE[name]:
@@ -489,7 +489,7 @@ def test_a_folder_does_not_determine_how_a_router_is_trained(tmp_path):
     assert initial_weights(config, RunDir(tmp_path / "run")) is not None
 
 
-def test_a_mixture_begins_with_the_weights_of_a_folder_and_initial_state(tmp_path):
+def test_a_mixture_starts_with_the_weights_of_a_folder_and_the_initial_state(tmp_path):
     folder, arrays = make(tmp_path / "f", MIXTRAL)
     config = TrainConfig.of(model=MIXTRAL, fsdp=2, batch_size=2, seq_len=16, init_from=str(folder.path))
     setup, weights = TrainSetup.of(config), initial_weights(config, RunDir(tmp_path / "run"))

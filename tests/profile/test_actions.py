@@ -161,7 +161,7 @@ def test_a_trace_with_another_number_of_ranks_is_refused():
 
 
 @cases
-def test_the_report_is_json_with_the_fields_of_the_page(name, P, M, chunks, runtime):
+def test_the_report_is_json_with_the_expected_fields(name, P, M, chunks, runtime):
     schedule = schedule_of(name, P, M, chunks, runtime)
     run = with_a_slow_action(schedule, runtime, 0, 3, more=0.75)
     found = json.loads(json.dumps(actions.report(schedule, run, runtime), allow_nan=False))

@@ -80,7 +80,7 @@ def test_a_path_without_a_trace_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "foreign"])
-def test_a_damaged_trace_is_refused_by_name(damage, recorded, tmp_path):
+def test_a_damaged_trace_is_refused_with_its_name(damage, recorded, tmp_path):
     whole = next(recorded("one").rglob("uncaptured/*.xplane.pb")).read_bytes()
     file = tmp_path / "bad.xplane.pb"
     file.write_bytes(whole[: len(whole) // 2] if damage == "cut" else b"once upon a time" * 100)

@@ -118,7 +118,7 @@ def test_invalid_utf8_does_not_hold_back_the_rest():
     assert "".join(streamed(b"a\xffb\xe2\x82")) == "a\ufffdb\ufffd"
 
 
-def test_a_possible_start_of_a_stop_text_is_held_back_and_released_if_it_is_none():
+def test_a_possible_start_of_a_stop_text_is_held_back_until_it_is_decided():
     assert streamed(b"ab12x", stop=["123"]) == ["a", "b", "", "", "12x", ""]
     assert streamed(b"ab123x", stop=["123", "zz"]) == ["a", "b", "", "", "", "", ""]
 

@@ -359,7 +359,7 @@ def without_locks(monkeypatch):
 
 
 @pytest.mark.parametrize("holder", [(os.getpid(), socket.gethostname()), (1, "elsewhere")])
-def test_without_file_locks_the_text_of_the_lock_file_decides(without_locks, stale_lock, warnings, holder):
+def test_without_file_locks_the_owner_in_the_lock_file_is_respected(without_locks, stale_lock, warnings, holder):
     run_dir = stale_lock(*holder)
     with (
         pytest.raises(ConfigError, match=f"process {holder[0]} on {holder[1]} .* remove ") as error,

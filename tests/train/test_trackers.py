@@ -94,7 +94,7 @@ def test_a_resumed_run_keeps_its_wandb_run_and_a_restarted_run_gets_a_new_one(ru
     assert [(kwargs["id"], kwargs["resume"]) for kwargs in wandb.runs] == [(None, None), ("new", "allow"), (None, None)]
 
 
-def test_a_failed_start_of_wandb_is_an_error_of_the_flag(run_dir, wandb, monkeypatch):
+def test_a_failed_start_of_wandb_is_a_config_error_of_log(run_dir, wandb, monkeypatch):
     def refuse(**kwargs):
         raise wandb.Error("no api key")
 

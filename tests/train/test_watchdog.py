@@ -120,7 +120,7 @@ def test_a_message_names_the_last_complete_checkpoint(tmp_path):
     assert "the same command, without `resume` off, goes on" in message(tmp_path, resume=False)
 
 
-def test_a_message_is_complete_except_for_an_unavailable_program_text(tmp_path):
+def test_a_message_omits_a_program_text_that_is_not_available(tmp_path):
     def broken():
         raise RuntimeError
 
