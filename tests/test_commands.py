@@ -1,4 +1,4 @@
-"""The `jgraph` command, and errors of the commands beside `train`."""
+"""The `jgraph` command, and errors of all commands except `train`."""
 
 import importlib
 import re
@@ -109,7 +109,7 @@ def refused(capsys, main, *args: object) -> str:
 
 @pytest.fixture
 def tokenizer_file(tmp_path):
-    """A tokenizer.json with a token for each ASCII character."""
+    """Writes a tokenizer.json with one token per ASCII character. Returns its path."""
     path = tmp_path / "tokenizer.json"
     Tokenizer(models.BPE({character: i for i, character in enumerate(string.printable)}, [])).save(str(path))
     return path
@@ -117,7 +117,7 @@ def tokenizer_file(tmp_path):
 
 @pytest.fixture
 def blocked(tmp_path):
-    """A path that cannot be created, because its parent is a file."""
+    """Returns a path that cannot be created because its parent is a file."""
     (tmp_path / "file").write_text("a text\n" * 100)
     return tmp_path / "file" / "inside"
 

@@ -15,7 +15,7 @@ from jgraph.train.rundir import flatten
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("notes/*/*.md"))]
-# Entries of measurements name files, options and flags of their date. Only links are checked there.
+# Measurements name files, options and flags as of their date, so only their links are checked.
 MEASUREMENTS = sorted(ROOT.glob("notes/develop/measurements/*.md"))
 GUIDES = [
     ROOT / "README.md",
@@ -101,7 +101,7 @@ def exists(name: str) -> bool:
 def test_every_flag_on_a_page_exists(page):
     sources = [*ROOT.glob("jgraph/**/*.py"), *ROOT.glob("benchmarks/*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
-    # A field of a dataclass, a parameter of a function that tyro calls, or argparse's.
+    # Known flags are fields of dataclasses, parameters of functions that tyro calls, and flags of argparse.
     known = {f"--{name.replace('_', '-')}" for name in re.findall(r"^ +(\w+): ", text, re.MULTILINE)}
     known |= set(re.findall(r'"(--[\w-]+)"', text)) | {flag(name) for name in flatten(preset("cpu-tiny").to_dict())}
     named = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", text_of(page))) - OTHERS

@@ -48,8 +48,8 @@ def test_a_matmul_and_its_gradients_differ_from_exact_sums_by_accumulation_error
         assert FP8Products.of(compiled) == FP8Products(products=3, transposes=0)
     multiples = {}
     for name, found, (exact, magnitude) in zip(SUMS, compiled(w, x, dy), expected(x, w, dy), strict=True):
-        end = 2.0**-8 * np.abs(exact) if dtype == "bfloat16" else 0.0  # rounding of the result
-        multiples[name] = np.max((np.abs(np.asarray(found, np.float64) - exact) - end) / (2.0**-13 * magnitude))
+        rounding = 2.0**-8 * np.abs(exact) if dtype == "bfloat16" else 0.0  # of the result
+        multiples[name] = np.max((np.abs(np.asarray(found, np.float64) - exact) - rounding) / (2.0**-13 * magnitude))
     print({name: f"{multiple:.3f}" for name, multiple in multiples.items()})
     assert all(multiples[name] <= allowed for name, allowed in SUMS.items()), multiples
 

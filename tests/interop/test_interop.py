@@ -136,7 +136,7 @@ def test_settings_survive_config_json(config):
     found = HUGGING_FACE.settings(json.loads(json.dumps(HUGGING_FACE.config(config, {}))))
     assert replaced(config, found) == config
     free = {"attention", "norm", "compute_dtype", "scan_layers", "loss_chunk"}
-    assert found.keys() == {field.name for field in dataclasses.fields(config)} - free, "and config.json determines the others"
+    assert found.keys() == {field.name for field in dataclasses.fields(config)} - free, "config.json determines all other fields"
     trained_by = {"z_loss", "bias_rate", "capacity", "overflow"}
     assert not config.moe.num_experts or found["moe"].keys() == {*vars(config.moe)} - trained_by
 
@@ -514,7 +514,7 @@ def test_a_folder_that_lacks_a_tensor_leaves_no_run_directory(tmp_path, capsys):
 
 
 def byte_tokenizer():
-    """Returns a tokenizer with a token for each byte, with other ids."""
+    """Returns a tokenizer with one token per byte. Token ids differ from byte values."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -527,7 +527,7 @@ UNCHANGED = ("--freeze", "[!n]*", "--optimizer.learning-rate", "1e-30")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Returns the directory and flags of a two-step run that begins with a bfloat16 folder and changes no weight."""
+    """Returns the directory and flags of a two-step run that starts from a bfloat16 folder and changes no weight."""
     path = tmp_path_factory.mktemp("interop")
     make(path / "folder", dtype="bfloat16")
     byte_tokenizer().save(str(path / "folder" / "tokenizer.json"))

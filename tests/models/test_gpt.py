@@ -77,7 +77,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_logits():
 
 @pytest.fixture(scope="module")
 def scanned_and_unrolled():
-    """Returns (loss, gradients) of both with the same weights; gradients of blocks are stacked."""
+    """Returns (loss, gradients) of both models with the same weights. Gradients of blocks are stacked."""
 
     def stacked(tree):
         return tree | {

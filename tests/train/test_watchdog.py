@@ -1,4 +1,4 @@
-"""The watchdog reports devices that hang, and its message. No test waits longer than a fraction of a second."""
+"""Reports of the watchdog on devices that hang, and the message. No test waits longer than a fraction of a second."""
 
 import threading
 import time
