@@ -81,7 +81,7 @@ def test_experts_in_fp8_differ_from_bfloat16_by_rounding_only():
 
 @pytest.mark.parametrize("fp8", RECIPES, ids=lambda fp8: fp8.recipe)
 def test_a_thousand_captured_steps_do_not_hang_or_use_more_memory_and_the_loss_falls(fp8):
-    step = Step.of(small(precision="fp8", fp8=fp8), tell=lambda **row: None)
+    step = Step.of(small(precision="fp8", fp8=fp8), report=lambda **row: None)
     step.run()
     step.wait()
     before = step.result()

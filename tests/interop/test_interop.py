@@ -136,7 +136,9 @@ def test_settings_survive_config_json(config):
     found = HUGGING_FACE.settings(json.loads(json.dumps(HUGGING_FACE.config(config, {}))))
     assert replaced(config, found) == config
     free = {"attention", "norm", "compute_dtype", "scan_layers", "loss_chunk"}
-    assert found.keys() == {field.name for field in dataclasses.fields(config)} - free, "config.json determines all other fields"
+    assert found.keys() == {field.name for field in dataclasses.fields(config)} - free, (
+        "config.json determines all other fields"
+    )
     trained_by = {"z_loss", "bias_rate", "capacity", "overflow"}
     assert not config.moe.num_experts or found["moe"].keys() == {*vars(config.moe)} - trained_by
 
