@@ -1,4 +1,4 @@
-"""The split backward of an FP8 stage has the results of the whole backward, and stashes FP8 arrays."""
+"""The split backward of an FP8 stage equals the whole backward and stashes FP8 arrays."""
 
 from functools import partial
 
@@ -91,7 +91,7 @@ def same(a, b):
         ("experts", "delayed, e4m3"),
     ],
 )
-def test_forward_and_dgrad_are_the_wholes_bit_for_bit_and_wgrad_is_but_for_the_order_of_sums(stage, recipe):
+def test_the_split_of_an_fp8_stage_equals_its_whole_backward(stage, recipe):
     fp8, params, state, x = made(stage, recipe)
     program = partial(jax.jit, compiler_options=EMITTERS)
 
@@ -103,13 +103,13 @@ def test_forward_and_dgrad_are_the_wholes_bit_for_bit_and_wgrad_is_but_for_the_o
     split, given = jgraph.split_backward(fp8), (params, state, None)
     y, residuals = program(split.forward)(given, x)
     dy = normal(21, *y.shape)
-    wanted_y, wanted, wanted_state, wanted_dx = whole(params, state, x, dy)
+    expected_y, expected, expected_state, expected_dx = whole(params, state, x, dy)
     dx, (early, state_after, _), stash = program(split.dgrad)(given, residuals, dy)
     late, *_ = split.wgrad(given, residuals, stash)
-    same((y, dx, state_after), (wanted_y, wanted_dx, wanted_state))
-    same(early, jax.tree.map(lambda a, b: None if a is None else b, early, wanted, is_leaf=lambda leaf: leaf is None))
+    same((y, dx, state_after), (expected_y, expected_dx, expected_state))
+    same(early, jax.tree.map(lambda a, b: None if a is None else b, early, expected, is_leaf=lambda leaf: leaf is None))
     assert len(jax.tree.leaves(late)) == sum("bias" not in name for name in leaf_names(params))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), split.merge(early, late), wanted)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), split.merge(early, late), expected)
 
 
 def columns(arrays):
@@ -117,7 +117,7 @@ def columns(arrays):
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_what_wgrad_alone_reads_waits_as_a_byte_an_element(recipe):
+def test_arrays_read_only_by_wgrad_are_stored_with_one_byte_per_element(recipe):
     fp8, params, state, x = made("mlp", recipe, jnp.bfloat16)
     split = jgraph.split_backward(fp8)
     spec = split.spec((params, state, None), x)
@@ -133,7 +133,7 @@ def test_what_wgrad_alone_reads_waits_as_a_byte_an_element(recipe):
 @pytest.mark.parametrize(
     ("recipe", "dtype"), [("current", jnp.float32), ("delayed", jnp.bfloat16), ("bf16 wgrad", jnp.bfloat16)]
 )
-def test_wgrad_is_added_onto_main_grad_in_float32(recipe, dtype):
+def test_wgrad_accumulates_into_main_grad_in_float32(recipe, dtype):
     fp8, params, state, x = made("mlp", recipe, dtype)
     split, given = jgraph.split_backward(fp8), (params, state, None)
     y, residuals = split.forward(given, x)
@@ -149,7 +149,7 @@ def test_wgrad_is_added_onto_main_grad_in_float32(recipe, dtype):
         assert not np.array_equal(late["up"], late["up"].astype(jnp.bfloat16))
 
 
-def test_a_part_of_main_grad_that_has_a_late_gradient_must_be_there():
+def test_accumulate_refuses_a_missing_main_grad_of_a_delayed_gradient():
     fp8, params, state, x = made("mlp", "current")
     split, given = jgraph.split_backward(fp8), (params, state, None)
     y, residuals = split.forward(given, x)
@@ -160,7 +160,7 @@ def test_a_part_of_main_grad_that_has_a_late_gradient_must_be_there():
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_microbatches_in_a_scan_share_weights_and_give_the_state_after_all(recipe):
+def test_a_scan_over_microbatches_shares_quantized_weights_and_combines_state(recipe):
     fp8, params, state, _ = made("mlp", recipe)
     xs, dys = normal(22, 4, B, D), normal(23, 4, B, D)
     split = jgraph.split_backward(fp8)
@@ -193,7 +193,7 @@ def test_microbatches_in_a_scan_share_weights_and_give_the_state_after_all(recip
         np.testing.assert_allclose(total[name], sum(grads[name] for grads, *_ in each), rtol=1e-5, atol=1e-6)
 
 
-def test_given_weights_are_multiplied_with_in_place_of_the_parameters():
+def test_quantized_weights_are_used_in_place_of_the_parameters():
     fp8, params, state, x = made("mlp", "current")
     split, others = jgraph.split_backward(fp8), weights(30) | {"bias": params["bias"]}
 
@@ -206,7 +206,7 @@ def test_given_weights_are_multiplied_with_in_place_of_the_parameters():
     same(found(params, given), found(others, given))
 
 
-def test_extra_arguments_and_what_is_not_differentiated_pass_through():
+def test_extra_arguments_and_auxiliary_outputs_pass_through():
     def fn(params, x, mask):
         y = mlp(params, x * mask)
         return y, jnp.sum(y)
@@ -219,7 +219,7 @@ def test_extra_arguments_and_what_is_not_differentiated_pass_through():
     same(dx[~mask[:, 0]], 0)
 
 
-def test_a_weight_in_fp8_whose_gradient_cannot_come_late_is_refused():
+def test_an_fp8_weight_without_a_delayed_gradient_is_refused():
     x = normal(20, B, D)
     tied = jgraph.split_backward(jgraph.fp8(lambda params, x: mlp(params, x) + params["up"][0, :D]))
     chosen = jgraph.split_backward(jgraph.fp8(mlp), delay="down")
@@ -229,13 +229,13 @@ def test_a_weight_in_fp8_whose_gradient_cannot_come_late_is_refused():
         assert error.value.field == "delay"
 
 
-def test_params_must_come_with_state_and_weights():
+def test_params_without_state_and_weights_are_refused():
     with pytest.raises(SplitError) as error:
         jgraph.split_backward(jgraph.fp8(mlp)).forward(STAGES["mlp"][1], normal(20, B, D))
     assert error.value.field == "params"
 
 
-def test_local_arrays_under_shard_map_are_split_too():
+def test_local_arrays_under_shard_map_can_be_split():
     fp8, params, state, x = made("mlp", "current")
     split, mesh = jgraph.split_backward(fp8), jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
