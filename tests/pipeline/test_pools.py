@@ -1,4 +1,4 @@
-"""Pools: unwritten slots may have any values, and on a GPU they are not initialized."""
+"""Pools are not initialized on GPUs, so unwritten slots may have any value."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def garbage(shape, dtype):
         ("1f1b", 3, 1, 2, "general"),
     ],
 )
-def test_what_is_read_before_it_is_written_reaches_no_result(monkeypatch, name, P, C, M, runtime):
+def test_uninitialized_slots_do_not_affect_the_results(monkeypatch, name, P, C, M, runtime):
     monkeypatch.setattr(_runtime.lax, "empty", garbage)
     pipe = model.pipeline(generate(name, pp=P, microbatches=M, chunks=C), P * C, runtime=runtime)
     model.assert_same(model.piped(pipe, dropout=3), model.expected(P * C, M, dropout=3))
@@ -40,7 +40,7 @@ def test_what_is_read_before_it_is_written_reaches_no_result(monkeypatch, name, 
 
 @pytest.mark.once
 @pytest.mark.target
-def test_a_pipeline_reserves_its_pools_without_clearing_them(h200):
+def test_a_pipeline_allocates_its_pools_without_initializing_them(h200):
     pipe = on_target(model.PARTS, "aligned", layers=2)
     text = compiled(pipe, jax.eval_shape(pipe.stack, *model.params(2)), model.batch(4)).as_text() or ""
     assert 'custom_call_target="AllocateBuffer"' in text
@@ -49,7 +49,7 @@ def test_a_pipeline_reserves_its_pools_without_clearing_them(h200):
 @pytest.mark.once
 @pytest.mark.target
 @pytest.mark.parametrize("name", ["aligned", "zb-h1"])
-def test_a_program_takes_the_memory_that_is_predicted(h200, name):
+def test_a_pipeline_uses_at_most_the_predicted_memory(h200, name):
     def layer(params, x):
         return x + jax.nn.gelu(x @ params["up"]) @ params["down"]
 
@@ -64,7 +64,7 @@ def test_a_program_takes_the_memory_that_is_predicted(h200, name):
 
 
 def on_target(parts: PipelineModel, name: str, layers: int) -> Pipeline:
-    """A pipeline of two GPUs that are not here."""
+    """Returns a pipeline for two GPUs that need not be present."""
     mesh = Mesh(np.array(aot.devices(2)).reshape(1, 2), ("data", "pipe"))
     return Pipeline.of(parts, generate(name, pp=2, microbatches=4), mesh, num_layers=layers)
 
