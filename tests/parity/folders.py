@@ -44,12 +44,12 @@ def _config(kind: str) -> Any:
 def model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     """Returns a model with activations of order one, random norm scales and nonzero biases, so every weight has an effect."""
     torch.manual_seed(0)
-    made = transformers().AutoModelForCausalLM.from_config(_config(kind), attn_implementation="eager")
+    built = transformers().AutoModelForCausalLM.from_config(_config(kind), attn_implementation="eager")
     with torch.no_grad():
-        for name, p in made.named_parameters():
+        for name, p in built.named_parameters():
             noise = torch.randn(p.shape)
             p.copy_(noise / p.shape[-1] ** 0.5 if p.ndim > 1 else (0.5 * noise if name.endswith("bias") else 1 + 0.2 * noise))
-    return made.to(dtype)
+    return built.to(dtype)
 
 
 def save(kind: str, path: Path, dtype: torch.dtype = torch.float32, **choices) -> Path:

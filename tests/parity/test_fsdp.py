@@ -31,8 +31,8 @@ from tests.parity.test_gpt import (  # noqa: E402
     Arrays,
     assert_agrees,
     learning_rate,
-    played,
     references,
+    run_steps,
     tokens,
     torch_training,
 )
@@ -109,7 +109,7 @@ def our_training(case: str, dtype: str, layout: str) -> Arrays:
     )
     assert setup.step.num_devices == RANKS
     state = setup.step.init(weights.tree(model, weights.draw(model)))
-    metrics, state = played(setup.step, state, STEPS)
+    metrics, state = run_steps(setup.step, state, STEPS)
     return metrics | weights.named(setup.step.bound.unpack(state.params))
 
 

@@ -191,11 +191,11 @@ def our_training(config: GPTConfig, *, settings=OPTIMIZER, decay_vectors=False, 
 
     choices = {"num_microbatches": MICROBATCHES, "clip_norm": settings.clip_norm}
     step = train_step(loss, elementwise(transform), Replicated(None, params), **choices)
-    metrics, state = played(step, before(step.init(params)), STEPS)
+    metrics, state = run_steps(step, before(step.init(params)), STEPS)
     return metrics | weights.named(step.bound.unpack(state.params))
 
 
-def played(step, state, steps: int):
+def run_steps(step, state, steps: int):
     """Runs `steps` steps. Returns the losses and gradient norms, and the final state."""
     # Other tests compile with optimization level 0. Its rounding reaches 1.2 times the allowed error after ten steps.
     run = step.compile(step.place(tokens()[0]), xla_options=("xla_backend_optimization_level=1",))
@@ -215,7 +215,7 @@ def our_pipeline(config: GPTConfig, steps: int, schedule: str) -> Arrays:
     strategy = Pipelined(mesh, params, generate(schedule, pp=2, microbatches=MICROBATCHES))
     transform = elementwise(lambda is_matrix: adamw(OPTIMIZER, steps, decay_mask=is_matrix))
     step = train_step(parts, transform, strategy, num_microbatches=MICROBATCHES, clip_norm=OPTIMIZER.clip_norm)
-    metrics, state = played(step, step.init(params), steps)
+    metrics, state = run_steps(step, step.init(params), steps)
     return metrics | weights.named(step.bound.unpack(state.params))
 
 

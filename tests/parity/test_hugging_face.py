@@ -51,7 +51,7 @@ def theirs(model):
     return found.logits.detach().numpy(), {name: grad.numpy() for name, grad in folders.as_saved(model, grads).items()}
 
 
-def opened(path, **changes):
+def load_folder(path, **changes):
     """Returns the configuration, the map of tensors and the parameters of a folder."""
     folder = Folder(path, field="init_from")
     config = folder.settings(HUGGING_FACE, GPTConfig(compute_dtype="float32", **changes))
@@ -65,7 +65,7 @@ def opened(path, **changes):
     ("kind", "layers"), [*zip(folders.KINDS, ("unrolled", "unrolled", "scanned", "unrolled", "scanned"), strict=True)]
 )
 def test_logits_and_every_gradient_equal_transformers(kind, layers, tmp_path):
-    config, parts, params = opened(folders.save(kind, tmp_path), scan_layers=layers == "scanned")
+    config, parts, params = load_folder(folders.save(kind, tmp_path), scan_layers=layers == "scanned")
     (logits, grads), (their_logits, their_grads) = ours(config, params), theirs(folders.load(tmp_path))
     np.testing.assert_allclose(logits, their_logits, rtol=1e-5, atol=1e-5)
     for name, own_parts in parts.items():

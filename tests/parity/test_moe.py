@@ -51,7 +51,7 @@ def block(kind):
     return library.deepseek_v3.modeling_deepseek_v3.DeepseekV3MoE(config), None
 
 
-def drawn(kind):
+def draw(kind):
     """Returns parameters with the names of jgraph, x, and the output gradient. No token selects expert 2."""
     rng = np.random.default_rng(0)
     shapes = {"router_DE": (D, E), "up_EDF2": (E, D, 2 * F), "down_EFD": (E, F, D)}
@@ -65,23 +65,23 @@ def drawn(kind):
 
 def theirs(kind):
     """Returns the output, the balance loss, and the gradients with the names of jgraph."""
-    params, x, seed = drawn(kind)
-    made, balance = block(kind)
-    places = {"router_DE": made.gate.weight, "up_EDF2": made.experts.gate_up_proj, "down_EFD": made.experts.down_proj}
+    params, x, seed = draw(kind)
+    peer, balance = block(kind)
+    places = {"router_DE": peer.gate.weight, "up_EDF2": peer.experts.gate_up_proj, "down_EFD": peer.experts.down_proj}
     if kind == "deepseek":
         both = torch.tensor(params["shared_up_DF2"].T).chunk(2)
-        shared = made.shared_experts
+        shared = peer.shared_experts
         state = zip(("gate_proj", "up_proj", "down_proj"), (*both, torch.tensor(params["shared_down_FD"].T)), strict=True)
         shared.load_state_dict({f"{name}.weight": weight for name, weight in state})
-        made.gate.e_score_correction_bias.copy_(torch.tensor(bias()))
+        peer.gate.e_score_correction_bias.copy_(torch.tensor(bias()))
     with torch.no_grad():
         for name, place in places.items():
             place.copy_(torch.tensor(params[name]).mT)
     x = torch.tensor(x, requires_grad=True)
-    y = made(x)
+    y = peer(x)
     loss, found = (y * torch.tensor(seed)).sum(), 0.0
     if balance is not None:
-        found = balance((made.gate(x.reshape(-1, D))[0],))
+        found = balance((peer.gate(x.reshape(-1, D))[0],))
         loss = loss + BALANCE * found
         found = found.item()
     loss.backward()
@@ -98,7 +98,7 @@ def bias():
 
 def ours(kind):
     """Returns the results of `theirs`, computed by jgraph."""
-    params, x, seed = drawn(kind)
+    params, x, seed = draw(kind)
     config = jgraph.MoEConfig(num_experts=E, experts_per_token=K, **({"balance_loss": BALANCE} | SETTINGS[kind]))
     graph, _, state = nnx.split(jgraph.MoE(D, F, config, rngs=nnx.Rngs(0)), nnx.Param, ...)
     state = nnx.to_pure_dict(state)

@@ -78,7 +78,7 @@ MODEL = GPTConfig(
 )  # fmt: skip
 
 
-def made():
+def make_model():
     """Returns a bfloat16 model and a batch of tokens."""
     torch.manual_seed(0)
     return GPT(MODEL), torch.randint(0, 61, (2, 9))
@@ -102,7 +102,7 @@ def test_the_gradients_of_jgraph_and_the_peer_are_equal():
 
 
 def test_the_loss_of_the_peer_includes_the_balance_loss_of_every_layer():
-    model, tokens_BS = made()
+    model, tokens_BS = make_model()
     (logits_BTV, balance), labels_BT = model(tokens_BS[:, :-1]), tokens_BS[:, 1:]
     (x_BTD, rotary_TK), by_layer = model.embed(tokens_BS[:, :-1]), 0.0
     for block in model.blocks:
@@ -115,13 +115,13 @@ def test_the_loss_of_the_peer_includes_the_balance_loss_of_every_layer():
 
 def test_the_step_of_the_peer_reads_no_value_from_the_device():
     with FakeTensorMode():  # raises if Python reads a value, or a shape depends on one
-        model, tokens_BS = made()
+        model, tokens_BS = make_model()
         model.loss(tokens_BS).backward()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function:DeprecationWarning")  # torch emits it while it compiles
 def test_the_compiled_peer_has_the_gradients_of_the_eager_peer():
-    model, tokens_BS = made()
+    model, tokens_BS = make_model()
     with torch.no_grad():
         model.loss(tokens_BS)  # creates the rotary table before compilation
     gradients = []

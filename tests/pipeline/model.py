@@ -79,7 +79,7 @@ def _gradient(loss: Any) -> Any:
     return jax.jit(jax.value_and_grad(loss, (0, 1)))
 
 
-def plain(
+def one_device(
     outer: Tree,
     layers: Sequence[Tree],
     inputs: Tree,
@@ -103,8 +103,8 @@ def plain(
 
 @cache
 def expected(L: int, M: int, dp: int = 1, dropout: int | None = None) -> tuple[Any, Tree]:
-    """Returns `plain` for parameters and a batch of these sizes. `dropout` is the seed of the key."""
-    return plain(*params(L), batch(M), dp=dp, key=None if dropout is None else jax.random.key(dropout))
+    """Returns `one_device` for parameters and a batch of these sizes. `dropout` is the seed of the key."""
+    return one_device(*params(L), batch(M), dp=dp, key=None if dropout is None else jax.random.key(dropout))
 
 
 def mesh(P: int, dp: int = 1) -> Mesh:
@@ -120,7 +120,7 @@ def placed(pipe: Pipeline, outer: Tree, layers: Sequence[Tree]) -> Tree:
     return jax.device_put(stacked, pipe.shardings(stacked))
 
 
-def piped(pipe: Pipeline, *, dropout: int | None = None, given: Tree | None = None) -> tuple[Any, Tree]:
+def run_pipeline(pipe: Pipeline, *, dropout: int | None = None, given: Tree | None = None) -> tuple[Any, Tree]:
     """Returns the loss and gradients of a pipeline. `given` replaces `params`."""
     keys = () if dropout is None else (jax.random.key(dropout),)
     run = jax.jit(pipe.loss_and_grads)
@@ -131,7 +131,7 @@ def piped(pipe: Pipeline, *, dropout: int | None = None, given: Tree | None = No
     return loss, pipe.unstack(grads)
 
 
-def played(pipe: Pipeline) -> tuple[Any, Tree]:
+def run_dispatched(pipe: Pipeline) -> tuple[Any, Tree]:
     """Runs two steps of the dispatch engine with different batches. Returns the loss and gradients of the second step."""
     M, key = pipe.schedule.num_microbatches, jax.random.key(0)
     stacked, unpack = placed(pipe, *params(pipe.layout.num_layers)), lambda params: params

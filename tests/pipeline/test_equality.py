@@ -44,14 +44,14 @@ DISPATCHED = [
 def test_loss_and_gradients_equal_one_device(name, P, C, M, runtime):
     schedule = generate(name, pp=P, microbatches=M, chunks=C)
     pipe = model.pipeline(schedule, P * C, runtime=runtime)
-    model.assert_same(model.piped(pipe), model.expected(P * C, M))
+    model.assert_same(model.run_pipeline(pipe), model.expected(P * C, M))
 
 
 @pytest.mark.once
 @pytest.mark.parametrize(("name", "P", "C", "M"), DISPATCHED)
 def test_loss_and_gradients_of_the_dispatch_engine_equal_one_device(name, P, C, M):
     pipe = model.pipeline(generate(name, pp=P, microbatches=M, chunks=C), P * C)
-    model.assert_same(model.played(pipe), model.expected(P * C, M))
+    model.assert_same(model.run_dispatched(pipe), model.expected(P * C, M))
 
 
 @pytest.mark.once
@@ -61,7 +61,7 @@ def test_loss_and_gradients_of_the_dispatch_engine_equal_one_device(name, P, C, 
 )
 def test_few_microbatches_and_many_chunks_equal_one_device(P, C, M, runtime):
     pipe = model.pipeline(generate("aligned", pp=P, microbatches=M, chunks=C), P * C, runtime=runtime)
-    model.assert_same(model.piped(pipe), model.expected(P * C, M))
+    model.assert_same(model.run_pipeline(pipe), model.expected(P * C, M))
 
 
 @pytest.mark.once
@@ -70,14 +70,14 @@ def test_an_idle_rank_does_not_contribute_to_the_gradients(runtime):
     order = Order.parse([1, 1, -1, -1, -1.5, -1.5])
     # In tick 4 the first rank is idle, although its next gradient is available.
     schedule = Schedule((order, order), ticks=(np.array([0, 1, 5, 6, 7, 8]), np.array([1, 2, 3, 4, 7, 8])))
-    model.assert_same(model.piped(model.pipeline(schedule, 2, runtime=runtime)), model.expected(2, 2))
+    model.assert_same(model.run_pipeline(model.pipeline(schedule, 2, runtime=runtime)), model.expected(2, 2))
 
 
 @pytest.mark.once
 def test_seven_layers_on_six_stages_equal_one_device():
     pipe = model.pipeline(generate("aligned", pp=3, microbatches=4, chunks=2), 7, runtime="aligned")
     assert not pipe.layout.is_even
-    model.assert_same(model.piped(pipe), model.expected(7, 4))
+    model.assert_same(model.run_pipeline(pipe), model.expected(7, 4))
 
 
 @pytest.mark.parametrize(
@@ -90,13 +90,13 @@ def test_seven_layers_on_six_stages_equal_one_device():
 )
 def test_backward_uses_the_dropout_mask_of_forward(name, C, L, runtime, remat):
     pipe = model.pipeline(generate(name, pp=2, microbatches=4, chunks=C), L, runtime=runtime, remat=remat)
-    model.assert_same(model.piped(pipe, dropout=5), model.expected(L, 4, dropout=5))
+    model.assert_same(model.run_pipeline(pipe, dropout=5), model.expected(L, 4, dropout=5))
 
 
 @pytest.mark.once
 def test_different_keys_give_different_losses():
     pipe = model.pipeline(generate("1f1b", pp=2, microbatches=2), 2)
-    (one, _), (other, _), (none, _) = (model.piped(pipe, dropout=seed) for seed in (5, 6, None))
+    (one, _), (other, _), (none, _) = (model.run_pipeline(pipe, dropout=seed) for seed in (5, 6, None))
     assert len({float(one), float(other), float(none)}) == 3
 
 
@@ -104,14 +104,14 @@ def test_different_keys_give_different_losses():
 @pytest.mark.parametrize(("name", "C", "runtime"), [("aligned", 1, "aligned"), ("zb-v", 2, "general")])
 def test_recomputed_layers_have_the_same_gradients(name, C, runtime):
     pipe = model.pipeline(generate(name, pp=2, microbatches=4, chunks=C), 4, runtime=runtime, remat="layer")
-    model.assert_same(model.piped(pipe), model.expected(4, 4))
+    model.assert_same(model.run_pipeline(pipe), model.expected(4, 4))
 
 
 @pytest.mark.once
 @pytest.mark.parametrize(("name", "dp", "P"), [("aligned", 2, 2), ("1f1b", 2, 1)])
 def test_data_ranks_split_a_microbatch_and_draw_different_dropout_masks(name, dp, P):
     pipe = model.pipeline(generate(name, pp=P, microbatches=4), P, dp=dp)
-    model.assert_same(model.piped(pipe, dropout=5), model.expected(P, 4, dp, dropout=5))
+    model.assert_same(model.run_pipeline(pipe, dropout=5), model.expected(P, 4, dp, dropout=5))
 
 
 def schedule_with_idle_ticks(seed: int) -> Schedule:
@@ -129,8 +129,8 @@ def test_a_schedule_from_a_csv_file_equals_one_device(seed, tmp_path):
     (tmp_path / "own.csv").write_text(to_csv(schedule_with_idle_ticks(seed)))
     schedule = read(tmp_path / "own.csv")
     pipe = model.pipeline(schedule, schedule.num_stages, runtime="general")
-    model.assert_same(model.piped(pipe), model.expected(schedule.num_stages, schedule.num_microbatches))
-    model.assert_same(model.played(pipe), model.expected(schedule.num_stages, schedule.num_microbatches))
+    model.assert_same(model.run_pipeline(pipe), model.expected(schedule.num_stages, schedule.num_microbatches))
+    model.assert_same(model.run_dispatched(pipe), model.expected(schedule.num_stages, schedule.num_microbatches))
 
 
 @pytest.mark.once
@@ -140,7 +140,7 @@ def test_a_schedule_from_a_json_file_equals_one_device(seed, tmp_path):
     write(schedule_with_idle_ticks(seed).split(), tmp_path / "own.json")
     schedule = read(tmp_path / "own.json")
     pipe = model.pipeline(schedule, schedule.num_stages, runtime="general")
-    model.assert_same(model.piped(pipe), model.expected(schedule.num_stages, schedule.num_microbatches))
+    model.assert_same(model.run_pipeline(pipe), model.expected(schedule.num_stages, schedule.num_microbatches))
 
 
 def routed_layer(p, x):
@@ -156,4 +156,4 @@ def test_layers_with_experts_have_the_gradients_of_one_device(name, runtime, rem
     given = model.params(2)[0], [grouped_params(seed=3 * i, width=model.D) for i in range(2)]
     parts = PipelineModel(model.embed, routed_layer, model.head)
     pipe = model.pipeline(generate(name, pp=2, microbatches=3), 2, parts=parts, runtime=runtime, remat=remat)
-    model.assert_same(model.piped(pipe, given=given), model.plain(*given, model.batch(3), loss=routed_loss))
+    model.assert_same(model.run_pipeline(pipe, given=given), model.one_device(*given, model.batch(3), loss=routed_loss))

@@ -99,12 +99,12 @@ def test_embedding_and_head_sharded_over_ranks_have_correct_gradients(name, P, C
     stacked = model.placed(pipe, *model.params(4))
     assert pipe.specs(stacked)["outer"] == {"table": PartitionSpec("pipe"), "scale": PartitionSpec()}
     assert stacked["outer"]["table"].addressable_shards[0].data.shape == (model.V // P, model.D)
-    model.assert_same(model.piped(pipe), model.expected(4, 5))
+    model.assert_same(model.run_pipeline(pipe), model.expected(4, 5))
 
 
 def test_sharded_embedding_and_head_work_with_data_ranks():
     pipe = model.pipeline(generate("1f1b", pp=2, microbatches=4), 2, dp=2, parts=SHARED)
-    model.assert_same(model.piped(pipe, dropout=5), model.expected(2, 4, 2, 5))
+    model.assert_same(model.run_pipeline(pipe, dropout=5), model.expected(2, 4, 2, 5))
 
 
 # --- Errors ---
@@ -152,18 +152,18 @@ def test_a_layer_with_another_output_shape_or_dtype_is_refused(change, made):
     parts = PipelineModel(model.embed, lambda p, x: change(model.layer(p, x)), model.head)
     pipe = model.pipeline(generate("1f1b", pp=2, microbatches=2), 2, parts=parts)
     with pytest.raises(ShapeError, match=rf"a layer makes {made} of float32\(4, 3, 8\); it must keep them"):
-        model.piped(pipe)
+        model.run_pipeline(pipe)
 
 
 def test_an_unknown_sharded_parameter_is_refused():
     parts = PipelineModel(model.embed, model.layer, model.head, sharded={"embeding": 0})
     pipe = model.pipeline(generate("1f1b", pp=2, microbatches=2), 2, parts=parts)
     with pytest.raises(ConfigError, match=r"PipelineModel.sharded has 'embeding': must be one of "):
-        model.piped(pipe)
+        model.run_pipeline(pipe)
 
 
 def test_a_mesh_from_jax_make_mesh_is_accepted():
     schedule = generate("1f1b", pp=2, microbatches=2)
     mesh = jax.make_mesh((1, 2), ("data", "pipe"), devices=jax.devices()[:2])
     pipe = Pipeline.of(model.PARTS, schedule, mesh, num_layers=2)
-    model.assert_same(model.piped(pipe), model.expected(2, 2))
+    model.assert_same(model.run_pipeline(pipe), model.expected(2, 2))

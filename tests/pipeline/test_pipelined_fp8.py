@@ -102,7 +102,7 @@ def batch_of(rows):
     return {"x": rng.standard_normal((rows, 8), np.float32), "y": rng.standard_normal((rows, 4), np.float32)}
 
 
-def given(kind):
+def parts_for(kind):
     """Returns the pipeline's model, the loss of one device, and the carried state."""
     return {
         "plain": (MODEL, whole, None),
@@ -116,18 +116,18 @@ def shapes(kind, layers=LAYERS):
     return jax.eval_shape(lambda: jax.tree.map(jnp.asarray, new_params(layers, stacked=kind == "stacked")))
 
 
-def piped(
+def pipeline_step(
     schedule="zb-h1", axes=(PIPE,), config=DELAYED, kind="plain", chunks=1, rows=M * B, microbatches=M, layers=LAYERS, **choices
 ):
     mesh = jax.make_mesh(tuple(size for _, size in axes), tuple(name for name, _ in axes))
     order = generate(schedule, pp=mesh.shape["pipe"], microbatches=microbatches, chunks=chunks)
-    model, _, carried = given(kind)
+    model, _, carried = parts_for(kind)
     strategy = Pipelined(mesh, shapes(kind, layers), order, **choices)
     return train_step(model, SGD, strategy, num_microbatches=microbatches, carried=carried, fp8=config, batch=batch_of(rows))
 
 
 def one_device(config=DELAYED, kind="plain", microbatches=M, rows=M * B):
-    _, loss, carried = given(kind)
+    _, loss, carried = parts_for(kind)
     strategy = Replicated(None, shapes(kind))
     return train_step(loss, SGD, strategy, num_microbatches=microbatches, carried=carried, fp8=config, batch=batch_of(rows))
 
@@ -140,7 +140,7 @@ def trained(step, kind="plain", rows=M * B, steps=2, state=None):
     batch = batch_of(rows)
     params = new_params(stacked=kind == "stacked")
     run, numbers = step.compile(batch), []
-    state = step.init(params, given(kind)[2]) if state is None else state
+    state = step.init(params, parts_for(kind)[2]) if state is None else state
     for _ in range(steps):
         state, metrics = run(state, step.place(batch))
         numbers.append((float(metrics.loss), float(metrics.grad_norm)))
@@ -174,7 +174,7 @@ def assert_same(found, reference, carried_rtol=0.0):
 def test_the_steps_of_an_fp8_pipeline_equal_one_device(schedule, axes, config, choices):
     ranks, kind = int(np.prod([size for name, size in axes if name != "pipe"])), choices.get("kind", "plain")
     rows = ranks * M * B
-    found = trained(piped(schedule, tuple(axes), config, rows=rows, **choices), kind, rows)
+    found = trained(pipeline_step(schedule, tuple(axes), config, rows=rows, **choices), kind, rows)
     if config.recipe == "delayed" and ranks > 1:
         assert_same(found, expected(config, kind, 1, rows), carried_rtol=1e-6)
     else:  # with the same number of rows per microbatch and device, because current scaling uses their amax
@@ -183,7 +183,7 @@ def test_the_steps_of_an_fp8_pipeline_equal_one_device(schedule, axes, config, c
 
 def test_remat_wide_recomputes_matmuls_that_widen_by_four():
     def kept(remat):
-        step = piped(remat=remat)
+        step = pipeline_step(remat=remat)
         batch_M = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((M, B, *leaf.shape[1:]), leaf.dtype), batch_of(M * B))
         slots = slot_bytes(step.bound.pipeline, step.bound.shapes, batch_M, layers=1)
         return slots["forward_dgrad"] + slots["forward_wgrad"], slots["stash"]
@@ -197,11 +197,11 @@ def test_remat_wide_recomputes_matmuls_that_widen_by_four():
 @pytest.mark.once
 def test_results_of_idle_ranks_do_not_reach_the_amax_histories(monkeypatch):
     monkeypatch.setattr(jax.lax, "empty", garbage)
-    assert_same(trained(piped("aligned")), expected(DELAYED, "plain", M, M * B))
+    assert_same(trained(pipeline_step("aligned")), expected(DELAYED, "plain", M, M * B))
 
 
 def test_a_skipped_step_does_not_change_the_amax_histories():
-    step, batch = piped(), batch_of(M * B)
+    step, batch = pipeline_step(), batch_of(M * B)
     run = step.compile(batch)
     state, _ = run(step.init(new_params()), step.place(batch))
     before = jax.device_get(state.carried)
@@ -214,7 +214,7 @@ def test_a_skipped_step_does_not_change_the_amax_histories():
 @pytest.mark.once
 def test_an_fp8_run_moves_to_one_device_and_back_bit_for_bit():
     kind = "stacked"
-    pipeline, single = piped("aligned", kind=kind), one_device(kind=kind)
+    pipeline, single = pipeline_step("aligned", kind=kind), one_device(kind=kind)
     numbers, after = trained(single, kind, steps=3)
     state = trained(pipeline, kind, steps=1)[1]
     for step, losses in ((single, numbers[1:2]), (pipeline, numbers[2:])):
@@ -231,7 +231,7 @@ def test_an_fp8_run_moves_to_one_device_and_back_bit_for_bit():
 @pytest.mark.once
 def test_an_fp8_run_resumes_with_the_other_engine():
     numbers, after = expected(DELAYED, "plain", M, M * B)
-    host, program = piped("gpipe", kind="embed16", **DISPATCH), piped("gpipe")
+    host, program = pipeline_step("gpipe", kind="embed16", **DISPATCH), pipeline_step("gpipe")
     found, state = trained(host, steps=1)
     where = jax.tree.map(lambda s: s.sharding, program.canonical.shapes())
     more, state = trained(program, steps=1, state=program.canonical.back(jax.device_put(state, where)))
@@ -239,20 +239,22 @@ def test_an_fp8_run_resumes_with_the_other_engine():
 
 
 @pytest.fixture(scope="module")
-def hosted():
+def dispatch_step():
     rows = 96  # so that no activation has the shape of a weight
-    return piped("gpipe", microbatches=2, rows=rows, layers=2, remat="wide", **DISPATCH).compile(batch_of(rows))
+    return pipeline_step("gpipe", microbatches=2, rows=rows, layers=2, remat="wide", **DISPATCH).compile(batch_of(rows))
 
 
 @pytest.mark.once
-def test_the_dispatch_engine_does_not_save_recomputed_matmuls(hosted):
-    stages = hosted.gradients.dispatched.stages
+def test_the_dispatch_engine_does_not_save_recomputed_matmuls(dispatch_step):
+    stages = dispatch_step.gradients.dispatched.stages
     assert not [leaf for stage in stages for leaf in stage.shaped.residuals.avals if F in leaf.shape]
 
 
 @pytest.mark.once
-def test_the_dispatch_engine_stores_quantized_weights_only_in_fp8(hosted):
-    weights = [leaf for leaf in hosted.gradients.dispatched.buffers["begun"] if leaf is not None and leaf.size == 2 * D * F]
+def test_the_dispatch_engine_stores_quantized_weights_only_in_fp8(dispatch_step):
+    weights = [
+        leaf for leaf in dispatch_step.gradients.dispatched.buffers["begun"] if leaf is not None and leaf.size == 2 * D * F
+    ]
     assert [leaf.dtype for leaf in weights] == [jnp.float8_e4m3fn] * 4  # rows and columns
 
 
@@ -273,13 +275,13 @@ def test_a_rank_quantizes_each_of_its_weights_once_per_step(schedule, chunks):
     places = chunks * -(-LAYERS // (2 * chunks))
     for microbatches in (4, 8):
         rows = microbatches * 48  # so that no activation has the shape of a weight
-        step = piped(schedule, chunks=chunks, microbatches=microbatches, rows=rows)
+        step = pipeline_step(schedule, chunks=chunks, microbatches=microbatches, rows=rows)
         traced = step.jitted().trace(step.state, step.placed_shapes(batch_of(rows)))
         assert quantizations(traced.jaxpr.jaxpr) == 2 * places
 
 
 def test_sharded_weights_of_a_pipeline_are_gathered_only_in_fp8():
-    text = piped("aligned", (PIPE, FSDP), rows=2 * M * B, layers=2).compile(batch_of(2 * M * B)).as_text()
+    text = pipeline_step("aligned", (PIPE, FSDP), rows=2 * M * B, layers=2).compile(batch_of(2 * M * B)).as_text()
     gathered = re.findall(r"= \(?(\w+)\[([\d,]*)\]\S* all-gather", text)
     weights = [dtype for dtype, shape in gathered if shape in (f"{D},{F}", f"{F},{D}")]
     assert weights == ["u8", "u8"]
@@ -289,7 +291,7 @@ def test_sharded_weights_of_a_pipeline_are_gathered_only_in_fp8():
 @pytest.mark.once
 def test_a_keep_pattern_can_exclude_one_matmul_of_every_layer():
     config = replace(DELAYED, keep=("*embed*", "*head*", "blocks/*/up"))
-    step = piped(config=config)
+    step = pipeline_step(config=config)
     assert step.bound.observed.used.shape == (LAYERS, 3)
     assert_same(trained(step), expected(config, "plain", M, M * B))
 
@@ -301,7 +303,7 @@ def test_a_keep_pattern_can_exclude_one_matmul_of_every_layer():
 )
 def test_an_fp8_recipe_for_some_layers_is_refused_with_its_field(config, field):
     with pytest.raises(ConfigError) as error:
-        piped(config=config)
+        pipeline_step(config=config)
     assert error.value.field == field
 
 
@@ -359,7 +361,7 @@ def test_a_pipeline_without_histories_uses_the_initial_histories():
 @pytest.mark.parametrize("kind", ["plain", "stacked"])
 def test_autotuning_measures_an_fp8_layer(monkeypatch, kind):
     monkeypatch.setattr(autotune, "_SECONDS", 0.001)
-    step = piped(kind=kind)
+    step = pipeline_step(kind=kind)
     batch_M = jax.tree.map(lambda leaf: leaf.reshape(M, B, -1), batch_of(M * B))
     parts = autotune.measure(step.bound.pipeline, step.bound.shapes, batch_M)
     assert min(parts.forward, parts.dgrad, parts.wgrad) > 0

@@ -69,7 +69,7 @@ def steady_body() -> str:
     return body
 
 
-def choices() -> tuple[int, int]:
+def count_branches() -> tuple[int, int]:
     """Counts the actions that only some ranks do, and the ticks with embedding or head in only some rounds."""
     actions = count = 0
     for phase in phases(COLUMNS.table):
@@ -95,7 +95,7 @@ def test_a_steady_round_has_no_branches():
 
 
 def test_only_actions_that_differ_between_ranks_have_a_conditional_loop():
-    actions, branches = choices()
+    actions, branches = count_branches()
     # Forwards and wgrads inside and outside a loop; dgrads and wgrads.
     assert (actions, branches) == (6, 0)
     assert program().count("act_where") == actions
@@ -120,7 +120,7 @@ def test_a_steady_round_has_the_matmuls_of_one_forward_dgrad_wgrad_and_head():
     assert program().count("dot", steady_body()) == sum(matmuls.values())
 
 
-def started(monkeypatch, pipe) -> dict:
+def initial_pools(monkeypatch, pipe) -> dict:
     """Returns the shapes of the pools of a rank at the start of the program."""
     seen = []
     start = RankRuntime.start
@@ -147,7 +147,7 @@ def nbytes(pool) -> int:
 )
 def test_pools_have_exactly_the_bytes_of_their_slots(monkeypatch, name, C, runtime):
     pipe = model.pipeline(generate(name, pp=P, microbatches=M, chunks=C), P * C, runtime=runtime)
-    pools = started(monkeypatch, pipe)
+    pools = initial_pools(monkeypatch, pipe)
     slots = tabulate(pipe.schedule, writing="makers" if runtime == "aligned" else "all").slots
     x = jax.ShapeDtypeStruct((model.B, model.T, model.D), jnp.float32)
     one = split_backward(model.layer).spec(model.params(1)[1][0], x).nbytes()
@@ -157,6 +157,6 @@ def test_pools_have_exactly_the_bytes_of_their_slots(monkeypatch, name, C, runti
 
 
 def test_a_recomputed_layer_saves_only_its_input(monkeypatch):
-    pools = started(monkeypatch, model.pipeline(SCHEDULE, P, remat="layer"))
+    pools = initial_pools(monkeypatch, model.pipeline(SCHEDULE, P, remat="layer"))
     held = [leaf.shape[1:] for pool in ("forward_dgrad", "forward_wgrad") for leaf in pools[pool].leaves]
     assert held == [(model.B, model.T, model.D)]

@@ -69,7 +69,7 @@ def expected(layer: Any, head: Any, L: int) -> tuple[Any, Tree]:
             x = layer(p, x)
         return head(outer, x, inputs)
 
-    return model.plain(*model.params(L), model.batch(M), loss=loss)
+    return model.one_device(*model.params(L), model.batch(M), loss=loss)
 
 
 LAYOUTS = {
@@ -91,18 +91,18 @@ def pipeline(layout: str, parts: PipelineModel, **choices: Any) -> Pipeline:
 def test_gradients_of_functions_singular_at_zero_equal_one_device(kind, layout):
     layer, head = PLAIN[kind]
     pipe = pipeline(layout, PipelineModel(model.embed, layer, head))
-    model.assert_same(model.piped(pipe), expected(layer, head, pipe.layout.num_layers))
+    model.assert_same(model.run_pipeline(pipe), expected(layer, head, pipe.layout.num_layers))
 
 
 @pytest.mark.parametrize("layout", ["aligned, uneven", "general, uneven"])
 def test_a_sharded_head_receives_the_output_of_the_last_stage_on_every_rank(layout):
     pipe = pipeline(layout, PipelineModel(model.embed, weight_normalized, shared_head))
-    model.assert_same(model.piped(pipe), expected(weight_normalized, unit_head, pipe.layout.num_layers))
+    model.assert_same(model.run_pipeline(pipe), expected(weight_normalized, unit_head, pipe.layout.num_layers))
 
 
 def test_a_padded_layer_can_be_recomputed():
     pipe = pipeline("general, uneven", PipelineModel(model.embed, weight_normalized, model.head), remat="layer")
-    model.assert_same(model.piped(pipe), expected(weight_normalized, model.head, pipe.layout.num_layers))
+    model.assert_same(model.run_pipeline(pipe), expected(weight_normalized, model.head, pipe.layout.num_layers))
 
 
 def test_padded_layers_have_zero_gradients():

@@ -31,7 +31,7 @@ MAKES = {FORWARD: ("forward_dgrad", "forward_wgrad"), DGRAD: ("stash",), WGRAD: 
 SENDS = {FORWARD: ("activation", "loss"), DGRAD: ("gradient",), WGRAD: (), BACKWARD: ("gradient",), IDLE: ()}
 
 
-def play(schedule: Schedule, cs: ScheduleTables, writing: Writing) -> None:
+def simulate(schedule: Schedule, cs: ScheduleTables, writing: Writing) -> None:
     """Simulates a schedule. Fails if a name is not found, or is overwritten before its last use."""
     table, last, home = cs.table, schedule.num_stages - 1, schedule.rank_of_stage
     pools: list[dict[str, list[Name]]] = [{pool: [None] * count for pool, count in cs.slots.items()} for _ in schedule]
@@ -104,7 +104,7 @@ def passes_stash(table: TickTable, t: int) -> bool:
 
 def check(schedule: Schedule, writing: Writing) -> None:
     cs = tabulate(schedule, writing=writing)
-    play(schedule, cs, writing)
+    simulate(schedule, cs, writing)
     for numbers in (cs.enter, cs.leave, cs.back):
         assert sorted(numbers[numbers >= 0]) == list(range(schedule.num_microbatches))
     for pairs in cs.hops.values():

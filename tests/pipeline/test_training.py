@@ -36,7 +36,7 @@ def trained(optimizer: optax.GradientTransformationExtraArgs, params, gradients)
 def trained_on_one_device(optimizer: str):
     def gradients(params, inputs):
         outer, layers = params
-        return jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), model.plain(outer, layers, inputs)[1])
+        return jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), model.one_device(outer, layers, inputs)[1])
 
     return jax.device_get(trained(OPTIMIZERS[optimizer], model.params(L), gradients))
 
@@ -89,7 +89,7 @@ def distance(a, b) -> float:
 @pytest.mark.parametrize(("name", "C"), [("aligned", 1), ("zb-v", 2), ("1f1b", 1)])
 def test_bfloat16_pipelines_have_float32_gradients_as_accurate_as_one_device(name, C):
     pipe = model.pipeline(generate(name, pp=2, microbatches=M, chunks=C), L, parts=LOW, compute_dtype=jnp.bfloat16)
-    loss, grads = model.piped(pipe)
+    loss, grads = model.run_pipeline(pipe)
     want_loss, want = model.expected(L, M)
     assert loss.dtype == np.float32
     np.testing.assert_allclose(loss, want_loss, rtol=2**-8)

@@ -38,7 +38,7 @@ def strategy(name, **options):
     return jgraph.FullySharded(Mesh(np.array(jax.devices()[:2]), ("fsdp",)), PARAMS, **options)
 
 
-def made(name, config=DELAYED, microbatches=1, loss=loss, transform=ADAMW, **options):
+def make_step(name, config=DELAYED, microbatches=1, loss=loss, transform=ADAMW, **options):
     return jgraph.train_step(
         loss,
         transform,
@@ -59,7 +59,7 @@ def trained(step, steps=3, batch=BATCH):
 
 @pytest.mark.parametrize("config", [FP8Config(), DELAYED], ids=["current", "delayed"])
 def test_losses_decrease_as_in_bfloat16(config):
-    losses, _ = trained(made("one", config), 8)
+    losses, _ = trained(make_step("one", config), 8)
     plain, _ = trained(jgraph.train_step(loss, ADAMW, strategy("one")), 8)
     assert losses[0] != plain[0]
     np.testing.assert_allclose(losses, plain, rtol=0.02)
@@ -74,7 +74,7 @@ def in_float32(params, batch, key):
 
 @cache
 def one_device():
-    return trained(made("one", loss=in_float32, transform=SGD))[1].observed.window
+    return trained(make_step("one", loss=in_float32, transform=SGD))[1].observed.window
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def one_device():
     ],
 )
 def test_amax_histories_are_equal_on_every_strategy(name, microbatches, options):
-    found = trained(made(name, microbatches=microbatches, loss=in_float32, transform=SGD, **options))[1].observed.window
+    found = trained(make_step(name, microbatches=microbatches, loss=in_float32, transform=SGD, **options))[1].observed.window
     np.testing.assert_allclose(found, one_device(), rtol=1e-6)
 
 
@@ -98,8 +98,8 @@ def test_amax_histories_of_a_loss_object_do_not_depend_on_devices_and_microbatch
         mean, rows = loss(params, batch, key), len(batch["x"])
         return jgraph.Loss(rows * mean, rows) if weighted else jgraph.Loss(mean, aux={"mean": mean})
 
-    expected = trained(made("one", loss=of_rows), 1)[1].observed.window
-    found = trained(made("dp", microbatches=2, loss=of_rows), 1)[1].observed.window
+    expected = trained(make_step("one", loss=of_rows), 1)[1].observed.window
+    found = trained(make_step("dp", microbatches=2, loss=of_rows), 1)[1].observed.window
     np.testing.assert_allclose(found, expected, rtol=1e-2)
 
 
@@ -146,7 +146,7 @@ def norms(step, state, batches):
 def interrupted(tmp_path_factory):
     """Saves a run on one device three steps after an outlier. Returns its checkpoints and the gradient norms that follow."""
     directory, outlier = tmp_path_factory.mktemp("interrupted"), BATCH | {"y": BATCH["y"].at[5, 5].set(1e10)}
-    step = made("one", FP8Config(recipe="delayed"), loss=in_float32, transform=SGD)
+    step = make_step("one", FP8Config(recipe="delayed"), loss=in_float32, transform=SGD)
     before, state = norms(step, step.init(PARAMS), [BATCH, outlier, BATCH, BATCH, BATCH])
     assert abs(before[-1] / before[0] - 1) > 0.02  # the outlier coarsens the gradients of later steps
     checkpoints = jgraph.Checkpoints(directory, keep=1)
@@ -181,7 +181,7 @@ def test_a_run_resumes_on_other_devices_with_the_same_gradient_norms(interrupted
 
 @pytest.mark.parametrize(("name", "microbatches"), [("one", 4), ("dp", 2), ("fsdp", 2)])
 def test_the_amax_of_a_step_is_the_maximum_over_microbatches_and_devices(name, microbatches):
-    step = made(name, microbatches=microbatches)
+    step = make_step(name, microbatches=microbatches)
     run, state = step.compile(BATCH), step.init(PARAMS)
     for first, last in ((30, -50), (-60, 40)):
         state, _ = run(state, step.place(BATCH | {"x": BATCH["x"].at[0, 0].set(first).at[-1, 0].set(last)}))
@@ -189,7 +189,7 @@ def test_the_amax_of_a_step_is_the_maximum_over_microbatches_and_devices(name, m
 
 
 def test_a_skipped_step_does_not_change_the_amax_history():
-    step = made("one")
+    step = make_step("one")
     run, state = step.compile(BATCH), step.init(PARAMS)
     state, _ = run(state, BATCH)
     before = jax.tree.map(np.array, state.carried)
@@ -208,12 +208,12 @@ def quantizations(step):
 
 @pytest.mark.parametrize("name", ["one", "dp"])
 def test_weights_are_quantized_once_per_step(name):
-    assert quantizations(made(name)) == 2
-    assert quantizations(made(name, microbatches=4)) == 2
+    assert quantizations(make_step(name)) == 2
+    assert quantizations(make_step(name, microbatches=4)) == 2
 
 
 def test_sharded_weights_are_gathered_in_fp8():
-    text = made("fsdp", FP8Config(), compute_dtype=jnp.bfloat16).compile(BATCH).as_text()
+    text = make_step("fsdp", FP8Config(), compute_dtype=jnp.bfloat16).compile(BATCH).as_text()
     gathered = re.findall(r"= \(?(\w+\[[\d,]*\])\S* all-gather", text)
     assert sorted(gathered) == [f"u8[{D},{F}]", f"u8[{F},{D}]"]
 
@@ -242,5 +242,5 @@ def test_an_fp8_step_requires_a_batch():
 )
 def test_an_fp8_step_without_an_fp8_matmul_names_the_loss_argument(other, field):
     with pytest.raises(ConfigError) as error:
-        made("one", loss=other)
+        make_step("one", loss=other)
     assert error.value.field == field
