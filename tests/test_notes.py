@@ -33,7 +33,6 @@ GENERATED = {
     "report.html",
     "tensorboard/",
     "wandb.json",
-    "capacity.json",
     "profile.json",
     "profile/profile.html",
     "profile/profile.json",
