@@ -263,8 +263,8 @@ def _persistent_kernel(
 
 
 _PRODUCT = _Shape(columns=256, stages=4, slots=2)
-# wgrad with an addend is bound by memory bandwidth. All pieces of a tile have slots, so that the addend is loaded while the tile
-# is multiplied.
+# wgrad with an addend is bound by memory bandwidth. All pieces of a tile have slots, so that the addend is loaded during the
+# multiplication of the tile.
 _SUM = _Shape(columns=128, stages=5, slots=4)
 
 

@@ -23,7 +23,7 @@ from jgraph.kernels._mosaic import SLAB, has_wgmma, kernel, plgpu, products, sha
 
 
 def rotary_attention(qkv_BTNK: Array, cos_TP: np.ndarray, sin_TP: np.ndarray, *, implementation: str = "auto") -> Array:
-    """Applies the rotary embedding to queries and keys, and computes causal attention with equal numbers of query and key heads.
+    """Applies the rotary embedding to queries and keys, and computes causal attention with as many key heads as query heads.
 
     Args:
         qkv_BTNK: [B, T, 3H, K], bfloat16 or float32: H heads of queries, then of keys, then of values.

@@ -2,8 +2,8 @@
 
 A library's attention needs a mask [T, T] per sequence. This kernel reads the start position of each token's document, and skips
 the keys before the first document of a block of queries. It keeps the scores on the chip (Dao, "FlashAttention-2",
-arXiv:2307.08691). A block of threads has three warpgroups: one copies tiles into a ring buffer in shared memory, and two compute
-64 rows each.
+arXiv:2307.08691). A block of threads has three warpgroups: one copies tiles into a ring buffer in shared memory, and two
+compute 64 rows each.
 """
 
 # B batch, T sequence, H query heads, G key/value heads, R = H / G, K head size, Q query rows and C key rows of one matmul
@@ -24,7 +24,7 @@ from jgraph.kernels._mosaic import add_product, has_wgmma, kernel, plgpu, produc
 _TILE, _HALF = 128, 64
 """Rows per block of threads, and per compute warpgroup."""
 _LEAST = -1e30
-"""Initial value of a row's largest score. Finite, because -inf - -inf is NaN if all keys of the row's first block are masked."""
+"""Initial value of a row's largest score. Finite, because all keys of the first block may be masked, and -inf - -inf is NaN."""
 _HEADS = (64, 128)
 
 

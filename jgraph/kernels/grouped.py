@@ -83,8 +83,9 @@ def grouped_dot_fp8(
 ) -> Array:
     """Multiplies the FP8 rows of each group by the FP8 matrix of the group, and the result by `scale`.
 
-    The result of `cast_transpose` for weights [G * K, N] serves both directions: the forward pass reads its columns in the order
-    `NGK`, and dgrad reads its rows in the order `GNK`. The tensor cores accumulate with about 14 bits. Not differentiable.
+    The result of `cast_transpose` for weights [G * K, N] serves both directions: the forward pass reads its columns in the
+    order `NGK`, and dgrad reads its rows in the order `GNK`. The tensor cores accumulate with about 14 bits. Not
+    differentiable.
 
     Args:
         x_MK: float8_e4m3fn or float8_e5m2, sorted by group: the rows of group 0 come first, then the rows of group 1.

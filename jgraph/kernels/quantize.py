@@ -147,8 +147,8 @@ def amax(x: Array) -> Array:
 
 @jax.jit
 def _jgraph_amax(x: Array) -> Array:
-    # The bits of nonnegative floats, read as integers, have the same order, with NaN as the largest. XLA's maximum of floats may
-    # drop a NaN on a CPU.
+    # The bits of nonnegative floats, read as integers, have the same order, with NaN as the largest. XLA's maximum of floats
+    # may drop a NaN on a CPU.
     magnitudes = lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
     return lax.bitcast_convert_type(jnp.max(magnitudes), jnp.float32)
 
@@ -165,7 +165,7 @@ def _fits_tiles(shape: tuple[int, ...]) -> bool:
 _PAIRS, _WIDTH, _TILES = 64, 64, 2
 """A block of threads processes two adjacent tiles of 64 pairs of rows by 64 columns.
 
-Both take 64 KiB of shared memory in bfloat16. A multiprocessor holds three blocks: one computes while the others load and store.
+Both take 64 KiB of shared memory in bfloat16. A multiprocessor holds three blocks: one computes while others load and store.
 """
 
 

@@ -1,6 +1,6 @@
 """SwiGLU with a weight per row, for the experts of a mixture of experts (Shazeer, arXiv:2002.05202).
 
-The backward pass needs a sum over columns for the gradient of the weights. XLA therefore reads all arrays twice. The kernel here
+The backward pass needs a sum over columns for the gradient of the weights. XLA therefore reads all arrays twice. This kernel
 reads them once: for [32768, 2 x 2048] in bfloat16 it moves 671 MB, and XLA moves 1,074 MB.
 """
 

@@ -260,8 +260,8 @@ def _dot(a: _Scaled, b: _Scaled, dtype: DTypeLike, accumulation: Literal["fast",
     """Contracts FP8 matrices [M, K] and [N, K] over K, and returns [M, N] in `dtype`.
 
     XLA recognizes an FP8 matmul by the conversion of each operand and its multiplication by a scalar. The scalars become
-    arguments of the cuBLASLt call. `full` accumulation adds the partial sums of the tensor cores in float32. `fast` accumulation
-    has about 14 bits.
+    arguments of the cuBLASLt call. `full` accumulation adds the partial sums of the tensor cores in float32. `fast`
+    accumulation has about 14 bits.
     """
     a_MK, b_NK = (q.astype(jnp.bfloat16) * (1 / scale).astype(jnp.bfloat16) for q, scale in (a, b))
     precision = lax.Precision.DEFAULT if accumulation == "fast" else lax.Precision.HIGHEST

@@ -65,7 +65,7 @@ class AmaxHistory(NamedTuple):
         return cls(jnp.zeros((num_steps, num_matmuls, 3)), jnp.zeros((num_matmuls, 3)))
 
     def amax(self, config: FP8Config) -> Array:
-        """Returns the amax [S, 3] for the next scales. Zero or nonfinite entries are replaced by `used`, as in Transformer Engine."""
+        """Returns the amax [S, 3] for the next scales. `used` replaces zero or nonfinite entries, as in Transformer Engine."""
         reduced = self.window[0] if config.amax == "most_recent" else jnp.max(self.window, axis=0)
         return jnp.where((reduced > 0) & jnp.isfinite(reduced), reduced, self.used)
 

@@ -1,7 +1,7 @@
 """The transform `fp8(fn, config)`, which computes the matmuls of a function in FP8.
 
-It finds the matmuls with parameters in the trace of the function, like the split backward (`autodiff/find.py`). A matmul is named
-after its parameter. `quantize` computes the FP8 weights once per step, for all microbatches.
+It finds the matmuls with parameters in the trace of the function, like the split backward (`autodiff/find.py`). A matmul is
+named after its parameter. `quantize` computes the FP8 weights once per step, for all microbatches.
 """
 
 import fnmatch
