@@ -102,7 +102,7 @@ class LayerState:
         return made
 
     def start(self, chunks: int, after_N: Tree) -> Tree:
-        """Returns the initial accumulator of a rank, leaves [C, N, ...]. `after_N` is the shape of the state after a forward."""
+        """Returns the initial accumulator of a rank, leaves [C, N, ...]. `after_N` is the shape of a forward's new state."""
         shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct((chunks, *s.shape), s.dtype), after_N)
         return before_any(self.reductions, shapes)
 

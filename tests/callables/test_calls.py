@@ -338,13 +338,13 @@ def test_every_mismatch_is_listed_with_its_path():
     assert error.value.mismatches == (
         "params/b is missing",
         "params/w is bfloat16[4, 8], built for float32[4, 8]",
-        "params/extra is not known",
+        "params/extra is unexpected",
         "x is float32[2, 4], built for float32[3, 4]",
     )
     assert all(text in str(error.value) for text in error.value.mismatches)
     y = call(params, X)  # and nothing was left pending by the failed call
     call.backward(jnp.ones_like(y))
-    with pytest.raises(CallableError, match="backward has no forward"):
+    with pytest.raises(CallableError, match="backward has no preceding forward"):
         call.backward(DY)
 
 
@@ -368,7 +368,7 @@ def test_a_wrong_dy_is_a_mismatch_and_the_microbatch_still_waits():
     call(params, X)
     for wrong, text in (
         (DY[:1], r"dy is float32\[1, 4\]"),
-        ({"y": DY}, "dy/y is not known"),
+        ({"y": DY}, "dy/y is unexpected"),
         (DY.astype(jnp.bfloat16), "bfloat16"),
     ):
         with pytest.raises(CallableError, match=text):
@@ -386,7 +386,7 @@ def test_a_missing_or_unknown_keyword_is_refused():
     chain.assert_close(graphed[0](params, X, scale=scale), 2 * chain.stage(params, X))
     with pytest.raises(CallableError, match="scale is missing"):
         graphed[0](params, X)
-    with pytest.raises(CallableError, match="mask is not known"):
+    with pytest.raises(CallableError, match="mask is unexpected"):
         graphed[0](params, X, scale=scale, mask=X)
     with pytest.raises(CallableError, match="1 arguments after x, built for 0"):
         graphed[0](params, X, X, scale=scale)
@@ -405,7 +405,7 @@ def test_an_input_that_the_caller_deleted_before_the_backward_is_told_so():
     x = jnp.array(X)
     call(params, x)
     x.delete()
-    with pytest.raises(OwnershipError, match=r"backward needs 1 arrays of this microbatch.*x, dy or extra.*keep them"):
+    with pytest.raises(OwnershipError, match=r"backward needs 1 arrays of this microbatch.*keep x, dy and extra"):
         call.backward(DY)
 
 
@@ -428,10 +428,10 @@ def test_a_run_is_told_which_of_its_arguments_was_deleted(what):
 
 def test_parts_out_of_turn_are_refused():
     call, params = build(delay_wgrad=True)
-    with pytest.raises(CallableError, match="dgrad has no forward to belong to"):
+    with pytest.raises(CallableError, match="dgrad has no preceding forward"):
         call.dgrad(DY)
     call(params, X)
-    with pytest.raises(CallableError, match="wgrad has no dgrad to belong to"):
+    with pytest.raises(CallableError, match="wgrad has no preceding dgrad"):
         call.wgrad()
     whole, _ = build()
     with pytest.raises(CallableError, match=r"delay_wgrad=False; call backward"):
@@ -443,14 +443,14 @@ def test_a_whole_backward_does_not_overtake_a_wgrad_that_waits():
     call(params, X)
     call.dgrad(DY)
     call(params, OTHER)
-    with pytest.raises(CallableError, match="1 microbatches wait for their wgrad and must go first"):
+    with pytest.raises(CallableError, match="1 microbatches wait for their wgrad, which must run first"):
         call.backward(DY)
     chain.assert_close(call.wgrad()["w"].value, truth(params)[1]["w"])
     chain.assert_close(call.backward(DY)[1], truth(params, OTHER)[2])
 
 
 def test_complex_parameters_are_refused_when_it_is_built():
-    with pytest.raises(CallableError, match="params/w is complex64; give its real and imaginary parts"):
+    with pytest.raises(CallableError, match="params/w is complex64; pass its real and imaginary parts"):
         jgraph.make_graphed_callables(chain.stage, {**chain.make_params(0), "w": jnp.ones((chain.D, chain.D), complex)}, (X,))
 
 
