@@ -98,7 +98,7 @@ def give(**kwargs):
         (give(order=[1, -1]), r"the order needs 1 callables .*, but there are 2"),
         (give(order=[1, 2, -2, -1], num_layers_per_chunk=[2, 1]), r"the order needs 3 callables .*, but there are 2"),
         (give(order=[1, 2, -2, -1], devices=jax.devices()[:2]), r"`devices` has 2 devices for 1 ranks: must have one per rank"),
-        (give(training=False, order=[1, 2, -2, -1]), "`training` is False, which builds no backward: leave out order"),
+        (give(training=False, order=[1, 2, -2, -1]), "`training` is False, which builds no backward: must be True"),
         (give(training=False, delay_wgrad=True), "`training` is False"),
         (give(compiler_options={"xla_gpu_no_such_option": 1}), "xla_gpu_no_such_option"),
     ],

@@ -151,7 +151,7 @@ def test_a_shared_leaf_that_does_not_divide_is_refused():
 def test_a_layer_that_changes_shape_or_dtype_is_refused(change, made):
     parts = PipelineModel(model.embed, lambda p, x: change(model.layer(p, x)), model.head)
     pipe = model.pipeline(generate("1f1b", pp=2, microbatches=2), 2, parts=parts)
-    with pytest.raises(ShapeError, match=rf"`layer` returns {made} for x of float32\(4, 3, 8\): must return the shape and dtype of x"):
+    with pytest.raises(ShapeError, match=rf"`layer` returns {made} for x of float32\(4, 3, 8\): must return"):
         model.piped(pipe)
 
 
