@@ -1,8 +1,9 @@
-"""Finds the parameters of a stage with a weight gradient that can be delayed.
+"""Finds the parameters of a stage with gradients that can be delayed, and their matmuls.
 
 A value is *data* if it depends on the microbatch, on a parameter that is not delayed, or on the carry of a scan. The gradient
-of a parameter can be delayed if every value computed from it without data becomes the weight of a matmul with data. Its
-gradient is then the sum of the weight gradients of these matmuls, passed back through casts, reshapes and slices.
+of a parameter can be delayed if every value that is computed from the parameter without data becomes the weight of a matmul
+with data. The gradient is then the sum of the weight gradients of these matmuls, passed back through casts, reshapes and
+slices.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from jgraph.autodiff import replay
 from jgraph.autodiff.linear import PRODUCTS, DelayedProduct, name_of
 from jgraph.autodiff.replay import Environment, aval_of
 
-# These change the shape or dtype and no value: a float32 gradient passes back through them unrounded.
+# Primitives that change only shape or dtype. A float32 gradient passes back through them without rounding.
 # fmt: off
 _MOVES = frozenset({
     "convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "slice", "dynamic_slice", "concatenate",
@@ -27,21 +28,21 @@ _MOVES = frozenset({
 })
 # fmt: on
 
-# Computes a matmul from (it, x, w, its other operands, its tap).
+# Computes a matmul from (matmul, x, w, other operands, tap).
 _Multiply: TypeAlias = Callable[[DelayedProduct, Any, Any, Sequence[Any], Any], Array]
 
 MISSING = object()
-"""Stands for data in a program that is run on parameters only."""
+"""Marker for data in a jaxpr that is run only on parameters."""
 
 
 @dataclass
 class Block:
-    """A jaxpr with the delayed matmuls in it, by the index of the equation.
+    """A jaxpr with its delayed matmuls.
 
     Attributes:
         jaxpr: The jaxpr.
-        sites: The matmuls.
-        calls: The blocks of jit, checkpoint and scan equations that contain matmuls.
+        sites: The matmuls, by the index of the equation.
+        calls: The blocks of jit, checkpoint and scan equations with delayed parameters, by the index of the equation.
     """
 
     jaxpr: core.Jaxpr
@@ -49,11 +50,11 @@ class Block:
     calls: dict[int, "Block"] = field(default_factory=dict)
 
     def all_sites(self) -> list[DelayedProduct]:
-        """Returns all matmuls in the order of the equations."""
-        found = []
+        """Returns all matmuls, including the matmuls in `calls`, in the order of the equations."""
+        sites = []
         for i in sorted({**self.sites, **self.calls}):
-            found += [self.sites[i]] if i in self.sites else self.calls[i].all_sites()
-        return found
+            sites += [self.sites[i]] if i in self.sites else self.calls[i].all_sites()
+        return sites
 
     def replace(self, sites: Mapping[DelayedProduct, DelayedProduct]) -> None:
         """Replaces the matmuls that are keys of `sites` by their values."""
@@ -68,7 +69,7 @@ class Found:
 
     Attributes:
         block: The jaxpr with its delayed matmuls.
-        stray: Indices of the parameters that reach data in another way, with the primitive that uses them.
+        stray: Parameters that are used other than as the weight of a matmul: maps the index of the parameter to the primitive.
     """
 
     block: Block
@@ -77,7 +78,13 @@ class Found:
 
 @dataclass(frozen=True)
 class _Value:
-    """A variable: whether it is data, the delayed parameters it is computed from, and whether only moves are in between."""
+    """The properties of a variable.
+
+    Attributes:
+        data: True if the variable is data.
+        params: Indices of the delayed parameters that it is computed from.
+        moved: True if only primitives in `_MOVES` compute it from the parameters.
+    """
 
     data: bool
     params: frozenset[int] = frozenset()
@@ -92,9 +99,9 @@ def find(jaxpr: core.Jaxpr, wanted: Sequence[bool], params: Sequence[int | None]
 
     Args:
         jaxpr: Jaxpr of the stage.
-        wanted: For each output, whether it is differentiated. Equations that only other outputs need are ignored.
-        params: For each input, the index of the delayed parameter that it is, or None.
-        data: For each input, whether it is data.
+        wanted: For each output, True if it is differentiated. Equations that only other outputs need are ignored.
+        params: For each input, the index of its delayed parameter; None if the input is not a delayed parameter.
+        data: For each input, True if it is data.
 
     Returns:
         The matmuls, and the parameters with a gradient that cannot be delayed.
@@ -106,14 +113,14 @@ def find(jaxpr: core.Jaxpr, wanted: Sequence[bool], params: Sequence[int | None]
 
 
 def _mark(found: Found, values: Sequence[_Value], by: str, wanted: Iterable[bool] = repeat(True)) -> None:
-    """Marks the parameters of values that no weight gradient of a matmul covers."""
+    """Records the parameters of wanted values as stray, with the primitive `by`."""
     for value, is_wanted in zip(values, wanted, strict=False):
         for p in value.params if is_wanted and not value.data else ():
             found.stray.setdefault(p, by)
 
 
 def _walk(found: Found, block: Block, given: Sequence[_Value], lead: tuple[int, ...], wanted: Sequence[bool]) -> list[_Value]:
-    """Classifies all variables of a block. Adds its matmuls to the block and stray parameters to `found`."""
+    """Classifies all variables of a block. Adds the matmuls to the block, and the stray parameters to `found`."""
     jaxpr, (live, _) = block.jaxpr, replay.live_variables(block.jaxpr, wanted)
     env: Environment = dict.fromkeys(jaxpr.constvars, _CONSTANT) | dict(zip(jaxpr.invars, given, strict=True))
 
@@ -134,8 +141,7 @@ def _walk(found: Found, block: Block, given: Sequence[_Value], lead: tuple[int, 
             moved = name in _MOVES and all(v.moved for v in values)
             out = [_Value(False, used, moved)] * len(eqn.outvars)
         elif name in PRODUCTS and (weight := _weight(name, values)) is not None:
-            own = values[weight]
-            block.sites[i] = DelayedProduct(eqn, weight, lead, own.params, own.moved)
+            block.sites[i] = DelayedProduct(eqn, weight, lead, values[weight].params, values[weight].moved)
         elif name == replay.SCAN:
             inner = block.calls[i] = Block(replay.body(eqn))
             (consts, carry), inside = replay.scan_counts(eqn), replay.wanted_inside(eqn, flags)
@@ -150,7 +156,7 @@ def _walk(found: Found, block: Block, given: Sequence[_Value], lead: tuple[int, 
 
 
 def _weight(name: str, values: Sequence[_Value]) -> int | None:
-    """Returns the index of the operand that is a delayed weight; None unless all other operands are free of parameters."""
+    """Returns the index of the operand that is a delayed weight; None if there is none, or another operand has parameters."""
     for i in PRODUCTS[name]:
         others = [v for j, v in enumerate(values) if j != i]
         if not values[i].data and values[i].params and values[1 - i].data and not any(v.params for v in others if not v.data):
@@ -165,13 +171,13 @@ def run_forward(
 
     Args:
         block: The stage.
-        consts: Constants of its jaxpr.
-        args: Inputs of its jaxpr.
-        taps: A tree for each matmul, in the order of `Block.all_sites`. Leaves are stacked over the scans around the matmul.
-        multiply: Computes a matmul from (matmul, x, w, its other operands, its tap).
+        consts: Constants of the jaxpr.
+        args: Inputs of the jaxpr.
+        taps: A tree for each matmul, in the order of `Block.all_sites`. Leaves have leading axes for the enclosing scans.
+        multiply: Computes a matmul from (matmul, x, w, other operands, tap).
 
     Returns:
-        The outputs of the stage, and for each matmul its operands other than weight and data.
+        The outputs of the stage, and the operands of each matmul other than weight and data.
     """
     env = replay.environment(block.jaxpr, consts, args)
     read, taps, kept = replay.reader(env), list(taps), []
@@ -219,13 +225,13 @@ def _run_scan(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], taps: Seq
 
 
 def run_weights(block: Block, consts: Sequence[Any], args: Sequence[Any], *, keep_dtype: bool) -> tuple[list[Any], list[Any]]:
-    """Runs a stage on parameters only.
+    """Runs a stage only on parameters, to compute the weights of its matmuls.
 
     Args:
         block: The stage.
-        consts: Constants of its jaxpr.
-        args: Inputs of its jaxpr; `MISSING` for data.
-        keep_dtype: Skips casts between a parameter and its matmul, so that the weight has the dtype of the parameter.
+        consts: Constants of the jaxpr.
+        args: Inputs of the jaxpr; `MISSING` for data.
+        keep_dtype: True to skip casts between a parameter and its matmul, so that the weight has the dtype of the parameter.
 
     Returns:
         The outputs of the stage, and the weight of each matmul.
@@ -256,7 +262,7 @@ def _is_float_cast(eqn: core.JaxprEqn) -> bool:
 
 
 def _scanned_weights(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], keep_dtype: bool) -> list[Array]:
-    """Returns weights stacked over a scan. They do not depend on the carry, so all iterations run at once."""
+    """Returns the weights of all iterations of a scan, stacked. Uses `jax.vmap`, because they do not depend on the carry."""
     consts, carry = replay.scan_counts(eqn)
     xs = {k: v for k, v in enumerate(values) if k >= consts + carry and v is not MISSING}
 

@@ -1,7 +1,7 @@
-"""Reads jaxprs and runs them again, equation by equation.
+"""Reads jaxprs and replays them, equation by equation.
 
 Uses `jax.extend.core` and the parameters of four kinds of equations: jit, checkpoint, scan and functions with a custom
-derivative. Constructs no equation: an equation runs as a jaxpr of one equation.
+derivative. Never constructs an equation: an equation is run as a jaxpr with one equation.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,12 +26,12 @@ _WITH_BODY = (*JITS, *CHECKPOINTS, SCAN)
 
 Aval: TypeAlias = ShapedArray
 Atom: TypeAlias = core.Var | core.Literal
-# An interpreter may give variables arrays, tracers, or markers of its own.
+# The values of variables: arrays, tracers, or markers of an interpreter.
 Environment: TypeAlias = dict[core.Var, Any]
 
 
 def aval_of(atom: Any) -> Aval:
-    """Returns the abstract value of a variable or literal; jax types it as `AbstractValue`, without a shape."""
+    """Returns the abstract value of a variable or literal. JAX types it as `AbstractValue`, which has no shape."""
     return atom.aval
 
 
@@ -47,7 +47,7 @@ def body_consts(eqn: core.JaxprEqn) -> list[Any]:
 
 
 def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
-    """Returns the number of constants and of carries of a scan; its other operands are scanned over."""
+    """Returns the number of constants and the number of carries of a scan. The other operands are scanned over."""
     if "num_carry" in eqn.params:  # before jax 0.11
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
@@ -55,12 +55,20 @@ def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
 
 
 def is_literal(atom: Any) -> bool:
-    """Returns True for a literal; literals are not hashable, so they cannot be looked up in an environment."""
+    """True for a literal. Literals are not hashable, so they cannot be looked up in an environment."""
     return isinstance(atom, core.Literal)
 
 
 def apply(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
-    """Runs one equation on other operands. Returns None for outputs that are not read."""
+    """Runs one equation on new operands.
+
+    Args:
+        eqn: The equation.
+        values: Values of its operands.
+
+    Returns:
+        The outputs, with None for outputs that nothing reads.
+    """
     given: dict[Any, Any] = {v: value for v, value in zip(eqn.invars, values, strict=True) if not is_literal(v)}
     results = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
     debug_info = core.DebugInfo("replay", eqn.primitive.name, ("",) * len(given), ("",) * len(results))
@@ -70,7 +78,16 @@ def apply(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
 
 
 def environment(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Environment:
-    """Returns the environment before the first equation of a jaxpr."""
+    """Builds the environment before the first equation of a jaxpr.
+
+    Args:
+        jaxpr: The jaxpr.
+        consts: Values of its constants.
+        args: Values of its inputs.
+
+    Returns:
+        The values of constants and inputs, by variable.
+    """
     return dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
 
 
@@ -80,12 +97,26 @@ def reader(env: Environment) -> Callable[[Atom], Any]:
 
 
 def write(env: Environment, outvars: Iterable[core.Var], values: Iterable[Any]) -> None:
-    """Adds the outputs of an equation to an environment."""
+    """Adds the outputs of an equation to an environment, in place.
+
+    Args:
+        env: The environment.
+        outvars: Output variables of the equation.
+        values: Values of the outputs.
+    """
     env.update((v, x) for v, x in zip(outvars, values, strict=True) if not isinstance(v, core.DropVar))
 
 
 def depends(jaxpr: core.Jaxpr, given: Sequence[bool]) -> list[bool]:
-    """Returns for each output whether it depends on a marked input; may be True for an output that does not."""
+    """Finds the outputs that depend on marked inputs. May report an output that does not.
+
+    Args:
+        jaxpr: The jaxpr.
+        given: For each input, True if it is marked.
+
+    Returns:
+        For each output, True if it depends on a marked input.
+    """
     marked = _depending(jaxpr, given)
     return [not is_literal(v) and v in marked for v in jaxpr.outvars]
 
@@ -108,12 +139,28 @@ def _depending(jaxpr: core.Jaxpr, given: Sequence[bool]) -> set[Any]:
 
 
 def holds(jaxpr: core.Jaxpr, names: Sequence[str]) -> bool:
-    """Returns True if a jaxpr, or a jaxpr nested in it, has an equation of one of these primitives."""
+    """Searches a jaxpr and the jaxprs nested in it for primitives.
+
+    Args:
+        jaxpr: The jaxpr.
+        names: Names of the primitives.
+
+    Returns:
+        True if an equation has one of the primitives.
+    """
     return any(eqn.primitive.name in names for eqn in jaxpr.eqns) or any(holds(inner, names) for inner in core.subjaxprs(jaxpr))
 
 
 def primitives(name: str, params: dict[str, Any]) -> set[str]:
-    """Returns the name of a primitive; for a jit or a custom derivative the names of the primitives inside."""
+    """Lists the primitives that an equation runs.
+
+    Args:
+        name: Name of the primitive of the equation.
+        params: Parameters of the equation.
+
+    Returns:
+        The name, or for a jit or a custom derivative the names of the primitives inside.
+    """
     if name not in _RULES:
         return {name}
     inner = [eqn for jaxpr in core.jaxprs_in_params(params) for eqn in jaxpr.eqns]
@@ -121,21 +168,33 @@ def primitives(name: str, params: dict[str, Any]) -> set[str]:
 
 
 def needs(jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[bool] | None = None) -> tuple[list[bool], set[str]]:
-    """Returns for each input whether the wanted outputs need it, and the primitives that compute these outputs.
+    """Finds the inputs and primitives that compute the wanted outputs. May report an input that is not needed.
 
-    An input can be reported as needed although it is not. A call of a quantization kernel counts as one primitive, by its name.
+    A call of a quantization kernel counts as one primitive with the name of the kernel.
 
     Args:
         jaxpr: The jaxpr.
-        wanted: For each output, whether it is wanted.
-        data: For each input, whether it is data. If given, only primitives that compute with data are returned.
+        wanted: For each output, True if it is wanted.
+        data: For each input, True if it is data. Then only primitives that compute with data are returned.
+
+    Returns:
+        For each input, True if the wanted outputs need it; and the names of the primitives.
     """
-    found, used = live_variables(jaxpr, wanted, data)
-    return [v in found for v in jaxpr.invars], used
+    live, used = live_variables(jaxpr, wanted, data)
+    return [v in live for v in jaxpr.invars], used
 
 
 def live_variables(jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[bool] | None = None) -> tuple[set[Any], set[str]]:
-    """Returns the variables that the wanted outputs need, and the primitives as `needs` returns them."""
+    """Finds the variables and primitives that compute the wanted outputs.
+
+    Args:
+        jaxpr: The jaxpr.
+        wanted: As for `needs`.
+        data: As for `needs`.
+
+    Returns:
+        The variables that the wanted outputs need, and the names of the primitives.
+    """
     live: set[Any] = {v for v, flag in zip(jaxpr.outvars, wanted, strict=True) if flag and not is_literal(v)}
     marked = None if data is None else _depending(jaxpr, data)
     used: set[str] = set()
@@ -143,23 +202,31 @@ def live_variables(jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[boo
         flags = [v in live for v in eqn.outvars]
         if not any(flags):
             continue
-        own = None if marked is None else [not is_literal(v) and v in marked for v in eqn.invars]
+        is_data = None if marked is None else [not is_literal(v) and v in marked for v in eqn.invars]
         given = [True] * len(eqn.invars)
         if eqn.primitive.name in JITS and eqn.params["name"] in CALLS:
             names = {eqn.params["name"]}
         elif eqn.primitive.name in _WITH_BODY:
-            # Which carries of a scan are data is not computed.
-            inside = None if eqn.primitive.name == SCAN else own
+            # For a scan, all primitives count, because it is not known which carries are data.
+            inside = None if eqn.primitive.name == SCAN else is_data
             given, names = needs(body(eqn), wanted_inside(eqn, flags), inside)
         else:
             names = primitives(eqn.primitive.name, eqn.params)
-        used |= names if own is None or any(own) else set()
+        used |= names if is_data is None or any(is_data) else set()
         live.update(v for v, flag in zip(eqn.invars, given, strict=True) if flag and not is_literal(v))
     return live, used
 
 
 def wanted_inside(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
-    """Returns which outputs are wanted of the jaxpr inside a jit, checkpoint or scan; for a scan, in any of its iterations."""
+    """Finds the wanted outputs of the jaxpr inside a jit, checkpoint or scan.
+
+    Args:
+        eqn: The equation.
+        wanted: For each output of the equation, True if it is wanted.
+
+    Returns:
+        For each output of the jaxpr, True if it is wanted; for a scan, in any iteration.
+    """
     wanted = list(wanted)
     if eqn.primitive.name == SCAN:
         consts, carry = scan_counts(eqn)
@@ -173,7 +240,7 @@ def wanted_inside(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
 
 
 def forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
-    """Returns for each output the index of the input that it equals; None for a computed output."""
+    """Returns for each output the index of the input that is passed through to it; None for a computed output."""
     place = {v: i for i, v in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in JITS + CHECKPOINTS:
@@ -184,9 +251,9 @@ def forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
 
 
 def without_callbacks(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """Removes callbacks with unread results. Returns the same object if there are none.
+    """Removes callbacks with unread results. Returns `jaxpr` itself if it has no callbacks.
 
-    Keeps callbacks inside functions with a custom derivative: their derivative rules cannot be read.
+    Keeps callbacks inside functions with a custom derivative, because their derivative rules cannot be inspected.
     """
     if not holds(jaxpr, CALLBACKS):
         return jaxpr
@@ -218,10 +285,9 @@ def _effects(holders: Iterable[core.Jaxpr | core.JaxprEqn]) -> set[Any]:
 
 
 def exact_products(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Removes `reduce_precision` equations that round a matmul output to its own dtype.
+    """Removes `reduce_precision` equations that round the output of a matmul to its own dtype.
 
-    `jax.checkpoint` inserts them for residuals. Behind such a rounding, XLA does not fuse a GELU into the matmul as its
-    epilogue.
+    `jax.checkpoint` inserts them for residuals. They prevent XLA from fusing a GELU into the epilogue of the matmul.
 
     Args:
         fn: A function of arrays.
@@ -274,13 +340,16 @@ def mesh_of(leaves: Iterable[Any]) -> jax.sharding.AbstractMesh:
 
 
 def zeros(aval: Any, *lead: int, shape: Sequence[int] | None = None, dtype: Any = None) -> jax.Array:
-    """Returns zeros that vary over the same mesh axes as an abstract value inside `jax.shard_map`.
+    """Makes zeros that vary over the same mesh axes as an abstract value inside `jax.shard_map`.
 
     Args:
         aval: The abstract value. Random keys are supported.
-        *lead: Sizes of additional leading axes.
-        shape: Replaces the shape of `aval`.
-        dtype: Replaces the dtype of `aval`.
+        *lead: Lengths of additional leading axes.
+        shape: Replaces the shape of `aval`; None keeps it.
+        dtype: Replaces the dtype of `aval`; None keeps it.
+
+    Returns:
+        The array of zeros.
     """
     blank = jnp.zeros((*lead, *(aval.shape if shape is None else shape)), dtype or aval.dtype)
     # `mat.varying` since jax 0.12.

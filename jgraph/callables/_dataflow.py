@@ -1,6 +1,6 @@
-"""Dataflow of a schedule: the registers that every task reads and writes, and the tasks that form one executable.
+"""Dataflow of a schedule: assigns registers to the inputs and outputs of every task, and groups tasks into executables.
 
-The actions of all ranks are visited by tick, layer by layer. Every array gets its register where it is made.
+The actions of all ranks are visited in the order of ticks, layer by layer. Every array gets its register at its definition.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,13 +21,13 @@ from jgraph.schedule.tables import tick_table
 
 Join = Literal["segments", "nothing"]
 Outputs = Literal["drop", "keep"]
-# An array that a plan is given or returns, such as ("params", callable, parameter).
+# Name of an argument or result of a plan, such as ("params", callable, parameter).
 Name = tuple[Any, ...]
 
-# Tasks per executable: compiling more takes longer than the launches that it saves.
+# Maximum number of tasks per executable. Compiling more takes longer than the launches that it saves.
 _MOST_JOINED = 64
-# Send buffers of one shape per rank, used in turn: the next one is written while the last one is read. An array that is freed
-# by the end of its transfer is freed at a time that varies, so later arrays would move from step to step.
+# Number of send buffers per rank and shape, used in turn: one is written while another is sent. Without send buffers, an array
+# is freed at the end of its transfer. This time varies, so later arrays would get different addresses in every step.
 _SEND_BUFFERS = 3
 _NEVER = 1 << 62
 
@@ -38,14 +38,22 @@ def ranks_of(schedule: Schedule) -> list[int]:
 
 
 def layers_of(schedule: Schedule) -> list[range]:
-    """Returns the callables of each stage."""
+    """Returns the range of callables of each stage."""
     ends = np.cumsum(schedule.num_layers).tolist()
     return [range(end - count, end) for end, count in zip(ends, schedule.num_layers, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """The loss of a microbatch: `fn(params, y, *args) -> scalar`."""
+    """The loss of a microbatch.
+
+    Attributes:
+        fn: `fn(params, y, *args) -> scalar`.
+        params: Parameters of the loss.
+        args: Arguments after y.
+        y: The output of the last callable.
+        aval: Shape and dtype of the loss.
+    """
 
     fn: Callable[..., jax.Array]
     params: Side
@@ -58,13 +66,16 @@ class Loss:
         """Traces a loss.
 
         Args:
-            fn: `fn(params, y, *args)`.
+            fn: `fn(params, y, *args) -> scalar`.
             y: The output of the last callable.
-            args: Shapes of the arguments of one microbatch.
+            args: Shapes of the arguments after y for one microbatch.
             params: Shapes of the parameters of the loss.
 
+        Returns:
+            The loss.
+
         Raises:
-            CallableError: The loss is not a floating scalar.
+            CallableError: If the loss is not a floating scalar.
         """
         weights, given = Side.of(params), Side.of(args)
         loss = jax.eval_shape(fn, weights.shapes(), y.shapes(), *given.shapes())
@@ -75,7 +86,7 @@ class Loss:
         return cls(fn, weights, given, y, shape_of(loss))
 
     def differentiated(self, params: list[Any], ins: list[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Returns the leaves of (loss, dy), and gradients of the parameters, from leaves of params and (y, args)."""
+        """Computes the leaves of (loss, dy), and the gradients of the parameters. `ins` has the leaves of (y, args)."""
         y, args = self.y.unflatten(ins[: len(self.y)]), self.args.unflatten(ins[len(self.y) :])
         loss, (gradients, dy) = jax.value_and_grad(self.fn, argnums=(0, 1))(self.params.unflatten(params), y, *args)
         return [loss, *jax.tree.leaves(dy)], jax.tree.leaves(gradients)
@@ -83,16 +94,16 @@ class Loss:
 
 @dataclass(frozen=True, eq=False)
 class PlanFunction:
-    """A function that a plan runs once, before or after the schedule, as an executable of its own.
+    """A function that a plan runs once before or after the schedule, as a separate executable.
 
-    Its results stay in the same buffers at every run.
+    Its results stay in the same buffers in every run.
 
     Attributes:
         fn: Maps a list of arrays to a list of arrays. Its `__name__` is the name of the executable.
-        index: The callable that shares its device.
-        ins: Names of its arguments: results of the plan, or arrays that the plan is given.
-        outs: Names of its results. `("params", i, place)` provides a parameter of callable i.
-        shapes: Shapes of the arguments that the plan is given, by name.
+        index: A callable on the same device.
+        ins: Names of the inputs: results of the plan, or arguments of the plan.
+        outs: Names of the results. `("params", i, place)` provides a parameter of callable i.
+        shapes: Shapes of the inputs that are arguments of the plan, by name.
     """
 
     fn: Callable[[list[Any]], list[Any]]
@@ -104,12 +115,15 @@ class PlanFunction:
 
 @dataclass
 class Unit:
-    """An action of one callable: tasks that are never separated, and the transfers of their results.
+    """An action of one callable: tasks that are always in the same executable, and the transfers of their results.
 
     Attributes:
-        sends: (register, register on the other device, device).
-        needed_at: The tick after which an input arrives from another rank.
-        used_at: The tick when another rank reads a result.
+        rank: The rank of the callable.
+        tick: The tick of the action.
+        tasks: The tasks in order.
+        sends: Transfers: (source register, target register, target device).
+        needed_at: The tick in which another rank computes an input; -1 if no input comes from another rank.
+        used_at: The tick in which another rank reads a result.
     """
 
     rank: int
@@ -124,12 +138,13 @@ class Flow(Registers):
     """The registers of a schedule.
 
     Attributes:
-        named: Registers of arrays that the plan is given, by name: ("params", callable, parameter), where the loss is one
-            callable more; ("x" | "loss", microbatch, leaf); ("extra", callable, microbatch, leaf); ("keys", callable, leaf)
-            for a random key to be folded; ("step", rank); ("microbatch", rank, number); and the arguments of plan functions.
-        results: Registers of results, by name: ("loss", microbatch); ("sum", callable, parameter) for gradients, where the
-            loss is one callable more; ("aux", callable, microbatch, leaf); ("y", microbatch, leaf) if outputs are kept; and
-            the results of plan functions.
+        named: Registers of the arguments of the plan, by name: ("params", callable, parameter), where the loss counts as an
+            additional last callable; ("x" | "loss", microbatch, leaf); ("extra", callable, microbatch, leaf);
+            ("keys", callable, leaf) for a random key to be folded; ("step", rank); ("microbatch", rank, number); and the inputs
+            of plan functions.
+        results: Registers of the results, by name: ("loss", microbatch); ("sum", callable, parameter) for gradients, where the
+            loss counts as an additional last callable; ("aux", callable, microbatch, leaf); ("y", microbatch, leaf) if outputs
+            are kept; and the results of plan functions.
         standing: Registers that are updated in place, with their devices.
         devices: The device of each rank.
         loss: The loss of a microbatch.
@@ -147,17 +162,20 @@ class Flow(Registers):
         self.named: dict[Name, int] = {}
         self.results: dict[Name, int] = {}
         self.standing: dict[int, Any] = {}
-        # Arrays that wait for their next reader: ("x" | "dy" | "residuals" | "stash", callable, microbatch).
+        # Registers of arrays with a later reader, by ("x" | "dy" | "residuals" | "stash", callable, microbatch).
         self._values: dict[tuple[str, int, int], list[int]] = {}
         self._buffers: dict[tuple[int, Any, Any], list[int]] = {}
 
     def send_buffer(self, source: int, rank: int, busy: set[int]) -> int:
-        """Returns the register of the buffer that an array is written to before it is sent.
+        """Selects the send buffer for an array.
 
         Args:
             source: Register of the array.
             rank: The sending rank.
-            busy: Buffers that the same executable writes already. The new one is added.
+            busy: Send buffers that the same executable already writes. Updated with the selected one.
+
+        Returns:
+            The register of the buffer.
         """
         aval = self.avals[source]
         turns = self._buffers.setdefault((rank, aval.shape, aval.dtype), [])
@@ -172,7 +190,7 @@ class Flow(Registers):
         return buffer
 
     def function(self, function: PlanFunction) -> Unit:
-        """Returns a plan function as a unit."""
+        """Assigns registers to the inputs and results of a plan function. Returns its unit."""
         ins = [self.results[n] if n in self.results else self._given(function.shapes[n], *n) for n in function.ins]
         outs = self.new(map(shape_of, jax.eval_shape(function.fn, [self.avals[r] for r in ins])))
         self.results |= dict(zip(function.outs, outs, strict=True))
@@ -181,9 +199,9 @@ class Flow(Registers):
         return Unit(self._rank_of[function.index], 0, [task])
 
     def units(self, schedule: Schedule) -> list[Unit]:
-        """Returns the actions of all ranks by tick, layer by layer, with the ticks between which they may be joined."""
+        """Assigns registers to the actions of all ranks. Returns their units by tick, layer by layer."""
         layers = layers_of(schedule)
-        # The ticks of forwards and dgrads, and -1 before the first stage and after the last.
+        # Ticks of forwards and dgrads, [stage, microbatch], padded with -1 before the first stage and after the last.
         forward, dgrad = (
             np.pad(schedule.when(schedule.ticks, kinds), ((1, 1), (0, 0)), constant_values=-1)
             for kinds in ((FORWARD,), (DGRAD, BACKWARD))
@@ -192,7 +210,7 @@ class Flow(Registers):
         table, units = tick_table(schedule), []
         for tick, r in np.argwhere(table.kind != IDLE).tolist():
             kind, stage, m = KINDS[table.kind[tick, r]], int(table.stage[tick, r]), int(table.microbatch[tick, r])
-            # The inputs of an action come from one neighbour, and its results go to the other.
+            # The inputs of an action come from one neighboring stage, and its results go to the other.
             ticks, step = (forward, 1) if kind == "forward" else (dgrad, -1)
             before, after = stage + 1 - step, stage + 1 + step
             for i in layers[stage] if kind == "forward" else reversed(layers[stage]):
@@ -210,7 +228,7 @@ class Flow(Registers):
         return units
 
     def _given(self, aval: Any, *name: Any) -> int:
-        """Returns the register of an array that the plan is given, or that a plan function provides."""
+        """Returns the register of an argument of the plan, or of the plan function's result with the same name."""
         if name in self.results:
             return self.results[name]
         if name not in self.named:
@@ -297,11 +315,18 @@ class Flow(Registers):
 
 
 def segments_of(units: Sequence[Unit], join: Join) -> list[list[Unit]]:
-    """Groups units into executables. Returns the segments by their first tick.
+    """Groups units into segments, one per executable.
 
-    Consecutive actions of a rank are joined if no transfer stands between them: by the schedule's ticks, their inputs from
-    other ranks are made before the first of them starts, and their results are read after the last has ended. So every segment
-    needs only segments that start earlier, and playing them by their starts cannot deadlock.
+    Consecutive actions of a rank are joined if no transfer is needed between them: in the ticks of the schedule, other ranks
+    compute the inputs before the first action starts, and read the results after the last action ends. Every segment therefore
+    depends only on segments that start earlier, so playing segments in the order of their first ticks cannot deadlock.
+
+    Args:
+        units: The actions of all ranks by tick.
+        join: `segments` joins actions, `nothing` makes one segment per action.
+
+    Returns:
+        The segments by their first tick.
     """
     done: list[list[Unit]] = []
     open_: dict[int, list[Unit]] = {}

@@ -8,16 +8,18 @@ from typing import Any, Literal
 
 from jgraph.errors import CallableError
 
-_ADVICE = "build callables for each thread, or call evaluate, which keeps nothing"
+_ADVICE = "build callables for each thread, or call evaluate, which keeps no arrays"
 
 
 @dataclass(eq=False, slots=True)
 class Microbatch:
-    """A microbatch that waits for a backward call, and the arrays that it needs.
+    """A microbatch that waits for a backward call, and the arrays for that call.
 
     Attributes:
-        number: The number of its forward, from 0.
-        params, residuals, stash: Leaves. The residuals are those of both pools until dgrad, and those of forward_wgrad after.
+        number: Number of its forward, from 0.
+        params: Leaves of the parameters.
+        residuals: Leaves of the residuals: of both pools before dgrad, of the pool forward_wgrad after it.
+        stash: Leaves of the stash, after dgrad.
         early: New gradients that dgrad returned.
     """
 
@@ -31,14 +33,14 @@ class Microbatch:
 class Waiting:
     """The microbatches of a callable that wait for a backward call, by number, oldest first.
 
-    Also a lock for one thread at a time, which keeps out other threads while microbatches of its last owner wait.
+    Also a lock for one thread at a time. Other threads cannot take it while microbatches of its last owner wait.
 
     Attributes:
-        after: Waiting microbatches by the part that ran last.
+        after: Waiting microbatches by number, by the last action of the microbatch.
     """
 
     def __init__(self, name: str, most: int):
-        """`most` is the number of microbatches that wait for their dgrad at once, by the order."""
+        """`most` is the maximum number of microbatches that wait for their dgrad at once in the order."""
         self._name, self._most, self._count = name, most, 0
         self._lock, self._thread = RLock(), 0
         self.after: dict[Literal["dgrad", "forward"], dict[int, Microbatch]] = {"dgrad": {}, "forward": {}}
@@ -56,33 +58,45 @@ class Waiting:
         self._lock.release()
 
     def _acquire(self) -> None:
-        # Waiting for the other thread would make the order of microbatches depend on timing.
+        # Raise instead of waiting for the other thread, because then the order of microbatches would depend on timing.
         if not self._lock.acquire(False):
             raise CallableError(f"{self._name} is in use by another thread; {_ADVICE}")
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers of the microbatches, those after a dgrad first."""
+        """Numbers of all waiting microbatches: first the microbatches after dgrad, then the others."""
         return tuple(number for waiting in self.after.values() for number in waiting)
 
     def add(self, params: Sequence[Any], residuals: Sequence[Any]) -> None:
-        """Numbers a microbatch after its forward."""
+        """Adds a microbatch after its forward, with the next number."""
         self.after["forward"][self._count] = Microbatch(self._count, params, residuals)
         self._count += 1
 
     def next(self, part: str, before: Literal["forward", "dgrad"], number: int | None) -> Microbatch:
-        """Returns the microbatch of a backward call: the one of this number, or the oldest one after the part `before`."""
+        """Returns the microbatch of the backward call `part`.
+
+        Args:
+            part: Name of the call, for messages.
+            before: The last action of the microbatch.
+            number: Number of the microbatch; None for the oldest.
+
+        Returns:
+            The microbatch.
+
+        Raises:
+            CallableError: If the microbatch does not wait for this call, or `number` is None and too many microbatches wait.
+        """
         waiting = self.after[before]
         if number is not None:
             self._check_waits(part, tuple(waiting), number)
             return waiting[number]
         if not waiting:
-            raise CallableError(f"{self._name}: {part} has no {before} to belong to; call {before} first")
+            raise CallableError(f"{self._name}: {part} has no preceding {before}; call {before} first")
         if before == "forward" and len(waiting) > self._most:
             raise CallableError(
-                f"{self._name}: {len(waiting)} microbatches wait for their {part} {_shown(waiting)}, and the order has at most "
-                f"{self._most} at once (without one 1): pass `microbatch`, drop() microbatches without a backward, or build "
-                f"with the order that is called; for a forward without a backward, call evaluate",
+                f"{self._name}: {len(waiting)} microbatches wait for their {part} {_shown(waiting)}, but at most {self._most} "
+                f"wait at once in the order (1 without an order): pass `microbatch`, drop() microbatches without a backward, "
+                f"or build with the order of these calls; for a forward without a backward, call evaluate",
                 field="microbatch",
             )
         return next(iter(waiting.values()))
@@ -96,7 +110,7 @@ class Waiting:
         del self.after["dgrad" if microbatch.number in self.after["dgrad"] else "forward"][microbatch.number]
 
     def drop(self, number: int | None) -> None:
-        """Removes a microbatch, or all of them if `number` is None. Any thread may call it while no other is in a call."""
+        """Removes a microbatch, or all of them if `number` is None. Any thread may call it unless another is in a call."""
         self._acquire()
         try:
             if number is not None:
@@ -107,7 +121,7 @@ class Waiting:
             self._lock.release()
 
     def check_none(self) -> None:
-        """Raises CallableError while microbatches wait for their backward."""
+        """Raises CallableError if microbatches wait for a backward call."""
         if waiting := self.numbers:
             wrong = f"{self._name} has {len(waiting)} microbatches that wait for a backward part {_shown(waiting)}"
             advice = "finish or drop() them before the next step; for a forward without a backward, call evaluate"

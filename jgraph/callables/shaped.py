@@ -1,7 +1,7 @@
-"""A callable for fixed shapes: the leaves that its forward, dgrad and wgrad take and return.
+"""A callable for fixed shapes: its forward, dgrad and wgrad as functions of leaves.
 
-An array that a part passes through unchanged (an input that is also a residual, a dy that is also in the stash) is not an
-output of its program. The host keeps the input array instead, so nothing is copied and the owner of the array stays known.
+An array that an action passes through unchanged, such as an input that is also a residual, is not an output of its program.
+The host keeps the input array instead, so nothing is copied and the owner of the array does not change.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +18,18 @@ from jgraph.errors import CallableError
 from jgraph.mesh import refused_axes
 from jgraph.tree import PyTree, leaf_names
 
-TreeDef = Any  # `jax.tree_util.PyTreeDef` is not a type to checkers
+TreeDef = Any  # Type checkers do not accept `jax.tree_util.PyTreeDef`.
 
 
 @dataclass(frozen=True)
 class Side:
-    """The leaves of one argument or result: tree structure, shapes, and paths for messages."""
+    """The leaves of one argument or result.
+
+    Attributes:
+        tree: The tree structure.
+        avals: Shape and dtype of each leaf.
+        paths: Path of each leaf, for messages.
+    """
 
     tree: TreeDef
     avals: tuple[jax.ShapeDtypeStruct, ...]
@@ -31,6 +37,7 @@ class Side:
 
     @classmethod
     def of(cls, tree: PyTree) -> "Side":
+        """Describes a tree of arrays or shapes."""
         leaves, structure = jax.tree.flatten(tree)
         return cls(structure, tuple(map(shape_of, leaves)), tuple(leaf_names(tree)))
 
@@ -38,9 +45,11 @@ class Side:
         return len(self.avals)
 
     def unflatten(self, leaves: Sequence[Any]) -> PyTree:
+        """Returns a tree with these leaves."""
         return self.tree.unflatten(leaves)
 
     def shapes(self) -> PyTree:
+        """Returns the tree of shapes and dtypes."""
         return self.unflatten(self.avals)
 
 
@@ -48,21 +57,25 @@ class Side:
 class Shaped:
     """A callable, differentiated for one set of shapes.
 
-    Parameters are numbered by their position among the leaves of `params`.
+    The index of a parameter is its position among the leaves of `params`.
 
     Attributes:
         index: The number of the callable.
-        split: Its forward, dgrad and wgrad.
-        params, x, extra, y: Arguments and result. `extra` is (positional arguments after x, keyword arguments).
-        residuals, stash: Arrays that forward leaves for the backward, and dgrad for wgrad. Residuals of the pool forward_dgrad
-            come before those of forward_wgrad.
+        split: Computes forward, dgrad and wgrad.
+        params: Parameters.
+        x: Input.
+        extra: (positional arguments after x, keyword arguments).
+        y: Output.
+        residuals: Arrays from forward to the backward: first the pool forward_dgrad, then the pool forward_wgrad.
+        stash: Arrays from dgrad to wgrad.
         num_dgrad: Number of residuals in the pool forward_dgrad.
         takes_gradient: True if x is floating and has a gradient dx.
-        late, early: Parameters that get their gradient from wgrad, and from dgrad. Integers and FP8 weights have no gradient.
-        device: The device that it runs on.
-        maxima: The early parameters that are amax histories. The "gradient" of a history is its new value; several
-            microbatches are reduced by the maximum, not by the sum.
-        reads: The parameters that each part reads, by kind of action.
+        late: Indices of parameters with a gradient from wgrad.
+        early: Indices of parameters with a gradient from dgrad. Integers and FP8 weights are in neither.
+        device: The device of the callable.
+        maxima: Indices of early parameters that are amax histories. The gradient of a history is its new value, which is
+            reduced over microbatches by maximum instead of sum.
+        reads: Indices of the parameters that each action reads, by kind of action.
         residuals_from: For each residual, the leaf of (x, extra) that forward passes through, or None.
         stash_from: For each leaf of the stash, the leaf of (residuals, dy) that dgrad passes through, or None.
         aux: Results of forward besides y.
@@ -89,7 +102,7 @@ class Shaped:
 
     @cached_property
     def grads(self) -> Mapping[str, tuple[int, ...]]:
-        """The parameters of the gradients that each part makes, by kind of action."""
+        """Indices of the parameters with a gradient from each action, by kind of action."""
         return {"forward": (), "dgrad": self.early, "wgrad": self.late, "backward": (*self.early, *self.late)}
 
     @cached_property
@@ -109,23 +122,48 @@ class Shaped:
 
     @cached_property
     def keys(self) -> tuple[int, ...]:
-        """Leaves of `extra` that are random keys among the keyword arguments."""
+        """Indices of the leaves of `extra` that are keyword arguments and random keys."""
         avals = enumerate(self.extra.avals)
         return tuple(i for i, a in avals if i >= len(self.positional) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key))
 
     def fill(self, part: str, read: Sequence[Any]) -> list[Any]:
-        """Returns all leaves of params, with zeros for leaves that a part does not read."""
+        """Completes the leaves of params for an action.
+
+        Args:
+            part: Kind of the action.
+            read: The parameters that the action reads, in the order of `reads`.
+
+        Returns:
+            All leaves, with zeros for parameters that the action does not read.
+        """
         return filled(self.params.avals, self.reads[part], read)
 
     def forward(self, params: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """Returns the leaves of (y, residuals, aux)."""
+        """Computes forward.
+
+        Args:
+            params: All leaves of params.
+            inputs: Leaves of (x, extra).
+
+        Returns:
+            The leaves of (y, residuals, aux).
+        """
         x, extra = self.x.unflatten(inputs[: len(self.x)]), self.extra.unflatten(inputs[len(self.x) :])
         return jax.tree.leaves(self.split.forward(self.params.unflatten(params), *_stage_args(x, extra, self.takes_gradient)))
 
     def dgrad(
         self, params: Sequence[Any], residuals: Sequence[Any], dy: Sequence[Any]
     ) -> tuple[list[Any], dict[int, Any], list[Any]]:
-        """Returns the leaves of dx, the early gradients by parameter, and the leaves of the stash."""
+        """Computes dgrad.
+
+        Args:
+            params: All leaves of params.
+            residuals: All leaves of the residuals.
+            dy: Leaves of dy.
+
+        Returns:
+            The leaves of dx, the early gradients by parameter index, and the leaves of the stash.
+        """
         weights = self.params.unflatten(params)
         dx, early, stash = self.split.dgrad(weights, self.residuals.unflatten(residuals), self.y.unflatten(dy))
         gradients = self.params.tree.flatten_up_to(early)
@@ -134,11 +172,17 @@ class Shaped:
     def wgrad(
         self, params: Sequence[Any], residuals: Sequence[Any], stash: Sequence[Any], sums: Mapping[int, Any] | None
     ) -> dict[int, Any]:
-        """Returns the late gradients by parameter.
+        """Computes wgrad.
 
         Args:
-            params, residuals, stash: All leaves; None for residuals of the pool forward_dgrad.
-            sums: Float32 sums by parameter; the gradients are added to them. None returns gradients in the parameters' dtypes.
+            params: All leaves of params.
+            residuals: All leaves of the residuals; None for leaves of the pool forward_dgrad.
+            stash: All leaves of the stash.
+            sums: float32 sums by parameter index, to which the gradients are added. None returns gradients in the dtypes of the
+                parameters.
+
+        Returns:
+            The late gradients, or the new sums, by parameter index.
         """
         if not self.late:
             return {}
@@ -152,20 +196,37 @@ class Shaped:
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of a leaf, without its sharding and weak type."""
+    """Returns the shape and dtype of a leaf, without sharding and weak type."""
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         leaf = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def reads_of(jaxpr: Any, count: int) -> tuple[int, ...]:
-    """Returns the numbers of the arguments that a computation reads, among its first `count` arguments."""
+    """Finds the arguments that a computation reads.
+
+    Args:
+        jaxpr: The computation.
+        count: Number of leading arguments to consider.
+
+    Returns:
+        The indices of the arguments, ascending.
+    """
     needed, _ = replay.needs(jaxpr, [True] * len(jaxpr.outvars))
     return tuple(i for i in range(count) if needed[i])
 
 
 def filled(avals: Sequence[jax.ShapeDtypeStruct], places: Sequence[int], arrays: Sequence[Any]) -> list[Any]:
-    """Returns arrays of all shapes: the given arrays at their places, and zeros at other places."""
+    """Completes a list of arrays with zeros.
+
+    Args:
+        avals: Shape and dtype of each array of the result.
+        places: Index in the result of each array in `arrays`.
+        arrays: The given arrays.
+
+    Returns:
+        One array per aval.
+    """
     given = dict(zip(places, arrays, strict=True))
     return [given[i] if i in given else replay.zeros(aval) for i, aval in enumerate(avals)]
 
@@ -181,26 +242,29 @@ def shape_callable(
     has_aux: bool = False,
     recompute: Recompute = "elementwise",
 ) -> Shaped:
-    """Traces the parts of a callable. Computes nothing.
+    """Traces forward, dgrad and wgrad of a callable. Does not run or compile them.
 
     Args:
         fn: `fn(params, x, *extra, **kwargs) -> y`, or an FP8 function.
-        index: The number of the callable, for messages.
-        params: Arrays or shapes. Those of an FP8 function are (params, state, weights).
+        index: The number of the callable.
+        params: Parameters, arrays or shapes; (params, state, weights) for an FP8 function.
         args: (x, *extra), arrays or shapes.
         kwargs: Keyword arguments, arrays or shapes.
-        device: The device that it will run on.
+        device: The device of the callable.
         has_aux: True if `fn` returns (y, aux).
         recompute: As in `split_backward`.
 
+    Returns:
+        The callable for these shapes.
+
     Raises:
-        CallableError: A parameter is complex, x mixes floating and other leaves, y has a leaf that is not floating, or the
+        CallableError: If a parameter is complex, x mixes floating and other leaves, y has a leaf that is not floating, or the
             callable reduces over a mesh axis.
     """
     weights, x, extra = Side.of(params), Side.of(args[0]), Side.of((tuple(args[1:]), dict(kwargs)))
     for path, aval in zip(weights.paths, weights.avals, strict=True):
         if jnp.issubdtype(aval.dtype, jnp.complexfloating):
-            raise CallableError(f"callable {index}: params/{path} is {aval.dtype}; give its real and imaginary parts")
+            raise CallableError(f"callable {index}: params/{path} is {aval.dtype}; pass its real and imaginary parts")
     floating = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in x.avals]
     takes_gradient = all(floating)
     if any(floating) and not takes_gradient:
@@ -209,21 +273,21 @@ def shape_callable(
             f"callable {index}: x has floating leaves, but {x.paths[i] or 'a leaf'} is {x.avals[i].dtype}: pass leaves without "
             f"a gradient as an argument after x"
         )
-    own = fn if isinstance(fn, OwnProducts) else OwnProducts(fn)
+    products = fn if isinstance(fn, OwnProducts) else OwnProducts(fn)
 
     def stage(params: PyTree, x: PyTree, rest: PyTree) -> PyTree:
         integers, (positional, named) = rest
-        return own.fn(params, x if takes_gradient else integers, *positional, **named)
+        return products.fn(params, x if takes_gradient else integers, *positional, **named)
 
-    split = split_backward(replace(own, fn=stage), has_aux=has_aux, recompute=recompute)
-    alone = "a callable runs on one device, so it must not"
-    with refused_axes(lambda axis: CallableError(f"callable {index} reduces over the mesh axis {axis!r}: {alone}")):
+    split = split_backward(replace(products, fn=stage), has_aux=has_aux, recompute=recompute)
+    reason = "must not, because a callable runs on one device"
+    with refused_axes(lambda axis: CallableError(f"callable {index} reduces over the mesh axis {axis!r}: {reason}")):
         spec = split.spec(weights.shapes(), *_stage_args(x.shapes(), extra.shapes(), takes_gradient))
     y, kept = Side.of(spec.y), spec.residuals.trace
     for path, aval in zip(y.paths, y.avals, strict=True):
         if not jnp.issubdtype(aval.dtype, jnp.floating):
             raise CallableError(f"callable {index}: y{path and '/' + path} is {aval.dtype}; every output must be floating")
-    num_params = len(jax.tree.leaves(own.params(params)))
+    num_params = len(jax.tree.leaves(products.params(params)))
     shaped = Shaped(
         index=index,
         split=split,
@@ -245,12 +309,12 @@ def shape_callable(
 
 
 def _stage_args(x: PyTree, extra: PyTree, takes_gradient: bool) -> tuple[PyTree, PyTree]:
-    """Returns the arguments of a stage after params. Integers are not differentiated, so they are an extra argument."""
+    """Returns the arguments of a stage after params. Integers are an extra argument, because they are not differentiated."""
     return (x, ((), extra)) if takes_gradient else ((), (x, extra))
 
 
 def _flows(shaped: Shaped) -> dict[str, Any]:
-    """Reads off the traces which parameters each part reads and which arrays it passes through."""
+    """Traces the actions to find the parameters that each of them reads, and the arrays that it passes through."""
     weights, residuals, stash, dy = (side.avals for side in (shaped.params, shaped.residuals, shaped.stash, shaped.y))
     forward = jax.make_jaxpr(shaped.forward)(weights, (*shaped.x.avals, *shaped.extra.avals)).jaxpr
     back = jax.make_jaxpr(shaped.dgrad)(weights, residuals, dy).jaxpr

@@ -1,4 +1,4 @@
-"""Decodes a stream of tokens into text, without splitting characters and without text after a stop string."""
+"""Decodes a stream of tokens into text. Never splits a character, and omits text after a stop string."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 class TextStream:
     """Decodes the new tokens of one text incrementally.
 
-    A token can end inside a UTF-8 character, which decodes as U+FFFD until the next token completes it. So text that ends with
-    U+FFFD is held back. Text that could be the beginning of a stop string is held back too.
+    A token can end inside a UTF-8 character, which decodes as U+FFFD until the next token completes it. Text that ends with
+    U+FFFD is therefore held back, and so is text that may be the beginning of a stop string.
 
     Attributes:
         ended: True once the text contains a stop string, or after `finish`.
@@ -17,23 +17,23 @@ class TextStream:
         """Starts a text.
 
         Args:
-            decode: Decodes token ids.
-            prompt: Token ids before the text. Some tokenizers decode the first token of a text differently.
-            stop: Strings that end the text. They are left out.
+            decode: Decodes token ids to a string.
+            prompt: Token ids before the text, because some tokenizers decode the first token of a text differently.
+            stop: Strings that end the text. They are omitted.
         """
         self._decode, self._stop = decode, tuple(stop)
-        # Decoded tokens since the last complete character (context for `decode`), and tokens not decoded yet.
+        # Decoded tokens since the last complete character (context for `decode`), and tokens that are not decoded yet.
         self._decoded, self._pending = list(prompt), []
         self._held_back = ""
         self.ended = False
 
     def push(self, token: int) -> str:
-        """Adds a token and returns the text it completes. Returns an empty string after the end."""
+        """Adds a token. Returns the text that it completes, or an empty string after the end."""
         self._pending.append(token)
         return "" if self.ended else self._emit(self._decode_pending(flush=False))
 
     def finish(self) -> str:
-        """Ends the text and returns the text that was held back."""
+        """Ends the text. Returns the text that was held back."""
         text = "" if self.ended else self._emit(self._decode_pending(flush=True))
         if not self.ended:
             text, self._held_back, self.ended = text + self._held_back, "", True

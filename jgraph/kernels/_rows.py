@@ -1,4 +1,4 @@
-"""Layout and call of Mosaic kernels with one row per warp."""
+"""Layouts, loads and launches for Mosaic kernels that assign one row to each warp."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,9 +10,9 @@ from jax import Array, lax
 from jgraph.kernels._mosaic import kernel, plgpu
 
 ROWS = 4
-"""Rows of a block. Each is a warp's, so that sums over a row need no shared memory."""
+"""Rows per block of threads. Each warp owns one row, so that a sum over a row needs no shared memory."""
 WIDTH = 128
-"""Columns that a warp loads at once: four a thread, 16 bytes of float32, the most that jax 0.12 allows."""
+"""Columns that a warp loads at once: four float32 (16 bytes) per thread, the maximum in jax 0.12."""
 
 
 def call(body: Callable[..., None], outs: Sequence[jax.ShapeDtypeStruct], blocks: int, scratch: Any = ()) -> Any:
@@ -20,19 +20,19 @@ def call(body: Callable[..., None], outs: Sequence[jax.ShapeDtypeStruct], blocks
 
     Args:
         body: Body of the kernel.
-        outs: Shapes of its results.
+        outs: Shapes and dtypes of the results.
         blocks: Size of the grid.
-        scratch: Its buffers and barriers.
+        scratch: Types of the scratch buffers and barriers.
 
     Returns:
-        A function of the kernel's arguments.
+        A function of the kernel's input arrays. It returns the results.
     """
     grid: Any = {"grid": (blocks,), "grid_names": ("i",)}
     return kernel(body, semantics="Lane", out_type=tuple(outs), scratch_types=scratch, **grid)
 
 
 def layout() -> Any:
-    """Returns the layout of rows over the threads of a warpgroup: a row per warp, four adjacent columns per thread."""
+    """Returns the register layout of `ROWS` rows: one row per warp, four adjacent columns per thread."""
     from jax.experimental.mosaic.gpu import fragmented_array
 
     tiling = fragmented_array.Tiling(((ROWS, WIDTH), (WIDTH // 32,)))
@@ -40,30 +40,30 @@ def layout() -> Any:
 
 
 def load(ref: Any, *at: Any) -> Array:
-    """Loads rows, or some of their columns, as float32."""
+    """Loads `ref.at[at]`, rows or a part of their columns, as float32 in `layout`."""
     return laid_out(plgpu().load(ref.at[at], layout=layout(), optimized=False).astype(jnp.float32))
 
 
 def load_columns(ref: Any) -> Array:
-    """Loads one number for each column, as float32."""
+    """Loads a vector with one element per column, as float32."""
     return plgpu().load(ref, layout=layout().reduce(0), optimized=False).astype(jnp.float32)
 
 
 def load_rows(ref: Any) -> Array:
-    """Loads one number for each row."""
+    """Loads a vector with one element per row."""
     return plgpu().load(ref, layout=layout().reduce(1), optimized=False)
 
 
 def laid_out(values: Array) -> Array:
-    """Casts rows to the layout."""
+    """Converts an array of `ROWS` rows to `layout`."""
     return plgpu().layout_cast(values, layout())
 
 
-def by_row(numbers: Array, width: int) -> Array:
-    """Broadcasts one number for each row along `width` columns."""
-    return laid_out(lax.broadcast_in_dim(plgpu().layout_cast(numbers, layout().reduce(1)), (ROWS, width), (0,)))
+def by_row(vector: Array, width: int) -> Array:
+    """Broadcasts a vector with one element per row to `width` columns."""
+    return laid_out(lax.broadcast_in_dim(plgpu().layout_cast(vector, layout().reduce(1)), (ROWS, width), (0,)))
 
 
-def by_column(numbers: Array) -> Array:
-    """Broadcasts one number for each column to all rows."""
-    return laid_out(lax.broadcast_in_dim(numbers, (ROWS, *numbers.shape), (1,)))
+def by_column(vector: Array) -> Array:
+    """Broadcasts a vector with one element per column to `ROWS` rows."""
+    return laid_out(lax.broadcast_in_dim(vector, (ROWS, *vector.shape), (1,)))

@@ -1,4 +1,4 @@
-"""Elementwise functions as data, which a kernel applies to its operands."""
+"""Elementwise functions as hashable lists of operations, for kernels that apply them to their operands."""
 
 import math
 import operator
@@ -26,8 +26,8 @@ def _erf(x: Any) -> Any:
     root = lax.rsqrt(1 + 0.3275911 * size)
     t = root * root
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    found = 1 - series * jnp.exp2(x * x * -_LOG2_E)
-    return jnp.where(x < 0, -found, found)
+    positive = 1 - series * jnp.exp2(x * x * -_LOG2_E)
+    return jnp.where(x < 0, -positive, positive)
 
 
 _OPS = {
@@ -56,18 +56,19 @@ _OPS = {
 
 @dataclass(frozen=True)
 class Elementwise:
-    """A float32 function of arrays of one shape. Hashable, so that equal functions share a compiled kernel.
+    """An elementwise function of arrays, computed in float32. Hashable, so that equal functions share a compiled kernel.
 
     Attributes:
-        inputs: Number of arrays.
-        steps: Operations with their operands. Values are numbered in the order inputs, steps. The last step is the result, or
-            the first input if there are no steps.
+        inputs: Number of input arrays.
+        steps: Operations as pairs (name, operands). Values are numbered: first the inputs, then the result of each step. The
+            last value is the result; without steps it is the first input.
     """
 
     inputs: int = 1
     steps: tuple[tuple[str, tuple[Operand, ...]], ...] = ()
 
     def __call__(self, *inputs: Any) -> Any:
+        """Applies the function to arrays that broadcast with each other. Returns float32."""
         values = [x.astype(jnp.float32) for x in inputs]
         for name, operands in self.steps:
             values.append(_OPS[name](*(values[i] if isinstance(i, int) else i for i in operands)))
@@ -75,7 +76,7 @@ class Elementwise:
 
 
 def can(name: str) -> bool:
-    """True if a primitive of this name can be a step."""
+    """True if the JAX primitive `name` can be a step of an `Elementwise`."""
     return name in _OPS
 
 
@@ -83,11 +84,11 @@ IDENTITY = Elementwise()
 
 
 class Computed(NamedTuple):
-    """A lazy array, computed by the kernel that reads it.
+    """A lazy array [M, N], computed by the kernel that reads it.
 
     Attributes:
         fn: The function. Implementations agree up to the rounding of its operations.
-        inputs: Its arguments: at least one array [M, N]. Columns M x 1 and rows 1 x N are broadcast.
+        inputs: Arguments of the function. At least one is [M, N]; columns [M, 1] and rows [1, N] are broadcast.
     """
 
     fn: Elementwise

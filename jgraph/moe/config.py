@@ -1,4 +1,4 @@
-"""Settings of a mixture of experts. No jax here, so that a wrong flag is reported at once."""
+"""Settings of a mixture of experts. Does not import JAX, so that `--help` and wrong flags need no JAX."""
 
 import math
 from dataclasses import dataclass
@@ -11,34 +11,34 @@ _PREFIX = "model.moe."
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Settings of the layers that are mixtures of experts."""
+    """Settings of mixtures of experts."""
 
     num_experts: int = 0
-    """Experts of a layer; 0 for a dense model."""
+    """Number of experts per layer; 0 for a dense model."""
     experts_per_token: int = 2
-    """Experts that process each token."""
+    """Number of experts per token."""
     d_ff: int = 0
     """Hidden width of an expert; 0 for the model's d_ff."""
     shared_experts: int = 0
-    """Experts that process every token in addition, as one MLP of this many times the width."""
+    """Number of additional experts that process every token. They are one MLP of this many times the width."""
     router: Literal["softmax-topk", "topk-softmax", "sigmoid"] = "softmax-topk"
-    """How the weights of a token are computed. softmax-topk takes the largest of the softmax over all experts (Mixtral, Qwen3),
-    topk-softmax the softmax over the chosen experts, and sigmoid takes sigmoids, with a bias that balances the experts
-    (DeepSeek-V3)."""
+    """Computation of the weights of a token: softmax-topk selects the largest values of the softmax over all experts (Mixtral,
+    Qwen3), topk-softmax is the softmax over the selected experts, and sigmoid selects sigmoids with a bias that balances the
+    experts (DeepSeek-V3)."""
     weights: Literal["normalized", "as-they-are"] = "normalized"
-    """Whether the weights of a token are divided by their sum."""
+    """normalized divides the weights of a token by their sum; as-they-are does not."""
     weights_scale: float = 1.0
     """Factor of the weights, applied last."""
     balance_loss: float = 0.01
     """Coefficient of the load-balancing loss; 0 for none."""
     z_loss: float = 0.0
-    """Coefficient of the router's z-loss, the mean square of the logits' log-sum-exp."""
+    """Coefficient of the router's z-loss, the mean square of the log-sum-exp of the logits."""
     bias_rate: float = 0.001
     """Change of an expert's bias per step, with the router sigmoid."""
     capacity: float = 1.5
-    """Rows that a device may send to another, as a multiple of an even share. Used if experts are spread over devices."""
+    """Expert capacity: rows that a device can send to another, as a multiple of an even share. Used if experts are sharded."""
     overflow: Literal["replay", "drop"] = "replay"
-    """How rows beyond the capacity are handled: replay repeats the step with a larger capacity, drop drops them."""
+    """Handling of rows beyond the capacity: replay repeats the step with a larger capacity, drop discards the rows."""
 
     def __post_init__(self):
         check_types(self, prefix=_PREFIX)
@@ -54,16 +54,28 @@ class MoEConfig:
 
 
 def rows_per_pair(capacity: float, rows: int, devices: int) -> int:
-    """Returns the number of rows that a device can send to each device of its group.
+    """Computes the number of rows that a device can send to each device of its group.
 
     Args:
-        capacity: Multiple of an even share. The product is rounded up to a multiple of 8.
-        rows: Rows of a device.
-        devices: Devices of the group.
+        capacity: Expert capacity, a multiple of an even share.
+        rows: Number of rows of a device.
+        devices: Number of devices of the group.
+
+    Returns:
+        The number of rows, rounded up to a multiple of 8; at most `rows`.
     """
     return min(rows, 8 * math.ceil(math.ceil(capacity * rows / devices) / 8))
 
 
 def capacity_of(needed: int, rows: int, devices: int) -> float:
-    """Returns the capacity for `needed` rows per pair and a quarter more, in hundredths; at most the capacity for all rows."""
+    """Computes the expert capacity for a quarter more than `needed` rows, rounded up to hundredths.
+
+    Args:
+        needed: Number of rows that the fullest pair of devices needs.
+        rows: Number of rows of a device.
+        devices: Number of devices of the group.
+
+    Returns:
+        The capacity; at most `devices`, which is sufficient for all rows.
+    """
     return min(float(devices), math.ceil(125 * needed * devices / rows) / 100)

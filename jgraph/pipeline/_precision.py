@@ -1,11 +1,11 @@
-"""The precision of the stages of a pipeline: as the model is written, or with matmuls in FP8, behind one interface.
+"""One interface for pipeline stages with and without FP8 matmuls.
 
 All ranks run one program, so a matmul is in FP8 in every layer or in no layer. Each rank holds the amax histories of all
-layers, in the order of the matmuls in the whole model. A rank selects the entries of its layers, and takes the maximum over its
+layers, in the order of the matmuls of the whole model. A rank selects the entries of its layers, and takes the maximum over its
 dgrads. At the end of the step, the ranks combine their entries.
 """
 
-# P ranks, C chunks, N places of a stage, L layers, S entries of a layer in a history
+# P ranks, C chunks, N places (layers of the longest stage), L layers, S entries of a layer in a history
 
 import glob
 from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +32,7 @@ Axes: TypeAlias = Sequence[str]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StagePrecision:
-    """The precision of a model without FP8. A subclass overrides every method.
-
-    A precision makes stage functions, observed state, and the weights that a step prepares before the schedule.
+    """Makes the stage functions, the observed state and the prepared weights of a pipeline; here for a model without FP8.
 
     Attributes:
         weights: Paths of the parameters of a layer that are quantized once per step.
@@ -43,59 +41,65 @@ class StagePrecision:
     weights: frozenset[str] = frozenset()
 
     def function(self, stage: Callable[..., Tree], layers: int) -> Any:
-        """Returns a stage for `split_backward`. Its first argument is `(given, observed, weights)`."""
+        """Converts `stage(given, *args)` with `layers` layers to a function of `((given, observed, weights), *args)`."""
         return lambda params, *args: stage(params[0], *args)
 
     def named_function(self, stage: Callable[..., Tree], layers: int, names: Sequence[str]) -> Any:
-        """Returns a stage like `function`, for parameters with these names.
-
-        The leaf of parameter `path` of layer j is `layers/j/path`.
-        """
+        """Like `function`, for parameters with the given names. Parameter `path` of layer j is named `layers/j/path`."""
         return self.function(stage, layers)
 
     def state(self, layers: int) -> Tree:
-        """Returns the initial observed state of a number of layers."""
+        """Returns the initial observed state of `layers` layers."""
         return {}
 
     def pick(self, observed: Tree, layers_CN: Array) -> list[Tree]:
-        """Returns the observed state of each chunk of a rank, from the state of all layers and a table of its layers."""
+        """Selects the observed state of each chunk of a rank from the state of all layers. `layers_CN` has layer indices."""
         return [{}] * len(layers_CN)
 
     def finish(self, states: Trees, axes: Axes, layout: StageAssignment) -> Tree:
-        """Returns the observed state of all layers.
+        """Combines the observed state of all ranks. Collective over `axes` and the axis `pipe`.
 
         Args:
             states: The observed state of each chunk of this rank.
             axes: Mesh axes to reduce over.
             layout: The assignment of layers to ranks.
+
+        Returns:
+            The observed state of all layers.
         """
         return {}
 
     def prepare(self, function: Any, args: Trees, stages: Trees, states: Trees, shards: Trees, axes: Axes) -> list[Any]:
-        """Returns the gathered weights of every chunk.
+        """Quantizes and gathers the weights of every chunk, once per step.
 
         Args:
             function: The stage function.
-            args: Its arguments for one microbatch; the first is the pair of parameters and other inputs of a stage.
-            stages: For each chunk, the shards of its parameters on this device.
-            states: For each chunk, the observed state.
-            shards: For each chunk, the shard specs of the parameters.
+            args: Arguments of `function` for one microbatch; the first is the pair of parameters and other inputs of a stage.
+            stages: Local shards of the parameters of each chunk.
+            states: Observed state of each chunk.
+            shards: Shard specs of the parameters of each chunk.
             axes: Mesh axes that the parameters are sharded over.
+
+        Returns:
+            The weights of each chunk; None for a model without FP8.
         """
         return [None] * len(stages)
 
     def weight_shapes(self, function: Any, args: Trees, observed: Tree) -> Any:
-        """Returns the shapes of the weights of one chunk. Takes the arguments of `prepare` for one chunk, as shapes."""
+        """Returns the shapes of the weights of one chunk. The arguments are shapes for one chunk, as for `prepare`."""
         return None
 
     def first_weights(self, function: Any, args: Trees, weights: Any, share: Fraction) -> Any:
-        """Returns the weights of the first layers of a chunk, in the order of the matmuls of a shorter stage.
+        """Selects the weights of the first layers of a chunk for a shorter stage.
 
         Args:
             function: The shorter stage, from `named_function`.
-            args: Shapes of its arguments.
-            weights: Weights of the chunk, as `prepare` returns them for a chunk without an embedding.
-            share: Number of layers of the shorter stage over that of the chunk.
+            args: Shapes of the arguments of `function`.
+            weights: Weights of the chunk from `prepare`, for a chunk without an embedding.
+            share: Number of layers of the shorter stage divided by the number of layers of the chunk.
+
+        Returns:
+            The weights in the order of the matmuls of the shorter stage.
         """
         return None
 
@@ -106,9 +110,9 @@ class FP8Precision(StagePrecision):
 
     Attributes:
         config: The recipe.
-        kept: Paths of the parameters of a layer with matmuls that stay in their own dtype.
-        entries: For each layer, the indices of its entries in the histories, int32 [L, S].
-        is_stacked: True if one array holds a weight of all layers. It has one scale.
+        kept: Paths of the parameters of a layer that are not quantized.
+        entries: Indices of the entries of each layer in the histories, int32 [L, S].
+        is_stacked: True if one array holds a weight of all layers, which then has one scale.
         num_losses: Number of losses that are averaged into the loss of a batch.
     """
 
@@ -119,44 +123,47 @@ class FP8Precision(StagePrecision):
     num_losses: int
 
     @classmethod
-    def of(cls, layer: Callable[..., Any], own: Tree, whole: FP8Trace, args: Trees) -> Self:
+    def of(cls, layer: Callable[..., Any], params: Tree, whole: FP8Trace, args: Trees) -> Self:
         """Finds the matmuls of a layer.
 
         Args:
-            layer: `layer(own, *args)`.
-            own: Shapes of the parameters of a layer.
-            whole: The plan of all layers in order.
+            layer: `layer(params, *args)`.
+            params: Shapes of the parameters of a layer.
+            whole: The trace of all layers in order.
             args: Shapes of the other arguments.
+
+        Returns:
+            The precision of all layers.
 
         Raises:
             ConfigError: If `keep` or `blocks` of the recipe select only some of the layers.
         """
         config = replace(whole.config, keep=(), blocks="all")
-        one = FP8Function(layer, config).plan(own, *args)
-        of_layer, num = whole.products, len(one.products)
-        assert len(of_layer) % num == 0, "layers have the same matmuls"
+        trace = FP8Function(layer, config).plan(params, *args)
+        products, num = whole.products, len(trace.products)
+        assert len(products) % num == 0, "layers have the same matmuls"
         kept, repeats, firsts = [], [], []
-        for i, product in enumerate(one.products):
-            alike = of_layer[i::num]
+        for i, product in enumerate(trace.products):
+            alike = products[i::num]
             if len({bool(p.kept) for p in alike}) > 1:
                 some, other = next(p for p in alike if p.kept), next(p for p in alike if not p.kept)
                 name = "fp8.blocks" if "fp8.blocks" in some.kept else "fp8.keep"
                 must = "must select the same matmuls in all layers of a pipeline"
-                raise ConfigError(f"`{name}` keeps {some.name} and not {other.name}: {must}", field=name)
+                raise ConfigError(f"`{name}` keeps {some.name} but not {other.name}: {must}", field=name)
             if not alike[0].kept:
                 repeats.append(product.repeats)
                 firsts.append(i)
             elif not product.kept:
-                kept.append(one.weight_of(i))
-        weights = frozenset(map(one.weight_of, firsts))
-        layers = len(of_layer) // num
+                kept.append(trace.weight_of(i))
+        weights = frozenset(map(trace.weight_of, firsts))
+        layers = len(products) // num
         is_stacked = len({whole.weight_of(firsts[0] + num * i) for i in range(layers)}) < layers
-        own, each = np.arange(sum(repeats)), np.arange(layers)[:, None]
-        if is_stacked:  # As in a scan: the entries of a matmul are consecutive for all layers.
+        entry, each = np.arange(sum(repeats)), np.arange(layers)[:, None]
+        if is_stacked:  # Like in a scan, the entries of a matmul are consecutive for all layers.
             start, count = np.repeat(np.cumsum([0, *repeats[:-1]]), repeats), np.repeat(repeats, repeats)
-            entries = layers * start + own - start + count * each
+            entries = layers * start + entry - start + count * each
         else:
-            entries = own + len(own) * each
+            entries = entry + len(entry) * each
         return cls(
             weights=weights,
             config=config,
@@ -167,33 +174,38 @@ class FP8Precision(StagePrecision):
         )
 
     def function(self, stage: Callable[..., Tree], layers: int) -> FP8Function:
+        """Excludes the parameters in `kept`."""
         names = [f"0/{j}/{path}".rstrip("/") for j in range(layers) for path in self.kept]
         return FP8Function(stage, replace(self.config, keep=tuple(map(glob.escape, names))), self.num_losses)
 
     def state(self, layers: int) -> Tree:
+        """Returns an `AmaxHistory` of zeros; {} for current scaling."""
         return {} if self.config.recipe == "current" else AmaxHistory.zeros(layers * self.entries.shape[1], self.config.history)
 
     def pick(self, observed: Tree, layers_CN: Array) -> list[Tree]:
+        """Selects the entries of the layers of each chunk."""
         entries = jnp.asarray(self.entries)[layers_CN]
         return [jax.tree.map(lambda leaf, of=of: jnp.take(leaf, of.ravel(), axis=-2), observed) for of in entries]
 
     def finish(self, states: Trees, axes: Axes, layout: StageAssignment) -> Tree:
+        """Takes the maximum over `axes`, and all-gathers the entries of all ranks."""
         width = self.entries.shape[1]
-        where = np.zeros(self.entries.size, np.int32)
-        for own, (rank, chunk, place) in zip(self.entries, layout.places(), strict=True):
+        source = np.zeros(self.entries.size, np.int32)
+        for entries, (rank, chunk, place) in zip(self.entries, layout.places(), strict=True):
             first = ((rank * layout.num_chunks + chunk) * layout.layers_per_stage + place) * width
-            where[own] = first + np.arange(width)
+            source[entries] = first + np.arange(width)
 
         def whole(*leaves: Array) -> Array:
             of_rank = jnp.stack([jnp.moveaxis(leaf, -2, 0) for leaf in leaves])
-            every = lax.all_gather(lax.pmax(of_rank, tuple(axes)) if axes else of_rank, AXIS)
-            return jnp.moveaxis(every.reshape(-1, *every.shape[3:])[where], 0, -2)
+            gathered = lax.all_gather(lax.pmax(of_rank, tuple(axes)) if axes else of_rank, AXIS)
+            return jnp.moveaxis(gathered.reshape(-1, *gathered.shape[3:])[source], 0, -2)
 
         return jax.tree.map(whole, *states)
 
     def prepare(
         self, function: FP8Function, args: Trees, stages: Trees, states: Trees, shards: Trees, axes: Axes
     ) -> list[Weights]:
+        """Quantizes the local shards before they are gathered, with one scale for a stacked weight of all layers."""
         plan = function.plan(*args)
         named = [dict(zip(plan.names, jax.tree.leaves(stage), strict=False)) for stage in stages]
         leaves = len(named[0]) // len(stages[0])
@@ -202,29 +214,31 @@ class FP8Precision(StagePrecision):
         def over_layers(name: str, _: Array) -> Array:
             i = plan.names.index(name) % leaves
             if i not in of_all:
-                found = [amax(parts[other]) for parts in named for other in list(parts)[i::leaves]]
-                of_all[i] = lax.pmax(jnp.max(jnp.stack(found)), (AXIS, *axes))
+                local = [amax(parts[other]) for parts in named for other in list(parts)[i::leaves]]
+                of_all[i] = lax.pmax(jnp.max(jnp.stack(local)), (AXIS, *axes))
             return of_all[i]
 
-        over = over_layers if self.is_stacked else (lambda _, found: lax.pmax(found, tuple(axes))) if axes else None
-        made = []
-        for parts, state, own in zip(named, states, shards, strict=True):
+        over = over_layers if self.is_stacked else (lambda _, local: lax.pmax(local, tuple(axes))) if axes else None
+        weights = []
+        for parts, state, specs in zip(named, states, shards, strict=True):
             scales, arrays = plan.scales(parts, state, over), parts
             if axes:
-                of: Mapping[str, fsdp.ShardSpec] = dict(zip(parts, jax.tree.leaves(own), strict=True))
-                arrays = {name: of[name].gather(part) for name, part in plan.cast(parts, scales).items()}
-            made.append(plan.views(arrays, scales))
-        return made
+                spec_of: Mapping[str, fsdp.ShardSpec] = dict(zip(parts, jax.tree.leaves(specs), strict=True))
+                arrays = {name: spec_of[name].gather(part) for name, part in plan.cast(parts, scales).items()}
+            weights.append(plan.views(arrays, scales))
+        return weights
 
     def weight_shapes(self, function: FP8Function, args: Trees, observed: Tree) -> Weights:
+        """Evaluates the shapes of `FP8Function.quantize`."""
         return jax.eval_shape(function.quantize, args[0], observed, *args[1:])
 
     def named_function(self, stage: Callable[..., Tree], layers: int, names: Sequence[str]) -> FP8Function:
+        """Quantizes only the parameters in `weights`."""
         weights = {f"layers/{j}/{path}".rstrip("/") for j in range(layers) for path in self.weights}
         config = replace(self.config, keep=tuple(glob.escape(name) for name in names if name not in weights))
         return FP8Function(stage, config, self.num_losses)
 
     def first_weights(self, function: FP8Function, args: Trees, weights: list[Any], share: Fraction) -> list[Any]:
-        own = weights[: int(len(weights) * share)]
-        # The matmuls of an embedding come first. They are not in FP8.
-        return [None] * (len(function.plan(*args).sites) - len(own)) + own
+        """Puts None for each matmul of an embedding in front, because they come first and are not in FP8."""
+        first = weights[: int(len(weights) * share)]
+        return [None] * (len(function.plan(*args).sites) - len(first)) + first

@@ -1,4 +1,4 @@
-"""The function of a pipeline stage: consecutive layers, with casts, recomputation, random keys, carried state and FP8."""
+"""Makes the function of a pipeline stage from layers, with casts, recomputation, random keys, carried state and FP8."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -39,41 +39,55 @@ class StageFunctions:
     precision: StagePrecision = field(default_factory=StagePrecision)
 
     def with_precision(self, tree: Tree, whole: FP8Trace, args: Sequence[Tree]) -> Self:
-        """Returns the same pipeline with the matmuls of its layers in FP8.
+        """Returns a copy that computes the matmuls of layers in FP8.
 
         Args:
             tree: Shapes of the parameters, in the model's own tree.
-            whole: The FP8 plan of `layers`.
+            whole: The FP8 trace of `layers`.
             args: Shapes of the arguments of `layers` after the parameters.
+
+        Returns:
+            The copy.
 
         Raises:
             ConfigError: If `keep` or `blocks` of the recipe select only some of the layers.
         """
-        own, (x, context, key, *carried) = jax.eval_shape(self.model.split, tree)[1][0], args
+        params, (x, context, key, *carried) = jax.eval_shape(self.model.split, tree)[1][0], args
         states = (jax.eval_shape(self.model.split_carried, state)[0] for state in carried)
         more = (*context, *[key] * self.model.takes_key, *states)
-        precision = FP8Precision.of(lambda own, *args: self.model.layer(self.cast(own), *args), own, whole, (x, *more))
+        precision = FP8Precision.of(lambda params, *args: self.model.layer(self.cast(params), *args), params, whole, (x, *more))
         return replace(self, precision=precision)
 
     def layers(self, tree: Tree, x: Array, context: tuple[Tree, ...], key: Array, *carried: Tree) -> Array:
-        """Returns x after all layers, computed from the model's own tree of parameters and of carried state."""
+        """Computes all layers of the model, without a pipeline.
+
+        Args:
+            tree: Parameters in the model's own tree.
+            x: Input of the first layer.
+            context: Context of the microbatch, from `PipelineModel.context_of`.
+            key: Random key of the microbatch.
+            *carried: Carried state in the model's own tree, if layers carry state.
+
+        Returns:
+            x after the last layer.
+        """
         states = [self.model.split_carried(state) for state in carried]
-        for i, own in enumerate(self.model.split(tree)[1]):
+        for i, params in enumerate(self.model.split(tree)[1]):
             keys = [jax.random.fold_in(key, i)] * self.model.takes_key
-            y = self.model.layer(self.cast(own), x, *context, *keys, *(state[i] for state in states))
+            y = self.model.layer(self.cast(params), x, *context, *keys, *(state[i] for state in states))
             x = y[0] if states else y
         return x
 
     def split(self, impl: Any, layers: int = 1) -> Split:
-        """Returns the split backward of a stage. Takes the arguments of `stage`."""
+        """Returns the split backward of `stage(impl, layers)`."""
         return split_backward(self.stage(impl, layers), has_aux=True, recompute=self.recompute)
 
     def stage(self, impl: Any, layers: int) -> Any:
-        """Returns the function of a stage, for `split_backward`.
+        """Makes the function of a stage, for `split_backward`.
 
         Args:
             impl: Implementation of the random keys; None for layers without keys.
-            layers: Number of layers.
+            layers: Number of layers of the stage.
 
         Returns:
             `stage((given, observed, weights), x, *context, *key_data) -> (x, carried state)`.
@@ -81,9 +95,9 @@ class StageFunctions:
         has_context = self.model.context is not None
 
         def stage(params: Tree, x: Array, *args: Tree) -> tuple[Array, Tree]:
-            own, extra = params
+            layers, extra = params
             context, keys = args[:has_context], [jax.random.wrap_key_data(data, impl=impl) for data in args[has_context:]]
-            return self.through(own, x, context, keys, extra.get("first"), extra["carried"], extra.get("active"))
+            return self.through(layers, x, context, keys, extra.get("first"), extra["carried"], extra.get("active"))
 
         return self.precision.function(stage, layers)
 
@@ -102,31 +116,31 @@ class StageFunctions:
         Args:
             layers: Parameters of each layer.
             x: Input of the first layer.
-            context: Context of the microbatch, as `PipelineModel.context_of` returns it.
-            key: The key of the microbatch in a sequence; empty if the layers take none.
-            first: Index of the first layer in the model, an integer scalar; only for keys.
-            bits: Carried state as the step begins, as `LayerState.pick` returns it.
-            active: Bool scalar, False if the last layer is padding. None if there is no padding.
+            context: Context of the microbatch, from `PipelineModel.context_of`.
+            key: A sequence with the random key of the microbatch; empty if layers take no key.
+            first: Index of the first layer in the model, an integer scalar; only used with a key.
+            bits: Carried state at the beginning of the step, from `LayerState.pick`.
+            active: Bool scalar, False if the last layer is padding. None if no stage has padding.
 
         Returns:
             x after the last layer, and the carried state after the microbatch with leaves [layers, ...].
         """
         layer = jax.checkpoint(self.model.layer) if self.remat == "layer" else self.model.layer
         after = []
-        for j, own in enumerate(layers):
-            keys = [jax.random.fold_in(one, first + j) for one in key]
+        for j, params in enumerate(layers):
+            keys = [jax.random.fold_in(k, first + j) for k in key]
             counts = active if j == len(layers) - 1 else None
             # A layer may attach losses to its output. Their gradients must not leave a padding layer.
             given = x if counts is None else jnp.where(counts, x, lax.stop_gradient(x))
-            y = layer(own, given, *context, *keys, *(state := self.carried.at(bits, j)))
+            y = layer(params, given, *context, *keys, *(state := self.carried.at(bits, j)))
             if state:
-                y, own_after = self.carried.taken(y)
-                after.append(own_after)
+                y, layer_after = self.carried.taken(y)
+                after.append(layer_after)
             x = y if counts is None else jnp.where(counts, y, x)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *after) if after else {}
 
     def cast(self, tree: Tree) -> Tree:
-        """Returns parameters in the dtypes that layers and head compute with."""
+        """Casts matrices to `compute_dtype`, except weights of routers. Other parameters are returned unchanged."""
         if self.compute_dtype is None:
             return tree
 
@@ -136,7 +150,7 @@ class StageFunctions:
         return jax.tree_util.tree_map_with_path(of, tree)
 
     def of_rank(self, layers: Tree) -> Tree:
-        """Returns the cast layers of a rank, from arrays with a leading axis of length 1 for ranks."""
+        """Returns the cast layers of a rank. The leaves of `layers` have a leading axis of ranks, of length 1."""
         return self.cast(jax.tree.map(lambda leaf: leaf[0], layers))
 
     @property

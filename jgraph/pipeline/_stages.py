@@ -1,4 +1,4 @@
-"""The stages of a pipeline as callables on the arrays of one rank, and their schedule as an execution plan."""
+"""Traces the stages of a pipeline as callables on the arrays of one rank, and makes the execution plan of the schedule."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,14 +20,14 @@ from jgraph.tree import leaf_names
 
 Tree = Any
 
-# Seconds of a stage's forward from which on the update of its command buffer, after arrays moved, is negligible. Then
-# microbatches share executables: a few to compile instead of hundreds.
+# Minimum seconds of a stage's forward for which the update of a command buffer after arrays moved is negligible. Microbatches
+# then share executables, so that a few are compiled instead of hundreds.
 _LONG = 2e-4
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """The layers of a rank's chunk, packed. All ranks have the same layout.
+    """The packed layers of a chunk. All ranks have the same layout.
 
     Attributes:
         packing: The packing of a list with one tree per layer.
@@ -39,17 +39,20 @@ class Chunk:
 
     @classmethod
     def of(cls, layers: Sequence[Tree], alone: Collection[str] = ()) -> Self:
-        """Packs layers.
+        """Plans the packing of layers.
 
         Args:
             layers: Shapes of the parameters of each layer.
             alone: Paths of parameters of a layer that are not packed.
+
+        Returns:
+            The chunk.
         """
         names = [f"{j}/{path}".rstrip("/") for j in range(len(layers)) for path in alone]
         return cls(Packing.of(list(layers), alone=names), len(layers))
 
     def pack(self, layers: Sequence[Tree]) -> dict[str, Array]:
-        """Returns the arrays by name. Scalars get one axis, so that the ranks' scalars form one array."""
+        """Packs the parameters of layers. Returns the arrays by name. Scalars get one axis, so that ranks can stack them."""
         return {name: jnp.atleast_1d(leaf) for name, leaf in self.packing.pack(list(layers)).items()}
 
     def unpack(self, arrays: Mapping[str, Array]) -> list[Tree]:
@@ -69,17 +72,18 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """The rank of a stage, its executables' computation and their arguments.
+    """A stage: its place, its computation and its arguments.
 
-    Arguments are shards of arrays over all ranks, given by number: the leaves that a step begins with, then the parameters of
-    embedding and head.
+    Arguments are shards of arrays over all ranks. They are given by number: first the results of the program `begin`, then the
+    parameters of embedding and head.
 
     Attributes:
-        rank, chunk: The place of the stage.
-        names: Names of its chunk's arrays, its first parameters.
+        rank: Rank of the stage.
+        chunk: Chunk of the stage.
+        names: Names of the arrays of the chunk, which are the first parameters.
         shaped: Forward, dgrad and wgrad, without a device.
-        params: Its parameters.
-        extra: By microbatch, its arguments after x.
+        params: Numbers of the parameters.
+        extra: Numbers of the arguments after x, for each microbatch.
     """
 
     rank: int
@@ -97,15 +101,15 @@ def stages_of(
 
     Args:
         pipeline: The model with its schedule.
-        chunks: A rank's layers.
-        embed: The embedding, which begins the first stage.
-        x: The shape that passes between stages.
-        begun: Shapes of the arrays that a step begins with: `batch` and `key` by microbatch; by chunk `layers`, `first` (the
-            number of the first layer), `carried`, the observed `state` and the prepared `weights`.
-        impl: The implementation of the random keys.
+        chunks: The packed layers of a rank.
+        embed: The embedding, which is part of the first stage.
+        x: Shape of the array between stages.
+        begun: Shapes of the results of the program `begin`: `batch` and `key` by microbatch; by chunk `layers`, `first` (the
+            index of the first layer), `carried`, the observed `state` and the prepared `weights`.
+        impl: Implementation of the random keys.
 
     Returns:
-        The stages in the order of the data.
+        The stages from first to last.
     """
     layout, leaves, numbers = pipeline.layout, jax.tree.leaves(begun), numbered(begun)
     traced: dict[Any, Shaped] = {}
@@ -140,7 +144,7 @@ def stages_of(
         name = (s == 0, count, c)
         if name not in traced:
             traced[name] = shape_callable(fn, s, shapes, args, {}, device=None, has_aux=True, recompute=pipeline.recompute)
-        given = jax.tree.leaves(params), [jax.tree.leaves(own) for own in extra]
+        given = jax.tree.leaves(params), [jax.tree.leaves(args) for args in extra]
         stages.append(Stage(rank, c, names, replace(traced[name], index=s), *given))
     return stages
 
@@ -155,17 +159,20 @@ def plan_of(
 ) -> ExecutionPlan:
     """Compiles the schedule for one device per rank.
 
-    The plan gathers parameters of embedding and head before the schedule. Its arguments ("embedding" | "head", parameter, rank)
-    are their shards, and its results of the same names are the shards of their gradients. Other results are ("total",), the sum
-    of the losses, and ("state", stage, leaf), carried state reduced over microbatches.
+    The plan gathers the parameters of embedding and head before the schedule. Their shards are the arguments
+    ("embedding" | "head", parameter, rank), and the results of the same names are the shards of their gradients. Other results
+    are ("total",), the sum of the losses, and ("state", stage, leaf), the carried state reduced over microbatches.
 
     Args:
         pipeline: The model with its schedule.
         ends: Embedding and head.
-        stages: In the order of the data.
-        microbatch: Shapes of a rank's microbatch.
-        devices: One for each rank.
-        options: XLA's.
+        stages: The stages from first to last.
+        microbatch: Shapes of a microbatch on one rank.
+        devices: The device of each rank.
+        options: XLA options.
+
+    Returns:
+        The compiled plan.
     """
     shaped = [replace(stage.shaped, device=devices[stage.rank]) for stage in stages]
     embed, head = ends
@@ -181,8 +188,8 @@ def plan_of(
         shaped,
         pipeline.schedule,
         Loss.of(loss, shaped[-1].y, (microbatch,), head.shapes),
-        # All sums stay in the buffers of the last step.
-        aliased=[(*one.early, *one.late) for one in shaped] + [tuple(range(len(head.reads)))],
+        # All gradients are accumulated in the buffers of the previous step.
+        aliased=[(*stage.early, *stage.late) for stage in shaped] + [tuple(range(len(head.reads)))],
         reuse=True,
         options=options,
         copies="shared" if _is_long(shaped[-1]) else "each",
@@ -192,7 +199,7 @@ def plan_of(
 
 
 def _reduction(pipeline: Pipeline, stage: Stage) -> PlanFunction:
-    """Returns the function that reduces the carried state of a stage over microbatches."""
+    """Makes the function that reduces the carried state of a stage over microbatches."""
     aux, i, count = stage.shaped.aux, stage.shaped.index, pipeline.schedule.num_microbatches
 
     def reduce(arrays: list[Array]) -> list[Array]:
@@ -205,20 +212,20 @@ def _reduction(pipeline: Pipeline, stage: Stage) -> PlanFunction:
 
 
 def _is_long(shaped: Shaped) -> bool:
-    """True if a stage's forward takes so long that the update of a command buffer is negligible."""
+    """True if a stage's forward takes more than `_LONG` seconds, or the peak FLOP/s of the device are unknown."""
     rate = peak_flops(shaped.device.device_kind)
     inputs = [*shaped.x.avals, *shaped.extra.avals]
     return rate is None or product_flops(shaped.forward, list(shaped.params.avals), inputs) / rate > _LONG
 
 
 def numbered(tree: Tree) -> Tree:
-    """Returns the tree with the number of each leaf in its place."""
+    """Replaces each leaf of a tree by its number."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(range(len(leaves)))
 
 
 def shard(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the shape of one device's shard."""
+    """Returns the shape of one device's shard of a sharded array."""
     assert aval.sharding is not None
     return jax.ShapeDtypeStruct(aval.sharding.shard_shape(aval.shape), aval.dtype)
 
@@ -226,7 +233,7 @@ def shard(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 def _function(
     pipeline: Pipeline, chunk: Chunk, count: int, embed: End | None, impl: Any
 ) -> Callable[[Tree, Array, Tree], tuple[Array, Tree]]:
-    """Returns a stage of `count` layers as `fn(params, x, extra) -> (y, carried)`. The first stage embeds a batch."""
+    """Makes the function `fn(params, x, extra) -> (y, carried)` of a stage with `count` layers. The first stage has `embed`."""
 
     def stage(params: Tree, x: Array, extra: Tree) -> tuple[Array, Tree]:
         if embed is not None:

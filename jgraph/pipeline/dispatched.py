@@ -1,9 +1,9 @@
-"""The MPMD engine of a pipeline: the host starts executables of every rank.
+"""The MPMD engine of a pipeline: the host starts separate executables for every rank.
 
-A step begins with one SPMD program, which casts the parameters, quantizes the weights in FP8, and deals out the batch. Then
-every rank plays its order with executables of its own (`jgraph.callables`), so nothing is masked or padded, no rank waits for
-another rank's tick, and embedding and head are whole on the ranks of the first and the last stage. The sums become arrays over
-all ranks again, for the update program that both engines share. All arrays stay in the same buffers at every step.
+A step begins with one SPMD program, which casts the parameters, quantizes the weights to FP8, and distributes the batch. Then
+every rank plays its order with separate executables (`jgraph.callables`). Nothing is masked or padded, no rank waits for the
+tick of another rank, and the ranks of the first and last stage hold the whole embedding and head. The gradients then become
+arrays over all ranks again, for the update program that both engines share. All arrays stay in the same buffers in every step.
 """
 
 # P ranks, D replicas of the pipeline, M microbatches, C chunks of a rank, N layers of a chunk
@@ -38,8 +38,8 @@ class _Result:
     """An array that a step returns.
 
     Attributes:
-        aval: Its shape and sharding over all devices.
-        shards: By rank, the result of the plan that is the rank's shard; None for zeros.
+        aval: Shape, dtype and sharding over all devices.
+        shards: For each rank, the name of the plan's result that is the rank's shard; None for zeros.
     """
 
     aval: jax.ShapeDtypeStruct
@@ -48,22 +48,22 @@ class _Result:
 
 @dataclass(frozen=True, eq=False)
 class Dispatched:
-    """Computes the gradients of a step by executables that the host starts, for one set of shapes. Made by `dispatched`.
+    """The compiled MPMD engine for one set of shapes, from `dispatched`. Computes the gradients of a step.
 
-    One thread at a time may call it, because its buffers are reused.
+    Not thread-safe, because its buffers are reused.
 
     Attributes:
         pipeline: The model with its schedule.
-        shapes: Shapes of the parameters, as `Pipeline.stack` returns them.
+        shapes: Shapes of the parameters in the tree of `Pipeline.stack`.
         chunks: The packed layers of a rank.
         ends: Embedding and head.
-        stages: In the order of the data.
-        batch: By microbatch, numbers of the arrays that the loss reads, as in `Stage`.
-        begin: The program before the schedule: (its last results, donated; params; carry; step; batch) -> results, a list
-            with None for results that nothing reads.
-        report: Its capture report.
-        plans: The schedule on the devices of each replica of the pipeline.
-        buffers: `begun`, the last results of `begin`.
+        stages: The stages from first to last.
+        batch: For each microbatch, the numbers of the arrays that the loss reads; numbered as in `Stage`.
+        begin: The program before the schedule: `begin(previous, params, carry, step, batch) -> results`. It donates
+            `previous`, its results in the previous step. Results that nothing reads are None.
+        report: The capture report of `begin`.
+        plans: The execution plan of each replica of the pipeline.
+        buffers: Maps `begun` to the results of `begin` in the previous step.
         zeros: Zeros by shape and device, for layers that a shorter stage does not have.
     """
 
@@ -81,28 +81,30 @@ class Dispatched:
 
     def __str__(self) -> str:
         reports = [self.report, *(report for plan in self.plans for _, report in plan.reports)]
-        text = f"dispatched: the host hands over {len(self.executables) - 1} executables a step; {len(reports)} are compiled"
+        text = f"dispatched: the host starts {len(self.executables) - 1} executables per step; {len(reports)} are compiled"
         if not (known := [report for report in reports if report is not None]):
             return text
         whole = sum(report.command_buffers == 1 and report.captured == report.total for report in known)
-        return f"{text}, {whole} of them one command buffer each"
+        return f"{text}, {whole} of them as one command buffer"
 
     @property
     def executables(self) -> list[jax.stages.Compiled]:
-        """The executables of a call, in order."""
-        return [self.begin, *(one.executable.compiled for plan in self.plans for one in plan.instructions)]
+        """The executables of a call, in the order of their launch."""
+        return [self.begin, *(step.executable.compiled for plan in self.plans for step in plan.instructions)]
 
     def __call__(self, params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
         """Plays the schedule.
 
         Args:
-            params, carry, step: Arrays of the state; not donated.
+            params: Parameters of the state; not donated.
+            carry: Carried and observed state; not donated.
+            step: Number of the step, an int32 scalar; not donated.
             batch: A batch from `TrainStep.place`.
 
         Returns:
-            The argument of `collect`. The next call overwrites it.
+            The argument of `collect`. The next call overwrites its buffers.
         """
-        # Not popped: the buffers must survive an argument that `begin` refuses.
+        # Not removed from the dictionary, because the buffers must survive if `begin` refuses an argument.
         begun = in_turn(self.begin(self.buffers["begun"], params, carry, step, batch))
         self.buffers["begun"] = begun
         arrays = [*begun, *jax.tree.leaves(params["outer"])]
@@ -126,7 +128,10 @@ class Dispatched:
         return jax.tree.map(whole, self._results)
 
     def _play(self, plan: ExecutionPlan, arrays: Sequence[Any]) -> dict[Any, Array]:
-        """Plays a replica's plan on its shards of the arrays that a step begins with. Returns the results by name."""
+        """Plays the plan of a replica on its shards of `arrays`, and returns the results by name.
+
+        `arrays` has the results of `begin`, then the parameters of embedding and head.
+        """
         head, last = self.ends[1], len(self.stages) - 1
         first = len(arrays) - len(jax.tree.leaves(self.shapes["outer"]))
         params = [*(stage.params for stage in self.stages), [first + i for i in head.reads]]
@@ -137,8 +142,8 @@ class Dispatched:
             return arrays[number].addressable_shards[positions[rank]].data
 
         def part(end: End, home: int, n: int, rank: int) -> Array:
-            there = home if end.axes[n] is None else rank
-            return jax.device_put(local(first + end.reads[n], there), plan.flow.devices[home])
+            source = home if end.axes[n] is None else rank
+            return jax.device_put(local(first + end.reads[n], source), plan.flow.devices[home])
 
         registers = plan.fill(
             {
@@ -154,23 +159,23 @@ class Dispatched:
 
     @property
     def results(self) -> Tree:
-        """Shapes of the results of a call."""
+        """Shapes and shardings of the results of a call."""
         return jax.tree.map(lambda result: result.aval, self._results)
 
     def collect(self, results: Tree) -> tuple[Array, Tree, list[Tree], Tree]:
-        """Returns mean loss, mean gradients, carried state and histories from traced results, as `Pipeline.step` does."""
+        """Reduces the results of a call over all devices. Traceable; returns the same as `Pipeline.step`."""
         pipeline, data = self.pipeline, batch_axes(self.pipeline.mesh)
         specs = pipeline.specs(self.shapes)
 
         def local(results: Tree) -> tuple[Array, Tree, list[Tree], Tree]:
             layers = [chunk.unpack(arrays) for chunk, arrays in zip(self.chunks, results["layers"], strict=True)]
             leaves, structure = jax.tree.flatten(self.shapes["outer"])
-            found: dict[int, Array] = {}
-            for end, own in zip(self.ends, results["ends"], strict=True):
-                for i, axis, gradient in zip(end.reads, end.axes, own, strict=True):
+            sums: dict[int, Array] = {}
+            for end, gradients in zip(self.ends, results["ends"], strict=True):
+                for i, axis, gradient in zip(end.reads, end.axes, gradients, strict=True):
                     gradient = gradient.reshape(part_shape(leaves[i].shape, axis, pipeline.mesh.shape[Axis.PIPE]))
-                    found[i] = found[i] + gradient if i in found else gradient
-            outer = [found.get(i, jnp.zeros(leaf.shape, jnp.float32)) for i, leaf in enumerate(leaves)]
+                    sums[i] = sums[i] + gradient if i in sums else gradient
+            outer = [sums.get(i, jnp.zeros(leaf.shape, jnp.float32)) for i, leaf in enumerate(leaves)]
             grads = {"outer": structure.unflatten(outer), "layers": jax.tree.map(lambda g: g[None], layers)}
             count, after = pipeline.schedule.num_microbatches, []
             histories = pipeline.precision.finish(results["histories"], data, pipeline.layout)
@@ -186,7 +191,7 @@ class Dispatched:
 
     @cached_property
     def _results(self) -> Tree:
-        """The results of a call, by kind, chunk or end, and array."""
+        """The results of a call: by kind, then by chunk or end, then by array."""
         pipeline, mesh, flow = self.pipeline, self.pipeline.mesh, self.plans[0].flow
         ranks, carried, precision = range(mesh.shape[Axis.PIPE]), pipeline.carried.layer, pipeline.precision
         history = jax.eval_shape(partial(precision.state, pipeline.layout.layers_per_stage))
@@ -197,7 +202,7 @@ class Dispatched:
 
         def of_chunk(c: int) -> tuple[Tree, Tree, Tree]:
             stages = [next(stage for stage in self.stages if (stage.rank, stage.chunk) == (rank, c)) for rank in ranks]
-            found = {
+            sums = {
                 name: [("sum", s.shaped.index, s.names.index(name)) if name in s.names else None for s in stages]
                 for name in self.chunks[c].names(self.chunks[c].longest)
             }
@@ -206,7 +211,7 @@ class Dispatched:
                 [("sum", s.shaped.index, s.shaped.maxima[n]) for s in stages] for n in range(len(jax.tree.leaves(history)))
             ]
             return (
-                {name: result(shards) for name, shards in found.items()},
+                {name: result(shards) for name, shards in sums.items()},
                 jax.tree.structure(carried).unflatten(map(result, states)),
                 jax.tree.structure(history).unflatten(map(result, maxima)),
             )
@@ -238,21 +243,25 @@ def dispatched(
 
     Args:
         pipeline: The model with its schedule.
-        params, carry: Shapes of the state with their shardings. "outer" are the parameters of embedding and head.
-        unpack: Converts the parameters to the layout of `Pipeline.stack`.
-        batch: Shapes of a placed batch, [M, B/M, ...], with their shardings.
-        key: The key of the training. It is folded as in the SPMD engine: by step, replica, microbatch, layer.
-        options: XLA's.
+        params: Shapes and shardings of the parameters in the state. "outer" has the parameters of embedding and head.
+        carry: Shapes and shardings of the carried and observed state.
+        unpack: Converts the parameters to the tree of `Pipeline.stack`.
+        batch: Shapes and shardings of a placed batch, [M, B/M, ...].
+        key: Random key of the training. It is folded as in the SPMD engine: by step, replica, microbatch and layer.
+        options: XLA options.
+
+    Returns:
+        The compiled engine.
 
     Raises:
-        ConfigError: The mesh has an axis `fsdp`, or devices of other processes.
+        ConfigError: If the mesh has the axis `fsdp`, or devices of other processes.
     """
-    require(Axis.FSDP not in pipeline.mesh.axis_names, "engine", "dispatch", "program over a mesh with the axis fsdp")
+    require(Axis.FSDP not in pipeline.mesh.axis_names, "engine", "dispatch", "program for a mesh with the axis fsdp")
     is_local = all(device.process_index == jax.process_index() for device in pipeline.mesh.devices.flat)
-    require(is_local, "engine", "dispatch", "program over several processes")
+    require(is_local, "engine", "dispatch", "program for several processes")
     model, mesh = pipeline.model, pipeline.mesh
     shapes = jax.eval_shape(unpack, params)
-    alone = pipeline.precision.weights  # an FP8 matmul takes a whole parameter as its weight
+    alone = pipeline.precision.weights  # Not packed, because an FP8 matmul reads a whole parameter as its weight.
     chunks = tuple(Chunk.of(jax.eval_shape(pipeline.of_rank, chunk), alone) for chunk in shapes["layers"])
     program, step = _begin(pipeline, chunks, unpack, key, shapes, batch), jax.ShapeDtypeStruct((), jnp.int32)
     begun = _placed(pipeline, jax.eval_shape(program, params, carry, step, batch))
@@ -261,10 +270,10 @@ def dispatched(
     x = jax.eval_shape(embed, embed.shapes, microbatch)
     head = End.of(model.head, shapes["outer"], pipeline.cast, model.sharded, x, microbatch)
     stages = stages_of(pipeline, chunks, embed, x, begun, jax.random.key_impl(key))
-    ends, batch_numbers = (embed, head), [jax.tree.leaves(own) for own in numbered(begun)["batch"]]
-    # The leaves of `begun` that a stage or the loss reads. Parameters that are also quantized to FP8 are not read.
+    ends, batch_numbers = (embed, head), [jax.tree.leaves(numbers) for numbers in numbered(begun)["batch"]]
+    # Numbers of the leaves of `begun` that a stage or the loss reads. Unquantized parameters of FP8 matmuls are not read.
     read = {stage.params[place] for stage in stages for places in stage.shaped.reads.values() for place in places}
-    read |= {number for own in (*batch_numbers, *(own for stage in stages for own in stage.extra)) for number in own}
+    read |= {i for numbers in (*batch_numbers, *(args for stage in stages for args in stage.extra)) for i in numbers}
 
     def begin_step(_: Tree, *args: Tree) -> list[Array | None]:
         return [leaf if i in read else None for i, leaf in enumerate(jax.tree.leaves(program(*args)))]
@@ -284,10 +293,10 @@ def dispatched(
 def _begin(
     pipeline: Pipeline, chunks: Sequence[Chunk], unpack: Callable[[Tree], Tree], key: Array, shapes: Tree, batch: Tree
 ) -> Callable[..., Tree]:
-    """Returns the program before the schedule.
+    """Makes the program before the schedule, `begin(params, carry, step, batch)`.
 
-    It gives each rank its chunks' parameters, observed state and prepared weights, microbatches and keys. `shapes` and `batch`
-    are shapes of parameters and batch.
+    It computes for each rank the parameters, observed state and prepared weights of its chunks, its microbatches and its keys.
+    `shapes` and `batch` are the shapes of parameters and batch.
     """
     mesh, impl, count = pipeline.mesh, jax.random.key_impl(key), pipeline.schedule.num_microbatches
     batch_spec, layers = batch_axes(mesh) or None, jax.eval_shape(pipeline.of_rank, shapes["layers"][0])
@@ -300,24 +309,24 @@ def _begin(
     def begin(params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
         def local(layers: Tree, states: list[Tree], history: Tree, batch_M: Tree, data: Array) -> Tree:
             table_CN = pipeline.own(pipeline.layout.layers())
-            own = {
+            results = {
                 "batch": [jax.tree.map(lambda leaf, m=m: leaf[m], batch_M) for m in range(count)],
                 "layers": [chunk.pack(pipeline.of_rank(places)) for chunk, places in zip(chunks, layers, strict=True)],
             }
             parts, shards = jax.tree.map(lambda leaf: leaf[0], layers), [()] * len(chunks)
-            own["state"] = pipeline.precision.pick(history, table_CN)
-            weights = pipeline.precision.prepare(function, args, parts, own["state"], shards, ())
-            own["weights"] = jax.tree.map(jnp.atleast_1d, weights)
+            results["state"] = pipeline.precision.pick(history, table_CN)
+            weights = pipeline.precision.prepare(function, args, parts, results["state"], shards, ())
+            results["weights"] = jax.tree.map(jnp.atleast_1d, weights)
             if states:
                 bits = pipeline.carried.pick(states, table_CN)
-                own["carried"] = [jax.tree.map(lambda leaf, c=c: leaf[c], bits) for c in range(len(chunks))]
+                results["carried"] = [jax.tree.map(lambda leaf, c=c: leaf[c], bits) for c in range(len(chunks))]
             if not pipeline.model.takes_key:
-                return own
+                return results
             key = jax.random.wrap_key_data(data, impl=impl)
             if any(mesh.shape[axis] > 1 for axis in batch_axes(mesh)):
                 key = jax.random.fold_in(key, lax.axis_index(batch_axes(mesh)))
             keys = [jax.random.key_data(jax.random.fold_in(key, m)) for m in range(count)]
-            return own | {"key": keys, "first": [table_CN[c, :1] for c in range(len(chunks))]}
+            return results | {"key": keys, "first": [table_CN[c, :1] for c in range(len(chunks))]}
 
         whole, data = unpack(params), jax.random.key_data(jax.random.fold_in(key, step))
         states = pipeline.model.split_carried(carry.model) if jax.tree.leaves(carry.model) else []
@@ -333,7 +342,7 @@ def _begin(
 
 
 def _placed(pipeline: Pipeline, begun: Tree) -> Tree:
-    """Returns the shapes of the first program's results, with their shardings."""
+    """Adds shardings to the shapes of the results of `begin`."""
 
     def placed(name: str, aval: Any) -> jax.ShapeDtypeStruct:
         axes = batch_axes(pipeline.mesh) or None if name in ("batch", "key") else Axis.PIPE
@@ -343,14 +352,15 @@ def _placed(pipeline: Pipeline, begun: Tree) -> Tree:
 
 
 def _over_all(mesh: Mesh, aval: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
-    """Returns the array over all devices with this shard.
+    """Returns the shape and sharding of an array over all devices from the shape of one shard.
 
-    The replicas' shards are along its first axis, and the ranks' along `axis`; None if all ranks have the same.
+    The shards of the replicas are concatenated along the first axis, and the shards of the ranks along `axis`. None if all
+    ranks hold the same array.
     """
     along: list[tuple[str, ...]] = [() for _ in aval.shape]
     along[0] += batch_axes(mesh)
     if axis is not None:
         along[axis] += (Axis.PIPE.value,)
     lengths = (length * math.prod(mesh.shape[name] for name in names) for length, names in zip(aval.shape, along, strict=True))
-    where = NamedSharding(mesh, PartitionSpec(*(names or None for names in along)))
-    return jax.ShapeDtypeStruct(tuple(lengths), aval.dtype, sharding=where)
+    sharding = NamedSharding(mesh, PartitionSpec(*(names or None for names in along)))
+    return jax.ShapeDtypeStruct(tuple(lengths), aval.dtype, sharding=sharding)

@@ -1,4 +1,4 @@
-"""The memory that a pipeline takes on a rank during a step, predicted from shapes."""
+"""Predicts the memory of a pipeline rank during a step from shapes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,28 +15,28 @@ from jgraph.tree import leaf_names
 
 
 def bytes_per_rank(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, int]:
-    """Predicts the memory of a rank during a step, besides parameters and optimizer state.
+    """Predicts the memory of a rank during a step, without parameters and optimizer state.
 
     Args:
         pipeline: The pipeline.
-        params: Shapes of the parameters, as `Pipeline.step` takes them.
-        inputs: Shapes of the microbatches, [M, B, ...].
+        params: Shapes of the parameters of `Pipeline.step`.
+        inputs: Shapes of the microbatches of `Pipeline.step`, [M, B, ...].
 
     Returns:
-        The bytes of each pool of the schedule and of `in flight` (results of an action that are not in a pool yet),
-        `main_grad`, `cast` (parameters in `compute_dtype`, parameters that padding computes with, and weights in FP8 by rows
-        and by columns) and `gathered` (other parameters that are gathered over `fsdp`).
+        Bytes by name: one entry per pool of the schedule; `in flight`, results of an action before they are written to a pool;
+        `main_grad`; `cast`, parameters in `compute_dtype`, parameters of padding layers, and FP8 weights by rows and columns;
+        `gathered`, other parameters that are gathered over `fsdp`.
     """
     slots, sizes = pipeline.tables().slots, slot_bytes(pipeline, params, inputs)
     pools = {pool: slots[pool] * size for pool, size in sizes.items()}
     pools["in flight"] = sum(sizes[pool] for pool in ("forward_dgrad", "forward_wgrad", "stash"))
     ranks = pipeline.mesh.shape[AXIS]
 
-    def own_part(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    def local_shard(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((leaf.size // (1 if pipeline.pipe_axis(path) is None else ranks),), leaf.dtype)
 
     layers = without_ranks(params["layers"])
-    outer = jax.tree_util.tree_map_with_path(own_part, params["outer"])
+    outer = jax.tree_util.tree_map_with_path(local_shard, params["outer"])
     weights = pipeline.precision.weights
     quantized, rest = _by_precision([layer for chunk in layers for layer in chunk], weights)
     is_cast = pipeline.compute_dtype not in (None, jnp.float32)
@@ -52,13 +52,16 @@ def bytes_per_rank(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, 
 
 
 def slot_bytes(pipeline: Pipeline, params: Tree, inputs: Tree, *, layers: int | None = None) -> dict[str, int]:
-    """Returns the bytes of a slot of each pool.
+    """Computes the size of one slot of each pool.
 
     Args:
         pipeline: The pipeline.
-        params: Shapes of the parameters, as `Pipeline.step` takes them.
-        inputs: Shapes of the microbatches, [M, B, ...].
-        layers: Number of layers of a stage; None for those of the longest stage.
+        params: Shapes of the parameters of `Pipeline.step`.
+        inputs: Shapes of the microbatches of `Pipeline.step`, [M, B, ...].
+        layers: Number of layers per stage; None for the number of layers of the longest stage.
+
+    Returns:
+        Bytes by pool.
     """
     x, *context = pipeline.inputs(params, inputs)
     stage = without_ranks(params["layers"][0])
@@ -69,11 +72,11 @@ def slot_bytes(pipeline: Pipeline, params: Tree, inputs: Tree, *, layers: int | 
 
 
 def _nbytes(tree: Tree, dtype: DTypeLike | None = None) -> int:
-    """Returns the bytes of arrays in a dtype; None for their own."""
+    """Returns the bytes of the arrays of a tree in `dtype`, or in their own dtypes if it is None."""
     return sum(leaf.size * jnp.dtype(dtype or leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _by_precision(layers: Sequence[Tree], weights: frozenset[str]) -> tuple[list[Any], list[Any]]:
-    """Returns the parameters of layers that are quantized once per step, and the other parameters."""
+    """Splits the parameters of layers into parameters that are quantized once per step, and the others."""
     named = [pair for layer in layers for pair in zip(leaf_names(layer), jax.tree.leaves(layer), strict=True)]
     return [leaf for name, leaf in named if name in weights], [leaf for name, leaf in named if name not in weights]

@@ -1,4 +1,4 @@
-"""A model as embedding, layers and head, and the assignment of its layers to the stages of a pipeline."""
+"""Describes a model as embedding, layers and head, and assigns its layers to the stages of a pipeline."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,18 +15,12 @@ from jgraph.strategies.objective import Tree
 
 AXIS = Axis.PIPE.value
 
-# P ranks, C chunks, N places of a stage
+# P ranks, C chunks, N places (layers of the longest stage)
 
 
 @dataclass(frozen=True)
 class PipelineModel:
     """Describes a model to `Pipelined` as three pure functions of a microbatch: `embed`, then every `layer`, then `head`.
-
-    >>> model = jgraph.PipelineModel(
-    ...     embed=lambda outer, batch: batch @ outer["embed"],
-    ...     layer=lambda params, x: jnp.tanh(x @ params["kernel"]),
-    ...     head=lambda outer, x, batch: jnp.mean((x @ outer["head"]) ** 2),
-    ... )  # for parameters (outer, [layer, layer, ...]); pass `split` and `join` for another tree
 
     Every rank runs `embed` and `head`, under `jax.shard_map` over the axis `pipe`. Only the result of `embed` on the rank of
     the first stage and the loss of `head` on the rank of the last stage are used. Results and gradients of other ranks are
@@ -43,16 +37,26 @@ class PipelineModel:
             model has them, and then its carried state if there is any. With carried state, returns the pair of x and the state
             after the microbatch.
         head: `head(outer, x, batch) -> loss`, the mean over the microbatch, a float32 scalar. `outer` is cast like the layers.
-        sharded: Leaves of `outer` that the ranks share: the sharded axis by the path of the leaf, with `/` between names.
+        sharded: Leaves of `outer` that are sharded over the ranks: maps the path of the leaf, with `/` between names, to the
+            sharded axis.
         split: `split(params) -> (outer, layers)` returns the parameters outside the layers, and a list with a tree for each
             layer.
         join: `join(outer, layers) -> params` inverts `split`.
-        takes_key: Whether `layer` takes a random key in a training step.
-        context: `context(batch)` returns further input of every layer, such as segment ids: a tree of integers, or None. It has
-            no gradient. None if layers take no context.
+        takes_key: True if `layer` takes a random key in a training step.
+        context: `context(batch)` returns an additional input of every layer, such as segment ids: a tree of integers. It has no
+            gradient. None if layers take no context.
         split_carried: `split_carried(carried) -> layers` returns a list with the carried state of each layer. All layers carry
             arrays of the same shapes; embedding and head carry no state.
         join_carried: `join_carried(layers) -> carried` inverts `split_carried`.
+
+    Examples:
+        The parameters are (outer, [layer, layer, ...]). Pass `split` and `join` for a different tree.
+
+        >>> model = jgraph.PipelineModel(
+        ...     embed=lambda outer, batch: batch @ outer["embed"],
+        ...     layer=lambda params, x: jnp.tanh(x @ params["kernel"]),
+        ...     head=lambda outer, x, batch: jnp.mean((x @ outer["head"]) ** 2),
+        ... )
     """
 
     embed: Callable[[Tree, Tree], jax.Array]
@@ -75,11 +79,11 @@ class PipelineModel:
 class StageAssignment:
     """Assigns layers to ranks: consecutive layers form a stage, and the schedule assigns stages to ranks.
 
-    If the number of stages does not divide the number of layers, the first stages have one layer more. The other stages are
-    padded with a layer of zeros without effect, so that all ranks run one program.
+    If the number of stages does not divide the number of layers, the first stages have one more layer. The other stages are
+    padded with a layer of zeros that has no effect, so that all ranks run the same program.
 
     Attributes:
-        placement: The stages of each rank.
+        placement: The stages of each rank, chunk by chunk.
         num_layers: Number of layers of the model.
     """
 
@@ -89,24 +93,37 @@ class StageAssignment:
     def __post_init__(self):
         if self.num_layers < self.num_stages:
             raise OrderError(
-                f"{self.num_layers} layers do not make {self.num_stages} stages ({len(self.placement)} ranks x "
-                f"{self.num_chunks} chunks); take fewer ranks or chunks, or more layers"
+                f"the model has {self.num_layers} layers for {self.num_stages} stages ({len(self.placement)} ranks x "
+                f"{self.num_chunks} chunks): every stage needs a layer; use fewer ranks or chunks, or more layers"
             )
 
     @classmethod
     def of(cls, schedule: Schedule, num_layers: int) -> "StageAssignment":
-        """Returns the assignment for the stages of a schedule. Raises OrderError if ranks have different numbers of stages."""
+        """Assigns layers to the stages of a schedule.
+
+        Args:
+            schedule: The schedule.
+            num_layers: Number of layers of the model.
+
+        Returns:
+            The assignment.
+
+        Raises:
+            OrderError: If ranks have different numbers of stages, or there are fewer layers than stages.
+        """
         if len(set(map(len, schedule.placement))) > 1:
             counts = ", ".join(str(len(stages)) for stages in schedule.placement)
-            raise OrderError(f"the ranks have {counts} stages; a pipeline program needs as many on every rank")
+            raise OrderError(f"the ranks have {counts} stages: must be the same number on every rank")
         return cls(schedule.placement, num_layers)
 
     @property
     def num_stages(self) -> int:
+        """Number of stages of all ranks."""
         return sum(map(len, self.placement))
 
     @property
     def num_chunks(self) -> int:
+        """Number of stages per rank."""
         return len(self.placement[0])
 
     @property
@@ -116,20 +133,21 @@ class StageAssignment:
 
     @property
     def is_even(self) -> bool:
+        """True if all stages have the same number of layers."""
         return self.num_layers % self.num_stages == 0
 
     def layers(self) -> np.ndarray:
-        """Returns the layer of every place, int32 [P, C, N]. Padding has the first layer of its stage."""
+        """Returns the index of the layer of every place, int32 [P, C, N]. Padding has the index of its stage's first layer."""
         first = np.array([[self._bounds(stage)[0] for stage in stages] for stages in self.placement], np.int32)
         return first[..., None] + np.arange(self.layers_per_stage, dtype=np.int32) * self.active()
 
     def active(self) -> np.ndarray:
-        """Returns a mask of the places that hold a layer, bool [P, C, N]. Other places are padding."""
+        """Returns a mask, bool [P, C, N]: True for a place with a layer, False for padding."""
         bounds = np.array([[self._bounds(stage) for stage in stages] for stages in self.placement])
         return np.arange(self.layers_per_stage) < (bounds[..., 1] - bounds[..., 0])[..., None]
 
     def stack(self, layers: Sequence[Tree]) -> list[list[Tree]]:
-        """Stacks the trees of all layers to `[chunk][place]` trees. Their leaves have a leading axis of ranks."""
+        """Stacks the trees of all layers into `[chunk][place]` trees. Their leaves have a leading axis of ranks, [P, ...]."""
         assert len(layers) == self.num_layers
         zeros = jax.tree.map(jnp.zeros_like, layers[0])
 
@@ -146,17 +164,17 @@ class StageAssignment:
         ]
 
     def unstack(self, stacked: Sequence[Sequence[Tree]]) -> list[Tree]:
-        """Inverts `stack`."""
+        """Inverts `stack`. Returns one tree per layer."""
         return [jax.tree.map(lambda leaf, p=p: leaf[p], stacked[chunk][place]) for p, chunk, place in self.places()]
 
     def places(self) -> list[tuple[int, int, int]]:
         """Returns the rank, chunk and place of each layer."""
-        where = {stage: (rank, chunk) for rank, stages in enumerate(self.placement) for chunk, stage in enumerate(stages)}
-        bounds = [(*where[stage], *self._bounds(stage)) for stage in range(self.num_stages)]
+        home = {stage: (rank, chunk) for rank, stages in enumerate(self.placement) for chunk, stage in enumerate(stages)}
+        bounds = [(*home[stage], *self._bounds(stage)) for stage in range(self.num_stages)]
         return [(rank, chunk, place) for rank, chunk, first, end in bounds for place in range(end - first)]
 
     def _bounds(self, stage: int) -> tuple[int, int]:
-        """Returns the range of layers of a stage: its first layer, and one past its last layer."""
+        """Returns the half-open range of layers of a stage."""
         least, longer = divmod(self.num_layers, self.num_stages)
         first = stage * least + min(stage, longer)
         return first, first + least + (stage < longer)
@@ -165,18 +183,19 @@ class StageAssignment:
 def split_embedding(table_VD: jax.Array, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Looks up tokens in an embedding table that is sharded by rows over the axis `pipe`.
 
-    Equals `table[tokens]` of the whole table. Every rank holds V/P consecutive rows.
+    Equivalent to `table[tokens]` with the unsharded table. Every rank holds V/P consecutive rows. Collective over `pipe`: call
+    it on every rank with the same tokens.
 
     Args:
-        table_VD: The rows of this rank, float32. Gradients of repeated tokens are summed in float32.
+        table_VD: The local shard [V/P, D], float32. Gradients of repeated tokens are summed in float32.
         tokens: Integer ids of any shape.
         dtype: Dtype of the result.
 
     Returns:
         [*tokens.shape, D], the same on all ranks.
     """
-    own = tokens - jax.lax.axis_index(AXIS) * len(table_VD)
-    is_own = (own >= 0) & (own < len(table_VD))
-    rows = table_VD[jnp.clip(own, 0, len(table_VD) - 1)].astype(dtype)
-    # Only one rank adds a value that is not zero, so the sum is exact in any dtype.
-    return jax.lax.psum(jnp.where(is_own[..., None], rows, 0), AXIS)
+    index = tokens - jax.lax.axis_index(AXIS) * len(table_VD)
+    is_local = (index >= 0) & (index < len(table_VD))
+    rows = table_VD[jnp.clip(index, 0, len(table_VD) - 1)].astype(dtype)
+    # Only one rank adds a nonzero value, so the sum is exact in any dtype.
+    return jax.lax.psum(jnp.where(is_local[..., None], rows, 0), AXIS)

@@ -1,4 +1,4 @@
-"""`Pipeline`: a model and a schedule as one SPMD program, a function of parameters and microbatches."""
+"""`Pipeline`: the SPMD program of a model and a schedule, as a pure function of parameters and microbatches."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,17 +30,17 @@ Runtime = Literal["auto", "aligned", "general"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Pipeline(Placement, StageFunctions):
-    """Computes loss and gradients of a step as one SPMD program over the mesh axes `data`, `fsdp` and `pipe`.
+    """Computes the loss and gradients of a step as one SPMD program over the mesh axes `data`, `fsdp` and `pipe`.
 
-    The axis `fsdp` shards the batch like `data`. Parameters and gradients are sharded over `fsdp` between steps. Within a step,
-    a rank gathers the parameters of its stages once, and reduce-scatters their gradients once.
+    The axis `fsdp` shards the batch like `data`. Between steps, parameters are sharded over `fsdp`. In each step, a rank
+    gathers the parameters of its stages once, and reduce-scatters their gradients once.
 
-    `Placement` has the attributes for the placement of parameters, `StageFunctions` those for the computation of a stage.
+    See `Placement` for the attributes that place parameters, and `StageFunctions` for the attributes that compute a stage.
 
     Attributes:
-        schedule: The order of the actions, for as many ranks as the mesh axis `pipe` has.
-        runtime: `aligned` plays schedules with the same action on all ranks in a tick, and takes wgrads newest first.
-            `general` plays any schedule. `auto` chooses `aligned` if it can play the schedule.
+        schedule: The order of the actions. It has one rank per device of the mesh axis `pipe`.
+        runtime: `aligned` plays schedules with the same action on all ranks in each tick, and plays the newest pending wgrad
+            first. `general` plays any schedule. `auto` selects `aligned` if it can play the schedule.
     """
 
     schedule: Schedule
@@ -48,23 +48,26 @@ class Pipeline(Placement, StageFunctions):
 
     @classmethod
     def of(cls, model: PipelineModel, schedule: Schedule, mesh: Mesh, *, num_layers: int, **choices: Any) -> "Pipeline":
-        """Makes a pipeline with a runtime that plays the schedule.
+        """Makes a pipeline, and selects the runtime if it is `auto`.
 
         Args:
             model: The model.
             schedule: The schedule.
             mesh: A mesh with the axis `pipe`, and optionally `data` and `fsdp`.
             num_layers: Number of layers of the model.
-            choices: Further attributes.
+            **choices: The other attributes by name.
+
+        Returns:
+            The pipeline. `runtime` is `aligned` or `general`.
 
         Raises:
             OrderError: If there are fewer layers than stages, or the chosen runtime cannot play the schedule.
-            ConfigError: If the mesh has another number of ranks than the schedule.
+            ConfigError: If mesh and schedule have different numbers of ranks.
         """
         ranks = mesh.shape[AXIS]
         if ranks != schedule.num_ranks:
-            raise ConfigError(f"the schedule has {schedule.num_ranks} ranks, but `pp` is {ranks}: must be equal", field="pp")
-        # The explicit axes of `jax.make_mesh` would require arguments that are sharded before the call.
+            raise ConfigError(f"`pp` is {ranks}: must be the {schedule.num_ranks} ranks of the schedule", field="pp")
+        # The explicit axes of `jax.make_mesh` would require the caller to shard the arguments.
         mesh, layout = Mesh(mesh.devices, mesh.axis_names), StageAssignment.of(schedule, num_layers)
         pipeline = cls(model=model, schedule=schedule, layout=layout, mesh=mesh, **choices)
         if pipeline.runtime != "general":
@@ -78,20 +81,29 @@ class Pipeline(Placement, StageFunctions):
         return replace(pipeline, runtime="general")
 
     def loss_and_grads(self, params: Tree, inputs: Tree, key: Array | None = None) -> tuple[Array, Tree]:
-        """Returns the mean loss and the mean gradients, as `step` does without carried state."""
+        """Computes `step` without carried and observed state.
+
+        Args:
+            params: As for `step`.
+            inputs: As for `step`.
+            key: As for `step`.
+
+        Returns:
+            The mean loss, a float32 scalar, and the mean gradients in float32, like `params`.
+        """
         return self.step(params, inputs, key)[:2]
 
     def step(
         self, params: Tree, inputs: Tree, key: Array | None = None, carried: Sequence[Tree] = (), observed: Tree = None
     ) -> tuple[Array, Tree, list[Tree], Tree]:
-        """Computes the gradients of a batch. A pure function, to be jitted.
+        """Computes the gradients of a batch. A pure function; call it under `jax.jit`.
 
         Args:
-            params: The tree of `stack`, sharded as `specs` returns.
+            params: The tree of `stack`, sharded by `shardings`.
             inputs: Microbatches with leaves [M, B, ...]; B is sharded over `data` and `fsdp`.
-            key: Random key of the step, if layers take one. Each microbatch and layer gets a key that is folded from it.
-            carried: Carried state of every layer as the step begins.
-            observed: Observed state of all layers as the step begins; None before the first step.
+            key: Random key of the step; None if layers take no key. Each microbatch and layer gets a key folded from it.
+            carried: Carried state of every layer at the beginning of the step; empty if layers carry no state.
+            observed: Observed state of all layers at the beginning of the step; None before the first step.
 
         Returns:
             The mean loss, a float32 scalar; the mean gradients in float32, like `params`; the reduced carried state of every
@@ -139,7 +151,11 @@ class Pipeline(Placement, StageFunctions):
     def _chunks(
         self, layers: Tree, carried: list[Tree], table_CN: Array, shards: list[Tree], *, has_key: bool
     ) -> tuple[list[list[Tree]], list[tuple[Tree, Tree]]]:
-        """Returns the parameters of each chunk of this rank: sharded over `fsdp`, and gathered with the other stage inputs."""
+        """Returns the parameters of each chunk of this rank.
+
+        Returns:
+            The `fsdp` shards of the parameters, and the gathered parameters with the other inputs of the stage.
+        """
         layout = self.layout
         chunks, given = jax.tree.map(lambda leaf: leaf[0], layers), []
         states = self.carried.pick(carried, table_CN) if carried else {}
@@ -147,7 +163,7 @@ class Pipeline(Placement, StageFunctions):
             extra = {"carried": jax.tree.map(lambda leaf, c=c: leaf[c], states)}
             if not layout.is_even:
                 extra["active"] = self.own(layout.active()[:, c, -1])
-                # Padding computes with the parameters of the first layer. With zeros, derivatives may not exist, and a
+                # Padding computes with the parameters of the stage's first layer. With zeros, a derivative may be NaN, and a
                 # masked NaN is still NaN.
                 own = chunks[c] = [*own[:-1], jax.tree.map(partial(jnp.where, extra["active"]), own[-1], own[0])]
             if has_key:
@@ -156,7 +172,7 @@ class Pipeline(Placement, StageFunctions):
         return chunks, given
 
     def _mean_grads(self, state: State, shards: Tree) -> Tree:
-        """Returns the mean gradients over microbatches and data ranks, like the parameters of `step`."""
+        """Returns the mean gradients over microbatches and data ranks, in the tree of the parameters of `step`."""
         batch = batch_axes(self.mesh)
         summed = jax.tree_util.tree_map_with_path(
             lambda path, g: g if self.pipe_axis(path) is not None else lax.psum(g, AXIS), state.outer
@@ -164,13 +180,13 @@ class Pipeline(Placement, StageFunctions):
         grads = {"outer": summed, "layers": [_without_padding(*given) for given, _ in state.grads]}
         if fsdp.AXIS in batch:
             grads = jax.tree.map(lambda shard, g: shard.scatter(g) / self.mesh.shape[fsdp.AXIS], shards, grads)
-        # Divided last, because amax histories and losses that layers attach need the unscaled loss of a microbatch.
+        # Divided last, because amax histories and attached losses of layers need the unscaled loss of a microbatch.
         data, count = tuple(axis for axis in batch if axis != fsdp.AXIS), self.schedule.num_microbatches
         grads = jax.tree.map(lambda g: lax.pmean(g, data) / count, grads)
         return grads | {"layers": jax.tree.map(lambda g: g[None], grads["layers"])}
 
     def own(self, table: np.ndarray) -> Array:
-        """Returns the row of a table that belongs to this rank."""
+        """Returns the row of this rank from a table with a leading axis of ranks. Call it under `jax.shard_map`."""
         return lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(AXIS), keepdims=False)
 
     def _on_mesh(self, run: Callable[..., Any], params: Tree, out_specs: Any) -> Callable[..., Any]:
@@ -179,53 +195,64 @@ class Pipeline(Placement, StageFunctions):
             mesh=self.mesh,
             in_specs=(self.specs(params), PartitionSpec(None, batch_axes(self.mesh)), *[PartitionSpec()] * 3),
             out_specs=out_specs,
-            # Idle ranks compute results that are discarded. The types of varying values cannot express that.
+            # Idle ranks compute results that are discarded, which the types of varying values cannot express.
             check_vma=False,
         )
 
     def tables(self) -> ScheduleTables:
-        """Returns the tables that the runtime plays."""
+        """Returns the schedule tables for the runtime."""
         return tabulate(self.schedule, writing="makers" if self.runtime == "aligned" else "all")
 
     # --- Shapes ---
 
     def inputs(self, params: Tree, inputs: Tree) -> tuple[Any, ...]:
-        """Returns the shapes of x between stages and of the context, if layers take one.
+        """Computes the shapes of the arguments of a stage after its parameters.
 
         Args:
             params: Shapes of the parameters of `step`.
-            inputs: Shapes of the microbatches.
+            inputs: Shapes of the microbatches of `step`.
+
+        Returns:
+            The shape of x between stages on one data rank, followed by the context if layers take one.
         """
-        found: list[Any] = []
+        args: list[Any] = []
         shards = self.fsdp_shards(params)["outer"]
 
         # Traced on the mesh, because an embedding may use the mesh axes.
         def embed(params: Tree, inputs: Tree, *_: Any) -> None:
             first = jax.tree.map(lambda leaf: leaf[0], inputs)
             outer = _gathered(shards, params["outer"])
-            found.extend((jax.eval_shape(self.model.embed, outer, first), *jax.eval_shape(self.model.context_of, first)))
+            args.extend((jax.eval_shape(self.model.embed, outer, first), *jax.eval_shape(self.model.context_of, first)))
 
         jax.eval_shape(self._on_mesh(embed, params, None), params, inputs, None, [], None)
-        # Without shardings: these shapes are used outside the mesh.
-        return tuple(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), found))
+        # Without shardings, because these shapes are used outside the mesh.
+        return tuple(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), args))
 
     def layer_shapes(self, params: Tree, inputs: Tree) -> tuple[Tree, tuple[Any, ...]]:
-        """Returns `stage_shapes` of a stage of one layer, and the shapes of its other arguments. Takes those of `inputs`."""
+        """Computes the shapes of the arguments of a stage with one layer.
+
+        Args:
+            params: Shapes of the parameters of `step`.
+            inputs: Shapes of the microbatches of `step`.
+
+        Returns:
+            The results of `stage_shapes` and of `inputs`.
+        """
         return self.stage_shapes(without_ranks(params["layers"][0][:1])), self.inputs(params, inputs)
 
     def stage_shapes(self, layers: list[Tree]) -> Tree:
-        """Returns the shapes of the first argument of a stage with these layers, without prepared weights."""
+        """Returns the shapes of (given, observed, None), the first argument of a stage with these layers."""
         given = jax.eval_shape(self.cast, layers), {"carried": self.carried.bits(len(layers))}
         return given, jax.eval_shape(partial(self.precision.state, len(layers))), None
 
 
 def _gathered(shards: Tree, parts: Tree) -> Tree:
-    """Returns parameters that are gathered over `fsdp`."""
+    """All-gathers parameters over `fsdp`."""
     return jax.tree.map(lambda shard, part: shard.gather(part), shards, parts)
 
 
 def _without_padding(grads: list[Tree], extra: Tree) -> list[Tree]:
-    """Returns the gradients of the layers of a stage, zeros for padding."""
+    """Replaces the gradients of a padding layer by zeros."""
     if "active" not in extra:
         return grads
     return [*grads[:-1], jax.tree.map(lambda g: jnp.where(extra["active"], g, jnp.zeros((), g.dtype)), grads[-1])]
@@ -235,4 +262,4 @@ def _check_aligned(schedule: Schedule) -> None:
     """Raises OrderError if the aligned runtime cannot play a schedule."""
     phases(tabulate(schedule, writing="makers").table)
     if any((order.kinds == BACKWARD).any() for order in schedule):
-        raise OrderError(f"{schedule.name} has backwards that are not split; the aligned runtime plays dgrads and wgrads")
+        raise OrderError(f"{schedule.name} has combined backwards: must have dgrads and wgrads for the aligned runtime")

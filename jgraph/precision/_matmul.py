@@ -1,11 +1,11 @@
-"""The FP8 matmul y = x * w, with w a parameter, and its dgrad and wgrad.
+"""The FP8 matmul y = x @ w with a parameter w, and its dgrad and wgrad.
 
-Hopper contracts both operands of an FP8 matmul over their last axis, so every operand is stored as rows and as columns, the
-transpose. It is quantized once: x in the forward pass, for wgrad too; dy in the backward pass, for dgrad and wgrad; w once per
-step (`transform.py`).
+Hopper contracts both operands of an FP8 matmul over their last axis, so every operand is stored as rows and as columns (the
+transpose). Each operand is quantized once: x in the forward pass, also for wgrad; dy in the backward pass, for dgrad and wgrad;
+w once per step (`transform.py`).
 
-A grouped matmul has one scale for all groups. Its wgrad is in bfloat16: FP8 operands are read along the contracted rows, and a
-group may start at any row.
+A grouped matmul has one scale for all groups. Its wgrad is in bfloat16: an FP8 wgrad would contract over the rows of a group,
+and a group may start at any row.
 """
 
 # M rows of x, K contracted, N columns of w; G groups
@@ -34,8 +34,8 @@ from jgraph.precision.scaling import FP8Array, checked_scale, scale_for
 from jgraph.scopes import scope
 from jgraph.tree import PyTree
 
-_SAVED = "fp8"  # The split backward saves values of this name instead of recomputing them.
-_MULTIPLE = 16  # cuBLASLt requires it of M, K and N.
+_SAVED = "fp8"  # The split backward saves values with this checkpoint name instead of recomputing them.
+_MULTIPLE = 16  # cuBLASLt requires M, K and N to be multiples of 16.
 
 _Saved: TypeAlias = Literal["columns", "x"]
 
@@ -52,9 +52,9 @@ class Tap(NamedTuple):
 
     Attributes:
         weight: The quantized w.
-        scales: float32 [3], of x, w and dy. None for scales from the arrays themselves.
-        amax: float32 [3], not read; its cotangent is the amax of x, w and dy. None for no observation.
-        delayed: Not read; its cotangent holds the operands of wgrad, and w has no gradient. None computes wgrad at once.
+        scales: float32 [3], scales of x, w and dy. None computes scales from the arrays (current scaling).
+        amax: float32 [3], not read. Its cotangent is the amax of x, w and dy. None observes nothing.
+        delayed: Not read. Its cotangent holds the operands of wgrad, and w has no gradient. None computes wgrad in backward.
     """
 
     weight: FP8Array
@@ -68,8 +68,8 @@ class DotLayout(NamedTuple):
 
     Attributes:
         site: The matmul.
-        x_axes: The axes of x, the contracted ones last.
-        w_axes: The axes of w, the contracted ones first.
+        x_axes: Axes of x, the contracted axes last.
+        w_axes: Axes of w, the contracted axes first.
         sizes: M, K and N.
     """
 
@@ -80,6 +80,7 @@ class DotLayout(NamedTuple):
 
     @classmethod
     def of(cls, site: DelayedProduct) -> "DotLayout":
+        """Reads the layout from the dimension numbers of a `dot_general`."""
         (contract, _), x, w = site.eqn.params["dimension_numbers"], site.x_aval.shape, site.w_aval.shape
         x_last, w_first = contract[site.data], contract[site.weight]
         x_first, w_last = [i for i in range(len(x)) if i not in x_last], [i for i in range(len(w)) if i not in w_first]
@@ -100,16 +101,16 @@ class DotLayout(NamedTuple):
         return dy.reshape(m, n) if self.site.data == 0 else dy.reshape(n, m).T
 
     def forward(self, x: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
-        """Computes y."""
+        """Computes y in `dtype`, in the shape of the original matmul."""
         y_MN = _dot((x.rows, x.scale), (w.columns, w.scale), dtype, "fast")
         return (y_MN if self.site.data == 0 else y_MN.T).reshape(aval_of(self.site.eqn.outvars[0]).shape)
 
     def dgrad(self, dy: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
-        """Computes dx."""
+        """Computes dx in `dtype`, in the shape of x."""
         return _restored(_dot((dy.rows, dy.scale), (w.rows, w.scale), dtype, "full"), self.site.x_aval.shape, self.x_axes)
 
     def wgrad(self, x: _Operand, dy: _Operand, extra: _Extra, dtype: DTypeLike, barrier: bool = True) -> Array:
-        """Computes dw. Without `barrier`, XLA can fuse the sum of dw and an accumulator into an FP8 matmul."""
+        """Computes dw in `dtype`, in the shape of w. Without `barrier`, XLA can fuse the addition to an accumulator."""
         if isinstance(x, tuple):
             dw_KN = _dot(x, dy, dtype, "full", barrier)  # pyright: ignore[reportArgumentType]
         else:
@@ -119,11 +120,16 @@ class DotLayout(NamedTuple):
 
 
 class GroupedLayout(NamedTuple):
-    """A `grouped_dot`, with the sizes M, K and N of all groups together."""
+    """A `grouped_dot` as a matmul, with the methods of `DotLayout`.
+
+    Attributes:
+        sizes: M of all groups together, K and N.
+    """
 
     sizes: tuple[int, int, int]
 
     def x_matrix(self, x_MK: Array) -> Array:
+        """Returns x as [M, K]."""
         return x_MK
 
     def w_matrix(self, w_GKN: Array) -> Array:
@@ -131,18 +137,22 @@ class GroupedLayout(NamedTuple):
         return w_GKN.reshape(-1, w_GKN.shape[-1])
 
     def dy_matrix(self, dy_MN: Array) -> Array:
+        """Returns dy as [M, N]."""
         return dy_MN
 
     def forward(self, x: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
+        """Computes y in `dtype`."""
         _, k, n = self.sizes
         w_NGK = w.columns.reshape(n, -1, k)
         return grouped_dot_fp8(x.rows, w_NGK, extra[0], 1 / x.scale / w.scale, order="NGK").astype(dtype)
 
     def dgrad(self, dy: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
+        """Computes dx in `dtype`."""
         w_GKN = w.rows.reshape(-1, *self.sizes[1:])
         return grouped_dot_fp8(dy.rows, w_GKN, extra[0], 1 / dy.scale / w.scale, order="GNK").astype(dtype)
 
     def wgrad(self, x: Any, dy: Any, extra: _Extra, dtype: DTypeLike) -> Array:
+        """Computes dw in `dtype` from bfloat16 or float32 operands."""
         return grouped_wgrad(x, dy, *extra, dtype=dtype)
 
 
@@ -166,7 +176,7 @@ def unsupported(site: DelayedProduct, config: FP8Config) -> str:
     if site.name not in ("dot_general", GROUPED):
         return f"a {site.name}"
     if site.name == GROUPED and len({*formats(config)}) > 1 and jax.__version_info__ < (0, 12):
-        # Also on devices without the kernel: a run that resumes on another device needs the same history entries.
+        # Refused also on devices without the kernel: a run that resumes on another device needs the same history entries.
         return f"a {GROUPED}, which needs `fp8.format` e4m3 before jax 0.12"
     if site.name != GROUPED and any(site.eqn.params["dimension_numbers"][1]):
         return "it has batch dimensions"
@@ -184,16 +194,19 @@ def unsupported(site: DelayedProduct, config: FP8Config) -> str:
 def fp8_matmul(
     config: FP8Config, site: DelayedProduct, x: Array, w: Array, extra: _Extra, tap: Tap, saved: _Saved = "columns"
 ) -> Array:
-    """Computes a matmul in FP8, grouped or not.
+    """Computes a matmul or grouped matmul in FP8.
 
     Args:
         config: The recipe.
         site: The matmul.
-        x: The data.
-        w: The weight, which is not read. Its gradient has the dtype of `w`.
+        x: The data operand, bfloat16 or float32.
+        w: The weight. Only its dtype is read, which is the dtype of its gradient.
         extra: The other operands: the group sizes of a grouped matmul.
         tap: The quantized weight, the scales and the taps.
-        saved: Residual for an FP8 wgrad. `x` is quantized a second time in the backward pass.
+        saved: Residual for an FP8 wgrad: the quantized `columns` of x, or `x` itself, which backward quantizes again.
+
+    Returns:
+        The result in the shape and dtype of the original matmul.
     """
     layout, (x_dtype, _, dy_dtype), w_dtype = layout_of(site), formats(config), w.dtype
     quantizes_wgrad, is_delayed = wgrad_precision(site, config) == "fp8", tap.delayed is not None
@@ -206,7 +219,7 @@ def fp8_matmul(
     def forward(x: Array, w: Array, extra: _Extra, tap: Tap) -> tuple[Array, PyTree]:
         x_fp8 = _quantize(layout.x_matrix(x), tap.scales, 0, x_dtype, "both" if saves_columns else "rows")
         y = layout.forward(x_fp8, tap.weight, extra, aval_of(site.eqn.outvars[0]).dtype)
-        # Named, because the split backward would otherwise recompute the columns from x, which may have more bytes.
+        # Named, because otherwise the split backward saves x, which may have more bytes, and recomputes the columns.
         residual = checkpoint_name(x_fp8.columns, _SAVED) if saves_columns else x
         return y, (residual, x_fp8.scale, x_fp8.amax, extra, tap._replace(delayed=None))
 
@@ -221,7 +234,7 @@ def fp8_matmul(
         operands: Any = ((x, x_scale), (dy_fp8.columns, dy_fp8.scale)) if quantizes_wgrad else (x, dy)
         observed = None if tap.amax is None else jnp.stack([x_amax, tap.weight.amax, dy_fp8.amax])
         dw = None if is_delayed else layout.wgrad(operands[0], operands[1], extra, w_dtype)
-        # The barrier makes every operand an array of its own. XLA on a CPU fails without it if a program contains both parts.
+        # The barrier makes every operand a separate array. Without it, XLA on a CPU fails for a program with dgrad and wgrad.
         delayed = jax.tree.map(lax.optimization_barrier, operands) if is_delayed else None
         return dx, dw, None, Tap(None, None, observed, delayed)  # pyright: ignore[reportArgumentType]
 
@@ -230,35 +243,36 @@ def fp8_matmul(
 
 
 def _quantize(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, want: Want) -> FP8Array:
-    """Quantizes a matrix by entry `which` of the scales of a `Tap`, or by its own amax."""
+    """Quantizes a matrix with `scales[which]`, or with a scale from its amax if `scales` is None."""
     with scope("quantize"):
         if scales is None:
             known = checkpoint_name(amax(x_MK), _SAVED)
             scale = scale_for(known, dtype)
         else:
             known, scale = None, scales[which]
-        found = cast_transpose(x_MK, scale, dtype, want=want)
+        quantized = cast_transpose(x_MK, scale, dtype, want=want)
         # Named, so that a split saves this output. Otherwise it saves a value inside the jitted kernel and changes the kernel.
-        largest = checkpoint_name(found.amax, _SAVED) if known is None else known
-        return FP8Array(found.rows, found.columns, checked_scale(scale, largest), largest)  # pyright: ignore[reportArgumentType]
+        largest = checkpoint_name(quantized.amax, _SAVED) if known is None else known
+        return FP8Array(quantized.rows, quantized.columns, checked_scale(scale, largest), largest)  # pyright: ignore[reportArgumentType]
 
 
 def _dot(a: _Scaled, b: _Scaled, dtype: DTypeLike, accumulation: Literal["fast", "full"], barrier: bool = True) -> Array:
-    """Multiplies FP8 matrices [M, K] and [N, K] over their last axes.
+    """Contracts FP8 matrices [M, K] and [N, K] over K, and returns [M, N] in `dtype`.
 
-    XLA recognizes an FP8 matmul by its operands: each is converted and multiplied by a scalar. The scalars become arguments of
-    the cuBLASLt call. `full` accumulation adds partial sums of the tensor cores in float32; `fast` accumulation has about 14
-    bits.
+    XLA recognizes an FP8 matmul by the conversion of each operand and its multiplication by a scalar. The scalars become
+    arguments of the cuBLASLt call. `full` accumulation adds the partial sums of the tensor cores in float32. `fast`
+    accumulation has about 14 bits.
     """
     a_MK, b_NK = (q.astype(jnp.bfloat16) * (1 / scale).astype(jnp.bfloat16) for q, scale in (a, b))
     precision = lax.Precision.DEFAULT if accumulation == "fast" else lax.Precision.HIGHEST
     y = lax.dot_general(a_MK, b_NK, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=dtype)
-    # Without the barrier, XLA makes a following GELU the epilogue. No FP8 kernel has one, and the compilation fails.
+    # Without the barrier, XLA makes a following GELU the epilogue of the matmul. No FP8 kernel has this epilogue, so the
+    # compilation fails.
     return lax.optimization_barrier(y) if barrier else y
 
 
 def _restored(matrix: Array, shape: Sequence[int], axes: Sequence[int]) -> Array:
-    """Inverts a transpose and a reshape to a matrix."""
+    """Reshapes and transposes a matrix back to an array of `shape`. `axes` is the axis order of the matrix."""
     return jnp.transpose(matrix.reshape([shape[i] for i in axes]), np.argsort(axes).tolist())
 
 
@@ -266,11 +280,12 @@ def _restored(matrix: Array, shape: Sequence[int], axes: Sequence[int]) -> Array
 class DelayedFP8Product(DelayedProduct):
     """An FP8 matmul with a delayed weight gradient.
 
-    Wgrad reads the columns of x and dy, which are the cotangents of a tap. Dgrad has quantized dy. Wgrad quantizes x again if
-    dgrad keeps the inputs of x anyway, such as the input of a norm or of GELU. Otherwise the forward pass saves the columns.
+    wgrad reads the FP8 columns of x and dy, which are the cotangents of a tap. dgrad quantizes dy. dgrad also quantizes x again
+    if it has the inputs of x as residuals anyway, such as the input of a norm or of GELU. Otherwise, the forward pass saves the
+    columns of x.
 
     Attributes:
-        config: The recipe. x and dy are stashed unquantized if wgrad is in bfloat16, as for grouped matmuls.
+        config: The recipe. If its wgrad is in bfloat16, as for grouped matmuls, x and dy are stashed unquantized.
         saved: Residual of the forward pass for wgrad, see `fp8_matmul`.
     """
 
@@ -278,10 +293,12 @@ class DelayedFP8Product(DelayedProduct):
     saved: _Saved = "x"
 
     def computed_as(self) -> Any:
+        """Shapes [M, K] and [N, K], contracted over their last axes."""
         m, k, n = DotLayout.of(self).sizes
         return (m, k), (n, k), (((1,), (1,)), ((), ()))
 
     def tap(self) -> Any:
+        """Zeros in the shapes of the FP8 columns of x and dy with their scales."""
         if wgrad_precision(self, self.config) == "bf16":
             return super().tap()
         (m, k, n), (x_dtype, _, dy_dtype) = DotLayout.of(self).sizes, formats(self.config)
@@ -293,18 +310,21 @@ class DelayedFP8Product(DelayedProduct):
         return zeros(self.x_aval, k, x_dtype), zeros(aval_of(self.eqn.outvars[0]), n, dy_dtype)
 
     def multiply(self, x: Array, w: Array, extra: _Extra, tap: Any, given: Tap) -> Array:
+        """Computes the matmul in FP8. `given` has the quantized weight and the scales."""
         return fp8_matmul(self.config, self, x, w, extra, given._replace(delayed=tap), saved=self.saved)
 
     def keeping_x(self) -> "DelayedFP8Product":
+        """Saves the FP8 columns of x in the forward pass."""
         return replace(self, saved="columns")
 
     def weight_gradient(self, tap: Any, extra: _Extra, dtype: Any) -> Array:
+        """Loops over the iterations of the enclosing scans, because XLA does not recognize a batched FP8 matmul."""
         if wgrad_precision(self, self.config) == "bf16":
             return super().weight_gradient(tap, extra, dtype)
 
-        def one(tap: Any) -> Array:
+        def wgrad(tap: Any) -> Array:
             return DotLayout.of(self).wgrad(tap[0], tap[1], extra, dtype, barrier=False)
 
         for _ in self.lead:
-            one = partial(lax.map, one)  # pyright: ignore[reportAssignmentType] - XLA does not recognize a batched FP8 matmul.
-        return one(tap)
+            wgrad = partial(lax.map, wgrad)  # pyright: ignore[reportAssignmentType]
+        return wgrad(tap)

@@ -1,4 +1,4 @@
-"""The loss function of a step, with or without FP8 matmuls, behind one interface. Describes the FP8 matmuls for the log."""
+"""One interface for the loss function of a step, with and without FP8 matmuls. Describes the FP8 matmuls for the log."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +21,11 @@ _Loops: TypeAlias = Literal["none", "microbatches"]
 
 
 class Prepared(NamedTuple):
-    """The result of the work that a step does once for all microbatches.
+    """Results that `StepLoss.prepare` computes once per step, for all microbatches.
 
     Attributes:
         parts: Arrays that replace parameters, by parameter name. They are sharded like the parameters.
-        apply: `apply(params, observed, parts, *args)` computes the loss from unsharded parameters and unsharded `parts`.
+        apply: `apply(params, observed, parts, *args)` computes the loss of a microbatch from unsharded parameters and `parts`.
     """
 
     parts: _Parts
@@ -34,17 +34,17 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepLoss:
-    """A loss function `fn(params, *args)`. Subclasses add work that is done once per step, and state from the backward pass.
+    """A loss function `fn(params, *args)`. Subclasses add work that runs once per step, and state from the backward pass.
 
     Attributes:
-        fn: The function.
+        fn: The loss function.
     """
 
     fn: Callable[..., Any]
 
     @property
     def observed(self) -> PyTree:
-        """Shapes of the state. The cotangent of the state is the new state."""
+        """Shapes and dtypes of the observed state. The cotangent of the observed state is the new state."""
         return {}
 
     @property
@@ -55,36 +55,41 @@ class StepLoss:
     def prepare(
         self, whole: PyTree, parts: _Parts, observed: PyTree, args: _Args, over_devices: _Amax = None, uncast: bool = False
     ) -> Prepared:
-        """Does the work of a step before its microbatches.
+        """Prepares a step, before its first microbatch.
 
         Args:
-            whole: Shapes of the parameters as the loss function takes them, in the model's own tree.
+            whole: Shapes and dtypes of the parameters of the loss function, in the model's own tree.
             parts: The parameters by name, or their local shards.
-            observed: State at the beginning of the step.
+            observed: Observed state at the beginning of the step.
             args: Arguments of the loss function for one microbatch, arrays or shapes.
-            over_devices: Returns the amax of a parameter from its name and the amax of the local shard. None if `parts` are not
-                sharded.
-            uncast: Whether a matmul returns the gradient of its parameter in the dtype of the parameter, without casts to the
-                dtype that the loss function takes.
+            over_devices: `over_devices(name, amax)` reduces the amax of a parameter's local shard over devices. None if `parts`
+                are not sharded.
+            uncast: True if a matmul returns the gradient of its parameter in the dtype of the parameter. False if the gradient
+                passes through the casts between the parameter and the matmul.
+
+        Returns:
+            The arrays and the function that every microbatch uses.
         """
         return Prepared({}, lambda params, observed, parts, *args: self.fn(params, *args))
 
     def traced(self, part: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """Returns a differentiated function with the fusions that the loss needs."""
+        """Applies the fusions of the loss to a differentiated function."""
         return part
 
     def describe(self, executables: Sequence[jax.stages.Compiled]) -> list[str]:
-        """Returns lines for the log about a step with these executables."""
+        """Returns lines for the log that describe a step with the given executables."""
         return []
 
 
 @dataclass(frozen=True, eq=False)
 class FP8Loss(StepLoss):
-    """A loss function with FP8 matmuls. It quantizes weights once per step. Its state is the amax history of delayed scaling.
+    """A loss function with FP8 matmuls.
+
+    Quantizes the weights once per step. The observed state is the amax history of delayed scaling.
 
     Attributes:
-        function: The function with FP8 matmuls.
-        trace: Its trace for the shapes of a microbatch.
+        function: The loss function with FP8 matmuls.
+        trace: Trace of `function` for the shapes of a microbatch.
     """
 
     function: FP8Function
@@ -92,13 +97,16 @@ class FP8Loss(StepLoss):
 
     @classmethod
     def of(cls, fn: Callable[..., Any], config: FP8Config, params: PyTree, args: _Args) -> Self:
-        """Finds the matmuls of a loss function.
+        """Traces a loss function and selects its FP8 matmuls.
 
         Args:
-            fn: `fn(params, *args)`.
+            fn: The loss function `fn(params, *args)`.
             config: The recipe.
-            params: Shapes of the parameters.
-            args: Shapes of the other arguments.
+            params: Parameters, arrays or shapes.
+            args: The other arguments for one microbatch, arrays or shapes.
+
+        Returns:
+            The loss function with FP8 matmuls.
 
         Raises:
             ConfigError: If no matmul can be in FP8, or the recipe does not fit the parameters.
@@ -108,24 +116,27 @@ class FP8Loss(StepLoss):
 
     @property
     def observed(self) -> PyTree:
+        """Shapes of the amax history; {} for current scaling."""
         return jax.eval_shape(self.trace.init)
 
     @property
     def prepared(self) -> tuple[str, ...]:
+        """Names of the parameters that are weights of FP8 matmuls."""
         return self.trace.weights
 
     @property
     def result(self) -> Any:
-        """The result of the function, with zeros in place of arrays."""
+        """The result of the loss function with 0 in place of each array."""
         return jax.tree.unflatten(self.trace.structure, [0] * self.trace.structure.num_leaves)
 
     def averaged(self, num_losses: int) -> Self:
-        """Returns the loss for a step that averages `num_losses` losses."""
+        """Returns a copy for a step that averages `num_losses` losses; see `observe`."""
         return replace(self, function=replace(self.function, num_losses=num_losses))
 
     def prepare(
         self, whole: PyTree, parts: _Parts, observed: PyTree, args: _Args, over_devices: _Amax = None, uncast: bool = False
     ) -> Prepared:
+        """Quantizes the weights. Sharded weights are cast to FP8 before they are gathered."""
         trace = self.function.plan(whole, *args)
         scales = trace.scales(parts, observed, over_devices)
         if over_devices is None:
@@ -138,9 +149,11 @@ class FP8Loss(StepLoss):
         return Prepared(trace.cast(parts, scales), apply)
 
     def traced(self, part: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """Fuses elementwise functions into the quantization kernels, see `fused`."""
         return fused(part)
 
     def describe(self, executables: Sequence[jax.stages.Compiled]) -> list[str]:
+        """Returns one line with the numbers of traced and compiled FP8 matmuls."""
         return [describe(self.trace.products, self.function.config, count(executables))]
 
 
@@ -151,7 +164,8 @@ def describe(products: Sequence[Product], config: FP8Config, compiled: FP8Produc
         products: All matmuls with a parameter, from `FP8Trace.products`.
         config: The recipe.
         compiled: The matmuls of the compiled step, from `count`. None if the device emulates FP8.
-        loops: Whether the compiled step has loops over `microbatches` and stages. The traced and compiled counts then differ.
+        loops: `microbatches` if the compiled step loops over microbatches and stages, so that the number of compiled matmuls
+            differs from the number of traced ones; else `none`.
 
     Returns:
         The line.
@@ -171,9 +185,16 @@ def describe(products: Sequence[Product], config: FP8Config, compiled: FP8Produc
 
 
 def count(executables: Sequence[jax.stages.Compiled]) -> FP8Products | None:
-    """Counts the FP8 matmuls of the executables that a step runs. Returns None if the device emulates FP8."""
+    """Counts the compiled FP8 matmuls of a step.
+
+    Args:
+        executables: The executables that a step runs, repeated for each run.
+
+    Returns:
+        The numbers of matmuls and transposes. None if the device is not a GPU and emulates FP8.
+    """
     if jax.default_backend() != "gpu":
         return None
     counts = {id(executable): FP8Products.of(executable) for executable in executables}
-    found = [counts[id(executable)] for executable in executables]
-    return FP8Products(sum(one.products for one in found), sum(one.transposes for one in found))
+    runs = [counts[id(executable)] for executable in executables]
+    return FP8Products(sum(run.products for run in runs), sum(run.transposes for run in runs))

@@ -1,7 +1,7 @@
 """Power-of-two scales of FP8 arrays, from the largest magnitude (amax) of the array or from a history of it.
 
-An array x is stored as q = x * scale in FP8, and its value is q / scale. A power of two makes both exact, except for the
-rounding of q. Delayed scaling follows Transformer Engine (docs/features/low_precision_training/fp8_delayed_scaling): it uses
+An array x is stored as q = x * scale in FP8, and its value is q / scale. If the scale is a power of two, only the rounding of q
+loses precision. Delayed scaling follows Transformer Engine (docs/features/low_precision_training/fp8_delayed_scaling): it uses
 the maximum or the most recent entry of an amax history, and a margin.
 """
 
@@ -27,7 +27,7 @@ class FP8Array(NamedTuple):
     Attributes:
         rows: FP8 [M, N]; None if not requested.
         columns: FP8 [N, M], the transpose; None if not requested.
-        scale: float32 scalar that the matrix was multiplied by, from `checked_scale`.
+        scale: float32 scalar from `checked_scale`. The matrix was multiplied by it.
         amax: float32 scalar, largest magnitude of the matrix.
     """
 
@@ -40,12 +40,12 @@ class FP8Array(NamedTuple):
 class AmaxHistory(NamedTuple):
     """The state of delayed scaling for all matmuls of a function.
 
-    The amax of dy is stored in units of the gradient of the batch's mean loss. `observe` converts it, so a history does not
-    depend on the number of devices and microbatches that share a batch.
+    The amax of dy refers to the gradient of the batch's mean loss. `observe` converts it, so a history does not depend on the
+    number of devices and microbatches that share a batch.
 
     Attributes:
-        window: float32 [H, S, 3], amax of the previous steps, the latest first.
-        used: float32 [S, 3], the amax behind the scales of the last step; 0 before the first step.
+        window: float32 [H, S, 3], amax in the previous steps, the latest first.
+        used: float32 [S, 3], amax that the scales of the last step were computed from; 0 before the first step.
     """
 
     window: Array
@@ -53,15 +53,32 @@ class AmaxHistory(NamedTuple):
 
     @classmethod
     def zeros(cls, num_matmuls: int, num_steps: int) -> "AmaxHistory":
+        """Returns the state before the first step.
+
+        Args:
+            num_matmuls: S, the number of matmuls.
+            num_steps: H, the length of the history.
+
+        Returns:
+            A history of zeros.
+        """
         return cls(jnp.zeros((num_steps, num_matmuls, 3)), jnp.zeros((num_matmuls, 3)))
 
     def amax(self, config: FP8Config) -> Array:
-        """Returns the amax [S, 3] for the next scales. Zero and nonfinite entries become `used`, as in Transformer Engine."""
+        """Returns the amax [S, 3] for the next scales. `used` replaces zero or nonfinite entries, as in Transformer Engine."""
         reduced = self.window[0] if config.amax == "most_recent" else jnp.max(self.window, axis=0)
         return jnp.where((reduced > 0) & jnp.isfinite(reduced), reduced, self.used)
 
     def updated(self, amax_S3: Array, config: FP8Config) -> "AmaxHistory":
-        """Returns the history after a step with this amax."""
+        """Appends the amax of a step and drops the oldest entry.
+
+        Args:
+            amax_S3: float32 [S, 3], amax of x, w and dy in the step.
+            config: The recipe, for the reduction that gives `used`.
+
+        Returns:
+            The state after the step.
+        """
         return AmaxHistory(jnp.concatenate([amax_S3[None], self.window[:-1]]), self.amax(config))
 
 
@@ -69,12 +86,12 @@ def scale_for(amax: Array, dtype: DTypeLike, margin: int = 0) -> Array:
     """Computes the largest power of two that scales `amax` into the range of an FP8 dtype, divided by 2**margin.
 
     Args:
-        amax: float32.
+        amax: Nonnegative array of any shape, float32.
         dtype: The FP8 dtype.
-        margin: Binary orders of magnitude to leave free.
+        margin: Exponent of two by which the scale is reduced.
 
     Returns:
-        The scale, float32; 1 if `amax` is zero or not finite.
+        The scales, float32 in the shape of `amax`; 1 where `amax` is zero or not finite.
     """
     ratio = jnp.minimum(float(jnp.finfo(dtype).max) / amax.astype(jnp.float32), _LARGEST_SCALE)
     power = lax.bitcast_convert_type(lax.bitcast_convert_type(ratio, jnp.uint32) & _EXPONENT, jnp.float32)
@@ -82,7 +99,15 @@ def scale_for(amax: Array, dtype: DTypeLike, margin: int = 0) -> Array:
 
 
 def checked_scale(scale: Array, amax: Array) -> Array:
-    """Returns `scale`, or NaN if `amax` is not finite: quantization clips infinities, so a NaN scale must show them."""
+    """Replaces a scale by NaN if the array is not finite. Quantization clips infinities, so the scale must propagate them.
+
+    Args:
+        scale: float32.
+        amax: float32, largest magnitude of the array.
+
+    Returns:
+        `scale` where `amax` is finite, else NaN.
+    """
     return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
 
 
@@ -94,14 +119,15 @@ def observe(
     The cotangent of `history` is the history after the step, because only the backward pass knows the amax of dy.
 
     Args:
-        history: The state of S matmuls.
+        history: State of S matmuls before the step.
         config: The recipe.
         dtypes: FP8 dtypes of x, w and dy.
-        num_losses: Number of losses that are averaged into the batch's loss. Each is differentiated by itself, so its dy is
+        num_losses: Number of losses that are averaged into the batch's loss. Each is differentiated separately, so its dy is
             `num_losses` times as large as the dy of the batch's loss.
 
     Returns:
-        For each matmul its scales, float32 [3], and a tap, float32 [3], with the amax of x, w and dy as its cotangent.
+        S scales, float32 [3], of x, w and dy; and S taps, float32 [3], which are zero. The cotangent of a tap must be the amax
+        of x, w and dy of its matmul.
     """
     num_matmuls = history.used.shape[0]
     # The power of two is rounded up, so that no dy overflows.

@@ -1,7 +1,7 @@
-"""Computes the matmuls of a function in FP8: `fp8(fn, config)`.
+"""The transform `fp8(fn, config)`, which computes the matmuls of a function in FP8.
 
-The matmuls with parameters are found in the trace of the function, as in the split backward (`autodiff/find.py`). A matmul has
-the name of its parameter. `quantize` computes the FP8 weights once per step, for all microbatches.
+It finds the matmuls with parameters in the trace of the function, like the split backward (`autodiff/find.py`). A matmul is
+named after its parameter. `quantize` computes the FP8 weights once per step, for all microbatches.
 """
 
 import fnmatch
@@ -29,7 +29,7 @@ from jgraph.precision.scaling import AmaxHistory, FP8Array, checked_scale, obser
 from jgraph.scopes import scope
 from jgraph.tree import PyTree, is_router, leaf_names, matching
 
-# For each matmul of a function its weight, with the lengths of the scans around it in front; None if it is not in FP8.
+# The weight of each matmul of a function, with leading axes for the enclosing scans; None for a matmul that is not in FP8.
 Weights: TypeAlias = Sequence[FP8Array | None]
 
 
@@ -37,11 +37,11 @@ class Product(NamedTuple):
     """A matmul with a parameter.
 
     Attributes:
-        name: Name of the parameter, with `#2` for its second matmul.
+        name: Name of the parameter, with the suffix `#2` for a second matmul with it.
         sizes: M, K and N; None for a convolution and other operations that cannot be in FP8.
-        repeats: Number of executions in one call, in scans over layers.
-        kept: Reason why it is not in FP8; empty if it is in FP8.
-        wgrad: Precision of its wgrad if it is in FP8.
+        repeats: Number of executions per call: the product of the lengths of the enclosing scans.
+        kept: Reason why the matmul is not in FP8; empty if it is in FP8.
+        wgrad: Precision of wgrad if the matmul is in FP8.
     """
 
     name: str
@@ -55,8 +55,8 @@ class Scale(NamedTuple):
     """The scale of a parameter.
 
     Attributes:
-        scale: float32 scalar.
-        amax: float32 scalar. None if the kernel that quantizes the parameter computes it.
+        scale: float32 scalar. The parameter is multiplied by it.
+        amax: float32 scalar, largest magnitude of the parameter. None if the quantization kernel computes it later.
     """
 
     scale: Array
@@ -66,21 +66,21 @@ class Scale(NamedTuple):
 def fp8(fn: Callable[..., PyTree], config: FP8Config = FP8Config()) -> "FP8Function":  # noqa: B008 - frozen
     """Computes the matmuls of a function with its parameters in FP8, forward and backward.
 
-    Matmuls are found in the trace: those of Flax layers, `jnp.einsum` and `grouped_dot`, also in a scan over layers and in
-    `jax.checkpoint`. Matmuls in functions with a custom gradient and unsupported matmuls are unchanged. `plan(...).products`
-    gives the reasons.
+    Finds the matmuls in the trace of the function, including matmuls of Flax layers, `jnp.einsum` and `grouped_dot`, in a scan
+    over layers and in `jax.checkpoint`. Matmuls in functions with a custom gradient and unsupported matmuls are unchanged;
+    `plan(...).products` lists each matmul with the reason.
 
     Args:
         fn: A pure function `fn(params, *args)`.
         config: The recipe.
 
     Returns:
-        The function in FP8. Its `init` makes the state, its `apply` computes.
+        The function with FP8 matmuls. `init` returns its state, and `apply` computes it.
 
     Raises:
-        ConfigError: If `fn` is not a function or `config` not a recipe.
+        ConfigError: If `fn` is not a function or `config` is not an `FP8Config`.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, jgraph
         >>> params, x = {"w": jnp.ones((32, 16))}, jnp.ones((16, 32))
         >>> linear = jgraph.fp8(lambda params, x: x @ params["w"], jgraph.FP8Config(recipe="delayed"))
@@ -103,10 +103,10 @@ class FP8Function(OwnProducts):
     """A function with FP8 matmuls, from `fp8`. `jgraph.split_backward` accepts it in place of a function.
 
     Attributes:
-        fn: The function.
+        fn: The original function.
         config: The recipe.
         num_losses: Number of losses that are averaged into a batch's loss, see `observe`.
-        argument: Name of the argument that `fn` was passed as, for errors.
+        argument: Name of the user's argument that `fn` came from, for error messages.
     """
 
     fn: Callable[..., PyTree]
@@ -118,8 +118,8 @@ class FP8Function(OwnProducts):
         """Traces the function for arrays or shapes.
 
         Args:
-            params: The parameters.
-            *args: The other arguments of the function.
+            params: Parameters, arrays or shapes.
+            *args: The other arguments of the function, arrays or shapes.
 
         Returns:
             The trace with its matmuls.
@@ -136,29 +136,46 @@ class FP8Function(OwnProducts):
         products = _products(sites, names, self.config)
         if all(product.kept for product in products):
             reasons = "; ".join(f"{p.name}: {p.kept}" for p in products[:2]) or "no matrix is multiplied by a parameter"
-            message = f"`{self.argument}` must have a matmul that can be in FP8, and has none ({reasons})"
+            message = f"`{self.argument}` has no matmul that can be in FP8 ({reasons}): must have at least one"
             raise ConfigError(message, field=self.argument)
         structure = jax.tree.structure(traced.out_info)
         return FP8Trace(self.config, closed, block, sites, products, tuple(names), structure, self.num_losses)
 
     @cached_property
     def _jitted(self) -> Any:
-        return jax.jit(self.fn)  # It caches its traces.
+        return jax.jit(self.fn)  # jax.jit caches traces.
 
     def init(self, params: PyTree, *args: PyTree) -> PyTree:
-        """Returns the state before the first step, for arrays or shapes: an `AmaxHistory`, or {} for current scaling."""
+        """Creates the state before the first step.
+
+        Args:
+            params: Parameters, arrays or shapes.
+            *args: The other arguments of the function, arrays or shapes.
+
+        Returns:
+            An `AmaxHistory` for delayed scaling, {} for current scaling.
+        """
         return self.plan(params, *args).init()
 
     def quantize(self, params: PyTree, state: PyTree, *args: PyTree) -> Weights:
-        """Quantizes the weights for all calls of `apply` in a step. Returns them in the order of the matmuls."""
+        """Quantizes the weights for all calls of `apply` in a step.
+
+        Args:
+            params: Parameters in the dtypes they are trained in.
+            state: State before the step.
+            *args: The other arguments of the function, arrays or shapes.
+
+        Returns:
+            The quantized weight of each matmul, None for a matmul that is not in FP8.
+        """
         return self.plan(params, *args).quantize(params, state)
 
     def apply(self, params: PyTree, state: PyTree, *args: PyTree, weights: Weights | None = None) -> PyTree:
         """Computes `fn(params, *args)`.
 
         Args:
-            params: The parameters, in the dtypes they are trained in. They have gradients.
-            state: The state, from `init`. Its gradient is the state after this call. Take the maximum over microbatches.
+            params: Parameters in the dtypes they are trained in. Differentiable.
+            state: State from `init`. Its gradient is the state after this call. Over microbatches, take the maximum.
             *args: The other arguments of the function.
             weights: Weights from `quantize`; None quantizes them in this call.
 
@@ -168,6 +185,7 @@ class FP8Function(OwnProducts):
         return self.plan(params, *args).apply(params, state, weights, *args)
 
     def params(self, given: PyTree) -> PyTree:
+        """Returns the parameters in `given`, a tuple (params, state, weights)."""
         if not isinstance(given, tuple) or len(given) != 3:
             message = f"params is a {type(given).__name__}: must be the tuple (params, state, weights) for a function in FP8"
             raise SplitError(f"{message}; None as weights quantizes them in each call", field="params")
@@ -176,11 +194,12 @@ class FP8Function(OwnProducts):
     def bind(
         self, sites: Sequence[DelayedProduct], names: Sequence[str], given: PyTree, x: PyTree, extra: Sequence[PyTree]
     ) -> BoundProducts:
+        """Replaces the FP8 matmuls of a split by `DelayedFP8Product`. Their state is differentiated in dgrad."""
         trace, products = self.plan(given[0], x, *extra), _products(sites, names, self.config)
         quantized, delayed = ([p.name for p in found if not p.kept] for found in (trace.products, products))
         if quantized != delayed:
             name = next((name for name in quantized if name not in delayed), quantized[0])
-            message = f"the matmul with {name} is in FP8, and its weight gradient cannot be delayed"
+            message = f"the weight gradient of the FP8 matmul with {name} is not delayed"
             raise SplitError(f"{message}: add {name} to `keep` of the recipe, or to `delay` if you pass it", field="delay")
 
         def taps(given: PyTree) -> list[Any]:
@@ -193,6 +212,7 @@ class FP8Function(OwnProducts):
         return BoundProducts(bound, taps, [True] * len([*params, *state]) + [False] * len(weights))
 
     def traced(self, part: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """Fuses elementwise functions into the quantization kernels, see `fused`."""
         return fused(part)
 
 
@@ -202,13 +222,13 @@ class FP8Trace:
 
     Attributes:
         config: The recipe.
-        closed: The trace.
-        block: Its jaxpr with the matmuls.
+        closed: The traced jaxpr with its constants.
+        block: The jaxpr with the matmuls that were found in it.
         sites: The matmuls in the order of the equations.
         products: The description of each matmul.
-        names: Names of all parameters.
+        names: Names of all parameters, in the order of their leaves.
         structure: Tree structure of the result.
-        num_losses: Number of losses that are averaged into a batch's loss.
+        num_losses: Number of losses that are averaged into a batch's loss, see `observe`.
     """
 
     config: FP8Config
@@ -226,13 +246,21 @@ class FP8Trace:
         return tuple({self.weight_of(i): None for i, _, _ in self._entries()})
 
     def init(self) -> PyTree:
-        """Returns the state before the first step."""
+        """Returns the state before the first step: an `AmaxHistory`, or {} for current scaling."""
         if not self._is_delayed:
             return {}
         return AmaxHistory.zeros(sum(stop - start for _, start, stop in self._entries()), self.config.history)
 
     def quantize(self, params: PyTree, state: PyTree) -> Weights:
-        """Quantizes the weights. Returns them in the order of the matmuls."""
+        """Quantizes the weights of all FP8 matmuls.
+
+        Args:
+            params: The parameters, unsharded.
+            state: State before the step.
+
+        Returns:
+            The quantized weight of each matmul, None for a matmul that is not in FP8.
+        """
         named = dict(zip(self.names, jax.tree.leaves(params), strict=True))
         return self.views(named, self.scales(named, state))
 
@@ -244,41 +272,49 @@ class FP8Trace:
 
         Args:
             parts: The parameters by name, or their local shards.
-            state: The state before the step.
-            over_devices: Returns the amax of a parameter from its name and the amax of the local shard. None if `parts` are not
-                sharded.
+            state: State before the step.
+            over_devices: `over_devices(name, amax)` reduces the amax of a parameter's local shard over devices. None if `parts`
+                are not sharded.
 
         Returns:
             The scales, by parameter name.
         """
-        dtype, found = formats(self.config)[1], {}
+        dtype, scales = formats(self.config)[1], {}
         earlier = state.amax(self.config) if self._is_delayed else None
         for i, start, _ in self._entries():
-            if (name := self.weight_of(i)) in found:
+            if (name := self.weight_of(i)) in scales:
                 continue
             reads_all = math.prod(self.sites[i].lead) * self.sites[i].w_aval.size == parts[name].size
             largest: Any = None
             if earlier is None or over_devices is not None or not reads_all:
                 largest = amax(parts[name]) if over_devices is None else over_devices(name, amax(parts[name]))
             known, margin = (largest, 0) if earlier is None else (earlier[start, 1], self.config.margin)
-            found[name] = Scale(scale_for(known, dtype, margin), largest)
-        return found
+            scales[name] = Scale(scale_for(known, dtype, margin), largest)
+        return scales
 
     @scope("quantize")
     def cast(self, parts: Mapping[str, Array], scales: Mapping[str, Scale]) -> dict[str, Array]:
-        """Casts the weights, or their local shards, to FP8."""
+        """Casts the weights, or their local shards, to FP8.
+
+        Args:
+            parts: The parameters by name, or their local shards.
+            scales: The result of `scales`.
+
+        Returns:
+            The FP8 arrays, by parameter name.
+        """
         return {name: cast(parts[name], scale, formats(self.config)[1]) for name, (scale, _) in scales.items()}
 
     @scope("quantize")
     def views(self, arrays: Mapping[str, Array], scales: Mapping[str, Scale]) -> Weights:
-        """Computes the weight of every matmul from its parameter.
+        """Computes the quantized weight of every matmul from its parameter.
 
         Args:
-            arrays: The parameters by name, unsharded, in their own dtype or from `cast`.
-            scales: Their scales.
+            arrays: The parameters by name, unsharded; in their own dtype, or in FP8 from `cast`.
+            scales: The result of `scales`.
 
         Returns:
-            The weights in the order of the matmuls.
+            The quantized weight of each matmul, None for a matmul that is not in FP8.
         """
         dtype = formats(self.config)[1]
         matrices = self._weights([arrays[name] if name in scales else find.MISSING for name in self.names])
@@ -297,7 +333,16 @@ class FP8Trace:
         return views
 
     def taps(self, params: PyTree, state: PyTree, weights: Weights | None) -> list[Tap | None]:
-        """Returns the additional arguments of each FP8 matmul, else None. Quantizes `params` if `weights` is None."""
+        """Builds the additional arguments of the FP8 matmuls.
+
+        Args:
+            params: The parameters, unsharded.
+            state: State before the step.
+            weights: Quantized weights; None quantizes `params`.
+
+        Returns:
+            A `Tap` for each matmul, None for a matmul that is not in FP8.
+        """
         weights = weights or self.quantize(*jax.lax.stop_gradient((params, state)))
         taps: list[Tap | None] = [None] * len(self.sites)
         scales, observed = [], []
@@ -306,7 +351,7 @@ class FP8Trace:
         for i, start, stop in self._entries():
             weight, lead = weights[i], self.sites[i].lead
             assert weight is not None, "FP8 matmuls have FP8 weights"
-            # A pipeline packs the weights of its devices into one array, so scalars arrive with another shape.
+            # A pipeline packs the weights of its devices into one array, which changes the shape of the scalars.
             weight = weight._replace(scale=weight.scale.reshape(lead), amax=weight.amax.reshape(lead))
             stacked = [jnp.stack(rows[start:stop]).reshape(*lead, 3) if rows else None for rows in (scales, observed)]
             taps[i] = Tap(weight, *stacked)
@@ -316,11 +361,12 @@ class FP8Trace:
         """Computes the function.
 
         Args:
-            params: The parameters that were traced. The dtypes may be others; gradients have the dtypes of `params`.
-            state: As in `FP8Function.apply`.
-            weights: Weights from `views`, or None.
+            params: Parameters with the traced shapes. Their dtypes may differ from the traced ones; gradients have the dtypes
+                of `params`.
+            state: State before the step. Its gradient is the state after this call.
+            weights: Weights from `views`; None quantizes `params`.
             *args: The other arguments of the function.
-            uncast: Whether a matmul returns the gradient of its parameter without the casts between parameter and matmul.
+            uncast: True if the gradient of a matmul's parameter skips the casts between the parameter and the matmul.
 
         Returns:
             The result of the function.
@@ -330,7 +376,8 @@ class FP8Trace:
         whole = self._weights(leaves[: len(avals)]) if uncast else [None] * len(taps)
         given: list[tuple[Tap, Array | None] | None] = []
         for site, tap, w in zip(self.sites, taps, whole, strict=True):
-            # A weight that every iteration of a scan reads would be stacked once per iteration: accumulate in the scan instead.
+            # A weight that every iteration of a scan reads would be stacked once per iteration. Its gradient is accumulated in
+            # the scan instead.
             is_stacked = w is not None and w.size > leaves[min(site.params)].size
             given.append(None if tap is None else (tap, None if is_stacked else w))
 
@@ -345,7 +392,7 @@ class FP8Trace:
         return jax.tree.unflatten(self.structure, out)
 
     def weight_of(self, i: int) -> str:
-        """Returns the name of the parameter that is the weight of a matmul."""
+        """Returns the name of the parameter of matmul `i`."""
         (index,) = self.sites[i].params
         return self.names[index]
 
@@ -354,12 +401,12 @@ class FP8Trace:
         return self.config.recipe == "delayed"
 
     def _weights(self, params: Sequence[Any]) -> list[Any]:
-        """Returns the weight of each matmul in the dtype of its parameter, with the lengths of the scans around it in front."""
+        """Returns the weight of each matmul in the dtype of its parameter, with leading axes for the enclosing scans."""
         given = [*params, *[find.MISSING] * (len(self.closed.jaxpr.invars) - len(params))]
         return find.run_weights(self.block, [find.MISSING] * len(self.closed.consts), given, keep_dtype=True)[1]
 
     def _entries(self) -> Iterator[tuple[int, int, int]]:
-        """Yields the index of each FP8 matmul with the range of its entries in a history, one per iteration of a scan."""
+        """Yields (index, start, stop) for each FP8 matmul: its range of entries in an amax history, one per scan iteration."""
         start = 0
         for i, product in enumerate(self.products):
             if not product.kept:
@@ -370,7 +417,7 @@ class FP8Trace:
 def _view(
     matrix: Callable[[Array], Array], scale: Array, dtype: DTypeLike, implementation: str, w: Array
 ) -> tuple[Any, Any, Any]:
-    """Returns a weight as rows and columns in FP8, with its amax unless `w` is in FP8."""
+    """Returns the FP8 rows and columns of a weight, and its amax. The amax is None if `w` already is in FP8."""
     rows_KN = matrix(w)
     if rows_KN.dtype == dtype:
         return rows_KN, rows_KN.T, None
@@ -382,33 +429,33 @@ def _products(sites: Sequence[DelayedProduct], names: Sequence[str], config: FP8
     kept = {name for pattern in config.keep for name in _matching(pattern, names)}
     numbers = {number for site in sites for p in site.params if (number := _block_number(names[p])) is not None}
     if config.blocks == "inner" and not numbers:
-        raise ConfigError("`fp8.blocks` is inner: must be all for parameters without numbered blocks", field="fp8.blocks")
+        raise ConfigError("`fp8.blocks` is inner: must be all for a model without numbered blocks", field="fp8.blocks")
     ends = {min(numbers), max(numbers)} if config.blocks == "inner" else set()
     uses: Counter[str] = Counter()
-    found = []
+    products = []
     for site in sites:
-        own = [names[p] for p in sorted(site.params)]
-        name = "+".join(own)
+        weights = [names[p] for p in sorted(site.params)]
+        name = "+".join(weights)
         uses[name] += 1
-        if not kept.isdisjoint(own):
+        if not kept.isdisjoint(weights):
             reason = "kept by `fp8.keep`"
         elif is_router(name):
             reason = "a router"
-        elif any(_block_number(path) in ends for path in own):
+        elif any(_block_number(path) in ends for path in weights):
             reason = "kept by `fp8.blocks`"
         else:
             reason = unsupported(site, config)
         label = name if uses[name] == 1 else f"{name}#{uses[name]}"
         sizes = layout_of(site).sizes if site.name in (GROUPED, "dot_general") else None
-        found.append(Product(label, sizes, math.prod(site.lead), reason, wgrad_precision(site, config)))
-    return tuple(found)
+        products.append(Product(label, sizes, math.prod(site.lead), reason, wgrad_precision(site, config)))
+    return tuple(products)
 
 
 def _matching(pattern: str, names: Sequence[str]) -> list[str]:
-    """Returns the names that a pattern of `keep` matches. Only the default patterns may match no name."""
+    """Returns the parameter names that a pattern of `keep` matches. Only a default pattern may match none."""
     return fnmatch.filter(names, pattern) if pattern in DEFAULT_KEEP else matching(pattern, names, field="fp8.keep")
 
 
 def _block_number(name: str) -> int | None:
-    """Returns the number of a parameter's block: the first number in its path."""
+    """Returns the first number in a parameter's path, the index of its block; None if there is no number."""
     return next((int(part) for part in name.split("/") if part.isdigit()), None)

@@ -61,14 +61,14 @@ def best(
 ) -> Choice:
     """Simulates candidate schedules and returns the fastest schedule that fits into memory.
 
-    If several are equally fast, the one with the smallest peak memory wins.
+    Among equally fast schedules, the schedule with the smallest peak memory wins.
 
     Args:
         pp: Number of ranks of the pipeline.
         microbatches: Number of microbatches per step.
         costs: Costs of all layers of a rank. They are divided by the number of chunks.
         sizes: Bytes per array in each pool (`slots.POOLS`), for all layers of a rank. They are divided by the number of chunks,
-            except those of `activation` and `gradient`, which do not depend on it.
+            except in the pools `activation` and `gradient`. None counts no memory.
         memory_limit: Bytes available for the pools of a rank. None for no limit.
         names: Names of the schedules to try.
         chunks: Numbers of chunks per rank to try.
@@ -101,19 +101,19 @@ def best(
             continue
         if schedule.num_chunks != count:
             continue
-        own = costs.per_chunk(count)
+        chunk_costs = costs.per_chunk(count)
         if head:
-            forward = own.table(schedule.num_stages)[FORWARD].tolist()
-            own = replace(own, forward=[*forward[:-1], forward[-1] + head])
-        run = simulate(schedule, own, latency=latency, execution=execution)
+            forward = chunk_costs.table(schedule.num_stages)[FORWARD].tolist()
+            chunk_costs = replace(chunk_costs, forward=[*forward[:-1], forward[-1] + head])
+        run = simulate(schedule, chunk_costs, latency=latency, execution=execution)
         share = {pool: size if pool in ("activation", "gradient") else size / count for pool, size in sizes.items()}
         peak = float(run.peak(share).max())
         # Rounded to 9 digits, so that floating-point error does not decide between equally fast schedules.
         time = float(f"{run.makespan:.9g}")
         found.append((time, peak, Candidate(name, count, "", run.makespan, run.bubble, peak), schedule))
     if not found:
-        why = next((c.verdict for c in refused.values()), "`names` and `chunks` select no schedule")
-        raise OrderError(f"no schedule can be generated: {why}", field="names")
+        reason = next((c.verdict for c in refused.values()), "`names` and `chunks` select no schedule")
+        raise OrderError(f"no schedule can be generated: {reason}", field="names")
     found.sort(key=lambda row: row[:2])
     fits = [row for row in found if row[1] <= limit]
     if not fits:

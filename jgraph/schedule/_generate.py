@@ -1,4 +1,4 @@
-"""Generates pipeline schedules by name, each from a closed formula: no search and no costs.
+"""Generates pipeline schedules by name, each from a closed formula, without search and costs.
 
 - gpipe: all forwards, then all backwards (Huang et al. 2019).
 - 1f1b: at most P - r microbatches in flight on rank r (PipeDream-Flush, Narayanan et al. 2021).
@@ -26,9 +26,6 @@ from jgraph.schedule.schedule import Schedule, loop, vee
 def generate(name: str, *, pp: int, microbatches: int, chunks: int = 1) -> Schedule:
     """Generates a pipeline schedule by name.
 
-    >>> jgraph.schedule.generate("zb-h1", pp=4, microbatches=16)
-    Schedule(zb-h1: 4 ranks, 4 stages, 16 microbatches, 51 ticks)
-
     Args:
         name: One of `NAMES`.
         pp: Number of ranks of the pipeline.
@@ -41,11 +38,15 @@ def generate(name: str, *, pp: int, microbatches: int, chunks: int = 1) -> Sched
 
     Raises:
         OrderError: If `name` is unknown, or the schedule does not support this number of ranks, microbatches or chunks.
+
+    Examples:
+        >>> jgraph.schedule.generate("zb-h1", pp=4, microbatches=16)
+        Schedule(zb-h1: 4 ranks, 4 stages, 16 microbatches, 51 ticks)
     """
     if not isinstance(name, str) or name not in _GENERATORS:
-        raise OrderError(f"no schedule is called {name!r}; choose one of {', '.join(NAMES)}", field="name")
-    for what, value in (("pp", pp), ("microbatches", microbatches), ("chunks", chunks)):
-        check_integer(what, value)
+        raise OrderError(f"`name` is {name!r}: must be one of {', '.join(NAMES)}", field="name")
+    for argument, value in (("pp", pp), ("microbatches", microbatches), ("chunks", chunks)):
+        check_integer(argument, value)
     make, allowed = _GENERATORS[name]
     if name == "interleaved-1f1b" and chunks == 1:
         raise OrderError("interleaved-1f1b with chunks=1: needs at least 2 chunks per rank; use 1f1b for one", field="chunks")

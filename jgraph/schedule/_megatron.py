@@ -1,7 +1,7 @@
 """Generates the order that Megatron-LM passes to Transformer Engine's `make_graphed_callables`, entry for entry.
 
-The rules are those of Megatron-LM d98e8a64, `transformer/cuda_graphs.py` and `pipeline_parallel/schedules.py`. The tests
-compare the orders with its output (tests/schedule/goldens/orders.json).
+Follows Megatron-LM d98e8a64, `transformer/cuda_graphs.py` and `pipeline_parallel/schedules.py`. The tests compare the orders
+with the output of Megatron-LM (tests/schedule/goldens/orders.json).
 """
 
 from collections.abc import Sequence
@@ -29,18 +29,18 @@ def megatron_order(
     """Returns Megatron-LM's order of one pipeline rank: 1F1B, or interleaved 1F1B if `vpp` is given.
 
     Args:
-        pp_size: Number of ranks on the pipeline axis. With one rank and no overlap there is nothing to interleave, so the order
-            has one microbatch.
+        pp_size: Number of ranks on the pipeline axis. With one rank and without `overlap_moe_ep`, the order has one microbatch,
+            because there is nothing to interleave.
         pp_rank: Rank of the order, from 0 to pp_size - 1.
         num_microbatches: Number of microbatches per step.
         vpp: Number of chunks per rank (virtual pipeline size). None for no virtual pipeline.
         microbatch_group_size: Number of microbatches that pass through a chunk before the next chunk starts. None for
-            `pp_size`. Smaller groups can deadlock, also a smaller last one: `Schedule` checks the orders of all ranks.
+            `pp_size`. Smaller groups can deadlock, including a smaller last group: `Schedule` checks the orders of all ranks.
         num_layers_per_chunk: Number of layers of each chunk; 0 is allowed. None for one layer each. Layers become entries of
             the order only with `overlap_moe_ep`.
-        overlap_moe_ep: Overlaps the expert-parallel communication of a forward with a backward: every layer is its own chunk,
-            and forward and backward layers alternate.
-        delay_wgrad: Makes wgrads separate entries. Requires `overlap_moe_ep`, as upstream does.
+        overlap_moe_ep: Overlaps the expert-parallel communication of a forward with a backward: every layer is a separate
+            chunk, and forward and backward layers alternate.
+        delay_wgrad: Makes wgrads separate entries. Requires `overlap_moe_ep`, as in Megatron-LM.
 
     Returns:
         The order of rank `pp_rank`.
@@ -105,8 +105,8 @@ def _by_layer(order: Sequence[int | float], layers: tuple[int, ...], warmup: int
         if entry is None:
             return []
         chunk = int(abs(entry)) - 1
-        own = list(range(first[chunk] + 1, first[chunk + 1] + 1))
-        return own if entry > 0 else own[::-1]
+        numbers = list(range(first[chunk] + 1, first[chunk + 1] + 1))
+        return numbers if entry > 0 else numbers[::-1]
 
     forwards = [entry for entry in order if entry > 0]
     backwards = [entry for entry in order if entry < 0]

@@ -80,7 +80,7 @@ def show(value: object) -> str:
     """Returns the repr of a value, cut to 40 characters, and its type."""
     try:
         text = repr(value)
-    except Exception:  # an arbitrary object may raise anything in __repr__; report the invalid order instead
+    except Exception:  # An arbitrary object may raise anything in __repr__. Report the invalid order instead.
         text = "an unprintable object"
     return f"{_cut(text)} ({type(value).__name__})"
 

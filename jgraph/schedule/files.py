@@ -1,4 +1,4 @@
-"""Reads schedules from PyTorch's CSV (a row per rank, a cell per tick). Reads and writes them as JSON with signed numbers."""
+"""Reads schedules from PyTorch's CSV (a row per rank, a cell per tick). Reads and writes JSON with signed numbers."""
 
 import json
 from dataclasses import replace
@@ -53,7 +53,7 @@ def from_csv(text: str) -> Schedule:
 
 
 def _order(kinds: np.ndarray, chunks: np.ndarray, microbatches: np.ndarray) -> Order:
-    """Returns the order with these microbatches, int [N]; raises OrderError if no choice of `wgrads` yields them."""
+    """Returns the order with the given microbatches, int [N]. Raises OrderError if no value of `wgrads` yields them."""
     order = Order(kinds, chunks)
     if (order.microbatches != microbatches).any():
         newest = replace(order, wgrads="newest")
@@ -146,7 +146,7 @@ def read(path: str | Path, *, field: str = "") -> Schedule:
 
     Args:
         path: A .json file with signed numbers, or a .csv file in PyTorch's format.
-        field: The argument that holds the path, for errors.
+        field: Name of the user's argument for the path, for error messages; empty for none.
 
     Returns:
         The schedule.

@@ -1,7 +1,7 @@
 """The order of one rank: the sequence of its actions in a step. An `Order` is validated when it is constructed.
 
-Microbatches are implicit: the k-th forward, k-th dgrad and k-th wgrad of a chunk are those of microbatch k (first in, first
-out). With `wgrads="newest"`, a wgrad belongs to the newest pending dgrad of its chunk instead (last in, first out).
+Microbatches are implicit: the k-th forward, k-th dgrad and k-th wgrad of a chunk belong to microbatch k (first in, first out).
+With `wgrads="newest"`, a wgrad belongs to the newest pending dgrad of its chunk instead (last in, first out).
 """
 
 import math
@@ -30,8 +30,8 @@ class Order(Sequence[Action]):
         chunks: Chunk of each action, int32 [N], 0-based. Every chunk of the rank appears.
         num_layers_per_chunk: Number of layers of each chunk; () for one layer each. Must be 1 for a chunk with delayed wgrads,
             because an entry names only the chunk and could not distinguish the wgrads of its layers.
-        wgrads: Which pending dgrad of a chunk a wgrad belongs to: `oldest`, as in Transformer Engine, or `newest`. The arrays
-            of the newest dgrad may still be in the carry of a program, so they need no slot.
+        wgrads: A wgrad belongs to the `oldest` pending dgrad of its chunk, as in Transformer Engine, or to the `newest` one.
+            The arrays of the newest dgrad may still be in the carry of a program, so they need no slot.
         microbatches: Microbatch of each action, int32 [N]. Computed from the other fields.
 
     Raises:
@@ -68,14 +68,11 @@ class Order(Sequence[Action]):
     ) -> Self:
         """Parses Transformer Engine's signed numbers.
 
-        >>> jgraph.Order.parse([1, 1, -1, -1.5, -1, -1.5])
-        Order([1, 1, -1, -1.5, -1, -1.5]: 6 actions, 1 chunk)
-
         Args:
             numbers: Entries of the order. `c` is the forward, `-c` the dgrad and `-c-0.5` the wgrad of chunk c, 1-based. If a
                 chunk has no wgrad entries, `-c` is its full backward. Forwards and dgrads must be integers, not floats.
             num_layers_per_chunk: Number of layers, for all chunks or per chunk. None for one layer each.
-            delay_wgrad: Whether wgrads are separate entries, for all chunks or per chunk. None infers it from the entries.
+            delay_wgrad: True if wgrads are separate entries, for all chunks or per chunk. None infers it from the entries.
 
         Returns:
             The order.
@@ -83,6 +80,10 @@ class Order(Sequence[Action]):
         Raises:
             OrderError: If the order cannot run, or contradicts `delay_wgrad`. `position` is the index of the first invalid
                 entry.
+
+        Examples:
+            >>> jgraph.Order.parse([1, 1, -1, -1.5, -1, -1.5])
+            Order([1, 1, -1, -1.5, -1, -1.5]: 6 actions, 1 chunk)
         """
         if (entries := _items(numbers)) is None:
             raise OrderError(f"an order must be a sequence of signed numbers, e.g. [1, -1]; got {show(numbers)}")
@@ -139,10 +140,10 @@ class Order(Sequence[Action]):
         return tuple(bool((self.kinds[self.chunks == c] == WGRAD).any()) for c in range(self.num_chunks))
 
     def check_delayed(self, wanted: Sequence[bool]) -> None:
-        """Checks that exactly the chunks with `wanted` have separate wgrad actions.
+        """Checks which chunks have separate wgrad actions.
 
         Args:
-            wanted: One bool per chunk.
+            wanted: One bool per chunk, True if its wgrads must be separate actions.
 
         Raises:
             OrderError: If a chunk has wgrads although `wanted` is False, or has only full backwards although it is True.
@@ -160,7 +161,7 @@ class Order(Sequence[Action]):
             raise OrderError.at(position, f"{problem}; {remedy}")
 
     def split(self, which: np.ndarray | None = None) -> "Order":
-        """Splits full backwards into a dgrad and a wgrad right after it.
+        """Splits full backwards into a dgrad, directly followed by a wgrad.
 
         Args:
             which: Chunks to split, bool [C]. None for all.
@@ -246,7 +247,7 @@ def one_each(name: str, value: object, count: int, kind: type[_T], *, of: str = 
 
 
 def _check_arrays(kinds: np.ndarray, chunks: np.ndarray) -> None:
-    """Raises OrderError unless both are integer arrays [N] with N > 0, kinds are in range and chunks are 0 to C - 1."""
+    """Raises OrderError if the arrays are not integers of shape [N], N > 0, or a kind or chunk is out of range."""
     if not kinds.size:
         raise OrderError("the order is empty; add at least one forward and one backward, e.g. [1, -1]")
     integers = np.issubdtype(kinds.dtype, np.integer) and np.issubdtype(chunks.dtype, np.integer)
@@ -273,7 +274,7 @@ def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...], wgrad
         kinds: Index of each action's kind in `KINDS`, int8 [N].
         chunks: Chunk of each action, int32 [N].
         layers: Number of layers of each chunk.
-        wgrads: Which pending dgrad of a chunk a wgrad belongs to.
+        wgrads: As in `Order`.
 
     Returns:
         The microbatch of each action, int32 [N].

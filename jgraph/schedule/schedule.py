@@ -1,8 +1,8 @@
 """A pipeline schedule: one order per rank, the placement of the stages, and the tick of every action.
 
 Every action takes one tick, and a rank runs at most one action per tick. The result of an action is available from the next
-tick on. Without explicit ticks, every action gets the earliest possible one; these exist if and only if the schedule does not
-deadlock. A `Schedule` is validated when it is constructed.
+tick on. Without explicit ticks, every action gets the earliest possible tick. Such ticks exist if and only if the schedule does
+not deadlock. A `Schedule` is validated when it is constructed.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from jgraph.errors import OrderError
 from jgraph.schedule.action import DGRAD, FORWARD, WGRAD
 from jgraph.schedule.order import Order
 
-# Schedule tables have a row per tick. The limit keeps a large number in a file from exhausting memory.
+# Schedule tables have a row per tick. The limit prevents a large number in a file from exhausting memory.
 _SPARE_TICKS = 1000
 
 Placement = tuple[tuple[int, ...], ...]
@@ -44,19 +44,20 @@ def vee(pp: int) -> Placement:
 class Schedule(Sequence[Order]):
     """A validated pipeline schedule, a sequence of one `Order` per rank.
 
-    >>> jgraph.Schedule((jgraph.Order.parse([1, 1, -1, -1]), jgraph.Order.parse([1, -1, 1, -1])), name="1f1b")
-    Schedule(1f1b: 2 ranks, 2 stages, 2 microbatches, 6 ticks)
-
     Attributes:
         orders: The order of each rank.
         placement: The stages of each rank, ascending, one per chunk. () for the round-robin placement (`loop`).
-        ticks: The ticks of each rank's actions, int64 [N] per rank. () for the earliest possible ones.
+        ticks: The ticks of each rank's actions, int64 [N] per rank. () for the earliest possible ticks.
         name: Name in messages and pictures.
         num_stages: Number of stages over all ranks. Computed from `placement`.
 
     Raises:
         OrderError: If the schedule deadlocks, the ticks violate a dependency, or the fields do not match each other. `rank` and
             `position` locate the action.
+
+    Examples:
+        >>> jgraph.Schedule((jgraph.Order.parse([1, 1, -1, -1]), jgraph.Order.parse([1, -1, 1, -1])), name="1f1b")
+        Schedule(1f1b: 2 ranks, 2 stages, 2 microbatches, 6 ticks)
     """
 
     orders: tuple[Order, ...]
@@ -67,7 +68,7 @@ class Schedule(Sequence[Order]):
 
     def __post_init__(self):
         """Validates the schedule and computes the placement, the number of stages and the ticks."""
-        if not isinstance(self.orders, Sequence) or not self.orders or not all(isinstance(one, Order) for one in self.orders):
+        if not isinstance(self.orders, Sequence) or not self.orders or not all(isinstance(o, Order) for o in self.orders):
             problem = "`orders` must be a sequence of at least one Order; Order.parse constructs one from signed numbers"
             raise OrderError(problem, field="orders")
         placement = self.placement or loop(len(self.orders), self.orders[0].num_chunks)
@@ -97,14 +98,14 @@ class Schedule(Sequence[Order]):
         return f"Schedule({self})"
 
     def split(self) -> "Schedule":
-        """Splits every full backward into a dgrad and a wgrad right after it. The ticks become the earliest possible ones."""
+        """Splits every full backward into a dgrad, directly followed by a wgrad. Ticks become the earliest possible ones."""
         return Schedule(tuple(order.split() for order in self.orders), self.placement, name=self.name)
 
     def newest_first(self) -> "Schedule":
         """Assigns every wgrad to the newest pending dgrad of its rank, over all chunks. Ticks and kinds do not change.
 
-        A wgrad right after a dgrad then belongs to that dgrad, so its stash needs no slot. Only dgrads with a wgrad in an
-        otherwise idle tick stay pending. Gradients are accumulated in a different order, which changes rounding.
+        A wgrad directly after a dgrad then belongs to this dgrad, so its stash needs no slot. Only dgrads with a wgrad in an
+        otherwise idle tick stay pending. Gradients are accumulated in a different order, which changes their rounding.
         """
         orders = []
         for order in self.orders:
@@ -175,10 +176,10 @@ class Schedule(Sequence[Order]):
 
     @cached_property
     def links(self) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-        """Flat indices of the array that each action needs and of the array that it makes, two tuples of int [N] per rank.
+        """Flat indices of the array that each action reads, and of the array that it computes: int [N] per rank.
 
-        Index s * M + m is the activation that stage s makes for microbatch m, and (S + s) * M + m the gradient that it makes.
-        An action that needs no array of another stage has -1. Wgrads make the placeholder index 2 * S * M.
+        Index s * M + m is the activation of stage s for microbatch m, and (S + s) * M + m is the gradient of its input. An
+        action that reads no array of another stage has -1. Wgrads compute the placeholder index 2 * S * M.
         """
         count, last = self.num_microbatches, self.num_stages - 1
         needs, makes = [], []
@@ -192,12 +193,12 @@ class Schedule(Sequence[Order]):
 
     @cached_property
     def home(self) -> np.ndarray:
-        """The rank that makes each array, indexed like `links`; -1 for the placeholder."""
+        """The rank that computes each array, indexed like `links`; -1 for the placeholder."""
         return np.append(np.tile(np.repeat(self.rank_of_stage, self.num_microbatches), 2), -1)
 
 
 def _earliest(schedule: Schedule) -> tuple[np.ndarray, ...]:
-    """Returns the earliest ticks: each action runs as soon as its rank is free and the array that it needs is available.
+    """Computes the earliest ticks: each action runs as soon as its rank is free and the array that it reads is available.
 
     Returns:
         The tick of each action, int64 [N] per rank.
@@ -233,7 +234,7 @@ def _deadlock(schedule: Schedule, stuck: dict[int, tuple[int, int]]) -> OrderErr
 
     Args:
         schedule: The schedule, without ticks.
-        stuck: For each blocked rank, the position of its next action and the index (as in `links`) of the array it needs.
+        stuck: For each blocked rank, the position of its next action and the index (as in `links`) of the array that it reads.
 
     Returns:
         The error, with the position and the lowest rank of the cycle.
@@ -257,7 +258,7 @@ def _deadlock(schedule: Schedule, stuck: dict[int, tuple[int, int]]) -> OrderErr
 
 
 def _check_counts(schedule: Schedule) -> None:
-    """Raises OrderError unless orders and placement agree on chunks, and every stage is on exactly one rank."""
+    """Raises OrderError if orders and placement differ in chunks, or a stage is not on exactly one rank."""
     orders, placement = schedule.orders, schedule.placement
     if not isinstance(placement, Sequence) or not all(isinstance(row, (Sequence, np.ndarray)) for row in placement):
         raise OrderError("`placement` must have one row of stages per rank", field="placement")
@@ -277,7 +278,7 @@ def _check_counts(schedule: Schedule) -> None:
 
 
 def _check_rows(field: str, rows: Sequence[Any], orders: Sequence[Order]) -> None:
-    """Raises OrderError unless there is one row per order."""
+    """Raises OrderError if there is not one row per order."""
     if len(rows) != len(orders):
         raise OrderError(f"`{field}` has {len(rows)} rows for {len(orders)} orders; give one row per order", field=field)
 
@@ -289,8 +290,8 @@ def _check_ticks(schedule: Schedule) -> tuple[np.ndarray, ...]:
         The tick of each action, int64 [N] per rank.
 
     Raises:
-        OrderError: If the ticks of a rank do not ascend, an action needs an array that is not made in an earlier tick, or there
-            are far more ticks than actions.
+        OrderError: If the ticks of a rank do not ascend, an action reads an array that is not computed in an earlier tick, or
+            there are far more ticks than actions.
     """
     made, (all_needs, all_makes) = np.full(len(schedule.home), -1, np.int64), schedule.links
     _check_rows("ticks", schedule.ticks, schedule.orders)

@@ -1,4 +1,4 @@
-"""Simulates a schedule: the time of a step, the idle time and the memory use of each rank, from costs per action."""
+"""Simulates a schedule: computes the time of a step, and the idle time and memory use of each rank, from costs per action."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ Execution = Literal["dataflow", "neighbours", "lockstep"]
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of the kinds of actions, in any unit of time: one number > 0 for all stages, or one per stage.
+    """Costs of the kinds of actions, in any unit of time. Each is one number > 0 for all stages, or one number per stage.
 
     Attributes:
         forward: Time of a forward.
         dgrad: Time of a dgrad.
         wgrad: Time of a wgrad.
-        backward: Time of a full backward. None for the sum of dgrad and wgrad.
+        backward: Time of a full backward; None for the sum of dgrad and wgrad.
     """
 
     forward: float | Sequence[float] = 1.0
@@ -53,7 +53,7 @@ class Costs:
 
 
 def _times(kind: str, value: object, num_stages: int | None = None) -> np.ndarray:
-    """Validates the cost of a kind and returns it as float64 [] or [S]; raises OrderError."""
+    """Validates the cost of a kind, and returns it as float64 [] or [S]. Raises OrderError if it is invalid."""
     try:
         row = np.asarray(value, float)
     except (TypeError, ValueError):
@@ -61,7 +61,7 @@ def _times(kind: str, value: object, num_stages: int | None = None) -> np.ndarra
     fits = row.ndim < 2 if num_stages is None else row.shape in ((), (num_stages,))
     if isinstance(value, str) or not fits or not np.isfinite(row).all() or (row <= 0).any():
         stages = "per stage" if num_stages is None else f"for each of {num_stages} stages"
-        raise OrderError(f"`{kind}` is {value!r}: the cost must be one number > 0, or one {stages}", field=kind)
+        raise OrderError(f"`{kind}` is {value!r}: must be one number > 0, or one {stages}", field=kind)
     return row
 
 
@@ -132,26 +132,27 @@ class Simulation:
 def simulate(
     schedule: Schedule, costs: Costs | None = None, *, latency: float = 0.0, execution: Execution = "dataflow"
 ) -> Simulation:
-    """Simulates a schedule without a device: the times of all actions, the makespan and the idle time.
-
-    >>> jgraph.schedule.simulate(jgraph.schedule.generate("1f1b", pp=2, microbatches=4)).bubble
-    0.2
+    """Simulates a schedule without a device.
 
     Args:
         schedule: The schedule. Its ticks affect the times only with `neighbours` and `lockstep`.
         costs: Time of each action of a stage. None for 1 per forward, dgrad and wgrad, and 2 per full backward.
         latency: Time of a transfer to another rank, in the unit of the costs. The sender does not wait for it.
-        execution: How ranks synchronize. `dataflow`: an action starts as soon as its rank is free and its input has arrived.
-            `neighbours`: a rank enters the next tick when the ranks that it exchanges arrays with have finished this one, as
-            with a collective permute in every tick. `lockstep`: a rank enters the next tick when all ranks have finished this
-            one.
+        execution: Synchronization of ranks. `dataflow`: an action starts as soon as its rank is free and its input has arrived.
+            `neighbours`: a rank enters the next tick when it and the ranks that it exchanges arrays with have finished the
+            current tick, as with a collective permute in every tick. `lockstep`: a rank enters the next tick when all ranks
+            have finished the current tick.
 
     Returns:
-        The start and end of every action, with makespan, idle time and memory use as properties and methods.
+        The start and end of every action. Makespan, idle time and memory use are its properties and methods.
 
     Raises:
         OrderError: If a cost is not a number > 0, or `latency` is not a finite number >= 0.
-        ConfigError: If `execution` is not one of its choices.
+        ConfigError: If `execution` is unknown.
+
+    Examples:
+        >>> jgraph.schedule.simulate(jgraph.schedule.generate("1f1b", pp=2, microbatches=4)).bubble
+        0.2
     """
     check_choice("execution", execution, get_args(Execution))
     if not isinstance(latency, (int, float)) or not 0 <= latency < float("inf"):

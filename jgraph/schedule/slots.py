@@ -1,8 +1,8 @@
 """Assigns a slot in a pool to every array of a schedule.
 
 There are five pools. `forward_dgrad` and `forward_wgrad` hold the residuals of a forward for its dgrad and its wgrad. `stash`
-holds the values that a dgrad passes to its wgrad. `activation` and `gradient` hold received arrays until they are used. A slot
-is taken when its array is made and freed after the array's last use, including the use by a wgrad.
+holds the values that a dgrad passes to its wgrad. `activation` and `gradient` hold received arrays until they are read. A slot
+is allocated when its array is computed, and freed after the last read, including reads by a wgrad.
 
 Live ranges are intervals, so the maximum number of live arrays is also the number of slots needed (Golumbic, Algorithmic Graph
 Theory, ch. 8). Freed slots are reused first in, first out.
@@ -31,7 +31,7 @@ class Slots:
     """Slots of the arrays of a schedule, by pool.
 
     Attributes:
-        numbers: For each pool, the slot of the array of each stage and microbatch, int64 [S, M]; -1 if there is no such array.
+        numbers: For each pool, the slot of the array of each stage and microbatch, int64 [S, M]; -1 without such an array.
         counts: For each pool, the number of slots per rank, int64 [P]. An SPMD program needs the maximum over ranks.
     """
 
@@ -51,8 +51,8 @@ def check_sizes(sizes: Mapping[str, float]) -> None:
 def live_ranges(schedule: Schedule) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Returns the first and the last live tick of each array.
 
-    A received array is live from the tick after the action that made it. The first stage receives no activation, because its
-    input comes from the caller. The last stage receives no gradient, because its loss computes it. A full backward has no
+    A received array is live from the tick after the action that computed it. The first stage receives no activation, because
+    its input comes from the caller. The last stage receives no gradient, because its loss computes it. A full backward has no
     stash.
 
     Returns:
@@ -65,7 +65,7 @@ def live_ranges(schedule: Schedule) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 def live_spans(
     schedule: Schedule, starts: Sequence[np.ndarray], ends: Sequence[np.ndarray], *, latency: float = 0, missing: float = np.nan
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Returns the start and the end of the live range of each array, from the times of the actions.
+    """Computes the start and the end of the live range of each array, from the times of the actions.
 
     Args:
         schedule: The schedule.
@@ -106,18 +106,18 @@ def assign(schedule: Schedule, ranges: Ranges | None = None) -> Slots:
     for pool, (born, died) in (ranges or live_ranges(schedule)).items():
         slot, count = np.full(born.shape, -1), np.zeros(schedule.num_ranks, np.int64)
         for r in range(schedule.num_ranks):
-            own = (born >= 0) & (schedule.rank_of_stage == r)[:, None]
-            slot[own], count[r] = _color_intervals(born[own], died[own])
+            of_rank = (born >= 0) & (schedule.rank_of_stage == r)[:, None]
+            slot[of_rank], count[r] = _color_intervals(born[of_rank], died[of_rank])
         numbers[pool], counts[pool] = slot, count
     return Slots(numbers, counts)
 
 
 def _color_intervals(born: np.ndarray, died: np.ndarray) -> tuple[np.ndarray, int]:
-    """Colors an interval graph with the minimum number of colors: overlapping intervals get different ones.
+    """Colors an interval graph with the minimum number of colors: overlapping intervals get different colors.
 
-    Let K be the maximum number of overlapping intervals. In order of their starts, the first K intervals take colors 0 to K -
-    1. Interval j >= K takes the color of the (j - K)-th interval to end. That one has ended: when interval j starts, at least
-    j + 1 - K intervals have ended, or more than K would overlap.
+    Let K be the maximum number of overlapping intervals. In the order of their starts, the first K intervals get colors 0 to
+    K - 1. Interval j >= K gets the color of the (j - K)-th interval to end. This interval has ended: when interval j starts, at
+    least j + 1 - K intervals have ended, because otherwise more than K would overlap.
 
     Args:
         born: Starts, int [N], inclusive.

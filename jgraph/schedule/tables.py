@@ -1,6 +1,6 @@
-"""Tabulates a schedule by tick and rank for an SPMD program. Does not import jax.
+"""Tabulates a schedule by tick and rank for an SPMD program. Does not import JAX.
 
-A scan over the rows of `ScheduleTables` runs any schedule that transfers arrays only between neighbouring ranks. In an aligned
+A scan over the rows of `ScheduleTables` runs any schedule that transfers arrays only between neighboring ranks. In an aligned
 schedule all ranks run the same kind of action in a tick. `phases` groups its ticks into a few kinds of rounds, so that the
 program needs no branch.
 
@@ -61,7 +61,7 @@ class ScheduleTables:
         leave: int32 [T], the microbatch with its forward of the last stage in this tick, or -1.
         back: int32 [T], the microbatch with its dgrad of the first stage in this tick, or -1.
         slots: Number of slots of each pool. The additional pool `loss` holds dy of the last stage until its dgrad.
-        hops: For each neighbour, the (sender, receiver) pairs of ranks, as in `jax.lax.ppermute`.
+        hops: For each neighbor, the (sender, receiver) pairs of ranks, as in `jax.lax.ppermute`.
     """
 
     table: TickTable
@@ -106,21 +106,21 @@ def tick_table(schedule: Schedule) -> TickTable:
 
 @lru_cache(maxsize=8)
 def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
-    """Returns the tables of a schedule. Cached.
+    """Builds the tables of a schedule. Cached.
 
     Args:
-        schedule: A schedule with consecutive stages on the same rank, or on neighbours in the ring.
-        writing: Which pools a rank writes although its action makes no array for them. `all`: dy of the loss and arrivals in
-            every tick, residuals and stash never. `makers`: every pool in the ticks where some rank makes an array for it,
-            except residuals and stash in ticks with a wgrad. With `makers`, a stash has no slot if all ranks run the wgrad
-            right after its dgrad.
+        schedule: A schedule with consecutive stages on the same rank, or on neighbors in the ring.
+        writing: Selects the writes of a rank to pools for which its action computes no array. `all`: it writes dy of the loss
+            and arrivals in every tick, but never residuals and stash. `makers`: it writes every pool in the ticks in which some
+            rank computes an array for it, except residuals and stash in ticks with a wgrad. With `makers`, a stash has no slot
+            if all ranks run the wgrad directly after its dgrad.
 
     Returns:
         The tables.
 
     Raises:
-        OrderError: If consecutive stages are on ranks that are not neighbours.
-        ConfigError: If `writing` is not one of its choices.
+        OrderError: If consecutive stages are on ranks that are not neighbors.
+        ConfigError: If `writing` is unknown.
     """
     check_choice("writing", writing, get_args(Writing))
     table, ranges = tick_table(schedule), live_ranges(schedule)
@@ -143,7 +143,7 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
     slots = dict(counts)
 
     def fill_unused(pool: str, column: np.ndarray, delay: int) -> np.ndarray:
-        """Replaces -1 in a column of slots by a free or an additional slot; the write is `delay` ticks later."""
+        """Replaces -1 in a column of slots by a free or an additional slot. The write is `delay` ticks later."""
         makes = np.isin(kind, _MAKERS[pool]).any(1, keepdims=True)
         if pool in POOLS[:3]:
             makes &= (writing == "makers") & ~(kind == WGRAD).any(1, keepdims=True) & ~(handed[:, None] & (pool == "stash"))
@@ -185,15 +185,15 @@ def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.nda
 
     Args:
         schedule: The schedule.
-        table: Its actions.
+        table: The actions of the schedule.
         numbers: For each pool, the slot by stage and microbatch, int [S, M].
 
     Returns:
         For each source and pool with transfers, the slot of the array that arrives at the end of each tick, int32 [T, P], -1
-        for none. For each neighbour, the (sender, receiver) pairs of ranks.
+        without an arrival. For each neighbor, the (sender, receiver) pairs of ranks.
 
     Raises:
-        OrderError: If a transfer is between ranks that are not neighbours.
+        OrderError: If a transfer is between ranks that are not neighbors.
     """
     kind, stage, microbatch = table.kind, table.stage, table.microbatch
     ranks, home = schedule.num_ranks, schedule.rank_of_stage
@@ -204,7 +204,7 @@ def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.nda
     goes_to = stage[tick, sender] + np.where(up, 1, -1)
     receiver = home[goes_to]
     step = (receiver - sender) % ranks
-    # With two ranks, the other rank is both neighbours: activations come from `previous` and gradients from `next`.
+    # With two ranks, the other rank is both neighbors: activations come from `previous` and gradients from `next`.
     sources: dict[Source, np.ndarray] = {
         "previous": (step == 1) & (up | (ranks > 2)),
         "next": (step == ranks - 1) & (step > 0) & (~up | (ranks > 2)),
@@ -213,8 +213,8 @@ def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.nda
     distant = ~np.logical_or.reduce(list(sources.values()))
     if distant.any():
         i = int(np.argmax(distant))
-        problem = f" sends to rank {receiver[i]} (stage {goes_to[i]}), which is not its neighbour"
-        remedy = "place consecutive stages on the same rank or on neighbours"
+        problem = f" sends to rank {receiver[i]} (stage {goes_to[i]}), which is not its neighbor"
+        remedy = "place consecutive stages on the same rank or on neighbors"
         raise OrderError.of_rank(int(sender[i]), f"{problem}; {remedy}")
     found, hops = {}, {}
     for source, mask in sources.items():

@@ -50,7 +50,7 @@ def test_a_parameter_that_cannot_be_delayed_is_named_with_the_primitive_that_rea
 
 
 def test_a_pattern_that_matches_nothing_is_refused():
-    with pytest.raises(SplitError, match=r"`delay` has 'kernel', which matches no parameter; there are bias, down, up"):
+    with pytest.raises(SplitError, match=r"`delay` has 'kernel', which matches no parameter: must match one of bias, down, up"):
         jgraph.split_backward(mlp, delay="kernel").forward(mlp_params(), hidden())
 
 
@@ -101,10 +101,10 @@ def test_dy_must_have_the_structure_and_shapes_of_y():
 def test_parts_of_different_splits_do_not_mix():
     one, other = jgraph.split_backward(mlp), jgraph.split_backward(mlp)
     residuals, stash, *_ = run(one, mlp_params(), hidden())
-    with pytest.raises(SplitError, match="residuals come from another split_backward"):
+    with pytest.raises(SplitError, match="`residuals` comes from another split_backward"):
         other.wgrad(mlp_params(), residuals, stash)
     theirs = run(other, mlp_params(), hidden())[1]
-    with pytest.raises(SplitError, match="stash come from another split_backward"):
+    with pytest.raises(SplitError, match="`stash` comes from another split_backward"):
         one.wgrad(mlp_params(), residuals, theirs)
 
 
@@ -112,7 +112,7 @@ def test_parts_of_different_shapes_do_not_mix():
     split = jgraph.split_backward(mlp)
     residuals, *_ = run(split, mlp_params(), hidden())
     stash = run(split, mlp_params(), hidden()[:1])[1]
-    with pytest.raises(SplitError, match="stash belongs to residuals of other shapes"):
+    with pytest.raises(SplitError, match="`stash` belongs to residuals of other shapes"):
         split.wgrad(mlp_params(), residuals, stash)
 
 
@@ -121,5 +121,5 @@ def test_a_donated_stash_is_refused():
     residuals, stash, *_ = run(split, mlp_params(), hidden())
     for leaf in stash.arrays:
         leaf.delete()
-    with pytest.raises(SplitError, match="stash were donated to an earlier call"):
+    with pytest.raises(SplitError, match="`stash` is deleted, because an earlier call donated it"):
         split.wgrad(mlp_params(), residuals, stash)

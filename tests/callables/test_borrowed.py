@@ -67,7 +67,7 @@ def test_the_repr_of_graphed_callables_is_one_line():
     assert repr(graphed) == "GraphedCallables(2 callables, Schedule(custom: 1 rank, 2 stages, 1 microbatch, 5 ticks))"
     assert repr(graphed[1]) == "Graphed(1: forward, dgrad, wgrad; float32[3, 4] -> float32[3, 4])"
     graphed[0](params[0], jnp.ones((chain.B, chain.D)))
-    assert repr(graphed[0]) == "Graphed(0: forward, backward; float32[3, 4] -> float32[3, 4]; microbatches that wait: 0)"
+    assert repr(graphed[0]) == "Graphed(0: forward, backward; float32[3, 4] -> float32[3, 4]; waiting microbatches: 0)"
     graphed.reset()
     assert repr(graphed[0]) == "Graphed(0: reset)"
 

@@ -82,26 +82,35 @@ def arguments(**kwargs):
 @pytest.mark.parametrize(
     ("kwargs", "text"),
     [
-        (arguments(params=chain.make_chain(3)[1]), r"`params`: 3 given for 2 callables"),
-        (arguments(params=chain.make_params(0)), r"`params`: one dict given for 2 callables"),
-        (arguments(sample_args=chain.sample(1)), r"`sample_args`: 1 given for 2 callables; give a tuple with one for each"),
+        (
+            arguments(params=chain.make_chain(3)[1]),
+            r"`params` has length 3: must be a tuple of length 2, one value per callable",
+        ),
+        (arguments(params=chain.make_params(0)), r"`params` is of type dict: must be a tuple of length 2"),
+        (
+            arguments(sample_args=chain.sample(1)),
+            r"`sample_args` has length 1: must be a tuple of length 2, one value per callable",
+        ),
         (
             arguments(sample_args=(jnp.ones(3), jnp.ones(3))),
             r"`sample_args` of callable 0 is .*: must be a tuple \(x, \*extra\)",
         ),
-        (arguments(sample_kwargs=({},)), r"`sample_kwargs`: 1 given for 2"),
+        (arguments(sample_kwargs=({},)), r"`sample_kwargs` has length 1: must be a tuple of length 2"),
         (arguments(sample_kwargs=(3, {})), r"`sample_kwargs` of callable 0 is 3: must be a dict"),
-        (arguments(devices=5), r"`devices` is 5: must be a list of jax devices"),
-        (arguments(devices=["cpu:0"]), r"`devices` is .*: must be a list of jax devices"),
+        (arguments(devices=5), r"`devices` is 5: must be a list of JAX devices"),
+        (arguments(devices=["cpu:0"]), r"`devices` is .*: must be a list of JAX devices"),
         (arguments(order=[[1, -1], [1, -1]], delay_wgrad=1), r"`delay_wgrad` is 1"),
         (arguments(param_grads="cloned"), r"`param_grads` is 'cloned': must be one of owned, aliased"),
         (arguments(callables=(), params=(), sample_args=()), "`callables` is empty"),
         (arguments(callables=(chain.stage, 3)), "callable 1 is int: must be a function or a Flax module"),
         (arguments(reuse_buffers=True), "`reuse_buffers` is True without an order"),
-        (arguments(order=[1, -1]), r"the order has 1 callables .*, but 2 are given"),
-        (arguments(order=[1, 2, -2, -1], num_layers_per_chunk=[2, 1]), r"the order has 3 callables .*, but 2 are given"),
-        (arguments(order=[1, 2, -2, -1], devices=jax.devices()[:2]), r"`devices` has 2 for 1 ranks: give one for each rank"),
-        (arguments(training=False, order=[1, 2, -2, -1]), "`training` is False, which builds no backward: leave out order"),
+        (arguments(order=[1, -1]), r"the order needs 1 callables .*, but there are 2"),
+        (arguments(order=[1, 2, -2, -1], num_layers_per_chunk=[2, 1]), r"the order needs 3 callables .*, but there are 2"),
+        (
+            arguments(order=[1, 2, -2, -1], devices=jax.devices()[:2]),
+            r"`devices` has 2 devices for 1 ranks: must have one per rank",
+        ),
+        (arguments(training=False, order=[1, 2, -2, -1]), "`training` is False, which builds no backward: must be True"),
         (arguments(training=False, delay_wgrad=True), "`training` is False"),
         (arguments(compiler_options={"xla_gpu_no_such_option": 1}), "xla_gpu_no_such_option"),
     ],
@@ -150,20 +159,20 @@ X = jnp.ones((chain.B, chain.D))
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"inputs": [X, X]}, "`inputs`: 2 given for 1 microbatches; give a tuple with one for each"),
+        ({"inputs": [X, X]}, "`inputs` has length 2: must be a tuple of length 1, one value per microbatch"),
         ({"inputs": [X[:1]]}, r"inputs\[0\] is float32\[1, 4\], built for float32\[3, 4\]"),
-        ({"loss_args": [(X,), (X,)]}, "`loss_args`: 2 given for 1 microbatches"),
-        ({"extra": [(X,)]}, "`extra` is given, but no callable takes arguments after x"),
-        ({"inputs": X[None]}, "`inputs`: one ArrayImpl given for 1 microbatches"),
+        ({"loss_args": [(X,), (X,)]}, "`loss_args` has length 2: must be a tuple of length 1"),
+        ({"extra": [(X,)]}, "`extra` must be None, because no callable takes arguments after x"),
+        ({"inputs": X[None]}, "`inputs` is of type ArrayImpl: must be a tuple of length 1"),
         ({"loss_args": [X]}, r"`loss_args\[0\]` is ArrayImpl: must be a tuple of arguments"),
         ({"loss_fn": None}, "`loss_fn` is NoneType: must be a function"),
         ({"loss_fn": lambda y, t: (jnp.sum(y), y)}, "loss_fn returns a tuple: must be one floating scalar"),
-        ({"step": 2**40}, "`step` is 1099511627776: must be a whole number"),
+        ({"step": 2**40}, "`step` is 1099511627776: must be an integer"),
         ({"outputs": "some"}, "`outputs` is 'some': must be one of drop, keep"),
         ({"join": "all"}, "`join` is 'all': must be one of segments, nothing"),
-        ({"params": (chain.make_params(0),)}, "`params`: 1 given for 2 callables"),
+        ({"params": (chain.make_params(0),)}, "`params` has length 1: must be a tuple of length 2"),
         ({"loss_fn": lambda y, t: y}, r"loss_fn returns float32\[3, 4\]: must be a floating scalar"),
-        ({"order": [1, -1]}, "the order has 1 callables"),
+        ({"order": [1, -1]}, r"the order needs 1 callables .*, but there are 2"),
         ({"order": [1, 2, -1, -2]}, "a later entry; move it after"),
     ],
 )
@@ -176,7 +185,7 @@ def test_run_refuses_invalid_arguments(change, text):
 
 def test_run_requires_an_order():
     graphed, _ = chain.build(1)
-    with pytest.raises(OrderError, match="no order was given"):
+    with pytest.raises(OrderError, match="built without an order"):
         graphed.run(None, [X], chain.loss_fn, loss_args=[(X,)])
 
 
@@ -184,7 +193,7 @@ def test_run_requires_params_on_the_device_of_their_rank():
     schedule = generate("1f1b", pp=2, microbatches=2)
     graphed, _ = chain.build(2, order=schedule, devices=jax.devices()[:2])
     xs, loss_args = chain.batches(2)
-    with pytest.raises(CallableError, match=r"params\[1\]/b is on .*; give run graphed.place\(params\)"):
+    with pytest.raises(CallableError, match=r"params\[1\]/b is on .*; pass graphed.place\(params\) to run"):
         graphed.run(None, xs, chain.loss_fn, loss_args=loss_args)
 
 
@@ -193,7 +202,7 @@ def test_run_refuses_an_order_with_another_placement_than_the_build():
     graphed, params = chain.build(2, order=schedule, devices=jax.devices()[:2])
     xs, loss_args = chain.batches(1)
     placed = graphed.place(params)
-    with pytest.raises(OrderError, match="the order puts callables on other devices than those they were built for"):
+    with pytest.raises(OrderError, match="the order needs callables on different devices than they were built for"):
         graphed.run([1, 2, -2, -1], xs, chain.loss_fn, params=placed, loss_args=loss_args)
     graphed.run(schedule, xs, chain.loss_fn, params=placed, loss_args=loss_args)
 
@@ -203,9 +212,9 @@ def test_run_requires_a_random_key_if_a_callable_takes_one():
         return x * params * jax.random.bernoulli(key, 0.5, x.shape)
 
     graphed = jgraph.make_graphed_callables(noisy, jnp.ones(()), (X,), sample_kwargs={"key": jax.random.key(0)}, order=[1, -1])
-    with pytest.raises(CallableError, match=r"callable 0 takes the keyword argument key: give run a `key`"):
+    with pytest.raises(CallableError, match=r"callable 0 takes the keyword argument key: pass `key` to run"):
         graphed.run(None, [X], chain.loss_fn, loss_args=[(X,)])
-    with pytest.raises(CallableError, match=r"`key` is 3: must be one random key like the sample's"):
+    with pytest.raises(CallableError, match=r"`key` is 3: must be a random key of the sample's dtype"):
         graphed.run(None, [X], chain.loss_fn, loss_args=[(X,)], key=3)
 
 
@@ -215,7 +224,7 @@ def test_run_uses_the_params_of_the_build_until_it_receives_params():
     first = graphed.run(None, xs, chain.loss_fn, loss_args=loss_args)
     second = graphed.run(None, xs, chain.loss_fn, loss_args=loss_args, params=params)
     chain.assert_same_bits(first.losses, second.losses)
-    with pytest.raises(CallableError, match="run was given params before"):
+    with pytest.raises(CallableError, match="an earlier run got params"):
         graphed.run(None, xs, chain.loss_fn, loss_args=loss_args)
 
 

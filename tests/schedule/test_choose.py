@@ -167,7 +167,7 @@ def test_if_nothing_fits_the_error_names_the_smallest_schedule_and_the_missing_b
     [
         ({"microbatches": 4, "names": ("dualpipe-v",)}, "no schedule can be generated: dualpipe-v on 4 ranks needs at least 8"),
         ({"names": ("1f1b",), "chunks": (2,)}, "no schedule can be generated: 1f1b with chunks=2: supports only 1 chunk"),
-        ({"names": ("fastest",)}, "no schedule is called 'fastest'"),
+        ({"names": ("fastest",)}, "`name` is 'fastest': must be one of"),
         ({"pp": 0}, "`pp` is 0"),
         ({"microbatches": True}, "`microbatches` is True"),
         ({"chunks": (0,)}, "`chunks` is 0"),

@@ -222,5 +222,5 @@ def test_invalid_arguments_are_refused_with_value_and_remedy(parameters, named, 
 
 @pytest.mark.parametrize("name", [None, [], {}, 3])
 def test_a_name_that_is_not_a_string_is_refused(name):
-    with pytest.raises(OrderError, match="no schedule is called"):
+    with pytest.raises(OrderError, match=r"`name` is .*: must be one of"):
         generate(name, pp=2, microbatches=2)

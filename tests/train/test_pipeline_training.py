@@ -273,7 +273,7 @@ def test_a_wrong_pipeline_is_refused_with_the_field_to_change(field, message, fi
 @pytest.mark.parametrize(
     ("message", "fields"),
     [
-        (r"3 layers do not make 4 stages \(2 ranks x 2 chunks\); take fewer ranks", {"schedule": "zb-v", "num_layers": 3}),
+        (r"3 layers for 4 stages \(2 ranks x 2 chunks\): every stage needs a layer", {"schedule": "zb-v", "num_layers": 3}),
         ("zb-h1 with chunks=2: supports only 1 chunk per rank", {"schedule": "zb-h1", "chunks": 2}),
         (r"`schedule` is no/such\.csv: cannot be read as a schedule \(No such", {"schedule": "no/such.csv"}),
         (
@@ -290,7 +290,7 @@ def test_a_schedule_that_does_not_fit_the_model_is_refused(short_measurements, m
 def test_a_schedule_file_for_another_pipeline_is_refused(tmp_path, ranks, microbatches):
     path = tmp_path / "schedule.csv"
     path.write_text(to_csv(generate("1f1b", pp=ranks, microbatches=microbatches)))
-    message = f"`schedule` .*schedule.csv is for {ranks} ranks and {microbatches} microbatches: must be for `pp` 2 and "
+    message = f"`schedule` .*schedule.csv has {ranks} ranks and {microbatches} microbatches: must have `pp` 2 and "
     error = refused(ConfigError, message + "`num_microbatches` 4", pp=2, schedule=str(path))
     assert isinstance(error, ConfigError)
     assert error.field == "schedule"
