@@ -23,8 +23,8 @@ from jgraph.train.setup import TrainSetup
 from jgraph.train.validation import evaluator, heldout
 from jgraph.train.watchdog import Watchdog
 
-_LONGEST, _ROWS = 1024, 8  # default sizes of a batch for a folder
-# Settings of a run that its evaluations depend on. The others have their defaults, so that any devices can be used.
+_LONGEST, _ROWS = 1024, 8  # for a folder: maximum tokens per sequence, and sequences per batch
+# An evaluation uses these settings of the run. All others have their defaults, so that any number of devices can be used.
 _KEPT = "module seq_len batch_size num_microbatches eval_batches data data_field data_documents"
 
 
@@ -33,8 +33,8 @@ class Evaluation:
     """The result of an evaluation.
 
     Attributes:
-        source: The model.
-        data: The text. Its held-out part was predicted.
+        source: The run and its step, or the folder.
+        data: The data. Its held-out part was predicted.
         fingerprint: The fingerprint of the text.
         batches: Number of batches.
         batch_size: Sequences per batch.
@@ -71,7 +71,7 @@ class _Model(NamedTuple):
     """A model to evaluate.
 
     Attributes:
-        source: The run or folder.
+        source: The run and its step, or the folder.
         config: Configuration of the evaluation.
         tokenizer: The tokenizer.json, or None.
         reads_text: Whether the model can be evaluated on text.
@@ -92,7 +92,7 @@ def evaluate(path: str | Path, step: int | None = None, *, module: str = "", **a
         path: The run directory or folder. The run may use any number of devices and may still be training.
         step: Step of the run's checkpoint; None for the newest.
         module: Model class of the run; required for a class outside `jgraph_models`, as in `load`.
-        asked: `data`, `batch_size`, `seq_len`, `eval_batches`, `dp`, `fsdp` of `TrainConfig`; defaults to those of the run.
+        **asked: `data`, `batch_size`, `seq_len`, `eval_batches`, `dp`, `fsdp` of `TrainConfig`. Defaults are those of the run.
 
     Returns:
         The loss and the evaluated text.
@@ -143,12 +143,12 @@ def _evaluated(model: _Model, asked: dict[str, Any]) -> Evaluation:
     fields = _kept(model.config) | {"model": model.config.model}
     if "batch_size" in asked:
         fields["num_microbatches"] = 1
-    # Checked before the batch: too few devices is the cause to report first.
+    # Checked before the batch size: too few devices must be reported first.
     ranks = {name: count for name in ("dp", "fsdp") if isinstance(count := asked.get(name), int) and count > 1}
     devices_of_ranks(math.prod(ranks.values()), flags=" ".join(f"`{name}` {count}" for name, count in ranks.items()))
     config = TrainConfig.of(**fields | asked)
     if not model.reads_text and is_text(config.input.data):
-        must = f"directories of token files, as {model.source} has no tokenizer that reads text"
+        must = f"directories of token files, because {model.source} has no tokenizer for text"
         raise DataError(f"`data` is {' '.join(config.input.data)}: must be {must}")
     corpus = load(config.input.data, tokenizer=model.tokenizer, **config.data_options)
     setup, batches = TrainSetup.of(config), heldout(config, corpus)
@@ -179,14 +179,14 @@ def _bytes(corpus: Corpus, batches: list[np.ndarray], file: Path | None) -> int 
     if corpus.train.dtype == np.uint8:
         return sum(len(row) - 1 for row in rows)
     try:
-        own = Tokenizer.of_file(file) if file else None
+        tokenizer = Tokenizer.of_file(file) if file else None
     except DataError:  # the tokenizers package is not installed
-        own = None
-    if own is None:
+        tokenizer = None
+    if tokenizer is None:
         return None
 
     def size(ids: list[int]) -> int:
-        return len(own.decode([token for token in ids if token not in own.ends]).encode())
+        return len(tokenizer.decode([token for token in ids if token not in tokenizer.ends]).encode())
 
     # Decoded with the token before them, because a tokenizer may decode the first token of a text differently.
     return sum(size(row) - size(row[:1]) for row in rows)

@@ -250,7 +250,15 @@ class Op:
 
 
 def operations(module: HloModule, instructions: Collection[str]) -> dict[str, Op]:
-    """Returns operations by the name of their instruction. Omits names that the program does not have."""
+    """Looks up the operations of instructions.
+
+    Args:
+        module: The compiled program.
+        instructions: Names of instructions.
+
+    Returns:
+        Operations by the name of their instruction. Omits names that the program does not have.
+    """
     found = {name: module.instructions[name] for name in instructions if name in module.instructions}
     return {name: Op(name, found[name].op_name, _source(module, found[name]), found[name].target) for name in found}
 

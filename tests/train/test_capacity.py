@@ -47,7 +47,7 @@ def wanted(tmp_path_factory):
 def test_a_step_without_room_is_replayed_with_more_and_the_curve_is_that_of_a_run_with_room(tmp_path, capsys, wanted, flags):
     assert run(tmp_path, *flags.split()) == 0
     (line,) = told(capsys.readouterr().out)
-    assert f"step {OVERFULL}: a device needs 34 expert rows from another, and the capacity allows 32" in line
+    assert f"step {OVERFULL}: a device sends 34 expert rows to another, but the capacity allows 32" in line
     assert line.endswith("repeating the step with --model.moe.capacity 0.34")
     found = {step: loss for step, loss, _ in tiny.losses(tmp_path)}
     assert found == {step: loss for step, loss, _ in wanted if step in found}
