@@ -26,7 +26,7 @@ from jgraph.errors import ConfigError, JgraphError, NonFiniteError
 _T = TypeVar("_T")
 
 HUNG = os.EX_TEMPFAIL
-"""Exit code (75) of a command that timed out while waiting for its devices. Running the same command again resumes."""
+"""Exit code (75) of a command that timed out while waiting for its devices. The same command, run again, resumes."""
 _MESSAGE_TIMEOUT_SECONDS = 60
 
 
@@ -111,7 +111,12 @@ class FlagConsole(Console):
         self.fields = fields
 
     def print(self, *objects: Any, **settings: Any) -> None:
-        """Prints like `rich.console.Console.print`."""
+        """Prints like `rich.console.Console.print`, with field names as flags.
+
+        Args:
+            *objects: Objects to print.
+            **settings: Arguments of `rich.console.Console.print`.
+        """
         super().print(*(as_flags(o, self.fields) if isinstance(o, str) else o for o in objects), **settings)
 
     def on_broken_pipe(self) -> None:

@@ -97,6 +97,9 @@ def devices_of_ranks(count: int, *, flags: str) -> list[Device]:
         count: The number of ranks.
         flags: The flags that request them, for the error.
 
+    Returns:
+        The devices, by rank.
+
     Raises:
         ConfigError: If there are fewer devices, or `count` is not a multiple of the number of processes.
     """

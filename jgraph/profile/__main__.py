@@ -46,7 +46,9 @@ def show(
     recorded = next((place for place in (path, path / "profile") if (place / "run.json").exists()), None)
     if recorded:
         if program or steps:
-            raise ConfigError(f"{path} determines both: omit `program` and `steps`", field="program")
+            raise ConfigError(
+                f"{path} is a run, which has its program and number of steps: leave out `program` and `steps`", field="program"
+            )
         profile, beside = report.of_run(recorded), recorded
     else:
         file = find(path)
@@ -63,7 +65,7 @@ def show(
 
 
 def _summary(profile: Mapping[str, Any]) -> str:
-    """Returns the time of a step, and the part of it that is attributed to categories."""
+    """Returns a line with the time of a step and the fraction of the busy time that is attributed to categories."""
     captured, named = profile["captured"], profile["uncaptured"]
     attributed = statistics.mean(rank["attributed"] for rank in named["ranks"])
     times = [f"{captured['step_ms']:.2f} ms a step in command buffers"] if captured else []

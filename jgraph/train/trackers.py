@@ -17,11 +17,9 @@ class Tracker(Protocol):
 
     def add(self, entry: dict[str, Any]) -> None:
         """Receives an entry: its "step", numbers, and None for unknown numbers."""
-        ...
 
     def close(self) -> None:
         """Writes everything and releases files and connections."""
-        ...
 
 
 def check_installed(names: Sequence[str]) -> None:

@@ -120,7 +120,7 @@ def for_elsewhere() -> Iterator[None]:
 def report_file(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, options: Mapping[str, object]) -> Path | None:
     """Returns the path of a program's capture report in the cache.
 
-    The name is a hash of the inputs of JAX's own key: the program without source lines, options except dumps, versions and devices.
+    The name is a hash of the inputs of JAX's own key: the program without source lines, options, versions and devices.
 
     Args:
         lowered: The program before compilation.

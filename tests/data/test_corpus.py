@@ -212,7 +212,7 @@ def test_directory_with_a_stranger_is_refused(token_directory):
 def test_directory_with_a_truncated_file_is_refused(token_directory):
     path = token_directory / "train-00000.bin"
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"`data` is .*train-00000.bin: has \d+ bytes where \d+ tokens need \d+: truncated"):
+    with pytest.raises(DataError, match=r"`data` is .*train-00000.bin: has \d+ bytes, but \d+ tokens need \d+: truncated"):
         open_corpus(token_directory, vocab_size=512)
 
 

@@ -115,7 +115,7 @@ def test_interrupted_make_leaves_nothing(make, tmp_path, monkeypatch):
 def test_empty_directory_is_used_and_a_full_one_refused(make, tmp_path):
     (tmp_path / "tokens").mkdir()
     make()
-    with pytest.raises(DataError, match=r"`out` is .*tokens: it exists and is not an empty directory"):
+    with pytest.raises(DataError, match=r"`out` is .*tokens: must not exist, or be an empty directory"):
         make()
 
 

@@ -109,7 +109,7 @@ def test_document_order_is_the_same_for_ever():
 
 
 def test_an_index_of_other_tokens_is_refused():
-    with pytest.raises(DataError, match="has 21 tokens where its documents have 20"):
+    with pytest.raises(DataError, match="has 21 tokens, but its documents have 20"):
         batches_of(Source(np.arange(21, dtype=np.uint16), index=index_of([10, 10])))[0]
 
 

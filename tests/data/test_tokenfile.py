@@ -70,9 +70,9 @@ def test_truncated_file_is_refused_with_expected_and_found_bytes(token_file, cut
     ("offset", "data", "message"),
     [
         (0, b"NOTTOKEN", r"starts with b'NOTTOKEN', a token file starts with b'JGTOKENS'"),
-        (8, b"\x07", "is of version 7, this jgraph reads version 1"),
+        (8, b"\x07", "has version 7, but this jgraph reads version 1"),
         (12, b"\x03", "3 bytes per token, must be 2 or 4"),
-        (16, b"\x05", "328 bytes where 5 tokens need 138: damaged"),
+        (16, b"\x05", "328 bytes, but 5 tokens need 138: damaged"),
     ],
 )
 def test_wrong_header_is_refused(token_file, offset, data, message):

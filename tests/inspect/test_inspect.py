@@ -151,7 +151,7 @@ def test_a_schedule_from_a_file_has_the_numbers_of_the_one_by_name(told, tmp_pat
 
 BAD = [
     (["schedule", "zb-h9", "--pp", "2", "--microbatches", "4"], ["zb-h9", *NAMES]),
-    (["schedule"], ["no schedule: pass one of", ".csv or .json file", *NAMES]),
+    (["schedule"], ["the schedule is missing: pass one of", ".csv or .json file", *NAMES]),
     (["schedule", "dualpipe-v", "--pp", "4", "--microbatches", "4"], ["dualpipe-v", "at least 8 microbatches", "got 4"]),
     (["schedule", "1f1b", "--pp", "4", "--microbatches", "4", "--chunks", "2"], ["1f1b", "chunks=2", "1 chunk per rank"]),
     (["schedule", "interleaved-1f1b", "--pp", "4", "--microbatches", "4"], ["chunks=1", "at least 2", "use 1f1b"]),
@@ -212,7 +212,7 @@ def test_a_broken_file_is_refused_with_the_place(refused, tmp_path, name, text, 
 def test_a_file_is_refused_with_sizes(refused, tmp_path, given):
     file = tmp_path / "a.json"
     write(generate("1f1b", pp=2, microbatches=2), file)
-    assert refused("schedule", str(file), *given) == f"{file} determines the schedule: omit {given[0]}"
+    assert refused("schedule", str(file), *given) == f"{file} is a file, which has the whole schedule: leave out {given[0]}"
 
 
 def test_help_says_what_the_costs_are_and_which_names_there_are(told):
@@ -364,8 +364,8 @@ BAD_CAPTURES = [
     (["gpt_124m"], ["'gpt_124m' is neither MODULE:NAME nor a preset", "gpt-124m"]),
     (["jgraph_models.gpt:GPT"], ["jgraph_models.gpt:GPT is a class", "--preset", "gpt-124m"]),
     (["jgraph_models.gpt:GPT", "--preset", "gpt-9"], ["--preset is gpt-9", "gpt-124m"]),
-    (["gpt-124m", "--preset", "cpu-tiny"], ["gpt-124m is a preset: omit --preset cpu-tiny"]),
-    (["mine:option", "--seq-len", "8"], ["mine:option", "omit --seq-len"]),
+    (["gpt-124m", "--preset", "cpu-tiny"], ["gpt-124m is a preset: leave out --preset cpu-tiny"]),
+    (["mine:option", "--seq-len", "8"], ["mine:option", "leave out --seq-len"]),
     (["gpt-124m", "--batch-size", "0"], ["--batch-size is 0", "at least 1"]),
     (["mine:option", "--xla-options", "xla_nope=1"], ["xla_nope"]),
     (["mine:option", "--graph", "most"], ["--graph", "most", "auto", "full"]),

@@ -80,7 +80,7 @@ def test_a_trace_of_graphs_says_what_to_do(recorded, tmp_path, capsys):
     program.write_text(gzip.decompress((recorded("one") / "program.txt.gz").read_bytes()).decode())
     assert main([str(recorded("one") / "captured"), "--program", str(program), "--steps", "2"]) == 2
     said = capsys.readouterr().err
-    assert "came out of CUDA graphs" in said
+    assert "ran in CUDA graphs" in said
     assert "`graph` off" in said
     assert said.count("\n") == 1
 

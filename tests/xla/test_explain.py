@@ -53,7 +53,7 @@ def test_every_donated_leaf_is_named_with_the_output_that_takes_its_buffer():
 def test_a_jitted_function_keeps_its_own_donations():
     assert len(explain(jax.jit(update, donate_argnums=0), STATE, X).donations) == 3
     assert explain(jax.jit(update), STATE, X).donations == ()
-    with pytest.raises(ConfigError, match=r"give them to jax\.jit"):
+    with pytest.raises(ConfigError, match=r"pass it to jax\.jit"):
         explain(jax.jit(update), STATE, X, donate_argnums=0)
 
 
