@@ -231,7 +231,7 @@ def parse(
         prog: The command as the user starts it, shown in the usage line.
         about: The text of the help. Its examples of `python -m jgraph.NAME` are shown as `prog` was started.
         args: The arguments.
-        elsewhere: Flags of other programs, with the flag to use here.
+        elsewhere: Flags of other programs, with the flag of this command.
         settings: Keyword arguments of `tyro.cli`.
 
     Returns:
@@ -257,8 +257,8 @@ def parse(
             cause = cause.__context__
         message = _unboxed(messages.getvalue())
         unknown = re.match(r"Unrecognized options: (--[\w.-]+)", message)
-        if unknown and (here := (elsewhere or {}).get(unknown[1].replace("_", "-"))):
-            message = f"{unknown[1]} is not a flag of this command: use {here}"
+        if unknown and (replacement := (elsewhere or {}).get(unknown[1].replace("_", "-"))):
+            message = f"{unknown[1]} is not a flag of this command: use {replacement}"
         raise ConfigError(message, field="") from None
 
 
@@ -281,9 +281,9 @@ def _unboxed(text: str) -> str:
         return " ".join(text.split())
     _title, *rows = (line.strip(" │╰╯") for line in text.splitlines())
     paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(_RULE, "\n".join(rows))]
-    kept = [paragraph for paragraph in paragraphs if paragraph and not paragraph.startswith("For full helptext")]
-    line = re.sub(r"^Error parsing (--\S+): ", r"\1: ", kept[0])
-    flags = re.findall(r"(--\S+ (?:[A-Z]+|\{[^}]*\}))", " ".join(kept[1:]))
-    if kept[1:] and kept[1].startswith("Argument helptext") and flags:
+    texts = [paragraph for paragraph in paragraphs if paragraph and not paragraph.startswith("For full helptext")]
+    line = re.sub(r"^Error parsing (--\S+): ", r"\1: ", texts[0])
+    flags = re.findall(r"(--\S+ (?:[A-Z]+|\{[^}]*\}))", " ".join(texts[1:]))
+    if texts[1:] and texts[1].startswith("Argument helptext") and flags:
         return f"{line}; takes {flags[0]}"
     return f"{line}; did you mean {' or '.join(flags)}?" if flags else line

@@ -64,8 +64,8 @@ def evaluate(
     logging.set_verbosity(logging.FATAL)  # Orbax also logs the errors that it raises.
     check_devices()
     sizes = {"batch_size": batch_size, "seq_len": seq_len, "eval_batches": eval_batches, "dp": dp, "fsdp": fsdp}
-    given = {name: value for name, value in ({"data": data or None} | sizes).items() if value is not None}
-    found = evaluation.evaluate(run, step, module=module, **given)
+    options = {name: value for name, value in ({"data": data or None} | sizes).items() if value is not None}
+    found = evaluation.evaluate(run, step, module=module, **options)
     if json is not None:
         fields = dataclasses.asdict(found) | {"perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
         # JSON has no infinity or NaN.

@@ -159,8 +159,8 @@ def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> F
 def _check_make(make: Any) -> None:
     """Raises ConfigError unless `make` can be called without arguments."""
     fits = callable(make) and not isinstance(make, nnx.Module | nn.Module)
-    what = type(make).__name__ if callable(make) else repr(make)
-    require(fits, "make", what, "a function that returns a module, e.g. lambda: Model(nnx.Rngs(0))")
+    description = type(make).__name__ if callable(make) else repr(make)
+    require(fits, "make", description, "a function that returns a module, e.g. lambda: Model(nnx.Rngs(0))")
     try:
         inspect.signature(partial(make.__init__, None) if isinstance(make, type) else make).bind()
     except TypeError as e:

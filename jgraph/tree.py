@@ -71,6 +71,8 @@ def matching(pattern: str, names: Sequence[str], *, field: str) -> list[str]:
     """
     found = fnmatch.filter(names, pattern)
     if not found:
-        some = ", ".join(list(names)[:3])
-        raise ConfigError(f"`{field}` has {pattern!r}, which matches no parameter: must match one of {some}, ...", field=field)
+        examples = ", ".join(list(names)[:3])
+        raise ConfigError(
+            f"`{field}` has {pattern!r}, which matches no parameter: must match one of {examples}, ...", field=field
+        )
     return found

@@ -187,12 +187,12 @@ class Checkpoints:
             raise _DamagedError(reason or f"{name} cannot be read by another process")
         return restored
 
-    def _check_fits(self, step: int, found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-        saved, own = ({leaf["name"]: leaf for leaf in leaves} for leaves in (found, wanted))
+    def _check_fits(self, step: int, found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+        saved, required = ({leaf["name"]: leaf for leaf in leaves} for leaves in (found, expected))
         differing = [
-            f"{name}: {_shape(saved.get(name))} in the checkpoint, {_shape(own.get(name))} in this run"
-            for name in saved | own
-            if saved.get(name) != own.get(name)
+            f"{name}: {_shape(saved.get(name))} in the checkpoint, {_shape(required.get(name))} in this run"
+            for name in saved | required
+            if saved.get(name) != required.get(name)
         ]
         if differing:
             more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
@@ -224,7 +224,7 @@ class Checkpoints:
 
         A save may raise the error of the previous save.
         """
-        what = f"`run_dir`: checkpoints in {self._directory} cannot be written"
+        prefix = f"`run_dir`: checkpoints in {self._directory} cannot be written"
         try:
             yield
         except JgraphError:
@@ -236,7 +236,7 @@ class Checkpoints:
                 why = "a file is larger than the disk or the limit of this process (`ulimit -f`) allows"
             else:
                 why = f"{_first_line(e)}; check `run_dir`"
-            raise CheckpointError(f"{what}: {why}") from e
+            raise CheckpointError(f"{prefix}: {why}") from e
 
 
 class CheckpointReader:

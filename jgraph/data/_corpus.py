@@ -273,14 +273,14 @@ def _of_directory(name: str, tokenizer: Path | None) -> Corpus:
     hashed = b""
     for side, of_side in opened.items():
         hashed += side.encode() + b"".join(bytes.fromhex(file.header.sha256) for file in of_side)
-    beside = Path(name, TOKENIZER_FILE)
+    tokenizer_beside = Path(name, TOKENIZER_FILE)
     return Corpus(
         name,
         sources=(_of_files(name, "train", opened["train"]),),
         heldout_sources=(_of_files(name, "heldout", opened["heldout"]),),
         vocab_size=files[0].header.vocab_size,
         fingerprint=hashlib.sha256(hashed).hexdigest(),
-        decoder=load_decoder(tokenizer if tokenizer and not beside.exists() else beside),
+        decoder=load_decoder(tokenizer if tokenizer and not tokenizer_beside.exists() else tokenizer_beside),
     )
 
 

@@ -64,10 +64,10 @@ def schedule(
     console.print(draw.legend(run, cells=cells))
     console.print(_table(run, slots, console.width))
     console.print("idle time, its share of the step, and slots of each pool", style="dim italic")
-    held = run.peak({"forward_wgrad": 1 / found.num_chunks}).max()
+    peak_residuals = run.peak({"forward_wgrad": 1 / found.num_chunks}).max()
     console.print(
         f"makespan {run.makespan:.6g}, bubble {run.bubble:.1%}, {found.num_ticks} ticks, {execution}\n"
-        f"peak memory of the fullest rank: residuals of {held:.4g} microbatches",
+        f"peak memory of the fullest rank: residuals of {peak_residuals:.4g} microbatches",
         highlight=False,
     )
 

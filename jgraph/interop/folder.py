@@ -110,9 +110,9 @@ class Folder:
                 raise self.error(f"{name} is {dtype}: must be one of {', '.join(_DTYPES)}")
             expected.add(name)
         ignored = names.ignored(settings)
-        more = [name for name in self._files if name not in expected and not any(fnmatch.fnmatch(name, p) for p in ignored)]
-        if more:
-            raise self.error(f"has a tensor that the model does not have: {_some(more)}")
+        unknown = [name for name in self._files if name not in expected and not any(fnmatch.fnmatch(name, p) for p in ignored)]
+        if unknown:
+            raise self.error(f"has a tensor that the model does not have: {_some(unknown)}")
 
     def read(self, name: str, index: Box) -> np.ndarray:
         """Reads a slice of a tensor.

@@ -49,15 +49,15 @@ def show(
             raise ConfigError(
                 f"{path} is a run, which has its program and number of steps: leave out `program` and `steps`", field="program"
             )
-        profile, beside = report.of_run(recorded), recorded
+        profile, default_out = report.of_run(recorded), recorded
     else:
         file = find(path)
         if program is None or steps is None:
             missing = "program" if program is None else "steps"
             raise ConfigError(f"{file} is a trace, not a run: pass `program` and `steps`", field=missing)
         profile = report.of_trace(path, program=program, steps=steps)
-        beside = path if path.is_dir() else path.parent
-    out = out or beside
+        default_out = path if path.is_dir() else path.parent
+    out = out or default_out
     with os_errors("out", out):
         files = report.write(profile, out)
     for line in _summary(profile), f"written to {', '.join(map(str, files))}", *profile["about"]["notes"]:

@@ -82,14 +82,14 @@ def by_category(rank: int, step: Step) -> dict[str, Any]:
     Returns:
         JSON values: times in ms, and times and numbers of kernels by category.
     """
-    events, own = step.events, step.own_ms
+    events, own_ms = step.events, step.own_ms
     categories: dict[str, dict[str, float]] = {}
     for category in CATEGORIES:
         chosen = np.array([purpose.category == category for purpose in step.purposes], bool)
         if chosen.any():
             kernel_ms = float((events.end - events.start)[chosen].sum())
-            categories[category] = {"ms": float(own[chosen].sum()), "kernel_ms": kernel_ms, "kernels": int(chosen.sum())}
-    busy_ms = float(own.sum())
+            categories[category] = {"ms": float(own_ms[chosen].sum()), "kernel_ms": kernel_ms, "kernels": int(chosen.sum())}
+    busy_ms = float(own_ms.sum())
     other_ms = categories["other"]["ms"] if "other" in categories else 0.0
     return {
         "rank": rank,
@@ -114,7 +114,7 @@ def groups(step: Step, program: Program, device: Device | None) -> list[dict[str
     Returns:
         JSON values, one per group.
     """
-    events, own, known = step.events, step.own_ms, program.instructions
+    events, own_ms, known = step.events, step.own_ms, program.instructions
     labels = {op: program.label(known[op]) for op in set(events.op) if op in known}
     members: dict[tuple[str, str], list[int]] = defaultdict(list)
     kernels: dict[str, Counter[str]] = defaultdict(Counter)
@@ -135,7 +135,7 @@ def groups(step: Step, program: Program, device: Device | None) -> list[dict[str
             else:
                 flops += program.flops(known[op]) * runs[op]
                 nbytes += program.nbytes(known[op]) * runs[op]
-        ms = float(own[found].sum())
+        ms = float(own_ms[found].sum())
         roofline_ms, bound = _roofline(device, flops, nbytes, category in _COMMUNICATION)
         row = {"label": label, "category": category, "source": next((sources[op] for op in ops if op in sources), "")}
         row |= {"count": len(found), "ms": ms, "flops": flops, "bytes": nbytes, "roofline_ms": roofline_ms, "bound": bound}

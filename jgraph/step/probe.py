@@ -79,14 +79,14 @@ def _updates(transform: Any, params: Tree) -> list[Expression]:
     if (found := jax.tree.structure(updates)) != (expected := jax.tree.structure(params)):
         raise ValueError(f"its updates have the structure {found}, its parameters {expected}")
     count = expected.num_leaves
-    given = _expressions(start.jaxpr, start.consts, ["parameter"] * count)
-    outputs = _expressions(step.jaxpr, step.consts, [*["gradient"] * count, *["parameter"] * count, *given, "loss"])
+    state_inputs = _expressions(start.jaxpr, start.consts, ["parameter"] * count)
+    outputs = _expressions(step.jaxpr, step.consts, [*["gradient"] * count, *["parameter"] * count, *state_inputs, "loss"])
     return [_MIXED] * count if _MIXED in outputs else outputs[:count]
 
 
-def _expressions(jaxpr: core.Jaxpr, consts: Sequence[Any], given: Sequence[Expression]) -> list[Expression]:
+def _expressions(jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Expression]) -> list[Expression]:
     """Returns the expression of every output of a jaxpr."""
-    known: dict[Any, Expression] = dict(zip(jaxpr.invars, given, strict=True))
+    known: dict[Any, Expression] = dict(zip(jaxpr.invars, inputs, strict=True))
     known |= {var: _constant(value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
 
     def read(atom: Any) -> Expression:
@@ -97,30 +97,30 @@ def _expressions(jaxpr: core.Jaxpr, consts: Sequence[Any], given: Sequence[Expre
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _of_equation(eqn: core.JaxprEqn, given: list[Expression]) -> Sequence[Expression]:
+def _of_equation(eqn: core.JaxprEqn, inputs: list[Expression]) -> Sequence[Expression]:
     """Returns the expression of every result of an equation."""
     name = eqn.primitive.name
     if name == "cond":
-        index, *operands = given
+        index, *operands = inputs
         branches = [_expressions(branch.jaxpr, branch.consts, operands) for branch in eqn.params["branches"]]
         return [_MIXED if _MIXED in (index, *each) else _digest(name, index, each) for each in zip(*branches, strict=True)]
     if name in (*replay.JITS, *replay.CHECKPOINTS, *replay.CUSTOM):
         inner = eqn.params["call_jaxpr" if name in replay.CUSTOM else "jaxpr"]
-        return _expressions(replay.body(eqn), getattr(inner, "consts", ()), given)
-    if _MIXED in given:
+        return _expressions(replay.body(eqn), getattr(inner, "consts", ()), inputs)
+    if _MIXED in inputs:
         return [_MIXED] * len(eqn.outvars)
-    if name in _SAME and len(given) == 1:
-        return given
+    if name in _SAME and len(inputs) == 1:
+        return inputs
     if name in _SETS:
         # Sorted and without duplicates: packed parameters have fewer arrays, in another order.
-        return [tuple(sorted({part for each in given for part in ((each,) if isinstance(each, str) else each)}))]
+        return [tuple(sorted({part for each in inputs for part in ((each,) if isinstance(each, str) else each)}))]
     shapes = {atom.aval.shape for atom in eqn.invars if atom.aval.size != 1}  # pyright: ignore[reportAttributeAccessIssue]
     results = {var.aval.shape for var in eqn.outvars}  # pyright: ignore[reportAttributeAccessIssue]
     if name in _MIXING or len(shapes) > 1 or (shapes and results != shapes):
         return [_MIXED] * len(eqn.outvars)
     # Parameters of other types describe shapes.
     choices = sorted((key, repr(v)) for key, v in eqn.params.items() if isinstance(v, bool | int | float | str | np.dtype))
-    return [_digest(name, choices, given, i) for i in range(len(eqn.outvars))]
+    return [_digest(name, choices, inputs, i) for i in range(len(eqn.outvars))]
 
 
 def _digest(*parts: Any) -> str:

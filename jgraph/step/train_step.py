@@ -280,8 +280,8 @@ class TrainStep:
         leaves, structure = jax.tree.flatten(state.carried)
         kinds = jax.tree.leaves(self.objective.reductions)
         flags = {i: leaves[i] for i, kind in enumerate(kinds) if kind == "halt"}
-        where = {i: flag.sharding for i, flag in flags.items()}
-        zeros = jax.jit(partial(jax.tree.map, jnp.zeros_like), donate_argnums=0, keep_unused=True, out_shardings=where)
+        shardings = {i: flag.sharding for i, flag in flags.items()}
+        zeros = jax.jit(partial(jax.tree.map, jnp.zeros_like), donate_argnums=0, keep_unused=True, out_shardings=shardings)
         leaves = dict(enumerate(leaves)) | in_turn(zeros(flags))
         return replace(state, carried=structure.unflatten(leaves.values()))
 
@@ -454,8 +454,8 @@ class TrainStep:
         if self.sees == "arrays":
             updates, opt_state = apply_transform(self.transform, scaled, state.opt_state, params32, value=loss)
         else:
-            tree, own = self.bound.unpack(scaled), self.bound.unpack(params32)
-            updates, opt_state = apply_transform(self.transform, tree, state.opt_state, own, value=loss)
+            tree, params_tree = self.bound.unpack(scaled), self.bound.unpack(params32)
+            updates, opt_state = apply_transform(self.transform, tree, state.opt_state, params_tree, value=loss)
             updates = self.bound.pack(updates)
         params = jax.tree.map(lambda p, u, old: (p + u).astype(old.dtype), params32, _where(mask, updates), state.params)
         new = (params, opt_state, carried, after.observed)

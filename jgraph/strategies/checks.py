@@ -184,11 +184,11 @@ def reductions_of(carried: Tree, reductions: Tree) -> Tree:
     return reductions
 
 
-def _check_tree(what: str, tree: Tree, expected: Tree, *, like: str, field: str, dtypes: Literal["equal", "floating"]) -> None:
+def _check_tree(label: str, tree: Tree, expected: Tree, *, like: str, field: str, dtypes: Literal["equal", "floating"]) -> None:
     """Checks a tree of arrays against a tree of shapes.
 
     Args:
-        what: The name of the tree in messages.
+        label: The name of the tree in messages.
         tree: Arrays, shapes or Python numbers.
         expected: Shapes.
         like: The name of `expected` in messages.
@@ -198,10 +198,10 @@ def _check_tree(what: str, tree: Tree, expected: Tree, *, like: str, field: str,
     Raises:
         ShapeError: If the structure, a shape or a dtype differs. The message has the path of the leaf.
     """
-    if (problem := _difference(what, tree, expected, like=like)) is not None:
+    if (problem := _difference(label, tree, expected, like=like)) is not None:
         raise ShapeError(problem, field=field)
     for (name, leaf), must in zip(_named(tree), jax.tree.leaves(expected), strict=True):
-        (shape, dtype), found = _shape_and_dtype(leaf), f"{what} has {_shown(leaf)}{at(name)}"
+        (shape, dtype), found = _shape_and_dtype(leaf), f"{label} has {_shown(leaf)}{at(name)}"
         if dtype is None:
             raise ShapeError(f"{found}: must be an array", field=field)
         if dtypes == "floating" and not jnp.issubdtype(dtype, jnp.floating):
@@ -279,9 +279,9 @@ def _check_loss(found: Any) -> None:
     scalar, weight = (found.total, found.weight) if isinstance(found, Loss) else (found, None)
     shape, dtype = getattr(scalar, "shape", None), getattr(scalar, "dtype", None)
     if shape != () or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        what = type(scalar).__name__ if shape is None else f"{dtype}{list(shape)}"
+        description = type(scalar).__name__ if shape is None else f"{dtype}{list(shape)}"
         must = "must return a floating scalar, the mean, or jgraph.Loss(total, weight)"
-        raise ShapeError(f"`loss` returns {what}: {must}", field="loss")
+        raise ShapeError(f"`loss` returns {description}: {must}", field="loss")
     if weight is not None and (shape := jnp.shape(weight)) != ():
         raise ShapeError(f"`loss` returns a weight of shape {list(shape)}: must be a scalar, the sum of weights", field="loss")
 
@@ -289,17 +289,17 @@ def _check_loss(found: Any) -> None:
 # --- Descriptions ---
 
 
-def _difference(what: str, tree: Tree, expected: Tree, *, like: str) -> str | None:
+def _difference(label: str, tree: Tree, expected: Tree, *, like: str) -> str | None:
     """Returns a message about the difference of two tree structures; None if they are equal."""
     found, required = jax.tree.structure(tree), jax.tree.structure(expected)
     if found == required:
         return None
     names, expected_names = leaf_names(tree), leaf_names(expected)
     if missing := [name for name in expected_names if name not in names]:
-        return f"{what} has no `{missing[0]}`: must have the leaves of {like}"
-    if more := [name for name in names if name not in expected_names]:
-        return f"{what} has `{more[0]}`, which is not in {like}: must have the same leaves"
-    return f"{what} is {found}: must be {required}, as in {like}"
+        return f"{label} has no `{missing[0]}`: must have the leaves of {like}"
+    if unknown := [name for name in names if name not in expected_names]:
+        return f"{label} has `{unknown[0]}`, which is not in {like}: must have the same leaves"
+    return f"{label} is {found}: must be {required}, as in {like}"
 
 
 def _named(tree: Tree) -> list[tuple[str, Any]]:

@@ -139,7 +139,7 @@ class DataParallel:
         return GradientProgram(self, batch)
 
     def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Tree]:
-        """Computes the sums and the gradient, under `jax.shard_map` if there is a mesh."""
+        """Returns the sums and the gradient, computed under `jax.shard_map` if there is a mesh."""
         if self.mesh is None:
             return self._on_device(params, batch, key, carry)
         run = jax.shard_map(
@@ -259,8 +259,8 @@ class DataParallel:
         self, batch: Tree, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None
     ) -> list[str]:
         """Returns a line about FP8 matmuls; no lines without FP8."""
-        again = "; weights in FP8 stay gathered for the backward" * self.reshard_after_forward
-        return [line + again for line in self.loss.describe(executables)]
+        note = "; weights in FP8 stay gathered for the backward" * self.reshard_after_forward
+        return [line + note for line in self.loss.describe(executables)]
 
     def profile_facts(self) -> dict[str, Any]:
         """Returns no facts."""

@@ -91,8 +91,8 @@ class ShardSpec:
         options: dict[str, Any] = {"axis": self.axis, "tiled": True, "axis_index_groups": self._neighbors}
         # FP8 is sent as bytes, because not every collective library supports it.
         is_fp8 = part.dtype.itemsize == 1
-        sent = lax.bitcast_convert_type(part, jnp.uint8) if is_fp8 else part
-        whole = self.unpad(lax.all_gather(sent, AXIS, **options))
+        payload = lax.bitcast_convert_type(part, jnp.uint8) if is_fp8 else part
+        whole = self.unpad(lax.all_gather(payload, AXIS, **options))
         return lax.bitcast_convert_type(whole, part.dtype) if is_fp8 else whole
 
     def scatter(self, whole: Array) -> Array:

@@ -175,8 +175,8 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
     field = ("model", settings or tyro.conf.Suppress[None], dataclasses.field())
     flags = dataclasses.make_dataclass("Flags", [field], bases=(TrainConfig,), frozen=True, kw_only=True)
     default = flags(**_shallow(base) | {"module": module, "model": model})
-    about = (__doc__ or "").format(presets=", ".join(PRESETS), preset=base.preset)
-    found = cli.parse(flags, prog, about, args, elsewhere=ELSEWHERE, default=default)
+    description = (__doc__ or "").format(presets=", ".join(PRESETS), preset=base.preset)
+    found = cli.parse(flags, prog, description, args, elsewhere=ELSEWHERE, default=default)
     return found and TrainConfig(**_shallow(found))
 
 

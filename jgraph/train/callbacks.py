@@ -106,11 +106,11 @@ class GradientChecks(Callback):
         # The update was not applied, so the state is good, but it is not saved: the run should continue from an earlier step.
         self._checkpoints.wait()
         saved = self._checkpoints.latest_step
-        kept = "there is no checkpoint yet" if saved is None else f"the checkpoint of step {saved} is kept"
+        checkpoint_text = "there is no checkpoint yet" if saved is None else f"the checkpoint of step {saved} is kept"
         # A run with a checkpoint cannot be resumed with another learning rate.
         over = "" if saved is None else " with `resume` off or another `run_dir`"
         raise NonFiniteError(
-            f"step {number}: {problem}; the run stops, and {kept}; "
+            f"step {number}: {problem}; the run stops, and {checkpoint_text}; "
             f"try a lower `optimizer.learning_rate`{over}, or set `on_nonfinite` to skip to leave out such updates and go on",
             step=number,
         )
@@ -184,9 +184,9 @@ class Metrics(Callback):
         for layer, experts in statistics.dead_experts(state.carried).items():
             if layer not in self._warned:
                 self._warned.add(layer)
-                some = f"{', '.join(map(str, experts[:8]))}{', ...' * (len(experts) > 8)}"
+                listed = f"{', '.join(map(str, experts[:8]))}{', ...' * (len(experts) > 8)}"
                 advice = "try a larger `model.moe.balance_loss`"
-                self._reporter.warn(f"step {done}: experts {some} of {layer} got no token for 100 steps; {advice}")
+                self._reporter.warn(f"step {done}: experts {listed} of {layer} got no token for 100 steps; {advice}")
 
 
 class SaveCheckpoints(Callback):

@@ -125,11 +125,11 @@ def check_alike(here: Any, there: Any, as_it: str, prefix: str = "model.") -> No
         ConfigError: For the first setting that differs.
     """
     for field in dataclasses.fields(here) if here is not None else ():
-        name, (ours, theirs) = f"{prefix}{field.name}", (getattr(settings, field.name) for settings in (here, there))
-        if dataclasses.is_dataclass(ours) and type(ours) is type(theirs):
-            check_alike(ours, theirs, as_it, f"{name}.")
+        name, (value, expected) = f"{prefix}{field.name}", (getattr(settings, field.name) for settings in (here, there))
+        if dataclasses.is_dataclass(value) and type(value) is type(expected):
+            check_alike(value, expected, as_it, f"{name}.")
         elif name not in _FREE:
-            require(ours == theirs, name, ours, f"{theirs}, {as_it}, or left out")
+            require(value == expected, name, value, f"{expected}, {as_it}, or left out")
 
 
 def tokenizer_of(config: TrainConfig, run_dir: RunDir) -> Path | None:

@@ -104,7 +104,7 @@ class Profile(Callback):
         return done == self._first
 
     def instead(self, done: int, state: TrainState) -> tuple[TrainState, list[StepMetrics]] | None:
-        """Runs and traces the steps of the profile.
+        """Returns the state and the metrics after running and tracing the steps of the profile.
 
         With command buffers these are 2 x `count` + 1 steps: `count` with command buffers, one that loads the other program,
         and `count` without command buffers. Otherwise these are `count` steps.
@@ -125,8 +125,8 @@ class Profile(Callback):
         with os_errors("run_dir", self._directory):
             with gzip.open(self._directory / "program.txt.gz", "wt") as file:
                 file.write(self._uncaptured.as_text())
-            about = _about(self._setup, self._uncaptured) | {"steps": self._count}
-            (self._directory / "run.json").write_text(json.dumps(about, indent=2) + "\n")
+            facts = _about(self._setup, self._uncaptured) | {"steps": self._count}
+            (self._directory / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
         if not is_halted(metrics[-1]):
             self._first = None
             self._report(f"steps {done + 1} to {done + len(metrics)}")
@@ -138,8 +138,8 @@ class Profile(Callback):
         for number in range(done + begin + 1, done + begin + count + 1):
             annotation = jax.profiler.StepTraceAnnotation("train", step_num=number)
             with annotation, self._watchdog.over(lambda number=number: f"step {number} (profiled)", step):
-                state, one = step(state, self._batches(number - 1))
-            metrics.append(one)
+                state, step_metrics = step(state, self._batches(number - 1))
+            metrics.append(step_metrics)
         which = f"steps {done + begin + 1} to {done + len(metrics)} (profiled)"
         self._watchdog.wait(lambda: which, metrics[begin:], step)
         return jax.block_until_ready(state)
@@ -161,7 +161,7 @@ def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
     config, devices = setup.config, jax.local_devices()[: setup.step.num_devices]
     kind = devices[0].device_kind
     tokens = f"{config.input.batch_size} x {config.input.seq_len} tokens a step"
-    about = {
+    facts = {
         "title": f"{config.preset}, {tokens}, {setup.step.num_devices} x {kind}",
         "device": kind,
         "devices": setup.step.num_devices,
@@ -170,7 +170,7 @@ def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
         "flags": _flags(config),
         "memory": _memory(setup, compiled) | {"measured_peak": peak_memory_bytes(devices[0]) or None},
     }
-    return about | setup.step.bound.profile_facts()
+    return facts | setup.step.bound.profile_facts()
 
 
 def _memory(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
@@ -185,13 +185,13 @@ def _memory(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
         ]
         return sum(math.prod(shard) * leaf.dtype.itemsize for shard, leaf in zip(shards, jax.tree.leaves(tree), strict=True))
 
-    held = {"parameters": size(setup.step.state.params), "optimizer": size(setup.step.state.opt_state)}
+    state_bytes = {"parameters": size(setup.step.state.params), "optimizer": size(setup.step.state.opt_state)}
     found = setup.step.bound.predict_memory(batch_shapes(setup.config.input, setup.config.input.batch_size))
     pools = {name.replace("forward_", "residuals to "): size for name, size in found.sizes.items()}
-    predicted = sum((*held.values(), *pools.values())) if found.covers == "whole" else None
+    predicted = sum((*state_bytes.values(), *pools.values())) if found.covers == "whole" else None
     if (memory := compiled.memory) is not None:
         pools["temporaries"] = max(0, memory.temporaries - sum(pools.values()))
-    pools = {name: size for name, size in (held | pools).items() if size}
+    pools = {name: size for name, size in (state_bytes | pools).items() if size}
     return {"pools": pools, "predicted_peak": predicted, "compiled_peak": memory.total if memory else None}
 
 

@@ -292,11 +292,11 @@ class _Run:
         return summary
 
 
-def _enable_cache(where: str) -> str:
+def _enable_cache(setting: str) -> str:
     """Enables the compilation cache. Returns a line about it, or an empty string if it is off."""
-    if where == "off":
+    if setting == "off":
         return ""
-    directory = cache.enable(Path(where) if where else None, field="compile_cache")
+    directory = cache.enable(Path(setting) if setting else None, field="compile_cache")
     return f"compile cache: {directory} (later runs load their programs from it)" if directory else ""
 
 
@@ -328,12 +328,12 @@ def _memory_errors(batch: InputConfig, output: OutputConfig, run_dir: RunDir) ->
         raise _too_large(batch, must, f"{new_run} ({str(e).splitlines()[0]})") from e
 
 
-def _check_memory(batch: InputConfig, needed: int, what: str) -> None:
-    """Raises ConfigError if `what`, which grows with the batch, needs more bytes than this machine has."""
+def _check_memory(batch: InputConfig, needed: int, name: str) -> None:
+    """Raises ConfigError if arrays that grow with the batch need more bytes than this machine has. `name` is their name."""
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > available:
         raise _too_large(
-            batch, f"{what} of {needed / 2**30:,.1f} GiB must fit into the {available / 2**30:,.1f} GiB of this machine"
+            batch, f"{name} of {needed / 2**30:,.1f} GiB must fit into the {available / 2**30:,.1f} GiB of this machine"
         )
 
 

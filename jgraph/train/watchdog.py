@@ -129,5 +129,5 @@ def _suspects(program: Any) -> tuple[str, bool]:
         return "", False
     kinds = ", ".join(f"{count} {kind}{f' over {groups}' if groups else ''}" for (kind, groups), count in found.items())
     capture = getattr(program, "capture", None)
-    where = "" if capture is None else f" {'in' if capture.holds_collectives else 'out'}side command buffers"
-    return f", perhaps in one of its collectives{where}: {kinds}", capture is not None and capture.holds_collectives
+    location = "" if capture is None else f" {'in' if capture.holds_collectives else 'out'}side command buffers"
+    return f", perhaps in one of its collectives{location}: {kinds}", capture is not None and capture.holds_collectives

@@ -58,9 +58,9 @@ def devices(count: int = 1, *, gpu: str = "h200", directory: Path | None = None)
         raise TargetError(f"no GPU is described as {gpu!r}: take one of {', '.join(GPUS)}", field="gpu")
     library = find_library(directory)
     if library is None:
-        where = directory or cache_directory()
+        place = directory or cache_directory()
         raise TargetError(
-            f"no CUDA plugin for jaxlib {version()} in the environment or in {where}; run python -m jgraph.aot install"
+            f"no CUDA plugin for jaxlib {version()} in the environment or in {place}; run python -m jgraph.aot install"
         )
     return list(_compile_only_devices(str(library), gpu, count))
 

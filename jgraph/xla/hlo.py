@@ -268,8 +268,8 @@ def _source(module: HloModule, instruction: Instruction) -> str:
     calls = [(Path(file), line) for file, line in module.calls(instruction)]
     if not calls:
         return ""
-    (path, line), here = min(calls, key=lambda call: _distance(call[0])), Path.cwd()
-    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
+    (path, line), cwd = min(calls, key=lambda call: _distance(call[0])), Path.cwd()
+    return f"{path.relative_to(cwd) if path.is_relative_to(cwd) else path}:{line}"
 
 
 def _distance(path: Path) -> int:
