@@ -1,4 +1,4 @@
-"""Options of `split_backward`, and the errors of wrong arguments."""
+"""Tests options of `split_backward` and errors of invalid arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def run(split, params, x, *extra):
     return residuals, stash, early, split.wgrad(params, residuals, stash), dx
 
 
-def test_patterns_choose_what_is_delayed():
+def test_patterns_select_the_delayed_parameters():
     for delay, late in ((None, ["down", "up"]), (("up",), ["up"]), ("*", None), ((), [])):
         split = jgraph.split_backward(mlp, delay=delay)
         if late is None:
@@ -57,13 +57,13 @@ def test_a_pattern_that_matches_nothing_is_refused():
 def test_wide_recomputes_matmuls_that_widen_by_four():
     params, x = {"up": normal(2, D, 4 * D, scale=0.2), "down": normal(3, 4 * D, D, scale=0.1)}, hidden()
     stage = lambda p, x: x + jax.nn.gelu(x @ p["up"]) @ p["down"]  # noqa: E731
-    kept, again = (jgraph.split_backward(stage, recompute=which) for which in ("elementwise", "wide"))
+    saved, recomputed = (jgraph.split_backward(stage, recompute=which) for which in ("elementwise", "wide"))
     wide = (*x.shape[:-1], 4 * D)
-    for split, count in ((kept, 1), (again, 0)):
+    for split, count in ((saved, 1), (recomputed, 0)):
         residuals = split.spec(params, x).residuals
         assert [leaf.shape for leaf in (*residuals.dgrad, *residuals.wgrad)].count(wide) == count
-    found, wanted = (run(split, params, x)[2:] for split in (again, kept))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.max(np.abs(b))), found, wanted)
+    found, expected = (run(split, params, x)[2:] for split in (recomputed, saved))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.max(np.abs(b))), found, expected)
 
 
 CHOICES = [{"recompute": "all"}, {"recompute": ["all"]}, {"delay": 3}, {"delay": [3]}]

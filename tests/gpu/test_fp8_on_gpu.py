@@ -81,7 +81,7 @@ def test_experts_in_fp8_are_as_near_to_those_in_bfloat16_as_plain_rounding_is():
 
 @pytest.mark.parametrize("fp8", RECIPES, ids=lambda fp8: fp8.recipe)
 def test_a_thousand_captured_steps_do_not_hang_or_grow_and_the_loss_falls(fp8):
-    step = Step.of(small(precision="fp8", fp8=fp8), tell=lambda **row: None)
+    step = Step.of(small(precision="fp8", fp8=fp8), report=lambda **row: None)
     step.run()
     step.wait()
     before = step.result()
