@@ -159,7 +159,7 @@ def test_an_empty_file_is_refused(tmp_path, contents):
 def test_a_text_with_one_repeated_document_is_refused(tmp_path):
     path = tmp_path / "same.txt"
     path.write_bytes(b"same\n<|endoftext|>\n" * 3)
-    with pytest.raises(DataError, match=r"`data` is .*same.txt: the text has 3 documents, none different"):
+    with pytest.raises(DataError, match=r"`data` is .*same.txt: the text has 3 documents, but no two different"):
         open_corpus(path)
 
 

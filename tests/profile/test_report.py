@@ -99,7 +99,7 @@ def test_a_bare_trace_and_its_program_give_the_same_causes(recorded, reports, tm
 def test_a_program_that_did_not_run_is_refused(recorded, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("HloModule jit_other\n\nENTRY %main (x: f32[]) -> f32[] {\n  ROOT %x = f32[] parameter(0)\n}\n")
-    with pytest.raises(ProfileError, match=r"nothing of the program jit_other, but .*jit_step"):
+    with pytest.raises(ProfileError, match=r"no kernel of the program jit_other, but .*jit_step"):
         report.of_trace(recorded("one") / "uncaptured", program=other, steps=2)
 
 

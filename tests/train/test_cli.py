@@ -287,7 +287,7 @@ def test_a_directory_that_holds_something_else_is_refused_and_left_alone(refused
     mine = tmp_path / "run" / "checkpoints" / "thesis.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    assert_names(refused(flag), "--run-dir", str(tmp_path / "run"), "not empty", "name a new or empty one")
+    assert_names(refused(flag), "--run-dir", str(tmp_path / "run"), "must be a new or empty directory", "no config.json")
     assert mine.read_text() == "mine"
 
 

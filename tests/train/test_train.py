@@ -70,7 +70,7 @@ def test_a_run_shows_its_config_progress_summary_and_a_sample(run):
         "settings   preset cpu-tiny, changed: steps=60 ",
         "optimizer  AdamW, learning rate 0.01 after 6 warmup steps, then cosine decay to 0.001 at step 60",
         "d_model=32",
-        " XLA programs in ",
+        "jitted programs: ",
         "step 1/60  loss 5.",
         "tokens/s",
         "ms/step",

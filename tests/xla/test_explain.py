@@ -158,7 +158,7 @@ def test_a_graph_flag_in_a_remedy_is_printed_with_the_equivalent_compiler_option
 
 
 def test_an_argument_that_is_not_a_function_is_refused():
-    with pytest.raises(ConfigError, match="takes a function, not int"):
+    with pytest.raises(ConfigError, match="`fn` is int: must be a function"):
         explain(3)
 
 
