@@ -79,9 +79,7 @@ def make_token_files(
                     spans = (tokens[start:stop] for _, start, stop in shard)
                     write_tokens(partial / f"{side}-{index:05d}.bin", spans, **size)
                     ends.append(np.cumsum([stop - start for _, start, stop in shard], dtype=np.int64))
-                write_tokens(
-                    partial / ENDS_FILE.format(side=side), ends, vocab_size=1 + max(int(of_file[-1]) for of_file in ends)
-                )
+                write_tokens(partial / ENDS_FILE.format(side=side), ends, vocab_size=1 + max(int(array[-1]) for array in ends))
             spool.unlink()
             partial.rename(out)
     finally:

@@ -61,12 +61,7 @@ def weighted(data: Sequence[str]) -> list[tuple[str, Fraction | None]]:
     """
     found = [_weighted(entry) for entry in data]
     if bare := [entry for entry, (_, weight) in zip(data, found, strict=True) if weight is None]:
-        require(
-            len(bare) == len(found),
-            "data",
-            bare[0],
-            "NAME:WEIGHT, because other entries have a weight: give all entries a weight, or none",
-        )
+        require(len(bare) == len(found), "data", bare[0], "NAME:WEIGHT, because other entries have a weight; or give none")
     return found
 
 

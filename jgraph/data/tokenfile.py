@@ -102,9 +102,7 @@ class TokenFile:
         # The map of a removed or replaced file does not change.
         same_file = now.st_ino == self._opened.st_ino
         if same_file and (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
-            raise DataError(
-                f"{self.path}: was written to while it is in use; write new tokens to a new file, or restart this process"
-            )
+            raise DataError(f"{self.path}: was written to while it is in use; write new tokens to a new file, or restart")
 
 
 class Concatenated:
@@ -162,9 +160,7 @@ def write_tokens(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int
         OSError: If the file cannot be written.
     """
     if not 0 < vocab_size <= _LARGEST_VOCABULARY:
-        raise DataError(
-            f"{path}: `vocab_size` is {vocab_size}: must be in [1, {_LARGEST_VOCABULARY}], because ids have 32 bits"
-        )
+        raise DataError(f"{path}: vocab_size is {vocab_size}: must be in [1, {_LARGEST_VOCABULARY}], 32 bits per id")
     dtype = token_dtype(vocab_size)
     hasher = hashlib.sha256()
     num_tokens = num_documents = 0
@@ -210,9 +206,7 @@ def read_header(path: Path) -> Header:
         must = f"a token file starts with {_MAGIC!r}; make one with python -m jgraph.data make"
         raise DataError(f"{path}: starts with {magic!r}, {must}")
     if len(start) < _HEADER.size:
-        raise DataError(
-            f"{path}: has {found_bytes} bytes, fewer than the {_HEADER.size} bytes of a header: truncated; copy it again"
-        )
+        raise DataError(f"{path}: has {found_bytes} bytes, but a header needs {_HEADER.size}: truncated; copy it again")
     _, version, bytes_per_token, num_tokens, num_documents, vocab_size, sha256 = _HEADER.unpack(start)
     file_bytes = _HEADER.size + num_tokens * bytes_per_token
     damaged = "truncated; copy it again" if found_bytes < file_bytes else "damaged; copy it again"

@@ -144,6 +144,4 @@ def _decode_utf8(document: bytes) -> str:
     try:
         return document.decode()
     except UnicodeDecodeError as e:
-        raise DataError(
-            f"is not UTF-8 near {document[max(0, e.start - 20) : e.start + 20]!r}; convert it, e.g. with iconv"
-        ) from e
+        raise DataError(f"not UTF-8 near {document[max(0, e.start - 20) : e.start + 20]!r}; convert it, e.g. with iconv") from e

@@ -101,14 +101,10 @@ def _schedule(name: str, sizes: dict[str, int | None]) -> schedules.Schedule:
     given = {field: size for field, size in sizes.items() if size is not None}
     if Path(name).suffix:
         if given:
-            raise ConfigError(
-                f"{name} is a file, which has the whole schedule: leave out `{'` and `'.join(given)}`", field="name"
-            )
+            raise ConfigError(f"{name} has the whole schedule: leave out `{'` and `'.join(given)}`", field="name")
         return schedules.read(name)
     if not name:
-        raise ConfigError(
-            f"the schedule is missing: pass one of {', '.join(schedules.NAMES)}, or a .csv or .json file", field="name"
-        )
+        raise ConfigError(f"no schedule: pass one of {', '.join(schedules.NAMES)}, or a .csv or .json file", field="name")
     if name in schedules.NAMES and (missing := sorted({"pp", "microbatches"} - set(given), reverse=True)):
         raise ConfigError(f"{name} needs `{'` and `'.join(missing)}`", field=missing[0])
     if (forwards := math.prod(given.values())) > _MAX_FORWARDS:

@@ -46,9 +46,7 @@ def show(
     recorded = next((place for place in (path, path / "profile") if (place / "run.json").exists()), None)
     if recorded:
         if program or steps:
-            raise ConfigError(
-                f"{path} is a run, which has its program and number of steps: leave out `program` and `steps`", field="program"
-            )
+            raise ConfigError(f"{path} is a run: leave out `program` and `steps`, which it records", field="program")
         profile, default_out = report.of_run(recorded), recorded
     else:
         file = find(path)

@@ -232,7 +232,5 @@ def _of_program(events: Events, program: Program) -> Events:
     mask = np.array([module == program.name for module in events.module], bool)
     if not mask.any():
         ran = ", ".join(dict.fromkeys(filter(None, events.module)))
-        raise ProfileError(
-            f"the trace has no kernel of the program {program.name}, but kernels of {ran}: pass the text of that program"
-        )
+        raise ProfileError(f"the trace has no kernel of the program {program.name}, but of {ran}: pass the program that ran")
     return events.where(mask)

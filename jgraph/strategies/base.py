@@ -96,34 +96,43 @@ class BoundStrategy(Protocol):
     @property
     def mesh(self) -> Mesh | None:
         """The devices; None for one device."""
+        ...
 
     @property
     def is_matrix(self) -> Tree:
         """A tree of bools like the arrays, True for arrays that hold matrices."""
+        ...
 
     @property
     def batches(self) -> BatchLayout:
         """The layout of a batch."""
+        ...
 
     @property
     def observed(self) -> Tree:
         """Shapes of the observed state."""
+        ...
 
     @property
     def xla_options(self) -> tuple[str, ...]:
         """XLA options that the step needs, as `name=value`."""
+        ...
 
     def on(self, mesh: Mesh) -> "BoundStrategy":
         """Returns the same strategy on another mesh of the same shape."""
+        ...
 
     def pack(self, tree: Tree) -> Tree:
         """Converts parameters from the model's own tree to the arrays of a step."""
+        ...
 
     def unpack(self, params: Tree) -> Tree:
         """Inverts `pack`, bit for bit."""
+        ...
 
     def shardings(self, params: Tree) -> Tree:
         """Returns the NamedSharding of every array; None on one device."""
+        ...
 
     def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Tree]:
         """Computes the sums over a batch and the gradient of their mean, as a pure function to be jitted.
@@ -137,6 +146,7 @@ class BoundStrategy(Protocol):
         Returns:
             The sums, and the gradient in `grads_dtype`, laid out like `params`.
         """
+        ...
 
     def compile_gradients(self, params: Tree, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
         """Compiles the executables of the gradients, if there are any.
@@ -151,9 +161,11 @@ class BoundStrategy(Protocol):
         Returns:
             The gradients, compiled. Without executables, a `GradientProgram` that only describes its inputs.
         """
+        ...
 
     def predict_memory(self, batch: Tree) -> Pools:
         """Predicts the memory of one device during a step. `batch` has the shapes of a whole batch, [B, ...]."""
+        ...
 
     def describe(
         self, batch: Tree, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None
@@ -169,9 +181,11 @@ class BoundStrategy(Protocol):
         Returns:
             The lines, without line ends.
         """
+        ...
 
     def profile_facts(self) -> dict[str, Any]:
         """Returns facts about the strategy for the report of a profile, as JSON values."""
+        ...
 
 
 class Strategy(Protocol):
@@ -184,6 +198,7 @@ class Strategy(Protocol):
     @property
     def shapes(self) -> Tree:
         """Shapes of the parameters, in the model's own tree."""
+        ...
 
     def bind(self, objective: Objective) -> BoundStrategy:
         """Binds the strategy to a loss and the choices of a step.
@@ -197,6 +212,7 @@ class Strategy(Protocol):
         Raises:
             ConfigError: If the strategy cannot compute the objective.
         """
+        ...
 
 
 def summary(mesh: Mesh | None, shapes: Tree) -> str:

@@ -288,9 +288,7 @@ def value_and_grads(
         return shards[name].scatter(whole)
 
     if reduce == "in buckets":
-        grads, after = reduce_in_buckets(
-            lambda backward, cotangent: backward(cotangent), (pull_back, jnp.ones_like(value)), add, grads_dtype
-        )
+        grads, after = reduce_in_buckets(lambda vjp, seed: vjp(seed), (pull_back, jnp.ones_like(value)), add, grads_dtype)
     else:
         grads, after = pull_back(jnp.ones_like(value))
         grads = {name: add(name, gradient.astype(grads_dtype)) for name, gradient in grads.items()}

@@ -53,8 +53,7 @@ def names_of(module: str, *, field: str) -> HuggingFace:
     names = getattr(find_model(module), "hugging_face", None)
     if not isinstance(names, HuggingFace):
         raise ConfigError(
-            f"`module` is {module}: must have an attribute hugging_face (jgraph.interop.HuggingFace) for `{field}`",
-            field="module",
+            f"`module` is {module}: must have the attribute hugging_face, a HuggingFace, for `{field}`", field="module"
         )
     return names
 

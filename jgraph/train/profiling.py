@@ -89,7 +89,13 @@ class Profile(Callback):
         self._uncaptured = plain.compile_step() if has_graph else step
 
     def recompiled(self, setup: TrainSetup, step: CompiledStep, done: int) -> None:
-        """Compiles the traced programs again, or warns if too few steps are left for a profile."""
+        """Compiles the traced programs again, or warns if too few steps are left for a profile.
+
+        Args:
+            setup: The new setup.
+            step: The compiled step, with command buffers.
+            done: Number of steps done.
+        """
         if self._first is None:
             return
         self._first, needed = max(self._first, done), 2 * self._count + 2

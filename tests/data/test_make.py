@@ -203,7 +203,7 @@ def test_the_index_matches_the_document_ends_in_the_token_files(make):
 def test_an_index_of_other_token_files_is_refused_with_a_remedy(make):
     folder = make(shard_tokens=300)
     (folder / "train-00001.bin").unlink()
-    with pytest.raises(DataError, match=r"train.ends: has the ends of \d+ documents .* remove it"):
+    with pytest.raises(DataError, match=r"train.ends: has the ends of \d+ documents, .* remove it"):
         load(str(folder), seq_len=4, vocab_size=512)
 
 

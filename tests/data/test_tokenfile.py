@@ -62,7 +62,7 @@ def test_the_header_has_the_documented_layout(token_file):
 @pytest.mark.parametrize("cut", [1, 200, 250])
 def test_a_truncated_file_is_refused_with_expected_and_actual_bytes(token_file, cut):
     token_file.write_bytes(token_file.read_bytes()[:-cut])
-    with pytest.raises(DataError, match=rf"train-0.bin: has {328 - cut} bytes, (but .* 328|fewer than the 128 bytes of a header): truncated"):
+    with pytest.raises(DataError, match=rf"train-0.bin: has {328 - cut} bytes, but .* (328|128): truncated"):
         read_tokens(token_file)
 
 

@@ -151,7 +151,7 @@ def test_a_schedule_from_a_file_has_the_numbers_of_the_one_by_name(told, tmp_pat
 
 BAD = [
     (["schedule", "zb-h9", "--pp", "2", "--microbatches", "4"], ["zb-h9", *NAMES]),
-    (["schedule"], ["the schedule is missing: pass one of", ".csv or .json file", *NAMES]),
+    (["schedule"], ["no schedule: pass one of", ".csv or .json file", *NAMES]),
     (["schedule", "dualpipe-v", "--pp", "4", "--microbatches", "4"], ["dualpipe-v", "at least 8 microbatches", "got 4"]),
     (["schedule", "1f1b", "--pp", "4", "--microbatches", "4", "--chunks", "2"], ["1f1b", "chunks=2", "1 chunk per rank"]),
     (["schedule", "interleaved-1f1b", "--pp", "4", "--microbatches", "4"], ["chunks=1", "at least 2", "use 1f1b"]),
@@ -212,7 +212,7 @@ def test_a_broken_file_is_refused_with_the_place(refused, tmp_path, name, text, 
 def test_a_file_is_refused_with_sizes(refused, tmp_path, given):
     file = tmp_path / "a.json"
     write(generate("1f1b", pp=2, microbatches=2), file)
-    assert refused("schedule", str(file), *given) == f"{file} is a file, which has the whole schedule: leave out {given[0]}"
+    assert refused("schedule", str(file), *given) == f"{file} has the whole schedule: leave out {given[0]}"
 
 
 def test_help_says_what_the_costs_are_and_which_names_there_are(told):
