@@ -22,7 +22,7 @@ def install(*, directory: Directory = None) -> None:
 
 
 def show(*, gpu: Literal["h200", "h100", "b200"] = "h200", directory: Directory = None) -> None:
-    """Print the path of the compiler and the GPU that it compiles for.
+    """Print the GPU to compile for, the version of jaxlib and the path of the compiler.
 
     Args:
         gpu: The GPU to compile for.

@@ -26,7 +26,7 @@ from jgraph.errors import ConfigError, JgraphError, NonFiniteError
 _T = TypeVar("_T")
 
 HUNG = os.EX_TEMPFAIL
-"""Exit code (75) of a command that timed out while waiting for its devices. Running the same command again resumes."""
+"""Exit code (75) of a command that timed out while waiting for its devices. The same command, run again, resumes."""
 _MESSAGE_TIMEOUT_SECONDS = 60
 
 
@@ -111,7 +111,12 @@ class FlagConsole(Console):
         self.fields = fields
 
     def print(self, *objects: Any, **settings: Any) -> None:
-        """Prints like `rich.console.Console.print`."""
+        """Prints like `rich.console.Console.print`, with field names as flags.
+
+        Args:
+            *objects: Objects to print.
+            **settings: Arguments of `rich.console.Console.print`.
+        """
         super().print(*(as_flags(o, self.fields) if isinstance(o, str) else o for o in objects), **settings)
 
     def on_broken_pipe(self) -> None:
@@ -226,7 +231,7 @@ def parse(
         prog: The command as the user starts it, shown in the usage line.
         about: The text of the help. Its examples of `python -m jgraph.NAME` are shown as `prog` was started.
         args: The arguments.
-        elsewhere: Flags of other programs, with the flag to use here.
+        elsewhere: Flags of other programs, with the flag of this command.
         settings: Keyword arguments of `tyro.cli`.
 
     Returns:
@@ -252,8 +257,8 @@ def parse(
             cause = cause.__context__
         message = _unboxed(messages.getvalue())
         unknown = re.match(r"Unrecognized options: (--[\w.-]+)", message)
-        if unknown and (here := (elsewhere or {}).get(unknown[1].replace("_", "-"))):
-            message = f"{unknown[1]} is not a flag of this command: use {here}"
+        if unknown and (replacement := (elsewhere or {}).get(unknown[1].replace("_", "-"))):
+            message = f"{unknown[1]} is not a flag of this command: use {replacement}"
         raise ConfigError(message, field="") from None
 
 
@@ -276,9 +281,9 @@ def _unboxed(text: str) -> str:
         return " ".join(text.split())
     _title, *rows = (line.strip(" │╰╯") for line in text.splitlines())
     paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(_RULE, "\n".join(rows))]
-    kept = [paragraph for paragraph in paragraphs if paragraph and not paragraph.startswith("For full helptext")]
-    line = re.sub(r"^Error parsing (--\S+): ", r"\1: ", kept[0])
-    flags = re.findall(r"(--\S+ (?:[A-Z]+|\{[^}]*\}))", " ".join(kept[1:]))
-    if kept[1:] and kept[1].startswith("Argument helptext") and flags:
+    texts = [paragraph for paragraph in paragraphs if paragraph and not paragraph.startswith("For full helptext")]
+    line = re.sub(r"^Error parsing (--\S+): ", r"\1: ", texts[0])
+    flags = re.findall(r"(--\S+ (?:[A-Z]+|\{[^}]*\}))", " ".join(texts[1:]))
+    if texts[1:] and texts[1].startswith("Argument helptext") and flags:
         return f"{line}; takes {flags[0]}"
     return f"{line}; did you mean {' or '.join(flags)}?" if flags else line

@@ -17,16 +17,16 @@ def check_devices() -> None:
         platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
         reason = (str(e).strip() or "jax cannot use it here").splitlines()[0]
         raise ConfigError(
-            f"JAX_PLATFORMS is {platforms}: must name a platform with devices on this machine, or be unset ({reason})", field=""
+            f"JAX_PLATFORMS is {platforms}: must be a platform with devices on this machine, or unset ({reason})", field=""
         ) from e
 
 
 def in_turn(results: _T) -> _T:
-    """Returns the results of a program on several devices. On CPUs, waits for them first.
+    """Returns the results of a program. Waits for them if they are on several CPU devices.
 
     CPU devices share one thread pool, and a rank that waits in a collective keeps its thread. Two programs at once can
-    therefore occupy all threads with ranks that wait for ranks without a thread. GPUs have queues, so there this returns at
-    once.
+    therefore deadlock: all threads wait for ranks that have no thread. GPUs have queues, so this function does not wait for
+    them.
     """
     leaf = next(iter(jax.tree.leaves(results)), None)
     if leaf is not None and len(devices := leaf.devices()) > 1 and next(iter(devices)).platform == "cpu":

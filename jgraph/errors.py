@@ -58,8 +58,8 @@ def check_types(config: Any, *, prefix: str = "") -> None:
         if typing.get_origin(kind) is Literal:
             check_choice(field, value, choices)
         elif typing.get_origin(kind) is tuple and typing.get_origin(choices[0]) is Literal:
-            for one in value:
-                check_choice(field, one, typing.get_args(choices[0]))
+            for item in value:
+                check_choice(field, item, typing.get_args(choices[0]))
         elif kind == tuple[str, ...]:
             fits = isinstance(value, tuple) and all(isinstance(v, str) for v in value)
             require(fits, field, repr(value), "a tuple of strings")
@@ -174,7 +174,15 @@ class OrderError(JgraphError):
 
     @classmethod
     def at(cls, position: int, problem: str) -> typing.Self:
-        """Returns the error "entry {position} is {problem}"."""
+        """Returns the error "entry {position} is {problem}".
+
+        Args:
+            position: Index of the invalid entry in its order.
+            problem: The message.
+
+        Returns:
+            The error, with its `position`.
+        """
         return cls(f"entry {position} is {problem}", position=position)
 
     @classmethod
@@ -185,6 +193,9 @@ class OrderError(JgraphError):
             rank: The rank.
             problem: The message.
             position: The index of the invalid entry in its order.
+
+        Returns:
+            The error, with its `rank` and `position`.
         """
         return cls(f"rank {rank}{problem}", rank=rank, position=position)
 

@@ -42,7 +42,7 @@ def evaluate(
     Args:
         run: A run directory of `python -m jgraph.train`, or a Hugging Face folder.
         data: Data to evaluate on, as for `python -m jgraph.train`; uses its held-out part. By default the run's data.
-        step: Step of the checkpoint to load; by default the newest. Runs only.
+        step: Step of the checkpoint to load; by default the newest. Only for runs.
         module: Model class of the run, as `package.module:Class`. Only classes in `jgraph_models` are imported without it.
         batch_size: Sequences per batch; by default the run's, or 8 for a folder.
         seq_len: Predicted tokens per sequence; by default the run's, or a folder's max_position_embeddings, at most 1024.
@@ -64,8 +64,8 @@ def evaluate(
     logging.set_verbosity(logging.FATAL)  # Orbax also logs the errors that it raises.
     check_devices()
     sizes = {"batch_size": batch_size, "seq_len": seq_len, "eval_batches": eval_batches, "dp": dp, "fsdp": fsdp}
-    given = {name: value for name, value in ({"data": data or None} | sizes).items() if value is not None}
-    found = evaluation.evaluate(run, step, module=module, **given)
+    options = {name: value for name, value in ({"data": data or None} | sizes).items() if value is not None}
+    found = evaluation.evaluate(run, step, module=module, **options)
     if json is not None:
         fields = dataclasses.asdict(found) | {"perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
         # JSON has no infinity or NaN.

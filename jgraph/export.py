@@ -50,11 +50,11 @@ def export(
     check_empty(to, field="to")
     with contextlib.closing(SavedRun(run, step, module=module)) as saved:
         names, model = names_of(saved.config.module, field="to"), saved.config.model
-        kept = copied_folder(saved.dir)
-        config = names.config(model, kept.config if kept else {"max_position_embeddings": saved.config.input.seq_len})
-        beside = copied_files(saved.dir)
+        source = copied_folder(saved.dir)
+        config = names.config(model, source.config if source else {"max_position_embeddings": saved.config.input.seq_len})
+        copied = copied_files(saved.dir)
         with os_errors("to", to):
-            files = write(to, config, names.parts(model), saved.read, dtype=dtype, beside=beside)
+            files = write(to, config, names.parts(model), saved.read, dtype=dtype, beside=copied)
     print(f"step {saved.step} of {run} is in {to}: {', '.join(file.name for file in files)}")
 
 

@@ -48,9 +48,6 @@ def cross_entropy(
 
     Equals the mean of `optax.softmax_cross_entropy_with_integer_labels(x @ head, labels)`, without storing float32 logits.
 
-    >>> print(jgraph.cross_entropy(jnp.ones((2, 3, 4)), jnp.zeros((4, 8)), jnp.zeros((2, 3), int)))  # log(8)
-    2.0794415
-
     With `axis`, under `jax.shard_map`, each device of that axis has a shard of the vocabulary and computes its part of the loss
     (Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3). The gradient of x is partial: sum it over the axis yourself.
 
@@ -70,6 +67,10 @@ def cross_entropy(
 
     Raises:
         ShapeError: If shapes or dtypes disagree, there are no tokens, or `chunk` does not divide B*T.
+
+    Examples:
+        >>> print(jgraph.cross_entropy(jnp.ones((2, 3, 4)), jnp.zeros((4, 8)), jnp.zeros((2, 3), int)))  # log(8)
+        2.0794415
     """
     for name, array in (("x_BTD", x_BTD), ("head_DV", head_DV), ("labels_BT", labels_BT)):
         if not hasattr(array, "dtype"):

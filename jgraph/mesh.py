@@ -120,6 +120,9 @@ def checked(mesh: object, *, needs: tuple[Axis, ...], allows: tuple[Axis, ...]) 
         needs: Axes that it must have.
         allows: Axes that it may have.
 
+    Returns:
+        A mesh with the same devices and axis names.
+
     Raises:
         ConfigError: If `mesh` is not a mesh, lacks an axis of `needs`, or has an axis that is not allowed.
     """

@@ -115,15 +115,6 @@ def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> F
 
     Replaces `nnx.split` and `nnx.merge` for NNX, and `init` and `apply` for Linen. Dropout uses the key of each call.
 
-    >>> class Line(nnx.Module):
-    ...     def __init__(self, rngs):
-    ...         self.linear = nnx.Linear(2, 1, rngs=rngs)
-    ...     def loss(self, batch):
-    ...         return jnp.mean((self.linear(batch["x"]) - batch["y"]) ** 2)
-    >>> model = jgraph.functional(lambda: Line(nnx.Rngs(0)))
-    >>> params, carried = model.init()
-    >>> value, carried = model.loss(params, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))}, jax.random.key(0), carried)
-
     Args:
         make: A function without arguments that returns an NNX module, with its parameters, or a Linen module.
         batch: Arrays or shapes of a batch, the argument of the module's `loss`. Required for a Linen module, to initialize its
@@ -135,6 +126,16 @@ def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> F
 
     Raises:
         ConfigError: If `make` is not such a function, or a Linen module has no `loss` or no `batch`.
+
+    Examples:
+        >>> class Line(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.linear = nnx.Linear(2, 1, rngs=rngs)
+        ...     def loss(self, batch):
+        ...         return jnp.mean((self.linear(batch["x"]) - batch["y"]) ** 2)
+        >>> model = jgraph.functional(lambda: Line(nnx.Rngs(0)))
+        >>> params, carried = model.init()
+        >>> value, carried = model.loss(params, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))}, jax.random.key(0), carried)
     """
     _check_make(make)
     found: list[Any] = []
@@ -158,8 +159,8 @@ def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> F
 def _check_make(make: Any) -> None:
     """Raises ConfigError unless `make` can be called without arguments."""
     fits = callable(make) and not isinstance(make, nnx.Module | nn.Module)
-    what = type(make).__name__ if callable(make) else repr(make)
-    require(fits, "make", what, "a function that returns a module, e.g. lambda: Model(nnx.Rngs(0))")
+    description = type(make).__name__ if callable(make) else repr(make)
+    require(fits, "make", description, "a function that returns a module, e.g. lambda: Model(nnx.Rngs(0))")
     try:
         inspect.signature(partial(make.__init__, None) if isinstance(make, type) else make).bind()
     except TypeError as e:
@@ -214,8 +215,8 @@ def _seeded(streams: Tree, key: Array) -> Tree:
     def seed(index: int, leaf: Any) -> Array:
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jnp.zeros(leaf.shape, leaf.dtype)
-        own = jax.random.fold_in(key, index)
-        return jax.random.split(own, leaf.shape) if leaf.shape else own
+        stream_key = jax.random.fold_in(key, index)
+        return jax.random.split(stream_key, leaf.shape) if leaf.shape else stream_key
 
     leaves, structure = jax.tree.flatten(streams)
     return structure.unflatten([seed(index, leaf) for index, leaf in enumerate(leaves)])
@@ -235,10 +236,10 @@ def _linen(module: nn.Module, batch: Any, seed: int) -> FunctionalModel:
 
     def call(name: str, mode: Mode, params: Tree, carried: Tree, key: Array, *args: Any) -> tuple[Any, Tree]:
         # Linen derives all other streams from `params`.
-        how: Any = {"method": name, "rngs": {"params": key}, **_mode(module, name, mode)}
+        options: Any = {"method": name, "rngs": {"params": key}, **_mode(module, name, mode)}
         if mode == "train" and carried:
-            return module.apply({"params": params, **carried}, *args, mutable=list(carried), **how)
-        return module.apply({"params": params, **carried}, *args, **how), carried
+            return module.apply({"params": params, **carried}, *args, mutable=list(carried), **options)
+        return module.apply({"params": params, **carried}, *args, **options), carried
 
     abstract = jax.eval_shape(boxed, batch)
     shapes, carried = jax.eval_shape(split, abstract)

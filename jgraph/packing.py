@@ -36,12 +36,15 @@ class Packing:
 
     @classmethod
     def of(cls, params: PyTree, *, small: int = _SMALL_LEAF, alone: Container[str] = ()) -> Self:
-        """Groups small leaves by dtype, by whether they are matrices (weight decay), and by whether they are a router's.
+        """Groups small leaves by dtype. Matrices and vectors, and parameters of routers, are in separate groups.
 
         Args:
             params: Arrays or shapes.
             small: Leaves with fewer elements are packed.
-            alone: Names of leaves that are not packed, as `leaf_names` spells them.
+            alone: Names of leaves that are not packed, as `leaf_names` returns them.
+
+        Returns:
+            The packing.
         """
         members: dict[str, list[int]] = {}
         flat, treedef = jax.tree.flatten(params)
@@ -74,6 +77,6 @@ class Packing:
         return self.treedef.unflatten(leaves)
 
     def decay_mask(self) -> dict[str, bool]:
-        """Returns for each array whether weight decay applies to it, that is, whether it holds matrices."""
+        """Returns True for each array to which weight decay applies, because it holds matrices."""
         names = leaf_names(self.treedef.unflatten(self.leaves))
         return {name: is_matrix(names[indices[0]], self.leaves[indices[0]]) for name, indices in self.groups}

@@ -16,6 +16,9 @@ def render(package: str, data: Mapping[str, object]) -> str:
         package: The package, for example `jgraph.profile`.
         data: The data of the page as JSON values: "title", and the fields that its script reads.
 
+    Returns:
+        The HTML text.
+
     Raises:
         ValueError: If the data contains NaN or infinity, which JSON lacks.
     """

@@ -65,13 +65,13 @@ def connect(
             "also pass `distributed.num_processes` $OMPI_COMM_WORLD_SIZE and `distributed.process_id` $OMPI_COMM_WORLD_RANK",
             field="distributed.coordinator",
         )
-    where = f"`distributed.coordinator` is {coordinator}" if coordinator else f"started by {found}"
+    source = f"`distributed.coordinator` is {coordinator}" if coordinator else f"started by {found}"
     if process_id == 0:
         try:
             socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()  # otherwise JAX crashes
         except OSError as e:
             must = f"must have a port that is free on this machine ({e.strerror})"
-            raise ConfigError(f"{where}: {must}", field="distributed.coordinator") from e
+            raise ConfigError(f"{source}: {must}", field="distributed.coordinator") from e
     # The trainer handles SIGTERM. JAX's service would intercept it.
     jax.config.update("jax_enable_preemption_service", False)
     error = _initialize(
@@ -84,7 +84,7 @@ def connect(
     )
     if error:
         raise ConfigError(
-            f"{where}: the processes could not be connected: {error}; check that all of them are running, that "
+            f"{source}: the processes could not be connected: {error}; check that all of them are running, that "
             "`distributed.coordinator` HOST:PORT, if given, is the same for all, and that the others reach that host and port",
             field="distributed.coordinator",
         )
@@ -96,6 +96,9 @@ def devices_of_ranks(count: int, *, flags: str) -> list[Device]:
     Args:
         count: The number of ranks.
         flags: The flags that request them, for the error.
+
+    Returns:
+        The devices, by rank.
 
     Raises:
         ConfigError: If there are fewer devices, or `count` is not a multiple of the number of processes.

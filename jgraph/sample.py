@@ -48,9 +48,9 @@ def sample(
         top_k: Draw from the TOP_K likeliest tokens; 0 for all.
         top_p: Draw from the likeliest tokens with this total probability; 1 for all.
         stop: Text that ends a continuation. Repeat the flag for several.
-        seed: Seed of the draws.
+        seed: Random seed of the sampling.
         window: Maximum number of tokens that a token attends to; by default the longest sequence in training.
-        step: Step of the checkpoint to load; by default the newest. Runs only.
+        step: Step of the checkpoint to load; by default the newest. Only for runs.
         module: Model class of the run, as `package.module:Class`. Only classes in `jgraph_models` are imported without it.
 
     Raises:

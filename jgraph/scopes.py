@@ -23,8 +23,9 @@ def scope(of: Scope) -> Iterator[None]:
     Args:
         of: The category.
 
-    >>> with jgraph.scope("attention"):
-    ...     y = jax.nn.dot_product_attention(*[jnp.ones((1, 8, 2, 16))] * 3)
+    Examples:
+        >>> with jgraph.scope("attention"):
+        ...     y = jax.nn.dot_product_attention(*[jnp.ones((1, 8, 2, 16))] * 3)
     """
     with jax.named_scope(PREFIX + of):
         yield

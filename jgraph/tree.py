@@ -35,6 +35,9 @@ def is_matrix(name: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
     Args:
         name: The name of the parameter.
         leaf: The parameter or its shape.
+
+    Returns:
+        False for vectors and scalars, and for leaves named `scale` or `bias`.
     """
     return leaf.ndim > 1 and name.rpartition("/")[2] not in ("scale", "bias")
 
@@ -44,7 +47,10 @@ def expert_axis(name: str, ndim: int) -> int | None:
 
     Args:
         name: The name of the parameter.
-        ndim: Its number of axes. Stacked layers have one more in front.
+        ndim: Its number of axes. Stacked layers have an additional leading axis.
+
+    Returns:
+        The index of the axis.
     """
     return ndim - 3 if name.rpartition("/")[2] in ("up_EDF2", "down_EFD") else None
 
@@ -55,13 +61,18 @@ def matching(pattern: str, names: Sequence[str], *, field: str) -> list[str]:
     Args:
         pattern: The pattern. `*` also matches `/`.
         names: The names of all parameters.
-        field: The argument that holds the pattern, for the error.
+        field: The argument that has the pattern, for the error.
+
+    Returns:
+        At least one name, in the order of `names`.
 
     Raises:
         ConfigError: If no name matches.
     """
     found = fnmatch.filter(names, pattern)
     if not found:
-        some = ", ".join(list(names)[:3])
-        raise ConfigError(f"`{field}` has {pattern!r}, which matches no parameter: must match one of {some}, ...", field=field)
+        examples = ", ".join(list(names)[:3])
+        raise ConfigError(
+            f"`{field}` has {pattern!r}, which matches no parameter: must match one of {examples}, ...", field=field
+        )
     return found

@@ -40,14 +40,13 @@ class CanonicalLayout:
     def of(self, state: Any) -> Any:
         """Returns a state in the canonical layout.
 
-        All arrays are new and nothing is donated, so the devices need memory for a second state.
+        Copies every array and donates nothing, so the devices need memory for a second state.
         """
         return self._mapped(state, lambda tree: in_turn(self._unpack(tree)), lambda leaf: leaf.copy())
 
     @cached_property
     def back(self) -> Callable[[Any], Any]:
-        """Inverts `of`, bit for bit, also for a state of a run on other devices. Nothing is donated."""
-
+        """Inverts `of`, bit for bit, also for a state that was saved on other devices. Donates nothing."""
         # Donation would save little: few buffers have the same size in both layouts, and saving needs memory for both anyway.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.own)
         back = jax.jit(

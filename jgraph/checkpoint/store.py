@@ -31,8 +31,8 @@ from jgraph.processes import all_gather_scalar, all_or_raise, is_process_zero
 
 State = TypeVar("State")
 
-# Orbax moves old checkpoints here. It would otherwise delete them file by file, and a kill could leave a part under the step's
-# name.
+# Orbax moves old checkpoints to this directory. It would otherwise delete them file by file, and a process that is killed could
+# leave an incomplete checkpoint.
 _TRASH = "deleted"
 
 
@@ -43,19 +43,20 @@ class Checkpoints:
     replaced by the one before it. All processes of a run share one directory and call every method together. Save
     `TrainStep.canonical.of(state)` to resume on other devices.
 
-    >>> import tempfile
-    >>> checkpoints = jgraph.Checkpoints(Path(tempfile.mkdtemp()), keep=2)
-    >>> checkpoints.save(100, {"w": jnp.ones(3)})
-    >>> checkpoints.wait()
-    >>> checkpoints.restore_latest({"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
-    (100, {'w': Array([1., 1., 1.], dtype=float32)})
-    >>> checkpoints.close()
-
     Args:
         directory: Created if missing. Leftovers of an interrupted save are removed.
         keep: Number of checkpoints, at least 1.
         warn: Called with one line for every damaged checkpoint that is skipped.
         wait: Waits for the checksums that the devices compute for a save, and returns them.
+
+    Examples:
+        >>> import tempfile
+        >>> checkpoints = jgraph.Checkpoints(Path(tempfile.mkdtemp()), keep=2)
+        >>> checkpoints.save(100, {"w": jnp.ones(3)})
+        >>> checkpoints.wait()
+        >>> checkpoints.restore_latest({"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
+        (100, {'w': Array([1., 1., 1.], dtype=float32)})
+        >>> checkpoints.close()
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Checkpoints:
         return None
 
     def wait(self) -> None:
-        """Waits until everything saved is on disk. Raises CheckpointError if it could not be written."""
+        """Waits until all saves are on disk. Raises CheckpointError if one could not be written."""
         with self._write_errors():
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
@@ -165,11 +166,11 @@ class Checkpoints:
         digest = self._read(step, "digest", ocp.args.JsonRestore())  # pyright: ignore[reportCallIssue]
         expected, saved = _unseal(digest), digest["leaves"]
         self._check_fits(step, saved, _describe(like))
-        how = ocp.checkpoint_utils.construct_restore_args(leaves)
-        restored = self._read(step, "state", ocp.args.PyTreeRestore(leaves, restore_args=how))  # pyright: ignore[reportCallIssue]
-        for leaf, wanted, actual in zip(saved, expected, checksums(restored), strict=True):
-            if wanted != actual:
-                raise _DamagedError(f"{leaf['name']} has checksum {actual:08x}, not {wanted:08x}")
+        restore_args = ocp.checkpoint_utils.construct_restore_args(leaves)
+        restored = self._read(step, "state", ocp.args.PyTreeRestore(leaves, restore_args=restore_args))  # pyright: ignore[reportCallIssue]
+        for leaf, stored, actual in zip(saved, expected, checksums(restored), strict=True):
+            if stored != actual:
+                raise _DamagedError(f"{leaf['name']} has checksum {actual:08x}, not {stored:08x}")
         return jax.tree.unflatten(jax.tree.structure(like), restored)
 
     def _read(self, step: int, name: str, how: Any) -> Any:
@@ -186,12 +187,12 @@ class Checkpoints:
             raise _DamagedError(reason or f"{name} cannot be read by another process")
         return restored
 
-    def _check_fits(self, step: int, found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-        saved, own = ({leaf["name"]: leaf for leaf in leaves} for leaves in (found, wanted))
+    def _check_fits(self, step: int, found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+        saved, required = ({leaf["name"]: leaf for leaf in leaves} for leaves in (found, expected))
         differing = [
-            f"{name}: {_shape(saved.get(name))} in the checkpoint, {_shape(own.get(name))} in this run"
-            for name in saved | own
-            if saved.get(name) != own.get(name)
+            f"{name}: {_shape(saved.get(name))} in the checkpoint, {_shape(required.get(name))} in this run"
+            for name in saved | required
+            if saved.get(name) != required.get(name)
         ]
         if differing:
             more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
@@ -223,7 +224,7 @@ class Checkpoints:
 
         A save may raise the error of the previous save.
         """
-        what = f"`run_dir`: checkpoints in {self._directory} cannot be written"
+        prefix = f"`run_dir`: checkpoints in {self._directory} cannot be written"
         try:
             yield
         except JgraphError:
@@ -235,11 +236,11 @@ class Checkpoints:
                 why = "a file is larger than the disk or the limit of this process (`ulimit -f`) allows"
             else:
                 why = f"{_first_line(e)}; check `run_dir`"
-            raise CheckpointError(f"{what}: {why}") from e
+            raise CheckpointError(f"{prefix}: {why}") from e
 
 
 class CheckpointReader:
-    """Reads leaves by name. The name of a leaf is its path as `jax.tree_util.keystr` spells it.
+    """Reads single leaves of a checkpoint by name. The name of a leaf is its path in the form of `jax.tree_util.keystr`.
 
     Attributes:
         step: The step of the checkpoint.
@@ -293,16 +294,16 @@ class CheckpointReader:
             CheckpointError: If a leaf has another shape.
         """
         leaves: list[Any] = [ocp.PLACEHOLDER] * len(self._leaves)
-        how = [ocp.RestoreArgs()] * len(self._leaves)
+        restore_args = [ocp.RestoreArgs()] * len(self._leaves)
         for name, leaf in like.items():
             number, saved = self._leaf(name)
             if tuple(saved["shape"]) != leaf.shape:
                 where, shapes = self._directory / str(self.step), f"{saved['shape']} in it and {list(leaf.shape)} in this run"
                 raise CheckpointError(f"checkpoint {where} does not fit this run: {name} has shape {shapes}", field=self._field)
-            wanted = _placed(jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(saved["dtype"]), sharding=leaf.sharding))
-            leaves[number], how[number] = wanted, ocp.ArrayRestoreArgs(sharding=wanted.sharding, dtype=wanted.dtype)
+            aval = _placed(jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(saved["dtype"]), sharding=leaf.sharding))
+            leaves[number], restore_args[number] = aval, ocp.ArrayRestoreArgs(sharding=aval.sharding, dtype=aval.dtype)
         with all_or_raise():
-            found = self._restore("state", ocp.args.PyTreeRestore(leaves, restore_args=how))  # pyright: ignore[reportCallIssue]
+            found = self._restore("state", ocp.args.PyTreeRestore(leaves, restore_args=restore_args))  # pyright: ignore[reportCallIssue]
         arrays = {name: found[self._leaf(name)[0]] for name in like}
         for name, actual in zip(arrays, checksums(list(arrays.values())), strict=True):
             if actual != (expected := self._sums[self._leaf(name)[0]]):
@@ -400,11 +401,14 @@ def _has_code(error: BaseException, *codes: int) -> bool:
 
 
 def checksums(leaves: list[Array], wait: Callable[[list[Array]], list[Array]] = jax.block_until_ready) -> list[int]:
-    """Returns a 32-bit checksum of the bits of each leaf and their positions. Every change of a single element changes it.
+    """Computes a 32-bit checksum of the bits and positions of the elements of each leaf, on the devices.
 
     Args:
         leaves: Arrays of any dtype and sharding.
         wait: Waits for the checksums on the devices, and returns them.
+
+    Returns:
+        One checksum per leaf. Every change of a single element changes it.
     """
     return [int(checksum) for checksum in jax.device_get(wait(_checksums(leaves)))]
 

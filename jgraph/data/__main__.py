@@ -1,4 +1,4 @@
-"""Makes, checks and shows the token files for `python -m jgraph.train --data`.
+"""Makes, checks and describes token files for `python -m jgraph.train --data`.
 
 $ python -m jgraph.data make --text a.txt pages/ 'more/*.jsonl' --tokenizer tokenizer.json --out tokens/
 $ python -m jgraph.data verify tokens/
@@ -36,8 +36,8 @@ def make(
         tokenizer: A tokenizer.json of the `tokenizers` library. It is copied into the directory.
         out: The directory, new or empty.
         field: Field of the text in .jsonl files, .parquet files and datasets.
-        heldout_fraction: Documents with a SHA-256 in this lowest part are held out.
-        shard_tokens: A file ends with the document that reaches this many tokens.
+        heldout_fraction: Fraction of the documents to hold out: those with the lowest SHA-256.
+        shard_tokens: Start a new file after the document that reaches this many tokens.
     """
     make_token_files(text, tokenizer, out, field=field, heldout_fraction=heldout_fraction, shard_tokens=shard_tokens)
     show((str(out),))
@@ -57,7 +57,7 @@ def verify(directory: tyro.conf.Positional[Path], /) -> None:
 
 
 def show(data: tyro.conf.Positional[tuple[str, ...]], /, *, field: str = FIELD) -> None:
-    """Print the sizes of a corpus.
+    """Print the size, vocabulary and fingerprint of a corpus.
 
     Args:
         data: As `--data` of `python -m jgraph.train`.

@@ -1,7 +1,7 @@
 """Batches: a pure function of (seed, step), so that a run resumes at the exact batch on any number of processes.
 
-Rows are numbered from the first row of step 0. `_deal` maps a row to a source and to a row of that source; the order of the
-source maps that to tokens. Nothing is remembered between rows.
+Rows are numbered from the first row of step 0. `_deal` maps a row to a source and to a row of that source. The order of the
+source maps this row to tokens. No state is kept between rows.
 
 A row has seq_len + 1 tokens and overlaps its neighbour by one: its last target is the next row's first input.
 `shuffled_windows` shuffles the rows of the stream. `shuffled_documents` shuffles whole documents, concatenates them, and
@@ -88,7 +88,15 @@ class Index:
         return np.array([0, *accumulate(self.tokens)][:-1])
 
     def firsts(self, start: int, stop: int) -> np.ndarray:
-        """Returns a mask of the tokens in [start, stop) that begin a document. The first token always counts as one."""
+        """Finds the tokens that begin a document.
+
+        Args:
+            start: First token of the span.
+            stop: End of the span.
+
+        Returns:
+            bool [stop - start]. The first element is always True.
+        """
         found = np.zeros(stop - start, bool)
         found[0] = True
         for first, base, documents, tokens in zip(self._firsts, self._bases, self.documents, self.tokens, strict=True):
@@ -114,7 +122,7 @@ class Source:
 
     Attributes:
         tokens: 1-D ids.
-        weight: Positive share of the rows, relative to the weights of the other sources.
+        weight: Positive number. A source has this share of the rows, relative to the weights of the other sources.
         index: Document boundaries; None if unknown.
         name: The name that `load` was given.
         num_documents: Number of documents; 0 if unknown.
@@ -127,7 +135,15 @@ class Source:
     num_documents: int = 0
 
     def require_index(self, field: str, value: str) -> Index:
-        """Returns the document boundaries. Raises DataError if they are unknown; `field` is the setting that needs them."""
+        """Returns the document boundaries.
+
+        Args:
+            field: The setting that requires them, for the error.
+            value: Its value.
+
+        Raises:
+            DataError: If they are unknown.
+        """
         if self.index is None:
             raise DataError(
                 f"`data` {self.name} has no document boundaries, which `{field}` {value} needs; "
@@ -152,8 +168,7 @@ class Batches:
         seq_len: Predicted tokens per row.
         seed: Seed of the order, in [0, 2**64).
         shuffle: `windows` shuffles rows in each epoch; `documents` also shuffles documents before they are cut into rows.
-        rows: Indices in a batch of the rows to read, ascending, such as `TrainStep.batch_rows` returns for a process. None
-            reads all rows.
+        rows: Ascending indices of the rows of a batch to read, for example from `TrainStep.batch_rows`. None reads all rows.
         documents: `separate` adds the document boundaries to each batch.
 
     Raises:
@@ -171,13 +186,13 @@ class Batches:
     documents: Documents = "joined"
 
     def __post_init__(self):
-        own = self._own
-        fits = len(own) > 0 and own[0] >= 0 and own[-1] < self.batch_size and bool((np.diff(own) > 0).all())
-        require(fits, "rows", own.tolist(), f"ascending indices of the rows of a batch of `batch_size` {self.batch_size}")
+        rows = self._local_rows
+        fits = len(rows) > 0 and rows[0] >= 0 and rows[-1] < self.batch_size and bool((np.diff(rows) > 0).all())
+        require(fits, "rows", rows.tolist(), f"ascending indices of the rows of a batch of `batch_size` {self.batch_size}")
         assert self._orders, "there is at least one source"
 
     @cached_property
-    def _own(self) -> np.ndarray:
+    def _local_rows(self) -> np.ndarray:
         return np.arange(self.batch_size) if self.rows is None else np.asarray(self.rows, np.int64)
 
     @cached_property
@@ -192,12 +207,12 @@ class Batches:
     def _orders(self) -> list[_Order]:
         orders = []
         for number, source in enumerate(self._sources):
-            how = {"seq_len": self.seq_len, "seed": self.seed, "source": number}
+            options = {"seq_len": self.seq_len, "seed": self.seed, "source": number}
             if self.shuffle == "windows":
-                orders.append(shuffled_windows(len(source.tokens), **how))
+                orders.append(shuffled_windows(len(source.tokens), **options))
             else:
                 index = source.require_index("data_shuffle", "documents")
-                orders.append(shuffled_documents(len(source.tokens), index, **how))
+                orders.append(shuffled_documents(len(source.tokens), index, **options))
         return orders
 
     def epochs(self, steps: int) -> list[tuple[str, float]]:
@@ -206,10 +221,10 @@ class Batches:
         return [(source.name, count / order.num_rows) for source, count, order in rows]
 
     def __getitem__(self, step: int, /) -> Batch:
-        """Returns the batch of a step, or the `rows` of it.
+        """Returns the batch of a step. With `rows`, returns these rows only.
 
         Args:
-            step: 0-based, without an upper limit.
+            step: Index of the step, from 0, without an upper limit.
 
         Returns:
             int32 [rows, seq_len + 1]. If `documents` is `separate`, a dict as `apart` returns it, with the weights of the
@@ -223,9 +238,9 @@ class Batches:
             raise IndexError(f"step is {step}: must be 0 or more")
         first = step * self.batch_size
         if self.documents == "joined":
-            return _read(self._find((first + self._own).tolist()), self.seq_len)
+            return _read(self._find((first + self._local_rows).tolist()), self.seq_len)
         rows = self._find(range(first, first + self.batch_size))  # the weights depend on all rows
-        return apart(_read([rows[i] for i in self._own], self.seq_len), _firsts(rows), self._own)
+        return apart(_read([rows[i] for i in self._local_rows], self.seq_len), _firsts(rows), self._local_rows)
 
     def _find(self, rows: Sequence[int]) -> _Rows:
         dealt = [_deal(self._weights, row) for row in rows]
@@ -262,7 +277,7 @@ def apart(rows_BS: np.ndarray, firsts_BS: np.ndarray, own: slice | np.ndarray = 
 def heldout_batches(
     tokens: Tokens | Sequence[Source], *, batch_size: int, seq_len: int, limit: int, documents: Documents = "joined"
 ) -> list[Batch]:
-    """Returns evaluation batches: windows in the order of the text, each at most once, so that a mean weighs them equally.
+    """Returns evaluation batches: windows in the order of the text. Each window is read at most once.
 
     Args:
         tokens: As in `Batches`. Each source of a mixture gets its share of the windows.
@@ -272,9 +287,9 @@ def heldout_batches(
         documents: As in `Batches`.
 
     Returns:
-        At least one int32 array [batch_size, seq_len + 1]. If there are fewer windows than `batch_size`, one batch with all of
-        them; otherwise the remainder is left out, evenly over the text. If `documents` is `separate`, dicts as `apart` returns
-        them, with the weights of all batches.
+        At least one int32 array [batch_size, seq_len + 1], all of the same size. If there are fewer windows than `batch_size`,
+        one batch with all windows. Otherwise the remainder is left out, evenly over the text. If `documents` is `separate`,
+        dicts as from `apart`, with weights that are computed over all batches.
 
     Raises:
         DataError: If a source is shorter than seq_len + 1, or has no document boundaries but needs them.
@@ -300,7 +315,12 @@ def heldout_batches(
 
 
 class Ahead:
-    """Reads the batches of the next steps in a thread while a step runs."""
+    """Reads the batches of the next steps in a thread while a step runs.
+
+    Args:
+        batches: The batches.
+        steps: Number of batches to read ahead.
+    """
 
     def __init__(self, batches: Batches, *, steps: int = 2):
         self._batches, self._steps = batches, steps
@@ -308,9 +328,9 @@ class Ahead:
         self._read: dict[int, Future[Batch]] = {}
 
     def __getitem__(self, step: int, /) -> Batch:
-        """Returns the batch of a step, as `Batches` does, and raises the exceptions of reading it."""
-        wanted = range(step, step + self._steps + 1)
-        self._read = {one: self._read.get(one) or self._worker.submit(self._batches.__getitem__, one) for one in wanted}
+        """Returns the batch of a step, and raises the same exceptions as `Batches`."""
+        steps = range(step, step + self._steps + 1)
+        self._read = {s: self._read.get(s) or self._worker.submit(self._batches.__getitem__, s) for s in steps}
         return self._read[step].result()
 
 
@@ -319,7 +339,7 @@ def _sources(tokens: Tokens | Sequence[Source], seq_len: int) -> tuple[Source, .
     for source in sources:
         if len(source.tokens) < seq_len + 1:
             raise DataError(
-                f"`data` has {len(source.tokens)} tokens where `seq_len` {seq_len} needs at least {seq_len + 1}: "
+                f"`data` has {len(source.tokens)} tokens, but `seq_len` {seq_len} needs at least {seq_len + 1}: "
                 "use a longer text or a smaller `seq_len`"
             )
     return sources
@@ -363,7 +383,7 @@ def _read(rows: _Rows, seq_len: int) -> np.ndarray:
 
 
 def _firsts(rows: _Rows) -> np.ndarray:
-    """Returns the mask of the tokens that begin a document or a span. The left neighbour of a span is elsewhere in the text."""
+    """Returns the mask of the tokens that begin a document or a span. Spans are not adjacent in the text."""
     indices = ((source.require_index("data_documents", "separate"), spans) for source, spans in rows)
     return np.stack([np.concatenate([index.firsts(*span) for span in spans]) for index, spans in indices])
 
@@ -380,7 +400,10 @@ def shuffled_windows(num_tokens: int, *, seq_len: int, seed: int, source: int = 
         num_tokens: Length of the stream, at least seq_len + 1.
         seq_len: Predicted tokens per row.
         seed: Seed in [0, 2**64).
-        source: Index of the source in a mixture. Sources that share a seed have independent orders.
+        source: Index of the source in a mixture. Sources with the same seed have independent orders.
+
+    Returns:
+        The order.
     """
     num_rows = max(1, (num_tokens - seq_len) // seq_len)
     num_offsets = min(seq_len, num_tokens - num_rows * seq_len)
@@ -406,7 +429,9 @@ def _bits(seed: int, epoch: int, source: int) -> np.random.Philox:
 
 
 def shuffled_documents(num_tokens: int, index: Index, *, seq_len: int, seed: int, source: int = 0) -> _Order:
-    """Returns an order that shuffles documents, and then the rows of their concatenation. Leaves out at most seq_len tokens.
+    """Returns an order that shuffles documents, and then the rows of their concatenation.
+
+    An epoch leaves out at most seq_len tokens.
 
     Args:
         num_tokens: Length of the stream, at least seq_len + 1.
@@ -416,7 +441,7 @@ def shuffled_documents(num_tokens: int, index: Index, *, seq_len: int, seed: int
         source: Index of the source in a mixture.
 
     Returns:
-        The order. Preparing an epoch raises DataError if the index does not match the stream.
+        The order. Preparing an epoch raises DataError if the index does not fit the stream.
     """
     num_rows = (num_tokens - 1) // seq_len
 
@@ -432,7 +457,7 @@ def shuffled_documents(num_tokens: int, index: Index, *, seq_len: int, seed: int
         block_starts = np.cumsum(np.concatenate(sums))
         if block_starts[-1] != num_tokens:
             raise DataError(
-                f"`data` has {num_tokens} tokens where its documents have {block_starts[-1]}: damaged; copy it again"
+                f"`data` has {num_tokens} tokens, but its documents have {block_starts[-1]}: it is damaged; copy it again"
             )
 
         def spans(places: np.ndarray) -> list[list[_Span]]:
@@ -478,7 +503,7 @@ def permutation(size: int, bits: np.random.Philox) -> Callable[[np.ndarray], np.
     low_bits = num_bits // 2
     widths = np.array([num_bits - low_bits, low_bits], np.uint64)
 
-    def once(numbers: np.ndarray) -> np.ndarray:
+    def feistel(numbers: np.ndarray) -> np.ndarray:
         high, low = numbers >> widths[1], numbers & ((np.uint64(1) << widths[1]) - np.uint64(1))
         for index, key in enumerate(keys):
             mixed = (low + key) * _GOLDEN
@@ -490,9 +515,9 @@ def permutation(size: int, bits: np.random.Philox) -> Callable[[np.ndarray], np.
         return high << widths[1] | low
 
     def permute(places: np.ndarray) -> np.ndarray:
-        found = once(places.astype(np.uint64))
+        found = feistel(places.astype(np.uint64))
         while len(beyond := np.flatnonzero(found >= size)):
-            found[beyond] = once(found[beyond])
+            found[beyond] = feistel(found[beyond])
         return found.astype(np.int64)
 
     return permute

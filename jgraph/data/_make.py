@@ -1,4 +1,4 @@
-"""Tokenizes text into a directory of token files, with memory for one text file and one line per document.
+"""Tokenizes text into a directory of token files. Needs memory for one text file, and for a few bytes per document.
 
 Documents are tokenized into a spool, a token file in the order of the text, then copied in the order of their hashes, held-out
 documents first. The directory is hidden until it is complete.
@@ -40,12 +40,12 @@ def make_token_files(
         tokenizer: A tokenizer.json of the `tokenizers` library.
         out: A directory that does not exist yet or is empty.
         field: Field of the text in JSON Lines, Parquet and datasets.
-        heldout_fraction: Documents with a SHA-256 in this lowest part are held out; in (0, 1).
-        shard_tokens: A file ends with the document that reaches this many tokens.
+        heldout_fraction: Fraction of the documents to hold out, in (0, 1): those with the lowest SHA-256.
+        shard_tokens: Start a new file after the document that reaches this many tokens.
 
     Raises:
         ConfigError: If a number is out of range, the tokenizer or a directory of texts cannot be read, or `out` cannot be
-            written. `out` then is unchanged, as after any interruption.
+            written. `out` is then unchanged, as after any interruption.
         DataError: If a text is missing, empty, damaged or not UTF-8; if all documents are equal; if `out` is in use; or if
             the tokenizer is missing.
     """
@@ -54,10 +54,10 @@ def make_token_files(
     if not texts:
         raise DataError("`text` is empty: name at least one text file")
     if not tokenizer.is_file():
-        problem = "a directory; name a file" if tokenizer.is_dir() else f"no such file{download_hint(tokenizer)}"
+        problem = "must be a file, not a directory" if tokenizer.is_dir() else f"no such file{download_hint(tokenizer)}"
         raise DataError(f"`tokenizer` is {tokenizer}: {problem}")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise DataError(f"`out` is {out}: it exists and is not an empty directory; name another")
+        raise DataError(f"`out` is {out}: must not exist, or be an empty directory")
     with os_errors("tokenizer", tokenizer, "read"):
         encoder, tokenizer_json = Encoder(tokenizer), tokenizer.read_bytes()
     size = {"vocab_size": encoder.vocab_size}
@@ -79,7 +79,7 @@ def make_token_files(
                     spans = (tokens[start:stop] for _, start, stop in shard)
                     write_tokens(partial / f"{side}-{index:05d}.bin", spans, **size)
                     ends.append(np.cumsum([stop - start for _, start, stop in shard], dtype=np.int64))
-                write_tokens(partial / ENDS_FILE.format(side=side), ends, vocab_size=1 + max(int(own[-1]) for own in ends))
+                write_tokens(partial / ENDS_FILE.format(side=side), ends, vocab_size=1 + max(int(array[-1]) for array in ends))
             spool.unlink()
             partial.rename(out)
     finally:

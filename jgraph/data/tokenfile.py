@@ -11,8 +11,8 @@
         68    60  ignored; written as zeros
        128        token ids
 
-train.ends, beside train-*.bin, has the same format and holds the end of each document, relative to the start of its own file,
-instead of ids. So does heldout.ends.
+train.ends, beside train-*.bin, has the same format. Its ids are the ends of the documents, relative to the start of the file of
+each document. heldout.ends has the ends of the held-out documents.
 
 Opening a file maps it and reads only the header. `TokenFile` checks every id that it returns against the header; `verify`
 reads the whole file.
@@ -81,6 +81,7 @@ class TokenFile:
 
     @property
     def dtype(self) -> np.dtype:
+        """The dtype of the ids, uint16 or uint32."""
         return self._ids.dtype
 
     def __len__(self) -> int:
@@ -98,14 +99,14 @@ class TokenFile:
             now = os.stat(self.path)
         except FileNotFoundError:
             return
-        # A removed or replaced file stays mapped as it was.
+        # The map of a removed or replaced file does not change.
         same_file = now.st_ino == self._opened.st_ino
         if same_file and (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
-            raise DataError(f"{self.path}: was written to while it is in use; put new tokens into a new file, or start again")
+            raise DataError(f"{self.path}: was written to while it is in use; write new tokens to a new file, or restart")
 
 
 class Concatenated:
-    """Streams of one dtype, at least one, end to end. Copies only spans that cross parts."""
+    """One or more streams of the same dtype, end to end. Copies only spans that cross parts."""
 
     def __init__(self, parts: "Sequence[Tokens]"):
         assert len({part.dtype for part in parts}) == 1
@@ -114,6 +115,7 @@ class Concatenated:
 
     @property
     def dtype(self) -> np.dtype:
+        """The dtype of the ids, the same for all parts."""
         return self.parts[0].dtype
 
     def __len__(self) -> int:
@@ -158,7 +160,7 @@ def write_tokens(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int
         OSError: If the file cannot be written.
     """
     if not 0 < vocab_size <= _LARGEST_VOCABULARY:
-        raise DataError(f"{path}: vocab_size is {vocab_size}: must be in [1, {_LARGEST_VOCABULARY}], 32 bits an id")
+        raise DataError(f"{path}: vocab_size is {vocab_size}: must be in [1, {_LARGEST_VOCABULARY}], 32 bits per id")
     dtype = token_dtype(vocab_size)
     hasher = hashlib.sha256()
     num_tokens = num_documents = 0
@@ -204,15 +206,15 @@ def read_header(path: Path) -> Header:
         must = f"a token file starts with {_MAGIC!r}; make one with python -m jgraph.data make"
         raise DataError(f"{path}: starts with {magic!r}, {must}")
     if len(start) < _HEADER.size:
-        raise DataError(f"{path}: has {found_bytes} bytes where the header alone has {_HEADER.size}: truncated; copy it again")
+        raise DataError(f"{path}: has {found_bytes} bytes, but a header needs {_HEADER.size}: truncated; copy it again")
     _, version, bytes_per_token, num_tokens, num_documents, vocab_size, sha256 = _HEADER.unpack(start)
     file_bytes = _HEADER.size + num_tokens * bytes_per_token
     damaged = "truncated; copy it again" if found_bytes < file_bytes else "damaged; copy it again"
     for is_wrong, problem in (
-        (version != _VERSION, f"is of version {version}, this jgraph reads version {_VERSION}; make it again"),
+        (version != _VERSION, f"has version {version}, but this jgraph reads version {_VERSION}; make it again"),
         (bytes_per_token not in (2, 4), f"its header has {bytes_per_token} bytes per token, must be 2 or 4: {damaged}"),
-        (found_bytes != file_bytes, f"has {found_bytes} bytes where {num_tokens} tokens need {file_bytes}: {damaged}"),
-        (num_tokens == 0, "holds no tokens; make it again from a longer text"),
+        (found_bytes != file_bytes, f"has {found_bytes} bytes, but {num_tokens} tokens need {file_bytes}: {damaged}"),
+        (num_tokens == 0, "has no tokens; make it again from a longer text"),
     ):
         if is_wrong:
             raise DataError(f"{path}: {problem}")
@@ -235,7 +237,7 @@ def verify(path: Path) -> Header:
     header = read_header(path)
     hasher = hashlib.sha256()
     first = 0
-    # Reads instead of mapping: the process would be killed if the file was truncated meanwhile.
+    # Read instead of mapped, because the process would be killed if the file was truncated meanwhile.
     with path.open("rb") as file:
         file.seek(_HEADER.size)
         while len(chunk := np.fromfile(file, header.dtype, _CHUNK_TOKENS)):

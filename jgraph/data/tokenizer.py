@@ -1,4 +1,4 @@
-"""A tokenizer.json through the optional `tokenizers` library: text to ids for token files, ids to text for samples."""
+"""Converts text to ids and ids to text with a tokenizer.json, by the optional `tokenizers` library."""
 
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 TOKENIZER_FILE = "tokenizer.json"
-# A tokenizer.json does not say which of its tokens ends a text; these are the usual names.
+# A tokenizer.json does not mark its end-of-text token. These are the usual names.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _DOCUMENTS_AT_ONCE = 256
 
@@ -48,8 +48,11 @@ class Tokenizer:
 
         Args:
             path: The file.
-            ends: End-of-text ids besides the tokens with the usual names.
-            add_special_tokens: Whether to encode with the special tokens that the file asks for.
+            ends: End-of-text ids, in addition to tokens with the usual names.
+            add_special_tokens: Whether `encode` adds the special tokens that the file defines.
+
+        Returns:
+            The tokenizer.
 
         Raises:
             DataError: As `Encoder`.
@@ -65,16 +68,16 @@ class Tokenizer:
 
     @classmethod
     def of_numbers(cls, why: str) -> "Tokenizer":
-        """Returns a tokenizer that prints ids as numbers and raises DataError for a text; `why` starts its message."""
+        """Returns a tokenizer that prints ids as numbers. Its `encode` raises a DataError that starts with `why`."""
 
         def encode(text: str) -> list[int]:
-            raise DataError(f"{why}: prompts must be ids, or bring the {TOKENIZER_FILE}")
+            raise DataError(f"{why}: prompts must be ids; to use text, add the {TOKENIZER_FILE}")
 
         return cls(encode, _numbers, name="numbers")
 
 
 def decode_bytes(ids: Sequence[int]) -> str:
-    """Returns the text of bytes. Ids beyond the bytes, of a model with more rows, become U+FFFD."""
+    """Returns the text of byte ids. Ids above 255, from a model with a larger vocabulary, become U+FFFD."""
     return bytes(min(token, 0xFF) for token in ids).decode(errors="replace")  # 0xFF is not valid in UTF-8
 
 
@@ -125,7 +128,7 @@ def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
 
 
 def _load(path: Path) -> "tokenizers.Tokenizer":
-    """Returns the tokenizer of a file, without the truncation and padding that the file may ask for."""
+    """Returns the tokenizer of a file. Disables truncation and padding."""
     tokenizers, text = library("tokenizers"), path.read_text(encoding="utf-8", errors="replace")
     try:
         tokenizer = tokenizers.Tokenizer.from_str(text)

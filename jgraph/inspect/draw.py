@@ -42,13 +42,13 @@ def tint(kind: int, chunk: int, chunks: int) -> str:
 def timeline(run: Simulation, *, width: int, cells: Cells) -> Text:
     """Draws the timeline of a schedule as text, with a line per rank and a line of times.
 
-    A cell is an action, with its microbatch if it fits; dots are idle time. If the shortest action would be narrower than two
-    columns, the timeline is wrapped into several bands of lines. If more than two bands would exceed 40 lines, only the first
-    ones and the last one are shown.
+    A cell is an action, with the number of its microbatch if the cell is wide enough. Dots are idle time. If the shortest
+    action would be narrower than two columns, the timeline is wrapped into several bands of lines. If more than two bands would
+    exceed 40 lines, only the first bands and the last band are shown.
 
     Args:
         run: The simulated schedule.
-        width: Number of columns; smaller values than 40 count as 40.
+        width: Number of columns, at least 40. Smaller values are raised to 40.
         cells: `colors`, or `letters`: a cell starts with the letter of its kind, in lower case for chunks after the first, or
             with a dash if the start of the cell is cut off.
 

@@ -64,10 +64,10 @@ def schedule(
     console.print(draw.legend(run, cells=cells))
     console.print(_table(run, slots, console.width))
     console.print("idle time, its share of the step, and slots of each pool", style="dim italic")
-    held = run.peak({"forward_wgrad": 1 / found.num_chunks}).max()
+    peak_residuals = run.peak({"forward_wgrad": 1 / found.num_chunks}).max()
     console.print(
         f"makespan {run.makespan:.6g}, bubble {run.bubble:.1%}, {found.num_ticks} ticks, {execution}\n"
-        f"peak memory of the fullest rank: residuals of {held:.4g} microbatches",
+        f"peak memory of the fullest rank: residuals of {peak_residuals:.4g} microbatches",
         highlight=False,
     )
 
@@ -101,7 +101,7 @@ def _schedule(name: str, sizes: dict[str, int | None]) -> schedules.Schedule:
     given = {field: size for field, size in sizes.items() if size is not None}
     if Path(name).suffix:
         if given:
-            raise ConfigError(f"{name} determines the schedule: omit `{'` and `'.join(given)}`", field="name")
+            raise ConfigError(f"{name} has the whole schedule: leave out `{'` and `'.join(given)}`", field="name")
         return schedules.read(name)
     if not name:
         raise ConfigError(f"no schedule: pass one of {', '.join(schedules.NAMES)}, or a .csv or .json file", field="name")

@@ -14,35 +14,106 @@ _LARGEST = 2**31 - 1  # sizes and token ids are int32
 
 
 def integer(config: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, least: int = 1) -> Any:
-    """Returns an integer in [least, 2**31)."""
+    """Reads an integer.
+
+    Args:
+        config: The fields of a config.json.
+        name: Name of the field.
+        default: Value if the field is missing or null. Without a default, the field is required.
+        least: Smallest allowed value.
+
+    Returns:
+        The integer, in [least, 2**31), or the default.
+
+    Raises:
+        ConfigError: If the field is missing without a default, or has another value.
+    """
     allowed = f"an integer from {least} to {_LARGEST}"
     return _checked(config, name, default, lambda value: type(value) is int and least <= value <= _LARGEST, allowed)
 
 
 def number(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> float:
-    """Returns a finite number, at least 0."""
+    """Reads a number.
+
+    Args:
+        config: The fields of a config.json.
+        name: Name of the field.
+        default: As in `integer`.
+
+    Returns:
+        A finite float, at least 0.
+
+    Raises:
+        ConfigError: As `integer`.
+    """
     allowed = "a finite number, at least 0"
     return float(_checked(config, name, default, lambda v: type(v) in (int, float) and 0 <= v <= 1e30, allowed))
 
 
 def boolean(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> bool:
-    """Returns a boolean."""
+    """Reads a boolean.
+
+    Args:
+        config: The fields of a config.json.
+        name: Name of the field.
+        default: As in `integer`.
+
+    Returns:
+        The boolean, or the default.
+
+    Raises:
+        ConfigError: As `integer`.
+    """
     return _checked(config, name, default, lambda value: type(value) is bool, "true or false")
 
 
 def string(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> Any:
-    """Returns a string."""
+    """Reads a string.
+
+    Args:
+        config: The fields of a config.json.
+        name: Name of the field.
+        default: As in `integer`.
+
+    Returns:
+        The string, or the default.
+
+    Raises:
+        ConfigError: As `integer`.
+    """
     return _checked(config, name, default, lambda value: isinstance(value, str), "a string")
 
 
 def strings(config: Mapping[str, Any], name: str) -> list[str]:
-    """Returns a list of strings; empty if it is missing."""
+    """Reads a list of strings.
+
+    Args:
+        config: The fields of a config.json.
+        name: Name of the field.
+
+    Returns:
+        The list. Empty if the field is missing or null.
+
+    Raises:
+        ConfigError: If the field has another value.
+    """
     allowed = "a list of strings"
-    return _checked(config, name, [], lambda v: isinstance(v, list) and all(isinstance(one, str) for one in v), allowed)
+    return _checked(config, name, [], lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v), allowed)
 
 
 def mapping(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns an object; empty if it is missing."""
+    """Reads a JSON object.
+
+    Args:
+        config: The fields of a config.json.
+        name: Name of the field.
+
+    Returns:
+        The object. Empty if the field is missing or null.
+
+    Raises:
+        ConfigError: If the field has another value.
+    """
     return _checked(config, name, {}, lambda value: isinstance(value, dict), "an object")
 
 

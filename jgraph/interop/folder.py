@@ -24,14 +24,14 @@ _DTYPES = ("F32", "BF16", "F16")
 class Folder:
     """Reads config.json and slices of tensors in safetensors files. Never opens a pickle, or a file outside the folder.
 
-    A file may be a symbolic link: the cache of `hf download` consists of links.
+    A file may be a symbolic link, because the cache of `hf download` consists of links.
 
     Args:
         path: The folder.
         field: Argument that named the folder, for errors.
 
     Raises:
-        ConfigError: From every method, if a file or field is missing, truncated or wrong.
+        ConfigError: From every method, if a file or field is missing, truncated or invalid.
     """
 
     def __init__(self, path: Path, *, field: str):
@@ -39,7 +39,7 @@ class Folder:
         self._open = functools.cache(lambda file: safe_open(file, "numpy"))
         check_exists(path, field=field)
         if not self.path.is_dir():
-            raise self.error("a file; name its folder")
+            raise self.error("must be a folder, not a file")
 
     def error(self, wrong: str) -> ConfigError:
         """Returns the error for a problem in the folder."""
@@ -52,7 +52,7 @@ class Folder:
 
     @property
     def dtype(self) -> str:
-        """The compute dtype: bfloat16 if config.json names it, else float32."""
+        """The compute dtype: bfloat16 if config.json has this dtype, else float32."""
         with self._config_errors():
             dtype = fields.string(self.config, "dtype", fields.string(self.config, "torch_dtype", "float32"))
         return "bfloat16" if dtype == "bfloat16" else "float32"
@@ -69,19 +69,34 @@ class Folder:
         with self._config_errors():
             found = self.config.get("eos_token_id")
             several = found if isinstance(found, list) else [found]
-            return [fields.integer({"eos_token_id": one}, "eos_token_id", least=0) for one in several if one is not None]
+            return [fields.integer({"eos_token_id": id_}, "eos_token_id", least=0) for id_ in several if id_ is not None]
 
     def settings(self, names: HuggingFace, base: Any) -> Any:
-        """Returns the settings of the model in the folder: those of `base`, updated from config.json."""
+        """Returns the settings of the model in the folder.
+
+        Args:
+            names: The map of the model class.
+            base: Settings for the fields that config.json does not determine.
+
+        Returns:
+            `base`, updated from config.json.
+        """
         with self._config_errors():
             return replaced(base, names.settings(self.config))
 
     def check(self, names: HuggingFace, settings: Any) -> None:
-        """Checks that the tensors in the folder are those of a model with these settings, and no others.
+        """Checks that the folder has exactly the tensors of a model with these settings.
 
-        Reads the headers of the files only and stops at the first missing tensor, before any model of these settings is built.
+        Reads only the headers of the files, and stops at the first missing tensor. Builds no model.
+
+        Args:
+            names: The map of the model class.
+            settings: The settings.
+
+        Raises:
+            ConfigError: If a tensor is missing, is unknown, or has another shape or dtype.
         """
-        wanted = set()
+        expected = set()
         for _, part in names.tensors(settings):
             name = part.tensor
             if name not in self._files:
@@ -93,14 +108,22 @@ class Folder:
                 raise self.error(f"{name} has shape {list(shape)}: must be {list(part.shape)} by its {CONFIG_FILE}")
             if dtype not in _DTYPES:
                 raise self.error(f"{name} is {dtype}: must be one of {', '.join(_DTYPES)}")
-            wanted.add(name)
+            expected.add(name)
         ignored = names.ignored(settings)
-        more = [name for name in self._files if name not in wanted and not any(fnmatch.fnmatch(name, p) for p in ignored)]
-        if more:
-            raise self.error(f"has a tensor that the model does not have: {_some(more)}")
+        unknown = [name for name in self._files if name not in expected and not any(fnmatch.fnmatch(name, p) for p in ignored)]
+        if unknown:
+            raise self.error(f"has a tensor that the model does not have: {_some(unknown)}")
 
     def read(self, name: str, index: Box) -> np.ndarray:
-        """Returns a slice of a tensor. Reads only the slice."""
+        """Reads a slice of a tensor.
+
+        Args:
+            name: Name of the tensor.
+            index: The slice of each axis.
+
+        Returns:
+            The slice. The rest of the tensor is not read.
+        """
         with self._reading(name):
             return self._open(self._files[name]).get_slice(name)[index]
 
@@ -108,14 +131,14 @@ class Folder:
     def _files(self) -> dict[str, Path]:
         """The file of every tensor."""
         if (self.path / INDEX_FILE).exists():
-            listed = self._json(INDEX_FILE).get("weight_map")
-            if not isinstance(listed, dict) or not listed:
+            weight_map = self._json(INDEX_FILE).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
                 raise self.error(f"{INDEX_FILE} has no `weight_map`")
-            for file in listed.values():  # a path may lead out of the folder
+            for file in weight_map.values():  # a path may lead out of the folder
                 if not isinstance(file, str) or not file or Path(file).name != file:
                     must = "must be the name of a file in the folder, without a path"
                     raise self.error(f"{INDEX_FILE} has the file {file!r}: {must}")
-            files = {name: self.path / file for name, file in listed.items()}
+            files = {name: self.path / file for name, file in weight_map.items()}
         elif (self.path / WEIGHTS_FILE).exists():
             files = dict.fromkeys(self._names(self.path / WEIGHTS_FILE), self.path / WEIGHTS_FILE)
         else:
@@ -123,8 +146,8 @@ class Folder:
             why = f"; {pickles[0]} is a pickle, which can run code: save it with safetensors" if pickles else ""
             raise self.error(f"has neither {WEIGHTS_FILE} nor {INDEX_FILE}{why}")
         for file in dict.fromkeys(files.values()):
-            there = set(self._names(file))
-            if missing := [name for name, own in files.items() if own == file and name not in there]:
+            present = set(self._names(file))
+            if missing := [name for name, listed in files.items() if listed == file and name not in present]:
                 raise self.error(f"{file.name} has no tensor {_some(missing)}, which {INDEX_FILE} lists in it")
         return files
 
@@ -178,9 +201,17 @@ def check_exists(path: str | Path, *, field: str) -> None:
 
 
 def replaced(settings: Any, changes: Mapping[str, Any]) -> Any:
-    """Returns a dataclass with changed fields. A dict changes fields of the nested dataclass of its name."""
-    within = {name: replaced(getattr(settings, name), own) for name, own in changes.items() if isinstance(own, Mapping)}
-    return dataclasses.replace(settings, **{**changes, **within})
+    """Returns a dataclass with changed fields.
+
+    Args:
+        settings: The dataclass.
+        changes: New values by field name. A dict changes fields of a nested dataclass.
+
+    Returns:
+        The changed copy.
+    """
+    nested = {name: replaced(getattr(settings, name), value) for name, value in changes.items() if isinstance(value, Mapping)}
+    return dataclasses.replace(settings, **{**changes, **nested})
 
 
 def read(folder: Folder, parts: Sequence[Part], shape: tuple[int, ...], dtype: Any, index: Box) -> np.ndarray:
@@ -191,20 +222,23 @@ def read(folder: Folder, parts: Sequence[Part], shape: tuple[int, ...], dtype: A
         parts: Parts of the parameter.
         shape: Shape of the parameter.
         dtype: Dtype of the result.
-        index: The slice.
+        index: The slice of each axis.
+
+    Returns:
+        The slice of the parameter.
     """
-    bounds = [own.indices(size)[:2] for own, size in zip(index, shape, strict=True)]
+    bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
     found = np.empty([stop - start for start, stop in bounds], dtype)
     for part in parts:
         common = [(max(start, box.start), min(stop, box.stop)) for (start, stop), box in zip(bounds, part.box, strict=True)]
         if any(start >= stop for start, stop in common):
             continue
         lead = len(shape) - len(part.shape)
-        theirs = [slice(a - s, b - s) for (a, b), s in zip(common, part.start, strict=True)][lead:]
+        source = [slice(a - s, b - s) for (a, b), s in zip(common, part.start, strict=True)][lead:]
         transposed = part.order == "transposed"
-        value = folder.read(part.tensor, tuple(theirs[::-1] if transposed else theirs))
-        own = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, bounds, strict=True))
-        found[own] = (value.T if transposed else value).reshape(found[own].shape)
+        value = folder.read(part.tensor, tuple(source[::-1] if transposed else source))
+        target = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, bounds, strict=True))
+        found[target] = (value.T if transposed else value).reshape(found[target].shape)
     return found
 
 

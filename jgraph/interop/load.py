@@ -13,7 +13,7 @@ from jgraph.tree import PyTree, leaf_names, path_name
 
 
 def load(folder: Folder, parts: Mapping[str, Sequence[Part]], like: PyTree) -> PyTree:
-    """Loads a model's parameters from a folder that was checked.
+    """Loads the parameters of a model from a folder. Call `Folder.check` first.
 
     Args:
         folder: The folder with the tensors.

@@ -19,9 +19,9 @@ class Part:
     Attributes:
         tensor: Name of the tensor.
         shape: Shape of the tensor in the folder.
-        start: Start of its position in the parameter, by axis. The tensor may lack leading axes, which count layers and
+        start: Index of its first element on each axis of the parameter. The tensor may lack the leading axes of layers and
             experts.
-        order: Whether its axes have the `same` order as those of the parameter, or are `transposed`.
+        order: Whether its axes have the `same` order as the axes of the parameter, or are `transposed`.
     """
 
     tensor: str
@@ -65,7 +65,7 @@ class HuggingFace:
         found: dict[str, list[Part]] = {}
         for name, part in self.tensors(settings):
             found.setdefault(name, []).append(part)
-        return {name: tuple(own) for name, own in found.items()}
+        return {name: tuple(parts) for name, parts in found.items()}
 
 
 def side_by_side(
@@ -76,7 +76,10 @@ def side_by_side(
     Args:
         tensors: Shapes in the folder, by name.
         order: Axis order of the tensors, as in `Part`.
-        lead: Position on the axes that count layers and experts.
+        lead: Indices on the leading axes of layers and experts.
+
+    Returns:
+        One part per tensor.
     """
     parts, start = [], 0
     for name, shape in tensors.items():
@@ -87,10 +90,18 @@ def side_by_side(
 
 
 def check_filled(parts: Mapping[str, Sequence[Part]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Asserts that the parts fill the parameters of a model. Otherwise its `HuggingFace` is wrong."""
+    """Asserts that the parts fill the parameters of a model.
+
+    Args:
+        parts: Parts of every parameter, by parameter name.
+        shapes: Shapes of the parameters, by name.
+
+    Raises:
+        AssertionError: If they do not. The `HuggingFace` of the model is then wrong.
+    """
     assert parts.keys() == shapes.keys(), "the model's `hugging_face` lacks a parameter, or has an unknown one"
     for name, shape in shapes.items():
         boxes = [part.box for part in parts[name]]
-        inside = all(len(box) == len(shape) and all(map(lambda own, size: own.stop <= size, box, shape)) for box in boxes)
+        inside = all(len(box) == len(shape) and all(map(lambda part, size: part.stop <= size, box, shape)) for box in boxes)
         fills = inside and sum(math.prod(part.shape) for part in parts[name]) == math.prod(shape)
         assert fills, "the tensors do not fill their parameter"

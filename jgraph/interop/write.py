@@ -1,4 +1,4 @@
-"""Writes the parameters of a model into a Hugging Face folder, completely or not at all. No jax here."""
+"""Writes the parameters of a model to a Hugging Face folder. Leaves no files behind if it fails. No jax here."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def check_empty(to: Path, *, field: str) -> None:
     with os_errors(field, to):
         is_occupied = to.exists() and not (to.is_dir() and not any(to.iterdir()))
     if is_occupied:
-        raise ConfigError(f"`{field}` is {to}: it exists and is not an empty directory; name another", field=field)
+        raise ConfigError(f"`{field}` is {to}: must not exist, or be an empty directory", field=field)
 
 
 def write(
@@ -49,7 +49,7 @@ def write(
     """Writes a folder, under a temporary name until it is complete.
 
     Args:
-        to: The folder: new, or empty.
+        to: The folder, which must not exist or be empty.
         config: Content of its config.json.
         parts: Parts of every parameter, by parameter name.
         parameter: Returns a parameter by its name. Called once for each.
@@ -62,7 +62,7 @@ def write(
 
     Raises:
         ConfigError: If the folder cannot be created.
-        OSError: If a file cannot be written. Then no file is left behind.
+        OSError: If a file cannot be written. No file is left behind.
     """
     to = to.absolute()
     partial = to.with_name(f".{to.name}.{os.getpid()}.partial")
@@ -76,13 +76,13 @@ def write(
         tensors, index, total = _tensors(parts, parameter, _DTYPES[dtype]), {}, 0
         for number, names in enumerate(files, start=1):
             file = WEIGHTS_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            held = dict(next(tensors) for _ in names)
+            arrays = dict(next(tensors) for _ in names)
             try:
-                save_file(held, partial / file, metadata={"format": "pt"})  # required by transformers
+                save_file(arrays, partial / file, metadata={"format": "pt"})  # required by transformers
             except SafetensorError as e:
                 raise OSError(str(e)) from e
-            index |= dict.fromkeys(held, file)
-            total += sum(array.nbytes for array in held.values())
+            index |= dict.fromkeys(arrays, file)
+            total += sum(array.nbytes for array in arrays.values())
         if len(files) > 1:
             _write_json(partial / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": index})
         partial.rename(to)
@@ -95,22 +95,22 @@ def _tensors_by_file(parts: Mapping[str, Sequence[Part]], itemsize: int, file_by
     """Returns the names of the tensors in each file."""
     files: list[list[str]] = [[]]
     size = 0
-    for part in (part for own in parts.values() for part in own):
-        own = itemsize * int(np.prod(part.shape))
-        if files[-1] and size + own > file_bytes:
+    for part in (part for of_parameter in parts.values() for part in of_parameter):
+        nbytes = itemsize * int(np.prod(part.shape))
+        if files[-1] and size + nbytes > file_bytes:
             files.append([])
             size = 0
         files[-1].append(part.tensor)
-        size += own
+        size += nbytes
     return files
 
 
 def _tensors(
     parts: Mapping[str, Sequence[Part]], parameter: Callable[[str], np.ndarray], dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
-    for name, own in parts.items():
+    for name, of_parameter in parts.items():
         whole = parameter(name)
-        for part in own:
+        for part in of_parameter:
             array = whole[part.box].reshape(part.own_shape)
             yield part.tensor, np.ascontiguousarray(array.T if part.order == "transposed" else array, dtype=dtype)
 

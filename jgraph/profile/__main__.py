@@ -46,16 +46,16 @@ def show(
     recorded = next((place for place in (path, path / "profile") if (place / "run.json").exists()), None)
     if recorded:
         if program or steps:
-            raise ConfigError(f"{path} determines both: omit `program` and `steps`", field="program")
-        profile, beside = report.of_run(recorded), recorded
+            raise ConfigError(f"{path} is a run: leave out `program` and `steps`, which it records", field="program")
+        profile, default_out = report.of_run(recorded), recorded
     else:
         file = find(path)
         if program is None or steps is None:
             missing = "program" if program is None else "steps"
             raise ConfigError(f"{file} is a trace, not a run: pass `program` and `steps`", field=missing)
         profile = report.of_trace(path, program=program, steps=steps)
-        beside = path if path.is_dir() else path.parent
-    out = out or beside
+        default_out = path if path.is_dir() else path.parent
+    out = out or default_out
     with os_errors("out", out):
         files = report.write(profile, out)
     for line in _summary(profile), f"written to {', '.join(map(str, files))}", *profile["about"]["notes"]:
@@ -63,7 +63,7 @@ def show(
 
 
 def _summary(profile: Mapping[str, Any]) -> str:
-    """Returns the time of a step, and the part of it that is attributed to categories."""
+    """Returns a line with the time of a step and the fraction of the busy time that is attributed to categories."""
     captured, named = profile["captured"], profile["uncaptured"]
     attributed = statistics.mean(rank["attributed"] for rank in named["ranks"])
     times = [f"{captured['step_ms']:.2f} ms a step in command buffers"] if captured else []

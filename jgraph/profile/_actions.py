@@ -1,7 +1,7 @@
-"""Compares a pipeline step as it ran with the step as planned, action by action. Does not use JAX.
+"""Compares the measured actions of a pipeline step with the simulated ones. Does not use JAX.
 
-A trace has the kernels of forwards, dgrads and wgrads of a rank, but not their microbatches. Those follow from the schedule's
-order, because all actions of a kind run the same code and therefore the same number of kernels.
+A trace has the kernels of forwards, dgrads and wgrads of a rank, but not their microbatches. The order of the schedule gives
+the microbatches, because all actions of a kind run the same code and therefore the same number of kernels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,14 +29,17 @@ _MOST_SLOW = 10
 
 
 def measured(schedule: Schedule, ranks: Sequence[Kernels], runtime: Runtime) -> Simulation:
-    """Returns start and end of every action as it ran, in ms from the start of the first.
+    """Computes the measured start and end of every action.
 
     An action lasts from the start of its first kernel to the end of its last.
 
     Args:
         schedule: The schedule as the runtime runs it (`Pipeline.schedule`).
         ranks: The kernels of each rank.
-        runtime: In the `aligned` runtime a rank also runs a tick's forward or dgrad if it is idle in that tick.
+        runtime: In the `aligned` runtime, a rank that is idle in a tick also runs the forward or dgrad of that tick.
+
+    Returns:
+        The start and end of every action in ms from the start of the first action.
 
     Raises:
         ProfileError: If the number of ranks differs, or the kernels of a kind cannot be divided equally among its actions.
@@ -47,12 +50,12 @@ def measured(schedule: Schedule, ranks: Sequence[Kernels], runtime: Runtime) -> 
     lead_T = kinds_TP.min(1)  # another kind than wgrad, if any rank runs one
     starts, ends = [], []
     for r, (kernels, ticks) in enumerate(zip(ranks, schedule.ticks, strict=True)):
-        own_T = kinds_TP[:, r]
-        start_T, end_T = np.full(len(own_T), np.inf), np.full(len(own_T), -np.inf)
+        kinds_T = kinds_TP[:, r]
+        start_T, end_T = np.full(len(kinds_T), np.inf), np.full(len(kinds_T), -np.inf)
         for kind, parts in _PARTS.items():
-            runs = np.isin(own_T, parts)
+            runs = np.isin(kinds_T, parts)
             if runtime == "aligned" and kind != WGRAD:
-                runs = (lead_T == kind) & (own_T != WGRAD)
+                runs = (lead_T == kind) & (kinds_T != WGRAD)
             runs = np.flatnonzero(runs)
             times = np.asarray(kernels.get(kind, ()), float).reshape(-1, 2)
             if len(times) % max(len(runs), 1) or (len(times) == 0) != (len(runs) == 0):
@@ -77,18 +80,21 @@ def costs(run: Simulation) -> dict[str, float]:
 
 
 def planned(schedule: Schedule, costs_ms: Mapping[str, float], runtime: Runtime) -> Simulation:
-    """Simulates the step, with the cost of its kind for every action, and no time for transfers.
+    """Simulates a step in which every action takes the cost of its kind and transfers take no time.
 
     Args:
         schedule: The schedule.
         costs_ms: Time of an action in ms by kind.
-        runtime: Determines the ranks that wait for each other.
+        runtime: Determines which ranks wait for each other.
+
+    Returns:
+        The simulated step, in ms.
     """
     return simulate(schedule, Costs(**costs_ms), execution=_EXECUTION[runtime])
 
 
 def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, Any]:
-    """Returns `pipeline` of profile.json: the step as planned, with the measured costs, and as it ran.
+    """Returns `pipeline` of profile.json: the measured step, and the step simulated with the measured costs.
 
     `slow_ms` of an action is its time above the median of its kind.
 
@@ -96,6 +102,9 @@ def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, A
         schedule: The schedule as the runtime runs it.
         run: The step, from `measured`.
         runtime: The runtime.
+
+    Returns:
+        JSON values. Times are in ms.
     """
     costs_ms = costs(run)
     plan = planned(schedule, costs_ms, runtime)
@@ -103,12 +112,12 @@ def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, A
     for r, order in enumerate(schedule):
         columns = (plan.starts[r], plan.ends[r], run.starts[r], run.ends[r])
         for action, *times in zip(order, *columns, strict=True):
-            found: dict[str, float] = dict(
+            action_ms: dict[str, float] = dict(
                 zip(("planned_start_ms", "planned_end_ms", "start_ms", "end_ms"), times, strict=True)
             )
-            found["slow_ms"] = found["end_ms"] - found["start_ms"] - costs_ms[action.kind]
+            action_ms["slow_ms"] = action_ms["end_ms"] - action_ms["start_ms"] - costs_ms[action.kind]
             fields = {"rank": r, "kind": action.kind, "chunk": action.chunk, "microbatch": action.microbatch}
-            actions.append(fields | {name: round(float(ms), 4) for name, ms in found.items()})
+            actions.append(fields | {name: round(float(ms), 4) for name, ms in action_ms.items()})
     slowest = sorted(range(len(actions)), key=lambda i: -actions[i]["slow_ms"])[:_MOST_SLOW]
     return {
         "schedule": schedule.name,

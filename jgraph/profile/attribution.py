@@ -26,8 +26,8 @@ class Step:
     Attributes:
         events: The events, in ms from the start of the step.
         purposes: The purpose of each event.
-        ms: The time to the start of the next step, or to the last event if no other step was traced.
-        all_ms: The times of all steps of the trace.
+        ms: Time in ms until the next step starts, or until the last event if only one step was traced.
+        all_ms: Times in ms of all steps of the trace.
     """
 
     events: Events
@@ -37,22 +37,25 @@ class Step:
 
     @cached_property
     def own_ms(self) -> np.ndarray:
-        """The time in ms that each event owns, as from `owners`."""
+        """Time in ms that each event owns, from `owners`."""
         is_collective = np.array([purpose.category in _COMMUNICATION for purpose in self.purposes], bool)
         start, end, owner = owners(self.events, is_collective)
         return np.bincount(owner, end - start, len(self.events))
 
 
 def choose_step(trace: Trace, program: Program, count: int) -> dict[int, Step]:
-    """Returns the last step but one, or the only one, by device.
+    """Selects the step to report: the last step but one, or the only step.
 
-    The first steps are faster, on a GPU that was idle before. The last step is not followed by another. All devices start at
-    the earliest event of any of them.
+    The first steps are faster, because the GPU was idle before. The last step has no next step, which marks its end. The step
+    starts on all devices at its earliest event.
 
     Args:
         trace: A trace of a run without command buffers.
         program: The program that ran.
         count: The number of steps in the trace.
+
+    Returns:
+        The step by device number.
     """
     of_program = {device: _of_program(events, program) for device, events in trace.devices.items()}
     bounds = {device: steps(events, count) for device, events in of_program.items()}
@@ -75,15 +78,18 @@ def by_category(rank: int, step: Step) -> dict[str, Any]:
     Args:
         rank: The device number.
         step: Its step.
+
+    Returns:
+        JSON values: times in ms, and times and numbers of kernels by category.
     """
-    events, own = step.events, step.own_ms
+    events, own_ms = step.events, step.own_ms
     categories: dict[str, dict[str, float]] = {}
     for category in CATEGORIES:
         chosen = np.array([purpose.category == category for purpose in step.purposes], bool)
         if chosen.any():
             kernel_ms = float((events.end - events.start)[chosen].sum())
-            categories[category] = {"ms": float(own[chosen].sum()), "kernel_ms": kernel_ms, "kernels": int(chosen.sum())}
-    busy_ms = float(own.sum())
+            categories[category] = {"ms": float(own_ms[chosen].sum()), "kernel_ms": kernel_ms, "kernels": int(chosen.sum())}
+    busy_ms = float(own_ms.sum())
     other_ms = categories["other"]["ms"] if "other" in categories else 0.0
     return {
         "rank": rank,
@@ -95,7 +101,7 @@ def by_category(rank: int, step: Step) -> dict[str, Any]:
 
 
 def groups(step: Step, program: Program, device: Device | None) -> list[dict[str, Any]]:
-    """Returns `groups` of profile.json: groups of equal kernels, the furthest above its roofline first.
+    """Returns `groups` of profile.json: groups of equal kernels. The group that exceeds its roofline most is the first.
 
     The roofline is the longer of two times: FLOPs at the matmul rate, and bytes at the copy rate (Williams et al., "Roofline",
     doi:10.1145/1498765.1498785). For a collective it is bytes at the link rate.
@@ -103,9 +109,12 @@ def groups(step: Step, program: Program, device: Device | None) -> list[dict[str
     Args:
         step: The step of one device.
         program: The program that ran.
-        device: The rates. None: no rooflines.
+        device: The rates. None for no rooflines.
+
+    Returns:
+        JSON values, one per group.
     """
-    events, own, known = step.events, step.own_ms, program.instructions
+    events, own_ms, known = step.events, step.own_ms, program.instructions
     labels = {op: program.label(known[op]) for op in set(events.op) if op in known}
     members: dict[tuple[str, str], list[int]] = defaultdict(list)
     kernels: dict[str, Counter[str]] = defaultdict(Counter)
@@ -113,7 +122,7 @@ def groups(step: Step, program: Program, device: Device | None) -> list[dict[str
         # Remove the C++ arguments of a kernel.
         members[purpose.category, labels.get(op) or name.partition("(")[0] or name].append(i)
         kernels[op][name] += 1
-    # An instruction may launch several kernels and run several times. Its rarest kernel gives the number of runs.
+    # An instruction may launch several kernels and run several times. The count of its rarest kernel is the number of runs.
     runs = {op: min(names.values()) for op, names in kernels.items()}
     sources = {op: found.source for op, found in operations(program, list(kernels)).items() if found.source}
     rows = []
@@ -126,7 +135,7 @@ def groups(step: Step, program: Program, device: Device | None) -> list[dict[str
             else:
                 flops += program.flops(known[op]) * runs[op]
                 nbytes += program.nbytes(known[op]) * runs[op]
-        ms = float(own[found].sum())
+        ms = float(own_ms[found].sum())
         roofline_ms, bound = _roofline(device, flops, nbytes, category in _COMMUNICATION)
         row = {"label": label, "category": category, "source": next((sources[op] for op in ops if op in sources), "")}
         row |= {"count": len(found), "ms": ms, "flops": flops, "bytes": nbytes, "roofline_ms": roofline_ms, "bound": bound}
@@ -148,11 +157,14 @@ def _roofline(device: Device | None, flops: int, nbytes: int, communicates: bool
 def captured(trace: Trace, count: int) -> dict[str, Any]:
     """Returns `captured` of profile.json.
 
-    A step lasts until the start of the next one. If there are several, means exclude the last one, which has no next one.
+    A step lasts until the start of the next step. If there are several steps, means exclude the last step.
 
     Args:
         trace: A trace of a run with command buffers.
-        count: The number of steps in it.
+        count: The number of steps in the trace.
+
+    Returns:
+        JSON values: times in ms, and launches and updates of command buffers per step.
     """
     launches = launches_of(trace.host)
     host = {name: sum(ms) / count for name, ms in trace.host.items()}
@@ -215,10 +227,10 @@ def _of_program(events: Events, program: Program) -> Events:
     """Returns the events of the program. Raises ProfileError if there are none, or no event has an instruction."""
     if not any(events.op):
         raise ProfileError(
-            "the trace's kernels came out of CUDA graphs, which hide their instructions: trace a run with `graph` off"
+            "the kernels of the trace ran in CUDA graphs and have no instruction names: trace a run with `graph` off"
         )
-    own = np.array([module == program.name for module in events.module], bool)
-    if not own.any():
+    mask = np.array([module == program.name for module in events.module], bool)
+    if not mask.any():
         ran = ", ".join(dict.fromkeys(filter(None, events.module)))
-        raise ProfileError(f"the trace has nothing of the program {program.name}, but {ran}: pass the program that ran")
-    return events.where(own)
+        raise ProfileError(f"the trace has no kernel of the program {program.name}, but of {ran}: pass the program that ran")
+    return events.where(mask)

@@ -1,4 +1,4 @@
-"""Computes the FLOPs and bytes of a compiled program's instructions, and which of them depend on the batch.
+"""Computes the FLOPs and bytes of the instructions of a compiled program, and finds the instructions that depend on the batch.
 
 In a backward pass, a matmul of two operands that depend on the batch is a wgrad. One with an operand that depends on weights
 alone is a dgrad.
@@ -21,10 +21,14 @@ _Depends: TypeAlias = bool | list["_Depends"]
 
 
 class Program(HloModule):
-    """A compiled program with the work of its instructions."""
+    """A compiled program that counts the FLOPs and bytes of its instructions."""
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """Yields an instruction and the contents of a fusion, call or asynchronous start, outermost first."""
+        """Yields an instruction and the contents of a fusion, call or asynchronous start, outermost first.
+
+        Raises:
+            ProfileError: If the text of the program is damaged.
+        """
         yield instruction
         if instruction.opcode in ("fusion", "async-start", "call"):
             for name in instruction.called:
@@ -38,11 +42,11 @@ class Program(HloModule):
         return max((inner for inner in self.inside(instruction) if inner.is_matmul), key=self._own_flops, default=None)
 
     def flops(self, instruction: Instruction) -> int:
-        """Counts the FLOPs of matmuls and attention, 2 for a multiplication with its addition."""
+        """Counts the FLOPs of matmuls and attention. A multiplication and an addition are 2 FLOPs."""
         return sum(self._own_flops(inner) for inner in self.inside(instruction))
 
     def nbytes(self, instruction: Instruction) -> int:
-        """Counts bytes read and written. If a fusion slices or updates an array in place, counts only that part of it."""
+        """Counts bytes read and written. Of an array that is sliced or updated in place, counts only that part."""
         operands = self._operands(instruction)
         # Results of type byte are workspace of a library.
         written = sum(shape.nbytes for shape in instruction.shapes if shape.dtype not in ("s8", "u8"))
@@ -128,7 +132,7 @@ class Program(HloModule):
 
     @cached_property
     def of_batch(self) -> set[str]:
-        """Names of instructions that depend on an argument that is not updated in place, hence on the batch."""
+        """Names of instructions that depend on the batch: on an argument that is not updated in place."""
         found: set[str] = set()
         computation = self.computations[self.entry]
         updated = {int(parameter) for _, parameter, _ in self._aliases}
@@ -136,7 +140,7 @@ class Program(HloModule):
         return found
 
     def _spread(self, computation: Computation, arguments: Sequence[_Depends], found: set[str]) -> _Depends:
-        """Adds the names of instructions that depend on the batch to `found`. Returns whether the result does."""
+        """Adds the names of instructions that depend on the batch to `found`. Returns True if the result depends on it."""
         values: dict[str, _Depends] = {}
         numbers = {p.name: n for n, p in enumerate(computation.parameters())}
         for i in computation.instructions.values():

@@ -28,7 +28,10 @@ def of_run(directory: Path) -> dict[str, Any]:
     """Returns the contents of profile.json for a recording of `jgraph.train.profiling`.
 
     Args:
-        directory: The recording.
+        directory: Directory of the recording.
+
+    Returns:
+        JSON values.
 
     Raises:
         ProfileError: If a file is missing or damaged, or the traces are of another program.
@@ -70,6 +73,9 @@ def of_trace(path: Path, *, program: Path, steps: int) -> dict[str, Any]:
         program: A file with the text of the program, `compiled.as_text()`.
         steps: The number of equal steps in the trace.
 
+    Returns:
+        JSON values.
+
     Raises:
         ProfileError: If there is no trace, a file is damaged, or the kernels have no names.
     """
@@ -93,7 +99,15 @@ def of_trace(path: Path, *, program: Path, steps: int) -> dict[str, Any]:
 
 
 def write(profile: dict[str, Any], directory: Path) -> tuple[Path, Path]:
-    """Writes profile.json and profile.html into a directory. Returns their paths."""
+    """Writes profile.json and profile.html.
+
+    Args:
+        profile: The contents of profile.json.
+        directory: The directory; created if missing.
+
+    Returns:
+        The paths of profile.json and of profile.html.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     data, html = directory / "profile.json", directory / "profile.html"
     data.write_text(json.dumps(profile, allow_nan=False) + "\n")

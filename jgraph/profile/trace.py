@@ -1,7 +1,7 @@
-"""Reads a profiler's trace into arrays: the events of each device, and the host's events about command buffers.
+"""Reads a trace of the profiler into arrays: the events of each device, and the events of the host about command buffers.
 
-`jax.profiler` writes and reads traces. On a GPU an event is a kernel or copy of a stream, with its HLO instruction unless it
-ran in a CUDA graph. On a CPU an event is a thunk of XLA, on any thread.
+`jax.profiler` writes and reads traces. On a GPU, an event is a kernel or copy on a stream. It has its HLO instruction,
+unless it ran in a CUDA graph. On a CPU, an event is a thunk of XLA on any thread.
 """
 
 import re
@@ -55,7 +55,15 @@ class Events:
         return Events(self.start[chosen], self.end[chosen], *map(tuple, texts))
 
     def between(self, start: float, stop: float) -> "Events":
-        """Returns the events that begin in an interval, clipped at its end. Times count from its start."""
+        """Selects the events that begin in an interval.
+
+        Args:
+            start: Start of the interval in ms.
+            stop: End of the interval in ms.
+
+        Returns:
+            The events, clipped at `stop`, with times from `start`.
+        """
         found = self.where((self.start >= start) & (self.start < stop))
         return replace(found, start=found.start - start, end=np.minimum(found.end, stop) - start)
 
@@ -78,12 +86,12 @@ class Trace:
 def find(path: Path) -> Path:
     """Returns the trace at a path: the file itself, or the newest one in a directory. Raises ProfileError if there is none."""
     if not path.exists():
-        raise ProfileError(f"{path}: no such file or directory; must be, or contain, a *.xplane.pb")
+        raise ProfileError(f"{path}: no such file or directory; must be a *.xplane.pb, or a directory that contains one")
     if path.is_file():
         return path
     files = sorted(path.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
     if not files:
-        raise ProfileError(f"{path} has no trace: must be, or contain, a *.xplane.pb that jax.profiler has written")
+        raise ProfileError(f"{path} has no trace: must contain a *.xplane.pb, which jax.profiler writes")
     return files[-1]
 
 
@@ -103,7 +111,7 @@ def read(path: Path) -> Trace:
         raise
     except (RuntimeError, ValueError) as e:
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
-        raise ProfileError(f"{file} cannot be read as a trace ({reason}): damaged, truncated, or of another kind") from e
+        raise ProfileError(f"{file} cannot be read as a trace ({reason}): it is damaged, truncated or not a trace") from e
 
 
 def _trace(data: ProfileData, file: Path) -> Trace:
@@ -124,7 +132,7 @@ def _trace(data: ProfileData, file: Path) -> Trace:
                     rows[int(stats["device_ordinal"])].append(_row(event, line.name, stats))
     rows = {number: found for number, found in rows.items() if found}
     if not rows:
-        problem = "its GPUs ran nothing" if gpus else "it has no GPU and no CPU program in it"
+        problem = "no GPU ran a kernel" if gpus else "it has neither a GPU nor a CPU program"
         raise ProfileError(f"{file}: {problem}; trace at least one whole step, e.g. with `profile` 10:13")
     first = min(row[0] for found in rows.values() for row in found)
     devices = {}
@@ -141,12 +149,17 @@ def _row(event: Any, stream: str, stats: Mapping[str, Any]) -> _Row:
 
 
 def steps(events: Events, count: int) -> list[tuple[float, float]]:
-    """Returns start and end in ms of each of `count` equal steps.
+    """Finds the steps of a trace, by the instructions that ran once per step.
 
-    Steps are found by the instructions that ran exactly `count` times: run k belongs to step k.
+    Args:
+        events: The events of one device.
+        count: Number of equal steps in the trace.
+
+    Returns:
+        Start and end of each step in ms.
 
     Raises:
-        ProfileError: If there is no such instruction.
+        ProfileError: If no instruction ran `count` times.
     """
     runs: dict[str, list[int]] = defaultdict(list)
     for i, (name, op) in enumerate(zip(events.name, events.op, strict=True)):
@@ -154,7 +167,7 @@ def steps(events: Events, count: int) -> list[tuple[float, float]]:
     once = np.array([found for found in runs.values() if len(found) == count])
     if not len(once):
         raise ProfileError(
-            f"the trace does not have {count} steps: no kernel ran {count} times; pass their number", field="steps"
+            f"`steps` is {count}: must be the number of steps in the trace, but no kernel ran {count} times", field="steps"
         )
     return [(float(events.start[once[:, k]].min()), float(events.end[once[:, k]].max())) for k in range(count)]
 
@@ -162,8 +175,8 @@ def steps(events: Events, count: int) -> list[tuple[float, float]]:
 def owners(events: Events, is_collective: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Divides a device's busy time into consecutive pieces, each owned by one event.
 
-    The owner is the running event that began last, because thunks run inside thunks. A collective owns only the time that
-    nothing else covers, because collectives are meant to be hidden.
+    The owner is the running event that began last, because thunks run inside thunks. A collective owns only the time in which
+    no other event runs, because collectives should be hidden.
 
     Args:
         events: The events of the device.

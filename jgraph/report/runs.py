@@ -21,7 +21,7 @@ _POINTS = 2000
 
 
 def compared(paths: Sequence[Path]) -> dict[str, Json]:
-    """Returns the data of the page; `runs` has one entry per path.
+    """Returns the data of the page as JSON values. `runs` has one entry per run directory in `paths`.
 
     Raises:
         ConfigError: If there are no paths, or one of them is not a run directory.

@@ -17,13 +17,13 @@ from jgraph.xla.explain import Memory
 
 @dataclass(frozen=True, eq=False)
 class CompiledStep:
-    """A compiled training step that updates its state in place. `print` it for a report. Made by `TrainStep.compile`.
+    """A compiled training step that updates its state in place. Made by `TrainStep.compile`. `print` shows a report.
 
     Attributes:
         executable: The program of the update. For most strategies it is the whole step.
         capture: Report on the command buffers of the program; None if the platform has none.
         batch: Shapes and shardings of the batch that the step takes.
-        gradients: The part of the gradients that runs before the program.
+        gradients: Runs the executables of the gradients before the program, if the strategy has any.
     """
 
     executable: jax.stages.Compiled
@@ -35,14 +35,14 @@ class CompiledStep:
         """Runs a step.
 
         Args:
-            state: Donated: do not use it again, its buffers hold the new state.
+            state: Donated. Do not use it again: its buffers hold the new state.
             batch: A batch from `TrainStep.place`, of the size that the step was compiled for.
 
         Returns:
             The new state and the metrics of the step.
 
         Raises:
-            ShapeError: If the step runs on a mesh and `batch` is not from `TrainStep.place`, or has another size.
+            ShapeError: If the step runs on a mesh, and `batch` is not from `TrainStep.place` or has another size.
         """
         try:
             inputs = self.gradients.run(state.params, state.carry, state.step, batch)
@@ -59,7 +59,7 @@ class CompiledStep:
 
     @property
     def memory(self) -> Memory | None:
-        """Bytes of device memory by XLA's account. None if XLA has none, or the step has several executables."""
+        """Device memory of the step in bytes, by XLA. None if XLA does not report it, or the step has several executables."""
         return None if self.gradients.executables else Memory.of(self.executable)
 
     def as_text(self) -> str:
@@ -76,16 +76,16 @@ class CompiledStep:
 
 
 def _misplaced(batch: Tree, expected: Tree) -> str:
-    """Returns why a batch is not from `TrainStep.place`. Returns an empty string if it is, or on one device."""
+    """Returns the reason why a batch is not from `TrainStep.place`. Empty if it is, or if the step runs on one device."""
     if jax.tree.structure(batch) != jax.tree.structure(expected):
         return ""
-    for found, wanted in zip(jax.tree.leaves(batch), jax.tree.leaves(expected), strict=True):
-        if wanted.sharding is None:
+    for found, like in zip(jax.tree.leaves(batch), jax.tree.leaves(expected), strict=True):
+        if like.sharding is None:
             continue
         has = f"`batch` has an array of shape {list(np.shape(found))}"
-        if np.shape(found) != wanted.shape:
-            rows = wanted.shape[0] * wanted.shape[1]
-            return f"{has}: must have shape {list(wanted.shape)}, from {rows} rows; call `step.place(batch)`"
-        if isinstance(found, jax.Array) and not found.sharding.is_equivalent_to(wanted.sharding, found.ndim):
+        if np.shape(found) != like.shape:
+            rows = like.shape[0] * like.shape[1]
+            return f"{has}: must have shape {list(like.shape)}, from {rows} rows; call `step.place(batch)`"
+        if isinstance(found, jax.Array) and not found.sharding.is_equivalent_to(like.sharding, found.ndim):
             return f"{has} with another sharding than the step: call `step.place(batch)`"
     return ""

@@ -11,7 +11,7 @@ from jgraph.strategies.objective import Carry, Tree
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that a step updates. A step donates it, and returns every leaf in the same buffer.
+    """The state that a step updates. A step donates it and returns every leaf in the same buffer.
 
     Attributes:
         step: Number of steps done, including skipped ones, int32 scalar.
@@ -38,16 +38,16 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepMetrics:
-    """Small results of a step.
+    """Metrics of a step.
 
     Attributes:
         loss: Mean loss over the batch, float32 scalar.
         grad_norm: Global norm of the gradient before clipping, float32 scalar.
         grad_square_sums: Sum of squares of each array of the gradient, float32, in the order of the leaves of
             `TrainState.params`. Not finite if the array is not.
-        aux: Metrics of the loss function, means over the batch.
-        halted: Largest number in the carried arrays that halt, int32 scalar. If it is positive, the step changed nothing. None
-            if no array halts.
+        aux: Metrics of the loss function (`Loss.aux`), means over the batch.
+        halted: Largest number in the carried arrays with the reduction `halt`, int32 scalar. If it is positive, the step
+            changed nothing. None if there is no such array.
     """
 
     loss: Array

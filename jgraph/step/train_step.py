@@ -62,32 +62,23 @@ def train_step(
     The step is the jitted function that you would write around `jax.value_and_grad` and `optax.apply_updates`. It runs on the
     devices of its strategy, and `compile` proves that it updates the state in place.
 
-    >>> def loss(params, batch, key):
-    ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
-    >>> params, batch = {"w": jnp.zeros((8, 1))}, {"x": jnp.ones((4, 8)), "y": jnp.ones((4, 1))}
-    >>> step = jgraph.train_step(loss, optax.sgd(0.1), jgraph.Replicated(None, params))
-    >>> run, state = step.compile(batch), step.init(params)
-    >>> state, metrics = run(state, batch)
-    >>> float(metrics.loss)
-    1.0
-
     Args:
-        loss: `loss(params, batch, key)` of the model's own tree and a microbatch. Returns a scalar mean, or `jgraph.Loss`. With
-            carried state, it takes the state as a fourth argument and returns a `Loss` with the new state. `Pipelined` takes a
-            `jgraph.PipelineModel` instead. Collectives may reduce over `jgraph.BATCH_AXES` on every mesh.
+        loss: `loss(params, batch, key)`, with parameters in the model's own tree and a microbatch. Returns a scalar mean, or
+            `jgraph.Loss`. With carried state, it takes the state as a fourth argument and returns a `Loss` with the new state.
+            `Pipelined` takes a `jgraph.PipelineModel` instead. Collectives may reduce over `jgraph.BATCH_AXES` on every mesh.
         transform: An optax transform. Its `update` gets the clipped gradient and the parameters, in float32 and in the model's
             own tree unless it is declared `jgraph.elementwise`. As extra arguments, if it takes them, it gets the loss as
             `value` and the clipped gradient as `grad`.
         strategy: `Replicated`, `FullySharded` or `Pipelined`.
-        num_microbatches: Slices of the batch. Their gradients are summed before the update.
+        num_microbatches: Number of microbatches of a batch. Their gradients are summed before the update.
         clip_norm: Largest global norm of the gradient. Larger gradients are scaled down to it. None does not clip.
-        key: A random key or a seed. Each microbatch of a step and device gets a key that is folded from it.
+        key: A random key or a seed. Every step, microbatch and data rank gets its own key, folded from this one.
         params_dtype: Floating dtype of the parameters in the state.
         grads_dtype: Floating dtype of the sums of gradients over microbatches and devices.
         read_dtype: Rounds the summed gradient to this floating dtype before the update; None does not round.
         freeze: Shell patterns of the names of parameters that are not trained, e.g. `("embed*",)`.
-        carried: Shapes of the state that the model carries from step to step, such as running statistics. With `Pipelined`,
-            only layers carry state.
+        carried: Shapes of the mutable state of the model, such as running statistics. With `Pipelined`, only layers may have
+            such state.
         reductions: How carried state is reduced over microbatches and devices: `mean`, `sum`, `max`, `last`, `halt`, or a tree
             of these like `carried`. `halt` is `max` for integers that stop the training: if one is positive before or after a
             step, the step changes only these integers, which never decrease. `TrainStep.resumed` sets them to zero.
@@ -95,13 +86,23 @@ def train_step(
         batch: Arrays or shapes of a whole batch. Required with `fp8`, to find the matmuls.
 
     Returns:
-        A `TrainStep`. `compile(batch)` makes the function `run(state, batch) -> (state, metrics)`, `init(params)` the first
-        state.
+        A `TrainStep`. Its `compile(batch)` returns the function `run(state, batch) -> (state, metrics)`, and its `init(params)`
+        returns the initial state.
 
     Raises:
         ConfigError: If an argument has a value that is not allowed. `field` is its name.
         ShapeError: If microbatches and devices cannot share the rows of `batch`.
         OrderError: If the layers of a pipeline do not make the stages of its schedule.
+
+    Examples:
+        >>> def loss(params, batch, key):
+        ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+        >>> params, batch = {"w": jnp.zeros((8, 1))}, {"x": jnp.ones((4, 8)), "y": jnp.ones((4, 1))}
+        >>> step = jgraph.train_step(loss, optax.sgd(0.1), jgraph.Replicated(None, params))
+        >>> run, state = step.compile(batch), step.init(params)
+        >>> state, metrics = run(state, batch)
+        >>> float(metrics.loss)
+        1.0
     """
     check_transform(transform)
     checks.check_shapes(strategy)
@@ -147,10 +148,10 @@ def train_step(
 
 @dataclass(frozen=True, eq=False)
 class TrainStep:
-    """Compiles a training step, makes its state, places batches; holds no arrays. Made by `train_step`.
+    """Compiles a training step, makes its state and places its batches. Holds no arrays. Made by `train_step`.
 
     Attributes:
-        bound: The strategy with its objective.
+        bound: The strategy, bound to the objective.
         transform: The optax transform.
         shapes: Shapes of the parameters, in the model's own tree.
         objective: The loss and the choices that the strategy needs.
@@ -184,10 +185,15 @@ class TrainStep:
 
     @property
     def num_devices(self) -> int:
+        """Number of devices of the mesh; 1 without a mesh."""
         return 1 if self.mesh is None else self.mesh.size
 
     def on(self, devices: Sequence[Any]) -> "TrainStep":
-        """Returns the same step over the same number of other devices, such as described ones (`jgraph.xla.aot`)."""
+        """Returns the same step on other devices, for example compile-only devices from `jgraph.xla.aot`.
+
+        Args:
+            devices: As many devices as the mesh has.
+        """
         assert self.mesh is not None, "a step on one device runs on the device of its arguments"
         return replace(
             self, bound=self.bound.on(Mesh(np.array(devices).reshape(self.mesh.devices.shape), self.mesh.axis_names))
@@ -205,7 +211,7 @@ class TrainStep:
             observed: The observed state to start from; None for zeros.
 
         Returns:
-            The state. Its buffers are its own, because the first step donates them.
+            The state. It shares no buffer with the arguments, because the first step donates it.
 
         Raises:
             ShapeError: If `params` or `carried` differ from the shapes given to the strategy and to `train_step`. The message
@@ -234,7 +240,7 @@ class TrainStep:
         """The shardings of the state, a tree of NamedSharding; None on one device."""
         if self.mesh is None:
             return None
-        # Explicit, because an update in place requires results with the shardings of the arguments.
+        # Explicit, because an update in place requires that results have the shardings of the arguments.
         state, replicated = jax.eval_shape(self._init, self.shapes, self.objective.carried), self._replicated
         params = self.bound.shardings(state.params)
         if self.sees == "arrays":
@@ -247,7 +253,7 @@ class TrainStep:
 
     @property
     def canonical(self) -> CanonicalLayout:
-        """Converts the state to and from the model's own tree, the format of checkpoints for any strategy."""
+        """Converts the state to and from the model's own tree, the layout of checkpoints for every strategy."""
         return CanonicalLayout(self.bound.pack, self.bound.unpack, self.state, self.mesh, self.sees)
 
     def _init(self, tree: Tree, carried: Tree, observed: Tree = None) -> TrainState:
@@ -263,16 +269,19 @@ class TrainStep:
         return TrainState(zero, zero.copy(), params, self.transform.init(seen), *rest)
 
     def resumed(self, state: TrainState) -> TrainState:
-        """Resets the carried arrays that halt to zero, in the same buffers.
+        """Sets the carried arrays with the reduction `halt` to zero, in the same buffers.
 
         Args:
-            state: A halted state; donated. The index of the next batch is `state.step`.
+            state: A halted state. Donated.
+
+        Returns:
+            The state to continue from. The index of the next batch is `state.step`.
         """
         leaves, structure = jax.tree.flatten(state.carried)
         kinds = jax.tree.leaves(self.objective.reductions)
         flags = {i: leaves[i] for i, kind in enumerate(kinds) if kind == "halt"}
-        where = {i: flag.sharding for i, flag in flags.items()}
-        zeros = jax.jit(partial(jax.tree.map, jnp.zeros_like), donate_argnums=0, keep_unused=True, out_shardings=where)
+        shardings = {i: flag.sharding for i, flag in flags.items()}
+        zeros = jax.jit(partial(jax.tree.map, jnp.zeros_like), donate_argnums=0, keep_unused=True, out_shardings=shardings)
         leaves = dict(enumerate(leaves)) | in_turn(zeros(flags))
         return replace(state, carried=structure.unflatten(leaves.values()))
 
@@ -284,23 +293,24 @@ class TrainStep:
         Microbatch m consists of rows [m * B/M, (m + 1) * B/M) of the batch. Each data rank has an equal, consecutive part of
         every microbatch.
 
-        >>> step = jgraph.train_step(lambda params, x, key: jnp.mean(x), optax.sgd(0.1), jgraph.Replicated(None, {}))
-        >>> step.batch_rows(4)
-        array([0, 1, 2, 3])
-
         Args:
             rows: B, the number of rows of the whole batch.
 
         Returns:
-            int64 indices in [0, B). A single process feeds all rows.
+            int64 indices in [0, B). A single process passes all rows.
 
         Raises:
             ShapeError: If the number of microbatches times the number of data ranks does not divide `rows`.
+
+        Examples:
+            >>> step = jgraph.train_step(lambda params, x, key: jnp.mean(x), optax.sgd(0.1), jgraph.Replicated(None, {}))
+            >>> step.batch_rows(4)
+            array([0, 1, 2, 3])
         """
         return self.bound.batches.rows(rows)
 
     def place(self, batch: Tree) -> Tree:
-        """Reshapes a batch to microbatches and puts it on the devices of all processes. Sends no row to another process.
+        """Reshapes a batch to microbatches and copies it to the devices of this process. Sends no row to another process.
 
         Args:
             batch: Leaves [B, ...]. With several processes, the rows that `batch_rows` lists for this process, in that order.
@@ -314,7 +324,7 @@ class TrainStep:
         return self.bound.batches.place(batch)
 
     def placed_shapes(self, batch: Tree) -> Tree:
-        """Returns the shapes and shardings of a batch from `place`, for programs that take one.
+        """Returns the shapes and shardings of a batch from `place`, to lower programs.
 
         Args:
             batch: Arrays or shapes of a whole batch, [B, ...], or of a batch from `place`.
@@ -334,7 +344,7 @@ class TrainStep:
         Args:
             batch: Arrays or shapes of a whole batch, leaves [B, ...]. A batch from `place` works too.
             graph: Command buffers (CUDA graphs): the default of XLA (`auto`), none (`off`), or as many as possible (`full`).
-            xla_options: Further XLA options as `name=value`, checked against the installed XLA. They override the chosen ones.
+            xla_options: XLA options as `name=value`, checked against the installed XLA. They override those of the strategy.
 
         Returns:
             The compiled step, called as `run(state, batch) -> (state, metrics)`.
@@ -344,7 +354,7 @@ class TrainStep:
             ShapeError: If a leaf of `batch` is not an array, microbatches and devices cannot share its rows, or `loss` does not
                 return a scalar and the carried state.
             CompilerOptionError: If XLA refuses an option.
-            DonationError: If a leaf of the state would be copied, or would change places with another.
+            DonationError: If the program copies a leaf of the state, or swaps the buffers of two leaves.
         """
         xla_options = checks.strings("xla_options", xla_options, example="name=value")
         options = self.options(jax.default_backend(), graph=graph, xla_options=xla_options)
@@ -357,24 +367,36 @@ class TrainStep:
     def options(
         self, platform: str, *, graph: Literal["auto", "off", "full"] = "auto", xla_options: Sequence[str] = ()
     ) -> dict[str, OptionValue]:
-        """Returns the XLA options of the compiled step on a platform. Takes `graph` and `xla_options` as `compile` does."""
+        """Returns the XLA options of the compiled step on a platform.
+
+        Args:
+            platform: `cpu`, or `gpu`/`cuda`.
+            graph: As in `compile`.
+            xla_options: As in `compile`.
+
+        Returns:
+            Option values by name.
+
+        Raises:
+            CompilerOptionError: If the installed XLA does not have an option.
+        """
         chosen = (*self.chosen_options(platform), *xla_options)
         return compiler_options(graph, chosen, platform=platform, num_devices=self.num_devices)
 
     def chosen_options(self, platform: str) -> tuple[str, ...]:
-        """Returns the XLA options that the strategy chooses on a platform. Leaves out options that the installed XLA lacks."""
+        """Returns the XLA options of the strategy on a platform. Leaves out options that the installed XLA does not have."""
         return known(self.bound.xla_options, platform)
 
     def lower(self, batch: Tree) -> jax.stages.Lowered:
-        """Returns the lowered step as one program. Takes a batch as `compile` does."""
+        """Returns the step, lowered as one program. `batch` is as in `compile`."""
         return self.jitted().lower(self.state, self.placed_shapes(batch))
 
     def jitted(self, gradients: GradientProgram | None = None) -> jax.stages.Wrapped:
         """Returns the jitted `(state, inputs) -> (state, StepMetrics)`. Donates the state.
 
         Args:
-            gradients: The compiled gradients; `inputs` is the result of its `run`. None computes them in the same program, and
-                `inputs` is a batch from `place`.
+            gradients: The compiled gradients; `inputs` is then the result of `gradients.run`. If None, the same program
+                computes the gradients, and `inputs` is a batch from `place`.
         """
         gradients = gradients or GradientProgram(self.bound, None)
 
@@ -392,7 +414,7 @@ class TrainStep:
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
     def trained(self) -> Tree:
-        """Returns bool arrays like the parameters, False for frozen parameters. They are constants of the program."""
+        """Returns bool arrays in the layout of the parameters, False where frozen. They are constants of the program."""
         leaves, structure = jax.tree.flatten(self.shapes)
         masks = [
             jnp.full(leaf.shape, name not in self.frozen) for name, leaf in zip(leaf_names(self.shapes), leaves, strict=True)
@@ -404,7 +426,7 @@ class TrainStep:
 
         Args:
             state: The state before the step.
-            sums: Loss, weight, metrics and carried state of the whole batch.
+            sums: Sums over the whole batch: loss, weight, metrics, and carried state.
             grads: The mean gradient, laid out like `state.params`.
 
         Returns:
@@ -432,8 +454,8 @@ class TrainStep:
         if self.sees == "arrays":
             updates, opt_state = apply_transform(self.transform, scaled, state.opt_state, params32, value=loss)
         else:
-            tree, own = self.bound.unpack(scaled), self.bound.unpack(params32)
-            updates, opt_state = apply_transform(self.transform, tree, state.opt_state, own, value=loss)
+            tree, params_tree = self.bound.unpack(scaled), self.bound.unpack(params32)
+            updates, opt_state = apply_transform(self.transform, tree, state.opt_state, params_tree, value=loss)
             updates = self.bound.pack(updates)
         params = jax.tree.map(lambda p, u, old: (p + u).astype(old.dtype), params32, _where(mask, updates), state.params)
         new = (params, opt_state, carried, after.observed)

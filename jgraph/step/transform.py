@@ -1,4 +1,4 @@
-"""Optax transforms in a training step: how they are declared, and which arguments they get.
+"""Declares, checks and applies the optax transform of a training step.
 
 A transform that is declared `elementwise` updates small parameters that share one array. `jgraph.step.probe` checks the
 declaration.
@@ -15,14 +15,14 @@ from jax import Array
 from jgraph.errors import ConfigError, require
 from jgraph.strategies.objective import Tree
 
-# optax.MultiSteps is no GradientTransformation.
+# optax.MultiSteps is not a GradientTransformation.
 Transform: TypeAlias = optax.GradientTransformation | optax.MultiSteps
 
 _TRANSFORM = "an optax transform, e.g. optax.adam(1e-3), or jgraph.elementwise of one"
 
 
 class Elementwise(NamedTuple):
-    """An optax transform that treats every element alike; made by `elementwise`.
+    """An optax transform that updates every element independently. Made by `elementwise`.
 
     Attributes:
         make: Makes the transform from a tree of bools, True where an array holds matrices.
@@ -39,8 +39,6 @@ def elementwise(transform: Transform | Callable[[Tree], Transform]) -> Elementwi
     `train_step` without this function. `train_step` compares traces of the transform on separate and on packed parameters, and
     raises a ConfigError if the updates differ.
 
-    >>> adamw = jgraph.elementwise(lambda matrices: optax.adamw(3e-4, weight_decay=0.1, mask=matrices))
-
     Args:
         transform: An optax transform, or a function that makes one from a tree of bools, True for arrays that hold matrices.
             Use the function to exclude vectors from weight decay.
@@ -50,6 +48,9 @@ def elementwise(transform: Transform | Callable[[Tree], Transform]) -> Elementwi
 
     Raises:
         ConfigError: If `transform` is neither a transform nor a function.
+
+    Examples:
+        >>> adamw = jgraph.elementwise(lambda matrices: optax.adamw(3e-4, weight_decay=0.1, mask=matrices))
     """
     if _is_transform(transform):
         return Elementwise(lambda is_matrix: transform)
@@ -58,7 +59,18 @@ def elementwise(transform: Transform | Callable[[Tree], Transform]) -> Elementwi
 
 
 def make_transform(declared: Elementwise, is_matrix: Tree) -> Transform:
-    """Returns the transform for arrays with these matrices. Raises ConfigError if the function makes something else."""
+    """Makes the transform for a tree of arrays.
+
+    Args:
+        declared: The declared transform.
+        is_matrix: Tree of bools like the arrays, True for arrays that hold matrices.
+
+    Returns:
+        The optax transform.
+
+    Raises:
+        ConfigError: If the function of `declared` returns another object.
+    """
     transform = declared.make(is_matrix)
     if not _is_transform(transform):
         raise ConfigError(
@@ -75,7 +87,7 @@ def check_transform(transform: Any) -> None:
 
 
 def apply_transform(transform: Transform, grads: Tree, opt_state: Tree, params: Tree, *, value: Array) -> tuple[Tree, Tree]:
-    """Returns the updates and the new optimizer state.
+    """Calls the `update` of a transform.
 
     Args:
         transform: An optax transform. Its `update` gets the keyword arguments `value` and `grad` if it takes them.
@@ -83,6 +95,9 @@ def apply_transform(transform: Transform, grads: Tree, opt_state: Tree, params: 
         opt_state: The optimizer state.
         params: The parameters.
         value: The loss, a float32 scalar.
+
+    Returns:
+        The updates and the new optimizer state.
 
     Raises:
         ConfigError: If `update` requires another keyword argument.
@@ -97,7 +112,7 @@ def apply_transform(transform: Transform, grads: Tree, opt_state: Tree, params: 
             raise
         names = ", ".join(f"`{name}`" for name in missing)
         raise ConfigError(
-            f"`transform` requires the keyword argument {names}: must require no others than `value` (the loss) and `grad` "
+            f"`transform` requires the keyword argument {names}: must require only `value` (the loss) and `grad` "
             "(the gradient), because a step computes the loss once",
             field="transform",
         ) from e
@@ -124,14 +139,17 @@ def state_shardings(transform: Transform, opt_state: Tree, params: Tree, shardin
         shardings: Shardings of the parameters.
         rest: Sharding of the other leaves, such as counters.
 
+    Returns:
+        A tree like `opt_state`.
+
     Raises:
         ConfigError: If a moment has another shape than its parameter.
     """
 
     def of(leaf: Any, param: Any, sharding: Any) -> Any:
         if leaf.shape != param.shape:
-            kept = f"{leaf.dtype}{list(leaf.shape)} for a parameter of shape {list(param.shape)}"
-            raise ConfigError(f"the optimizer keeps {kept}: must have the shape of the parameter; see `fsdp`", field="fsdp")
+            state = f"{leaf.dtype}{list(leaf.shape)} for a parameter of shape {list(param.shape)}"
+            raise ConfigError(f"the optimizer state has {state}: must have the shape of the parameter", field="fsdp")
         return sharding
 
     return optax.tree_map_params(transform, of, opt_state, params, shardings, transform_non_params=lambda _: rest)

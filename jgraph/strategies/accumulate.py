@@ -1,4 +1,4 @@
-"""Gradients over the microbatches of a batch, summed in a dtype of choice."""
+"""Accumulates the gradients of microbatches in a chosen dtype."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,21 +27,24 @@ def accumulate(
     The leaves of `batch_M` have the shape [M, B/M, ...]. The key of microbatch m is folded from `key` and m.
 
     Args:
-        sums_and_grads: (params, batch, key) of a microbatch -> its loss and gradients, shaped as `params`.
+        sums_and_grads: Maps (params, batch, key) of a microbatch to its loss and its gradients, shaped like `params`.
         num_microbatches: M.
         dtype: Dtype of the summed gradients. The gradients of a single microbatch are not cast.
         reductions: Reductions of the carried state, a tree of names.
+
+    Returns:
+        The function. Its results are the summed loss and the summed gradients.
     """
 
-    def over(params: Tree, batch_M: Tree, key: Array) -> tuple[Loss, Tree]:
-        def one(m: Any, batch: Tree) -> tuple[Loss, Tree]:
+    def accumulated(params: Tree, batch_M: Tree, key: Array) -> tuple[Loss, Tree]:
+        def microbatch(m: Any, batch: Tree) -> tuple[Loss, Tree]:
             return sums_and_grads(params, batch, jax.random.fold_in(key, m))
 
         if num_microbatches == 1:
-            return one(0, jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), batch_M))
+            return microbatch(0, jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), batch_M))
 
         def add(carry: tuple[Loss, Tree], this: tuple[Array, Tree]) -> tuple[tuple[Loss, Tree], None]:
-            sums, grads = one(*this)
+            sums, grads = microbatch(*this)
             with scope("wgrad"):
                 return (
                     merge(reductions, carry[0], sums),
@@ -49,10 +52,10 @@ def accumulate(
                 ), None
 
         first = jax.tree.map(lambda leaf: leaf[0], batch_M)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, 0, first)[0])
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(microbatch, 0, first)[0])
         main_grad = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
         unroll = num_microbatches if num_microbatches <= _UNROLLED_MICROBATCHES else 1
         start = replace(zeros, carried=before_any(reductions, zeros.carried))
         return jax.lax.scan(add, (start, main_grad), (jnp.arange(num_microbatches), batch_M), unroll=unroll)[0]
 
-    return over
+    return accumulated

@@ -23,7 +23,7 @@ Options: TypeAlias = Mapping[str, OptionValue]
 
 @dataclass(frozen=True, eq=False)
 class GradientProgram:
-    """Computes the gradients of a batch in two phases: executables that the host calls, and a part of the update's program.
+    """Computes the gradients of a batch in two phases: executables called by the host, and a part of the update's program.
 
     This class has no executables: `run` returns the batch, and the update's program computes everything. A subclass with
     executables overrides every method.
@@ -46,8 +46,8 @@ class GradientProgram:
 
         Args:
             params: The arrays of the state; not donated.
-            carry: Carried and observed state as the step begins; not donated.
-            step: Number of steps done, int32.
+            carry: Carried and observed state before the step; not donated.
+            step: Number of steps done, int32 scalar.
             batch: A placed batch.
 
         Returns:
@@ -60,7 +60,7 @@ class GradientProgram:
 
         Args:
             params: The arrays of the state.
-            carry: Carried and observed state as the step begins.
+            carry: Carried and observed state before the step.
             key: Random key of the step.
             inputs: The result of `run`.
 
@@ -83,7 +83,7 @@ class Pools(NamedTuple):
 
 
 class BoundStrategy(Protocol):
-    """A strategy with an objective: converts between a model's own tree and the arrays of a step, and computes gradients.
+    """A strategy bound to an objective: converts between the model's own tree and the arrays of a step, computes gradients.
 
     Attributes:
         mesh: The devices; None for one device.
@@ -94,22 +94,36 @@ class BoundStrategy(Protocol):
     """
 
     @property
-    def mesh(self) -> Mesh | None: ...
+    def mesh(self) -> Mesh | None:
+        """The devices; None for one device."""
+        ...
+
     @property
-    def is_matrix(self) -> Tree: ...
+    def is_matrix(self) -> Tree:
+        """A tree of bools like the arrays, True for arrays that hold matrices."""
+        ...
+
     @property
-    def batches(self) -> BatchLayout: ...
+    def batches(self) -> BatchLayout:
+        """The layout of a batch."""
+        ...
+
     @property
-    def observed(self) -> Tree: ...
+    def observed(self) -> Tree:
+        """Shapes of the observed state."""
+        ...
+
     @property
-    def xla_options(self) -> tuple[str, ...]: ...
+    def xla_options(self) -> tuple[str, ...]:
+        """XLA options that the step needs, as `name=value`."""
+        ...
 
     def on(self, mesh: Mesh) -> "BoundStrategy":
-        """Returns the same strategy over other devices."""
+        """Returns the same strategy on another mesh of the same shape."""
         ...
 
     def pack(self, tree: Tree) -> Tree:
-        """Returns the arrays of a model's tree."""
+        """Converts parameters from the model's own tree to the arrays of a step."""
         ...
 
     def unpack(self, params: Tree) -> Tree:
@@ -127,7 +141,7 @@ class BoundStrategy(Protocol):
             params: The arrays, as `pack` returns them.
             batch: Leaves [M, B/M, ...]. On a mesh, the second axis is sharded over the data ranks.
             key: Random key of the step.
-            carry: Carried and observed state as the step begins.
+            carry: Carried and observed state before the step.
 
         Returns:
             The sums, and the gradient in `grads_dtype`, laid out like `params`.
@@ -143,11 +157,14 @@ class BoundStrategy(Protocol):
             batch: Shapes and shardings of a placed batch.
             key: Random key of the run.
             options: XLA options.
+
+        Returns:
+            The gradients, compiled. Without executables, a `GradientProgram` that only describes its inputs.
         """
         ...
 
     def predict_memory(self, batch: Tree) -> Pools:
-        """Predicts the memory of a step with batches of these shapes, [B, ...]."""
+        """Predicts the memory of one device during a step. `batch` has the shapes of a whole batch, [B, ...]."""
         ...
 
     def describe(
@@ -159,12 +176,15 @@ class BoundStrategy(Protocol):
             batch: Shapes of a whole batch, [B, ...].
             gradients: The compiled gradients.
             executables: All executables of the step.
-            memory: Memory of the step by XLA's account; None if unknown.
+            memory: Memory of the step, as reported by XLA; None if unknown.
+
+        Returns:
+            The lines, without line ends.
         """
         ...
 
     def profile_facts(self) -> dict[str, Any]:
-        """Returns facts about the strategy for the report of a profile, as JSON."""
+        """Returns facts about the strategy for the report of a profile, as JSON values."""
         ...
 
 
@@ -176,10 +196,18 @@ class Strategy(Protocol):
     """
 
     @property
-    def shapes(self) -> Tree: ...
+    def shapes(self) -> Tree:
+        """Shapes of the parameters, in the model's own tree."""
+        ...
 
     def bind(self, objective: Objective) -> BoundStrategy:
-        """Combines the strategy with a loss and the choices of a step.
+        """Binds the strategy to a loss and the choices of a step.
+
+        Args:
+            objective: The loss and the choices.
+
+        Returns:
+            The bound strategy.
 
         Raises:
             ConfigError: If the strategy cannot compute the objective.
@@ -188,6 +216,14 @@ class Strategy(Protocol):
 
 
 def summary(mesh: Mesh | None, shapes: Tree) -> str:
-    """Returns a mesh and the size of a tree of parameters in a few words."""
+    """Describes a mesh and the size of a model in a few words, for `repr`.
+
+    Args:
+        mesh: The devices; None for one device.
+        shapes: Shapes of the parameters.
+
+    Returns:
+        A text such as `fsdp=4, 1,024 parameters`.
+    """
     devices = "one device" if mesh is None else ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     return f"{devices}, {sum(leaf.size for leaf in jax.tree.leaves(shapes)):,} parameters"

@@ -1,4 +1,4 @@
-"""The layout of a batch: rows grouped by microbatch, each microbatch sharded over the data ranks."""
+"""The layout of a batch: rows are grouped by microbatch, and each microbatch is sharded over the data ranks."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,7 +39,7 @@ class BatchLayout:
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(None, batch_axes(self.mesh)))
 
     def rows(self, count: int) -> np.ndarray:
-        """Returns the indices of the rows that this process feeds, int64 in ascending order, of a batch of `count` rows.
+        """Returns the indices of the rows that this process must read from a batch of `count` rows: int64, ascending.
 
         Raises:
             ShapeError: If the microbatches and data ranks cannot share the rows equally.
@@ -52,10 +52,13 @@ class BatchLayout:
         return np.unique(np.concatenate([index_MB[part].ravel() for part in parts if part is not None]))
 
     def place(self, batch: Tree) -> Tree:
-        """Puts the rows of this process on its devices. Sends no row to another process.
+        """Copies the rows of this process to its devices. Sends no row to another process.
 
         Args:
             batch: Leaves [B, ...]. With several processes, the rows that `rows` lists for this process.
+
+        Returns:
+            The placed batch.
 
         Raises:
             ShapeError: If the microbatches and data ranks cannot share the rows equally.
@@ -63,13 +66,13 @@ class BatchLayout:
         sharding = self.sharding
         if sharding is None:
             return batch
-        own, total = self._data_ranks
-        self._share(batch, own, "data ranks of this process")
+        local, total = self._data_ranks
+        self._share(batch, local, "data ranks of this process")
 
         def place(leaf: Any) -> Array:
             rows = np.asarray(leaf)
             shape = (self.num_microbatches, len(rows) // self.num_microbatches, *rows.shape[1:])
-            whole = (shape[0], shape[1] * total // own, *shape[2:])
+            whole = (shape[0], shape[1] * total // local, *shape[2:])
             return jax.make_array_from_process_local_data(sharding, rows.reshape(shape), whole)
 
         return jax.tree.map(place, batch)
@@ -89,9 +92,9 @@ class BatchLayout:
             where = getattr(leaf, "sharding", None)
             if sharding is None or not isinstance(where, NamedSharding):
                 return False
-            # Not the devices: a batch placed for one mesh also describes the batch of a mesh of other devices (`on`).
-            alike = (where.spec, where.mesh.shape) == (sharding.spec, sharding.mesh.shape)
-            return alike and leaf.shape[0] == num_microbatches
+            # Devices are not compared, because a batch placed on one mesh also describes the batch on another mesh (`on`).
+            is_same = (where.spec, where.mesh.shape) == (sharding.spec, sharding.mesh.shape)
+            return is_same and leaf.shape[0] == num_microbatches
 
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
             lead = (num_microbatches, leaf.shape[0] // num_microbatches)
@@ -115,7 +118,7 @@ class BatchLayout:
         return self._share(batch, num_data_ranks(self.mesh), "data ranks")
 
     def _share(self, batch: Tree, ranks: int, what: str) -> Tree:
-        """Returns the shapes of a microbatch's rows on one of `ranks` ranks. `what` names the ranks in a message."""
+        """Returns the shapes of the rows of a microbatch on one of `ranks` ranks. `what` describes the ranks in the error."""
         checks.check_batch(batch)
 
         def share(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -130,18 +133,26 @@ class BatchLayout:
         return jax.tree_util.tree_map_with_path(share, batch)
 
     def by_microbatch(self, placed: Tree) -> Tree:
-        """Returns a placed batch with leaves [M, B/M, ...] on one device too. Called in the step's program."""
+        """Returns a placed batch with leaves [M, B/M, ...], also on one device. Called in the program of the step."""
         if self.mesh is not None:
             return placed
         return by_microbatch(placed, self.num_microbatches)
 
     @cached_property
     def _data_ranks(self) -> tuple[int, int]:
-        """The number of data ranks that this process feeds, and the number of all."""
+        """The number of data ranks of this process, and the number of all data ranks."""
         total = num_data_ranks(self.mesh)
         return len(self.rows(self.num_microbatches * total)) // self.num_microbatches, total
 
 
 def by_microbatch(batch: Tree, num_microbatches: int) -> Tree:
-    """Returns the batch with leaves [M, B/M, ...] instead of [B, ...]."""
+    """Reshapes a batch to microbatches.
+
+    Args:
+        batch: Leaves [B, ...].
+        num_microbatches: M; must divide B.
+
+    Returns:
+        Leaves [M, B/M, ...].
+    """
     return jax.tree.map(lambda leaf: jnp.reshape(leaf, (num_microbatches, -1, *leaf.shape[1:])), batch)

@@ -1,8 +1,8 @@
 """The objective of a training step: `loss(params, batch, key)` returns a mean, or a sum with its weight and metrics.
 
 With carried state, such as running statistics or the bias of a router, it is `loss(params, batch, key, carried)`, and its
-result has the state after the microbatch. Every microbatch starts from the state as the step begins. The results are reduced
-over microbatches and devices by the declared reductions. They become the state only if the update is applied.
+result has the state after the microbatch. Every microbatch starts from the state before the step. The resulting states are
+reduced over microbatches and devices, and replace the state if the update is applied.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,19 +24,20 @@ class Loss:
     """The result of a loss function: a sum with its weight, metrics and carried state.
 
     A mean of means is wrong if microbatches or devices differ in the number of tokens with a loss, for example because of
-    padding. A step sums totals and weights over microbatches and devices, and minimizes the quotient. These sums are a `Loss`
-    too, in float32.
-
-    >>> def loss(params, batch, key):
-    ...     error = batch["weight"] * (batch["x"] @ params["w"] - batch["y"]) ** 2
-    ...     return jgraph.Loss(jnp.sum(error), jnp.sum(batch["weight"]), aux={"error": jnp.sum(error)})
+    padding. A step sums totals and weights over microbatches and devices, and minimizes their quotient. These sums are also a
+    `Loss`, in float32.
 
     Attributes:
         total: Scalar, the sum of the losses, or their mean if `weight` is None.
         weight: Scalar, the number of losses in the sum. None declares `total` a mean over the rows of the microbatch; all
             microbatches then have the same weight.
-        aux: Tree of scalars, sums like `total`; `metrics.aux` has their means by the same weight.
-        carried: Carried state after the microbatch, like the carried state before it.
+        aux: Tree of scalars, sums like `total`. `metrics.aux` has these sums divided by the weight.
+        carried: Carried state after the microbatch, with the structure of the state before it.
+
+    Examples:
+        >>> def loss(params, batch, key):
+        ...     error = batch["weight"] * (batch["x"] @ params["w"] - batch["y"]) ** 2
+        ...     return jgraph.Loss(jnp.sum(error), jnp.sum(batch["weight"]), aux={"error": jnp.sum(error)})
     """
 
     total: Array
@@ -50,7 +51,7 @@ Reduction: TypeAlias = Literal["max", "sum", "mean", "last", "halt"]
 
 
 class Carry(NamedTuple):
-    """State besides parameters and optimizer state. Also a tree of reductions of the same structure.
+    """State other than parameters and optimizer state. Also a tree of reductions with this structure.
 
     Attributes:
         model: The carried state of the model. A loss function returns it.
@@ -64,11 +65,11 @@ class Carry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Holds a loss and the choices of a step that its strategy must know.
+    """The loss and the choices of a step that its strategy depends on.
 
     Attributes:
         loss: `loss(params, batch, key, *carried)`, or a `PipelineModel`.
-        num_microbatches: Slices of the batch.
+        num_microbatches: Number of microbatches of a batch.
         grads_dtype: Dtype of sums of gradients over microbatches and devices.
         packing: Whether `small` parameters share an array, or `nothing` does.
         carried: Shapes of the model's carried state.
@@ -87,7 +88,7 @@ class Objective:
     batch: Tree = None
 
     def reductions_with(self, observed: Tree) -> Carry:
-        """Returns the reductions of the carried state and of an observed state of these shapes."""
+        """Returns the reductions of the carried state, and the reduction `max` for every leaf of the observed state."""
         return Carry(self.reductions, jax.tree.map(lambda _: "max", observed))
 
     @property
@@ -103,7 +104,7 @@ def is_mean(found: Any) -> bool:
 
 
 def summed(loss: LossFunction) -> Callable[..., tuple[Array, Loss]]:
-    """Returns `f(*args) -> (total, sums)` of a loss function, for `jax.value_and_grad(has_aux=True)`."""
+    """Converts a loss function to `f(*args) -> (total, sums)` in float32, for `jax.value_and_grad(has_aux=True)`."""
 
     def of(*args: Any) -> tuple[Array, Loss]:
         found = loss(*args)
@@ -115,19 +116,45 @@ def summed(loss: LossFunction) -> Callable[..., tuple[Array, Loss]]:
 
 
 def merge(reductions: Tree, a: Loss, b: Loss) -> Loss:
-    """Merges the sums of two microbatches, `b` being the later one. `reductions` is a tree of names like the carried state."""
+    """Merges the sums of two microbatches.
+
+    Args:
+        reductions: A tree of names like the carried state.
+        a: Sums of the earlier microbatch.
+        b: Sums of the later microbatch.
+
+    Returns:
+        The sums of both, and the merged carried state. Means stay sums until `reduced`.
+    """
     total, weight, aux = jax.tree.map(jnp.add, (a.total, a.weight, a.aux), (b.total, b.weight, b.aux))
     return Loss(total, weight, aux, jax.tree.map(merged, reductions, a.carried, b.carried))
 
 
 def merged(kind: Reduction, a: Array, b: Array) -> Array:
-    """Merges a leaf of the carried state of two microbatches, `b` being the later one."""
-    how = {"max": jnp.maximum, "halt": jnp.maximum, "sum": jnp.add, "mean": jnp.add, "last": lambda a, b: b}
-    return how[kind](a, b)
+    """Merges a leaf of the carried state of two microbatches.
+
+    Args:
+        kind: The reduction of the leaf.
+        a: The leaf after the earlier microbatch.
+        b: The leaf after the later microbatch.
+
+    Returns:
+        The merged leaf. For `mean` it is the sum, which `reduced` divides.
+    """
+    functions = {"max": jnp.maximum, "halt": jnp.maximum, "sum": jnp.add, "mean": jnp.add, "last": lambda a, b: b}
+    return functions[kind](a, b)
 
 
 def before_any(reductions: Tree, shapes: Tree) -> Tree:
-    """Returns the identity of `merge` for carried state of these shapes."""
+    """Returns the identity of `merge`, the initial value of an accumulation.
+
+    Args:
+        reductions: A tree of names like the carried state.
+        shapes: Shapes and dtypes of the carried state.
+
+    Returns:
+        Zeros, or the lowest number of the dtype for maxima.
+    """
 
     def of(kind: Reduction, leaf: Any) -> Array:
         lowest = -jnp.inf if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.iinfo(leaf.dtype).min
@@ -137,7 +164,7 @@ def before_any(reductions: Tree, shapes: Tree) -> Tree:
 
 
 def finished(reductions: Tree, sums: Loss, count: int, axes: Sequence[str] = (), devices: int = 1) -> Loss:
-    """Returns the sums over all devices, with a weight, and the reduced carried state.
+    """Reduces the sums and the carried state over all devices.
 
     Args:
         reductions: A tree of names like the carried state.
@@ -145,6 +172,9 @@ def finished(reductions: Tree, sums: Loss, count: int, axes: Sequence[str] = (),
         count: Number of microbatches.
         axes: Mesh axes to reduce over, under `jax.shard_map`.
         devices: Number of devices along these axes.
+
+    Returns:
+        The sums over all devices with a weight, and the reduced carried state.
     """
     total, weight, aux = sums.total, sums.weight, sums.aux
     if axes:
@@ -154,7 +184,17 @@ def finished(reductions: Tree, sums: Loss, count: int, axes: Sequence[str] = (),
 
 
 def reduced(reductions: Tree, carried: Tree, count: int, axes: Sequence[str]) -> Tree:
-    """Reduces carried state that is merged over `count` microbatches over mesh axes too."""
+    """Divides means by the number of microbatches, and reduces carried state over mesh axes.
+
+    Args:
+        reductions: A tree of names like the carried state.
+        carried: Carried state, merged over the microbatches of this device.
+        count: Number of microbatches.
+        axes: Mesh axes to reduce over, under `jax.shard_map`. Empty on one device.
+
+    Returns:
+        The carried state, the same on all devices.
+    """
     carried = jax.tree.map(lambda kind, leaf: leaf / count if kind == "mean" else leaf, reductions, carried)
     return jax.tree.map(lambda kind, leaf: _reduce(kind, leaf, axes), reductions, carried) if axes else carried
 
@@ -174,12 +214,29 @@ def _reduce(kind: Reduction, leaf: Array, axes: Sequence[str]) -> Array:
 
 
 def raised(reductions: Tree, flags: Tree, carried: Tree) -> Tree:
-    """Returns the carried state with the maximum of `carried` and `flags` for leaves that halt."""
+    """Raises the leaves with the reduction `halt` to at least the values in another state.
+
+    Args:
+        reductions: A tree of names like the carried state.
+        flags: Carried state with the lower bounds.
+        carried: The carried state.
+
+    Returns:
+        `carried`, with the maximum of `carried` and `flags` in leaves with the reduction `halt`.
+    """
     return jax.tree.map(lambda kind, a, b: jnp.maximum(a, b) if kind == "halt" else b, reductions, flags, carried)
 
 
 def halted(reductions: Tree, carried: Tree) -> Array | None:
-    """Returns the largest number in the leaves that halt and 0, int32; None if no leaf halts."""
+    """Returns the largest number in the leaves with the reduction `halt`.
+
+    Args:
+        reductions: A tree of names like the carried state.
+        carried: The carried state.
+
+    Returns:
+        An int32 scalar, at least 0. The step must halt if it is positive. None if no leaf has this reduction.
+    """
     pairs = zip(jax.tree.leaves(reductions), jax.tree.leaves(carried), strict=True)
     found = [jnp.max(leaf, initial=0).astype(jnp.int32) for kind, leaf in pairs if kind == "halt"]
     return jnp.max(jnp.stack(found)) if found else None

@@ -31,7 +31,7 @@ def reduce_in_buckets(
     reduce: Callable[[str, Array], Array],
     dtype: Any,
 ) -> tuple[dict[str, Array], Aux]:
-    """Runs a backward pass and reduces each bucket of gradients as soon as it is complete.
+    """Runs a backward pass and reduces each bucket of gradients when it is complete.
 
     Args:
         backward: Maps `args` to gradients by parameter name, and auxiliary outputs.

@@ -12,7 +12,7 @@ from jgraph.strategies.objective import Objective, Tree
 
 @dataclass(frozen=True, eq=False)
 class Replicated:
-    """Gives every device all parameters and its part of the batch, as PyTorch's DDP does. A `strategy` of `train_step`.
+    """Replicates all parameters and shards the batch over the devices, as PyTorch's DDP does. A `strategy` of `train_step`.
 
     Attributes:
         mesh: A mesh with the axis `data`; None for one device.
@@ -30,4 +30,5 @@ class Replicated:
             object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.DATA,), allows=()))
 
     def bind(self, objective: Objective) -> DataParallel:
+        """Binds the strategy without sharding any parameter."""
         return DataParallel.of(self.mesh, self.shapes, objective)

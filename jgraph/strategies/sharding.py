@@ -38,7 +38,15 @@ _XLA_OPTIONS = (
 
 
 def xla_options(mesh: Mesh | None, fp8: FP8Config | None) -> tuple[str, ...]:
-    """Returns the XLA options of a step: for parameters that are sharded over several devices, and for matmuls in FP8."""
+    """Returns the XLA options of a step with sharded parameters or FP8 matmuls.
+
+    Args:
+        mesh: The devices; None for one device.
+        fp8: The FP8 recipe; None without FP8.
+
+    Returns:
+        Options as `name=value`.
+    """
     sharded = _XLA_OPTIONS if mesh is not None and mesh.shape.get(AXIS, 1) > 1 else ()
     return (*sharded, *(FP8_XLA_OPTIONS if fp8 else ()))
 
@@ -51,8 +59,8 @@ class ShardSpec:
         axis: The sharded axis; None if the array is replicated.
         length: Length of this axis.
         padded: Length of this axis with padding, a multiple of N.
-        groups: Number of groups of neighboring devices. A group gathers only its part of the array, such as the experts that
-            its tokens are sent to. With several groups there is no padding.
+        groups: Number of groups of neighboring devices. A group gathers only its part of the array, for example the experts
+            that its tokens are sent to. With several groups there is no padding.
     """
 
     axis: int | None
@@ -80,11 +88,11 @@ class ShardSpec:
         """All-gathers the array over the device group, from the shards of its devices."""
         if self.axis is None or self._is_own:
             return part
-        how: dict[str, Any] = {"axis": self.axis, "tiled": True, "axis_index_groups": self._neighbours}
+        options: dict[str, Any] = {"axis": self.axis, "tiled": True, "axis_index_groups": self._neighbors}
         # FP8 is sent as bytes, because not every collective library supports it.
         is_fp8 = part.dtype.itemsize == 1
-        sent = lax.bitcast_convert_type(part, jnp.uint8) if is_fp8 else part
-        whole = self.unpad(lax.all_gather(sent, AXIS, **how))
+        payload = lax.bitcast_convert_type(part, jnp.uint8) if is_fp8 else part
+        whole = self.unpad(lax.all_gather(payload, AXIS, **options))
         return lax.bitcast_convert_type(whole, part.dtype) if is_fp8 else whole
 
     def scatter(self, whole: Array) -> Array:
@@ -93,8 +101,8 @@ class ShardSpec:
             return lax.psum(whole, AXIS)
         if self._is_own:
             return whole
-        how: dict[str, Any] = {"scatter_dimension": self.axis, "tiled": True, "axis_index_groups": self._neighbours}
-        return lax.psum_scatter(self.pad(whole), AXIS, **how)
+        options: dict[str, Any] = {"scatter_dimension": self.axis, "tiled": True, "axis_index_groups": self._neighbors}
+        return lax.psum_scatter(self.pad(whole), AXIS, **options)
 
     @property
     def _is_own(self) -> bool:
@@ -102,7 +110,7 @@ class ShardSpec:
         return self.groups > 1 and self.groups == lax.axis_size(AXIS)
 
     @property
-    def _neighbours(self) -> list[list[int]] | None:
+    def _neighbors(self) -> list[list[int]] | None:
         if self.groups == 1:
             return None
         size = lax.axis_size(AXIS) // self.groups
@@ -125,10 +133,13 @@ def shard_specs(
         shapes: Arrays or shapes by name.
         ranks: Size of the mesh axis `fsdp`.
         axes: Requested axes by the name of an array, as `asked_axes` returns them.
-        taken: Axes by the name of an array that are sharded over another mesh axis.
+        taken: Axes that are sharded over another mesh axis, by the name of an array.
         pads: Whether arrays may be padded. If not, an array without a divisible axis is replicated.
-        experts: Number of devices that experts are spread over, by the name of an array of experts. `axes` has their axis.
+        experts: Number of devices that experts are sharded over, by the name of an expert weight. `axes` has the expert axis.
         shards: Shard `everything`, or only `experts` and replicate other arrays.
+
+    Returns:
+        The sharding of every array by name.
 
     Raises:
         ConfigError: If an array does not have the requested axis.
@@ -153,7 +164,7 @@ def shard_specs(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FSDPChoices:
-    """The choices of a strategy with the axis `fsdp`. `FullySharded` documents them."""
+    """Choices of a strategy with the axis `fsdp`. The attributes are those of `FullySharded`."""
 
     shard_rules: tuple[str, ...] = ()
     annotations: Mapping[str, Any] = field(default_factory=dict)
@@ -169,7 +180,7 @@ class FSDPChoices:
 
 
 def chosen_axes(tree: Tree, ranks: int, choices: FSDPChoices) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns the axes to shard that the user, the model or the experts determine, by the names of parameters.
+    """Returns the axes to shard that rules, annotations of the model, or experts determine.
 
     Args:
         tree: Shapes of the parameters.
@@ -177,11 +188,12 @@ def chosen_axes(tree: Tree, ranks: int, choices: FSDPChoices) -> tuple[dict[str,
         choices: The choices of the strategy.
 
     Returns:
-        The axes from rules and annotations, and the axes of arrays of experts if experts are spread over devices.
+        Two dicts by parameter name: the axes from rules and annotations, and the expert axes of expert weights. The second is
+        empty unless experts are sharded over devices.
 
     Raises:
-        ConfigError: If a rule or an annotation does not fit the parameters, the number of experts or of devices for them does
-            not fit `ranks`, there are no experts, or a rule requests another axis for them.
+        ConfigError: If a rule or an annotation does not fit the parameters; if `ranks` devices cannot share the experts; if
+            there are no experts; or if a rule requests another axis for experts.
     """
     names, devices = leaf_names(tree), choices.experts
     axes = asked_axes(names, choices.shard_rules, choices.annotations)
@@ -205,12 +217,15 @@ def chosen_axes(tree: Tree, ranks: int, choices: FSDPChoices) -> tuple[dict[str,
 
 
 def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the axis to shard of each parameter that a rule or an annotation of the model names.
+    """Returns the axis to shard of each parameter with a rule or an annotation of the model.
 
     Args:
         names: Names of all parameters.
         rules: `PATTERN=AXIS` with shell patterns. Rules override the model's annotations.
         specs: The model's annotations: a PartitionSpec or None by the name of a parameter.
+
+    Returns:
+        Axes by parameter name.
 
     Raises:
         ConfigError: If a rule has another form or matches nothing, two rules match a parameter with different axes, or a
@@ -247,14 +262,14 @@ def value_and_grads(
     reshard_after_forward: bool,
     reduce: Literal["in buckets", "scheduled"],
 ) -> tuple[Aux, dict[str, Array], Tree]:
-    """Differentiates a loss of sharded parameters on one device, under `jax.shard_map`.
+    """Differentiates a loss with respect to sharded parameters on one device, under `jax.shard_map`.
 
     Args:
         loss: Maps gathered parameters and `observed` to a scalar and auxiliary output.
         parts: The shards of this device.
         shards: The sharding of each parameter.
-        dtypes: Dtypes that parameters are cast to before they are gathered.
-        observed: Observed state. The loss is differentiated with respect to it too.
+        dtypes: Dtypes to cast parameters to before they are gathered.
+        observed: Observed state. The loss is also differentiated with respect to it.
         grads_dtype: Dtype of gradients during the reduction.
         reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying gathered.
         reduce: Reduce gradients `in buckets` during the backward pass, or as XLA has `scheduled` the collectives.
@@ -265,15 +280,15 @@ def value_and_grads(
     whole = gathered(parts, shards, dtypes)
     value, pull_back, aux = jax.vjp(loss, whole, observed, has_aux=True)
     if reshard_after_forward:
-        # The barrier orders the second all-gather after the forward. Without it, XLA would merge the two.
-        again = gathered(lax.optimization_barrier((parts, value))[0], shards, dtypes)
-        pull_back = _replaced(pull_back, {id(array): again[name] for name, array in whole.items()})
+        # The barrier orders the second all-gather after the forward pass. Without it, XLA would merge the two.
+        regathered = gathered(lax.optimization_barrier((parts, value))[0], shards, dtypes)
+        pull_back = _replaced(pull_back, {id(array): regathered[name] for name, array in whole.items()})
 
     def add(name: str, whole: Array) -> Array:
         return shards[name].scatter(whole)
 
     if reduce == "in buckets":
-        grads, after = reduce_in_buckets(lambda back, one: back(one), (pull_back, jnp.ones_like(value)), add, grads_dtype)
+        grads, after = reduce_in_buckets(lambda vjp, seed: vjp(seed), (pull_back, jnp.ones_like(value)), add, grads_dtype)
     else:
         grads, after = pull_back(jnp.ones_like(value))
         grads = {name: add(name, gradient.astype(grads_dtype)) for name, gradient in grads.items()}
@@ -281,7 +296,16 @@ def value_and_grads(
 
 
 def gathered(parts: Mapping[str, Array], shards: Mapping[str, ShardSpec], dtypes: Mapping[str, Any]) -> dict[str, Array]:
-    """Casts and all-gathers parameters on one device, under `jax.shard_map`."""
+    """Casts and all-gathers parameters on one device, under `jax.shard_map`.
+
+    Args:
+        parts: The shards of this device.
+        shards: The sharding of each parameter.
+        dtypes: Dtypes to cast parameters to before they are gathered.
+
+    Returns:
+        The whole parameters by name.
+    """
     return {name: shards[name].gather(part.astype(dtypes[name])) for name, part in parts.items()}
 
 

@@ -32,7 +32,7 @@ from jgraph.train.model import settings_of
 from jgraph.train.presets import PRESETS, preset
 
 _PROG = "python -m jgraph.train"
-# Errors in these fields can be caused by asking for more devices than there are.
+# An error in these fields can be the consequence of requesting more devices than exist.
 _LAYOUT_FIELDS = ("dp", "fsdp", "ep", "num_microbatches")
 # Flags of other trainers, with the flag of this command.
 ELSEWHERE = {
@@ -105,8 +105,8 @@ def _run(args: list[str], prog: str) -> int:
 def _check_device_count(args: Sequence[str]) -> None:
     """Checks that the devices the flags ask for exist.
 
-    Called when the batch or the experts cannot be divided over the devices, because too few devices is the cause to report
-    first. Does nothing in a run of several processes: the devices of the others are unknown until they are connected.
+    Called if the batch or the experts cannot be divided between the devices: if there are too few devices, that error is
+    reported instead. Does nothing in a run of several processes, because the devices of the others are not known yet.
 
     Args:
         args: The arguments, which `parse` has converted to their types.
@@ -121,12 +121,12 @@ def _check_device_count(args: Sequence[str]) -> None:
     for name in ("dp", "fsdp", "pp", "ep"):
         layout.add_argument(f"--{name}", type=int, default=1)
     layout.add_argument("--distributed.coordinator", dest="coordinator")
-    asked = layout.parse_known_args(args)[0]
-    if asked.coordinator or launcher(os.environ):
+    parsed = layout.parse_known_args(args)[0]
+    if parsed.coordinator or launcher(os.environ):
         return
     check_devices()
-    flags = " ".join(f"`{name}` {count}" for name in ("dp", "pp", "fsdp", "ep") if (count := getattr(asked, name)) > 1)
-    devices_of_ranks(max(asked.dp * asked.fsdp, asked.ep) * asked.pp, flags=flags)
+    flags = " ".join(f"`{name}` {count}" for name in ("dp", "pp", "fsdp", "ep") if (count := getattr(parsed, name)) > 1)
+    devices_of_ranks(max(parsed.dp * parsed.fsdp, parsed.ep) * parsed.pp, flags=flags)
 
 
 def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
@@ -142,7 +142,7 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
     Raises:
         ConfigError: If the arguments cannot be parsed or the configuration is invalid.
     """
-    # These flags decide which other flags exist and their defaults. tyro reports errors in all of them.
+    # These flags determine the other flags and their defaults. tyro parses them again and reports errors.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", nargs="?", default="", const="")
     first.add_argument("--model.module", nargs="?", dest="module")
@@ -175,8 +175,8 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
     field = ("model", settings or tyro.conf.Suppress[None], dataclasses.field())
     flags = dataclasses.make_dataclass("Flags", [field], bases=(TrainConfig,), frozen=True, kw_only=True)
     default = flags(**_shallow(base) | {"module": module, "model": model})
-    about = (__doc__ or "").format(presets=", ".join(PRESETS), preset=base.preset)
-    found = cli.parse(flags, prog, about, args, elsewhere=ELSEWHERE, default=default)
+    description = (__doc__ or "").format(presets=", ".join(PRESETS), preset=base.preset)
+    found = cli.parse(flags, prog, description, args, elsewhere=ELSEWHERE, default=default)
     return found and TrainConfig(**_shallow(found))
 
 

@@ -25,15 +25,21 @@ from jgraph.tree import leaf_names
 
 
 class FirstStep(Callback):
-    """Calls a function after the first step."""
+    """Calls a function once, after the first step.
+
+    Args:
+        act: The function.
+    """
 
     def __init__(self, act: Callable[[], None]):
         self._act: Callable[[], None] | None = act
 
     def due(self, done: int) -> bool:
+        """True until the function has been called."""
         return self._act is not None
 
     def after(self, done: int, state: TrainState, metrics: StepMetrics | None) -> None:
+        """Calls the function after the first step that the loop ran itself."""
         if self._act and metrics is not None:
             self._act()
             self._act = None
@@ -63,6 +69,7 @@ class GradientChecks(Callback):
             self._trained = {name for name, is_trained in zip(self._names, masks, strict=True) if is_trained}
 
     def finished(self, steps: Sequence[Numbered]) -> None:
+        """Checks the metrics of every step. Raises NonFiniteError, unless `on_nonfinite` is `skip`."""
         for number, metrics in steps:
             if problem := self.problem(metrics):
                 self._non_finite(number, problem)
@@ -71,7 +78,7 @@ class GradientChecks(Callback):
             for name in sorted(self.zeros(metrics) - self._warned):
                 self._warned.add(name)
                 self._reporter.warn(
-                    f"step {number}: the gradient of {name} is zero; if it is not to be trained, name it in `freeze`"
+                    f"step {number}: the gradient of {name} is zero; if it must not be trained, add the name to `freeze`"
                 )
 
     def zeros(self, metrics: StepMetrics) -> set[str]:
@@ -79,13 +86,13 @@ class GradientChecks(Callback):
         return {name for name, square_sum in self._square_sums(metrics) if square_sum == 0} & self._trained
 
     def problem(self, metrics: StepMetrics) -> str:
-        """Describes the numbers of a step that are not finite. Empty if all are."""
+        """Describes the loss and gradients of a step that are not finite. Returns an empty string if all are finite."""
         problems = [] if np.isfinite(metrics.loss) else [f"the loss is {float(metrics.loss)}"]
         names = [name for name, square_sum in self._square_sums(metrics) if not np.isfinite(square_sum)]
         if names:
             problems.append(f"the gradient of {', '.join(names)} is not finite")
         elif not np.isfinite(metrics.grad_norm):
-            problems.append("the gradient's norm overflows")
+            problems.append("the norm of the gradient overflows float32")
         return " and ".join(problems)
 
     def _square_sums(self, metrics: StepMetrics) -> list[tuple[str, Any]]:
@@ -99,12 +106,12 @@ class GradientChecks(Callback):
         # The update was not applied, so the state is good, but it is not saved: the run should continue from an earlier step.
         self._checkpoints.wait()
         saved = self._checkpoints.latest_step
-        kept = "there is no checkpoint yet" if saved is None else f"the checkpoint of step {saved} is kept"
-        # The run directory of a checkpoint refuses another learning rate.
+        checkpoint_text = "there is no checkpoint yet" if saved is None else f"the checkpoint of step {saved} is kept"
+        # A run with a checkpoint cannot be resumed with another learning rate.
         over = "" if saved is None else " with `resume` off or another `run_dir`"
         raise NonFiniteError(
-            f"step {number}: {problem}; the run stops there and {kept}; "
-            f"try a lower `optimizer.learning_rate`{over}, or continue past it with `on_nonfinite` skip",
+            f"step {number}: {problem}; the run stops, and {checkpoint_text}; "
+            f"try a lower `optimizer.learning_rate`{over}, or set `on_nonfinite` to skip to leave out such updates and go on",
             step=number,
         )
 
@@ -139,16 +146,18 @@ class Metrics(Callback):
         self._peak_flops = (peak_flops(self._device.device_kind) or 0) * setup.step.num_devices
 
     def due(self, done: int) -> bool:
+        """True after the first step, every `log_every` steps, and after the steps with an evaluation."""
         return done == 1 or done % self._monitor.log_every == 0 or self._evaluates(done)
 
     def _evaluates(self, done: int) -> bool:
         return done == self._steps or done % self._monitor.eval_every == 0
 
     def after(self, done: int, state: TrainState, metrics: StepMetrics | None) -> None:
+        """Logs and prints one entry. Skips profiled steps, because the profiler slows them down."""
         if metrics is None:
             return
         seconds, checks = self._clock.lap(), self._checks
-        # The learning rate does not count skipped updates, of which this step may be one.
+        # Skipped updates do not advance the learning rate schedule. The update of this step may have been skipped.
         updates = done - 1 - checks.skipped + bool(checks.problem(metrics))
         entry: dict[str, Any] = {
             "step": done,
@@ -168,16 +177,16 @@ class Metrics(Callback):
         if self._evaluates(done):
             entry["eval_loss"] = self._evaluate(state)
         self._log.add(entry)
-        self._reporter.progress(finite(entry))  # as in the file
+        self._reporter.progress(finite(entry))  # the same values as in metrics.jsonl
 
     def _warn_of_dead_experts(self, done: int, state: TrainState) -> None:
-        """Warns once of each layer with experts that have received no token for 100 steps."""
+        """Warns once per layer of experts that have received no token for 100 steps."""
         for layer, experts in statistics.dead_experts(state.carried).items():
             if layer not in self._warned:
                 self._warned.add(layer)
-                some = f"{', '.join(map(str, experts[:8]))}{', ...' * (len(experts) > 8)}"
-                advice = "a larger `model.moe.balance_loss` helps"
-                self._reporter.warn(f"step {done}: experts {some} of {layer} got no token for 100 steps; {advice}")
+                listed = f"{', '.join(map(str, experts[:8]))}{', ...' * (len(experts) > 8)}"
+                advice = "try a larger `model.moe.balance_loss`"
+                self._reporter.warn(f"step {done}: experts {listed} of {layer} got no token for 100 steps; {advice}")
 
 
 class SaveCheckpoints(Callback):
@@ -195,16 +204,18 @@ class SaveCheckpoints(Callback):
         self._checkpoints, self._watchdog, self._saved = checkpoints, watchdog, done
 
     def due(self, done: int) -> bool:
-        # A profile may run past a multiple of `checkpoint_every`.
+        """True if `checkpoint_every` steps have passed. A profile may run past the exact step."""
         return done // self._every > self._saved // self._every
 
     def after(self, done: int, state: TrainState, metrics: StepMetrics | None) -> None:
+        """Saves the state."""
         self.ended(done, state)
 
     def ended(self, done: int, state: TrainState) -> None:
+        """Saves the state, unless the newest checkpoint is of this step."""
         if self._checkpoints.latest_step == done:
-            return  # saved after this step; converting the state again would take its memory a second time
-        canonical = self._watchdog.wait(lambda: f"the state after {done} steps, to save it", self._layout.of(state))
+            return  # saved by `after`; another conversion of the state would take memory for a second state
+        canonical = self._watchdog.wait(lambda: f"the state of step {done} for its checkpoint", self._layout.of(state))
         self._checkpoints.save(done, canonical)
         self._saved = done
         # Orbax holds the arrays until all files are written, and the next step needs the memory.

@@ -17,7 +17,12 @@ Numbered = tuple[int, StepMetrics]
 
 
 class Halt(NamedTuple):
-    """The number of the first halted step, and the largest number of rows that a device needed to send to another."""
+    """A step that halted because a device received too many expert rows.
+
+    Attributes:
+        number: Number of the first halted step, from 1.
+        needed: Largest number of expert rows that a device must send to one other device.
+    """
 
     number: int
     needed: int
@@ -29,11 +34,18 @@ def is_halted(metrics: StepMetrics) -> bool:
 
 
 def happened(steps: Sequence[Numbered]) -> tuple[list[Numbered], Halt | None]:
-    """Splits consecutive steps into the finished ones and the first halted one, if any."""
+    """Separates the steps before a halt from the halted ones.
+
+    Args:
+        steps: Numbers and metrics of consecutive steps.
+
+    Returns:
+        The finished steps, and the halt; None if no step halted.
+    """
     done = [step for step in steps if not is_halted(step[1])]
     if len(done) == len(steps):
         return done, None
-    needed = steps[-1][1].halted  # it never decreases
+    needed = steps[-1][1].halted  # never decreases, so the last step has the largest number
     assert needed is not None, "only a step with this metric can halt"
     return done, Halt(steps[len(done)][0], int(needed))
 
@@ -55,11 +67,11 @@ def grown(config: TrainConfig, halt: Halt) -> tuple[TrainConfig, str]:
     devices = config.parallel.ep
     tokens = config.input.tokens_per_step // (config.input.num_microbatches * config.parallel.data_ranks)
     rows = tokens * getattr(moe, "experts_per_token", 1)  # per device, layer and microbatch
-    had = rows_per_pair(moe.capacity, rows, devices) if hasattr(moe, "capacity") else rows
-    if halt.needed <= had:
-        must = "set `halted` only if a device needs more rows than `model.moe.capacity` allows"
+    allowed = rows_per_pair(moe.capacity, rows, devices) if hasattr(moe, "capacity") else rows
+    if halt.needed <= allowed:
+        must = "halt a step only if a device needs more rows than `model.moe.capacity` allows"
         raise ConfigError(f"`module` is {config.module}: must {must} (step {halt.number} needs {halt.needed})", field="module")
     capacity = capacity_of(halt.needed, rows, devices)
-    overflow = f"a device needs {halt.needed} expert rows from another, and the capacity allows {had}"
+    overflow = f"a device sends {halt.needed} expert rows to another, but the capacity allows {allowed}"
     line = f"step {halt.number}: {overflow}; repeating the step with `model.moe.capacity` {capacity:g}"
     return config.changed(model=replace(config.model, moe=replace(moe, capacity=capacity))), line

@@ -1,7 +1,7 @@
 """Configuration of a run: one frozen dataclass per component, which checks its fields when it is created.
 
-A field has the name of its flag, and its docstring is the help text. `TrainConfig` checks what several components decide
-together. `TrainConfig.of` and `TrainConfig.changed` take fields by name and find their components, and config.json has the same
+A field has the name of its flag, and its docstring is the help text of the flag. `TrainConfig` checks constraints between
+components. `TrainConfig.of` and `TrainConfig.changed` take the fields of all components by name; config.json uses the same
 names. This module does not import jax, so that an invalid flag is reported at once.
 """
 
@@ -19,7 +19,7 @@ DtypeName: TypeAlias = Literal["bfloat16", "float32"]
 
 
 class DefaultSteps(int):
-    """A default number of steps. `TrainConfig` reduces it in short runs, unlike a number that the user set."""
+    """A default number of steps. `TrainConfig` reduces it in a short run. A number set by the user is a plain int."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +92,9 @@ class ParallelConfig:
         """Checks the fields. Raises ConfigError."""
         check_types(self)
         require_positive(self, "dp fsdp ep pp")
-        among, ranks = ("fsdp", self.fsdp) if self.fsdp > 1 else ("dp", self.dp)
-        both = "; experts are sharded over devices of `fsdp` or `dp`" if ranks == 1 else ""
-        _must(self, "ep", ranks % self.ep == 0, f"a divisor of `{among}` {ranks}{both}")
+        divided, ranks = ("fsdp", self.fsdp) if self.fsdp > 1 else ("dp", self.dp)
+        hint = "; experts are sharded over devices of `fsdp` or `dp`" if ranks == 1 else ""
+        _must(self, "ep", ranks % self.ep == 0, f"a divisor of `{divided}` {ranks}{hint}")
         _must(self, "reshard_after_forward", self.fsdp > 1 or not self.reshard_after_forward, "False if `fsdp` is 1")
         _must(self, "shard_rules", self.fsdp > 1 or not self.shard_rules, "empty if `fsdp` is 1")
         for rule in self.shard_rules:
@@ -114,7 +114,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """Pipeline schedule and engine, with several pipeline ranks (`--pp`)."""
+    """Pipeline schedule and engine, for a run with several pipeline ranks (`--pp`)."""
 
     chunks: int = 1
     """Stages per pipeline rank."""
@@ -209,7 +209,8 @@ class InitialConfig:
     """Start a new run at step 0 with the latest weights of another run directory, or with RUN/checkpoints/STEP. The settings of
     the model, the tokenizer and the default preset are those of the other run. Not needed to resume."""
     continue_with: Literal["weights", "optimizer"] = "weights"
-    """With `continue_from`: load the weights and other model state (`weights`), or the moments and step count of Adam, too."""
+    """With `continue_from`: `weights` loads the weights and the other state of the model. `optimizer` also loads the moments
+    and the step count of Adam."""
 
     def __post_init__(self):
         """Checks the fields. Raises ConfigError."""
@@ -259,7 +260,7 @@ class MonitorConfig:
     """Action if the loss or a gradient is not finite: stop the run, or skip the update and count it."""
     hang_seconds: float = 1800.0
     """Exit with code 75 if the run waits this long for one program on the devices; 0 disables the check. Must be longer than
-    the slowest step, and than the delay of one process by another, for example while the other compiles."""
+    the slowest step, and longer than one process may wait for another, for example while the other compiles."""
 
     def __post_init__(self):
         """Checks the fields. Raises ConfigError."""
@@ -385,7 +386,7 @@ class TrainConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self):
-        """Checks what components decide together and fills in fields that depend on others. Raises ConfigError."""
+        """Checks constraints between components, and computes defaults that depend on other fields. Raises ConfigError."""
         check_types(self)
         _must(self, "module", self.module.count(":") == 1 and all(self.module.split(":")), "package.module:Class")
         if self.model is None and (kind := settings_of(self.module)) is not None:
@@ -419,10 +420,10 @@ class TrainConfig:
     def _check_batch(self) -> None:
         """Checks that the sequences of a microbatch can be divided between the data ranks. Raises ConfigError."""
         batch, dp, fsdp, rows = self.input, self.parallel.dp, self.parallel.fsdp, self.input.microbatch_size
-        of = f"`batch_size` {batch.batch_size}, `num_microbatches` {batch.num_microbatches}"
-        require(rows % dp == 0, "dp", dp, f"a divisor of the {rows} sequences of a microbatch ({of})")
-        shared = f"such that `dp` {dp} x `fsdp` divides the {rows} sequences of a microbatch ({of})"
-        require(rows // dp % fsdp == 0, "fsdp", fsdp, shared)
+        sizes = f"`batch_size` {batch.batch_size}, `num_microbatches` {batch.num_microbatches}"
+        require(rows % dp == 0, "dp", dp, f"a divisor of the {rows} sequences of a microbatch ({sizes})")
+        divisible = f"such that `dp` {dp} x `fsdp` divides the {rows} sequences of a microbatch ({sizes})"
+        require(rows // dp % fsdp == 0, "fsdp", fsdp, divisible)
         tokens = rows // dp // fsdp * batch.seq_len
         fewer = f"such that a device has fewer than 2**31 tokens per microbatch; with `seq_len` {batch.seq_len} it has {tokens}"
         require(tokens < 2**31, "batch_size", batch.batch_size, fewer)
@@ -456,15 +457,15 @@ class TrainConfig:
     @property
     def data_options(self) -> dict[str, Any]:
         """Arguments of `jgraph.data.load`, except the data and the tokenizer."""
-        own, vocab_size = self.input, getattr(self.model, "vocab_size", None)
-        options = {"field": own.data_field, "documents": own.data_documents}
-        return options | {"seq_len": own.seq_len, "vocab_size": vocab_size}
+        batch, vocab_size = self.input, getattr(self.model, "vocab_size", None)
+        options = {"field": batch.data_field, "documents": batch.data_documents}
+        return options | {"seq_len": batch.seq_len, "vocab_size": vocab_size}
 
     @property
     def is_pipeline(self) -> bool:
         """True if the step runs a pipeline schedule: with several ranks, or on one rank with a pipeline option set."""
-        own = self.pipeline
-        return (self.parallel.pp, own.chunks, own.schedule, own.pp_engine) != (1, 1, "aligned", "program")
+        pipeline = self.pipeline
+        return (self.parallel.pp, pipeline.chunks, pipeline.schedule, pipeline.pp_engine) != (1, 1, "aligned", "program")
 
     @property
     def is_sharded(self) -> bool:
@@ -479,27 +480,32 @@ class TrainConfig:
 
     @classmethod
     def of(cls, **values: Any) -> Self:
-        """Creates a configuration from fields of all components, by the names of their flags.
-
-        >>> TrainConfig.of(fsdp=2, batch_size=8).parallel.fsdp
-        2
+        """Creates a configuration from the fields of all components.
 
         Args:
-            values: Fields of `TrainConfig` and of its components. Names of `optimizer`, `fp8` and `distributed` are in these.
+            **values: Fields of `TrainConfig` and of its components, by the names of their flags. Fields of `optimizer`, `fp8`
+                and `distributed` are set in these dataclasses.
+
+        Returns:
+            The configuration.
 
         Raises:
             ConfigError: If a value is invalid.
+
+        Examples:
+            >>> TrainConfig.of(fsdp=2, batch_size=8).parallel.fsdp
+            2
         """
-        own, parts = _by_component(values)
-        return cls(**own, **{name: COMPONENTS[name](**part) for name, part in parts.items()})
+        top_level, parts = _by_component(values)
+        return cls(**top_level, **{name: COMPONENTS[name](**part) for name, part in parts.items()})
 
     def changed(self, **values: Any) -> Self:
-        """Returns a checked copy with other values of some fields, named as in `of`. Raises ConfigError."""
-        own, parts = _by_component(values)
-        return replace(self, **own, **{name: replace(getattr(self, name), **part) for name, part in parts.items()})
+        """Returns a checked copy with new values of some fields, named as in `of`. Raises ConfigError."""
+        top_level, parts = _by_component(values)
+        return replace(self, **top_level, **{name: replace(getattr(self, name), **part) for name, part in parts.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields for config.json: those of `of`, with nested dictionaries for nested dataclasses."""
+        """Returns the fields for config.json, named as in `of`. Nested dataclasses become nested dictionaries."""
         nested = asdict(self)
         components = [nested.pop(name) for name in COMPONENTS]
         return nested | {name: value for component in components for name, value in component.items()}
@@ -549,12 +555,12 @@ FIELDS = frozenset(_COMPONENT_OF) | {field.name for field in fields(TrainConfig)
 
 def _by_component(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Separates fields of `TrainConfig` from those of its components."""
-    own: dict[str, Any] = {}
+    top_level: dict[str, Any] = {}
     parts: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        target = parts.setdefault(_COMPONENT_OF[name], {}) if name in _COMPONENT_OF else own
+        target = parts.setdefault(_COMPONENT_OF[name], {}) if name in _COMPONENT_OF else top_level
         target[name] = value
-    return own, parts
+    return top_level, parts
 
 
 def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from jgraph.train.presets import changed_settings
 
 @dataclass(frozen=True)
 class Summary:
-    """State of a run when `train` returns.
+    """The result of a run, as `train` returns it.
 
     Attributes:
         outcome: `finished`, `already finished` or `stopped by SIGNAL`.
@@ -87,7 +87,7 @@ class Reporter:
 
     def progress(self, entry: dict[str, Any]) -> None:
         """Shows an entry of metrics.jsonl."""
-        # Evaluations are printed on a terminal, too, because the live line does not keep them.
+        # On a terminal, evaluations are printed too, because the next step overwrites the live line.
         if self._live.disable or "eval_loss" in entry:
             self.line(f"step {entry['step']}/{self._steps}  {_numbers(entry)}")
         numbers = _numbers({key: value for key, value in entry.items() if key != "eval_loss"})
@@ -112,7 +112,7 @@ class Reporter:
                 "model": f"{config.module.rpartition(':')[2]}, {parameters:,} parameters{sizes and ', '}{sizes}",
                 "data": f"{corpus.name}, {len(corpus.train):,} training tokens, {len(corpus.heldout):,} held-out tokens",
                 "batch": f"{batch.batch_size} sequences of {batch.seq_len} tokens per step{slices}, on {devices}",
-                "rate": f"learning rate {optimizer.learning_rate:.3g}{warmup}, cosine decay to {final} "
+                "optimizer": f"AdamW, learning rate {optimizer.learning_rate:.3g}{warmup}, then cosine decay to {final} "
                 f"at step {optimizer.decay_steps or config.steps}",
                 "settings": f"{f'preset {config.preset}' if config.preset else 'defaults'}, "
                 + (f"changed: {changed}" if changed else "unchanged"),
@@ -121,18 +121,23 @@ class Reporter:
         )
 
     def summary(self, summary: Summary, module: str) -> None:
-        """Prints the result of a run of the model class `module`."""
+        """Prints the result of a run, and the command that generates more text.
+
+        Args:
+            summary: The result.
+            module: Model class of the run, as `package.module:Class`.
+        """
         seconds, zlib = summary.seconds, summary.zlib_nats_per_token
         rate = f", {summary.tokens / seconds:,.0f} tokens/s" if seconds else ""
         rows = {
             "status": f"{summary.outcome} at step {summary.steps}/{self._steps}",
             "loss": f"{_number(summary.train_loss, '.4f')} nats/token in the last logged step",
             "held out": f"{_number(summary.heldout_loss, '.4f')} nats/token"
-            + ("" if zlib is None else f" (zlib -9 compresses the same text to {zlib:.4f})"),
-            "tokens": f"{summary.tokens:,} in {seconds:.1f} s{rate}",
+            + ("" if zlib is None else f" (zlib -9 compresses the same text to {zlib:.4f} nats/token)"),
+            "tokens": f"{summary.tokens:,} in {seconds:.1f} s of training steps{rate}",
         }
         if summary.skipped:
-            rows["skipped"] = f"{summary.skipped} updates with a loss or gradient that was not finite"
+            rows["skipped"] = f"{summary.skipped} updates, because the loss or a gradient was not finite"
         rows["output"] = f"{summary.run_dir}: config.json, metrics.jsonl, checkpoints/"
         self._rows(rows)
         if any(summary.sample):
@@ -154,9 +159,9 @@ def _numbers(entry: dict[str, Any]) -> str:
     parts.append(f"{_number(entry['step_time_ms'], '.1f')} ms/step")
     if entry["mfu"] is not None:
         parts.append(f"MFU {entry['mfu']:.1%}")
-    parts.append(f"{entry['peak_memory_bytes'] / 2**30:.2f} GiB")
+    parts.append(f"{entry['peak_memory_bytes'] / 2**30:.2f} GiB peak")
     if entry["skipped"]:
-        parts.append(f"{entry['skipped']} skipped")
+        parts.append(f"{entry['skipped']} updates skipped")
     return "  ".join(parts)
 
 

@@ -38,17 +38,41 @@ _COPIED = f"{TOKENIZER_FILE} tokenizer_config.json special_tokens_map.json gener
 
 
 def names_of(module: str, *, field: str) -> HuggingFace:
-    """Returns the map from parameters to Hugging Face tensors. Raises ConfigError if the model class has none."""
+    """Returns the map between the parameters of a model class and Hugging Face tensors.
+
+    Args:
+        module: The model class, as `package.module:Class`.
+        field: Argument that requires the map, for the error.
+
+    Returns:
+        The attribute `hugging_face` of the class.
+
+    Raises:
+        ConfigError: If the class has no such attribute.
+    """
     names = getattr(find_model(module), "hugging_face", None)
     if not isinstance(names, HuggingFace):
         raise ConfigError(
-            f"`module` is {module}: must have hugging_face, a jgraph.interop.HuggingFace, for `{field}`", field="module"
+            f"`module` is {module}: must have the attribute hugging_face, a HuggingFace, for `{field}`", field="module"
         )
     return names
 
 
 def with_settings_of(module: str, model: Any, init_from: str, run_dir: str) -> Any:
-    """Returns model settings with the sizes of a folder. If it has been removed, reads the copy in the run directory."""
+    """Returns model settings with the sizes of a Hugging Face folder.
+
+    Args:
+        module: The model class, as `package.module:Class`.
+        model: Settings with the values of all other fields.
+        init_from: The folder. If it has been removed, the copy of its config.json in the run directory is read.
+        run_dir: The run directory.
+
+    Returns:
+        The settings.
+
+    Raises:
+        ConfigError: If the class does not support folders, or the folder cannot be read.
+    """
     copy = RunDir(Path(run_dir)).origin
     path = copy if not Path(init_from).exists() and (copy / CONFIG_FILE).exists() else Path(init_from)
     return Folder(path, field="init_from").settings(names_of(module, field="init_from"), model)
@@ -71,41 +95,52 @@ def config_of_run(continue_from: str, run_dir: str, *, module: str = "") -> Trai
         run_dir: Directory of the run that starts from it.
         module: Model class that the caller named; empty if the caller named none.
 
+    Returns:
+        The configuration.
+
     Raises:
         ConfigError: As `RunDir.saved_config`.
     """
-    there, here = RunDir(run_of(continue_from)[0]), RunDir(Path(run_dir))
-    is_gone = not there.path.exists() and here.config.exists()
-    if not is_gone and not there.path.exists() and download_hint(continue_from):
+    source, target = RunDir(run_of(continue_from)[0]), RunDir(Path(run_dir))
+    is_removed = not source.path.exists() and target.config.exists()
+    if not is_removed and not source.path.exists() and download_hint(continue_from):
         raise ConfigError(
             f"`continue_from` is {continue_from}: no such run directory; for a model of the Hugging Face Hub, use `init_from`",
             field="continue_from",
         )
-    return (here if is_gone else there).saved_config(field="continue_from", module=module)
+    return (target if is_removed else source).saved_config(field="continue_from", module=module)
 
 
 def check_alike(here: Any, there: Any, as_it: str, prefix: str = "model.") -> None:
-    """Checks that model settings are those of the initial weights, except for a few that may differ.
+    """Checks that model settings equal those of the initial weights, except for the settings in `_FREE`.
 
     Args:
         here: Settings of the run.
         there: Settings of the initial weights.
-        as_it: Names the source in the error.
+        as_it: Describes the source of the expected value in the error.
         prefix: Prefix of the field names.
 
     Raises:
         ConfigError: For the first setting that differs.
     """
     for field in dataclasses.fields(here) if here is not None else ():
-        name, (ours, theirs) = f"{prefix}{field.name}", (getattr(settings, field.name) for settings in (here, there))
-        if dataclasses.is_dataclass(ours) and type(ours) is type(theirs):
-            check_alike(ours, theirs, as_it, f"{name}.")
+        name, (value, expected) = f"{prefix}{field.name}", (getattr(settings, field.name) for settings in (here, there))
+        if dataclasses.is_dataclass(value) and type(value) is type(expected):
+            check_alike(value, expected, as_it, f"{name}.")
         elif name not in _FREE:
-            require(ours == theirs, name, ours, f"{theirs}, {as_it}, or left out")
+            require(value == expected, name, value, f"{expected}, {as_it}, or left out")
 
 
 def tokenizer_of(config: TrainConfig, run_dir: RunDir) -> Path | None:
-    """Returns the tokenizer.json for text in `data`. None means bytes."""
+    """Returns the tokenizer.json of the initial weights, which tokenizes text in `data`.
+
+    Args:
+        config: The configuration of the run.
+        run_dir: The run directory. A resumed run reads the copy in it.
+
+    Returns:
+        The file, or None to read text as bytes.
+    """
     if (source := _source(config.initial)) is None:
         return None
     path = (run_dir.origin if run_dir.resumes(config.output) else source) / TOKENIZER_FILE
@@ -118,18 +153,26 @@ def tokenizer_warning(config: TrainConfig) -> str:
         return ""
     name, path = ("init_from", config.initial.init_from) if config.initial.init_from else ("continue_from", source.parent)
     data = config.input.data
-    own, of_data, shown = source / TOKENIZER_FILE, tokenizer_file(data), " ".join(data)
-    # A run without a tokenizer has read bytes if its vocabulary has no more than 256 tokens.
+    of_weights, of_data, shown = source / TOKENIZER_FILE, tokenizer_file(data), " ".join(data)
+    # A run without a tokenizer was trained on bytes if its vocabulary has at most 256 tokens.
     reads_bytes = not config.initial.init_from and getattr(config.model, "vocab_size", 0) <= 256
-    if not own.exists() and not reads_bytes and is_text(data):
+    if not of_weights.exists() and not reads_bytes and is_text(data):
         return f"`{name}` {path} has no {TOKENIZER_FILE}: `data` {shown} is read as bytes"
-    if own.exists() and of_data and own.read_bytes() != of_data.read_bytes():
+    if of_weights.exists() and of_data and of_weights.read_bytes() != of_data.read_bytes():
         return f"`data` {shown} was made with another {TOKENIZER_FILE} than `{name}` {path} has"
     return ""
 
 
 def copy_files(config: TrainConfig, run_dir: RunDir) -> None:
-    """Copies the small files of the initial weights, and the tokenizer of token files, into the run directory."""
+    """Copies the small files of the initial weights, and the tokenizer of token files, into `origin/` of the run directory.
+
+    Args:
+        config: The configuration of the run.
+        run_dir: The run directory. An existing `origin/` is replaced.
+
+    Raises:
+        ConfigError: If a file cannot be written.
+    """
     shutil.rmtree(run_dir.origin, ignore_errors=True)
     folder = _source(config.initial)
     sources = [] if folder is None else [folder / name for name in (CONFIG_FILE, *_COPIED.split())]
@@ -137,7 +180,7 @@ def copy_files(config: TrainConfig, run_dir: RunDir) -> None:
         if source is None:
             continue
         copy = run_dir.origin / source.name
-        if source.exists() and not copy.exists():  # the folder's tokenizer precedes that of the data
+        if source.exists() and not copy.exists():  # the tokenizer of the weights has priority over that of the data
             with os_errors("run_dir", copy):
                 run_dir.origin.mkdir(exist_ok=True)
                 shutil.copyfile(source, copy)
@@ -167,7 +210,7 @@ class InitialWeights:
     Attributes:
         about: The source, for the line that the run prints.
         step: Step of the other run's checkpoint; None for a folder.
-        load: Returns the first state, on the devices of the run and in its dtypes.
+        load: Makes the initial state, on the devices of the run and in its dtypes.
         close: Releases the files.
     """
 
@@ -191,17 +234,17 @@ def initial_weights(config: TrainConfig, run_dir: RunDir) -> InitialWeights | No
         ConfigError: If there is no such folder or run, or its model differs from that of the configuration.
         CheckpointError: If the other run has no such checkpoint.
     """
-    asked = config.initial
-    if run_dir.resumes(config.output) or not (asked.init_from or asked.continue_from):
+    initial = config.initial
+    if run_dir.resumes(config.output) or not (initial.init_from or initial.continue_from):
         return None
-    if asked.init_from:
+    if initial.init_from:
         names = names_of(config.module, field="init_from")
-        folder = Folder(Path(asked.init_from), field="init_from")
-        theirs = folder.settings(names, config.model)
-        folder.check(names, theirs)
-        check_alike(config.model, theirs, f"as `init_from` {asked.init_from} has it")
-        return InitialWeights(asked.init_from, None, partial(_of_folder, folder))
-    path, step = run_of(asked.continue_from)
+        folder = Folder(Path(initial.init_from), field="init_from")
+        settings = folder.settings(names, config.model)
+        folder.check(names, settings)
+        check_alike(config.model, settings, f"as in `init_from` {initial.init_from}")
+        return InitialWeights(initial.init_from, None, partial(_of_folder, folder))
+    path, step = run_of(initial.continue_from)
     if path.resolve() == Path(config.output.run_dir).resolve():
         raise ConfigError(
             f"`run_dir` is {config.output.run_dir}: must be another directory than `continue_from`", field="run_dir"
@@ -209,20 +252,20 @@ def initial_weights(config: TrainConfig, run_dir: RunDir) -> InitialWeights | No
     saved = SavedRun(path, step, module=config.module, field="continue_from")
     with contextlib.ExitStack() as on_error:
         on_error.callback(saved.close)
-        check_alike(config.model, saved.config.model, f"as `continue_from` {asked.continue_from} has it")
+        check_alike(config.model, saved.config.model, f"as in `continue_from` {initial.continue_from}")
         on_error.pop_all()
     about = f"{path} after {saved.step} steps"
     return InitialWeights(about, saved.step, partial(_of_run, saved), saved.close)
 
 
 def _of_folder(folder: Folder, setup: TrainSetup) -> TrainState:
-    """Returns the first state with the parameters of a folder. The carried state is the model's initial one."""
+    """Makes the initial state with the parameters of a folder. The model initializes its carried state."""
     parts = names_of(setup.config.module, field="init_from").parts(setup.config.model)
     return setup.step.init(load(folder, parts, setup.step.canonical.shapes().params), setup.new_carried())
 
 
 def _of_run(saved: SavedRun, setup: TrainSetup) -> TrainState:
-    """Returns the first state with the weights of another run, and with its optimizer state if the configuration says so.
+    """Makes the initial state with the weights of another run, and with its optimizer state if `continue_with` is `optimizer`.
 
     Takes over the FP8 amax histories if the recipe is the same. Otherwise the histories start empty. Adam's count for bias
     correction is taken over with its moments. The count of the learning rate starts at 0.

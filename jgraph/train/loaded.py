@@ -60,15 +60,15 @@ class Loaded:
         """Generates text.
 
         Args:
-            prompts: A text, or several to continue at once.
-            settings: Arguments of `stream`.
+            prompts: A text, or several texts to continue at once.
+            **settings: Arguments of `stream`.
 
         Returns:
             The new text, or a list of new texts for a list of prompts.
         """
-        several = [prompts] if isinstance(prompts, str) else list(prompts)
-        texts = ["" for _ in several]
-        for number, piece in self.stream(several, **settings):
+        batch = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts = ["" for _ in batch]
+        for number, piece in self.stream(batch, **settings):
             texts[number] += piece
         return texts[0] if isinstance(prompts, str) else texts
 
@@ -77,8 +77,8 @@ class Loaded:
 
         Args:
             prompts: The texts to continue.
-            stop: Texts that end a continuation. They are not part of it, nor are end-of-text tokens.
-            settings: `max_tokens`, `temperature`, `top_k`, `top_p`, `key`, `window` of `jgraph.generate`.
+            stop: Texts that end a continuation. They are not returned. End-of-text tokens are not returned either.
+            **settings: `max_tokens`, `temperature`, `top_k`, `top_p`, `key`, `window` of `jgraph.generate`.
 
         Yields:
             The index of a prompt and a piece of its new text.
@@ -127,10 +127,10 @@ def load(path: str | Path, step: int | None = None, *, module: str = "") -> Load
 
 
 def checked(path: str | Path) -> Path:
-    """Returns the path of a run or a folder. Raises ConfigError if it is neither."""
+    """Returns the path of a run directory or Hugging Face folder. Raises ConfigError if it is neither."""
     check_exists(path, field="run")
     if not (Path(path) / "config.json").exists():
-        must = "a run directory or a Hugging Face folder, which have a config.json"
+        must = "a run directory or a Hugging Face folder, with a config.json"
         raise ConfigError(f"`run` is {path}: must be {must}", field="run")
     return Path(path)
 
@@ -161,7 +161,7 @@ def tokenizer_kept(saved: SavedRun) -> Path | None:
 
 
 def tokenizer_of(saved: SavedRun) -> Tokenizer:
-    """Returns the tokenizer of a run. An unknown one shows tokens as numbers."""
+    """Returns the tokenizer of a run. If it is unknown, tokens are printed as numbers."""
     vocab_size = getattr(saved.config.model, "vocab_size", 256)
     if file := tokenizer_kept(saved):
         folder = copied_folder(saved.dir)
@@ -195,9 +195,18 @@ def open_folder(path: Path, step: int | None, module: str) -> tuple[Folder, Trai
 
 
 def place_folder(folder: Folder, config: TrainConfig, like: Tree) -> Tree:
-    """Loads the parameters of a folder, checked by `open_folder`, with the shardings of `like`."""
+    """Loads the parameters of a folder.
+
+    Args:
+        folder: The folder, from `open_folder`.
+        config: The configuration, from `open_folder`.
+        like: Shapes of the parameters with their shardings.
+
+    Returns:
+        The parameters, in the dtype of the folder.
+    """
     parts = names_of(config.module, field="run").parts(config.model)
-    # In the dtype of the folder, because inference does not accumulate updates, which need float32.
+    # In the dtype of the folder: only updates need parameters in float32.
     dtype = jnp.dtype(config.model.compute_dtype)
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), like)
     return load_folder(folder, parts, like)

@@ -1,4 +1,4 @@
-"""The lock of a run directory."""
+"""Locks a run directory, so that only one run writes to it."""
 
 import contextlib
 import errno
@@ -19,11 +19,11 @@ def locked(run_dir: RunDir, warn: Callable[[str], object]) -> Iterator[None]:
     """Creates a run directory and locks it against other processes.
 
     The operating system releases the lock when the process ends. The lock file contains the id and the host of the process. On
-    a file system without locks, this text alone decides.
+    a file system without locks, the content of the file replaces the lock.
 
     Args:
         run_dir: The run directory. Call `RunDir.check` first, because this function creates a file in it.
-        warn: Called with a warning if a process on another machine did not release the lock.
+        warn: Called with a warning if a process on another machine has left its lock file.
 
     Raises:
         ConfigError: If another process holds the lock, or the directory cannot be written.
@@ -34,10 +34,10 @@ def locked(run_dir: RunDir, warn: Callable[[str], object]) -> Iterator[None]:
     with os_errors("run_dir", path):
         file = _open_locked(path)
     try:
-        if (left := _holder(file)) and left["host"] != socket.gethostname():
+        if (previous := _holder(file)) and previous["host"] != socket.gethostname():
             warn(
-                f"`run_dir` is {run_dir.path}: process {left['pid']} on {left['host']} wrote there and did not exit cleanly; "
-                "if it still runs there, stop one of the two"
+                f"`run_dir` is {run_dir.path}: process {previous['pid']} on {previous['host']} did not release this directory; "
+                "if that process is still running, stop one of the two"
             )
         with os_errors("run_dir", path):
             file.truncate(0)
@@ -75,9 +75,9 @@ def _open_locked(path: Path) -> TextIO:
 
 def _held(path: Path, file: TextIO, advice: str) -> ConfigError:
     holder = _holder(file)
-    who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
+    process = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
     file.close()
-    message = f"`run_dir` is {path.parent}: {who} is writing there; {advice}, or name another `run_dir`"
+    message = f"`run_dir` is {path.parent}: {process} is writing there; {advice}, or name another `run_dir`"
     return ConfigError(message, field="run_dir")
 
 

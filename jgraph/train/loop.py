@@ -23,27 +23,52 @@ _RUN_AHEAD = 4
 
 
 class Callback:
-    """Acts between the steps of a loop. The methods of this class do nothing."""
+    """Acts between the steps of a loop. The methods of this base class do nothing."""
 
     def instead(self, done: int, state: TrainState) -> tuple[TrainState, list[StepMetrics]] | None:
-        """Runs steps in place of the loop, without its clock. `state` is donated. Returns None to leave them to the loop."""
+        """Runs steps in place of the loop. The clock of the loop does not measure them.
+
+        Args:
+            done: Number of steps done.
+            state: The state after them. Donated if this method runs steps.
+
+        Returns:
+            The new state and the metrics of the steps, or None to let the loop run the next step.
+        """
         return None
 
     def finished(self, steps: Sequence[Numbered]) -> None:
-        """Receives the numbers and metrics of finished steps. Every step is passed once, in order."""
+        """Receives the numbers, from 1, and metrics of finished steps. Receives every step once, in order."""
 
     def due(self, done: int) -> bool:
-        """True if `after` is to be called after step `done`. The loop waits for the devices first."""
+        """True if the loop must call `after` when `done` steps are done. The loop waits for the devices first."""
         return False
 
     def after(self, done: int, state: TrainState, metrics: StepMetrics | None) -> None:
-        """Acts after step `done`. `metrics` is None if the step ran in place of the loop."""
+        """Acts after step `done`.
+
+        Args:
+            done: Number of steps done.
+            state: The state after them. Not donated.
+            metrics: The metrics of step `done`; None if a callback ran that step (`instead`).
+        """
 
     def recompiled(self, setup: TrainSetup, step: CompiledStep, done: int) -> None:
-        """Receives the new step after a halt."""
+        """Receives the step that was compiled again with more expert capacity after a halt.
+
+        Args:
+            setup: The new setup.
+            step: The compiled step.
+            done: Number of steps done.
+        """
 
     def ended(self, done: int, state: TrainState) -> None:
-        """Acts at the end of the loop."""
+        """Acts at the end of the loop, after the last step or a stop signal.
+
+        Args:
+            done: Number of steps done.
+            state: The state after them. Not donated.
+        """
 
 
 @dataclass
@@ -52,7 +77,7 @@ class Loop:
 
     Attributes:
         setup: The setup of `step`.
-        step: The compiled step. None means that it must be compiled.
+        step: The compiled step; None if it must be compiled before the next step.
         compile: Compiles the step of a setup.
         grow: Returns the setup with more expert capacity after a halt.
         batches: The batch of every step, indexed from 0, as numpy arrays.
@@ -60,7 +85,7 @@ class Loop:
         stops: True if the loop must stop after a number of steps.
         clock: Measures the time of the steps.
         watchdog: Watches every wait for the devices.
-        pending: Numbers and metrics of the steps that have been dispatched and not looked at.
+        pending: Numbers and metrics of dispatched steps that the callbacks have not received yet.
     """
 
     setup: TrainSetup
@@ -87,8 +112,8 @@ class Loop:
         place, steps = self.setup.step.place, self.setup.config.steps
         while done < steps and not self.stops(done):
             step = self.step or self._compile(done)
-            if (others := self._instead(done, state)) is not None:
-                done, state = others
+            if (ran := self._instead(done, state)) is not None:
+                done, state = ran
                 continue
             self.clock.start()
             batch = self.batches[done]
@@ -128,18 +153,18 @@ class Loop:
         return done, state
 
     def _instead(self, done: int, state: TrainState) -> tuple[int, TrainState] | None:
-        """Lets a callback run the next steps, if one does. Returns the steps done and the state after them."""
+        """Lets a callback run the next steps. Returns the steps done and the state after them, or None if no callback did."""
         for callback in self.callbacks:
-            if (others := callback.instead(done, state)) is not None:
-                state, metrics = others
+            if (ran := callback.instead(done, state)) is not None:
+                state, metrics = ran
                 steps, halt = happened(list(enumerate(jax.device_get(metrics), done + 1)))
                 self._finish(steps)
                 done += len(steps)
                 if halt:
                     done, state = self._halted(halt, state)
-                for one in self.callbacks:
-                    if one.due(done):
-                        one.after(done, state, None)
+                for other in self.callbacks:
+                    if other.due(done):
+                        other.after(done, state, None)
                 return done, state
         return None
 
@@ -172,19 +197,22 @@ class Loop:
 def agreed_stop(stop: StopRequest, watchdog: Watchdog, every: int) -> Callable[[int], bool]:
     """Returns a function that is True if any process has received a stop signal.
 
-    Collective: every process must call it at the same steps. It asks the other processes every `every` steps only, when no
-    device is busy, because that takes a message to each of them.
+    Collective: every process must call the function at the same steps. The processes communicate only every `every` steps, when
+    the devices are idle.
 
     Args:
         stop: The signal of this process. Receives the signal of the other processes.
         watchdog: Watches the wait for the other processes.
-        every: Number of steps.
+        every: Number of steps between exchanges of stop signals in a run of several processes.
+
+    Returns:
+        A function of the number of steps done.
     """
 
     def stops(done: int) -> bool:
         if jax.process_count() > 1 and done % every:
             return False
-        with watchdog.over(lambda: f"the processes' stop signals after step {done}"):
+        with watchdog.over(lambda: f"the exchange of stop signals after step {done}"):
             number = max(all_gather_scalar(signal.Signals[stop.name] if stop.name else 0))
         if number:
             stop.name = signal.Signals(number).name

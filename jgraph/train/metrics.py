@@ -15,7 +15,7 @@ from jgraph.train.trackers import Tracker
 
 
 def peak_memory_bytes(device: Any) -> int:
-    """Returns the peak memory of a `jax.Device` in bytes, or that of the process if the device does not count (a CPU)."""
+    """Returns the peak memory of a `jax.Device` in bytes, or that of the process on a CPU, which has no count."""
     stats = device.memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"])
@@ -24,12 +24,12 @@ def peak_memory_bytes(device: Any) -> int:
 
 
 class MetricsLog:
-    """Writes metrics.jsonl: one JSON object per line, flushed as soon as it is added.
+    """Writes metrics.jsonl: one JSON object per line, flushed after each entry.
 
     Args:
         path: The file; created if missing.
         done: Number of finished steps. Entries of later steps and incomplete lines are dropped, atomically.
-        trackers: Receive every entry too.
+        trackers: Also receive every entry.
 
     Raises:
         ConfigError: From every method, if the file cannot be written.
@@ -45,7 +45,7 @@ class MetricsLog:
             self._file = path.open("a")
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Appends an entry, which has a "step". Numbers that are not finite become null."""
+        """Appends an entry with the key "step". Numbers that are not finite become null."""
         entry = finite(entry)
         with os_errors("run_dir", self._path):
             self._file.write(json.dumps(entry, allow_nan=False) + "\n")
@@ -54,6 +54,7 @@ class MetricsLog:
             tracker.add(entry)
 
     def close(self) -> None:
+        """Closes the file and the trackers."""
         with os_errors("run_dir", self._path):
             self._file.close()
         for tracker in self._trackers:
@@ -90,8 +91,8 @@ class StepClock:
         """Stops after the last dispatched step has finished.
 
         Args:
-            steps: Number of steps since `start` that count.
-            of: Number of steps since `start`, if some halted and do not count.
+            steps: Number of steps since `start`, without halted ones.
+            of: Number of steps since `start` including halted ones. Default: no step halted.
         """
         if self._started is not None:
             elapsed, self._started = time.perf_counter() - self._started, None

@@ -17,7 +17,7 @@ from jgraph.errors import ConfigError, JgraphError, require
 def find_model(name: str) -> Any:
     """Imports the class `package.module:Class`. Raises ConfigError if it cannot be imported."""
     module, _, class_name = name.partition(":")
-    with model_errors(name, "be package.module:Class of something that can be imported from here"):
+    with model_errors(name, "be package.module:Class, with a module that can be imported from here"):
         return getattr(importlib.import_module(module), class_name)
 
 
@@ -71,7 +71,15 @@ def settings_of(name: str) -> type | None:
 
 
 def settings_from(kind: type, fields: dict[str, Any]) -> Any:
-    """Restores a dataclass, perhaps with nested dataclasses, from its `dataclasses.asdict` after JSON."""
+    """Restores a dataclass and its nested dataclasses from `dataclasses.asdict`.
+
+    Args:
+        kind: The dataclass.
+        fields: Its fields, with dictionaries for nested dataclasses, as decoded from JSON.
+
+    Returns:
+        The instance.
+    """
     hints = typing.get_type_hints(kind)
     return kind(
         **{
@@ -95,7 +103,15 @@ def _described(error: Exception) -> str:
 
 @contextlib.contextmanager
 def model_errors(name: str, must: str) -> Iterator[None]:
-    """Converts exceptions of a user's model into a ConfigError of one line with the place in the user's code."""
+    """Converts exceptions of a user's model into a ConfigError of one line with the location in the user's code.
+
+    Args:
+        name: The model class, as `package.module:Class`.
+        must: The requirement that the class does not meet, for the message, for example `have loss(tokens_BS)`.
+
+    Raises:
+        ConfigError: If the block raises an exception that is not a JgraphError.
+    """
     try:
         yield
     except JgraphError:

@@ -17,7 +17,10 @@ def adamw(config: OptimizerConfig, steps: int, *, decay_mask: Tree) -> optax.Gra
     Args:
         config: The hyperparameters.
         steps: Number of steps of the run.
-        decay_mask: Tree like the parameters. Weight decay applies where it is True.
+        decay_mask: Tree of bools like the parameters. Weight decay applies where it is True.
+
+    Returns:
+        The optax transform. Its updates are already scaled by the negative learning rate.
     """
     moments = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
     return optax.chain(
@@ -28,7 +31,15 @@ def adamw(config: OptimizerConfig, steps: int, *, decay_mask: Tree) -> optax.Gra
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Returns the learning rate by step: linear warmup, cosine decay, then the final rate."""
+    """Returns the learning rate schedule: linear warmup, cosine decay, then the final rate.
+
+    Args:
+        config: The hyperparameters.
+        steps: Number of steps of the run, the end of the cosine unless `decay_steps` is set.
+
+    Returns:
+        A function from the number of applied updates to the learning rate.
+    """
     return optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / max(1, config.warmup_steps),  # the first step has a positive rate
         peak_value=config.learning_rate,
@@ -48,18 +59,27 @@ def restart_schedule(opt_state: Tree) -> Tree:
 
 
 def moments_in(adam: optax.GradientTransformation, first: Any, second: Any) -> optax.GradientTransformation:
-    """Stores the moments of Adam in other dtypes and computes in float32. Optax has an option for the first moment only."""
+    """Stores the moments of Adam in other dtypes and computes in float32. Optax has an option for the first moment only.
 
-    def kept(state: optax.ScaleByAdamState) -> optax.ScaleByAdamState:
+    Args:
+        adam: `optax.scale_by_adam` with float32 moments.
+        first: Dtype of the first moment in the state.
+        second: Dtype of the second moment in the state.
+
+    Returns:
+        The transform.
+    """
+
+    def stored(state: optax.ScaleByAdamState) -> optax.ScaleByAdamState:
         return state._replace(mu=optax.tree.cast(state.mu, first), nu=optax.tree.cast(state.nu, second))
 
     def init(params: Tree) -> optax.ScaleByAdamState:
-        return kept(adam.init(params))  # pyright: ignore[reportArgumentType]
+        return stored(adam.init(params))  # pyright: ignore[reportArgumentType]
 
     def update(updates: Tree, state: Any, params: Tree = None):
         # XLA fuses the casts into the kernel that reads and writes the moments.
-        whole = state._replace(mu=optax.tree.cast(state.mu, jnp.float32), nu=optax.tree.cast(state.nu, jnp.float32))
-        updates, new = adam.update(optax.tree.cast(updates, jnp.float32), whole, params)
-        return updates, kept(new)  # pyright: ignore[reportArgumentType]
+        state32 = state._replace(mu=optax.tree.cast(state.mu, jnp.float32), nu=optax.tree.cast(state.nu, jnp.float32))
+        updates, new = adam.update(optax.tree.cast(updates, jnp.float32), state32, params)
+        return updates, stored(new)  # pyright: ignore[reportArgumentType]
 
     return optax.GradientTransformation(init, update)

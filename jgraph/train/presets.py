@@ -15,9 +15,6 @@ PRESETS: dict[str, TrainConfig] = importlib.import_module("jgraph_models.presets
 def preset(name: str) -> TrainConfig:
     """Returns a named configuration.
 
-    >>> preset("cpu-tiny").input.batch_size
-    8
-
     Args:
         name: A key of `PRESETS`.
 
@@ -26,6 +23,10 @@ def preset(name: str) -> TrainConfig:
 
     Raises:
         ConfigError: If there is no preset of this name. The message lists the names.
+
+    Examples:
+        >>> preset("cpu-tiny").input.batch_size
+        8
     """
     require(name in PRESETS, "preset", name, f"one of {', '.join(PRESETS)}")
     return PRESETS[name]

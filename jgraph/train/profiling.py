@@ -37,11 +37,14 @@ _PROFILED = "xla_enable_command_buffers_during_profiling=true"
 
 
 def profiled(config: TrainConfig, platform: str) -> TrainConfig:
-    """Returns a configuration whose step keeps its command buffers under a profiler.
+    """Returns a configuration for a step that runs its command buffers under a profiler.
 
     Args:
         config: The configuration of the run.
         platform: The platform that the step is compiled for.
+
+    Returns:
+        The configuration with an additional XLA option; `config` itself if the step has no command buffers.
     """
     if platform != "gpu" or config.compile.graph == "off":
         return config
@@ -73,7 +76,7 @@ class Profile(Callback):
         self._first: int | None = first
         self._count = stop - first
         self._batches, self._watchdog, self._reporter = batches, watchdog, reporter
-        # Every process runs the steps, but only the trace of the first is reported.
+        # Every process runs the steps, but only the trace of process 0 is reported.
         path = run_dir.path / "profile" if is_process_zero() else tempfile.mkdtemp(prefix="jgraph-profile-")
         self._directory = Path(path)
         self._compile(setup, step)
@@ -86,20 +89,32 @@ class Profile(Callback):
         self._uncaptured = plain.compile_step() if has_graph else step
 
     def recompiled(self, setup: TrainSetup, step: CompiledStep, done: int) -> None:
+        """Compiles the traced programs again, or warns if too few steps are left for a profile.
+
+        Args:
+            setup: The new setup.
+            step: The compiled step, with command buffers.
+            done: Number of steps done.
+        """
         if self._first is None:
             return
         self._first, needed = max(self._first, done), 2 * self._count + 2
         if self._first + needed <= setup.config.steps:
             self._compile(setup, step)
         else:
-            self._reporter.warn(f"no profile: from step {self._first} on, fewer than {needed} steps are left")
+            self._reporter.warn(f"no profile: it takes {needed} steps, and fewer are left after step {self._first}")
             self._first = None
 
     def due(self, done: int) -> bool:
+        """True before the first traced step, so that the loop waits for the devices."""
         return done == self._first
 
     def instead(self, done: int, state: TrainState) -> tuple[TrainState, list[StepMetrics]] | None:
-        """Runs 2 x `count` + 1 steps, or `count` if there are no command buffers."""
+        """Returns the state and the metrics after running and tracing the steps of the profile.
+
+        With command buffers these are 2 x `count` + 1 steps: `count` with command buffers, one that loads the other program,
+        and `count` without command buffers. Otherwise these are `count` steps.
+        """
         if done != self._first:
             return None
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -116,8 +131,8 @@ class Profile(Callback):
         with os_errors("run_dir", self._directory):
             with gzip.open(self._directory / "program.txt.gz", "wt") as file:
                 file.write(self._uncaptured.as_text())
-            about = _about(self._setup, self._uncaptured) | {"steps": self._count}
-            (self._directory / "run.json").write_text(json.dumps(about, indent=2) + "\n")
+            facts = _about(self._setup, self._uncaptured) | {"steps": self._count}
+            (self._directory / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
         if not is_halted(metrics[-1]):
             self._first = None
             self._report(f"steps {done + 1} to {done + len(metrics)}")
@@ -128,10 +143,10 @@ class Profile(Callback):
         begin = len(metrics)
         for number in range(done + begin + 1, done + begin + count + 1):
             annotation = jax.profiler.StepTraceAnnotation("train", step_num=number)
-            with annotation, self._watchdog.over(lambda number=number: f"step {number}, a profile's", step):
-                state, one = step(state, self._batches(number - 1))
-            metrics.append(one)
-        which = f"steps {done + begin + 1} to {done + len(metrics)}, a profile's"
+            with annotation, self._watchdog.over(lambda number=number: f"step {number} (profiled)", step):
+                state, step_metrics = step(state, self._batches(number - 1))
+            metrics.append(step_metrics)
+        which = f"steps {done + begin + 1} to {done + len(metrics)} (profiled)"
         self._watchdog.wait(lambda: which, metrics[begin:], step)
         return jax.block_until_ready(state)
 
@@ -141,18 +156,18 @@ class Profile(Callback):
         try:
             profile = report.of_run(self._directory)
             with os_errors("run_dir", self._directory):
-                written = report.write(profile, self._directory)
-            self._reporter.line(f"profile of {which}: {', '.join(map(str, written))}")
+                data, page = report.write(profile, self._directory)
+            self._reporter.line(f"profile of {which}: open {page} in a browser; {data} has the data as JSON")
         except ProfileError as e:
             self._reporter.warn(f"no profile: {e}")
 
 
 def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
-    """Returns the facts of the run for the report."""
+    """Returns the description of the run for the report: devices, versions, flags, memory."""
     config, devices = setup.config, jax.local_devices()[: setup.step.num_devices]
     kind = devices[0].device_kind
     tokens = f"{config.input.batch_size} x {config.input.seq_len} tokens a step"
-    about = {
+    facts = {
         "title": f"{config.preset}, {tokens}, {setup.step.num_devices} x {kind}",
         "device": kind,
         "devices": setup.step.num_devices,
@@ -161,7 +176,7 @@ def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
         "flags": _flags(config),
         "memory": _memory(setup, compiled) | {"measured_peak": peak_memory_bytes(devices[0]) or None},
     }
-    return about | setup.step.bound.profile_facts()
+    return facts | setup.step.bound.profile_facts()
 
 
 def _memory(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
@@ -176,19 +191,19 @@ def _memory(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
         ]
         return sum(math.prod(shard) * leaf.dtype.itemsize for shard, leaf in zip(shards, jax.tree.leaves(tree), strict=True))
 
-    held = {"parameters": size(setup.step.state.params), "optimizer": size(setup.step.state.opt_state)}
+    state_bytes = {"parameters": size(setup.step.state.params), "optimizer": size(setup.step.state.opt_state)}
     found = setup.step.bound.predict_memory(batch_shapes(setup.config.input, setup.config.input.batch_size))
     pools = {name.replace("forward_", "residuals to "): size for name, size in found.sizes.items()}
-    predicted = sum((*held.values(), *pools.values())) if found.covers == "whole" else None
+    predicted = sum((*state_bytes.values(), *pools.values())) if found.covers == "whole" else None
     if (memory := compiled.memory) is not None:
         pools["temporaries"] = max(0, memory.temporaries - sum(pools.values()))
-    pools = {name: size for name, size in (held | pools).items() if size}
+    pools = {name: size for name, size in (state_bytes | pools).items() if size}
     return {"pools": pools, "predicted_peak": predicted, "compiled_peak": memory.total if memory else None}
 
 
 def _flags(config: TrainConfig) -> str:
     """Returns the settings that differ from the preset, with their values."""
-    base, own = (flatten(one.to_dict()) for one in (PRESETS.get(config.preset, config), config))
-    differ = {name: value for name, value in own.items() if value != base.get(name) and name != "run_dir"}
+    base, fields = (flatten(c.to_dict()) for c in (PRESETS.get(config.preset, config), config))
+    differ = {name: value for name, value in fields.items() if value != base.get(name) and name != "run_dir"}
     words = (f"{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}" for name, value in differ.items())
     return " ".join([f"preset {config.preset}", *words])

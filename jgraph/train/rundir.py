@@ -1,4 +1,4 @@
-"""The run directory: its files, and the rules for resuming the run in it."""
+"""The files of a run directory, and the settings that may change when its run is resumed."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from jgraph.train.config import COMPONENTS, DefaultSteps, OutputConfig, TrainCon
 from jgraph.train.model import is_class_name
 
 ORIGIN = "origin"
-"""Directory of the files that came with the initial weights or the data."""
+"""Subdirectory with copies of the small files of the initial weights and the data, such as a tokenizer."""
 
 
 class RunDir:
@@ -25,8 +25,8 @@ class RunDir:
         config: The configuration, `config.json`.
         metrics: The logged steps, `metrics.jsonl`.
         checkpoints: The checkpoints, `checkpoints/`.
-        lock_file: Process that writes in the directory, `lock`.
-        origin: Files that came with the initial weights or the data, such as a tokenizer, `origin/`.
+        lock_file: Id and host of the process that writes to the directory, `lock`.
+        origin: Copies of the small files of the initial weights and the data, such as a tokenizer, `origin/`.
         samples: Texts generated at the end of the run, `samples.jsonl`.
         tensorboard: Event files, `tensorboard/`.
         wandb: The id of the run in Weights & Biases, `wandb.json`.
@@ -45,8 +45,8 @@ class RunDir:
 
     def last_checkpoint(self) -> int | None:
         """Returns the step of the newest complete checkpoint, damaged or not; None if there is none."""
-        there = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
-        return max((int(path.name) for path in there if path.name.isdecimal()), default=None)
+        paths = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        return max((int(path.name) for path in paths if path.name.isdecimal()), default=None)
 
     def resumes(self, output: OutputConfig) -> bool:
         """True if a run with these settings resumes from a checkpoint in this directory."""
@@ -58,7 +58,7 @@ class RunDir:
         Returns `config` unchanged if there is no checkpoint to resume from.
 
         Raises:
-            ConfigError: If the saved run has another model class. It is not imported.
+            ConfigError: If the saved run has another model class. The class is not imported.
         """
         if not (self.config.exists() and self.resumes(config.output)):
             return config
@@ -79,10 +79,10 @@ class RunDir:
             ConfigError: If the path is a file, is not a run directory, or holds another run that `resume` would continue.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise self._error("a file; name a directory")
+            raise self._error("must be a directory, not a file")
         if not self.config.exists():
             if self.path.is_dir() and any(path != self.lock_file for path in self.path.iterdir()):
-                raise self._error("not empty, and not a run directory (no config.json); name a new or empty one")
+                raise self._error("must be a new or empty directory, or a run directory; this one has files but no config.json")
             return
         if config.output.resume and not self._is_free() and (differing := self._differences(config, fingerprint)):
             advice = "use another `run_dir`, or `resume` off to start over and replace that run"
@@ -102,9 +102,18 @@ class RunDir:
         shutil.rmtree(self.tensorboard, ignore_errors=True)
 
     def add_sample(self, step: int, prompt: str, text: str) -> None:
-        """Adds a text generated after `step` steps. Texts of this step and later ones are dropped."""
-        kept = [sample for sample in self.read_samples() if sample["step"] < step]
-        lines = [json.dumps(sample) + "\n" for sample in (*kept, {"step": step, "prompt": prompt, "text": text})]
+        """Adds a generated text to samples.jsonl. Removes the texts of this step and of later steps.
+
+        Args:
+            step: Number of steps done.
+            prompt: The prompt.
+            text: The generated text.
+
+        Raises:
+            ConfigError: If the file cannot be written.
+        """
+        earlier = [sample for sample in self.read_samples() if sample["step"] < step]
+        lines = [json.dumps(sample) + "\n" for sample in (*earlier, {"step": step, "prompt": prompt, "text": text})]
         replace_text(self.samples, "".join(lines))
 
     def read_samples(self) -> list[dict[str, Any]]:
@@ -117,7 +126,16 @@ class RunDir:
         return samples
 
     def write(self, config: TrainConfig, corpus: dict[str, Any], versions: dict[str, str]) -> None:
-        """Writes config.json atomically: the fields of the configuration, "corpus" and "versions"."""
+        """Creates the directory and writes config.json atomically.
+
+        Args:
+            config: The configuration of the run.
+            corpus: Description of the data, the field "corpus" of the file.
+            versions: Versions of packages, the field "versions" of the file.
+
+        Raises:
+            ConfigError: If the directory or the file cannot be written.
+        """
         with os_errors("run_dir", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         replace_json(self.config, config.to_dict() | {"corpus": corpus, "versions": versions})
@@ -126,7 +144,7 @@ class RunDir:
         return ConfigError(f"`run_dir` is {self.path}: {wrong}", field="run_dir")
 
     def _is_free(self) -> bool:
-        """True if the run there stopped before its first checkpoint, so that another run may replace it."""
+        """True if the run stopped before its first checkpoint, so that another run may replace it."""
         return not self.has_checkpoint() and {"preset", "corpus", "versions"} <= self.fields().keys()
 
     def fields(self) -> dict[str, Any]:
@@ -147,37 +165,56 @@ class RunDir:
             field: Argument that named the directory, for errors.
             module: Model class that the caller named; empty if the caller named none.
 
+        Returns:
+            The configuration.
+
         Raises:
             ConfigError: If there is no run, or as `TrainConfig.from_dict`.
         """
         if not self.config.exists():
             must = "be a run directory, with a config.json and checkpoints/"
-            wrong = f"must {must}" if self.path.exists() else "no such directory"
-            raise ConfigError(f"`{field}` is {self.path}: {wrong}", field=field)
+            problem = f"must {must}" if self.path.exists() else "no such directory"
+            raise ConfigError(f"`{field}` is {self.path}: {problem}", field=field)
         fields = self.fields()
-        own = {name: value for name, value in fields.items() if name not in ("corpus", "versions")}
-        return TrainConfig.from_dict(own, module=module)
+        settings = {name: value for name, value in fields.items() if name not in ("corpus", "versions")}
+        return TrainConfig.from_dict(settings, module=module)
 
     def _differences(self, config: TrainConfig, fingerprint: str) -> list[str]:
         """Returns one text for each difference from the run in this directory."""
         # JSON turns tuples into lists, as in the file.
-        here, there = flatten(json.loads(json.dumps(config.to_dict()))), _flat_fields(self.fields(), config)
-        had = str(there.get("corpus.fingerprint"))[:12]
-        there = {name: value for name, value in there.items() if name.partition(".")[0] not in ("corpus", "versions")}
-        differing = _differences(here, there, self.last_checkpoint() or 0)
-        if fingerprint[:12] != had:
+        new, saved = flatten(json.loads(json.dumps(config.to_dict()))), _flat_fields(self.fields(), config)
+        saved_fingerprint = str(saved.get("corpus.fingerprint"))[:12]
+        saved = {name: value for name, value in saved.items() if name.partition(".")[0] not in ("corpus", "versions")}
+        differing = _differences(new, saved, self.last_checkpoint() or 0)
+        if fingerprint[:12] != saved_fingerprint:
             text = f"the text of `data` {' '.join(config.input.data)}"
-            differing.append(f"{text} has fingerprint {fingerprint[:12]} and had {had}")
+            differing.append(f"{text} has fingerprint {fingerprint[:12]} and had {saved_fingerprint}")
         return differing
 
 
 def replace_json(path: Path, fields: dict[str, Any]) -> None:
-    """Replaces a JSON file of the run directory, as `replace_text`."""
+    """Replaces a JSON file of the run directory atomically.
+
+    Args:
+        path: The file.
+        fields: The JSON object to write.
+
+    Raises:
+        ConfigError: If the file cannot be written.
+    """
     replace_text(path, json.dumps(fields, indent=2) + "\n")
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces a file of the run directory atomically. Raises ConfigError if it cannot be written."""
+    """Replaces a file of the run directory atomically.
+
+    Args:
+        path: The file.
+        text: Its new content.
+
+    Raises:
+        ConfigError: If the file cannot be written.
+    """
     scratch = path.with_name(path.name + ".tmp")
     with os_errors("run_dir", path):
         scratch.write_text(text)
@@ -190,7 +227,15 @@ def versions() -> dict[str, str]:
 
 
 def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens nested dictionaries to dotted names."""
+    """Flattens nested dictionaries to dotted names.
+
+    Args:
+        fields: A dictionary, perhaps with nested dictionaries.
+        prefix: Prefix of all names, for the recursion.
+
+    Returns:
+        One dictionary, for example `{"optimizer.beta1": 0.9}`.
+    """
     flat: dict[str, Any] = {}
     for name, value in fields.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -218,27 +263,33 @@ def _flat_fields(fields: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
 def _defaults(config: Any) -> dict[str, Any]:
     """Returns the constant defaults of a dataclass."""
     defaults = {field.name: field.default for field in dataclasses.fields(config) if field.default is not dataclasses.MISSING}
-    nested = {name: vars(own) for name, own in defaults.items() if dataclasses.is_dataclass(own)}
+    nested = {name: vars(value) for name, value in defaults.items() if dataclasses.is_dataclass(value)}
     return defaults | nested
 
 
 def differences(fields: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields, by dotted name, with a value that differs from `base`.
+    """Returns the fields that differ from other fields.
 
-    Leaves out default numbers of steps, because they follow from other fields.
+    Args:
+        fields: Fields of a configuration, perhaps nested.
+        base: The fields to compare with.
+
+    Returns:
+        The fields of `fields` with another value than in `base`, by dotted name. Leaves out default numbers of steps, because
+        they depend on other fields.
     """
-    here, base = flatten(fields), flatten(base)
-    here = {name: value for name, value in here.items() if not isinstance(value, DefaultSteps)}
-    return {name: value for name, value in here.items() if name not in base or base[name] != value}
+    flat, base = flatten(fields), flatten(base)
+    flat = {name: value for name, value in flat.items() if not isinstance(value, DefaultSteps)}
+    return {name: value for name, value in flat.items() if name not in base or base[name] != value}
 
 
 class Rule(NamedTuple):
     """States whether settings may change when a run is resumed.
 
     Attributes:
-        fields: Names of the settings, separated by spaces. The name of a nested configuration covers the fields without a rule
-            of their own.
-        may: `yes`; `no`; or `by extend`, which requires `optimizer.extend`.
+        fields: Names of the settings, separated by spaces. The name of a nested configuration applies to its fields without a
+            rule.
+        may: Whether they may change: `yes`, `no`, or `by extend` if `optimizer.extend` is set.
         why: The reason, for the table in the guide.
     """
 
@@ -274,7 +325,7 @@ def rule_of(name: str) -> Rule:
         name: The dotted name, for example `optimizer.beta1`.
 
     Returns:
-        The rule of the name, else of its first part. Unknown settings may not change.
+        The rule of the name, or of its first part. Unknown settings may not change.
     """
     return _BY_FIELD.get(name) or _BY_FIELD.get(name.partition(".")[0], Rule(name, "no", "unknown"))
 
@@ -295,7 +346,7 @@ def _resumed(config: TrainConfig, before: dict[str, Any]) -> TrainConfig:
     flags, saved_extend = config.optimizer, before.get("optimizer.extend", "no")
     saved_decay = before.get("optimizer.decay_steps", 0)
     if "steps" not in before:
-        return config  # `before` is not a run's configuration
+        return config  # the config.json is not from a run
     if config.steps == before["steps"]:
         if saved_extend == "no":
             return dataclasses.replace(config, optimizer=dataclasses.replace(flags, extend="no"))
@@ -315,48 +366,48 @@ def _resumed(config: TrainConfig, before: dict[str, Any]) -> TrainConfig:
     return dataclasses.replace(config, optimizer=optimizer)
 
 
-def _differences(here: dict[str, Any], before: dict[str, Any], done: int) -> list[str]:
+def _differences(new: dict[str, Any], before: dict[str, Any], done: int) -> list[str]:
     """Lists the settings that prevent a run from being resumed.
 
     Args:
-        here: The configuration that `_resumed` returned, flattened to dotted names.
+        new: The configuration that `_resumed` returned, flattened to dotted names.
         before: The saved configuration, flattened to dotted names.
         done: Number of steps already done.
 
     Returns:
         One text per setting, with its new and its saved value.
     """
-    names = [name for name in here | before if here.get(name) != before.get(name) and rule_of(name).may != "yes"]
-    if _is_extended(here, before, done):
-        return [_difference(name, here, before) for name in names if rule_of(name).may != "by extend"]
-    # The schedule follows from the steps. If those are refused, it is not reported as well.
+    names = [name for name in new | before if new.get(name) != before.get(name) and rule_of(name).may != "yes"]
+    if _is_extended(new, before, done):
+        return [_difference(name, new, before) for name in names if rule_of(name).may != "by extend"]
+    # The schedule depends on the number of steps. If that number is not allowed, only the number is reported.
     derived, reason = set(), ""
-    if here.get("steps") != before.get("steps"):
-        if here["steps"] < done:
+    if new.get("steps") != before.get("steps"):
+        if new["steps"] < done:
             reason = f" ({done} are done)"
-        elif here["steps"] < _warmup(before):
+        elif new["steps"] < _warmup(before):
             reason = f" (the warmup takes {_warmup(before)})"
-        elif here["optimizer.extend"] == "no":
+        elif new["optimizer.extend"] == "no":
             reason = " (set `optimizer.extend` to cosine or constant to choose the learning rate of the new steps)"
         if reason:
             derived |= {"optimizer.extend", "optimizer.decay_steps"}
-        if here["steps"] < _warmup(before):
+        if new["steps"] < _warmup(before):
             derived.add("optimizer.warmup_steps")
-    return [_difference(name, here, before) + reason * (name == "steps") for name in names if name not in derived]
+    return [_difference(name, new, before) + reason * (name == "steps") for name in names if name not in derived]
 
 
-def _difference(name: str, here: dict[str, Any], before: dict[str, Any]) -> str:
-    now, saved = ("empty" if (value := fields.get(name, "absent")) == "" else value for fields in (here, before))
+def _difference(name: str, new: dict[str, Any], before: dict[str, Any]) -> str:
+    now, saved = ("empty" if (value := fields.get(name, "absent")) == "" else value for fields in (new, before))
     return f"`{name}` is {now} and was {saved}"
 
 
-def _is_extended(here: dict[str, Any], before: dict[str, Any], done: int) -> bool:
+def _is_extended(new: dict[str, Any], before: dict[str, Any], done: int) -> bool:
     """True if the number of steps changes in a way that `_resumed` allows."""
     steps = before.get("steps")
     ends = {"cosine": 0, "constant": before.get("optimizer.decay_steps", 0) or steps}
-    has_schedule = ends.get(here["optimizer.extend"]) == here["optimizer.decay_steps"]
+    has_schedule = ends.get(new["optimizer.extend"]) == new["optimizer.decay_steps"]
     fewest = max(done, _warmup(before))
-    return has_schedule and steps is not None and here["steps"] != steps and here["steps"] >= fewest
+    return has_schedule and steps is not None and new["steps"] != steps and new["steps"] >= fewest
 
 
 def _warmup(before: dict[str, Any]) -> int:

@@ -48,14 +48,14 @@ class SavedRun:
         return functional_model(self.config)
 
     def read(self, name: str) -> np.ndarray:
-        """Returns the saved parameter of a name."""
+        """Returns a saved parameter on the host. Collective: every process must call it."""
         return self._reader.read(self._leaves[name])
 
     def place(self, **like: Tree) -> dict[str, Tree]:
         """Reads parts of the state with other dtypes and shardings. Collective: every process must call it.
 
         Args:
-            like: `params`, `carried`, `observed` or `opt_state` as shapes with the dtypes and shardings to use.
+            **like: `params`, `carried`, `observed` or `opt_state`, as shapes with the requested dtypes and shardings.
 
         Returns:
             The parts by name.

@@ -1,4 +1,4 @@
-"""From a configuration to the functions of a run: the model, its strategy and its training step."""
+"""Builds the functions of a run from its configuration: the model, its strategy and its training step."""
 
 import contextlib
 import inspect
@@ -37,7 +37,7 @@ from jgraph.xla.options import OptionValue
 Tree: TypeAlias = Any
 
 
-# Compared by identity: two setups are different programs, and functions bound to one are static arguments of a jit.
+# eq=False: setups are compared by identity, because methods of a setup are static arguments of jitted functions.
 @dataclass(frozen=True, eq=False)
 class TrainSetup:
     """A model and its training step, without arrays. Made by `TrainSetup.of`.
@@ -58,6 +58,9 @@ class TrainSetup:
 
         Args:
             config: The configuration of the run.
+
+        Returns:
+            The setup.
 
         Raises:
             ConfigError: If the model cannot be built, there are too few devices, or the model has no pipeline.
@@ -97,21 +100,21 @@ class TrainSetup:
     def compile_step(self) -> CompiledStep:
         """Compiles the step. Raises as `TrainStep.compile`."""
         with _errors_by_flag(self.config):
-            how = self.config.compile
-            return self.step.compile(self.batch(), graph=how.graph, xla_options=how.xla_options)
+            compile_config = self.config.compile
+            return self.step.compile(self.batch(), graph=compile_config.graph, xla_options=compile_config.xla_options)
 
     def options(self, platform: str) -> dict[str, OptionValue]:
-        """Returns all options with which the step is compiled on a platform."""
+        """Returns all XLA options of the step on a platform, `cpu` or `gpu`."""
         return self.step.options(platform, graph=self.config.compile.graph, xla_options=self.config.compile.xla_options)
 
     def compile_init(self) -> Callable[[], TrainState]:
-        """Starts to compile the program that makes the first state, in a thread.
+        """Compiles the program that makes the initial state, in another thread.
 
         Returns:
-            A function that waits for the program and runs it.
+            A function that waits for the program, runs it and returns the state.
         """
         lowered = self.step.lower_init(self.model.init)
-        # It runs once, and random numbers make much code: 27 s to compile for GPT 1.3B on an H200, 14 s unoptimized.
+        # Not optimized, because it runs once: for GPT 1.3B on an H200 it compiles in 27 s, without optimizations in 14 s.
         options: Any = {"xla_backend_optimization_level": 0} if jax.default_backend() == "gpu" else {}
         thread = ThreadPoolExecutor(1)
         compiling = thread.submit(lowered.compile, options)
@@ -127,14 +130,17 @@ class TrainSetup:
         return self.model.new_state(jax.tree.map(lambda leaf: leaf.sharding, self.step.canonical.shapes().carried))
 
     def inference_state(self, params: Tree, carried: Tree) -> TrainState:
-        """Returns a state without optimizer state.
+        """Makes a state without optimizer state.
 
         Args:
             params: Parameters in the model's own tree.
             carried: The model's carried state.
+
+        Returns:
+            The state, with parameters in the layout of the step and counters of 0.
         """
-        where, zero = None if self.step.mesh is None else self.step.shardings.params, jnp.zeros((), jnp.int32)
-        return TrainState(zero, zero, in_turn(jax.jit(self.step.bound.pack, out_shardings=where)(params)), (), carried)
+        shardings, zero = None if self.step.mesh is None else self.step.shardings.params, jnp.zeros((), jnp.int32)
+        return TrainState(zero, zero, in_turn(jax.jit(self.step.bound.pack, out_shardings=shardings)(params)), (), carried)
 
 
 def functional_model(config: TrainConfig) -> FunctionalModel:
@@ -161,7 +167,16 @@ def functional_model(config: TrainConfig) -> FunctionalModel:
 
 
 def batch_shapes(batch: InputConfig, *lead: int) -> Tree:
-    """Returns the shapes of token rows with the leading dimensions `lead`."""
+    """Returns the shapes of a batch.
+
+    Args:
+        batch: The batch configuration.
+        *lead: Leading dimensions, for example B, or M and B/M.
+
+    Returns:
+        A `jax.ShapeDtypeStruct` of int32 tokens [*lead, T + 1]. If documents are separate, a dict that also has `starts`, int32
+        [*lead, T], and `weights`, float32 [*lead, T].
+    """
     T = batch.seq_len
     kinds = {"tokens": (T + 1, jnp.int32), "starts": (T, jnp.int32), "weights": (T, jnp.float32)}
     shapes = {name: jax.ShapeDtypeStruct((*lead, n), dtype) for name, (n, dtype) in kinds.items()}
@@ -207,7 +222,7 @@ def _mesh(parallel: ParallelConfig, *, is_pipeline: bool, is_sharded: bool) -> M
     devices = devices_of_ranks(ranks, flags=flags or "a pipeline")
     if len(devices) == 1 and not needs_mesh:
         return None
-    # The last axis has the most traffic, so its devices are neighbours.
+    # The last mesh axis has the most traffic, so its devices are neighbors.
     axes = {Axis.DATA.value: parallel.data_ranks // parallel.shards}
     if is_pipeline:
         axes[Axis.PIPE.value] = parallel.pp
@@ -258,11 +273,11 @@ def _pipeline_model(config: TrainConfig) -> PipelineModel:
     if make is None:
         message = f"must be 1 for {config.module}, which has no pipeline_model(config, ranks)"
         raise ConfigError(f"`pp` is {pp}: {message}", field="pp")
-    pieces = make(config.model, pp)
-    if config.input.data_documents == "separate" and pieces.context is None:
-        message = f"must be joined for {config.module}, whose pipeline_model has no context for its layers"
+    pipeline = make(config.model, pp)
+    if config.input.data_documents == "separate" and pipeline.context is None:
+        message = f"must be joined for {config.module}: its pipeline_model passes no context to the layers"
         raise ConfigError(f"`data_documents` is separate: {message}", field="data_documents")
-    return pieces
+    return pipeline
 
 
 def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: PipelineModel) -> Pipelined:

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 
 class StopRequest:
-    """Records SIGTERM and SIGINT. A context manager that restores the previous handlers.
+    """Records SIGTERM and SIGINT. A context manager that restores the previous signal handlers.
 
     Does nothing outside the main thread, because Python delivers signals only there.
 
@@ -30,7 +30,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # A second Ctrl-C does not wait for the checkpoint.
+        # The second Ctrl-C ends the run at once, without a checkpoint.
         if self.name and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.name = self.name or signal.Signals(number).name

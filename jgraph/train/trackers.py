@@ -15,16 +15,18 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 class Tracker(Protocol):
     """Receives the entries of metrics.jsonl."""
 
-    def add(self, entry: dict[str, Any]) -> None: ...
+    def add(self, entry: dict[str, Any]) -> None:
+        """Receives an entry: its "step", numbers, and None for unknown numbers."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Writes everything and releases files and connections."""
 
 
 def check_installed(names: Sequence[str]) -> None:
     """Raises ConfigError if the package of a tracker is not installed."""
     for name in names:
         if importlib.util.find_spec(_PACKAGES[name]) is None:
-            wrong = f"needs the package {_PACKAGES[name]}; install it, e.g. by pip install 'jgraph[{name}]'"
+            wrong = f"needs the package {_PACKAGES[name]}; install it, e.g. with pip install 'jgraph[{name}]'"
             raise ConfigError(f"`log` is {name}: {wrong}", field="log")
 
 
@@ -32,9 +34,12 @@ def start(names: Sequence[str], run_dir: RunDir, done: int) -> list[Tracker]:
     """Starts the trackers of a run.
 
     Args:
-        names: The trackers.
+        names: Any of `tensorboard` and `wandb`.
         run_dir: The run directory.
         done: Number of steps already done. Entries of later steps are replaced where the tracker supports it.
+
+    Returns:
+        The trackers, without duplicates.
 
     Raises:
         ConfigError: If a tracker cannot start.
@@ -55,18 +60,20 @@ class TensorBoard:
             self._writer = SummaryWriter(str(self._directory), purge_step=done + 1, filename_suffix=f".{done}")
 
     def add(self, entry: dict[str, Any]) -> None:
+        """Writes one scalar per number and flushes the file."""
         with os_errors("run_dir", self._directory):
             for name, value in _numbers(entry).items():
                 self._writer.add_scalar(name, value, entry["step"])
             self._writer.flush()
 
     def close(self) -> None:
+        """Closes the event file."""
         with os_errors("run_dir", self._directory):
             self._writer.close()
 
 
 class Wandb:
-    """Logs to Weights & Biases. Stores the id in `wandb.json`, so that a resumed run continues the same one there.
+    """Logs to Weights & Biases. Stores the id in `wandb.json`, so that a resumed run continues the same W&B run.
 
     Entries of steps after `done` are logged again, because Weights & Biases cannot remove entries.
     """
@@ -83,16 +90,18 @@ class Wandb:
                 config=run_dir.fields(),
             )
         except wandb.Error as e:
-            raise ConfigError(f"`log` is wandb: it cannot start ({e})", field="log") from e
-        # Its own step counter cannot go back.
+            raise ConfigError(f"`log` is wandb: Weights & Biases cannot start ({e})", field="log") from e
+        # A metric instead of the step counter of W&B, which cannot go back when a run is resumed.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         replace_json(run_dir.wandb, {"id": self._run.id})
 
     def add(self, entry: dict[str, Any]) -> None:
+        """Logs the numbers of an entry in one call."""
         self._run.log({"step": entry["step"], **_numbers(entry)})
 
     def close(self) -> None:
+        """Uploads the remaining entries and finishes the run."""
         self._run.finish()
 
 

@@ -31,17 +31,35 @@ _TEMPERATURE = 0.8
 
 
 def loss(setup: TrainSetup, state: TrainState, batch: Tree) -> Array:
-    """Returns the mean next-token loss of a state in evaluation mode, in nats."""
+    """Computes the mean next-token loss of a state in evaluation mode.
+
+    Args:
+        setup: The setup of the run.
+        state: The state, in the layout of the step.
+        batch: Rows of tokens, as in `batch_shapes`.
+
+    Returns:
+        The loss in nats per token, a scalar.
+    """
     return setup.model.evaluate("loss", setup.step.bound.unpack(state.params), state.carried, batch)
 
 
 def logits(setup: TrainSetup, state: TrainState, tokens_BT: Array) -> Array:
-    """Returns the logits (B, T, V) of a state in evaluation mode."""
+    """Computes the logits of a state in evaluation mode.
+
+    Args:
+        setup: The setup of the run.
+        state: The state, in the layout of the step.
+        tokens_BT: int32 token ids.
+
+    Returns:
+        Logits [B, T, V].
+    """
     return setup.model.evaluate("logits", setup.step.bound.unpack(state.params), state.carried, tokens_BT)
 
 
 def flops_per_step(setup: TrainSetup) -> float:
-    """Returns the FLOPs of a step: the model's own count, or three times those of the matmuls of its loss."""
+    """Returns the FLOPs of a step: from the `flops` method of the model, or three times the matmul FLOPs of its loss."""
     batch = setup.config.input
     if (count := getattr(setup.config.model, "flops", None)) is not None:
         return count(batch.batch_size, batch.seq_len)
@@ -51,8 +69,8 @@ def flops_per_step(setup: TrainSetup) -> float:
 def check_loss(setup: TrainSetup) -> None:
     """Traces the loss of the model. Raises ConfigError if it fails or is not a scalar."""
     batch = setup.config.input
-    taken = "tokens_BS" if batch.data_documents == "joined" else "{'tokens', 'starts', 'weights'}"
-    _trace(setup, loss, f"have loss({taken}), a scalar of floats", batch_shapes(batch, batch.microbatch_size), ())
+    argument = "tokens_BS" if batch.data_documents == "joined" else "{'tokens', 'starts', 'weights'}"
+    _trace(setup, loss, f"have loss({argument}), a floating scalar", batch_shapes(batch, batch.microbatch_size), ())
 
 
 def sampling_problem(setup: TrainSetup) -> str:
@@ -60,7 +78,7 @@ def sampling_problem(setup: TrainSetup) -> str:
     length = setup.config.input.seq_len
     try:
         tokens_BT = jax.ShapeDtypeStruct((1, length), jnp.int32)
-        _trace(setup, logits, "have logits(tokens_BT), floats (B, T, V)", tokens_BT, (1, length, ...))
+        _trace(setup, logits, "have logits(tokens_BT), floating [B, T, V]", tokens_BT, (1, length, ...))
     except JgraphError as e:
         return str(e)
     return ""
@@ -72,9 +90,9 @@ def _trace(setup: TrainSetup, function: Callable[..., Array], must: str, batch: 
     with model_errors(module, must):
         out = jax.eval_shape(partial(function, setup), setup.step.state, batch)
         found, dtype = tuple(out.shape), out.dtype  # fails if it is not an array
-    fits = len(found) == len(shape) and all(size in (..., own) for size, own in zip(shape, found, strict=True))
+    fits = len(found) == len(shape) and all(expected in (..., size) for expected, size in zip(shape, found, strict=True))
     if not (fits and jnp.issubdtype(dtype, jnp.floating)):
-        raise ConfigError(f"`module` is {module}: must {must}; it gives {dtype}{list(found)}", field="module")
+        raise ConfigError(f"`module` is {module}: must {must}; it returns {dtype}{list(found)}", field="module")
 
 
 def place_whole(setup: TrainSetup, batch: Tree) -> Tree:
@@ -99,7 +117,16 @@ def place_whole(setup: TrainSetup, batch: Tree) -> Tree:
 
 
 def heldout(config: TrainConfig, corpus: Corpus) -> list[Batch]:
-    """Returns the held-out batches of an evaluation, split into microbatches to limit memory."""
+    """Returns the held-out batches of an evaluation.
+
+    Args:
+        config: The configuration of the run.
+        corpus: The data.
+
+    Returns:
+        At most `eval_batches` x `num_microbatches` batches of the size of a microbatch, which limits the memory. As
+        `heldout_batches` returns them.
+    """
     return heldout_batches(
         corpus.heldout_sources,
         batch_size=config.input.microbatch_size,
@@ -116,6 +143,9 @@ def evaluator(setup: TrainSetup, batches: list[Batch], watchdog: Watchdog) -> Ca
         setup: The setup of the run.
         batches: The batches.
         watchdog: Watches the devices.
+
+    Returns:
+        A function that returns the loss in nats per token. It compiles at the first call.
     """
     jitted, compiled = jax.jit(partial(loss, setup)), None
 
@@ -126,9 +156,9 @@ def evaluator(setup: TrainSetup, batches: list[Batch], watchdog: Watchdog) -> Ca
             placed = place_whole(setup, batch)
             # Compiled outside the watchdog, because no device is waited for.
             compiled = compiled or jitted.lower(state, placed).compile()
-            with watchdog.over(lambda: "an evaluation", compiled):
+            with watchdog.over(lambda: "the evaluation", compiled):
                 losses.append(in_turn(compiled(state, placed)))
-        watchdog.wait(lambda: "an evaluation", losses, compiled)
+        watchdog.wait(lambda: "the evaluation", losses, compiled)
         # The mean over tokens, because all batches have the same number of tokens or weights that sum to it.
         return float(np.mean(jax.device_get(losses)))
 
@@ -137,27 +167,36 @@ def evaluator(setup: TrainSetup, batches: list[Batch], watchdog: Watchdog) -> Ca
 
 def decoder(setup: TrainSetup) -> Decoder:
     """Returns the decoder that generates text from a state, on all devices of the step."""
-    own = setup.model.decoder
-    if own is None:
+    cached = setup.model.decoder
+    if cached is None:
         return windowed(lambda weights, tokens_BT: logits(setup, weights[0], tokens_BT))
 
     def prepare(state: TrainState) -> Tree:
-        return own.prepare(setup.step.bound.unpack(state.params), state.carried)
+        return cached.prepare(setup.step.bound.unpack(state.params), state.carried)
 
     if setup.step.num_devices == 1:
-        return replace(own, prepare=lambda state, _: prepare(state))
+        return replace(cached, prepare=lambda state, _: prepare(state))
     # Sharded parameters are gathered where they are used, so that no device holds all of them.
     return Decoder(
         lambda state, _: state,
-        lambda state, *args, **sizes: own.prefill(prepare(state), *args, **sizes),
-        lambda state, *args: own.decode(prepare(state), *args),
+        lambda state, *args, **sizes: cached.prefill(prepare(state), *args, **sizes),
+        lambda state, *args: cached.decode(prepare(state), *args),
     )
 
 
 def sample(setup: TrainSetup, state: TrainState, corpus: Corpus) -> tuple[str, str]:
-    """Returns a held-out prompt and a continuation of `sample_tokens` tokens."""
+    """Generates the sample text at the end of a run.
+
+    Args:
+        setup: The setup of the run.
+        state: The final state.
+        corpus: The data. The prompt is the first held-out tokens.
+
+    Returns:
+        The prompt and a continuation of `sample_tokens` tokens, as text.
+    """
     length = setup.config.input.seq_len
     prompt = np.asarray(corpus.heldout[: min(_PROMPT_TOKENS, length)]).astype(np.int32)
-    how = {"max_tokens": setup.config.monitor.sample_tokens, "temperature": _TEMPERATURE, "key": setup.config.seed}
-    (tokens,) = generate(decoder(setup), state, [prompt], **how, window=length)
+    options = {"max_tokens": setup.config.monitor.sample_tokens, "temperature": _TEMPERATURE, "key": setup.config.seed}
+    (tokens,) = generate(decoder(setup), state, [prompt], **options, window=length)
     return corpus.decode(prompt), corpus.decode(tokens)

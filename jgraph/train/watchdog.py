@@ -1,4 +1,4 @@
-"""Ends a run if its devices hang, with one line about the likely cause.
+"""Ends a run if its devices hang, with an error message of one line about the likely cause.
 
 A thread that waits for a hung device in the runtime cannot be interrupted. Another thread therefore counts the time of every
 wait. Compiling, reading data and writing files do not count.
@@ -17,14 +17,14 @@ from jgraph.xla.hlo import HloModule
 
 T = TypeVar("T")
 
-_TICKS = 20  # fewest ticks of a time limit
+_TICKS = 20  # at least this many ticks per time limit
 
 
 class Wait(NamedTuple):
     """A wait for the devices.
 
     Attributes:
-        about: Returns a description such as `step 12`.
+        about: Returns a name for the error message, such as `step 12`.
         program: The compiled program, or None if it is unknown.
     """
 
@@ -39,7 +39,7 @@ class Watchdog:
 
     Args:
         seconds: The time limit; 0 for none.
-        hung: Called once, with the wait. The wait may never end.
+        hung: Called once, with the wait that took too long. That wait may never end.
     """
 
     def __init__(self, seconds: float, hung: Callable[[Wait], object]):
@@ -57,7 +57,12 @@ class Watchdog:
 
     @contextlib.contextmanager
     def over(self, about: Callable[[], str], program: Any = None) -> Iterator[None]:
-        """Watches its block, which dispatches a program or waits for one. The arguments are those of `Wait`."""
+        """Watches a block that dispatches a program or waits for one.
+
+        Args:
+            about: As in `Wait`.
+            program: As in `Wait`.
+        """
         self._wait = Wait(about, program)
         try:
             yield
@@ -65,7 +70,7 @@ class Watchdog:
             self._wait = None
 
     def wait(self, about: Callable[[], str], arrays: T, program: Any = None) -> T:
-        """Waits for arrays one by one, so that each finished one is progress.
+        """Waits for arrays one by one. The time limit applies to each array.
 
         Args:
             about: As in `Wait`.
@@ -92,36 +97,37 @@ class Watchdog:
 
 
 def hang_message(wait: Wait, config: TrainConfig, run_dir: RunDir) -> str:
-    """Describes a hang in one line: the unfinished program, its collectives, the last checkpoint, and the next command.
+    """Returns the error message for a hang: the unfinished program, its collectives, and how to resume.
 
     Args:
         wait: The wait that took too long.
         config: The configuration of the run.
         run_dir: The directory of the run.
+
+    Returns:
+        One line.
     """
     suspects, captured = "", False
     with contextlib.suppress(Exception):  # the text of the program may be unavailable
         suspects, captured = _suspects(wait.program)
-    who = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
-    parts = [
-        f"{who}{wait.about()}: handed over and not done after {config.monitor.hang_seconds:g} s, so the devices hang{suspects}"
-    ]
-    again = f"the same command{'' if config.output.resume else ', without `resume` off,'}"
+    process = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
+    parts = [f"{process}{wait.about()} did not finish within {config.monitor.hang_seconds:g} s: the devices hang{suspects}"]
+    again = f"run the same command again{'' if config.output.resume else ', without `resume` off,'}"
     if (saved := run_dir.last_checkpoint()) is None:
-        parts.append(f"there is no whole checkpoint: {again} starts from the beginning")
+        parts.append(f"there is no complete checkpoint: {again} to start from the beginning")
     else:
-        parts.append(f"the last whole checkpoint is {run_dir.checkpoints / str(saved)}: {again} goes on from there")
+        parts.append(f"{again} to resume from the last complete checkpoint, {run_dir.checkpoints / str(saved)}")
     if captured:
-        parts.append("`graph` auto leaves collectives outside command buffers")
-    return "; ".join([*parts, "if it may take that long, give more `hang_seconds`"])
+        parts.append("`graph` auto keeps collectives outside command buffers")
+    return "; ".join([*parts, "if a program may take this long, raise `hang_seconds`"])
 
 
 def _suspects(program: Any) -> tuple[str, bool]:
-    """Describes the collectives of a compiled program, and returns True if command buffers contain them."""
+    """Describes the collectives of a compiled program for the error message. Also returns True if they are captured."""
     found = HloModule(program.as_text()).collectives if program else {}
     if not found:
         return "", False
     kinds = ", ".join(f"{count} {kind}{f' over {groups}' if groups else ''}" for (kind, groups), count in found.items())
     capture = getattr(program, "capture", None)
-    where = "" if capture is None else f" {'in' if capture.holds_collectives else 'out'}side command buffers"
-    return f", perhaps in one of its collectives{where}: {kinds}", capture is not None and capture.holds_collectives
+    location = "" if capture is None else f" {'in' if capture.holds_collectives else 'out'}side command buffers"
+    return f", perhaps in one of its collectives{location}: {kinds}", capture is not None and capture.holds_collectives

@@ -27,20 +27,44 @@ def fields(data: bytes) -> Fields:
 
 
 def submessages(message: Fields, number: int) -> Iterator[Fields]:
-    """Yields the messages in the repeated field `number`."""
+    """Yields the messages in a repeated field.
+
+    Args:
+        message: The parsed message.
+        number: Number of the field.
+
+    Yields:
+        The parsed fields of each message.
+    """
     for found, value in message:
         if found == number and isinstance(value, bytes):
             yield fields(value)
 
 
 def text(message: Fields, number: int) -> str:
-    """Returns the string in field `number`. Empty if absent."""
+    """Reads a string field.
+
+    Args:
+        message: The parsed message.
+        number: Number of the field.
+
+    Returns:
+        The string. Empty if the field is absent.
+    """
     value = dict(message).get(number, b"")
     return value.decode() if isinstance(value, bytes) else ""
 
 
 def integer(message: Fields, number: int) -> int | None:
-    """Returns the integer in field `number`. None if absent."""
+    """Reads an integer field.
+
+    Args:
+        message: The parsed message.
+        number: Number of the field.
+
+    Returns:
+        The integer. None if the field is absent.
+    """
     value = dict(message).get(number)
     return value if isinstance(value, int) else None
 

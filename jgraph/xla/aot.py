@@ -48,6 +48,9 @@ def devices(count: int = 1, *, gpu: str = "h200", directory: Path | None = None)
         gpu: One of `GPUS`.
         directory: Where the plugin is installed. Default: the environment or the cache.
 
+    Returns:
+        The devices, for meshes and shardings. They cannot hold arrays.
+
     Raises:
         TargetError: If there is no description of the GPU, the plugin is not installed, or it does not match this jaxlib.
     """
@@ -55,9 +58,9 @@ def devices(count: int = 1, *, gpu: str = "h200", directory: Path | None = None)
         raise TargetError(f"no GPU is described as {gpu!r}: take one of {', '.join(GPUS)}", field="gpu")
     library = find_library(directory)
     if library is None:
-        where = directory or cache_directory()
+        place = directory or cache_directory()
         raise TargetError(
-            f"no CUDA plugin for jaxlib {version()} in the environment or in {where}; run python -m jgraph.aot install"
+            f"no CUDA plugin for jaxlib {version()} in the environment or in {place}; run python -m jgraph.aot install"
         )
     return list(_compile_only_devices(str(library), gpu, count))
 
@@ -90,12 +93,18 @@ def compile_for(
 
 
 def placed(args: PyTree, *, gpu: str = "h200") -> PyTree:
-    """Returns the shapes of arguments, placed on an absent GPU. Raises TargetError as `devices` does.
+    """Places the shapes of arguments on an absent GPU.
 
     Args:
         args: Pytrees of arrays, numbers or `jax.ShapeDtypeStruct`. Only shapes and dtypes are used. A ShapeDtypeStruct with a
             sharding keeps it. Everything else is placed on the first device.
         gpu: One of `GPUS`.
+
+    Returns:
+        Trees of `jax.ShapeDtypeStruct` with shardings.
+
+    Raises:
+        TargetError: As `devices`.
     """
     sharding = jax.sharding.SingleDeviceSharding(devices(gpu=gpu)[0])
 
@@ -111,7 +120,19 @@ def placed(args: PyTree, *, gpu: str = "h200") -> PyTree:
 def compile_lowered(
     lowered: jax.stages.Lowered, compiler_options: Mapping[str, OptionValue]
 ) -> tuple[jax.stages.Compiled, CaptureReport]:
-    """Compiles a program that was lowered for `placed` arguments. Returns and raises the same as `compile_for`."""
+    """Compiles a program that was lowered for `placed` arguments.
+
+    Args:
+        lowered: The program.
+        compiler_options: XLA options, from `jgraph.xla.compiler_options`.
+
+    Returns:
+        The compiled program and its capture report.
+
+    Raises:
+        CompilerOptionError: If XLA refuses an option.
+        TargetError: If compiling the program needs a GPU, or XLA writes no dump.
+    """
     with _needs_no_gpu(), for_elsewhere():
         compiled, report = compile_and_report(lowered, compiler_options, platform="gpu")
     if report is None:
@@ -123,7 +144,7 @@ def compile_lowered(
 def lowering_for(gpu: str) -> Iterator[None]:
     """Traces and lowers for an absent GPU. Put it around `.trace(...)` and `.lower(...)` with `placed` arguments.
 
-    A Pallas kernel is chosen by the abstract device of the current mesh, so this sets that device and keeps the axes of the
+    The abstract device of the current mesh selects the Pallas kernels. This context sets that device and keeps the axes of the
     mesh.
 
     Raises:
@@ -138,7 +159,7 @@ def lowering_for(gpu: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _needs_no_gpu() -> Iterator[None]:
-    """Converts errors from programs that only a GPU's own software can lower or compile into a TargetError."""
+    """Converts errors of programs that cannot be lowered or compiled without a GPU into a TargetError."""
     try:
         yield
     except RuntimeError as e:
@@ -195,7 +216,7 @@ def install(directory: Path | None = None) -> Path:
     if library := find_library(final):
         return library
     raise TargetError(
-        f"`directory` {final} holds something else than the plugin: choose another, or empty it", field="directory"
+        f"`directory` is {final}, which has other files than the plugin: must be empty or absent", field="directory"
     )
 
 

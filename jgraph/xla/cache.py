@@ -1,7 +1,7 @@
 """Keeps compiled programs on disk, so that the next process does not compile them again.
 
-JAX stores the executables. This module stores the capture report of each one, which XLA writes only while it compiles. The dump
-directory of XLA is no part of JAX's cache key, so every compilation can use a new one.
+JAX stores the executables. This module stores the capture report of each executable, because XLA dumps the thunks only when it
+compiles. The dump directory is not part of JAX's cache key, so every compilation can use a new directory.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 @dataclass
 class Compiles:
-    """Programs that JAX compiled.
+    """Counts of the programs that JAX compiled or loaded. `str` formats them for the log.
 
     Attributes:
-        programs: The number of programs.
+        programs: The number of programs, including loaded ones.
         hits: The number of programs loaded from the compilation cache.
-        seconds: Compile time, summed over threads.
+        seconds: Time to compile and load them, summed over threads.
     """
 
     programs: int = 0
@@ -42,8 +42,8 @@ class Compiles:
 
     def __str__(self) -> str:
         return (
-            f"compiled {self.programs} XLA programs in {self.seconds:.1f} s (summed over threads), "
-            f"{self.hits} of them loaded from the compile cache"
+            f"jitted programs: {self.programs - self.hits} compiled and {self.hits} loaded from the compile cache "
+            f"in {self.seconds:.1f} s (sum over threads)"
         )
 
 
@@ -81,12 +81,16 @@ def enable(directory: Path | None = None, *, field: str = "directory") -> str:
 
 @contextlib.contextmanager
 def watch() -> Iterator[Compiles]:
-    """Counts the programs that JAX compiles inside the block, on all threads.
+    """Counts the programs that JAX compiles or loads inside the block, on all threads.
 
-    >>> with watch() as compiles:
-    ...     compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
-    >>> compiles.programs
-    1
+    Yields:
+        The counts, which change during the block.
+
+    Examples:
+        >>> with watch() as compiles:
+        ...     compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
+        >>> compiles.programs
+        1
     """
     found, lock = Compiles(), threading.Lock()
 
@@ -114,14 +118,17 @@ def for_elsewhere() -> Iterator[None]:
 
 
 def report_file(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, options: Mapping[str, object]) -> Path | None:
-    """Returns the path of a program's capture report, whether it exists or not. None without a local cache.
+    """Returns the path of a program's capture report in the cache.
 
-    The name hashes the inputs of JAX's own key: the program without source lines, options except dumps, versions and devices.
+    The name is a hash of the inputs of JAX's own key: the program without source lines, options, versions and devices.
 
     Args:
         lowered: The program before compilation.
         compiled: The program.
         options: XLA options without those for dumps.
+
+    Returns:
+        The path, which need not exist. None without a cache on a local disk.
     """
     directory = _CONFIG.jax_compilation_cache_dir
     shardings = jax.tree.leaves((compiled.output_shardings, compiled.input_shardings))

@@ -1,4 +1,4 @@
-"""Reports the thunks that XLA captured in command buffers, and why it left others outside.
+"""Reports the thunks that XLA captured in command buffers, and why others were not captured.
 
 XLA builds command buffers from thunks, the steps of an executable, after the last HLO pass, so the compiled text does not show
 them. XLA dumps the thunk sequence before and after into the directory `xla_dump_to`. This module reads that dump.
@@ -36,7 +36,7 @@ _KINDS_OF_COMMAND = {
     "Recv Send",
 }
 _COMMAND_OF_KIND = {kind: command for command, kinds in _KINDS_OF_COMMAND.items() for kind in kinds.split()}
-# Thunks that join or group others and run no work on the device. XLA records them if it records their contents.
+# Thunks that join or group other thunks and run nothing on the device. XLA records them if it records their contents.
 _BOOKKEEPING = {"AsyncStart", "AsyncDone", "Sequential", "WaitForStreams"}
 _SEPARATE = "put it first or last in the program, or in a program of its own, so that the rest stays in one piece"
 _FFT = "write a short transform as a matmul, or put it first or last in the program"
@@ -69,7 +69,7 @@ class Outside:
         count: The number of thunks. A thunk in a loop counts once.
         reason: Why they were not captured.
         remedy: How to capture them: arguments of `compiler_options`, XLA options, or a change of the program.
-        ops: Their distinct operations, in order. For thunks inside a loop or branch, the loop or branch.
+        ops: Their distinct operations, in order. For thunks inside a loop or branch: the loop or branch.
     """
 
     kind: str
@@ -94,9 +94,9 @@ class CaptureReport:
 
     Attributes:
         command_buffers: The number of command buffers.
-        captured: The number of thunks inside them.
+        captured: The number of thunks inside command buffers.
         total: The number of thunks.
-        outside: The thunks outside of command buffers, by kind and reason.
+        outside: The thunks outside command buffers, by kind and reason.
     """
 
     command_buffers: int
@@ -106,7 +106,7 @@ class CaptureReport:
 
     @property
     def holds_collectives(self) -> bool:
-        """True if there are command buffers and no collective is outside of them."""
+        """True if there are command buffers and no collective is outside them."""
         collective = (_COMMAND_OF_KIND.get(outside.kind, "").startswith("COLLECTIVES") for outside in self.outside)
         return self.command_buffers > 0 and not any(collective)
 
@@ -221,6 +221,9 @@ def report_of(thunks: str, config: str, ops: Mapping[_ThunkKey, Op]) -> CaptureR
         thunks: XLA's `thunk_sequence_after_thunk_passes.txt`, or `thunk_sequence.txt` if the former does not exist.
         config: XLA's `config.pbtxt` of the same module, with the commands that it may capture.
         ops: The known operations of the thunks.
+
+    Returns:
+        The report.
     """
     size = re.search(r"^\s*xla_gpu_graph_min_graph_size: (\d+)", config, re.MULTILINE)
     rules = _Rules(
@@ -312,14 +315,14 @@ def _walk(thunks: Sequence[_Thunk]) -> Iterator[_Thunk]:
 
 @dataclass(frozen=True)
 class _Rules:
-    """XLA's rules for capture that matter to users."""
+    """The rules by which XLA captures thunks, as far as they matter to users."""
 
     commands: frozenset[str]
     min_size: int
     unrolls: bool
 
     def outside(self, blocks: list[list[_Thunk]], around: tuple[_Thunk, _Why] | None = None) -> Iterator[tuple[_Thunk, _Why]]:
-        """Yields every leaf outside of command buffers and why, or `around` if the enclosing loop prevents its capture."""
+        """Yields every leaf outside command buffers with the reason. If an enclosing loop is the reason, yields `around`."""
         remedy = "`xla_options` xla_gpu_graph_min_graph_size=1, or `graph` full"
         too_few = _Why(f"fewer than {self.min_size} in a row", remedy)
         for block in blocks:

@@ -59,7 +59,7 @@ def check_identity(compiled: jax.stages.Compiled, state: PyTree) -> None:
         state: A pytree with the structure of the state. Only its structure is used, so leaves may be shapes.
 
     Raises:
-        DonationError: If a leaf gets a new buffer, or the buffer of another leaf, so that each call swaps them.
+        DonationError: If a leaf is written to a new buffer, or to the buffer of another leaf, so that each call swaps buffers.
     """
     names = [jax.tree_util.keystr(path) or "the state" for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     aliases = alias_map(compiled)
@@ -87,6 +87,9 @@ def donations(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, names:
         lowered: The program before compilation, with or without `keep_unused=True`.
         compiled: The program.
         names: The paths of all argument leaves, donated or not.
+
+    Returns:
+        A `Donation` for every donated leaf.
     """
     infos = jax.tree.leaves(lowered.args_info)
     outputs = jax.tree_util.tree_flatten_with_path(lowered.out_info)[0]

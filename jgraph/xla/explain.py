@@ -19,9 +19,9 @@ from jgraph.xla.hlo import HloModule, Instruction
 from jgraph.xla.options import OptionValue
 
 _MOST_SHOWN = 8
-_HOW = (
+_GRAPH_NOTE = (
     "`graph` full is compiler_options=jgraph.xla.compiler_options('full', platform='gpu'); "
-    "`xla_options` name=value are further entries of it"
+    "`xla_options` name=value are more entries of this dictionary"
 )
 
 
@@ -136,7 +136,7 @@ class Explanation:
         if self.fp8.products:
             lines.append(str(self.fp8))
         if self.capture is not None and any("`graph` full" in o.remedy for o in self.capture.outside):
-            lines.append(f"note: {_HOW}")
+            lines.append(f"note: {_GRAPH_NOTE}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -149,13 +149,9 @@ def explain(
 ) -> Explanation:
     """Compiles a function and reports its command buffers, donated buffers and memory. Does not run it.
 
-    >>> report = jgraph.explain(lambda state, x: state + x, jnp.zeros(4), jnp.ones(4), donate_argnums=0)  # print it
-    >>> report.dropped  # donated leaves that no output reuses
-    ()
-
     Args:
         fn: A function, or the result of `jax.jit`. With `target`, bind static arguments by `functools.partial`.
-        args: Its positional arguments: pytrees of arrays or `jax.ShapeDtypeStruct`. Only shapes and dtypes are used.
+        *args: Its positional arguments: pytrees of arrays or `jax.ShapeDtypeStruct`. Only shapes and dtypes are used.
         donate_argnums: Donated arguments of a function that is not jitted, as for `jax.jit`.
         target: `h200`, `h100` or `b200` to compile for that GPU without having one. Default: JAX's default device.
         compiler_options: XLA options, from `jgraph.xla.compiler_options`.
@@ -167,14 +163,19 @@ def explain(
         ConfigError: If `fn` is not a function, or `donate_argnums` is passed for a jitted function.
         CompilerOptionError: If XLA refuses an option.
         TargetError: If the target is unknown, its compiler is not installed, or compiling the program needs a GPU.
+
+    Examples:
+        >>> report = jgraph.explain(lambda state, x: state + x, jnp.zeros(4), jnp.ones(4), donate_argnums=0)  # print it
+        >>> report.dropped  # donated leaves that no output reuses
+        ()
     """
     if not callable(fn):
-        raise ConfigError(f"explain takes a function, not {type(fn).__name__}", field="fn")
+        raise ConfigError(f"`fn` is {type(fn).__name__}: must be a function", field="fn")
     jitted: Any = fn
     if not isinstance(fn, jax.stages.Wrapped):
         jitted = jax.jit(fn, donate_argnums=donate_argnums)
     elif donate_argnums not in ((), []):
-        raise ConfigError("explain got donate_argnums for a jitted function: give them to jax.jit", field="donate_argnums")
+        raise ConfigError("`donate_argnums` must be left out for a jitted function: pass it to jax.jit", field="donate_argnums")
     device = aot.devices(gpu=target)[0] if target else jax.devices()[0]
     with warnings.catch_warnings(), aot.lowering_for(target) if target else contextlib.nullcontext():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")

@@ -250,7 +250,15 @@ class Op:
 
 
 def operations(module: HloModule, instructions: Collection[str]) -> dict[str, Op]:
-    """Returns operations by the name of their instruction. Omits names that the program does not have."""
+    """Looks up the operations of instructions.
+
+    Args:
+        module: The compiled program.
+        instructions: Names of instructions.
+
+    Returns:
+        Operations by the name of their instruction. Omits names that the program does not have.
+    """
     found = {name: module.instructions[name] for name in instructions if name in module.instructions}
     return {name: Op(name, found[name].op_name, _source(module, found[name]), found[name].target) for name in found}
 
@@ -260,8 +268,8 @@ def _source(module: HloModule, instruction: Instruction) -> str:
     calls = [(Path(file), line) for file, line in module.calls(instruction)]
     if not calls:
         return ""
-    (path, line), here = min(calls, key=lambda call: _distance(call[0])), Path.cwd()
-    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
+    (path, line), cwd = min(calls, key=lambda call: _distance(call[0])), Path.cwd()
+    return f"{path.relative_to(cwd) if path.is_relative_to(cwd) else path}:{line}"
 
 
 def _distance(path: Path) -> int:

@@ -50,11 +50,14 @@ class Launches:
 def count_launches() -> Iterator[Launches]:
     """Counts graph launches inside the block, on all devices of this process.
 
+    Waits for all live arrays at the end of the block. Do not measure time inside it, because the profiler is running. Example:
+
         with count_launches() as count:
             state, metrics = step(state, batch)
         assert (count.launches, count.updates) == (1, 0)
 
-    Waits for all live arrays at the end of the block. Do not measure time inside it, because the profiler is running.
+    Yields:
+        The counts, which are available after the block.
 
     Raises:
         JgraphError: If a profiler is already running, or the counts are read inside the block.

@@ -1,4 +1,4 @@
-"""XLA options of a compiled program: command buffers, and options of the user with names that are checked before compilation.
+"""XLA options of a compiled program: command buffers, and the user's options. Checks names of options before compilation.
 
 XLA reports a wrong name only during compilation and does not list the valid ones. Names change between releases, so they are
 read from the installed library.
@@ -78,7 +78,15 @@ def compiler_options(
 
 
 def known(options: Sequence[str], platform: str) -> tuple[str, ...]:
-    """Returns the `name=value` options that the installed XLA has. Returns none unless the platform is `gpu` or `cuda`."""
+    """Selects the options that the installed XLA has.
+
+    Args:
+        options: Options as `name=value`.
+        platform: `cpu`, or `gpu`/`cuda`.
+
+    Returns:
+        The options that exist. Empty on a CPU.
+    """
     installed = installed_options() or {} if platform in ("gpu", "cuda") else {}
     return tuple(option for option in options if option.partition("=")[0] in installed)
 
@@ -87,7 +95,10 @@ def known(options: Sequence[str], platform: str) -> tuple[str, ...]:
 def option_errors() -> Iterator[None]:
     """Converts XLA's error about an option into a CompilerOptionError. Other errors pass.
 
-    XLA checks the values. If the installed library does not list its options, XLA checks the names too.
+    XLA checks the values. It also checks the names if the installed library does not list its options.
+
+    Raises:
+        CompilerOptionError: If XLA refuses an option inside the block.
     """
     try:
         yield

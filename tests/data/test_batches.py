@@ -100,7 +100,7 @@ def test_a_stream_of_one_window_repeats_it():
 
 @pytest.mark.parametrize("sample", [batches_of, lambda tokens: heldout_batches(tokens, batch_size=4, seq_len=16, limit=1)])
 def test_a_stream_shorter_than_a_sequence_is_refused(sample):
-    with pytest.raises(DataError, match="has 16 tokens where `seq_len` 16 needs at least 17"):
+    with pytest.raises(DataError, match="has 16 tokens, but `seq_len` 16 needs at least 17"):
         sample(TOKENS[:16])
 
 

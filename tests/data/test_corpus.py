@@ -159,7 +159,7 @@ def test_an_empty_file_is_refused(tmp_path, contents):
 def test_a_text_with_one_repeated_document_is_refused(tmp_path):
     path = tmp_path / "same.txt"
     path.write_bytes(b"same\n<|endoftext|>\n" * 3)
-    with pytest.raises(DataError, match=r"`data` is .*same.txt: the text has 3 documents, none different"):
+    with pytest.raises(DataError, match=r"`data` is .*same.txt: the text has 3 documents, but no two different"):
         open_corpus(path)
 
 
@@ -212,7 +212,7 @@ def test_a_directory_with_an_unexpected_file_is_refused(token_directory):
 def test_a_directory_with_a_truncated_file_is_refused(token_directory):
     path = token_directory / "train-00000.bin"
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"`data` is .*train-00000.bin: has \d+ bytes where \d+ tokens need \d+: truncated"):
+    with pytest.raises(DataError, match=r"`data` is .*train-00000.bin: has \d+ bytes, but \d+ tokens need \d+: truncated"):
         open_corpus(token_directory, vocab_size=512)
 
 

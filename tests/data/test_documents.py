@@ -60,7 +60,7 @@ def test_about_the_requested_fraction_is_held_out():
 
 @pytest.mark.parametrize("documents", [[], [b"one"], [b"same", b"same"]])
 def test_fewer_than_two_different_documents_are_refused(documents):
-    with pytest.raises(DataError, match=f"has {len(documents)} documents, none different"):
+    with pytest.raises(DataError, match=f"has {len(documents)} documents, but no two different"):
         count_heldout(sorted(digest(document) for document in documents))
 
 

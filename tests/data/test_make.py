@@ -115,7 +115,7 @@ def test_an_interrupted_make_leaves_no_files(make, tmp_path, monkeypatch):
 def test_an_empty_output_directory_is_used_and_a_nonempty_one_is_refused(make, tmp_path):
     (tmp_path / "tokens").mkdir()
     make()
-    with pytest.raises(DataError, match=r"`out` is .*tokens: it exists and is not an empty directory"):
+    with pytest.raises(DataError, match=r"`out` is .*tokens: must not exist, or be an empty directory"):
         make()
 
 
@@ -203,7 +203,7 @@ def test_the_index_matches_the_document_ends_in_the_token_files(make):
 def test_an_index_of_other_token_files_is_refused_with_a_remedy(make):
     folder = make(shard_tokens=300)
     (folder / "train-00001.bin").unlink()
-    with pytest.raises(DataError, match=r"train.ends: has the ends of \d+ documents .* remove it"):
+    with pytest.raises(DataError, match=r"train.ends: has the ends of \d+ documents, .* remove it"):
         load(str(folder), seq_len=4, vocab_size=512)
 
 

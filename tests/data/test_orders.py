@@ -109,7 +109,7 @@ def test_shuffled_documents_have_fixed_first_tokens():
 
 
 def test_an_index_that_does_not_match_the_tokens_is_refused():
-    with pytest.raises(DataError, match="has 21 tokens where its documents have 20"):
+    with pytest.raises(DataError, match="has 21 tokens, but its documents have 20"):
         batches_of(Source(np.arange(21, dtype=np.uint16), index=index_of([10, 10])))[0]
 
 

@@ -62,7 +62,7 @@ def test_the_header_has_the_documented_layout(token_file):
 @pytest.mark.parametrize("cut", [1, 200, 250])
 def test_a_truncated_file_is_refused_with_expected_and_actual_bytes(token_file, cut):
     token_file.write_bytes(token_file.read_bytes()[:-cut])
-    with pytest.raises(DataError, match=rf"train-0.bin: has {328 - cut} bytes where .* (328|128): truncated"):
+    with pytest.raises(DataError, match=rf"train-0.bin: has {328 - cut} bytes, but .* (328|128): truncated"):
         read_tokens(token_file)
 
 
@@ -70,9 +70,9 @@ def test_a_truncated_file_is_refused_with_expected_and_actual_bytes(token_file, 
     ("offset", "data", "message"),
     [
         (0, b"NOTTOKEN", r"starts with b'NOTTOKEN', a token file starts with b'JGTOKENS'"),
-        (8, b"\x07", "is of version 7, this jgraph reads version 1"),
+        (8, b"\x07", "has version 7, but this jgraph reads version 1"),
         (12, b"\x03", "3 bytes per token, must be 2 or 4"),
-        (16, b"\x05", "328 bytes where 5 tokens need 138: damaged"),
+        (16, b"\x05", "328 bytes, but 5 tokens need 138: damaged"),
     ],
 )
 def test_an_invalid_header_is_refused(token_file, offset, data, message):

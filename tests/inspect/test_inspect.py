@@ -212,7 +212,7 @@ def test_a_broken_file_is_refused_with_the_position_of_the_error(refused, tmp_pa
 def test_a_schedule_file_and_a_size_flag_are_refused_together(refused, tmp_path, given):
     file = tmp_path / "a.json"
     write(generate("1f1b", pp=2, microbatches=2), file)
-    assert refused("schedule", str(file), *given) == f"{file} determines the schedule: omit {given[0]}"
+    assert refused("schedule", str(file), *given) == f"{file} has the whole schedule: leave out {given[0]}"
 
 
 def test_help_explains_the_costs_and_lists_the_schedules(printed):
@@ -364,8 +364,8 @@ BAD_CAPTURES = [
     (["gpt_124m"], ["'gpt_124m' is neither MODULE:NAME nor a preset", "gpt-124m"]),
     (["jgraph_models.gpt:GPT"], ["jgraph_models.gpt:GPT is a class", "--preset", "gpt-124m"]),
     (["jgraph_models.gpt:GPT", "--preset", "gpt-9"], ["--preset is gpt-9", "gpt-124m"]),
-    (["gpt-124m", "--preset", "cpu-tiny"], ["gpt-124m is a preset: omit --preset cpu-tiny"]),
-    (["mine:option", "--seq-len", "8"], ["mine:option", "omit --seq-len"]),
+    (["gpt-124m", "--preset", "cpu-tiny"], ["gpt-124m is a preset: leave out --preset cpu-tiny"]),
+    (["mine:option", "--seq-len", "8"], ["mine:option", "leave out --seq-len"]),
     (["gpt-124m", "--batch-size", "0"], ["--batch-size is 0", "at least 1"]),
     (["mine:option", "--xla-options", "xla_nope=1"], ["xla_nope"]),
     (["mine:option", "--graph", "most"], ["--graph", "most", "auto", "full"]),

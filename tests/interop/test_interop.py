@@ -472,7 +472,7 @@ def train(run_dir, *flags):
     [
         (("--model.d-model", "64"), "--model.d-model is 64: must be 32, as --init-from"),
         (("--model.moe.num-experts", "2"), "--model.moe.num-experts is 2: must be 0, as --init-from"),
-        (("--model.module", "tests.own:Normed"), "--model.module is tests.own:Normed: must have hugging_face"),
+        (("--model.module", "tests.own:Normed"), "--model.module is tests.own:Normed: must have the attribute hugging_face"),
     ],
 )
 def test_a_flag_that_contradicts_the_folder_is_refused_in_one_line(flags, message, tmp_path, capsys):

@@ -80,7 +80,7 @@ def test_a_trace_of_cuda_graphs_is_refused_with_a_remedy(recorded, tmp_path, cap
     program.write_text(gzip.decompress((recorded("one") / "program.txt.gz").read_bytes()).decode())
     assert main([str(recorded("one") / "captured"), "--program", str(program), "--steps", "2"]) == 2
     err = capsys.readouterr().err
-    assert "came out of CUDA graphs" in err
+    assert "ran in CUDA graphs" in err
     assert "`graph` off" in err
     assert err.count("\n") == 1
 
@@ -99,7 +99,7 @@ def test_a_trace_and_a_program_have_the_same_report_as_the_recording(recorded, r
 def test_a_program_that_did_not_run_is_refused(recorded, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("HloModule jit_other\n\nENTRY %main (x: f32[]) -> f32[] {\n  ROOT %x = f32[] parameter(0)\n}\n")
-    with pytest.raises(ProfileError, match=r"nothing of the program jit_other, but .*jit_step"):
+    with pytest.raises(ProfileError, match=r"no kernel of the program jit_other, but .*jit_step"):
         report.of_trace(recorded("one") / "uncaptured", program=other, steps=2)
 
 

@@ -116,7 +116,7 @@ def test_a_transform_is_checked_without_a_cpu_backend(monkeypatch):
 
     monkeypatch.setattr(jax, "local_devices", unknown)
     make(optax.adam(1e-3))
-    with pytest.raises(jgraph.ConfigError, match="gives other updates"):
+    with pytest.raises(jgraph.ConfigError, match="computes other updates"):
         make(COUPLED["clipping by the global norm"])
 
 

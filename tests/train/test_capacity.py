@@ -47,7 +47,7 @@ def expected(tmp_path_factory):
 def test_a_halted_step_is_replayed_with_more_capacity_and_the_losses_do_not_change(tmp_path, capsys, expected, flags):
     assert run(tmp_path, *flags.split()) == 0
     (line,) = replay_lines(capsys.readouterr().out)
-    assert f"step {OVERFULL}: a device needs 34 expert rows from another, and the capacity allows 32" in line
+    assert f"step {OVERFULL}: a device sends 34 expert rows to another, but the capacity allows 32" in line
     assert line.endswith("repeating the step with --model.moe.capacity 0.34")
     found = {step: loss for step, loss, _ in tiny.losses(tmp_path)}
     assert found == {step: loss for step, loss, _ in expected if step in found}

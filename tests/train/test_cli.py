@@ -287,7 +287,7 @@ def test_a_directory_with_other_files_is_refused_and_not_changed(refused, tmp_pa
     mine = tmp_path / "run" / "checkpoints" / "thesis.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    assert_names(refused(flag), "--run-dir", str(tmp_path / "run"), "not empty", "name a new or empty one")
+    assert_names(refused(flag), "--run-dir", str(tmp_path / "run"), "must be a new or empty directory", "no config.json")
     assert mine.read_text() == "mine"
 
 

@@ -106,7 +106,7 @@ def test_a_run_out_of_memory_in_its_first_step_starts_over_with_a_smaller_batch(
         patch.setattr(Loop, "run", exhausted)
         assert tiny.train(tmp_path / "run", "--steps", "2") == 2
     assert (tmp_path / "run" / "config.json").exists()
-    assert "take a smaller batch or more microbatches (RESOURCE_EXHAUSTED" in capsys.readouterr().err
+    assert "use a smaller batch or more microbatches (RESOURCE_EXHAUSTED" in capsys.readouterr().err
     assert tiny.train(tmp_path / "run", "--steps", "2", "--batch-size", "2") == 0
 
 
@@ -203,7 +203,7 @@ def test_a_run_with_hanging_devices_ends_by_itself_and_resumes_with_the_same_los
     assert f"step {hangs}" in line
     groups = ("{{0,1}}", "mesh['data'=2] {'data'}")  # printed by XLA before and after jax 0.12
     assert any(f"collectives: 1 all-reduce over {group};" in line for group in groups)
-    assert f"the last whole checkpoint is {tmp_path / 'run' / 'checkpoints' / str((hangs - 1) // 5 * 5)}" in line
+    assert f"the last complete checkpoint, {tmp_path / 'run' / 'checkpoints' / str((hangs - 1) // 5 * 5)};" in line
     assert "--hang-seconds" in line
     assert [entry["step"] for entry in tiny.entries(tmp_path / "run")] == list(range(1, hangs))
     assert not (tmp_path / "run" / "lock").exists()

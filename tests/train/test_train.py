@@ -68,9 +68,9 @@ def test_a_run_prints_its_config_progress_summary_and_a_sample(run):
     run_dir, out = run
     for text in (
         "settings   preset cpu-tiny, changed: steps=60 ",
-        "rate       learning rate 0.01 after 6 warmup steps, cosine decay to 0.001 at step 60",
+        "optimizer  AdamW, learning rate 0.01 after 6 warmup steps, then cosine decay to 0.001 at step 60",
         "d_model=32",
-        " XLA programs in ",
+        "jitted programs: ",
         "step 1/60  loss 5.",
         "tokens/s",
         "ms/step",

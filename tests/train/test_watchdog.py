@@ -98,7 +98,7 @@ def message(run_dir, capture=None, **fields) -> str:
 
 def test_a_message_names_steps_seconds_collectives_and_their_devices(tmp_path):
     line = message(tmp_path)
-    assert "steps 4 to 6: handed over and not done after 3 s" in line
+    assert "steps 4 to 6 did not finish within 3 s: the devices hang" in line
     assert "1 all-gather over [1,2]<=[2], 2 all-reduce over {{0,1},{2,3}}, 1 collective-permute over {{0,1},{1,0}}, " in line
     assert "1 all-to-all over mesh['data'=2,'pipe'=2] {'pipe'}; " in line
     assert "command buffers" not in line
@@ -113,11 +113,11 @@ def test_a_message_names_the_graph_option_only_if_collectives_are_captured(tmp_p
 
 
 def test_a_message_names_the_last_complete_checkpoint(tmp_path):
-    assert "there is no whole checkpoint: the same command starts" in message(tmp_path)
+    assert "there is no complete checkpoint: run the same command again to start" in message(tmp_path)
     for name in ("9", "10", "11.orbax-checkpoint-tmp"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert f"{tmp_path / 'checkpoints' / '10'}: the same command goes on" in message(tmp_path)
-    assert "the same command, without `resume` off, goes on" in message(tmp_path, resume=False)
+    assert f"again to resume from the last complete checkpoint, {tmp_path / 'checkpoints' / '10'};" in message(tmp_path)
+    assert "the same command again, without `resume` off, to resume" in message(tmp_path, resume=False)
 
 
 def test_a_message_omits_a_program_text_that_is_not_available(tmp_path):
@@ -125,4 +125,4 @@ def test_a_message_omits_a_program_text_that_is_not_available(tmp_path):
         raise RuntimeError
 
     wait = Wait(lambda: "step 1", SimpleNamespace(as_text=broken, capture=None))
-    assert "step 1: handed over" in hang_message(wait, TrainConfig.of(hang_seconds=3), RunDir(tmp_path))
+    assert "step 1 did not finish" in hang_message(wait, TrainConfig.of(hang_seconds=3), RunDir(tmp_path))

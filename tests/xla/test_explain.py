@@ -53,7 +53,7 @@ def test_each_donated_leaf_is_listed_with_the_output_that_reuses_its_buffer():
 def test_a_jitted_function_keeps_its_own_donations():
     assert len(explain(jax.jit(update, donate_argnums=0), STATE, X).donations) == 3
     assert explain(jax.jit(update), STATE, X).donations == ()
-    with pytest.raises(ConfigError, match=r"give them to jax\.jit"):
+    with pytest.raises(ConfigError, match=r"pass it to jax\.jit"):
         explain(jax.jit(update), STATE, X, donate_argnums=0)
 
 
@@ -158,7 +158,7 @@ def test_a_graph_flag_in_a_remedy_is_printed_with_the_equivalent_compiler_option
 
 
 def test_an_argument_that_is_not_a_function_is_refused():
-    with pytest.raises(ConfigError, match="takes a function, not int"):
+    with pytest.raises(ConfigError, match="`fn` is int: must be a function"):
         explain(3)
 
 

@@ -213,7 +213,7 @@ def test_a_failed_download_leaves_no_files_and_reports_the_error_of_pip(pip, tmp
 
 def test_a_directory_with_other_files_is_refused_and_unchanged(pip, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(TargetError, match="holds something else"):
+    with pytest.raises(TargetError, match="has other files than the plugin"):
         aot.install(tmp_path)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
