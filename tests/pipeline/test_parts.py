@@ -152,7 +152,7 @@ def test_a_layer_with_another_output_shape_or_dtype_is_refused(change, made):
     parts = PipelineModel(model.embed, lambda p, x: change(model.layer(p, x)), model.head)
     pipe = model.pipeline(generate("1f1b", pp=2, microbatches=2), 2, parts=parts)
     with pytest.raises(ShapeError, match=rf"`layer` returns {made} for x of float32\(4, 3, 8\): must return"):
-        model.piped(pipe)
+        model.run_pipeline(pipe)
 
 
 def test_an_unknown_sharded_parameter_is_refused():
