@@ -158,5 +158,5 @@ def test_random_schedules_with_idle_ticks_are_valid(schedule, seed, writing):
 def test_consecutive_stages_on_distant_ranks_are_refused():
     schedule = generate("1f1b", pp=4, microbatches=4)
     moved = Schedule(tuple(schedule.orders[s] for s in (0, 2, 1, 3)), ((0,), (2,), (1,), (3,)))
-    with pytest.raises(OrderError, match="not its neighbour"):
+    with pytest.raises(OrderError, match="not its neighbor"):
         tabulate(moved)

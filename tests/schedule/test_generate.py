@@ -198,7 +198,7 @@ def test_v_schedules_have_two_chunks_for_chunks_1_and_2():
 @pytest.mark.parametrize(
     ("parameters", "named", "remedy"),
     [
-        ({"name": "zb-3"}, "'zb-3'", "choose one of gpipe, 1f1b"),
+        ({"name": "zb-3"}, "'zb-3'", "must be one of gpipe, 1f1b"),
         ({"pp": 0}, "`pp` is 0", "integer >= 1"),
         ({"pp": True}, "`pp` is True", "integer >= 1"),
         ({"pp": 1.5}, "`pp` is 1.5", "integer >= 1"),
