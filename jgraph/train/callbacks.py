@@ -111,7 +111,7 @@ class GradientChecks(Callback):
         over = "" if saved is None else " with `resume` off or another `run_dir`"
         raise NonFiniteError(
             f"step {number}: {problem}; the run stops, and {checkpoint_text}; "
-            f"try a lower `optimizer.learning_rate`{over}, or set `on_nonfinite` to skip to leave out such updates and go on",
+            f"try a lower `optimizer.learning_rate`{over}, or leave out such updates with `on_nonfinite` skip",
             step=number,
         )
 
