@@ -470,8 +470,8 @@ def train(run_dir, *flags):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--model.d-model", "64"), "--model.d-model is 64: must be 32, as --init-from"),
-        (("--model.moe.num-experts", "2"), "--model.moe.num-experts is 2: must be 0, as --init-from"),
+        (("--model.d-model", "64"), "--model.d-model is 64: must be 32, as in --init-from"),
+        (("--model.moe.num-experts", "2"), "--model.moe.num-experts is 2: must be 0, as in --init-from"),
         (("--model.module", "tests.own:Normed"), "--model.module is tests.own:Normed: must have the attribute hugging_face"),
     ],
 )
