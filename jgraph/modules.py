@@ -149,7 +149,8 @@ def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> F
         if not callable(getattr(made, "loss", None)):
             message = f"`make` returns {type(made).__name__}: must return a module with a method loss(batch)"
             raise ConfigError(message, field="make")
-        require(batch is not None, "batch", batch, "arrays or shapes of a batch for a Linen module")
+        if batch is None:
+            raise ConfigError("`batch` is None: must be arrays or shapes of a batch for a Linen module", field="batch")
         return _linen(made, batch, key)
     if not isinstance(made, nnx.Module):
         raise ConfigError(f"`make` returns {made!r}: must return a Flax module, nnx.Module or linen.Module", field="make")

@@ -104,7 +104,6 @@ def train_step(
         >>> float(metrics.loss)
         1.0
     """
-    check_transform(transform)
     checks.check_shapes(strategy)
     checks.check_count("num_microbatches", num_microbatches)
     checks.check_clip_norm(clip_norm)
@@ -112,26 +111,31 @@ def train_step(
     checks.check_fp8(fp8, batch)
     carried = {} if carried is None else carried
     reductions = checks.reductions_of(carried, reductions)
+    loss, key = checks.checked_loss(loss, carried), checks.random_key(key)
+    grads_dtype, params_dtype = checks.float_dtype("grads_dtype", grads_dtype), checks.float_dtype("params_dtype", params_dtype)
+    read_dtype = None if read_dtype is None else checks.float_dtype("read_dtype", read_dtype)
+    check_transform(transform)
     is_elementwise = isinstance(transform, Elementwise)
     if is_elementwise:
         check_elementwise(transform, strategy.shapes)
-    objective = Objective(
-        loss=checks.checked_loss(loss, carried),
-        num_microbatches=num_microbatches,
-        grads_dtype=checks.float_dtype("grads_dtype", grads_dtype),
-        packing="small" if is_elementwise else "nothing",
-        carried=carried,
-        reductions=reductions,
-        fp8=fp8,
-        batch=batch,
-    )
-    bound, names = strategy.bind(objective), leaf_names(strategy.shapes)
+    names = leaf_names(strategy.shapes)
     frozen = frozenset(name for pattern in freeze for name in matching(pattern, names, field="freeze"))
     if freeze and len(frozen) == len(names):
         patterns = " ".join(map(repr, freeze))
         raise ConfigError(
             f"`freeze` is {patterns}: must leave at least one parameter to train, but matches all {len(names)}", field="freeze"
         )
+    objective = Objective(
+        loss=loss,
+        num_microbatches=num_microbatches,
+        grads_dtype=grads_dtype,
+        packing="small" if is_elementwise else "nothing",
+        carried=carried,
+        reductions=reductions,
+        fp8=fp8,
+        batch=batch,
+    )
+    bound = strategy.bind(objective)
     return TrainStep(
         bound,
         make_transform(transform, bound.is_matrix) if is_elementwise else transform,
@@ -139,9 +143,9 @@ def train_step(
         objective=objective,
         sees="arrays" if is_elementwise else "tree",
         clip_norm=clip_norm,
-        key=checks.random_key(key),
-        params_dtype=checks.float_dtype("params_dtype", params_dtype),
-        read_dtype=None if read_dtype is None else checks.float_dtype("read_dtype", read_dtype),
+        key=key,
+        params_dtype=params_dtype,
+        read_dtype=read_dtype,
         frozen=frozen,
     )
 

@@ -12,13 +12,11 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 import optax
 from jax import Array
 
-from jgraph.errors import ConfigError, require
+from jgraph.errors import ConfigError
 from jgraph.strategies.objective import Tree
 
 # optax.MultiSteps is not a GradientTransformation.
 Transform: TypeAlias = optax.GradientTransformation | optax.MultiSteps
-
-_TRANSFORM = "an optax transform, e.g. optax.adam(1e-3), or jgraph.elementwise of one"
 
 
 class Elementwise(NamedTuple):
@@ -54,7 +52,8 @@ def elementwise(transform: Transform | Callable[[Tree], Transform]) -> Elementwi
     """
     if _is_transform(transform):
         return Elementwise(lambda is_matrix: transform)
-    require(callable(transform), "transform", repr(transform), _TRANSFORM)
+    if not callable(transform):
+        raise _not_a_transform(transform)
     return Elementwise(transform)  # pyright: ignore[reportArgumentType]
 
 
@@ -83,7 +82,8 @@ def make_transform(declared: Elementwise, is_matrix: Tree) -> Transform:
 
 def check_transform(transform: Any) -> None:
     """Raises ConfigError unless `transform` is an optax transform, or is declared elementwise."""
-    require(isinstance(transform, Elementwise) or _is_transform(transform), "transform", repr(transform), _TRANSFORM)
+    if not isinstance(transform, Elementwise) and not _is_transform(transform):
+        raise _not_a_transform(transform)
 
 
 def apply_transform(transform: Transform, grads: Tree, opt_state: Tree, params: Tree, *, value: Array) -> tuple[Tree, Tree]:
@@ -116,6 +116,11 @@ def apply_transform(transform: Transform, grads: Tree, opt_state: Tree, params: 
             "(the gradient), because a step computes the loss once",
             field="transform",
         ) from e
+
+
+def _not_a_transform(value: Any) -> ConfigError:
+    must = "must be an optax transform, e.g. optax.adam(1e-3), or jgraph.elementwise of one"
+    return ConfigError(f"`transform` is {value!r}: {must}", field="transform")
 
 
 def _missing(message: str) -> list[str]:

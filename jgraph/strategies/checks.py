@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jgraph.errors import ConfigError, ShapeError, check_choice, require
+from jgraph.errors import ConfigError, ShapeError
 from jgraph.precision.config import FP8Config
 from jgraph.strategies.objective import Loss, Reduction, Tree
 from jgraph.tree import leaf_names
@@ -33,14 +33,16 @@ def check_count(field: str, value: Any) -> None:
     Raises:
         ConfigError: If it is not.
     """
-    fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    require(fits, field, _shown(value), "a positive integer")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"`{field}` is {_shown(value)}: must be a positive integer", field=field)
 
 
 def check_clip_norm(value: Any) -> None:
     """Raises ConfigError unless `value` is a positive number or None."""
     fits = value is None or (isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value) > 0)
-    require(fits, "clip_norm", _shown(value), "a positive number, or None to not clip")
+    if not fits:
+        must = "must be a positive number, or None to not clip"
+        raise ConfigError(f"`clip_norm` is {_shown(value)}: {must}", field="clip_norm")
 
 
 def float_dtype(field: str, value: Any) -> Any:
@@ -75,9 +77,11 @@ def check_fp8(config: Any, batch: Tree) -> None:
     Raises:
         ConfigError: If `config` is neither a recipe nor None, or there is a recipe and no batch.
     """
-    fits = config is None or isinstance(config, FP8Config)
-    require(fits, "fp8", repr(config), "a jgraph.FP8Config, or None for no matmuls in FP8")
-    require(config is None or batch is not None, "batch", batch, "arrays or shapes of a whole batch with `fp8`")
+    if config is not None and not isinstance(config, FP8Config):
+        must = "must be a jgraph.FP8Config, or None for no matmuls in FP8"
+        raise ConfigError(f"`fp8` is {config!r}: {must}", field="fp8")
+    if config is not None and batch is None:
+        raise ConfigError("`batch` is None: must be arrays or shapes of a whole batch with `fp8`", field="batch")
 
 
 def random_key(value: Any) -> Array:
@@ -173,15 +177,21 @@ def reductions_of(carried: Tree, reductions: Tree) -> Tree:
             must = "must have arrays or jax.ShapeDtypeStruct"
             raise ConfigError(f"`carried` has {_shown(leaf)}{at(name)}: {must}", field="carried")
     if isinstance(reductions, str):
-        check_choice("reductions", reductions, get_args(Reduction))
+        # The name is checked without carried state, too.
+        _check_reduction(reductions)
         reductions = jax.tree.map(lambda _: reductions, carried)
     if (problem := _difference("`reductions`", reductions, carried, like="`carried`")) is not None:
         raise ConfigError(problem, field="reductions")
     for (name, leaf), kind in zip(_named(carried), jax.tree.leaves(reductions), strict=True):
-        check_choice("reductions", kind, get_args(Reduction))
+        _check_reduction(kind)
         if kind == "halt" and not jnp.issubdtype(leaf.dtype, jnp.integer):
             raise ConfigError(f"`reductions` is halt for {_shown(leaf)}{at(name)}: must be integers", field="reductions")
     return reductions
+
+
+def _check_reduction(name: Any) -> None:
+    if name not in (allowed := get_args(Reduction)):
+        raise ConfigError(f"`reductions` is {name!r}: must be one of {', '.join(allowed)}", field="reductions")
 
 
 def _check_tree(label: str, tree: Tree, expected: Tree, *, like: str, field: str, dtypes: Literal["equal", "floating"]) -> None:
@@ -228,7 +238,8 @@ def check_batch(batch: Tree) -> None:
 
 def check_function(loss: Any) -> None:
     """Raises ConfigError unless `loss` is a function."""
-    require(callable(loss), "loss", _shown(loss), "a function of params, batch and key")
+    if not callable(loss):
+        raise ConfigError(f"`loss` is {_shown(loss)}: must be a function of params, batch and key", field="loss")
 
 
 def checked_loss(loss: Any, carried: Tree) -> Any:

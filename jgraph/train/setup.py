@@ -69,15 +69,17 @@ class TrainSetup:
         model = functional_model(config)
         mesh = _mesh(config.parallel, is_pipeline=config.is_pipeline, is_sharded=config.is_sharded)
         with _errors_by_flag(config):
+            fp8, batch = fp8_recipe(config), batch_shapes(config.input, config.input.batch_size)
             if config.is_pipeline:
                 assert mesh is not None, "a pipeline has a mesh"
                 loss = _pipeline_model(config)
                 strategy: Strategy = _pipelined(config, mesh, model, loss)
             else:
                 loss, strategy = _mean_loss(model), _data_parallel(config, mesh, model)
+            transform = elementwise(lambda is_matrix: adamw(config.optimizer, config.steps, decay_mask=is_matrix))
             step = train_step(
                 loss,
-                elementwise(lambda is_matrix: adamw(config.optimizer, config.steps, decay_mask=is_matrix)),
+                transform,
                 strategy,
                 num_microbatches=config.input.num_microbatches,
                 clip_norm=config.optimizer.clip_norm,
@@ -88,8 +90,8 @@ class TrainSetup:
                 freeze=config.freeze,
                 carried=model.carried,
                 reductions=model.reductions,
-                fp8=fp8_recipe(config),
-                batch=batch_shapes(config.input, config.input.batch_size),
+                fp8=fp8,
+                batch=batch,
             )
         return cls(config, model, step)
 

@@ -67,9 +67,9 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
     with contextlib.ExitStack() as stack:
         compiles = stack.enter_context(cache.watch())
         with all_or_raise():
-            cache_line = _enable_cache(config.compile.compile_cache)
             rows = config.input.batch_size // jax.process_count()
             _check_memory(config.input, rows * (config.input.seq_len + 1) * np.dtype(np.int32).itemsize, "its tokens")
+            cache_line = _enable_cache(config.compile.compile_cache)
             weights, tokenizer = initial_weights(config, run_dir), tokenizer_of(config, run_dir)
             warning = tokenizer_warning(config) if weights else ""
             if weights:
