@@ -118,7 +118,8 @@ def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, A
         A dict of JSON values: `schedule`, the name; `ranks`, `microbatches` and `chunks` per rank, numbers; `costs_ms`, the
         median time by kind of action; `planned` and `measured`, each with `step_ms` and `bubble`, the idle fraction; `actions`,
         dicts with `rank`, `kind`, `chunk`, `microbatch`, `planned_start_ms`, `planned_end_ms`, `start_ms`, `end_ms` and
-        `slow_ms`, the time above the median of the kind; and `slow`, indices of at most 10 actions, slowest first.
+        `slow_ms`, the time above the median of the kind; and `slow`, indices into `actions` of at most 10 actions with
+        `slow_ms` > 0, the largest first.
     """
     costs_ms = costs(run)
     plan = planned(schedule, costs_ms, runtime)
