@@ -34,11 +34,12 @@ def of_run(directory: Path) -> dict[str, Any]:
             `uncaptured` and optionally `captured`.
 
     Returns:
-        A dict of JSON values: `format`, the version; `title`; `about`, the device, versions, date, flags and `notes`, a list of
-        sentences; `captured`, times of the step with command buffers, None if it was not traced with them; `uncaptured`, times
-        of the step without them, with `ranks`, the times of each device by category; `groups`, groups of equal kernels;
-        `roofline`, the properties of the GPU, None if unknown; `pipeline`, the actions of a pipeline, or None; `memory`, bytes
-        per device by use; `timeline`, all events. Times are in ms.
+        A dict of JSON values: `format`, the version; `title`; `about`, a dict of `device`, `devices` (their number),
+        `versions`, `date`, `flags` and `notes` (a list of sentences); `captured`, times of the step with command buffers, None
+        if it was not traced with them; `uncaptured`, a dict of `steps_ms`, `step_ms` and `ranks`, the times of each device by
+        category, for the step without them; `groups`, groups of equal kernels; `roofline`, the properties of the GPU, None if
+        unknown; `pipeline`, the actions of a pipeline, or None; `memory`, with `pools`, bytes per device by use; `timeline`,
+        all events. Times are in ms.
 
     Raises:
         ProfileError: If a file is missing or damaged, the traces are of another program, or a device of the pipeline is not in
@@ -84,12 +85,12 @@ def of_trace(path: Path, *, program: Path, steps: int) -> dict[str, Any]:
         steps: The number of equal steps in the trace.
 
     Returns:
-        A dict of JSON values: `format`, the version; `title`; `about`, the device, versions, date, flags and `notes`, a list of
-        sentences; `captured`, times of the step with command buffers, None if it was not traced with them; `uncaptured`, times
-        of the step without them, with `ranks`, the times of each device by category; `groups`, groups of equal kernels;
-        `roofline`, the properties of the GPU, None if unknown; `pipeline`, the actions of a pipeline, or None; `memory`, bytes
-        per device by use; `timeline`, all events. Times are in ms. Here `captured` and `pipeline` are None, and `memory` is
-        empty.
+        A dict of JSON values: `format`, the version; `title`; `about`, a dict of `device`, `devices` (their number),
+        `versions`, `date`, `flags` and `notes` (a list of sentences); `captured`, times of the step with command buffers, None
+        if it was not traced with them; `uncaptured`, a dict of `steps_ms`, `step_ms` and `ranks`, the times of each device by
+        category, for the step without them; `groups`, groups of equal kernels; `roofline`, the properties of the GPU, None if
+        unknown; `pipeline`, the actions of a pipeline, or None; `memory`, with `pools`, bytes per device by use; `timeline`,
+        all events. Times are in ms. Here `captured` and `pipeline` are None, and `memory` has no entries.
 
     Raises:
         ProfileError: If there is no trace, a file is missing or damaged, the kernels have no names, the trace has no kernel of
