@@ -51,11 +51,10 @@ def make_token_files(
         shard_tokens: Number of tokens, below 2**31. A file ends with the document that reaches this number.
 
     Raises:
-        ConfigError: If a number is out of range, the tokenizer or a directory of texts cannot be read, or `out` cannot be
-            written.
-        DataError: If a text is missing, empty, damaged or not UTF-8, or lacks the field; if an optional library is missing; if
-            there are no two different documents; if `out` is a file or a directory that is not empty; or if the tokenizer is
-            missing or invalid.
+        ConfigError: If a number is out of range, the tokenizer cannot be read, or `out` cannot be written.
+        DataError: If a text is missing, cannot be read, is empty, damaged or not UTF-8, or lacks the field; if an optional
+            library is missing; if there are no two different documents; if `out` is a file or a directory that is not empty; or
+            if the tokenizer is missing or invalid.
     """
     require(0 < shard_tokens < 2**31, "shard_tokens", shard_tokens, "positive and below 2**31")
     require(0 < heldout_fraction < 1, "heldout_fraction", heldout_fraction, "in (0, 1)")  # before hours of tokenizing
