@@ -94,7 +94,7 @@ def find(path: Path) -> Path:
     """Returns the path of a trace: the *.xplane.pb file itself, or the newest such file in a directory and below.
 
     Args:
-        path: A file, whose format is not checked, or a directory.
+        path: A file, which is returned without a check of its format, or a directory.
 
     Raises:
         ProfileError: If nothing is at the path, or the directory has no *.xplane.pb file.
@@ -196,8 +196,8 @@ def steps(events: Events, count: int) -> list[tuple[float, float]]:
 def owners(events: Events, is_collective: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Divides a device's busy time into consecutive pieces, each owned by one event.
 
-    The owner is the running event that began last, because thunks run inside thunks. A collective owns only the time in which
-    no other event runs, because collectives should be hidden. Idle time has no piece.
+    The owner is the running event that began last, because thunks run inside thunks. A collective owns only the time when no
+    other event runs, because collectives should be hidden. Idle time has no piece.
 
     Args:
         events: The n events of the device.
