@@ -34,7 +34,8 @@ def measured(schedule: Schedule, ranks: Sequence[Kernels], runtime: Runtime) -> 
     An action lasts from the start of its first kernel to the end of its last.
 
     Args:
-        schedule: The schedule in the order in which the engine runs it (`Pipeline.schedule`).
+        schedule: The schedule that the SPMD engine runs (`Pipeline.schedule`), which may differ from the requested one in the
+            order of wgrads.
         ranks: The kernels of each rank: a mapping from the kind of the action (FORWARD, DGRAD, WGRAD) to the start and end in
             ms of each kernel, float64 [n, 2], sorted by start.
         runtime: The runtime of the SPMD engine. `aligned`: all ranks run the same kind of action in a tick, so a rank that is
@@ -90,7 +91,7 @@ def costs(run: Simulation) -> dict[str, float]:
 
 
 def planned(schedule: Schedule, costs_ms: Mapping[str, float], runtime: Runtime) -> Simulation:
-    """Simulates a step in which every action takes the cost of its kind and transfers take no time.
+    """Simulates a step. Every action takes the cost of its kind, and transfers take no time.
 
     Args:
         schedule: The schedule.
@@ -109,7 +110,7 @@ def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, A
     """Returns `pipeline` of profile.json: the measured step, and the step simulated with the measured costs.
 
     Args:
-        schedule: The schedule in the order in which the engine runs it.
+        schedule: The schedule that the SPMD engine runs.
         run: The measured step, in ms.
         runtime: Determines which ranks wait for each other after each tick in the simulation. `aligned`: all ranks. `general`:
             ranks that exchange arrays.
