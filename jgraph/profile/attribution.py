@@ -39,8 +39,7 @@ class Step:
     def own_ms(self) -> np.ndarray:
         """Time in ms that each event owns, float64 [n]. The sum is the busy time of the device.
 
-        An event owns the time in which it is the running event that began last. A collective owns only the time in which no
-        other event runs.
+        Each instant belongs to the running event that began last. A collective owns only the time when no other event runs.
         """
         is_collective = np.array([purpose.category in _COMMUNICATION for purpose in self.purposes], bool)
         start, end, owner = owners(self.events, is_collective)
@@ -88,10 +87,10 @@ def by_category(rank: int, step: Step) -> dict[str, Any]:
         step: The step on this device.
 
     Returns:
-        A dict of JSON values: `rank`; `busy_ms`, the time in which an event ran; `idle_ms`, the rest of the step; `attributed`,
-        the fraction of `busy_ms` outside the category `other`; `categories`, by category in display order a dict of `ms`, the
-        time that the events own, `kernel_ms`, the sum of the durations of the events, and `kernels`, the number of events.
-        Categories without events are absent.
+        A dict of JSON values: `rank`; `busy_ms`, the time when at least one event runs; `idle_ms`, the rest of the step;
+        `attributed`, the fraction of `busy_ms` outside the category `other`; `categories`, by category in display order a dict
+        of `ms`, the time that the events own, `kernel_ms`, the sum of the durations of the events, and `kernels`, the number of
+        events. Categories without events are absent.
     """
     events, own_ms = step.events, step.own_ms
     categories: dict[str, dict[str, float]] = {}
@@ -185,8 +184,8 @@ def captured(trace: Trace, count: int) -> dict[str, Any]:
     Returns:
         A dict of JSON values: `steps_ms`, the time of each step; `step_ms`, the mean; `launches`, `updates` and `records`, the
         numbers of launches, updates and recordings of command buffers per step, over all devices; `launch_ms` and `update_ms`,
-        the host's time for them per step; `busy_ms`, the mean time per step in which a device ran an event; `idle_ms`, the rest
-        of `step_ms`.
+        the host's time for them per step; `busy_ms`, the time per step when at least one event runs, a mean over the devices;
+        `idle_ms`, the rest of `step_ms`.
 
     Raises:
         ProfileError: If no kernel ran `count` times.
