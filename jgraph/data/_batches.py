@@ -311,8 +311,8 @@ def heldout_batches(
     A window overlaps its neighbour by one token, so that every token is predicted once.
 
     Args:
-        tokens: 1-D ids (a numpy array, a `TokenFile` or a `Concatenated`), or the sources of a mixture, each of which gets the
-            share of the windows that its weight gives.
+        tokens: 1-D ids (a numpy array, a `TokenFile` or a `Concatenated`), or the sources of a mixture, which share the windows
+            in proportion to their weights.
         batch_size: Rows per batch.
         seq_len: Predicted tokens per row.
         limit: Largest number of batches, at least 1. A longer text is sampled evenly.
