@@ -34,7 +34,7 @@ class Events:
         end: End in ms after the first event of any device, float64 [n].
         name: Names of the kernels.
         op: Names of the HLO instructions. An empty string if unknown, such as for a kernel in a CUDA graph.
-        scopes: JAX's names of the operations, such as `jit(step)/jvp(forward)/dot_general`. An empty string if unknown.
+        scopes: JAX's names of the operations, such as `jit(step)/dot_general`. An empty string if unknown.
         module: Names of the HLO modules (programs). An empty string if unknown.
         stream: Names of the streams of the GPU, or of the threads of the CPU.
     """
