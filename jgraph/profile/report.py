@@ -38,8 +38,8 @@ def of_run(directory: Path) -> dict[str, Any]:
         `versions`, `date`, `flags` and `notes` (a list of sentences); `captured`, times of the step with command buffers, None
         if it was not traced with them; `uncaptured`, a dict of `steps_ms`, `step_ms` and `ranks`, the times of each device by
         category, for the step without them; `groups`, groups of equal kernels; `roofline`, the properties of the GPU, None if
-        unknown; `pipeline`, the actions of a pipeline, or None; `memory`, with `pools`, bytes per device by use; `timeline`,
-        all events. Times are in ms.
+        unknown; `pipeline`, the actions of a pipeline, or None; `memory`, bytes per device: `pools`, by use, and the peaks
+        `predicted_peak`, `compiled_peak` and `measured_peak`, None if unknown; `timeline`, all events. Times are in ms.
 
     Raises:
         ProfileError: If a file is missing or damaged, the traces are of another program, or a device of the pipeline is not in
@@ -89,8 +89,9 @@ def of_trace(path: Path, *, program: Path, steps: int) -> dict[str, Any]:
         `versions`, `date`, `flags` and `notes` (a list of sentences); `captured`, times of the step with command buffers, None
         if it was not traced with them; `uncaptured`, a dict of `steps_ms`, `step_ms` and `ranks`, the times of each device by
         category, for the step without them; `groups`, groups of equal kernels; `roofline`, the properties of the GPU, None if
-        unknown; `pipeline`, the actions of a pipeline, or None; `memory`, with `pools`, bytes per device by use; `timeline`,
-        all events. Times are in ms. Here `captured` and `pipeline` are None, and `memory` has no entries.
+        unknown; `pipeline`, the actions of a pipeline, or None; `memory`, bytes per device: `pools`, by use, and the peaks
+        `predicted_peak`, `compiled_peak` and `measured_peak`, None if unknown; `timeline`, all events. Times are in ms. Here
+        `captured` and `pipeline` are None, and `memory` has only `pools`, which is empty.
 
     Raises:
         ProfileError: If there is no trace, a file is missing or damaged, the kernels have no names, the trace has no kernel of
