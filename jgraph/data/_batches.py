@@ -181,13 +181,13 @@ class Batches:
         seed: Seed of the order, in [0, 2**64).
         shuffle: `windows` cuts the stream into rows and shuffles the rows in each epoch. `documents` shuffles the documents,
             cuts their concatenation into rows and shuffles the rows.
-        rows: Ascending indices in [0, batch_size) of the rows to read, for example `TrainStep.batch_rows`, the rows of this
-            process. None reads all rows.
+        rows: One or more ascending indices in [0, batch_size) of the rows to read, for example `TrainStep.batch_rows`, the rows
+            of this process. None reads all rows.
         documents: `joined` returns arrays of ids. `separate` returns dicts with document boundaries, so that tokens do not
             attend to other documents.
 
     Raises:
-        ConfigError: If `rows` are not ascending indices in [0, batch_size).
+        ConfigError: If `rows` is empty, or has other than ascending indices in [0, batch_size).
         DataError: If a source has fewer than seq_len + 1 tokens, or if `shuffle` is `documents` and a source has no document
             boundaries.
     """
@@ -308,7 +308,7 @@ def heldout_batches(
 ) -> list[Batch]:
     """Reads evaluation batches: windows of seq_len + 1 tokens in the order of the text. Each window is read at most once.
 
-    A window overlaps its neighbour by one token, so that every token is predicted once.
+    A window overlaps its neighbour by one token: the last target of a window is the first input of the next.
 
     Args:
         tokens: 1-D ids (a numpy array, a `TokenFile` or a `Concatenated`), or the sources of a mixture, which share the windows
