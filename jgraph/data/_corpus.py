@@ -122,8 +122,8 @@ def load(
     Raises:
         ConfigError: If a weight is not positive and finite, or only some entries have one.
         DataError: If an entry does not exist; if data cannot be read, is empty, too short or damaged, or has ids that are too
-            large; if a file is not UTF-8 text or lacks the field; if an optional library is missing; if token files come from
-            different tokenizers; or if document boundaries are unknown but needed.
+            large; if a file is not text, is not UTF-8 although a tokenizer reads it, or lacks the field; if an optional library
+            is missing; if token files come from different tokenizers; or if document boundaries are unknown but needed.
     """
     names = [data] if isinstance(data, str) else data
     try:
