@@ -145,8 +145,8 @@ def read(
         documents: `joined` cuts a text without lines that read `<|endoftext|>` into blocks. `separate` raises an error for it.
 
     Yields:
-        The path of a file, and an iterator over its documents as UTF-8 bytes, which reads the file lazily. For a dataset or a
-        named corpus, its name as a path.
+        The path of a file, and an iterator over its documents as bytes, which reads the file lazily. For a dataset or a named
+        corpus, its name as a path.
 
     Raises:
         DataError: If a name has no file or no documents; if a file cannot be read, is damaged, is not text or lacks the field;
