@@ -44,11 +44,27 @@ class Program(HloModule):
                     yield from self.inside(inner)
 
     def matmul(self, instruction: Instruction) -> Instruction | None:
-        """Returns the matmul or convolution with the most FLOPs in an instruction, also in a fusion; None if there is none."""
+        """Returns the matmul or convolution with the most FLOPs in an instruction, also in a fusion; None if there is none.
+
+        Args:
+            instruction: An instruction of this program, a value of `instructions`.
+
+        Raises:
+            ProfileError: If the text of the program is damaged: a called computation is missing.
+        """
         return max((inner for inner in self.inside(instruction) if inner.is_matmul), key=self._own_flops, default=None)
 
     def flops(self, instruction: Instruction) -> int:
-        """Counts the FLOPs of the matmuls and attention in an instruction. A multiplication and an addition are 2 FLOPs."""
+        """Counts the FLOPs of the matmuls and attention in an instruction. A multiplication and an addition are 2 FLOPs.
+
+        Grouped matmuls count as if every row belonged to a group. All other instructions count as 0.
+
+        Args:
+            instruction: An instruction of this program, a value of `instructions`.
+
+        Raises:
+            ProfileError: If the text of the program is damaged: a called computation is missing.
+        """
         return sum(self._own_flops(inner) for inner in self.inside(instruction))
 
     def nbytes(self, instruction: Instruction) -> int:
@@ -56,6 +72,9 @@ class Program(HloModule):
 
         If the instruction slices an array or updates it in place, only the sliced or updated part counts. Results of type byte
         do not count, because they are the workspace of a library.
+
+        Args:
+            instruction: An instruction of this program, a value of `instructions`.
         """
         operands = self._operands(instruction)
         # Results of type byte are workspace of a library.
@@ -81,7 +100,14 @@ class Program(HloModule):
         return max(written, 0) + read
 
     def sent_bytes(self, instruction: Instruction) -> int:
-        """Estimates the bytes that a collective sends: the larger of its operands and its results, twice for an all-reduce."""
+        """Estimates the bytes that a collective sends: the larger of its operands and its results, twice for an all-reduce.
+
+        Args:
+            instruction: An instruction of this program, a value of `instructions`.
+
+        Raises:
+            ProfileError: If the text of the program is damaged: a called computation is missing.
+        """
         operands = sum(shape.nbytes for operand in self._operands(instruction) for shape in operand.shapes)
         results = sum(shape.nbytes for shape in instruction.shapes)
         results -= operands if instruction.opcode.endswith("-start") else 0  # the operands are part of its result
@@ -93,6 +119,12 @@ class Program(HloModule):
 
         For example `matmul bf16[16,1024] x bf16[1024,64] -> bf16[16,64]`, or the name of a fusion without its number, and its
         result shapes.
+
+        Args:
+            instruction: An instruction of this program, a value of `instructions`.
+
+        Raises:
+            ProfileError: If the text of the program is damaged: a called computation is missing.
         """
         if (matmul := self.matmul(instruction)) is not None:
             return f"matmul {self._shape(matmul, 0)} x {self._shape(matmul, 1)} -> {matmul.shapes[0]}"
