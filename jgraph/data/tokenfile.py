@@ -173,7 +173,11 @@ Tokens: TypeAlias = np.ndarray | TokenFile | Concatenated
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Returns the dtype of a token file with ids below `vocab_size`: little-endian uint16 up to 65536, else uint32."""
+    """Returns the dtype of a token file with ids below `vocab_size`: little-endian uint16 up to 65536, else uint32.
+
+    Args:
+        vocab_size: Vocabulary size, larger than every id.
+    """
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
