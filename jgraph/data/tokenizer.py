@@ -84,7 +84,11 @@ class Tokenizer:
 
 
 def decode_bytes(ids: Sequence[int]) -> str:
-    """Returns the text of byte ids. Invalid UTF-8, and ids above 255 from a model with a larger vocabulary, become U+FFFD."""
+    """Returns the text of byte ids. Invalid UTF-8, and ids above 255 from a model with a larger vocabulary, become U+FFFD.
+
+    Args:
+        ids: Non-negative integers.
+    """
     return bytes(min(token, 0xFF) for token in ids).decode(errors="replace")  # 0xFF is not valid in UTF-8
 
 
