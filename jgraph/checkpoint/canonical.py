@@ -18,17 +18,19 @@ from jgraph.tree import PyTree
 
 @dataclass(frozen=True, eq=False)
 class CanonicalLayout:
-    """Converts a state to the canonical layout and back.
+    """Converts a training state between the layout of a run and the canonical layout.
 
-    In the canonical layout, parameters and optimizer moments have the structure of the model's own tree. A state is a dataclass
-    with the fields `params` and `opt_state`. Other fields are not changed.
+    In the canonical layout, parameters and optimizer moments have the structure of the model's own parameter tree, which does
+    not depend on the devices. A state is a dataclass with the fields `params` and `opt_state`. All other fields are the same in
+    both layouts.
 
     Attributes:
-        pack: Converts the model's tree to the arrays of the run.
-        unpack: Inverts `pack`.
-        own: The state of the run as `jax.ShapeDtypeStruct`s, with shardings on several devices.
+        pack: Jittable function from the model's parameter tree to the parameters in the layout of the run.
+        unpack: Jittable function that inverts `pack`.
+        own: The state in the layout of the run, as `jax.ShapeDtypeStruct`s. On a mesh they have `NamedSharding`s.
         mesh: Mesh of the devices; None for one device.
-        opt_state: Whether the optimizer state has the structure of the run's `arrays`, or of the model's `tree`.
+        opt_state: Structure of the moments in `opt_state` of the run. `arrays`: the structure of `own.params`, so they are
+            converted like the parameters. `tree`: the model's parameter tree, so they are only copied.
     """
 
     pack: Callable[[PyTree], PyTree]
@@ -38,15 +40,26 @@ class CanonicalLayout:
     opt_state: Literal["arrays", "tree"] = "arrays"
 
     def of(self, state: Any) -> Any:
-        """Returns a state in the canonical layout.
+        """Converts a state of the run to the canonical layout.
 
         Copies every array and donates nothing, so the devices need memory for a second state.
+
+        Args:
+            state: A state with the structure of `own`.
+
+        Returns:
+            A new dataclass of the same type. On a mesh, converted arrays are sharded by `spread`: each is split along one axis
+            over as many devices as possible. Other arrays keep their shardings.
         """
         return self._mapped(state, lambda tree: in_turn(self._unpack(tree)), lambda leaf: leaf.copy())
 
     @cached_property
     def back(self) -> Callable[[Any], Any]:
-        """Inverts `of`, bit for bit, also for a state that was saved on other devices. Donates nothing."""
+        """A function that inverts `of`, bit for bit. Its argument may be on other devices than `own`.
+
+        The function is jitted on first use. It maps a state in the canonical layout to a state with the structure of `own`, on
+        a mesh also with the shardings of `own`. It donates nothing.
+        """
         # Donation would save little: few buffers have the same size in both layouts, and saving needs memory for both anyway.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.own)
         back = jax.jit(
@@ -56,7 +69,13 @@ class CanonicalLayout:
         return lambda canonical: in_turn(back(canonical))
 
     def shapes(self) -> Any:
-        """Returns the result of `of` as `jax.ShapeDtypeStruct`s, to restore into; with shardings on several devices."""
+        """Returns the canonical state as `jax.ShapeDtypeStruct`s, for `Checkpoints.restore_latest`.
+
+        Computes nothing on the devices.
+
+        On a mesh, every leaf has a `NamedSharding` that splits one axis over as many devices as possible. On one device, the
+        leaves have no sharding.
+        """
         shapes = jax.eval_shape(lambda own: self._mapped(own, self._unpack, lambda leaf: leaf), self.own)
         if self.mesh is None:
             return shapes
@@ -87,15 +106,18 @@ class CanonicalLayout:
 
 
 def spread(mesh: Mesh, sharded: PyTree, leaves: PyTree) -> PyTree:
-    """Shards leaves over the mesh axes that shard some leaf of `sharded`, so that no device holds a whole large model.
+    """Returns shardings that split each leaf over many devices, so that no device holds a whole large model. Moves no data.
+
+    Uses only the mesh axes that shard some leaf of `sharded`. A leaf is split along one array axis, over the most devices that
+    divide the size of the axis. A leaf without such an axis is replicated.
 
     Args:
-        mesh: The mesh.
-        sharded: Arrays or shapes with shardings.
-        leaves: Arrays or shapes of any sizes.
+        mesh: The mesh of all leaves.
+        sharded: Pytree of arrays or `jax.ShapeDtypeStruct`s with `NamedSharding`s.
+        leaves: Pytree of arrays or `jax.ShapeDtypeStruct`s of any shapes.
 
     Returns:
-        A tree of `NamedSharding` with the structure of `leaves`.
+        A pytree of `NamedSharding` with the structure of `leaves`.
     """
     used = jax.tree.leaves([list(leaf.sharding.spec) for leaf in jax.tree.leaves(sharded)])
     axes = {name: size for name, size in mesh.shape.items() if name in used}

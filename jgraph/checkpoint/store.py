@@ -39,15 +39,21 @@ _TRASH = "deleted"
 class Checkpoints:
     """Saves a state in the background and restores it. Keeps the last `keep` checkpoints, under `directory/STEP/`.
 
-    Orbax's `CheckpointManager` writes the checkpoints. In addition, every leaf has a checksum, and a damaged checkpoint is
-    replaced by the one before it. All processes of a run share one directory and call every method together. Save
-    `TrainStep.canonical.of(state)` to resume on other devices.
+    Orbax's `CheckpointManager` writes the checkpoints. In addition, a checkpoint has a checksum of every leaf. A checkpoint is
+    damaged if a file cannot be read or a checksum differs; `restore_latest` then restores the one before it. All processes of a
+    run share one directory and call every method together. Save `TrainStep.canonical.of(state)` to resume on other devices.
 
     Args:
-        directory: Created if missing. Leftovers of an interrupted save are removed.
-        keep: Number of checkpoints, at least 1.
-        warn: Called with one line for every damaged checkpoint that is skipped.
-        wait: Waits for the checksums that the devices compute for a save, and returns them.
+        directory: Directory of the checkpoints; created if missing. Leftovers of an interrupted save are removed.
+        keep: Largest number of checkpoints, at least 1. When a save completes, older ones are deleted.
+        warn: Called by `restore_latest` with a message of one line for every damaged checkpoint that it skips. Its result is
+            ignored.
+        wait: Called by `save` with the list of checksums that the devices compute, uint32 scalars, one per leaf. Must return
+            the list when they are ready. A program can pass a function with a timeout.
+
+    Raises:
+        ConfigError: If `keep` is not a positive integer.
+        CheckpointError: If the directory cannot be created or written.
 
     Examples:
         >>> import tempfile
@@ -77,22 +83,35 @@ class Checkpoints:
 
     @property
     def latest_step(self) -> int | None:
-        """The step of the newest checkpoint, which may be damaged or not yet written; None if there is none."""
+        """The step of the newest checkpoint, which may be damaged or still being written; None if there is none."""
         return self._manager.latest_step()
 
     def check_space(self, state: object) -> None:
-        """Raises CheckpointError if the disk has no room for `keep` checkpoints of this pytree and another being written."""
+        """Checks that the disk has room for `keep` checkpoints and for one that is being written. Writes nothing.
+
+        Subtracts the existing checkpoints. Compares the bytes of all leaves, over all processes, with the free bytes of the
+        disk.
+
+        Args:
+            state: Pytree of arrays or `jax.ShapeDtypeStruct`s, with the shapes and dtypes of the state to save.
+
+        Raises:
+            CheckpointError: If there is not enough room.
+        """
         check_space(self._directory, state, self._keep + 1 - len(self._manager.all_steps()))
 
     def save(self, step: int, state: object) -> None:
-        """Starts to write a checkpoint after the previous one is written. The state may be donated after the call.
+        """Starts to write a checkpoint in the background. The state may be donated after the call.
+
+        Blocks until the previous checkpoint is written, the checksums are computed and the arrays are copied to the host.
 
         Args:
-            step: Number of steps done, larger than every saved step. Saving the newest step again has no effect.
-            state: Pytree of arrays.
+            step: Number of completed steps, larger than every saved step. A smaller or equal number has no effect.
+            state: Pytree of arrays. Its structure is not saved, only the names (paths) of the leaves.
 
         Raises:
-            CheckpointError: If this or the previous checkpoint cannot be written.
+            CheckpointError: If this or the previous checkpoint cannot be written. An error of the background write is raised by
+                the next call of `save`, `wait` or `close`.
         """
         if self.latest_step == step:
             return
@@ -109,18 +128,22 @@ class Checkpoints:
             self._empty_trash()
 
     def restore_latest(self, like: State) -> tuple[int, State] | None:
-        """Restores the newest checkpoint that is not damaged.
+        """Restores the newest checkpoint that is not damaged, and verifies its checksums.
 
-        Newer checkpoints that are damaged are reported through `warn` and renamed to `damaged-STEP`.
+        For each newer checkpoint that is damaged, calls `warn` and renames its directory to `damaged-STEP`. If no checkpoint
+        can be restored, renames none.
 
         Args:
-            like: Pytree of arrays or `jax.ShapeDtypeStruct`. The state gets its structure and its shardings.
+            like: Pytree of arrays or `jax.ShapeDtypeStruct`s with the names, shapes and dtypes of the saved leaves. Not
+                changed.
 
         Returns:
-            The step and the state, or None if there is no checkpoint.
+            The step, and a state of new arrays with the structure and shardings of `like`; a leaf without a sharding is on the
+            first device. None if there is no checkpoint.
 
         Raises:
-            CheckpointError: If every checkpoint is damaged, or the saved state has other leaves than `like`.
+            CheckpointError: If every checkpoint is damaged; if the saved leaves have other names, shapes or dtypes than `like`;
+                or if a damaged checkpoint cannot be renamed.
         """
         damaged: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
@@ -142,14 +165,18 @@ class Checkpoints:
         return None
 
     def wait(self) -> None:
-        """Waits until all saves are on disk. Raises CheckpointError if one could not be written."""
+        """Waits until all saves are on disk. Raises CheckpointError if one of them could not be written."""
         with self._write_errors():
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
             self._empty_trash()
 
     def close(self) -> None:
-        """Waits like `wait`, then ends Orbax's threads. Raises CheckpointError like `wait`."""
+        """Waits until all saves are on disk, then ends Orbax's threads. The object cannot be used afterwards.
+
+        Raises:
+            CheckpointError: If a save could not be written. The threads are ended first.
+        """
         try:
             self.wait()
         finally:
@@ -240,18 +267,21 @@ class Checkpoints:
 
 
 class CheckpointReader:
-    """Reads single leaves of a checkpoint by name. The name of a leaf is its path in the form of `jax.tree_util.keystr`.
+    """Reads single leaves of a checkpoint by name, and verifies their checksums. Writes nothing.
+
+    The name of a leaf is its path in the saved state in the form of `jax.tree_util.keystr`, for example
+    `.params['norm']['scale']`. All processes of a run call every method together.
 
     Attributes:
         step: The step of the checkpoint.
 
     Args:
-        directory: Directory of the checkpoints.
+        directory: Directory of the checkpoints, with one subdirectory per step.
         step: Step of the checkpoint; None for the newest.
-        field: Argument that named the step, for errors.
+        field: Name of the caller's argument for the step. Errors name it.
 
     Raises:
-        CheckpointError: From all methods, if there is no such checkpoint or it is damaged.
+        CheckpointError: If there is no checkpoint, none of this step, or its list of leaves is damaged.
     """
 
     def __init__(self, directory: Path, step: int | None = None, *, field: str = "step"):
@@ -275,23 +305,32 @@ class CheckpointReader:
         self._leaves = {leaf["name"]: (number, leaf) for number, leaf in enumerate(digest["leaves"])}
 
     def read(self, name: str) -> np.ndarray:
-        """Returns a leaf on the host. Collective: every process must call it."""
+        """Returns a whole leaf on the host, with its saved shape and dtype. Collective: every process must call it.
+
+        Args:
+            name: Name of the leaf.
+
+        Raises:
+            CheckpointError: If the checkpoint has no such leaf, or its data is damaged.
+        """
         _, saved = self._leaf(name)
         here = SingleDeviceSharding(jax.local_devices()[0])
         like = jax.ShapeDtypeStruct(tuple(saved["shape"]), jnp.dtype(saved["dtype"]), sharding=here)
         return np.asarray(self.place({name: like})[name])
 
     def place(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
-        """Returns leaves on devices. All processes call it together; each reads its own shards.
+        """Returns leaves on devices. Collective: all processes call it together, and each reads its own shards.
 
         Args:
-            like: The shape and sharding of each leaf, by name.
+            like: The shape and sharding of each leaf, by name. Without a sharding, a leaf is placed on the first device. The
+                dtype is ignored.
 
         Returns:
             The arrays by name, in their saved dtypes.
 
         Raises:
-            CheckpointError: If a leaf has another shape.
+            CheckpointError: If the checkpoint has no leaf of a name, a leaf has another shape, or its data is damaged.
+            ConfigError: If another process cannot read its shards.
         """
         leaves: list[Any] = [ocp.PLACEHOLDER] * len(self._leaves)
         restore_args = [ocp.RestoreArgs()] * len(self._leaves)
@@ -316,7 +355,7 @@ class CheckpointReader:
         return self._leaves[name]
 
     def close(self) -> None:
-        """Ends Orbax's threads."""
+        """Ends Orbax's threads. The reader cannot be used afterwards."""
         self._manager.close()
 
     def _restore(self, name: str, how: Any) -> Any:
@@ -351,8 +390,10 @@ def hide_tracebacks() -> None:
     """Hides the tracebacks that are logged or printed for errors that `Checkpoints` raises. Call it in programs only.
 
     Orbax logs the error of a save that fails, and closes its event loop. TensorStore then finds the loop closed for every array
-    that is still being written, and asyncio logs the errors of the other arrays when they are garbage collected. The setting
-    holds for all threads, until the process ends.
+    that is still being written, and asyncio logs the errors of the other arrays when they are garbage collected.
+
+    Sets the loggers `absl` and `asyncio` to the level CRITICAL, replaces `sys.unraisablehook`, and ignores the RuntimeWarning
+    that a coroutine was never awaited. The settings hold for all threads, until the process ends. Later calls have no effect.
     """
     before = sys.unraisablehook
 
@@ -367,15 +408,15 @@ def hide_tracebacks() -> None:
 
 
 def check_space(directory: Path, state: object, count: int) -> None:
-    """Checks that a disk has room for several copies of a state.
+    """Checks that a disk has room for several copies of a state. Writes nothing.
 
     Args:
-        directory: A directory on the disk, which may be missing.
-        state: Pytree of arrays or `jax.ShapeDtypeStruct`.
+        directory: A directory on the disk. If missing, its nearest existing parent is used.
+        state: Pytree of arrays or `jax.ShapeDtypeStruct`s. Their whole sizes count, over all devices.
         count: Number of copies.
 
     Raises:
-        CheckpointError: If there is not enough room.
+        CheckpointError: If the copies have more bytes than are free on the disk.
     """
     leaves = jax.tree.leaves(state)
     needed = count * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -403,12 +444,14 @@ def _has_code(error: BaseException, *codes: int) -> bool:
 def checksums(leaves: list[Array], wait: Callable[[list[Array]], list[Array]] = jax.block_until_ready) -> list[int]:
     """Computes a 32-bit checksum of the bits and positions of the elements of each leaf, on the devices.
 
+    Blocks until the checksums are on the host.
+
     Args:
-        leaves: Arrays of any dtype and sharding.
-        wait: Waits for the checksums on the devices, and returns them.
+        leaves: Arrays of a boolean, integer or floating-point dtype of at most 32 bits, with any sharding. Not donated.
+        wait: Called once with the list of checksums on the devices, uint32 scalars. Must return the list when they are ready.
 
     Returns:
-        One checksum per leaf. Every change of a single element changes it.
+        One integer in [0, 2**32) per leaf, independent of the sharding. Every change of a single element changes the checksum.
     """
     return [int(checksum) for checksum in jax.device_get(wait(_checksums(leaves)))]
 

@@ -33,21 +33,28 @@ def make_token_files(
     heldout_fraction: float = HELDOUT_FRACTION,
     shard_tokens: int = SHARD_TOKENS,
 ) -> None:
-    """Tokenizes text into `out`: train-*.bin, heldout-*.bin, the ends of their documents, and the tokenizer.
+    """Tokenizes text into a new directory of token files.
+
+    Writes train-00000.bin, train-00001.bin and so on, heldout-00000.bin and so on, the ends of their documents in train.ends
+    and heldout.ends, and a copy of the tokenizer.json. The documents of each side are in the order of their SHA-256. Works in a
+    hidden directory beside `out`, which is renamed when it is complete and deleted if an error is raised.
 
     Args:
-        texts: Files, directories, globs, Hugging Face datasets and named corpora (see `_texts`). Their order does not matter.
-        tokenizer: A tokenizer.json of the `tokenizers` library.
-        out: A directory that does not exist yet or is empty.
-        field: Field of the text in JSON Lines, Parquet and datasets.
+        texts: Texts, in any order. Each is a file, a directory (all files in it and below, without hidden ones), a glob such as
+            `texts/**/*.md`, a Hugging Face dataset (`hf:owner/name`, `hf:owner/name/CONFIG@SPLIT` or `hf:DIRECTORY`), or a
+            named corpus (`python-docs`, `python-source` or `synthetic`).
+        tokenizer: Path of a tokenizer.json of the `tokenizers` library.
+        out: A directory that does not exist yet or is empty. Missing parents are created.
+        field: Name of the field with the text, in the objects of .jsonl files, or of the column, in .parquet files and
+            datasets.
         heldout_fraction: Fraction of the documents to hold out, in (0, 1): those with the lowest SHA-256.
-        shard_tokens: Start a new file after the document that reaches this many tokens.
+        shard_tokens: Number of tokens, below 2**31. A file ends with the document that reaches this number.
 
     Raises:
-        ConfigError: If a number is out of range, the tokenizer or a directory of texts cannot be read, or `out` cannot be
-            written. `out` is then unchanged, as after any interruption.
-        DataError: If a text is missing, empty, damaged or not UTF-8; if all documents are equal; if `out` is in use; or if
-            the tokenizer is missing.
+        ConfigError: If a number is out of range, the tokenizer cannot be read, or `out` cannot be written.
+        DataError: If a text is missing, cannot be read, is empty, damaged or not UTF-8, or lacks the field; if an optional
+            library is missing; if there are no two different documents; if `out` is a file or a directory that is not empty; or
+            if the tokenizer is missing or invalid.
     """
     require(0 < shard_tokens < 2**31, "shard_tokens", shard_tokens, "positive and below 2**31")
     require(0 < heldout_fraction < 1, "heldout_fraction", heldout_fraction, "in (0, 1)")  # before hours of tokenizing

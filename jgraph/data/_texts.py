@@ -48,13 +48,13 @@ _SEPARATOR = re.compile(rb"^<\|endoftext\|>[ \t]*\r?$", re.MULTILINE)
 
 
 def weighted(data: Sequence[str]) -> list[tuple[str, Fraction | None]]:
-    """Splits each NAME:WEIGHT into its name and weight. An entry that exists as a file has no weight.
+    """Splits each entry NAME:WEIGHT into its name and weight. An entry that exists as a file has no weight.
 
     Args:
-        data: Names with or without weights.
+        data: Entries with or without weights.
 
     Returns:
-        Each name and its weight, None if no entry has a weight.
+        The name and the weight of each entry, in the same order. All weights are None if no entry has one.
 
     Raises:
         ConfigError: If a weight is not positive and finite, or only some entries have one.
@@ -78,9 +78,11 @@ def _weighted(entry: str) -> tuple[str, Fraction | None]:
 
 
 def files_of(name: str) -> list[Path]:
-    """Returns the files of a path, a directory or a glob, sorted. Empty if there are none.
+    """Returns the files of a text, sorted. Empty if there are none. Does not open them.
 
-    For a named corpus or a dataset, returns its name as a path.
+    Args:
+        name: A file; a directory, for all files in it and below, without hidden ones; a glob; or a dataset (`hf:owner/name`) or
+            named corpus, for which the result is the name itself as a path.
     """
     path = Path(name)
     if name in CORPORA or name.startswith(_HUB):
@@ -105,14 +107,14 @@ def _require_files(name: str) -> list[Path]:
 
 @contextlib.contextmanager
 def named(argument: Literal["data", "text", "directory"], value: str | Path) -> Iterator[None]:
-    """Adds an argument and its value to the message of a DataError. Converts an OSError to a DataError.
+    """Adds an argument and its value to the message of a DataError of the block. Converts an OSError to a DataError.
 
     Args:
         argument: Name of the argument.
-        value: Its value.
+        value: Value of the argument.
 
     Raises:
-        DataError: If the block raises a DataError or an OSError.
+        DataError: If the block raises a DataError or an OSError. An error that already names the argument is not changed.
     """
     try:
         yield
@@ -131,20 +133,24 @@ def read(
 ) -> Iterator[tuple[Path, Iterator[bytes]]]:
     """Yields each file, dataset or named corpus, with its documents. Skips documents of white space.
 
-    Read the documents of a file before you request the next file.
+    Read all documents of a file before you request the next file.
 
     Args:
-        argument: The argument that has the names, for errors.
-        names: Names as in the module docstring.
-        field: Field of a JSON object, or column, that has the text.
-        documents: `separate` rejects a text without lines that separate documents.
+        argument: Name of the caller's argument that has the names. Errors name it.
+        names: Texts. Each is a file, a directory (all files in it and below, without hidden ones), a glob such as
+            `texts/**/*.md`, a Hugging Face dataset (`hf:owner/name`, `hf:owner/name/CONFIG@SPLIT` or `hf:DIRECTORY`), or a
+            named corpus (`python-docs`, `python-source` or `synthetic`).
+        field: Name of the field with the text, in the objects of .jsonl files, or of the column, in .parquet files and
+            datasets.
+        documents: `joined` cuts a text without lines that read `<|endoftext|>` into blocks. `separate` raises an error for it.
 
     Yields:
-        The path of a file and an iterator over its documents.
+        The path of a file, and an iterator over its documents as bytes, which reads the file lazily. For a dataset or a named
+        corpus, its name as a path.
 
     Raises:
         DataError: If a name has no file or no documents; if a file cannot be read, is damaged, is not text or lacks the field;
-            or if a library is missing.
+            if `separate` needs lines that a text does not have; or if an optional library is missing.
     """
     files = []
     for name in names:
@@ -253,7 +259,7 @@ def library(name: str, *, extra: str = "") -> Any:
 
     Args:
         name: Name of the module.
-        extra: Extra of the jgraph package that installs it. Default: `name`.
+        extra: Extra of the jgraph package that installs the module, for the message. Empty for `name`.
 
     Returns:
         The module.
@@ -273,15 +279,15 @@ def library(name: str, *, extra: str = "") -> Any:
 def cut(text: bytes, *, fewest_blocks: int = _FEWEST_BLOCKS) -> list[bytes]:
     """Cuts a text into documents, in order. Leaves out documents of white space.
 
-    Lines that read `<|endoftext|>` separate documents. A text without such lines is cut at line ends into blocks of about
-    16 KiB.
+    Lines that read `<|endoftext|>` separate documents. A text without such lines is cut at line ends into blocks of about 16
+    KiB. Line ends around a document are removed.
 
     Args:
         text: Bytes of any encoding. UTF-8 characters stay whole.
         fewest_blocks: A short text without separators is cut into at least about this many blocks.
 
     Returns:
-        The documents.
+        The documents. Empty if the text has only white space.
     """
     documents = _separate(text)
     if len(documents) != 1:
@@ -315,18 +321,18 @@ def _blocks(text: bytes, *, size: int) -> Iterator[bytes]:
 
 
 def digest(document: bytes) -> bytes:
-    """Returns the SHA-256 of a document, which determines its position in the corpus and whether it is held out."""
+    """Returns the SHA-256 of a document, 32 bytes. The order of documents and the choice of held-out ones depend on it."""
     return hashlib.sha256(document).digest()
 
 
 def count_heldout(digests: Sequence[bytes], heldout_fraction: float = HELDOUT_FRACTION) -> int:
-    """Counts the held-out documents: the documents with a hash in the lowest `heldout_fraction`.
+    """Counts the held-out documents: the documents with a hash in the lowest `heldout_fraction` of all hashes.
 
     If one side would be empty, the document nearest to the threshold changes sides, with all equal documents.
 
     Args:
-        digests: Ascending SHA-256 digests, one per document.
-        heldout_fraction: In (0, 1).
+        digests: SHA-256 of each document, 32 bytes, in ascending order.
+        heldout_fraction: Fraction in (0, 1).
 
     Returns:
         k, with 0 < k < len(digests): documents [0, k) are held out, the others are for training.

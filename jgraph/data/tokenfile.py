@@ -46,11 +46,11 @@ class Header:
     """The header of a token file.
 
     Attributes:
-        bytes_per_token: 2 or 4.
+        bytes_per_token: Bytes per id, 2 or 4.
         num_tokens: Number of ids.
         num_documents: Number of documents.
-        vocab_size: Larger than every id.
-        sha256: SHA-256 of the ids as stored, hexadecimal.
+        vocab_size: Vocabulary size; every id is smaller.
+        sha256: SHA-256 of the ids as stored, 64 hexadecimal digits.
     """
 
     bytes_per_token: int
@@ -61,15 +61,26 @@ class Header:
 
     @property
     def dtype(self) -> np.dtype:
-        """The stored dtype, uint16 or uint32."""
+        """The stored dtype, little-endian uint16 or uint32."""
         return np.dtype(f"<u{self.bytes_per_token}")
 
 
 class TokenFile:
-    """The ids of a token file as a 1-D stream, memory-mapped. Checks every span that it returns.
+    """The ids of a token file as a 1-D stream, memory-mapped. Opening it reads only the header.
+
+    `len(file)` is the number of ids. `file[start:stop]` returns a read-only view of the map, uint16 or uint32, and checks it.
+
+    Attributes:
+        path: Path of the file.
+        header: The header of the file.
+
+    Args:
+        path: A file in the format of this module's docstring, such as train-00000.bin.
 
     Raises:
-        DataError: As `read_header`. When reading a span: if an id is not below the vocabulary size, or the file was changed.
+        DataError: If the file is not a token file, has another version, is truncated or too long, or has no tokens. From
+            `file[start:stop]`: if an id in the span is not below the vocabulary size, or the file was written to since it was
+            opened.
         OSError: If the file cannot be read.
     """
 
@@ -88,6 +99,11 @@ class TokenFile:
         return len(self._ids)
 
     def __getitem__(self, span: slice, /) -> np.ndarray:
+        """Returns the ids of a span as a read-only view of the map. Checks them.
+
+        Raises:
+            DataError: If an id is not below the vocabulary size, or the file was written to since it was opened.
+        """
         self._check_unchanged()
         ids = self._ids[span]
         _check_ids(ids, self.header.vocab_size, self.path, first=span.indices(len(self))[0])
@@ -106,7 +122,19 @@ class TokenFile:
 
 
 class Concatenated:
-    """One or more streams of the same dtype, end to end. Copies only spans that cross parts."""
+    """One or more streams of ids, end to end, as one 1-D stream. Copies nothing when it is created.
+
+    `len(stream)` is the total number of ids. `stream[start:stop]` returns the ids of a span.
+
+    Attributes:
+        parts: The streams.
+
+    Args:
+        parts: The streams, all of the same dtype.
+
+    Raises:
+        AssertionError: If the dtypes differ, or there are no parts.
+    """
 
     def __init__(self, parts: "Sequence[Tokens]"):
         assert len({part.dtype for part in parts}) == 1
@@ -122,6 +150,12 @@ class Concatenated:
         return self._ends[-1]
 
     def __getitem__(self, span: slice, /) -> np.ndarray:
+        """Returns the ids of a span: a view if they are in one part, else a copy. Parts that are token files check their ids.
+
+        Raises:
+            IndexError: If the step of the slice is not 1.
+            DataError: If a token file is damaged, or was written to since it was opened.
+        """
         start, stop, stride = span.indices(len(self))
         if stride != 1:
             raise IndexError(f"stride is {stride}: must be 1")
@@ -139,23 +173,31 @@ Tokens: TypeAlias = np.ndarray | TokenFile | Concatenated
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Returns the dtype of a token file with ids below `vocab_size`: uint16 up to 65536, else uint32."""
+    """Returns the dtype of a token file with ids below `vocab_size`: little-endian uint16 up to 65536, else uint32.
+
+    Args:
+        vocab_size: Vocabulary size, larger than every id.
+    """
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def write_tokens(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int) -> Header:
-    """Writes a token file, document by document, under a temporary name until it is complete.
+    """Writes a token file, document by document, under a hidden temporary name until it is complete.
+
+    If an error is raised, deletes the temporary file and leaves an existing file unchanged.
 
     Args:
-        path: The file. Replaces an existing one.
-        documents: 1-D arrays of non-negative integers, with their end-of-text tokens.
-        vocab_size: Recorded in the header; selects the stored dtype.
+        path: The file. Replaces an existing one. Its directory must exist.
+        documents: The ids of each document: 1-D arrays of non-negative integers, with the end-of-text token if there is one.
+            Read once, one at a time.
+        vocab_size: Vocabulary size, larger than every id. Recorded in the header. The stored dtype is uint16 up to 65536, else
+            uint32.
 
     Returns:
-        The header.
+        The header of the file.
 
     Raises:
-        DataError: If an id is not below `vocab_size`, a document is not a 1-D array of integers, there are no tokens, or
+        DataError: If an id is not in [0, vocab_size), a document is not a 1-D array of integers, there are no tokens, or
             `vocab_size` is not in [1, 2**32 - 1].
         OSError: If the file cannot be written.
     """
@@ -192,7 +234,13 @@ def write_tokens(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int
 
 
 def read_header(path: Path) -> Header:
-    """Reads and checks a header and the length of its file.
+    """Reads the header of a token file, and checks it against the length of the file. Does not read the ids.
+
+    Args:
+        path: The token file.
+
+    Returns:
+        The header.
 
     Raises:
         DataError: If the file is not a token file, has another version, is truncated or too long, or has no tokens.
@@ -222,16 +270,34 @@ def read_header(path: Path) -> Header:
 
 
 def read_tokens(path: Path) -> np.memmap:
-    """Maps the token ids of a file: 1-D uint16 or uint32, read-only. Reads only the header; raises as `read_header`."""
+    """Memory-maps the ids of a token file. Reads only the header, and does not check the ids.
+
+    Args:
+        path: The token file.
+
+    Returns:
+        All ids, a read-only 1-D array of uint16 or uint32.
+
+    Raises:
+        DataError: If the file is not a token file, has another version, is truncated or too long, or has no tokens.
+        OSError: If the file cannot be read.
+    """
     header = read_header(path)
     return np.memmap(path, dtype=header.dtype, mode="r", offset=_HEADER.size, shape=(header.num_tokens,))
 
 
 def verify(path: Path) -> Header:
-    """Reads a whole file and checks it against its header.
+    """Reads a whole token file and checks it against its header.
+
+    Args:
+        path: The token file.
+
+    Returns:
+        The header.
 
     Raises:
-        DataError: As `read_header`; or if the ids do not match their hash, or one is not below the vocabulary size.
+        DataError: If the file is not a token file, has another version, is truncated or too long, or has no tokens; if the
+            SHA-256 of the ids differs from the header; or if an id is not below the vocabulary size.
         OSError: If the file cannot be read.
     """
     header = read_header(path)

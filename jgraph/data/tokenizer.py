@@ -23,13 +23,14 @@ _DOCUMENTS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Converts text to ids and back.
+    """Converts text to ids and ids to text.
 
     Attributes:
-        encode: Converts a text to ids.
-        decode: Converts ids to text. Invalid UTF-8 becomes U+FFFD; without a tokenizer.json, ids are printed as numbers.
+        encode: Converts a text to a list of ids. Raises DataError if the tokenizer has only ids (`of_numbers`).
+        decode: Converts ids to a text. Invalid UTF-8 becomes U+FFFD. A tokenizer that has only ids returns them as decimal
+            numbers.
         ends: End-of-text ids; empty if unknown.
-        name: Path of the file, `bytes` or `numbers`.
+        name: Path of the tokenizer.json, `bytes` for a byte-level tokenizer, or `numbers` for one that has only ids.
     """
 
     encode: Callable[[str], list[int]] = field(repr=False)
@@ -39,23 +40,25 @@ class Tokenizer:
 
     @classmethod
     def of_bytes(cls) -> "Tokenizer":
-        """Returns the tokenizer of byte-level models."""
+        """Returns the tokenizer of byte-level models: the ids are the bytes of the UTF-8 text. It has no end-of-text id."""
         return cls(lambda text: list(text.encode(errors="surrogateescape")), decode_bytes)
 
     @classmethod
     def of_file(cls, path: Path, *, ends: Sequence[int] = (), add_special_tokens: bool = False) -> "Tokenizer":
-        """Reads a tokenizer.json.
+        """Reads a tokenizer.json. The result neither truncates nor pads.
 
         Args:
-            path: The file.
-            ends: End-of-text ids, in addition to tokens with the usual names.
-            add_special_tokens: Whether `encode` adds the special tokens that the file defines.
+            path: A tokenizer.json of the `tokenizers` library.
+            ends: End-of-text ids. The ids of the tokens <|endoftext|>, <|end_of_text|>, </s> and <eos> are added, if the file
+                has them.
+            add_special_tokens: Whether `encode` adds the special tokens that the file defines, such as a begin-of-text token.
 
         Returns:
-            The tokenizer.
+            The tokenizer. Its `decode` includes special tokens in the text.
 
         Raises:
-            DataError: As `Encoder`.
+            DataError: If the `tokenizers` library is missing, or the file is not a tokenizer.json.
+            OSError: If the file cannot be read.
         """
         tokenizer = _load(path)
         ids = tokenizer.get_vocab(with_added_tokens=True)
@@ -68,7 +71,11 @@ class Tokenizer:
 
     @classmethod
     def of_numbers(cls, why: str) -> "Tokenizer":
-        """Returns a tokenizer that prints ids as numbers. Its `encode` raises a DataError that starts with `why`."""
+        """Returns a tokenizer that has only ids. Its `decode` returns them as decimal numbers, each followed by a space.
+
+        Args:
+            why: Reason why there is no tokenizer.json. `encode` always raises a DataError that starts with it.
+        """
 
         def encode(text: str) -> list[int]:
             raise DataError(f"{why}: prompts must be ids; to use text, add the {TOKENIZER_FILE}")
@@ -77,7 +84,11 @@ class Tokenizer:
 
 
 def decode_bytes(ids: Sequence[int]) -> str:
-    """Returns the text of byte ids. Ids above 255, from a model with a larger vocabulary, become U+FFFD."""
+    """Returns the text of byte ids. Invalid UTF-8, and ids above 255 from a model with a larger vocabulary, become U+FFFD.
+
+    Args:
+        ids: Non-negative integers.
+    """
     return bytes(min(token, 0xFF) for token in ids).decode(errors="replace")  # 0xFF is not valid in UTF-8
 
 
@@ -88,11 +99,17 @@ def _numbers(ids: Sequence[int]) -> str:
 class Encoder:
     """Converts documents to ids, each followed by the end-of-text token, or by a newline if the tokenizer has none.
 
+    The end-of-text token is the first of <|endoftext|>, <|end_of_text|>, </s> and <eos> that the file has.
+
     Attributes:
         vocab_size: Largest id + 1.
 
+    Args:
+        path: A tokenizer.json of the `tokenizers` library.
+
     Raises:
-        DataError: If the library is missing, or the file is not a tokenizer.json.
+        DataError: If the `tokenizers` library is missing, the file is not a tokenizer.json, or its vocabulary is empty.
+        OSError: If the file cannot be read.
     """
 
     def __init__(self, path: Path):
@@ -107,7 +124,14 @@ class Encoder:
         self._end = ends[:1] or self._encode(["\n"])[0].ids
 
     def encode(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
-        """Yields the ids of each document, 1-D int64. Raises DataError if one is not UTF-8 or cannot be encoded."""
+        """Yields the ids of each document, a 1-D int64 array, in order. Special tokens inside a document are encoded as text.
+
+        Args:
+            documents: UTF-8 texts. Read lazily, 256 at a time.
+
+        Raises:
+            DataError: If a document is not UTF-8 or cannot be encoded.
+        """
         documents = iter(documents)
         while texts := [_decode_utf8(document) for document in islice(documents, _DOCUMENTS_AT_ONCE)]:
             for encoding in self._encode(texts):
@@ -121,7 +145,15 @@ class Encoder:
 
 
 def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
-    """Returns a function from ids to text, or to numbers if the file or the library is missing."""
+    """Returns a function from ids to text. Special tokens are included in the text.
+
+    Args:
+        path: A tokenizer.json. If the file or the `tokenizers` library is missing, the function returns the ids as decimal
+            numbers, separated by spaces.
+
+    Raises:
+        DataError: If the file is not a tokenizer.json.
+    """
     if not path.exists() or importlib.util.find_spec("tokenizers") is None:
         return lambda ids: _numbers(ids).rstrip()
     return Tokenizer.of_file(path).decode

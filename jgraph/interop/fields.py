@@ -14,105 +14,107 @@ _LARGEST = 2**31 - 1  # sizes and token ids are int32
 
 
 def integer(config: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, least: int = 1) -> Any:
-    """Reads an integer.
+    """Reads an integer from the fields of a config.json.
 
     Args:
-        config: The fields of a config.json.
+        config: The fields of a config.json, by name. Not changed.
         name: Name of the field.
-        default: Value if the field is missing or null. Without a default, the field is required.
-        least: Smallest allowed value.
+        default: Returned if the field is missing or null. Without this argument, the field is required.
+        least: Smallest allowed value. `default` may be smaller.
 
     Returns:
-        The integer, in [least, 2**31), or the default.
+        The integer, or `default` unchanged.
 
     Raises:
-        ConfigError: If the field is missing without a default, or has another value.
+        ConfigError: If the field is missing or null and `default` is not given, or its value is not an integer in [least,
+            2**31).
     """
     allowed = f"an integer from {least} to {_LARGEST}"
     return _checked(config, name, default, lambda value: type(value) is int and least <= value <= _LARGEST, allowed)
 
 
 def number(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> float:
-    """Reads a number.
+    """Reads a number from the fields of a config.json.
 
     Args:
-        config: The fields of a config.json.
+        config: The fields of a config.json, by name. Not changed.
         name: Name of the field.
-        default: As in `integer`.
+        default: Returned, as a float, if the field is missing or null. Without this argument, the field is required.
 
     Returns:
-        A finite float, at least 0.
+        The number as a float, or `default` as a float.
 
     Raises:
-        ConfigError: As `integer`.
+        ConfigError: If the field is missing or null and `default` is not given, or its value is not an integer or float in [0,
+            1e30].
     """
     allowed = "a finite number, at least 0"
     return float(_checked(config, name, default, lambda v: type(v) in (int, float) and 0 <= v <= 1e30, allowed))
 
 
 def boolean(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> bool:
-    """Reads a boolean.
+    """Reads a boolean from the fields of a config.json.
 
     Args:
-        config: The fields of a config.json.
+        config: The fields of a config.json, by name. Not changed.
         name: Name of the field.
-        default: As in `integer`.
+        default: Returned if the field is missing or null. Without this argument, the field is required.
 
     Returns:
-        The boolean, or the default.
+        The boolean, or `default` unchanged.
 
     Raises:
-        ConfigError: As `integer`.
+        ConfigError: If the field is missing or null and `default` is not given, or its value is not true or false.
     """
     return _checked(config, name, default, lambda value: type(value) is bool, "true or false")
 
 
 def string(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> Any:
-    """Reads a string.
+    """Reads a string from the fields of a config.json.
 
     Args:
-        config: The fields of a config.json.
+        config: The fields of a config.json, by name. Not changed.
         name: Name of the field.
-        default: As in `integer`.
+        default: Returned if the field is missing or null. Without this argument, the field is required.
 
     Returns:
-        The string, or the default.
+        The string, or `default` unchanged.
 
     Raises:
-        ConfigError: As `integer`.
+        ConfigError: If the field is missing or null and `default` is not given, or its value is not a string.
     """
     return _checked(config, name, default, lambda value: isinstance(value, str), "a string")
 
 
 def strings(config: Mapping[str, Any], name: str) -> list[str]:
-    """Reads a list of strings.
+    """Reads a list of strings from the fields of a config.json.
 
     Args:
-        config: The fields of a config.json.
+        config: The fields of a config.json, by name. Not changed.
         name: Name of the field.
 
     Returns:
         The list. Empty if the field is missing or null.
 
     Raises:
-        ConfigError: If the field has another value.
+        ConfigError: If the field has a value that is not a list of strings.
     """
     allowed = "a list of strings"
     return _checked(config, name, [], lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v), allowed)
 
 
 def mapping(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Reads a JSON object.
+    """Reads a JSON object from the fields of a config.json.
 
     Args:
-        config: The fields of a config.json.
+        config: The fields of a config.json, by name. Not changed.
         name: Name of the field.
 
     Returns:
-        The object. Empty if the field is missing or null.
+        The object as a dict. Empty if the field is missing or null.
 
     Raises:
-        ConfigError: If the field has another value.
+        ConfigError: If the field has a value that is not an object.
     """
     return _checked(config, name, {}, lambda value: isinstance(value, dict), "an object")
 

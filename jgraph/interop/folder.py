@@ -22,16 +22,22 @@ _DTYPES = ("F32", "BF16", "F16")
 
 
 class Folder:
-    """Reads config.json and slices of tensors in safetensors files. Never opens a pickle, or a file outside the folder.
+    """Reads config.json and slices of tensors from a Hugging Face folder with safetensors files.
 
-    A file may be a symbolic link, because the cache of `hf download` consists of links.
+    The tensors are in model.safetensors, or in the files that model.safetensors.index.json lists. Never opens a pickle, or a
+    file outside the folder. A file may be a symbolic link, because the cache of `hf download` consists of links. Writes
+    nothing.
+
+    Attributes:
+        path: The folder.
 
     Args:
         path: The folder.
-        field: Argument that named the folder, for errors.
+        field: Name of the caller's argument for the folder. Errors name it.
 
     Raises:
-        ConfigError: From every method, if a file or field is missing, truncated or invalid.
+        ConfigError: If `path` is missing or not a folder. From the other methods and properties: if a file that they read is
+            missing, truncated or invalid, or a field of config.json has a wrong type or value.
     """
 
     def __init__(self, path: Path, *, field: str):
@@ -42,44 +48,55 @@ class Folder:
             raise self.error("must be a folder, not a file")
 
     def error(self, wrong: str) -> ConfigError:
-        """Returns the error for a problem in the folder."""
+        """Returns, without raising, a ConfigError that names the argument and the folder.
+
+        Args:
+            wrong: The problem, which follows the path in the message.
+        """
         return ConfigError(f"`{self._field}` is {self.path}: {wrong}", field=self._field)
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """The content of config.json."""
+        """The content of config.json, parsed. Read once."""
         return self._json(CONFIG_FILE)
 
     @property
     def dtype(self) -> str:
-        """The compute dtype: bfloat16 if config.json has this dtype, else float32."""
+        """The dtype to compute in: `bfloat16` if config.json has this value in `dtype` or `torch_dtype`, else `float32`.
+
+        If config.json has both fields, `dtype` counts.
+        """
         with self._config_errors():
             dtype = fields.string(self.config, "dtype", fields.string(self.config, "torch_dtype", "float32"))
         return "bfloat16" if dtype == "bfloat16" else "float32"
 
     @property
     def window(self) -> int | None:
-        """The longest sequence, in tokens, that the model was trained on; None if config.json has no such field."""
+        """The longest sequence of the training, in tokens: the field `max_position_embeddings`. None if there is none."""
         with self._config_errors():
             return fields.integer(self.config, "max_position_embeddings", None)
 
     @property
     def ends(self) -> list[int]:
-        """The token ids that end a text."""
+        """The token ids that end a text: the field `eos_token_id`, which is an id or a list of ids. Empty if there is none."""
         with self._config_errors():
             found = self.config.get("eos_token_id")
             several = found if isinstance(found, list) else [found]
             return [fields.integer({"eos_token_id": id_}, "eos_token_id", least=0) for id_ in several if id_ is not None]
 
     def settings(self, names: HuggingFace, base: Any) -> Any:
-        """Returns the settings of the model in the folder.
+        """Returns the settings of the model in the folder. Reads config.json only.
 
         Args:
-            names: The map of the model class.
-            base: Settings for the fields that config.json does not determine.
+            names: The attribute `hugging_face` of the model class, which converts config.json to settings.
+            base: Settings of the model class, a dataclass, for the fields that config.json does not determine. Not changed.
 
         Returns:
-            `base`, updated from config.json.
+            A copy of `base` with the fields that config.json determines.
+
+        Raises:
+            ConfigError: If config.json cannot be read, has an invalid field, or describes a model that the class does not
+                support.
         """
         with self._config_errors():
             return replaced(base, names.settings(self.config))
@@ -90,11 +107,12 @@ class Folder:
         Reads only the headers of the files, and stops at the first missing tensor. Builds no model.
 
         Args:
-            names: The map of the model class.
-            settings: The settings.
+            names: The attribute `hugging_face` of the model class, which lists the tensors of a model.
+            settings: Settings of the model, as `settings` of this class returns them.
 
         Raises:
-            ConfigError: If a tensor is missing, is unknown, or has another shape or dtype.
+            ConfigError: If a tensor is missing; has another shape; has a dtype other than float32, bfloat16 or float16; or is
+                unknown and does not match the patterns of `names.ignored`. If a file is missing or truncated.
         """
         expected = set()
         for _, part in names.tensors(settings):
@@ -115,14 +133,18 @@ class Folder:
             raise self.error(f"has a tensor that the model does not have: {_some(unknown)}")
 
     def read(self, name: str, index: Box) -> np.ndarray:
-        """Reads a slice of a tensor.
+        """Reads a slice of a tensor. The rest of the tensor is not read.
 
         Args:
-            name: Name of the tensor.
-            index: The slice of each axis.
+            name: Name of a tensor in the folder.
+            index: One slice per axis of the tensor, with step 1.
 
         Returns:
-            The slice. The rest of the tensor is not read.
+            The slice, in the dtype of the file: float32, float16 or bfloat16 of `ml_dtypes`.
+
+        Raises:
+            ConfigError: If the file cannot be read.
+            KeyError: If the folder has no such tensor. Call `check` first.
         """
         with self._reading(name):
             return self._open(self._files[name]).get_slice(name)[index]
@@ -186,11 +208,13 @@ class Folder:
 
 
 def check_exists(path: str | Path, *, field: str) -> None:
-    """Checks that a model folder exists. The error for an id on the Hugging Face Hub gives the command to download it.
+    """Checks that there is a file or folder at a path.
+
+    The error for an id on the Hugging Face Hub, such as `Qwen/Qwen3-0.6B`, has the command that downloads it.
 
     Args:
-        path: The folder.
-        field: The argument that holds the path, for errors.
+        path: Path of a model folder.
+        field: Name of the caller's argument for the path. The error names it.
 
     Raises:
         ConfigError: If there is nothing at `path`, or the path cannot be read.
@@ -201,31 +225,38 @@ def check_exists(path: str | Path, *, field: str) -> None:
 
 
 def replaced(settings: Any, changes: Mapping[str, Any]) -> Any:
-    """Returns a dataclass with changed fields.
+    """Returns a copy of a dataclass with changed fields. The fields are validated again.
 
     Args:
-        settings: The dataclass.
-        changes: New values by field name. A dict changes fields of a nested dataclass.
+        settings: The dataclass. Not changed.
+        changes: New values by field name. If a value is a mapping, the field must be a dataclass, and the mapping has its
+            changes in the same form.
 
     Returns:
-        The changed copy.
+        A new dataclass of the same type.
+
+    Raises:
+        TypeError: If the dataclass has no such field.
     """
     nested = {name: replaced(getattr(settings, name), value) for name, value in changes.items() if isinstance(value, Mapping)}
     return dataclasses.replace(settings, **{**changes, **nested})
 
 
 def read(folder: Folder, parts: Sequence[Part], shape: tuple[int, ...], dtype: Any, index: Box) -> np.ndarray:
-    """Assembles a slice of a parameter from slices of tensors.
+    """Assembles a slice of a parameter from slices of tensors. Reads only the parts of the files that overlap with the slice.
 
     Args:
-        folder: The folder.
-        parts: Parts of the parameter.
-        shape: Shape of the parameter.
-        dtype: Dtype of the result.
-        index: The slice of each axis.
+        folder: The folder with the tensors.
+        parts: The tensors of the parameter and their positions in it. Together they must fill the parameter.
+        shape: Shape of the whole parameter.
+        dtype: numpy dtype of the result, to which the tensors are cast.
+        index: One slice per axis of the parameter, with step 1.
 
     Returns:
-        The slice of the parameter.
+        A new array of the shape of the slice.
+
+    Raises:
+        ConfigError: If a file cannot be read.
     """
     bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
     found = np.empty([stop - start for start, stop in bounds], dtype)

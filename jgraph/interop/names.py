@@ -14,14 +14,15 @@ AxisOrder: TypeAlias = Literal["same", "transposed"]
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor in a folder, and its position in a parameter of the model. Used to read and to write.
+    """A tensor in a Hugging Face folder, and its position in a parameter of the model. Used to read and to write.
+
+    A parameter may have leading axes that the tensor lacks, such as layers or experts. The tensor has size 1 on them.
 
     Attributes:
         tensor: Name of the tensor.
         shape: Shape of the tensor in the folder.
-        start: Index of its first element on each axis of the parameter. The tensor may lack the leading axes of layers and
-            experts.
-        order: Whether its axes have the `same` order as the axes of the parameter, or are `transposed`.
+        start: Index of the tensor's first element in the parameter, one integer per axis of the parameter.
+        order: `same`: the tensor's axes are in the order of the parameter's last axes. `transposed`: they are reversed.
     """
 
     tensor: str
@@ -31,28 +32,34 @@ class Part:
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """Its shape in the axis order of the parameter."""
+        """The tensor's shape in the axis order of the parameter, without the leading axes that the tensor lacks."""
         return self.shape[::-1] if self.order == "transposed" else self.shape
 
     @property
     def box(self) -> Box:
-        """Its position in the parameter, as slices."""
+        """The tensor's position in the parameter: one slice per axis of the parameter."""
         sizes = (1,) * (len(self.start) - len(self.shape)) + self.own_shape
         return tuple(slice(start, start + size) for start, size in zip(self.start, sizes, strict=True))
 
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """Maps one family of models to Hugging Face folders and back.
+    """Maps one family of models to Hugging Face folders and back. A model class has it as its attribute `hugging_face`.
+
+    Settings are the dataclass that the model class is built from.
 
     Attributes:
-        settings: `settings(config)` returns the settings that a config.json determines, nested settings as a dict. Raises
-            ConfigError for a model that the family does not contain. `jgraph.interop.fields` reads fields with their types.
-        config: `config(settings, base)` returns the config.json of a model; other fields come from `base`. Raises ConfigError
-            for settings that no architecture has.
-        tensors: `tensors(settings)` yields (parameter name, `Part`) for every tensor. The parts of a parameter fill it. It must
-            be lazy: a folder is checked tensor by tensor, so that wrong sizes in config.json cost no time or memory.
-        ignored: `ignored(settings)` returns patterns of tensors that a folder may contain in addition.
+        settings: `settings(config)` is called with the content of config.json. It returns the settings that config.json
+            determines, by field name, with a dict for a nested dataclass. It raises ConfigError for a model that the family
+            does not contain. `jgraph.interop.fields` has functions to read fields with their types.
+        config: `config(settings, base)` is called for an export. It returns the content of config.json. Fields that the
+            settings do not determine come from `base`: the config.json of the pretrained folder, or only
+            `max_position_embeddings` if there was none. It raises ConfigError for settings that no architecture of Hugging Face
+            has.
+        tensors: `tensors(settings)` yields (parameter name, `Part`) for every tensor. The parts of a parameter must fill it. It
+            must be lazy: a folder is checked tensor by tensor, so that wrong sizes in config.json cost no time or memory.
+        ignored: `ignored(settings)` returns shell patterns of the names of tensors that a folder may contain in addition. They
+            are not read.
     """
 
     settings: Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -61,7 +68,14 @@ class HuggingFace:
     ignored: Callable[[Any], Sequence[str]]
 
     def parts(self, settings: Any) -> dict[str, tuple[Part, ...]]:
-        """Returns the parts of every parameter, by parameter name."""
+        """Returns the parts of every parameter, in the order of `tensors`.
+
+        Args:
+            settings: Settings of the model.
+
+        Returns:
+            A tuple of parts by parameter name.
+        """
         found: dict[str, list[Part]] = {}
         for name, part in self.tensors(settings):
             found.setdefault(name, []).append(part)
@@ -71,15 +85,18 @@ class HuggingFace:
 def side_by_side(
     tensors: Mapping[str, tuple[int, ...]], *, order: AxisOrder = "same", lead: tuple[int, ...] = ()
 ) -> tuple[Part, ...]:
-    """Returns the parts of a parameter that concatenates tensors along its last axis.
+    """Describes a parameter that is the concatenation of tensors along the last axis of the parameter.
+
+    With the order `transposed`, the tensors are transposed first.
 
     Args:
-        tensors: Shapes in the folder, by name.
-        order: Axis order of the tensors, as in `Part`.
-        lead: Indices on the leading axes of layers and experts.
+        tensors: Shapes of the tensors in the folder, by name, in the order of the concatenation. All have the same number of
+            axes.
+        order: `same`, or `transposed` if the folder stores the tensors with reversed axes, such as [out, in] for [in, out].
+        lead: Index on each leading axis that the parameter has and the tensors lack, such as (layer,) or (layer, expert).
 
     Returns:
-        One part per tensor.
+        One `Part` per tensor, in the same order.
     """
     parts, start = [], 0
     for name, shape in tensors.items():
@@ -90,14 +107,15 @@ def side_by_side(
 
 
 def check_filled(parts: Mapping[str, Sequence[Part]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Asserts that the parts fill the parameters of a model.
+    """Asserts that the parts fill the parameters of a model: that they are inside and have as many elements.
 
     Args:
         parts: Parts of every parameter, by parameter name.
         shapes: Shapes of the parameters, by name.
 
     Raises:
-        AssertionError: If they do not. The `HuggingFace` of the model is then wrong.
+        AssertionError: If the names differ, or the parts of a parameter are not inside or have another number of elements. The
+            attribute `hugging_face` of the model class is then wrong.
     """
     assert parts.keys() == shapes.keys(), "the model's `hugging_face` lacks a parameter, or has an unknown one"
     for name, shape in shapes.items():

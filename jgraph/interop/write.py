@@ -21,11 +21,11 @@ _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloa
 
 
 def check_empty(to: Path, *, field: str) -> None:
-    """Checks that a folder can be created.
+    """Checks that a path is free for a new folder: it does not exist, or is an empty directory. Creates nothing.
 
     Args:
-        to: The folder.
-        field: The argument that holds the path, for errors.
+        to: Path of the new folder.
+        field: Name of the caller's argument for the path. The error names it.
 
     Raises:
         ConfigError: If `to` exists and is not an empty directory, or cannot be read.
@@ -46,23 +46,28 @@ def write(
     beside: Sequence[Path] = (),
     file_bytes: int = _FILE_BYTES,
 ) -> list[Path]:
-    """Writes a folder, under a temporary name until it is complete.
+    """Writes a Hugging Face folder: config.json, and the tensors in safetensors files.
+
+    A single file is model.safetensors. Several files are model-00001-of-0000N.safetensors and so on, with a
+    model.safetensors.index.json. The folder is written beside `to`, under a hidden name with the process id, and renamed when
+    it is complete. If an error is raised, the hidden folder is deleted.
 
     Args:
-        to: The folder, which must not exist or be empty.
-        config: Content of its config.json.
-        parts: Parts of every parameter, by parameter name.
-        parameter: Returns a parameter by its name. Called once for each.
-        dtype: Dtype of the tensors, float32 or bfloat16.
-        beside: Files to copy into the folder.
-        file_bytes: Largest size of a file; a larger tensor has a file of its own.
+        to: The folder, which must not exist or be empty. Missing parents are created.
+        config: Content of config.json. Its fields `dtype` and `torch_dtype` are replaced by `dtype`.
+        parts: The tensors of every parameter and their positions in it, by parameter name.
+        parameter: Called with each name in `parts`, once and in order. Returns the whole parameter as a numpy array, which is
+            needed only until the next call.
+        dtype: Dtype of the tensors, `float32` or `bfloat16`.
+        beside: Files to copy into the folder, under the same names.
+        file_bytes: Largest size of the tensors in a file; a larger tensor has a file of its own.
 
     Returns:
-        The files.
+        The absolute paths of all files in the folder, sorted.
 
     Raises:
-        ConfigError: If the folder cannot be created.
-        OSError: If a file cannot be written. No file is left behind.
+        ConfigError: If the hidden folder cannot be created.
+        OSError: If a file cannot be copied or written, or `to` is not empty.
     """
     to = to.absolute()
     partial = to.with_name(f".{to.name}.{os.getpid()}.partial")

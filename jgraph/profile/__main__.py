@@ -27,16 +27,18 @@ def show(
     program: File = None,
     steps: Count = None,
 ) -> None:
-    """Writes the report and prints a summary.
+    """Writes the report, profile.json and profile.html, and prints a summary.
 
     Args:
-        path: A run directory, a *.xplane.pb file, or a directory that contains one.
-        out: Directory to write to; by default that of the profile.
-        program: For a trace: file with the text of the program, as compiled.as_text() returns it.
-        steps: For a trace: number of equal steps in it.
+        path: A run directory with a profile, a *.xplane.pb file, or a directory that contains one. The newest one is read.
+        out: Directory to write to, created if missing; by default that of the profile. Existing reports are replaced.
+        program: For a trace, where it is required: file with the text of the program, as compiled.as_text() returns it.
+        steps: For a trace, where it is required: number of equal steps in it, at least 1.
 
     Raises:
-        JgraphError: If the profile cannot be read, or the report cannot be written.
+        ProfileError: If the profile is missing, damaged or of another program.
+        ConfigError: If `steps` is below 1; if `program` or `steps` is missing for a trace or given for a run; or if the report
+            cannot be written.
     """
     require(steps is None or steps >= 1, "steps", steps, "at least 1")
     # Imported here, because importing jax is slow.

@@ -29,20 +29,24 @@ _MOST_SLOW = 10
 
 
 def measured(schedule: Schedule, ranks: Sequence[Kernels], runtime: Runtime) -> Simulation:
-    """Computes the measured start and end of every action.
+    """Computes the measured start and end of every action of a pipeline step.
 
     An action lasts from the start of its first kernel to the end of its last.
 
     Args:
-        schedule: The schedule as the runtime runs it (`Pipeline.schedule`).
-        ranks: The kernels of each rank.
-        runtime: In the `aligned` runtime, a rank that is idle in a tick also runs the forward or dgrad of that tick.
+        schedule: The schedule that the SPMD engine runs (`Pipeline.schedule`), which may differ from the requested one in the
+            order of wgrads.
+        ranks: The kernels of each rank: a mapping from the kind of the action (FORWARD, DGRAD, WGRAD) to the start and end in
+            ms of each kernel, float64 [n, 2], sorted by start.
+        runtime: The runtime of the SPMD engine. `aligned`: all ranks run the same kind of action in a tick, so a rank that is
+            idle in a tick also runs the forward or dgrad of that tick. `general`: an idle rank runs nothing.
 
     Returns:
         The start and end of every action in ms from the start of the first action.
 
     Raises:
-        ProfileError: If the number of ranks differs, or the kernels of a kind cannot be divided equally among its actions.
+        ProfileError: If the number of ranks is not that of the schedule, or the kernels of a kind cannot be divided equally
+            among its actions.
     """
     if len(ranks) != schedule.num_ranks:
         raise ProfileError(f"the trace has {len(ranks)} ranks, the schedule {schedule.num_ranks}: must be equal")
@@ -74,18 +78,27 @@ def measured(schedule: Schedule, ranks: Sequence[Kernels], runtime: Runtime) -> 
 
 
 def costs(run: Simulation) -> dict[str, float]:
-    """Returns the median time in ms of an action, by kind."""
+    """Returns the median time in ms of an action, by kind. Kinds that the schedule lacks are absent.
+
+    Args:
+        run: A step with times in ms.
+
+    Returns:
+        A dict with some of the keys `forward`, `dgrad`, `wgrad` and `backward`.
+    """
     kinds, took = np.concatenate([order.kinds for order in run.schedule]), np.concatenate(run.ends) - np.concatenate(run.starts)
     return {KINDS[kind]: float(np.median(took[kinds == kind])) for kind in np.unique(kinds)}
 
 
 def planned(schedule: Schedule, costs_ms: Mapping[str, float], runtime: Runtime) -> Simulation:
-    """Simulates a step in which every action takes the cost of its kind and transfers take no time.
+    """Simulates a step. Every action takes the cost of its kind, and transfers take no time.
 
     Args:
         schedule: The schedule.
-        costs_ms: Time of an action in ms by kind.
-        runtime: Determines which ranks wait for each other.
+        costs_ms: Time of an action in ms, by `forward`, `dgrad`, `wgrad` and `backward`. A kind that the schedule lacks may be
+            absent.
+        runtime: Determines which ranks wait for each other after each tick. `aligned`: all ranks. `general`: ranks that
+            exchange arrays.
 
     Returns:
         The simulated step, in ms.
@@ -96,15 +109,18 @@ def planned(schedule: Schedule, costs_ms: Mapping[str, float], runtime: Runtime)
 def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, Any]:
     """Returns `pipeline` of profile.json: the measured step, and the step simulated with the measured costs.
 
-    `slow_ms` of an action is its time above the median of its kind.
-
     Args:
-        schedule: The schedule as the runtime runs it.
-        run: The step, from `measured`.
-        runtime: The runtime.
+        schedule: The schedule that the SPMD engine runs.
+        run: The measured step, in ms.
+        runtime: Determines which ranks wait for each other after each tick in the simulation. `aligned`: all ranks. `general`:
+            ranks that exchange arrays.
 
     Returns:
-        JSON values. Times are in ms.
+        A dict of JSON values: `schedule`, the name; `ranks`, `microbatches` and `chunks` per rank, numbers; `costs_ms`, the
+        median time by kind of action; `planned` and `measured`, each with `step_ms` and `bubble`, the idle fraction; `actions`,
+        dicts with `rank`, `kind`, `chunk`, `microbatch`, `planned_start_ms`, `planned_end_ms`, `start_ms`, `end_ms` and
+        `slow_ms`, the time above the median of the kind; and `slow`, indices into `actions` of at most 10 actions with
+        `slow_ms` > 0, the largest first.
     """
     costs_ms = costs(run)
     plan = planned(schedule, costs_ms, runtime)

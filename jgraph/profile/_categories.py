@@ -49,7 +49,7 @@ class Purpose:
     """The purpose of an instruction.
 
     Attributes:
-        category: One of `CATEGORIES`.
+        category: One of `CATEGORIES`, such as `forward`, `optimizer` or `all-reduce`.
         action: The pipeline action that it belongs to: `forward`, `dgrad` or `wgrad`. Empty if none.
         is_work: True for matmuls and attention, which dominate the time of an action.
     """
@@ -67,7 +67,10 @@ def purposes(events: Events, program: Program) -> tuple[Purpose, ...]:
         program: The program that ran.
 
     Returns:
-        One purpose per event. Events of other programs have the category `other`.
+        One purpose per event, in the same order. Events of other programs have the category `other`.
+
+    Raises:
+        ProfileError: If the text of the program is damaged.
     """
     known = {op: purpose_of(program, program.instructions[op]) for op in set(events.op) if op in program.instructions}
     return tuple(
@@ -81,10 +84,13 @@ def purpose_of(program: Program, instruction: Instruction) -> Purpose:
 
     Args:
         program: The program.
-        instruction: The instruction.
+        instruction: An instruction of the program.
 
     Returns:
-        The purpose.
+        The purpose. Its category is `other` if the names of the instruction have no known scope.
+
+    Raises:
+        ProfileError: If the text of the program is damaged.
     """
     parts = list(program.inside(instruction))
     for part in parts:
@@ -113,11 +119,11 @@ def purpose_of_hidden(op: str, scopes: str = "") -> Purpose:
     """Assigns a purpose to an instruction that is not in the text of the program, inside an asynchronous start.
 
     Args:
-        op: The name of the instruction. XLA names a collective after JAX's primitive or its opcode.
-        scopes: JAX's name of the operation.
+        op: Name of the instruction. XLA names a collective after JAX's primitive or its opcode.
+        scopes: JAX's name of the operation, with its scopes. Empty if unknown.
 
     Returns:
-        The purpose.
+        The purpose. Its category is that of a collective, else one from the scopes, else `other`.
     """
     stem = re.split(r"[.\d]", op.replace("_", "-"))[0].removesuffix("-start")
     category = COLLECTIVES.get(_PRIMITIVES.get(stem, stem))

@@ -24,10 +24,10 @@ class Step:
     """One step of a trace on one device.
 
     Attributes:
-        events: The events, in ms from the start of the step.
+        events: The n events of the step, in ms from the start of the step.
         purposes: The purpose of each event.
         ms: Time in ms until the next step starts, or until the last event if only one step was traced.
-        all_ms: Times in ms of all steps of the trace.
+        all_ms: Times in ms of all steps of the trace on this device.
     """
 
     events: Events
@@ -37,7 +37,10 @@ class Step:
 
     @cached_property
     def own_ms(self) -> np.ndarray:
-        """Time in ms that each event owns, from `owners`."""
+        """Time in ms that each event owns, float64 [n]. The sum is the busy time of the device.
+
+        Each instant belongs to the running event that began last. A collective owns only the time when no other event runs.
+        """
         is_collective = np.array([purpose.category in _COMMUNICATION for purpose in self.purposes], bool)
         start, end, owner = owners(self.events, is_collective)
         return np.bincount(owner, end - start, len(self.events))
@@ -50,12 +53,16 @@ def choose_step(trace: Trace, program: Program, count: int) -> dict[int, Step]:
     starts on all devices at its earliest event.
 
     Args:
-        trace: A trace of a run without command buffers.
+        trace: A trace of a program without command buffers.
         program: The program that ran.
-        count: The number of steps in the trace.
+        count: The number of equal steps in the trace.
 
     Returns:
-        The step by device number.
+        The step of each device, by device number.
+
+    Raises:
+        ProfileError: If the kernels have no instruction names because they ran in command buffers, the trace has no kernel of
+            the program, no instruction ran `count` times, or the text of the program is damaged.
     """
     of_program = {device: _of_program(events, program) for device, events in trace.devices.items()}
     bounds = {device: steps(events, count) for device, events in of_program.items()}
@@ -73,14 +80,17 @@ def choose_step(trace: Trace, program: Program, count: int) -> dict[int, Step]:
 
 
 def by_category(rank: int, step: Step) -> dict[str, Any]:
-    """Returns an entry of `uncaptured.ranks` of profile.json.
+    """Returns the entry of one device in `uncaptured.ranks` of profile.json, for a step that ran without command buffers.
 
     Args:
         rank: The device number.
-        step: Its step.
+        step: The step on this device.
 
     Returns:
-        JSON values: times in ms, and times and numbers of kernels by category.
+        A dict of JSON values: `rank`; `busy_ms`, the time when at least one event runs; `idle_ms`, the rest of the step;
+        `attributed`, the fraction of `busy_ms` outside the category `other`; `categories`, by category in display order a dict
+        of `ms`, the time that the events own, `kernel_ms`, the sum of the durations of the events, and `kernels`, the number of
+        events. Categories without events are absent.
     """
     events, own_ms = step.events, step.own_ms
     categories: dict[str, dict[str, float]] = {}
@@ -103,16 +113,23 @@ def by_category(rank: int, step: Step) -> dict[str, Any]:
 def groups(step: Step, program: Program, device: Device | None) -> list[dict[str, Any]]:
     """Returns `groups` of profile.json: groups of equal kernels. The group that exceeds its roofline most is the first.
 
-    The roofline is the longer of two times: FLOPs at the matmul rate, and bytes at the copy rate (Williams et al., "Roofline",
-    doi:10.1145/1498765.1498785). For a collective it is bytes at the link rate.
+    Kernels are equal if they have the same category and label. The label has the work and the shapes of an instruction, or the
+    name of a kernel without an instruction. The roofline is the longer of two times: FLOPs at the matmul rate, and bytes at the
+    copy rate (Williams et al., "Roofline", doi:10.1145/1498765.1498785). For a collective it is bytes at the link rate.
 
     Args:
         step: The step of one device.
         program: The program that ran.
-        device: The rates. None for no rooflines.
+        device: The GPU, for its rates. None for no rooflines.
 
     Returns:
-        JSON values, one per group.
+        One dict of JSON values per group: `label`; `category`; `source`, the source line of one operation, or an empty string;
+        `count`, the number of events; `ms`, the time that the events own; `flops` and `bytes` of all events; `roofline_ms`,
+        None if unknown; `bound`, `compute`, `memory`, `link` or an empty string; `over_ms`, `ms` minus `roofline_ms`, None if
+        unknown. A group without a roofline is sorted by `ms`.
+
+    Raises:
+        ProfileError: If the text of the program is damaged.
     """
     events, own_ms, known = step.events, step.own_ms, program.instructions
     labels = {op: program.label(known[op]) for op in set(events.op) if op in known}
@@ -155,16 +172,23 @@ def _roofline(device: Device | None, flops: int, nbytes: int, communicates: bool
 
 
 def captured(trace: Trace, count: int) -> dict[str, Any]:
-    """Returns `captured` of profile.json.
+    """Returns `captured` of profile.json: the times of steps that ran in command buffers (CUDA graphs).
 
-    A step lasts until the start of the next step. If there are several steps, means exclude the last step.
+    A step lasts until the start of the next step, and the last one until its last event. If there are several steps, means
+    exclude the last step.
 
     Args:
         trace: A trace of a run with command buffers.
-        count: The number of steps in the trace.
+        count: The number of equal steps in the trace.
 
     Returns:
-        JSON values: times in ms, and launches and updates of command buffers per step.
+        A dict of JSON values: `steps_ms`, the time of each step; `step_ms`, the mean; `launches`, `updates` and `records`, the
+        numbers of launches, updates and recordings of command buffers per step, over all devices; `launch_ms` and `update_ms`,
+        the host's time for them per step; `busy_ms`, the time per step when at least one event runs, a mean over the devices;
+        `idle_ms`, the rest of `step_ms`.
+
+    Raises:
+        ProfileError: If no kernel ran `count` times.
     """
     launches = launches_of(trace.host)
     host = {name: sum(ms) / count for name, ms in trace.host.items()}
@@ -188,7 +212,17 @@ def captured(trace: Trace, count: int) -> dict[str, Any]:
 
 
 def timeline(chosen: Mapping[int, Step]) -> dict[str, Any]:
-    """Returns `timeline` of profile.json: every event of the step, by device and stream."""
+    """Returns `timeline` of profile.json: every event of the step, by device and stream.
+
+    Args:
+        chosen: The step of each device, by device number.
+
+    Returns:
+        A dict of JSON values: `names`, names of instructions, or of kernels without one; `categories`, all categories;
+        `tracks`, one dict per device and stream: `rank`, the device number; `stream`, the name of the stream; and lists with
+        one entry per event: `start_ms`, `ms` (the duration), `name` (an index into `names`) and `category` (an index into
+        `categories`).
+    """
     names: dict[str, int] = {}
     tracks = []
     for rank, step in chosen.items():
@@ -205,7 +239,17 @@ def timeline(chosen: Mapping[int, Step]) -> dict[str, Any]:
 
 
 def action_kernels(step: Step) -> dict[str, np.ndarray]:
-    """Returns start and end in ms, [n, 2], of the matmuls and attention kernels by action, sorted by start."""
+    """Returns the times of the matmuls and attention kernels of a pipeline step, by the action that they belong to.
+
+    Consecutive kernels of one run of an instruction are merged into one entry.
+
+    Args:
+        step: The step of one rank.
+
+    Returns:
+        A dict with some of the keys `forward`, `dgrad` and `wgrad`. A value is the start and end in ms of each entry, float64
+        [number of entries, 2], sorted by start. Actions without such kernels are absent.
+    """
     events = step.events
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     op, names = "", set()

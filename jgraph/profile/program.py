@@ -21,13 +21,19 @@ _Depends: TypeAlias = bool | list["_Depends"]
 
 
 class Program(HloModule):
-    """A compiled program that counts the FLOPs and bytes of its instructions."""
+    """The text of a compiled program (`compiled.as_text()`), with the FLOPs and bytes of its instructions. Create it with `of`.
+
+    Every method takes an instruction of this program, a value of `instructions`. FLOPs and bytes are of one run on one device.
+    """
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
         """Yields an instruction and the contents of a fusion, call or asynchronous start, outermost first.
 
+        Args:
+            instruction: The instruction, which is yielded first.
+
         Raises:
-            ProfileError: If the text of the program is damaged.
+            ProfileError: If the text of the program is damaged: a called computation is missing.
         """
         yield instruction
         if instruction.opcode in ("fusion", "async-start", "call"):
@@ -38,15 +44,38 @@ class Program(HloModule):
                     yield from self.inside(inner)
 
     def matmul(self, instruction: Instruction) -> Instruction | None:
-        """Returns the largest matmul in an instruction. None if it has none."""
+        """Returns the matmul or convolution with the most FLOPs in an instruction, also in a fusion; None if there is none.
+
+        Args:
+            instruction: An instruction of this program, a value of `instructions`.
+
+        Raises:
+            ProfileError: If the text of the program is damaged: a called computation is missing.
+        """
         return max((inner for inner in self.inside(instruction) if inner.is_matmul), key=self._own_flops, default=None)
 
     def flops(self, instruction: Instruction) -> int:
-        """Counts the FLOPs of matmuls and attention. A multiplication and an addition are 2 FLOPs."""
+        """Counts the FLOPs of the matmuls and attention in an instruction. A multiplication and an addition are 2 FLOPs.
+
+        Grouped matmuls count as if every row belonged to a group. All other instructions count as 0.
+
+        Args:
+            instruction: An instruction of this program, a value of `instructions`.
+
+        Raises:
+            ProfileError: If the text of the program is damaged: a called computation is missing.
+        """
         return sum(self._own_flops(inner) for inner in self.inside(instruction))
 
     def nbytes(self, instruction: Instruction) -> int:
-        """Counts bytes read and written. Of an array that is sliced or updated in place, counts only that part."""
+        """Counts the bytes that an instruction reads and writes.
+
+        If the instruction slices an array or updates it in place, only the sliced or updated part counts. Results of type byte
+        do not count, because they are the workspace of a library.
+
+        Args:
+            instruction: An instruction of this program, a value of `instructions`.
+        """
         operands = self._operands(instruction)
         # Results of type byte are workspace of a library.
         written = sum(shape.nbytes for shape in instruction.shapes if shape.dtype not in ("s8", "u8"))
@@ -71,7 +100,14 @@ class Program(HloModule):
         return max(written, 0) + read
 
     def sent_bytes(self, instruction: Instruction) -> int:
-        """Estimates the bytes that a collective sends: the larger of operands and results, twice for an all-reduce."""
+        """Estimates the bytes that a collective sends: the larger of its operands and its results, twice for an all-reduce.
+
+        Args:
+            instruction: An instruction of this program, a value of `instructions`.
+
+        Raises:
+            ProfileError: If the text of the program is damaged: a called computation is missing.
+        """
         operands = sum(shape.nbytes for operand in self._operands(instruction) for shape in operand.shapes)
         results = sum(shape.nbytes for shape in instruction.shapes)
         results -= operands if instruction.opcode.endswith("-start") else 0  # the operands are part of its result
@@ -79,7 +115,17 @@ class Program(HloModule):
         return max(operands, results) * (2 if is_all_reduce else 1)
 
     def label(self, instruction: Instruction) -> str:
-        """Returns a label that is equal for instructions with the same work and shapes."""
+        """Returns a label that is equal for instructions with the same work and shapes.
+
+        For example `matmul bf16[16,1024] x bf16[1024,64] -> bf16[16,64]`, or the name of a fusion without its number, and its
+        result shapes.
+
+        Args:
+            instruction: An instruction of this program, a value of `instructions`.
+
+        Raises:
+            ProfileError: If the text of the program is damaged: a called computation is missing.
+        """
         if (matmul := self.matmul(instruction)) is not None:
             return f"matmul {self._shape(matmul, 0)} x {self._shape(matmul, 1)} -> {matmul.shapes[0]}"
         if attention := next((inner for inner in self.inside(instruction) if inner.is_attention), None):
@@ -132,7 +178,7 @@ class Program(HloModule):
 
     @cached_property
     def of_batch(self) -> set[str]:
-        """Names of instructions that depend on the batch: on an argument that is not updated in place."""
+        """Names of the instructions that depend on the batch: on an argument of the program that no output updates in place."""
         found: set[str] = set()
         computation = self.computations[self.entry]
         updated = {int(parameter) for _, parameter, _ in self._aliases}

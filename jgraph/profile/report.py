@@ -25,16 +25,25 @@ _ABOUT = ("title", "device", "devices", "versions", "date", "flags", "memory", "
 
 
 def of_run(directory: Path) -> dict[str, Any]:
-    """Returns the contents of profile.json for a recording of `jgraph.train.profiling`.
+    """Computes the contents of profile.json from the recording that a run with `--profile` has made. Writes nothing.
+
+    If the actions of a pipeline cannot be separated, `pipeline` is None and a note has the reason.
 
     Args:
-        directory: Directory of the recording.
+        directory: Directory of the recording, `profile` in the run directory. It has run.json, program.txt.gz, and traces in
+            `uncaptured` and optionally `captured`.
 
     Returns:
-        JSON values.
+        A dict of JSON values: `format`, the version; `title`; `about`, a dict of `device`, `devices` (their number),
+        `versions`, `date`, `flags` and `notes` (a list of sentences); `captured`, times of the step with command buffers, None
+        if it was not traced with them; `uncaptured`, a dict of `steps_ms`, `step_ms` and `ranks`, the times of each device by
+        category, for the step without them; `groups`, groups of equal kernels; `roofline`, the properties of the GPU, None if
+        unknown; `pipeline`, the actions of a pipeline, or None; `memory`, bytes per device: `pools`, by use, and the peaks
+        `predicted_peak`, `compiled_peak` and `measured_peak`, None if unknown; `timeline`, all events. Times are in ms.
 
     Raises:
-        ProfileError: If a file is missing or damaged, or the traces are of another program.
+        ProfileError: If a file is missing or damaged, the traces are of another program, or a device of the pipeline is not in
+            the trace.
     """
     try:
         about = json.loads((directory / "run.json").read_text())
@@ -66,18 +75,27 @@ def of_run(directory: Path) -> dict[str, Any]:
 
 
 def of_trace(path: Path, *, program: Path, steps: int) -> dict[str, Any]:
-    """Returns the contents of profile.json for a trace of any program.
+    """Computes the contents of profile.json from a trace of any JAX program. Writes nothing.
+
+    The program must have run without command buffers, because kernels in a CUDA graph have no names.
 
     Args:
-        path: A *.xplane.pb, or a directory that contains one.
-        program: A file with the text of the program, `compiled.as_text()`.
+        path: A *.xplane.pb file, or a directory. In a directory and below, reads the newest *.xplane.pb file.
+        program: A file with the text of the program, the result of `compiled.as_text()`.
         steps: The number of equal steps in the trace.
 
     Returns:
-        JSON values.
+        A dict of JSON values: `format`, the version; `title`; `about`, a dict of `device`, `devices` (their number),
+        `versions`, `date`, `flags` and `notes` (a list of sentences); `captured`, times of the step with command buffers, None
+        if it was not traced with them; `uncaptured`, a dict of `steps_ms`, `step_ms` and `ranks`, the times of each device by
+        category, for the step without them; `groups`, groups of equal kernels; `roofline`, the properties of the GPU, None if
+        unknown; `pipeline`, the actions of a pipeline, or None; `memory`, bytes per device: `pools`, by use, and the peaks
+        `predicted_peak`, `compiled_peak` and `measured_peak`, None if unknown; `timeline`, all events. Times are in ms. Here
+        `captured` and `pipeline` are None, and `memory` has only `pools`, which is empty.
 
     Raises:
-        ProfileError: If there is no trace, a file is damaged, or the kernels have no names.
+        ProfileError: If there is no trace, a file is missing or damaged, the kernels have no names, the trace has no kernel of
+            the program, or no kernel ran `steps` times.
     """
     trace = read(path)
     try:
@@ -99,14 +117,18 @@ def of_trace(path: Path, *, program: Path, steps: int) -> dict[str, Any]:
 
 
 def write(profile: dict[str, Any], directory: Path) -> tuple[Path, Path]:
-    """Writes profile.json and profile.html.
+    """Writes profile.json and profile.html. Replaces existing files. The page needs no server and no other file.
 
     Args:
-        profile: The contents of profile.json.
+        profile: The contents of profile.json, from `of_run` or `of_trace`.
         directory: The directory; created if missing.
 
     Returns:
         The paths of profile.json and of profile.html.
+
+    Raises:
+        OSError: If a file cannot be written.
+        ValueError: If `profile` has NaN or infinity, which JSON lacks.
     """
     directory.mkdir(parents=True, exist_ok=True)
     data, html = directory / "profile.json", directory / "profile.html"

@@ -25,16 +25,18 @@ _Row: TypeAlias = tuple[float, float, str, str, str, str, str]
 
 @dataclass(frozen=True)
 class Events:
-    """The n events of one device, sorted by start.
+    """The n events of one device, sorted by start. On a GPU an event is a kernel or copy, on a CPU a thunk of XLA.
+
+    `len(events)` is n.
 
     Attributes:
         start: Start in ms after the first event of any device, float64 [n].
-        end: End in ms, float64 [n].
+        end: End in ms after the first event of any device, float64 [n].
         name: Names of the kernels.
-        op: Names of the HLO instructions. Empty if unknown.
-        scopes: JAX's names of the operations. Empty if unknown.
-        module: Names of the HLO modules.
-        stream: Names of the streams or threads.
+        op: Names of the HLO instructions. An empty string if unknown, such as for a kernel in a CUDA graph.
+        scopes: JAX's names of the operations, such as `jit(step)/dot_general`. An empty string if unknown.
+        module: Names of the HLO modules (programs). An empty string if unknown.
+        stream: Names of the streams of the GPU, or of the threads of the CPU.
     """
 
     start: np.ndarray
@@ -49,20 +51,24 @@ class Events:
         return len(self.name)
 
     def where(self, mask: np.ndarray) -> "Events":
-        """Returns the events that a boolean mask [n] selects."""
+        """Returns the selected events, with the same times.
+
+        Args:
+            mask: bool [n], True for the events to select.
+        """
         chosen = np.flatnonzero(mask)
         texts = ([values[i] for i in chosen] for values in (self.name, self.op, self.scopes, self.module, self.stream))
         return Events(self.start[chosen], self.end[chosen], *map(tuple, texts))
 
     def between(self, start: float, stop: float) -> "Events":
-        """Selects the events that begin in an interval.
+        """Selects the events that begin in an interval [start, stop).
 
         Args:
-            start: Start of the interval in ms.
+            start: Start of the interval in ms, in the time of `self.start`.
             stop: End of the interval in ms.
 
         Returns:
-            The events, clipped at `stop`, with times from `start`.
+            New events, with times from `start`. An event that ends after `stop` is cut there.
         """
         found = self.where((self.start >= start) & (self.start < stop))
         return replace(found, start=found.start - start, end=np.minimum(found.end, stop) - start)
@@ -70,12 +76,13 @@ class Events:
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace.
+    """The events in a trace of JAX's profiler.
 
     Attributes:
-        device: The name of the GPU, `GPU` if the trace does not have it, or `CPU`.
-        devices: Events by device number.
-        host: Durations in ms by the name of a host event about command buffers, as from `graph_events`.
+        device: The name of the GPU, such as `NVIDIA H200`; `GPU` if the trace does not have it; or `CPU`.
+        devices: Events by device number. A device without events is absent.
+        host: Durations in ms of the events of the host that concern command buffers, such as `cuGraphLaunch` and
+            `command_buffer::update`: one list per name of an event.
     """
 
     device: str
@@ -84,7 +91,14 @@ class Trace:
 
 
 def find(path: Path) -> Path:
-    """Returns the trace at a path: the file itself, or the newest one in a directory. Raises ProfileError if there is none."""
+    """Returns the path of a trace: the *.xplane.pb file itself, or the newest such file in a directory and below.
+
+    Args:
+        path: A file, which is returned without a check of its format, or a directory.
+
+    Raises:
+        ProfileError: If nothing is at the path, or the directory has no *.xplane.pb file.
+    """
     if not path.exists():
         raise ProfileError(f"{path}: no such file or directory; must be a *.xplane.pb, or a directory that contains one")
     if path.is_file():
@@ -96,7 +110,13 @@ def find(path: Path) -> Path:
 
 
 def read(path: Path) -> Trace:
-    """Reads the trace at a path, as `find` returns it.
+    """Reads a trace of JAX's profiler into arrays.
+
+    Args:
+        path: A *.xplane.pb file, or a directory. In a directory and below, reads the newest *.xplane.pb file.
+
+    Returns:
+        The events of each device, and the durations of the host's events about command buffers.
 
     Raises:
         ProfileError: If there is no trace, it is damaged, or no device ran anything.
@@ -156,7 +176,8 @@ def steps(events: Events, count: int) -> list[tuple[float, float]]:
         count: Number of equal steps in the trace.
 
     Returns:
-        Start and end of each step in ms.
+        Start and end in ms of each step, in order, in the time of `events`: the first start and the last end of such
+        instructions.
 
     Raises:
         ProfileError: If no instruction ran `count` times.
@@ -175,15 +196,16 @@ def steps(events: Events, count: int) -> list[tuple[float, float]]:
 def owners(events: Events, is_collective: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Divides a device's busy time into consecutive pieces, each owned by one event.
 
-    The owner is the running event that began last, because thunks run inside thunks. A collective owns only the time in which
-    no other event runs, because collectives should be hidden.
+    The owner is the running event that began last, because thunks run inside thunks. A collective owns only the time when no
+    other event runs, because collectives should be hidden. Idle time has no piece.
 
     Args:
-        events: The events of the device.
-        is_collective: True for collectives, bool [n].
+        events: The n events of the device.
+        is_collective: bool [n], True for collectives.
 
     Returns:
-        Start in ms, end in ms and owner (an index of `events`) of each piece.
+        Three arrays with one element per piece, in the order of time: start in ms and end in ms, float64, and the owner, an
+        int64 index into `events`.
     """
     order = [(s, 1, i) for i, s in enumerate(events.start)] + [(e, 0, i) for i, e in enumerate(events.end)]
     pieces, active, ended, at = [], ([], []), set(), 0.0
