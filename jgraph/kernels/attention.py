@@ -33,8 +33,8 @@ def rotary_attention(qkv_BTNK: Array, cos_TP: np.ndarray, sin_TP: np.ndarray, *,
         cos_TP: float32 [T, P], cosine of the rotation angle of each token and pair of dimensions (i, i + P).
         sin_TP: float32 [T, P], sine of the same angles.
         implementation: `mosaic`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper, or Pallas' interpreter on a CPU; jax
-            0.11 or newer; bfloat16; T and K each 64 or 128, but not both 128). `xla` is plain JAX and runs on any device. `auto`
-            selects `mosaic` on Hopper if it supports the array, else `xla`.
+            0.11 or newer; bfloat16; T and K each 64 or 128, but not both 128). `xla` is plain JAX and runs on any device.
+            `auto` selects `mosaic` on Hopper if it supports the array, else `xla`.
 
     Returns:
         The attention before the output projection, [B, T, H, K] in the dtype of `qkv_BTNK`.
