@@ -42,8 +42,8 @@ def document_attention(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: A
         starts_BT: int32 [B, T]: for each token, the index in its sequence of the first token of its document. At most the index
             of the token, and nondecreasing along T; neither is checked.
         implementation: `mosaic`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper; jax 0.11 or newer; bfloat16; K at most
-            128). `xla` is plain JAX, runs on any device, and holds the scores [B, H, T, T] in memory. `auto` selects `mosaic` on
-            Hopper if it supports the arrays, else `xla`.
+            128). `xla` is plain JAX, runs on any device, and holds the scores [B, H, T, T] in memory. `auto` selects `mosaic`
+            on Hopper if it supports the arrays, else `xla`.
 
     Returns:
         The attention before the output projection, [B, T, H, K] in the dtype of `q_BTHK`.
