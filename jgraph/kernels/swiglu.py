@@ -51,8 +51,8 @@ def weighted_swiglu(both_RF2: Array, weights_R: Array, *, implementation: str = 
 
     Raises:
         ConfigError: If `implementation` is not one of these names.
-        ShapeError: If `both_RF2` is not [R, 2F] or `weights_R` is not [R], or if `implementation` is `mosaic` and the kernel does
-            not support the shape or dtype.
+        ShapeError: If `both_RF2` is not [R, 2F] or `weights_R` is not [R], or if `implementation` is `mosaic` and the kernel
+            does not support the shape or dtype.
     """
     matches = both_RF2.ndim == 2 and both_RF2.shape[1] % 2 == 0 and weights_R.shape == both_RF2.shape[:1]
     require(matches, "weights_R", weights_R, f"[R] for `both_RF2` [R, 2F], which is {list(both_RF2.shape)}")
