@@ -32,8 +32,8 @@ class FP8Config:
     """Precision of the operands of the wgrad matmuls: fp8 or bf16. For bf16, they are not quantized. The wgrad of a grouped
     matmul is always bf16."""
     keep: tuple[str, ...] = DEFAULT_KEEP
-    """Shell patterns of parameter names such as `blocks/0/mlp/up/kernel`; `*` also matches `/`. Matmuls with a matching parameter
-    are not quantized. A pattern that is not a default must match a parameter."""
+    """Shell patterns of parameter names such as `blocks/0/mlp/up/kernel`; `*` also matches `/`. Matmuls with a matching
+    parameter are not quantized. A pattern that is not a default must match a parameter."""
     blocks: Literal["all", "inner"] = "all"
     """Numbered blocks with FP8 matmuls: all of them, or all except the first and the last (inner). The number of a block is the
     first number in the names of its parameters. Matmuls outside numbered blocks are quantized in both cases."""
