@@ -60,7 +60,7 @@ def load_columns(ref: Any) -> Array:
 
 
 def load_rows(ref: Any) -> Array:
-    """Loads the vector at the reference `ref`, with one element for each of `ROWS` rows, inside of a kernel. Keeps the dtype."""
+    """Loads the vector at the reference `ref`, with one element per row (`ROWS` rows), inside of a kernel. Keeps its dtype."""
     return plgpu().load(ref, layout=layout().reduce(1), optimized=False)
 
 

@@ -156,8 +156,7 @@ class DotLayout(NamedTuple):
             dw_KN = _dot(x, dy, dtype, "full", barrier)  # pyright: ignore[reportArgumentType]
         else:
             contract = (((0,), (0,)), ((), ()))
-            dw_KN = lax.dot_general(self.x_matrix(x), self.dy_matrix(dy), contract, preferred_element_type=dtype)  # pyright:
-            ignore[reportArgumentType]
+            dw_KN = lax.dot_general(self.x_matrix(x), self.dy_matrix(dy), contract, preferred_element_type=dtype)  # pyright: ignore[reportArgumentType]
         return _restored(dw_KN, self.site.w_aval.shape, self.w_axes)
 
 
@@ -364,8 +363,7 @@ def _quantize(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, w
         quantized = cast_transpose(x_MK, scale, dtype, want=want)
         # Named, so that a split saves this output. Otherwise it saves a value inside the jitted kernel and changes the kernel.
         largest = checkpoint_name(quantized.amax, _SAVED) if known is None else known
-        return FP8Array(quantized.rows, quantized.columns, checked_scale(scale, largest), largest)  # pyright:
-        ignore[reportArgumentType]
+        return FP8Array(quantized.rows, quantized.columns, checked_scale(scale, largest), largest)  # pyright: ignore[reportArgumentType]
 
 
 def _dot(a: _Scaled, b: _Scaled, dtype: DTypeLike, accumulation: Literal["fast", "full"], barrier: bool = True) -> Array:
