@@ -112,7 +112,7 @@ def stream(
     Args:
         model: A model from `jgraph.functional`, or a `Decoder`. A model with a method `cached_decoder()` reads each token once.
             Other models need a causal method `logits(tokens_BT)`, and recompute the whole window for each token.
-        params: Parameters in the model's own tree, on one or several devices.
+        params: Parameters in the model's own tree, on one or several devices. They are not donated.
         prompts: Token ids of each text: 1-D sequences or arrays of integers, at least one token per text. The continuation of a
             text does not depend on other texts.
         max_tokens: Maximum number of new tokens of each text; positive.
