@@ -43,10 +43,10 @@ class DecodeState(NamedTuple):
     """The state between two decode steps. The decode program donates and returns it.
 
     Attributes:
-        tokens: int32 [B], the last token of each text; `ENDED` for texts that have ended.
-        positions: int32 [B], the positions of these tokens in their texts.
+        tokens: int32 [B], the last sampled token of each of the B texts; -1 (`ENDED`) for texts that have ended.
+        positions: int32 [B], the position of this token in its text, counted from 0 at the start of the prompt.
         keys: Random keys [B], one per text.
-        cache: The cache of the decoder.
+        cache: The cache of the decoder, a tree of arrays: keys and values, or the last tokens for a model without a KV cache.
     """
 
     tokens: Array
@@ -56,19 +56,25 @@ class DecodeState(NamedTuple):
 
 
 def generate(model: FunctionalModel | Decoder, params: Tree, prompts: Sequence[Prompt], **settings: Any) -> list[np.ndarray]:
-    """Continues several texts at once. See `stream` for the arguments, and for texts that grow longer than `window`.
+    """Continues several texts at once, and returns when all are complete. Compiles programs for new shapes of the prompts.
 
     Args:
-        model: A model from `jgraph.functional`, or a `Decoder`.
-        params: Parameters in the model's own tree.
-        prompts: Token ids of each text.
-        **settings: Keyword arguments of `stream`.
+        model: A model from `jgraph.functional`, or a `Decoder`. A model needs a method `cached_decoder()` or a causal method
+            `logits(tokens_BT)`.
+        params: Parameters in the model's own tree, on one or several devices. They are not donated.
+        prompts: Token ids of each text, at least one per text.
+        **settings: Keyword arguments of `stream`, which describes them: `max_tokens` (128), `temperature` (1.0; 0 for greedy
+            decoding), `top_k` (0 for all tokens), `top_p` (1.0 for all tokens), `stop` (ids of tokens that end a text; none),
+            `key` (seed or random key; 0), `window` (maximum number of tokens that a token attends to; None for no limit) and
+            `carried` (mutable state of the model; None).
 
     Returns:
-        The new tokens of each text, int32 arrays of up to `max_tokens` tokens. Stop tokens are omitted.
+        A list with the new tokens of each text in the order of `prompts`, int32 arrays of up to `max_tokens` tokens. The prompt
+        and the stop token are omitted.
 
     Raises:
-        ConfigError: If an argument has a value that is not allowed.
+        ConfigError: If an argument has a value that is not allowed, a prompt is empty or longer than `window`, a token id is
+            outside the vocabulary, or the model has neither `cached_decoder()` nor `logits`.
     """
     steps = list(stream(model, params, prompts, **settings))
     if not steps:
@@ -106,24 +112,29 @@ def stream(
     Args:
         model: A model from `jgraph.functional`, or a `Decoder`. A model with a method `cached_decoder()` reads each token once.
             Other models need a causal method `logits(tokens_BT)`, and recompute the whole window for each token.
-        params: Parameters in the model's own tree, on one or several devices.
-        prompts: Token ids of each text, at least one per text. The continuation of a text does not depend on other texts.
-        max_tokens: Maximum number of new tokens of each text.
-        temperature: Divides the logits before the softmax. 0, or a value below the smallest normal float32 (1.2e-38), selects
-            the token with the largest logit (greedy decoding).
+        params: Parameters in the model's own tree, on one or several devices. They are not donated.
+        prompts: Token ids of each text: 1-D sequences or arrays of integers, at least one token per text. The continuation of a
+            text does not depend on other texts.
+        max_tokens: Maximum number of new tokens of each text; positive.
+        temperature: Divides the logits before the softmax; from 0 to 3.4e38. 0, or a value below the smallest normal float32
+            (1.2e-38), selects the token with the largest logit (greedy decoding).
         top_k: Samples from the `top_k` most likely tokens, including ties with the last of them; 0 for all tokens.
-        top_p: Samples from the most likely tokens with this total probability, computed after `top_k`; 1 for all tokens.
+        top_p: Samples from the fewest most likely tokens with at least this total probability, computed after `top_k`; greater
+            than 0 and at most 1. 1 for all tokens.
         stop: Token ids that end a text. They are not returned.
-        key: Seed or random key. The key of text i is folded from `key` and i.
+        key: Integer seed, or a random key from `jax.random.key`. The key of text i is folded from `key` and i.
         window: Maximum number of tokens that a token attends to, such as the sequence length in training; None for no limit.
-            Prompts must not be longer.
+            It must be positive, and prompts must not be longer.
         carried: The model's mutable state, such as running statistics or router biases; None if it has no state.
 
     Yields:
-        The next token of each text, int32 [B]; `ENDED` for texts that have ended.
+        The next token of each of the B texts in the order of `prompts`, a NumPy array int32 [B]. A text that has ended has -1
+        (`ENDED`), from its stop token on. The iterator ends after `max_tokens` arrays, or when all texts have ended.
 
     Raises:
-        ConfigError: If an argument has a value that is not allowed. The call raises it, not the iterator.
+        ConfigError: If an argument has a value that is not allowed, a prompt is empty or longer than `window`, a token id is
+            outside the vocabulary, or the model has neither `cached_decoder()` nor `logits`. The call raises it, not the
+            iterator.
 
     Examples:
         >>> from flax import nnx
@@ -247,13 +258,18 @@ def _windowed(model: FunctionalModel) -> Decoder:
 
 
 def windowed(logits_fn: Callable[[tuple[Tree, Tree], Array], Array]) -> Decoder:
-    """Makes a decoder for a model without a KV cache. The cache holds the last tokens, and each step recomputes all of them.
+    """Makes a decoder for a model without a KV cache. Traces and runs nothing.
+
+    The cache of the decoder holds the last C tokens of each text, int32 [B, C], where C is the window or the rounded length of
+    the longest text. Each step recomputes the logits of all C positions.
 
     Args:
-        logits_fn: `logits_fn((params, carried), tokens_BC)` returns the logits at each position, [B, C, V]. Must be causal.
+        logits_fn: `logits_fn((params, carried), tokens_BC)` returns the logits at each position, [B, C, V], for a vocabulary of
+            V tokens. It is called while the prefill and decode programs are traced. The logits at a position must not depend on
+            later tokens, because shorter texts are padded on the right.
 
     Returns:
-        The decoder.
+        The decoder. Its logits are float32 [B, V]. Its function `prepare` returns the tuple (params, carried).
     """
 
     def logits(weights: Tree, tokens_BT: Array, last_B: Array) -> Array:
@@ -317,20 +333,21 @@ def _rounded(length: int) -> int:
 
 
 def settings_of(temperature: float, top_k: int, top_p: float) -> Settings:
-    """Builds the settings of `draw`. Omits settings without an effect, so that they take no time.
+    """Checks the sampling arguments and builds the settings of `draw`. Omits settings without an effect, to save their time.
 
-    A temperature below the smallest normal float32 counts as 0, because XLA flushes subnormal numbers to zero.
+    A temperature below the smallest normal float32 (1.2e-38) counts as 0, because XLA flushes subnormal numbers to zero.
 
     Args:
-        temperature: Divides the logits; 0 for greedy decoding.
-        top_k: Number of most likely tokens to sample from; 0 for all tokens.
-        top_p: Total probability of the most likely tokens to sample from; 1 for all tokens.
+        temperature: Divides the logits; from 0 to the largest float32. 0 for greedy decoding.
+        top_k: Number of most likely tokens to sample from, an integer; 0 for all tokens.
+        top_p: Total probability of the most likely tokens to sample from; greater than 0 and at most 1. 1 for all tokens.
 
     Returns:
-        The settings by name; an empty dict for greedy decoding.
+        An empty dict for greedy decoding. Otherwise, floats with the key "temperature", with "top_k" if it is not 0, and with
+        "top_p" if it is less than 1.
 
     Raises:
-        ConfigError: If a value is out of range.
+        ConfigError: If a value is out of range, or `top_k` is not an integer.
     """
     require(0 <= temperature <= _LARGEST, "temperature", temperature, f"between 0 and {_LARGEST:.1e}")
     require(isinstance(top_k, int) and top_k >= 0, "top_k", top_k, "a positive integer, or 0 for all tokens")
@@ -346,12 +363,13 @@ def settings_of(temperature: float, top_k: int, top_p: float) -> Settings:
 
 
 def draw(logits_BV: Array, settings: Settings, keys_B: Array) -> Array:
-    """Samples one token for each row.
+    """Samples one token for each row from the softmax of its logits. Can be jitted.
 
     Args:
-        logits_BV: Logits of any floating dtype.
-        settings: Settings from `settings_of`.
-        keys_B: A random key for each row; unused in greedy decoding.
+        logits_BV: Logits [B, V] of B texts and a vocabulary of V tokens, any floating dtype.
+        settings: Settings from `settings_of`: "temperature" and, if they have an effect, "top_k" and "top_p". If empty, selects
+            the token with the largest logit, the first one of equal logits.
+        keys_B: A random key for each row, as an array of keys [B]; unused if `settings` is empty.
 
     Returns:
         The token ids, int32 [B].
@@ -365,9 +383,12 @@ def draw(logits_BV: Array, settings: Settings, keys_B: Array) -> Array:
 def filtered_logits(logits_BV: Array, settings: Settings) -> Array:
     """Divides logits by the temperature, and masks the tokens that top-k and top-p exclude.
 
+    top-k keeps the k most likely tokens of a row. top-p then keeps the fewest most likely tokens with at least the total
+    probability p. Both also keep the tokens that tie with the last one.
+
     Args:
-        logits_BV: float32.
-        settings: Settings from `settings_of`, not empty.
+        logits_BV: float32 logits [B, V] of B texts and a vocabulary of V tokens.
+        settings: Settings from `settings_of`: "temperature" (positive, required), "top_k" and "top_p" (both optional).
 
     Returns:
         The logits, float32 [B, V], shifted so that the largest of a row is 0; -inf for excluded tokens.

@@ -9,17 +9,22 @@ class TextStream:
     A token can end inside a UTF-8 character, which decodes as U+FFFD until the next token completes it. Text that ends with
     U+FFFD is therefore held back, and so is text that may be the beginning of a stop string.
 
+    Call `push` with each new token, in order, and `finish` after the last one. The concatenation of the returned strings is the
+    text up to the first stop string.
+
     Attributes:
         ended: True once the text contains a stop string, or after `finish`.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = (), stop: Sequence[str] = ()):
-        """Starts a text.
+        """Starts an empty text. Decodes nothing.
 
         Args:
-            decode: Decodes token ids to a string.
-            prompt: Token ids before the text, because some tokenizers decode the first token of a text differently.
-            stop: Strings that end the text. They are omitted.
+            decode: `decode(tokens)` returns the string of a list of token ids. `push` and `finish` call it twice each: with the
+                tokens before the new text as context, and with the new tokens appended.
+            prompt: Token ids before the text, because some tokenizers decode the first token of a text differently. They are
+                copied, and their text is not returned.
+            stop: Strings that end the text. The text from the first stop string on is never returned. Each must be nonempty.
         """
         self._decode, self._stop = decode, tuple(stop)
         # Decoded tokens since the last complete character (context for `decode`), and tokens that are not decoded yet.
@@ -28,12 +33,25 @@ class TextStream:
         self.ended = False
 
     def push(self, token: int) -> str:
-        """Adds a token. Returns the text that it completes, or an empty string after the end."""
+        """Adds a token to the text.
+
+        Args:
+            token: Id of the next token.
+
+        Returns:
+            The new text that is certain. Empty if the token ends inside a character, if the text may be the beginning of a stop
+            string, or if `ended` is True. A stop string sets `ended`, and the result is the text before it.
+        """
         self._pending.append(token)
         return "" if self.ended else self._emit(self._decode_pending(flush=False))
 
     def finish(self) -> str:
-        """Ends the text. Returns the text that was held back."""
+        """Ends the text and sets `ended`.
+
+        Returns:
+            The text that was held back, up to the first stop string. It has U+FFFD in place of an incomplete character. Empty
+            if the text had already ended.
+        """
         text = "" if self.ended else self._emit(self._decode_pending(flush=True))
         if not self.ended:
             text, self._held_back, self.ended = text + self._held_back, "", True

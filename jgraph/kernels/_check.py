@@ -13,8 +13,8 @@ def require(holds: bool, name: str, array: _Spec | None, must: str) -> None:
 
     Args:
         holds: The condition.
-        name: Name of the argument, followed by a dot and a name for one of its parts.
-        array: Value of the argument. The message shows its dtype and shape.
+        name: Name of the argument. For an array inside of the argument, a dot and the name of the array follow.
+        array: Value of the argument, an array or its shape; None for a missing array. The message shows its dtype and shape.
         must: Description of the allowed values. The message appends it to "must be".
 
     Raises:
@@ -26,7 +26,16 @@ def require(holds: bool, name: str, array: _Spec | None, must: str) -> None:
 
 
 def require_scalar(name: str, array: Array, dtype: str = "float32") -> None:
-    """Raises ShapeError if `array` is not a scalar of `dtype`."""
+    """Checks that an array is a scalar.
+
+    Args:
+        name: Name of the argument, for the message.
+        array: Value of the argument.
+        dtype: Name of the required dtype.
+
+    Raises:
+        ShapeError: If `array` has axes or another dtype.
+    """
     require(array.shape == () and array.dtype == jnp.dtype(dtype), name, array, f"a {dtype} scalar")
 
 
@@ -48,8 +57,8 @@ def chosen(
         `mosaic` or one of `others`.
 
     Raises:
-        ConfigError: If the implementation is unknown.
-        ShapeError: If it is `mosaic` and `fits` is false.
+        ConfigError: If `implementation` is not one of the allowed names.
+        ShapeError: If `implementation` is `mosaic` and `fits` is false. `mosaic` is not checked against the device.
     """
     check_choice("implementation", implementation, ("auto", "mosaic", *others))
     require(fits or implementation != "mosaic", name, array, f"{must} for `implementation` mosaic; pad it, or pass auto")

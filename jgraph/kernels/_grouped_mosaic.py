@@ -269,9 +269,19 @@ _SUM = _Shape(columns=128, stages=5, slots=4)
 
 
 def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Array | None = None) -> Array:
-    """Multiplies the rows of each group by its matrix, and the result by `scale`; see `grouped_dot` and `grouped_dot_fp8`.
+    """Multiplies the rows of each group by its matrix, and the result by `scale`, in a kernel for Hopper. Checks no argument.
 
-    Rows of other groups in a tile are loaded and multiplied, but not stored. FP8 needs an `order` with K last.
+    Rows of other groups in a tile are loaded and multiplied, but not stored.
+
+    Args:
+        x_MK: bfloat16 or FP8, sorted by group; M a multiple of 8, K of 64 (128 for FP8).
+        weights: One matrix per group, bfloat16 or FP8, with its axes in `order`; N a multiple of 64.
+        sizes_G: int32, number of rows of each group. Rows beyond the sum give zeros.
+        order: Order of the axes of `weights`: "GKN", "GNK" or "NGK". FP8 needs an order with K last.
+        scale: float32 scalar; None for 1.
+
+    Returns:
+        [M, N], bfloat16.
     """
     gpu = plgpu()
     (M, K), G = x_MK.shape, sizes_G.size
@@ -353,10 +363,20 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
 
 
 def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtype: jnp.dtype) -> Array:
-    """Multiplies the transposed rows of x by the rows of dy, group by group; see `grouped_wgrad`.
+    """Multiplies the transposed rows of x by the rows of dy, group by group, in a kernel for Hopper. Checks no argument.
 
     In the first and last step of a tile, the rows of x of other groups are set to zero in shared memory. The addend is loaded
     while the tile is multiplied, added in registers, and overwritten in place.
+
+    Args:
+        x_MK: bfloat16, sorted by group; M a multiple of 8, K of 64.
+        dy_MN: bfloat16, finite also in rows beyond the sum of `sizes_G`; N a multiple of 64.
+        sizes_G: int32, number of rows of each group. An empty group gives zeros.
+        add_GKN: float32, added to the result; None adds nothing. XLA copies it unless the caller's jit donates it.
+        dtype: Dtype of the result, bfloat16 or float32; float32 with `add_GKN`.
+
+    Returns:
+        [G, K, N] in `dtype`.
     """
     gpu = plgpu()
     adds = add_GKN is not None

@@ -52,9 +52,15 @@ def has_wgmma() -> bool:
 
 
 def shared(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = None) -> Any:
-    """Returns the type of a scratch array in shared memory that the tensor cores can read.
+    """Returns the type of a scratch array in shared memory that the tensor cores can read: tiled and swizzled.
 
-    Its tiles have 8 rows and `columns` columns. None stands for one line of `LINE` bytes.
+    Args:
+        shape: Shape of the array.
+        dtype: Dtype of the array.
+        columns: Columns of a tile of 8 rows; None for as many as fit into a line of 128 bytes.
+
+    Returns:
+        The type, for `scratch_types` of `kernel`.
     """
     size = jnp.dtype(dtype).itemsize
     columns = LINE // size if columns is None else columns
@@ -63,9 +69,19 @@ def shared(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = None)
 
 
 def kernel(body: Callable[..., None], *, semantics: Literal["Lane", "Warpgroup"] = "Warpgroup", **options: Any) -> Any:
-    """Returns `plgpu.kernel(body, **options)`, with roots and exponentials accurate to 2 float32 ulp.
+    """Returns the function that runs a Mosaic GPU kernel. On a CPU, it runs the kernel in Pallas' interpreter.
 
-    On a CPU, the kernel runs in Pallas' interpreter.
+    Roots and exponentials in the kernel are accurate to 2 float32 ulp.
+
+    Args:
+        body: Body of the kernel, a function of references to inputs, results and scratch arrays. It is called while the kernel
+            is traced.
+        semantics: Unit that executes an operation of the body: a warpgroup of 128 threads (Warpgroup) or a thread (Lane).
+        **options: Other arguments of `jax.experimental.pallas.mosaic_gpu.kernel`, such as `out_type`, `scratch_types` and
+            `grid`.
+
+    Returns:
+        A function of the input arrays. It returns the results in the structure of `out_type`.
     """
     gpu = plgpu()
     params = gpu.CompilerParams(approx_math=True, lowering_semantics=gpu.LoweringSemantics[semantics])
@@ -73,9 +89,13 @@ def kernel(body: Callable[..., None], *, semantics: Literal["Lane", "Warpgroup"]
 
 
 def products(*sums: Sequence[tuple[Any, Any]]) -> Sequence[Any]:
-    """Computes one float32 array per argument: the sum of a @ b over its pairs (a, b) of arrays in shared memory.
+    """Computes sums of matmuls on the tensor cores, inside of a kernel. Issues all matmuls before the first wait.
 
-    Issues all matmuls before the first wait.
+    Args:
+        *sums: One or more sequences of pairs (a, b) of references to arrays in shared memory.
+
+    Returns:
+        For each argument, the sum of a @ b over its pairs, a float32 array in registers.
     """
 
     def run(*accs: Any) -> list[Any]:
@@ -88,7 +108,16 @@ def products(*sums: Sequence[tuple[Any, Any]]) -> Sequence[Any]:
 
 
 def add_product(accumulator: Any, a: Any, b: Any) -> Any:
-    """Computes accumulator + a @ b in float32, with `a` in registers and `b` in shared memory."""
+    """Computes accumulator + a @ b on the tensor cores, inside of a kernel.
+
+    Args:
+        accumulator: float32 array in registers.
+        a: Array in registers, bfloat16.
+        b: Reference to an array in shared memory, bfloat16.
+
+    Returns:
+        The sum, a float32 array in registers.
+    """
     if on_cpu():  # Pallas' interpreter supports neither run_state nor operands in registers
         return accumulator + lax.dot(a, b[...], preferred_element_type=jnp.float32)
     return pl.run_state(lambda acc: plgpu().wgmma(acc, a, b))(plgpu().ACC.init(accumulator))

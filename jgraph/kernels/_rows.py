@@ -19,13 +19,15 @@ def call(body: Callable[..., None], outs: Sequence[jax.ShapeDtypeStruct], blocks
     """Returns the function that runs a kernel on `blocks` blocks of threads along the grid axis `i`.
 
     Args:
-        body: Body of the kernel.
+        body: Body of the kernel. It is called while the kernel is traced, with references to the input arrays, the results and
+            the scratch buffers, in this order.
         outs: Shapes and dtypes of the results.
         blocks: Size of the grid.
         scratch: Types of the scratch buffers and barriers.
 
     Returns:
-        A function of the kernel's input arrays. It returns the results.
+        A function of the kernel's input arrays. It runs the kernel and returns a sequence of the results, in the order of
+        `outs`.
     """
     grid: Any = {"grid": (blocks,), "grid_names": ("i",)}
     return kernel(body, semantics="Lane", out_type=tuple(outs), scratch_types=scratch, **grid)
@@ -40,17 +42,25 @@ def layout() -> Any:
 
 
 def load(ref: Any, *at: Any) -> Array:
-    """Loads `ref.at[at]`, rows or a part of their columns, as float32 in `layout`."""
+    """Loads a block of `ROWS` rows inside of a kernel.
+
+    Args:
+        ref: Reference to an array in device memory.
+        *at: Index of the block: the slice of `ROWS` rows, and optionally a slice of columns, a multiple of `WIDTH`.
+
+    Returns:
+        The values, float32, distributed over the registers of the threads as in `layout`.
+    """
     return laid_out(plgpu().load(ref.at[at], layout=layout(), optimized=False).astype(jnp.float32))
 
 
 def load_columns(ref: Any) -> Array:
-    """Loads a vector with one element per column, as float32."""
+    """Loads the vector at the reference `ref`, with one element per column, inside of a kernel. Returns float32."""
     return plgpu().load(ref, layout=layout().reduce(0), optimized=False).astype(jnp.float32)
 
 
 def load_rows(ref: Any) -> Array:
-    """Loads a vector with one element per row."""
+    """Loads the vector at the reference `ref`, with one element per row (`ROWS` rows), inside of a kernel. Keeps its dtype."""
     return plgpu().load(ref, layout=layout().reduce(1), optimized=False)
 
 
@@ -60,10 +70,18 @@ def laid_out(values: Array) -> Array:
 
 
 def by_row(vector: Array, width: int) -> Array:
-    """Broadcasts a vector with one element per row to `width` columns."""
+    """Broadcasts a vector inside of a kernel.
+
+    Args:
+        vector: One element for each of `ROWS` rows.
+        width: Number of columns of the result, a multiple of `WIDTH`.
+
+    Returns:
+        The array [ROWS, width] in the register layout of `layout`.
+    """
     return laid_out(lax.broadcast_in_dim(plgpu().layout_cast(vector, layout().reduce(1)), (ROWS, width), (0,)))
 
 
 def by_column(vector: Array) -> Array:
-    """Broadcasts a vector with one element per column to `ROWS` rows."""
+    """Broadcasts a vector with one element per column to [ROWS, columns], in the register layout of `layout`."""
     return laid_out(lax.broadcast_in_dim(vector, (ROWS, *vector.shape), (1,)))

@@ -25,19 +25,24 @@ from jgraph.kernels._mosaic import SLAB, has_wgmma, kernel, plgpu, products, sha
 def rotary_attention(qkv_BTNK: Array, cos_TP: np.ndarray, sin_TP: np.ndarray, *, implementation: str = "auto") -> Array:
     """Applies the rotary embedding to queries and keys, and computes causal attention with as many key heads as query heads.
 
+    The axes are B batch, T tokens of a sequence, H heads, K head size and P = K / 2 pairs of dimensions. Scores are multiplied
+    by 1 / sqrt(K). Differentiable in `qkv_BTNK`. Treat the tables as constants: `mosaic` has no gradient for them.
+
     Args:
-        qkv_BTNK: [B, T, 3H, K], bfloat16 or float32: H heads of queries, then of keys, then of values.
-        cos_TP: float32, cosine of the rotation angle of each token and pair of dimensions (i, i + P).
-        sin_TP: float32, sine of the same angles.
-        implementation: `mosaic` (Hopper; jax 0.11 or newer; bfloat16, T and K of 64 or 128, but not both 128), `xla` (any
-            device), or `auto`, which selects the first supported one.
+        qkv_BTNK: [B, T, 3H, K], bfloat16 or float32: H heads of queries, then H heads of keys, then H heads of values.
+        cos_TP: float32 [T, P], cosine of the rotation angle of each token and pair of dimensions (i, i + P).
+        sin_TP: float32 [T, P], sine of the same angles.
+        implementation: `mosaic`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper, or Pallas' interpreter on a CPU; jax
+            0.11 or newer; bfloat16; T and K each 64 or 128, but not both 128). `xla` is plain JAX and runs on any device.
+            `auto` selects `mosaic` on Hopper if it supports the array, else `xla`.
 
     Returns:
-        [B, T, H, K] in the dtype of `qkv_BTNK`.
+        The attention before the output projection, [B, T, H, K] in the dtype of `qkv_BTNK`.
 
     Raises:
-        ConfigError: If `implementation` is unknown.
-        ShapeError: If the shapes disagree, or `mosaic` does not support them.
+        ConfigError: If `implementation` is not one of these names.
+        ShapeError: If `qkv_BTNK` is not [B, T, 3H, K] with an even K, if a table is not [T, P], or if `implementation` is
+            `mosaic` and the kernel does not support the shape or dtype.
 
     Examples:
         >>> tables = np.ones((2, 4), np.float32), np.zeros((2, 4), np.float32)
@@ -54,14 +59,17 @@ def rotary_attention(qkv_BTNK: Array, cos_TP: np.ndarray, sin_TP: np.ndarray, *,
 
 
 def choose(shape: tuple[int, ...], dtype: DTypeLike) -> str:
-    """Returns the implementation that `rotary_attention` selects for `auto` on the target device.
+    """Returns the implementation that `rotary_attention` selects for `auto`. Runs nothing.
+
+    The target device is the device of the current abstract mesh, or JAX's first device if there is none.
 
     Args:
-        shape: Shape of `qkv_BTNK`.
+        shape: Shape [B, T, 3H, K] of the argument `qkv_BTNK`: B batch, T tokens, H heads, K head size.
         dtype: Dtype of `qkv_BTNK`.
 
     Returns:
-        `mosaic` or `xla`.
+        `mosaic` if the target device is a Hopper GPU, jax is 0.11 or newer, the dtype is bfloat16, and T and K are each 64 or
+        128 but not both 128; else `xla`.
     """
     return "mosaic" if has_wgmma() and _fits(shape, dtype) else "xla"
 

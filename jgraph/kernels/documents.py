@@ -31,20 +31,27 @@ _HEADS = (64, 128)
 def document_attention(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, *, implementation: str = "auto") -> Array:
     """Computes causal attention within each document, like `jax.nn.dot_product_attention` with the equivalent mask.
 
+    A sequence consists of one or more documents. A query reads the keys of its own document up to its own position. The axes
+    are B batch, T tokens of a sequence, H query heads, G key and value heads, and K head size. Query head h reads key head
+    h // (H / G). Scores are multiplied by 1 / sqrt(K). Differentiable in queries, keys and values.
+
     Args:
-        q_BTHK: Queries after the rotary embedding, bfloat16 or float32.
-        k_BTGK: Keys after the rotary embedding, in the dtype of `q_BTHK`; G divides H.
-        v_BTGK: Values, in the dtype of `q_BTHK`.
-        starts_BT: int32, index in the sequence of the first token of each token's document.
-        implementation: `mosaic` (Hopper; jax 0.11 or newer; bfloat16, K at most 128), `xla` (any device; holds all scores in
-            memory), or `auto`, which selects the first supported one.
+        q_BTHK: Queries [B, T, H, K] after the rotary embedding, bfloat16 or float32.
+        k_BTGK: Keys [B, T, G, K] after the rotary embedding, in the dtype of `q_BTHK`; G must divide H.
+        v_BTGK: Values [B, T, G, K], in the dtype of `q_BTHK`.
+        starts_BT: int32 [B, T]: for each token, the index in its sequence of the first token of its document. At most the index
+            of the token, and nondecreasing along T; neither is checked.
+        implementation: `mosaic`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper; jax 0.11 or newer; bfloat16; K at most
+            128). `xla` is plain JAX, runs on any device, and holds the scores [B, H, T, T] in memory. `auto` selects `mosaic`
+            on Hopper if it supports the arrays, else `xla`.
 
     Returns:
-        [B, T, H, K] in the dtype of `q_BTHK`.
+        The attention before the output projection, [B, T, H, K] in the dtype of `q_BTHK`.
 
     Raises:
-        ConfigError: If `implementation` is unknown.
-        ShapeError: If the shapes disagree, or `mosaic` does not support them.
+        ConfigError: If `implementation` is not one of these names.
+        ShapeError: If the shapes disagree or G does not divide H, or if `implementation` is `mosaic` and the dtype is not
+            bfloat16 or K is more than 128.
 
     Examples:
         >>> q, starts = jnp.ones((1, 4, 2, 8)), jnp.array([[0, 0, 2, 2]])

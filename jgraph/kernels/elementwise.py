@@ -60,15 +60,27 @@ class Elementwise:
 
     Attributes:
         inputs: Number of input arrays.
-        steps: Operations as pairs (name, operands). Values are numbered: first the inputs, then the result of each step. The
-            last value is the result; without steps it is the first input.
+        steps: Operations as pairs (name, operands). The name is one of the names that `can` lists. An operand is an int, the
+            number of an earlier value, or a float, a constant. Values are numbered from 0: first the inputs, then the result of
+            each step. The last value is the result. Without steps, the result is the first input.
     """
 
     inputs: int = 1
     steps: tuple[tuple[str, tuple[Operand, ...]], ...] = ()
 
     def __call__(self, *inputs: Any) -> Any:
-        """Applies the function to arrays that broadcast with each other. Returns float32."""
+        """Applies the function.
+
+        Args:
+            *inputs: As many arrays as the attribute `inputs`, of any dtype, with shapes that broadcast with each other. Each is
+                converted to float32.
+
+        Returns:
+            The result, float32 in the broadcast shape.
+
+        Raises:
+            KeyError: If the name of a step is unknown.
+        """
         values = [x.astype(jnp.float32) for x in inputs]
         for name, operands in self.steps:
             values.append(_OPS[name](*(values[i] if isinstance(i, int) else i for i in operands)))
@@ -76,7 +88,15 @@ class Elementwise:
 
 
 def can(name: str) -> bool:
-    """True if the JAX primitive `name` can be a step of an `Elementwise`."""
+    """Checks the name of an operation for `Elementwise.steps`.
+
+    Args:
+        name: Name of a JAX primitive, such as `mul`.
+
+    Returns:
+        True for abs, add, add_any, div, erf, erfc, exp, exp2, logistic, max, min, mul, neg, one_minus_square (1 - x * x, not a
+        JAX primitive), rsqrt, sqrt, square, sub and tanh; else False.
+    """
     return name in _OPS
 
 
@@ -84,11 +104,12 @@ IDENTITY = Elementwise()
 
 
 class Computed(NamedTuple):
-    """A lazy array [M, N], computed by the kernel that reads it.
+    """A function with its arguments, in place of the array [M, N] of its results. `cast_transpose` computes the array.
 
     Attributes:
-        fn: The function. Implementations agree up to the rounding of its operations.
-        inputs: Arguments of the function. At least one is [M, N]; columns [M, 1] and rows [1, N] are broadcast.
+        fn: The function. The implementations of `cast_transpose` (Pallas kernel and XLA) round its operations differently.
+        inputs: Arguments of the function, bfloat16 or float32. At least one is [M, N]. Columns [M, 1] and rows [1, N] are
+            broadcast.
     """
 
     fn: Elementwise

@@ -32,22 +32,25 @@ SUMMED = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 def grouped_dot(x_MK: Array, weights_GKN: Array, sizes_G: Array, *, implementation: str = "auto") -> Array:
     """Multiplies the rows of each group by the matrix of the group. Accumulates in float32.
 
-    Differentiable in `x_MK` and `weights_GKN`.
+    The axes are M rows, G groups, K contracted and N columns of the result. Differentiable in `x_MK` and `weights_GKN`.
 
     Args:
         x_MK: bfloat16 or float32, sorted by group: the rows of group 0 come first, then the rows of group 1.
         weights_GKN: One matrix per group, in the dtype of `x_MK`.
-        sizes_G: int32, number of rows of each group; may be zero. Rows beyond the sum of the sizes give zeros.
-        implementation: `mosaic` (Hopper; jax 0.11 or newer; bfloat16; M a multiple of 8, K and N of 64), `tiles` (plain JAX,
-            a loop over tiles of rows), `xla` (`lax.ragged_dot`, which multiplies all rows by every matrix on an NVIDIA GPU), or
-            `auto`: the first supported one on a GPU, and `xla` on other devices.
+        sizes_G: int32, number of rows of each group; may be zero. The sum must be at most M, which is not checked. Rows beyond
+            the sum belong to no group, and their results are zeros.
+        implementation: `mosaic`, `tiles`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper; jax 0.11 or newer; bfloat16;
+            M a multiple of 8, K and N of 64). `tiles` is plain JAX, a loop over tiles of rows. `xla` is
+            `lax.ragged_dot_general`, which multiplies all rows by every matrix on an NVIDIA GPU. `auto` selects `mosaic` if the
+            device and the arrays permit it, else `tiles` on a GPU that `jgraph.device` lists, else `xla`.
 
     Returns:
         [M, N] in the dtype of `x_MK`.
 
     Raises:
-        ConfigError: If `implementation` is unknown.
-        ShapeError: If shapes or dtypes disagree, or the implementation does not support them.
+        ConfigError: If `implementation` is not one of these names.
+        ShapeError: If shapes or dtypes disagree, if an array is empty, or if `implementation` is `mosaic` and the kernel does
+            not support the shapes or the dtype.
     """
     _check(sizes_G, x_MK=(x_MK, 2), weights_GKN=(weights_GKN, 3))
     (M, K), (G, rows, N) = x_MK.shape, weights_GKN.shape
@@ -60,10 +63,13 @@ def grouped_dot(x_MK: Array, weights_GKN: Array, sizes_G: Array, *, implementati
 def grouped_dgrad(dy_MN: Array, weights_GKN: Array, sizes_G: Array) -> Array:
     """Computes the gradient of the rows of `grouped_dot`: the rows of dy times the transposed matrix of their group.
 
+    The axes are M rows, G groups, K contracted by `grouped_dot`, and N columns of its result. Selects the implementation
+    automatically: the Pallas kernel, a loop over tiles of rows, or `lax.ragged_dot_general`. Checks no argument.
+
     Args:
-        dy_MN: Gradient of the result, bfloat16 or float32.
-        weights_GKN: As for `grouped_dot`.
-        sizes_G: As for `grouped_dot`.
+        dy_MN: Gradient of the result of `grouped_dot`, bfloat16 or float32, sorted by group.
+        weights_GKN: One matrix per group, in the dtype of `dy_MN`.
+        sizes_G: int32, number of rows of each group, with a sum of at most M. Rows beyond the sum give zeros.
 
     Returns:
         [M, K] in the dtype of `dy_MN`.
@@ -83,25 +89,33 @@ def grouped_dot_fp8(
 ) -> Array:
     """Multiplies the FP8 rows of each group by the FP8 matrix of the group, and the result by `scale`.
 
-    The result of `cast_transpose` for weights [G * K, N] serves both directions: the forward pass reads its columns in the
-    order `NGK`, and dgrad reads its rows in the order `GNK`. The tensor cores accumulate with about 14 bits. Not
-    differentiable.
+    The axes are M rows, G groups, K contracted and N columns of the result. One quantized weight serves both directions. If
+    `cast_transpose` has quantized the weights as a matrix [G * K, N], forward passes the field `columns` of its result,
+    reshaped to [N, G, K], with `order` "NGK". dgrad contracts over the columns of the weights instead, and passes the field
+    `rows`, reshaped to [G, K, N], with `order` "GNK". The tensor cores accumulate with about 14 bits. Not differentiable.
 
     Args:
         x_MK: float8_e4m3fn or float8_e5m2, sorted by group: the rows of group 0 come first, then the rows of group 1.
-        weights: One matrix per group, with its axes in `order`. `x_MK` and `weights` cannot both be float8_e5m2.
-        sizes_G: As for `grouped_dot`.
+        weights: float8_e4m3fn or float8_e5m2, one matrix per group, with its axes in `order`. `x_MK` and `weights` cannot both
+            be float8_e5m2.
+        sizes_G: int32, number of rows of each group; may be zero. The sum must be at most M, which is not checked. Rows beyond
+            the sum give zeros.
         scale: float32 scalar. If it is a power of two, the result is rounded only once.
-        order: Order of the axes of `weights`: groups G, columns N, contracted axis K.
-        implementation: As for `grouped_dot`. `mosaic` needs K to be a multiple of 128, and jax 0.12 or newer for operands of
-            different dtypes. `auto` converts unsupported operands to bfloat16, which is exact.
+        order: Order of the axes of `weights`: "GNK" for [G, N, K], or "NGK" for [N, G, K].
+        implementation: `mosaic`, `tiles`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper; jax 0.11 or newer, or 0.12
+            for operands of different dtypes; M a multiple of 8, K of 128, N of 64). `tiles` is a loop over tiles of rows and
+            `xla` is `lax.ragged_dot_general`; both first convert the operands to bfloat16, which is exact. `auto` selects
+            `mosaic` if the device and the FP8 operands permit it. Otherwise, it converts the operands to bfloat16 and selects
+            the kernel for bfloat16 (M a multiple of 8, K and N of 64), else `tiles` on a GPU that `jgraph.device` lists, else
+            `xla`.
 
     Returns:
         [M, N], bfloat16.
 
     Raises:
-        ConfigError: If `implementation` or `order` is unknown.
-        ShapeError: If shapes or dtypes disagree, or the implementation does not support them.
+        ConfigError: If `implementation` or `order` is not one of these names.
+        ShapeError: If shapes or dtypes disagree, if an array is empty, or if `implementation` is `mosaic` and the kernel does
+            not support the shapes.
     """
     check_choice("order", order, ("GNK", "NGK"))
     _check(sizes_G, _FP8, x_MK=(x_MK, 2), weights=(weights, 3))
@@ -139,20 +153,28 @@ def grouped_wgrad(
 ) -> Array:
     """Computes the gradient of the weights of `grouped_dot`: the transposed rows of each group times its rows of dy.
 
+    The axes are M rows, G groups, K columns of x and N columns of dy. Accumulates in float32. Not differentiable.
+
     Args:
-        x_MK: bfloat16 or float32. Rows beyond the sum of the sizes are ignored.
-        dy_MN: Gradient of the result of `grouped_dot`, in the dtype of `x_MK`. Ignored rows must be finite.
-        sizes_G: int32, number of rows of each group; an empty group gives zeros.
-        dtype: Dtype of the result, bfloat16 or float32; must be float32 with `add_GKN`.
-        add_GKN: float32, added to the result. It is updated without a copy if a jitted function donates it.
-        implementation: As for `grouped_dot`.
+        x_MK: bfloat16 or float32, sorted by group. Rows beyond the sum of `sizes_G` are ignored.
+        dy_MN: Gradient of the result of `grouped_dot`, in the dtype of `x_MK`. Rows beyond the sum of `sizes_G` are ignored,
+            but must be finite.
+        sizes_G: int32, number of rows of each group, with a sum of at most M. The gradient of an empty group is zero.
+        dtype: Dtype of the result, bfloat16 or float32; must be float32 if `add_GKN` is given.
+        add_GKN: float32 [G, K, N], added to the gradient; None adds nothing. The kernel updates the buffer in place if the
+            caller's jit donates this argument; otherwise XLA copies the array, and the caller's array is unchanged.
+        implementation: `mosaic`, `tiles`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper; jax 0.11 or newer; bfloat16;
+            M a multiple of 8, K and N of 64). `tiles` is plain JAX, a loop over tiles of rows. `xla` is
+            `lax.ragged_dot_general`. `auto` selects `mosaic` if the device and the arrays permit it, else `tiles` on a GPU that
+            `jgraph.device` lists, else `xla`.
 
     Returns:
-        [G, K, N] in `dtype`.
+        The gradient, plus `add_GKN` if given, [G, K, N] in `dtype`.
 
     Raises:
-        ConfigError: If `implementation` or `dtype` is unknown.
-        ShapeError: If shapes or dtypes disagree, or the implementation does not support them.
+        ConfigError: If `implementation` or `dtype` is not one of these names.
+        ShapeError: If shapes or dtypes disagree, if an array is empty, or if `implementation` is `mosaic` and the kernel does
+            not support the shapes or the dtype.
     """
     _check(sizes_G, x_MK=(x_MK, 2), dy_MN=(dy_MN, 2))
     (M, K), N = x_MK.shape, dy_MN.shape[1]

@@ -46,23 +46,26 @@ def matvec(
     add_F: Array | None = None,
     dtype: DTypeLike | None = None,
 ) -> Array:
-    """Computes `activation(weights @ rms_norm(x)) + add` for one token. Accumulates in float32.
+    """Computes `activation(weights @ rms_norm(x)) + add` for one token, in a Triton kernel. Accumulates in float32.
+
+    Runs on an NVIDIA GPU, or in Pallas' interpreter on a CPU. For inference: has no gradient rule.
 
     Args:
-        x_D: Hidden state of the token, bfloat16 or float32.
-        weights_FD: Weights with contiguous rows, bfloat16 or float32.
-        scale_D: Scale of the RMSNorm; None skips the norm. The norm is rounded to the dtype of `x_D`.
-        epsilon: Added to the mean square of `x_D`.
-        activation: Elementwise function of `parts` float32 arrays; None for the identity, which needs `parts` 1.
-        parts: Number of equal parts of the F rows. The product with each part is one argument of `activation`.
-        add_F: [F / parts], added to the rounded result; None adds nothing.
-        dtype: Dtype of the result; None for the dtype of `x_D`.
+        x_D: Hidden state of the token, [D], bfloat16 or float32.
+        weights_FD: Weights [F, D], bfloat16 or float32; may have another dtype than `x_D`. Each output feature is a row.
+        scale_D: Scale of the RMSNorm, [D], bfloat16 or float32; None skips the norm. The norm is rounded to the dtype of `x_D`.
+        epsilon: Added to the mean square of `x_D` in the norm; unused without `scale_D`.
+        activation: Elementwise function. It is called while the kernel is traced, with `parts` float32 arrays, and returns
+            their result, one array of the same shape. None for the identity, which needs `parts` 1.
+        parts: Number of equal parts of the F rows. The product of x with each part is one argument of `activation`, in order.
+        add_F: Array [F / parts] in `dtype`, added after the result is rounded to `dtype`; None adds nothing.
+        dtype: Dtype of the result, a floating dtype; None for the dtype of `x_D`.
 
     Returns:
         [F / parts] in `dtype`.
 
     Raises:
-        ShapeError: If `fits(x_D, weights_FD, parts)` is false.
+        ShapeError: If `x_D` is not [D], F is not a multiple of 4 * `parts`, or D is not a multiple of 16.
     """
     must = f"[F, D] for `x_D` {list(x_D.shape)}, with F a multiple of {parts * _ROWS} and D of {_COLUMNS_MULTIPLE}"
     require(fits(x_D, weights_FD, parts), "weights_FD", weights_FD, must)
@@ -70,15 +73,15 @@ def matvec(
 
 
 def fits(x_D: Array, weights_FD: Array, parts: int = 1) -> bool:
-    """Checks the shapes of the arguments of `matvec`.
+    """Checks the shapes of the arguments of `matvec`. Does not check dtypes or the device.
 
     Args:
         x_D: Hidden state of the token.
-        weights_FD: Weights.
-        parts: Number of equal parts of the rows of the weights.
+        weights_FD: Weights [F, D]; only the shape is read.
+        parts: Number of equal parts of the F rows of the weights.
 
     Returns:
-        True if the kernel supports the shapes.
+        True if `x_D` has the shape [D], F is a multiple of 4 * `parts`, and D is a multiple of 16.
     """
     F, D = weights_FD.shape
     return x_D.shape == (D,) and F % (parts * _ROWS) == 0 and D % _COLUMNS_MULTIPLE == 0

@@ -31,24 +31,27 @@ def rms_norm(
 ) -> tuple[Array, Array]:
     """Adds `add` to a residual stream and computes the RMSNorm of the sum.
 
-    Equivalent to `x = x + add; y = flax.nnx.RMSNorm(...)(x)`. Use the returned sum as the new residual stream: the kernel adds
-    the gradient of the sum in the backward pass.
+    Equivalent to `x = x + add; y = flax.nnx.RMSNorm(...)(x)`. The norm divides each row by the root of its mean square plus
+    `epsilon`, computed in float32, and multiplies it by `scale_D`. Use the returned sum as the new residual stream, so that
+    the backward kernel also adds the gradient of the sum. Differentiable in `x`, `scale_D` and `add`.
 
     Args:
-        x: [..., D], bfloat16 or float32.
-        scale_D: Scale of the norm, float32 or the dtype of `x`.
-        add: Same shape and dtype as `x`; None adds nothing.
+        x: The residual stream [..., D], bfloat16 or float32; a row is the last axis, of width D.
+        scale_D: Scale of the norm, [D], float32 or the dtype of `x`.
+        add: Array with the shape and dtype of `x`; None adds nothing.
         epsilon: Added to the mean square.
-        implementation: `mosaic` (Hopper, Blackwell; jax 0.11 or newer; bfloat16, D a multiple of 128 and at most 2048, the
-            number of rows a multiple of 4, and of 2048 from 2048 rows on), `xla` (any device), or `auto`, which selects the
-            first supported one.
+        implementation: `mosaic`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper or Blackwell; jax 0.11 or newer;
+            bfloat16; D a multiple of 128 and at most 2048; a number of rows that is a multiple of 4, and a multiple of 2048 if
+            it is 2048 or more). `xla` is plain JAX and runs on any device. `auto` selects `mosaic` if the device and the arrays
+            permit it, else `xla`.
 
     Returns:
-        The sum and its norm, both with the shape and dtype of `x`. The mean square is computed in float32.
+        The pair (sum, norm of the sum), both with the shape and dtype of `x`. Without `add`, the sum is `x`.
 
     Raises:
-        ConfigError: If `implementation` is unknown.
-        ShapeError: If the shapes or dtypes disagree, or `mosaic` does not support them.
+        ConfigError: If `implementation` is not one of these names.
+        ShapeError: If `scale_D` is not [D], if `add` has another shape or dtype than `x`, or if `implementation` is `mosaic`
+            and the kernel does not support the shape or dtype.
 
     Examples:
         >>> x, y = jgraph.rms_norm(jnp.ones((2, 4)), jnp.ones(4), add=jnp.full((2, 4), 2.0))

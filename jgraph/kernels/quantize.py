@@ -31,9 +31,9 @@ class Quantized(NamedTuple):
     """A scaled array in FP8.
 
     Attributes:
-        rows: FP8 [M, N]; None if not requested.
-        columns: FP8 [N, M], the transpose; None if not requested.
-        amax: float32 scalar, largest magnitude before scaling; NaN if the array has a NaN.
+        rows: FP8 [M, N]; None if `want` was `columns` or `amax`.
+        columns: FP8 [N, M], the transpose of `rows`; None if `want` was `rows` or `amax`.
+        amax: float32 scalar, largest magnitude of the array before scaling; NaN if the array has a NaN.
     """
 
     rows: Array | None
@@ -51,23 +51,29 @@ def cast_transpose(
 ) -> Quantized:
     """Scales an array, clips it to the range of `dtype`, rounds it to nearest even, and transposes the result.
 
-    All implementations return the same bits, except for the payload of a NaN.
+    Also computes the amax, the largest magnitude before scaling. All implementations return the same bits for an array, except
+    for the payload of a NaN. Not differentiable.
 
     Args:
-        x_MN: bfloat16 or float32, with M and N multiples of 16. The kernel evaluates a `Computed` in float32 and does not
-            write it to memory; its inputs have the same limits.
+        x_MN: bfloat16 or float32 matrix of M rows and N columns, both multiples of 16. Or a `Computed`: an elementwise function
+            with inputs [M, N], [M, 1] or [1, N] of these dtypes. The Pallas kernel evaluates the function in float32 and does
+            not write its result to memory.
         inverse_scale: float32 scalar. The array is multiplied by it.
         dtype: float8_e4m3fn or float8_e5m2.
-        want: Results to compute: `both`, `rows`, `columns`, or only the `amax`.
-        implementation: `mosaic` (Hopper, Blackwell; jax 0.11 or newer; M a multiple of 128, N of 64), `xla` (any device), or
-            `auto`, which selects the first supported one.
+        want: Results to compute besides the amax: `both`, `rows` (FP8 without the transpose), `columns` (only the transpose),
+            or `amax` (none).
+        implementation: `mosaic`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper or Blackwell; jax 0.11 or newer; M a
+            multiple of 128, N of 64). `xla` is plain JAX and runs on any device. `auto` selects `mosaic` if the device and the
+            shape permit it, else `xla`.
 
     Returns:
-        The array in FP8, its transpose and its amax.
+        A `Quantized` with the fields `rows` (FP8 [M, N]), `columns` (FP8 [N, M]) and `amax` (float32 scalar). A field that
+        `want` does not request is None.
 
     Raises:
-        ConfigError: If `dtype`, `want` or `implementation` is unknown.
-        ShapeError: If `x_MN` or `inverse_scale` has a shape or dtype that is not supported.
+        ConfigError: If `dtype`, `want` or `implementation` is not one of these names.
+        ShapeError: If `x_MN` is not a matrix with M and N positive multiples of 16 or has another dtype, if `inverse_scale` is
+            not a float32 scalar, or if `implementation` is `mosaic` and the kernel does not support the shape.
     """
     x = x_MN if isinstance(x_MN, Computed) else Computed(IDENTITY, (x_MN,))
     check_choice("dtype", jnp.dtype(dtype).name, ("float8_e4m3fn", "float8_e5m2"))
@@ -104,25 +110,38 @@ _JITTED: dict[Want, Callable[..., Quantized]] = {want: _jitted(name, want) for w
 
 
 def choose(shape: tuple[int, ...]) -> str:
-    """Returns the implementation that `cast_transpose` selects for `auto` and an array [M, N] on the target device."""
+    """Returns the implementation that `cast_transpose` selects for `auto`. Runs nothing.
+
+    Args:
+        shape: Shape [M, N] of the array.
+
+    Returns:
+        `mosaic` if the target device runs the kernel (see `has_kernel`), M is a multiple of 128 and N of 64; else `xla`.
+    """
     return "mosaic" if has_kernel() and _fits_tiles(shape) else "xla"
 
 
 def has_kernel() -> bool:
-    """True if the target device runs the kernel. The Mosaic GPU of jax 0.10 cannot store its tiles."""
+    """True if the target device runs the kernel of `cast_transpose`: Hopper or Blackwell, with jax 0.11 or newer.
+
+    The target device is the device of the current abstract mesh, or JAX's first device if there is none. The Mosaic GPU of jax
+    0.10 cannot store the tiles of the kernel.
+    """
     return has_mosaic()
 
 
 def cast(x: Array, inverse_scale: Array, dtype: DTypeLike) -> Array:
-    """Casts an array of any shape to FP8 with XLA. Returns the same values as the rows of `cast_transpose`.
+    """Casts an array of any shape to FP8 with XLA: scales it, clips it to the range of `dtype` and rounds it to nearest even.
+
+    Returns the same values as `cast_transpose(...).rows`. Checks no argument.
 
     Args:
-        x: bfloat16 or float32.
+        x: bfloat16 or float32, any shape.
         inverse_scale: float32 scalar. The array is multiplied by it.
         dtype: float8_e4m3fn or float8_e5m2.
 
     Returns:
-        The array in `dtype`.
+        The array in `dtype`, with the shape of `x`. A NaN stays a NaN.
     """
     # Without the barrier, XLA removes this conversion together with the inverse conversion.
     return lax.optimization_barrier(_quantize(x, inverse_scale, jnp.dtype(dtype)))
@@ -141,7 +160,14 @@ def _xla(x: Computed, inverse_scale: Array, dtype: jnp.dtype, want: Want) -> Qua
 
 
 def amax(x: Array) -> Array:
-    """Computes the largest magnitude of an array of any shape with XLA: a float32 scalar, NaN if the array has a NaN."""
+    """Computes the largest magnitude of an array with XLA.
+
+    Args:
+        x: Nonempty array of any shape and a real dtype. It is converted to float32.
+
+    Returns:
+        A float32 scalar; NaN if the array has a NaN. Its gradient is zero.
+    """
     return _jgraph_amax(x)
 
 

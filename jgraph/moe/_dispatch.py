@@ -36,11 +36,12 @@ def order_of(experts_NK: Array, counts_E: Array) -> RowOrder:
     Counts instead of sorting, because XLA sorts on GPUs with a library call that a command buffer cannot contain.
 
     Args:
-        experts_NK: int32, indices of K different experts for each token.
-        counts_E: int32, number of tokens of each expert.
+        experts_NK: int32, indices of K different experts for each of N tokens.
+        counts_E: int32, number of tokens of each of E experts.
 
     Returns:
-        The order, a permutation of R rows.
+        The order, a permutation of R = N * K rows: `source` has the copy in each row, and `inverse` the row of each copy. Copy
+        k of a token has the index token * K + k.
     """
     is_NKE = experts_NK[..., None] == jnp.arange(counts_E.size, dtype=experts_NK.dtype)
     places_NE = jnp.cumsum(counts_E) - counts_E + _count_before(jnp.any(is_NKE, 1))
@@ -73,9 +74,9 @@ def moved(positions: Array, source_I: Array, target_I: Array, lengths_I: Array, 
 
     Args:
         positions: int32, any shape.
-        source_I: int32, starts of the I intervals before the move.
+        source_I: int32, starts of the I intervals before the move. The intervals must not overlap.
         target_I: int32, starts of the intervals after the move.
-        lengths_I: int32, lengths of the intervals.
+        lengths_I: int32, lengths of the intervals; may be 0.
         hole: Result for a position outside all intervals.
 
     Returns:

@@ -25,11 +25,11 @@ from jgraph.scopes import scope
 
 
 class Overflow(NamedTuple):
-    """The rows of a device beyond its capacity.
+    """The rows of a device beyond its capacity. A row is one token for one of its experts.
 
     Attributes:
-        dropped: int32 scalar, number of dropped rows.
-        needed: int32 scalar, number of rows of the fullest pair of devices; 0 if no row was dropped.
+        dropped: int32 scalar, number of rows of this device that were not sent.
+        needed: int32 scalar, the maximum number of rows that this device had for another device; 0 if no row was dropped.
     """
 
     dropped: Array
@@ -37,16 +37,17 @@ class Overflow(NamedTuple):
 
 
 def experts(x_RD: Array, weights_R: Array, up_EDF2: Array, down_EFD: Array, sizes_E: Array) -> Array:
-    """Applies each expert to its rows, and multiplies the results by the weights of the rows.
+    """Applies each expert, a SwiGLU MLP, to its rows, and multiplies the results by the weights of the rows.
 
-    The weights multiply the hidden rows, so that their gradient does not need the results of the experts.
+    The weights multiply the hidden rows, so that the gradient of the weights does not need the results of the experts. R is the
+    number of rows, E of experts, D the width of a token, F the hidden width.
 
     Args:
         x_RD: Rows in the order of their experts, bfloat16 or float32.
         weights_R: float32, weight of each row.
-        up_EDF2: First matrices, with the columns of gate before the columns of up; same dtype as `x_RD`.
-        down_EFD: Second matrices; same dtype as `x_RD`.
-        sizes_E: int32, number of rows of each expert.
+        up_EDF2: First matrices [E, D, 2F], with the F columns of gate before the F columns of up; same dtype as `x_RD`.
+        down_EFD: Second matrices [E, F, D]; same dtype as `x_RD`.
+        sizes_E: int32, number of rows of each expert. Rows beyond the sum give zeros.
 
     Returns:
         The weighted results, [R, D] in the dtype of `x_RD`.
@@ -58,13 +59,14 @@ def mixture(x_ND: Array, found: Routing, up_EDF2: Array, down_EFD: Array) -> Arr
     """Computes the weighted sum of the experts of each token, on a device with all experts.
 
     Args:
-        x_ND: Tokens, bfloat16 or float32.
+        x_ND: N tokens of width D, bfloat16 or float32.
         found: The routing of the tokens.
-        up_EDF2: First matrices, as for `experts`.
-        down_EFD: Second matrices, as for `experts`.
+        up_EDF2: First matrices of the E experts [E, D, 2F], with the F columns of gate before the F columns of up; same dtype
+            as `x_ND`.
+        down_EFD: Second matrices of the experts [E, F, D]; same dtype as `x_ND`.
 
     Returns:
-        [N, D] in the dtype of `x_ND`.
+        The weighted sums, [N, D] in the dtype of `x_ND`. They are added in float32.
     """
     copies = found.experts.shape[1]
     with scope("dispatch"):
@@ -78,7 +80,7 @@ def mixture(x_ND: Array, found: Routing, up_EDF2: Array, down_EFD: Array) -> Arr
 
 
 def sharded_mixture(x_ND: Array, found: Routing, up_LDF2: Array, down_LFD: Array, config: MoEConfig) -> tuple[Array, Overflow]:
-    """Computes `mixture` with experts that are sharded over the devices of a group.
+    """Computes the weighted sum of the experts of each token, with experts that are sharded over the devices of a group.
 
     Collective over the axis `fsdp`: call it under `jax.shard_map` on every device. Device i of a group holds the experts from
     i * L to (i + 1) * L - 1. With P groups, device d of the axis belongs to group d % P: four devices have the groups (0, 2)
@@ -87,12 +89,14 @@ def sharded_mixture(x_ND: Array, found: Routing, up_LDF2: Array, down_LFD: Array
     Args:
         x_ND: Tokens of this device, bfloat16 or float32. N is the same on every device.
         found: The routing of these tokens over all experts.
-        up_LDF2: First matrices of this device's experts, as for `experts`.
-        down_LFD: Second matrices of this device's experts, as for `experts`.
-        config: Settings of the layer.
+        up_LDF2: First matrices of this device's L experts [L, D, 2F], with the F columns of gate before the F columns of up;
+            same dtype as `x_ND`.
+        down_LFD: Second matrices of this device's experts [L, F, D]; same dtype as `x_ND`.
+        config: Settings of the layer; only `capacity` is read.
 
     Returns:
-        The weighted sums [N, D] in the dtype of `x_ND`, and the rows beyond the capacity.
+        The weighted sums [N, D] in the dtype of `x_ND`, and the number of rows beyond the capacity. Such a row (a token for one
+        of its experts) is not sent, and counts as zero in the sum.
     """
     (N, K), (E, L) = found.experts.shape, (found.counts.size, len(up_LDF2))
     G, C = E // L, rows_per_pair(config.capacity, N * K, E // L)

@@ -40,8 +40,8 @@ def logits(x_ND: Array, router_DE: Array) -> Array:
     and tensor cores add them in float32 (Henry, Tang and Heinecke, arXiv:1904.06376). Gradients are computed in the same way.
 
     Args:
-        x_ND: Tokens, bfloat16 or a dtype that converts to float32 without loss.
-        router_DE: float32.
+        x_ND: Tokens, bfloat16 or a dtype that converts to float32 without loss. N tokens of width D.
+        router_DE: float32, a column for each of the E experts.
 
     Returns:
         The logits, float32 [N, E].
@@ -92,14 +92,18 @@ def _sum_of_thirds(thirds: Array) -> Array:
 def route(logits_NE: Array, config: MoEConfig, bias_E: Array | None = None) -> Routing:
     """Selects the experts of every token, and computes their weights.
 
+    Weights and probabilities are differentiable in `logits_NE`; the selection is not.
+
     Args:
-        logits_NE: float32.
-        config: Settings of the router.
-        bias_E: float32, added to the sigmoids for the selection; None for routers without a bias. It does not change the
-            weights and has no gradient.
+        logits_NE: float32 logits of N tokens for E experts.
+        config: Settings of the router. Reads `router` (softmax-topk, topk-softmax or sigmoid), `weights` (normalized or
+            as-they-are), `weights_scale`, `experts_per_token` and `num_experts`.
+        bias_E: float32, added to the ranked values (the sigmoids for the router `sigmoid`) for the selection; None for no bias.
+            It does not change the weights and has no gradient.
 
     Returns:
-        The routing.
+        The indices and weights of the K selected experts of each token, the probabilities of all experts, and the number of
+        tokens of each expert.
     """
     if config.router == "sigmoid":
         scores_NE = jax.nn.sigmoid(logits_NE)
@@ -126,19 +130,26 @@ def updated_bias(bias_E: Array, counts_E: Array, rate: float) -> Array:
     """Updates the biases after a step: adds `rate` for experts with fewer tokens than the mean, subtracts it for more tokens.
 
     Args:
-        bias_E: float32.
+        bias_E: float32, a bias per expert. Not modified.
         counts_E: int32, number of tokens of each expert in the step.
-        rate: Change per step.
+        rate: Change of a bias per step. A bias of an expert with exactly the mean does not change.
 
     Returns:
-        The new biases.
+        The new biases, float32 [E].
     """
     counts_E = counts_E.astype(jnp.float32)
     return bias_E + rate * jnp.sign(jnp.mean(counts_E) - counts_E)
 
 
 def entropy(probabilities_NE: Array) -> Array:
-    """Computes the entropy of the expert probabilities, averaged over tokens, in nats; at most log E."""
+    """Computes the entropy of the expert probabilities, averaged over tokens.
+
+    Args:
+        probabilities_NE: float32 probabilities of E experts for N tokens; a row sums to 1.
+
+    Returns:
+        A float32 scalar in nats, at most log E.
+    """
     return -jnp.mean(jnp.sum(jax.scipy.special.xlogy(probabilities_NE, probabilities_NE), -1))
 
 
@@ -151,8 +162,8 @@ def balance_loss(probabilities_NE: Array, counts_E: Array) -> Array:
     the microbatch.
 
     Args:
-        probabilities_NE: float32; differentiated.
-        counts_E: Number of tokens of each expert; not differentiated.
+        probabilities_NE: float32 probabilities of E experts for N tokens; differentiated.
+        counts_E: int32, number of tokens of each expert; not differentiated.
 
     Returns:
         The loss, a float32 scalar.
@@ -166,7 +177,14 @@ def balance_loss(probabilities_NE: Array, counts_E: Array) -> Array:
 
 
 def z_loss(logits_NE: Array) -> Array:
-    """Computes the mean over tokens of the squared log-sum-exp of the logits (ST-MoE, arXiv:2202.08906)."""
+    """Computes the mean over tokens of the squared log-sum-exp of the logits (ST-MoE, arXiv:2202.08906).
+
+    Args:
+        logits_NE: float32 logits of N tokens for E experts; differentiated.
+
+    Returns:
+        The loss without a coefficient, a float32 scalar.
+    """
     return jnp.mean(jnp.square(jax.nn.logsumexp(logits_NE, -1)))
 
 
@@ -179,10 +197,10 @@ def attach(y: Array, loss: Array) -> Array:
 
     Args:
         y: Any array that the loss of the microbatch depends on.
-        loss: A scalar.
+        loss: A scalar. Its cotangent is always 1, independent of the cotangent of the result.
 
     Returns:
-        y.
+        `y`, unchanged.
     """
     return y
 

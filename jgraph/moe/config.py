@@ -11,14 +11,18 @@ _PREFIX = "model.moe."
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Settings of mixtures of experts."""
+    """Settings of mixtures of experts. An expert is a SwiGLU MLP, and a router selects the experts of each token.
+
+    Raises:
+        ConfigError: If a field has the wrong type or a value that is not allowed, such as more experts per token than experts.
+    """
 
     num_experts: int = 0
     """Number of experts per layer; 0 for a dense model."""
     experts_per_token: int = 2
-    """Number of experts per token."""
+    """Number of experts per token, from 1 to `num_experts`."""
     d_ff: int = 0
-    """Hidden width of an expert; 0 for the model's d_ff."""
+    """Hidden width of an expert; 0 for the hidden width of the model's MLP, `d_ff`."""
     shared_experts: int = 0
     """Number of additional experts that process every token. They are one MLP of this many times the width."""
     router: Literal["softmax-topk", "topk-softmax", "sigmoid"] = "softmax-topk"
@@ -56,26 +60,30 @@ class MoEConfig:
 def rows_per_pair(capacity: float, rows: int, devices: int) -> int:
     """Computes the number of rows that a device can send to each device of its group.
 
+    A group is the devices that together hold all experts of a layer. A row is one token for one of its experts.
+
     Args:
-        capacity: Expert capacity, a multiple of an even share.
-        rows: Number of rows of a device.
+        capacity: Expert capacity: the number of rows as a multiple of the even share `rows / devices`.
+        rows: Number of rows of a device: its tokens in a microbatch times the experts per token.
         devices: Number of devices of the group.
 
     Returns:
-        The number of rows, rounded up to a multiple of 8; at most `rows`.
+        capacity * rows / devices, rounded up to a multiple of 8; at most `rows`.
     """
     return min(rows, 8 * math.ceil(math.ceil(capacity * rows / devices) / 8))
 
 
 def capacity_of(needed: int, rows: int, devices: int) -> float:
-    """Computes the expert capacity for a quarter more than `needed` rows, rounded up to hundredths.
+    """Computes an expert capacity that suffices for a step in which the capacity was exceeded, with a reserve of a quarter.
 
     Args:
-        needed: Number of rows that the fullest pair of devices needs.
-        rows: Number of rows of a device.
+        needed: Number of rows that one device had for another, the maximum over the pairs of devices in a group. A row is one
+            token for one of its experts, and a group is the devices that together hold all experts.
+        rows: Number of rows of a device: its tokens in a microbatch times the experts per token.
         devices: Number of devices of the group.
 
     Returns:
-        The capacity; at most `devices`, which is sufficient for all rows.
+        1.25 * needed as a multiple of the even share `rows / devices`, rounded up to hundredths; at most `devices`, which is
+        sufficient for all rows. A value for `MoEConfig.capacity`.
     """
     return min(float(devices), math.ceil(125 * needed * devices / rows) / 100)

@@ -15,14 +15,19 @@ _NAMES = ("tokens_E", "unseen_E", "entropy", "balance", "z", "dropped")
 
 
 def statistics(carried: PyTree) -> dict[str, Statistics]:
-    """Reads the statistics of each mixture of experts after a step.
+    """Reads the statistics of each mixture of experts after a step. Waits until the step has computed them.
 
     Args:
-        carried: The mutable state of the model.
+        carried: The mutable state of the model after the step, a tree of arrays.
 
     Returns:
-        The arrays `tokens_E`, `unseen_E`, `entropy`, `balance`, `z` and `dropped` of `MoE`, by the path of the layer.
-        `entropy`, `balance` and `z` are means over microbatches. Stacked layers have a leading axis of layers.
+        A dict {path: {name: NumPy array}} with an entry for each `jgraph.MoE` layer, such as `blocks/0/mlp`; empty for a model
+        without such layers. The names are `tokens_E` (int32 [E], tokens of each of E experts in the step), `unseen_E` (int32
+        [E], minus the number of steps since an expert last had a token), `entropy` (mean entropy of the router in nats),
+        `balance` (load-balancing loss), `z` (z-loss), and `dropped` (int32, number of rows beyond the expert capacity that were
+        dropped; a row is one token for one of its experts). The losses are without coefficients. `entropy`, `balance` and `z`
+        are float32 scalars, means over microbatches. Stacked layers share one entry, and their arrays have a leading axis of
+        layers.
     """
     layers: dict[str, Statistics] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(carried):
@@ -33,11 +38,18 @@ def statistics(carried: PyTree) -> dict[str, Statistics]:
 
 
 def summary(carried: PyTree) -> dict[str, Any]:
-    """Summarizes the routers for a log. Returns an empty dict for a model without mixtures.
+    """Summarizes the routers of all layers after a step, for a log. Waits until the step has computed the state.
 
-    `moe_load` is the number of tokens of each expert divided by an even share, averaged over layers. `moe_max_load` is the
-    maximum over experts and layers. `moe_dropped` is the sum of dropped rows over layers. `moe_entropy` (nats),
-    `moe_balance_loss` and `moe_z_loss` (without coefficients) are averaged over layers.
+    Args:
+        carried: The mutable state of the model after the step, a tree of arrays. All `jgraph.MoE` layers must have the same
+            number of experts.
+
+    Returns:
+        JSON values; an empty dict for a model without `jgraph.MoE` layers. The load of an expert is its number of tokens
+        divided by the mean over the experts of its layer. `moe_load` is a list with the load of each expert, averaged over
+        layers and rounded to 4 digits. `moe_max_load` is the largest load of an expert in a layer. `moe_entropy` (nats),
+        `moe_balance_loss` and `moe_z_loss` (without coefficients) are floats, averaged over layers. `moe_dropped` is an
+        integer, the sum over layers of the rows that were dropped because they exceeded the expert capacity.
     """
     layers = list(statistics(carried).values())
     if not layers:
@@ -59,14 +71,15 @@ def summary(carried: PyTree) -> dict[str, Any]:
 
 
 def dead_experts(carried: PyTree, steps: int = 100) -> dict[str, list[int]]:
-    """Finds the experts without a token in the last steps.
+    """Finds the experts that had no token in the last steps. Waits until the step has computed the state.
 
     Args:
-        carried: The mutable state of the model.
-        steps: Minimum number of steps without a token.
+        carried: The mutable state of the model after a step, a tree of arrays.
+        steps: Minimum number of successive steps without a token.
 
     Returns:
-        The indices of the dead experts, by the path of their layer. Layers without dead experts are omitted.
+        A dict {path of the layer: indices of its dead experts in ascending order}. Layer i of stacked layers has the path
+        `PATH/i`. Layers without dead experts are omitted.
     """
     dead = {}
     for layer, state in statistics(carried).items():

@@ -48,13 +48,14 @@ _Extra: TypeAlias = Sequence[Array]
 
 
 class Tap(NamedTuple):
-    """The arguments of an FP8 matmul besides x and w.
+    """The arguments of an FP8 matmul y = x @ w besides the data x and the weight w.
 
     Attributes:
         weight: The quantized w.
-        scales: float32 [3], scales of x, w and dy. None computes scales from the arrays (current scaling).
-        amax: float32 [3], not read. Its cotangent is the amax of x, w and dy. None observes nothing.
-        delayed: Not read. Its cotangent holds the operands of wgrad, and w has no gradient. None computes wgrad in backward.
+        scales: float32 [3], scales of x, w and dy, the gradient of y. None computes scales from the arrays (current scaling).
+        amax: float32 [3], not read. Its cotangent is the amax (largest magnitude) of x, w and dy. None observes nothing.
+        delayed: Arrays with the shapes of the operands of wgrad, not read. Their cotangents are the operands of wgrad, and w
+            has no gradient. None computes wgrad in backward.
     """
 
     weight: FP8Array
@@ -80,7 +81,14 @@ class DotLayout(NamedTuple):
 
     @classmethod
     def of(cls, site: DelayedProduct) -> "DotLayout":
-        """Reads the layout from the dimension numbers of a `dot_general`."""
+        """Reads the layout from the dimension numbers of a matmul.
+
+        Args:
+            site: A `dot_general` without batch dimensions.
+
+        Returns:
+            The layout.
+        """
         (contract, _), x, w = site.eqn.params["dimension_numbers"], site.x_aval.shape, site.w_aval.shape
         x_last, w_first = contract[site.data], contract[site.weight]
         x_first, w_last = [i for i in range(len(x)) if i not in x_last], [i for i in range(len(w)) if i not in w_first]
@@ -101,16 +109,49 @@ class DotLayout(NamedTuple):
         return dy.reshape(m, n) if self.site.data == 0 else dy.reshape(n, m).T
 
     def forward(self, x: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
-        """Computes y in `dtype`, in the shape of the original matmul."""
+        """Computes y = x @ w in FP8 with fast accumulation (about 14 bits).
+
+        Args:
+            x: Quantized data; reads `rows` [M, K].
+            w: Quantized weight; reads `columns` [N, K].
+            extra: Unused.
+            dtype: Dtype of the result.
+
+        Returns:
+            y in `dtype`, in the shape of the original matmul's result.
+        """
         y_MN = _dot((x.rows, x.scale), (w.columns, w.scale), dtype, "fast")
         return (y_MN if self.site.data == 0 else y_MN.T).reshape(aval_of(self.site.eqn.outvars[0]).shape)
 
     def dgrad(self, dy: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
-        """Computes dx in `dtype`, in the shape of x."""
+        """Computes dx = dy @ w.T in FP8 with float32 accumulation.
+
+        Args:
+            dy: Quantized gradient of y; reads `rows` [M, N].
+            w: Quantized weight; reads `rows` [K, N].
+            extra: Unused.
+            dtype: Dtype of the result.
+
+        Returns:
+            dx in `dtype`, in the shape of x in the original matmul.
+        """
         return _restored(_dot((dy.rows, dy.scale), (w.rows, w.scale), dtype, "full"), self.site.x_aval.shape, self.x_axes)
 
     def wgrad(self, x: _Operand, dy: _Operand, extra: _Extra, dtype: DTypeLike, barrier: bool = True) -> Array:
-        """Computes dw in `dtype`, in the shape of w. Without `barrier`, XLA can fuse the addition to an accumulator."""
+        """Computes dw = x.T @ dy with float32 accumulation.
+
+        Args:
+            x: The data in the shape of the original matmul, or the pair of its FP8 columns [K, M] and their scale.
+            dy: The gradient of y in the shape of the original result, or the pair of its FP8 columns [N, M] and their scale.
+                A pair if and only if `x` is one.
+            extra: Unused.
+            dtype: Dtype of the result.
+            barrier: True for an optimization barrier after an FP8 matmul. Without it, XLA can fuse the addition to an
+                accumulator.
+
+        Returns:
+            dw in `dtype`, in the shape of w in the original matmul.
+        """
         if isinstance(x, tuple):
             dw_KN = _dot(x, dy, dtype, "full", barrier)  # pyright: ignore[reportArgumentType]
         else:
@@ -120,7 +161,7 @@ class DotLayout(NamedTuple):
 
 
 class GroupedLayout(NamedTuple):
-    """A `grouped_dot` as a matmul, with the methods of `DotLayout`.
+    """A `grouped_dot` as a matmul: each group of rows of x times the matrix of the group. Has the methods of `DotLayout`.
 
     Attributes:
         sizes: M of all groups together, K and N.
@@ -141,38 +182,103 @@ class GroupedLayout(NamedTuple):
         return dy_MN
 
     def forward(self, x: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
-        """Computes y in `dtype`."""
+        """Computes y in FP8.
+
+        Args:
+            x: Quantized data; reads `rows` [M, K].
+            w: Quantized weights of all G groups; reads `columns` [N, G * K].
+            extra: The group sizes, a sequence of one int32 array [G].
+            dtype: Dtype of the result. The kernel's result is bfloat16.
+
+        Returns:
+            y [M, N] in `dtype`.
+        """
         _, k, n = self.sizes
         w_NGK = w.columns.reshape(n, -1, k)
         return grouped_dot_fp8(x.rows, w_NGK, extra[0], 1 / x.scale / w.scale, order="NGK").astype(dtype)
 
     def dgrad(self, dy: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
-        """Computes dx in `dtype`."""
+        """Computes dx in FP8: the rows of dy times the transposed matrix of their group.
+
+        Args:
+            dy: Quantized gradient of y; reads `rows` [M, N].
+            w: Quantized weights of all G groups; reads `rows` [G * K, N].
+            extra: The group sizes, a sequence of one int32 array [G].
+            dtype: Dtype of the result. The kernel's result is bfloat16.
+
+        Returns:
+            dx [M, K] in `dtype`.
+        """
         w_GKN = w.rows.reshape(-1, *self.sizes[1:])
         return grouped_dot_fp8(dy.rows, w_GKN, extra[0], 1 / dy.scale / w.scale, order="GNK").astype(dtype)
 
     def wgrad(self, x: Any, dy: Any, extra: _Extra, dtype: DTypeLike) -> Array:
-        """Computes dw in `dtype` from bfloat16 or float32 operands."""
+        """Computes dw without FP8: the transposed rows of x of each group times its rows of dy.
+
+        Args:
+            x: The data [M, K], bfloat16 or float32.
+            dy: The gradient of y [M, N], in the dtype of `x`.
+            extra: The group sizes, a sequence of one int32 array [G].
+            dtype: Dtype of the result, bfloat16 or float32.
+
+        Returns:
+            dw [G, K, N] in `dtype`.
+        """
         return grouped_wgrad(x, dy, *extra, dtype=dtype)
 
 
 def layout_of(site: DelayedProduct) -> DotLayout | GroupedLayout:
-    """Returns the layout of a matmul."""
+    """Returns the layout of a matmul as [M, K] times [K, N].
+
+    Args:
+        site: A `dot_general` without batch dimensions, or a `grouped_dot`.
+
+    Returns:
+        A `GroupedLayout` for a `grouped_dot`, else a `DotLayout`.
+    """
     return GroupedLayout((site.x_aval.shape[0], *site.w_aval.shape[1:])) if site.name == GROUPED else DotLayout.of(site)
 
 
 def formats(config: FP8Config) -> tuple[DTypeLike, DTypeLike, DTypeLike]:
-    """Returns the FP8 dtypes of x, w and dy."""
+    """Returns the FP8 dtypes of a recipe.
+
+    Args:
+        config: The recipe; reads `format`.
+
+    Returns:
+        The dtypes of x (data), w (weight) and dy (gradient of the result). All are float8_e4m3fn, except that dy is float8_e5m2
+        for the format `hybrid`.
+    """
     return jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.float8_e5m2 if config.format == "hybrid" else jnp.float8_e4m3fn
 
 
 def wgrad_precision(site: DelayedProduct, config: FP8Config) -> Literal["fp8", "bf16"]:
-    """Returns the precision of the wgrad of a matmul."""
+    """Returns the precision of the operands of a weight gradient.
+
+    Args:
+        site: The matmul.
+        config: The recipe; reads `wgrad`.
+
+    Returns:
+        `bf16` for a grouped matmul, else `config.wgrad`. `bf16` means that the operands are not quantized.
+    """
     return "bf16" if site.name == GROUPED else config.wgrad
 
 
 def unsupported(site: DelayedProduct, config: FP8Config) -> str:
-    """Returns the reason why a matmul cannot be in FP8, or an empty string."""
+    """Checks whether a matmul can be in FP8.
+
+    A matmul can be in FP8 if it is a `dot_general` without batch dimensions or a `grouped_dot`; if only casts, reshapes and
+    slices compute its weight from one parameter; if its operands are bfloat16 or float32; and if M, K and N are multiples of
+    16. Before jax 0.12, a `grouped_dot` also needs the format `e4m3`.
+
+    Args:
+        site: The matmul.
+        config: The recipe; reads `format`.
+
+    Returns:
+        The reason why the matmul cannot be in FP8, a phrase for the log; an empty string if it can.
+    """
     if site.name not in ("dot_general", GROUPED):
         return f"a {site.name}"
     if site.name == GROUPED and len({*formats(config)}) > 1 and jax.__version_info__ < (0, 12):
@@ -194,16 +300,20 @@ def unsupported(site: DelayedProduct, config: FP8Config) -> str:
 def fp8_matmul(
     config: FP8Config, site: DelayedProduct, x: Array, w: Array, extra: _Extra, tap: Tap, saved: _Saved = "columns"
 ) -> Array:
-    """Computes a matmul or grouped matmul in FP8.
+    """Computes a matmul or grouped matmul in FP8. Has a custom backward rule.
+
+    The gradients of `x` and `w` are computed from quantized operands (`w` has none if `tap.delayed` is given). The cotangents
+    of `tap.amax` and `tap.delayed` are the amax of the arrays and the operands of the weight gradient.
 
     Args:
         config: The recipe.
-        site: The matmul.
-        x: The data operand, bfloat16 or float32.
+        site: The matmul in the trace of the function.
+        x: The data operand in the shape of the original matmul, bfloat16 or float32.
         w: The weight. Only its dtype is read, which is the dtype of its gradient.
-        extra: The other operands: the group sizes of a grouped matmul.
+        extra: The other operands: the group sizes of a grouped matmul, else empty.
         tap: The quantized weight, the scales and the taps.
-        saved: Residual for an FP8 wgrad: the quantized `columns` of x, or `x` itself, which backward quantizes again.
+        saved: Residual for an FP8 weight gradient: the quantized columns of x ("columns"), or x itself ("x"), which backward
+            quantizes again. Without an FP8 weight gradient, the residual is x.
 
     Returns:
         The result in the shape and dtype of the original matmul.
@@ -286,19 +396,23 @@ class DelayedFP8Product(DelayedProduct):
 
     Attributes:
         config: The recipe. If its wgrad is in bfloat16, as for grouped matmuls, x and dy are stashed unquantized.
-        saved: Residual of the forward pass for wgrad, see `fp8_matmul`.
+        saved: Residual of the forward pass for wgrad: "x" for the data, which dgrad quantizes again, or "columns" for its FP8
+            columns.
     """
 
     config: FP8Config
     saved: _Saved = "x"
 
     def computed_as(self) -> Any:
-        """Shapes [M, K] and [N, K], contracted over their last axes."""
+        """Returns the shapes (M, K) and (N, K) and the dimension numbers of the FP8 matmul, which contracts the last axes."""
         m, k, n = DotLayout.of(self).sizes
         return (m, k), (n, k), (((1,), (1,)), ((), ()))
 
     def tap(self) -> Any:
-        """Zeros in the shapes of the FP8 columns of x and dy with their scales."""
+        """Returns zeros with the shapes of the operands of wgrad, and the leading axes `lead` of the enclosing scans.
+
+        The operands are the pairs (FP8 columns, scale) of x and dy; x and dy themselves if wgrad is in bfloat16.
+        """
         if wgrad_precision(self, self.config) == "bf16":
             return super().tap()
         (m, k, n), (x_dtype, _, dy_dtype) = DotLayout.of(self).sizes, formats(self.config)
@@ -310,15 +424,37 @@ class DelayedFP8Product(DelayedProduct):
         return zeros(self.x_aval, k, x_dtype), zeros(aval_of(self.eqn.outvars[0]), n, dy_dtype)
 
     def multiply(self, x: Array, w: Array, extra: _Extra, tap: Any, given: Tap) -> Array:
-        """Computes the matmul in FP8. `given` has the quantized weight and the scales."""
+        """Computes the matmul in FP8. The gradient of `tap` is the operands of wgrad, and `w` has no gradient.
+
+        Args:
+            x: The data.
+            w: The weight; only its dtype is read.
+            extra: The other operands.
+            tap: The tap, without the leading axes `lead`.
+            given: The quantized weight, the scales and the tap for the amax.
+
+        Returns:
+            The result in the shape and dtype of the original matmul.
+        """
         return fp8_matmul(self.config, self, x, w, extra, given._replace(delayed=tap), saved=self.saved)
 
     def keeping_x(self) -> "DelayedFP8Product":
-        """Saves the FP8 columns of x in the forward pass."""
+        """Returns a copy that saves the FP8 columns of x in the forward pass, so that wgrad does not recompute x."""
         return replace(self, saved="columns")
 
     def weight_gradient(self, tap: Any, extra: _Extra, dtype: Any) -> Array:
-        """Loops over the iterations of the enclosing scans, because XLA does not recognize a batched FP8 matmul."""
+        """Computes dw in FP8, or in bfloat16 if the recipe asks for it.
+
+        Loops over the iterations of the enclosing scans, because XLA does not recognize a batched FP8 matmul.
+
+        Args:
+            tap: Cotangents of the tap, with the leading axes `lead`.
+            extra: The other operands, with the leading axes `lead`.
+            dtype: Dtype of the result.
+
+        Returns:
+            The gradient of the weight in `dtype`, with the leading axes `lead`.
+        """
         if wgrad_precision(self, self.config) == "bf16":
             return super().weight_gradient(tap, extra, dtype)
 

@@ -14,24 +14,35 @@ XLA_OPTIONS = ("xla_gpu_enable_triton_gemm=false", "xla_gpu_dot_merger_threshold
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Config:
-    """A recipe for FP8 matmuls with power-of-two scales, after the recipes of Transformer Engine."""
+    """A recipe for FP8 matmuls with power-of-two scales, after the recipes of Transformer Engine.
+
+    The amax of an array is its largest magnitude. wgrad is the matmul that computes the gradient of a weight. A grouped matmul
+    is a matmul of a mixture of experts, `jgraph.kernels.grouped.grouped_dot`.
+
+    Raises:
+        ConfigError: If a field has the wrong type or a value that is not allowed.
+    """
 
     recipe: Literal["current", "delayed"] = "current"
-    """Source of the scales: the array itself (current), or its amax history (delayed), which saves one read of the array."""
+    """Source of the scales: the amax of the array itself (current), or the amax of the array in previous steps (delayed), which
+    saves one read of the array and adds state."""
     format: Literal["hybrid", "e4m3"] = "hybrid"
     """FP8 formats: E4M3 for activations and weights and E5M2 for gradients (hybrid), or E4M3 for all arrays (e4m3)."""
     wgrad: Literal["fp8", "bf16"] = "fp8"
-    """Precision of the wgrad matmuls. Grouped matmuls always use bf16."""
+    """Precision of the operands of the wgrad matmuls: fp8 or bf16. For bf16, they are not quantized. The wgrad of a grouped
+    matmul is always bf16."""
     keep: tuple[str, ...] = DEFAULT_KEEP
-    """Shell patterns of parameter names. Matmuls with matching parameters are not quantized."""
+    """Shell patterns of parameter names such as `blocks/0/mlp/up/kernel`; `*` also matches `/`. Matmuls with a matching
+    parameter are not quantized. A pattern that is not a default must match a parameter."""
     blocks: Literal["all", "inner"] = "all"
-    """Numbered blocks with FP8 matmuls: all of them, or all except the first and the last (inner)."""
+    """Numbered blocks with FP8 matmuls: all of them, or all except the first and the last (inner). The number of a block is the
+    first number in the names of its parameters. Matmuls outside numbered blocks are quantized in both cases."""
     history: int = 1024
     """Length of the amax history of delayed scaling, in steps; at least 1."""
     amax: Literal["max", "most_recent"] = "max"
-    """Reduction of the amax history in delayed scaling: its maximum, or its most recent entry."""
+    """Reduction of the amax history in delayed scaling: its maximum (max), or its latest entry (most_recent)."""
     margin: int = 0
-    """Delayed scaling divides its scales by 2**margin; from 0 to 16."""
+    """Delayed scaling divides its scales by 2**margin; an integer from 0 to 16."""
     emulate: bool = False
     """Emulates FP8 in bfloat16 on a GPU without FP8. CPUs always emulate it."""
 

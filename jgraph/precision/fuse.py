@@ -37,16 +37,22 @@ _Reader: TypeAlias = Callable[[Any], Any]
 def fused(fn: Callable[..., Any], implementation: str = "auto") -> Callable[..., Any]:
     """Fuses elementwise functions into the quantization kernels that read their results.
 
-    Apply it to the differentiated function, and jit the result. The results differ from those of `fn` because the kernels do
-    not round intermediate values to bfloat16. Bodies of loops and the recomputation of `jax.checkpoint` are not fused.
+    The input of a call of `jgraph.kernels.cast_transpose` or `jgraph.kernels.amax` is often the result of an elementwise
+    function, such as GELU. Each such function of up to four arrays [M, N] becomes part of the call, unless its result is needed
+    elsewhere.
+
+    Apply `fused` to the differentiated function (such as the result of `jax.grad`), and jit the result. Its results differ from
+    those of `fn` because the kernels do not round intermediate values to bfloat16. Bodies of loops and the recomputation of
+    `jax.checkpoint` are not fused.
 
     Args:
-        fn: A function of arrays that calls `kernels.cast_transpose`.
-        implementation: Implementation of the kernels, as for `cast_transpose`. `auto` calls `fn` unchanged on a device without
-            the kernel.
+        fn: A pure function of trees of arrays that calls `cast_transpose` or `amax`. It is traced in each call of the result.
+        implementation: Implementation of the kernels: `mosaic` (Pallas; Hopper or Blackwell; jax 0.11 or newer), `xla`, or
+            `auto`, which selects `mosaic` where the device and the shape permit it. With `auto`, the result calls `fn`
+            unchanged on a device without the kernel, and calls that the kernel does not support are not fused.
 
     Returns:
-        A function with the arguments and results of `fn`.
+        A function with the positional arguments and results of `fn`. It takes no keyword arguments.
     """
 
     @wraps(fn)

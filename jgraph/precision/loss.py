@@ -24,8 +24,11 @@ class Prepared(NamedTuple):
     """Results that `StepLoss.prepare` computes once per step, for all microbatches.
 
     Attributes:
-        parts: Arrays that replace parameters, by parameter name. They are sharded like the parameters.
-        apply: `apply(params, observed, parts, *args)` computes the loss of a microbatch from unsharded parameters and `parts`.
+        parts: Arrays that replace parameters, by parameter name, such as weights in FP8. They are sharded like the parameters.
+            Empty if nothing is replaced.
+        apply: `apply(params, observed, parts, *args)` returns the loss function's result for a microbatch. Its arguments are
+            the unsharded parameters (a tree), the observed state, the unsharded arrays of the attribute `parts`, and the
+            arguments of the loss function. The strategy calls it once per microbatch, under differentiation.
     """
 
     parts: _Parts
@@ -34,50 +37,71 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepLoss:
-    """A loss function `fn(params, *args)`. Subclasses add work that runs once per step, and state from the backward pass.
+    """A loss function without FP8 matmuls. Subclasses add work that runs once per step, and state from the backward pass.
+
+    Observed state is state that the backward pass computes, such as the amax history of FP8. This class has none.
 
     Attributes:
-        fn: The loss function.
+        fn: The loss function `fn(params, *args)`.
     """
 
     fn: Callable[..., Any]
 
     @property
     def observed(self) -> PyTree:
-        """Shapes and dtypes of the observed state. The cotangent of the observed state is the new state."""
+        """Shapes and dtypes of the observed state; {} in this class.
+
+        A loss function with observed state returns the state after the step as the cotangent of the state before the step.
+        """
         return {}
 
     @property
     def prepared(self) -> tuple[str, ...]:
-        """Names of the parameters that `prepare` may replace by other arrays."""
+        """Names of the parameters that `prepare` replaces by other arrays if they are sharded; () in this class."""
         return ()
 
     def prepare(
         self, whole: PyTree, parts: _Parts, observed: PyTree, args: _Args, over_devices: _Amax = None, uncast: bool = False
     ) -> Prepared:
-        """Prepares a step, before its first microbatch.
+        """Prepares a step, before its first microbatch. Called inside the jitted step.
+
+        This class computes nothing and ignores the arguments.
 
         Args:
             whole: Shapes and dtypes of the parameters of the loss function, in the model's own tree.
-            parts: The parameters by name, or their local shards.
+            parts: The parameters by name, or this device's shards of them.
             observed: Observed state at the beginning of the step.
-            args: Arguments of the loss function for one microbatch, arrays or shapes.
-            over_devices: `over_devices(name, amax)` reduces the amax of a parameter's local shard over devices. None if `parts`
-                are not sharded.
+            args: Arguments of the loss function after the parameters, for one microbatch: arrays or `jax.ShapeDtypeStruct`.
+            over_devices: `over_devices(name, amax)` is called with a parameter name and the amax of this device's shard, a
+                float32 scalar. It returns the maximum over the devices. None if `parts` are not sharded.
             uncast: True if a matmul returns the gradient of its parameter in the dtype of the parameter. False if the gradient
-                passes through the casts between the parameter and the matmul.
+                passes through the casts between the parameter and the matmul, and is rounded by them.
 
         Returns:
-            The arrays and the function that every microbatch uses.
+            The arrays and the function that every microbatch uses. In this class, `parts` is empty and `apply` calls `fn`.
         """
         return Prepared({}, lambda params, observed, parts, *args: self.fn(params, *args))
 
     def traced(self, part: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """Applies the fusions of the loss to a differentiated function."""
+        """Transforms the function that computes gradients, before it is traced in the jitted step.
+
+        Args:
+            part: A function of arrays that differentiates the loss function.
+
+        Returns:
+            A function with the same arguments and results; `part` in this class.
+        """
         return part
 
     def describe(self, executables: Sequence[jax.stages.Compiled]) -> list[str]:
-        """Returns lines for the log that describe a step with the given executables."""
+        """Describes a step for the log. Prints nothing.
+
+        Args:
+            executables: The compiled programs that a step runs.
+
+        Returns:
+            Lines without line breaks; an empty list in this class.
+        """
         return []
 
 
@@ -88,6 +112,7 @@ class FP8Loss(StepLoss):
     Quantizes the weights once per step. The observed state is the amax history of delayed scaling.
 
     Attributes:
+        fn: The original loss function.
         function: The loss function with FP8 matmuls.
         trace: Trace of `function` for the shapes of a microbatch.
     """
@@ -97,46 +122,75 @@ class FP8Loss(StepLoss):
 
     @classmethod
     def of(cls, fn: Callable[..., Any], config: FP8Config, params: PyTree, args: _Args) -> Self:
-        """Traces a loss function and selects its FP8 matmuls.
+        """Traces a loss function and selects its FP8 matmuls. Does not run the function.
 
         Args:
             fn: The loss function `fn(params, *args)`.
             config: The recipe.
-            params: Parameters, arrays or shapes.
-            args: The other arguments for one microbatch, arrays or shapes.
+            params: Parameters, a tree of arrays or `jax.ShapeDtypeStruct`.
+            args: The other arguments of `fn` for one microbatch, a sequence of trees of arrays or `jax.ShapeDtypeStruct`.
 
         Returns:
-            The loss function with FP8 matmuls.
+            The loss function with FP8 matmuls, for a step with one loss (see `averaged`).
 
         Raises:
-            ConfigError: If no matmul can be in FP8, or the recipe does not fit the parameters.
+            ConfigError: If no matmul can be in FP8, if a pattern of `config.keep` that is not a default matches no parameter,
+                or if `config.blocks` is `inner` and no parameter name has a number.
         """
         function = FP8Function(fn, config, argument="loss")
         return cls(fn, function, function.plan(params, *args))
 
     @property
     def observed(self) -> PyTree:
-        """Shapes of the amax history; {} for current scaling."""
+        """Shapes and dtypes of the amax history, an `AmaxHistory` of `jax.ShapeDtypeStruct`; {} for current scaling."""
         return jax.eval_shape(self.trace.init)
 
     @property
     def prepared(self) -> tuple[str, ...]:
-        """Names of the parameters that are weights of FP8 matmuls."""
+        """Names of the parameters that are weights of FP8 matmuls, in the order of their first use.
+
+        `prepare` replaces them by FP8 arrays if they are sharded.
+        """
         return self.trace.weights
 
     @property
     def result(self) -> Any:
-        """The result of the loss function with 0 in place of each array."""
+        """The tree that the loss function returns, with the integer 0 in place of each array. Does not run the function."""
         return jax.tree.unflatten(self.trace.structure, [0] * self.trace.structure.num_leaves)
 
     def averaged(self, num_losses: int) -> Self:
-        """Returns a copy for a step that averages `num_losses` losses; see `observe`."""
+        """Returns a copy for a step that averages several losses.
+
+        Args:
+            num_losses: Number of losses that are averaged into the batch's loss, such as one per microbatch and data rank. Each
+                is differentiated separately, so its gradients are `num_losses` times as large as those of the batch's loss.
+                Delayed scaling divides the amax of output gradients by this number.
+
+        Returns:
+            The copy. Its attribute `trace` is the same object.
+        """
         return replace(self, function=replace(self.function, num_losses=num_losses))
 
     def prepare(
         self, whole: PyTree, parts: _Parts, observed: PyTree, args: _Args, over_devices: _Amax = None, uncast: bool = False
     ) -> Prepared:
-        """Quantizes the weights. Sharded weights are cast to FP8 before they are gathered."""
+        """Quantizes the weights, before the first microbatch of a step. Called inside the jitted step.
+
+        Args:
+            whole: Shapes and dtypes of the parameters of the loss function, in the model's own tree.
+            parts: The parameters by name, or this device's shards of them.
+            observed: Amax history at the beginning of the step; {} for current scaling.
+            args: Arguments of the loss function after the parameters, for one microbatch: arrays or `jax.ShapeDtypeStruct`.
+            over_devices: `over_devices(name, amax)` is called with a parameter name and the amax of this device's shard, a
+                float32 scalar. It returns the maximum over the devices. None if `parts` are not sharded.
+            uncast: True if a matmul returns the gradient of its parameter in the dtype of the parameter. False if the gradient
+                passes through the casts between the parameter and the matmul, and is rounded by them.
+
+        Returns:
+            The arrays and the function that every microbatch uses. Without `over_devices`, `parts` is empty, and `apply` uses
+            the weights that were quantized here. With `over_devices`, `parts` has this device's shards of the weights in FP8.
+            The strategy gathers them and passes them to `apply`.
+        """
         trace = self.function.plan(whole, *args)
         scales = trace.scales(parts, observed, over_devices)
         if over_devices is None:
@@ -149,26 +203,43 @@ class FP8Loss(StepLoss):
         return Prepared(trace.cast(parts, scales), apply)
 
     def traced(self, part: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """Fuses elementwise functions into the quantization kernels, see `fused`."""
+        """Fuses elementwise functions, such as GELU, into the kernels that quantize their results.
+
+        Args:
+            part: A function of arrays that differentiates the loss function.
+
+        Returns:
+            `fused(part)`: a function with the same arguments, and results that differ by rounding. On a device without the
+            quantization kernel, it calls `part` unchanged.
+        """
         return fused(part)
 
     def describe(self, executables: Sequence[jax.stages.Compiled]) -> list[str]:
-        """Returns one line with the numbers of traced and compiled FP8 matmuls."""
+        """Describes the FP8 matmuls of a step for the log. Prints nothing.
+
+        Args:
+            executables: The compiled programs that a step runs, repeated for each run.
+
+        Returns:
+            A list of one line: the numbers of matmuls in FP8 and of other matmuls with the reasons, and the number of compiled
+            FP8 matmuls.
+        """
         return [describe(self.trace.products, self.function.config, count(executables))]
 
 
 def describe(products: Sequence[Product], config: FP8Config, compiled: FP8Products | None, *, loops: _Loops = "none") -> str:
-    """Describes the FP8 matmuls of a step in one line for the log.
+    """Describes the FP8 matmuls of a step in one line for the log. Prints nothing.
 
     Args:
         products: All matmuls with a parameter, from `FP8Trace.products`.
-        config: The recipe.
-        compiled: The matmuls of the compiled step, from `count`. None if the device emulates FP8.
+        config: The recipe; only its field `recipe` is shown.
+        compiled: The numbers of FP8 matmuls and transposes of the compiled step, from `count`. None if the device emulates FP8.
         loops: `microbatches` if the compiled step loops over microbatches and stages, so that the number of compiled matmuls
-            differs from the number of traced ones; else `none`.
+            differs from the number of traced ones; else `none`. The line has the expected number only for `none`.
 
     Returns:
-        The line.
+        The line, such as "fp8 (current scaling): 24 of 26 matmuls with parameters; 2 not: kept by `fp8.keep`, 72 with their
+        gradients; compiled: 72, and 0 transposes by XLA", or "...; emulated in bfloat16".
     """
     quantized = [product for product in products if not product.kept]
     reasons = Counter(product.kept for product in products if product.kept)
@@ -185,13 +256,15 @@ def describe(products: Sequence[Product], config: FP8Config, compiled: FP8Produc
 
 
 def count(executables: Sequence[jax.stages.Compiled]) -> FP8Products | None:
-    """Counts the compiled FP8 matmuls of a step.
+    """Counts the compiled FP8 matmuls of a step in the HLO text of its executables.
 
     Args:
-        executables: The executables that a step runs, repeated for each run.
+        executables: The executables that a step runs. An executable that runs several times is repeated.
 
     Returns:
-        The numbers of matmuls and transposes. None if the device is not a GPU and emulates FP8.
+        An `FP8Products` with two sums over the runs: `products`, the number of matmuls with FP8 operands, and `transposes`, the
+        number of transposes of FP8 arrays that XLA added. None if JAX's default backend is not a GPU, because FP8 is then
+        emulated.
     """
     if jax.default_backend() != "gpu":
         return None

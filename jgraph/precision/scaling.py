@@ -25,10 +25,10 @@ class FP8Array(NamedTuple):
     """A quantized matrix, with its transpose.
 
     Attributes:
-        rows: FP8 [M, N]; None if not requested.
-        columns: FP8 [N, M], the transpose; None if not requested.
-        scale: float32 scalar from `checked_scale`. The matrix was multiplied by it.
-        amax: float32 scalar, largest magnitude of the matrix.
+        rows: FP8 [M, N]; None if the quantization computed only the transpose.
+        columns: FP8 [N, M], the transpose; None if the quantization computed only `rows`.
+        scale: float32 scalar, the power of two that the matrix was multiplied by; NaN if the matrix was not finite.
+        amax: float32 scalar, largest magnitude of the matrix before scaling.
     """
 
     rows: Array
@@ -38,13 +38,15 @@ class FP8Array(NamedTuple):
 
 
 class AmaxHistory(NamedTuple):
-    """The state of delayed scaling for all matmuls of a function.
+    """The state of delayed scaling for all matmuls of a function: the amax (largest magnitude) of their arrays.
 
-    The amax of dy refers to the gradient of the batch's mean loss. `observe` converts it, so a history does not depend on the
-    number of devices and microbatches that share a batch.
+    S is the number of matmuls, and a matmul in a scan counts once per iteration. H is the length of the history. The axis of
+    length 3 is x (the data), w (the weight) and dy (the gradient of the result). The amax of dy refers to the gradient of the
+    batch's mean loss. `observe` converts it, so a history does not depend on the number of devices and microbatches that share
+    a batch.
 
     Attributes:
-        window: float32 [H, S, 3], amax in the previous steps, the latest first.
+        window: float32 [H, S, 3], amax in the previous H steps, the latest first; 0 for steps that have not happened.
         used: float32 [S, 3], amax that the scales of the last step were computed from; 0 before the first step.
     """
 
@@ -56,28 +58,38 @@ class AmaxHistory(NamedTuple):
         """Returns the state before the first step.
 
         Args:
-            num_matmuls: S, the number of matmuls.
-            num_steps: H, the length of the history.
+            num_matmuls: S, the number of matmuls. A matmul in a scan counts once per iteration.
+            num_steps: H, the number of steps that the history holds.
 
         Returns:
-            A history of zeros.
+            A history of zeros, with a window [H, S, 3].
         """
         return cls(jnp.zeros((num_steps, num_matmuls, 3)), jnp.zeros((num_matmuls, 3)))
 
     def amax(self, config: FP8Config) -> Array:
-        """Returns the amax [S, 3] for the next scales. `used` replaces zero or nonfinite entries, as in Transformer Engine."""
+        """Reduces the history to the amax for the next scales.
+
+        Args:
+            config: The recipe. Its field `amax` selects the reduction over the steps of the window: `max` for the maximum,
+                `most_recent` for the latest step.
+
+        Returns:
+            float32 [S, 3], for S matmuls and their x, w and dy. An entry that is zero or not finite is replaced by the entry of
+            the field `used` (the amax of the last scales), as in Transformer Engine.
+        """
         reduced = self.window[0] if config.amax == "most_recent" else jnp.max(self.window, axis=0)
         return jnp.where((reduced > 0) & jnp.isfinite(reduced), reduced, self.used)
 
     def updated(self, amax_S3: Array, config: FP8Config) -> "AmaxHistory":
-        """Appends the amax of a step and drops the oldest entry.
+        """Appends the amax of a step to a copy, and drops the oldest step.
 
         Args:
-            amax_S3: float32 [S, 3], amax of x, w and dy in the step.
-            config: The recipe, for the reduction that gives `used`.
+            amax_S3: float32 [S, 3], amax of x, w and dy of each matmul in the step.
+            config: The recipe. Its field `amax` (`max` or `most_recent`) selects the reduction that computed the scales of the
+                step.
 
         Returns:
-            The state after the step.
+            The state after the step, with the same shapes. Its field `used` is the amax that the scales of the step came from.
         """
         return AmaxHistory(jnp.concatenate([amax_S3[None], self.window[:-1]]), self.amax(config))
 
@@ -86,12 +98,13 @@ def scale_for(amax: Array, dtype: DTypeLike, margin: int = 0) -> Array:
     """Computes the largest power of two that scales `amax` into the range of an FP8 dtype, divided by 2**margin.
 
     Args:
-        amax: Nonnegative array of any shape, float32.
-        dtype: The FP8 dtype.
-        margin: Exponent of two by which the scale is reduced.
+        amax: float32, largest magnitudes, any shape.
+        dtype: The FP8 dtype, float8_e4m3fn or float8_e5m2.
+        margin: Nonnegative integer. The scale is divided by 2**margin.
 
     Returns:
-        The scales, float32 in the shape of `amax`; 1 where `amax` is zero or not finite.
+        The scales, float32 in the shape of `amax`: at most 2**126 before the division by 2**margin, and 1 where `amax` is zero
+        or not finite. Quantization multiplies an array by its scale.
     """
     ratio = jnp.minimum(float(jnp.finfo(dtype).max) / amax.astype(jnp.float32), _LARGEST_SCALE)
     power = lax.bitcast_convert_type(lax.bitcast_convert_type(ratio, jnp.uint32) & _EXPONENT, jnp.float32)
@@ -99,14 +112,16 @@ def scale_for(amax: Array, dtype: DTypeLike, margin: int = 0) -> Array:
 
 
 def checked_scale(scale: Array, amax: Array) -> Array:
-    """Replaces a scale by NaN if the array is not finite. Quantization clips infinities, so the scale must propagate them.
+    """Replaces a scale by NaN if its array is not finite.
+
+    Quantization clips infinities. The NaN makes the result of the matmul NaN, so that the error is not hidden.
 
     Args:
-        scale: float32.
-        amax: float32, largest magnitude of the array.
+        scale: float32, any shape.
+        amax: float32, largest magnitude of the array; broadcasts with `scale`.
 
     Returns:
-        `scale` where `amax` is finite, else NaN.
+        `scale` where `amax` is finite, else NaN, in float32.
     """
     return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
 
@@ -114,20 +129,22 @@ def checked_scale(scale: Array, amax: Array) -> Array:
 def observe(
     history: AmaxHistory, config: FP8Config, dtypes: Sequence[DTypeLike], num_losses: int = 1
 ) -> tuple[list[Array], list[Array]]:
-    """Computes the scales of every matmul, and taps that collect the amax of its arrays.
+    """Computes the scales of every matmul from a history, and returns the taps that collect the amax of its arrays.
 
-    The cotangent of `history` is the history after the step, because only the backward pass knows the amax of dy.
+    Has a custom backward rule. The cotangent of `history` is not a derivative: it is the history after the step, because only
+    the backward pass knows the amax of dy. The backward rule reads the amax from the cotangents of the taps.
 
     Args:
         history: State of S matmuls before the step.
-        config: The recipe.
-        dtypes: FP8 dtypes of x, w and dy.
-        num_losses: Number of losses that are averaged into the batch's loss. Each is differentiated separately, so its dy is
-            `num_losses` times as large as the dy of the batch's loss.
+        config: The recipe. Reads `amax`, the reduction of the history, and `margin`; scales are divided by 2**margin.
+        dtypes: FP8 dtypes of x (data), w (weight) and dy (gradient of the result), in this order.
+        num_losses: Number of losses that are averaged into the batch's loss, such as one per microbatch and device. Each is
+            differentiated separately, so its dy is `num_losses` times as large as the dy of the batch's loss. The scale of dy
+            is divided by `num_losses`, rounded up to a power of two. The amax of dy is divided by `num_losses`.
 
     Returns:
-        S scales, float32 [3], of x, w and dy; and S taps, float32 [3], which are zero. The cotangent of a tap must be the amax
-        of x, w and dy of its matmul.
+        A pair of lists with one entry per matmul: the scales of x, w and dy, float32 [3], and the taps, float32 [3] of zeros.
+        Pass a tap to its matmul as an additional argument. The cotangent of the tap must be the amax of x, w and dy.
     """
     num_matmuls = history.used.shape[0]
     # The power of two is rounded up, so that no dy overflows.

@@ -34,14 +34,16 @@ Weights: TypeAlias = Sequence[FP8Array | None]
 
 
 class Product(NamedTuple):
-    """A matmul with a parameter.
+    """A matmul of data and a parameter, the weight.
 
     Attributes:
-        name: Name of the parameter, with the suffix `#2` for a second matmul with it.
-        sizes: M, K and N; None for a convolution and other operations that cannot be in FP8.
+        name: Name of the parameter, with the suffix `#2` for a second matmul with it. Names of several parameters that the
+            weight is computed from are joined by `+`.
+        sizes: (M, K, N) of the matmul of data [M, K] and a weight [K, N]; None for a convolution and other operations that
+            cannot be in FP8. M counts the rows of all groups for a grouped matmul.
         repeats: Number of executions per call: the product of the lengths of the enclosing scans.
-        kept: Reason why the matmul is not in FP8; empty if it is in FP8.
-        wgrad: Precision of wgrad if the matmul is in FP8.
+        kept: Reason why the matmul is not in FP8, a phrase such as "kept by `fp8.keep`"; empty if it is in FP8.
+        wgrad: Precision of the weight gradient, `fp8` or `bf16`, if the matmul is in FP8.
     """
 
     name: str
@@ -55,8 +57,8 @@ class Scale(NamedTuple):
     """The scale of a parameter.
 
     Attributes:
-        scale: float32 scalar. The parameter is multiplied by it.
-        amax: float32 scalar, largest magnitude of the parameter. None if the quantization kernel computes it later.
+        scale: float32 scalar, a power of two. Quantization multiplies the parameter by it.
+        amax: float32 scalar, largest magnitude of the whole parameter. None if the quantization kernel computes it later.
     """
 
     scale: Array
@@ -64,21 +66,26 @@ class Scale(NamedTuple):
 
 
 def fp8(fn: Callable[..., PyTree], config: FP8Config = FP8Config()) -> "FP8Function":  # noqa: B008 - frozen
-    """Computes the matmuls of a function with its parameters in FP8, forward and backward.
+    """Computes in FP8 each matmul of data and a parameter in a function, forward and backward.
 
     Finds the matmuls in the trace of the function, including matmuls of Flax layers, `jnp.einsum` and `grouped_dot`, in a scan
-    over layers and in `jax.checkpoint`. Matmuls in functions with a custom gradient and unsupported matmuls are unchanged;
-    `plan(...).products` lists each matmul with the reason.
+    over layers and in `jax.checkpoint`. Matmuls in functions with a custom gradient and unsupported matmuls are unchanged.
+    `plan(params, *args).products` of the result lists each matmul with the reason why it is not in FP8.
+
+    Delayed scaling has a state, the amax history. The backward pass computes the next state: the gradient with respect to the
+    state is not a derivative, but the state after the step. Differentiate with respect to parameters and state, and use the
+    gradient of the state as the state of the next step. Current scaling has the state {}.
 
     Args:
-        fn: A pure function `fn(params, *args)`.
-        config: The recipe.
+        fn: A pure function `fn(params, *args)` of trees of arrays. `params` has the weights.
+        config: The recipe; by default, current scaling with E4M3 for activations and weights and E5M2 for gradients.
 
     Returns:
-        The function with FP8 matmuls. `init` returns its state, and `apply` computes it.
+        An `FP8Function`. Its method `init(params, *args)` returns the state before the first step. Its method
+        `apply(params, state, *args)` returns the result of `fn`. Nothing is traced or run before a method is called.
 
     Raises:
-        ConfigError: If `fn` is not a function or `config` is not an `FP8Config`.
+        ConfigError: If `fn` is not callable or `config` is not an `FP8Config`. The methods raise it if no matmul can be in FP8.
 
     Examples:
         >>> import jax, jax.numpy as jnp, jgraph
@@ -102,10 +109,14 @@ def fp8(fn: Callable[..., PyTree], config: FP8Config = FP8Config()) -> "FP8Funct
 class FP8Function(OwnProducts):
     """A function with FP8 matmuls, from `fp8`. `jgraph.split_backward` accepts it in place of a function.
 
+    With `split_backward`, the first argument of the function is the tuple (params, state, weights) in place of the parameters.
+    `weights` is the result of `quantize`, or None to quantize the weights in each call.
+
     Attributes:
-        fn: The original function.
+        fn: The original function `fn(params, *args)`.
         config: The recipe.
-        num_losses: Number of losses that are averaged into a batch's loss, see `observe`.
+        num_losses: Number of losses that are averaged into a batch's loss. If each is differentiated separately, its gradients
+            are `num_losses` times as large as those of the batch's loss. Delayed scaling divides the amax of gradients by it.
         argument: Name of the user's argument that `fn` came from, for error messages.
     """
 
@@ -115,17 +126,20 @@ class FP8Function(OwnProducts):
     argument: str = "fn"
 
     def plan(self, params: PyTree, *args: PyTree) -> "FP8Trace":
-        """Traces the function for arrays or shapes.
+        """Traces the function and selects its FP8 matmuls. Does not run the function.
+
+        `jax.jit` caches the trace by shapes and dtypes.
 
         Args:
-            params: Parameters, arrays or shapes.
-            *args: The other arguments of the function, arrays or shapes.
+            params: Parameters, a tree of arrays or `jax.ShapeDtypeStruct`.
+            *args: The other arguments of the function, trees of arrays or `jax.ShapeDtypeStruct`.
 
         Returns:
-            The trace with its matmuls.
+            The trace. Its field `products` lists the matmuls in the order of the trace.
 
         Raises:
-            ConfigError: If no matmul can be in FP8, or `keep` or `blocks` of the recipe do not fit the parameters.
+            ConfigError: If no matmul can be in FP8, if a pattern of `config.keep` that is not a default matches no parameter,
+                or if `config.blocks` is `inner` and no parameter name has a number.
         """
         traced = self._jitted.trace(params, *args)
         closed, names = traced.jaxpr, leaf_names(params)
@@ -146,46 +160,71 @@ class FP8Function(OwnProducts):
         return jax.jit(self.fn)  # jax.jit caches traces.
 
     def init(self, params: PyTree, *args: PyTree) -> PyTree:
-        """Creates the state before the first step.
+        """Creates the state before the first step. Traces the function, but does not run it.
 
         Args:
-            params: Parameters, arrays or shapes.
-            *args: The other arguments of the function, arrays or shapes.
+            params: Parameters, a tree of arrays or `jax.ShapeDtypeStruct`.
+            *args: The other arguments of the function, trees of arrays or `jax.ShapeDtypeStruct`.
 
         Returns:
-            An `AmaxHistory` for delayed scaling, {} for current scaling.
+            An `AmaxHistory` of zeros for delayed scaling, with a window [config.history, S, 3] for S executions of FP8 matmuls
+            per call. {} for current scaling.
+
+        Raises:
+            ConfigError: If no matmul can be in FP8, or `config` does not fit the names of the parameters.
         """
         return self.plan(params, *args).init()
 
     def quantize(self, params: PyTree, state: PyTree, *args: PyTree) -> Weights:
-        """Quantizes the weights for all calls of `apply` in a step.
+        """Quantizes the weights once, for all calls of `apply` in a step. Does not run the function.
 
         Args:
-            params: Parameters in the dtypes they are trained in.
-            state: State before the step.
-            *args: The other arguments of the function, arrays or shapes.
+            params: Parameters in the dtypes they are trained in, unsharded.
+            state: State before the step, from `init` or from the previous step.
+            *args: The other arguments of the function, trees of arrays or `jax.ShapeDtypeStruct`; only shapes are read.
 
         Returns:
-            The quantized weight of each matmul, None for a matmul that is not in FP8.
+            A list with an entry for each matmul, in the order of `plan(params, *args).products`: the weight in FP8 with its
+            transpose, scale and amax (`FP8Array`); None for a matmul that is not in FP8. Matmuls in a scan have leading axes.
+
+        Raises:
+            ConfigError: If no matmul can be in FP8, or `config` does not fit the names of the parameters.
         """
         return self.plan(params, *args).quantize(params, state)
 
     def apply(self, params: PyTree, state: PyTree, *args: PyTree, weights: Weights | None = None) -> PyTree:
-        """Computes `fn(params, *args)`.
+        """Computes `fn(params, *args)` with FP8 matmuls. Can be jitted; donates nothing.
 
         Args:
             params: Parameters in the dtypes they are trained in. Differentiable.
-            state: State from `init`. Its gradient is the state after this call. Over microbatches, take the maximum.
-            *args: The other arguments of the function.
-            weights: Weights from `quantize`; None quantizes them in this call.
+            state: State from `init`, or from the previous step. Its gradient is not a derivative: it is the state after this
+                call. If a step has several microbatches, pass the same state to each, and take the elementwise maximum of the
+                gradients.
+            *args: The other arguments of the function. Differentiable.
+            weights: Quantized weights of the same parameters and state, from `quantize`; not differentiated. None quantizes the
+                weights in this call.
 
         Returns:
             The result of the function.
+
+        Raises:
+            ConfigError: If no matmul can be in FP8, or `config` does not fit the names of the parameters.
         """
         return self.plan(params, *args).apply(params, state, weights, *args)
 
     def params(self, given: PyTree) -> PyTree:
-        """Returns the parameters in `given`, a tuple (params, state, weights)."""
+        """Returns the first entry of the tuple (params, state, weights). Called by `split_backward`.
+
+        Args:
+            given: The first argument of the function that `split_backward` differentiates: a tuple of the parameters, the state
+                and the quantized weights (None quantizes them in each call).
+
+        Returns:
+            The tree of parameters.
+
+        Raises:
+            SplitError: If `given` is not a tuple of three.
+        """
         if not isinstance(given, tuple) or len(given) != 3:
             message = f"params is a {type(given).__name__}: must be the tuple (params, state, weights) for a function in FP8"
             raise SplitError(f"{message}; None as weights quantizes them in each call", field="params")
@@ -194,7 +233,24 @@ class FP8Function(OwnProducts):
     def bind(
         self, sites: Sequence[DelayedProduct], names: Sequence[str], given: PyTree, x: PyTree, extra: Sequence[PyTree]
     ) -> BoundProducts:
-        """Replaces the FP8 matmuls of a split by `DelayedFP8Product`. Their state is differentiated in dgrad."""
+        """Replaces the selected matmuls of a stage by FP8 matmuls with a delayed weight gradient. Called by `split_backward`.
+
+        Args:
+            sites: The matmuls with a delayed weight gradient that were found in the stage.
+            names: Names of the parameters.
+            given: First argument of the stage, the tuple (params, state, weights).
+            x: Input of the stage.
+            extra: The other arguments of the stage.
+
+        Returns:
+            The matmuls in the order of `sites`, FP8 or unchanged. Their additional arguments are the quantized weight and the
+            scales, () for an unchanged matmul. `differentiated` is True for leaves of params and state, so that dgrad returns
+            the next state as the gradient of the state, and False for the quantized weights.
+
+        Raises:
+            SplitError: If the weight gradient of an FP8 matmul is not delayed, because the matmul is not in `sites`.
+            ConfigError: If no matmul can be in FP8, or the recipe does not fit the names of the parameters.
+        """
         trace, products = self.plan(given[0], x, *extra), _products(sites, names, self.config)
         quantized, delayed = ([p.name for p in found if not p.kept] for found in (trace.products, products))
         if quantized != delayed:
@@ -212,23 +268,31 @@ class FP8Function(OwnProducts):
         return BoundProducts(bound, taps, [True] * len([*params, *state]) + [False] * len(weights))
 
     def traced(self, part: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """Fuses elementwise functions into the quantization kernels, see `fused`."""
+        """Fuses elementwise functions, such as GELU, into the kernels that quantize their results. Called by `split_backward`.
+
+        Args:
+            part: Forward, dgrad or wgrad of the stage, a function of arrays, before it is jitted.
+
+        Returns:
+            `fused(part)`: a function with the same arguments, and results that differ by rounding. On a device without the
+            quantization kernel, it calls `part` unchanged.
+        """
         return fused(part)
 
 
 @dataclass(frozen=True, eq=False)
 class FP8Trace:
-    """The trace of an `FP8Function` for arguments of given shapes, with its matmuls.
+    """The trace of an `FP8Function` for arguments of given shapes, with its matmuls. Made by `FP8Function.plan`.
 
     Attributes:
         config: The recipe.
         closed: The traced jaxpr with its constants.
         block: The jaxpr with the matmuls that were found in it.
-        sites: The matmuls in the order of the equations.
-        products: The description of each matmul.
-        names: Names of all parameters, in the order of their leaves.
-        structure: Tree structure of the result.
-        num_losses: Number of losses that are averaged into a batch's loss, see `observe`.
+        sites: The matmuls with a parameter, in the order of the equations; also those that are not in FP8.
+        products: The description of each matmul, in the order of `sites`.
+        names: Names of all parameters, such as `blocks/0/mlp/up/kernel`, in the order of `jax.tree.leaves`.
+        structure: Tree structure of the function's result.
+        num_losses: Number of losses that are averaged into a batch's loss. Delayed scaling divides the amax of gradients by it.
     """
 
     config: FP8Config
@@ -242,11 +306,16 @@ class FP8Trace:
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """Names of the parameters that are weights of FP8 matmuls."""
+        """Names of the parameters that are weights of FP8 matmuls, each once, in the order of their first use."""
         return tuple({self.weight_of(i): None for i, _, _ in self._entries()})
 
     def init(self) -> PyTree:
-        """Returns the state before the first step: an `AmaxHistory`, or {} for current scaling."""
+        """Creates the state before the first step.
+
+        Returns:
+            An `AmaxHistory` of zeros for delayed scaling, with a window [config.history, S, 3] for S executions of FP8 matmuls
+            per call. {} for current scaling.
+        """
         if not self._is_delayed:
             return {}
         return AmaxHistory.zeros(sum(stop - start for _, start, stop in self._entries()), self.config.history)
@@ -255,11 +324,12 @@ class FP8Trace:
         """Quantizes the weights of all FP8 matmuls.
 
         Args:
-            params: The parameters, unsharded.
+            params: The tree of parameters, unsharded, in the dtypes they are trained in.
             state: State before the step.
 
         Returns:
-            The quantized weight of each matmul, None for a matmul that is not in FP8.
+            A list with an entry for each matmul, in the order of `sites`: the weight in FP8 with its transpose, scale and amax
+            (`FP8Array`), with leading axes for the enclosing scans; None for a matmul that is not in FP8.
         """
         named = dict(zip(self.names, jax.tree.leaves(params), strict=True))
         return self.views(named, self.scales(named, state))
@@ -268,16 +338,19 @@ class FP8Trace:
     def scales(
         self, parts: Mapping[str, Array], state: PyTree, over_devices: Callable[[str, Array], Array] | None = None
     ) -> dict[str, Scale]:
-        """Computes the scales of the weights.
+        """Computes the scales of the weights of FP8 matmuls.
+
+        Current scaling computes a scale from the amax of the parameter. Delayed scaling computes it from the history of the
+        first matmul with the parameter.
 
         Args:
-            parts: The parameters by name, or their local shards.
+            parts: The parameters by name, or this device's shards of them.
             state: State before the step.
-            over_devices: `over_devices(name, amax)` reduces the amax of a parameter's local shard over devices. None if `parts`
-                are not sharded.
+            over_devices: `over_devices(name, amax)` is called with a parameter name and the amax of this device's shard, a
+                float32 scalar. It returns the maximum over the devices. None if `parts` are not sharded.
 
         Returns:
-            The scales, by parameter name.
+            One `Scale` for each name in `weights`. Its field `amax` is None if `views` will compute it.
         """
         dtype, scales = formats(self.config)[1], {}
         earlier = state.amax(self.config) if self._is_delayed else None
@@ -294,27 +367,29 @@ class FP8Trace:
 
     @scope("quantize")
     def cast(self, parts: Mapping[str, Array], scales: Mapping[str, Scale]) -> dict[str, Array]:
-        """Casts the weights, or their local shards, to FP8.
+        """Casts the weights of FP8 matmuls to FP8.
 
         Args:
-            parts: The parameters by name, or their local shards.
-            scales: The result of `scales`.
+            parts: The parameters by name, or this device's shards of them.
+            scales: The result of the method `scales`.
 
         Returns:
-            The FP8 arrays, by parameter name.
+            For each name in `scales`, a float8_e4m3fn array with the shape of its entry in `parts`, multiplied by its scale.
         """
         return {name: cast(parts[name], scale, formats(self.config)[1]) for name, (scale, _) in scales.items()}
 
     @scope("quantize")
     def views(self, arrays: Mapping[str, Array], scales: Mapping[str, Scale]) -> Weights:
-        """Computes the quantized weight of every matmul from its parameter.
+        """Computes the quantized weight of every matmul from its parameter: a matrix in FP8, and its transpose.
 
         Args:
-            arrays: The parameters by name, unsharded; in their own dtype, or in FP8 from `cast`.
-            scales: The result of `scales`.
+            arrays: The parameters with the names in `weights`, unsharded; in their own dtype, or in FP8 from `cast`. Other
+                names are not read.
+            scales: The result of the method `scales`. For arrays in FP8, no field `amax` may be None.
 
         Returns:
-            The quantized weight of each matmul, None for a matmul that is not in FP8.
+            A list with an entry for each matmul, in the order of `sites`: an `FP8Array`, with leading axes for the enclosing
+            scans; None for a matmul that is not in FP8. The scale is NaN if the parameter is not finite.
         """
         dtype = formats(self.config)[1]
         matrices = self._weights([arrays[name] if name in scales else find.MISSING for name in self.names])
@@ -336,12 +411,14 @@ class FP8Trace:
         """Builds the additional arguments of the FP8 matmuls.
 
         Args:
-            params: The parameters, unsharded.
-            state: State before the step.
-            weights: Quantized weights; None quantizes `params`.
+            params: The tree of parameters, unsharded; only read if `weights` is None. Not differentiated.
+            state: State before the step. Its cotangent is the state after the step, from the cotangents of the results.
+            weights: Quantized weights from `quantize` or `views`; None quantizes `params`.
 
         Returns:
-            A `Tap` for each matmul, None for a matmul that is not in FP8.
+            A list with an entry for each matmul, in the order of `sites`; None for a matmul that is not in FP8. An entry has
+            the quantized weight and, for delayed scaling, the scales of data, weight and output gradient, float32 [3], and
+            zeros [3]. The cotangent of the zeros is the amax of these arrays. Arrays have leading axes for the enclosing scans.
         """
         weights = weights or self.quantize(*jax.lax.stop_gradient((params, state)))
         taps: list[Tap | None] = [None] * len(self.sites)
@@ -358,15 +435,16 @@ class FP8Trace:
         return taps
 
     def apply(self, params: PyTree, state: PyTree, weights: Weights | None, *args: PyTree, uncast: bool = False) -> PyTree:
-        """Computes the function.
+        """Computes the function with FP8 matmuls. Differentiable in `params` and `args`.
 
         Args:
             params: Parameters with the traced shapes. Their dtypes may differ from the traced ones; gradients have the dtypes
                 of `params`.
-            state: State before the step. Its gradient is the state after this call.
-            weights: Weights from `views`; None quantizes `params`.
-            *args: The other arguments of the function.
-            uncast: True if the gradient of a matmul's parameter skips the casts between the parameter and the matmul.
+            state: State before the step. Its gradient is not a derivative: it is the state after this call.
+            weights: Quantized weights from `quantize` or `views`, not differentiated; None quantizes `params`.
+            *args: The other arguments of the function, with the traced shapes.
+            uncast: True if a matmul returns the gradient of its parameter in the dtype of the parameter. False if the gradient
+                passes through the casts between the parameter and the matmul, and is rounded by them.
 
         Returns:
             The result of the function.
@@ -392,7 +470,17 @@ class FP8Trace:
         return jax.tree.unflatten(self.structure, out)
 
     def weight_of(self, i: int) -> str:
-        """Returns the name of the parameter of matmul `i`."""
+        """Returns the name of a matmul's parameter.
+
+        Args:
+            i: Index of a matmul in `sites`. Its weight must be computed from exactly one parameter, as in every FP8 matmul.
+
+        Returns:
+            The name, such as `blocks/0/mlp/up/kernel`.
+
+        Raises:
+            ValueError: If the weight is computed from several parameters.
+        """
         (index,) = self.sites[i].params
         return self.names[index]
 
