@@ -10,7 +10,11 @@ _T = TypeVar("_T")
 
 
 def check_devices() -> None:
-    """Starts the backend. Raises ConfigError if there is none, e.g. with JAX_PLATFORMS=cuda and no GPU."""
+    """Starts JAX's default backend.
+
+    Raises:
+        ConfigError: If the platforms in JAX_PLATFORMS have no device on this machine, e.g. `cuda` without a GPU.
+    """
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as e:  # JAX asserts that it has a plugin for the platform
@@ -22,7 +26,10 @@ def check_devices() -> None:
 
 
 def in_turn(results: _T) -> _T:
-    """Returns the results of a program. Waits for them if they are on several CPU devices.
+    """Returns the argument unchanged. First waits until its arrays are computed if they are on several CPU devices.
+
+    Call it with the results of a jitted function (a pytree of arrays) before the next program is dispatched. The first leaf
+    determines the devices. Returns at once if there are no leaves, or they are on GPUs or on one CPU device.
 
     CPU devices share one thread pool, and a rank that waits in a collective keeps its thread. Two programs at once can
     therefore deadlock: all threads wait for ranks that have no thread. GPUs have queues, so this function does not wait for
