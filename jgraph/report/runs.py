@@ -35,8 +35,9 @@ def compared(paths: Sequence[Path]) -> dict[str, Json]:
             - `done`, `steps`: number of finished and of planned steps. `steps` is None if unknown.
             - `tokens_per_step`: None if unknown. `tokens_per_second`: median over the run, None if unknown.
             - `curves`: by name of the metric (loss, eval_loss, learning_rate, grad_norm, tokens_per_second,
-              peak_memory_bytes), a dict of lists of equal length: `step`, `seconds` since the start of the run, `value`, and
-              `mean`, which is None unless points were left out. Metrics without a value are left out.
+              peak_memory_bytes), a dict of lists of equal length: `step`, `seconds` of training time, `value`, and `mean`
+              of the points nearby. `mean` is None instead of a list unless points were left out. Metrics without a value are
+              left out.
             - `samples`: generated texts, dicts of `step`, `prompt` and `text`.
             - `config`: the settings as strings, by name, e.g. `model.num_heads`.
 
