@@ -25,7 +25,7 @@ class Donation:
     Attributes:
         leaf: The path of the argument leaf, e.g. `state['w']`.
         array: The dtype and shape of the leaf, e.g. `float32[8,8]`.
-        nbytes: The size of the leaf in bytes, over all devices.
+        nbytes: The size of the whole array in bytes, counted once if it is replicated.
         output: The path of the output in the buffer of the leaf, e.g. `result[0]['w']`. Empty if the donation was dropped.
         reason: Why the donation was dropped. Empty if it was not.
     """
