@@ -56,9 +56,9 @@ def cross_entropy(
         x_BTD: Final hidden states, of any floating dtype.
         head_DV: Output projection, same dtype as `x_BTD`. With `axis`, the columns of this device: device i of the axis has the
             token ids from i*V to (i+1)*V - 1.
-        labels_BT: Token ids of any integer dtype, counted over the columns of all devices. The id of a column must exist:
-            a negative id or one past the last column makes the loss NaN, even where its weight is 0. Ids of padding columns are
-            invalid: they make the loss NaN with `axis`, and a meaningless finite number without.
+        labels_BT: Token ids of any integer dtype: indices of columns, counted over all devices of `axis`. A negative id, or
+            one past the last column, makes the loss NaN, even where its weight is 0. Ids of padding columns are invalid, too:
+            with `axis` they make the loss NaN, without `axis` the loss is finite but meaningless.
         chunk: Tokens per chunk; must divide B*T. The logits of one chunk are held at once, in the dtype of `x_BTD`. 0 chooses
             the largest divisor of B*T with at most 2**29 logits per chunk, and in float32 at most half of the tokens.
         axis: Name of the mesh axis over which the vocabulary is sharded; None if it is not sharded. `x_BTD`, `labels_BT` and
