@@ -71,7 +71,7 @@ class FP8Products:
 
     Attributes:
         products: The number of matmul calls with two FP8 operands, such as those of cuBLASLt.
-        transposes: The number of transposes of FP8 arrays outside fusions. Each is a pass over memory.
+        transposes: The number of transpose instructions with an FP8 result, which XLA added. Each is a pass over memory.
     """
 
     products: int
@@ -174,7 +174,7 @@ def explain(
     Args:
         fn: A function, or the result of `jax.jit`. With `target`, bind static arguments by `functools.partial`.
         *args: The positional arguments of `fn`: pytrees of arrays or `jax.ShapeDtypeStruct`. Only shapes, dtypes and
-            shardings are used. They are not donated.
+            shardings are used, and the values of static arguments. No array is donated.
         donate_argnums: Indices of the positional arguments to donate, for a function that is not jitted. Pass those of a
             jitted function to `jax.jit` instead.
         target: `h200`, `h100` or `b200` to compile for that GPU without having one. None: the first of `jax.devices()`.
