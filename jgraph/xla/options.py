@@ -63,8 +63,8 @@ def compiler_options(
         num_devices: The number of devices that run the program.
 
     Returns:
-        A new dictionary of option values by name. Options of type bool have bools, if the installed XLA lists its options; all
-        other values of `xla_options` are strings.
+        A new dictionary of option values by name. In `xla_options`, the values true, false, 1 and 0 of bool options become
+        bools, if the installed XLA lists its options; all other values stay strings.
 
     Raises:
         ConfigError: If `graph` is not `auto`, `off` or `full`.
