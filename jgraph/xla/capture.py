@@ -99,7 +99,7 @@ class CaptureReport:
     Attributes:
         command_buffers: The number of command buffers.
         captured: The number of thunks inside command buffers.
-        total: The number of thunks. Thunks that only group others are not counted.
+        total: The number of thunks. Thunks that contain or group others, such as loops, are not counted themselves.
         outside: The thunks outside command buffers, one entry per kind, reason and remedy, sorted by these.
     """
 
