@@ -38,7 +38,7 @@ Every layout binds both axes inside a loss: `nnx.BatchNorm(64, axis_name=jgraph.
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Returns the axis names `data` and `fsdp`, in this order, without those that the mesh lacks."""
+    """Returns the mesh axes that shard a batch: `data` and `fsdp`, in this order, each only if the mesh has it."""
     return tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
 
 
@@ -119,7 +119,7 @@ def _over_one(fn: Callable[..., _T], axis: str) -> Callable[..., _T]:
 
 
 def checked(mesh: object, *, needs: tuple[Axis, ...], allows: tuple[Axis, ...]) -> Mesh:
-    """Checks the axis names of a mesh, and returns a mesh in which the type of every axis is `AxisType.Auto`.
+    """Checks the axis names of a mesh, and returns the mesh with axes of type `jax.sharding.AxisType.Auto`.
 
     `jax.make_mesh` creates axes of type `AxisType.Explicit` by default. With those, the caller would have to place every
     argument.
