@@ -38,7 +38,7 @@ def is_router(name: str) -> bool:
 
 
 def is_matrix(name: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """True if a parameter counts as a matrix, to which weight decay applies.
+    """True if a parameter counts as a matrix. Weight decay applies only to matrices.
 
     Norm scales and biases of stacked layers have two axes, too, so they are excluded by their Flax names.
 
