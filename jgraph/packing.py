@@ -102,6 +102,6 @@ class Packing:
         return self.treedef.unflatten(leaves)
 
     def decay_mask(self) -> dict[str, bool]:
-        """Returns a bool by the name of each group: True if its leaves are matrices, to which weight decay applies."""
+        """Returns a bool by the name of each group: True if its leaves are matrices, so that weight decay applies to them."""
         names = leaf_names(self.treedef.unflatten(self.leaves))
         return {name: is_matrix(names[indices[0]], self.leaves[indices[0]]) for name, indices in self.groups}
