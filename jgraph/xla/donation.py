@@ -62,8 +62,8 @@ def check_identity(compiled: jax.stages.Compiled, state: PyTree) -> None:
     """Checks that a compiled program updates every leaf of a donated state in place. Does not run the program.
 
     Args:
-        compiled: The compiled program of `jax.jit(f, donate_argnums=0, keep_unused=True)`, in which the state is the first
-            argument of `f` and the first output, or the only one.
+        compiled: The compiled program of `jax.jit(f, donate_argnums=0, keep_unused=True)`. The state is the first argument of
+            `f`, and its result or the first element of its result.
         state: A pytree with the structure of the state. Only its structure is used, so leaves may be shapes.
 
     Raises:
