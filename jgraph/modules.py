@@ -65,8 +65,9 @@ class FunctionalModel:
         annotations: Flax's partition names: the PartitionSpec of each parameter, or None without one, by parameter name such
             as `blocks/0/kernel`.
         decoder: Result of the module's `cached_decoder()`; None if it has no such method.
-        reductions: How `train_step` combines the mutable state of microbatches and devices: a tree of names like `carried`. The
-            name is the metadata `reduction` of an NNX variable, otherwise "mean".
+        reductions: How `train_step` combines the mutable state of microbatches and devices: a tree like `carried` of "mean",
+            "sum", "max", "last" (of the last microbatch) or "halt" (the maximum of integers that stop the training if one is
+            positive). Taken from the metadata `reduction` of an NNX variable, "mean" without it and for Linen.
     """
 
     shapes: Tree
