@@ -78,7 +78,7 @@ class Instruction:
         name: XLA's name of the instruction, without `%`, e.g. `fusion.3`.
         opcode: XLA's opcode, e.g. `fusion`.
         shapes: The shapes of the arrays in the result. Several for a tuple; a shape with the dtype `token` for no array.
-        operands: The names of the instructions that compute its operands, in order.
+        operands: The operands in order, as names of the instructions that compute them.
         text: The whole line.
     """
 
