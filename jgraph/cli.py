@@ -61,9 +61,13 @@ Directory = Annotated[Path | None, optional(Path, "DIRECTORY"), tyro.conf.arg(he
 
 
 def fields_of(kind: Callable[..., object]) -> set[str]:
-    """Returns the argument names of a function, or of the constructor of a dataclass, except positional-only ones.
+    """Returns the names of the arguments that become flags: all except positional-only ones.
 
-    These are the names of the flags, with underscores.
+    Args:
+        kind: A function, or a dataclass with its fields as arguments.
+
+    Returns:
+        The names as in Python, with underscores.
     """
     parameters = inspect.signature(kind).parameters.items()
     return {name for name, parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
