@@ -30,7 +30,7 @@ def leaf_names(tree: PyTree) -> list[str]:
 
 
 def is_router(name: str) -> bool:
-    """True if a parameter name contains `router`: the layer that chooses experts.
+    """True if a parameter name, e.g. `blocks/0/mlp/router`, contains `router`. A router is the layer that chooses experts.
 
     Routers stay in full precision, because rounding changes the chosen experts.
     """
