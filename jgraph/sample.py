@@ -51,7 +51,7 @@ def sample(
         top_k: Draw from the TOP_K likeliest tokens; 0 for all.
         top_p: Draw from the likeliest tokens with this total probability; 1 for all.
         stop: Text that ends a continuation. Repeat the flag for several.
-        seed: Random seed of the sampling. The same seed gives the same texts.
+        seed: Random seed of the sampling.
         window: Maximum number of tokens that a token attends to; by default the longest sequence in training, without a limit
             if that is unknown. A prompt must not be longer.
         step: Step of the checkpoint to load; by default the newest. Only for runs.
