@@ -26,10 +26,15 @@ def check_devices() -> None:
 
 
 def in_turn(results: _T) -> _T:
-    """Returns the argument unchanged. First waits until its arrays are computed if they are on several CPU devices.
+    """Returns its argument unchanged. Waits until the arrays in it are computed if they are on several CPU devices.
 
-    Call it with the results of a jitted function (a pytree of arrays) before the next program is dispatched. The first leaf
-    determines the devices. Returns at once if there are no leaves, or they are on GPUs or on one CPU device.
+    Call it with the results of a jitted function before the next program is dispatched.
+
+    Args:
+        results: A pytree of `jax.Array`. The first leaf determines the devices.
+
+    Returns:
+        `results`, without a copy. At once if there are no leaves, or the arrays are on GPUs or on one CPU device.
 
     CPU devices share one thread pool, and a rank that waits in a collective keeps its thread. Two programs at once can
     therefore deadlock: all threads wait for ranks that have no thread. GPUs have queues, so this function does not wait for
