@@ -30,15 +30,15 @@ def in_turn(results: _T) -> _T:
 
     Call it with the results of a jitted function before the next program is dispatched.
 
+    CPU devices share one thread pool, and a rank that waits in a collective keeps its thread. Two programs at once can
+    therefore deadlock: all threads wait for ranks that have no thread. GPUs have queues, so this function does not wait for
+    them.
+
     Args:
         results: A pytree of `jax.Array`. The first leaf determines the devices.
 
     Returns:
         `results`, without a copy. At once if there are no leaves, or the arrays are on GPUs or on one CPU device.
-
-    CPU devices share one thread pool, and a rank that waits in a collective keeps its thread. Two programs at once can
-    therefore deadlock: all threads wait for ranks that have no thread. GPUs have queues, so this function does not wait for
-    them.
     """
     leaf = next(iter(jax.tree.leaves(results)), None)
     if leaf is not None and len(devices := leaf.devices()) > 1 and next(iter(devices)).platform == "cpu":
