@@ -39,7 +39,8 @@ def schedule(
 
     Args:
         name: gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, dualpipe-v or aligned. Or a file with a schedule: .csv in
-            PyTorch's format, a row per rank with cells such as 5F3; or .json, a list of signed numbers per rank.
+            PyTorch's format, a row per rank with cells such as 5F3 (stage 5, forward, microbatch 3); or .json, a list per rank
+            of numbers c for the forward, -c for the dgrad and -c-0.5 for the wgrad of its chunk c, from 1.
         pp: Ranks on the pipeline axis; required with a name.
         microbatches: Microbatches per step; required with a name.
         chunks: Stages per rank, 1 by default; zb-v and dualpipe-v always have 2, interleaved-1f1b needs at least 2.
