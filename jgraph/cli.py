@@ -31,16 +31,18 @@ _MESSAGE_TIMEOUT_SECONDS = 60
 
 
 def optional(kind: Callable[[str], _T], metavar: str) -> PrimitiveConstructorSpec[_T | None]:
-    """Returns a tyro type for a flag without a default value.
+    """Returns a tyro constructor for a flag with one value that may be left out, so that its argument is None.
 
-    tyro would show `int | None` as `{None}|INT` in the help and in its errors.
+    Use it as `Annotated[int | None, optional(int, "INT")]`. tyro would show `int | None` as `{None}|INT` in the help and in its
+    errors.
 
     Args:
-        kind: Converts the argument, for example `int`.
-        metavar: Name of the value in the help.
+        kind: Called with the text of the value. Returns the argument of the function, for example `int`. Raises ValueError if
+            the text is not valid.
+        metavar: Placeholder of the value in the help, for example `INT`.
 
     Returns:
-        A constructor for `Annotated`.
+        The constructor, metadata for `Annotated`.
     """
     return PrimitiveConstructorSpec(
         nargs=1,
@@ -59,13 +61,24 @@ Directory = Annotated[Path | None, optional(Path, "DIRECTORY"), tyro.conf.arg(he
 
 
 def fields_of(kind: Callable[..., object]) -> set[str]:
-    """Returns the names of the arguments that are flags: of a function, or of the constructor of a dataclass."""
+    """Returns the names of the arguments that become flags: all except positional-only ones.
+
+    Args:
+        kind: A function, or a dataclass with its fields as arguments.
+
+    Returns:
+        The names as in Python, with underscores.
+    """
     parameters = inspect.signature(kind).parameters.items()
     return {name for name, parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
 
 
 def flag(name: str) -> str:
-    """Returns the flag of a field: `model.num_heads` -> `--model.num-heads`."""
+    """Returns the command-line flag of a configuration field: `model.num_heads` -> `--model.num-heads`.
+
+    Underscores become hyphens. A few fields have flags of another name, e.g. `module` -> `--model.module`. Does not check that
+    the field exists.
+    """
     return "--" + _RENAMED.get(name, name).replace("_", "-")
 
 
@@ -80,14 +93,15 @@ _RENAMED = {
 
 
 def as_flags(text: str, fields: Collection[str]) -> str:
-    """Replaces field names in backticks by flags, and `resume` off by --no-resume.
+    """Replaces field names in backticks by flags: "`num_heads`" by "--num-heads", and "`resume` off" by "--no-resume".
 
     Args:
         text: A message of the library.
-        fields: Field names that are flags of the command. Other names stay in backticks.
+        fields: Field names that are flags of the command. A nested field is replaced if its first part is in `fields`, such as
+            `model` of `model.num_heads`. All other names stay in backticks.
 
     Returns:
-        The message for the command line.
+        The message with flags.
     """
 
     def named(match: re.Match[str]) -> str:
@@ -99,10 +113,14 @@ def as_flags(text: str, fields: Collection[str]) -> str:
 
 
 class FlagConsole(Console):
-    """A rich console that prints field names as flags and raises BrokenPipeError for `run` to handle.
+    """A rich console that prints field names as flags. Raises BrokenPipeError if the reader of the output has closed it.
 
     Attributes:
-        fields: Field names that are flags of the command.
+        fields: Field names that are flags of the command. In printed strings, "`name`" becomes "--name" for these fields.
+
+    Args:
+        fields: The attribute `fields`.
+        **settings: Keyword arguments of `rich.console.Console`.
     """
 
     def __init__(self, fields: Collection[str] = (), **settings: Any):
@@ -111,34 +129,37 @@ class FlagConsole(Console):
         self.fields = fields
 
     def print(self, *objects: Any, **settings: Any) -> None:
-        """Prints like `rich.console.Console.print`, with field names as flags.
+        """Prints objects to the file of the console, stdout by default. Names of `fields` in backticks become flags.
 
         Args:
-            *objects: Objects to print.
-            **settings: Arguments of `rich.console.Console.print`.
+            *objects: Objects to print, such as strings, `rich.text.Text` and tables. Only strings are changed.
+            **settings: Keyword arguments of `rich.console.Console.print`, such as `style`.
+
+        Raises:
+            BrokenPipeError: If the reader of the output has closed it.
         """
         super().print(*(as_flags(o, self.fields) if isinstance(o, str) else o for o in objects), **settings)
 
     def on_broken_pipe(self) -> None:
-        """Reraises, where rich would exit with code 1."""
+        """Reraises the BrokenPipeError. rich calls this method while it handles the error, and would exit with code 1."""
         raise
 
 
 def run(
     prog: str, act: Callable[[list[str]], int | None], argv: Sequence[str] | None = None, fields: Collection[str] = ()
 ) -> int:
-    """Runs a command and returns its exit code.
+    """Runs a command and converts its errors into an exit code and one line on stderr. Does not end the process.
 
     Args:
-        prog: The command as the user starts it, for example `jgraph train` or `python -m jgraph.train`.
-        act: Runs the command with a list of arguments and returns its exit code, or None for 0.
-        argv: The arguments. Default: those of the process.
-        fields: Field names that are flags of this command.
+        prog: The command as the user starts it, for example `jgraph train` or `python -m jgraph.train`. Starts the error line.
+        act: Called once with the list of arguments. Runs the command and returns its exit code, or None for 0.
+        argv: The arguments, without the program. None: `sys.argv[1:]`.
+        fields: Field names that are flags of this command. In the error line, "`name`" becomes "--name" for these fields.
 
     Returns:
-        The exit code of `act`; 1 if the loss or a gradient is not finite; 2 for invalid input; 130 after Ctrl-C; 141 if the
-        reader of stdout has closed it, as in `| head`. Errors are printed to stderr in one line. Exit code `HUNG` is returned
-        by `end_at_once` instead.
+        The exit code of `act`. 1 for a NonFiniteError: the loss or a gradient is not finite. 2 for any other JgraphError and
+        for an OSError. 130 after Ctrl-C (KeyboardInterrupt), without a message. 141 if the reader of stdout has closed it, as
+        in `| head`, without a message; stdout is then redirected to /dev/null. Other exceptions pass.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Prints a question mark for each character that the encoding lacks, instead of raising.
@@ -166,15 +187,15 @@ def _error_line(prog: str, message: str, fields: Collection[str]) -> str:
 
 
 def end_at_once(prog: str, describe: Callable[[], str], fields: Collection[str] = ()) -> NoReturn:
-    """Prints an error to stderr and ends the process with exit code `HUNG`.
+    """Prints an error line to stderr, flushes stdout and ends the process with exit code 75 (`HUNG`). Never returns.
 
-    Can be called from any thread. No other thread is unwound: the interpreter's own shutdown would block on a device that does
-    not respond.
+    Can be called from any thread. Other threads are not unwound and exit handlers do not run: the interpreter's own shutdown
+    would block on a device that does not respond.
 
     Args:
-        prog: The command as the user starts it.
-        describe: Returns the error message.
-        fields: Field names that are flags of this command.
+        prog: The command as the user starts it. Starts the error line.
+        describe: Called once, without arguments. Returns the error message. After 60 seconds the process ends without it.
+        fields: Field names that are flags of this command. In the error line, "`name`" becomes "--name" for these fields.
     """
     # Neither a slow `describe` nor a blocked pipe may keep the process alive.
     deadline = threading.Timer(_MESSAGE_TIMEOUT_SECONDS, os._exit, [HUNG])
@@ -188,17 +209,19 @@ def end_at_once(prog: str, describe: Callable[[], str], fields: Collection[str] 
 
 
 def command(prog: str, about: str | None, *acts: Callable[..., None]) -> Callable[..., int]:
-    """Returns the `main` function of a command.
+    """Returns the `main` function of a command that parses its arguments with tyro and calls a function.
 
     Args:
         prog: Default name of the command, for example `python -m jgraph.sample`.
-        about: The text of its help.
-        acts: One function, or one function per subcommand, which has the name of the function. Arguments are flags, except
-            positional-only ones. Docstrings are the help of the flags.
+        about: The text of its help; None for the docstring of the function.
+        acts: One function, or one function per subcommand, which has the name of the function. Arguments become flags, except
+            positional-only ones. The `Args` of the docstrings become the help of the flags. Called with the parsed arguments.
 
     Returns:
-        A function of the arguments and the command as the user starts it. Without arguments, it reads those of the process.
-        Its result is the exit code, as in `run`.
+        A function `main(argv=None, prog=prog)`. `argv` is a sequence of arguments without the program; None reads those of the
+        process. It returns the exit code: 0 after success and --help, 1 for a NonFiniteError, 2 for invalid arguments, any
+        other JgraphError or an OSError, 130 after Ctrl-C, and 141 if the reader of stdout has closed it. Errors are one line
+        on stderr.
     """
 
     def later(act: Callable[..., None]) -> Callable[..., Callable[[], None]]:
@@ -224,22 +247,24 @@ _RULE = r"[─-]{3,}"
 def parse(
     kind: Any, prog: str, about: str | None, args: Sequence[str], *, elsewhere: Mapping[str, str] | None = None, **settings: Any
 ) -> Any:
-    """Parses arguments with tyro.
+    """Parses arguments with tyro. Prints the help to stdout for --help.
 
     Args:
-        kind: A dataclass, a function, or a dictionary of these by subcommand.
+        kind: A dataclass, a function, or a dictionary of these by subcommand. Constructed or called with the parsed arguments.
         prog: The command as the user starts it, shown in the usage line.
-        about: The text of the help. Its examples of `python -m jgraph.NAME` are shown as `prog` was started.
-        args: The arguments.
-        elsewhere: Flags of other programs, with the flag of this command.
-        settings: Keyword arguments of `tyro.cli`.
+        about: The text of the help; None for the docstring of `kind`. If `prog` is `jgraph NAME`, its examples of
+            `python -m jgraph.NAME` are shown as `jgraph NAME`.
+        args: The arguments, without the program.
+        elsewhere: Unknown flags that get a hint in the error, e.g. flags of other programs, each with the flag of this command
+            to use instead. None for no hints.
+        settings: Further keyword arguments of `tyro.cli`, e.g. `default`.
 
     Returns:
-        The instance, the function's result, or None after --help.
+        The instance of the dataclass or the result of the function; None after --help.
 
     Raises:
-        ConfigError: If tyro rejects the arguments. The message is one line instead of tyro's box.
-        JgraphError: If a dataclass rejects its fields.
+        ConfigError: If tyro rejects the arguments. The message is one line instead of tyro's box, and suggests a similar flag.
+        JgraphError: If a dataclass rejects its fields. The error of the dataclass passes unchanged.
     """
     messages = io.StringIO()
     ask: Any = tyro.extras.subcommand_cli_from_dict if isinstance(kind, dict) else tyro.cli

@@ -10,7 +10,11 @@ _T = TypeVar("_T")
 
 
 def check_devices() -> None:
-    """Starts the backend. Raises ConfigError if there is none, e.g. with JAX_PLATFORMS=cuda and no GPU."""
+    """Starts JAX's default backend.
+
+    Raises:
+        ConfigError: If the platforms in JAX_PLATFORMS have no device on this machine, e.g. `cuda` without a GPU.
+    """
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as e:  # JAX asserts that it has a plugin for the platform
@@ -22,11 +26,19 @@ def check_devices() -> None:
 
 
 def in_turn(results: _T) -> _T:
-    """Returns the results of a program. Waits for them if they are on several CPU devices.
+    """Returns its argument unchanged. Waits until the arrays in it are computed if they are on several CPU devices.
+
+    Call it with the results of a jitted function before the next program is dispatched.
 
     CPU devices share one thread pool, and a rank that waits in a collective keeps its thread. Two programs at once can
     therefore deadlock: all threads wait for ranks that have no thread. GPUs have queues, so this function does not wait for
     them.
+
+    Args:
+        results: A pytree of `jax.Array`. The first leaf determines the devices.
+
+    Returns:
+        `results`, without a copy. At once if there are no leaves, or the arrays are on GPUs or on one CPU device.
     """
     leaf = next(iter(jax.tree.leaves(results)), None)
     if leaf is not None and len(devices := leaf.devices()) > 1 and next(iter(devices)).platform == "cpu":

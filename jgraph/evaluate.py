@@ -37,22 +37,29 @@ def evaluate(
     fsdp: Count = None,
     json: File = None,
 ) -> None:
-    """Evaluates the model, prints the results, and writes them to a file.
+    """Evaluates the model on held-out text. Prints five lines to stdout, and writes the results to a file if `json` is given.
+
+    The lines have the model, the text, the loss in nats per token, the perplexity and the bits per byte. Does not change the
+    run.
 
     Args:
         run: A run directory of `python -m jgraph.train`, or a Hugging Face folder.
-        data: Data to evaluate on, as for `python -m jgraph.train`; uses its held-out part. By default the run's data.
+        data: Data to evaluate on, with the values of --data of `python -m jgraph.train`: files, directories and globs of text,
+            JSON Lines or Parquet, names of corpora such as python-docs, hf:owner/name, or directories of token files. Only the
+            held-out part is used. By default the run's data; required for a folder.
         step: Step of the checkpoint to load; by default the newest. Only for runs.
         module: Model class of the run, as `package.module:Class`. Only classes in `jgraph_models` are imported without it.
         batch_size: Sequences per batch; by default the run's, or 8 for a folder.
         seq_len: Predicted tokens per sequence; by default the run's, or a folder's max_position_embeddings, at most 1024.
         eval_batches: Maximum number of batches, spread evenly over the text; by default the run's, or 16 for a folder.
-        dp: Data-parallel replicas; each evaluates a part of the batch.
-        fsdp: Devices that the parameters are sharded over; each evaluates a part of the batch.
-        json: Also write the results to this file.
+        dp: Data-parallel replicas, 1 by default; each evaluates a part of the batch.
+        fsdp: Devices that the parameters are sharded over, 1 by default; each evaluates a part of the batch.
+        json: Also write the results to this file, as a JSON object with the keys source, data, fingerprint, batches,
+            batch_size, seq_len, devices, tokens, bytes, loss, perplexity and bits_per_byte. Infinities and NaN become null.
 
     Raises:
-        JgraphError: If the model or the data cannot be used, or an option has a value that is not allowed.
+        JgraphError: If the model or the data cannot be used, an option has a value that is not allowed, JAX has no device, or
+            the file cannot be written.
     """
     check_exists(run, field="run")
     # Imported here, so that --help and errors in flags do not wait for jax.

@@ -27,17 +27,22 @@ def export(
     module: Module = "",
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
 ) -> None:
-    """Writes the folder. Leaves nothing behind if it fails.
+    """Writes the model as a Hugging Face folder, and prints one line with the step and the files. Does not change the run.
+
+    The folder gets config.json, the tensors as safetensors, and the tokenizer files of the run. It appears under its name when
+    it is complete; if the export fails, no file is left behind.
 
     Args:
         run: A run directory of `python -m jgraph.train`.
-        to: Folder to create; it must be empty if it exists.
+        to: Folder to create, with its parents; it must be empty if it exists.
         step: Step of the checkpoint to export; by default the newest.
         module: Model class of the run, as `package.module:Class`. Only classes in `jgraph_models` are imported without it.
         dtype: Dtype of the tensors.
 
     Raises:
-        JgraphError: If the run cannot be read, its model has no Hugging Face format, or the folder cannot be written.
+        JgraphError: If the run or its checkpoint is missing or damaged, its model class has no Hugging Face format or may not
+            be imported, or the folder is not empty or cannot be created.
+        OSError: If a file cannot be written.
     """
     # Imported here, so that --help and errors in flags do not wait for jax.
     from absl import logging

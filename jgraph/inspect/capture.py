@@ -38,23 +38,25 @@ def capture(
 ) -> None:
     """Report which operations of a program XLA captures in command buffers, why others stay outside, and its donations.
 
-    The program is compiled but does not run.
+    The program is compiled but does not run. The report is printed as text.
 
     Args:
         name: The program. A training step: a preset such as gpt-124m, or MODULE:CLASS with --preset. Or MODULE:FUNCTION, a
             function without arguments that returns (fn, args) or (fn, args, donate_argnums).
         target: h200, h100 or b200, a GPU to compile for; this machine need not have it. Default: the device of this machine.
         preset: Preset with the sizes of the training step of a MODULE:CLASS.
-        batch_size: Sequences per step; overrides the preset.
-        seq_len: Tokens per sequence; overrides the preset.
+        batch_size: Sequences per step, at least 1; overrides the preset. Not for a FUNCTION.
+        seq_len: Tokens per sequence, at least 1; overrides the preset. Not for a FUNCTION.
         graph: Command buffers: XLA's default (auto), none (off), or every command that XLA can record on one device (full).
         xla_options: Additional XLA options as name=value; appended to those of the preset.
-        precision: Dtype of the matmuls of the training step.
-        fp8: Settings of the FP8 matmuls.
-        json: File for the report as JSON.
+        precision: Dtype of the matmuls of the training step. No effect on a FUNCTION.
+        fp8: Settings of the FP8 matmuls. No effect on a FUNCTION.
+        json: File for the report as a JSON object with the keys name, device, capture, donations, memory, fp8 and notes.
+            Replaced if it exists.
 
     Raises:
-        JgraphError: If the program does not exist or cannot be compiled, or the file cannot be written.
+        JgraphError: If the program does not exist or cannot be compiled, an option does not apply to it, the GPU is unknown or
+            its compiler is not installed, or the file cannot be written.
     """
     sizes = {field: size for field, size in (("batch_size", batch_size), ("seq_len", seq_len)) if size is not None}
     for field, size in sizes.items():

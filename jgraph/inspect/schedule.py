@@ -34,9 +34,13 @@ def schedule(
 ) -> None:
     """Draw a pipeline schedule and report its idle time and its slots.
 
+    Prints the simulated timeline, a table with a row per rank, and the makespan, idle share and peak memory. A slot is a
+    position for one array in a pool of buffers.
+
     Args:
         name: gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, dualpipe-v or aligned. Or a file with a schedule: .csv in
-            PyTorch's format, or .json with signed numbers.
+            PyTorch's format, a row per rank with cells such as 5F3 (stage 5, forward, microbatch 3); or .json, a list per rank
+            of numbers c for the forward, -c for the dgrad and -c-0.5 for the wgrad of its chunk c, from 1.
         pp: Ranks on the pipeline axis; required with a name.
         microbatches: Microbatches per step; required with a name.
         chunks: Stages per rank, 1 by default; zb-v and dualpipe-v always have 2, interleaved-1f1b needs at least 2.
@@ -46,7 +50,8 @@ def schedule(
             (lockstep); auto is lockstep for aligned and dataflow otherwise.
 
     Raises:
-        JgraphError: If the schedule is unknown or invalid, or its file cannot be read.
+        JgraphError: If the schedule is unknown or invalid, its file cannot be read, `pp` or `microbatches` is missing, a size
+            is passed with a file, or costs or latency are out of range.
     """
     require(0 <= latency <= _MAX_TIME, "latency", f"{latency:g}", f"a time from 0 to {_MAX_TIME:g}")
     times = _times(costs)

@@ -21,10 +21,28 @@ _POINTS = 2000
 
 
 def compared(paths: Sequence[Path]) -> dict[str, Json]:
-    """Returns the data of the page as JSON values. `runs` has one entry per run directory in `paths`.
+    """Reads run directories and returns the data of the report page as JSON values. Writes nothing.
+
+    Args:
+        paths: Run directories of `python -m jgraph.train`, at least one. The runs may still be training.
+
+    Returns:
+        - `title`: the title of the page.
+        - `about`: {"date": the current UTC time in ISO format}.
+        - `runs`: one dict per path, in the order of `paths`:
+            - `name`: name of the directory, or its path if several have the same name.
+            - `state`: "finished", "stopped", or "running, or killed".
+            - `done`, `steps`: number of finished and of planned steps. `steps` is None if unknown.
+            - `tokens_per_step`: None if unknown. `tokens_per_second`: median over the run, None if unknown.
+            - `curves`: by name of the metric (loss, eval_loss, learning_rate, grad_norm, tokens_per_second,
+              peak_memory_bytes), a dict of lists of equal length: `step`, `seconds` of training time, `value`, and `mean`
+              of the points nearby. `mean` is None instead of a list unless points were left out. Metrics without a value are
+              left out.
+            - `samples`: generated texts, dicts of `step`, `prompt` and `text`.
+            - `config`: the settings as strings, by name, e.g. `model.num_heads`.
 
     Raises:
-        ConfigError: If there are no paths, or one of them is not a run directory.
+        ConfigError: If there are no paths, or one of them does not exist or has no config.json.
     """
     if not paths:
         raise ConfigError("`runs` is empty: must name at least one run directory", field="runs")
@@ -38,15 +56,17 @@ def compared(paths: Sequence[Path]) -> dict[str, Json]:
 def thinned(values: Sequence[float | None], most: int = _POINTS) -> list[tuple[int, float | None]]:
     """Selects the values of a curve to draw.
 
-    A curve with more than `most` values is divided into equal stretches. Each contributes its first value, its minimum, its
-    maximum and its first missing value. The last value of the curve is always included.
+    A curve with more than `most` values is divided into stretches of equal length. Each stretch contributes the indices of its
+    first value, its minimum, its maximum and its first missing value. The last value of the curve is always included. A shorter
+    curve is returned whole.
 
     Args:
-        values: The curve; None for missing values.
+        values: The values of the curve in order; None for a missing value.
         most: Approximate maximum number of values to select.
 
     Returns:
-        The index of each selected value, ascending, and the mean of its stretch.
+        One tuple (index in `values`, mean) per selected value, by ascending index. The mean is over the values of the stretch
+        that are present, and None if there are none.
     """
     size = 1 if len(values) <= most else math.ceil(4 * len(values) / most)
     selected: list[tuple[int, float | None]] = []

@@ -28,12 +28,12 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 @dataclass
 class Compiles:
-    """Counts of the programs that JAX compiled or loaded. `str` formats them for the log.
+    """Counts of the programs that JAX compiled or loaded. `str` formats them as one line for the log.
 
     Attributes:
-        programs: The number of programs, including loaded ones.
-        hits: The number of programs loaded from the compilation cache.
-        seconds: Time to compile and load them, summed over threads.
+        programs: The number of programs that were compiled or loaded from JAX's compilation cache.
+        hits: The number of programs loaded from the cache.
+        seconds: Time in seconds to compile and load all of them, summed over threads.
     """
 
     programs: int = 0
@@ -48,23 +48,26 @@ class Compiles:
 
 
 def user_cache() -> Path:
-    """Returns this library's directory in the user's cache."""
+    """Returns `$XDG_CACHE_HOME/jgraph`, or `~/.cache/jgraph` if the variable is unset or empty. Does not create it."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jgraph"
 
 
 def enable(directory: Path | None = None, *, field: str = "directory") -> str:
-    """Enables JAX's persistent compilation cache in this process, for programs of every size.
+    """Enables JAX's persistent compilation cache in this process, for programs of every size and compilation time.
+
+    Creates the directory, readable by this user only, and changes `jax.config`.
 
     Args:
-        directory: Where programs are stored. Anybody who can write there can run code in every process that reads it. Default:
-            JAX's configured directory, otherwise a directory in the user's cache.
-        field: The name of the argument that holds the directory, for errors.
+        directory: Directory for compiled programs. Anybody who can write there can run code in every process that reads it.
+            None: `jax.config.jax_compilation_cache_dir` if set (a path or URL), otherwise `~/.cache/jgraph/compiled`, with
+            $XDG_CACHE_HOME in place of `~/.cache` if set.
+        field: The name of the caller's argument that contains the directory, for the error.
 
     Returns:
-        The path or URL of the cache.
+        The absolute path or the URL of the cache.
 
     Raises:
-        ConfigError: If the directory cannot be created or written.
+        ConfigError: If the directory cannot be created or written. The directory of a URL is not checked.
     """
     place = str(directory or _CONFIG.jax_compilation_cache_dir or user_cache() / "compiled")
     if "://" not in place:
@@ -81,10 +84,10 @@ def enable(directory: Path | None = None, *, field: str = "directory") -> str:
 
 @contextlib.contextmanager
 def watch() -> Iterator[Compiles]:
-    """Counts the programs that JAX compiles or loads inside the block, on all threads.
+    """Counts the programs that JAX compiles or loads from its cache inside a `with` block, on all threads.
 
     Yields:
-        The counts, which change during the block.
+        The counts. They start at 0, grow during the block, and stay fixed after it.
 
     Examples:
         >>> with watch() as compiles:
@@ -111,24 +114,30 @@ def watch() -> Iterator[Compiles]:
 
 @contextlib.contextmanager
 def for_elsewhere() -> Iterator[None]:
-    """Suppresses JAX's warning that it cannot read a cached program for an absent device. JAX compiles it again."""
+    """Suppresses JAX's warning "Error reading persistent compilation cache entry" inside a `with` block.
+
+    JAX cannot load a cached program for a device that is not present, and compiles it again. Filters of the `warnings` module
+    are restored at the end of the block.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
         yield
 
 
 def report_file(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, options: Mapping[str, object]) -> Path | None:
-    """Returns the path of a program's capture report in the cache.
+    """Returns the path of the JSON file for the capture report of a program: the command buffers that XLA built for it.
 
-    The name is a hash of the inputs of JAX's own key: the program without source lines, options, versions and devices.
+    The name is a hash of the inputs of JAX's own cache key: the program without source lines, options, versions, XLA_FLAGS and
+    devices. Creates nothing.
 
     Args:
         lowered: The program before compilation.
-        compiled: The program.
-        options: XLA options without those for dumps.
+        compiled: The same program after compilation.
+        options: The XLA options that it was compiled with, by name, without those for dumps.
 
     Returns:
-        The path, which need not exist. None without a cache on a local disk.
+        `capture/HASH.json` in JAX's compilation cache directory; the file need not exist. None if JAX's compilation cache is
+        off or at a URL, or the program has neither arguments nor results.
     """
     directory = _CONFIG.jax_compilation_cache_dir
     shardings = jax.tree.leaves((compiled.output_shardings, compiled.input_shardings))

@@ -64,12 +64,14 @@ class Outside:
     """Thunks of one kind that run outside command buffers, for one reason.
 
     Attributes:
-        kind: XLA's name of the thunk without its `k`, e.g. `Fft`. Thunks inside a loop or branch that cannot be captured are
-            counted as `While` or `Conditional`.
+        kind: XLA's name of the kind of thunk without its `k`, e.g. `Fft`. Thunks inside a loop or branch that cannot be
+            captured are counted as `While` or `Conditional`.
         count: The number of thunks. A thunk in a loop counts once.
-        reason: Why they were not captured.
-        remedy: How to capture them: arguments of `compiler_options`, XLA options, or a change of the program.
-        ops: Their distinct operations, in order. For thunks inside a loop or branch: the loop or branch.
+        reason: Why XLA did not capture them, a phrase.
+        remedy: How to capture them: arguments of `jgraph.xla.compiler_options` in backticks, XLA options, or a change of the
+            program. Empty if there is none.
+        ops: The distinct operations of these thunks, in program order. For thunks inside a loop or branch that cannot be
+            captured: the loop or branch. Empty if unknown.
     """
 
     kind: str
@@ -90,13 +92,15 @@ class Outside:
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """The thunks of a compiled program.
+    """Numbers of the thunks of a compiled program inside and outside command buffers. `str` formats the report.
+
+    A thunk is XLA's unit of execution, such as a kernel or a collective. A command buffer is XLA's name for a CUDA graph.
 
     Attributes:
         command_buffers: The number of command buffers.
         captured: The number of thunks inside command buffers.
-        total: The number of thunks.
-        outside: The thunks outside command buffers, by kind and reason.
+        total: The number of thunks. Thunks that contain or group others, such as loops, are not counted themselves.
+        outside: The thunks outside command buffers, one entry per kind, reason and remedy, sorted by these.
     """
 
     command_buffers: int
@@ -106,7 +110,7 @@ class CaptureReport:
 
     @property
     def holds_collectives(self) -> bool:
-        """True if there are command buffers and no collective is outside them."""
+        """True if there is at least one command buffer and every collective of the program, if any, is inside one."""
         collective = (_COMMAND_OF_KIND.get(outside.kind, "").startswith("COLLECTIVES") for outside in self.outside)
         return self.command_buffers > 0 and not any(collective)
 
@@ -118,22 +122,23 @@ class CaptureReport:
 def compile_and_report(
     lowered: jax.stages.Lowered, compiler_options: Mapping[str, OptionValue], *, platform: str | None = None
 ) -> tuple[jax.stages.Compiled, CaptureReport | None]:
-    """Compiles a program and reports its command buffers.
+    """Compiles a program and reports its command buffers. Does not run it.
 
-    XLA dumps the thunks into a temporary directory, which is removed. For a program in JAX's persistent compilation cache, the
-    report is the one stored when the program was compiled (`jgraph.xla.cache`).
+    XLA dumps the thunks into a temporary directory, which is removed. If JAX's persistent compilation cache is on, the report
+    is stored in the directory `capture` of the cache. For a program that JAX loads from the cache, the stored report is
+    returned.
 
     Args:
         lowered: The program, from `jax.jit(f).lower(...)`.
-        compiler_options: XLA options, from `jgraph.xla.compiler_options`.
-        platform: The platform of `lowered`: `cpu`, or `gpu`/`cuda`. Default: that of the default backend.
+        compiler_options: XLA options by name, from `jgraph.xla.compiler_options`. Not mutated.
+        platform: The platform of `lowered`: `cpu`, `gpu` or `cuda`. None: the platform of JAX's default backend.
 
     Returns:
-        The compiled program and its report. The report is None on a platform without command buffers, or if XLA dumps no thunks
-        because options disable dumps or the cache has the program without a report.
+        The compiled program and its report. The report is None on a platform other than `gpu` and `cuda`, or if XLA dumps no
+        thunks because options or XLA_FLAGS disable dumps or the cache has the program without a report.
 
     Raises:
-        CompilerOptionError: If XLA refuses an option.
+        CompilerOptionError: If XLA refuses an option. Other errors of compilation pass.
     """
     options: dict[str, Any] = dict(compiler_options)
     if (platform or jax.default_backend()) not in ("gpu", "cuda"):
@@ -201,10 +206,14 @@ def _read_dump(directory: Path, module: str, compiled: jax.stages.Compiled) -> C
 
 
 def thunk_instructions(metadata: bytes) -> dict[_ThunkKey, str]:
-    """Maps the number and kind of a thunk, e.g. `(7, "kFft")`, to the name of its instruction.
+    """Reads the HLO instruction of each thunk from a dump of XLA.
 
     Args:
-        metadata: XLA's `thunk_metadata.pb`, a list of (1: (1: instruction, 3: number), 2: kind).
+        metadata: The bytes of XLA's `thunk_metadata.pb`. Field 1 repeats a message of fields 1 (info) and 2 (kind); fields 1
+            and 3 of info are the name of the instruction and the number of the thunk. Empty bytes if there is no such file.
+
+    Returns:
+        The name of the HLO instruction by number and kind of the thunk, e.g. {(7, "kFft"): "fft.0"}.
     """
     names: dict[_ThunkKey, str] = {}
     for thunk in _protobuf.submessages(_protobuf.fields(metadata), 1):
@@ -215,15 +224,17 @@ def thunk_instructions(metadata: bytes) -> dict[_ThunkKey, str]:
 
 
 def report_of(thunks: str, config: str, ops: Mapping[_ThunkKey, Op]) -> CaptureReport:
-    """Returns the report of one dump.
+    """Returns the report of one dump of XLA.
 
     Args:
-        thunks: XLA's `thunk_sequence_after_thunk_passes.txt`, or `thunk_sequence.txt` if the former does not exist.
-        config: XLA's `config.pbtxt` of the same module, with the commands that it may capture.
-        ops: The known operations of the thunks.
+        thunks: The text of XLA's `thunk_sequence_after_thunk_passes.txt`, or of `thunk_sequence.txt` if the former does not
+            exist.
+        config: The text of XLA's `config.pbtxt` of the same module, with the kinds of thunks that XLA may capture.
+        ops: The operations of the thunks by number and kind, e.g. (7, "kFft"). Thunks may be missing: their operation is
+            then unknown.
 
     Returns:
-        The report.
+        The report, with the reason and the remedy for each thunk outside command buffers.
     """
     size = re.search(r"^\s*xla_gpu_graph_min_graph_size: (\d+)", config, re.MULTILINE)
     rules = _Rules(

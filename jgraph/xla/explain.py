@@ -27,13 +27,13 @@ _GRAPH_NOTE = (
 
 @dataclass(frozen=True)
 class Memory:
-    """Device memory of a program in bytes, as reported by XLA.
+    """Memory of a program on one device in bytes, as reported by XLA. `str` formats it in one line.
 
     Attributes:
-        arguments: Size of the arguments.
-        outputs: Size of the outputs.
+        arguments: Size of all arguments, including donated ones.
+        outputs: Size of all outputs, including those in donated buffers.
         aliased: Size of the outputs in donated buffers.
-        temporaries: Peak size of everything else.
+        temporaries: Peak size of the buffers that are neither arguments nor outputs.
     """
 
     arguments: int
@@ -43,14 +43,21 @@ class Memory:
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> "Memory | None":
-        """Returns the memory of a program. None if XLA does not report it."""
+        """Reads XLA's memory analysis of a compiled program. Does not run the program.
+
+        Args:
+            compiled: The program, from `jax.jit(f).lower(...).compile()`.
+
+        Returns:
+            The memory. None if XLA does not report it.
+        """
         found = compiled.memory_analysis()
         names = ("argument", "output", "alias", "temp")
         return None if found is None else cls(*(getattr(found, f"{name}_size_in_bytes") for name in names))
 
     @property
     def total(self) -> int:
-        """Peak memory, with each buffer counted once."""
+        """Peak memory in bytes: arguments + outputs - aliased + temporaries, so that each buffer counts once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
     def __str__(self) -> str:
@@ -60,11 +67,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class FP8Products:
-    """FP8 matmuls in a program compiled for a GPU.
+    """Counts of FP8 matmuls in a program compiled for a GPU. `str` formats them in one line.
 
     Attributes:
-        products: The number of matmuls with FP8 operands.
-        transposes: The number of transposes of FP8 arrays that XLA added. Each is a pass over memory.
+        products: The number of matmul calls with two FP8 operands, such as those of cuBLASLt.
+        transposes: The number of transpose instructions with an FP8 result, which XLA added. Each is a pass over memory.
     """
 
     products: int
@@ -72,7 +79,17 @@ class FP8Products:
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> "FP8Products":
-        """Counts the FP8 matmuls of a program."""
+        """Counts the FP8 matmuls in the text of a compiled program. Does not run the program.
+
+        Args:
+            compiled: The program, from `jax.jit(f).lower(...).compile()`.
+
+        Returns:
+            The counts, both 0 for a program without FP8 arrays.
+
+        Raises:
+            ProfileError: If the text of the program cannot be parsed.
+        """
         text = compiled.as_text() or ""
         if "f8e" not in text:  # parsing a whole program takes seconds
             return cls(0, 0)
@@ -98,12 +115,13 @@ class Explanation:
 
     Attributes:
         name: The name of the function.
-        device: XLA's name of the GPU or CPU it was compiled for.
-        capture: The thunks inside and outside of command buffers. None if unknown; `notes` has the reason.
-        donations: Every donated leaf and the output in its buffer.
-        memory: Device memory. None if XLA does not report it.
-        fp8: The FP8 matmuls.
-        notes: Limits of the report.
+        device: JAX's `device_kind` of the GPU or CPU that the function was compiled for.
+        capture: The thunks (XLA's units of execution, such as kernels) inside and outside of command buffers (XLA's name for
+            CUDA graphs). None if unknown; `notes` has the reason.
+        donations: One entry per donated argument leaf, with the output that reuses its buffer.
+        memory: Device memory in bytes. None if XLA does not report it.
+        fp8: Counts of the FP8 matmuls.
+        notes: Sentences about the limits of the report.
     """
 
     name: str
@@ -116,11 +134,15 @@ class Explanation:
 
     @property
     def dropped(self) -> tuple[Donation, ...]:
-        """Donated leaves with a buffer that no output uses."""
+        """The entries of `donations` without an output: JAX or XLA dropped the donation, so it saves no memory."""
         return tuple(donation for donation in self.donations if not donation.output)
 
     def to_json(self) -> str:
-        """Returns the fields as a JSON object, with `total` in memory."""
+        """Returns the report as the text of a JSON object.
+
+        The keys are name, device, capture, donations, memory, fp8 and notes. Nested dataclasses are objects with their fields
+        as keys; `memory` also has the key total. None becomes null.
+        """
         fields = dataclasses.asdict(self)
         if self.memory is not None:
             fields["memory"]["total"] = self.memory.total
@@ -151,13 +173,15 @@ def explain(
 
     Args:
         fn: A function, or the result of `jax.jit`. With `target`, bind static arguments by `functools.partial`.
-        *args: Its positional arguments: pytrees of arrays or `jax.ShapeDtypeStruct`. Only shapes and dtypes are used.
-        donate_argnums: Donated arguments of a function that is not jitted, as for `jax.jit`.
-        target: `h200`, `h100` or `b200` to compile for that GPU without having one. Default: JAX's default device.
-        compiler_options: XLA options, from `jgraph.xla.compiler_options`.
+        *args: The positional arguments of `fn`: pytrees of arrays or `jax.ShapeDtypeStruct`. Only shapes, dtypes and
+            shardings are used, and the values of static arguments. No array is donated.
+        donate_argnums: Indices of the positional arguments to donate, for a function that is not jitted. Pass those of a
+            jitted function to `jax.jit` instead.
+        target: `h200`, `h100` or `b200` to compile for that GPU without having one. None: the first of `jax.devices()`.
+        compiler_options: XLA options by name, from `jgraph.xla.compiler_options`. None for XLA's defaults.
 
     Returns:
-        The report. It replaces JAX's warnings about donations.
+        The report; `print` shows it as text. JAX's warning about donations that were not usable is suppressed.
 
     Raises:
         ConfigError: If `fn` is not a function, or `donate_argnums` is passed for a jitted function.
