@@ -55,8 +55,8 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
         config: The configuration of the run.
         console: The console to print to.
         end: Called from another thread if the devices do not finish a program within `hang_seconds`. Its argument is a function
-            that removes the lock and returns the error message. It must end the process, because the caller of `train` cannot
-            be interrupted.
+            that removes the lock and returns the error message, one line. `end` must end the process, because the thread that
+            waits for a hung device cannot be interrupted.
 
     Returns:
         The result of the run. A run that is already finished returns its result without training.
