@@ -32,8 +32,8 @@ class Callback:
     def instead(self, done: int, state: TrainState) -> tuple[TrainState, list[StepMetrics]] | None:
         """Runs one or more steps in place of the loop. Called before every step that the loop would run.
 
-        The loop's clock does not measure these steps. A callback runs steps in the middle of a run only if its `due` was True
-        after the step before, because the loop then waits for all dispatched steps.
+        The loop's clock does not measure these steps. No dispatched step may be unfinished when this method runs steps: either
+        the loop has just started, or `due(done)` of this callback was True, so that the loop has waited for step `done`.
 
         Args:
             done: Number of steps dispatched so far.
@@ -100,7 +100,7 @@ class Callback:
 
 @dataclass
 class Loop:
-    """Runs steps until `config.steps` of the setup or a stop signal. Dispatches up to four steps without waiting for them.
+    """Runs steps until `config.steps` of the setup or a stop signal, at most four steps ahead of the devices.
 
     Attributes:
         setup: The setup of `step`. Replaced after a halt.
@@ -225,7 +225,7 @@ class Loop:
 
 
 def agreed_stop(stop: StopRequest, watchdog: Watchdog, every: int) -> Callable[[int], bool]:
-    """Returns a function that tells all processes at the same step that one of them has received a stop signal.
+    """Returns a function that reports a stop signal of any process to all processes, at the same step.
 
     A single process checks its own signal at every step. Several processes exchange their signals only at multiples of `every`,
     when the devices are idle.
