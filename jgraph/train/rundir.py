@@ -366,8 +366,8 @@ def rule_of(name: str) -> Rule:
         name: The dotted name of the setting, for example `optimizer.beta1`.
 
     Returns:
-        The rule in `RULES` for the name, else for the part before the first dot. For an unknown setting, a new rule whose `may`
-        is `no`.
+        The rule in `RULES` for the name, else for the part before the first dot. For an unknown setting, a new rule with `may`
+        `no`.
     """
     return _BY_FIELD.get(name) or _BY_FIELD.get(name.partition(".")[0], Rule(name, "no", "unknown"))
 
