@@ -62,7 +62,7 @@ class Loaded:
 
         Args:
             prompts: A text, or several texts to continue at once. A text must not have more than `window` tokens.
-            **settings: `stop`: texts that end a continuation; no default. `max_tokens`: largest number of new tokens, default
+            **settings: `stop`: texts that end a continuation, default none. `max_tokens`: largest number of new tokens, default
                 128. `temperature`: divides the logits, default 1; 0 selects the most likely token. `top_k`: samples from this
                 many of the most likely tokens, default 0 for all. `top_p`: samples from the most likely tokens with this total
                 probability, default 1 for all. `key`: seed or random key, default 0. `window`: largest number of tokens that a
