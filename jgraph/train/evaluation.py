@@ -89,7 +89,7 @@ class _Model(NamedTuple):
 def evaluate(path: str | Path, step: int | None = None, *, module: str = "", **overrides: Any) -> Evaluation:
     """Evaluates the model of a run directory or of a Hugging Face folder on held-out text. Changes no files of the run.
 
-    For a run, the defaults give the loss that the run itself logs for this checkpoint.
+    For a run, the defaults select the same batches that the run evaluates while it trains.
 
     Args:
         path: A run directory, or a folder with the config.json and safetensors files of a model. The run may have used any
