@@ -35,7 +35,7 @@ class FirstStep(Callback):
         self._act: Callable[[], None] | None = act
 
     def due(self, done: int) -> bool:
-        """Returns True until the function has been called, so that the loop waits for the first step."""
+        """Returns True until the function has been called, so that the loop waits for the first step. `done` is not used."""
         return self._act is not None
 
     def after(self, done: int, state: TrainState, metrics: StepMetrics | None) -> None:
@@ -97,6 +97,9 @@ class GradientChecks(Callback):
     def zeros(self, metrics: StepMetrics) -> set[str]:
         """Finds gradients of zero in the metrics of a step.
 
+        Args:
+            metrics: The metrics of a finished step.
+
         Returns:
             The arrays with a gradient of zero everywhere, by path in `TrainState.params`. Leaves out arrays with only frozen
             parameters.
@@ -105,6 +108,9 @@ class GradientChecks(Callback):
 
     def problem(self, metrics: StepMetrics) -> str:
         """Describes the loss and the gradients of a step that are NaN or infinite.
+
+        Args:
+            metrics: The metrics of a finished step.
 
         Returns:
             For example "the loss is nan and the gradient of blocks/0/up/kernel is not finite". Also reports a norm of the
