@@ -30,6 +30,9 @@ class RunDir:
         samples: Path of `samples.jsonl`, one JSON object per text that a run generated at its end.
         tensorboard: Path of `tensorboard/`, TensorBoard event files.
         wandb: Path of `wandb.json`, the id of the run in Weights & Biases.
+
+    Args:
+        path: The directory. It need not exist.
     """
 
     def __init__(self, path: Path):
@@ -40,7 +43,7 @@ class RunDir:
         self.samples, self.tensorboard, self.wandb = path / "samples.jsonl", path / "tensorboard", path / "wandb.json"
 
     def has_checkpoint(self) -> bool:
-        """True if `checkpoints/` has a completely written checkpoint. Does not check its data."""
+        """Returns True if `checkpoints/` has a completely written checkpoint. Does not check its data."""
         return self.last_checkpoint() is not None
 
     def last_checkpoint(self) -> int | None:
@@ -49,7 +52,12 @@ class RunDir:
         return max((int(path.name) for path in paths if path.name.isdecimal()), default=None)
 
     def resumes(self, output: OutputConfig) -> bool:
-        """True if `output.resume` is True and this directory has a completely written checkpoint."""
+        """Returns True if a run resumes from a checkpoint of this directory.
+
+        Args:
+            output: The settings of the run. True requires that `output.resume` is True and that `checkpoints/` has a completely
+                written checkpoint, damaged or not.
+        """
         return output.resume and self.has_checkpoint()
 
     def resumed(self, config: TrainConfig) -> TrainConfig:
@@ -87,8 +95,9 @@ class RunDir:
             fingerprint: Hash of the data (`Corpus.fingerprint`). The first 12 characters are compared.
 
         Raises:
-            ConfigError: If the path is a file, or a directory with files but no config.json. Also if config.json is damaged, or
-                the saved run has other data or a setting with another value that may not change. The message lists them.
+            ConfigError: If the path is a file, or a directory with files but no config.json. With `output.resume` True, also if
+                config.json is damaged, or the saved run has other data or another value of a setting that may not change. The
+                message lists these settings.
         """
         if self.path.exists() and not self.path.is_dir():
             raise self._error("must be a directory, not a file")
