@@ -32,12 +32,12 @@ def find_model(name: str) -> Any:
 
 
 def is_class_name(name: object) -> bool:
-    """Returns True for a string of the form `package.module:Class`. Does not import the class. False for other types."""
+    """Returns True if `name` is a string of the form `package.module:Class`. Does not import the class."""
     return isinstance(name, str) and re.fullmatch(r"[\w.]+:\w+", name) is not None
 
 
 def is_built_in(name: str) -> bool:
-    """Returns True if the name `package.module:Class` has `jgraph_models` as its first part. Does not import the class."""
+    """Returns True if the class `name`, as `package.module:Class`, is in the package `jgraph_models`. Does not import it."""
     return re.split(r"[.:]", name)[0] == "jgraph_models"
 
 
