@@ -35,8 +35,8 @@ class Loaded:
 
     Attributes:
         model: The model as pure functions of its parameters.
-        params: Parameters in the model's own tree, a nested dict of arrays. Of a run, in the dtype of its checkpoint; of a
-            folder, in bfloat16 if the folder has this dtype, else float32.
+        params: Parameters in the model's own tree, a nested dict of arrays. The dtype is that of the run's checkpoint. For a
+            folder it is bfloat16 if config.json has this dtype, else float32.
         carried: Mutable state of the model, such as running statistics; empty if it has none.
         tokenizer: Its `encode` converts a text to token ids, and its `decode` token ids to a text.
         config: The configuration of the run. For a folder, a default configuration with the settings of its model.
@@ -166,9 +166,10 @@ def checked(path: str | Path) -> Path:
 
 
 def is_folder(path: Path) -> bool:
-    """Returns True if the config.json of a directory has the key "architectures", which only Hugging Face folders have.
+    """Returns True if a directory is a Hugging Face folder: if its config.json has the key "architectures".
 
-    Returns False for a run directory, and if config.json is missing or damaged.
+    Args:
+        path: The directory. The result is False for a run directory, and if config.json is missing or damaged.
     """
     try:
         fields = json.loads((path / "config.json").read_text())
