@@ -243,7 +243,13 @@ def batch_shapes(batch: InputConfig, *lead: int) -> Tree:
 
 
 def fp8_recipe(config: TrainConfig) -> FP8Config | None:
-    """Returns `config.fp8`, or None if `precision` is bf16. Starts the JAX backend if `precision` is fp8.
+    """Returns the settings of FP8 matmuls, and checks that the GPU has them.
+
+    Args:
+        config: The configuration of the run.
+
+    Returns:
+        `config.fp8`, or None if `precision` is bf16. Starts the JAX backend only if `precision` is fp8.
 
     Raises:
         ConfigError: If `precision` is fp8, `fp8.emulate` is False, and the first device is a GPU that is not known to have FP8
