@@ -46,7 +46,7 @@ def happened(steps: Sequence[Numbered]) -> tuple[list[Numbered], Halt | None]:
         steps: Pairs of the number of a step, from 1, and its metrics, for consecutive steps.
 
     Returns:
-        The pairs of the steps that did not halt, and the first halted step with its needs. None in place of the latter if no
+        The pairs of the steps that did not halt, and a `Halt` that describes the first halted step. The `Halt` is None if no
         step halted.
     """
     done = [step for step in steps if not is_halted(step[1])]
