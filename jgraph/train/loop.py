@@ -70,8 +70,8 @@ class Callback:
 
         Args:
             done: Number of finished steps.
-            state: The state after these steps. This method must not donate it. The next step donates it, so a reference kept
-                after the call is invalid.
+            state: The state after these steps. This method must not donate `state`. The next step donates `state`, so a
+                reference that is kept after the call is invalid.
             metrics: The metrics of step `done` as numpy values; None if a callback ran that step (`instead`).
         """
 
@@ -94,7 +94,7 @@ class Callback:
 
         Args:
             done: Number of finished steps.
-            state: The state after these steps. This method must not donate it.
+            state: The state after these steps. This method must not donate `state`.
         """
 
 
