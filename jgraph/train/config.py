@@ -21,7 +21,7 @@ DtypeName: TypeAlias = Literal["bfloat16", "float32"]
 class DefaultSteps(int):
     """An int that marks a number of steps as a default, not set by the user.
 
-    `TrainConfig` reduces a default `optimizer.warmup_steps` to a tenth of `steps` if it is larger.
+    `TrainConfig` reduces a default `optimizer.warmup_steps` that is greater than a tenth of `steps` to that tenth.
     """
 
 
@@ -187,7 +187,7 @@ class DtypeConfig:
     def check(self) -> None:
         """Checks that parameters and gradients have the same dtype, or that an option handles the difference.
 
-        `TrainConfig` calls this after its checks of a pipeline, because their messages give other advice.
+        `TrainConfig` calls this method after the checks of a pipeline, because the messages of those checks give other advice.
 
         Raises:
             ConfigError: If `main_params_dtype` and `main_grads_dtype` differ, `decoupled_grad` is False and `on_dtype_mismatch`
@@ -454,8 +454,8 @@ class TrainConfig:
     def __post_init__(self):
         """Checks constraints between components, and computes defaults that depend on other fields.
 
-        Sets `model` to the default settings of the model class if it is None and the class has settings, which imports the
-        class. Sets an empty `output.run_dir` to runs/PRESET, or to runs/CLASS without a preset. Reduces a default
+        If `model` is None, imports the model class and sets `model` to its default settings, if the class has settings. Sets an
+        empty `output.run_dir` to runs/PRESET, or to runs/CLASS without a preset. Reduces a default
         `optimizer.warmup_steps` to a tenth of `steps`.
 
         Raises:
