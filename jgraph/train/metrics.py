@@ -21,8 +21,8 @@ def peak_memory_bytes(device: Any) -> int:
         device: A `jax.Device`.
 
     Returns:
-        The peak memory of the device since the process started. If the device does not count it, as a CPU, the peak memory of
-        the process on the host.
+        The peak memory of the device since the process started. For a device without such a counter, for example a CPU, the
+        peak memory of the process on the host.
     """
     stats = device.memory_stats()
     if stats and "peak_bytes_in_use" in stats:
