@@ -152,7 +152,7 @@ class Metrics(Callback):
         setup: The setup of the run.
         log: Receives every entry: metrics.jsonl and the trackers.
         reporter: Prints every entry and warnings.
-        clock: The clock of the loop, which measures the time of the steps. Its lap is reset by every entry.
+        clock: The clock of the loop, which measures the time of the steps. Every entry ends a lap of the clock.
         checks: Counts the skipped updates and finds gradients of zero. Must come before this callback in the loop.
         evaluate: Returns the held-out loss of a state, in nats per token, as a float.
     """
