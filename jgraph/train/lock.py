@@ -19,7 +19,8 @@ def locked(run_dir: RunDir, warn: Callable[[str], object]) -> Iterator[None]:
     """Creates a run directory if it is missing, and locks it against other processes inside the `with` block. Does not wait.
 
     Writes the file `lock` with the id and the host of this process, as JSON. At the end of the block, deletes this file, and
-    the directory too if it is empty. The operating system releases the lock if the process is killed. On a file system
+    deletes the run directory if no other file is in the directory. The operating system releases the lock if the process is
+    killed. On a file system
     without locks, the content of the file replaces the lock: the directory counts as locked while the process in the file
     lives, and always if that process is on another machine.
 
