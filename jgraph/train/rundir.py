@@ -63,8 +63,9 @@ class RunDir:
     def resumed(self, config: TrainConfig) -> TrainConfig:
         """Adapts the learning rate schedule of a configuration to the saved run that it resumes.
 
-        With the same `steps` as the saved run, its schedule is kept. With other `steps`, `optimizer.extend` decides where the
-        cosine ends. A default warmup becomes that of the saved run. Does not check the other settings.
+        With the same `steps` as the saved run, the saved schedule is kept. With other `steps`, `optimizer.extend` decides where
+        the cosine ends; if it is `no`, the method `check` rejects the change. A default warmup becomes that of the saved run,
+        unless the new run is shorter than that. Does not check the other settings.
 
         Args:
             config: The configuration that the user asked for.
