@@ -70,15 +70,18 @@ ELSEWHERE = {
 
 
 def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
-    """Runs the command.
+    """Runs the command `python -m jgraph.train`: parses the flags, trains, and prints progress to stdout and errors to stderr.
 
     Args:
-        argv: The arguments. Default: those of the process.
+        argv: The arguments without the name of the program; None for those of the process.
         prog: The command as the user starts it, for the usage line and errors.
 
     Returns:
-        The exit code, as in `jgraph.cli.run`. After Ctrl-C (130) and SIGTERM (143) the run is saved first; a second Ctrl-C
-        exits with 130 at once. If the devices do not respond for `hang_seconds`, the process ends with 75 inside this call.
+        The exit code: 0 if the run is finished or the help was printed; 1 if the loss or a gradient is not finite; 2 for
+            invalid
+        input, printed as one line to stderr; 130 after Ctrl-C and 143 after SIGTERM, when the run has been saved; 130 after a
+        second Ctrl-C, at once; 141 if the reader of stdout has closed it. If the devices do not finish a program within
+        `hang_seconds`, the process ends with 75 inside this call.
     """
     return cli.run(prog, functools.partial(_run, prog=prog), argv, FIELDS)
 
@@ -130,17 +133,21 @@ def _check_device_count(args: Sequence[str]) -> None:
 
 
 def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
-    """Parses the flags of a run.
+    """Parses the flags of a run. Trains nothing and writes no files.
+
+    The defaults are those of the flag `--preset`. With `--continue-from` and `--init-from`, the settings of the model are read
+    from the other run or folder. Imports the model class.
 
     Args:
-        args: The arguments.
+        args: The arguments without the name of the program.
         prog: The command as the user starts it, for the usage line.
 
     Returns:
-        The configuration, or None after --help.
+        The checked configuration. None after `--help`, which prints the help to stdout.
 
     Raises:
-        ConfigError: If the arguments cannot be parsed or the configuration is invalid.
+        ConfigError: If a flag is unknown or has a value that is not allowed, values exclude each other, the model class cannot
+            be imported, or the other run or folder cannot be read.
     """
     # These flags determine the other flags and their defaults. tyro parses them again and reports errors.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

@@ -25,37 +25,37 @@ from jgraph.tree import leaf_names
 
 
 class FirstStep(Callback):
-    """Calls a function once, after the first step.
+    """Calls a function once, when the first step that the loop itself runs has finished.
 
     Args:
-        act: The function.
+        act: The function, without arguments. Its result is ignored.
     """
 
     def __init__(self, act: Callable[[], None]):
         self._act: Callable[[], None] | None = act
 
     def due(self, done: int) -> bool:
-        """True until the function has been called."""
+        """Returns True until the function has been called, so that the loop waits for the first step. `done` is not used."""
         return self._act is not None
 
     def after(self, done: int, state: TrainState, metrics: StepMetrics | None) -> None:
-        """Calls the function after the first step that the loop ran itself."""
+        """Calls the function, unless it has been called before or another callback ran the step (`metrics` is None)."""
         if self._act and metrics is not None:
             self._act()
             self._act = None
 
 
 class GradientChecks(Callback):
-    """Stops the run or warns if a loss or gradient is not finite, and warns of gradients that are zero.
+    """Checks every finished step: raises or warns if its loss or gradient is not finite, and warns of gradients of zero.
 
     Args:
-        setup: The setup of the run.
-        checkpoints: The checkpoints, for the error.
+        setup: The setup of the run. Its `on_nonfinite` chooses between an error (`stop`) and a warning (`skip`).
+        checkpoints: The checkpoints of the run. The error names the newest one.
         reporter: Prints warnings.
-        skipped: Number of updates that the run has skipped so far.
+        skipped: Number of updates that the run has skipped before this loop, because the loss or a gradient was not finite.
 
     Attributes:
-        skipped: Number of skipped updates.
+        skipped: Number of updates that the run has skipped so far, including this loop.
     """
 
     def __init__(self, setup: TrainSetup, checkpoints: Checkpoints, reporter: Reporter, skipped: int):
@@ -69,7 +69,20 @@ class GradientChecks(Callback):
             self._trained = {name for name, is_trained in zip(self._names, masks, strict=True) if is_trained}
 
     def finished(self, steps: Sequence[Numbered]) -> None:
-        """Checks the metrics of every step. Raises NonFiniteError, unless `on_nonfinite` is `skip`."""
+        """Checks the metrics of finished steps. Called by the loop for every step once.
+
+        If a loss or gradient is not finite, raises, or with `on_nonfinite` `skip` counts the step in `skipped` and prints a
+        warning. Prints a warning once per array with a gradient of zero. With delayed FP8 scaling, step 1 is not checked for
+        gradients of zero.
+
+        Args:
+            steps: Pairs of the number of a step, from 1, and its metrics.
+
+        Raises:
+            NonFiniteError: If a loss or gradient is not finite and `on_nonfinite` is `stop`. Waits for the checkpoint that is
+                being written first.
+            CheckpointError: If that checkpoint cannot be written.
+        """
         for number, metrics in steps:
             if problem := self.problem(metrics):
                 self._non_finite(number, problem)
@@ -82,11 +95,27 @@ class GradientChecks(Callback):
                 )
 
     def zeros(self, metrics: StepMetrics) -> set[str]:
-        """Returns the names of the trained arrays with a gradient of zero."""
+        """Finds gradients of zero in the metrics of a step.
+
+        Args:
+            metrics: The metrics of a finished step.
+
+        Returns:
+            The arrays with a gradient of zero everywhere, by path in `TrainState.params`. Leaves out arrays with only frozen
+            parameters.
+        """
         return {name for name, square_sum in self._square_sums(metrics) if square_sum == 0} & self._trained
 
     def problem(self, metrics: StepMetrics) -> str:
-        """Describes the loss and gradients of a step that are not finite. Returns an empty string if all are finite."""
+        """Describes the loss and the gradients of a step that are NaN or infinite.
+
+        Args:
+            metrics: The metrics of a finished step.
+
+        Returns:
+            For example "the loss is nan and the gradient of blocks/0/up/kernel is not finite". Also reports a norm of the
+            gradient that overflows float32. An empty string if everything is finite.
+        """
         problems = [] if np.isfinite(metrics.loss) else [f"the loss is {float(metrics.loss)}"]
         names = [name for name, square_sum in self._square_sums(metrics) if not np.isfinite(square_sum)]
         if names:
@@ -117,15 +146,15 @@ class GradientChecks(Callback):
 
 
 class Metrics(Callback):
-    """Evaluates the model, and writes and prints the metrics of a step.
+    """Writes and prints the metrics every `log_every` steps, and evaluates the model every `eval_every` steps.
 
     Args:
         setup: The setup of the run.
-        log: Receives the entries.
-        reporter: Prints the entries.
-        clock: Measures the time of the steps.
-        checks: Counts skipped updates.
-        evaluate: Returns the held-out loss of a state.
+        log: Receives every entry: metrics.jsonl and the trackers.
+        reporter: Prints every entry and warnings.
+        clock: The clock of the loop, which measures the time of the steps. Every entry ends a lap of the clock.
+        checks: Counts the skipped updates and finds gradients of zero. Must come before this callback in the loop.
+        evaluate: Returns the held-out loss of a state, in nats per token, as a float.
     """
 
     def __init__(
@@ -146,14 +175,31 @@ class Metrics(Callback):
         self._peak_flops = (peak_flops(self._device.device_kind) or 0) * setup.step.num_devices
 
     def due(self, done: int) -> bool:
-        """True after the first step, every `log_every` steps, and after the steps with an evaluation."""
+        """Returns True after step 1, every `log_every` steps, every `eval_every` steps, and after the last step."""
         return done == 1 or done % self._monitor.log_every == 0 or self._evaluates(done)
 
     def _evaluates(self, done: int) -> bool:
         return done == self._steps or done % self._monitor.eval_every == 0
 
     def after(self, done: int, state: TrainState, metrics: StepMetrics | None) -> None:
-        """Logs and prints one entry. Skips profiled steps, because the profiler slows them down."""
+        """Writes one entry to metrics.jsonl and the trackers, and prints it. Evaluates first at the steps of `eval_every`.
+
+        The keys of an entry are "step", "loss" (nats per token), "grad_norm" (before clipping), "learning_rate",
+        "tokens_per_second", "step_time_ms", "mfu" (fraction of the peak FLOP/s of the devices; None if that is unknown),
+        "peak_memory_bytes" (of the first device of this process), "skipped" (updates), "seconds" (of all steps of the run),
+        "zero_gradients" (number of arrays) and, after an evaluation, "eval_loss". A model with experts adds their statistics.
+
+        Also warns once per layer of experts that got no token for 100 steps.
+
+        Args:
+            done: Number of finished steps.
+            state: The state after these steps. Not donated.
+            metrics: The metrics of step `done`. None for a profiled step: nothing is written, because the profiler slows the
+                step down.
+
+        Raises:
+            ConfigError: If metrics.jsonl cannot be written.
+        """
         if metrics is None:
             return
         seconds, checks = self._clock.lap(), self._checks
@@ -190,13 +236,13 @@ class Metrics(Callback):
 
 
 class SaveCheckpoints(Callback):
-    """Saves the state every few steps and at the end.
+    """Saves the state about every `checkpoint_every` steps and at the end of the loop.
 
     Args:
         setup: The setup of the run.
-        checkpoints: Writes the checkpoints.
-        watchdog: Watches the devices.
-        done: Number of steps already done.
+        checkpoints: Writes the checkpoints in the background.
+        watchdog: Watches the wait for the copy of the state on the devices.
+        done: Number of steps that were finished before the loop.
     """
 
     def __init__(self, setup: TrainSetup, checkpoints: Checkpoints, watchdog: Watchdog, done: int):
@@ -204,15 +250,39 @@ class SaveCheckpoints(Callback):
         self._checkpoints, self._watchdog, self._saved = checkpoints, watchdog, done
 
     def due(self, done: int) -> bool:
-        """True if `checkpoint_every` steps have passed. A profile may run past the exact step."""
+        """Returns True if there is a multiple of `checkpoint_every` after the last saved step, up to and including `done`.
+
+        Before the first save, counts from the number of steps finished before the loop. `done` may be larger than the multiple,
+        because a profile runs several steps between two calls.
+        """
         return done // self._every > self._saved // self._every
 
     def after(self, done: int, state: TrainState, metrics: StepMetrics | None) -> None:
-        """Saves the state."""
+        """Saves the state after step `done`, unless the newest checkpoint is of this step.
+
+        Copies the state on the devices to the layout of the model's own tree, so the devices need memory for a second state
+        until the copy is on the host. The files are written in the background.
+
+        Args:
+            done: Number of finished steps.
+            state: The state after these steps. Neither donated nor deleted.
+            metrics: Not used.
+
+        Raises:
+            CheckpointError: If this or the previous checkpoint cannot be written.
+        """
         self.ended(done, state)
 
     def ended(self, done: int, state: TrainState) -> None:
-        """Saves the state, unless the newest checkpoint is of this step."""
+        """Saves the state at the end of the loop, in the same way as `after`, unless the newest checkpoint is of step `done`.
+
+        Args:
+            done: Number of finished steps.
+            state: The state after these steps. Neither donated nor deleted.
+
+        Raises:
+            CheckpointError: If this or the previous checkpoint cannot be written.
+        """
         if self._checkpoints.latest_step == done:
             return  # saved by `after`; another conversion of the state would take memory for a second state
         canonical = self._watchdog.wait(lambda: f"the state of step {done} for its checkpoint", self._layout.of(state))

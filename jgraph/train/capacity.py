@@ -17,11 +17,12 @@ Numbered = tuple[int, StepMetrics]
 
 
 class Halt(NamedTuple):
-    """A step that halted because a device received too many expert rows.
+    """A step that changed nothing, because a device received more rows for its experts than its buffer holds.
 
     Attributes:
         number: Number of the first halted step, from 1.
-        needed: Largest number of expert rows that a device must send to one other device.
+        needed: Largest number of rows (tokens times experts per token) that a device must send to one other device, in any
+            layer and microbatch of the halted steps.
     """
 
     number: int
@@ -29,18 +30,24 @@ class Halt(NamedTuple):
 
 
 def is_halted(metrics: StepMetrics) -> bool:
-    """True if a step halted. Waits for the step if it can halt."""
+    """Returns True if a step halted: it changed nothing, because an expert buffer was too small.
+
+    Args:
+        metrics: The metrics of the step, as numpy values or as arrays of a step that may be running. If `metrics.halted` is
+            None, the step cannot halt and is not waited for. Otherwise waits for the step.
+    """
     return metrics.halted is not None and int(metrics.halted) > 0
 
 
 def happened(steps: Sequence[Numbered]) -> tuple[list[Numbered], Halt | None]:
-    """Separates the steps before a halt from the halted ones.
+    """Separates the steps before a halt from the halted steps. All steps after a halted step are halted, too.
 
     Args:
-        steps: Numbers and metrics of consecutive steps.
+        steps: Pairs of the number of a step, from 1, and its metrics, for consecutive steps.
 
     Returns:
-        The finished steps, and the halt; None if no step halted.
+        The pairs of the steps that did not halt, and a `Halt` that describes the first halted step. The `Halt` is None if no
+        step halted.
     """
     done = [step for step in steps if not is_halted(step[1])]
     if len(done) == len(steps):
@@ -51,17 +58,17 @@ def happened(steps: Sequence[Numbered]) -> tuple[list[Numbered], Halt | None]:
 
 
 def grown(config: TrainConfig, halt: Halt) -> tuple[TrainConfig, str]:
-    """Increases the expert capacity until the rows of the halted step fit.
+    """Increases `model.moe.capacity`, the size of the expert buffers, until the rows of a halted step fit.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration of the run. Not changed.
         halt: The halted step.
 
     Returns:
-        The new configuration, and a line that describes the change.
+        A copy of `config` with a larger `model.moe.capacity`, and a line that describes the change. Does not print the line.
 
     Raises:
-        ConfigError: If the model halted for another reason.
+        ConfigError: If the rows fit with the present capacity, so that the model halted for another reason.
     """
     moe: Any = getattr(config.model, "moe", None)
     devices = config.parallel.ep

@@ -18,17 +18,18 @@ class Summary:
     """The result of a run, as `train` returns it.
 
     Attributes:
-        outcome: `finished`, `already finished` or `stopped by SIGNAL`.
-        steps: Number of steps done, including skipped ones.
+        outcome: "finished", "already finished" (no step was needed) or "stopped by SIGTERM" (or another signal).
+        steps: Number of finished steps of the run, including those before it was resumed and those without an update.
         skipped: Number of steps without an update, because the loss or a gradient was not finite.
         tokens: Number of training tokens of all steps.
-        seconds: Duration of all steps, over all runs in the directory. Excludes compilation, evaluation and checkpoints.
+        seconds: Time of all steps in seconds, also before the run was resumed. Excludes compilation, evaluation, checkpoints
+            and profiled steps.
         train_loss: Loss of the last logged step in nats per token, or None if no step was logged.
         heldout_loss: Loss of the last evaluation in nats per token, or None if there was none.
-        zlib_nats_per_token: Size of the same text under zlib, or None if tokens are not bytes.
+        zlib_nats_per_token: Size of the text, compressed by zlib at level 9, in nats per byte; None if tokens are not bytes.
         run_dir: The run directory.
-        sample: A prompt and its continuation. Both are empty if no sample was generated.
-        stopped_by: Name of the signal that stopped the run, for example `SIGTERM`. Empty if the run is finished.
+        sample: A prompt and its continuation, as texts. Both are empty if no sample was generated.
+        stopped_by: Name of the signal that stopped the run, for example "SIGTERM". Empty if the run is finished.
     """
 
     outcome: str
@@ -45,12 +46,13 @@ class Summary:
 
 
 class Reporter:
-    """Prints the progress of a run. A context manager.
+    """Prints the header, progress, warnings and summary of a run to a console.
 
-    On a terminal it updates one live line. Elsewhere it prints one line per logged step.
+    A context manager: inside its `with` block, a live line at the bottom of a terminal shows the progress. On a console that is
+    not a terminal, every logged step is printed as a line of its own.
 
     Args:
-        console: The console to print to.
+        console: The console to print to. A quiet console prints nothing.
         steps: Number of steps of the run.
     """
 
@@ -68,25 +70,42 @@ class Reporter:
         self._task = self._live.add_task("", total=steps, numbers="compiling")
 
     def __enter__(self) -> Self:
-        """Starts the live line."""
+        """Shows the live line, if the console is a terminal. Returns the reporter itself."""
         self._live.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Stops the live line."""
+        """Stops updating the live line and restores the terminal. Does not suppress an exception."""
         self._live.stop()
 
     def line(self, text: str) -> None:
-        """Prints a line above the live line. Characters that the console cannot encode become `?`."""
+        """Prints a text as it is, without markup, above the live line. Characters that the console cannot encode become `?`.
+
+        Args:
+            text: One or several lines, without a line break at the end.
+        """
         text = text.encode(self._console.encoding, errors="replace").decode(self._console.encoding)
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """Prints a warning."""
+        """Prints the line "warning: TEXT" above the live line.
+
+        Args:
+            text: The warning, one line.
+        """
         self.line(f"warning: {text}")
 
     def progress(self, entry: dict[str, Any]) -> None:
-        """Shows an entry of metrics.jsonl."""
+        """Shows the step, losses, speed, peak memory and skipped updates of an entry of metrics.jsonl.
+
+        On a terminal, updates the live line, and prints a line of its own if the entry has "eval_loss". Elsewhere, prints a
+        line for every entry.
+
+        Args:
+            entry: The entry, with the keys "step", "loss" (nats per token), "tokens_per_second", "step_time_ms", "mfu"
+                (fraction of the peak FLOP/s, or None), "peak_memory_bytes" and "skipped". After an evaluation also "eval_loss".
+                Losses and speeds may be None and are then shown as `?`. Other keys are ignored.
+        """
         # On a terminal, evaluations are printed too, because the next step overwrites the live line.
         if self._live.disable or "eval_loss" in entry:
             self.line(f"step {entry['step']}/{self._steps}  {_numbers(entry)}")
@@ -98,9 +117,9 @@ class Reporter:
 
         Args:
             config: The configuration of the run.
-            parameters: Number of parameters.
-            corpus: The training data.
-            devices: Number and kind of the devices.
+            parameters: Number of parameters of the model.
+            corpus: The training data. Its name and numbers of tokens are printed.
+            devices: Number and kind of the devices as a text, for example "8 NVIDIA H100 devices".
         """
         batch, optimizer = config.input, config.optimizer
         sizes, changed = map(_settings, changed_settings(config))
@@ -121,11 +140,11 @@ class Reporter:
         )
 
     def summary(self, summary: Summary, module: str) -> None:
-        """Prints the result of a run, and the command that generates more text.
+        """Prints the result of a run. If it has a sample text, also prints that text and the command that generates more text.
 
         Args:
-            summary: The result.
-            module: Model class of the run, as `package.module:Class`.
+            summary: The result of the run.
+            module: Model class of the run, as `package.module:Class`. The command names it if it is outside `jgraph_models`.
         """
         seconds, zlib = summary.seconds, summary.zlib_nats_per_token
         rate = f", {summary.tokens / seconds:,.0f} tokens/s" if seconds else ""

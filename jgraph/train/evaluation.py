@@ -33,16 +33,17 @@ class Evaluation:
     """The result of an evaluation.
 
     Attributes:
-        source: The run and its step, or the folder.
-        data: The data. Its held-out part was predicted.
-        fingerprint: The fingerprint of the text.
+        source: "RUN after STEP steps", or the path of the Hugging Face folder.
+        data: Name of the data. The model predicted tokens of its held-out part.
+        fingerprint: SHA-256 of the data, 64 hexadecimal digits.
         batches: Number of batches.
-        batch_size: Sequences per batch.
+        batch_size: Sequences per batch, over all devices.
         seq_len: Predicted tokens per sequence.
         devices: Number of devices.
-        tokens: Number of predicted tokens.
-        bytes: Bytes of text in these tokens, without end-of-text tokens; None if unknown.
-        loss: Loss in nats per token.
+        tokens: Number of predicted tokens, over all batches.
+        bytes: Number of bytes of the text of the predicted tokens, in UTF-8 without end-of-text tokens; None if the tokenizer
+            is unknown.
+        loss: Mean loss over all predicted tokens, in nats per token.
     """
 
     source: str
@@ -58,12 +59,12 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss."""
+        """Perplexity per token: e to the power of the loss in nats."""
         return float(np.exp(self.loss))
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Loss in bits per byte of text, which is comparable between tokenizers. None if `bytes` is unknown."""
+        """Loss in bits per byte of text, which is comparable between tokenizers. None if `bytes` is None or 0."""
         return self.loss / math.log(2) * self.tokens / self.bytes if self.bytes else None
 
 
@@ -86,21 +87,29 @@ class _Model(NamedTuple):
 
 
 def evaluate(path: str | Path, step: int | None = None, *, module: str = "", **overrides: Any) -> Evaluation:
-    """Evaluates the model of a run directory or of a Hugging Face folder, as a run does while it trains.
+    """Evaluates the model of a run directory or of a Hugging Face folder on held-out text. Changes no files of the run.
+
+    For a run, the defaults select the same batches that the run evaluates while it trains.
 
     Args:
-        path: The run directory or folder. The run may use any number of devices and may still be training.
-        step: Step of the run's checkpoint; None for the newest.
-        module: Model class of the run; required for a class outside `jgraph_models`, as in `load`.
-        **overrides: `data`, `batch_size`, `seq_len`, `eval_batches`, `dp`, `fsdp` of `TrainConfig`. Defaults: those of the run.
+        path: A run directory, or a folder with the config.json and safetensors files of a model. The run may have used any
+            number of devices and may still be training.
+        step: Number of finished steps of the run's checkpoint; None for the newest. Must be None for a folder.
+        module: Model class of the run, as `package.module:Class`. Required for a class outside `jgraph_models`, because loading
+            imports the module and so runs its code. Must be empty for a folder.
+        **overrides: Fields of `TrainConfig` that replace the settings of the evaluation. `data`: names of corpora, files or
+            directories, required for a folder. `batch_size`: sequences per batch. `seq_len`: predicted tokens per sequence.
+            `eval_batches`: largest number of batches. `dp`, `fsdp`: number of devices. The defaults are the settings of the
+            run, but on one device. For a folder they are 8 sequences of at most 1024 tokens and 16 batches.
 
     Returns:
-        The loss and the evaluated text.
+        The loss, and the size of the evaluated text.
 
     Raises:
-        ConfigError: If an argument has a wrong value, or the run's class may not be imported.
-        DataError: If the text cannot be read.
-        CheckpointError: If there is no such checkpoint, or it is damaged.
+        ConfigError: If an argument has a value that is not allowed, there are too few devices, or `path` is neither a run nor a
+            folder. Also if `module` is another class than that of the run, or is empty for a class outside `jgraph_models`.
+        DataError: If the data cannot be read, or is text and the model has no tokenizer.
+        CheckpointError: If the run does not have the checkpoint, or the checkpoint is damaged.
     """
     path = checked(path)
     if not is_folder(path):

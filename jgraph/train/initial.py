@@ -38,17 +38,17 @@ _COPIED = f"{TOKENIZER_FILE} tokenizer_config.json special_tokens_map.json gener
 
 
 def names_of(module: str, *, field: str) -> HuggingFace:
-    """Returns the map between the parameters of a model class and Hugging Face tensors.
+    """Imports a model class and returns its map between parameter names and Hugging Face tensors.
 
     Args:
         module: The model class, as `package.module:Class`.
-        field: Argument that requires the map, for the error.
+        field: Name of the caller's argument that requires the map, for the error.
 
     Returns:
         The attribute `hugging_face` of the class.
 
     Raises:
-        ConfigError: If the class has no such attribute.
+        ConfigError: If the class cannot be imported, or its attribute `hugging_face` is missing or not a `HuggingFace`.
     """
     names = getattr(find_model(module), "hugging_face", None)
     if not isinstance(names, HuggingFace):
@@ -59,19 +59,20 @@ def names_of(module: str, *, field: str) -> HuggingFace:
 
 
 def with_settings_of(module: str, model: Any, init_from: str, run_dir: str) -> Any:
-    """Returns model settings with the sizes of a Hugging Face folder.
+    """Returns model settings with the sizes in the config.json of a Hugging Face folder. Reads no tensors.
 
     Args:
         module: The model class, as `package.module:Class`.
-        model: Settings with the values of all other fields.
-        init_from: The folder. If it has been removed, the copy of its config.json in the run directory is read.
-        run_dir: The run directory.
+        model: Settings for the fields that config.json does not determine. Not changed.
+        init_from: Path of the folder. If it has been removed, the copy of its config.json in the run directory is read.
+        run_dir: Path of the run directory, which need not exist.
 
     Returns:
-        The settings.
+        A copy of `model` with the fields that config.json determines.
 
     Raises:
-        ConfigError: If the class does not support folders, or the folder cannot be read.
+        ConfigError: If the class has no attribute `hugging_face`, the folder does not exist, or its config.json is missing,
+            damaged or describes a model that the class does not support.
     """
     copy = RunDir(Path(run_dir)).origin
     path = copy if not Path(init_from).exists() and (copy / CONFIG_FILE).exists() else Path(init_from)
@@ -79,27 +80,36 @@ def with_settings_of(module: str, model: Any, init_from: str, run_dir: str) -> A
 
 
 def run_of(continue_from: str) -> tuple[Path, int | None]:
-    """Splits RUN/checkpoints/STEP into the run directory and the step. The step is None for RUN alone."""
+    """Splits RUN/checkpoints/STEP into the run directory and the step. Does not look for the files.
+
+    Args:
+        continue_from: RUN/checkpoints/STEP, or RUN alone.
+
+    Returns:
+        The run directory, and the number of steps of the checkpoint. None instead of the number for RUN alone.
+    """
     path = Path(continue_from)
     is_step = path.parent.name == "checkpoints" and path.name.isdecimal()
     return (path.parents[1], int(path.name)) if is_step else (path, None)
 
 
 def config_of_run(continue_from: str, run_dir: str, *, module: str = "") -> TrainConfig:
-    """Returns the saved configuration of the run named by `continue_from`.
+    """Returns the saved configuration of the run named by `continue_from`. Imports its model class.
 
-    Reads the configuration of the run in `run_dir` instead if the other run has been removed.
+    If that run has been removed and `run_dir` holds a run, reads the configuration of the run in `run_dir` instead.
 
     Args:
-        continue_from: The other run.
-        run_dir: Directory of the run that starts from it.
-        module: Model class that the caller named; empty if the caller named none.
+        continue_from: Directory of the other run, or RUN/checkpoints/STEP.
+        run_dir: Directory of the run that starts with the weights of the other run.
+        module: Model class that the caller trusts, as `package.module:Class`. Required for a class outside `jgraph_models`,
+            and may be empty otherwise.
 
     Returns:
-        The configuration.
+        The configuration in config.json.
 
     Raises:
-        ConfigError: As `RunDir.saved_config`.
+        ConfigError: If there is no run, its config.json is damaged or from another version, `module` is another class than the
+            saved one, or `module` is empty for a class outside `jgraph_models`.
     """
     source, target = RunDir(run_of(continue_from)[0]), RunDir(Path(run_dir))
     is_removed = not source.path.exists() and target.config.exists()
@@ -112,13 +122,16 @@ def config_of_run(continue_from: str, run_dir: str, *, module: str = "") -> Trai
 
 
 def check_alike(here: Any, there: Any, as_it: str, prefix: str = "model.") -> None:
-    """Checks that model settings equal those of the initial weights, except for the settings in `_FREE`.
+    """Checks that the model settings of a run equal those of its initial weights.
+
+    `compute_dtype`, and `balance_loss`, `z_loss` and `bias_rate` of `moe`, may differ. Nested dataclasses of the same type are
+    compared field by field.
 
     Args:
-        here: Settings of the run.
-        there: Settings of the initial weights.
-        as_it: Describes the source of the expected value in the error.
-        prefix: Prefix of the field names.
+        here: Settings of the run, a dataclass; None for a model without settings, which is not checked.
+        there: Settings of the initial weights, with the same fields.
+        as_it: Names the source of the expected value, for the error, for example "as in `init_from` folder".
+        prefix: Text before the field names in the error.
 
     Raises:
         ConfigError: For the first setting that differs.
@@ -132,14 +145,14 @@ def check_alike(here: Any, there: Any, as_it: str, prefix: str = "model.") -> No
 
 
 def tokenizer_of(config: TrainConfig, run_dir: RunDir) -> Path | None:
-    """Returns the tokenizer.json of the initial weights, which tokenizes text in `data`.
+    """Returns the path of the tokenizer.json that belongs to the initial weights. The run tokenizes text in `data` with it.
 
     Args:
         config: The configuration of the run.
-        run_dir: The run directory. A resumed run reads the copy in it.
+        run_dir: The run directory. If the run resumes, the copy in `origin/` of this directory is used.
 
     Returns:
-        The file, or None to read text as bytes.
+        The path. None if the weights are random or their source has no tokenizer.json; text is then read as bytes.
     """
     if (source := _source(config.initial)) is None:
         return None
@@ -148,7 +161,15 @@ def tokenizer_of(config: TrainConfig, run_dir: RunDir) -> Path | None:
 
 
 def tokenizer_warning(config: TrainConfig) -> str:
-    """Returns a warning if the data may have other tokens than the initial weights, or an empty string."""
+    """Returns a warning if the data may have other token ids than the initial weights were trained on.
+
+    Args:
+        config: The configuration of the run. Reads the tokenizer.json of the weights and of token files in `data`.
+
+    Returns:
+        One line, if text is read as bytes although the weights have a larger vocabulary, or if token files were made with
+        another tokenizer.json than that of the weights. Otherwise an empty string, also for random weights.
+    """
     if (source := _source(config.initial)) is None:
         return ""
     name, path = ("init_from", config.initial.init_from) if config.initial.init_from else ("continue_from", source.parent)
@@ -166,12 +187,16 @@ def tokenizer_warning(config: TrainConfig) -> str:
 def copy_files(config: TrainConfig, run_dir: RunDir) -> None:
     """Copies the small files of the initial weights, and the tokenizer of token files, into `origin/` of the run directory.
 
+    Of a Hugging Face folder, or of `origin/` of another run, the files are config.json, tokenizer.json, tokenizer_config.json,
+    special_tokens_map.json, generation_config.json and chat_template.jinja. Missing files are left out. The tokenizer.json of
+    token files in `data` is copied if the weights have none.
+
     Args:
         config: The configuration of the run.
-        run_dir: The run directory. An existing `origin/` is replaced.
+        run_dir: The run directory, which must exist. An existing `origin/` is deleted first.
 
     Raises:
-        ConfigError: If a file cannot be written.
+        ConfigError: If a file cannot be copied.
     """
     shutil.rmtree(run_dir.origin, ignore_errors=True)
     folder = _source(config.initial)
@@ -187,12 +212,29 @@ def copy_files(config: TrainConfig, run_dir: RunDir) -> None:
 
 
 def copied_folder(run_dir: RunDir) -> Folder | None:
-    """Returns the copied files with the config.json of the initial weights, or None if there is no config.json."""
+    """Opens `origin/` of a run directory as a Hugging Face folder without tensors.
+
+    A run copies the small files of its initial weights, such as config.json and the tokenizer, to this directory.
+
+    Args:
+        run_dir: The run directory.
+
+    Returns:
+        The folder; None if `origin/` has no config.json, because the initial weights are not of a Hugging Face folder.
+    """
     return Folder(run_dir.origin, field="run") if (run_dir.origin / CONFIG_FILE).exists() else None
 
 
 def copied_files(run_dir: RunDir) -> list[Path]:
-    """Returns the copied files except config.json."""
+    """Lists the files that a run has copied from its initial weights or its token files, except config.json.
+
+    Args:
+        run_dir: The run directory.
+
+    Returns:
+        The paths in `origin/` of those of tokenizer.json, tokenizer_config.json, special_tokens_map.json,
+        generation_config.json and chat_template.jinja that exist, in this order. Empty if the run has copied none.
+    """
     return [path for name in _COPIED.split() if (path := run_dir.origin / name).exists()]
 
 
@@ -205,13 +247,14 @@ def _source(initial: InitialConfig) -> Path | None:
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Weights for the first state of a run.
+    """An opened source of weights for the first state of a run. Made by `initial_weights`.
 
     Attributes:
-        about: The source, for the line that the run prints.
-        step: Step of the other run's checkpoint; None for a folder.
-        load: Makes the initial state, on the devices of the run and in its dtypes.
-        close: Releases the files.
+        about: Name of the source, for the line that the run prints.
+        step: Number of steps of the other run's checkpoint; None for a Hugging Face folder.
+        load: Takes the setup of the run. Reads the weights and returns the state before the first step, in the layout, dtypes
+            and on the devices of the step. With `continue_with` `optimizer`, the state has the moments of Adam, too.
+        close: Closes the checkpoint and ends its threads. Does nothing for a folder.
     """
 
     about: str
@@ -221,18 +264,19 @@ class InitialWeights:
 
 
 def initial_weights(config: TrainConfig, run_dir: RunDir) -> InitialWeights | None:
-    """Opens the source of the initial weights.
+    """Opens the source of the initial weights and checks that its model has the settings of the run. Loads no weights.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration of the run. `init_from` names a Hugging Face folder, `continue_from` another run.
         run_dir: The directory of the run.
 
     Returns:
-        The weights; None if they are random, or if the run resumes from its own checkpoint.
+        The source; the caller must call `close`. None if the weights are random, or if the run resumes from its own checkpoint.
 
     Raises:
-        ConfigError: If there is no such folder or run, or its model differs from that of the configuration.
-        CheckpointError: If the other run has no such checkpoint.
+        ConfigError: If the folder or run does not exist or is damaged, or its model differs from that of the configuration.
+            Also if `run_dir` is the directory in `continue_from`, or the tensors of the folder are not those of the model.
+        CheckpointError: If the other run does not have the checkpoint, or the list of its arrays is damaged.
     """
     initial = config.initial
     if run_dir.resumes(config.output) or not (initial.init_from or initial.continue_from):

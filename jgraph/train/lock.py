@@ -16,17 +16,19 @@ from jgraph.train.rundir import RunDir
 
 @contextlib.contextmanager
 def locked(run_dir: RunDir, warn: Callable[[str], object]) -> Iterator[None]:
-    """Creates a run directory and locks it against other processes.
+    """Creates a run directory if it is missing, and locks it against other processes inside the `with` block. Does not wait.
 
-    The operating system releases the lock when the process ends. The lock file contains the id and the host of the process. On
-    a file system without locks, the content of the file replaces the lock.
+    Writes the file `lock` with the id and the host of this process, as JSON. At the end of the block, deletes this file, and
+    deletes the run directory if no other file is in the directory. The operating system releases the lock if the process is
+    killed. On a file system without locks, the content of the file replaces the lock: the directory counts as locked while the
+    process in the file lives, and always if that process is on another machine.
 
     Args:
-        run_dir: The run directory. Call `RunDir.check` first, because this function creates a file in it.
-        warn: Called with a warning if a process on another machine has left its lock file.
+        run_dir: The run directory. Call its method `check` before, because `check` rejects a directory with unknown files.
+        warn: Called with one line if a process on another machine has left its lock file. The block then runs all the same.
 
     Raises:
-        ConfigError: If another process holds the lock, or the directory cannot be written.
+        ConfigError: At the start of the block, if another process holds the lock, or the directory or file cannot be written.
     """
     path = run_dir.lock_file
     with os_errors("run_dir", run_dir.path):

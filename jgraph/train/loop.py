@@ -23,69 +23,96 @@ _RUN_AHEAD = 4
 
 
 class Callback:
-    """Acts between the steps of a loop. The methods of this base class do nothing."""
+    """Acts between the steps of a `Loop`. The methods of this base class do nothing, so a subclass overrides some of them.
+
+    Steps are counted from 1, and "done" is the number of finished or dispatched steps. In a distributed run, every process
+    calls the same methods at the same steps.
+    """
 
     def instead(self, done: int, state: TrainState) -> tuple[TrainState, list[StepMetrics]] | None:
-        """Runs steps in place of the loop. The clock of the loop does not measure them.
+        """Runs one or more steps in place of the loop. Called before every step that the loop would run.
+
+        The loop's clock does not measure these steps. No dispatched step may be unfinished when this method runs steps: either
+        the loop has just started, or `due(done)` of this callback was True, so that the loop has waited for step `done`.
 
         Args:
-            done: Number of steps done.
-            state: The state after them. Donated if this method runs steps.
+            done: Number of steps dispatched so far.
+            state: The state after these steps. Donated if this method runs steps.
 
         Returns:
-            The new state and the metrics of the steps, or None to let the loop run the next step.
+            None to let the loop run the next step. Otherwise the state after the steps that this method ran, and the metrics of
+            each of these steps in order.
         """
         return None
 
     def finished(self, steps: Sequence[Numbered]) -> None:
-        """Receives the numbers, from 1, and metrics of finished steps. Receives every step once, in order."""
+        """Receives the metrics of finished steps. Called whenever the loop has waited for its dispatched steps, before `after`.
+
+        Over all calls, receives every step once and in order, also steps that a callback ran (`instead`). Halted steps, which
+        changed nothing because an expert buffer was too small, are left out. May raise an exception to end the run.
+
+        Args:
+            steps: Pairs of the number of a step, from 1, and its metrics as numpy values. May be empty.
+        """
 
     def due(self, done: int) -> bool:
-        """True if the loop must call `after` when `done` steps are done. The loop waits for the devices first."""
+        """Returns True if the loop must wait for step `done` and then call `after`. Called once a step is dispatched.
+
+        Also called after steps that a callback ran (`instead`). If one of the steps halted, `after` is not called.
+
+        Args:
+            done: Number of steps dispatched so far.
+        """
         return False
 
     def after(self, done: int, state: TrainState, metrics: StepMetrics | None) -> None:
-        """Acts after step `done`.
+        """Acts after step `done`. Called if `due(done)` was True, when step `done` has finished and no other step is running.
 
         Args:
-            done: Number of steps done.
-            state: The state after them. Not donated.
-            metrics: The metrics of step `done`; None if a callback ran that step (`instead`).
+            done: Number of finished steps.
+            state: The state after these steps. This method must not donate `state`. The next step donates `state`, so a
+                reference that is kept after the call is invalid.
+            metrics: The metrics of step `done` as numpy values; None if a callback ran that step (`instead`).
         """
 
     def recompiled(self, setup: TrainSetup, step: CompiledStep, done: int) -> None:
-        """Receives the step that was compiled again with more expert capacity after a halt.
+        """Receives a step that the loop compiled, before its first use.
+
+        Called after a step halted because an expert buffer was too small: the new step has larger buffers. Also called before
+        the first step if the loop was given no compiled step.
 
         Args:
-            setup: The new setup.
+            setup: The setup of the compiled step, with the larger expert capacity.
             step: The compiled step.
-            done: Number of steps done.
+            done: Number of finished steps.
         """
 
     def ended(self, done: int, state: TrainState) -> None:
-        """Acts at the end of the loop, after the last step or a stop signal.
+        """Acts at the end of the loop. Called once, when all steps have finished, after the last step or a stop signal.
+
+        Not called if the loop ends with an exception.
 
         Args:
-            done: Number of steps done.
-            state: The state after them. Not donated.
+            done: Number of finished steps.
+            state: The state after these steps. This method must not donate `state`.
         """
 
 
 @dataclass
 class Loop:
-    """Runs steps to the end or to a stop signal.
+    """Runs steps until `config.steps` of the setup or a stop signal, at most four steps ahead of the devices.
 
     Attributes:
-        setup: The setup of `step`.
-        step: The compiled step; None if it must be compiled before the next step.
+        setup: The setup of `step`. Replaced after a halt.
+        step: The compiled step; None if it must be compiled before the next step. Set to None after a halt.
         compile: Compiles the step of a setup.
-        grow: Returns the setup with more expert capacity after a halt.
-        batches: The batch of every step, indexed from 0, as numpy arrays.
+        grow: Takes the first halted step. Returns a setup with more expert capacity.
+        batches: The batch of every step as numpy arrays [B, ...], indexed from 0. B is the number of rows of this process.
         callbacks: Called in this order.
-        stops: True if the loop must stop after a number of steps.
+        stops: Takes the number of dispatched steps. Returns True if the loop must stop before the next step.
         clock: Measures the time of the steps.
         watchdog: Watches every wait for the devices.
-        pending: Numbers and metrics of dispatched steps that the callbacks have not received yet.
+        pending: Number (from 1) and metrics of each dispatched step that the callbacks have not received yet.
     """
 
     setup: TrainSetup
@@ -100,14 +127,17 @@ class Loop:
     pending: list[Numbered] = field(default_factory=list)
 
     def run(self, done: int, state: TrainState) -> tuple[int, TrainState]:
-        """Runs the loop.
+        """Runs the steps after `done`, calls the callbacks, and waits for the last step.
+
+        If a step halts because an expert buffer was too small, compiles a step with larger buffers and repeats the halted
+        steps.
 
         Args:
-            done: Number of steps already done.
-            state: The state after them. Donated.
+            done: Number of steps already finished.
+            state: The state after these steps. Donated if a step runs.
 
         Returns:
-            The number of steps done, and the state after them.
+            The number of finished steps, and the state after these steps. Less than `config.steps` after a stop signal.
         """
         place, steps = self.setup.step.place, self.setup.config.steps
         while done < steps and not self.stops(done):
@@ -195,18 +225,19 @@ class Loop:
 
 
 def agreed_stop(stop: StopRequest, watchdog: Watchdog, every: int) -> Callable[[int], bool]:
-    """Returns a function that is True if any process has received a stop signal.
+    """Returns a function that reports a stop signal of any process to all processes, at the same step.
 
-    Collective: every process must call the function at the same steps. The processes communicate only every `every` steps, when
-    the devices are idle.
+    A single process checks its own signal at every step. Several processes exchange their signals only at multiples of `every`,
+    when the devices are idle.
 
     Args:
-        stop: The signal of this process. Receives the signal of the other processes.
+        stop: The signal of this process. If another process has received a signal, its name is written to `stop.name`.
         watchdog: Watches the wait for the other processes.
         every: Number of steps between exchanges of stop signals in a run of several processes.
 
     Returns:
-        A function of the number of steps done.
+        A function from the number of dispatched steps to a bool: True if any process has received SIGTERM or SIGINT, and False
+        between exchanges. Collective: every process must call it with the same numbers.
     """
 
     def stops(done: int) -> bool:

@@ -16,10 +16,10 @@ def preset(name: str) -> TrainConfig:
     """Returns a named configuration.
 
     Args:
-        name: A key of `PRESETS`.
+        name: A key of `PRESETS`, for example "cpu-tiny".
 
     Returns:
-        The configuration. Change it with `TrainConfig.changed`.
+        The configuration, which is immutable. Its method `changed` returns a copy with other values.
 
     Raises:
         ConfigError: If there is no preset of this name. The message lists the names.
@@ -33,13 +33,16 @@ def preset(name: str) -> TrainConfig:
 
 
 def changed_settings(config: TrainConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Compares a configuration with its defaults.
+    """Finds the settings of a run that are not defaults.
 
     Args:
         config: The configuration of a run.
 
     Returns:
-        The settings of the model that differ from the defaults of their class, and the settings that differ from the preset.
+        Two dicts from the dotted name of a setting, such as "moe.capacity" or "optimizer.beta1", to its value. The first has
+        the settings of the model that differ from the defaults of their dataclass, or all if that has fields without a default.
+        The second has the other settings that differ from the preset, or from the defaults of `TrainConfig` without a preset,
+        except `distributed`.
     """
     model: Any = config.model
     base = PRESETS[config.preset] if config.preset else TrainConfig(module=config.module)

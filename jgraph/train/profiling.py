@@ -37,14 +37,15 @@ _PROFILED = "xla_enable_command_buffers_during_profiling=true"
 
 
 def profiled(config: TrainConfig, platform: str) -> TrainConfig:
-    """Returns a configuration for a step that runs its command buffers under a profiler.
+    """Returns a configuration for a step that runs its command buffers (CUDA graphs) under a profiler, too.
 
     Args:
-        config: The configuration of the run.
-        platform: The platform that the step is compiled for.
+        config: The configuration of the run. Not changed.
+        platform: The platform that the step is compiled for: `cpu` or `gpu`.
 
     Returns:
-        The configuration with an additional XLA option; `config` itself if the step has no command buffers.
+        A copy of `config` with an additional XLA option. `config` itself if the step has no command buffers, because the
+        platform is not `gpu` or `graph` is `off`.
     """
     if platform != "gpu" or config.compile.graph == "off":
         return config
@@ -52,15 +53,22 @@ def profiled(config: TrainConfig, platform: str) -> TrainConfig:
 
 
 class Profile(Callback):
-    """Traces the steps of `--profile` and writes the report.
+    """Traces the steps that the flag `--profile` names, once per run, and writes a report of their kernels.
+
+    Replaces the directory `profile/` of the run directory. Its files are profile.html and profile.json (the report), captured/
+    (trace with command buffers, if the step has any), uncaptured/ (trace without), program.txt.gz (text of the compiled
+    program) and run.json (description of the run). Processes other than process 0 write to a temporary directory and make no
+    report.
+
+    Creating this object compiles the step without command buffers, if the step has any.
 
     Args:
-        setup: The setup of the run.
-        step: The compiled step of the run.
-        batches: Returns the placed batch of a step, indexed from 0.
-        run_dir: The run directory. An existing profile in it is replaced.
-        watchdog: Watches the devices.
-        reporter: Prints the path of the report.
+        setup: The setup of the run. Its `profile` must not be empty.
+        step: The compiled step of the run, from a configuration that `profiled` returned.
+        batches: Takes the index of a step, from 0, and returns the batch of this step on the devices.
+        run_dir: The run directory.
+        watchdog: Watches the waits for the devices.
+        reporter: Prints the path of the report, and warnings.
     """
 
     def __init__(
@@ -89,12 +97,15 @@ class Profile(Callback):
         self._uncaptured = plain.compile_step() if has_graph else step
 
     def recompiled(self, setup: TrainSetup, step: CompiledStep, done: int) -> None:
-        """Compiles the traced programs again, or warns if too few steps are left for a profile.
+        """Takes over a step that was compiled again, and compiles it without command buffers, too.
+
+        The profile then starts no earlier than at `done`. If too few steps are left for it, prints a warning and makes no
+        profile. Does nothing if the profile has been made.
 
         Args:
-            setup: The new setup.
-            step: The compiled step, with command buffers.
-            done: Number of steps done.
+            setup: The setup of the compiled step.
+            step: The compiled step, with command buffers if the run uses them.
+            done: Number of finished steps.
         """
         if self._first is None:
             return
@@ -106,14 +117,32 @@ class Profile(Callback):
             self._first = None
 
     def due(self, done: int) -> bool:
-        """True before the first traced step, so that the loop waits for the devices."""
+        """Returns True if the next step is the first one to trace, so that the loop waits for the devices before it.
+
+        Args:
+            done: Number of steps dispatched so far.
+        """
         return done == self._first
 
     def instead(self, done: int, state: TrainState) -> tuple[TrainState, list[StepMetrics]] | None:
-        """Returns the state and the metrics after running and tracing the steps of the profile.
+        """Runs and traces the steps of the profile in place of the loop, and writes and prints the report.
 
-        With command buffers these are 2 x `count` + 1 steps: `count` with command buffers, one that loads the other program,
-        and `count` without command buffers. Otherwise these are `count` steps.
+        For `profile` FIRST:STOP, N = STOP - FIRST. If the step has command buffers, runs 2N + 1 steps: N with command buffers,
+        1 without to load this program, and N without. Otherwise runs N steps. The steps train the model like all others.
+
+        If one of the steps halts, because an expert buffer was too small, writes no report and traces again later. If the trace
+        cannot be analyzed, prints a warning.
+
+        Args:
+            done: Number of finished steps.
+            state: The state after these steps. Donated if steps are run.
+
+        Returns:
+            None if step `done` + 1 is not the first one to trace. Otherwise the state after the steps, and the metrics of each
+            of them in order.
+
+        Raises:
+            ConfigError: If a file of the profile cannot be written.
         """
         if done != self._first:
             return None

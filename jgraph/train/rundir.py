@@ -18,18 +18,21 @@ ORIGIN = "origin"
 
 
 class RunDir:
-    """Paths of a run under one directory, which need not exist yet.
+    """Reads and writes the files of a run under one directory, which need not exist yet. Opens no file when it is created.
 
     Attributes:
         path: The directory.
-        config: The configuration, `config.json`.
-        metrics: The logged steps, `metrics.jsonl`.
-        checkpoints: The checkpoints, `checkpoints/`.
-        lock_file: Id and host of the process that writes to the directory, `lock`.
-        origin: Copies of the small files of the initial weights and the data, such as a tokenizer, `origin/`.
-        samples: Texts generated at the end of the run, `samples.jsonl`.
-        tensorboard: Event files, `tensorboard/`.
-        wandb: The id of the run in Weights & Biases, `wandb.json`.
+        config: Path of `config.json`, the configuration as one JSON object.
+        metrics: Path of `metrics.jsonl`, one JSON object per logged step.
+        checkpoints: Path of `checkpoints/`, with one directory per checkpoint, named by the number of finished steps.
+        lock_file: Path of `lock`, the id and host of the process that writes to the directory.
+        origin: Path of `origin/`, copies of the small files of the initial weights and the data, such as a tokenizer.
+        samples: Path of `samples.jsonl`, one JSON object per text that a run generated at its end.
+        tensorboard: Path of `tensorboard/`, TensorBoard event files.
+        wandb: Path of `wandb.json`, the id of the run in Weights & Biases.
+
+    Args:
+        path: The directory. It need not exist.
     """
 
     def __init__(self, path: Path):
@@ -40,25 +43,39 @@ class RunDir:
         self.samples, self.tensorboard, self.wandb = path / "samples.jsonl", path / "tensorboard", path / "wandb.json"
 
     def has_checkpoint(self) -> bool:
-        """True if there is a complete checkpoint, damaged or not."""
+        """Returns True if `checkpoints/` has a completely written checkpoint. Does not check its data."""
         return self.last_checkpoint() is not None
 
     def last_checkpoint(self) -> int | None:
-        """Returns the step of the newest complete checkpoint, damaged or not; None if there is none."""
+        """Returns the step of the newest completely written checkpoint, or None if there is none. Does not check its data."""
         paths = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
         return max((int(path.name) for path in paths if path.name.isdecimal()), default=None)
 
     def resumes(self, output: OutputConfig) -> bool:
-        """True if a run with these settings resumes from a checkpoint in this directory."""
+        """Returns True if a run resumes from a checkpoint of this directory.
+
+        Args:
+            output: The settings of the run. True requires that `output.resume` is True and that `checkpoints/` has a completely
+                written checkpoint, damaged or not.
+        """
         return output.resume and self.has_checkpoint()
 
     def resumed(self, config: TrainConfig) -> TrainConfig:
-        """Returns the configuration to resume with: the learning rate schedule continues that of the saved run.
+        """Adapts the learning rate schedule of a configuration to the saved run that it resumes.
 
-        Returns `config` unchanged if there is no checkpoint to resume from.
+        With the same `steps` as the saved run, the saved schedule is kept. With other `steps`, `optimizer.extend` decides where
+        the cosine ends; if it is `no`, the method `check` rejects the change. A default warmup becomes that of the saved run,
+        unless the new run is shorter than that. Does not check the other settings.
+
+        Args:
+            config: The configuration that the user asked for.
+
+        Returns:
+            A copy of `config` with another `optimizer`. `config` itself if there is no config.json or no checkpoint, or
+            `output.resume` is False.
 
         Raises:
-            ConfigError: If the saved run has another model class. The class is not imported.
+            ConfigError: If config.json is damaged, or the saved run has another model class, which is not imported.
         """
         if not (self.config.exists() and self.resumes(config.output)):
             return config
@@ -69,14 +86,19 @@ class RunDir:
         return _resumed(config, before)
 
     def check(self, config: TrainConfig, fingerprint: str) -> None:
-        """Checks that a run may write in this directory.
+        """Checks that a run may write in this directory. Writes nothing.
+
+        A new or empty directory is accepted, and with `output.resume` False any run directory. With `output.resume` True, the
+        directory may hold the same run, or a run that stopped before its first checkpoint.
 
         Args:
-            config: The configuration of the run.
-            fingerprint: The fingerprint of its data.
+            config: The configuration of the run, as `resumed` returns it.
+            fingerprint: Hash of the data (`Corpus.fingerprint`). The first 12 characters are compared.
 
         Raises:
-            ConfigError: If the path is a file, is not a run directory, or holds another run that `resume` would continue.
+            ConfigError: If the path is a file, or a directory with files but no config.json. With `output.resume` True, also if
+                config.json is damaged, or the saved run has other data or another value of a setting that may not change. The
+                message lists these settings.
         """
         if self.path.exists() and not self.path.is_dir():
             raise self._error("must be a directory, not a file")
@@ -89,7 +111,13 @@ class RunDir:
             raise self._error(f"holds a run of another configuration: {'; '.join(differing)}; {advice}")
 
     def reset(self) -> None:
-        """Removes checkpoints, metrics and samples, so that the run starts over. The config stays until `write` replaces it."""
+        """Deletes checkpoints/, metrics.jsonl, samples.jsonl, wandb.json and tensorboard/, so that the run starts over.
+
+        Keeps config.json, origin/ and the lock. Missing files are ignored.
+
+        Raises:
+            ConfigError: If a file or the checkpoints cannot be deleted.
+        """
         # Renamed first: half-removed checkpoints must not look like damaged ones.
         removed = self.path / "checkpoints.removed"
         shutil.rmtree(removed, ignore_errors=True)
@@ -102,12 +130,12 @@ class RunDir:
         shutil.rmtree(self.tensorboard, ignore_errors=True)
 
     def add_sample(self, step: int, prompt: str, text: str) -> None:
-        """Adds a generated text to samples.jsonl. Removes the texts of this step and of later steps.
+        """Adds a generated text to samples.jsonl. Removes the texts of this step and of later steps, and damaged lines.
 
         Args:
-            step: Number of steps done.
+            step: Number of finished steps of the model that generated the text.
             prompt: The prompt.
-            text: The generated text.
+            text: The generated text, without the prompt.
 
         Raises:
             ConfigError: If the file cannot be written.
@@ -117,7 +145,12 @@ class RunDir:
         replace_text(self.samples, "".join(lines))
 
     def read_samples(self) -> list[dict[str, Any]]:
-        """Returns the generated texts, each with "step", "prompt" and "text". Damaged lines are skipped."""
+        """Reads samples.jsonl.
+
+        Returns:
+            One dict per text, in the order of the file, with the keys "step" (int), "prompt" and "text" (str). Empty if there
+            is no file. Damaged lines are skipped.
+        """
         samples: list[dict[str, Any]] = []
         for line in self.samples.read_text(errors="replace").splitlines() if self.samples.exists() else ():
             with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):
@@ -129,9 +162,9 @@ class RunDir:
         """Creates the directory and writes config.json atomically.
 
         Args:
-            config: The configuration of the run.
-            corpus: Description of the data, the field "corpus" of the file.
-            versions: Versions of packages, the field "versions" of the file.
+            config: The configuration of the run. Its fields are the top level of the file.
+            corpus: Description of the data, the field "corpus" of the file; must be representable in JSON.
+            versions: Version by name of package, the field "versions" of the file.
 
         Raises:
             ConfigError: If the directory or the file cannot be written.
@@ -148,7 +181,12 @@ class RunDir:
         return not self.has_checkpoint() and {"preset", "corpus", "versions"} <= self.fields().keys()
 
     def fields(self) -> dict[str, Any]:
-        """Returns the fields of config.json. Raises ConfigError if the file is damaged."""
+        """Returns the JSON object in config.json: the fields of the configuration, "corpus" and "versions".
+
+        Raises:
+            ConfigError: If the file is damaged or is not a JSON object.
+            FileNotFoundError: If there is no such file.
+        """
         try:
             fields = json.loads(self.config.read_text())
             if not isinstance(fields, dict):
@@ -159,17 +197,19 @@ class RunDir:
         return fields
 
     def saved_config(self, *, field: str, module: str = "") -> TrainConfig:
-        """Returns the configuration of the saved run.
+        """Returns the configuration of the saved run. Imports its model class, which runs the code of the module.
 
         Args:
-            field: Argument that named the directory, for errors.
-            module: Model class that the caller named; empty if the caller named none.
+            field: Name of the caller's argument that holds the directory, for errors.
+            module: Model class that the caller trusts, as `package.module:Class`. Required for a class outside
+                `jgraph_models`, and may be empty otherwise.
 
         Returns:
-            The configuration.
+            The configuration, without the description of the data and the versions.
 
         Raises:
-            ConfigError: If there is no run, or as `TrainConfig.from_dict`.
+            ConfigError: If there is no config.json, it is damaged, or its fields are not those of this version of jgraph. Also
+                if `module` is another class than the saved one, or is empty for a class outside `jgraph_models`.
         """
         if not self.config.exists():
             must = "be a run directory, with a config.json and checkpoints/"
@@ -193,10 +233,12 @@ class RunDir:
 
 
 def replace_json(path: Path, fields: dict[str, Any]) -> None:
-    """Replaces a JSON file of the run directory atomically.
+    """Writes a JSON file of the run directory atomically, indented by 2. Replaces an existing file.
+
+    Writes PATH.tmp first and renames it.
 
     Args:
-        path: The file.
+        path: The file. Its directory must exist.
         fields: The JSON object to write.
 
     Raises:
@@ -206,11 +248,13 @@ def replace_json(path: Path, fields: dict[str, Any]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces a file of the run directory atomically.
+    """Writes a text file of the run directory atomically. Replaces an existing file.
+
+    Writes PATH.tmp first and renames it.
 
     Args:
-        path: The file.
-        text: Its new content.
+        path: The file. Its directory must exist.
+        text: The whole new content.
 
     Raises:
         ConfigError: If the file cannot be written.
@@ -222,19 +266,24 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the packages that affect the compiled step."""
+    """Returns the installed versions of the packages that affect the compiled step.
+
+    Returns:
+        A dict with the keys "jax", "jaxlib", "flax" and "optax", for example `{"jax": "0.7.0", ...}`.
+    """
     return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
 
 
 def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens nested dictionaries to dotted names.
+    """Flattens nested dicts to one dict with dotted names.
 
     Args:
-        fields: A dictionary, perhaps with nested dictionaries.
-        prefix: Prefix of all names, for the recursion.
+        fields: A dict with string keys, perhaps with nested dicts. Not changed.
+        prefix: Text before every name of the result.
 
     Returns:
-        One dictionary, for example `{"optimizer.beta1": 0.9}`.
+        A new dict, for example `{"optimizer.beta1": 0.9}` for `{"optimizer": {"beta1": 0.9}}`. An empty nested dict leaves no
+        entry.
     """
     flat: dict[str, Any] = {}
     for name, value in fields.items():
@@ -268,15 +317,16 @@ def _defaults(config: Any) -> dict[str, Any]:
 
 
 def differences(fields: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields that differ from other fields.
+    """Returns the fields of a configuration that differ from another configuration.
 
     Args:
-        fields: Fields of a configuration, perhaps nested.
-        base: The fields to compare with.
+        fields: Fields by name. The fields of a nested dict are compared one by one.
+        base: The fields to compare with, in the same form.
 
     Returns:
-        The fields of `fields` with another value than in `base`, by dotted name. Leaves out default numbers of steps, because
-        they depend on other fields.
+        A dict from the dotted name, such as "optimizer.beta1", to the value in `fields`, for each field that is missing in
+        `base` or has another value there. Leaves out numbers of steps that are a `DefaultSteps`, because they depend on other
+        fields.
     """
     flat, base = flatten(fields), flatten(base)
     flat = {name: value for name, value in flat.items() if not isinstance(value, DefaultSteps)}
@@ -287,9 +337,10 @@ class Rule(NamedTuple):
     """States whether settings may change when a run is resumed.
 
     Attributes:
-        fields: Names of the settings, separated by spaces. The name of a nested configuration applies to its fields without a
-            rule.
-        may: Whether they may change: `yes`, `no`, or `by extend` if `optimizer.extend` is set.
+        fields: Names of the settings, separated by spaces. The name of a nested configuration, such as `optimizer`, stands for
+            its fields without a rule of their own.
+        may: `yes`: these settings may change. `no`: a change is an error. `by extend`: they may change only if
+            `optimizer.extend` is `cosine` or `constant`.
         why: The reason, for the table in the guide.
     """
 
@@ -319,13 +370,14 @@ _BY_FIELD = {name: rule for rule in RULES for name in rule.fields.split()}
 
 
 def rule_of(name: str) -> Rule:
-    """Returns the rule of a setting.
+    """Returns the rule that states whether a setting may change when a run is resumed.
 
     Args:
-        name: The dotted name, for example `optimizer.beta1`.
+        name: The dotted name of the setting, for example `optimizer.beta1`.
 
     Returns:
-        The rule of the name, or of its first part. Unknown settings may not change.
+        The rule in `RULES` for the name, else for the part before the first dot. For an unknown setting, a new rule with `may`
+        `no`.
     """
     return _BY_FIELD.get(name) or _BY_FIELD.get(name.partition(".")[0], Rule(name, "no", "unknown"))
 

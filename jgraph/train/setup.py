@@ -44,8 +44,8 @@ class TrainSetup:
 
     Attributes:
         config: The configuration of the run.
-        model: The model as pure functions.
-        step: The training step.
+        model: The model as pure functions of its parameters.
+        step: Compiles the training step, makes its state and places its batches.
     """
 
     config: TrainConfig
@@ -54,7 +54,10 @@ class TrainSetup:
 
     @classmethod
     def of(cls, config: TrainConfig) -> "TrainSetup":
-        """Imports the model and traces its construction. Computes nothing on a device, except with `schedule` auto.
+        """Imports the model class, traces its construction and chooses the strategy. Compiles nothing.
+
+        Computes nothing on a device, except with `schedule` auto, which compiles and times a layer of the model. All processes
+        of a distributed run must call this method with the same configuration.
 
         Args:
             config: The configuration of the run.
@@ -63,8 +66,10 @@ class TrainSetup:
             The setup.
 
         Raises:
-            ConfigError: If the model cannot be built, there are too few devices, or the model has no pipeline.
-            OrderError: If there is no such schedule.
+            ConfigError: If the model class cannot be imported or built, or there are fewer devices than `dp` x `fsdp` x `pp`.
+                Also if the model does not support a setting: a pipeline, `remat`, FP8, `ep` or separate documents.
+            OrderError: If no valid pipeline schedule of the name `schedule` exists for this number of ranks, chunks and
+                microbatches, or the schedule in the file cannot run.
         """
         model = functional_model(config)
         mesh = _mesh(config.parallel, is_pipeline=config.is_pipeline, is_sharded=config.is_sharded)
@@ -96,24 +101,55 @@ class TrainSetup:
         return cls(config, model, step)
 
     def batch(self) -> Tree:
-        """Returns the shapes of a placed batch: int32 tokens, or a dict as `jgraph.data.apart` returns it."""
+        """Returns the shapes and shardings of a batch on the devices of the step.
+
+        With B sequences, M microbatches and T predicted tokens per sequence, the leading axes are [M, B/M] on a mesh and [B] on
+        one device without a mesh.
+
+        Returns:
+            A `jax.ShapeDtypeStruct` of int32 tokens [..., T + 1]. With `data_documents` `separate`, a dict with the keys
+            "tokens", "starts" (int32 [..., T]: position in its row of the first token of the same document) and "weights"
+            (float32 [..., T]: loss weight of each prediction).
+        """
         return self.step.placed_shapes(batch_shapes(self.config.input, self.config.input.batch_size))
 
     def compile_step(self) -> CompiledStep:
-        """Compiles the step. Raises as `TrainStep.compile`."""
+        """Compiles the step for the batch and with the compile options of the configuration. Does not run it.
+
+        Returns:
+            The compiled step, called as `run(state, batch) -> (state, metrics)`. A call donates the state.
+
+        Raises:
+            ConfigError: If the step does not support a setting of the configuration.
+            ShapeError: If microbatches and devices cannot share the rows of the batch, or the loss is not a scalar.
+            CompilerOptionError: If XLA refuses an option of `xla_options`.
+            DonationError: If the program does not update the state in place.
+        """
         with _errors_by_flag(self.config):
             compile_config = self.config.compile
             return self.step.compile(self.batch(), graph=compile_config.graph, xla_options=compile_config.xla_options)
 
     def options(self, platform: str) -> dict[str, OptionValue]:
-        """Returns all XLA options of the step on a platform, `cpu` or `gpu`."""
+        """Returns the XLA options that the step is compiled with. Compiles nothing.
+
+        Args:
+            platform: `cpu` or `gpu`.
+
+        Returns:
+            Values by name of the option: those for `graph`, those of the strategy, and `xla_options`, which override the
+            others.
+
+        Raises:
+            CompilerOptionError: If the installed XLA does not have an option.
+        """
         return self.step.options(platform, graph=self.config.compile.graph, xla_options=self.config.compile.xla_options)
 
     def compile_init(self) -> Callable[[], TrainState]:
-        """Compiles the program that makes the initial state, in another thread.
+        """Starts to compile the program that makes the initial state, in another thread. Returns without waiting for it.
 
         Returns:
-            A function that waits for the program, runs it and returns the state.
+            A function without arguments that waits for the program, runs it and returns the state before the first step.
+            Raises the error of the compilation, if any.
         """
         lowered = self.step.lower_init(self.model.init)
         # Not optimized, because it runs once: for GPT 1.3B on an H200 it compiles in 27 s, without optimizations in 14 s.
@@ -124,29 +160,51 @@ class TrainSetup:
         return lambda: in_turn(compiling.result()())
 
     def init(self) -> TrainState:
-        """Returns the state before the first step."""
+        """Compiles and runs the program that makes the state before the first step.
+
+        Returns:
+            The state with randomly initialized parameters, in the layout of the step and on its devices.
+        """
         return self.compile_init()()
 
     def new_carried(self) -> Tree:
-        """Returns the model's initial carried state, sharded as in a checkpoint."""
+        """Computes the model's initial carried state, such as running statistics. Computes no parameters.
+
+        Returns:
+            A tree like `model.carried`, with the shardings that its leaves have in a checkpoint. Empty if the model has no
+            carried state.
+        """
         return self.model.new_state(jax.tree.map(lambda leaf: leaf.sharding, self.step.canonical.shapes().carried))
 
     def inference_state(self, params: Tree, carried: Tree) -> TrainState:
-        """Makes a state without optimizer state.
+        """Makes a state for inference, without optimizer state. The training step cannot run on it.
 
         Args:
-            params: Parameters in the model's own tree.
-            carried: The model's carried state.
+            params: Parameters in the model's own tree, of any dtype. Not donated.
+            carried: The model's carried state, like `model.carried`. Not copied.
 
         Returns:
-            The state, with parameters in the layout of the step and counters of 0.
+            The state: parameters in the layout of the step and their own dtypes, `opt_state` an empty tuple, `observed` empty,
+            and both counters 0.
         """
         shardings, zero = None if self.step.mesh is None else self.step.shardings.params, jnp.zeros((), jnp.int32)
         return TrainState(zero, zero, in_turn(jax.jit(self.step.bound.pack, out_shardings=shardings)(params)), (), carried)
 
 
 def functional_model(config: TrainConfig) -> FunctionalModel:
-    """Returns the configured model as pure functions. Raises ConfigError if it cannot be built."""
+    """Imports the model class and returns the configured model as pure functions. Only traces its construction.
+
+    Args:
+        config: The configuration of the run. `module`, `model`, `seed` and the sizes of the batch are used. With `precision`
+            fp8, the settings become the result of their method `in_fp8`, if they have one. Without a pipeline, `remat` is set
+            as an attribute of the model.
+
+    Returns:
+        The model. Its functions take parameters in the model's own tree.
+
+    Raises:
+        ConfigError: If the class cannot be imported or built, or `remat` is set and the model has no attribute `remat`.
+    """
     found = find_model(config.module)
     call: Callable[..., Any] = found
     settings: list[Any] = [] if config.model is None else [config.model]
@@ -172,12 +230,13 @@ def batch_shapes(batch: InputConfig, *lead: int) -> Tree:
     """Returns the shapes of a batch.
 
     Args:
-        batch: The batch configuration.
-        *lead: Leading dimensions, for example B, or M and B/M.
+        batch: The configuration of the batch. Its `seq_len` is T, the number of predicted tokens per row.
+        *lead: Leading dimensions, for example B rows, or M microbatches of B/M rows.
 
     Returns:
-        A `jax.ShapeDtypeStruct` of int32 tokens [*lead, T + 1]. If documents are separate, a dict that also has `starts`, int32
-        [*lead, T], and `weights`, float32 [*lead, T].
+        A `jax.ShapeDtypeStruct` of int32 tokens [*lead, T + 1]. With `data_documents` `separate`, a dict with the keys "tokens"
+        (the same), "starts" (int32 [*lead, T]: position in its row of the first token of the same document) and "weights"
+        (float32 [*lead, T]: loss weight of each prediction).
     """
     T = batch.seq_len
     kinds = {"tokens": (T + 1, jnp.int32), "starts": (T, jnp.int32), "weights": (T, jnp.float32)}
@@ -186,7 +245,18 @@ def batch_shapes(batch: InputConfig, *lead: int) -> Tree:
 
 
 def fp8_recipe(config: TrainConfig) -> FP8Config | None:
-    """Returns the FP8 recipe, or None in bf16. Raises ConfigError for a GPU without FP8."""
+    """Returns the settings of FP8 matmuls, and checks that the GPU has them.
+
+    Args:
+        config: The configuration of the run.
+
+    Returns:
+        `config.fp8`, or None if `precision` is bf16. Starts the JAX backend only if `precision` is fp8.
+
+    Raises:
+        ConfigError: If `precision` is fp8, `fp8.emulate` is False, and the first device is a GPU that is not known to have FP8
+            matmuls.
+    """
     if config.dtypes.precision == "bf16":
         return None
     name = jax.devices()[0].device_kind

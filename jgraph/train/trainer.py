@@ -37,22 +37,38 @@ from jgraph.xla import cache, compiler_options
 
 
 def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], str]], object]) -> Summary:
-    """Trains until `config.steps` or a stop signal, from the last checkpoint in the run directory.
+    """Trains a model until `config.steps`, SIGTERM or SIGINT, and saves the state at the end.
 
-    In a distributed run, every process calls this function. Process 0 writes and prints; all stop and fail together.
+    Starts from the newest checkpoint in the run directory that is not damaged. Without a checkpoint, or if `resume` is False,
+    starts from `init_from`, `continue_from` or random weights. If `resume` is False, deletes the checkpoints and metrics in the
+    directory.
+
+    Locks the run directory. Writes config.json, metrics.jsonl and checkpoints/ in it, and the other files that the
+    configuration asks for. Prints a header, progress lines, warnings and the summary. After the last step, generates a sample
+    text unless `sample_tokens` is 0.
+
+    In a distributed run, every process calls this function with the same configuration, except for
+    `distributed.process_id`. Only process 0 prints and writes metrics; every process writes its shards of a checkpoint. All
+    processes stop at the same step, and all fail if one fails.
 
     Args:
         config: The configuration of the run.
         console: The console to print to.
-        end: Ends the process, from any thread, if the devices hang. Takes a function that returns the error message.
+        end: Called from another thread if the devices do not finish a program within `hang_seconds`. Its argument is a function
+            that removes the lock and returns the error message, one line. `end` must end the process, because the thread that
+            waits for a hung device cannot be interrupted.
 
     Returns:
-        The summary that was printed.
+        The result of the run. A run that is already finished returns its result without training.
 
     Raises:
-        JgraphError: If the configuration, the data or the run directory cannot be used.
-        NonFiniteError: If the loss or a gradient is not finite, unless `on_nonfinite` is `skip`.
-        KeyboardInterrupt: On a second SIGINT.
+        ConfigError: If a setting cannot be used: for example, another run holds the directory, there are too few devices, or
+            the batch does not fit into memory.
+        DataError: If the data cannot be read.
+        CheckpointError: If every checkpoint is damaged, a checkpoint does not fit the model, or the disk is full.
+        JgraphError: For the other errors of the model, the schedule or the compilation. The errors above derive from it too.
+        NonFiniteError: If the loss or a gradient is not finite, unless `on_nonfinite` is `skip`. The state is not saved then.
+        KeyboardInterrupt: On a second SIGINT, at once and without a checkpoint.
     """
     start = time.perf_counter()
     # Checked before a backend starts, which is slow. Platform "gpu", so that a CPU rejects the same options.
@@ -135,7 +151,7 @@ class _Run:
     started: Callback
 
     def run(self, *, samples: bool) -> Summary:
-        """Trains and returns the summary. Generates text at the end if `samples` is True."""
+        """Trains, prints and returns the summary. Generates text after the last step if `samples` is True."""
         config, corpus, run_dir, reporter = self.config, self.corpus, self.run_dir, self.reporter
         shapes, output = self.setup.step.canonical.shapes(), config.output
         if config.monitor.profile:

@@ -24,8 +24,9 @@ class Wait(NamedTuple):
     """A wait for the devices.
 
     Attributes:
-        about: Returns a name for the error message, such as `step 12`.
-        program: The compiled program, or None if it is unknown.
+        about: Returns a name of the program that is waited for, such as "step 12", for the error message. Called only if the
+            wait takes too long.
+        program: The compiled program, with a method `as_text()`; None if it is unknown.
     """
 
     about: Callable[[], str]
@@ -33,13 +34,15 @@ class Wait(NamedTuple):
 
 
 class Watchdog:
-    """Calls a function from another thread if one wait for the devices takes too long. A context manager.
+    """Calls a function from another thread if one wait for the devices takes too long.
 
-    Every wait counts from zero: the devices do not hang as long as programs finish.
+    A context manager: it watches inside its `with` block. Every wait counts from zero, because devices that finish programs do
+    not hang. Time during which the process is suspended does not count.
 
     Args:
-        seconds: The time limit; 0 for none.
-        hung: Called once, with the wait that took too long. That wait may never end.
+        seconds: The time limit of one wait; 0 for none.
+        hung: Called at most once, from the thread of the watchdog, with the wait that took too long. That wait may never end,
+            so this function should end the process. Its result is ignored.
     """
 
     def __init__(self, seconds: float, hung: Callable[[Wait], object]):
@@ -57,11 +60,12 @@ class Watchdog:
 
     @contextlib.contextmanager
     def over(self, about: Callable[[], str], program: Any = None) -> Iterator[None]:
-        """Watches a block that dispatches a program or waits for one.
+        """Watches a `with` block that dispatches a program or waits for one. Blocks must not be nested.
 
         Args:
-            about: As in `Wait`.
-            program: As in `Wait`.
+            about: Returns a name of the program, such as "step 12", for the error message. Called only if the block takes too
+                long.
+            program: The compiled program, with a method `as_text()`; None if it is unknown.
         """
         self._wait = Wait(about, program)
         try:
@@ -70,15 +74,16 @@ class Watchdog:
             self._wait = None
 
     def wait(self, about: Callable[[], str], arrays: T, program: Any = None) -> T:
-        """Waits for arrays one by one. The time limit applies to each array.
+        """Waits for arrays one by one. The time limit applies to the wait for each array.
 
         Args:
-            about: As in `Wait`.
+            about: Returns a name of the program that computes the arrays, such as "step 12", for the error message. Called only
+                if a wait takes too long.
             arrays: A tree of arrays.
-            program: As in `Wait`.
+            program: The compiled program, with a method `as_text()`; None if it is unknown.
 
         Returns:
-            `arrays`.
+            `arrays` itself, still on the devices.
         """
         for leaf in jax.tree.leaves(arrays):
             with self.over(about, program):
@@ -97,15 +102,15 @@ class Watchdog:
 
 
 def hang_message(wait: Wait, config: TrainConfig, run_dir: RunDir) -> str:
-    """Returns the error message for a hang: the unfinished program, its collectives, and how to resume.
+    """Returns the error message for devices that hang: the unfinished program, its collectives, and how to resume.
 
     Args:
-        wait: The wait that took too long.
+        wait: The wait that took too long. Its `about` is called.
         config: The configuration of the run.
-        run_dir: The directory of the run.
+        run_dir: The run directory. Read to name the newest checkpoint.
 
     Returns:
-        One line.
+        The message, one line without a line break. Does not print it.
     """
     suspects, captured = "", False
     with contextlib.suppress(Exception):  # the text of the program may be unavailable
