@@ -72,7 +72,8 @@ class Pipeline(Placement, StageFunctions):
 
         Raises:
             OrderError: If there are fewer layers than stages, ranks have different numbers of stages, or `runtime` is `aligned`
-                and the schedule has full backwards, idle ticks, or ticks with different actions other than wgrad.
+                and the schedule has full backwards, ticks in which all ranks are idle, ticks with different actions other than
+                wgrad, or consecutive stages on ranks that are not neighbors.
             ConfigError: If the axis `pipe` and the schedule have different numbers of ranks.
         """
         ranks = mesh.shape[AXIS]
@@ -127,6 +128,7 @@ class Pipeline(Placement, StageFunctions):
             the observed state after the step, {} without amax histories.
 
         Raises:
+            OrderError: If consecutive stages are on ranks that are not neighbors in the ring.
             ShapeError: If a layer changes the shape or dtype of x, or returns carried state of other shapes or dtypes.
             ConfigError: If `PipelineModel.sharded` names no parameter of embedding and head, or the number of ranks does not
                 divide the sharded axis.
