@@ -69,8 +69,8 @@ class End:
         """Calls `fn` with the parameters in `reads`.
 
         Args:
-            arrays: One unsharded array per entry of `reads`, with the dtypes of `outer`. Other leaves of `outer` are zeros or
-                placeholders, because `fn` does not read them.
+            arrays: One unsharded array per entry of `reads`, with the dtypes of `outer`. Other leaves of `outer` are filled
+                with zeros, because `fn` does not read them.
             *args: The other arguments of `fn`.
 
         Returns:
