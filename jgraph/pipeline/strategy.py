@@ -296,8 +296,8 @@ class BoundPipeline:
             options: XLA options. Only `dispatch` uses them.
 
         Returns:
-            The gradients, compiled. With `program`, a `GradientProgram` whose `run` returns the batch, and whose `gradients`
-            traces the SPMD program.
+            The gradients, compiled. With `program`, a `GradientProgram` without executables: `run` returns the batch, and
+            `gradients` traces the SPMD program.
 
         Raises:
             ConfigError: With `dispatch`, if the mesh has the axis `fsdp` or devices of other processes, or the model reduces
@@ -319,7 +319,7 @@ class BoundPipeline:
             observed: Observed state after the step.
 
         Returns:
-            A `Loss` of weight 1, whose `carried` is the `Carry` after the step, and the gradients in the layout of `pack`.
+            A `Loss` of weight 1 with the `Carry` after the step in `carried`, and the gradients in the layout of `pack`.
         """
         model = self.pipeline.model.join_carried(layers) if layers else carry.model
         return Loss(loss, jnp.ones((), jnp.float32), {}, Carry(model, observed)), self._packed(grads)
