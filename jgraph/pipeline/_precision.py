@@ -44,7 +44,7 @@ class StagePrecision:
     weights: frozenset[str] = frozenset()
 
     def function(self, stage: Callable[..., Tree], layers: int) -> Any:
-        """Converts a stage to a function whose first argument also has the observed state and the prepared weights.
+        """Converts a stage to a function that also takes the observed state and the prepared weights.
 
         Args:
             stage: `stage(given, *args)`, where `given` is the pair (list of the parameters of each layer, other inputs).
@@ -56,7 +56,7 @@ class StagePrecision:
         return lambda params, *args: stage(params[0], *args)
 
     def named_function(self, stage: Callable[..., Tree], layers: int, names: Sequence[str]) -> Any:
-        """Converts a stage whose parameters are in a tree with the key `layers`, otherwise like `function`.
+        """Converts a stage with parameters in a tree with the key `layers` to a function that also takes state and weights.
 
         Args:
             stage: `stage(given, *args)`, where `given` is a tree of parameters.
@@ -119,7 +119,7 @@ class StagePrecision:
         """Returns the shapes of the prepared weights of one chunk.
 
         Args:
-            function: The stage function, from `function`.
+            function: The stage function, as the method `function` returns it.
             args: Shapes of the arguments of a stage for one microbatch. The first is the pair of unsharded parameters and other
                 inputs of a stage, without observed state and weights.
             observed: Shapes of the observed state of the chunk.
@@ -311,7 +311,16 @@ class FP8Precision(StagePrecision):
         return weights
 
     def weight_shapes(self, function: FP8Function, args: Trees, observed: Tree) -> Weights:
-        """Returns the shapes of the quantized weight of each matmul of a chunk; None for a matmul that is not in FP8."""
+        """Returns the shapes of the quantized weight of each matmul of a chunk, without computing them.
+
+        Args:
+            function: The stage function, as the method `function` returns it.
+            args: Shapes of the arguments of a stage for one microbatch, without observed state and weights.
+            observed: Shapes of the amax history of the chunk; {} for current scaling.
+
+        Returns:
+            A list with the shapes of each weight; None for a matmul that is not in FP8.
+        """
         return jax.eval_shape(function.quantize, args[0], observed, *args[1:])
 
     def named_function(self, stage: Callable[..., Tree], layers: int, names: Sequence[str]) -> FP8Function:
@@ -330,9 +339,18 @@ class FP8Precision(StagePrecision):
         return FP8Function(stage, config, self.num_losses)
 
     def first_weights(self, function: FP8Function, args: Trees, weights: list[Any], share: Fraction) -> list[Any]:
-        """Returns the first `share` of `weights`, after None for each matmul of an embedding.
+        """Selects the weights of the first layers of a chunk, with None for each matmul of an embedding in front.
 
         The matmuls of an embedding come first and are not in FP8.
+
+        Args:
+            function: The stage, from `named_function`.
+            args: Shapes of the arguments of the stage, without observed state and weights.
+            weights: One entry per matmul of the chunk, from `prepare`, or anything in its place.
+            share: Number of layers of the stage divided by the number of layers of the chunk.
+
+        Returns:
+            One entry per matmul of the stage.
         """
         first = weights[: int(len(weights) * share)]
         return [None] * (len(function.plan(*args).sites) - len(first)) + first
