@@ -445,10 +445,10 @@ def _unpacked(batch: Any) -> tuple[Array, Array | None, Array | None]:
 
 @jax.custom_vjp
 def gelu(x: Array) -> Array:
-    """Computes GELU in its tanh form (Hendrycks & Gimpel, arXiv:1606.08415), elementwise, in the dtype of x.
+    """Computes GELU in its tanh form (Hendrycks & Gimpel, arXiv:1606.08415), elementwise, in the shape and dtype of x.
 
-    XLA recognizes this order of operations after a matmul, and fuses them into an epilogue that stores both `x` and `gelu(x)`.
-    The gradient reads only `x`.
+    x is a floating array of any shape. The function supports reverse-mode differentiation only. XLA recognizes this order of
+    operations after a matmul, and fuses them into an epilogue that stores both `x` and `gelu(x)`. The gradient reads only `x`.
     """
     return x * (0.5 * (1 + jnp.tanh(_GELU_SCALE * (x + _GELU_CUBIC * (x * (x * x))))))
 
