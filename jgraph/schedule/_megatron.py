@@ -39,7 +39,8 @@ def megatron_order(
             `pp_size`. Smaller groups can deadlock, including a smaller last group: `Schedule` checks the orders of all ranks,
             this function does not.
         num_layers_per_chunk: Number of layers of each chunk of the rank, one integer >= 0 per chunk. None for one layer each.
-            Without `overlap_moe_ep` it only sets `Order.num_layers_per_chunk`; with it, layers become entries of the order.
+            With `overlap_moe_ep`, layers become entries of the order. Otherwise the numbers become
+            `Order.num_layers_per_chunk`, or one layer each if any of them is 0.
         overlap_moe_ep: True to make every layer a chunk of its own, and to alternate the layers of a forward and of a backward.
             Megatron-LM then overlaps the expert-parallel communication of one with the other.
         delay_wgrad: True to make wgrads separate entries, False for full backwards. Requires `overlap_moe_ep`.
