@@ -187,7 +187,7 @@ class StageExecutor:
 
     @scope("forward")
     def embed(self, m: Index) -> Array:
-        """Computes the input of the first stage for microbatch `m`. All ranks call it, because it may have collectives."""
+        """Computes the input of the first stage for microbatch `m`. All ranks call it, because `embed` may have collectives."""
         return self.model.embed(self.outer, self._microbatch(m))
 
     @scope("wgrad")
