@@ -105,8 +105,8 @@ class Dispatched:
             batch: A batch from `TrainStep.place`, leaves [M, B/M, ...]; not donated.
 
         Returns:
-            The argument of `collect`: a tree of arrays with the shapes and shardings of `results`. The next call overwrites
-            their buffers.
+            The argument of `collect`: a tree of arrays with the shapes and shardings of `results`. The next call overwrites the
+            buffers of these arrays.
         """
         # Not removed from the dictionary, because the buffers must survive if `begin` refuses an argument.
         begun = in_turn(self.begin(self.buffers["begun"], params, carry, step, batch))
