@@ -21,12 +21,12 @@ Tree = Any
 class End:
     """`embed` or `head` of a pipeline model, as a function of the unsharded parameters that it reads.
 
-    The number of a parameter is its position in `reads`.
+    The number of a parameter is its position in `reads`. The rank that computes the function holds whole parameters.
 
     Attributes:
-        fn: `fn(outer, *args)`.
-        outer: Shapes of all leaves of the argument `outer`.
-        kept: Shapes of the same leaves in the state, where their dtypes may differ.
+        fn: `fn(outer, *args)`, without collectives over `pipe`. `outer` is the tree of the parameters of embedding and head.
+        outer: Shapes of all leaves of the argument `outer`, unsharded.
+        kept: Shapes of the same leaves in the state, unsharded, where their dtypes may differ.
         reads: Indices of the leaves that the function reads.
         axes: For each leaf in `reads`, the axis that is sharded over the ranks; None if it is not sharded.
     """
@@ -44,14 +44,15 @@ class End:
         """Finds the parameters that a function reads.
 
         Args:
-            fn: A function with collectives over the axis `pipe`. They are traced for a single rank.
-            kept: Shapes of the parameters in the state.
-            cast: Converts parameters to the dtypes of the function's argument.
-            sharded: Sharded axes by name, as in `PipelineModel`.
+            fn: `fn(outer, *args)`, which may have collectives over the axis `pipe`. They are traced for a single rank.
+            kept: Shapes of the parameters of embedding and head in the state, unsharded.
+            cast: Converts a tree of parameters to the dtypes of the argument `outer`. Only traced on shapes here.
+            sharded: The axis of each parameter that is sharded over the ranks, by its path with `/` between names. Other
+                parameters are not sharded.
             *args: Shapes of the other arguments of the function.
 
         Returns:
-            The embedding or head.
+            The embedding or head, as a function of one rank.
         """
 
         def alone(*args: Tree) -> Tree:
@@ -65,7 +66,16 @@ class End:
         return cls(alone, outer, kept, reads, tuple(sharded.get(names[i]) for i in reads))
 
     def __call__(self, arrays: Sequence[Array], *args: Tree) -> Array:
-        """Calls the function with the parameters in `reads`."""
+        """Calls `fn` with the parameters in `reads`.
+
+        Args:
+            arrays: One unsharded array per entry of `reads`, with the dtypes of `outer`. Other leaves of `outer` are filled
+                with zeros, because `fn` does not read them.
+            *args: The other arguments of `fn`.
+
+        Returns:
+            The result of `fn`: x of the embedding, or the loss of the head.
+        """
         leaves, structure = jax.tree.flatten(self.outer)
         return self.fn(structure.unflatten(filled(leaves, self.reads, arrays)), *args)
 
@@ -76,19 +86,20 @@ class End:
         return [leaves[i] for i in self.reads]
 
     def gather(self, name: str, index: int, callable_: int, first: int, ranks: int) -> PlanFunction:
-        """Makes the function that gathers sharded parameters on one rank and casts them.
+        """Makes the function that concatenates the shards of parameters on one rank and casts them. Does not run it.
 
-        Parameters that need neither are read from the state.
+        Parameters that need neither are not part of the function; the callable reads them from the state.
 
         Args:
-            name: `embedding` or `head`.
-            index: A stage on the same device.
-            callable_: The callable that reads the parameters.
-            first: Position of the first of these parameters in the parameters of the callable.
+            name: `embedding` or `head`: the first part of the names of the inputs.
+            index: Number of a stage on the device that runs the function.
+            callable_: Number of the callable (a stage, or the loss) that reads the parameters.
+            first: Position of the parameter with number 0 among the parameters of the callable.
             ranks: Number of ranks.
 
         Returns:
-            The function. Its inputs are named (name, parameter, rank).
+            The function for an execution plan. Its inputs are shards named (name, parameter, rank), where rank is 0 for an
+            unsharded parameter. Its results are named ("params", callable_, position).
         """
         kept = [jax.tree.leaves(self.kept)[i] for i in self.reads]
         computed = [n for n, s in enumerate(self.shapes) if self.axes[n] is not None or kept[n].dtype != s.dtype]
@@ -110,18 +121,20 @@ class End:
         return PlanFunction(parameters, index, list(shapes), [("params", callable_, first + n) for n in computed], shapes)
 
     def split(self, name: str, index: int, callable_: int, first: int, ranks: int, losses: Sequence[Any] = ()) -> PlanFunction:
-        """Makes the function that splits gradients into shards for the ranks, and sums the losses of `losses`.
+        """Makes the function that splits gradients into shards for the ranks, and sums losses. Does not run it.
 
         Args:
-            name: As for `gather`.
-            index: As for `gather`.
-            callable_: As for `gather`.
-            first: As for `gather`.
-            ranks: As for `gather`.
-            losses: Names of the losses of the microbatches; empty sums no losses.
+            name: `embedding` or `head`: the first part of the names of the results.
+            index: Number of a stage on the device that runs the function.
+            callable_: Number of the callable (a stage, or the loss) with the gradients.
+            first: Position of the parameter with number 0 among the parameters of the callable.
+            ranks: Number of ranks.
+            losses: Names of the losses of the microbatches in the execution plan; empty sums no losses.
 
         Returns:
-            The function. Its results are named (name, parameter, rank), and ("total",) for the sum of the losses.
+            The function for an execution plan. Its inputs are the gradients, named ("sum", callable_, position), and `losses`.
+            Its results are shards named (name, parameter, rank), where rank is 0 for an unsharded parameter; and, with
+            `losses`, ("total",), the sum of the losses with shape [1].
         """
         ins = [("sum", callable_, first + n) for n in range(len(self.reads))]
         outs = [(name, n, rank) for n, axis in enumerate(self.axes) for rank in range(1 if axis is None else ranks)]
@@ -137,5 +150,11 @@ class End:
 
 
 def part_shape(shape: Sequence[int], axis: int | None, ranks: int) -> tuple[int, ...]:
-    """Returns the shape of a rank's shard of an array that is sharded along `axis`; None for an array that is not sharded."""
+    """Returns the shape of a rank's shard of an array.
+
+    Args:
+        shape: Shape of the whole array.
+        axis: The axis that is sharded over the ranks. None for an array that is not sharded, whose shape is returned.
+        ranks: Number of ranks, a divisor of the length of the axis.
+    """
     return tuple(length // ranks if i == axis else length for i, length in enumerate(shape))

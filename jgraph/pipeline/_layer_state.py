@@ -23,11 +23,14 @@ from jgraph.strategies.objective import before_any, merged, reduced
 
 @dataclass(frozen=True)
 class LayerState:
-    """The shapes and the reductions of the carried state of a layer.
+    """The shapes and the reductions of the carried state of a layer. All layers have the same.
+
+    Letters in shapes: C chunks of a rank, N places (layers of the longest stage).
 
     Attributes:
-        layer: Shapes and dtypes of the state; empty if layers carry no state.
-        reductions: The reduction of each array over microbatches, a tree with the structure of `layer`.
+        layer: Shapes and dtypes of the state; {} if layers carry no state.
+        reductions: The reduction of each array over microbatches and data ranks, a tree with the structure of `layer`: `max`,
+            `sum`, `mean`, `last` (the value of the last microbatch) or `halt` (`max`, and a positive value halts the step).
     """
 
     layer: Tree = field(default_factory=dict)
@@ -38,16 +41,17 @@ class LayerState:
         """Finds the state of a layer in the carried state of a model.
 
         Args:
-            model: The model.
-            shapes: Shapes of the carried state of the model.
-            reductions: The reduction of each array, a tree with the structure of `shapes`.
+            model: The model. Its functions `split_carried` and `join_carried` are called with arrays and with shapes.
+            shapes: Shapes of the carried state of the model; empty if there is none.
+            reductions: The reduction of each array (`max`, `sum`, `mean`, `last` or `halt`), a tree like `shapes`.
             num_layers: Number of layers of the model.
 
         Returns:
             The shapes and reductions of one layer.
 
         Raises:
-            ConfigError: If an array belongs to no layer, or layers differ in shapes or reductions.
+            ConfigError: If an array belongs to no layer, layers differ in shapes or reductions, or an array of a layer combines
+                arrays with different reductions.
         """
         leaves, structure = jax.tree.flatten(shapes)
         if not leaves:
@@ -73,14 +77,24 @@ class LayerState:
         return cls(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), parts[0]), names[0])
 
     def bits(self, *lead: int) -> Tree:
-        """Returns the shapes of the state as bits (see `pick`), with leading axes of the lengths `lead`."""
+        """Returns the shapes of the state as bits, with leading axes of the lengths `lead`.
+
+        Bits are floats reinterpreted as unsigned integers of the same width. Other dtypes are unchanged.
+        """
         return jax.tree.map(lambda s: jax.ShapeDtypeStruct((*lead, *s.shape), _bits(s.dtype)), self.layer)
 
     def pick(self, layers: Sequence[Tree], table_CN: Array) -> Tree:
-        """Selects the state of the layers in a table, as bits with leaves [C, N, ...].
+        """Selects the state of the layers in a table, as bits.
 
-        Floats are reinterpreted as integers of the same width, because a stage does not differentiate integers and does not
-        store them in the residuals of every microbatch.
+        Floats are reinterpreted as unsigned integers of the same width, because a stage does not differentiate integers and
+        does not store them in the residuals of every microbatch.
+
+        Args:
+            layers: The state of every layer, one tree per layer; empty if layers carry no state.
+            table_CN: Index of the layer at every place of a rank, int32 [C, N].
+
+        Returns:
+            A tree like `layer`, with leaves [C, N, ...]; {} if `layers` is empty.
         """
 
         def of(*leaves: Array) -> Array:
@@ -89,25 +103,56 @@ class LayerState:
         return jax.tree.map(of, *layers) if layers else {}
 
     def at(self, bits_N: Tree, place: int) -> tuple[Tree, ...]:
-        """Returns a tuple with the state of the layer at a place; an empty tuple if layers carry no state."""
+        """Returns the additional arguments of a layer: a tuple with its state, or () if layers carry no state.
+
+        Args:
+            bits_N: The state of a stage as bits, leaves [N, ...].
+            place: Index of the layer in its stage.
+        """
         if not jax.tree.leaves(self.layer):
             return ()
         return (jax.tree.map(lambda s, bits: lax.bitcast_convert_type(bits[place], s.dtype), self.layer, bits_N),)
 
     def taken(self, made: Any) -> tuple[Array, Tree]:
-        """Returns `made`, the result of a layer. Raises ShapeError if it is not a pair of x and the carried state."""
+        """Returns the result of a layer unchanged, after a check.
+
+        Args:
+            made: The result of the function `layer` of a model with carried state.
+
+        Returns:
+            The pair of x and the carried state after the microbatch.
+
+        Raises:
+            ShapeError: If the result is not such a pair, or the state has other shapes or dtypes than `self.layer`.
+        """
         after = made[1] if isinstance(made, tuple) and len(made) == 2 else None
         if (found := _described(after)) != (must := _described(self.layer)):
             raise ShapeError(f"`layer` returns carried state {found}: must return (x, carried) with carried state {must}")
         return made
 
     def start(self, chunks: int, after_N: Tree) -> Tree:
-        """Returns the initial accumulator of a rank, leaves [C, N, ...]. `after_N` is the shape of a forward's new state."""
+        """Returns the initial accumulator of a rank: zeros, or the lowest number of the dtype for maxima.
+
+        Args:
+            chunks: C, the number of chunks of the rank.
+            after_N: Shapes of the state after a forward of one chunk, leaves [N, ...].
+
+        Returns:
+            A tree like `after_N`, with leaves [C, N, ...].
+        """
         shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct((chunks, *s.shape), s.dtype), after_N)
         return before_any(self.reductions, shapes)
 
     def together(self, afters: Sequence[Tree], places: int) -> Tree:
-        """Merges the states after the forwards of a stage, in the order of microbatches, and pads them to [N, ...]."""
+        """Merges the states after the forwards of a stage over microbatches, and pads them to the longest stage.
+
+        Args:
+            afters: The state after the forward of each microbatch, in the order of microbatches, with leaves [layers, ...].
+            places: N, the number of layers of the longest stage.
+
+        Returns:
+            The merged state, leaves [N, ...], zero in the padding. Means are sums, which `finish` divides.
+        """
 
         def padded(leaf: Array) -> Array:
             return jnp.pad(leaf, [(0, places - len(leaf))] + [(0, 0)] * (leaf.ndim - 1))
@@ -118,7 +163,17 @@ class LayerState:
         return jax.tree.map(padded, total)
 
     def add(self, total: Tree, new_N: Tree, chunk: Any, counts: Array) -> Tree:
-        """Merges the state after a forward of a chunk into the accumulator of the rank, if `counts` is True."""
+        """Merges the state after a forward of a chunk into the accumulator of the rank.
+
+        Args:
+            total: The accumulator, leaves [C, N, ...].
+            new_N: The state after the forward, leaves [N, ...].
+            chunk: Index of the chunk, an integer or an int32 scalar.
+            counts: Bool scalar; False keeps the accumulator, for example in a tick without a forward.
+
+        Returns:
+            The new accumulator. Means are sums, which `finish` divides.
+        """
 
         def add(kind: Any, total: Array, new: Array) -> Array:
             is_chunk = (jnp.arange(len(total)) == chunk) & counts
@@ -127,16 +182,16 @@ class LayerState:
         return jax.tree.map(add, self.reductions, total, new_N)
 
     def finish(self, total: Tree, count: int, axes: Sequence[str], layout: StageAssignment) -> list[Tree]:
-        """Reduces the accumulators of all ranks. Collective over `axes` and the axis `pipe`.
+        """Reduces the accumulators of all ranks. Call it under `jax.shard_map`: collective over `axes` and the axis `pipe`.
 
         Args:
-            total: The accumulator of this rank.
-            count: Number of microbatches.
-            axes: Mesh axes to reduce over.
+            total: The accumulator of this rank, leaves [C, N, ...].
+            count: Number of microbatches, which divides means.
+            axes: Names of the mesh axes of the data ranks; empty without them.
             layout: The assignment of layers to ranks.
 
         Returns:
-            The carried state of every layer after the step.
+            The carried state of every layer after the step, a list from the first to the last layer; the same on all ranks.
         """
         whole = jax.tree.map(lambda leaf: lax.all_gather(leaf, AXIS), reduced(self.reductions, total, count, axes))
         return [jax.tree.map(lambda leaf, at=at: leaf[at], whole) for at in layout.places()]

@@ -19,13 +19,15 @@ class Placement:
     """Places the parameters of a pipeline on a mesh.
 
     `stack` returns the tree of parameters for a step: `outer` has the parameters of embedding and head, and `layers` is a list
-    of chunks, each a list of layers. Arrays in `layers` have a leading axis of ranks.
+    of chunks, each a list of layers. Arrays in `layers` have a leading axis of ranks. The name of a parameter in this tree is
+    `outer/PATH` or `layers/CHUNK/PLACE/PATH`.
 
     Attributes:
-        model: The model.
+        model: The model, as embedding, layers and head.
         layout: The assignment of layers to ranks.
         mesh: A mesh with the axis `pipe`, and optionally `data` and `fsdp`.
-        axes: Requested `fsdp` axes of parameters, by their names in the tree of `stack`; set by `shard_as`.
+        axes: Requested `fsdp` axes of parameters, by their names in the tree of `stack`; the axis of ranks does not count. Set
+            by `shard_as`. The axis of other parameters follows from their shapes.
         experts: Number of `fsdp` devices that experts are sharded over.
         shards: `everything` if `fsdp` shards all parameters, `experts` if it shards only experts.
     """
@@ -42,7 +44,7 @@ class Placement:
 
         Args:
             tree: Shapes of the parameters, in the model's own tree.
-            axes: The requested axis by parameter name in `tree`, from `sharding.chosen_axes`.
+            axes: The requested axis by parameter name in `tree`, with `/` between keys. The attribute `axes` is replaced.
 
         Returns:
             The copy; `self` if the mesh has no axis `fsdp` longer than 1.
@@ -72,26 +74,48 @@ class Placement:
 
         Args:
             outer: Parameters of embedding and head.
-            layers: Parameters of each layer.
+            layers: Parameters of each layer, from the first to the last.
 
         Returns:
-            {"outer": ..., "layers": [chunk][place] trees with leaves [P, ...]}.
+            {"outer": outer, "layers": nested lists [chunk][place] of trees like a layer}. Leaves of the layers are [P, ...] for
+            P ranks, with zeros for padding. `outer` is not copied.
         """
         return {"outer": outer, "layers": self.layout.stack(layers)}
 
     def stacked_shapes(self, tree: Tree) -> Tree:
-        """Returns the shapes of the tree of `stack`, from shapes in the model's own tree."""
+        """Returns the shapes of the tree of `stack`.
+
+        Args:
+            tree: Arrays or shapes in the model's own tree.
+
+        Returns:
+            {"outer": tree, "layers": nested lists [chunk][place] of trees} of `jax.ShapeDtypeStruct`, without shardings.
+        """
         return jax.eval_shape(lambda tree: self.stack(*self.model.split(tree)), tree)
 
     def unstack(self, params: Tree) -> tuple[Tree, list[Tree]]:
-        """Inverts `stack`. Returns `outer` and the layers."""
+        """Inverts `stack`.
+
+        Args:
+            params: The tree of `stack`.
+
+        Returns:
+            The parameters of embedding and head, and a list with the parameters of each layer, from the first to the last.
+        """
         return params["outer"], self.layout.unstack(params["layers"])
 
     def specs(self, params: Tree) -> Tree:
-        """Returns the PartitionSpec of every parameter in the tree of `stack`.
+        """Returns the PartitionSpec of every parameter, over the axes `pipe` and `fsdp`.
+
+        Args:
+            params: Arrays or shapes in the tree of `stack`.
+
+        Returns:
+            A tree like `params`. The first axis of layers is sharded over `pipe`.
 
         Raises:
-            ConfigError: If `PipelineModel.sharded` does not fit the parameters.
+            ConfigError: If `PipelineModel.sharded` names no parameter of embedding and head, or the number of ranks does not
+                divide the length of the axis.
         """
         names, ranks = leaf_names(params["outer"]), self.mesh.shape[AXIS]
         for name in self.model.sharded:
@@ -116,11 +140,30 @@ class Placement:
         }
 
     def shardings(self, params: Tree) -> Tree:
-        """Returns the NamedSharding of every parameter in the tree of `stack`."""
+        """Returns the NamedSharding of every parameter on the mesh of the pipeline.
+
+        Args:
+            params: Arrays or shapes in the tree of `stack`.
+
+        Returns:
+            A tree like `params`. Layers are sharded over `pipe` on their first axis.
+
+        Raises:
+            ConfigError: If `PipelineModel.sharded` names no parameter of embedding and head, or the number of ranks does not
+                divide the length of the axis.
+        """
         return jax.tree.map(lambda _, spec: NamedSharding(self.mesh, spec), params, self.specs(params))
 
     def fsdp_shards(self, params: Tree) -> Tree:
-        """Returns the ShardSpec over `fsdp` of every parameter. It does not count the leading axis of ranks."""
+        """Returns the sharding of every parameter over `fsdp`, as a `ShardSpec`.
+
+        Args:
+            params: Arrays or shapes in the tree of `stack`.
+
+        Returns:
+            A tree like `params`. The axes of a spec do not count the leading axis of ranks. The axis is None for a replicated
+            parameter, and for all parameters if the mesh has no axis `fsdp` longer than 1.
+        """
         ranks = self.mesh.shape.get(fsdp.AXIS, 1)
         if ranks == 1:
             return jax.tree.map(lambda _: ShardSpec(None), params)
@@ -132,12 +175,16 @@ class Placement:
         return structure.unflatten(specs.values())
 
     def pipe_axis(self, path: Sequence[Any]) -> int | None:
-        """Returns the axis of a leaf of `outer` that is sharded over the ranks; None if every rank holds the whole leaf."""
+        """Returns the axis of a leaf of `outer` that is sharded over the ranks; None if every rank holds the whole leaf.
+
+        Args:
+            path: Path of the leaf in `outer`, from `jax.tree_util.tree_map_with_path`.
+        """
         return self.model.sharded.get(path_name(path))
 
 
 def without_ranks(layers: Tree) -> Tree:
-    """Returns the shapes of arrays without their leading axis of ranks."""
+    """Returns a tree of `jax.ShapeDtypeStruct`: the shapes of the leaves without their first axis, the axis of ranks."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
 
 

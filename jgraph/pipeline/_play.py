@@ -18,9 +18,16 @@ from jgraph.schedule.tables import Phase, phases
 
 
 def play_general(runtime: RankRuntime) -> State:
-    """Plays any schedule tick by tick, and returns the final state. A rank selects its action with `act_where`.
+    """Plays any schedule tick by tick, in one `lax.scan`. A rank selects its action with `act_where`.
 
     Transfers are outside of the actions, because a collective inside an action would wait for ranks with a different action.
+    Call it under `jax.shard_map` over the axis `pipe`.
+
+    Args:
+        runtime: The operations of a tick on this rank, with the schedule tables for `writing="all"`.
+
+    Returns:
+        The state after the last tick, with the sums of losses and gradients of this rank.
     """
     kinds = runtime.tables.table.kind
     ticks = np.arange(len(kinds))
@@ -50,7 +57,19 @@ def play_general(runtime: RankRuntime) -> State:
 
 
 def play_aligned(runtime: RankRuntime) -> State:
-    """Plays the phases of an aligned schedule in order, and returns the final state."""
+    """Plays an aligned schedule: all ranks run the same kind of action in a tick, or a wgrad.
+
+    The rounds of a phase are iterations of one `lax.scan`. Call it under `jax.shard_map` over the axis `pipe`.
+
+    Args:
+        runtime: The operations of a tick on this rank, with the schedule tables for `writing="makers"`.
+
+    Returns:
+        The state after the last tick, with the sums of losses and gradients of this rank.
+
+    Raises:
+        OrderError: If the schedule is not aligned.
+    """
     state = runtime.start()
     for phase in phases(runtime.tables.table):
         size = len(phase.kinds)

@@ -34,72 +34,112 @@ Axes: TypeAlias = Sequence[str]
 class StagePrecision:
     """Makes the stage functions, the observed state and the prepared weights of a pipeline; here for a model without FP8.
 
+    Prepared weights are the FP8 copies of parameters for all microbatches of a step. A stage function takes them with its
+    parameters. Letters in shapes: C chunks of a rank, N places (layers of the longest stage).
+
     Attributes:
-        weights: Paths of the parameters of a layer that are quantized once per step.
+        weights: Paths of the parameters of a layer that are quantized once per step, with `/` between keys; empty without FP8.
     """
 
     weights: frozenset[str] = frozenset()
 
     def function(self, stage: Callable[..., Tree], layers: int) -> Any:
-        """Converts `stage(given, *args)` with `layers` layers to a function of `((given, observed, weights), *args)`."""
+        """Converts a stage to a function that also takes the observed state and the prepared weights.
+
+        Args:
+            stage: `stage(given, *args)`, where `given` is the pair (list of the parameters of each layer, other inputs).
+            layers: Number of layers of the stage.
+
+        Returns:
+            A function of `((given, observed, weights), *args)`, for `split_backward`. Here it ignores `observed` and `weights`.
+        """
         return lambda params, *args: stage(params[0], *args)
 
     def named_function(self, stage: Callable[..., Tree], layers: int, names: Sequence[str]) -> Any:
-        """Like `function`, for parameters with the given names. Parameter `path` of layer j is named `layers/j/path`."""
+        """Converts a stage with parameters in a tree with the key `layers` to a function that also takes state and weights.
+
+        Args:
+            stage: `stage(given, *args)`, where `given` is a tree of parameters.
+            layers: Number of layers of the stage.
+            names: Names of all parameters in `given`. Parameter PATH of layer j is named `layers/j/PATH`; packed parameters
+                have other names.
+
+        Returns:
+            A function of `((given, observed, weights), *args)`. Here it ignores `observed` and `weights`.
+        """
         return self.function(stage, layers)
 
     def state(self, layers: int) -> Tree:
-        """Returns the initial observed state of `layers` layers."""
+        """Returns the observed state of `layers` layers before the first step; here {}."""
         return {}
 
     def pick(self, observed: Tree, layers_CN: Array) -> list[Tree]:
-        """Selects the observed state of each chunk of a rank from the state of all layers. `layers_CN` has layer indices."""
+        """Selects the observed state of each chunk of a rank from the state of all layers.
+
+        Args:
+            observed: The observed state of all layers.
+            layers_CN: Index of the layer at every place of a rank, int32 [C, N].
+
+        Returns:
+            A list with the state of each chunk; here {} for each.
+        """
         return [{}] * len(layers_CN)
 
     def finish(self, states: Trees, axes: Axes, layout: StageAssignment) -> Tree:
-        """Combines the observed state of all ranks. Collective over `axes` and the axis `pipe`.
+        """Combines the observed state of all ranks. Call it under `jax.shard_map`: collective over `axes` and the axis `pipe`.
 
         Args:
-            states: The observed state of each chunk of this rank.
-            axes: Mesh axes to reduce over.
+            states: The observed state of each chunk of this rank, merged over microbatches.
+            axes: Names of the mesh axes of the data ranks, to reduce over by maximum; empty without them.
             layout: The assignment of layers to ranks.
 
         Returns:
-            The observed state of all layers.
+            The observed state of all layers, the same on all ranks; here {}, without a collective.
         """
         return {}
 
     def prepare(self, function: Any, args: Trees, stages: Trees, states: Trees, shards: Trees, axes: Axes) -> list[Any]:
-        """Quantizes and gathers the weights of every chunk, once per step.
+        """Quantizes and gathers the weights of every chunk, once per step. Call it under `jax.shard_map`.
 
         Args:
-            function: The stage function.
-            args: Arguments of `function` for one microbatch; the first is the pair of parameters and other inputs of a stage.
-            stages: Local shards of the parameters of each chunk.
+            function: The stage function, from `function`.
+            args: Arrays or shapes of the arguments of a stage for one microbatch. The first is the pair of parameters and other
+                inputs of a stage, without observed state and weights.
+            stages: Local shards of the parameters of each chunk, one tree per layer.
             states: Observed state of each chunk.
-            shards: Shard specs of the parameters of each chunk.
-            axes: Mesh axes that the parameters are sharded over.
+            shards: The `ShardSpec` of the parameters of each chunk; not read if `axes` is empty.
+            axes: Mesh axes that the parameters are sharded over; empty if they are not sharded.
 
         Returns:
-            The weights of each chunk; None for a model without FP8.
+            The weights of each chunk; here None for each.
         """
         return [None] * len(stages)
 
     def weight_shapes(self, function: Any, args: Trees, observed: Tree) -> Any:
-        """Returns the shapes of the weights of one chunk. The arguments are shapes for one chunk, as for `prepare`."""
+        """Returns the shapes of the prepared weights of one chunk.
+
+        Args:
+            function: The stage function, as the method `function` returns it.
+            args: Shapes of the arguments of a stage for one microbatch. The first is the pair of unsharded parameters and other
+                inputs of a stage, without observed state and weights.
+            observed: Shapes of the observed state of the chunk.
+
+        Returns:
+            A tree of shapes; here None.
+        """
         return None
 
     def first_weights(self, function: Any, args: Trees, weights: Any, share: Fraction) -> Any:
-        """Selects the weights of the first layers of a chunk for a shorter stage.
+        """Selects the weights of the first layers of a chunk, for a stage with fewer layers or with an embedding.
 
         Args:
-            function: The shorter stage, from `named_function`.
-            args: Shapes of the arguments of `function`.
-            weights: Weights of the chunk from `prepare`, for a chunk without an embedding.
-            share: Number of layers of the shorter stage divided by the number of layers of the chunk.
+            function: The stage, from `named_function`.
+            args: Shapes of the arguments of the stage. The first are its parameters, without observed state and weights.
+            weights: The weights of the chunk from `prepare`, or anything in their place, such as numbers.
+            share: Number of layers of the stage divided by the number of layers of the chunk.
 
         Returns:
-            The weights in the order of the matmuls of the shorter stage.
+            The weights in the order of the matmuls of the stage; here None.
         """
         return None
 
@@ -110,10 +150,11 @@ class FP8Precision(StagePrecision):
 
     Attributes:
         config: The recipe.
-        kept: Paths of the parameters of a layer that are not quantized.
-        entries: Indices of the entries of each layer in the histories, int32 [L, S].
+        kept: Paths of the parameters of a layer that are not quantized, with `/` between keys.
+        entries: Indices of the entries of each layer in the amax histories of the model, int32 [L, S] for L layers with S
+            matmuls in FP8 (a matmul in a scan counts once per iteration).
         is_stacked: True if one array holds a weight of all layers, which then has one scale.
-        num_losses: Number of losses that are averaged into the loss of a batch.
+        num_losses: Number of losses that are averaged into the loss of a batch: microbatches times data ranks.
     """
 
     config: FP8Config
@@ -127,16 +168,17 @@ class FP8Precision(StagePrecision):
         """Finds the matmuls of a layer.
 
         Args:
-            layer: `layer(params, *args)`.
+            layer: `layer(params, *args)` of one layer. It is traced.
             params: Shapes of the parameters of a layer.
-            whole: The trace of all layers in order.
-            args: Shapes of the other arguments.
+            whole: The trace of all layers in order, which has the recipe.
+            args: Shapes of the other arguments of a layer.
 
         Returns:
             The precision of all layers.
 
         Raises:
-            ConfigError: If `keep` or `blocks` of the recipe select only some of the layers.
+            ConfigError: If `keep` or `blocks` of the recipe select a matmul only in some of the layers, or no matmul can be in
+                FP8.
         """
         config = replace(whole.config, keep=(), blocks="all")
         trace = FP8Function(layer, config).plan(params, *args)
@@ -174,21 +216,47 @@ class FP8Precision(StagePrecision):
         )
 
     def function(self, stage: Callable[..., Tree], layers: int) -> FP8Function:
-        """Excludes the parameters in `kept`."""
+        """Converts a stage to an FP8 function that does not quantize the parameters in `kept`.
+
+        Args:
+            stage: `stage(given, *args)`, where `given` is the pair (list of the parameters of each layer, other inputs).
+            layers: Number of layers of the stage.
+
+        Returns:
+            The function, for `split_backward`. Its first argument is (given, observed, weights).
+        """
         names = [f"0/{j}/{path}".rstrip("/") for j in range(layers) for path in self.kept]
         return FP8Function(stage, replace(self.config, keep=tuple(map(glob.escape, names))), self.num_losses)
 
     def state(self, layers: int) -> Tree:
-        """Returns an `AmaxHistory` of zeros; {} for current scaling."""
+        """Returns the observed state of `layers` layers before the first step.
+
+        This is an `AmaxHistory` of zeros, with leaves float32 [H, layers * S, 3] and [layers * S, 3] for H steps and S matmuls
+        of a layer; {} for current scaling.
+        """
         return {} if self.config.recipe == "current" else AmaxHistory.zeros(layers * self.entries.shape[1], self.config.history)
 
     def pick(self, observed: Tree, layers_CN: Array) -> list[Tree]:
-        """Selects the entries of the layers of each chunk."""
+        """Returns a list with the amax history of each chunk: the entries of its layers.
+
+        Args:
+            observed: The amax history of all layers; {} for current scaling, which is returned for each chunk.
+            layers_CN: Index of the layer at every place of a rank, int32 [C, N].
+        """
         entries = jnp.asarray(self.entries)[layers_CN]
         return [jax.tree.map(lambda leaf, of=of: jnp.take(leaf, of.ravel(), axis=-2), observed) for of in entries]
 
     def finish(self, states: Trees, axes: Axes, layout: StageAssignment) -> Tree:
-        """Takes the maximum over `axes`, and all-gathers the entries of all ranks."""
+        """Takes the maximum over `axes`, all-gathers the entries of all ranks over `pipe`, and drops padding.
+
+        Args:
+            states: The amax history of each chunk of this rank.
+            axes: Names of the mesh axes of the data ranks; empty without them.
+            layout: The assignment of layers to ranks.
+
+        Returns:
+            The amax history of all layers, the same on all ranks; {} for current scaling.
+        """
         width = self.entries.shape[1]
         source = np.zeros(self.entries.size, np.int32)
         for entries, (rank, chunk, place) in zip(self.entries, layout.places(), strict=True):
@@ -205,7 +273,21 @@ class FP8Precision(StagePrecision):
     def prepare(
         self, function: FP8Function, args: Trees, stages: Trees, states: Trees, shards: Trees, axes: Axes
     ) -> list[Weights]:
-        """Quantizes the local shards before they are gathered, with one scale for a stacked weight of all layers."""
+        """Quantizes the local shards before they are gathered over `axes`. Call it under `jax.shard_map`.
+
+        Collective over `axes`, and also over `pipe` if `is_stacked`: a stacked weight of all layers has one scale.
+
+        Args:
+            function: The stage function, from `function`.
+            args: Arrays or shapes of the arguments of a stage for one microbatch, without observed state and weights.
+            stages: Local shards of the parameters of each chunk, one tree per layer.
+            states: The amax history of each chunk; {} for current scaling.
+            shards: The `ShardSpec` of the parameters of each chunk; not read if `axes` is empty.
+            axes: Mesh axes that the parameters are sharded over; empty if they are not sharded.
+
+        Returns:
+            For each chunk, a list with the quantized weight of each matmul; None for a matmul that is not in FP8.
+        """
         plan = function.plan(*args)
         named = [dict(zip(plan.names, jax.tree.leaves(stage), strict=False)) for stage in stages]
         leaves = len(named[0]) // len(stages[0])
@@ -229,16 +311,46 @@ class FP8Precision(StagePrecision):
         return weights
 
     def weight_shapes(self, function: FP8Function, args: Trees, observed: Tree) -> Weights:
-        """Evaluates the shapes of `FP8Function.quantize`."""
+        """Returns the shapes of the quantized weight of each matmul of a chunk, without computing them.
+
+        Args:
+            function: The stage function, as the method `function` returns it.
+            args: Shapes of the arguments of a stage for one microbatch, without observed state and weights.
+            observed: Shapes of the amax history of the chunk; {} for current scaling.
+
+        Returns:
+            A list with the shapes of each weight; None for a matmul that is not in FP8.
+        """
         return jax.eval_shape(function.quantize, args[0], observed, *args[1:])
 
     def named_function(self, stage: Callable[..., Tree], layers: int, names: Sequence[str]) -> FP8Function:
-        """Quantizes only the parameters in `weights`."""
+        """Converts a stage to an FP8 function that quantizes only the parameters `layers/j/PATH` with PATH in `weights`.
+
+        Args:
+            stage: `stage(given, *args)`, where `given` is a tree of parameters with the key `layers`.
+            layers: Number of layers of the stage.
+            names: Names of all parameters in `given`.
+
+        Returns:
+            The function, for `split_backward`. Its first argument is (given, observed, weights).
+        """
         weights = {f"layers/{j}/{path}".rstrip("/") for j in range(layers) for path in self.weights}
         config = replace(self.config, keep=tuple(glob.escape(name) for name in names if name not in weights))
         return FP8Function(stage, config, self.num_losses)
 
     def first_weights(self, function: FP8Function, args: Trees, weights: list[Any], share: Fraction) -> list[Any]:
-        """Puts None for each matmul of an embedding in front, because they come first and are not in FP8."""
+        """Selects the weights of the first layers of a chunk, with None for each matmul of an embedding in front.
+
+        The matmuls of an embedding come first and are not in FP8.
+
+        Args:
+            function: The stage, from `named_function`.
+            args: Shapes of the arguments of the stage, without observed state and weights.
+            weights: One entry per matmul of the chunk, from `prepare`, or anything in its place.
+            share: Number of layers of the stage divided by the number of layers of the chunk.
+
+        Returns:
+            One entry per matmul of the stage.
+        """
         first = weights[: int(len(weights) * share)]
         return [None] * (len(function.plan(*args).sites) - len(first)) + first

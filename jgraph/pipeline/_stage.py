@@ -21,7 +21,10 @@ Index: TypeAlias = Array | int
 
 @dataclass(frozen=True, eq=False)
 class StageExecutor:
-    """Computes the actions of a rank on its stages and its shard of the batch.
+    """Computes the actions of a rank on its stages and its shard of the batch. Stateless: every method is a pure function.
+
+    Methods are traced under `jax.shard_map`. x is the input of a stage and y its output, of the same shape and dtype; dx and dy
+    are their gradients. A microbatch index `m` is an integer or an int32 scalar.
 
     Attributes:
         model: The model.
@@ -29,10 +32,11 @@ class StageExecutor:
         carried: The carried state of a layer.
         outer: Parameters of embedding and head in float32, for the embedding.
         head_outer: The same parameters in the compute dtype, for the head.
-        stages: First argument of the stage function for each chunk: `(given, observed, weights)`.
-        inputs: The microbatches, leaves [M, ...].
-        key: Key data of the random key of the step; None if layers take no key.
-        impl: Implementation of the key.
+        stages: First argument of the stage function for each chunk: `(given, observed, weights)`, where `given` are the
+            parameters and other inputs, `observed` the amax histories of FP8 and `weights` the quantized weights.
+        inputs: The microbatches on this data rank, leaves [M, ...].
+        key: Key data of the random key of the step, an integer array; None if layers take no key.
+        impl: Implementation of the key, as returned by `jax.random.key_impl`; None if layers take no key.
     """
 
     model: PipelineModel
@@ -47,7 +51,10 @@ class StageExecutor:
 
     @cached_property
     def shapes(self) -> Spec:
-        """Shapes of the arrays between actions. `y` is the shape of x, `aux` the shape of the carried state.
+        """Shapes of the arrays between actions, traced once.
+
+        `y` is the shape of x, `residuals` and `stash` are the arrays of one microbatch in these pools, and `aux` is the shape
+        of the carried state after a forward.
 
         Raises:
             ShapeError: If a layer changes the shape or dtype of x.
@@ -67,30 +74,50 @@ class StageExecutor:
 
     @property
     def num_chunks(self) -> int:
-        """Number of stages of the rank."""
+        """Number of chunks (stages) of the rank."""
         return len(self.stages)
 
     @scope("wgrad")
     def zero_grads(self) -> tuple[Tree, ...]:
-        """Returns float32 zeros in the shapes of each chunk's parameters and observed state. Integers are unchanged."""
+        """Returns the initial gradients: for each chunk, float32 zeros in the shapes of (given, observed) of `stages`.
+
+        Leaves that are not floating are returned unchanged.
+        """
         stages = tuple(stage[:2] for stage in self.stages)
         return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32) if _is_float(p) else p, stages)
 
     @scope("wgrad")
     def zero_outer(self) -> Tree:
-        """Returns float32 zeros in the shapes of the parameters of embedding and head."""
+        """Returns the initial gradients of embedding and head: float32 zeros in the shapes of `outer`."""
         return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.outer)
 
     # --- Stages. `chunk` is an integer, or a traced int32 scalar. ---
 
     def forward(self, chunk: Array, x: Array, m: Index) -> tuple[Array, Residuals, Tree]:
-        """Computes y, the residuals, and the carried state after microbatch `m`."""
+        """Computes a forward of a chunk.
+
+        Args:
+            chunk: Index of the chunk on this rank.
+            x: The input of the stage.
+            m: Index of the microbatch.
+
+        Returns:
+            y, the residuals for dgrad and wgrad, and the carried state after the microbatch (leaves [layers, ...]; {} if layers
+            carry no state).
+        """
         return self._by_chunk(chunk, lambda c: self.split.forward(self.stages[c], x, *self._stage_args(m)))
 
     def dgrad(self, chunk: Array, residuals: Residuals, dy: Array) -> tuple[Array, Tree, Stash]:
-        """Computes dx, the early gradients and the stash.
+        """Computes a dgrad of a chunk.
 
-        The early gradients are a list in the order of the leaves of a chunk, with None for delayed gradients and integers.
+        Args:
+            chunk: Index of the chunk on this rank.
+            residuals: Residuals of the microbatch, from `forward`.
+            dy: Gradient of the output.
+
+        Returns:
+            dx; the early gradients, which dgrad computes: a list in the order of the leaves of (given, observed), with None for
+            gradients that wgrad computes and for leaves that are not floating; and the stash for wgrad.
         """
 
         def of(c: int):
@@ -102,7 +129,17 @@ class StageExecutor:
         return self._by_chunk(chunk, of)
 
     def wgrad(self, chunk: Array, grads: tuple[Tree, ...], residuals: Residuals, stash: Stash) -> tuple[Tree, ...]:
-        """Adds the delayed gradients of a chunk to `grads`."""
+        """Computes a wgrad of a chunk, and adds the delayed gradients: the gradients that dgrad does not compute.
+
+        Args:
+            chunk: Index of the chunk on this rank.
+            grads: Sums of the gradients of each chunk, like the result of `zero_grads`.
+            residuals: Residuals of the microbatch, after dgrad.
+            stash: Stash of the microbatch, from `dgrad`.
+
+        Returns:
+            The new sums, like `grads`.
+        """
 
         def of(c: int, total: Tree) -> Tree:
             return self.split.accumulate((*total, None), self.stages[c], residuals, stash)[:2]
@@ -115,9 +152,18 @@ class StageExecutor:
     def add_early(
         self, chunk: Array, grads: tuple[Tree, ...], early: Sequence[Array | None], counts: Array | None
     ) -> tuple[Tree, ...]:
-        """Adds the early gradients of a chunk to `grads` if `counts` is True or None.
+        """Adds the early gradients of a chunk to the sums.
 
         The gradient of the observed state is the state after the microbatch. It is merged by maximum.
+
+        Args:
+            chunk: Index of the chunk on this rank.
+            grads: Sums of the gradients of each chunk, like the result of `zero_grads`.
+            early: The early gradients, from `dgrad`.
+            counts: Bool scalar, False to add nothing. None adds them.
+
+        Returns:
+            The new sums, like `grads`.
         """
         added = len(jax.tree.leaves(self.stages[0][0]))
         kinds: list[Reduction] = ["sum" if i < added else "max" for i in range(len(early))]
@@ -141,26 +187,35 @@ class StageExecutor:
 
     @scope("forward")
     def embed(self, m: Index) -> Array:
-        """Computes the input of the first stage for microbatch `m`."""
+        """Computes the input of the first stage for microbatch `m`. All ranks call it, because `embed` may have collectives."""
         return self.model.embed(self.outer, self._microbatch(m))
 
     @scope("wgrad")
     def embed_backward(self, m: Index, dx: Array) -> Tree:
-        """Computes the gradients of `outer` from dx, which must be zero except on the rank of the first stage."""
+        """Computes the gradients of the embedding. All ranks call it, because the embedding may have collectives.
+
+        Args:
+            m: Index of the microbatch.
+            dx: Gradient of the input of the first stage. It must be zero except on the rank of the first stage.
+
+        Returns:
+            The gradients, a tree like `outer`.
+        """
         _, pull_back = jax.vjp(lambda outer: self.model.embed(outer, self._microbatch(m)), self.outer)
         return pull_back(dx)[0]
 
     @scope("loss")
     def head(self, m: Index, y: Array, here: Array) -> tuple[Array, Tree, Array]:
-        """Computes the loss of a microbatch and its gradients.
+        """Computes the loss of a microbatch and its gradients. All ranks call it, because the head may have collectives.
 
         Args:
             m: Index of the microbatch.
-            y: Output of the last stage on its rank; any values on other ranks.
-            here: True on the rank of the last stage.
+            y: Output of the last stage on the rank of the last stage; any values on other ranks.
+            here: Bool scalar, True on the rank of the last stage.
 
         Returns:
-            The loss, which is 0 on other ranks; the gradients of `outer`; and dy.
+            The loss, a scalar, which is 0 on other ranks; the gradients of embedding and head, a tree like `head_outer`; and
+            dy, the gradient of y, which is meaningful on the rank of the last stage.
         """
         if self._shares_head:
             y = jnp.where(here, y, jnp.zeros((), y.dtype))
@@ -193,6 +248,15 @@ def act_where(does: Array, act: Callable[[Tree], Tree], before: Tree) -> Tree:
 
     Uses a loop with at most one iteration, because XLA updates the carry of a loop in place, but copies the results of a
     conditional. The barrier orders the loop after the previous one, which reads the buffers that this one overwrites.
+
+    Args:
+        does: Bool scalar. It may differ between ranks.
+        act: Computes a tree with the structure, shapes and dtypes of its argument. Must have no collectives, because ranks
+            with False do not run it.
+        before: A tree of arrays.
+
+    Returns:
+        A tree like `before`.
     """
     return lax.fori_loop(0, does.astype(jnp.int32), lambda _, carry: act(carry), lax.optimization_barrier(before))
 

@@ -27,11 +27,11 @@ _LONG = 2e-4
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """The packed layers of a chunk. All ranks have the same layout.
+    """The packing of the layers of a chunk into arrays by name. All ranks have the same layout. Holds no arrays.
 
     Attributes:
         packing: The packing of a list with one tree per layer.
-        longest: Number of layers of the longest stage.
+        longest: Number of layers of the longest stage, which is the length of this list.
     """
 
     packing: Packing
@@ -42,8 +42,8 @@ class Chunk:
         """Plans the packing of layers.
 
         Args:
-            layers: Shapes of the parameters of each layer.
-            alone: Paths of parameters of a layer that are not packed.
+            layers: Shapes of the parameters of each layer of the longest stage.
+            alone: Paths of parameters of a layer that get an array of their own in every layer, with `/` between keys.
 
         Returns:
             The chunk.
@@ -52,11 +52,25 @@ class Chunk:
         return cls(Packing.of(list(layers), alone=names), len(layers))
 
     def pack(self, layers: Sequence[Tree]) -> dict[str, Array]:
-        """Packs the parameters of layers. Returns the arrays by name. Scalars get one axis, so that ranks can stack them."""
+        """Packs the parameters of layers.
+
+        Args:
+            layers: Parameters of each layer of the longest stage.
+
+        Returns:
+            The arrays by name. Scalars get one axis, so that they can be sharded over the ranks.
+        """
         return {name: jnp.atleast_1d(leaf) for name, leaf in self.packing.pack(list(layers)).items()}
 
     def unpack(self, arrays: Mapping[str, Array]) -> list[Tree]:
-        """Inverts `pack`. Missing arrays are zero."""
+        """Inverts `pack`.
+
+        Args:
+            arrays: The arrays by name. Missing arrays are zero, for layers that a shorter stage does not have.
+
+        Returns:
+            The parameters of each layer of the longest stage.
+        """
         whole = {}
         for name, numbers in self.packing.groups:
             leaves = [self.packing.leaves[i] for i in numbers]
@@ -65,7 +79,7 @@ class Chunk:
         return self.packing.unpack(whole)
 
     def names(self, layers: int) -> tuple[str, ...]:
-        """Returns the sorted names of the arrays that a stage with this number of layers reads."""
+        """Returns the names of the arrays that a stage with `layers` layers reads, sorted alphabetically."""
         count = layers * len(self.packing.leaves) // self.longest
         return tuple(sorted(name for name, numbers in self.packing.groups if numbers[0] < count))
 
@@ -74,16 +88,16 @@ class Chunk:
 class Stage:
     """A stage: its place, its computation and its arguments.
 
-    Arguments are shards of arrays over all ranks. They are given by number: first the results of the program `begin`, then the
-    parameters of embedding and head.
+    Arguments are shards of arrays over all ranks. They are given by number: first the leaves of the results of the program
+    `begin`, then the leaves of the parameters of embedding and head.
 
     Attributes:
         rank: Rank of the stage.
-        chunk: Chunk of the stage.
-        names: Names of the arrays of the chunk, which are the first parameters.
-        shaped: Forward, dgrad and wgrad, without a device.
-        params: Numbers of the parameters.
-        extra: Numbers of the arguments after x, for each microbatch.
+        chunk: Index of the chunk of the stage on its rank.
+        names: Names of the packed arrays of the chunk that the stage reads. They are its first parameters.
+        shaped: Traced forward, dgrad and wgrad, without a device.
+        params: Number of the array of each parameter, in the order of the leaves.
+        extra: For each microbatch, the numbers of the arrays of the arguments after x, in the order of the leaves.
     """
 
     rank: int
@@ -97,19 +111,19 @@ class Stage:
 def stages_of(
     pipeline: Pipeline, chunks: Sequence[Chunk], embed: End, x: jax.ShapeDtypeStruct, begun: Tree, impl: Any
 ) -> list[Stage]:
-    """Traces the stages. Stages with the same computation are traced once.
+    """Traces the stages. Stages with the same computation are traced once. Compiles and runs nothing.
 
     Args:
         pipeline: The model with its schedule.
-        chunks: The packed layers of a rank.
+        chunks: For each chunk of a rank, the packing of its layers.
         embed: The embedding, which is part of the first stage.
-        x: Shape of the array between stages.
+        x: Shape and dtype of the array between stages, for one microbatch on one data rank.
         begun: Shapes of the results of the program `begin`: `batch` and `key` by microbatch; by chunk `layers`, `first` (the
             index of the first layer), `carried`, the observed `state` and the prepared `weights`.
-        impl: Implementation of the random keys.
+        impl: Implementation of the random keys, as returned by `jax.random.key_impl`.
 
     Returns:
-        The stages from first to last.
+        The stages from the first to the last.
     """
     layout, leaves, numbers = pipeline.layout, jax.tree.leaves(begun), numbered(begun)
     traced: dict[Any, Shaped] = {}
@@ -157,19 +171,19 @@ def plan_of(
     devices: Sequence[Any],
     options: Mapping[str, Any],
 ) -> ExecutionPlan:
-    """Compiles the schedule for one device per rank.
+    """Compiles the schedule for one device per rank, that is for one replica of the pipeline.
 
-    The plan gathers the parameters of embedding and head before the schedule. Their shards are the arguments
-    ("embedding" | "head", parameter, rank), and the results of the same names are the shards of their gradients. Other results
-    are ("total",), the sum of the losses, and ("state", stage, leaf), the carried state reduced over microbatches.
+    The plan gathers the parameters of embedding and head before the schedule. The shards of these parameters are the arguments
+    ("embedding" | "head", parameter, rank), and the results of the same names are the shards of the gradients. Other results
+    are ("total",), the sum of the losses, and ("state", stage, leaf), the carried state merged over microbatches.
 
     Args:
         pipeline: The model with its schedule.
-        ends: Embedding and head.
-        stages: The stages from first to last.
-        microbatch: Shapes of a microbatch on one rank.
+        ends: The embedding and the head.
+        stages: The stages from the first to the last.
+        microbatch: Shapes of a microbatch on one data rank.
         devices: The device of each rank.
-        options: XLA options.
+        options: XLA options for all executables, as for `compiler_options` of `jax.jit`.
 
     Returns:
         The compiled plan.
@@ -219,13 +233,13 @@ def _is_long(shaped: Shaped) -> bool:
 
 
 def numbered(tree: Tree) -> Tree:
-    """Replaces each leaf of a tree by its number."""
+    """Returns a tree in which each leaf is its index among the leaves, from 0 in the order of `jax.tree.leaves`."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(range(len(leaves)))
 
 
 def shard(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the shape of one device's shard of a sharded array."""
+    """Returns the shape and dtype of one device's shard. `aval` must have a sharding; the result has none."""
     assert aval.sharding is not None
     return jax.ShapeDtypeStruct(aval.sharding.shard_shape(aval.shape), aval.dtype)
 

@@ -34,17 +34,21 @@ _CALLS = 16  # Calls per timed program. A device computes a small part faster th
 def find_schedule(name: str, *, pp: int, chunks: int, microbatches: int) -> Schedule:
     """Generates a schedule by name, or reads it from a file.
 
+    Does not select a schedule by itself: the name `auto` is an error here.
+
     Args:
-        name: A name in `jgraph.schedule.NAMES`, or the path of a .csv or .json file.
+        name: `gpipe`, `1f1b`, `interleaved-1f1b`, `zb-h1`, `zb-h2`, `zb-v`, `dualpipe-v` or `aligned`; or the path of a .csv
+            file in PyTorch's format (one row per rank, cells such as `5F3`) or of a .json file from `jgraph.schedule.write`.
         pp: Number of ranks.
-        chunks: Chunks per rank, for a generated schedule.
-        microbatches: Number of microbatches.
+        chunks: Chunks (stages) per rank for a generated schedule. A file determines its own number.
+        microbatches: Number of microbatches of a step.
 
     Returns:
         The schedule.
 
     Raises:
-        OrderError: If the schedule does not exist for these sizes, or the schedule in the file cannot run.
+        OrderError: If the named schedule does not support these numbers of ranks, chunks or microbatches; or if the file cannot
+            be read, has another form, or its schedule cannot run.
         ConfigError: If the name is unknown, or the schedule in the file has different numbers of ranks or microbatches.
     """
     if not name.endswith((".csv", ".json")):
@@ -68,10 +72,10 @@ class Parts:
     """Times of the parts of a layer and of the loss, for one microbatch on one device.
 
     Attributes:
-        forward: Forward of a layer, in seconds.
-        dgrad: dgrad of a layer, in seconds.
-        wgrad: wgrad of a layer, in seconds.
-        head: Loss with its gradients, in seconds; 0 if not timed.
+        forward: Forward of one layer, in seconds.
+        dgrad: dgrad of one layer, in seconds.
+        wgrad: wgrad of one layer, in seconds.
+        head: The function `head` of the model (output projection and loss) with its gradients, in seconds; 0 if not timed.
     """
 
     forward: float
@@ -91,16 +95,19 @@ def choose(
 ) -> Choice:
     """Simulates all schedules with 1 or 2 chunks per rank, and selects the fastest one that fits in memory.
 
+    Two chunks are tried only if the model has at least two layers per rank. Computes nothing on a device.
+
     Args:
-        pipeline: A pipeline with any schedule for the same ranks and microbatches.
-        params: Shapes of the parameters of `Pipeline.step`.
-        inputs: Shapes of the microbatches of `Pipeline.step`.
-        parts: Times from `measure`.
-        memory_limit: Maximum bytes of the pools of a rank; None for no limit.
-        engine: The engine that will run the schedule.
+        pipeline: A pipeline with any schedule for the wanted numbers of ranks and microbatches. It is not changed.
+        params: Shapes of the parameters in the tree of `Pipeline.stack`, from `Pipeline.stacked_shapes`.
+        inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches of B rows over all devices.
+        parts: Times of the parts of a layer, from `measure`.
+        memory_limit: Maximum bytes of the pools of a rank (residuals, stash and received arrays); None for no limit.
+        engine: The engine that will run the schedule: `program` (SPMD) is simulated with ranks that wait for each other in
+            every tick, `dispatch` (MPMD) with ranks that wait only for their inputs.
 
     Returns:
-        The schedule, with the simulated candidates.
+        The fastest schedule that fits, and the simulated candidates, with times in seconds.
 
     Raises:
         OrderError: If no schedule fits. The message states the missing bytes.
@@ -131,16 +138,19 @@ def measure(
 ) -> Parts:
     """Times a layer and, for the engine `dispatch`, the loss on the first local device.
 
+    Compiles up to four programs in parallel threads, and runs them there on pseudorandom arrays.
+
     Args:
-        pipeline: The pipeline.
-        params: Shapes of the parameters of `Pipeline.step`.
-        inputs: Shapes of the microbatches of `Pipeline.step`.
-        engine: The engine that will run the schedule. With `program` the loss is not timed, because it takes the same time with
-            every schedule.
-        share: Maps a measured time in seconds to a value that all processes agree on.
+        pipeline: The pipeline. Its schedule has no effect.
+        params: Shapes of the parameters in the tree of `Pipeline.stack`, from `Pipeline.stacked_shapes`.
+        inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches of B rows over all devices.
+        engine: The engine that will run the schedule. With `program` (SPMD) the loss is not timed, because it takes the same
+            time with every schedule. With `dispatch` (MPMD) it is timed.
+        share: Called once per part with the measured time in seconds. Returns the time to use, for example the maximum over all
+            processes, so that they choose the same schedule. The default returns its argument.
 
     Returns:
-        Median times.
+        Median times for one microbatch on one data rank, in seconds.
     """
     timed = {part: made for part, made in _parts(pipeline, params, inputs).items() if part != "head" or engine == "dispatch"}
     platform = jax.default_backend()

@@ -55,14 +55,14 @@ class Dispatched:
     Attributes:
         pipeline: The model with its schedule.
         shapes: Shapes of the parameters in the tree of `Pipeline.stack`.
-        chunks: The packed layers of a rank.
-        ends: Embedding and head.
+        chunks: For each chunk of a rank, the packing of its layers.
+        ends: The embedding and the head.
         stages: The stages from first to last.
-        batch: For each microbatch, the numbers of the arrays that the loss reads; numbered as in `Stage`.
-        begin: The program before the schedule: `begin(previous, params, carry, step, batch) -> results`. It donates
-            `previous`, its results in the previous step. Results that nothing reads are None.
-        report: The capture report of `begin`.
-        plans: The execution plan of each replica of the pipeline.
+        batch: For each microbatch, the indices of the arrays that the loss reads among the results of `begin`.
+        begin: The program before the schedule: `begin(previous, params, carry, step, batch) -> results`, a flat list. It
+            donates `previous`, its results in the previous step. Results that nothing reads are None.
+        report: The capture report of `begin`; None if it has none.
+        plans: The execution plan of each replica of the pipeline: the sequence of executables for its devices.
         buffers: Maps `begun` to the results of `begin` in the previous step.
         zeros: Zeros by shape and device, for layers that a shorter stage does not have.
     """
@@ -89,20 +89,24 @@ class Dispatched:
 
     @property
     def executables(self) -> list[jax.stages.Compiled]:
-        """The executables of a call, in the order of their launch."""
+        """The executables of a call in the order of their launch: `begin`, then the instructions of each replica's plan.
+
+        An executable that is launched several times occurs several times.
+        """
         return [self.begin, *(step.executable.compiled for plan in self.plans for step in plan.instructions)]
 
     def __call__(self, params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
-        """Plays the schedule.
+        """Plays the schedule: launches all executables from the host, without waiting for the devices.
 
         Args:
-            params: Parameters of the state; not donated.
-            carry: Carried and observed state; not donated.
-            step: Number of the step, an int32 scalar; not donated.
-            batch: A batch from `TrainStep.place`.
+            params: Arrays of the state in the layout of the step; not donated.
+            carry: Carried and observed state before the step; not donated.
+            step: Number of completed steps, an int32 scalar; not donated. It is folded into the random key.
+            batch: A batch from `TrainStep.place`, leaves [M, B/M, ...]; not donated.
 
         Returns:
-            The argument of `collect`. The next call overwrites its buffers.
+            The argument of `collect`: a tree of arrays with the shapes and shardings of `results`. The next call overwrites the
+            buffers of these arrays.
         """
         # Not removed from the dictionary, because the buffers must survive if `begin` refuses an argument.
         begun = in_turn(self.begin(self.buffers["begun"], params, carry, step, batch))
@@ -159,11 +163,20 @@ class Dispatched:
 
     @property
     def results(self) -> Tree:
-        """Shapes and shardings of the results of a call."""
+        """Shapes and shardings of the tree that a call returns, for compiling `collect` before the first call."""
         return jax.tree.map(lambda result: result.aval, self._results)
 
     def collect(self, results: Tree) -> tuple[Array, Tree, list[Tree], Tree]:
-        """Reduces the results of a call over all devices. Traceable; returns the same as `Pipeline.step`."""
+        """Reduces the results of a call over all devices. A pure function; call it under `jax.jit`.
+
+        Args:
+            results: The tree that a call of this object returns.
+
+        Returns:
+            The mean loss, a float32 scalar; the mean gradients in float32, in the tree of `Pipeline.stack`, sharded like the
+            parameters; a list with the reduced carried state of every layer, empty if layers carry no state; and the observed
+            state after the step.
+        """
         pipeline, data = self.pipeline, batch_axes(self.pipeline.mesh)
         specs = pipeline.specs(self.shapes)
 
@@ -239,16 +252,18 @@ def dispatched(
     key: Array,
     options: Mapping[str, Any],
 ) -> Dispatched:
-    """Traces and compiles all executables of the MPMD engine.
+    """Traces and compiles all executables of the MPMD engine, and allocates its buffers.
 
     Args:
-        pipeline: The model with its schedule.
-        params: Shapes and shardings of the parameters in the state. "outer" has the parameters of embedding and head.
+        pipeline: The model with its schedule, on the mesh of the devices to use.
+        params: Shapes and shardings of the parameters in the state: `outer` has the parameters of embedding and head, `layers`
+            the parameters of layers in any tree that `unpack` converts.
         carry: Shapes and shardings of the carried and observed state.
-        unpack: Converts the parameters to the tree of `Pipeline.stack`.
-        batch: Shapes and shardings of a placed batch, [M, B/M, ...].
-        key: Random key of the training. It is folded as in the SPMD engine: by step, replica, microbatch and layer.
-        options: XLA options.
+        unpack: Traced in the first program of a step. Converts the parameters to the tree of `Pipeline.stack`.
+        batch: Shapes and shardings of a placed batch, leaves [M, B/M, ...] for M microbatches of a batch of B rows.
+        key: Random key of the training, a constant of the program. It is folded as in the SPMD engine: by step, replica,
+            microbatch and layer.
+        options: XLA options for all executables, as for `compiler_options` of `jax.jit`.
 
     Returns:
         The compiled engine.

@@ -15,17 +15,21 @@ from jgraph.tree import leaf_names
 
 
 def bytes_per_rank(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, int]:
-    """Predicts the memory of a rank during a step, without parameters and optimizer state.
+    """Predicts the memory of a rank during a step of the SPMD engine, without parameters and optimizer state.
+
+    Computes nothing on a device. All ranks have the same arrays, so the prediction holds for each of them.
 
     Args:
         pipeline: The pipeline.
-        params: Shapes of the parameters of `Pipeline.step`.
-        inputs: Shapes of the microbatches of `Pipeline.step`, [M, B, ...].
+        params: Shapes of the parameters in the tree of `Pipeline.stack`, from `Pipeline.stacked_shapes`.
+        inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches of B rows over all devices.
 
     Returns:
-        Bytes by name: one entry per pool of the schedule; `in flight`, results of an action before they are written to a pool;
-        `main_grad`; `cast`, parameters in `compute_dtype`, parameters of padding layers, and FP8 weights by rows and columns;
-        `gathered`, other parameters that are gathered over `fsdp`.
+        Bytes by name. The pools: `forward_dgrad` and `forward_wgrad` (residuals), `stash` (from dgrad to wgrad), `activation`
+        and `gradient` (received arrays) and `loss` (gradients from the loss). The others: `in flight`, results of an action
+        before they are written to a pool; `main_grad`, float32 sums of gradients; `cast`, parameters in `compute_dtype`,
+        parameters of padding layers, and FP8 weights by rows and columns; `gathered`, other parameters that are gathered over
+        the axis `fsdp`.
     """
     slots, sizes = pipeline.tables().slots, slot_bytes(pipeline, params, inputs)
     pools = {pool: slots[pool] * size for pool, size in sizes.items()}
@@ -52,16 +56,17 @@ def bytes_per_rank(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, 
 
 
 def slot_bytes(pipeline: Pipeline, params: Tree, inputs: Tree, *, layers: int | None = None) -> dict[str, int]:
-    """Computes the size of one slot of each pool.
+    """Computes the size of one slot of each pool: of the arrays of one stage and one microbatch on one device.
 
     Args:
         pipeline: The pipeline.
-        params: Shapes of the parameters of `Pipeline.step`.
-        inputs: Shapes of the microbatches of `Pipeline.step`, [M, B, ...].
+        params: Shapes of the parameters in the tree of `Pipeline.stack`, from `Pipeline.stacked_shapes`.
+        inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches of B rows over all devices.
         layers: Number of layers per stage; None for the number of layers of the longest stage.
 
     Returns:
-        Bytes by pool.
+        Bytes by pool: `forward_dgrad` and `forward_wgrad` (residuals of a forward for its dgrad and its wgrad), `stash` (from a
+        dgrad to its wgrad), and `activation`, `gradient` and `loss`, each with the size of the array x between stages.
     """
     x, *context = pipeline.inputs(params, inputs)
     stage = without_ranks(params["layers"][0])

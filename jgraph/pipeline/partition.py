@@ -31,18 +31,24 @@ class PipelineModel:
     If the number of stages does not divide the number of layers, shorter stages compute their first layer a second time and
     discard the result.
 
+    `batch` is the part of a microbatch on one data rank. All functions are traced, so they must be pure.
+
     Attributes:
         embed: `embed(outer, batch) -> x`, a floating array. `outer` has the parameters of embedding and head, in float32.
-        layer: `layer(params, x) -> x` of the same shape and dtype. Takes `context` and a `key` after x, in this order, if the
-            model has them, and then its carried state if there is any. With carried state, returns the pair of x and the state
-            after the microbatch.
-        head: `head(outer, x, batch) -> loss`, the mean over the microbatch, a float32 scalar. `outer` is cast like the layers.
+        layer: `layer(params, x) -> x` of the same shape and dtype. `params` are the parameters of one layer; matrices are cast
+            to `compute_dtype` of the strategy. Takes the result of `context` and a random key after x, in this order, if the
+            model has them, and then the layer's carried state if there is any. With carried state, returns the pair of x and
+            the state after the microbatch.
+        head: `head(outer, x, batch) -> loss`, the mean over the microbatch, a float32 scalar. Matrices in `outer` are cast to
+            `compute_dtype`.
         sharded: Leaves of `outer` that are sharded over the ranks: maps the path of the leaf, with `/` between names, to the
-            sharded axis.
+            sharded axis, whose length must be a multiple of the number of ranks. `embed` and `head` get the local shards.
         split: `split(params) -> (outer, layers)` returns the parameters outside the layers, and a list with a tree for each
-            layer.
+            layer, from the first to the last. All layers have the same tree and shapes. Also called with shapes in place of
+            arrays, under `jax.eval_shape`.
         join: `join(outer, layers) -> params` inverts `split`.
-        takes_key: True if `layer` takes a random key in a training step.
+        takes_key: True if `layer` takes a random key in a training step. The key differs between steps, data ranks,
+            microbatches and layers.
         context: `context(batch)` returns an additional input of every layer, such as segment ids: a tree of integers. It has no
             gradient. None if layers take no context.
         split_carried: `split_carried(carried) -> layers` returns a list with the carried state of each layer. All layers carry
@@ -71,7 +77,7 @@ class PipelineModel:
     join_carried: Callable[[list[Tree]], Tree] = lambda layers: layers
 
     def context_of(self, batch: Tree) -> tuple[Tree, ...]:
-        """Returns the context of a microbatch in a tuple; empty if layers take no context."""
+        """Returns the tuple `(context(batch),)` for a microbatch; empty if layers take no context."""
         return () if self.context is None else (self.context(batch),)
 
 
@@ -80,11 +86,15 @@ class StageAssignment:
     """Assigns layers to ranks: consecutive layers form a stage, and the schedule assigns stages to ranks.
 
     If the number of stages does not divide the number of layers, the first stages have one more layer. The other stages are
-    padded with a layer of zeros that has no effect, so that all ranks run the same program.
+    padded with a layer of zeros that has no effect, so that all ranks run the same program. P ranks have C chunks (stages)
+    each, and a chunk has N places, one for each layer of the longest stage.
 
     Attributes:
-        placement: The stages of each rank, chunk by chunk.
+        placement: The stages of each rank, chunk by chunk: C integers for each of P ranks.
         num_layers: Number of layers of the model.
+
+    Raises:
+        OrderError: If there are fewer layers than stages.
     """
 
     placement: tuple[tuple[int, ...], ...]
@@ -102,7 +112,7 @@ class StageAssignment:
         """Assigns layers to the stages of a schedule.
 
         Args:
-            schedule: The schedule.
+            schedule: The schedule, which places stages on ranks.
             num_layers: Number of layers of the model.
 
         Returns:
@@ -118,7 +128,7 @@ class StageAssignment:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of all ranks."""
+        """Number of stages over all ranks."""
         return sum(map(len, self.placement))
 
     @property
@@ -137,17 +147,28 @@ class StageAssignment:
         return self.num_layers % self.num_stages == 0
 
     def layers(self) -> np.ndarray:
-        """Returns the index of the layer of every place, int32 [P, C, N]. Padding has the index of its stage's first layer."""
+        """Returns the index in the model of the layer at every place, int32 [P, C, N] (ranks, chunks, places).
+
+        Padding has the index of the first layer of its stage.
+        """
         first = np.array([[self._bounds(stage)[0] for stage in stages] for stages in self.placement], np.int32)
         return first[..., None] + np.arange(self.layers_per_stage, dtype=np.int32) * self.active()
 
     def active(self) -> np.ndarray:
-        """Returns a mask, bool [P, C, N]: True for a place with a layer, False for padding."""
+        """Returns a mask, bool [P, C, N] (ranks, chunks, places): True for a place with a layer, False for padding."""
         bounds = np.array([[self._bounds(stage) for stage in stages] for stages in self.placement])
         return np.arange(self.layers_per_stage) < (bounds[..., 1] - bounds[..., 0])[..., None]
 
     def stack(self, layers: Sequence[Tree]) -> list[list[Tree]]:
-        """Stacks the trees of all layers into `[chunk][place]` trees. Their leaves have a leading axis of ranks, [P, ...]."""
+        """Stacks the trees of all layers over the ranks.
+
+        Args:
+            layers: One tree of arrays per layer, from the first to the last, all with the same structure and shapes.
+
+        Returns:
+            Nested lists `[chunk][place]` of trees like a layer, with leaves [P, ...]: index r has the layer of rank r, or zeros
+            for padding.
+        """
         assert len(layers) == self.num_layers
         zeros = jax.tree.map(jnp.zeros_like, layers[0])
 
@@ -164,11 +185,18 @@ class StageAssignment:
         ]
 
     def unstack(self, stacked: Sequence[Sequence[Tree]]) -> list[Tree]:
-        """Inverts `stack`. Returns one tree per layer."""
+        """Inverts `stack`.
+
+        Args:
+            stacked: Nested lists `[chunk][place]` of trees with leaves [P, ...].
+
+        Returns:
+            One tree per layer, from the first to the last. Padding is dropped.
+        """
         return [jax.tree.map(lambda leaf, p=p: leaf[p], stacked[chunk][place]) for p, chunk, place in self.places()]
 
     def places(self) -> list[tuple[int, int, int]]:
-        """Returns the rank, chunk and place of each layer."""
+        """Returns the (rank, chunk, place) of each layer, from the first to the last layer; all 0-based."""
         home = {stage: (rank, chunk) for rank, stages in enumerate(self.placement) for chunk, stage in enumerate(stages)}
         bounds = [(*home[stage], *self._bounds(stage)) for stage in range(self.num_stages)]
         return [(rank, chunk, place) for rank, chunk, first, end in bounds for place in range(end - first)]
@@ -187,12 +215,13 @@ def split_embedding(table_VD: jax.Array, tokens: jax.Array, dtype: DTypeLike) ->
     it on every rank with the same tokens.
 
     Args:
-        table_VD: The local shard [V/P, D], float32. Gradients of repeated tokens are summed in float32.
-        tokens: Integer ids of any shape.
-        dtype: Dtype of the result.
+        table_VD: The local shard [V/P, D], float32, for V tokens, P ranks and width D: rank r has the rows from r * V/P.
+            Gradients of repeated tokens are summed in float32.
+        tokens: Integer ids in [0, V), of any shape, over the whole vocabulary. The result for other ids is zero.
+        dtype: Dtype of the result. Rows are cast before they are summed over the ranks, where all but one are zero.
 
     Returns:
-        [*tokens.shape, D], the same on all ranks.
+        The embeddings [*tokens.shape, D], the same on all ranks.
     """
     index = tokens - jax.lax.axis_index(AXIS) * len(table_VD)
     is_local = (index >= 0) & (index < len(table_VD))

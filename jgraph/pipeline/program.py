@@ -33,14 +33,23 @@ class Pipeline(Placement, StageFunctions):
     """Computes the loss and gradients of a step as one SPMD program over the mesh axes `data`, `fsdp` and `pipe`.
 
     The axis `fsdp` shards the batch like `data`. Between steps, parameters are sharded over `fsdp`. In each step, a rank
-    gathers the parameters of its stages once, and reduce-scatters their gradients once.
-
-    See `Placement` for the attributes that place parameters, and `StageFunctions` for the attributes that compute a stage.
+    gathers the parameters of its stages once, and reduce-scatters their gradients once. Construct it with `Pipeline.of`.
 
     Attributes:
+        model: The model, as embedding, layers and head.
+        layout: The assignment of layers to ranks.
+        mesh: A mesh with the axis `pipe`, and optionally `data` and `fsdp`.
+        axes: Requested `fsdp` axes of parameters, by their names in the tree of `stack`; set by `shard_as`.
+        experts: Number of `fsdp` devices that experts are sharded over.
+        shards: `everything` if `fsdp` shards all parameters, `experts` if it shards only experts.
+        compute_dtype: Matrices of the layers and of the head are cast to this dtype once per step. None does not cast.
+        remat: Activations to recompute in the backward pass: `nothing` beyond elementwise operations, the results of `wide`
+            matmuls, or the whole `layer` except its input.
+        carried: Shapes and reductions of the carried state of a layer.
+        precision: Precision of the matmuls of layers: with or without FP8.
         schedule: The order of the actions. It has one rank per device of the mesh axis `pipe`.
         runtime: `aligned` plays schedules with the same action on all ranks in each tick, and plays the newest pending wgrad
-            first. `general` plays any schedule. `auto` selects `aligned` if it can play the schedule.
+            first. `general` plays any schedule. `auto` selects `aligned` if it can play the schedule; only `of` accepts it.
     """
 
     schedule: Schedule
@@ -53,16 +62,19 @@ class Pipeline(Placement, StageFunctions):
         Args:
             model: The model.
             schedule: The schedule.
-            mesh: A mesh with the axis `pipe`, and optionally `data` and `fsdp`.
+            mesh: A mesh with the axis `pipe`, and optionally `data` and `fsdp`. Explicit axes are replaced by automatic axes.
             num_layers: Number of layers of the model.
-            **choices: The other attributes by name.
+            **choices: The attributes `axes`, `experts`, `shards`, `compute_dtype`, `remat`, `carried`, `precision` and
+                `runtime` by name, each with a default.
 
         Returns:
-            The pipeline. `runtime` is `aligned` or `general`.
+            The pipeline. `runtime` is `aligned` or `general`. With `aligned`, its schedule is `schedule.newest_first()`.
 
         Raises:
-            OrderError: If there are fewer layers than stages, or the chosen runtime cannot play the schedule.
-            ConfigError: If mesh and schedule have different numbers of ranks.
+            OrderError: If there are fewer layers than stages, ranks have different numbers of stages, or `runtime` is `aligned`
+                and the schedule has full backwards, ticks in which all ranks are idle, ticks with different actions other than
+                wgrad, or consecutive stages on ranks that are not neighbors.
+            ConfigError: If the axis `pipe` and the schedule have different numbers of ranks.
         """
         ranks = mesh.shape[AXIS]
         if ranks != schedule.num_ranks:
@@ -81,15 +93,17 @@ class Pipeline(Placement, StageFunctions):
         return replace(pipeline, runtime="general")
 
     def loss_and_grads(self, params: Tree, inputs: Tree, key: Array | None = None) -> tuple[Array, Tree]:
-        """Computes `step` without carried and observed state.
+        """Computes the loss and the gradients of a batch. A pure function; call it under `jax.jit`.
+
+        For models without carried state and FP8; use `step` for others.
 
         Args:
-            params: As for `step`.
-            inputs: As for `step`.
-            key: As for `step`.
+            params: Parameters in the tree of `stack`, with the NamedShardings that `shardings` returns.
+            inputs: Microbatches with leaves [M, B, ...]: M microbatches of B rows; B is sharded over `data` and `fsdp`.
+            key: Random key of the step; None if layers take no key. Each microbatch and layer gets a key folded from it.
 
         Returns:
-            The mean loss, a float32 scalar, and the mean gradients in float32, like `params`.
+            The mean loss over microbatches and data ranks, a float32 scalar, and its gradients in float32, like `params`.
         """
         return self.step(params, inputs, key)[:2]
 
@@ -99,15 +113,25 @@ class Pipeline(Placement, StageFunctions):
         """Computes the gradients of a batch. A pure function; call it under `jax.jit`.
 
         Args:
-            params: The tree of `stack`, sharded by `shardings`.
-            inputs: Microbatches with leaves [M, B, ...]; B is sharded over `data` and `fsdp`.
-            key: Random key of the step; None if layers take no key. Each microbatch and layer gets a key folded from it.
-            carried: Carried state of every layer at the beginning of the step; empty if layers carry no state.
-            observed: Observed state of all layers at the beginning of the step; None before the first step.
+            params: Parameters in the tree of `stack`, with the NamedShardings that `shardings` returns.
+            inputs: Microbatches with leaves [M, B, ...]: M microbatches of B rows; B is sharded over `data` and `fsdp`.
+            key: Random key of the step; None if layers take no key. Each data rank, microbatch and layer gets a key folded from
+                it.
+            carried: Carried state of every layer at the beginning of the step, one tree per layer; empty if layers carry no
+                state.
+            observed: Observed state (amax histories of FP8) of all layers at the beginning of the step; None before the first
+                step.
 
         Returns:
-            The mean loss, a float32 scalar; the mean gradients in float32, like `params`; the reduced carried state of every
-            layer; and the observed state after the step.
+            The mean loss over microbatches and data ranks, a float32 scalar; its gradients in float32, like `params`; a list
+            with the carried state of every layer, reduced over microbatches and data ranks, empty if `carried` is empty; and
+            the observed state after the step, {} without amax histories.
+
+        Raises:
+            OrderError: If consecutive stages are on ranks that are not neighbors in the ring.
+            ShapeError: If a layer changes the shape or dtype of x, or returns carried state of other shapes or dtypes.
+            ConfigError: If `PipelineModel.sharded` names no parameter of embedding and head, or the number of ranks does not
+                divide the sharded axis.
         """
         shards, impl = self.fsdp_shards(params), None if key is None else jax.random.key_impl(key)
         out_specs = (PartitionSpec(), self.specs(params), PartitionSpec(), PartitionSpec())
@@ -186,7 +210,10 @@ class Pipeline(Placement, StageFunctions):
         return grads | {"layers": jax.tree.map(lambda g: g[None], grads["layers"])}
 
     def own(self, table: np.ndarray) -> Array:
-        """Returns the row of this rank from a table with a leading axis of ranks. Call it under `jax.shard_map`."""
+        """Returns the row of this rank, [...], from a table with a leading axis of ranks, [P, ...].
+
+        Call it under `jax.shard_map` over the axis `pipe`.
+        """
         return lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(AXIS), keepdims=False)
 
     def _on_mesh(self, run: Callable[..., Any], params: Tree, out_specs: Any) -> Callable[..., Any]:
@@ -200,20 +227,21 @@ class Pipeline(Placement, StageFunctions):
         )
 
     def tables(self) -> ScheduleTables:
-        """Returns the schedule tables for the runtime."""
+        """Returns the actions and slots of the schedule by tick and rank, for the runtime of this pipeline."""
         return tabulate(self.schedule, writing="makers" if self.runtime == "aligned" else "all")
 
     # --- Shapes ---
 
     def inputs(self, params: Tree, inputs: Tree) -> tuple[Any, ...]:
-        """Computes the shapes of the arguments of a stage after its parameters.
+        """Computes the shapes of the arguments of a stage after its parameters, for one microbatch on one data rank.
 
         Args:
-            params: Shapes of the parameters of `step`.
-            inputs: Shapes of the microbatches of `step`.
+            params: Shapes of the parameters in the tree of `stack`.
+            inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches of B rows over all data ranks.
 
         Returns:
-            The shape of x between stages on one data rank, followed by the context if layers take one.
+            A tuple of trees of `jax.ShapeDtypeStruct` without shardings: the array x between stages, then the context if layers
+            take one.
         """
         args: list[Any] = []
         shards = self.fsdp_shards(params)["outer"]
@@ -229,19 +257,27 @@ class Pipeline(Placement, StageFunctions):
         return tuple(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), args))
 
     def layer_shapes(self, params: Tree, inputs: Tree) -> tuple[Tree, tuple[Any, ...]]:
-        """Computes the shapes of the arguments of a stage with one layer.
+        """Computes the shapes of the arguments of a stage with one layer, for one microbatch on one data rank.
 
         Args:
-            params: Shapes of the parameters of `step`.
-            inputs: Shapes of the microbatches of `step`.
+            params: Shapes of the parameters in the tree of `stack`.
+            inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches of B rows over all data ranks.
 
         Returns:
-            The results of `stage_shapes` and of `inputs`.
+            The shapes of the first argument of a stage, the tuple (given, observed, None) of `stage_shapes`; and the tuple of
+            the shapes of x and, if layers take one, of the context.
         """
         return self.stage_shapes(without_ranks(params["layers"][0][:1])), self.inputs(params, inputs)
 
     def stage_shapes(self, layers: list[Tree]) -> Tree:
-        """Returns the shapes of (given, observed, None), the first argument of a stage with these layers."""
+        """Returns the shapes of the first argument of a stage with these layers: the tuple (given, observed, None).
+
+        `given` is the pair of the cast parameters and a dict with the carried state as bits; `observed` are the amax histories
+        of FP8, {} without them. None stands for the FP8 weights, which `StagePrecision.weight_shapes` computes.
+
+        Args:
+            layers: Shapes of the parameters of each layer, without the axis of ranks.
+        """
         given = jax.eval_shape(self.cast, layers), {"carried": self.carried.bits(len(layers))}
         return given, jax.eval_shape(partial(self.precision.state, len(layers))), None
 

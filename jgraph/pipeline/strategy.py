@@ -43,15 +43,20 @@ class Pipelined(FSDPChoices):
         mesh: A mesh with the axis `pipe`; may also have the axes `data` and `fsdp`.
         shapes: The parameters, arrays or `jax.ShapeDtypeStruct`s, in the model's own tree.
         schedule: A schedule for the ranks of `pipe` and the microbatches of the step, e.g. from `jgraph.schedule.generate`.
-        remat: Activations to recompute in the backward pass: `nothing` beyond the choices of `split_backward`, the results of
-            `wide` matmuls such as the first matmul of an MLP, or the whole `layer` except its input.
+        remat: Activations to recompute in the backward pass: `nothing` beyond elementwise operations, the results of `wide`
+            matmuls such as the first matmul of an MLP, or the whole `layer` except its input.
         engine: `program` compiles the schedule into one program over all ranks (SPMD). `dispatch` compiles separate executables
-            for each rank, which the host starts (MPMD).
-        compute_dtype: Matrices are cast to this dtype once per step. None does not cast.
-        shard_rules: As in `FullySharded`, for the axis `fsdp`.
-        annotations: As in `FullySharded`.
-        experts: As in `FullySharded`.
-        shards: As in `FullySharded`.
+            for each rank, which the host starts (MPMD); it needs a single process, and a mesh without the axis `fsdp`.
+        compute_dtype: Matrices other than the weights of routers are cast to this dtype once per step. None does not cast.
+        shard_rules: Rules `PATTERN=AXIS` for the axis `fsdp`. A parameter with a matching name is sharded along this axis.
+            Other parameters are sharded by `annotations`, or else by their shapes.
+        annotations: PartitionSpecs by the name of a parameter: Flax's partition names, from `functional(...).annotations`.
+        experts: Number of devices that the experts of `jgraph.MoE` are sharded over, a divisor of the size of `fsdp`.
+        shards: Shard `everything` over `fsdp`, or only `experts` and replicate other parameters.
+
+    Raises:
+        ConfigError: If the mesh lacks the axis `pipe` or has an unknown axis, `schedule` is not a `Schedule`, or `experts`,
+            `compute_dtype` or `shards` has another type or value.
     """
 
     mesh: Mesh
@@ -71,11 +76,21 @@ class Pipelined(FSDPChoices):
             raise ConfigError(f"`schedule` is {self.schedule!r}: {must}", field="schedule")
 
     def bind(self, objective: Objective) -> "BoundPipeline":
-        """Binds an objective with a `PipelineModel` as its loss.
+        """Binds an objective with a `PipelineModel` as its loss. Traces the model on shapes, and compiles nothing.
+
+        Args:
+            objective: The loss and the settings of the step.
+
+        Returns:
+            The bound strategy.
 
         Raises:
-            ConfigError: If the loss is not a `PipelineModel`, or a pipeline does not support a setting of the step.
-            OrderError: If the model has fewer layers than the schedule has stages.
+            ConfigError: If the loss is not a `PipelineModel`; `num_microbatches` is not the number of the schedule;
+                `grads_dtype` is not float32; `engine` is unknown; `pipe` and the schedule have different numbers of ranks; the
+                carried state has arrays outside of layers or differs between layers; a recipe for FP8 selects only some of the
+                layers; or a parameter cannot be sharded over `fsdp` as requested.
+            OrderError: If the model has fewer layers than the schedule has stages, or ranks have different numbers of stages.
+            ShapeError: If the step is in FP8 and the batch cannot be divided among microbatches and data ranks.
         """
         _check_model(objective.loss)
         if objective.num_microbatches != self.schedule.num_microbatches:
@@ -92,7 +107,21 @@ class Pipelined(FSDPChoices):
         return BoundPipeline(objective, pipeline, products, Packing.of(layers, alone=alone), params, self.engine)
 
     def pipeline(self, objective: Objective) -> tuple[Pipeline, tuple[Product, ...]]:
-        """Builds the SPMD program of the schedule. Also returns the matmuls with parameters if the step is in FP8, else ()."""
+        """Builds the SPMD program of the schedule for an objective. Traces the model on shapes, and compiles nothing.
+
+        Args:
+            objective: The loss, a `PipelineModel`, and the settings of the step.
+
+        Returns:
+            The pipeline, and a tuple of the matmuls of all layers with parameters if the step is in FP8, else ().
+
+        Raises:
+            ConfigError: If the loss is not a `PipelineModel`; `pipe` and the schedule have different numbers of ranks; the
+                carried state has arrays outside of layers or differs between layers; a recipe for FP8 selects only some of the
+                layers; or a parameter cannot be sharded over `fsdp` as requested.
+            OrderError: If the model has fewer layers than the schedule has stages, or ranks have different numbers of stages.
+            ShapeError: If the step is in FP8 and the batch cannot be divided among microbatches and data ranks.
+        """
         _check_model(objective.loss)
         shapes, model = self.shapes, self._reducing(objective.loss)
         num_layers = len(jax.eval_shape(model.split, shapes)[1])
@@ -146,15 +175,19 @@ def _check_model(loss: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class BoundPipeline:
-    """A `BoundStrategy` that plays a pipeline schedule.
+    """A `BoundStrategy` that plays a pipeline schedule. Made by `Pipelined.bind`.
+
+    The arrays of a step are {"outer": parameters of embedding and head, "layers": {name: array}}. An array in `layers` has a
+    leading axis of ranks, and holds one or several parameters of the layers of a rank.
 
     Attributes:
-        objective: The settings of the step.
-        pipeline: The SPMD program of the schedule.
+        objective: The loss and the settings of the step.
+        pipeline: The model with its schedule; also the SPMD program.
         products: Matmuls of the layers with parameters if the step is in FP8, else empty.
-        packing: The packing of the layers of a rank.
+        packing: The packing of the layers of a rank into arrays by name.
         shapes: Shapes of the parameters in the tree of `Pipeline.stack`.
-        engine: As in `Pipelined`.
+        engine: `program` computes the gradients in one SPMD program. `dispatch` computes them with separate executables for
+            each rank, which the host starts (MPMD).
     """
 
     objective: Objective
@@ -168,44 +201,56 @@ class BoundPipeline:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the pipeline."""
+        """The mesh of the pipeline, with the axis `pipe` and optionally `data` and `fsdp`."""
         return self.pipeline.mesh
 
     @property
     def is_matrix(self) -> Tree:
-        """True for matrices, in the packed tree of the parameters."""
+        """A tree of bools like the result of `pack`: True for an array of matrices, to which weight decay applies."""
         outer = jax.tree_util.tree_map_with_path(lambda path, leaf: is_matrix(path_name(path), leaf), self.shapes["outer"])
         return {"outer": outer, "layers": self.packing.decay_mask()}
 
     @property
     def batches(self) -> BatchLayout:
-        """The layout of a batch, which is the same on all ranks of `pipe`."""
+        """The layout of a batch: rows are sharded over `data` and `fsdp`, and all ranks of `pipe` hold the same rows."""
         return BatchLayout(self.mesh, self.objective.num_microbatches)
 
     @property
     def observed(self) -> Tree:
-        """Shapes of the observed state of all layers."""
+        """Shapes of the observed state of all layers: an `AmaxHistory`, or {} without FP8 or without delayed scaling."""
         return jax.eval_shape(partial(self.pipeline.precision.state, self.pipeline.layout.num_layers))
 
     @property
     def xla_options(self) -> tuple[str, ...]:
-        """XLA options for the axis `fsdp` and for FP8."""
+        """XLA options as `name=value`: for an axis `fsdp` longer than 1, and for FP8. () if there is neither."""
         return sharding.xla_options(self.mesh, self.objective.fp8)
 
     def on(self, mesh: Mesh) -> Self:
-        """Returns a copy for a mesh of the same shape."""
+        """Returns a copy for another mesh of the same shape, such as the devices of a target."""
         return replace(self, pipeline=replace(self.pipeline, mesh=mesh))
 
     def pack(self, tree: Tree) -> Tree:
-        """Splits the model into `outer` and layers, stacks the layers of all ranks, and packs them."""
+        """Converts parameters from the model's own tree to {"outer": tree, "layers": {name: array [P, ...]}} for P ranks.
+
+        Layers are stacked over the ranks, padded with zeros, and small parameters of a rank are packed into one array. A pure
+        function; also converts trees with the same structure, such as moments.
+        """
         return self._packed(self.pipeline.stack(*self.pipeline.model.split(tree)))
 
     def unpack(self, params: Tree) -> Tree:
-        """Inverts `pack`."""
+        """Converts the result of `pack` to the model's own tree, bit for bit. Padding is dropped."""
         return self.pipeline.model.join(*self.pipeline.unstack(self._unpacked(params)))
 
     def shardings(self, params: Tree) -> Tree:
-        """Shards layers over `pipe`, all parameters over `fsdp`, and the parameters in `PipelineModel.sharded` over `pipe`."""
+        """Returns the NamedSharding of every array, in a tree like `params`.
+
+        Layers are sharded over `pipe` on their first axis, and the parameters in `PipelineModel.sharded` over `pipe` on the
+        given axis. With the axis `fsdp`, parameters are also sharded over `fsdp`, or only experts if `shards` is `experts`.
+        Other parameters are replicated.
+
+        Args:
+            params: Shapes of the arrays, like the result of `pack`.
+        """
         if Axis.FSDP not in self.pipeline.mesh.axis_names:
             return self.pipeline.shardings(params)
         shardings = self.pipeline.shardings(self.shapes)
@@ -221,14 +266,43 @@ class BoundPipeline:
     # --- Gradients ---
 
     def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Tree]:
-        """Plays the schedule in the SPMD program."""
+        """Computes the loss and the gradients with the SPMD program, as a pure function to be jitted.
+
+        The engine `dispatch` does not use this method.
+
+        Args:
+            params: The arrays, as `pack` returns them.
+            batch: Leaves [M, B/M, ...] for M microbatches, with the second axis sharded over the data ranks.
+            key: Random key of the step. Ignored if layers take no key.
+            carry: Carried and observed state before the step.
+
+        Returns:
+            The mean loss as a `Loss` of weight 1 with the `Carry` after the step, and the mean gradients in float32, laid out
+            like `params`.
+        """
         pipeline = self.pipeline
         key_of_step = key if pipeline.model.takes_key else None
         layers = pipeline.model.split_carried(carry.model) if jax.tree.leaves(carry.model) else []
         return self.sums(carry, *pipeline.step(self._unpacked(params), batch, key_of_step, layers, carry.observed))
 
     def compile_gradients(self, params: Tree, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
-        """Compiles the executables of the ranks with the engine `dispatch`; nothing with the engine `program`."""
+        """Compiles the executables of the ranks with the engine `dispatch`; compiles nothing with the engine `program`.
+
+        Args:
+            params: Shapes and shardings of the arrays, like the result of `pack`.
+            carry: Shapes and shardings of the carried and observed state.
+            batch: Shapes and shardings of a placed batch, leaves [M, B/M, ...] for M microbatches.
+            key: Random key of the run. Only `dispatch` uses it, as a constant of its programs.
+            options: XLA options. Only `dispatch` uses them.
+
+        Returns:
+            The gradients, compiled. With `program`, a `GradientProgram` without executables: `run` returns the batch, and
+            `gradients` traces the SPMD program.
+
+        Raises:
+            ConfigError: With `dispatch`, if the mesh has the axis `fsdp` or devices of other processes, or the model reduces
+                over batch axes and there are several data ranks.
+        """
         if self.engine == "program":
             return GradientProgram(self, batch)
         program = dispatched(self.pipeline, params, carry, self._unpacked, batch, key, options)
@@ -238,14 +312,14 @@ class BoundPipeline:
         """Converts the results of `Pipeline.step` to the layout of the state.
 
         Args:
-            carry: Carried and observed state at the beginning of the step.
+            carry: Carried and observed state at the beginning of the step. Its carried state is kept if `layers` is empty.
             loss: The mean loss, a float32 scalar.
             grads: The mean gradients, in the tree of `Pipeline.stack`.
             layers: Carried state of every layer after the step; empty if layers carry no state.
             observed: Observed state after the step.
 
         Returns:
-            The loss of weight 1 with the new carry, and the packed gradients.
+            A `Loss` of weight 1 with the `Carry` after the step in `carried`, and the gradients in the layout of `pack`.
         """
         model = self.pipeline.model.join_carried(layers) if layers else carry.model
         return Loss(loss, jnp.ones((), jnp.float32), {}, Carry(model, observed)), self._packed(grads)
@@ -253,14 +327,33 @@ class BoundPipeline:
     # --- Reports ---
 
     def predict_memory(self, batch: Tree) -> Pools:
-        """Predicts the memory of a rank with `bytes_per_rank`."""
+        """Predicts the memory of a rank during a step of the SPMD engine, without parameters and optimizer state.
+
+        Args:
+            batch: Shapes of a whole batch, leaves [B, ...].
+
+        Returns:
+            Bytes by name, with `covers` set to `whole`. The names are the pools of the schedule (`forward_dgrad`,
+            `forward_wgrad`, `stash`, `activation`, `gradient`, `loss`), `in flight`, `main_grad`, `cast` and `gathered`.
+        """
         batch_M = jax.eval_shape(partial(by_microbatch, num_microbatches=self.objective.num_microbatches), batch)
         return Pools(bytes_per_rank(self.pipeline, self.shapes, batch_M), "whole")
 
     def describe(
         self, batch: Tree, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None
     ) -> list[str]:
-        """Describes the schedule, its bubble and its memory, and the FP8 matmuls if there are any."""
+        """Returns lines for the log about a compiled step.
+
+        Args:
+            batch: Shapes of a whole batch, leaves [B, ...].
+            gradients: The compiled gradients, from `compile_gradients`.
+            executables: All executables of the step. They are searched for FP8 matmuls.
+            memory: Memory of the step, as reported by XLA; None if unknown, which omits the memory.
+
+        Returns:
+            One line with the name of the schedule, its numbers of ranks, chunks and ticks, its idle share, and the predicted
+            and compiled memory in GiB; and a second line about FP8 matmuls if the step is in FP8. Without line ends.
+        """
         schedule, chunks = self.pipeline.schedule, self.pipeline.layout.num_chunks
         player = str(gradients) if gradients.executables else f"{self.pipeline.runtime} runtime"
         idle = simulate(schedule, Costs(), execution="lockstep").bubble
@@ -276,7 +369,13 @@ class BoundPipeline:
         return [line, describe(self.products, self.objective.fp8, count(executables), loops="microbatches")]
 
     def profile_facts(self) -> dict[str, Any]:
-        """Returns the runtime, the schedule and the devices of the ranks, for the profile page."""
+        """Returns facts for the report of a profile, as JSON values.
+
+        Returns:
+            {"pipeline": {"runtime", "schedule", "devices"}}: the runtime of the SPMD engine, `aligned` or `general`; the
+            schedule as text in the JSON format of `jgraph.schedule.write`; and for each rank the number of its device in the
+            first replica, on a GPU the number within its host.
+        """
         schedule = self.pipeline.schedule
         ranks = self.mesh.devices[0].reshape(schedule.num_ranks, -1)[:, 0]
         devices = [device.local_hardware_id or 0 if device.platform == "gpu" else device.id for device in ranks]

@@ -29,24 +29,28 @@ def megatron_order(
     """Returns Megatron-LM's order of one pipeline rank: 1F1B, or interleaved 1F1B if `vpp` is given.
 
     Args:
-        pp_size: Number of ranks on the pipeline axis. With one rank and without `overlap_moe_ep`, the order has one microbatch,
-            because there is nothing to interleave.
-        pp_rank: Rank of the order, from 0 to pp_size - 1.
-        num_microbatches: Number of microbatches per step.
-        vpp: Number of chunks per rank (virtual pipeline size). None for no virtual pipeline.
+        pp_size: Number of ranks of the pipeline, at least 1. With one rank and without `overlap_moe_ep`, the order has one
+            microbatch, because there is nothing to interleave.
+        pp_rank: Index of the rank, from 0 to pp_size - 1.
+        num_microbatches: Number of microbatches per step, at least 1.
+        vpp: Number of chunks per rank (virtual pipeline size), at least 1. None for one chunk and the warm-up of 1F1B. With one
+            rank it must be 1 or None.
         microbatch_group_size: Number of microbatches that pass through a chunk before the next chunk starts. None for
-            `pp_size`. Smaller groups can deadlock, including a smaller last group: `Schedule` checks the orders of all ranks.
-        num_layers_per_chunk: Number of layers of each chunk; 0 is allowed. None for one layer each. Layers become entries of
-            the order only with `overlap_moe_ep`.
-        overlap_moe_ep: Overlaps the expert-parallel communication of a forward with a backward: every layer is a separate
-            chunk, and forward and backward layers alternate.
-        delay_wgrad: Makes wgrads separate entries. Requires `overlap_moe_ep`, as in Megatron-LM.
+            `pp_size`. Smaller groups can deadlock, including a smaller last group: `Schedule` checks the orders of all ranks,
+            this function does not.
+        num_layers_per_chunk: Number of layers of each chunk of the rank, one integer >= 0 per chunk. None for one layer each.
+            With `overlap_moe_ep`, layers become entries of the order. Otherwise the numbers become
+            `Order.num_layers_per_chunk`, or one layer each if any of them is 0.
+        overlap_moe_ep: True to make every layer a chunk of its own, and to alternate the layers of a forward and of a backward.
+            Megatron-LM then overlaps the expert-parallel communication of one with the other.
+        delay_wgrad: True to make wgrads separate entries, False for full backwards. Requires `overlap_moe_ep`.
 
     Returns:
         The order of rank `pp_rank`.
 
     Raises:
-        OrderError: If an argument is invalid.
+        OrderError: If an argument is out of its range, `num_layers_per_chunk` has not one value per chunk or only zeros with
+            `overlap_moe_ep`, or `delay_wgrad` is True without `overlap_moe_ep`.
     """
     chunks = 1 if vpp is None else vpp
     group = pp_size if microbatch_group_size is None else microbatch_group_size

@@ -16,14 +16,20 @@ def from_csv(text: str) -> Schedule:
     """Parses a CSV table in PyTorch's format.
 
     The column of a cell is its tick if all dependencies are met in an earlier column, as in tables with empty idle cells.
-    Otherwise columns give only the sequence, as in the compact tables that PyTorch writes.
+    Otherwise columns give only the sequence, as in the compact tables that PyTorch writes, and actions get the earliest
+    possible ticks.
+
+    Args:
+        text: The content of a file: one row per rank, without a header, and one cell such as `5F3` per action, with or without
+            quotes. A cell has the stage, one of the letters F (forward), I (dgrad), W (wgrad) and B (full backward), and the
+            microbatch. Empty cells are idle.
 
     Returns:
-        The schedule.
+        The schedule, with the stages of the cells as its placement and the name `custom`.
 
     Raises:
-        OrderError: If the text is not such a table, or the schedule cannot run. `rank` is the row, and `position` the index
-            among its non-empty cells.
+        OrderError: If the text is empty, a row has no action, a cell has another form, or the schedule cannot run. The
+            attribute `rank` of the error is the row, and `position` the index among the non-empty cells of this row.
     """
     orders, placement, ticks = [], [], []
     for r, row in enumerate(text.splitlines()):
@@ -67,10 +73,16 @@ def _order(kinds: np.ndarray, chunks: np.ndarray, microbatches: np.ndarray) -> O
 
 
 def to_json(schedule: Schedule) -> str:
-    """Formats a schedule as JSON: the name, the placement, the signed numbers of each rank and the ticks.
+    """Formats a schedule as JSON that `from_json` parses.
 
-    Full backwards of a chunk that also has separate wgrads are written as dgrad and wgrad. This lengthens the order, so the
-    ticks are omitted and the reader assigns the earliest ones. `wgrads` is written only if it is not the default.
+    Args:
+        schedule: The schedule. Numbers of layers per chunk are not written.
+
+    Returns:
+        An object with `name`, `placement` (the stages of each rank), `orders` (the signed numbers of each rank: c forward, -c
+        dgrad or full backward, -c-0.5 wgrad of chunk c, 1-based) and `ticks` (the tick of each action), one key per line.
+        `wgrads` is added only if it is not `oldest`. Full backwards of a chunk that also has separate wgrads are written as
+        dgrad and wgrad. This lengthens the order, so `ticks` is then omitted, and the reader assigns the earliest ticks.
     """
     numbers = [order.to_list() for order in schedule.orders]
     ticks = [t.tolist() for t in schedule.ticks]
@@ -83,14 +95,18 @@ def to_json(schedule: Schedule) -> str:
 def from_json(text: str) -> Schedule:
     """Parses a schedule from JSON.
 
-    The text is an object with `orders` and optionally `placement`, `ticks`, `wgrads` and `name`, or a list of orders. An order
-    is a list of signed numbers.
+    Args:
+        text: A list of orders, one per rank, or an object with the key `orders` and optionally `placement` (the stages of each
+            rank), `ticks` (the tick of each action of each rank), `wgrads` (`oldest` or `newest`) and `name`. An order is a
+            list of signed numbers: c forward, -c dgrad or full backward, -c-0.5 wgrad of chunk c, 1-based.
 
     Returns:
-        The schedule.
+        The schedule. A missing placement is round-robin, missing ticks are the earliest possible ones, and a missing name is
+        `custom`.
 
     Raises:
-        OrderError: If the text is not such JSON, or the schedule cannot run. `rank` and `position` locate the entry.
+        OrderError: If the text is not JSON of this form, has an unknown key, or the schedule cannot run. The attributes `rank`
+            and `position` of the error locate the entry in the orders.
     """
     try:
         body = json.loads(text)
@@ -126,11 +142,11 @@ def from_json(text: str) -> Schedule:
 
 
 def write(schedule: Schedule, path: str | Path) -> None:
-    """Writes a schedule to a file that `read` reads.
+    """Writes a schedule to a JSON file that `read` reads. Replaces an existing file.
 
     Args:
-        schedule: The schedule.
-        path: A path ending in `.json`.
+        schedule: The schedule. Numbers of layers per chunk are not written.
+        path: Path of the file, with the suffix `.json`. The folder must exist.
 
     Raises:
         OrderError: If the path has another suffix.
@@ -145,14 +161,17 @@ def read(path: str | Path, *, field: str = "") -> Schedule:
     """Reads a schedule file.
 
     Args:
-        path: A .json file with signed numbers, or a .csv file in PyTorch's format.
-        field: Name of the user's argument for the path, for error messages; empty for none.
+        path: Path of a .json file with the signed numbers of each rank (the keys are listed at `from_json`), or of a .csv file
+            in PyTorch's format with one row per rank and cells such as `5F3`.
+        field: Name of the user's argument for the path, for the message and the `field` of errors; empty for none.
 
     Returns:
         The schedule.
 
     Raises:
-        OrderError: If the file cannot be read or its schedule cannot run.
+        OrderError: If the path has another suffix, the file cannot be read, its content has another form, or its schedule
+            cannot run. In the last two cases, the attributes `rank` and `position` of the error locate the entry if there is
+            one.
     """
     path = Path(path)
     named = f"`{field}` is {path}" if field else str(path)

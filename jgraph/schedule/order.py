@@ -23,19 +23,25 @@ _T = TypeVar("_T", bound=int)
 
 @dataclass(frozen=True, eq=False)
 class Order(Sequence[Action]):
-    """A validated sequence of the actions of one rank. `Order.parse` constructs one from signed numbers.
+    """A validated, immutable sequence of the N actions of one rank. `Order.parse` constructs one from signed numbers.
+
+    Two orders are equal if they have the same kinds, chunks, layers and microbatches.
 
     Attributes:
-        kinds: Index of each action's kind in `KINDS`, int8 [N].
-        chunks: Chunk of each action, int32 [N], 0-based. Every chunk of the rank appears.
+        kinds: Kind of each action, int8 [N]: 0 forward, 1 dgrad, 2 wgrad, 3 full backward. The constructor copies the array and
+            makes the copy read-only.
+        chunks: Chunk of each action, int32 [N], 0-based, copied like `kinds`. Every chunk of the rank appears.
         num_layers_per_chunk: Number of layers of each chunk; () for one layer each. Must be 1 for a chunk with delayed wgrads,
             because an entry names only the chunk and could not distinguish the wgrads of its layers.
         wgrads: A wgrad belongs to the `oldest` pending dgrad of its chunk, as in Transformer Engine, or to the `newest` one.
             The arrays of the newest dgrad may still be in the carry of a program, so they need no slot.
-        microbatches: Microbatch of each action, int32 [N]. Computed from the other fields.
+        microbatches: Microbatch of each action, int32 [N], 0-based. Computed from the other fields.
 
     Raises:
-        OrderError: If the order cannot run. `position` is the index of the first invalid entry.
+        OrderError: If the arrays have other dtypes, shapes or ranges, an action comes before an action that it depends on, an
+            action is missing, or chunks have different numbers of microbatches. The attribute `position` of the error is the
+            index of the first invalid entry.
+        ConfigError: If `wgrads` is unknown.
     """
 
     kinds: np.ndarray
@@ -71,15 +77,17 @@ class Order(Sequence[Action]):
         Args:
             numbers: Entries of the order. `c` is the forward, `-c` the dgrad and `-c-0.5` the wgrad of chunk c, 1-based. If a
                 chunk has no wgrad entries, `-c` is its full backward. Forwards and dgrads must be integers, not floats.
-            num_layers_per_chunk: Number of layers, for all chunks or per chunk. None for one layer each.
-            delay_wgrad: True if wgrads are separate entries, for all chunks or per chunk. None infers it from the entries.
+            num_layers_per_chunk: Number of layers, one integer >= 1 for all chunks or one per chunk. None for one layer each.
+            delay_wgrad: True if wgrads are separate entries, one bool for all chunks or one per chunk. It is only compared
+                with the entries. None omits this check.
 
         Returns:
-            The order.
+            The order, with `wgrads` set to `oldest`: microbatches are first in, first out.
 
         Raises:
-            OrderError: If the order cannot run, or contradicts `delay_wgrad`. `position` is the index of the first invalid
-                entry.
+            OrderError: If an entry is not such a number, the order cannot run, the entries contradict `delay_wgrad`, or an
+                argument has another type or number of values. The attribute `position` of the error is the index of the first
+                invalid entry.
 
         Examples:
             >>> jgraph.Order.parse([1, 1, -1, -1.5, -1, -1.5])
@@ -100,7 +108,7 @@ class Order(Sequence[Action]):
         return len(self.kinds)
 
     def __getitem__(self, index):
-        """Returns the action at an index, or a list of actions for a slice."""
+        """Returns the `Action` at an integer index, or a list of actions for a slice."""
         return self._actions[index]
 
     @cached_property
@@ -117,7 +125,7 @@ class Order(Sequence[Action]):
         return self.kinds.tobytes(), self.chunks.tobytes(), self.num_layers_per_chunk, self.microbatches.tobytes()
 
     def __eq__(self, other: object) -> bool:
-        """Compares kinds, chunks, layers and microbatches."""
+        """Returns True for an `Order` with the same kinds, chunks, layers and microbatches. `wgrads` is not compared."""
         return isinstance(other, Order) and self._key() == other._key()
 
     def __hash__(self) -> int:
@@ -126,7 +134,7 @@ class Order(Sequence[Action]):
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks of the rank."""
+        """Number of chunks (stages) of the rank."""
         return len(self.num_layers_per_chunk)
 
     @property
@@ -136,17 +144,18 @@ class Order(Sequence[Action]):
 
     @property
     def delay_wgrad(self) -> tuple[bool, ...]:
-        """For each chunk, True if any of its wgrads is a separate action."""
+        """A tuple with one bool per chunk: True if any wgrad of the chunk is a separate action."""
         return tuple(bool((self.kinds[self.chunks == c] == WGRAD).any()) for c in range(self.num_chunks))
 
     def check_delayed(self, wanted: Sequence[bool]) -> None:
         """Checks which chunks have separate wgrad actions.
 
         Args:
-            wanted: One bool per chunk, True if its wgrads must be separate actions.
+            wanted: One bool per chunk: True if the wgrads of the chunk must be separate actions.
 
         Raises:
-            OrderError: If a chunk has wgrads although `wanted` is False, or has only full backwards although it is True.
+            OrderError: If a chunk has wgrads although its bool is False, or only full backwards although its bool is True. The
+                attribute `position` of the error is the index of the first such action.
         """
         expected, has = np.array(wanted)[self.chunks], np.array(self.delay_wgrad)[self.chunks]
         wrong = np.flatnonzero(np.where(self.kinds == WGRAD, ~expected, (self.kinds == BACKWARD) & expected & ~has))
@@ -164,10 +173,10 @@ class Order(Sequence[Action]):
         """Splits full backwards into a dgrad, directly followed by a wgrad.
 
         Args:
-            which: Chunks to split, bool [C]. None for all.
+            which: bool array with one entry per chunk: True to split the full backwards of the chunk. None splits all.
 
         Returns:
-            The order with one more action per split backward.
+            A new order with one more action per split backward.
         """
         full = self.kinds == BACKWARD
         if which is not None:
@@ -177,9 +186,13 @@ class Order(Sequence[Action]):
         return Order(kinds, np.repeat(self.chunks, 1 + full), self.num_layers_per_chunk, self.wgrads)
 
     def to_list(self) -> list[int | float]:
-        """Returns the signed numbers of the order; inverts `parse`.
+        """Returns the signed numbers of the order, which `parse` reads: c forward, -c dgrad or full backward, -c-0.5 wgrad.
 
-        Full backwards are split in chunks that also have separate wgrads, because signed numbers cannot mix both in a chunk.
+        c is the 1-based chunk. Full backwards are split in chunks that also have separate wgrads, because signed numbers cannot
+        mix both in a chunk. Layers and `wgrads` are not part of the numbers.
+
+        Returns:
+            A list with an int per forward, dgrad and full backward, and a float per wgrad.
         """
         order = self.split(np.array(self.delay_wgrad))
         chunks = (order.chunks + 1).tolist()
@@ -223,11 +236,11 @@ def one_each(name: str, value: object, count: int, kind: type[_T], *, of: str = 
     """Broadcasts an argument to one value per chunk.
 
     Args:
-        name: Name of the argument, for the error.
-        value: One value for all chunks, or a sequence with one value per chunk.
+        name: Name of the argument, for the message and the `field` of the error.
+        value: One value for all chunks, or an ordered iterable with one value per chunk.
         count: Number of chunks.
-        kind: `bool`, or `int` for integers >= 1.
-        of: The owner of each value, for the error.
+        kind: Required type: `bool`, or `int` for integers from 1 to 2**31 - 1.
+        of: Singular noun for the message, in place of `chunk`.
 
     Returns:
         A tuple of `count` values of type `kind`.

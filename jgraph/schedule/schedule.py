@@ -30,30 +30,36 @@ def loop(pp: int, chunks: int) -> Placement:
         chunks: Number of chunks per rank.
 
     Returns:
-        The stages of each rank, ascending.
+        One tuple per rank with the stages of its chunks, ascending.
     """
     return tuple(tuple(c * pp + r for c in range(chunks)) for r in range(pp))
 
 
 def vee(pp: int) -> Placement:
-    """Returns the V-shaped placement with two chunks per rank: rank r has stages r and 2 * pp - 1 - r."""
+    """Returns the V-shaped placement of 2 * `pp` stages on `pp` ranks: rank r has the tuple of stages (r, 2 * pp - 1 - r)."""
     return tuple((r, 2 * pp - 1 - r) for r in range(pp))
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule(Sequence[Order]):
-    """A validated pipeline schedule, a sequence of one `Order` per rank.
+    """A validated, immutable pipeline schedule, a sequence of one `Order` per rank. Schedules are compared by identity.
+
+    Shapes of attributes and methods: P ranks, S stages, M microbatches; a rank has N actions, where N may differ between ranks.
+    Ranks, stages, microbatches and ticks are numbered from 0.
 
     Attributes:
-        orders: The order of each rank.
-        placement: The stages of each rank, ascending, one per chunk. () for the round-robin placement (`loop`).
-        ticks: The ticks of each rank's actions, int64 [N] per rank. () for the earliest possible ticks.
+        orders: The order of each rank. All ranks have the same number of microbatches.
+        placement: The stages of each rank, ascending, one per chunk; each stage is on exactly one rank. () for the round-robin
+            placement: chunk c of rank r is stage c * P + r. The constructor replaces () by this placement.
+        ticks: The ticks of each rank's actions, integers [N] per rank, ascending. () for the earliest possible ticks. The
+            constructor stores read-only int64 copies.
         name: Name in messages and pictures.
-        num_stages: Number of stages over all ranks. Computed from `placement`.
+        num_stages: S, the number of stages over all ranks. Computed from `placement`.
 
     Raises:
-        OrderError: If the schedule deadlocks, the ticks violate a dependency, or the fields do not match each other. `rank` and
-            `position` locate the action.
+        OrderError: If the schedule deadlocks, an action has a tick that is not after the tick of an action that it depends on,
+            there are more than 1000 + 10 ticks per action, or orders, placement and ticks do not match each other. The
+            attributes `rank` and `position` of the error locate the action if there is one.
 
     Examples:
         >>> jgraph.Schedule((jgraph.Order.parse([1, 1, -1, -1]), jgraph.Order.parse([1, -1, 1, -1])), name="1f1b")
@@ -98,14 +104,18 @@ class Schedule(Sequence[Order]):
         return f"Schedule({self})"
 
     def split(self) -> "Schedule":
-        """Splits every full backward into a dgrad, directly followed by a wgrad. Ticks become the earliest possible ones."""
+        """Returns a schedule in which every full backward is a dgrad directly followed by a wgrad, at the earliest ticks.
+
+        Placement and name are kept.
+        """
         return Schedule(tuple(order.split() for order in self.orders), self.placement, name=self.name)
 
     def newest_first(self) -> "Schedule":
-        """Assigns every wgrad to the newest pending dgrad of its rank, over all chunks. Ticks and kinds do not change.
+        """Returns a schedule in which every wgrad belongs to the newest pending dgrad of its rank, over all chunks.
 
-        A wgrad directly after a dgrad then belongs to this dgrad, so its stash needs no slot. Only dgrads with a wgrad in an
-        otherwise idle tick stay pending. Gradients are accumulated in a different order, which changes their rounding.
+        Ticks, kinds, placement and name do not change. A wgrad directly after a dgrad then belongs to this dgrad, so its stash
+        needs no slot. Only dgrads with a wgrad in an otherwise idle tick stay pending. Gradients are accumulated in a different
+        order, which changes their rounding. Full backwards stay as they are.
         """
         orders = []
         for order in self.orders:
@@ -135,7 +145,7 @@ class Schedule(Sequence[Order]):
 
     @property
     def num_ticks(self) -> int:
-        """Number of ticks of a step."""
+        """Number of ticks of a step: the last tick of any rank plus 1."""
         return int(max(t[-1] for t in self.ticks)) + 1
 
     @cached_property
@@ -145,7 +155,7 @@ class Schedule(Sequence[Order]):
 
     @cached_property
     def num_layers(self) -> list[int]:
-        """The number of layers of each stage."""
+        """The number of layers of each stage, a list with S entries, from `Order.num_layers_per_chunk`."""
         return self._by_stage([order.num_layers_per_chunk for order in self.orders]).tolist()
 
     def _by_stage(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
@@ -154,19 +164,20 @@ class Schedule(Sequence[Order]):
 
     @cached_property
     def stages(self) -> tuple[np.ndarray, ...]:
-        """The stage of each action, int [N] per rank."""
+        """The stage of each action: a tuple with one int64 array [N] per rank, in the sequence of the order."""
         return tuple(np.array(row)[order.chunks] for row, order in zip(self.placement, self.orders, strict=True))
 
     def when(self, times: Sequence[np.ndarray], kinds: tuple[int, ...], missing: float = -1) -> np.ndarray:
         """Arranges the times of actions by stage and microbatch.
 
         Args:
-            times: Time of each action, [N] per rank.
-            kinds: Kinds of actions to include, as indices in `KINDS`.
+            times: Time (or tick) of each action: one array [N] per rank, all of the same dtype.
+            kinds: Kinds of actions to include: 0 forward, 1 dgrad, 2 wgrad, 3 full backward. At most one action of a stage and
+                microbatch should have one of these kinds; of several, the last one counts.
             missing: Value for a stage and microbatch without such an action.
 
         Returns:
-            An array of shape [S, M] and the dtype of `times`.
+            A new array of shape [S, M] and the dtype of `times`: the time of the action by stage and microbatch.
         """
         table = np.full((self.num_stages, self.num_microbatches), missing, np.asarray(times[0]).dtype)
         for order, stages, time in zip(self.orders, self.stages, times, strict=True):
@@ -176,10 +187,15 @@ class Schedule(Sequence[Order]):
 
     @cached_property
     def links(self) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-        """Flat indices of the array that each action reads, and of the array that it computes: int [N] per rank.
+        """The numbers of the array that each action reads from another stage, and of the array that it computes.
 
-        Index s * M + m is the activation of stage s for microbatch m, and (S + s) * M + m is the gradient of its input. An
-        action that reads no array of another stage has -1. Wgrads compute the placeholder index 2 * S * M.
+        The arrays of a step are numbered: s * M + m is the output of stage s for microbatch m, computed by its forward, and
+        (S + s) * M + m is the gradient of the input of stage s for microbatch m, computed by its dgrad or full backward. The
+        number 2 * S * M stands for no array.
+
+        Returns:
+            Two tuples with one int64 array [N] per rank: the array that each action reads, or -1 if it reads none (wgrads,
+            forwards of the first stage, dgrads of the last stage); and the array that it computes, 2 * S * M for wgrads.
         """
         count, last = self.num_microbatches, self.num_stages - 1
         needs, makes = [], []
@@ -193,7 +209,11 @@ class Schedule(Sequence[Order]):
 
     @cached_property
     def home(self) -> np.ndarray:
-        """The rank that computes each array, indexed like `links`; -1 for the placeholder."""
+        """The rank that computes each array of a step, int64 [2 * S * M + 1].
+
+        Entry s * M + m is the rank of the output of stage s for microbatch m, and entry (S + s) * M + m the rank of the
+        gradient of its input. The last entry is -1, for the number 2 * S * M, which `links` uses for no array.
+        """
         return np.append(np.tile(np.repeat(self.rank_of_stage, self.num_microbatches), 2), -1)
 
 

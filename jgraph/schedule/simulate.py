@@ -17,7 +17,10 @@ Execution = Literal["dataflow", "neighbours", "lockstep"]
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of the kinds of actions, in any unit of time. Each is one number > 0 for all stages, or one number per stage.
+    """Times of the kinds of actions of a stage for one microbatch, in any unit.
+
+    Each is one number > 0 for all stages, or a sequence with one number per stage, from the first to the last stage. The values
+    are checked when they are used, not by the constructor.
 
     Attributes:
         forward: Time of a forward.
@@ -32,7 +35,13 @@ class Costs:
     backward: float | Sequence[float] | None = None
 
     def table(self, num_stages: int) -> np.ndarray:
-        """Returns the costs by kind and stage, float64 [4, S].
+        """Returns the costs by kind and stage.
+
+        Args:
+            num_stages: S, the number of stages over all ranks.
+
+        Returns:
+            float64 [4, S]. The rows are forward, dgrad, wgrad and full backward.
 
         Raises:
             OrderError: If a cost is not a number > 0, or the number of values is not `num_stages`.
@@ -42,7 +51,13 @@ class Costs:
         return np.stack([np.broadcast_to(row, num_stages) for row in rows])
 
     def per_chunk(self, chunks: int) -> "Costs":
-        """Divides the costs of all layers of a rank by the number of chunks.
+        """Returns new costs, divided by a number of chunks: from the time of all layers of a rank to the time of a stage.
+
+        Args:
+            chunks: Number of chunks (stages) per rank.
+
+        Returns:
+            The costs. `backward` stays None if it is None.
 
         Raises:
             OrderError: If `chunks` is not an integer >= 1, or a cost is not a number > 0.
@@ -69,10 +84,12 @@ def _times(kind: str, value: object, num_stages: int | None = None) -> np.ndarra
 class Simulation:
     """Start and end times of every action of a schedule, in the unit of the costs. Returned by `simulate`.
 
+    P is the number of ranks. A rank has N actions, where N may differ between ranks.
+
     Attributes:
         schedule: The simulated schedule.
-        starts: Start of each action, float64 [N] per rank. The step starts at 0.
-        ends: End of each action, float64 [N] per rank.
+        starts: Start of each action: one float64 array [N] per rank, in the sequence of its order. The step starts at 0.
+        ends: End of each action: one float64 array [N] per rank.
         latency: Time of a transfer to another rank.
     """
 
@@ -83,17 +100,17 @@ class Simulation:
 
     @property
     def makespan(self) -> float:
-        """The time from the start of the step to the end of its last action."""
+        """The time from the start of the step to the end of its last action, in the unit of the costs."""
         return float(max(end[-1] for end in self.ends))
 
     @property
     def busy(self) -> np.ndarray:
-        """The time that each rank computes, float64 [P]."""
+        """The sum of the durations of each rank's actions, float64 [P], in the unit of the costs."""
         return np.array([(end - start).sum() for start, end in zip(self.starts, self.ends, strict=True)])
 
     @property
     def idle(self) -> np.ndarray:
-        """The time that each rank is idle, float64 [P]."""
+        """The time that each rank is idle during the makespan, float64 [P], in the unit of the costs."""
         return self.makespan - self.busy
 
     @property
@@ -104,17 +121,19 @@ class Simulation:
     def peak(self, sizes: Mapping[str, float]) -> np.ndarray:
         """Returns the peak memory use of each rank, in bytes.
 
-        Can exceed the size of the slots if stages differ in cost: a received array counts from its arrival, but `assign` gives
-        it a slot only from the next tick on.
+        Can exceed the size of the slots of `assign` if stages differ in cost: a received array counts from its arrival, but
+        gets a slot only from the next tick on.
 
         Args:
-            sizes: Bytes per array in each pool. Pools that are missing count as 0.
+            sizes: Bytes of one array (the arrays of one stage and microbatch) in each pool: `forward_dgrad` and `forward_wgrad`
+                (residuals for dgrad and wgrad), `stash` (from dgrad to wgrad), `activation` and `gradient` (received arrays).
+                Missing pools count as 0.
 
         Returns:
-            The peak of each rank, float64 [P].
+            The largest sum of the live arrays of each rank over the step, float64 [P].
 
         Raises:
-            OrderError: If a pool is unknown or a size is negative.
+            OrderError: If a pool is unknown, or a size is not a finite number >= 0.
         """
         check_sizes(sizes)
         times, changes = [], []
@@ -136,7 +155,7 @@ def simulate(
 
     Args:
         schedule: The schedule. Its ticks affect the times only with `neighbours` and `lockstep`.
-        costs: Time of each action of a stage. None for 1 per forward, dgrad and wgrad, and 2 per full backward.
+        costs: Time of each kind of action of a stage. None for 1 per forward, dgrad and wgrad, and 2 per full backward.
         latency: Time of a transfer to another rank, in the unit of the costs. The sender does not wait for it.
         execution: Synchronization of ranks. `dataflow`: an action starts as soon as its rank is free and its input has arrived.
             `neighbours`: a rank enters the next tick when it and the ranks that it exchanges arrays with have finished the
@@ -144,10 +163,11 @@ def simulate(
             have finished the current tick.
 
     Returns:
-        The start and end of every action. Makespan, idle time and memory use are its properties and methods.
+        A `Simulation` with the start and end of every action, in the unit of the costs. Its properties are the makespan, busy
+        and idle times and the bubble; its method `peak` returns the memory use.
 
     Raises:
-        OrderError: If a cost is not a number > 0, or `latency` is not a finite number >= 0.
+        OrderError: If a cost is not a number > 0 or has not one value per stage, or `latency` is not a finite number >= 0.
         ConfigError: If `execution` is unknown.
 
     Examples:

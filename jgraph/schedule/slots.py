@@ -28,11 +28,15 @@ Ranges = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class Slots:
-    """Slots of the arrays of a schedule, by pool.
+    """Slots of the arrays of a schedule, by pool. P ranks, S stages, M microbatches.
+
+    The pools are `forward_dgrad` and `forward_wgrad` (residuals of a forward for its dgrad and its wgrad), `stash` (from a
+    dgrad to its wgrad), `activation` and `gradient` (received arrays until they are read).
 
     Attributes:
-        numbers: For each pool, the slot of the array of each stage and microbatch, int64 [S, M]; -1 without such an array.
-        counts: For each pool, the number of slots per rank, int64 [P]. An SPMD program needs the maximum over ranks.
+        numbers: Maps each pool to the slot of the array of each stage and microbatch, int64 [S, M]; -1 without such an array.
+            Slots are numbered from 0 on each rank.
+        counts: Maps each pool to the number of slots of each rank, int64 [P]. An SPMD program needs the maximum over ranks.
     """
 
     numbers: Mapping[str, np.ndarray]
@@ -40,7 +44,14 @@ class Slots:
 
 
 def check_sizes(sizes: Mapping[str, float]) -> None:
-    """Raises OrderError if a pool is not in `POOLS`, or a size is not a finite number >= 0."""
+    """Checks bytes by pool.
+
+    Args:
+        sizes: Bytes of one array in each pool. A pool may be missing.
+
+    Raises:
+        OrderError: If a key is not in `POOLS`, or a size is not a finite number >= 0.
+    """
     for pool, size in sizes.items():
         if pool not in POOLS:
             raise OrderError(f"`sizes` has {pool!r}: must be one of {', '.join(POOLS)}", field="sizes")
@@ -49,14 +60,18 @@ def check_sizes(sizes: Mapping[str, float]) -> None:
 
 
 def live_ranges(schedule: Schedule) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Returns the first and the last live tick of each array.
+    """Returns the first and the last live tick of each array, at the ticks of the schedule.
 
     A received array is live from the tick after the action that computed it. The first stage receives no activation, because
     its input comes from the caller. The last stage receives no gradient, because its loss computes it. A full backward has no
     stash.
 
+    Args:
+        schedule: The schedule, with S stages and M microbatches.
+
     Returns:
-        For each pool two arrays of ticks, int64 [S, M], both inclusive; -1 if there is no such array.
+        For each pool in `POOLS` the pair of the first and the last tick, int64 [S, M], both inclusive; -1 for a stage and
+        microbatch without such an array.
     """
     spans = live_spans(schedule, schedule.ticks, [row + 1 for row in schedule.ticks], missing=-1)
     return {pool: (born, np.where(died < 0, -1, died - 1)) for pool, (born, died) in spans.items()}
@@ -68,14 +83,14 @@ def live_spans(
     """Computes the start and the end of the live range of each array, from the times of the actions.
 
     Args:
-        schedule: The schedule.
-        starts: Start of each action, [N] per rank.
-        ends: End of each action, [N] per rank.
-        latency: Time of a transfer to another rank. A received array is live from its arrival.
+        schedule: The schedule, with S stages and M microbatches.
+        starts: Start of each action: one array [N] per rank, for the N actions of its order.
+        ends: End of each action, like `starts`.
+        latency: Time of a transfer to another rank, in the unit of `starts`. A received array is live from its arrival.
         missing: Value for a stage and microbatch without such an array.
 
     Returns:
-        For each pool two arrays of times, [S, M].
+        For each pool in `POOLS` the pair of the start and the end of the live range, [S, M], in the unit of `starts`.
     """
     f0, i0 = (schedule.when(starts, (kind,), missing) for kind in (FORWARD, DGRAD))
     f1, d1, w1, i1 = (schedule.when(ends, kinds, missing) for kinds in ((FORWARD,), _BACKWARDS, _WGRADS, (WGRAD,)))
@@ -94,13 +109,15 @@ def live_spans(
 def assign(schedule: Schedule, ranges: Ranges | None = None) -> Slots:
     """Assigns a slot to every array of a schedule, with the minimum number of slots on each rank.
 
+    Arrays of the same pool and rank that are live in the same tick get different slots.
+
     Args:
-        schedule: The schedule.
-        ranges: For each pool, the first and the last tick of each array, int [S, M], both inclusive; -1 if there is no array.
-            None for `live_ranges`.
+        schedule: The schedule, with S stages and M microbatches.
+        ranges: For each pool, the pair of the first and the last live tick of each array, int [S, M], both inclusive; -1 if
+            there is no array. None for the pools in `POOLS` and the ticks of the schedule.
 
     Returns:
-        The slots, by pool.
+        The slots, for the same pools.
     """
     numbers, counts = {}, {}
     for pool, (born, died) in (ranges or live_ranges(schedule)).items():

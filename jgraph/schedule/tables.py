@@ -31,13 +31,13 @@ _MAKERS = dict.fromkeys((*POOLS, "loss"), (FORWARD,)) | {"stash": (DGRAD,), "gra
 
 @dataclass(frozen=True)
 class TickTable:
-    """The action of each rank in each tick. All arrays are int32 [T, P].
+    """The action of each rank in each tick. All arrays are int32 [T, P], for T ticks and P ranks.
 
     Attributes:
-        kind: Index of the kind in `KINDS`, or `IDLE`.
-        stage: Stage of the action; -1 if idle.
-        chunk: Chunk of the action; -1 if idle.
-        microbatch: Microbatch of the action; -1 if idle.
+        kind: 0 forward, 1 dgrad, 2 wgrad, 3 full backward, 4 idle.
+        stage: Stage of the action, 0-based; -1 if idle.
+        chunk: Chunk of the action on its rank, 0-based; -1 if idle.
+        microbatch: Microbatch of the action, 0-based; -1 if idle.
     """
 
     kind: np.ndarray
@@ -48,20 +48,26 @@ class TickTable:
 
 @dataclass(frozen=True)
 class ScheduleTables:
-    """The actions of a schedule and the slots that they read and write. Arrays are int32 [T, P] unless noted.
+    """The actions of a schedule and the slots that they read and write. Arrays are int32 [T, P] (ticks, ranks) unless noted.
+
+    Pools: `forward_dgrad` and `forward_wgrad` (residuals of a forward for its dgrad and its wgrad), `stash` (from a dgrad to
+    its wgrad), `activation` and `gradient` (received arrays), and `loss` (the gradient dy of the output of the last stage, from
+    the loss to its dgrad).
 
     Attributes:
         table: Kind, stage, chunk and microbatch of each action.
-        reads: For each pool, the slot that the action may read; 0 if it reads none.
-        writes: For each pool written by actions, the slot. Never -1.
-        arrivals: For each source and each of the pools `activation` and `gradient`, the slot for the array that arrives at the
-            end of the tick. Never -1. Sources are the `previous` and the `next` rank of the ring, and a stage on the `same`
-            rank; sources without transfers are omitted.
+        reads: For each pool, the slot with the array of the action's stage and microbatch; 0 if there is none.
+        writes: For each of the pools `forward_dgrad`, `forward_wgrad`, `stash` and `loss` that has slots, the slot to write. A
+            rank without an array for the pool writes to a free or an additional slot, so the slot is never -1.
+        arrivals: Keys are (source, pool), where the pool is `activation` or `gradient`: the slot for the array that arrives at
+            the end of the tick, never -1, as in `writes`. Sources are the `previous` and the `next` rank of the ring, and a
+            stage on the `same` rank; pairs without transfers are omitted.
         enter: int32 [T], the microbatch with its forward of the first stage in this tick, or -1.
         leave: int32 [T], the microbatch with its forward of the last stage in this tick, or -1.
         back: int32 [T], the microbatch with its dgrad of the first stage in this tick, or -1.
-        slots: Number of slots of each pool. The additional pool `loss` holds dy of the last stage until its dgrad.
-        hops: For each neighbor, the (sender, receiver) pairs of ranks, as in `jax.lax.ppermute`.
+        slots: Number of slots of each pool on every rank, including additional slots.
+        hops: For each of the sources `previous` and `next` with transfers, the (sender, receiver) pairs of ranks, the argument
+            `perm` of `jax.lax.ppermute`.
     """
 
     table: TickTable
@@ -77,11 +83,11 @@ class ScheduleTables:
 
 @dataclass(frozen=True)
 class Phase:
-    """Consecutive rounds with the same kinds of actions.
+    """Consecutive rounds of an aligned schedule with the same kinds of actions. A round is at most three ticks.
 
     Attributes:
-        kinds: Kinds of actions in each tick of a round. A tick has two kinds if some ranks run a pending wgrad while the others
-            run the first kind.
+        kinds: One tuple per tick of a round: `forward`, `dgrad` or `wgrad`. A tick has two kinds, the second of them `wgrad`,
+            if some ranks run a pending wgrad while others run the first kind.
         first_tick: Index of the first tick of the first round.
         rounds: Number of rounds.
         is_handed: True if the wgrad follows its dgrad in the next tick on every rank, so the stash needs no slot.
@@ -95,7 +101,7 @@ class Phase:
 
 @lru_cache(maxsize=8)
 def tick_table(schedule: Schedule) -> TickTable:
-    """Returns the action of each rank in each tick. Cached, because schedules are immutable."""
+    """Returns the action of each rank in each tick. Cached by the identity of the schedule: do not write to the arrays."""
     shape = (schedule.num_ticks, schedule.num_ranks)
     kind, stage, chunk, microbatch = (np.full(shape, fill, np.int32) for fill in (IDLE, -1, -1, -1))
     for r, (order, stages, ticks) in enumerate(zip(schedule.orders, schedule.stages, schedule.ticks, strict=True)):
@@ -106,10 +112,11 @@ def tick_table(schedule: Schedule) -> TickTable:
 
 @lru_cache(maxsize=8)
 def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
-    """Builds the tables of a schedule. Cached.
+    """Builds the tables of a schedule for an SPMD program. Cached by the identity of the schedule: do not write to the arrays.
 
     Args:
-        schedule: A schedule with consecutive stages on the same rank, or on neighbors in the ring.
+        schedule: A schedule with consecutive stages on the same rank, or on neighbors in the ring of ranks (rank r and
+            (r + 1) % P).
         writing: Selects the writes of a rank to pools for which its action computes no array. `all`: it writes dy of the loss
             and arrivals in every tick, but never residuals and stash. `makers`: it writes every pool in the ticks in which some
             rank computes an array for it, except residuals and stash in ticks with a wgrad. With `makers`, a stash has no slot
@@ -231,10 +238,14 @@ def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.nda
 def phases(table: TickTable) -> tuple[Phase, ...]:
     """Groups the ticks of an aligned schedule into phases of equal rounds.
 
-    A round is a tick of forwards, a tick of dgrads and a tick of wgrads, in this order; each may be missing.
+    A schedule is aligned if all ranks with an action run the same kind in a tick; some of them may run a wgrad instead. A round
+    is a tick of forwards, a tick of dgrads and a tick of wgrads, in this order; each may be missing.
+
+    Args:
+        table: The actions of the schedule, from `tick_table` or `tabulate`.
 
     Returns:
-        The phases, in the order of their ticks.
+        The phases, in the order of their ticks. Together they cover every tick once.
 
     Raises:
         OrderError: If a tick is idle on all ranks, or has two kinds of actions besides wgrad.

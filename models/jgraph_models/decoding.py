@@ -26,15 +26,19 @@ Tree = Any
 
 
 def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], kernel_of: Callable[[GPTConfig], Any]) -> Decoder:
-    """Makes the decoder of a GPT.
+    """Makes the decoder of a GPT: three pure functions that generate text with a cache of keys and values.
 
     Args:
         config: Settings of the model.
-        rotary_of: `rotary_of(config, length)` returns the rotary tables.
-        kernel_of: `kernel_of(config)` returns the implementation of `jax.nn.dot_product_attention` for the prompt.
+        rotary_of: `rotary_of(config, length)` returns the rotary tables of positions 0 to length - 1: cosines and signed sines,
+            float32 [length, 1, K] for heads of size K. Called when `prefill` is traced.
+        kernel_of: `kernel_of(config)` returns the argument `implementation` of `jax.nn.dot_product_attention` for the prompt,
+            such as `xla` or `cudnn`. Called for each layer when `prefill` is traced.
 
     Returns:
-        The decoder.
+        The decoder. `prepare(params, carried)` takes the parameters in the tree of `GPT`, and raises ConfigError if a router
+        has a bias and `carried` is empty. The cache is a dict with `layers`, one array [B, E, C, K] per layer (B texts, E
+        heads: first the keys, then the values, C slots, head size K), and the `rotary` tables.
     """
     dtype = jnp.dtype(config.compute_dtype)
     H, G, K = config.num_heads, config.num_kv_heads, config.head_size
@@ -159,11 +163,12 @@ def by_layer(config: GPTConfig, tree: Tree) -> list[Tree]:
     """Splits parameters or mutable state by layer.
 
     Args:
-        config: Settings of the model.
-        tree: Parameters or mutable state in the model's own tree.
+        config: Settings of the model. With `scan_layers`, `blocks` of the tree has stacked leaves [layers, ...], else one tree
+            per layer.
+        tree: Parameters or mutable state in the tree of `GPT`, with the key `blocks`.
 
     Returns:
-        One tree per block.
+        A list with one tree per block, from the first to the last. Leaves are slices of stacked leaves, else the same arrays.
     """
     blocks, numbers = tree["blocks"], range(config.num_layers)
     return [jax.tree.map(lambda leaf, i=i: leaf[i], blocks) if config.scan_layers else blocks[i] for i in numbers]

@@ -34,7 +34,17 @@ _GELU_CUBIC = 0.044715
 
 
 class GPT(nnx.Module):
-    """A GPT. `loss(batch)` trains it, `logits(tokens_BT)` evaluates it. Weights are float32, activations `compute_dtype`."""
+    """A GPT. `loss(batch)` trains it, `logits(tokens_BT)` evaluates it. Weights are float32, activations `compute_dtype`.
+
+    Args:
+        config: Settings of the model, stored as the attribute `config`.
+        rngs: Random streams of Flax for the initial weights; the stream `params` is used.
+
+    Attributes:
+        hugging_face: Maps models of this class to Hugging Face folders and back.
+        remat: Activations to recompute in the backward pass: `nothing`, or the whole `layer` except its input. The trainer sets
+            it before the model is traced.
+    """
 
     hugging_face = HUGGING_FACE
 
@@ -54,30 +64,39 @@ class GPT(nnx.Module):
 
     @staticmethod
     def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
-        """Makes the GPT for a pipeline.
+        """Makes the GPT for a pipeline. Embedding and head are sharded over the ranks along the vocabulary.
 
         Args:
-            config: As for `pipeline_model`.
-            ranks: As for `pipeline_model`.
+            config: Settings of the model.
+            ranks: Number of ranks. If it does not divide the vocabulary, the vocabulary is padded with zeros.
 
         Returns:
-            As for `pipeline_model`.
+            The model as embedding, layers and head. Its parameters have the same tree as `GPT`.
         """
         return pipeline_model(config, ranks)
 
     def cached_decoder(self) -> Decoder:
-        """Returns the decoder with a cache of keys and values, for `jgraph.generate`."""
+        """Returns the functions that generate text with a cache of keys and values, for `jgraph.generate`.
+
+        The functions take the parameters as an argument, so the weights of this object are not part of the result.
+        """
         return decoder(self.config, rotary_of, _library_attention)
 
     def loss(self, batch: Any) -> Array:
         """Computes the mean next-token loss.
 
         Args:
-            batch: int32 token ids [B, S], with S - 1 predictions per sequence; or a dict with `tokens`, `starts` and `weights`
-                for separate documents, from `jgraph.data`.
+            batch: int32 token ids [B, S], B sequences with S - 1 predictions each. Or a dict for separate documents, from
+                `jgraph.data`: `tokens`, int32 [B, S]; `starts`, int32 [B, S - 1], the position in its sequence of the first
+                token of each token's document; and `weights`, float32 [B, S - 1], a factor of the loss of each prediction.
 
         Returns:
-            The loss in nats, a float32 scalar.
+            The mean loss of all B * (S - 1) predictions in nats, a float32 scalar. With `weights`, each loss is multiplied by
+            its factor before the mean.
+
+        Raises:
+            ConfigError: If `loss_chunk` does not divide B * (S - 1), or `attention` is a kernel that does not support the
+                device, the sizes or separate documents.
         """
         tokens_BS, starts_BT, weights_BT = _unpacked(batch)
         x_BTD, labels_BT = self.hidden(tokens_BS[:, :-1], starts_BT), tokens_BS[:, 1:]
@@ -85,19 +104,26 @@ class GPT(nnx.Module):
         return jgraph.cross_entropy(x_BTD, self.output(), labels_BT, chunk=chunk, weights_BT=weights_BT)
 
     def logits(self, tokens_BT: Array) -> Array:
-        """Computes the logits of the token after each position, float32 [B, T, V], from int32 token ids."""
+        """Computes the logits of the token after each position.
+
+        Args:
+            tokens_BT: int32 token ids [B, T] in [0, V): B sequences of T tokens, each of one document.
+
+        Returns:
+            float32 [B, T, V] for a vocabulary of V = `config.vocab_size` tokens.
+        """
         return jnp.matmul(self.hidden(tokens_BT), self.output(), preferred_element_type=jnp.float32)
 
     def hidden(self, tokens_BT: Array, starts_BT: Array | None = None) -> Array:
         """Computes the normalized hidden states for the head.
 
         Args:
-            tokens_BT: int32 token ids.
-            starts_BT: int32, index in the sequence of the first token of each token's document. Tokens attend only within their
-                document. None for one document per sequence.
+            tokens_BT: int32 token ids [B, T]: B sequences of T tokens.
+            starts_BT: int32 [B, T], index in the sequence of the first token of each token's document. Tokens attend only
+                within their document. None for one document per sequence.
 
         Returns:
-            [B, T, D] in `compute_dtype`.
+            [B, T, D] in `compute_dtype`, after the last norm, for a model of width D.
         """
         # Gathered in float32 and then cast, so that the gradients of repeated tokens are summed in float32.
         x_BTD = self.embedding_VD[...].astype(jnp.float32)[tokens_BT].astype(self.config.compute_dtype)
@@ -123,7 +149,10 @@ class GPT(nnx.Module):
         return self.norm(x_BTD)
 
     def output(self) -> Array:
-        """Returns the output projection [D, V] in `compute_dtype`."""
+        """Returns the output projection [D, V] in `compute_dtype`, the transposed embedding if `config.head` is tied.
+
+        D is the width of the model and V the size of the vocabulary.
+        """
         weights_DV = self.embedding_VD[...].T if self.config.head == "tied" else self.head_DV[...]
         return weights_DV.astype(self.config.compute_dtype)
 
@@ -136,7 +165,9 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
         ranks: Number of ranks. If it does not divide the vocabulary, the vocabulary is padded with zeros.
 
     Returns:
-        The model. Its parameters have the same tree as `GPT`.
+        The model as embedding, layers and head. Its parameters and mutable state have the same trees as those of `GPT`, and its
+        batches are those of `GPT.loss`: token ids [B, S], or a dict with `tokens`, `starts` and `weights`. Its functions need
+        the mesh axis `pipe`.
     """
     block, _, state = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))), nnx.Param, ...)
     norm, _ = nnx.split(nnx.eval_shape(lambda: _norm(config, nnx.Rngs(0))), nnx.Param)
@@ -194,7 +225,12 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
 
 
 class Block(nnx.Module):
-    """A transformer block: attention and MLP, each of a norm of the residual stream and added to the stream."""
+    """A transformer block: attention and MLP (or `jgraph.MoE`), each of a norm of the residual stream and added to the stream.
+
+    Args:
+        config: Settings of the model.
+        rngs: Random streams of Flax for the initial weights.
+    """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -208,15 +244,16 @@ class Block(nnx.Module):
             self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x_BTD: Array, rotary_T1K: Rotary, starts_BT: Array | None = None) -> Array:
-        """Applies the block.
+        """Applies the block to B sequences of T tokens.
 
         Args:
-            x_BTD: Residual stream in `compute_dtype`.
-            rotary_T1K: Rotary tables.
-            starts_BT: As for `GPT.hidden`.
+            x_BTD: Residual stream [B, T, D] in `compute_dtype`, for a model of width D.
+            rotary_T1K: Rotary tables of T positions and heads of size K, from `rotary_of(config, T)`.
+            starts_BT: int32 [B, T], index in the sequence of the first token of each token's document. Tokens attend only
+                within their document. None for one document per sequence.
 
         Returns:
-            The residual stream after the block.
+            The residual stream after the block, like `x_BTD`.
         """
         x_BTD, add_BTD = self.parts(x_BTD, None, rotary_T1K, starts_BT, norm_kernel(self.config))
         return x_BTD + add_BTD
@@ -227,14 +264,16 @@ class Block(nnx.Module):
         """Applies the block to a residual stream with a pending term, so that a kernel can fuse the sum and the next norm.
 
         Args:
-            x_BTD: Residual stream in `compute_dtype`.
-            add_BTD: Term to be added to the stream; None for no term.
-            rotary_T1K: Rotary tables.
-            starts_BT: As for `GPT.hidden`.
-            norm: Kernel of the norms.
+            x_BTD: Residual stream [B, T, D] in `compute_dtype`: B sequences of T tokens, width D.
+            add_BTD: Pending term to be added to the stream, like `x_BTD`; None for no term.
+            rotary_T1K: Rotary tables of T positions and heads of size K, from `rotary_of(config, T)`.
+            starts_BT: int32 [B, T], index in the sequence of the first token of each token's document. Tokens attend only
+                within their document. None for one document per sequence.
+            norm: Kernel of the norms: `fused` for `jgraph.rms_norm`, which also adds the term, or `xla`.
 
         Returns:
-            The residual stream without the result of the MLP, and the result of the MLP as the pending term.
+            The residual stream without the result of the MLP, and the result of the MLP as the pending term. Both are like
+            `x_BTD`.
         """
         x_BTD, normed_BTD = _add_and_norm(self.attention_norm, x_BTD, add_BTD, norm)
         attended_BTD = self.attention(normed_BTD, rotary_T1K, starts_BT)
@@ -243,7 +282,12 @@ class Block(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention with one fused projection to H query, G key and G value heads, in this order."""
+    """Causal grouped-query attention with one fused projection to H query, G key and G value heads, in this order.
+
+    Args:
+        config: Settings of the model.
+        rngs: Random streams of Flax for the initial weights.
+    """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -254,15 +298,20 @@ class Attention(nnx.Module):
         self.out = _linear(config, config.num_heads * K, config.d_model, rngs, residual=True)
 
     def __call__(self, x_BTD: Array, rotary_T1K: Rotary, starts_BT: Array | None = None) -> Array:
-        """Computes attention.
+        """Computes attention of B sequences of T tokens.
 
         Args:
-            x_BTD: Normalized residual stream in `compute_dtype`.
-            rotary_T1K: Rotary tables.
-            starts_BT: As for `GPT.hidden`.
+            x_BTD: Normalized residual stream [B, T, D] in `compute_dtype`, for a model of width D.
+            rotary_T1K: Rotary tables of T positions and heads of size K, from `rotary_of(config, T)`.
+            starts_BT: int32 [B, T], index in the sequence of the first token of each token's document. Tokens attend only
+                within their document. None for one document per sequence.
 
         Returns:
-            The term for the residual stream, [B, T, D].
+            The term for the residual stream, like `x_BTD`.
+
+        Raises:
+            ConfigError: If `config.attention` is cudnn or fused and `starts_BT` is given, or is cudnn and the device, the sizes
+                or the dtype are not supported.
         """
         config = self.config
         B, T, _ = x_BTD.shape
@@ -286,7 +335,12 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """An MLP with GELU (tanh form) or SwiGLU."""
+    """An MLP with GELU (tanh form) or SwiGLU, as `config.mlp` selects.
+
+    Args:
+        config: Settings of the model.
+        rngs: Random streams of Flax for the initial weights.
+    """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -295,7 +349,7 @@ class MLP(nnx.Module):
         self.down = _linear(config, config.d_ff, config.d_model, rngs, residual=True)
 
     def __call__(self, x_BTD: Array) -> Array:
-        """Computes the term for the residual stream from the normalized residual stream."""
+        """Computes the term for the residual stream [B, T, D] from the normalized stream `x_BTD`, both in `compute_dtype`."""
         if self.config.mlp == "gelu":
             return self.down(gelu(self.up(x_BTD)))
         gate_BTF, up_BTF = jnp.split(self.up(x_BTD), 2, axis=-1)
@@ -313,7 +367,10 @@ def _add_and_norm(norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None, kernel
 
 
 def norm_kernel(config: GPTConfig) -> Norm:
-    """Returns the kernel for the norms of the residual stream."""
+    """Returns the kernel for the norms of the residual stream: `xla` if `config.norm` is xla, else `fused`.
+
+    `fused` is `jgraph.rms_norm`, which uses XLA on devices without the kernel.
+    """
     return "xla" if config.norm == "xla" else "fused"
 
 
@@ -321,14 +378,17 @@ def attention_kernel(config: GPTConfig, length: int) -> Literal["cudnn", "fused"
     """Selects the attention kernel.
 
     Args:
-        config: Settings of the model.
+        config: Settings of the model; `attention` is the request.
         length: Number of tokens per sequence.
 
     Returns:
-        `fused` for `jgraph.kernels.rotary_attention`, else the implementation of `jax.nn.dot_product_attention`.
+        `fused` for `jgraph.kernels.rotary_attention`, which also rotates queries and keys; or `cudnn` or `xla`, the argument
+        `implementation` of `jax.nn.dot_product_attention`. `fused` and `xla` are returned as requested. `auto` selects `fused`
+        on devices and for sizes with this kernel, else `cudnn` on a GPU in bfloat16, else `xla`.
 
     Raises:
-        ConfigError: If `attention` is cudnn, and cuDNN or the device does not support it.
+        ConfigError: If `cudnn` is requested without a GPU, or `cudnn` is requested or selected for a head size that is larger
+            than 128 or not a multiple of 8.
     """
     if config.attention == "fused":
         return "fused"
@@ -365,11 +425,11 @@ def rotary_of(config: GPTConfig, length: int) -> Rotary:
     """Computes the rotary tables of a model.
 
     Args:
-        config: Settings of the model.
-        length: Number of tokens per sequence.
+        config: Settings of the model: the size K of a head, and the base and scaling of the frequencies.
+        length: T, the number of tokens per sequence.
 
     Returns:
-        The tables, see `rotary`.
+        Cosines and signed sines of all positions, two NumPy arrays, float32 [T, 1, K].
     """
     scaling = None
     if config.rope_scaling == "llama3":
@@ -385,10 +445,10 @@ def _unpacked(batch: Any) -> tuple[Array, Array | None, Array | None]:
 
 @jax.custom_vjp
 def gelu(x: Array) -> Array:
-    """Computes GELU in its tanh form (Hendrycks & Gimpel, arXiv:1606.08415), elementwise, in the dtype of x.
+    """Computes GELU in its tanh form (Hendrycks & Gimpel, arXiv:1606.08415), elementwise, in the shape and dtype of x.
 
-    XLA recognizes this order of operations after a matmul, and fuses them into an epilogue that stores both `x` and `gelu(x)`.
-    The gradient reads only `x`.
+    x is a floating array of any shape. The function supports reverse-mode differentiation only. XLA recognizes this order of
+    operations after a matmul, and fuses them into an epilogue that stores both `x` and `gelu(x)`. The gradient reads only `x`.
     """
     return x * (0.5 * (1 + jnp.tanh(_GELU_SCALE * (x + _GELU_CUBIC * (x * (x * x))))))
 

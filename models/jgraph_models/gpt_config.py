@@ -12,7 +12,11 @@ _DENSE = MoEConfig()
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Sizes and numerics of a GPT."""
+    """Sizes and numerics of a GPT.
+
+    Raises:
+        ConfigError: If a setting has another type or an unsupported value, or two settings contradict each other.
+    """
 
     num_layers: int = 4
     """Number of transformer blocks."""
@@ -90,28 +94,42 @@ class GPTConfig:
 
     @property
     def head_size(self) -> int:
-        """Width of a head."""
+        """Width of a head: `head_dim`, or `d_model / num_heads` if `head_dim` is 0."""
         return self.head_dim or self.d_model // self.num_heads
 
     @property
     def can_fuse_attention(self) -> bool:
-        """True if queries, keys and values have the same number of heads and are not normalized after the projection."""
+        """True if `num_kv_heads` is `num_heads` and `qk_norm` is none, which the fused attention kernel needs.
+
+        The kernel also needs a supported device, dtype, sequence length and head size, which are not checked here.
+        """
         return self.num_heads == self.num_kv_heads and self.qk_norm == "none"
 
     def in_fp8(self) -> "GPTConfig":
-        """Returns the settings for FP8. `norm` auto becomes xla, because the quantization kernels compute the norms."""
+        """Returns the settings for FP8: a copy with `norm` xla if `norm` is auto, else the same object.
+
+        With FP8, the quantization kernels compute the norms.
+        """
         return replace(self, norm="xla") if self.norm == "auto" else self
 
     def chunk_of(self, num_tokens: int) -> int:
-        """Returns `loss_chunk`. Raises ConfigError if it does not divide the tokens of a microbatch."""
+        """Returns `loss_chunk`, the tokens per chunk of the loss; 0 leaves the choice to `jgraph.cross_entropy`.
+
+        Args:
+            num_tokens: Number of predicted tokens of a microbatch on a device.
+
+        Raises:
+            ConfigError: If `loss_chunk` is not 0 and does not divide `num_tokens`.
+        """
         allowed = f"a divisor of the {num_tokens} tokens of a microbatch, or 0"
         require(not self.loss_chunk or num_tokens % self.loss_chunk == 0, "model.loss_chunk", self.loss_chunk, allowed)
         return self.loss_chunk
 
     def check_cudnn(self) -> None:
-        """Raises ConfigError if cuDNN attention does not support the sizes and dtype.
+        """Checks that cuDNN attention supports the sizes and the dtype. Does not check the device.
 
-        The head size must be a multiple of 8 and at most 128, and the dtype bfloat16.
+        Raises:
+            ConfigError: If the head size is not a multiple of 8 or is larger than 128, or `compute_dtype` is not bfloat16.
         """
         require(
             self.head_size % 8 == 0 and self.head_size <= 128,
@@ -136,10 +154,10 @@ class GPTConfig:
 
         Args:
             sequences: Number of sequences.
-            length: Number of tokens per sequence.
+            length: Number of predicted tokens per sequence, T.
 
         Returns:
-            The number of FLOPs.
+            The number of FLOPs of all sequences.
         """
         width = self.num_heads * self.head_size
         attention = self.d_model * (width + 2 * self.num_kv_heads * self.head_size) + width * self.d_model

@@ -83,7 +83,19 @@ _MUST: dict[str, tuple[Any, ...]] = {
 
 
 def tensors(config: GPTConfig) -> Iterator[tuple[str, Part]]:
-    """Yields (name of the parameter, tensor) for every tensor of a model, layer by layer."""
+    """Yields (parameter name, `Part`) for every tensor of a model in a Hugging Face folder, layer by layer.
+
+    The tensors outside of the layers come first. A `Part` has the name and shape of the tensor in the folder, and the position
+    of the tensor in the parameter; the parts of a parameter fill it.
+
+    Args:
+        config: Settings of the model, with `mlp` swiglu.
+
+    Yields:
+        The name of the parameter in the tree of `GPT`, with `/` between keys, such as `blocks/0/attention/qkv/kernel`, or
+        `blocks/attention/qkv/kernel` with `scan_layers`; and the tensor. Mixtures of experts have the tensor names of Mixtral
+        if `qk_norm` is none, else of Qwen3.
+    """
     K, E = config.head_size, config.moe.num_experts
     widths = {"D": config.d_model, "V": config.vocab_size, "F": config.moe.d_ff or config.d_ff if E else config.d_ff, "K": K}
     widths |= {"Q": config.num_heads * K, "G": config.num_kv_heads * K, "E": E}
@@ -119,15 +131,33 @@ def tensors(config: GPTConfig) -> Iterator[tuple[str, Part]]:
 
 
 def ignored(config: GPTConfig) -> tuple[str, ...]:
-    """Returns patterns of additional tensors that a folder may contain: constants, and a tied head."""
+    """Returns shell patterns of the names of additional tensors that a folder may contain and that are not read.
+
+    Args:
+        config: Settings of the model.
+
+    Returns:
+        A pattern for the rotary frequencies, which are constants; and the name of the head if the head is tied.
+    """
     return ("*.rotary_emb.inv_freq", *["lm_head.weight"] * (config.head == "tied"))
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the settings of a model from the content of a config.json.
+    """Reads the settings of a model from the content of a config.json of transformers 4 or 5.
+
+    Supports the architectures LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MixtralForCausalLM and
+    Qwen3MoeForCausalLM. Does not read tensors.
+
+    Args:
+        config: The parsed JSON object. It is not changed.
+
+    Returns:
+        Values by field name of `GPTConfig`, only for fields that config.json determines; `moe` is a dict by field name of
+        `MoEConfig`.
 
     Raises:
-        ConfigError: If the architecture or a feature is not supported, or a field is missing or wrong.
+        ConfigError: If the architecture or a feature (such as sliding windows or quantized weights) is not supported, or a
+            field is missing or has another type or range.
     """
     names = strings(config, "architectures") or [_TYPES.get(string(config, "model_type", ""), "missing")]
     if len(names) != 1 or names[0] not in _ARCHITECTURES:
@@ -187,17 +217,21 @@ def _rotary_settings(config: Mapping[str, Any], architecture: str) -> dict[str, 
 
 
 def config(settings: GPTConfig, base: Mapping[str, Any]) -> dict[str, Any]:
-    """Builds the config.json of a model, for transformers 4 and 5.
+    """Builds the config.json of a model, for transformers 4 and 5. Writes no file.
 
     Args:
         settings: Settings of the model.
-        base: A config.json with the other fields.
+        base: The content of another config.json, for the fields that the settings do not determine, such as special tokens; {}
+            for none. It is not changed.
 
     Returns:
-        The content of config.json.
+        A new dict, the content of config.json: `base` without `rope_parameters`, with the fields of the architecture and the
+        settings added or replaced. `rope_scaling` is None unless the setting is llama3.
 
     Raises:
-        ConfigError: If no supported architecture has these settings.
+        ConfigError: If no supported architecture has these settings: `mlp` must be swiglu; `attention_bias` must be none with
+            `qk_norm` head or experts; and experts need the router softmax-topk or topk-softmax, no shared experts, a
+            `weights_scale` of 1, and, with `qk_norm` none, the router topk-softmax or normalized weights.
     """
     if settings.mlp != "swiglu":
         raise ConfigError(f"`model.mlp` is {settings.mlp}: must be swiglu in a Hugging Face folder", field="model.mlp")

@@ -1,4 +1,4 @@
-"""Named configurations of training runs.
+"""Named configurations of training runs. `PRESETS` maps the name of each to its `TrainConfig`.
 
 `gpt-*` have the sizes of GPT-3 (arXiv:2005.14165, table 2.1). `llama3-*` and `qwen3-*` have the sizes of meta-llama's
 Llama-3.2-1B and Llama-3.1-8B, and Qwen's Qwen3-0.6B, Qwen3-8B and Qwen3-30B-A3B, from config.json on the Hugging Face hub.
