@@ -479,7 +479,11 @@ class TrainStep:
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
     def trained(self) -> Tree:
-        """Returns bool arrays in the layout of the parameters, False where frozen. They are constants of the program."""
+        """Makes bool arrays in the layout of the parameters, False where frozen. Under `jax.jit`, they become constants.
+
+        Returns:
+            A tree like `TrainState.params`. Padding is False.
+        """
         leaves, structure = jax.tree.flatten(self.shapes)
         masks = [
             jnp.full(leaf.shape, name not in self.frozen) for name, leaf in zip(leaf_names(self.shapes), leaves, strict=True)
