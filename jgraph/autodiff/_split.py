@@ -55,9 +55,11 @@ class Residuals:
 class Stash:
     """The arrays that dgrad saves for wgrad. A pytree.
 
+    They are the gradients of the outputs of delayed matmuls, and data operands that are expensive to recompute.
+
     Attributes:
         arrays: Arrays of the pool `stash`.
-        trace: The trace that the arrays belong to.
+        trace: Static data: the trace of the stage that the arrays belong to.
     """
 
     arrays: tuple[Array, ...]
