@@ -284,7 +284,7 @@ class TrainStep:
 
     @property
     def canonical(self) -> CanonicalLayout:
-        """Converts the state to and from the model's own tree, the layout of checkpoints for every strategy."""
+        """Converts the state to and from the canonical layout: the model's own tree, as in checkpoints of every strategy."""
         return CanonicalLayout(self.bound.pack, self.bound.unpack, self.state, self.mesh, self.sees)
 
     def _init(self, tree: Tree, carried: Tree, observed: Tree = None) -> TrainState:
