@@ -130,8 +130,7 @@ def depends(jaxpr: core.Jaxpr, given: Sequence[bool]) -> list[bool]:
         given: For each input, True if it is marked.
 
     Returns:
-        For each output, True if it depends on a marked input. Literals and inputs of a nested `cond` are treated
-        conservatively: a `cond` depends on all its operands.
+        For each output, True if it depends on a marked input. A result of a `cond` or `while` depends on all its operands.
     """
     marked = _depending(jaxpr, given)
     return [not is_literal(v) and v in marked for v in jaxpr.outvars]
@@ -384,7 +383,7 @@ def zeros(aval: Any, *lead: int, shape: Sequence[int] | None = None, dtype: Any 
     """Makes zeros that vary over the same mesh axes as an abstract value inside `jax.shard_map`.
 
     Args:
-        aval: An abstract value or `jax.ShapeDtypeStruct`.
+        aval: An abstract value or `jax.ShapeDtypeStruct`. Its dtype may be that of random keys.
         *lead: Lengths of additional leading axes.
         shape: Replaces the shape of `aval`; None keeps it.
         dtype: Replaces the dtype of `aval`; None keeps it.
