@@ -173,7 +173,7 @@ class DelayedProduct:
 
     @property
     def adds(self) -> bool:
-        """True if `add_weight_gradient` is supported. XLA fuses the sum into other matmuls without help."""
+        """True if `add_weight_gradient` is supported: for grouped matmuls outside of scans. XLA fuses the sum into others."""
         return self.name == GROUPED and not self.lead
 
     def add_weight_gradient(self, tap: Any, extra: Sequence[Array], total: Array) -> Array:
