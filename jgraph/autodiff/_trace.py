@@ -60,7 +60,8 @@ class Options:
     Attributes:
         stage: The stage and its replaced matmuls.
         has_aux: True if the stage returns `(y, aux)`.
-        delay: Patterns (`fnmatch`) of the paths of delayed parameters; None delays every parameter for which it is possible.
+        delay: Patterns (`fnmatch`) of the paths of delayed parameters; None delays each parameter that is only used as the
+            weight of matmuls.
         recompute: Operations that the backward pass recomputes: `elementwise`, `wide` (also matmuls with at least four times as
             many output elements as data elements) or `nothing`.
     """
@@ -136,7 +137,7 @@ class StageTrace:
         return tuple(list(inputs[start:end]) for start, end in pairwise(ends))
 
     def blanks(self) -> list[Array]:
-        """Returns inputs of `jaxpr`: the arrays that the stage closes over, and zeros for the other inputs."""
+        """Returns a value for each input of `jaxpr`: its array if the stage closes over it, otherwise new zeros."""
         consts = [*self.consts, *[None] * (len(self.jaxpr.invars) - len(self.consts))]
         return [replay.zeros(aval_of(v)) if c is None else c for v, c in zip(self.jaxpr.invars, consts, strict=True)]
 
@@ -309,8 +310,8 @@ def dgrad_leaves(trace: StageTrace, params: Sequence[Array], kept: Mapping[int, 
     Args:
         trace: The trace.
         params: Leaves of the parameters.
-        kept: Residuals by their index in `trace.avals`. Missing residuals are replaced by zeros, so pass all that the wanted
-            results depend on.
+        kept: Residuals by their index in `trace.avals`. Missing residuals are replaced by zeros: the results that depend on
+            them are wrong.
         dy: Leaves of dy, also for leaves of y without a gradient, which are ignored.
 
     Returns:
