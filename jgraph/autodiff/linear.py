@@ -98,10 +98,9 @@ class DelayedProduct:
         return replay.apply(self.eqn, (*operands, *extra))[0]
 
     def computed_as(self) -> Any:
-        """Returns the key by which recomputed matmuls are recognized. Only for matmuls that are one `dot_general`.
+        """Returns (lhs shape, rhs shape, dimension numbers) of the `dot_general` that computes the matmul.
 
-        Returns:
-            (lhs shape, rhs shape, dimension numbers) of the `dot_general`.
+        A policy of `jax.checkpoint` recognizes the matmul by these values. Supports matmuls of two operands only.
         """
         lhs, rhs = (aval_of(v).shape for v in self.eqn.invars)
         return lhs, rhs, self.eqn.params["dimension_numbers"]
