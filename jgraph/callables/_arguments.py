@@ -367,7 +367,7 @@ def put(device: Any, leaf: Any) -> jax.Array:
 
 
 def signature(sample: Any) -> Any:
-    """Returns a hashable description of the structure, shapes and dtypes of a tree."""
+    """Returns a hashable description of a tree. Trees of equal structure, shapes and dtypes have equal signatures."""
     leaves, tree = jax.tree.flatten(sample)
     return tree, *((aval.shape, aval.dtype) for aval in map(shape_of, leaves))
 
