@@ -181,7 +181,7 @@ class Executable:
 
     @cached_property
     def news(self) -> tuple[int, ...]:
-        """Indices of the parameters with a gradient that is a new array. These gradients are the last outputs."""
+        """Indices of the parameters with a gradient that is a new array. These gradients are the last outputs, in order."""
         return tuple(place for task in self.io.tasks for place, _, how in task.grads if how == "new")
 
 
