@@ -61,7 +61,7 @@ class ExecutionPlan:
 
     @property
     def reports(self) -> Reports:
-        """The name and capture report of each distinct executable."""
+        """(name, capture report) of each distinct executable, in the order of execution; the report may be None."""
         executables = [instruction.executable for instruction in self.instructions]
         return [(e.io.name, e.report) for e in {id(e.compiled): e for e in executables}.values()]
 
@@ -101,8 +101,9 @@ def make_plan(
         callables: The callables in the order of the data.
         schedule: The order of every rank.
         loss: The loss of a microbatch.
-        aliased: For each callable and optionally the loss, the indices of parameters with gradients in standing registers,
-            which are updated in place. The buffers are arrays given to `play` (main_grad), or else buffers of the plan.
+        aliased: For each callable and for the loss if it has parameters, the indices of parameters with gradients in standing
+            registers, which are updated in place. The buffers are arrays given to `play` (main_grad), or else buffers of the
+            plan.
         reuse: True donates buffers to their last reader, or frees them after it. False keeps all arrays of a run until its end.
         options: XLA options, values by name.
         join: `segments` compiles consecutive actions of a rank into one executable, `nothing` compiles each action of a
