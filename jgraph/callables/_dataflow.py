@@ -131,8 +131,8 @@ class Unit:
         tick: The tick (time slot of the schedule) of the action; 0 for a plan function.
         tasks: The tasks in order.
         sends: Transfers: (source register, target register, target device).
-        needed_at: The tick in which another rank computes an input; -1 if no input comes from another rank.
-        used_at: The tick in which another rank reads a result; a larger number than any tick if none does.
+        needed_at: The tick in which another rank computes an input; -1 if all inputs are from this rank.
+        used_at: The tick in which another rank reads a result; larger than any tick if only this rank reads the results.
     """
 
     rank: int
@@ -220,7 +220,15 @@ class Flow(Registers):
         return Unit(self._rank_of[function.index], 0, [task])
 
     def units(self, schedule: Schedule) -> list[Unit]:
-        """Assigns registers to the actions of all ranks. Returns their units by tick, layer by layer."""
+        """Assigns registers to the actions of all ranks. Adds the arguments and results to `named` and `results`.
+
+        Args:
+            schedule: The schedule of the constructor.
+
+        Returns:
+            One unit per action and callable, by tick, then rank. The units of an action are in the order of its computation:
+            layer by layer, reversed for a backward. A callable without delayed gradients has no unit for wgrad.
+        """
         layers = layers_of(schedule)
         # Ticks of forwards and dgrads, [stage, microbatch], padded with -1 before the first stage and after the last.
         forward, dgrad = (
