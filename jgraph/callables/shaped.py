@@ -103,7 +103,7 @@ class Shaped:
 
     @cached_property
     def grads(self) -> Mapping[str, tuple[int, ...]]:
-        """Indices of the parameters with a gradient from each action, by kind of action."""
+        """Indices of the parameters with a gradient from each action: a dict by `forward`, `dgrad`, `wgrad` and `backward`."""
         return {"forward": (), "dgrad": self.early, "wgrad": self.late, "backward": (*self.early, *self.late)}
 
     @cached_property
