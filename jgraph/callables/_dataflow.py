@@ -131,8 +131,9 @@ class Unit:
         tick: The tick (time slot of the schedule) of the action; 0 for a plan function.
         tasks: The tasks in order.
         sends: Transfers: (source register, target register, target device).
-        needed_at: The tick in which another rank computes an input; -1 if all inputs are from this rank.
-        used_at: The tick in which another rank reads a result; larger than any tick if only this rank reads the results.
+        needed_at: Tick of the action on another rank that computes an input; -1 if all inputs are from this rank.
+        used_at: Tick of the action on another rank that reads a result; larger than any tick if only this rank reads the
+            results.
     """
 
     rank: int
