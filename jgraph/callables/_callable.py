@@ -106,22 +106,24 @@ class Graphed:
         return f"Graphed({self.index}: {', '.join(self.parts)}; {x} -> {y}{waiting})"
 
     def __call__(self, params: PyTree, x: PyTree, *extra: PyTree, **kwargs: PyTree) -> PyTree:
-        """Runs forward, and keeps the arrays for the backward.
+        """Runs forward, and keeps the arrays for the backward, also arguments. With `training=False`, keeps no arrays.
 
-        All arguments have the shapes and dtypes of the samples, and are never donated.
+        All arguments have the structure, shapes and dtypes of the samples, and are never donated. NumPy arrays are copied. Do
+        not donate or delete JAX arrays until the last backward call of the microbatch.
 
         Args:
-            params: Parameters.
+            params: Parameters, on the device of the callable.
             x: Input, differentiated if it is floating.
-            *extra: Further positional arguments.
-            **kwargs: Keyword arguments.
+            *extra: Further positional arguments. Not differentiated.
+            **kwargs: Keyword arguments. Not differentiated.
 
         Returns:
             y, new arrays.
 
         Raises:
             CallableError: If an argument differs from the sample (the message lists every difference), the mode of the module
-                changed, the callable was reset, or microbatches of another thread wait.
+                changed, the callable was reset, the call is inside a JAX transformation, microbatches of another thread wait,
+                or another thread is in a call.
             OwnershipError: If an argument is a `Borrowed` handle on main_grad.
         """
         self._check_alive()
@@ -199,7 +201,7 @@ class Graphed:
 
         Args:
             dy: Gradient of y, with the structure, shapes and dtypes of y; never donated.
-            microbatch: Number of the microbatch; None for the oldest one that waits for its dgrad.
+            microbatch: Number of the microbatch; None for the oldest microbatch before its dgrad.
 
         Returns:
             dx, new arrays with the structure of x; None if x has integers.
@@ -224,7 +226,7 @@ class Graphed:
         If the callable has no parameter to delay, only returns the gradients that `dgrad` computed.
 
         Args:
-            microbatch: Number of the microbatch; None for the oldest one that waits for its wgrad.
+            microbatch: Number of the microbatch; None for the oldest microbatch before its wgrad.
 
         Returns:
             All gradients, in the structure of params. A leaf is a new array in the dtype of the parameter, computed by `dgrad`;
@@ -242,7 +244,7 @@ class Graphed:
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """Numbers of the waiting microbatches: first those that wait for wgrad, then those that wait for dgrad, oldest first.
+        """Numbers of the waiting microbatches: first the microbatches before wgrad, then before dgrad, oldest first.
 
         Empty if none wait. After a forward, the last number is the number of its microbatch.
         """
