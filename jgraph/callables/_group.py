@@ -120,7 +120,13 @@ class GraphedCallables(Sequence[Graphed]):
             graphed.drop()
 
     def reset(self) -> None:
-        """Frees the buffers and executables of all callables and orders. Later calls raise CallableError."""
+        """Frees the buffers and executables of all callables and orders. Later calls raise CallableError.
+
+        Arrays of the caller stay valid, but handles become stale. The params are no longer referenced.
+
+        Raises:
+            CallableError: If another thread is in a call.
+        """
         for graphed in self._graphed:
             graphed.reset()
         self._params = None
