@@ -147,7 +147,7 @@ class BatchLayout:
         return jax.tree_util.tree_map_with_path(share, batch)
 
     def by_microbatch(self, placed: Tree) -> Tree:
-        """Returns a placed batch with leaves [M, B/M, ...], also on one device. Called in the program of the step."""
+        """Converts a placed batch to leaves [M, B/M, ...], in the traced program. On a mesh, returns `placed` itself."""
         if self.mesh is not None:
             return placed
         return by_microbatch(placed, self.num_microbatches)
