@@ -45,7 +45,7 @@ def xla_options(mesh: Mesh | None, fp8: FP8Config | None) -> tuple[str, ...]:
         fp8: The FP8 recipe; None without FP8.
 
     Returns:
-        Options as `name=value`. Empty without FP8 on a mesh with one device along `fsdp`, or on no mesh.
+        Options as `name=value`. Empty without FP8 unless the axis `fsdp` has several devices.
     """
     sharded = _XLA_OPTIONS if mesh is not None and mesh.shape.get(AXIS, 1) > 1 else ()
     return (*sharded, *(FP8_XLA_OPTIONS if fp8 else ()))
