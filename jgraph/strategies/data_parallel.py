@@ -148,7 +148,11 @@ class DataParallel:
     # --- Gradients ---
 
     def compile_gradients(self, params: Tree, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
-        """Returns a `GradientProgram` without executables: the program of the update computes the gradients."""
+        """Compiles nothing, because the program of the update computes the gradients.
+
+        Returns:
+            A `GradientProgram` without executables.
+        """
         return GradientProgram(self, batch)
 
     def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Tree]:
@@ -163,7 +167,8 @@ class DataParallel:
 
         Returns:
             (sums, gradient). The sums are a `Loss` over the whole batch, in float32 and with a weight; `carried` is the `Carry`
-            after the batch. The gradient of the mean is in `grads_dtype` and laid out like `params`.
+            after the batch. The gradient of the mean is laid out like `params`, in `grads_dtype`; on one device with one
+            microbatch, in the dtype of `params`.
         """
         if self.mesh is None:
             return self._on_device(params, batch, key, carry)
