@@ -68,7 +68,8 @@ class GradientProgram:
 
         Returns:
             (sums, gradient). The sums are a `Loss` over the whole batch, in float32 and with a weight; `carried` is the `Carry`
-            after the batch. The gradient is in `grads_dtype` and laid out like `params`.
+            after the batch. The gradient is laid out like `params`, in `grads_dtype`; if nothing is summed over microbatches or
+            devices, it may be in the dtype of `params`.
         """
         return self.strategy.loss_and_grads(params, self.strategy.batches.by_microbatch(inputs), key, carry)
 
@@ -170,7 +171,8 @@ class BoundStrategy(Protocol):
 
         Returns:
             (sums, gradient). The sums are a `Loss` over the whole batch, in float32 and with a weight; `carried` is the `Carry`
-            after the batch. The gradient is in `grads_dtype` and laid out like `params`.
+            after the batch. The gradient is laid out like `params`, in `grads_dtype`; if nothing is summed over microbatches or
+            devices, it may be in the dtype of `params`.
         """
         ...
 
