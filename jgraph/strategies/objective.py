@@ -103,7 +103,7 @@ class Objective:
 
     @property
     def loss_args(self) -> tuple[Tree, ...]:
-        """Shapes of the arguments of a loss function after the batch: the key, and the carried state if there is any."""
+        """Shapes of the arguments of the loss function after the batch: (key,), or (key, carried) if there is carried state."""
         key = jax.eval_shape(lambda: jax.random.key(0))
         return (key, self.carried) if jax.tree.leaves(self.carried) else (key,)
 
@@ -259,7 +259,7 @@ def halted(reductions: Tree, carried: Tree) -> Array | None:
         carried: The carried state.
 
     Returns:
-        An int32 scalar, at least 0. If it is positive, the step must change nothing but these leaves. None if no leaf has this
+        An int32 scalar, at least 0. If it is positive, the step must leave all other state unchanged. None if no leaf has this
         reduction.
     """
     pairs = zip(jax.tree.leaves(reductions), jax.tree.leaves(carried), strict=True)
