@@ -113,8 +113,8 @@ class ShardSpec:
             whole: The gradient on this device, with the shape of the result of `gather`.
 
         Returns:
-            The shard of the sum, with padding. For a replicated array, the sum over the axis `fsdp`. If each device is a group
-            of its own, `whole` itself.
+            The shard of the sum over the group, with padding. For a replicated array, the sum over the axis `fsdp`. If each
+            device is a group of its own, `whole` itself.
         """
         if self.axis is None:
             return lax.psum(whole, AXIS)
