@@ -148,7 +148,7 @@ class DataParallel:
     # --- Gradients ---
 
     def compile_gradients(self, params: Tree, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
-        """Compiles nothing, because the program of the update computes the gradients.
+        """Compiles nothing, because the program of the update computes the gradients. Reads only `batch`.
 
         Returns:
             A `GradientProgram` without executables.
