@@ -46,8 +46,8 @@ class CompiledStep:
 
         Raises:
             ShapeError: If the step runs on a mesh, and `batch` is not from `TrainStep.place` or has another size.
-            TypeError: If the structure, shapes or dtypes of the arguments differ from the compiled ones in another way.
-                ValueError if their shardings do. Both are JAX's errors.
+            TypeError: By JAX, if the structure, shapes or dtypes of the arguments differ from the compiled ones in another way.
+            ValueError: By JAX, if the shardings of the state differ from the compiled ones.
         """
         try:
             inputs = self.gradients.run(state.params, state.carry, state.step, batch)
