@@ -148,9 +148,9 @@ class GraphedCallables(Sequence[Graphed]):
     ) -> RunResult:
         """Plays an order: forward and backward of all microbatches, with transfers between devices.
 
-        The first call with an order, a loss function, shapes of `loss_args`, `outputs` and `join` compiles; the last eight are
-        kept. Pass the same function in every call, because a new lambda compiles again. Gradients in main_grad start from zero
-        in every run, and handles on them from earlier calls become stale.
+        The first call with an order, a loss function, shapes of `loss_args`, `outputs` and `join` compiles. The eight latest
+        results of compilation are kept. Pass the same function in every call, because a new lambda compiles again. Gradients in
+        main_grad start from zero in every run, and handles on them from earlier calls become stale.
 
         Args:
             order: Signed numbers of one rank (`c` is the forward, `-c` the dgrad or full backward and `-c-0.5` the wgrad of
@@ -158,11 +158,12 @@ class GraphedCallables(Sequence[Graphed]):
                 `make_graphed_callables`.
             inputs: x of the first callable for each microbatch; never donated.
             loss_fn: `loss_fn(y, *loss_args) -> scalar`, where y is the output of the last callable. Gradients are gradients of
-                the sum of the losses over microbatches. Traced once per compilation.
+                the sum of the losses over microbatches. Traced when an order is compiled.
             params: The params of each callable, on its device (see `place`); never donated. None uses the params of
                 `make_graphed_callables`, which are stored until `run` gets different ones.
-            extra: Arguments after x for each microbatch, passed to every callable that takes any; None if no callable does.
-            loss_args: Arguments of `loss_fn` after y for each microbatch; None for no arguments.
+            extra: For each microbatch, a tuple of the arguments after x, passed to every callable that takes any; None if no
+                callable does.
+            loss_args: For each microbatch, a tuple of the arguments of `loss_fn` after y; None for no arguments.
             key: A random key; None if no callable takes one. `fold_key` derives each keyword argument that is a key from it,
                 with `step`, the number of the microbatch and the index of the callable.
             step: Number of the training step, from 0 to 2**31 - 1. Only used to derive keys.
@@ -174,13 +175,14 @@ class GraphedCallables(Sequence[Graphed]):
             Losses, gradients and outputs. On GPUs, returns before the devices finish.
 
         Raises:
-            OrderError: If the order cannot run, does not fit the callables, their devices or `delay_wgrad`, or is None without
-                an order at construction.
+            OrderError: If the order cannot run, does not fit `delay_wgrad` or the devices of the callables, has a wgrad of a
+                callable without a delayed gradient, or is None although none was given to `make_graphed_callables`.
             ConfigError: If `outputs` or `join` is unknown.
             CallableError: If an argument differs from the sample (the message lists every difference), params are on another
-                device, `params` is None after a run with other params, the result of `loss_fn` is not one floating scalar,
-                `step` is out of range, a key is missing, the call is inside a JAX transformation, microbatches of single calls
-                wait for a backward call, another thread is in a call, or the callables were reset.
+                device, `params` is None after a run with other params, the order is for another number of callables, the result
+                of `loss_fn` is not one floating scalar, `step` is out of range, a key is missing, the call is inside a JAX
+                transformation, microbatches of single calls wait for a backward call, another thread is in a call, or the
+                callables were reset.
             OwnershipError: If an argument is an array of main_grad or a handle on one.
         """
         check_choice("outputs", outputs, get_args(Outputs))
