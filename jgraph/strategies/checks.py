@@ -31,7 +31,7 @@ def check_count(field: str, value: Any) -> None:
         value: Its value.
 
     Raises:
-        ConfigError: If it is not.
+        ConfigError: If `value` is not an integer, is a bool, or is less than 1.
     """
     fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     require(fits, field, _shown(value), "a positive integer")
@@ -54,7 +54,7 @@ def float_dtype(field: str, value: Any) -> Any:
         The dtype, a `numpy.dtype`.
 
     Raises:
-        ConfigError: If it is None or not a floating dtype.
+        ConfigError: If `value` is None or not a floating dtype.
     """
     try:
         dtype = None if value is None else jnp.dtype(value)
@@ -113,7 +113,7 @@ def strings(field: str, value: Any, *, example: str) -> tuple[str, ...]:
         The strings, in order.
 
     Raises:
-        ConfigError: If it is a single string, or not a collection of strings.
+        ConfigError: If `value` is a single string, or not a collection of strings.
     """
     found = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
     if found is None or not all(isinstance(each, str) for each in found):
@@ -131,7 +131,7 @@ def check_shapes(strategy: Any) -> None:
         strategy: The argument. Only its `bind` and `shapes` are read.
 
     Raises:
-        ConfigError: If it is a class, lacks the method `bind` or the attribute `shapes`, or a leaf of `shapes` is not a
+        ConfigError: If `strategy` is a class, lacks the method `bind` or the attribute `shapes`, or a leaf of `shapes` is not a
             floating array or shape.
     """
     if not callable(getattr(strategy, "bind", None)) or not hasattr(strategy, "shapes") or isinstance(strategy, type):
