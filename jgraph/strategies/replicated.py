@@ -44,5 +44,6 @@ class Replicated:
 
         Raises:
             ConfigError: If the loss is not a function, or `fp8` is set and the loss has no matmul that can be in FP8.
+            ShapeError: If `fp8` is set, and microbatches and data ranks cannot share the rows of `batch` in the objective.
         """
         return DataParallel.of(self.mesh, self.shapes, objective)
