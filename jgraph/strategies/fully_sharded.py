@@ -70,6 +70,7 @@ class FullySharded(FSDPChoices):
         Raises:
             ConfigError: If a rule or an annotation does not fit the parameters, the devices cannot share the experts, the loss
                 is not a function, or `fp8` is set and the loss has no matmul that can be in FP8.
+            ShapeError: If `fp8` is set, and microbatches and data ranks cannot share the rows of `batch` in the objective.
         """
         ranks = self.mesh.shape[Axis.FSDP]
         axes, experts = chosen_axes(self.shapes, ranks, self)
