@@ -255,6 +255,8 @@ class Strategy(Protocol):
 
         Raises:
             ConfigError: If the strategy cannot compute the objective, for example because of the kind of the loss.
+            ShapeError: If the objective has an FP8 recipe, and microbatches and devices cannot share the rows of its batch.
+            OrderError: If the layers of a pipeline do not make the stages of its schedule.
         """
         ...
 
