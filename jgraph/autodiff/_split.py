@@ -27,12 +27,12 @@ from jgraph.tree import PyTree, leaf_names, path_name
 @partial(jax.tree_util.register_dataclass, data_fields=["dgrad", "wgrad"], meta_fields=["trace"])
 @dataclass(frozen=True)
 class Residuals:
-    """The arrays that forward saves for dgrad and wgrad. A pytree.
+    """The arrays that forward saves for dgrad and wgrad. A pytree, so it can be passed through `jax.jit`.
 
     Attributes:
-        dgrad: Arrays of the pool `forward_dgrad`, which only dgrad reads.
-        wgrad: Arrays of the pool `forward_wgrad`, which wgrad reads.
-        trace: The trace that the arrays belong to.
+        dgrad: Arrays of the pool `forward_dgrad`, which only dgrad reads. Empty after `after_dgrad`.
+        wgrad: Arrays of the pool `forward_wgrad`, which wgrad reads, and dgrad may read.
+        trace: Static data: the trace of the stage that the arrays belong to.
     """
 
     dgrad: tuple[Array, ...]
@@ -40,12 +40,12 @@ class Residuals:
     trace: StageTrace
 
     def after_dgrad(self) -> "Residuals":
-        """Returns the residuals without the arrays that only dgrad reads."""
+        """Returns the residuals without the arrays that only dgrad reads. Copies and deletes nothing."""
         return Residuals((), self.wgrad, self.trace)
 
     @property
     def by_index(self) -> dict[int, Array]:
-        """The arrays by their index in `StageTrace.avals`."""
+        """The arrays by their index in `StageTrace.avals`: those for wgrad, and those for dgrad unless `dgrad` is empty."""
         kept = dict(zip(self.trace.for_wgrad, self.wgrad, strict=True))
         return kept | (dict(zip(self.trace.for_dgrad, self.dgrad, strict=True)) if self.dgrad else {})
 
@@ -55,9 +55,11 @@ class Residuals:
 class Stash:
     """The arrays that dgrad saves for wgrad. A pytree.
 
+    They are the gradients of the outputs of delayed matmuls, and data operands that are expensive to recompute.
+
     Attributes:
         arrays: Arrays of the pool `stash`.
-        trace: The trace that the arrays belong to.
+        trace: Static data: the trace of the stage that the arrays belong to.
     """
 
     arrays: tuple[Array, ...]
@@ -71,8 +73,8 @@ class Spec:
     Attributes:
         y: Output of the stage.
         residuals: Arrays from forward to dgrad (`.dgrad`) and from forward to wgrad (`.wgrad`).
-        stash: Arrays from dgrad to wgrad.
-        delayed: Paths of the parameters with gradients from wgrad.
+        stash: Arrays from dgrad to wgrad (`.arrays`).
+        delayed: Paths of the parameters with gradients from wgrad, such as `blocks/0/kernel`, in the order of the leaves.
         aux: Auxiliary output of the stage; None without `has_aux`.
     """
 
@@ -83,7 +85,7 @@ class Spec:
     aux: PyTree = None
 
     def nbytes(self) -> dict[str, int]:
-        """Returns the bytes of a microbatch in each pool, by the names in `jgraph.schedule.POOLS`."""
+        """Returns the bytes of one microbatch by pool: a dict with the keys `forward_dgrad`, `forward_wgrad` and `stash`."""
         pools = {"forward_dgrad": self.residuals.dgrad, "forward_wgrad": self.residuals.wgrad, "stash": self.stash.arrays}
         return {name: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) for name, leaves in pools.items()}
 
@@ -97,7 +99,8 @@ def split_backward(
 ) -> "Split":
     """Splits the backward pass of a function into dgrad (gradients of inputs) and wgrad (gradients of weights).
 
-    Computes the same gradients as `jax.vjp` with the same number of FLOPs. wgrad can run at any time after dgrad.
+    Computes the same gradients as `jax.vjp` with the same number of FLOPs, besides recomputed operations. wgrad can run at any
+    time after dgrad. Does not trace or run the function: the methods of the result trace it once per set of shapes.
 
     Args:
         stage_fn: A pure function `stage_fn(params, x, *extra) -> y` of trees of real arrays. x must be floating. `extra`
@@ -105,9 +108,9 @@ def split_backward(
             once per microbatch, in forward. Arrays may be sharded over automatic mesh axes, but not over explicit ones.
             `jgraph.fp8(stage_fn)` is also accepted: params is then `(params, state, weights)`, the gradient of state is the
             state after the call, and weights have no gradient.
-        delay: Patterns (`fnmatch`) of parameter paths such as `blocks/*/kernel`. wgrad must compute the gradients of matching
-            parameters. None delays every parameter that is only used as the weight of matmuls, `ragged_dot` or convolutions.
-            dgrad computes the gradients of other parameters (norm scales, biases, embeddings).
+        delay: Patterns (`fnmatch`) of parameter paths such as `blocks/*/kernel`; one string is one pattern. wgrad must compute
+            the gradients of matching parameters. None delays every parameter that is only used as the weight of matmuls,
+            `ragged_dot` or convolutions. dgrad computes the gradients of other parameters (norm scales, biases, embeddings).
         recompute: `elementwise` recomputes elementwise operations in the backward pass, and saves inputs and the results of
             matmuls, attention and reductions. `wide` also recomputes matmuls with at least four times as many output elements
             as data elements, such as the first matmul of an MLP. `nothing` saves the same arrays as `jax.vjp`: five for a GELU
@@ -120,9 +123,10 @@ def split_backward(
 
     Raises:
         ConfigError: If `recompute` is unknown.
-        SplitError: If an argument has the wrong type. The methods of the split raise it if a parameter in `delay` is used other
-            than as the weight of a matmul, an array is complex or sharded over explicit axes, the result of a callback is read,
-            or the stage does not return a pair with `has_aux`.
+        SplitError: If `stage_fn` or `delay` has the wrong type. The methods of the split raise it if a pattern of `delay`
+            matches no parameter, a parameter in `delay` is used other than as the weight of a matmul, an array is complex or
+            sharded over explicit axes, x is not floating, the result of a callback is read, a function with a custom derivative
+            has a callback, or the stage does not return a pair with `has_aux`.
 
     Examples:
         >>> split = jgraph.split_backward(lambda params, x: x @ params["w"] + params["b"])
@@ -146,7 +150,11 @@ def split_backward(
 
 
 class Split:
-    """The forward pass, dgrad and wgrad of a stage, as pure functions. Made by `split_backward`."""
+    """The forward pass, dgrad and wgrad of a stage, as pure functions. Made by `split_backward`.
+
+    The methods donate no argument. They are jitted, and can also be called inside `jax.jit`. Parameters are *delayed* if wgrad
+    computes their gradients, and *early* if dgrad does.
+    """
 
     def __init__(self, options: Options):
         self._options, self._stage, traced = options, options.stage, options.stage.traced
@@ -163,18 +171,20 @@ class Split:
         return f"Split({getattr(self._stage.fn, '__name__', self._stage.fn)}: {which} delayed, recompute={options.recompute!r})"
 
     def forward(self, params: PyTree, x: PyTree, *extra: PyTree) -> tuple[Any, ...]:
-        """Runs the stage.
+        """Runs the stage, and its callbacks.
 
         Args:
-            params: Parameters of the stage.
-            x: Input of the stage.
-            *extra: Arguments that are not differentiated.
+            params: Parameters of the stage, a tree of real arrays.
+            x: Input of the stage, a tree of floating arrays.
+            *extra: Arguments that are not differentiated, trees of arrays.
 
         Returns:
             (y, residuals), or (y, residuals, aux) with `has_aux`. The residuals are the arrays that dgrad and wgrad read.
 
         Raises:
-            SplitError: See `split_backward`.
+            SplitError: If an array is complex or sharded over explicit mesh axes, x is not floating, the stage does not return
+                a pair with `has_aux`, a gradient in `delay` cannot be delayed, a pattern of `delay` matches no parameter, or
+                the stage reads the result of a callback.
         """
         return self._forward(params, x, *extra)
 
@@ -183,15 +193,15 @@ class Split:
 
         Args:
             params: The parameters that `forward` was called with.
-            residuals: Result of `forward`.
-            dy: Gradient of y, with the structure and shapes of y.
+            residuals: Second result of `forward`, with the arrays of both pools.
+            dy: Gradient of y, with the structure and shapes of y. Leaves for integers in y are ignored.
 
         Returns:
             (dx, early, stash). dx has the structure of x. early has the structure of params, with None for delayed parameters
-            and for FP8 weights. The stash holds the arrays that wgrad reads.
+            and for FP8 weights, and zeros of dtype float0 for integers. The stash holds the arrays that wgrad reads.
 
         Raises:
-            SplitError: If dy does not match y, or the residuals are deleted or come from another split.
+            SplitError: If dy does not match y in structure or shapes, or the residuals are deleted or come from another split.
         """
         trace = self._trace_of(residuals, "residuals")
         leaves, tree = jax.tree.flatten(dy)
@@ -207,33 +217,35 @@ class Split:
 
         Args:
             params: The parameters that `forward` was called with.
-            residuals: Result of `forward`. Only the arrays of `Residuals.after_dgrad` are read.
-            stash: Result of `dgrad`.
+            residuals: Second result of `forward`. Only `residuals.wgrad` is read, so `residuals.after_dgrad()` works too.
+            stash: Third result of `dgrad` for these residuals.
 
         Returns:
             The gradients in the dtypes and structure of params, with None for parameters that are not delayed.
 
         Raises:
-            SplitError: If residuals and stash do not belong together, are deleted or come from another split.
+            SplitError: If residuals and stash belong to different shapes, are deleted, or come from another split.
         """
         self._match(residuals, stash)
         return self._wgrad(params, residuals.after_dgrad(), stash)
 
     def accumulate(self, main_grad: PyTree, params: PyTree, residuals: Residuals, stash: Stash) -> PyTree:
-        """Computes `wgrad` and adds the gradients to `main_grad` in float32. Grouped matmuls add them inside their kernel.
+        """Computes the gradients of `wgrad` and adds them to float32 sums. Grouped matmuls add them inside their kernel.
 
         Args:
             main_grad: Sums in the structure of params. Leaves of delayed parameters are float32. Other leaves are returned
-                unchanged, and None may replace a subtree without delayed parameters. Updated in place if the caller donates it.
-            params: As for `wgrad`.
-            residuals: As for `wgrad`.
-            stash: As for `wgrad`.
+                unchanged, and None may replace a subtree without delayed parameters. Updated in place if the caller's `jax.jit`
+                donates it.
+            params: The parameters that `forward` was called with.
+            residuals: Second result of `forward`. Only `residuals.wgrad` is read.
+            stash: Third result of `dgrad` for these residuals.
 
         Returns:
             The new sums, in the structure of `main_grad`.
 
         Raises:
-            SplitError: As for `wgrad`, or if `main_grad` is None for a delayed parameter.
+            SplitError: If residuals and stash belong to different shapes, are deleted, or come from another split, or
+                `main_grad` is None for a delayed parameter.
         """
         self._match(residuals, stash)
         return self._accumulate(main_grad, params, residuals.after_dgrad(), stash)
@@ -243,11 +255,12 @@ class Split:
         """Combines the gradients of `dgrad` and `wgrad`.
 
         Args:
-            early: Gradients from `dgrad`.
-            late: Gradients from `wgrad`.
+            early: Gradients from `dgrad`, a tree like params with None for delayed parameters.
+            late: Gradients from `wgrad`, a tree like params with None for the other parameters.
 
         Returns:
-            The gradients of all parameters.
+            A tree like params with the leaf of `early`, or of `late` if that is None. FP8 weights stay None. Arrays are not
+            copied.
         """
         return jax.tree.map(lambda a, b: b if a is None else a, early, late, is_leaf=lambda leaf: leaf is None)
 
@@ -260,10 +273,12 @@ class Split:
             *extra: Arguments that are not differentiated, arrays or `jax.ShapeDtypeStruct`s.
 
         Returns:
-            The shapes and dtypes.
+            The shapes and dtypes for these arguments, and the paths of the delayed parameters.
 
         Raises:
-            SplitError: See `split_backward`.
+            SplitError: If an array is complex or sharded over explicit mesh axes, x is not floating, the stage does not return
+                a pair with `has_aux`, a gradient in `delay` cannot be delayed, a pattern of `delay` matches no parameter, or
+                the stage reads the result of a callback.
         """
         y, residuals, *aux = jax.eval_shape(self.forward, params, x, *extra)
         _, _, stash = jax.eval_shape(self.dgrad, params, residuals, y)

@@ -36,7 +36,15 @@ Recompute = Literal["elementwise", "wide", "nothing"]
 
 
 class Trees(NamedTuple):
-    """Structures of the arguments and results of a stage."""
+    """Structures of the arguments and results of a stage, as `jax.tree.structure` returns them.
+
+    Attributes:
+        params: Structure of the parameters.
+        x: Structure of the input.
+        extra: Structure of the tuple of further arguments.
+        y: Structure of the output.
+        aux: Structure of the auxiliary output; that of () without `has_aux`.
+    """
 
     params: _TreeDef
     x: _TreeDef
@@ -47,7 +55,16 @@ class Trees(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """The arguments of `split_backward`."""
+    """The checked arguments of `split_backward`. Compared by identity.
+
+    Attributes:
+        stage: The stage and its replaced matmuls.
+        has_aux: True if the stage returns `(y, aux)`.
+        delay: Patterns (`fnmatch`) of the paths of delayed parameters; None delays each parameter that is only used as the
+            weight of matmuls.
+        recompute: Operations that the backward pass recomputes: `elementwise`, `wide` (also matmuls with at least four times as
+            many output elements as data elements) or `nothing`.
+    """
 
     stage: OwnProducts
     has_aux: bool
@@ -58,6 +75,8 @@ class Options:
 @dataclass(eq=False)
 class StageTrace:
     """One trace of a stage. Compared by identity, because arrays of different traces cannot be mixed.
+
+    A *tap* is an unused argument of a matmul. Its cotangent contains the operands of wgrad: x and dy.
 
     Attributes:
         owner: The options of the `Split` that made the trace.
@@ -74,7 +93,7 @@ class StageTrace:
         policy: Policy of `jax.checkpoint` that selects the recomputed operations; None if nothing is recomputed.
         mesh: Mesh of the arrays; may be empty.
         noisy: The stage with its callbacks, which are removed from `jaxpr`; None if it has no callbacks.
-        avals: Candidates for residuals: the leaves of the vjp, then the other operands of the matmuls.
+        avals: Candidates for residuals: the leaves of the vjp, then the other operands of the matmuls, such as group sizes.
         keep: For each leaf of the vjp, its index in `avals`, or None if it is recomputed from params.
         extras: Indices in `avals` of the other operands of the matmuls.
         for_dgrad: Indices in `avals` of the residuals that only dgrad reads.
@@ -106,31 +125,38 @@ class StageTrace:
     stashed: list[int] = field(default_factory=list)
 
     def parts(self, inputs: Sequence[Any]) -> tuple[list[Any], ...]:
-        """Splits the inputs of `jaxpr` into the arrays that the stage closes over, params, x and extra."""
+        """Splits the inputs of `jaxpr` by their origin.
+
+        Args:
+            inputs: One value per input of `jaxpr`.
+
+        Returns:
+            Four lists: the arrays that the stage closes over, the leaves of params, of x and of extra.
+        """
         ends = np.cumsum([0, len(self.consts), len(self.delayed), self.trees.x.num_leaves, self.trees.extra.num_leaves])
         return tuple(list(inputs[start:end]) for start, end in pairwise(ends))
 
     def blanks(self) -> list[Array]:
-        """Returns inputs of `jaxpr`: the arrays that the stage closes over, and zeros for the other inputs."""
+        """Returns a value for each input of `jaxpr`: its array if the stage closes over it, otherwise new zeros."""
         consts = [*self.consts, *[None] * (len(self.jaxpr.invars) - len(self.consts))]
         return [replay.zeros(aval_of(v)) if c is None else c for v, c in zip(self.jaxpr.invars, consts, strict=True)]
 
 
 def make_trace(owner: Options, closed: core.ClosedJaxpr, trees: Trees, args: tuple[PyTree, PyTree, PyTree]) -> StageTrace:
-    """Finds the matmuls of a traced stage and decides which arrays are saved.
+    """Finds the matmuls of a traced stage and decides which arrays are saved. Traces dgrad, and runs nothing.
 
     Args:
         owner: The stage and the arguments of `split_backward`.
-        closed: Jaxpr of the stage.
+        closed: Jaxpr of the stage. Its inputs are the leaves of params, x and extra.
         trees: Structures of the arguments and results.
         args: (params, x, extra). Only gradients of `owner.stage.params(params)`, the first leaves of params, can be delayed.
 
     Returns:
-        The trace.
+        The trace, with all fields.
 
     Raises:
-        SplitError: If a pattern of `delay` matches no parameter, a gradient in `delay` cannot be delayed, or a callback is not
-            allowed.
+        SplitError: If a pattern of `delay` matches no parameter, a parameter in `delay` is used other than as the weight of a
+            matmul, the stage reads the result of a callback, or a function with a custom derivative has a callback.
     """
     jaxpr, delay, paths = closed.jaxpr, owner.delay, leaf_names(owner.stage.params(args[0]))
     consts = [None if isinstance(const, Tracer) else const for const in closed.consts]
@@ -208,21 +234,28 @@ def _check_callbacks(jaxpr: core.Jaxpr) -> None:
 
 
 def run_callbacks(trace: StageTrace, inputs: Sequence[Array]) -> None:
-    """Runs the callbacks of the stage by running it again. XLA removes the other operations, or merges them with `vjp`."""
+    """Runs the stage again with its callbacks, and drops its results. Does nothing if it has no callbacks.
+
+    Called while forward is traced: XLA removes the other operations, or merges them with the operations of `vjp`.
+
+    Args:
+        trace: The trace.
+        inputs: Inputs of `trace.jaxpr`.
+    """
     if trace.noisy is not None:
         core.jaxpr_as_fun(core.ClosedJaxpr(trace.noisy, ()))(*inputs)
 
 
 def vjp(trace: StageTrace, inputs: Sequence[Array]):
-    """Runs the stage with taps, and takes its vjp with respect to x, early parameters and taps.
+    """Runs the stage with taps, and takes its vjp with respect to x, early parameters and taps. Does not run callbacks.
 
     Args:
         trace: The trace.
         inputs: Inputs of `trace.jaxpr`.
 
     Returns:
-        The leaves of y and aux; the other operands of the matmuls; the leaves of the vjp, which are its residuals; and the
-        structure of the vjp.
+        Four values: the leaves of y and aux; the operands of the matmuls other than data and weight; the leaves of the vjp
+        function, which are its residuals; and the tree structure of the vjp function.
     """
     closed_over, params, x, extra = trace.parts(inputs)
     early = [leaf for leaf, is_early in zip(params, trace.early, strict=True) if is_early]
@@ -271,17 +304,19 @@ _CHEAP = frozenset({
 def dgrad_leaves(trace: StageTrace, params: Sequence[Array], kept: Mapping[int, Array], dy: Sequence[Array]):
     """Runs the backward pass of `vjp`.
 
-    Runs the forward pass on zeros, to get the structure of the vjp and the arrays that depend only on parameters. The compiler
-    removes the rest of the forward pass.
+    Runs the forward pass on zeros, to get the structure of the vjp function and the arrays that depend only on parameters. The
+    compiler removes the rest of the forward pass.
 
     Args:
         trace: The trace.
         params: Leaves of the parameters.
-        kept: Residuals by their index in `trace.avals`. Missing residuals are not needed, and are replaced by zeros.
-        dy: Leaves of dy.
+        kept: Residuals by their index in `trace.avals`. Missing residuals are replaced by zeros: the results that depend on
+            them are wrong.
+        dy: Leaves of dy, also for leaves of y without a gradient, which are ignored.
 
     Returns:
-        The leaves of dx, the gradients of the early parameters, and the leaves of the taps' cotangents.
+        Three lists: the leaves of dx, the gradients of the early parameters in the order of params, and the leaves of the
+        cotangents of the taps, in the order of the matmuls.
     """
     closed_over, _, x, extra = trace.parts(trace.blanks())
     _, _, fresh, tree = vjp(trace, [*closed_over, *params, *x, *extra])

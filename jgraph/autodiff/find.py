@@ -39,9 +39,11 @@ MISSING = object()
 class Block:
     """A jaxpr with its delayed matmuls.
 
+    A *delayed matmul* has a weight that is computed only from parameters with delayed gradients.
+
     Attributes:
         jaxpr: The jaxpr.
-        sites: The matmuls, by the index of the equation.
+        sites: The delayed matmuls of this jaxpr, by the index of the equation.
         calls: The blocks of jit, checkpoint and scan equations with delayed parameters, by the index of the equation.
     """
 
@@ -50,14 +52,18 @@ class Block:
     calls: dict[int, "Block"] = field(default_factory=dict)
 
     def all_sites(self) -> list[DelayedProduct]:
-        """Returns all matmuls, including the matmuls in `calls`, in the order of the equations."""
+        """Returns all delayed matmuls, including the matmuls in `calls`, in the order of the equations."""
         sites = []
         for i in sorted({**self.sites, **self.calls}):
             sites += [self.sites[i]] if i in self.sites else self.calls[i].all_sites()
         return sites
 
     def replace(self, sites: Mapping[DelayedProduct, DelayedProduct]) -> None:
-        """Replaces the matmuls that are keys of `sites` by their values."""
+        """Replaces, in place, each delayed matmul of this block and of `calls` that is a key of `sites`.
+
+        Args:
+            sites: Maps delayed matmuls to the new ones. Matmuls that are no keys stay. Keys of other blocks are ignored.
+        """
         self.sites = {i: sites.get(site, site) for i, site in self.sites.items()}
         for inner in self.calls.values():
             inner.replace(sites)
@@ -69,7 +75,8 @@ class Found:
 
     Attributes:
         block: The jaxpr with its delayed matmuls.
-        stray: Parameters that are used other than as the weight of a matmul: maps the index of the parameter to the primitive.
+        stray: Delayed parameters that are also used other than as the weight of a matmul with data. Maps the index of the
+            parameter to the name of the primitive, or to `the output itself`, `the carry of a scan` or `the output of a scan`.
     """
 
     block: Block
@@ -97,8 +104,10 @@ _DATA, _CONSTANT = _Value(True), _Value(False)
 def find(jaxpr: core.Jaxpr, wanted: Sequence[bool], params: Sequence[int | None], data: Sequence[bool]) -> Found:
     """Finds the matmuls with a delayed weight.
 
+    A value is *data* if it depends on the microbatch, on a parameter that is not delayed, or on the carry of a scan.
+
     Args:
-        jaxpr: Jaxpr of the stage.
+        jaxpr: Jaxpr of the stage. Not changed.
         wanted: For each output, True if it is differentiated. Equations that only other outputs need are ignored.
         params: For each input, the index of its delayed parameter; None if the input is not a delayed parameter.
         data: For each input, True if it is data.
@@ -167,17 +176,22 @@ def _weight(name: str, values: Sequence[_Value]) -> int | None:
 def run_forward(
     block: Block, consts: Sequence[Any], args: Sequence[Any], taps: Sequence[Any], multiply: _Multiply
 ) -> tuple[list[Any], list[Any]]:
-    """Runs a stage with taps on its matmuls.
+    """Runs a stage with taps on its delayed matmuls.
+
+    A *tap* is an unused argument of a matmul. Its cotangent contains the operands of wgrad.
 
     Args:
         block: The stage.
         consts: Constants of the jaxpr.
         args: Inputs of the jaxpr.
-        taps: A tree for each matmul, in the order of `Block.all_sites`. Leaves have leading axes for the enclosing scans.
-        multiply: Computes a matmul from (matmul, x, w, other operands, tap).
+        taps: A tree for each matmul, in the order of `Block.all_sites`. Leaves have leading axes for the enclosing scans,
+            outermost first.
+        multiply: Called in place of each delayed matmul with (matmul, x, w, other operands, tap), where x is the data, w the
+            weight, and the tap has no leading axes. Returns the result of the matmul.
 
     Returns:
-        The outputs of the stage, and the operands of each matmul other than weight and data.
+        The outputs of the jaxpr; and for each matmul, in the order of `taps`, the tuple of its operands other than weight and
+        data, with leading axes for the enclosing scans.
     """
     env = replay.environment(block.jaxpr, consts, args)
     read, taps, kept = replay.reader(env), list(taps), []
@@ -225,7 +239,7 @@ def _run_scan(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], taps: Seq
 
 
 def run_weights(block: Block, consts: Sequence[Any], args: Sequence[Any], *, keep_dtype: bool) -> tuple[list[Any], list[Any]]:
-    """Runs a stage only on parameters, to compute the weights of its matmuls.
+    """Runs the equations of a stage that depend only on parameters, to compute the weights of its matmuls.
 
     Args:
         block: The stage.
@@ -234,7 +248,8 @@ def run_weights(block: Block, consts: Sequence[Any], args: Sequence[Any], *, kee
         keep_dtype: True to skip casts between a parameter and its matmul, so that the weight has the dtype of the parameter.
 
     Returns:
-        The outputs of the stage, and the weight of each matmul.
+        The outputs of the jaxpr, `MISSING` for outputs that depend on data; and the weight of each delayed matmul, in the order
+        of `Block.all_sites`, with leading axes for the enclosing scans.
     """
     env = replay.environment(block.jaxpr, consts, args)
     read, weights = replay.reader(env), []

@@ -28,7 +28,10 @@ PRODUCTS = {"dot_general": (0, 1), "conv_general_dilated": (1,), "ragged_dot": (
 
 
 def name_of(eqn: core.JaxprEqn) -> str:
-    """Returns the name of an equation in `PRODUCTS`: `GROUPED` for a `grouped_dot`, else the name of its primitive."""
+    """Returns the name of an equation in `PRODUCTS`: `GROUPED` for a `grouped_dot`, else the name of its primitive.
+
+    The name of an equation that is no matmul is not in `PRODUCTS`. A vmapped `grouped_dot` is no grouped matmul.
+    """
     name = eqn.primitive.name
     if name in replay.CUSTOM and [inner.params.get("name") for inner in replay.body(eqn).eqns] == [grouped.DOT]:
         # A vmapped `grouped_dot` has an additional axis and is not a grouped matmul.
@@ -38,10 +41,10 @@ def name_of(eqn: core.JaxprEqn) -> str:
 
 @dataclass(frozen=True, eq=False)
 class DelayedProduct:
-    """A matmul with a delayed weight gradient.
+    """A matmul with a delayed weight gradient. Its data is x, its weight w, the gradient of its output dy.
 
     Attributes:
-        eqn: The equation.
+        eqn: The equation: a `dot_general`, convolution, ragged matmul or grouped matmul.
         weight: Index of the operand that is the weight, 0 or 1. The other one is the data.
         lead: Lengths of the enclosing scans, outermost first.
         params: Indices of the delayed parameters that the weight is computed from.
@@ -56,7 +59,7 @@ class DelayedProduct:
 
     @property
     def data(self) -> int:
-        """Index of the operand that is the data."""
+        """Index of the operand that is the data, 1 or 0."""
         return 1 - self.weight
 
     @property
@@ -66,12 +69,12 @@ class DelayedProduct:
 
     @property
     def x_aval(self) -> Aval:
-        """Shape and dtype of the data."""
+        """Shape and dtype of the data, without the leading axes `lead`."""
         return aval_of(self.eqn.invars[self.data])
 
     @property
     def w_aval(self) -> Aval:
-        """Shape and dtype of the weight."""
+        """Shape and dtype of the weight, without the leading axes `lead`."""
         return aval_of(self.eqn.invars[self.weight])
 
     @property
@@ -86,21 +89,28 @@ class DelayedProduct:
         Args:
             x: The data.
             w: The weight.
-            extra: The other operands.
+            extra: The other operands, such as the group sizes of a ragged matmul.
 
         Returns:
-            The result.
+            The result, with the shape and dtype of the equation.
         """
         operands = (x, w) if self.weight == 1 else (w, x)
         return replay.apply(self.eqn, (*operands, *extra))[0]
 
     def computed_as(self) -> Any:
-        """Returns (lhs shape, rhs shape, dimension numbers) of the `dot_general` that computes the matmul."""
+        """Returns (lhs shape, rhs shape, dimension numbers) of the `dot_general` that computes the matmul.
+
+        A policy of `jax.checkpoint` recognizes the matmul by these values. Supports matmuls of two operands only.
+        """
         lhs, rhs = (aval_of(v).shape for v in self.eqn.invars)
         return lhs, rhs, self.eqn.params["dimension_numbers"]
 
     def tap(self) -> Any:
-        """Returns the tap: zeros with the shapes of x and dy and the leading axes `lead`. Its cotangents are x and dy."""
+        """Returns the tap, an unused argument of the matmul: zeros with the leading axes `lead`. Its cotangents are x and dy.
+
+        Returns:
+            Two arrays, with the shapes and dtypes of x and of the output. A subclass may return another tree.
+        """
         return replay.zeros(self.x_aval, *self.lead), replay.zeros(aval_of(self.eqn.outvars[0]), *self.lead)
 
     def multiply(self, x: Array, w: Array, extra: Sequence[Array], tap: Any, given: Any) -> Array:
@@ -109,12 +119,12 @@ class DelayedProduct:
         Args:
             x: The data.
             w: The weight.
-            extra: The other operands.
-            tap: The tap, without the leading axes `lead`.
-            given: Additional arguments from `BoundProducts.given`; unused here.
+            extra: The other operands, such as the group sizes of a ragged matmul. They have no gradient.
+            tap: The tap, without the leading axes `lead`. Not read.
+            given: Additional arguments from `BoundProducts.given`; unused in this class.
 
         Returns:
-            The result.
+            The result, with the shape and dtype of the equation.
         """
 
         @jax.custom_vjp
@@ -136,19 +146,23 @@ class DelayedProduct:
         return run(x, w, extra, tap)
 
     def keeping_x(self) -> "DelayedProduct":
-        """Returns a matmul for which wgrad does not recompute x, if the class has one; here `self`."""
+        """Returns a matmul that replaces this one if x is smaller than the arrays from which wgrad would recompute x.
+
+        Returns:
+            In this class, `self`: nothing is replaced. A subclass may return a matmul with a tap that saves x.
+        """
         return self
 
     def weight_gradient(self, tap: Any, extra: Sequence[Array], dtype: Any) -> Array:
-        """Computes dw.
+        """Computes dw, the gradient of the weight.
 
         Args:
-            tap: Cotangents of the tap, with the leading axes `lead`.
+            tap: Cotangents of the tap, in this class (x, dy), with the leading axes `lead`.
             extra: The other operands, with the leading axes `lead`.
-            dtype: Dtype of the result.
+            dtype: Floating dtype of the result.
 
         Returns:
-            The gradient of the weight, with the leading axes `lead`.
+            The gradient in the shape of the weight, with the leading axes `lead`.
         """
         wgrad = partial(_weight_gradient, self, dtype=dtype)
         for _ in self.lead:
@@ -158,19 +172,19 @@ class DelayedProduct:
 
     @property
     def adds(self) -> bool:
-        """True if `add_weight_gradient` is supported. XLA fuses the sum into other matmuls without help."""
+        """True if `add_weight_gradient` is supported: for grouped matmuls outside of scans. XLA fuses the sum into others."""
         return self.name == GROUPED and not self.lead
 
     def add_weight_gradient(self, tap: Any, extra: Sequence[Array], total: Array) -> Array:
-        """Adds dw to a sum inside the kernel that computes dw.
+        """Adds dw to a sum inside the kernel that computes dw. Requires `adds`.
 
         Args:
-            tap: As for `weight_gradient`.
-            extra: As for `weight_gradient`.
-            total: The sum, float32 in the shape of the weight.
+            tap: Cotangents of the tap, in this class (x, dy).
+            extra: The other operands: the group sizes.
+            total: The sum, float32 in the shape of the weight. Updated in place if the caller's `jax.jit` donates it.
 
         Returns:
-            The new sum.
+            The new sum, float32.
         """
         return grouped.grouped_wgrad(*tap, *extra, dtype=total.dtype, add_GKN=total)
 
@@ -180,7 +194,8 @@ class BoundProducts(NamedTuple):
 
     Attributes:
         sites: The matmuls, in the order of the stage.
-        given: Maps the first argument of the stage to the additional arguments of each matmul.
+        given: Maps the first argument of the stage to the additional arguments of each matmul, in the order of `sites`. Each is
+            passed to `DelayedProduct.multiply`.
         differentiated: For each leaf of the first argument of the stage, True if it has a gradient.
     """
 
@@ -194,37 +209,52 @@ class OwnProducts:
     """A stage that can replace the matmuls of a function. `split_backward` accepts it in place of a function.
 
     The first argument of the stage is a tree with the parameters of the function and the additional arguments of its matmuls.
-    This base class replaces no matmul and adds no arguments.
+    This base class replaces no matmul and adds no arguments. `jgraph.fp8` makes a subclass.
 
     Attributes:
-        fn: `fn(params, x, *extra)`.
+        fn: `fn(params, x, *extra)`, a pure function of trees of arrays.
     """
 
     fn: Callable[..., Any]
 
     def params(self, given: Any) -> Any:
-        """Returns the parameters in `given`, the first argument of the stage. Their leaves are its first leaves."""
+        """Selects the parameters of `fn` from the first argument of the stage.
+
+        Args:
+            given: First argument of the stage. Its first leaves are the leaves of the parameters.
+
+        Returns:
+            The parameters; in this class `given` itself.
+        """
         return given
 
     def bind(
         self, sites: Sequence[DelayedProduct], names: Sequence[str], given: Any, x: Any, extra: Sequence[Any]
     ) -> BoundProducts:
-        """Selects the matmuls that replace `sites`.
+        """Selects the matmuls that replace `sites`. Called once per trace of the stage.
 
         Args:
-            sites: The matmuls that were found in the function.
-            names: Names of the parameters.
-            given: First argument of the stage.
+            sites: The delayed matmuls that were found in the function.
+            names: Names of the parameters, in the order of the leaves.
+            given: First argument of the stage, arrays, tracers or shapes.
             x: Input of the stage.
             extra: Extra arguments of the stage.
 
         Returns:
-            The matmuls and their additional arguments.
+            The matmuls and their additional arguments. In this class, the matmuls are `sites`, without additional arguments,
+            and every leaf of `given` has a gradient.
         """
         return BoundProducts(sites, lambda _: [()] * len(sites), [True] * len(jax.tree.leaves(given)))
 
     def traced(self, part: Callable[..., Any]) -> Callable[..., Any]:
-        """Transforms forward, dgrad or wgrad, a function of arrays, before it is jitted."""
+        """Transforms forward, dgrad or wgrad before it is jitted. Called once for each of these functions.
+
+        Args:
+            part: A function of trees of arrays.
+
+        Returns:
+            A function with the same arguments and results; in this class `part` itself.
+        """
         return part
 
 

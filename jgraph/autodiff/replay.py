@@ -36,7 +36,7 @@ def aval_of(atom: Any) -> Aval:
 
 
 def body(eqn: core.JaxprEqn) -> core.Jaxpr:
-    """Returns the jaxpr inside a jit, checkpoint, scan or custom derivative equation."""
+    """Returns the jaxpr inside a jit, checkpoint, scan or custom derivative equation, without its constants."""
     inner = eqn.params["call_jaxpr" if eqn.primitive.name in CUSTOM else "jaxpr"]
     return getattr(inner, "jaxpr", inner)
 
@@ -47,7 +47,14 @@ def body_consts(eqn: core.JaxprEqn) -> list[Any]:
 
 
 def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
-    """Returns the number of constants and the number of carries of a scan. The other operands are scanned over."""
+    """Counts the operands of a scan by role.
+
+    Args:
+        eqn: A scan equation.
+
+    Returns:
+        The number of constants and the number of carries. The operands after these are scanned over.
+    """
     if "num_carry" in eqn.params:  # before jax 0.11
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
@@ -60,11 +67,11 @@ def is_literal(atom: Any) -> bool:
 
 
 def apply(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
-    """Runs one equation on new operands.
+    """Runs one equation on new operands. Inside a trace, this adds it to the trace.
 
     Args:
         eqn: The equation.
-        values: Values of its operands.
+        values: Values of its operands, with the shapes and dtypes of the equation. Values of literals are ignored.
 
     Returns:
         The outputs, with None for outputs that nothing reads.
@@ -82,27 +89,35 @@ def environment(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -
 
     Args:
         jaxpr: The jaxpr.
-        consts: Values of its constants.
-        args: Values of its inputs.
+        consts: Values of its constants, one each.
+        args: Values of its inputs, one each.
 
     Returns:
-        The values of constants and inputs, by variable.
+        A new dict from variables (of constants and inputs) to values.
     """
     return dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
 
 
 def reader(env: Environment) -> Callable[[Atom], Any]:
-    """Returns a function that looks up a variable in an environment, or returns the value of a literal."""
+    """Returns a function that reads an environment.
+
+    Args:
+        env: Maps variables to values. Not copied, so the function also sees later values.
+
+    Returns:
+        A function from a variable to its value, or from a literal to the value of the literal. It raises KeyError for a
+        variable without a value.
+    """
     return lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
 
 
 def write(env: Environment, outvars: Iterable[core.Var], values: Iterable[Any]) -> None:
-    """Adds the outputs of an equation to an environment, in place.
+    """Adds the outputs of an equation to an environment, in place. Ignores outputs that nothing reads.
 
     Args:
-        env: The environment.
+        env: The environment: a dict from variables to values.
         outvars: Output variables of the equation.
-        values: Values of the outputs.
+        values: Values of the outputs, one each.
     """
     env.update((v, x) for v, x in zip(outvars, values, strict=True) if not isinstance(v, core.DropVar))
 
@@ -115,7 +130,7 @@ def depends(jaxpr: core.Jaxpr, given: Sequence[bool]) -> list[bool]:
         given: For each input, True if it is marked.
 
     Returns:
-        For each output, True if it depends on a marked input.
+        For each output, True if it depends on a marked input. A result of a `cond` or `while` depends on all its operands.
     """
     marked = _depending(jaxpr, given)
     return [not is_literal(v) and v in marked for v in jaxpr.outvars]
@@ -143,7 +158,7 @@ def holds(jaxpr: core.Jaxpr, names: Sequence[str]) -> bool:
 
     Args:
         jaxpr: The jaxpr.
-        names: Names of the primitives.
+        names: Names of the primitives, such as `scan`.
 
     Returns:
         True if an equation has one of the primitives.
@@ -159,7 +174,8 @@ def primitives(name: str, params: dict[str, Any]) -> set[str]:
         params: Parameters of the equation.
 
     Returns:
-        The name, or for a jit or a custom derivative the names of the primitives inside.
+        The name itself; for a jit, `custom_jvp` or `custom_vjp` instead the names of the primitives inside, at any depth of
+        such calls.
     """
     if name not in _RULES:
         return {name}
@@ -175,25 +191,30 @@ def needs(jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[bool] | None
     Args:
         jaxpr: The jaxpr.
         wanted: For each output, True if it is wanted.
-        data: For each input, True if it is data. Then only primitives that compute with data are returned.
+        data: For each input, True if it is data. Then only primitives with an operand that depends on data are returned. None
+            returns all primitives.
 
     Returns:
-        For each input, True if the wanted outputs need it; and the names of the primitives.
+        (needed, names): for each input, True if the wanted outputs need it; and the set of names of the primitives.
     """
     live, used = live_variables(jaxpr, wanted, data)
     return [v in live for v in jaxpr.invars], used
 
 
 def live_variables(jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[bool] | None = None) -> tuple[set[Any], set[str]]:
-    """Finds the variables and primitives that compute the wanted outputs.
+    """Finds the variables and primitives that compute the wanted outputs. May report a variable that is not needed.
+
+    A call of a quantization kernel counts as one primitive with the name of the kernel.
 
     Args:
         jaxpr: The jaxpr.
-        wanted: As for `needs`.
-        data: As for `needs`.
+        wanted: For each output, True if it is wanted.
+        data: For each input, True if it is data. Then only primitives with an operand that depends on data are returned. None
+            returns all primitives.
 
     Returns:
-        The variables that the wanted outputs need, and the names of the primitives.
+        (variables, names): the set of variables of `jaxpr`, including inputs, that the wanted outputs need; and the set of
+        names of the primitives, including those of nested jaxprs.
     """
     live: set[Any] = {v for v, flag in zip(jaxpr.outvars, wanted, strict=True) if flag and not is_literal(v)}
     marked = None if data is None else _depending(jaxpr, data)
@@ -221,11 +242,12 @@ def wanted_inside(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
     """Finds the wanted outputs of the jaxpr inside a jit, checkpoint or scan.
 
     Args:
-        eqn: The equation.
+        eqn: A jit, checkpoint or scan equation.
         wanted: For each output of the equation, True if it is wanted.
 
     Returns:
-        For each output of the jaxpr, True if it is wanted; for a scan, in any iteration.
+        For each output of the jaxpr, True if it is wanted. For a scan, a carry is wanted if any iteration needs it for a wanted
+        output.
     """
     wanted = list(wanted)
     if eqn.primitive.name == SCAN:
@@ -240,7 +262,14 @@ def wanted_inside(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
 
 
 def forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
-    """Returns for each output the index of the input that is passed through to it; None for a computed output."""
+    """Finds the outputs that are inputs, passed through unchanged, also through nested jits and checkpoints.
+
+    Args:
+        jaxpr: The jaxpr.
+
+    Returns:
+        For each output, the index of the input; None for a computed output or a literal.
+    """
     place = {v: i for i, v in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in JITS + CHECKPOINTS:
@@ -251,9 +280,15 @@ def forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
 
 
 def without_callbacks(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """Removes callbacks with unread results. Returns `jaxpr` itself if it has no callbacks.
+    """Removes debug and I/O callbacks with unread results, also from nested jaxprs. Does not change the argument.
 
     Keeps callbacks inside functions with a custom derivative, because their derivative rules cannot be inspected.
+
+    Args:
+        jaxpr: The jaxpr.
+
+    Returns:
+        A new jaxpr; `jaxpr` itself if it has no callbacks.
     """
     if not holds(jaxpr, CALLBACKS):
         return jaxpr
@@ -290,10 +325,11 @@ def exact_products(fn: Callable[..., Any]) -> Callable[..., Any]:
     `jax.checkpoint` inserts them for residuals. They prevent XLA from fusing a GELU into the epilogue of the matmul.
 
     Args:
-        fn: A function of arrays.
+        fn: A function of positional arguments that are trees of arrays.
 
     Returns:
-        A function with the same arguments and results.
+        A function with the same arguments and results. A call traces `fn` and runs the changed jaxpr. Nested jaxprs are not
+        changed.
     """
 
     @wraps(fn)
@@ -321,7 +357,7 @@ def _keeps_all_bits(eqn: core.JaxprEqn) -> bool:
 
 
 def avals(jaxpr: core.Jaxpr) -> Iterator[Aval]:
-    """Yields the abstract values of all operands and results in a jaxpr and the jaxprs nested in it."""
+    """Yields the abstract values of all operands and results in a jaxpr and the jaxprs nested in it, with repetitions."""
     for eqn in jaxpr.eqns:
         yield from map(aval_of, (*eqn.invars, *eqn.outvars))
     for inner in core.subjaxprs(jaxpr):
@@ -329,12 +365,16 @@ def avals(jaxpr: core.Jaxpr) -> Iterator[Aval]:
 
 
 def explicit_axes(aval: Aval) -> list[Any]:
-    """Returns the explicit mesh axes that an abstract value is sharded over."""
+    """Lists the explicit mesh axes that an abstract value is sharded over.
+
+    Returns:
+        The entries of its PartitionSpec that are not None, each an axis name or a tuple of names. Empty without a sharding.
+    """
     return [axis for axis in getattr(getattr(aval, "sharding", None), "spec", ()) if axis is not None]
 
 
 def mesh_of(leaves: Iterable[Any]) -> jax.sharding.AbstractMesh:
-    """Returns the mesh of the first array that has one, else the current mesh."""
+    """Returns the mesh of the first array that has one, else the current abstract mesh, which may be empty."""
     meshes = (aval.sharding.mesh for aval in map(jax.typeof, leaves) if hasattr(aval, "sharding"))
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 
@@ -343,13 +383,13 @@ def zeros(aval: Any, *lead: int, shape: Sequence[int] | None = None, dtype: Any 
     """Makes zeros that vary over the same mesh axes as an abstract value inside `jax.shard_map`.
 
     Args:
-        aval: The abstract value. Random keys are supported.
+        aval: An abstract value or `jax.ShapeDtypeStruct`. Its dtype may be that of random keys.
         *lead: Lengths of additional leading axes.
         shape: Replaces the shape of `aval`; None keeps it.
         dtype: Replaces the dtype of `aval`; None keeps it.
 
     Returns:
-        The array of zeros.
+        The array of zeros, [*lead, *shape].
     """
     blank = jnp.zeros((*lead, *(aval.shape if shape is None else shape)), dtype or aval.dtype)
     # `mat.varying` since jax 0.12.

@@ -40,41 +40,51 @@ def make_graphed_callables(
     """Compiles forward and backward of each callable once, as CUDA graphs that your code can call in any order.
 
     Like `jax.jit` of `jax.vjp`, but the backward is a separate call, every buffer has an owner, and wgrads can be delayed. The
-    counterpart of the functions of the same name in PyTorch and Transformer Engine.
+    counterpart of the functions of the same name in PyTorch and Transformer Engine. Runs none of the callables, and donates no
+    argument. `GraphedCallables.run` compiles an order on its first call.
 
     Args:
         callables: One callable, or a tuple in the order of the data: chunk by chunk, layer by layer. A callable is a pure
             function `fn(params, x, *extra, **kwargs) -> y` of trees of arrays, an FP8 function (`jgraph.fp8`), or a Flax module
             (NNX or Linen). x and y are floating; an x of integers has no gradient; `extra` and `kwargs` are not differentiated.
             Pass random keys as arguments.
-        params: The parameters of each callable, arrays or `jax.ShapeDtypeStruct`s; a tuple if `callables` is a tuple. The
-            parameters of an FP8 function are (params, state, weights). The gradient of the state is the state after the step,
-            the maximum over microbatches.
+        params: The parameters of each callable, trees of arrays or `jax.ShapeDtypeStruct`s; a tuple if `callables` is a tuple.
+            For an NNX module, its `nnx.Param` state; for a Linen module, the first argument of `apply`. The parameters of an
+            FP8 function are (params, state, weights). The gradient of the state is the state after the step, the maximum over
+            microbatches. Stored, not copied, as the params of `run`.
         sample_args: (x, *extra) of each callable, with the shapes of a microbatch; a tuple of them if `callables` is a tuple.
             Only shapes and dtypes are read.
-        sample_kwargs: Keyword arguments of each callable, or None; a tuple of dicts if `callables` is a tuple.
-        order: The order that `run` plays: signed numbers (`jgraph.Order.parse`), an Order, a Schedule, or one order per rank.
-            None if the callables are only called one by one.
-        num_layers_per_chunk: Number of callables per chunk: one number for all chunks, or one per chunk. None means 1.
+        sample_kwargs: Keyword arguments of each callable, or None; a tuple of dicts if `callables` is a tuple. Only shapes and
+            dtypes are read.
+        order: The order that `run` plays: signed numbers (`c` is the forward, `-c` the dgrad or full backward and `-c-0.5` the
+            wgrad of chunk c, from 1), an Order, a Schedule, or one order per rank. None if the callables are only called one by
+            one.
+        num_layers_per_chunk: Number of callables per chunk of an order in signed numbers: one number for all chunks, or one per
+            chunk. None means 1. An Order and a Schedule have their own numbers.
         delay_wgrad: True makes `wgrad` a separate call. One bool for all, or one per stage of the order (a chunk of a rank);
             without an order, one per callable. A callable without a delayed gradient has no wgrad in the order.
         reuse_buffers: True lets `run` donate a buffer to its last reader, so that a later action writes into it. This saves
             memory and needs an order. Single calls are not affected.
         param_grads: `owned` returns gradients as new arrays of the caller, in the dtype of the parameter, unless they are
-            delayed. `aliased` accumulates all gradients in main_grad, float32 sums that stay in the same buffers. Delayed
-            gradients are always aliased.
-        devices: The device of each rank of the order, or one device for all ranks. None uses the device of the params.
-        training: False builds forwards only.
-        compiler_options: XLA options, e.g. from `jgraph.xla.compiler_options`.
+            delayed. `aliased` accumulates all gradients in main_grad, float32 sums that stay in the same buffers, and returns
+            `Borrowed` handles on them. Delayed gradients are always aliased.
+        devices: A list with the device of each rank of the order, or with one device for all ranks. None uses the device of the
+            params.
+        training: False builds forwards only. A Flax NNX module must be in the same mode.
+        compiler_options: XLA options by name, e.g. from `jgraph.xla.compiler_options`; None for XLA's defaults.
 
     Returns:
         The graphed callables: `[i]` is callable i, and `run` plays the order.
 
     Raises:
         ConfigError: If `param_grads` is unknown.
-        CallableError: If callables, params and samples do not match, or an argument has a value that is not allowed.
-        OrderError: If the order cannot run, does not fit the callables or `delay_wgrad`, or has a wgrad of a callable without a
-            delayed gradient.
+        CallableError: If callables, params and samples do not match, an argument has a value that is not allowed, params are on
+            several devices and `devices` is None, a Flax module has variables other than parameters or is in the wrong mode, a
+            parameter is complex, y is not floating, or the call is inside a JAX transformation.
+        OrderError: If the order cannot run, does not fit `delay_wgrad`, or has a wgrad of a callable without a delayed
+            gradient.
+        SplitError: If the backward of a callable cannot be split, for example because the result of a callback is read.
+        CompilerOptionError: If XLA refuses an option.
 
     Examples:
         >>> params, x = jnp.ones((2, 3)), jnp.ones((4, 2))

@@ -26,7 +26,16 @@ def check_argument(condition: bool, field: str, message: str) -> None:
 
 
 def each(name: str, given: Any, count: int, *, of: str = "callables") -> tuple[Any, ...]:
-    """Converts an argument to a tuple with `count` values, one per item of `of`. None stands for a tuple of None.
+    """Converts an argument to a tuple with one value per item.
+
+    Args:
+        name: Name of the argument, for the error.
+        given: A tuple or list of values. None stands for a tuple of None.
+        count: Number of items.
+        of: Plural name of the items, for the error.
+
+    Returns:
+        A tuple with `count` values. The values are not copied.
 
     Raises:
         CallableError: If the argument is not a tuple or list with `count` values.
@@ -40,7 +49,19 @@ def each(name: str, given: Any, count: int, *, of: str = "callables") -> tuple[A
 
 
 def tuples(name: str, given: Sequence[Any] | None, count: int) -> list[tuple[Any, ...]]:
-    """Returns the arguments of each microbatch. None stands for no arguments. Raises CallableError like `each`."""
+    """Converts an argument to the positional arguments of each microbatch.
+
+    Args:
+        name: Name of the argument, for the error.
+        given: For each microbatch, a tuple or list of arguments. None stands for no arguments.
+        count: Number of microbatches.
+
+    Returns:
+        One tuple per microbatch.
+
+    Raises:
+        CallableError: If `given`, or a value in it, is not a tuple or list, or there are not `count` values.
+    """
     for m, arguments in enumerate(given := each(name, [()] * count if given is None else given, count, of="microbatches")):
         if not isinstance(arguments, (tuple, list)):
             raise CallableError(f"`{name}[{m}]` is {type(arguments).__name__}: must be a tuple of arguments", field=name)
@@ -48,10 +69,18 @@ def tuples(name: str, given: Sequence[Any] | None, count: int) -> list[tuple[Any
 
 
 def sample_of(i: int, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the positional and keyword sample arguments of callable `i`.
+    """Checks the sample arguments of callable `i`.
+
+    Args:
+        i: Number of the callable, for the error.
+        args: The positional arguments, a tuple or list (x, *extra).
+        kwargs: The keyword arguments, a mapping; None for none.
+
+    Returns:
+        The positional arguments as a tuple, and the keyword arguments as a dict.
 
     Raises:
-        CallableError: If `args` is not a nonempty tuple or list, or `kwargs` is not a dict.
+        CallableError: If `args` is not a nonempty tuple or list, or `kwargs` is not a mapping.
     """
     kwargs = {} if kwargs is None else kwargs
     wrong = f"`sample_args` of callable {i} is {type(args).__name__}: must be a tuple (x, *extra)"
@@ -67,16 +96,19 @@ def schedule_of(
     """Parses an order.
 
     Args:
-        order: As in `make_graphed_callables`.
-        layers: Callables per chunk, as `num_layers_per_chunk` in `make_graphed_callables`.
-        delay_wgrad: As in `make_graphed_callables`.
+        order: Signed numbers of one rank (`c` is the forward, `-c` the dgrad or full backward and `-c-0.5` the wgrad of chunk
+            c, from 1), an Order, a Schedule, or one order per rank. None for no order.
+        layers: Callables per chunk: one number for all chunks, or one per chunk. None means 1. Not used for an Order or a
+            Schedule.
+        delay_wgrad: True if wgrads are separate calls: one bool for all, or one per stage (without an order, per callable).
         count: Number of callables.
 
     Returns:
         The schedule, None without an order; and for each callable, True if its wgrad is delayed.
 
     Raises:
-        OrderError: If the order cannot run, or contradicts `delay_wgrad`.
+        OrderError: If the order cannot run, or has wgrads where `delay_wgrad` is False, or none where it is True; `rank` is the
+            rank if there are several.
         CallableError: If the order is for a different number of callables.
     """
     if order is None:
@@ -104,7 +136,12 @@ def schedule_of(
 
 
 def check_wgrads(schedule: Schedule, callables: Sequence[Shaped]) -> None:
-    """Raises OrderError if an order has wgrads of a chunk without delayed gradients."""
+    """Raises OrderError if an order has wgrads of a chunk without delayed gradients.
+
+    Args:
+        schedule: The order of each rank.
+        callables: All callables, in the order of the data.
+    """
     for rank, chunk, places in _chunks(schedule):
         row = schedule.orders[rank]
         if row.delay_wgrad[chunk] and not any(callables[i].late for i in places):
@@ -120,7 +157,15 @@ def check_wgrads(schedule: Schedule, callables: Sequence[Shaped]) -> None:
 
 
 def most_waiting(schedule: Schedule | None, count: int) -> list[int]:
-    """Returns the maximum number of microbatches of each callable that wait for their dgrad at once; 1 without an order."""
+    """Returns the maximum number of microbatches of each callable that wait for their dgrad at once.
+
+    Args:
+        schedule: The order of each rank; None for no order.
+        count: Number of callables.
+
+    Returns:
+        One number per callable. All are 1 without an order.
+    """
     most = [1] * count
     for rank, chunk, places in _chunks(schedule) if schedule is not None else ():
         assert schedule is not None
@@ -144,14 +189,16 @@ def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequ
 
     Args:
         schedule: The order of each rank; None for one rank.
-        devices: One device per rank, or one for all ranks. None uses the device of the params.
+        devices: A list of one device per rank, or of one device for all ranks. None uses the device of the committed arrays in
+            `params`, or JAX's default device if there are none.
         params: The parameters of each callable.
 
     Returns:
         One device per callable.
 
     Raises:
-        CallableError: If the params are on several devices, or `devices` does not have one device per rank.
+        CallableError: If `devices` is None and the params are on several devices, or `devices` is not a list with one device or
+            one per rank.
     """
     if devices is None:
         held = {d for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and leaf.committed for d in leaf.devices()}
@@ -170,7 +217,17 @@ def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequ
 
 
 def check_extra(callables: Sequence[Shaped], extra: Sequence[Any] | None, key: jax.Array | None) -> None:
-    """Raises CallableError if `extra` and `key` do not supply the arguments of the callables besides params and x."""
+    """Checks that `extra` and `key` of `run` supply the arguments of the callables besides params and x.
+
+    Args:
+        callables: All callables.
+        extra: Arguments after x for each microbatch; None for none.
+        key: The random key; None for none.
+
+    Raises:
+        CallableError: If a callable takes a keyword argument that is not a random key, `key` is None or of another dtype
+            although a callable takes a key, or `extra` is not None although no callable takes arguments after x.
+    """
     for i, shaped in enumerate(callables):
         for place in range(len(shaped.positional), len(shaped.extra)):
             name, aval = shaped.extra.paths[place].removeprefix("1/"), shaped.extra.avals[place]
@@ -186,7 +243,17 @@ def check_extra(callables: Sequence[Shaped], extra: Sequence[Any] | None, key: j
 
 
 def call_differences(shaped: Shaped, params: PyTree, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> list[str]:
-    """Describes every difference between the arguments of a call and the sample."""
+    """Describes every difference between the arguments of a call and the sample.
+
+    Args:
+        shaped: The callable.
+        params: Parameters of the call.
+        args: (x, *extra) of the call.
+        kwargs: Keyword arguments of the call.
+
+    Returns:
+        One text per difference in paths, shapes, dtypes, devices or structure. Empty if there is none.
+    """
     device, num_extra = shaped.device, len(shaped.extra.shapes()[0])
     texts = differences(shaped.params, params, "params", device) + differences(shaped.x, args[0], "x", device)
     if len(args) - 1 != num_extra:
@@ -195,7 +262,15 @@ def call_differences(shaped: Shaped, params: PyTree, args: Sequence[PyTree], kwa
 
 
 def mismatch(shaped: Shaped, texts: Sequence[str]) -> CallableError:
-    """Returns the error for a call with the differences `texts` from the sample."""
+    """Returns, but does not raise, the error for a call with arguments that differ from the sample.
+
+    Args:
+        shaped: The callable.
+        texts: Descriptions of the differences, also stored as `mismatches` of the error.
+
+    Returns:
+        The error.
+    """
     return CallableError(
         f"the arguments of callable {shaped.index} differ from its sample: {'; '.join(texts)}; "
         f"pass the shapes of the sample, or build another callable",
@@ -204,7 +279,12 @@ def mismatch(shaped: Shaped, texts: Sequence[str]) -> CallableError:
 
 
 def check_concrete(name: str, tree: Any) -> None:
-    """Raises CallableError if a leaf is a tracer, which means that the call is inside a JAX transformation."""
+    """Raises CallableError if a leaf is a tracer, which means that the call is inside a JAX transformation.
+
+    Args:
+        name: Name of the called function, for the message.
+        tree: The arguments of the call.
+    """
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
         raise CallableError(
             f"{name} is compiled and cannot be called inside jax.jit, jax.grad, jax.vmap or another transformation: call it "
@@ -213,7 +293,17 @@ def check_concrete(name: str, tree: Any) -> None:
 
 
 def differences(side: Side, given: Any, name: str, device: Any) -> list[str]:
-    """Describes every difference between an argument and the sample: in paths, shapes, dtypes, devices and structure."""
+    """Describes every difference between an argument and the sample.
+
+    Args:
+        side: The sample.
+        given: The argument, a tree of arrays.
+        name: Name of the argument, for the texts.
+        device: The device of the callable. An array that is committed to another device is a difference.
+
+    Returns:
+        One text per difference in paths, shapes, dtypes, devices or structure, or for a deleted array. Empty if there is none.
+    """
     actual = Side.of(given)
     leaves = dict(zip(actual.paths, jax.tree.leaves(given), strict=True))
     expected, found = dict(zip(side.paths, side.avals, strict=True)), dict(zip(actual.paths, actual.avals, strict=True))
@@ -236,10 +326,21 @@ def differences(side: Side, given: Any, name: str, device: Any) -> list[str]:
 
 
 def matching_leaves(side: Side, tree: PyTree, name: str, device: Any = None) -> list[Any]:
-    """Returns the leaves of an argument of `run`.
+    """Checks an argument of `run` against the sample.
+
+    Args:
+        side: The sample.
+        tree: The argument, a tree of arrays.
+        name: Name of the argument, for the error.
+        device: The device of the callable, for the error only; None if arrays on every device are allowed.
+
+    Returns:
+        The leaves of the argument, not copied.
 
     Raises:
-        CallableError: If the argument differs from the sample. The message lists every difference.
+        CallableError: If structure, shapes or dtypes differ from the sample, or an array is deleted. The message lists every
+            difference.
+        OwnershipError: If the argument contains a `Borrowed` handle.
     """
     leaves, structure = jax.tree.flatten(tree)
     if structure != side.tree:
@@ -251,12 +352,22 @@ def matching_leaves(side: Side, tree: PyTree, name: str, device: Any = None) -> 
 
 
 def put(device: Any, leaf: Any) -> jax.Array:
-    """Puts an array on a device. Copies a NumPy array, because a CPU device would share its memory with the caller."""
+    """Puts an array on a device.
+
+    Copies a NumPy array first, because a CPU device would share its memory with the caller.
+
+    Args:
+        device: The device.
+        leaf: A JAX or NumPy array, or a number.
+
+    Returns:
+        The array on the device. A JAX array that is there already is not copied.
+    """
     return jax.device_put(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, device)
 
 
 def signature(sample: Any) -> Any:
-    """Returns a hashable description of the structure, shapes and dtypes of a tree."""
+    """Returns a hashable description of a tree. Trees of equal structure, shapes and dtypes have equal signatures."""
     leaves, tree = jax.tree.flatten(sample)
     return tree, *((aval.shape, aval.dtype) for aval in map(shape_of, leaves))
 
@@ -269,7 +380,7 @@ def _fits(leaf: Any, aval: jax.ShapeDtypeStruct) -> bool:
 
 
 def devices_of(leaf: Any) -> str:
-    """Returns the names of a leaf's devices, for messages."""
+    """Returns the names of a leaf's devices, sorted and separated by commas; "the host" if the leaf is not a JAX array."""
     return ", ".join(sorted(map(str, leaf.devices()))) if isinstance(leaf, jax.Array) else "the host"
 
 

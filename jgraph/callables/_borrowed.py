@@ -16,7 +16,7 @@ from jgraph.errors import OwnershipError
 
 @dataclass(eq=False)
 class Lease:
-    """The validity of all handles on the arrays of one owner.
+    """The validity of all handles on the arrays of one owner. Shared by these handles.
 
     Attributes:
         owner: Owner of the buffers, such as `main_grad of callable 0`.
@@ -28,10 +28,12 @@ class Lease:
 
 
 class Borrowed:
-    """An array in a buffer of jgraph that the next update overwrites. Use it like a `jax.Array` until then.
+    """A handle: an array in a buffer of jgraph that the next update overwrites. Use it like a `jax.Array` until then.
 
-    A stale handle raises an error that names the update; call `copy` before the update to keep the values. jax.numpy, numpy,
-    operators and jitted functions accept a handle directly, as a pytree node with one leaf. For `jax.lax`, pass `value`.
+    A handle becomes stale when jgraph updates the buffer. A stale handle raises OwnershipError with the name of the update;
+    call `copy` before the update to keep the values. jax.numpy, numpy, operators and jitted functions accept a handle directly,
+    as a pytree node with one leaf. For `jax.lax`, pass `value`. NumPy gets a copy. `shape`, `dtype`, `ndim` and `size` also
+    work on stale handles.
     """
 
     __slots__ = ("_array", "_lease", "_path")
@@ -41,7 +43,7 @@ class Borrowed:
 
     @property
     def value(self) -> jax.Array:
-        """The array, in the buffer of its owner.
+        """The array, in the buffer of its owner. Not a copy: do not donate or delete it.
 
         Raises:
             OwnershipError: If the buffer was updated. The message names the update.
@@ -54,7 +56,11 @@ class Borrowed:
         return self._array
 
     def copy(self) -> jax.Array:
-        """Returns a copy that later updates do not change. Raises OwnershipError if the handle is stale."""
+        """Copies the array to a new buffer of the caller, which later updates do not change.
+
+        Raises:
+            OwnershipError: If the buffer was updated.
+        """
         return jnp.copy(self.value)
 
     # Available on stale handles too, and to JAX during tracing.
@@ -95,7 +101,10 @@ for _name in "neg pos abs invert lt le gt ge eq ne getitem len iter contains boo
 
 
 def check_no_handles(tree: Any) -> None:
-    """Raises OwnershipError if `tree` contains a handle, because main_grad may be updated while an executable reads it."""
+    """Raises OwnershipError if `tree` contains a handle (`Borrowed`), also a stale one.
+
+    main_grad may be updated while an executable reads the handle's buffer.
+    """
     for leaf in jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Borrowed)):
         if isinstance(leaf, Borrowed):
             wrong = f"{leaf!r} is updated in place and cannot be an argument of a graphed callable; pass .copy()"

@@ -20,7 +20,7 @@ ParamGrads = Literal["owned", "aliased"]
 
 
 def interfaces_of(shaped: Shaped, delayed: bool, *, training: bool, param_grads: ParamGrads) -> dict[Kind, Interface]:
-    """Describes the executables for calls one by one.
+    """Describes the executables for calls one by one. Compiles nothing.
 
     The registers of an executable number its arguments: (params, x, extra) of `forward`, (params, residuals, dy) of `dgrad` and
     `backward`, (params, residuals of forward_wgrad, stash) of `wgrad`. The outputs are y or dx, then the residuals or the stash
@@ -29,11 +29,13 @@ def interfaces_of(shaped: Shaped, delayed: bool, *, training: bool, param_grads:
     Args:
         shaped: The callable.
         delayed: True for separate dgrad and wgrad. A callable without delayed gradients has no wgrad.
-        training: False for forward only.
-        param_grads: As in `make_graphed_callables`.
+        training: False for forward only, which then returns y and no residuals.
+        param_grads: `owned` returns gradients that are not delayed as new arrays; `aliased` adds all gradients to main_grad,
+            float32 sums. Delayed gradients are added to main_grad in both cases.
 
     Returns:
-        The interfaces, by kind of action.
+        A dict with the interface of each executable. Its keys are `forward`, and with `training` also `backward`, or `dgrad`
+        and `wgrad` if `delayed`.
     """
     backward: tuple[Kind, ...] = ("dgrad", "wgrad")[: 1 + bool(shaped.late)] if delayed else ("backward",)
     aliased = shaped.grads["backward"] if param_grads == "aliased" else shaped.late if delayed else ()
@@ -66,11 +68,13 @@ class Graphed:
     number is required if more microbatches wait than the maximum in the order (1 without an order), because then the backward
     of some forward was skipped.
 
-    Only one thread may call it between a forward and its last backward call.
+    Only one thread may call it between a forward and its last backward call. Calls inside JAX transformations raise
+    CallableError.
 
     Attributes:
         shaped: The callable for fixed shapes.
-        parts: The executables by kind: `forward`, and `backward` or `dgrad` and `wgrad`.
+        parts: The executables by kind: `forward`, and `backward` or `dgrad` and `wgrad`. Only `forward` if built with
+            `training=False`; empty after `reset`.
         index: The number of the callable.
         gradients: The sums in main_grad.
         waiting: The microbatches that wait for a backward call, and the lock.
@@ -102,22 +106,24 @@ class Graphed:
         return f"Graphed({self.index}: {', '.join(self.parts)}; {x} -> {y}{waiting})"
 
     def __call__(self, params: PyTree, x: PyTree, *extra: PyTree, **kwargs: PyTree) -> PyTree:
-        """Runs forward, and keeps the arrays for the backward.
+        """Runs forward, and keeps the arrays for the backward, also arguments. With `training=False`, keeps no arrays.
 
-        All arguments have the shapes and dtypes of the samples, and are never donated.
+        All arguments have the structure, shapes and dtypes of the samples, and are never donated. NumPy arrays are copied. Do
+        not donate or delete JAX arrays until the last backward call of the microbatch.
 
         Args:
-            params: Parameters.
+            params: Parameters, on the device of the callable.
             x: Input, differentiated if it is floating.
-            *extra: Further positional arguments.
-            **kwargs: Keyword arguments.
+            *extra: Further positional arguments. Not differentiated.
+            **kwargs: Keyword arguments. Not differentiated.
 
         Returns:
             y, new arrays.
 
         Raises:
             CallableError: If an argument differs from the sample (the message lists every difference), the mode of the module
-                changed, the callable was reset, or microbatches of another thread wait.
+                changed, the callable was reset, the call is inside a JAX transformation, microbatches of another thread wait,
+                or another thread is in a call.
             OwnershipError: If an argument is a `Borrowed` handle on main_grad.
         """
         self._check_alive()
@@ -132,40 +138,47 @@ class Graphed:
     def evaluate(self, params: PyTree, x: PyTree, *extra: PyTree, **kwargs: PyTree) -> PyTree:
         """Runs forward without a later backward, and keeps no arrays. Any thread may call it at any time.
 
-        Runs the same executable as `__call__`, including dropout.
+        Runs the same executable as a call of the object, including dropout. The arguments have the structure, shapes and dtypes
+        of the samples, and are never donated.
 
         Args:
-            params: As for `__call__`.
-            x: As for `__call__`.
-            *extra: As for `__call__`.
-            **kwargs: As for `__call__`.
+            params: Parameters, on the device of the callable.
+            x: Input.
+            *extra: Further positional arguments.
+            **kwargs: Keyword arguments.
 
         Returns:
             y, new arrays.
 
         Raises:
-            CallableError: As for `__call__`.
-            OwnershipError: As for `__call__`.
+            CallableError: If an argument differs from the sample (the message lists every difference), the mode of the module
+                changed, the callable was reset, or the call is inside a JAX transformation.
+            OwnershipError: If an argument is a `Borrowed` handle on main_grad.
         """
         self._check_alive()
         y = self.shaped.y
         return y.unflatten(self._forward(params, x, extra, kwargs)[1][: len(y)])
 
     def backward(self, dy: PyTree, *, microbatch: int | None = None) -> tuple[PyTree, PyTree]:
-        """Runs the whole backward of a microbatch.
+        """Runs the whole backward of a microbatch, and frees the arrays that its forward kept. Updates main_grad in place.
+
+        With `delay_wgrad`, runs dgrad, then wgrad.
 
         Args:
-            dy: Gradient of y, with its structure, shapes and dtypes; never donated.
+            dy: Gradient of y, with the structure, shapes and dtypes of y; never donated.
             microbatch: Number of the microbatch; None for the oldest one without a backward.
 
         Returns:
-            (grads, dx). `grads` has the structure of params; a leaf is a new array or a `Borrowed` handle on main_grad, and
-            None for integers. `dx` has the structure of x; None if x has integers.
+            (grads, dx). `grads` has the structure of params. A leaf is a new array in the dtype of the parameter; for an
+            aliased gradient, a `Borrowed` handle on its sum in main_grad over all microbatches so far; or None for integers.
+            `dx` has the structure of x, new arrays; None if x has integers.
 
         Raises:
-            CallableError: If no forward waits for its backward, too many wait and `microbatch` is None, dy does not match y,
-                the callable was built with `training=False`, or microbatches of another thread wait.
-            OwnershipError: If an array of the microbatch or main_grad was donated or deleted.
+            CallableError: If no forward waits for its backward, microbatches wait for their wgrad and `microbatch` is None,
+                more microbatches wait than at most in the order and `microbatch` is None, dy does not match y, the callable was
+                built with `training=False` or was reset, microbatches of another thread wait, or another thread is in a call.
+            OwnershipError: If an array of the microbatch or main_grad was donated or deleted, or an argument is an array of
+                main_grad.
         """
         with self.waiting:
             self._check_trains()
@@ -181,18 +194,24 @@ class Graphed:
             return self._finish(pending, outs[self.shaped.num_dx :]), self._dx(outs)
 
     def dgrad(self, dy: PyTree, *, microbatch: int | None = None) -> PyTree:
-        """Computes dx of a microbatch, and keeps its stash for wgrad. Needs `delay_wgrad`.
+        """Computes dx of a microbatch, and keeps its stash (arrays for wgrad). Needs `delay_wgrad`.
+
+        Frees the arrays that only dgrad reads. Adds aliased gradients of parameters that are not delayed to main_grad, in
+        place.
 
         Args:
-            dy: As for `backward`.
-            microbatch: As for `backward`.
+            dy: Gradient of y, with the structure, shapes and dtypes of y; never donated.
+            microbatch: Number of the microbatch; None for the oldest microbatch before its dgrad.
 
         Returns:
-            dx, with the structure of x; None if x has integers.
+            dx, new arrays with the structure of x; None if x has integers.
 
         Raises:
-            CallableError: As for `backward`, or if the callable was built with `delay_wgrad=False`.
-            OwnershipError: As for `backward`.
+            CallableError: If the callable was built with `delay_wgrad=False` or `training=False` or was reset, no forward waits
+                for its backward, more microbatches wait than at most in the order and `microbatch` is None, dy does not match
+                y, microbatches of another thread wait, or another thread is in a call.
+            OwnershipError: If an array of the microbatch or main_grad was donated or deleted, or an argument is an array of
+                main_grad.
         """
         with self.waiting:
             self._check_trains()
@@ -202,17 +221,22 @@ class Graphed:
             return self._dgrad(self.waiting.next("dgrad", "forward", microbatch), dy)
 
     def wgrad(self, *, microbatch: int | None = None) -> PyTree:
-        """Computes the delayed gradients of a microbatch.
+        """Computes the delayed gradients of a microbatch, adds them to main_grad in place, and frees the microbatch's arrays.
+
+        If the callable has no parameter to delay, only returns the gradients that `dgrad` computed.
 
         Args:
-            microbatch: Number of the microbatch; None for the oldest one that waits for its wgrad.
+            microbatch: Number of the microbatch; None for the oldest microbatch before its wgrad.
 
         Returns:
-            All gradients of the microbatch, like `grads` of `backward`.
+            All gradients, in the structure of params. A leaf is a new array in the dtype of the parameter, computed by `dgrad`;
+            for an aliased gradient, a `Borrowed` handle on its sum in main_grad over all microbatches so far; or None for
+            integers.
 
         Raises:
-            CallableError: As for `backward`.
-            OwnershipError: As for `backward`.
+            CallableError: If no microbatch waits for its wgrad, the callable was built with `training=False` or was reset,
+                microbatches of another thread wait, or another thread is in a call.
+            OwnershipError: If an array of the microbatch or main_grad was donated or deleted.
         """
         with self.waiting:
             self._check_trains()
@@ -220,9 +244,9 @@ class Graphed:
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """Numbers of the waiting microbatches: first those that wait for wgrad, then those that wait for dgrad, oldest first.
+        """Numbers of the waiting microbatches: first the microbatches before wgrad, then before dgrad, oldest first.
 
-        After a forward, the last number is the number of its microbatch.
+        Empty if none wait. After a forward, the last number is the number of its microbatch.
         """
         return self.waiting.numbers
 
@@ -233,7 +257,7 @@ class Graphed:
             microbatch: Number of the microbatch; None for all.
 
         Raises:
-            CallableError: If the microbatch does not wait, or another thread is in a call.
+            CallableError: If the microbatch does not wait, another thread is in a call, or the callable was reset.
         """
         self._check_alive()
         self.waiting.drop(microbatch)
@@ -242,19 +266,34 @@ class Graphed:
     def main_grad(self) -> PyTree:
         """The float32 sums of aliased gradients since `zero_grads`, with the structure of params.
 
-        A leaf is a `Borrowed` handle, or None for a parameter without an aliased gradient.
+        A leaf is a `Borrowed` handle, which the next update of main_grad makes stale, or None for a parameter without an
+        aliased gradient. Before the first gradient, the sums are allocated as zeros.
+
+        Raises:
+            CallableError: If the callable was reset.
+            OwnershipError: If the caller donated or deleted a sum.
         """
         self._check_alive()
         return self.gradients.tree({})
 
     def zero_grads(self) -> None:
-        """Sets main_grad to zero, in place. Raises CallableError if microbatches wait for a backward call."""
+        """Sets main_grad to zero, in place, and makes all handles on it stale.
+
+        Raises:
+            CallableError: If microbatches wait for a backward call, another thread is in a call, or the callable was reset.
+        """
         with self.waiting:
             self.check_idle()
             self.gradients.zero()
 
     def reset(self) -> None:
-        """Frees buffers and executables. Later calls raise CallableError. Arrays of the caller stay valid."""
+        """Frees waiting microbatches, main_grad and executables. Arrays of the caller stay valid, but handles become stale.
+
+        Later calls raise CallableError.
+
+        Raises:
+            CallableError: If another thread is in a call.
+        """
         self.waiting.drop(None)
         self.gradients.free()
         self.parts, self._is_reset = {}, True

@@ -34,15 +34,20 @@ Grad = tuple[int, int, How]
 class Task:
     """One computation of an executable.
 
+    A *register* is the number of an array. `Registers.avals` has its shape and dtype.
+
     Attributes:
-        kind: The action, `key` (folds a random key), `loss` (computes the loss and its gradients) or `function` (any other).
+        kind: The action (`forward`, `dgrad`, `wgrad` or `backward`), `key` (folds a random key), `loss` (computes the loss and
+            its gradients) or `function` (any other).
         index: The callable. A loss or function runs on the device of this callable.
         ins: Registers of the inputs besides parameters.
         outs: Registers of the outputs; None for an output that is dropped or passed through.
         params: Registers of the parameters that the task reads.
-        grads: The gradients that the task computes.
-        fn: Computes a `loss` or `function`. A loss maps the arrays of `params` and `ins` to (outputs, gradients in the order of
-            `grads`). A function maps the arrays of `ins` to outputs.
+        grads: The gradients that the task computes: (index of the parameter, register of the gradient, how). *how* is `new` (an
+            array in the dtype of the parameter), `start` (a new float32 sum) or `add` (added to the float32 sum in the
+            register).
+        fn: Computes a `loss` or `function`; None for other kinds. A loss maps the arrays of `params` and `ins` to (outputs,
+            gradients in the order of `grads`). A function maps the arrays of `ins` to outputs.
     """
 
     kind: Kind | Literal["key", "loss", "function"]
@@ -55,23 +60,27 @@ class Task:
 
     @property
     def name(self) -> str:
-        """Name in profiles, such as `forward_0`."""
+        """Name in profiles, such as `forward_0`: the name of `fn`, or kind and callable."""
         return getattr(self.fn, "__name__", f"{self.kind}_{self.index}")
 
 
 class Registers:
-    """Numbers arrays: register r holds an array with the shape and dtype `avals[r]`."""
+    """Numbers arrays: register r holds an array with the shape and dtype `avals[r]`.
+
+    Attributes:
+        avals: Shape and dtype of each register. Methods append to this list.
+    """
 
     def __init__(self, avals: Iterable[Any] = ()):
         self.avals: list[Any] = list(avals)
 
     def register(self, aval: Any) -> int:
-        """Adds a register."""
+        """Adds a register for an array with the shape and dtype of `aval`, and returns its number."""
         self.avals.append(aval)
         return len(self.avals) - 1
 
     def new(self, avals: Iterable[Any]) -> list[int]:
-        """Adds one register per aval."""
+        """Adds one register per aval, and returns their numbers in order."""
         return [self.register(aval) for aval in avals]
 
     def task(
@@ -80,16 +89,17 @@ class Registers:
         """Makes the task of one action of a callable, and adds registers for its outputs.
 
         Args:
-            kind: The action.
+            kind: The action: `forward`, `dgrad`, `wgrad` or `backward`.
             shaped: The callable.
             ins: Registers of (x, extra) for forward, of (residuals, dy) for dgrad and backward, of (residuals of the pool
                 forward_wgrad, stash) for wgrad.
-            param: Maps the index of a parameter to its register.
-            grads: The gradients of the action.
+            param: Maps the index of a parameter to its register. Called for each parameter that the action reads.
+            grads: The gradients of the action: (index of the parameter, register, `new`, `start` or `add`).
 
         Returns:
-            The task, the registers of y or dx, and the registers of the residuals or the stash. The last outputs of a forward
-            are aux.
+            Three values: the task; the registers of y (forward) or dx (dgrad, backward; empty for wgrad); and the registers of
+            the residuals (forward) or the stash (dgrad), empty for other actions. An array that is passed through keeps the
+            register of the input. The last outputs of a forward are aux.
         """
         results = {"forward": shaped.y.avals, "wgrad": ()}.get(kind, shaped.x.avals[: shaped.num_dx])
         left, sources = {
@@ -110,11 +120,11 @@ class Interface:
 
     Attributes:
         tasks: The tasks in order.
-        sums: Registers that are updated in place: argument 0 and output 0.
-        donated: Registers of inputs that are donated to outputs of equal shape.
+        sums: Registers that are updated in place: argument 0, which is donated, and output 0.
+        donated: Registers of inputs that are donated to outputs of equal shape and dtype.
         read: Registers of the other inputs.
         outs: Registers of the outputs besides `sums`.
-        shapes: Shape and dtype of each input.
+        shapes: (shape, dtype) of each input, in the order `sums`, `donated`, `read`.
     """
 
     tasks: tuple[Task, ...]
@@ -126,12 +136,12 @@ class Interface:
 
     @property
     def name(self) -> str:
-        """Name in profiles, such as `forward_0_dgrad_0`; at most three tasks are named."""
+        """Name in profiles, such as `forward_0_dgrad_0`; at most three tasks are named, without keys and losses."""
         words = [t.name for t in self.tasks if t.kind not in ("key", "loss")]
         return "_".join(words[:3]) + (f"_and_{len(words) - 3}" if len(words) > 3 else "")
 
     def numbered(self) -> "Interface":
-        """Renumbers the registers by first use, so that equal computations have equal interfaces."""
+        """Returns a copy with registers renumbered by first use, so that equal computations have equal interfaces."""
         names: dict[int, int] = {}
 
         def renamed(registers: Iterable[int | None]) -> tuple[Any, ...]:
@@ -161,22 +171,29 @@ class Executable:
 
     @cached_property
     def select(self) -> tuple[Callable[[Sequence[Any]], tuple[Any, ...]], ...]:
-        """Functions that select the three arguments from a list of arrays by register."""
+        """Three functions from a sequence of arrays by register to the arguments `sums`, `donated` and `read` of `compiled`."""
         return gather(self.io.sums), gather(self.io.donated), gather(self.io.read)
 
     @cached_property
     def adds(self) -> tuple[int, ...]:
-        """Indices of the parameters with a gradient that is added to main_grad."""
+        """Indices of the parameters with a gradient that is added to main_grad, in the order of the tasks."""
         return tuple(place for task in self.io.tasks for place, _, how in task.grads if how == "add")
 
     @cached_property
     def news(self) -> tuple[int, ...]:
-        """Indices of the parameters with a gradient that is a new array. These gradients are the last outputs."""
+        """Indices of the parameters with a gradient that is a new array. These gradients are the last outputs, in order."""
         return tuple(place for task in self.io.tasks for place, _, how in task.grads if how == "new")
 
 
 def gather(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Returns a function that selects the items at `places` of a sequence. For two or more items, it runs in C."""
+    """Returns a function that selects the items at `places` of a sequence.
+
+    Args:
+        places: Indices into the sequence. May repeat.
+
+    Returns:
+        A function from a sequence to the tuple of the selected items. For two or more items, it runs in C.
+    """
     if len(places) > 1:
         return itemgetter(*places)
     return lambda arrays: tuple([arrays[i] for i in places])
@@ -185,20 +202,21 @@ def gather(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 def compile_tasks(
     interfaces: Sequence[Interface], callables: Sequence[Shaped], options: Mapping[str, Any], *, copies: Copies = "shared"
 ) -> list[Executable]:
-    """Compiles executables, several at a time.
+    """Compiles executables, up to 16 at a time in threads. Does not run them.
 
     Args:
         interfaces: The tasks and registers of each executable.
         callables: The callables of the tasks.
-        options: XLA options.
+        options: XLA options, values by name.
         copies: `shared` if equal interfaces share an executable, `each` if every interface has its own. `each` has no effect on
             a CPU.
 
     Returns:
-        One executable per interface.
+        One executable per interface, in order.
 
     Raises:
-        DonationError: If a standing register is not updated in place.
+        CompilerOptionError: If XLA refuses an option.
+        DonationError: If a register of `sums` is not updated in place.
     """
     of_index = {shaped.index: shaped for shaped in callables}
     # The number distinguishes equal interfaces if `copies` is each.
@@ -246,18 +264,19 @@ def interface(
     dying: Collection[int] = (),
     stored: Mapping[int, int] | None = None,
 ) -> Interface:
-    """Finds the inputs and outputs of an executable.
+    """Finds the inputs and outputs of an executable. Compiles nothing.
 
     Args:
         tasks: The tasks in order.
         avals: Shape and dtype of every register.
         wanted: Registers that are read outside of the executable.
-        standing: Registers that are updated in place.
-        dying: Registers that nothing reads after the executable.
-        stored: Maps output registers to registers of buffers with the same shape, which are donated to them.
+        standing: Registers that are updated in place, besides those of gradients that are added.
+        dying: Registers that nothing reads after the executable. They are donated if an output has the same shape and dtype.
+        stored: Maps output registers to registers of buffers with the same shape and dtype, which are donated to them; None for
+            none.
 
     Returns:
-        The interface of the executable.
+        The interface of the executable. The outputs with a buffer come first.
     """
 
     def kind(register: int) -> tuple[Any, Any]:
@@ -294,10 +313,10 @@ def fold_key(key: Array, *, step: Any, microbatch: Any, layer: Any) -> Array:
         key: The random key of the training.
         step: Number of the step, from 0; an integer or an int32 scalar.
         microbatch: Number of the microbatch in the step, from 0; an integer or an int32 scalar.
-        layer: Number of the layer, from 0. For a graphed callable, its index.
+        layer: Number of the layer, from 0; an integer or an int32 scalar. For a graphed callable, its index.
 
     Returns:
-        The random key of the layer.
+        The random key of the layer: `jax.random.fold_in` with step, microbatch and layer, in this order.
     """
     for number in (step, microbatch, layer):
         key = jax.random.fold_in(key, number)

@@ -33,26 +33,26 @@ _NEVER = 1 << 62
 
 
 def ranks_of(schedule: Schedule) -> list[int]:
-    """Returns the rank of each callable."""
+    """Returns the rank of each callable, a list of integers."""
     return np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
 
 
 def layers_of(schedule: Schedule) -> list[range]:
-    """Returns the range of callables of each stage."""
+    """Returns the range of callables of each stage, in the order of the stages."""
     ends = np.cumsum(schedule.num_layers).tolist()
     return [range(end - count, end) for end, count in zip(ends, schedule.num_layers, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """The loss of a microbatch.
+    """The loss of a microbatch, for fixed shapes. Made by `Loss.of`.
 
     Attributes:
         fn: `fn(params, y, *args) -> scalar`.
         params: Parameters of the loss.
         args: Arguments after y.
         y: The output of the last callable.
-        aval: Shape and dtype of the loss.
+        aval: Shape () and floating dtype of the loss.
     """
 
     fn: Callable[..., jax.Array]
@@ -63,19 +63,19 @@ class Loss:
 
     @classmethod
     def of(cls, fn: Callable[..., jax.Array], y: Side, args: tuple[Any, ...], params: Any = ()) -> "Loss":
-        """Traces a loss.
+        """Traces a loss. Does not run it.
 
         Args:
             fn: `fn(params, y, *args) -> scalar`.
             y: The output of the last callable.
-            args: Shapes of the arguments after y for one microbatch.
-            params: Shapes of the parameters of the loss.
+            args: Arrays or shapes of the arguments after y for one microbatch.
+            params: Arrays or shapes of the parameters of the loss; () for none.
 
         Returns:
             The loss.
 
         Raises:
-            CallableError: If the loss is not a floating scalar.
+            CallableError: If the result is not one floating scalar.
         """
         weights, given = Side.of(params), Side.of(args)
         loss = jax.eval_shape(fn, weights.shapes(), y.shapes(), *given.shapes())
@@ -86,7 +86,15 @@ class Loss:
         return cls(fn, weights, given, y, shape_of(loss))
 
     def differentiated(self, params: list[Any], ins: list[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Computes the leaves of (loss, dy), and the gradients of the parameters. `ins` has the leaves of (y, args)."""
+        """Computes the loss and its gradients. A pure function.
+
+        Args:
+            params: Leaves of the parameters of the loss.
+            ins: Leaves of (y, args).
+
+        Returns:
+            The leaves of (loss, dy), and the gradients of the parameters in the order of the leaves.
+        """
         y, args = self.y.unflatten(ins[: len(self.y)]), self.args.unflatten(ins[len(self.y) :])
         loss, (gradients, dy) = jax.value_and_grad(self.fn, argnums=(0, 1))(self.params.unflatten(params), y, *args)
         return [loss, *jax.tree.leaves(dy)], jax.tree.leaves(gradients)
@@ -99,10 +107,11 @@ class PlanFunction:
     Its results stay in the same buffers in every run.
 
     Attributes:
-        fn: Maps a list of arrays to a list of arrays. Its `__name__` is the name of the executable.
-        index: A callable on the same device.
+        fn: Maps a list of arrays (in the order of `ins`) to a list of arrays (in the order of `outs`). Its `__name__` is the
+            name of the executable.
+        index: Number of a callable on the device that runs the function.
         ins: Names of the inputs: results of the plan, or arguments of the plan.
-        outs: Names of the results. `("params", i, place)` provides a parameter of callable i.
+        outs: Names of the results. `("params", i, place)` provides parameter `place` of callable i to the schedule.
         shapes: Shapes of the inputs that are arguments of the plan, by name.
     """
 
@@ -119,11 +128,12 @@ class Unit:
 
     Attributes:
         rank: The rank of the callable.
-        tick: The tick of the action.
+        tick: The tick (time slot of the schedule) of the action; 0 for a plan function.
         tasks: The tasks in order.
         sends: Transfers: (source register, target register, target device).
-        needed_at: The tick in which another rank computes an input; -1 if no input comes from another rank.
-        used_at: The tick in which another rank reads a result.
+        needed_at: Tick of the action on another rank that computes an input; -1 if all inputs are from this rank.
+        used_at: Tick of the action on another rank that reads a result; larger than any tick if only this rank reads the
+            results.
     """
 
     rank: int
@@ -135,13 +145,13 @@ class Unit:
 
 
 class Flow(Registers):
-    """The registers of a schedule.
+    """The registers of a schedule. A register is the number of an array; `avals[r]` has the shape and dtype of the array.
 
     Attributes:
         named: Registers of the arguments of the plan, by name: ("params", callable, parameter), where the loss counts as an
-            additional last callable; ("x" | "loss", microbatch, leaf); ("extra", callable, microbatch, leaf);
-            ("keys", callable, leaf) for a random key to be folded; ("step", rank); ("microbatch", rank, number); and the inputs
-            of plan functions.
+            additional last callable; ("x" | "loss", microbatch, leaf) for the inputs and for the arguments of the loss;
+            ("extra", callable, microbatch, leaf); ("keys", callable, leaf) for a random key to be folded; ("step", rank);
+            ("microbatch", rank, number); and the inputs of plan functions.
         results: Registers of the results, by name: ("loss", microbatch); ("sum", callable, parameter) for gradients, where the
             loss counts as an additional last callable; ("aux", callable, microbatch, leaf); ("y", microbatch, leaf) if outputs
             are kept; and the results of plan functions.
@@ -167,12 +177,15 @@ class Flow(Registers):
         self._buffers: dict[tuple[int, Any, Any], list[int]] = {}
 
     def send_buffer(self, source: int, rank: int, busy: set[int]) -> int:
-        """Selects the send buffer for an array.
+        """Selects the send buffer for an array: a register that is written before a transfer to another device.
+
+        Adds a register, also to `standing`, if the rank has fewer than three buffers of this shape and dtype, or all are busy.
+        Otherwise selects the least recently used one.
 
         Args:
             source: Register of the array.
             rank: The sending rank.
-            busy: Send buffers that the same executable already writes. Updated with the selected one.
+            busy: Send buffers that the same executable already writes. The selected one is added, in place.
 
         Returns:
             The register of the buffer.
@@ -190,7 +203,16 @@ class Flow(Registers):
         return buffer
 
     def function(self, function: PlanFunction) -> Unit:
-        """Assigns registers to the inputs and results of a plan function. Returns its unit."""
+        """Assigns registers to the inputs and results of a plan function. Traces the function.
+
+        Adds its results to `results` and `standing`, and its other inputs to `named`.
+
+        Args:
+            function: The plan function.
+
+        Returns:
+            A unit with one task.
+        """
         ins = [self.results[n] if n in self.results else self._given(function.shapes[n], *n) for n in function.ins]
         outs = self.new(map(shape_of, jax.eval_shape(function.fn, [self.avals[r] for r in ins])))
         self.results |= dict(zip(function.outs, outs, strict=True))
@@ -199,7 +221,15 @@ class Flow(Registers):
         return Unit(self._rank_of[function.index], 0, [task])
 
     def units(self, schedule: Schedule) -> list[Unit]:
-        """Assigns registers to the actions of all ranks. Returns their units by tick, layer by layer."""
+        """Assigns registers to the actions of all ranks. Adds the arguments and results to `named` and `results`.
+
+        Args:
+            schedule: The schedule of the constructor.
+
+        Returns:
+            One unit per action and callable, by tick, then rank. The units of an action are in the order of its computation:
+            layer by layer, reversed for a backward. A callable without delayed gradients has no unit for wgrad.
+        """
         layers = layers_of(schedule)
         # Ticks of forwards and dgrads, [stage, microbatch], padded with -1 before the first stage and after the last.
         forward, dgrad = (
@@ -319,14 +349,15 @@ def segments_of(units: Sequence[Unit], join: Join) -> list[list[Unit]]:
 
     Consecutive actions of a rank are joined if no transfer is needed between them: in the ticks of the schedule, other ranks
     compute the inputs before the first action starts, and read the results after the last action ends. Every segment therefore
-    depends only on segments that start earlier, so playing segments in the order of their first ticks cannot deadlock.
+    depends only on segments that start earlier, so playing segments in the order of their first ticks cannot deadlock. A
+    segment has about 64 tasks at most.
 
     Args:
         units: The actions of all ranks by tick.
-        join: `segments` joins actions, `nothing` makes one segment per action.
+        join: `segments` joins actions, `nothing` makes one segment per unit.
 
     Returns:
-        The segments by their first tick.
+        The segments by their first tick, each a list of units in order.
     """
     done: list[list[Unit]] = []
     open_: dict[int, list[Unit]] = {}

@@ -27,9 +27,10 @@ class RunResult:
     """The results of `GraphedCallables.run`.
 
     Attributes:
-        losses: One scalar per microbatch, on the last device.
-        grads: Gradients of each callable in the structure of its params: float32 sums over the microbatches, as new arrays or
-            `Borrowed` handles; None for integers.
+        losses: One scalar per microbatch, in the dtype of the loss, on the device of the last callable.
+        grads: For each callable, gradients of the sum of the losses, in the structure of its params: float32 sums over the
+            microbatches, as new arrays, or as `Borrowed` handles on main_grad, which the next update makes stale; None for
+            integers.
         outputs: y of the last callable for each microbatch; None if outputs were dropped.
     """
 
@@ -40,6 +41,8 @@ class RunResult:
 
 class GraphedCallables(Sequence[Graphed]):
     """A sequence of graphed callables in the order of the data. `run` plays an order. Made by `make_graphed_callables`.
+
+    `[i]` is callable i, a `Graphed` with the methods `evaluate`, `backward`, `dgrad` and `wgrad`.
 
     Attributes:
         schedule: The schedule that `run` plays by default; None without an order.
@@ -72,7 +75,12 @@ class GraphedCallables(Sequence[Graphed]):
         return f"GraphedCallables({len(self)} callable{'s' * (len(self) > 1)}, {order})"
 
     def reports(self) -> Reports:
-        """Returns the name and capture report of each executable. A report is None on platforms without command buffers."""
+        """Lists the executables of single calls, then those of the orders that `run` has compiled.
+
+        Returns:
+            (name, capture report) of each executable. The report describes its command buffers (CUDA graphs); None on platforms
+            without them.
+        """
         single = [(part.io.name, part.report) for graphed in self._graphed for part in graphed.parts.values()]
         return single + [report for plan in self._plans.values() for report in plan.reports]
 
@@ -80,30 +88,45 @@ class GraphedCallables(Sequence[Graphed]):
         """Puts the params of every callable on its device.
 
         Args:
-            params: The params of each callable, JAX or NumPy arrays.
+            params: The params of each callable, trees of JAX or NumPy arrays.
 
         Returns:
-            The params on their devices. Arrays that are already there are not copied.
+            The params on their devices, one tree per callable. JAX arrays that are already there are not copied. NumPy arrays
+            are.
 
         Raises:
-            CallableError: If `params` does not have one value per callable.
+            CallableError: If `params` is not a tuple or list with one value per callable.
         """
         given = zip(arguments.each("params", params, len(self)), self._shaped, strict=True)
         return tuple(jax.tree.map(partial(arguments.put, shaped.device), tree) for tree, shaped in given)
 
     def zero_grads(self) -> None:
-        """Sets main_grad of all callables to zero, in place. Raises CallableError if microbatches wait for a backward call."""
+        """Sets main_grad of all callables to zero, in place, and makes all handles on it stale.
+
+        Raises:
+            CallableError: If microbatches wait for a backward call, another thread is in a call, or the callables were reset.
+        """
         with self._turns():
             for graphed in self._graphed:
                 graphed.gradients.zero()
 
     def drop(self) -> None:
-        """Removes the waiting microbatches of all callables and frees their buffers."""
+        """Removes the waiting microbatches of all callables and frees their buffers.
+
+        Raises:
+            CallableError: If another thread is in a call, or the callables were reset.
+        """
         for graphed in self._graphed:
             graphed.drop()
 
     def reset(self) -> None:
-        """Frees the buffers and executables of all callables and orders. Later calls raise CallableError."""
+        """Frees the buffers and executables of all callables and orders. Later calls raise CallableError.
+
+        Arrays of the caller stay valid, but handles become stale. The params are no longer referenced.
+
+        Raises:
+            CallableError: If another thread is in a call.
+        """
         for graphed in self._graphed:
             graphed.reset()
         self._params = None
@@ -125,33 +148,42 @@ class GraphedCallables(Sequence[Graphed]):
     ) -> RunResult:
         """Plays an order: forward and backward of all microbatches, with transfers between devices.
 
-        The first call with an order and a loss function compiles. Pass the same function in every call, because a new lambda
-        compiles again. Gradients in main_grad start from zero in every run.
+        The first call with an order, a loss function, shapes of `loss_args`, `outputs` and `join` compiles. The eight latest
+        results of compilation are kept. Pass the same function in every call, because a new lambda compiles again. Gradients in
+        main_grad start from zero in every run, and handles on them from earlier calls become stale.
 
         Args:
-            order: As in `make_graphed_callables`; None for the order given there.
+            order: Signed numbers of one rank (`c` is the forward, `-c` the dgrad or full backward and `-c-0.5` the wgrad of
+                chunk c, from 1), an Order, a Schedule, or one order per rank; None for the order given to
+                `make_graphed_callables`.
             inputs: x of the first callable for each microbatch; never donated.
             loss_fn: `loss_fn(y, *loss_args) -> scalar`, where y is the output of the last callable. Gradients are gradients of
-                the sum of the losses over microbatches.
+                the sum of the losses over microbatches. Traced when an order is compiled.
             params: The params of each callable, on its device (see `place`); never donated. None uses the params of
                 `make_graphed_callables`, which are stored until `run` gets different ones.
-            extra: Arguments after x for each microbatch, passed to every callable that takes any; None if no callable does.
-            loss_args: Arguments of `loss_fn` after y for each microbatch; None for no arguments.
-            key: A random key; None if no callable takes one. `fold_key` derives each keyword argument that is a key from it.
-            step: Number of the training step, from 0 to 2**31 - 1.
+            extra: For each microbatch, a tuple of the arguments after x, passed to every callable that takes any; None if no
+                callable does.
+            loss_args: For each microbatch, a tuple of the arguments of `loss_fn` after y; None for no arguments.
+            key: A random key; None if no callable takes one. `fold_key` derives each keyword argument that is a key from it,
+                with `step`, the number of the microbatch and the index of the callable.
+            step: Number of the training step, from 0 to 2**31 - 1. Only used to derive keys.
             outputs: `keep` returns y of the last callable, `drop` does not.
             join: `segments` compiles consecutive actions of a rank without a transfer between them into one executable, which
                 needs fewer launches. `nothing` compiles each action separately.
 
         Returns:
-            Losses, gradients and outputs.
+            Losses, gradients and outputs. On GPUs, returns before the devices finish.
 
         Raises:
-            OrderError: If the order cannot run or does not fit the callables.
+            OrderError: If the order cannot run, does not fit `delay_wgrad` or the devices of the callables, has a wgrad of a
+                callable without a delayed gradient, or is None although none was given to `make_graphed_callables`.
             ConfigError: If `outputs` or `join` is unknown.
-            CallableError: If an argument differs from the sample (the message lists every difference), microbatches of single
-                calls wait for a backward call, or another thread is in a call.
-            OwnershipError: If an argument is an array of main_grad.
+            CallableError: If an argument differs from the sample (the message lists every difference), params are on another
+                device, `params` is None after a run with other params, the order is for another number of callables, the result
+                of `loss_fn` is not one floating scalar, `step` is out of range, a key is missing, the call is inside a JAX
+                transformation, microbatches of single calls wait for a backward call, another thread is in a call, or the
+                callables were reset.
+            OwnershipError: If an argument is an array of main_grad or a handle on one.
         """
         check_choice("outputs", outputs, get_args(Outputs))
         check_choice("join", join, get_args(Join))

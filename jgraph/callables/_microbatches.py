@@ -17,10 +17,11 @@ class Microbatch:
 
     Attributes:
         number: Number of its forward, from 0.
-        params: Leaves of the parameters.
-        residuals: Leaves of the residuals: of both pools before dgrad, of the pool forward_wgrad after it.
-        stash: Leaves of the stash, after dgrad.
-        early: New gradients that dgrad returned.
+        params: Leaves of the parameters that its forward was called with; not copied.
+        residuals: Leaves of the residuals (arrays that forward keeps): of both pools before dgrad, of the pool forward_wgrad
+            after it.
+        stash: Leaves of the stash (arrays that dgrad keeps for wgrad); empty before dgrad.
+        early: Gradients of parameters that dgrad returned as new arrays; empty before dgrad.
     """
 
     number: int
@@ -33,14 +34,22 @@ class Microbatch:
 class Waiting:
     """The microbatches of a callable that wait for a backward call, by number, oldest first.
 
-    Also a lock for one thread at a time. Other threads cannot take it while microbatches of its last owner wait.
+    Also a lock, used as a context manager by one thread at a time. Other threads cannot take it while microbatches of its last
+    owner wait. Entering raises CallableError instead of waiting if another thread holds the lock, or microbatches of another
+    thread wait.
 
     Attributes:
-        after: Waiting microbatches by number, by the last action of the microbatch.
+        after: Waiting microbatches: a dict with the keys `dgrad` and `forward`, the last action of the microbatch, and values
+            that map the number of a microbatch to the `Microbatch`.
     """
 
     def __init__(self, name: str, most: int):
-        """`most` is the maximum number of microbatches that wait for their dgrad at once in the order."""
+        """Makes an empty set of waiting microbatches.
+
+        Args:
+            name: Name of the callable, for messages.
+            most: Maximum number of microbatches that wait for their dgrad at once in the order.
+        """
         self._name, self._most, self._count = name, most, 0
         self._lock, self._thread = RLock(), 0
         self.after: dict[Literal["dgrad", "forward"], dict[int, Microbatch]] = {"dgrad": {}, "forward": {}}
@@ -64,19 +73,24 @@ class Waiting:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers of all waiting microbatches: first the microbatches after dgrad, then the others."""
+        """Numbers of all waiting microbatches: first the microbatches after dgrad, then the others, each oldest first."""
         return tuple(number for waiting in self.after.values() for number in waiting)
 
     def add(self, params: Sequence[Any], residuals: Sequence[Any]) -> None:
-        """Adds a microbatch after its forward, with the next number."""
+        """Adds a microbatch after its forward, with the next number. Call it while holding the lock.
+
+        Args:
+            params: Leaves of the parameters. Not copied.
+            residuals: Leaves of the residuals, the arrays that forward keeps. Not copied.
+        """
         self.after["forward"][self._count] = Microbatch(self._count, params, residuals)
         self._count += 1
 
     def next(self, part: str, before: Literal["forward", "dgrad"], number: int | None) -> Microbatch:
-        """Returns the microbatch of the backward call `part`.
+        """Selects the microbatch of a backward call. Does not remove it.
 
         Args:
-            part: Name of the call, for messages.
+            part: Name of the call, for messages: `dgrad`, `wgrad` or `backward`.
             before: The last action of the microbatch.
             number: Number of the microbatch; None for the oldest.
 
@@ -84,7 +98,8 @@ class Waiting:
             The microbatch.
 
         Raises:
-            CallableError: If the microbatch does not wait for this call, or `number` is None and too many microbatches wait.
+            CallableError: If no microbatch or not this one waits for the call; or if `number` is None, `before` is `forward`,
+                and more microbatches wait than at most in the order.
         """
         waiting = self.after[before]
         if number is not None:
@@ -102,15 +117,22 @@ class Waiting:
         return next(iter(waiting.values()))
 
     def after_dgrad(self, microbatch: Microbatch) -> None:
-        """Records that the dgrad of a microbatch ran."""
+        """Records that the dgrad of a microbatch ran: moves it from `after["forward"]` to `after["dgrad"]`."""
         self.after["dgrad"][microbatch.number] = self.after["forward"].pop(microbatch.number)
 
     def end(self, microbatch: Microbatch) -> None:
-        """Removes a microbatch."""
+        """Removes a waiting microbatch, and so drops the references to its arrays."""
         del self.after["dgrad" if microbatch.number in self.after["dgrad"] else "forward"][microbatch.number]
 
     def drop(self, number: int | None) -> None:
-        """Removes a microbatch, or all of them if `number` is None. Any thread may call it unless another is in a call."""
+        """Removes waiting microbatches, and so drops the references to their arrays. Any thread may call it.
+
+        Args:
+            number: Number of the microbatch; None for all.
+
+        Raises:
+            CallableError: If the microbatch does not wait, or another thread holds the lock.
+        """
         self._acquire()
         try:
             if number is not None:

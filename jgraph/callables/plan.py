@@ -25,13 +25,14 @@ Reports = list[tuple[str, CaptureReport | None]]
 
 @dataclass(frozen=True)
 class Instruction:
-    """One step of an execution plan.
+    """One step of an execution plan. A register is the number of an array of the plan.
 
     Attributes:
         executable: The executable to run.
         sends: Transfers after it: (source register, target register, target device).
-        returns: Send buffers that move back to their standing registers: (source register, target register).
-        frees: Registers that are cleared at the end.
+        returns: Send buffers that move back to their standing registers: (source register, target register). The source is
+            cleared.
+        frees: Registers that are cleared at the end, which frees arrays without another reference.
     """
 
     executable: Executable
@@ -44,10 +45,14 @@ class Instruction:
 class ExecutionPlan:
     """Instructions, and the registers that they read and write. Only one thread at a time may play a plan.
 
+    A register is the number of an array. A *standing* register holds a buffer that is updated in place: a gradient sum, a send
+    buffer or the result of a plan function.
+
     Attributes:
         instructions: The instructions in the order of execution.
         flow: The registers.
-        buffers: Arrays in standing registers between two runs. Empty before the first run.
+        buffers: Arrays in standing registers between two runs, by register. Empty before the first run. `play` changes this
+            dict.
     """
 
     instructions: tuple[Instruction, ...]
@@ -56,7 +61,7 @@ class ExecutionPlan:
 
     @property
     def reports(self) -> Reports:
-        """The name and capture report of each distinct executable."""
+        """(name, capture report) of each distinct executable, in the order of execution; the report may be None."""
         executables = [instruction.executable for instruction in self.instructions]
         return [(e.io.name, e.report) for e in {id(e.compiled): e for e in executables}.values()]
 
@@ -64,10 +69,11 @@ class ExecutionPlan:
         """Fills the registers with the arguments of the plan.
 
         Args:
-            give: Maps the first element of a name, such as `params`, to a function from the rest of the name to an array.
+            give: Maps the first element of a name in `Flow.named`, such as `params`, to a function from the rest of the name to
+                an array. The function is called once per name.
 
         Returns:
-            Arrays by register, None for arrays that the plan computes.
+            A new list of arrays by register, None for arrays that the plan computes.
         """
         registers: list[Any] = [None] * len(self.flow.avals)
         for (kind, *place), register in self.flow.named.items():
@@ -89,25 +95,31 @@ def make_plan(
     before: Sequence[PlanFunction] = (),
     after: Sequence[PlanFunction] = (),
 ) -> ExecutionPlan:
-    """Compiles a schedule into instructions.
+    """Compiles a schedule into instructions. Does not run them.
 
     Args:
         callables: The callables in the order of the data.
         schedule: The order of every rank.
         loss: The loss of a microbatch.
-        aliased: For each callable and the loss, the indices of parameters with gradients in standing registers. The buffers are
-            arrays given to `play` (main_grad), or else buffers of the plan.
-        reuse: True donates buffers to their last reader, or frees them after it.
-        options: XLA options.
-        join: `segments` compiles consecutive actions of a rank into one executable, `nothing` compiles each action separately.
+        aliased: For each callable and for the loss if it has parameters, the indices of parameters with gradients in standing
+            registers, which are updated in place. The buffers are arrays given to `play` (main_grad), or else buffers of the
+            plan.
+        reuse: True donates buffers to their last reader, or frees them after it. False keeps all arrays of a run until its end.
+        options: XLA options, values by name.
+        join: `segments` compiles consecutive actions of a rank into one executable, `nothing` compiles each action of a
+            callable separately.
         outputs: `keep` makes y of the last callable a result for every microbatch, `drop` does not.
         copies: `shared` if equal instructions share an executable, `each` if every instruction has its own. `each` has no
-            effect on a CPU.
+            effect on a CPU, or with more than 512 instructions.
         before: Functions to run before the schedule.
         after: Functions to run after the schedule.
 
     Returns:
-        The compiled plan.
+        The compiled plan, without buffers.
+
+    Raises:
+        CompilerOptionError: If XLA refuses an option.
+        DonationError: If an executable does not update a standing register in place.
     """
     flow = Flow(callables, schedule, loss, aliased, outputs)
     segments = [[flow.function(function)] for function in before] + segments_of(flow.units(schedule), join)
@@ -145,12 +157,13 @@ def make_plan(
 
 
 def play(plan: ExecutionPlan, registers: list[Any]) -> None:
-    """Runs a plan.
+    """Runs a plan: dispatches every instruction. On GPUs, returns before the devices finish.
 
     Args:
-        plan: The plan.
-        registers: Arrays by register from `ExecutionPlan.fill`, updated in place. Standing registers without an array use the
-            buffers of the plan.
+        plan: The plan. Its `buffers` are replaced.
+        registers: Arrays by register from `ExecutionPlan.fill`, updated in place: the list has the results afterwards. Arrays
+            in standing registers are donated. Standing registers without an array use the buffers of the plan, or zeros in the
+            first run.
     """
     from_plan = [r for r in plan.flow.standing if registers[r] is None]
     for r in from_plan:

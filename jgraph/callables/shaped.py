@@ -28,7 +28,7 @@ class Side:
     Attributes:
         tree: The tree structure.
         avals: Shape and dtype of each leaf.
-        paths: Path of each leaf, for messages.
+        paths: Path of each leaf, such as `blocks/0/kernel`, for messages. Empty for a tree that is one leaf.
     """
 
     tree: TreeDef
@@ -37,7 +37,7 @@ class Side:
 
     @classmethod
     def of(cls, tree: PyTree) -> "Side":
-        """Describes a tree of arrays or shapes."""
+        """Describes a tree of arrays, numbers or shapes. Ignores shardings and weak types."""
         leaves, structure = jax.tree.flatten(tree)
         return cls(structure, tuple(map(shape_of, leaves)), tuple(leaf_names(tree)))
 
@@ -45,19 +45,20 @@ class Side:
         return len(self.avals)
 
     def unflatten(self, leaves: Sequence[Any]) -> PyTree:
-        """Returns a tree with these leaves."""
+        """Returns a tree with the structure of this side and these leaves, in the order of `avals`."""
         return self.tree.unflatten(leaves)
 
     def shapes(self) -> PyTree:
-        """Returns the tree of shapes and dtypes."""
+        """Returns the tree of shapes and dtypes, with `jax.ShapeDtypeStruct`s as leaves."""
         return self.unflatten(self.avals)
 
 
 @dataclass(frozen=True, eq=False)
 class Shaped:
-    """A callable, differentiated for one set of shapes.
+    """A callable, differentiated for one set of shapes. Made by `shape_callable`.
 
-    The index of a parameter is its position among the leaves of `params`.
+    The index of a parameter is its position among the leaves of `params`. A *late* parameter has a gradient from wgrad, an
+    *early* one from dgrad.
 
     Attributes:
         index: The number of the callable.
@@ -75,7 +76,7 @@ class Shaped:
         device: The device of the callable.
         maxima: Indices of early parameters that are amax histories. The gradient of a history is its new value, which is
             reduced over microbatches by maximum instead of sum.
-        reads: Indices of the parameters that each action reads, by kind of action.
+        reads: Indices of the parameters that each action reads, by kind of action: `forward`, `dgrad`, `wgrad` and `backward`.
         residuals_from: For each residual, the leaf of (x, extra) that forward passes through, or None.
         stash_from: For each leaf of the stash, the leaf of (residuals, dy) that dgrad passes through, or None.
         aux: Results of forward besides y.
@@ -102,7 +103,7 @@ class Shaped:
 
     @cached_property
     def grads(self) -> Mapping[str, tuple[int, ...]]:
-        """Indices of the parameters with a gradient from each action, by kind of action."""
+        """Indices of the parameters with a gradient from each action: a dict by `forward`, `dgrad`, `wgrad` and `backward`."""
         return {"forward": (), "dgrad": self.early, "wgrad": self.late, "backward": (*self.early, *self.late)}
 
     @cached_property
@@ -112,17 +113,17 @@ class Shaped:
 
     @cached_property
     def num_dx(self) -> int:
-        """Number of leaves of dx."""
+        """Number of leaves of dx; 0 if x has integers."""
         return len(self.x) if self.takes_gradient else 0
 
     @cached_property
     def positional(self) -> Side:
-        """The positional part of `extra`."""
+        """The positional part of `extra`: the arguments after x."""
         return Side.of(self.extra.shapes()[0])
 
     @cached_property
     def keys(self) -> tuple[int, ...]:
-        """Indices of the leaves of `extra` that are keyword arguments and random keys."""
+        """Indices of the leaves of `extra` that are random keys and in keyword arguments."""
         avals = enumerate(self.extra.avals)
         return tuple(i for i, a in avals if i >= len(self.positional) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key))
 
@@ -130,8 +131,8 @@ class Shaped:
         """Completes the leaves of params for an action.
 
         Args:
-            part: Kind of the action.
-            read: The parameters that the action reads, in the order of `reads`.
+            part: Kind of the action: `forward`, `dgrad`, `wgrad` or `backward`.
+            read: The parameters that the action reads, in the order of `reads[part]`.
 
         Returns:
             All leaves, with zeros for parameters that the action does not read.
@@ -139,7 +140,7 @@ class Shaped:
         return filled(self.params.avals, self.reads[part], read)
 
     def forward(self, params: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """Computes forward.
+        """Computes forward. A pure function of leaves, to be traced.
 
         Args:
             params: All leaves of params.
@@ -154,12 +155,12 @@ class Shaped:
     def dgrad(
         self, params: Sequence[Any], residuals: Sequence[Any], dy: Sequence[Any]
     ) -> tuple[list[Any], dict[int, Any], list[Any]]:
-        """Computes dgrad.
+        """Computes dgrad. A pure function of leaves, to be traced.
 
         Args:
             params: All leaves of params.
             residuals: All leaves of the residuals.
-            dy: Leaves of dy.
+            dy: Leaves of dy, the gradient of y.
 
         Returns:
             The leaves of dx, the early gradients by parameter index, and the leaves of the stash.
@@ -172,7 +173,7 @@ class Shaped:
     def wgrad(
         self, params: Sequence[Any], residuals: Sequence[Any], stash: Sequence[Any], sums: Mapping[int, Any] | None
     ) -> dict[int, Any]:
-        """Computes wgrad.
+        """Computes wgrad. A pure function of leaves, to be traced.
 
         Args:
             params: All leaves of params.
@@ -182,7 +183,7 @@ class Shaped:
                 parameters.
 
         Returns:
-            The late gradients, or the new sums, by parameter index.
+            By parameter index, the late gradients, or the new sums if `sums` is given. Empty without late parameters.
         """
         if not self.late:
             return {}
@@ -196,21 +197,25 @@ class Shaped:
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of a leaf, without sharding and weak type."""
+    """Returns the shape and dtype of a leaf as a `jax.ShapeDtypeStruct`, without sharding and weak type.
+
+    Args:
+        leaf: An array, tracer, shape or Python number.
+    """
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         leaf = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def reads_of(jaxpr: Any, count: int) -> tuple[int, ...]:
-    """Finds the arguments that a computation reads.
+    """Finds the arguments that a computation reads. May report an argument that it does not need.
 
     Args:
         jaxpr: The computation.
         count: Number of leading arguments to consider.
 
     Returns:
-        The indices of the arguments, ascending.
+        The indices of the arguments, ascending, below `count`.
     """
     needed, _ = replay.needs(jaxpr, [True] * len(jaxpr.outvars))
     return tuple(i for i in range(count) if needed[i])
@@ -222,10 +227,10 @@ def filled(avals: Sequence[jax.ShapeDtypeStruct], places: Sequence[int], arrays:
     Args:
         avals: Shape and dtype of each array of the result.
         places: Index in the result of each array in `arrays`.
-        arrays: The given arrays.
+        arrays: The given arrays, as many as `places`.
 
     Returns:
-        One array per aval.
+        One array per aval, new zeros where no array is given.
     """
     given = dict(zip(places, arrays, strict=True))
     return [given[i] if i in given else replay.zeros(aval) for i, aval in enumerate(avals)]
@@ -245,14 +250,15 @@ def shape_callable(
     """Traces forward, dgrad and wgrad of a callable. Does not run or compile them.
 
     Args:
-        fn: `fn(params, x, *extra, **kwargs) -> y`, or an FP8 function.
+        fn: `fn(params, x, *extra, **kwargs) -> y`, a pure function, or an FP8 function (`jgraph.fp8`).
         index: The number of the callable.
         params: Parameters, arrays or shapes; (params, state, weights) for an FP8 function.
         args: (x, *extra), arrays or shapes.
         kwargs: Keyword arguments, arrays or shapes.
         device: The device of the callable.
-        has_aux: True if `fn` returns (y, aux).
-        recompute: As in `split_backward`.
+        has_aux: True if `fn` returns (y, aux). aux is not differentiated.
+        recompute: Operations that the backward recomputes instead of saving their results: `elementwise` (elementwise
+            operations), `wide` (also matmuls with at least four times as many output elements as data elements) or `nothing`.
 
     Returns:
         The callable for these shapes.
@@ -260,6 +266,9 @@ def shape_callable(
     Raises:
         CallableError: If a parameter is complex, x mixes floating and other leaves, y has a leaf that is not floating, or the
             callable reduces over a mesh axis.
+        ConfigError: If `recompute` is unknown.
+        SplitError: If the backward cannot be split: an array is complex or sharded over explicit mesh axes, the result of a
+            callback is read, or `fn` does not return a pair with `has_aux`.
     """
     weights, x, extra = Side.of(params), Side.of(args[0]), Side.of((tuple(args[1:]), dict(kwargs)))
     for path, aval in zip(weights.paths, weights.avals, strict=True):

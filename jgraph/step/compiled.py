@@ -20,10 +20,12 @@ class CompiledStep:
     """A compiled training step that updates its state in place. Made by `TrainStep.compile`. `print` shows a report.
 
     Attributes:
-        executable: The program of the update. For most strategies it is the whole step.
-        capture: Report on the command buffers of the program; None if the platform has none.
-        batch: Shapes and shardings of the batch that the step takes.
-        gradients: Runs the executables of the gradients before the program, if the strategy has any.
+        executable: The program of the update, `(state, inputs) -> (state, metrics)`. For strategies without executables of the
+            gradients, it is the whole step.
+        capture: Report on the command buffers (CUDA graphs) of `executable`; None if the platform has none, or XLA gave no
+            report.
+        batch: Shapes and shardings of the placed batch that the step takes, a tree of `jax.ShapeDtypeStruct`.
+        gradients: Runs the executables of the gradients before `executable`, if the strategy has any.
     """
 
     executable: jax.stages.Compiled
@@ -32,17 +34,20 @@ class CompiledStep:
     gradients: GradientProgram
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepMetrics]:
-        """Runs a step.
+        """Runs a step. On GPUs, returns before the devices finish; on several CPU devices, waits for the results.
 
         Args:
-            state: Donated. Do not use it again: its buffers hold the new state.
-            batch: A batch from `TrainStep.place`, of the size that the step was compiled for.
+            state: The state before the step. Donated: do not use it again, because its buffers hold the new state.
+            batch: A batch from `TrainStep.place`, with the shapes that the step was compiled for. Not donated. On one device,
+                `place` returns the batch itself.
 
         Returns:
-            The new state and the metrics of the step.
+            (state, metrics): the new state in the same buffers, and the metrics of the step as arrays on the devices.
 
         Raises:
             ShapeError: If the step runs on a mesh, and `batch` is not from `TrainStep.place` or has another size.
+            TypeError: By JAX, if the structure, shapes or dtypes of the arguments differ from the compiled ones in another way.
+            ValueError: By JAX, if the shardings of the state differ from the compiled ones.
         """
         try:
             inputs = self.gradients.run(state.params, state.carry, state.step, batch)
@@ -54,7 +59,7 @@ class CompiledStep:
 
     @property
     def executables(self) -> Sequence[jax.stages.Compiled]:
-        """The executables that a step runs, in order."""
+        """The executables that a step runs, in order: those of the gradients, then the program of the update."""
         return [*self.gradients.executables, self.executable]
 
     @property
@@ -63,7 +68,7 @@ class CompiledStep:
         return None if self.gradients.executables else Memory.of(self.executable)
 
     def as_text(self) -> str:
-        """Returns the text of the compiled program of the update."""
+        """Returns the optimized HLO text of the program of the update; empty if the platform provides no text."""
         return self.executable.as_text() or ""
 
     def __str__(self) -> str:

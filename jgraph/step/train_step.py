@@ -60,37 +60,43 @@ def train_step(
     """Makes a training step: gradients of a loss over microbatches, clipping, an optax update, applied only if finite.
 
     The step is the jitted function that you would write around `jax.value_and_grad` and `optax.apply_updates`. It runs on the
-    devices of its strategy, and `compile` proves that it updates the state in place.
+    devices of its strategy, and `compile` proves that it updates the state in place. Does not compile the step.
 
     Args:
-        loss: `loss(params, batch, key)`, with parameters in the model's own tree and a microbatch. Returns a scalar mean, or
-            `jgraph.Loss`. With carried state, it takes the state as a fourth argument and returns a `Loss` with the new state.
-            `Pipelined` takes a `jgraph.PipelineModel` instead. Collectives may reduce over `jgraph.BATCH_AXES` on every mesh.
+        loss: `loss(params, batch, key)`, with parameters in the model's own tree, a microbatch (leaves [rows, ...]) and a
+            random key. Returns a scalar mean, or `jgraph.Loss`. With carried state, it takes the state as a fourth argument and
+            returns a `Loss` with the new state. `Pipelined` takes a `jgraph.PipelineModel` instead. Collectives may reduce over
+            `jgraph.BATCH_AXES` on every mesh.
         transform: An optax transform. Its `update` gets the clipped gradient and the parameters, in float32 and in the model's
             own tree unless it is declared `jgraph.elementwise`. As extra arguments, if it takes them, it gets the loss as
             `value` and the clipped gradient as `grad`.
         strategy: `Replicated`, `FullySharded` or `Pipelined`.
-        num_microbatches: Number of microbatches of a batch. Their gradients are summed before the update.
-        clip_norm: Largest global norm of the gradient. Larger gradients are scaled down to it. None does not clip.
-        key: A random key or a seed. Every step, microbatch and data rank gets its own key, folded from this one.
+        num_microbatches: M, the number of microbatches of a batch. Their gradients are summed before the update.
+        clip_norm: Largest global L2 norm of the gradient. Larger gradients are scaled down to it. None does not clip.
+        key: A random key or an integer seed. Every step, microbatch and data rank gets its own key, folded from this one.
         params_dtype: Floating dtype of the parameters in the state.
         grads_dtype: Floating dtype of the sums of gradients over microbatches and devices.
-        read_dtype: Rounds the summed gradient to this floating dtype before the update; None does not round.
-        freeze: Shell patterns of the names of parameters that are not trained, e.g. `("embed*",)`.
-        carried: Shapes of the mutable state of the model, such as running statistics. With `Pipelined`, only layers may have
-            such state.
-        reductions: How carried state is reduced over microbatches and devices: `mean`, `sum`, `max`, `last`, `halt`, or a tree
-            of these like `carried`. `halt` is `max` for integers that stop the training: if one is positive before or after a
-            step, the step changes only these integers, which never decrease. `TrainStep.resumed` sets them to zero.
-        fp8: Recipe for matmuls with parameters in FP8, forward and backward. With `Pipelined`, only those of layers.
-        batch: Arrays or shapes of a whole batch. Required with `fp8`, to find the matmuls.
+        read_dtype: Rounds the mean gradient to this floating dtype before the update; None does not round.
+        freeze: Shell patterns of the names of parameters that are not trained, e.g. `("embed*",)`. `*` also matches `/`.
+        carried: Arrays or shapes of the mutable state of the model, such as running statistics; None for no state. With
+            `Pipelined`, only layers may have such state.
+        reductions: How carried state is reduced over microbatches and devices: `mean`, `sum`, `max`, `last` (of the last
+            microbatch and data rank), `halt`, or a tree of these like `carried`. `halt` is `max` for integers that stop the
+            training: if one is positive before or after a step, the step changes only these integers, which never decrease.
+            `TrainStep.resumed` sets them to zero.
+        fp8: Recipe for matmuls with parameters in FP8, forward and backward; None for no matmuls in FP8. With `Pipelined`, only
+            the matmuls of layers are in FP8.
+        batch: Arrays or shapes of a whole batch, leaves [B, ...], where B is the number of rows. Required with `fp8`, to find
+            the matmuls. Not read otherwise.
 
     Returns:
         A `TrainStep`. Its `compile(batch)` returns the function `run(state, batch) -> (state, metrics)`, and its `init(params)`
         returns the initial state.
 
     Raises:
-        ConfigError: If an argument has a value that is not allowed. `field` is its name.
+        ConfigError: If an argument has a value that is not allowed (`field` is its name): for example, a pattern of `freeze`
+            that matches no parameter, patterns that match all parameters, a transform that is declared elementwise and is not,
+            or a loss with other parameters than `loss(params, batch, key)`.
         ShapeError: If microbatches and devices cannot share the rows of `batch`.
         OrderError: If the layers of a pipeline do not make the stages of its schedule.
 
@@ -152,7 +158,9 @@ def train_step(
 
 @dataclass(frozen=True, eq=False)
 class TrainStep:
-    """Compiles a training step, makes its state and places its batches. Holds no arrays. Made by `train_step`.
+    """Compiles a training step, makes its state and places its batches. Made by `train_step`. Does not hold the state.
+
+    In the methods, B is the number of rows of the whole batch, and M the number of microbatches.
 
     Attributes:
         bound: The strategy, bound to the objective.
@@ -160,10 +168,10 @@ class TrainStep:
         shapes: Shapes of the parameters, in the model's own tree.
         objective: The loss and the choices that the strategy needs.
         sees: The layout that the transform gets: packed and sharded `arrays`, or the model's own `tree`.
-        clip_norm: Largest global norm of the gradient; None does not clip.
+        clip_norm: Largest global L2 norm of the gradient; None does not clip.
         key: The random key of the run.
-        params_dtype: Dtype of the parameters in the state.
-        read_dtype: Gradients are rounded to this dtype before the update; None does not round.
+        params_dtype: Floating dtype of the parameters in the state.
+        read_dtype: Gradients are rounded to this floating dtype before the update; None does not round.
         frozen: Names of the parameters that are not trained.
     """
 
@@ -193,10 +201,17 @@ class TrainStep:
         return 1 if self.mesh is None else self.mesh.size
 
     def on(self, devices: Sequence[Any]) -> "TrainStep":
-        """Returns the same step on other devices, for example compile-only devices from `jgraph.xla.aot`.
+        """Returns the same step on other devices, for example compile-only devices from `jgraph.xla.aot`. Moves no arrays.
 
         Args:
-            devices: As many devices as the mesh has.
+            devices: As many devices as the mesh has, in the row-major order of the mesh.
+
+        Returns:
+            A new step with a mesh of the same shape and axis names.
+
+        Raises:
+            AssertionError: If the step has no mesh.
+            ValueError: If the number of devices differs from the size of the mesh.
         """
         assert self.mesh is not None, "a step on one device runs on the device of its arguments"
         return replace(
@@ -209,13 +224,15 @@ class TrainStep:
         """Makes the state before the first step, in one program, on the devices of the step.
 
         Args:
-            params: Floating arrays in the model's own tree, which are copied and cast to `params_dtype`. Or a function that
-                makes them, so that no device ever holds all of them.
-            carried: The carried state to start from, of the shapes and dtypes given to `train_step`.
-            observed: The observed state to start from; None for zeros.
+            params: Floating arrays in the model's own tree, which are copied and cast to `params_dtype`; not donated. Or a
+                function without arguments that makes them and is traced, so that no device ever holds all of them.
+            carried: The carried state to start from, of the shapes and dtypes given to `train_step`; copied. None if the step
+                carries no state.
+            observed: The observed state to start from (amax histories of FP8); copied. None for zeros.
 
         Returns:
-            The state. It shares no buffer with the arguments, because the first step donates it.
+            The state, with both counters 0 and the optimizer state from the `init` of the transform. It shares no buffer with
+            the arguments, because the first step donates it.
 
         Raises:
             ShapeError: If `params` or `carried` differ from the shapes given to the strategy and to `train_step`. The message
@@ -230,18 +247,32 @@ class TrainStep:
         return in_turn(jax.jit(self._init, out_shardings=self.shardings)(params, carried, observed))
 
     def lower_init(self, make: Callable[[], tuple[Tree, Tree]]) -> jax.stages.Lowered:
-        """Returns the lowered program of `init` with parameters and carried state from `make()`."""
+        """Lowers a program without arguments that makes the state before the first step. Does not compile or run it.
+
+        Args:
+            make: Returns (params, carried) in the model's own tree. Traced.
+
+        Returns:
+            The lowered program. Its result is the state.
+
+        Raises:
+            ShapeError: If the results of `make` differ from the shapes given to the strategy and to `train_step`.
+        """
         return jax.jit(lambda: self._init(*make()), out_shardings=self.shardings).lower()
 
     @cached_property
     def state(self) -> TrainState:
-        """The state as `jax.ShapeDtypeStruct`s, with shardings if it is on several devices."""
+        """The state as `jax.ShapeDtypeStruct`s, with shardings if there is a mesh. Computed once."""
         shapes = jax.eval_shape(self._init, self.shapes, self.objective.carried)
         return shapes if self.mesh is None else _placed(shapes, self.shardings)
 
     @cached_property
     def shardings(self) -> Any:
-        """The shardings of the state, a tree of NamedSharding; None on one device."""
+        """The shardings of the state, a `TrainState` of NamedShardings; None on one device. Computed once.
+
+        Raises:
+            ConfigError: If an elementwise transform has a moment with another shape than its parameter.
+        """
         if self.mesh is None:
             return None
         # Explicit, because an update in place requires that results have the shardings of the arguments.
@@ -257,7 +288,7 @@ class TrainStep:
 
     @property
     def canonical(self) -> CanonicalLayout:
-        """Converts the state to and from the model's own tree, the layout of checkpoints for every strategy."""
+        """Converts the state to and from the canonical layout: the model's own tree, as in checkpoints of every strategy."""
         return CanonicalLayout(self.bound.pack, self.bound.unpack, self.state, self.mesh, self.sees)
 
     def _init(self, tree: Tree, carried: Tree, observed: Tree = None) -> TrainState:
@@ -276,10 +307,11 @@ class TrainStep:
         """Sets the carried arrays with the reduction `halt` to zero, in the same buffers.
 
         Args:
-            state: A halted state. Donated.
+            state: A state after a halted step: an array with the reduction `halt` is positive, so a step changes no other leaf.
+                The arrays with this reduction are donated. All other leaves are not copied and become part of the result.
 
         Returns:
-            The state to continue from. The index of the next batch is `state.step`.
+            The state to continue from. The index of the next batch is `state.step`, which does not count halted steps.
         """
         leaves, structure = jax.tree.flatten(state.carried)
         kinds = jax.tree.leaves(self.objective.reductions)
@@ -292,19 +324,19 @@ class TrainStep:
     # --- Batches ---
 
     def batch_rows(self, rows: int) -> np.ndarray:
-        """Returns the indices of the rows that this process passes to `place`, in ascending order.
+        """Lists the rows of a batch that this process passes to `place`.
 
-        Microbatch m consists of rows [m * B/M, (m + 1) * B/M) of the batch. Each data rank has an equal, consecutive part of
-        every microbatch.
+        Microbatch m consists of rows [m * B/M, (m + 1) * B/M) of the batch. Each data rank (device with its own rows) has an
+        equal, consecutive part of every microbatch.
 
         Args:
             rows: B, the number of rows of the whole batch.
 
         Returns:
-            int64 indices in [0, B). A single process passes all rows.
+            int64 indices in [0, B), ascending. A single process passes all rows.
 
         Raises:
-            ShapeError: If the number of microbatches times the number of data ranks does not divide `rows`.
+            ShapeError: If M times the number of data ranks does not divide `rows`.
 
         Examples:
             >>> step = jgraph.train_step(lambda params, x, key: jnp.mean(x), optax.sgd(0.1), jgraph.Replicated(None, {}))
@@ -317,24 +349,30 @@ class TrainStep:
         """Reshapes a batch to microbatches and copies it to the devices of this process. Sends no row to another process.
 
         Args:
-            batch: Leaves [B, ...]. With several processes, the rows that `batch_rows` lists for this process, in that order.
+            batch: Tree of NumPy or JAX arrays [B, ...]. With several processes, only the rows that `batch_rows` lists for this
+                process, in that order.
 
         Returns:
-            Arrays [M, B/M, ...] with the second axis sharded over the data ranks. On one device, `batch` itself.
+            The batch for a call of the compiled step: JAX arrays [M, B/M, ...] with the second axis sharded over the data
+            ranks. On one device without a mesh, `batch` itself, unchanged and unchecked.
 
         Raises:
-            ShapeError: If microbatches and data ranks cannot share the rows.
+            ShapeError: If there is a mesh, and a leaf is not an array of numbers, or microbatches and data ranks cannot share
+                the rows equally.
         """
         return self.bound.batches.place(batch)
 
     def placed_shapes(self, batch: Tree) -> Tree:
-        """Returns the shapes and shardings of a batch from `place`, to lower programs.
+        """Computes the shapes and shardings of a placed batch, to lower programs. Places nothing.
 
         Args:
-            batch: Arrays or shapes of a whole batch, [B, ...], or of a batch from `place`.
+            batch: Arrays or shapes of a whole batch, leaves [B, ...], or of a batch from `place`.
+
+        Returns:
+            A tree of `jax.ShapeDtypeStruct`: [M, B/M, ...] with shardings on a mesh; the shapes of `batch` on one device.
 
         Raises:
-            ShapeError: If microbatches and data ranks cannot share the rows.
+            ShapeError: If a leaf is not an array of numbers, or microbatches and data ranks cannot share the rows equally.
         """
         return self.bound.batches.placed_shapes(batch)
 
@@ -343,21 +381,25 @@ class TrainStep:
     def compile(
         self, batch: Tree, *, graph: Literal["auto", "off", "full"] = "auto", xla_options: Sequence[str] = ()
     ) -> CompiledStep:
-        """Compiles the step and proves that it updates the state in place.
+        """Compiles the step and proves that it updates the state in place. Does not run it.
 
         Args:
-            batch: Arrays or shapes of a whole batch, leaves [B, ...]. A batch from `place` works too.
-            graph: Command buffers (CUDA graphs): the default of XLA (`auto`), none (`off`), or as many as possible (`full`).
-            xla_options: XLA options as `name=value`, checked against the installed XLA. They override those of the strategy.
+            batch: Arrays or shapes of a whole batch, leaves [B, ...], or of a batch from `place`. Only shapes and dtypes are
+                read.
+            graph: Command buffers (CUDA graphs): the default of XLA (`auto`), none (`off`), or as many as possible (`full`). No
+                effect on a CPU.
+            xla_options: XLA options as `name=value`. Names are checked against the installed XLA. They override those of the
+                strategy.
 
         Returns:
             The compiled step, called as `run(state, batch) -> (state, metrics)`.
 
         Raises:
-            ConfigError: If `transform` requires another keyword argument than `value` and `grad`, or `xla_options` is a string.
-            ShapeError: If a leaf of `batch` is not an array, microbatches and devices cannot share its rows, or `loss` does not
-                return a scalar and the carried state.
-            CompilerOptionError: If XLA refuses an option.
+            ConfigError: If `transform` requires another keyword argument than `value` and `grad`, `graph` is unknown, or
+                `xla_options` is a string.
+            ShapeError: If a leaf of `batch` is not an array of numbers, microbatches and devices cannot share its rows, or
+                `loss` does not return a scalar and the carried state.
+            CompilerOptionError: If the installed XLA does not have an option of `xla_options`, or refuses its value.
             DonationError: If the program copies a leaf of the state, or swaps the buffers of two leaves.
         """
         xla_options = checks.strings("xla_options", xla_options, example="name=value")
@@ -371,36 +413,59 @@ class TrainStep:
     def options(
         self, platform: str, *, graph: Literal["auto", "off", "full"] = "auto", xla_options: Sequence[str] = ()
     ) -> dict[str, OptionValue]:
-        """Returns the XLA options of the compiled step on a platform.
+        """Returns the XLA options of the compiled step on a platform. Compiles nothing.
 
         Args:
             platform: `cpu`, or `gpu`/`cuda`.
-            graph: As in `compile`.
-            xla_options: As in `compile`.
+            graph: Command buffers (CUDA graphs): the default of XLA (`auto`), none (`off`), or as many as possible (`full`). No
+                effect on a CPU.
+            xla_options: More options as `name=value`. They override those of the strategy and of `graph`.
 
         Returns:
             Option values by name.
 
         Raises:
-            CompilerOptionError: If the installed XLA does not have an option.
+            ConfigError: If `graph` is unknown.
+            CompilerOptionError: If an option is not `name=value`, or the installed XLA does not have it.
         """
         chosen = (*self.chosen_options(platform), *xla_options)
         return compiler_options(graph, chosen, platform=platform, num_devices=self.num_devices)
 
     def chosen_options(self, platform: str) -> tuple[str, ...]:
-        """Returns the XLA options of the strategy on a platform. Leaves out options that the installed XLA does not have."""
+        """Selects the XLA options of the strategy that the installed XLA has.
+
+        Args:
+            platform: `cpu`, or `gpu`/`cuda`.
+
+        Returns:
+            Options as `name=value`. Empty on a CPU.
+        """
         return known(self.bound.xla_options, platform)
 
     def lower(self, batch: Tree) -> jax.stages.Lowered:
-        """Returns the step, lowered as one program. `batch` is as in `compile`."""
+        """Lowers the step as one program that computes gradients and update. Does not compile or run it.
+
+        Args:
+            batch: Arrays or shapes of a whole batch, leaves [B, ...], or of a batch from `place`.
+
+        Returns:
+            The lowered `(state, placed batch) -> (state, StepMetrics)`, which donates the state.
+
+        Raises:
+            ShapeError: If a leaf of `batch` is not an array of numbers, or microbatches and data ranks cannot share its rows
+                equally.
+        """
         return self.jitted().lower(self.state, self.placed_shapes(batch))
 
     def jitted(self, gradients: GradientProgram | None = None) -> jax.stages.Wrapped:
-        """Returns the jitted `(state, inputs) -> (state, StepMetrics)`. Donates the state.
+        """Returns the jitted function `(state, inputs) -> (state, StepMetrics)`, which donates `state`. Traces nothing.
 
         Args:
             gradients: The compiled gradients; `inputs` is then the result of `gradients.run`. If None, the same program
                 computes the gradients, and `inputs` is a batch from `place`.
+
+        Returns:
+            The result of `jax.jit`. On a mesh, it returns the state in `shardings`, and replicated metrics.
         """
         gradients = gradients or GradientProgram(self.bound, None)
 
@@ -418,7 +483,11 @@ class TrainStep:
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
     def trained(self) -> Tree:
-        """Returns bool arrays in the layout of the parameters, False where frozen. They are constants of the program."""
+        """Makes bool arrays in the layout of the parameters, False where frozen. Under `jax.jit`, they become constants.
+
+        Returns:
+            A tree like `TrainState.params`. Padding is False.
+        """
         leaves, structure = jax.tree.flatten(self.shapes)
         masks = [
             jnp.full(leaf.shape, name not in self.frozen) for name, leaf in zip(leaf_names(self.shapes), leaves, strict=True)
@@ -430,11 +499,14 @@ class TrainStep:
 
         Args:
             state: The state before the step.
-            sums: Sums over the whole batch: loss, weight, metrics, and carried state.
+            sums: Sums over the whole batch: loss, weight and metrics. `sums.carried` is a `Carry` of the carried and the
+                observed state after the batch.
             grads: The mean gradient, laid out like `state.params`.
 
         Returns:
-            The new state and the metrics of the step.
+            (state, metrics). If an array with the reduction `halt` is positive before or after the step, only these arrays
+            change, to the larger of both values. Otherwise, if the loss or the gradient norm is not finite, only `step` and
+            `skipped` change, by 1.
         """
         if self.read_dtype is not None:
             grads = optax.tree.cast(grads, self.read_dtype)

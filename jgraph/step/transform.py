@@ -23,7 +23,8 @@ class Elementwise(NamedTuple):
     """An optax transform that updates every element independently. Made by `elementwise`.
 
     Attributes:
-        make: Makes the transform from a tree of bools, True where an array holds matrices.
+        make: Makes the transform from a tree of bools with the structure of the updated arrays, True where an array holds
+            matrices.
     """
 
     make: Callable[[Tree], Transform]
@@ -32,20 +33,22 @@ class Elementwise(NamedTuple):
 def elementwise(transform: Transform | Callable[[Tree], Transform]) -> Elementwise:
     """Declares that an optax transform updates every element independently of all others.
 
-    Small parameters then share one array, and the update takes a few kernels instead of one per parameter. SGD, Adam, AdamW
-    and Lion are elementwise. Muon, Adafactor, LAMB, `optax.clip_by_global_norm` and masks by path are not: pass those to
-    `train_step` without this function. `train_step` compares traces of the transform on separate and on packed parameters, and
-    raises a ConfigError if the updates differ.
+    Small parameters then share one array, and the update takes a few kernels instead of one per parameter. SGD, Adam, AdamW and
+    Lion are elementwise. Muon, Adafactor, LAMB, `optax.clip_by_global_norm` and masks by path are not: pass those to
+    `train_step` without this function. This function does not check the declaration. `train_step` compares traces of the
+    transform on separate and on packed parameters, and raises a ConfigError if the updates differ.
 
     Args:
-        transform: An optax transform, or a function that makes one from a tree of bools, True for arrays that hold matrices.
-            Use the function to exclude vectors from weight decay.
+        transform: An optax transform, or a function that makes one from a tree of bools. The tree has the structure of the
+            arrays that the transform updates, and is True for arrays that hold matrices: parameters with at least two axes,
+            except those named `scale` or `bias`. Use the function to exclude other parameters from weight decay. `train_step`
+            calls the function.
 
     Returns:
-        The declared transform, an argument of `train_step`.
+        The declared transform. Pass it to `train_step` as `transform`.
 
     Raises:
-        ConfigError: If `transform` is neither a transform nor a function.
+        ConfigError: If `transform` has no methods `init` and `update` and is not callable.
 
     Examples:
         >>> adamw = jgraph.elementwise(lambda matrices: optax.adamw(3e-4, weight_decay=0.1, mask=matrices))
@@ -62,13 +65,13 @@ def make_transform(declared: Elementwise, is_matrix: Tree) -> Transform:
 
     Args:
         declared: The declared transform.
-        is_matrix: Tree of bools like the arrays, True for arrays that hold matrices.
+        is_matrix: Tree of bools with the structure of the arrays, True for arrays that hold matrices.
 
     Returns:
-        The optax transform.
+        The optax transform: the transform that was declared, or the result of the declared function for `is_matrix`.
 
     Raises:
-        ConfigError: If the function of `declared` returns another object.
+        ConfigError: If the declared function does not return an object with the methods `init` and `update`.
     """
     transform = declared.make(is_matrix)
     if not _is_transform(transform):
@@ -81,26 +84,28 @@ def make_transform(declared: Elementwise, is_matrix: Tree) -> Transform:
 
 
 def check_transform(transform: Any) -> None:
-    """Raises ConfigError unless `transform` is an optax transform, or is declared elementwise."""
+    """Raises ConfigError unless `transform` has the methods `init` and `update` of optax, or is an `Elementwise`."""
     if not isinstance(transform, Elementwise) and not _is_transform(transform):
         raise _not_a_transform(transform)
 
 
 def apply_transform(transform: Transform, grads: Tree, opt_state: Tree, params: Tree, *, value: Array) -> tuple[Tree, Tree]:
-    """Calls the `update` of a transform.
+    """Calls the `update` of a transform. A pure function.
 
     Args:
-        transform: An optax transform. Its `update` gets the keyword arguments `value` and `grad` if it takes them.
-        grads: The gradient, also passed as `grad`.
+        transform: An optax transform. Its `update` gets the keyword arguments `value` and `grad` if its signature has these
+            names or `**kwargs`.
+        grads: The gradient, a tree of arrays. Also passed as `grad`.
         opt_state: The optimizer state.
-        params: The parameters.
+        params: The parameters, with the structure of `grads`.
         value: The loss, a float32 scalar.
 
     Returns:
-        The updates and the new optimizer state.
+        (updates, new optimizer state). The updates have the structure of `grads` and are to be added to the parameters.
 
     Raises:
-        ConfigError: If `update` requires another keyword argument.
+        ConfigError: If `update` requires a keyword argument other than `value` and `grad`. Other errors of `update` pass
+            through.
     """
     takes = inspect.signature(transform.update).parameters
     any_name = any(p.kind is p.VAR_KEYWORD for p in takes.values())
@@ -135,17 +140,17 @@ def _is_transform(value: Any) -> TypeGuard[Transform]:
 
 
 def state_shardings(transform: Transform, opt_state: Tree, params: Tree, shardings: Tree, rest: Any) -> Tree:
-    """Returns the shardings of an optimizer state. Moments are sharded like their parameters.
+    """Computes the shardings of an optimizer state. Moments are sharded like their parameters.
 
     Args:
-        transform: The optimizer.
-        opt_state: Shapes of its state.
-        params: Shapes of the parameters.
-        shardings: Shardings of the parameters.
-        rest: Sharding of the other leaves, such as counters.
+        transform: The optax transform that made the state.
+        opt_state: Shapes of the optimizer state.
+        params: Shapes of the parameters that the transform updates.
+        shardings: Sharding of each parameter, a tree like `params`.
+        rest: Sharding of the other leaves of the state, such as counters.
 
     Returns:
-        A tree like `opt_state`.
+        A tree of shardings with the structure of `opt_state`.
 
     Raises:
         ConfigError: If a moment has another shape than its parameter.

@@ -22,18 +22,22 @@ _UNROLLED_MICROBATCHES = 8
 def accumulate(
     sums_and_grads: MicrobatchFunction, num_microbatches: int, *, dtype: DTypeLike, reductions: Tree
 ) -> MicrobatchFunction:
-    """Returns `f(params, batch_M, key)`, which sums `sums_and_grads` over microbatches.
+    """Returns `f(params, batch_M, key)`, which sums `sums_and_grads` over microbatches. Traces nothing itself.
 
-    The leaves of `batch_M` have the shape [M, B/M, ...]. The key of microbatch m is folded from `key` and m.
+    The leaves of `batch_M` have the shape [M, B/M, ...], where M is the number of microbatches and B the number of rows. The
+    key of microbatch m is folded from `key` and m. Up to eight microbatches are unrolled; more run in a `lax.scan`.
 
     Args:
-        sums_and_grads: Maps (params, batch, key) of a microbatch to its loss and its gradients, shaped like `params`.
+        sums_and_grads: Maps (params, batch, key) of a microbatch to its sums, a `Loss`, and its gradients, with the structure
+            and shapes of `params`.
         num_microbatches: M.
         dtype: Dtype of the summed gradients. The gradients of a single microbatch are not cast.
-        reductions: Reductions of the carried state, a tree of names.
+        reductions: Reductions of the carried state (`max`, `sum`, `mean`, `last` or `halt`), a tree of names like
+            `Loss.carried`.
 
     Returns:
-        The function. Its results are the summed loss and the summed gradients.
+        The function. Its results are the summed `Loss` and the summed gradients. Carried state with the reduction `mean` is
+        summed, not yet divided by M.
     """
 
     def accumulated(params: Tree, batch_M: Tree, key: Array) -> tuple[Loss, Tree]:

@@ -21,9 +21,9 @@ from jgraph.tree import path_name
 class BatchLayout:
     """Places the rows of a batch on devices.
 
-    Microbatch m of M consists of rows [m * B/M, (m + 1) * B/M) of the batch. Each data rank has an equal, consecutive part of
-    every microbatch. A placed batch has leaves [M, B/M, ...], with the second axis sharded over the data ranks. On one device,
-    a placed batch is the batch itself.
+    Microbatch m of M consists of rows [m * B/M, (m + 1) * B/M) of a batch of B rows. Each data rank (device with its own rows)
+    has an equal, consecutive part of every microbatch. A placed batch has leaves [M, B/M, ...], with the second axis sharded
+    over the data ranks. On one device, a placed batch is the batch itself.
 
     Attributes:
         mesh: The devices; None for one device.
@@ -35,14 +35,20 @@ class BatchLayout:
 
     @property
     def sharding(self) -> NamedSharding | None:
-        """Sharding of the leaves of a placed batch. None on one device."""
+        """Sharding of the leaves of a placed batch: the second axis over the data ranks. None on one device."""
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(None, batch_axes(self.mesh)))
 
     def rows(self, count: int) -> np.ndarray:
-        """Returns the indices of the rows that this process must read from a batch of `count` rows: int64, ascending.
+        """Lists the rows that this process must read from a batch.
+
+        Args:
+            count: B, the number of rows of the whole batch.
+
+        Returns:
+            int64 indices in [0, B), ascending. All rows on one device.
 
         Raises:
-            ShapeError: If the microbatches and data ranks cannot share the rows equally.
+            ShapeError: If M times the number of data ranks does not divide `count`.
         """
         self.microbatch(jax.ShapeDtypeStruct((count,), jnp.int32))  # raises ShapeError
         index_MB = np.arange(count).reshape(self.num_microbatches, -1)
@@ -55,13 +61,15 @@ class BatchLayout:
         """Copies the rows of this process to its devices. Sends no row to another process.
 
         Args:
-            batch: Leaves [B, ...]. With several processes, the rows that `rows` lists for this process.
+            batch: Tree of NumPy or JAX arrays [B, ...]. With several processes, only the rows that `rows` lists for this
+                process, in that order.
 
         Returns:
-            The placed batch.
+            The placed batch, JAX arrays [M, B/M, ...]. On one device, `batch` itself, unchanged and unchecked.
 
         Raises:
-            ShapeError: If the microbatches and data ranks cannot share the rows equally.
+            ShapeError: If there is a mesh, and a leaf is not an array of numbers, or the microbatches and data ranks cannot
+                share the rows equally.
         """
         sharding = self.sharding
         if sharding is None:
@@ -78,13 +86,16 @@ class BatchLayout:
         return jax.tree.map(place, batch)
 
     def placed_shapes(self, batch: Tree) -> Tree:
-        """Returns the shapes and shardings of a placed batch.
+        """Computes the shapes and shardings of a placed batch. Places nothing.
 
         Args:
-            batch: Arrays or shapes of a whole batch, [B, ...], or of a placed batch.
+            batch: Arrays or shapes of a whole batch, leaves [B, ...], or of a placed batch, also on other devices.
+
+        Returns:
+            A tree of `jax.ShapeDtypeStruct`: [M, B/M, ...] with shardings on a mesh; the shapes of `batch` on one device.
 
         Raises:
-            ShapeError: If a leaf is not an array, or the microbatches and data ranks cannot share its rows equally.
+            ShapeError: If a leaf is not an array of numbers, or the microbatches and data ranks cannot share its rows equally.
         """
         sharding, num_microbatches = self.sharding, self.num_microbatches
 
@@ -107,13 +118,16 @@ class BatchLayout:
         return jax.tree.map(shape, batch)
 
     def microbatch(self, batch: Tree) -> Tree:
-        """Returns the shapes of one device's microbatch.
+        """Computes the shapes of one device's part of a microbatch.
 
         Args:
             batch: Arrays or shapes of a whole batch, leaves [B, ...].
 
+        Returns:
+            A tree of `jax.ShapeDtypeStruct` [B / (M * number of data ranks), ...].
+
         Raises:
-            ShapeError: If a leaf is not an array, or the microbatches and data ranks cannot share its rows equally.
+            ShapeError: If a leaf is not an array of numbers, or the microbatches and data ranks cannot share its rows equally.
         """
         return self._share(batch, num_data_ranks(self.mesh), "data ranks")
 
@@ -133,7 +147,7 @@ class BatchLayout:
         return jax.tree_util.tree_map_with_path(share, batch)
 
     def by_microbatch(self, placed: Tree) -> Tree:
-        """Returns a placed batch with leaves [M, B/M, ...], also on one device. Called in the program of the step."""
+        """Converts a placed batch to leaves [M, B/M, ...], in the traced program. On a mesh, returns `placed` itself."""
         if self.mesh is not None:
             return placed
         return by_microbatch(placed, self.num_microbatches)
@@ -146,13 +160,13 @@ class BatchLayout:
 
 
 def by_microbatch(batch: Tree, num_microbatches: int) -> Tree:
-    """Reshapes a batch to microbatches.
+    """Reshapes a batch to microbatches. A pure function of arrays.
 
     Args:
         batch: Leaves [B, ...].
         num_microbatches: M; must divide B.
 
     Returns:
-        Leaves [M, B/M, ...].
+        Leaves [M, B/M, ...]. Microbatch m has the rows [m * B/M, (m + 1) * B/M).
     """
     return jax.tree.map(lambda leaf: jnp.reshape(leaf, (num_microbatches, -1, *leaf.shape[1:])), batch)

@@ -24,14 +24,14 @@ _NOT_TRAINED = "parameters must be floating; pass other arrays as `carried` stat
 
 
 def check_count(field: str, value: Any) -> None:
-    """Checks that an argument is a positive integer.
+    """Checks that an argument is a positive integer, and no bool.
 
     Args:
-        field: Name of the argument.
+        field: Name of the argument, for the error.
         value: Its value.
 
     Raises:
-        ConfigError: If it is not.
+        ConfigError: If `value` is not an integer, is a bool, or is less than 1.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"`{field}` is {_shown(value)}: must be a positive integer", field=field)
@@ -49,14 +49,14 @@ def float_dtype(field: str, value: Any) -> Any:
     """Converts an argument to a floating dtype.
 
     Args:
-        field: Name of the argument.
+        field: Name of the argument, for the error.
         value: Its value, for example `jnp.float32` or "bfloat16".
 
     Returns:
-        The dtype.
+        The dtype, a `numpy.dtype`.
 
     Raises:
-        ConfigError: If it is not a floating dtype.
+        ConfigError: If `value` is None or not a floating dtype.
     """
     try:
         dtype = None if value is None else jnp.dtype(value)
@@ -75,7 +75,7 @@ def check_fp8(config: Any, batch: Tree) -> None:
         batch: The argument `batch`.
 
     Raises:
-        ConfigError: If `config` is neither a recipe nor None, or there is a recipe and no batch.
+        ConfigError: If `config` is neither an `FP8Config` nor None, or `config` is set and `batch` is None.
     """
     if config is not None and not isinstance(config, FP8Config):
         must = "must be a jgraph.FP8Config, or None for no matmuls in FP8"
@@ -85,7 +85,17 @@ def check_fp8(config: Any, batch: Tree) -> None:
 
 
 def random_key(value: Any) -> Array:
-    """Returns a random key from a key or a seed. Raises ConfigError for anything else."""
+    """Converts the argument `key` of a step to a random key.
+
+    Args:
+        value: An integer seed in [-2**63, 2**63), a key of `jax.random.key`, or a uint32 vector of `jax.random.PRNGKey`.
+
+    Returns:
+        The key. A key is returned unchanged.
+
+    Raises:
+        ConfigError: For any other value, such as an array of several keys.
+    """
     if isinstance(value, int | np.integer) and not isinstance(value, bool) and -(2**63) <= value < 2**63:
         return jax.random.key(int(value))
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
@@ -99,15 +109,15 @@ def strings(field: str, value: Any, *, example: str) -> tuple[str, ...]:
     """Converts a collection of strings to a tuple.
 
     Args:
-        field: Name of the argument.
+        field: Name of the argument, for the error.
         value: Its value.
-        example: An element, for the error.
+        example: A valid element, for the error.
 
     Returns:
-        The strings.
+        The strings, in order.
 
     Raises:
-        ConfigError: If it is a single string, or not a collection of strings.
+        ConfigError: If `value` is a single string, or not a collection of strings.
     """
     found = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
     if found is None or not all(isinstance(each, str) for each in found):
@@ -119,7 +129,15 @@ def strings(field: str, value: Any, *, example: str) -> tuple[str, ...]:
 
 
 def check_shapes(strategy: Any) -> None:
-    """Raises ConfigError unless `strategy` is a strategy, and its parameters are floating arrays or shapes."""
+    """Checks the argument `strategy` of a step.
+
+    Args:
+        strategy: The argument. Only its `bind` and `shapes` are read.
+
+    Raises:
+        ConfigError: If `strategy` is a class, lacks the method `bind` or the attribute `shapes`, or a leaf of `shapes` is not a
+            floating array or shape.
+    """
     if not callable(getattr(strategy, "bind", None)) or not hasattr(strategy, "shapes") or isinstance(strategy, type):
         must = "must be jgraph.Replicated, jgraph.FullySharded or jgraph.Pipelined"
         raise ConfigError(f"`strategy` is {_shown(strategy)}: {must}", field="strategy")
@@ -130,14 +148,15 @@ def check_shapes(strategy: Any) -> None:
 
 
 def check_params(tree: Tree, shapes: Tree) -> None:
-    """Checks parameters against the shapes of the strategy.
+    """Checks parameters against the shapes of the strategy. Dtypes may differ.
 
     Args:
-        tree: Parameters in the model's own tree.
+        tree: Parameters in the model's own tree: arrays, shapes or Python numbers.
         shapes: The shapes of the strategy.
 
     Raises:
-        ShapeError: If the structure or a shape differs, or a leaf is not a floating array.
+        ShapeError: If the structure or a shape differs, or a leaf is not a floating array. The message has the path of the
+            leaf.
     """
     _check_tree("`params`", tree, shapes, like="the `shapes` of the strategy", field="params", dtypes="floating")
 
@@ -146,11 +165,11 @@ def check_carried(tree: Tree, shapes: Tree) -> None:
     """Checks carried state against the argument `carried` of `train_step`.
 
     Args:
-        tree: The carried state.
-        shapes: The shapes that were passed to `train_step`.
+        tree: The carried state: arrays, shapes or Python numbers.
+        shapes: The arrays or shapes that were passed to `train_step`.
 
     Raises:
-        ShapeError: If the structure, a shape or a dtype differs.
+        ShapeError: If the structure, a shape or a dtype differs. The message has the path of the leaf.
     """
     if not jax.tree.leaves(tree) and (names := leaf_names(shapes)):
         must = f"must be the initial state, because the step carries {', '.join(names)}"
@@ -163,14 +182,14 @@ def reductions_of(carried: Tree, reductions: Tree) -> Tree:
 
     Args:
         carried: Arrays or shapes.
-        reductions: A name for all leaves, or a tree of names like `carried`.
+        reductions: `mean`, `sum`, `max`, `last` or `halt` for all leaves, or a tree of these names like `carried`.
 
     Returns:
         A tree of names like `carried`.
 
     Raises:
-        ConfigError: If a leaf of `carried` is not an array, a name is unknown, the trees differ, or a leaf with
-            the reduction `halt` is not an integer.
+        ConfigError: If a leaf of `carried` is not an array, a name is unknown, the trees differ, or a leaf with the reduction
+            `halt` is not an integer.
     """
     for name, leaf in _named(carried):
         if not _is_array(leaf):
@@ -222,7 +241,10 @@ def _check_tree(label: str, tree: Tree, expected: Tree, *, like: str, field: str
 
 
 def check_batch(batch: Tree) -> None:
-    """Raises ShapeError unless a batch is a tree of arrays or shapes."""
+    """Raises ShapeError unless a batch is a tree of arrays or shapes with dtypes of numbers, bools or random keys.
+
+    Python numbers and None are not arrays. Numbers of rows are not checked.
+    """
     if batch is None:
         raise ShapeError("`batch` is None: must be a tree of arrays with rows as first axes", field="batch")
     for name, leaf in _named(batch):
@@ -237,25 +259,26 @@ def check_batch(batch: Tree) -> None:
 
 
 def check_function(loss: Any) -> None:
-    """Raises ConfigError unless `loss` is a function."""
+    """Raises ConfigError unless `loss` is callable. Does not check its parameters."""
     if not callable(loss):
         raise ConfigError(f"`loss` is {_shown(loss)}: must be a function of params, batch and key", field="loss")
 
 
 def checked_loss(loss: Any, carried: Tree) -> Any:
-    """Wraps a loss function with checks of its result. Returns other objects unchanged, such as a `PipelineModel`.
+    """Wraps a loss function with checks of its result. Calls nothing itself.
 
     Args:
-        loss: `loss(params, batch, key)`, or `loss(params, batch, key, carried)` if there is carried state.
-        carried: Shapes of the carried state.
+        loss: `loss(params, batch, key)`, or `loss(params, batch, key, carried)` if there is carried state. An object that is
+            not callable, such as a `PipelineModel`, is returned unchanged.
+        carried: Arrays or shapes of the carried state; {} if there is none.
 
     Returns:
-        The wrapped function.
+        A function with the same arguments and results. Numbers in the carried state of its result are converted to arrays.
 
     Raises:
         ConfigError: If the function does not take these arguments.
-        ShapeError: By the returned function, if the result is neither a scalar nor a `Loss`, or its carried state differs from
-            `carried` in structure, shapes or dtypes.
+        ShapeError: By the returned function, if the result is neither a floating scalar nor a `Loss` with a floating scalar
+            total and a scalar weight, or its carried state differs from `carried` in structure, shapes or dtypes.
     """
     if not callable(loss):
         return loss

@@ -36,9 +36,9 @@ class DataParallel:
         objective: The loss and the choices of the step.
         loss: The loss function.
         packing: The packing of the parameters. Packed arrays are sharded.
-        shards: How each array is sharded over the axis `fsdp`; empty without this axis.
-        compute_dtype: As in `FullySharded`.
-        reshard_after_forward: As in `FullySharded`.
+        shards: How each array is sharded over the axis `fsdp`, by name; empty without this axis.
+        compute_dtype: Matrices other than those of routers are cast to this dtype before they are gathered. None does not cast.
+        reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying gathered.
     """
 
     mesh: Mesh | None
@@ -60,21 +60,23 @@ class DataParallel:
         alone: Collection[str] = (),
         **choices: Any,
     ) -> Self:
-        """Binds a loss function.
+        """Binds a loss function. With FP8, traces the loss to find the matmuls.
 
         Args:
             mesh: The devices; None for one device.
             shapes: Shapes of the parameters, in the model's own tree.
             objective: The loss function and the choices of the step.
-            shard: Maps the packed arrays to their shardings; None replicates them.
+            shard: Called once with the shapes of the packed arrays by name. Returns their shardings by name. None replicates
+                the arrays.
             alone: Names of parameters that must not be packed with others.
-            **choices: The remaining attributes.
+            **choices: The attributes `compute_dtype` and `reshard_after_forward`.
 
         Returns:
             The bound strategy.
 
         Raises:
             ConfigError: If the loss is not a function, or `fp8` is set and the loss has no matmul that can be in FP8.
+            ShapeError: If `fp8` is set, and microbatches and data ranks cannot share the rows of the batch.
         """
         check_function(objective.loss)
         loss = _step_loss(objective, shapes, mesh)
@@ -89,7 +91,7 @@ class DataParallel:
 
     @property
     def is_matrix(self) -> Tree:
-        """A dict of bools by the name of an array."""
+        """A dict of bools by the name of an array, True for arrays that hold matrices."""
         return self.packing.decay_mask()
 
     @property
@@ -99,28 +101,39 @@ class DataParallel:
 
     @property
     def observed(self) -> Tree:
-        """Shapes of the amax histories of FP8; empty without FP8."""
+        """Shapes of the amax histories of FP8, a tree of `jax.ShapeDtypeStruct`; {} without FP8 or without histories."""
         return self.loss.observed
 
     @property
     def xla_options(self) -> tuple[str, ...]:
-        """XLA options for sharded parameters and for FP8."""
+        """XLA options for sharded parameters and for FP8, as `name=value`. Empty without both."""
         return sharding.xla_options(self.mesh, self.objective.fp8)
 
     def on(self, mesh: Mesh) -> Self:
-        """Returns the same strategy on another mesh of the same shape."""
+        """Returns the same strategy on another mesh with the same shape and axis names. Moves no arrays."""
         return replace(self, mesh=mesh)
 
     def pack(self, tree: Tree) -> Tree:
-        """Packs small parameters, and pads sharded axes. Returns a dict of arrays by name."""
+        """Packs small parameters, and pads sharded axes with zeros. Returns a dict of arrays by name.
+
+        Args:
+            tree: Arrays in the model's own tree.
+        """
         return {name: self._shard(name).pad(leaf) for name, leaf in self.packing.pack(tree).items()}
 
     def unpack(self, params: Tree) -> Tree:
-        """Inverts `pack`, bit for bit."""
+        """Removes the padding and unpacks small parameters. Inverts `pack` bit for bit.
+
+        Args:
+            params: The dict of arrays by name, as `pack` returns it.
+
+        Returns:
+            Arrays in the model's own tree.
+        """
         return self.packing.unpack({name: self._shard(name).unpad(leaf) for name, leaf in params.items()})
 
     def shardings(self, params: Tree) -> Tree:
-        """Returns the NamedSharding of every array; None on one device."""
+        """Returns a dict with the NamedSharding of every array by name. The values are None on one device."""
         if self.mesh is None:
             return jax.tree.map(lambda _: None, params)
         return {name: NamedSharding(self.mesh, spec) for name, spec in self._specs.items()}
@@ -135,11 +148,28 @@ class DataParallel:
     # --- Gradients ---
 
     def compile_gradients(self, params: Tree, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
-        """Returns a `GradientProgram` without executables: the program of the update computes the gradients."""
+        """Compiles nothing, because the program of the update computes the gradients. Reads only `batch`.
+
+        Returns:
+            A `GradientProgram` without executables.
+        """
         return GradientProgram(self, batch)
 
     def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Tree]:
-        """Returns the sums and the gradient, computed under `jax.shard_map` if there is a mesh."""
+        """Computes the sums and the gradient, under `jax.shard_map` if there is a mesh. A pure function, to be jitted.
+
+        Args:
+            params: Dict of arrays by name, as `pack` returns it.
+            batch: Leaves [M, B/M, ...] for M microbatches of a batch of B rows. On a mesh, the second axis is sharded over the
+                data ranks.
+            key: Random key of the step. Every data rank and microbatch gets its own key, folded from this one.
+            carry: Carried and observed state before the step.
+
+        Returns:
+            (sums, gradient). The sums are a `Loss` over the whole batch, in float32 and with a weight; `carried` is the `Carry`
+            after the batch. The gradient of the mean is laid out like `params`, in `grads_dtype`; on one device with one
+            microbatch, in the dtype of `params`.
+        """
         if self.mesh is None:
             return self._on_device(params, batch, key, carry)
         run = jax.shard_map(
@@ -249,7 +279,11 @@ class DataParallel:
     # --- Reports ---
 
     def predict_memory(self, batch: Tree) -> Pools:
-        """Predicts the bytes of main_grad only."""
+        """Predicts the bytes of main_grad (the summed gradient of one device) only. Does not read `batch`.
+
+        Returns:
+            Pools with the key `main_grad`, which cover `some` of the temporary arrays.
+        """
         arrays = jax.eval_shape(self.pack, self.packing.treedef.unflatten(self.packing.leaves))
         ranks = self.mesh.shape.get(Axis.FSDP, 1) if self.mesh else 1
         size = sum(leaf.size // (1 if self._shard(name).axis is None else ranks) for name, leaf in arrays.items())
@@ -258,12 +292,12 @@ class DataParallel:
     def describe(
         self, batch: Tree, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None
     ) -> list[str]:
-        """Returns a line about FP8 matmuls; no lines without FP8."""
+        """Returns one line that describes the FP8 matmuls; no lines without FP8. Reads only `executables`."""
         note = "; weights in FP8 stay gathered for the backward" * self.reshard_after_forward
         return [line + note for line in self.loss.describe(executables)]
 
     def profile_facts(self) -> dict[str, Any]:
-        """Returns no facts."""
+        """Returns {}: there are no facts about this strategy in the report of a profile."""
         return {}
 
 

@@ -17,18 +17,28 @@ from jgraph.strategies.sharding import FSDPChoices, ShardSpec, chosen_axes, shar
 class FullySharded(FSDPChoices):
     """Shards every parameter and the batch over the devices, as PyTorch's `fully_shard` does (ZeRO stage 3).
 
+    A `strategy` of `train_step`.
+
     Attributes:
-        mesh: A mesh with the axis `fsdp`; may also have the axis `data`.
-        shapes: The parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree.
-        reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying
-            gathered. Weights in FP8 stay gathered.
-        shard_rules: Rules `PATTERN=AXIS`. A parameter with a matching name is sharded along this axis. Other parameters are
-            sharded by `annotations`, or else by their shapes.
-        annotations: PartitionSpecs by the name of a parameter: Flax's partition names, from `functional(...).annotations`.
-        compute_dtype: Matrices other than routers are cast to this dtype before they are gathered. None does not cast.
+        mesh: A mesh with the axis `fsdp`; may also have the axis `data`, over which parameters are replicated.
+        shapes: The parameters, floating arrays or `jax.ShapeDtypeStruct`s in the model's own tree. Only shapes and dtypes are
+            read.
+        reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying gathered.
+            Weights in FP8 stay gathered.
+        shard_rules: Rules `PATTERN=AXIS`, with a shell pattern of parameter names and the index of an axis. A matching
+            parameter is sharded along this axis. Other parameters are sharded by `annotations`, or else along their first axis
+            that the number of devices divides, or else along their longest axis, padded with zeros.
+        annotations: PartitionSpecs by the name of a parameter, None for no annotation: Flax's partition names, from
+            `functional(...).annotations`. The only allowed name is `fsdp`.
+        compute_dtype: Matrices other than those of routers are cast to this floating dtype before they are gathered. None does
+            not cast.
         experts: Number of devices that the experts of `jgraph.MoE` are sharded over, a divisor of the size of `fsdp`. Tokens
             are sent to the devices of their experts.
         shards: Shard `everything`, or only `experts` and replicate other parameters.
+
+    Raises:
+        ConfigError: If `mesh` lacks the axis `fsdp` or has other axes, `experts` is not a positive integer, `compute_dtype` is
+            not floating, or `shards` is unknown.
 
     Examples:
         >>> mesh, shapes = jax.make_mesh((1,), ("fsdp",)), {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
@@ -49,7 +59,19 @@ class FullySharded(FSDPChoices):
         super().__post_init__()
 
     def bind(self, objective: Objective) -> DataParallel:
-        """Chooses the sharded axis of every parameter. Raises ConfigError if a rule does not fit."""
+        """Binds the strategy to a loss, and chooses the sharded axis of every parameter.
+
+        Args:
+            objective: The loss and the choices of the step.
+
+        Returns:
+            The bound strategy.
+
+        Raises:
+            ConfigError: If a rule or an annotation does not fit the parameters, the devices cannot share the experts, the loss
+                is not a function, or `fp8` is set and the loss has no matmul that can be in FP8.
+            ShapeError: If `fp8` is set, and microbatches and data ranks cannot share the rows of `batch` in the objective.
+        """
         ranks = self.mesh.shape[Axis.FSDP]
         axes, experts = chosen_axes(self.shapes, ranks, self)
 

@@ -21,18 +21,20 @@ Tree: TypeAlias = Any  # a pytree of arrays, or of their shapes
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Loss:
-    """The result of a loss function: a sum with its weight, metrics and carried state.
+    """The result of a loss function: a sum with its weight, metrics and carried state. A pytree.
 
     A mean of means is wrong if microbatches or devices differ in the number of tokens with a loss, for example because of
     padding. A step sums totals and weights over microbatches and devices, and minimizes their quotient. These sums are also a
     `Loss`, in float32.
 
     Attributes:
-        total: Scalar, the sum of the losses, or their mean if `weight` is None.
-        weight: Scalar, the number of losses in the sum. None declares `total` a mean over the rows of the microbatch; all
-            microbatches then have the same weight.
-        aux: Tree of scalars, sums like `total`. `metrics.aux` has these sums divided by the weight.
-        carried: Carried state after the microbatch, with the structure of the state before it.
+        total: Floating scalar, the sum of the losses, or their mean if `weight` is None.
+        weight: Scalar, the number of losses in the sum. Not differentiated. None declares `total` a mean over the rows of the
+            microbatch; all microbatches then have the same weight.
+        aux: Tree of scalars, sums like `total` (means if `weight` is None). Not differentiated. `metrics.aux` of a step has the
+            sums over microbatches and devices, divided by the weight.
+        carried: Carried state (mutable state of the model) after the microbatch, with the structure, shapes and dtypes of the
+            state before it. Not differentiated. {} if there is none.
 
     Examples:
         >>> def loss(params, batch, key):
@@ -51,12 +53,12 @@ Reduction: TypeAlias = Literal["max", "sum", "mean", "last", "halt"]
 
 
 class Carry(NamedTuple):
-    """State other than parameters and optimizer state. Also a tree of reductions with this structure.
+    """State other than parameters and optimizer state. A tree of reductions may also have this structure.
 
     Attributes:
-        model: The carried state of the model. A loss function returns it.
-        observed: State from the backward pass: amax histories of FP8. The cotangent of the state before a microbatch is the
-            state after it. Reduced by maximum.
+        model: The carried state of the model. A loss function returns it. {} if there is none.
+        observed: State from the backward pass: amax histories of FP8; {} without them. The cotangent of the state before a
+            microbatch is the state after it. Reduced by maximum.
     """
 
     model: Tree
@@ -65,17 +67,18 @@ class Carry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """The loss and the choices of a step that its strategy depends on.
+    """The loss and the choices of a step that its strategy depends on. Made by `train_step`, which checks the values.
 
     Attributes:
         loss: `loss(params, batch, key, *carried)`, or a `PipelineModel`.
         num_microbatches: Number of microbatches of a batch.
-        grads_dtype: Dtype of sums of gradients over microbatches and devices.
+        grads_dtype: Floating dtype of sums of gradients over microbatches and devices.
         packing: Whether `small` parameters share an array, or `nothing` does.
-        carried: Shapes of the model's carried state.
-        reductions: Reductions of the carried state over microbatches and devices, a tree of names like `carried`.
+        carried: Arrays or shapes of the model's carried state; {} if there is none.
+        reductions: Reductions of the carried state over microbatches and devices (`max`, `sum`, `mean`, `last` or `halt`), a
+            tree of names like `carried`.
         fp8: Recipe for matmuls in FP8; None for none.
-        batch: Arrays or shapes of a whole batch; required with `fp8`.
+        batch: Arrays or shapes of a whole batch, leaves [B, ...]; required with `fp8`, may be None without.
     """
 
     loss: Any
@@ -88,23 +91,42 @@ class Objective:
     batch: Tree = None
 
     def reductions_with(self, observed: Tree) -> Carry:
-        """Returns the reductions of the carried state, and the reduction `max` for every leaf of the observed state."""
+        """Returns the reductions of carried and observed state.
+
+        Args:
+            observed: Shapes of the observed state.
+
+        Returns:
+            A `Carry`: `model` has `reductions`, and `observed` the name `max` for every leaf.
+        """
         return Carry(self.reductions, jax.tree.map(lambda _: "max", observed))
 
     @property
     def loss_args(self) -> tuple[Tree, ...]:
-        """Shapes of the arguments of a loss function after the batch: the key, and the carried state if there is any."""
+        """Shapes of the arguments of the loss function after the batch: (key,), or (key, carried) if there is carried state."""
         key = jax.eval_shape(lambda: jax.random.key(0))
         return (key, self.carried) if jax.tree.leaves(self.carried) else (key,)
 
 
 def is_mean(found: Any) -> bool:
-    """Returns True if a loss function returned a mean over its rows, False if it returned a sum with a weight."""
+    """True if the result of a loss function is a mean over its rows, False if it is a sum with a weight.
+
+    Args:
+        found: The result: a scalar, or a `Loss`. A `Loss` without weight is a mean.
+    """
     return not isinstance(found, Loss) or found.weight is None
 
 
 def summed(loss: LossFunction) -> Callable[..., tuple[Array, Loss]]:
-    """Converts a loss function to `f(*args) -> (total, sums)` in float32, for `jax.value_and_grad(has_aux=True)`."""
+    """Converts a loss function for `jax.value_and_grad(has_aux=True)`. Calls nothing itself.
+
+    Args:
+        loss: A function that returns a scalar or a `Loss`.
+
+    Returns:
+        `f(*args) -> (total, sums)`. `total` is a float32 scalar. `sums` is a `Loss` with total, weight and metrics in float32,
+        and only `total` is differentiable. The weight of a mean is None.
+    """
 
     def of(*args: Any) -> tuple[Array, Loss]:
         found = loss(*args)
@@ -116,15 +138,15 @@ def summed(loss: LossFunction) -> Callable[..., tuple[Array, Loss]]:
 
 
 def merge(reductions: Tree, a: Loss, b: Loss) -> Loss:
-    """Merges the sums of two microbatches.
+    """Adds the sums of two microbatches, and merges their carried state.
 
     Args:
-        reductions: A tree of names like the carried state.
+        reductions: A tree of names like the carried state: `max`, `sum`, `mean`, `last` or `halt`.
         a: Sums of the earlier microbatch.
         b: Sums of the later microbatch.
 
     Returns:
-        The sums of both, and the merged carried state. Means stay sums until `reduced`.
+        The sums of both, and the merged carried state. Leaves with the reduction `mean` are sums, which `reduced` divides.
     """
     total, weight, aux = jax.tree.map(jnp.add, (a.total, a.weight, a.aux), (b.total, b.weight, b.aux))
     return Loss(total, weight, aux, jax.tree.map(merged, reductions, a.carried, b.carried))
@@ -134,26 +156,26 @@ def merged(kind: Reduction, a: Array, b: Array) -> Array:
     """Merges a leaf of the carried state of two microbatches.
 
     Args:
-        kind: The reduction of the leaf.
+        kind: The reduction of the leaf: `max`, `halt` (the maximum, too), `sum`, `mean` or `last`.
         a: The leaf after the earlier microbatch.
         b: The leaf after the later microbatch.
 
     Returns:
-        The merged leaf. For `mean` it is the sum, which `reduced` divides.
+        The merged leaf: the maximum, the sum, or `b` for `last`. For `mean` it is the sum, which `reduced` divides.
     """
     functions = {"max": jnp.maximum, "halt": jnp.maximum, "sum": jnp.add, "mean": jnp.add, "last": lambda a, b: b}
     return functions[kind](a, b)
 
 
 def before_any(reductions: Tree, shapes: Tree) -> Tree:
-    """Returns the identity of `merge`, the initial value of an accumulation.
+    """Returns the identity of `merge` for carried state, the initial value of an accumulation.
 
     Args:
-        reductions: A tree of names like the carried state.
+        reductions: A tree of names like the carried state: `max`, `sum`, `mean`, `last` or `halt`.
         shapes: Shapes and dtypes of the carried state.
 
     Returns:
-        Zeros, or the lowest number of the dtype for maxima.
+        Arrays of these shapes: zeros; for `max` and `halt`, minus infinity or the lowest integer of the dtype.
     """
 
     def of(kind: Reduction, leaf: Any) -> Array:
@@ -164,17 +186,18 @@ def before_any(reductions: Tree, shapes: Tree) -> Tree:
 
 
 def finished(reductions: Tree, sums: Loss, count: int, axes: Sequence[str] = (), devices: int = 1) -> Loss:
-    """Reduces the sums and the carried state over all devices.
+    """Reduces the sums and the carried state over all devices. Under `jax.shard_map` if there are axes.
 
     Args:
-        reductions: A tree of names like the carried state.
+        reductions: A tree of names like the carried state: `max`, `sum`, `mean`, `last` or `halt`.
         sums: Loss over the microbatches of this device.
         count: Number of microbatches.
-        axes: Mesh axes to reduce over, under `jax.shard_map`.
+        axes: Mesh axes to reduce over; empty on one device.
         devices: Number of devices along these axes.
 
     Returns:
-        The sums over all devices with a weight, and the reduced carried state.
+        The sums over all devices, and the reduced carried state, the same on all devices. The weight of means is
+        `count * devices`.
     """
     total, weight, aux = sums.total, sums.weight, sums.aux
     if axes:
@@ -187,13 +210,14 @@ def reduced(reductions: Tree, carried: Tree, count: int, axes: Sequence[str]) ->
     """Divides means by the number of microbatches, and reduces carried state over mesh axes.
 
     Args:
-        reductions: A tree of names like the carried state.
+        reductions: A tree of names like the carried state: `max`, `sum`, `mean`, `last` or `halt`.
         carried: Carried state, merged over the microbatches of this device.
         count: Number of microbatches.
         axes: Mesh axes to reduce over, under `jax.shard_map`. Empty on one device.
 
     Returns:
-        The carried state, the same on all devices.
+        The carried state, the same on all devices: the maximum, sum or mean over the axes; for `last`, the state of the device
+        with the highest index along `axes`.
     """
     carried = jax.tree.map(lambda kind, leaf: leaf / count if kind == "mean" else leaf, reductions, carried)
     return jax.tree.map(lambda kind, leaf: _reduce(kind, leaf, axes), reductions, carried) if axes else carried
@@ -214,7 +238,7 @@ def _reduce(kind: Reduction, leaf: Array, axes: Sequence[str]) -> Array:
 
 
 def raised(reductions: Tree, flags: Tree, carried: Tree) -> Tree:
-    """Raises the leaves with the reduction `halt` to at least the values in another state.
+    """Raises the leaves with the reduction `halt` to at least the values in another state. Does not change its arguments.
 
     Args:
         reductions: A tree of names like the carried state.
@@ -235,7 +259,8 @@ def halted(reductions: Tree, carried: Tree) -> Array | None:
         carried: The carried state.
 
     Returns:
-        An int32 scalar, at least 0. The step must halt if it is positive. None if no leaf has this reduction.
+        An int32 scalar, at least 0. If it is positive, the step must leave all other state unchanged. None if no leaf has this
+        reduction.
     """
     pairs = zip(jax.tree.leaves(reductions), jax.tree.leaves(carried), strict=True)
     found = [jnp.max(leaf, initial=0).astype(jnp.int32) for kind, leaf in pairs if kind == "halt"]

@@ -31,12 +31,16 @@ def reduce_in_buckets(
     reduce: Callable[[str, Array], Array],
     dtype: Any,
 ) -> tuple[dict[str, Array], Aux]:
-    """Runs a backward pass and reduces each bucket of gradients when it is complete.
+    """Runs a backward pass and reduces each bucket of gradients when it is complete. Traces `backward`, and replays the trace.
+
+    A bucket has at least 128 MiB of gradients in `dtype`, except the last one. The equations after a bucket wait for its
+    gradients and for the reduction of the bucket before it.
 
     Args:
-        backward: Maps `args` to gradients by parameter name, and auxiliary outputs.
-        args: Pytrees of arrays.
-        reduce: Reduces one named gradient over devices, for example by `lax.psum_scatter`.
+        backward: Maps `*args` to gradients by parameter name, and auxiliary outputs.
+        args: The arguments, pytrees of arrays.
+        reduce: Called once per gradient with (name, gradient in `dtype`), for example to call `lax.psum_scatter`. Returns the
+            reduced gradient.
         dtype: Gradients are cast to this dtype before they are reduced.
 
     Returns:

@@ -45,7 +45,7 @@ def xla_options(mesh: Mesh | None, fp8: FP8Config | None) -> tuple[str, ...]:
         fp8: The FP8 recipe; None without FP8.
 
     Returns:
-        Options as `name=value`.
+        Options as `name=value`. Empty without FP8 unless the axis `fsdp` has several devices.
     """
     sharded = _XLA_OPTIONS if mesh is not None and mesh.shape.get(AXIS, 1) > 1 else ()
     return (*sharded, *(FP8_XLA_OPTIONS if fp8 else ()))
@@ -53,7 +53,7 @@ def xla_options(mesh: Mesh | None, fp8: FP8Config | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The sharding of an array over N devices.
+    """The sharding of an array over the N devices of the mesh axis `fsdp`.
 
     Attributes:
         axis: The sharded axis; None if the array is replicated.
@@ -69,23 +69,34 @@ class ShardSpec:
     groups: int = 1
 
     def spec(self, *, lead: Sequence[str | None] = ()) -> PartitionSpec:
-        """Returns the PartitionSpec of the padded array. `lead` has the mesh axes of additional leading axes."""
+        """Returns the PartitionSpec of the padded array.
+
+        Args:
+            lead: The mesh axis of each additional leading axis; None for an axis that is not sharded.
+        """
         return PartitionSpec(*lead) if self.axis is None else PartitionSpec(*lead, *[None] * self.axis, AXIS)
 
     def pad(self, whole: Array) -> Array:
-        """Pads the sharded axis with zeros."""
+        """Pads the sharded axis of a whole array with zeros at its end. Returns `whole` itself if there is no padding."""
         if self.padded == self.length:
             return whole
         return jnp.pad(whole, [(0, self.padded - self.length) if i == self.axis else (0, 0) for i in range(whole.ndim)])
 
     def unpad(self, padded: Array) -> Array:
-        """Inverts `pad`."""
+        """Inverts `pad`: removes the padding at the end of the sharded axis. Returns `padded` itself if there is none."""
         return padded if self.padded == self.length else lax.slice_in_dim(padded, 0, self.length, axis=self.axis or 0)
 
     # --- On one device, under `jax.shard_map` ---
 
     def gather(self, part: Array) -> Array:
-        """All-gathers the array over the device group, from the shards of its devices."""
+        """All-gathers the array over the device group. Called under `jax.shard_map`.
+
+        Args:
+            part: The shard of this device, with padding. FP8 is sent as bytes.
+
+        Returns:
+            The array without padding; with several groups, the part of this group. A replicated array is returned unchanged.
+        """
         if self.axis is None or self._is_own:
             return part
         options: dict[str, Any] = {"axis": self.axis, "tiled": True, "axis_index_groups": self._neighbors}
@@ -96,7 +107,15 @@ class ShardSpec:
         return lax.bitcast_convert_type(whole, part.dtype) if is_fp8 else whole
 
     def scatter(self, whole: Array) -> Array:
-        """Reduce-scatters the gradient of a gathered array over the device group and returns the local shard."""
+        """Reduce-scatters the gradient of a gathered array over the device group. Called under `jax.shard_map`.
+
+        Args:
+            whole: The gradient on this device, with the shape of the result of `gather`.
+
+        Returns:
+            The shard of the sum over the group, with padding. For a replicated array, the sum over the axis `fsdp`. If each
+            device is a group of its own, `whole` itself.
+        """
         if self.axis is None:
             return lax.psum(whole, AXIS)
         if self._is_own:
@@ -132,14 +151,14 @@ def shard_specs(
     Args:
         shapes: Arrays or shapes by name.
         ranks: Size of the mesh axis `fsdp`.
-        axes: Requested axes by the name of an array, as `asked_axes` returns them.
-        taken: Axes that are sharded over another mesh axis, by the name of an array.
-        pads: Whether arrays may be padded. If not, an array without a divisible axis is replicated.
+        axes: Requested axes by the name of an array. Other arrays have no entry.
+        taken: Axes that are sharded over another mesh axis, by the name of an array. They do not count as divisible axes.
+        pads: Whether arrays may be padded. If not, an array without a divisible or requested axis is replicated.
         experts: Number of devices that experts are sharded over, by the name of an expert weight. `axes` has the expert axis.
         shards: Shard `everything`, or only `experts` and replicate other arrays.
 
     Returns:
-        The sharding of every array by name.
+        The sharding of every array by name. Scalars are replicated.
 
     Raises:
         ConfigError: If an array does not have the requested axis.
@@ -164,7 +183,19 @@ def shard_specs(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FSDPChoices:
-    """Choices of a strategy with the axis `fsdp`. The attributes are those of `FullySharded`."""
+    """Choices of a strategy with the axis `fsdp`. Base class of `FullySharded`.
+
+    Attributes:
+        shard_rules: Rules `PATTERN=AXIS`, with a shell pattern of parameter names and the index of the sharded axis.
+        annotations: PartitionSpecs by the name of a parameter, None for no annotation. Rules override them.
+        compute_dtype: Matrices other than those of routers are cast to this floating dtype before they are gathered. None does
+            not cast.
+        experts: Number of devices that experts are sharded over.
+        shards: Shard `everything`, or only `experts` and replicate other parameters.
+
+    Raises:
+        ConfigError: If `experts` is not a positive integer, `compute_dtype` is not floating, or `shards` is unknown.
+    """
 
     shard_rules: tuple[str, ...] = ()
     annotations: Mapping[str, Any] = field(default_factory=dict)
@@ -183,17 +214,17 @@ def chosen_axes(tree: Tree, ranks: int, choices: FSDPChoices) -> tuple[dict[str,
     """Returns the axes to shard that rules, annotations of the model, or experts determine.
 
     Args:
-        tree: Shapes of the parameters.
+        tree: Arrays or shapes of the parameters.
         ranks: Size of the axis `fsdp`.
         choices: The choices of the strategy.
 
     Returns:
         Two dicts by parameter name: the axes from rules and annotations, and the expert axes of expert weights. The second is
-        empty unless experts are sharded over devices.
+        empty if `experts` of the choices is 1 and `shards` is `everything`.
 
     Raises:
-        ConfigError: If a rule or an annotation does not fit the parameters; if `ranks` devices cannot share the experts; if
-            there are no experts; or if a rule requests another axis for experts.
+        ConfigError: If a rule or an annotation does not fit the parameters; if `experts` does not divide `ranks`; if `ranks`
+            does not divide the number of experts; if the model has no experts; or if a rule requests another axis for experts.
     """
     names, devices = leaf_names(tree), choices.experts
     axes = asked_axes(names, choices.shard_rules, choices.annotations)
@@ -225,11 +256,11 @@ def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, A
         specs: The model's annotations: a PartitionSpec or None by the name of a parameter.
 
     Returns:
-        Axes by parameter name.
+        Axes by parameter name, without entries for other parameters.
 
     Raises:
         ConfigError: If a rule has another form or matches nothing, two rules match a parameter with different axes, or a
-            partition name is not `fsdp`.
+            PartitionSpec has a name other than `fsdp` or has it twice.
     """
     axes: dict[str, int] = {}
     for name, spec in specs.items():
@@ -265,17 +296,19 @@ def value_and_grads(
     """Differentiates a loss with respect to sharded parameters on one device, under `jax.shard_map`.
 
     Args:
-        loss: Maps gathered parameters and `observed` to a scalar and auxiliary output.
-        parts: The shards of this device.
+        loss: Maps (gathered parameters by name, `observed`) to (floating scalar, auxiliary output). Traced once.
+        parts: The shards of this device, by parameter name.
         shards: The sharding of each parameter.
-        dtypes: Dtypes to cast parameters to before they are gathered.
-        observed: Observed state. The loss is also differentiated with respect to it.
+        dtypes: Dtype by parameter name, to which the parameter is cast before it is gathered.
+        observed: Observed state (amax histories of FP8). The loss is also differentiated with respect to it.
         grads_dtype: Dtype of gradients during the reduction.
         reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying gathered.
         reduce: Reduce gradients `in buckets` during the backward pass, or as XLA has `scheduled` the collectives.
 
     Returns:
-        The auxiliary output, the shards of the summed gradients, and the gradient of `observed` on this device.
+        (aux, gradients, observed): the auxiliary output; this device's shards of the gradients, summed over the axis `fsdp`, in
+        `grads_dtype`, by parameter name; and the gradient of `observed` on this device, which is the state after the
+        microbatch.
     """
     whole = gathered(parts, shards, dtypes)
     value, pull_back, aux = jax.vjp(loss, whole, observed, has_aux=True)
@@ -299,12 +332,12 @@ def gathered(parts: Mapping[str, Array], shards: Mapping[str, ShardSpec], dtypes
     """Casts and all-gathers parameters on one device, under `jax.shard_map`.
 
     Args:
-        parts: The shards of this device.
+        parts: The shards of this device, by parameter name.
         shards: The sharding of each parameter.
-        dtypes: Dtypes to cast parameters to before they are gathered.
+        dtypes: Dtype by parameter name, to which the parameter is cast before it is gathered.
 
     Returns:
-        The whole parameters by name.
+        The parameters by name, without padding; for a parameter with several groups, the part of this device's group.
     """
     return {name: shards[name].gather(part.astype(dtypes[name])) for name, part in parts.items()}
 
