@@ -144,19 +144,19 @@ def check_alike(here: Any, there: Any, as_it: str, prefix: str = "model.") -> No
             require(value == expected, name, value, f"{expected}, {as_it}, or left out")
 
 
-def tokenizer_of(config: TrainConfig, run_dir: RunDir) -> Path | None:
+def tokenizer_of(config: TrainConfig, copies: Path | None = None) -> Path | None:
     """Returns the path of the tokenizer.json that belongs to the initial weights. The run tokenizes text in `data` with it.
 
     Args:
         config: The configuration of the run.
-        run_dir: The run directory. If the run resumes, the copy in `origin/` of this directory is used.
+        copies: Directory with the copied files of the source, if the run resumes. None reads the source itself.
 
     Returns:
         The path. None if the weights are random or their source has no tokenizer.json; text is then read as bytes.
     """
     if (source := _source(config.initial)) is None:
         return None
-    path = (run_dir.origin if run_dir.resumes(config.output) else source) / TOKENIZER_FILE
+    path = (copies or source) / TOKENIZER_FILE
     return path if path.exists() else None
 
 
@@ -263,15 +263,14 @@ class InitialWeights:
     close: Callable[[], None] = lambda: None
 
 
-def initial_weights(config: TrainConfig, run_dir: RunDir) -> InitialWeights | None:
+def initial_weights(config: TrainConfig) -> InitialWeights | None:
     """Opens the source of the initial weights and checks that its model has the settings of the run. Loads no weights.
 
     Args:
-        config: The configuration of the run. `init_from` names a Hugging Face folder, `continue_from` another run.
-        run_dir: The directory of the run.
+        config: The configuration of a new run. `init_from` names a Hugging Face folder, `continue_from` another run.
 
     Returns:
-        The source; the caller must call `close`. None if the weights are random, or if the run resumes from its own checkpoint.
+        The source; the caller must call `close`. None if the weights are random.
 
     Raises:
         ConfigError: If the folder or run does not exist or is damaged, or its model differs from that of the configuration.
@@ -279,7 +278,7 @@ def initial_weights(config: TrainConfig, run_dir: RunDir) -> InitialWeights | No
         CheckpointError: If the other run does not have the checkpoint, or the list of its arrays is damaged.
     """
     initial = config.initial
-    if run_dir.resumes(config.output) or not (initial.init_from or initial.continue_from):
+    if not (initial.init_from or initial.continue_from):
         return None
     if initial.init_from:
         names = names_of(config.module, field="init_from")

@@ -23,7 +23,7 @@ from jgraph.processes import all_gather_scalar, all_or_raise, connect, is_proces
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
 from jgraph.train import callbacks, capacity, profiling, trackers, validation
-from jgraph.train.config import InputConfig, OutputConfig, TrainConfig
+from jgraph.train.config import InputConfig, TrainConfig
 from jgraph.train.console import Reporter, Summary
 from jgraph.train.initial import InitialWeights, copy_files, initial_weights, tokenizer_of, tokenizer_warning
 from jgraph.train.lock import locked
@@ -79,6 +79,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
     run_dir = RunDir(Path(config.output.run_dir))
     with all_or_raise(), os_errors("run_dir", run_dir.path, "read"):
         config = run_dir.resumed(config)
+        resumes = run_dir.resumes(config.output)
     reporter = Reporter(console if is_process_zero() else Console(quiet=True), config.steps)
     with contextlib.ExitStack() as stack:
         compiles = stack.enter_context(cache.watch())
@@ -86,7 +87,8 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             rows = config.input.batch_size // jax.process_count()
             _check_memory(config.input, rows * (config.input.seq_len + 1) * np.dtype(np.int32).itemsize, "its tokens")
             cache_line = _enable_cache(config.compile.compile_cache)
-            weights, tokenizer = initial_weights(config, run_dir), tokenizer_of(config, run_dir)
+            weights = None if resumes else initial_weights(config)
+            tokenizer = tokenizer_of(config, run_dir.origin if resumes else None)
             warning = tokenizer_warning(config) if weights else ""
             if weights:
                 stack.callback(weights.close)
@@ -111,7 +113,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
         if no_sample:
             reporter.warn(f"no sample at the end: {no_sample}; set `sample_tokens` to 0 to turn off samples and this warning")
         stop = stack.enter_context(StopRequest())
-        stack.enter_context(_memory_errors(config.input, config.output, run_dir))
+        stack.enter_context(_memory_errors(config.input, run_dir))
 
         def hung(wait: Wait) -> None:
             end(partial(_last_words, wait, config, run_dir, reporter))
@@ -332,14 +334,14 @@ def _last_words(wait: Wait, config: TrainConfig, run_dir: RunDir, reporter: Repo
 
 
 @contextlib.contextmanager
-def _memory_errors(batch: InputConfig, output: OutputConfig, run_dir: RunDir) -> Iterator[None]:
+def _memory_errors(batch: InputConfig, run_dir: RunDir) -> Iterator[None]:
     """Converts an out-of-memory error of a device into a ConfigError about the batch size."""
     try:
         yield
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
-        new_run = ", with `resume` off or another `run_dir`" if run_dir.resumes(output) else ""
+        new_run = ", with `resume` off or another `run_dir`" if run_dir.has_checkpoint() else ""
         must = f"must fit into the memory of a {jax.local_devices()[0].device_kind}"
         raise _too_large(batch, must, f"{new_run} ({str(e).splitlines()[0]})") from e
 

@@ -27,7 +27,6 @@ from jgraph.moe import MoEConfig
 from jgraph.train.config import TrainConfig
 from jgraph.train.initial import initial_weights, tokenizer_warning
 from jgraph.train.presets import preset
-from jgraph.train.rundir import RunDir
 from jgraph.train.setup import TrainSetup
 from jgraph.tree import leaf_names
 from jgraph_models.gpt import GPT, GPTConfig
@@ -488,13 +487,13 @@ def test_a_folder_does_not_determine_how_a_router_is_trained(tmp_path):
     make(tmp_path / "f", MIXTRAL)
     model = dataclasses.replace(MIXTRAL, moe=dataclasses.replace(MIXTRAL.moe, balance_loss=0.5, z_loss=0.1))
     config = TrainConfig.of(init_from=str(tmp_path / "f"), model=model)
-    assert initial_weights(config, RunDir(tmp_path / "run")) is not None
+    assert initial_weights(config) is not None
 
 
 def test_a_mixture_starts_with_the_weights_of_a_folder_and_the_initial_state(tmp_path):
     folder, arrays = make(tmp_path / "f", MIXTRAL)
     config = TrainConfig.of(model=MIXTRAL, fsdp=2, batch_size=2, seq_len=16, init_from=str(folder.path))
-    setup, weights = TrainSetup.of(config), initial_weights(config, RunDir(tmp_path / "run"))
+    setup, weights = TrainSetup.of(config), initial_weights(config)
     assert weights
     state = weights.load(setup)
     params, began = setup.step.canonical.of(state).params, setup.model.init()[1]

@@ -252,7 +252,7 @@ def test_a_shard_rule_that_a_pipeline_cannot_apply_is_refused_in_one_line(fields
 
 def test_sharding_the_layer_axis_is_refused_in_a_pipeline():
     made = config(fsdp=2, pp=2, shard_rules=("blocks/mlp/up/kernel=0",))
-    with pytest.raises(ConfigError, match="the ranks share the layers") as error:
+    with pytest.raises(ConfigError, match="this axis of layers is divided among the ranks of a pipeline") as error:
         TrainSetup.of(made.changed(model=dataclasses.replace(made.model, scan_layers=True)))
     assert error.value.field == "shard_rules"
 
