@@ -63,7 +63,8 @@ def with_settings_of(module: str, model: Any, init_from: str, run_dir: str) -> A
 
     Args:
         module: The model class, as `package.module:Class`.
-        model: Settings for the fields that config.json does not determine. Not changed.
+        model: Settings of the model. The result has their values in the fields that config.json does not determine. Not
+            changed.
         init_from: Path of the folder. If it has been removed, the copy of its config.json in the run directory is read.
         run_dir: Path of the run directory, which need not exist.
 
@@ -71,8 +72,8 @@ def with_settings_of(module: str, model: Any, init_from: str, run_dir: str) -> A
         A copy of `model` with the fields that config.json determines.
 
     Raises:
-        ConfigError: If the class has no attribute `hugging_face`, the folder does not exist, or its config.json is missing,
-            damaged or describes a model that the class does not support.
+        ConfigError: If the class cannot be imported or has no attribute `hugging_face`. Also if the folder does not exist, or
+            its config.json is missing, damaged or describes a model that the class does not support.
     """
     copy = RunDir(Path(run_dir)).origin
     path = copy if not Path(init_from).exists() and (copy / CONFIG_FILE).exists() else Path(init_from)

@@ -179,7 +179,8 @@ def evaluator(setup: TrainSetup, batches: list[Batch], watchdog: Watchdog) -> Ca
 
     Args:
         setup: The setup of the run.
-        batches: The batches, on the host of every process, all of the same shape.
+        batches: The batches, as `heldout` returns them: numpy arrays or dicts of them, the same on every process and all of the
+            same shape.
         watchdog: Watches the waits for the devices. Compilation is not watched.
 
     Returns:
