@@ -253,8 +253,9 @@ class InitialWeights:
     Attributes:
         about: Name of the source, for the line that the run prints.
         step: Number of steps of the other run's checkpoint; None for a Hugging Face folder.
-        load: Takes the setup of the run. Reads the weights and returns the state before the first step, in the layout, dtypes
-            and on the devices of the step. With `continue_with` `optimizer`, the state has the moments of Adam, too.
+        load: Takes the setup of the run. Reads the weights and returns the state before the first step. Its arrays have the
+            layout, dtypes and devices of the step. With `continue_with` `optimizer`, the state also has the moments and the
+            step count of Adam from the other run; otherwise they are new.
         close: Closes the checkpoint and ends its threads. Does nothing for a folder.
     """
 

@@ -32,8 +32,9 @@ class Callback:
     def instead(self, done: int, state: TrainState) -> tuple[TrainState, list[StepMetrics]] | None:
         """Runs one or more steps in place of the loop. Called before every step that the loop would run.
 
-        The loop's clock does not measure these steps. No dispatched step may be unfinished when this method runs steps: either
-        the loop has just started, or `due(done)` of this callback was True, so that the loop has waited for step `done`.
+        The loop's clock does not measure these steps. This method may run steps only while no dispatched step is unfinished.
+        That is certain before the first step of the loop, and if `due(done)` of this callback returned True, because the loop
+        has then waited for step `done`.
 
         Args:
             done: Number of steps dispatched so far.
