@@ -71,17 +71,17 @@ class GradientChecks(Callback):
     def finished(self, steps: Sequence[Numbered]) -> None:
         """Checks the metrics of finished steps. Called by the loop for every step once.
 
-        If a loss or gradient is not finite, raises, or with `on_nonfinite` `skip` counts the step in `skipped` and prints a
-        warning. Prints a warning once per array with a gradient of zero. With delayed FP8 scaling, step 1 is not checked for
-        gradients of zero.
+        If a loss or gradient is not finite and `on_nonfinite` is `stop`, raises an error. If `on_nonfinite` is `skip`, adds 1
+        to `skipped` and prints a warning. Prints a warning once per array whose gradient is zero everywhere. With delayed FP8
+        scaling, step 1 is not checked for gradients of zero.
 
         Args:
             steps: Pairs of the number of a step, from 1, and its metrics.
 
         Raises:
-            NonFiniteError: If a loss or gradient is not finite and `on_nonfinite` is `stop`. Waits for the checkpoint that is
-                being written first.
-            CheckpointError: If that checkpoint cannot be written.
+            NonFiniteError: If a loss or gradient is not finite and `on_nonfinite` is `stop`. Before it raises, the method waits
+                until the checkpoint that is being written, if any, is complete.
+            CheckpointError: In this case, if that checkpoint cannot be written.
         """
         for number, metrics in steps:
             if problem := self.problem(metrics):
@@ -101,8 +101,8 @@ class GradientChecks(Callback):
             metrics: The metrics of a finished step.
 
         Returns:
-            The arrays with a gradient of zero everywhere, by path in `TrainState.params`. Leaves out arrays with only frozen
-            parameters.
+            The arrays with a gradient of zero everywhere, each named by its path in `TrainState.params`, for example
+            "blocks/0/up/kernel". Leaves out arrays with only frozen parameters. Empty if there are none.
         """
         return {name for name, square_sum in self._square_sums(metrics) if square_sum == 0} & self._trained
 
@@ -150,10 +150,10 @@ class Metrics(Callback):
 
     Args:
         setup: The setup of the run.
-        log: Receives every entry: metrics.jsonl and the trackers.
+        log: Writes every entry to metrics.jsonl and passes it to the trackers.
         reporter: Prints every entry and warnings.
         clock: The clock of the loop, which measures the time of the steps. Every entry ends a lap of the clock.
-        checks: Counts the skipped updates and finds gradients of zero. Must come before this callback in the loop.
+        checks: Counts the skipped updates and finds gradients of zero. Must come before this callback in `Loop.callbacks`.
         evaluate: Returns the held-out loss of a state, in nats per token, as a float.
     """
 
@@ -175,21 +175,25 @@ class Metrics(Callback):
         self._peak_flops = (peak_flops(self._device.device_kind) or 0) * setup.step.num_devices
 
     def due(self, done: int) -> bool:
-        """Returns True after step 1, every `log_every` steps, every `eval_every` steps, and after the last step."""
+        """Returns True if `done` is 1, the last step, or a multiple of `log_every` or `eval_every`, which are positive."""
         return done == 1 or done % self._monitor.log_every == 0 or self._evaluates(done)
 
     def _evaluates(self, done: int) -> bool:
         return done == self._steps or done % self._monitor.eval_every == 0
 
     def after(self, done: int, state: TrainState, metrics: StepMetrics | None) -> None:
-        """Writes one entry to metrics.jsonl and the trackers, and prints it. Evaluates first at the steps of `eval_every`.
+        """Writes one entry to metrics.jsonl and the trackers, and prints it.
+
+        Before that, evaluates `state` if `done` is the last step or a multiple of `eval_every`.
 
         The keys of an entry are "step", "loss" (nats per token), "grad_norm" (before clipping), "learning_rate",
         "tokens_per_second", "step_time_ms", "mfu" (fraction of the peak FLOP/s of the devices; None if that is unknown),
-        "peak_memory_bytes" (of the first device of this process), "skipped" (updates), "seconds" (of all steps of the run),
-        "zero_gradients" (number of arrays) and, after an evaluation, "eval_loss". A model with experts adds their statistics.
+        "peak_memory_bytes" (of the first device of this process), "skipped" (number of skipped updates of the run), "seconds"
+        (time of all steps of the run, also before it was resumed), "zero_gradients" (number of arrays with a gradient of zero)
+        and, after an evaluation, "eval_loss" (nats per token). A model with `jgraph.MoE` layers adds the keys "moe_load",
+        "moe_max_load", "moe_entropy", "moe_balance_loss", "moe_z_loss" and "moe_dropped" of `jgraph.moe.statistics.summary`.
 
-        Also warns once per layer of experts that got no token for 100 steps.
+        Also prints a warning, at most once per `jgraph.MoE` layer, if experts of the layer got no token for 100 steps.
 
         Args:
             done: Number of finished steps.
@@ -236,7 +240,9 @@ class Metrics(Callback):
 
 
 class SaveCheckpoints(Callback):
-    """Saves the state about every `checkpoint_every` steps and at the end of the loop.
+    """Saves the state at each multiple of `checkpoint_every` steps and at the end of the loop.
+
+    If a profile runs over a multiple, the state is saved at the end of the profile instead.
 
     Args:
         setup: The setup of the run.
@@ -250,10 +256,13 @@ class SaveCheckpoints(Callback):
         self._checkpoints, self._watchdog, self._saved = checkpoints, watchdog, done
 
     def due(self, done: int) -> bool:
-        """Returns True if there is a multiple of `checkpoint_every` after the last saved step, up to and including `done`.
+        """Returns True if a multiple of `checkpoint_every` is greater than the last saved step and at most `done`.
 
-        Before the first save, counts from the number of steps finished before the loop. `done` may be larger than the multiple,
-        because a profile runs several steps between two calls.
+        Until this object has saved a state, the last saved step is the number of steps that were finished before the loop.
+
+        Args:
+            done: Number of steps dispatched so far. May be larger than the multiple, because a profile runs several steps
+                between two calls.
         """
         return done // self._every > self._saved // self._every
 

@@ -17,7 +17,7 @@ Numbered = tuple[int, StepMetrics]
 
 
 class Halt(NamedTuple):
-    """A step that changed nothing, because a device received more rows for its experts than its buffer holds.
+    """A step that changed nothing, because a device had to send another device more expert rows than the buffer holds.
 
     Attributes:
         number: Number of the first halted step, from 1.
@@ -40,7 +40,9 @@ def is_halted(metrics: StepMetrics) -> bool:
 
 
 def happened(steps: Sequence[Numbered]) -> tuple[list[Numbered], Halt | None]:
-    """Separates the steps before a halt from the halted steps. All steps after a halted step are halted, too.
+    """Separates the steps before a halt from the halted steps. Waits for the steps that can halt.
+
+    The steps that were dispatched after a halted step are halted, too.
 
     Args:
         steps: Pairs of the number of a step, from 1, and its metrics, for consecutive steps.

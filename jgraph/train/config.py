@@ -425,7 +425,10 @@ class DistributedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Complete configuration of a run of `python -m jgraph.train`."""
+    """Complete configuration of a run of `python -m jgraph.train`. Immutable, with keyword arguments only.
+
+    `TrainConfig.of` takes the fields of all components by name. `python -m jgraph.train --help` describes every field.
+    """
 
     preset: str = ""
     """Named configuration. The other options override it."""
@@ -569,16 +572,17 @@ class TrainConfig:
         """Creates a configuration from the fields of all components.
 
         Args:
-            **values: Fields of `TrainConfig` and of its components `input` to `monitor`, all by the name of the field, for
-                example `batch_size=8`. `optimizer`, `fp8` and `distributed` are given as an `OptimizerConfig`, `FP8Config` and
-                `DistributedConfig`. Fields that are not given have their defaults.
+            **values: Fields of `TrainConfig` and of its components `input`, `parallel`, `pipeline`, `dtypes`, `compile`,
+                `initial`, `output` and `monitor`. A field of a component is given by its own name, for example `batch_size=8`.
+                `optimizer`, `fp8` and `distributed` are given as an `OptimizerConfig`, `FP8Config` and `DistributedConfig`.
+                Fields that are not given have their defaults.
 
         Returns:
             The checked configuration.
 
         Raises:
             ConfigError: If a value is invalid, or values exclude each other.
-            TypeError: If there is no field of a name.
+            TypeError: If a name is not that of a field.
 
         Examples:
             >>> TrainConfig.of(fsdp=2, batch_size=8).parallel.fsdp
@@ -591,15 +595,17 @@ class TrainConfig:
         """Returns a checked copy with new values of some fields. Does not change this configuration.
 
         Args:
-            **values: Fields of `TrainConfig` and of its components `input` to `monitor`, all by the name of the field, for
-                example `batch_size=8`. `optimizer`, `fp8` and `distributed` are replaced as whole dataclasses.
+            **values: Fields of `TrainConfig` and of its components `input`, `parallel`, `pipeline`, `dtypes`, `compile`,
+                `initial`, `output` and `monitor`. A field of a component is given by its own name, for example `batch_size=8`.
+                `optimizer`, `fp8` and `distributed` are replaced as whole dataclasses.
 
         Returns:
-            The new configuration. A `model` and a `run_dir` that were set as defaults are kept.
+            The new configuration. `model` and `run_dir` keep their values unless they are given, even if this configuration
+            derived them from its `module` or `preset`.
 
         Raises:
             ConfigError: If a value is invalid, or values exclude each other.
-            TypeError: If there is no field of a name.
+            TypeError: If a name is not that of a field.
         """
         top_level, parts = _by_component(values)
         return replace(self, **top_level, **{name: replace(getattr(self, name), **part) for name, part in parts.items()})
@@ -607,8 +613,9 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """Returns a copy of all fields as a dict that JSON can represent, the content of config.json.
 
-        Fields of the components `input` to `monitor` are at the top level, for example "batch_size". `model`, `optimizer`,
-        `fp8` and `distributed` are nested dicts; `model` is None for a model without settings. Tuples stay tuples.
+        Fields of the components `input`, `parallel`, `pipeline`, `dtypes`, `compile`, `initial`, `output` and `monitor` are at
+        the top level, for example "batch_size". `model`, `optimizer`, `fp8` and `distributed` are nested dicts; `model` is None
+        for a model without settings. Tuples stay tuples.
         """
         nested = asdict(self)
         components = [nested.pop(name) for name in COMPONENTS]

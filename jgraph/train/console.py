@@ -24,9 +24,10 @@ class Summary:
         tokens: Number of training tokens of all steps.
         seconds: Time of all steps in seconds, also before the run was resumed. Excludes compilation, evaluation, checkpoints
             and profiled steps.
-        train_loss: Loss of the last logged step in nats per token, or None if no step was logged.
-        heldout_loss: Loss of the last evaluation in nats per token, or None if there was none.
-        zlib_nats_per_token: Size of the text, compressed by zlib at level 9, in nats per byte; None if tokens are not bytes.
+        train_loss: Loss of the last logged step in nats per token; None if no step was logged or this loss is not finite.
+        heldout_loss: Loss of the last evaluation in nats per token; None if there was none or this loss is not finite.
+        zlib_nats_per_token: Size of the first 32 MiB of the text of the data, compressed by zlib at level 9, in nats per byte,
+            for comparison with the losses. None if tokens are not bytes or the data has several sources.
         run_dir: The run directory.
         sample: A prompt and its continuation, as texts. Both are empty if no sample was generated.
         stopped_by: Name of the signal that stopped the run, for example "SIGTERM". Empty if the run is finished.
@@ -114,6 +115,8 @@ class Reporter:
 
     def begins(self, config: TrainConfig, *, parameters: int, corpus: Corpus, devices: str) -> None:
         """Prints the run header: model, data, batch, learning rate, and every setting that differs from the preset.
+
+        For a configuration without a preset, prints every setting that differs from the defaults.
 
         Args:
             config: The configuration of the run.

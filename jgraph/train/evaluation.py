@@ -108,6 +108,7 @@ def evaluate(path: str | Path, step: int | None = None, *, module: str = "", **o
     Raises:
         ConfigError: If an argument has a value that is not allowed, there are too few devices, or `path` is neither a run nor a
             folder. Also if `module` is another class than that of the run, or is empty for a class outside `jgraph_models`.
+        TypeError: If an override is not the name of a field.
         DataError: If the data cannot be read, or is text and the model has no tokenizer.
         CheckpointError: If the run does not have the checkpoint, or the checkpoint is damaged.
     """

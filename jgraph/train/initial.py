@@ -63,7 +63,8 @@ def with_settings_of(module: str, model: Any, init_from: str, run_dir: str) -> A
 
     Args:
         module: The model class, as `package.module:Class`.
-        model: Settings for the fields that config.json does not determine. Not changed.
+        model: Settings of the model. The result has their values in the fields that config.json does not determine. Not
+            changed.
         init_from: Path of the folder. If it has been removed, the copy of its config.json in the run directory is read.
         run_dir: Path of the run directory, which need not exist.
 
@@ -71,8 +72,8 @@ def with_settings_of(module: str, model: Any, init_from: str, run_dir: str) -> A
         A copy of `model` with the fields that config.json determines.
 
     Raises:
-        ConfigError: If the class has no attribute `hugging_face`, the folder does not exist, or its config.json is missing,
-            damaged or describes a model that the class does not support.
+        ConfigError: If the class cannot be imported or has no attribute `hugging_face`. Also if the folder does not exist, or
+            its config.json is missing, damaged or describes a model that the class does not support.
     """
     copy = RunDir(Path(run_dir)).origin
     path = copy if not Path(init_from).exists() and (copy / CONFIG_FILE).exists() else Path(init_from)
@@ -252,8 +253,9 @@ class InitialWeights:
     Attributes:
         about: Name of the source, for the line that the run prints.
         step: Number of steps of the other run's checkpoint; None for a Hugging Face folder.
-        load: Takes the setup of the run. Reads the weights and returns the state before the first step, in the layout, dtypes
-            and on the devices of the step. With `continue_with` `optimizer`, the state has the moments of Adam, too.
+        load: Takes the setup of the run. Reads the weights and returns the state before the first step. Its arrays have the
+            layout, dtypes and devices of the step. With `continue_with` `optimizer`, the state also has the moments and the
+            step count of Adam from the other run; otherwise they are new.
         close: Closes the checkpoint and ends its threads. Does nothing for a folder.
     """
 

@@ -61,19 +61,19 @@ class Loaded:
         """Continues one or several texts by sampling tokens.
 
         Args:
-            prompts: A text, or several texts to continue at once. A text must not have more than `window` tokens.
+            prompts: A text, or several texts to continue at once. Each must have from 1 to `window` tokens.
             **settings: `stop`: texts that end a continuation, default none. `max_tokens`: largest number of new tokens, default
                 128. `temperature`: divides the logits, default 1; 0 selects the most likely token. `top_k`: samples from this
                 many of the most likely tokens, default 0 for all. `top_p`: samples from the most likely tokens with this total
                 probability, default 1 for all. `key`: seed or random key, default 0. `window`: largest number of tokens that a
-                token attends to, default `self.window`.
+                token attends to, default `self.window`; None for no limit.
 
         Returns:
-            The new text (str), or a list of new texts for a list of prompts. Without the prompt, `stop` texts and end-of-text
-            tokens.
+            The new text (str), or a list of new texts in the order of `prompts` if these are several. A new text has neither
+            the prompt nor the `stop` text or end-of-text token that ended it.
 
         Raises:
-            ConfigError: If an argument has a value that is not allowed.
+            ConfigError: If an argument has a value that is not allowed, or a prompt has no token or more than `window` tokens.
             DataError: If the model has no tokenizer that converts text to token ids.
         """
         batch = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -88,7 +88,7 @@ class Loaded:
         The call checks the arguments. The programs are compiled when the iterator is first advanced.
 
         Args:
-            prompts: The texts to continue, none with more than `window` tokens.
+            prompts: The texts to continue. Each must have from 1 to `window` tokens.
             stop: Non-empty texts that end a continuation. Neither these texts nor end-of-text tokens are returned.
             **settings: `max_tokens`: largest number of new tokens per text, default 128. `temperature`: divides the logits,
                 default 1; 0 selects the most likely token. `top_k`: samples from this many of the most likely tokens, default 0
@@ -101,8 +101,9 @@ class Loaded:
             new text of a prompt is the concatenation of its pieces.
 
         Raises:
-            ConfigError: If an argument has a value that is not allowed. The call raises it, not the iterator.
-            DataError: If the model has no tokenizer that converts text to token ids.
+            ConfigError: If an argument has a value that is not allowed, or a prompt has no token or more than `window` tokens.
+                The call raises it, not the iterator.
+            DataError: If the model has no tokenizer that converts text to token ids. The call raises it, not the iterator.
         """
         require(all(stop), "stop", "an empty text", "a text")
         rows = [self.tokenizer.encode(prompt) for prompt in prompts]

@@ -20,12 +20,13 @@ def locked(run_dir: RunDir, warn: Callable[[str], object]) -> Iterator[None]:
 
     Writes the file `lock` with the id and the host of this process, as JSON. At the end of the block, deletes this file, and
     deletes the run directory if no other file is in the directory. The operating system releases the lock if the process is
-    killed. On a file system without locks, the content of the file replaces the lock: the directory counts as locked while the
-    process in the file lives, and always if that process is on another machine.
+    killed. On a file system that does not support locks, the content of the file decides: the directory counts as locked while
+    the process in the file lives, and always if that process is on another machine.
 
     Args:
         run_dir: The run directory. Call its method `check` before, because `check` rejects a directory with unknown files.
-        warn: Called with one line if a process on another machine has left its lock file. The block then runs all the same.
+        warn: Called with one line if the file system supports locks and no process holds this one, but the file names a process
+            on another machine. The block then runs.
 
     Raises:
         ConfigError: At the start of the block, if another process holds the lock, or the directory or file cannot be written.

@@ -32,8 +32,9 @@ class Callback:
     def instead(self, done: int, state: TrainState) -> tuple[TrainState, list[StepMetrics]] | None:
         """Runs one or more steps in place of the loop. Called before every step that the loop would run.
 
-        The loop's clock does not measure these steps. No dispatched step may be unfinished when this method runs steps: either
-        the loop has just started, or `due(done)` of this callback was True, so that the loop has waited for step `done`.
+        The loop's clock does not measure these steps. This method may run steps only while no dispatched step is unfinished.
+        That is certain before the first step of the loop, and if `due(done)` of this callback returned True, because the loop
+        has then waited for step `done`.
 
         Args:
             done: Number of steps dispatched so far.
@@ -82,7 +83,7 @@ class Callback:
         the first step if the loop was given no compiled step.
 
         Args:
-            setup: The setup of the compiled step, with the larger expert capacity.
+            setup: The setup of the compiled step. After a halt, its expert capacity is larger.
             step: The compiled step.
             done: Number of finished steps.
         """
@@ -103,10 +104,10 @@ class Loop:
     """Runs steps until `config.steps` of the setup or a stop signal, at most four steps ahead of the devices.
 
     Attributes:
-        setup: The setup of `step`. Replaced after a halt.
+        setup: The setup of `step`. Replaced after a halt: a step that changed nothing, because an expert buffer was too small.
         step: The compiled step; None if it must be compiled before the next step. Set to None after a halt.
-        compile: Compiles the step of a setup.
-        grow: Takes the first halted step. Returns a setup with more expert capacity.
+        compile: Takes a setup. Compiles and returns its step.
+        grow: Takes a `Halt`, the first halted step and the number of rows it needs. Returns a setup with more expert capacity.
         batches: The batch of every step as numpy arrays [B, ...], indexed from 0. B is the number of rows of this process.
         callbacks: Called in this order.
         stops: Takes the number of dispatched steps. Returns True if the loop must stop before the next step.
@@ -137,7 +138,8 @@ class Loop:
             state: The state after these steps. Donated if a step runs.
 
         Returns:
-            The number of finished steps, and the state after these steps. Less than `config.steps` after a stop signal.
+            The number of finished steps, including the first `done`, and the state after these steps. The number is less than
+            `config.steps` if a stop signal ended the loop.
         """
         place, steps = self.setup.step.place, self.setup.config.steps
         while done < steps and not self.stops(done):
@@ -227,17 +229,18 @@ class Loop:
 def agreed_stop(stop: StopRequest, watchdog: Watchdog, every: int) -> Callable[[int], bool]:
     """Returns a function that reports a stop signal of any process to all processes, at the same step.
 
-    A single process checks its own signal at every step. Several processes exchange their signals only at multiples of `every`,
-    when the devices are idle.
+    A single process checks its own signal at every step. Several processes exchange their signals only if the number of
+    dispatched steps is a multiple of `every`.
 
     Args:
         stop: The signal of this process. If another process has received a signal, its name is written to `stop.name`.
         watchdog: Watches the wait for the other processes.
-        every: Number of steps between exchanges of stop signals in a run of several processes.
+        every: Number of steps between exchanges of stop signals in a run of several processes, for example `log_every`: the
+            loop then waits for the devices at these steps anyway.
 
     Returns:
-        A function from the number of dispatched steps to a bool: True if any process has received SIGTERM or SIGINT, and False
-        between exchanges. Collective: every process must call it with the same numbers.
+        A function from the number of dispatched steps to a bool: True if any process has received SIGTERM or SIGINT. With
+        several processes, False at steps without an exchange. Collective: every process must call it with the same numbers.
     """
 
     def stops(done: int) -> bool:

@@ -125,7 +125,8 @@ class StepClock:
     def stop(self, steps: int, *, of: int | None = None) -> None:
         """Stops the clock. Call it when the last dispatched step has finished.
 
-        Of the time since `start`, counts the share `steps` / `of`. If the clock is not running, only counts the steps.
+        Adds the time since `start` to `seconds`, or the share `steps` / `of` of it if `of` is given. Also counts the steps for
+        `lap`. If the clock is not running, adds no time.
 
         Args:
             steps: Number of steps since `start`, without halted steps, which changed nothing and will be repeated.

@@ -41,8 +41,8 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
     Returns:
         A function from the number of updates applied before a step (an int or an integer scalar array) to the learning rate of
-        that step. It rises from `learning_rate` / `warmup_steps` to `learning_rate`, and falls to `learning_rate` x
-        `final_learning_rate`.
+        that step. The rate rises linearly from `learning_rate` / `warmup_steps` to `learning_rate`, and then falls to
+        `learning_rate` x `final_learning_rate`. If `warmup_steps` is 0, the rate starts at `learning_rate`.
     """
     return optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / max(1, config.warmup_steps),  # the first step has a positive rate

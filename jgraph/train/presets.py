@@ -40,9 +40,9 @@ def changed_settings(config: TrainConfig) -> tuple[dict[str, Any], dict[str, Any
 
     Returns:
         Two dicts from the dotted name of a setting, such as "moe.capacity" or "optimizer.beta1", to its value. The first has
-        the settings of the model that differ from the defaults of their dataclass, or all if that has fields without a default.
-        The second has the other settings that differ from the preset, or from the defaults of `TrainConfig` without a preset,
-        except `distributed`.
+        the settings of the model that differ from the defaults of their dataclass, or all settings if the dataclass has fields
+        without a default. The second has the settings outside `model` and `distributed` that differ from the preset
+        `config.preset`. If that is empty, it has those that differ from the defaults of `TrainConfig`.
     """
     model: Any = config.model
     base = PRESETS[config.preset] if config.preset else TrainConfig(module=config.module)

@@ -37,7 +37,9 @@ _PROFILED = "xla_enable_command_buffers_during_profiling=true"
 
 
 def profiled(config: TrainConfig, platform: str) -> TrainConfig:
-    """Returns a configuration for a step that runs its command buffers (CUDA graphs) under a profiler, too.
+    """Returns a configuration whose compiled step uses its command buffers (CUDA graphs) also while a profiler runs.
+
+    Without this configuration, XLA does not use command buffers under a profiler.
 
     Args:
         config: The configuration of the run. Not changed.
@@ -97,10 +99,10 @@ class Profile(Callback):
         self._uncaptured = plain.compile_step() if has_graph else step
 
     def recompiled(self, setup: TrainSetup, step: CompiledStep, done: int) -> None:
-        """Takes over a step that was compiled again, and compiles it without command buffers, too.
+        """Uses a new compiled step for the profile. Also compiles a version of it without command buffers, if it has any.
 
-        The profile then starts no earlier than at `done`. If too few steps are left for it, prints a warning and makes no
-        profile. Does nothing if the profile has been made.
+        The first traced step is then at least step `done` + 1. If too few steps are left, prints a warning, compiles nothing
+        and makes no profile. Does nothing if the profile has been made.
 
         Args:
             setup: The setup of the compiled step.
@@ -130,8 +132,8 @@ class Profile(Callback):
         For `profile` FIRST:STOP, N = STOP - FIRST. If the step has command buffers, runs 2N + 1 steps: N with command buffers,
         1 without to load this program, and N without. Otherwise runs N steps. The steps train the model like all others.
 
-        If one of the steps halts, because an expert buffer was too small, writes no report and traces again later. If the trace
-        cannot be analyzed, prints a warning.
+        If one of the steps halts, because an expert buffer was too small, writes no report. The steps are traced again after
+        the loop has compiled a step with larger buffers. If the trace cannot be analyzed, prints a warning.
 
         Args:
             done: Number of finished steps.

@@ -52,27 +52,35 @@ class RunDir:
         return max((int(path.name) for path in paths if path.name.isdecimal()), default=None)
 
     def resumes(self, output: OutputConfig) -> bool:
-        """Returns True if a run resumes from a checkpoint of this directory.
+        """Returns True if `output.resume` is True and `checkpoints/` has a completely written checkpoint, damaged or not.
+
+        Such a run resumes from a checkpoint of this directory.
 
         Args:
-            output: The settings of the run. True requires that `output.resume` is True and that `checkpoints/` has a completely
-                written checkpoint, damaged or not.
+            output: The settings of the run.
         """
         return output.resume and self.has_checkpoint()
 
     def resumed(self, config: TrainConfig) -> TrainConfig:
         """Adapts the learning rate schedule of a configuration to the saved run that it resumes.
 
-        With the same `steps` as the saved run, the saved schedule is kept. With other `steps`, `optimizer.extend` decides where
-        the cosine ends; if it is `no`, the method `check` rejects the change. A default warmup becomes that of the saved run,
-        unless the new run is shorter than that. Does not check the other settings.
+        Changes only `extend`, `decay_steps` and a default `warmup_steps` of `optimizer`:
+
+        - If `steps` is that of the saved run and the saved `extend` is `no`, `extend` becomes `no`.
+        - If `steps` is that of the saved run and the saved `extend` is not `no`, `extend` becomes the saved one, and a
+          `decay_steps` of 0 becomes the saved one. If the given `extend` is neither `no` nor the saved one, nothing changes.
+        - If `steps` differs and `extend` is `constant`, a `decay_steps` of 0 becomes the step where the saved cosine ends.
+        - If `steps` differs and `extend` is `no`, the method `check` rejects the result.
+
+        A default `warmup_steps` becomes the saved one if that is at most `steps`, except in the first case and if nothing
+        changes. Does not check the other settings.
 
         Args:
             config: The configuration that the user asked for.
 
         Returns:
-            A copy of `config` with another `optimizer`. `config` itself if there is no config.json or no checkpoint, or
-            `output.resume` is False.
+            A copy of `config` with the adapted `optimizer`. `config` itself if nothing changes because there is no config.json
+            or no checkpoint, or `output.resume` is False.
 
         Raises:
             ConfigError: If config.json is damaged, or the saved run has another model class, which is not imported.

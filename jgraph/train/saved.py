@@ -78,7 +78,8 @@ class SavedRun:
         Args:
             **like: Any of `params`, `carried` (mutable state of the model), `observed` (FP8 amax histories) and `opt_state`, as
                 trees of `jax.ShapeDtypeStruct` in the structure of the checkpoint. The shape of a leaf must be the saved shape.
-                Its dtype may differ from the saved dtype: the array is then cast. A leaf without a sharding goes to one device.
+                Its dtype may differ from the saved dtype: the array is then cast. A leaf without a sharding goes to the
+                first device.
 
         Returns:
             The trees by the names of the arguments, as arrays with the dtypes and shardings of `like`.

@@ -136,8 +136,8 @@ class TrainSetup:
             platform: `cpu` or `gpu`.
 
         Returns:
-            Values by name of the option: those for `graph`, those of the strategy, and `xla_options`, which override the
-            others.
+            Values by name of the XLA option: the options for the setting `graph`, those of the strategy of the step, and those
+            in the setting `xla_options`, which override the others.
 
         Raises:
             CompilerOptionError: If the installed XLA does not have an option.
@@ -148,8 +148,8 @@ class TrainSetup:
         """Starts to compile the program that makes the initial state, in another thread. Returns without waiting for it.
 
         Returns:
-            A function without arguments that waits for the program, runs it and returns the state before the first step.
-            Raises the error of the compilation, if any.
+            A function without arguments that waits for the program, runs it and returns the state before the first step. If
+            the compilation fails, this function raises the error.
         """
         lowered = self.step.lower_init(self.model.init)
         # Not optimized, because it runs once: for GPT 1.3B on an H200 it compiles in 27 s, without optimizations in 14 s.
@@ -184,8 +184,8 @@ class TrainSetup:
             carried: The model's carried state, like `model.carried`. Not copied.
 
         Returns:
-            The state: parameters in the layout of the step and their own dtypes, `opt_state` an empty tuple, `observed` empty,
-            and both counters 0.
+            The state. Its parameters have the layout of the step and the dtypes of `params`. `carried` is the argument,
+            `opt_state` is (), `observed` is {}, and the counters `step` and `skipped` are 0.
         """
         shardings, zero = None if self.step.mesh is None else self.step.shardings.params, jnp.zeros((), jnp.int32)
         return TrainState(zero, zero, in_turn(jax.jit(self.step.bound.pack, out_shardings=shardings)(params)), (), carried)

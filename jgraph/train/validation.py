@@ -133,8 +133,9 @@ def place_whole(setup: TrainSetup, batch: Tree) -> Tree:
         batch: Tree of numpy arrays [B, ...], with the same B rows on every process.
 
     Returns:
-        A tree of arrays [B, ...] with the first axis sharded over `dp` x `fsdp` devices. The leaves themselves, still on the
-        host, if the step has no mesh or this number does not divide B; a jitted function then replicates them.
+        A tree like `batch` of JAX arrays [B, ...] with the first axis sharded over `dp` x `fsdp` devices. If the step has no
+        mesh, or `dp` x `fsdp` does not divide B, the leaves are the numpy arrays of `batch`. A jitted function then replicates
+        them.
     """
     mesh = setup.step.mesh
 
@@ -179,7 +180,8 @@ def evaluator(setup: TrainSetup, batches: list[Batch], watchdog: Watchdog) -> Ca
 
     Args:
         setup: The setup of the run.
-        batches: The batches, on the host of every process, all of the same shape.
+        batches: The batches, as `heldout` returns them: numpy arrays or dicts of them, the same on every process and all of the
+            same shape.
         watchdog: Watches the waits for the devices. Compilation is not watched.
 
     Returns:

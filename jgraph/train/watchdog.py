@@ -26,7 +26,8 @@ class Wait(NamedTuple):
     Attributes:
         about: Returns a name of the program that is waited for, such as "step 12", for the error message. Called only if the
             wait takes too long.
-        program: The compiled program, with a method `as_text()`; None if it is unknown.
+        program: The compiled program, with a method `as_text()`. `hang_message` lists its collectives. None if it is
+            unknown.
     """
 
     about: Callable[[], str]
@@ -36,8 +37,10 @@ class Wait(NamedTuple):
 class Watchdog:
     """Calls a function from another thread if one wait for the devices takes too long.
 
-    A context manager: it watches inside its `with` block. Every wait counts from zero, because devices that finish programs do
-    not hang. Time during which the process is suspended does not count.
+    A context manager: it watches inside its `with` block. The time of each wait is compared with the limit on its own; the
+    times of several waits are not added. Time during which the process is suspended does not count.
+
+    The methods `over` and `wait` mark the waits. Only these are watched.
 
     Args:
         seconds: The time limit of one wait; 0 for none.
@@ -65,7 +68,8 @@ class Watchdog:
         Args:
             about: Returns a name of the program, such as "step 12", for the error message. Called only if the block takes too
                 long.
-            program: The compiled program, with a method `as_text()`; None if it is unknown.
+            program: The compiled program, with a method `as_text()`. `hang_message` lists its collectives. None if it is
+                unknown.
         """
         self._wait = Wait(about, program)
         try:
@@ -80,7 +84,8 @@ class Watchdog:
             about: Returns a name of the program that computes the arrays, such as "step 12", for the error message. Called only
                 if a wait takes too long.
             arrays: A tree of arrays.
-            program: The compiled program, with a method `as_text()`; None if it is unknown.
+            program: The compiled program, with a method `as_text()`. `hang_message` lists its collectives. None if it is
+                unknown.
 
         Returns:
             `arrays` itself, still on the devices.
