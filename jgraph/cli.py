@@ -193,7 +193,8 @@ def end_at_once(prog: str, describe: Callable[[], str], fields: Collection[str] 
 
     Args:
         prog: The command as the user starts it. Starts the error line.
-        describe: Called once, without arguments. Returns the error message. After 60 seconds the process ends without it.
+        describe: Called once, without arguments. Returns the error message. If it takes longer than 60 seconds, the process
+            ends without the message.
         fields: Field names that are flags of this command. In the error line, "`name`" becomes "--name" for these fields.
     """
     # Neither a slow `describe` nor a blocked pipe may keep the process alive.

@@ -151,7 +151,7 @@ def download_hint(path: str | Path, *, kind: Literal["model", "dataset"] = "mode
 
     Returns:
         A clause that starts with "; " and ends with the command `hf download ...`, to append to an error message. Empty if the
-        path has another form, an alphabetic file suffix or an existing parent directory.
+        path has another form, a file suffix of letters such as `.txt`, or an existing parent directory.
     """
     found = _HUB_ID.fullmatch(str(path))
     if not found or re.search(r"\.[A-Za-z]+$", found[1]) or Path(path).parent.exists():
@@ -181,7 +181,8 @@ class DonationError(JgraphError):
     """The compiled program copies or swaps donated arrays instead of updating them in place.
 
     Attributes:
-        leaves: The paths of the arrays that are copied or swapped, e.g. `['w']`.
+        leaves: One string per array that is copied or swapped: its path in the format of `jax.tree_util.keystr`, such as
+            `"['w']"`.
     """
 
     leaves: tuple[str, ...] = ()
