@@ -259,8 +259,8 @@ def parse(
         args: The arguments, without the program.
         elsewhere: Hints for flags that this command does not have. Keys are such flags, e.g. of other programs. Values are the
             flags of this command to use instead. The error about an unknown flag names its hint. None for no hints.
-        settings: Further keyword arguments of `tyro.cli`, or of `tyro.extras.subcommand_cli_from_dict` if `kind` is a
-            dictionary, e.g. `default`.
+        settings: Further keyword arguments of `tyro.cli`, e.g. `default`. If `kind` is a dictionary, those of
+            `tyro.extras.subcommand_cli_from_dict`.
 
     Returns:
         The new instance of the dataclass, or the result of the function. None after --help.

@@ -232,8 +232,8 @@ class OrderError(JgraphError):
 class SplitError(JgraphError):
     """A backward pass cannot be split into dgrad and wgrad, or the split functions are called with wrong arguments.
 
-    dgrad computes the gradients of the inputs of a stage, and wgrad those of its parameters. Wrong arguments are, for example,
-    residuals that another call of `split_backward` made.
+    wgrad computes, at a later time, the gradients of the delayed parameters: weights of matmuls. dgrad computes those of the
+    inputs of the stage and of all other parameters. Wrong arguments are, for example, residuals of another split.
 
     Attributes:
         path: The name of the parameter or input that causes the error, e.g. `embed/embedding`. Empty if there is no single one.
