@@ -31,18 +31,17 @@ _MESSAGE_TIMEOUT_SECONDS = 60
 
 
 def optional(kind: Callable[[str], _T], metavar: str) -> PrimitiveConstructorSpec[_T | None]:
-    """Returns a tyro constructor for a flag with one value that may be left out, so that its argument is None.
+    """Returns a tyro constructor for a flag whose default is None. If the user passes the flag, it takes one value.
 
-    Use it as `Annotated[int | None, optional(int, "INT")]`. tyro would show `int | None` as `{None}|INT` in the help and in its
-    errors.
+    Use it as `number: Annotated[int | None, optional(int, "INT")] = None`. Without it, tyro shows the flag as `{None}|INT` in
+    the help and in its errors.
 
     Args:
-        kind: Called with the text of the value. Returns the argument of the function, for example `int`. Raises ValueError if
-            the text is not valid.
+        kind: Converts the text of the value, for example `int`. It must raise ValueError if the text is not valid.
         metavar: Placeholder of the value in the help, for example `INT`.
 
     Returns:
-        The constructor, metadata for `Annotated`.
+        The constructor. Pass it to `Annotated` after the type.
     """
     return PrimitiveConstructorSpec(
         nargs=1,
@@ -194,7 +193,8 @@ def end_at_once(prog: str, describe: Callable[[], str], fields: Collection[str] 
 
     Args:
         prog: The command as the user starts it. Starts the error line.
-        describe: Called once, without arguments. Returns the error message. After 60 seconds the process ends without it.
+        describe: Called once, without arguments. Returns the error message. If it takes longer than 60 seconds, the process
+            ends without the message.
         fields: Field names that are flags of this command. In the error line, "`name`" becomes "--name" for these fields.
     """
     # Neither a slow `describe` nor a blocked pipe may keep the process alive.
@@ -213,9 +213,10 @@ def command(prog: str, about: str | None, *acts: Callable[..., None]) -> Callabl
 
     Args:
         prog: Default name of the command, for example `python -m jgraph.sample`.
-        about: The text of its help; None for the docstring of the function.
-        acts: One function, or one function per subcommand, which has the name of the function. Arguments become flags, except
-            positional-only ones. The `Args` of the docstrings become the help of the flags. Called with the parsed arguments.
+        about: The text of the command's help. None: the docstring of the function.
+        acts: The functions. With several, each is a subcommand with the name of the function, and the user picks one. `main`
+            calls the function with the parsed arguments. Each argument of a function is a flag; positional-only arguments are
+            positional on the command line too. The `Args` of the docstring become the help of the flags.
 
     Returns:
         A function `main(argv=None, prog=prog)`. `argv` is a sequence of arguments without the program; None reads those of the
@@ -250,17 +251,19 @@ def parse(
     """Parses arguments with tyro. Prints the help to stdout for --help.
 
     Args:
-        kind: A dataclass, a function, or a dictionary of these by subcommand. Constructed or called with the parsed arguments.
+        kind: A dataclass or a function, which is called with the parsed arguments. Or a dictionary of these by subcommand; only
+            the one that the user selects is called.
         prog: The command as the user starts it, shown in the usage line.
-        about: The text of the help; None for the docstring of `kind`. If `prog` is `jgraph NAME`, its examples of
-            `python -m jgraph.NAME` are shown as `jgraph NAME`.
+        about: The text of the help. None: the docstring of `kind`. If `prog` is `jgraph NAME`, the help shows each
+            `python -m jgraph.NAME` in this text as `jgraph NAME`.
         args: The arguments, without the program.
-        elsewhere: Unknown flags that get a hint in the error, e.g. flags of other programs, each with the flag of this command
-            to use instead. None for no hints.
-        settings: Further keyword arguments of `tyro.cli`, e.g. `default`.
+        elsewhere: Hints for flags that this command does not have. Keys are such flags, e.g. of other programs. Values are the
+            flags of this command to use instead. The error about an unknown flag names its hint. None for no hints.
+        settings: Further keyword arguments of `tyro.cli`, e.g. `default`. If `kind` is a dictionary, those of
+            `tyro.extras.subcommand_cli_from_dict`.
 
     Returns:
-        The instance of the dataclass or the result of the function; None after --help.
+        The new instance of the dataclass, or the result of the function. None after --help.
 
     Raises:
         ConfigError: If tyro rejects the arguments. The message is one line instead of tyro's box, and suggests a similar flag.

@@ -50,11 +50,14 @@ DEVICES = (
 
 
 def find(device_kind: str) -> Device | None:
-    """Returns the entry of `DEVICES` with this `jax.Device.device_kind`, an exact match. None if there is no such entry."""
+    """Returns jgraph's properties of the GPU with this `jax.Device.device_kind`, an exact match. None if it is not supported.
+
+    `jgraph.device.DEVICES` is the table of supported GPUs.
+    """
     return next((device for device in DEVICES if device.name == device_kind), None)
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Returns the peak FLOP/s of dense bfloat16 matmuls for a `jax.Device.device_kind`. None if it is not in `DEVICES`."""
+    """Returns the peak FLOP/s of dense bfloat16 matmuls for a `jax.Device.device_kind`. None if the GPU is not supported."""
     device = find(device_kind)
     return device.product_flops_per_second if device else None

@@ -30,15 +30,16 @@ def in_turn(results: _T) -> _T:
 
     Call it with the results of a jitted function before the next program is dispatched.
 
-    CPU devices share one thread pool, and a rank that waits in a collective keeps its thread. Two programs at once can
-    therefore deadlock: all threads wait for ranks that have no thread. GPUs have queues, so this function does not wait for
-    them.
+    All CPU devices of JAX share one thread pool. A device that waits for the others in a collective keeps its thread. Two
+    programs at once can therefore deadlock: all threads wait for devices that get no thread. On GPUs, programs run one after
+    the other, so this function does not wait.
 
     Args:
         results: A pytree of `jax.Array`. The first leaf determines the devices.
 
     Returns:
-        `results`, without a copy. At once if there are no leaves, or the arrays are on GPUs or on one CPU device.
+        `results`, without a copy. It returns without waiting if there are no leaves, or the arrays are on GPUs or on one CPU
+        device.
     """
     leaf = next(iter(jax.tree.leaves(results)), None)
     if leaf is not None and len(devices := leaf.devices()) > 1 and next(iter(devices)).platform == "cpu":

@@ -151,7 +151,7 @@ def download_hint(path: str | Path, *, kind: Literal["model", "dataset"] = "mode
 
     Returns:
         A clause that starts with "; " and ends with the command `hf download ...`, to append to an error message. Empty if the
-        path has another form, an alphabetic file suffix or an existing parent directory.
+        path has another form, a file suffix of letters such as `.txt`, or an existing parent directory.
     """
     found = _HUB_ID.fullmatch(str(path))
     if not found or re.search(r"\.[A-Za-z]+$", found[1]) or Path(path).parent.exists():
@@ -181,7 +181,8 @@ class DonationError(JgraphError):
     """The compiled program copies or swaps donated arrays instead of updating them in place.
 
     Attributes:
-        leaves: The paths of the arrays that are copied or swapped, e.g. `['w']`.
+        leaves: One string per array that is copied or swapped: its path in the format of `jax.tree_util.keystr`, such as
+            `"['w']"`.
     """
 
     leaves: tuple[str, ...] = ()
@@ -189,6 +190,8 @@ class DonationError(JgraphError):
 
 class OrderError(JgraphError):
     """A pipeline order cannot run, or no order exists for the given parameters.
+
+    An order is the sequence of the actions of one pipeline rank in a step: forward and backward passes of microbatches.
 
     Attributes:
         position: The index of the invalid entry in the order of its rank. None if there is no single one.
@@ -227,27 +230,35 @@ class OrderError(JgraphError):
 
 
 class SplitError(JgraphError):
-    """A backward pass cannot be split into dgrad and wgrad as requested, or residuals of another split are passed.
+    """A backward pass cannot be split into dgrad and wgrad, or the split functions are called with wrong arguments.
+
+    wgrad computes, at a later time, the gradients of the delayed parameters: weights of matmuls. dgrad computes those of the
+    inputs of the stage and of all other parameters. Wrong arguments are, for example, residuals of another split.
 
     Attributes:
-        path: The parameter or input that causes it, e.g. `embed/embedding`. Empty if there is no single one.
+        path: The name of the parameter or input that causes the error, e.g. `embed/embedding`. Empty if there is no single one.
     """
 
     path: str = ""
 
 
 class CallableError(JgraphError):
-    """Graphed callables cannot be built as requested, or a call does not match the sample arguments.
+    """Graphed callables cannot be built as requested, or a call does not match the arguments that they were compiled for.
+
+    Graphed callables are functions that `jgraph.make_graphed_callables` compiled for the shapes of sample arguments.
 
     Attributes:
-        mismatches: One message for each argument that does not match the sample, with its path. Empty for other errors.
+        mismatches: One message for each argument of a call with another shape, dtype or structure than its sample argument. A
+            message contains the path of the argument. Empty for other errors.
     """
 
     mismatches: tuple[str, ...] = ()
 
 
 class OwnershipError(JgraphError):
-    """A borrowed buffer is read after jgraph overwrote it, or is passed to a function that may run after the next overwrite.
+    """A borrowed array is read after jgraph overwrote its buffer, or is passed to a function that may run after that.
+
+    A borrowed array is a handle (`Borrowed`) to a buffer that jgraph owns and updates, such as accumulated gradients.
 
     Attributes:
         owner: A text that names the buffer, e.g. `main_grad of callable 0`.
@@ -268,7 +279,8 @@ class NonFiniteError(JgraphError):
     """The loss or a gradient became infinite or NaN.
 
     Attributes:
-        step: The number of the step with the loss or gradient, from 1. Its update was not applied. -1 if unknown.
+        step: The number of the training step in which it happened, from 1. The parameters were not updated in this step. -1 if
+            unknown.
     """
 
     step: int = -1

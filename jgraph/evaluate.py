@@ -39,8 +39,8 @@ def evaluate(
 ) -> None:
     """Evaluates the model on held-out text. Prints five lines to stdout, and writes the results to a file if `json` is given.
 
-    The lines have the model, the text, the loss in nats per token, the perplexity and the bits per byte. Does not change the
-    run.
+    The lines have the model, the text, the loss in nats per token, the perplexity and the bits per byte, in this order. The
+    bits per byte are `unknown` if the tokens cannot be decoded to text. Does not change the run.
 
     Args:
         run: A run directory of `python -m jgraph.train`, or a Hugging Face folder.
@@ -48,18 +48,22 @@ def evaluate(
             JSON Lines or Parquet, names of corpora such as python-docs, hf:owner/name, or directories of token files. Only the
             held-out part is used. By default the run's data; required for a folder.
         step: Step of the checkpoint to load; by default the newest. Only for runs.
-        module: Model class of the run, as `package.module:Class`. Only classes in `jgraph_models` are imported without it.
+        module: Model class of the run, as `package.module:Class`. Required for a class outside `jgraph_models`, because loading
+            imports it and so runs its code. Not for a folder.
         batch_size: Sequences per batch; by default the run's, or 8 for a folder.
-        seq_len: Predicted tokens per sequence; by default the run's, or a folder's max_position_embeddings, at most 1024.
+        seq_len: Predicted tokens per sequence; by default the run's. For a folder, the smaller of 1024 and its
+            max_position_embeddings.
         eval_batches: Maximum number of batches, spread evenly over the text; by default the run's, or 16 for a folder.
-        dp: Data-parallel replicas, 1 by default; each evaluates a part of the batch.
-        fsdp: Devices that the parameters are sharded over, 1 by default; each evaluates a part of the batch.
+        dp: Number of data-parallel replicas, 1 by default. Each evaluates a part of the batch.
+        fsdp: Number of devices that the parameters are sharded over, 1 by default. Each evaluates a part of the batch.
+            The command uses dp * fsdp devices.
         json: Also write the results to this file, as a JSON object with the keys source, data, fingerprint, batches,
-            batch_size, seq_len, devices, tokens, bytes, loss, perplexity and bits_per_byte. Infinities and NaN become null.
+            batch_size, seq_len, devices, tokens, bytes, loss, perplexity and bits_per_byte. Infinities, NaN and unknown values
+            become null.
 
     Raises:
-        JgraphError: If the model or the data cannot be used, an option has a value that is not allowed, JAX has no device, or
-            the file cannot be written.
+        JgraphError: If the model or the data cannot be used, an option has a value that is not allowed, there are too few
+            devices, or the file cannot be written.
     """
     check_exists(run, field="run")
     # Imported here, so that --help and errors in flags do not wait for jax.

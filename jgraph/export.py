@@ -36,7 +36,8 @@ def export(
         run: A run directory of `python -m jgraph.train`.
         to: Folder to create, with its parents; it must be empty if it exists.
         step: Step of the checkpoint to export; by default the newest.
-        module: Model class of the run, as `package.module:Class`. Only classes in `jgraph_models` are imported without it.
+        module: Model class of the run, as `package.module:Class`. Required for a class outside `jgraph_models`, because loading
+            imports it and so runs its code.
         dtype: Dtype of the tensors.
 
     Raises:

@@ -60,7 +60,7 @@ def cross_entropy(
             one past the last column, makes the loss NaN, even where its weight is 0. Ids of padding columns are invalid, too:
             with `axis` they make the loss NaN, without `axis` the loss is finite but meaningless.
         chunk: Tokens per chunk; must divide B*T. The logits of one chunk are held at once, in the dtype of `x_BTD`. 0 chooses
-            the largest divisor of B*T with at most 2**29 logits per chunk, and in float32 at most half of the tokens.
+            the largest divisor of B*T with at most 2**29 logits per chunk. In float32 the divisor is also at most B*T/2.
         axis: Name of the mesh axis over which the vocabulary is sharded; None if it is not sharded. `x_BTD`, `labels_BT` and
             `weights_BT` must be the same on all devices of the axis.
         vocab_size: Number of token ids. The columns of all devices from this number on are padding and are ignored. 0 if there

@@ -19,7 +19,7 @@ _AxisName: TypeAlias = Any
 
 
 class Axis(StrEnum):
-    """An axis of a mesh."""
+    """The name of a mesh axis. Each member is a string and can be used as an axis name of `jax.make_mesh`."""
 
     DATA = "data"
     """Data parallelism: replicated parameters, sharded batch."""
@@ -50,8 +50,9 @@ def num_data_ranks(mesh: Mesh | None) -> int:
 def with_batch_axes(fn: Callable[..., _T]) -> Callable[..., _T]:
     """Lets a function reduce over the mesh axes `data` and `fsdp` (`BATCH_AXES`) on meshes that lack one of them.
 
-    If `fn` uses a collective over an axis that is not bound, the missing axes are bound with size one and `fn` is called again.
-    Such a function is traced twice, and the operations of the first trace are dead code. Other functions are called once.
+    JAX raises a NameError if `fn` uses a collective over a mesh axis that is not bound, for example outside `jax.shard_map`. In
+    that case `fn` is called again with the missing axes bound, each with size one. Such a function is traced twice, and the
+    operations of the first trace are dead code. Other functions are called once.
 
     Args:
         fn: A function with positional arguments and a result that are pytrees of arrays. Called while JAX traces.

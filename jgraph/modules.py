@@ -35,9 +35,10 @@ class Decoder:
     Attributes:
         prepare: `prepare(params, carried)` takes the parameters and the mutable state of the model. Returns a pytree of weights
             for the other two functions, for example cast and transposed. Called once per call of `generate`.
-        prefill: `prefill(weights, tokens_BT, lengths_B, slots=, length=)` reads the prompts: int32 token ids, padded on the
-            right to T, with `lengths_B` tokens each. `slots` is the number of tokens per text that the cache must hold, at
-            least T. No position reaches `length`. Both are Python ints. Returns (logits, cache).
+        prefill: `prefill(weights, tokens_BT, lengths_B, slots=, length=)` reads the prompts. `tokens_BT` has int32 token ids,
+            padded on the right to T. `lengths_B` has the number of tokens of each prompt. `slots` is the number of tokens per
+            text that the cache must hold, at least T. `length` exceeds every position that `decode` will get, e.g. for the size
+            of a table of positions. Both are Python ints. Returns (logits, cache).
         decode: `decode(weights, tokens_B, cache, positions_B)` reads one int32 token of each text, at its int32 position in the
             text, from 0. A position of `slots` or more means that the text outgrew the cache; the token then replaces the
             oldest one. Returns (logits, new cache). The new cache must have the shapes and dtypes of the old one, which is
@@ -57,8 +58,9 @@ class FunctionalModel:
         shapes: Parameters as a nested dict of `jax.ShapeDtypeStruct`.
         carried: The mutable state as a nested dict of `jax.ShapeDtypeStruct`: Flax variables that are neither parameters nor
             random number streams, such as running statistics. Empty if there is none.
-        init: `init()` returns new (parameters, mutable state), as nested dicts of arrays like `shapes` and `carried`. The same
-            values in each call, unless the module's own seed changes. Can be jitted.
+        init: `init()` returns a new tuple (parameters, mutable state): nested dicts of arrays like `shapes` and `carried`. The
+            values depend only on the seed: for Linen the argument `key` of `functional`, for NNX the one that `make` uses. Can
+            be jitted.
         call: `call(name, mode, params, carried, key, *args)` calls the method `name` of the module with `args`. `mode` is
             "train" or "evaluate". `key` is the `jax.random` key that seeds dropout. Returns (result of the method, mutable
             state after it).

@@ -24,13 +24,14 @@ _SMALL_LEAF = 2**19
 class Packing:
     """A map from the leaves of a parameter tree to a dict of fewer arrays. Made by `Packing.of`. Holds no arrays.
 
-    Packings of trees with the same structure, shapes and dtypes are equal.
+    Two packings are equal if their attributes are equal.
 
     Attributes:
         treedef: Structure of the tree, from `jax.tree.structure`.
         leaves: Shapes and dtypes of the leaves, in the order of `jax.tree.leaves`.
-        groups: One tuple (name, indices) per array of the dict. The indices of its leaves count through `leaves`: several small
-            leaves, or one leaf. A group of one large leaf has the name of the leaf, e.g. `blocks/0/kernel`.
+        groups: One tuple (name, indices) per array of the dict. `name` is its key in the dict: the name of the leaf, e.g.
+            `blocks/0/kernel`, or for small leaves their kind and dtype, e.g. `small vectors (float32)`. `indices` are the
+            positions of its leaves in `leaves`, from 0.
     """
 
     treedef: Any
@@ -46,7 +47,7 @@ class Packing:
 
         Args:
             params: A pytree of arrays or `jax.ShapeDtypeStruct`. Only shapes and dtypes are used.
-            small: Leaves with fewer elements than this are packed.
+            small: Leaves with fewer elements than this are packed. The default is 2**19.
             alone: Names of leaves that are not packed, e.g. `blocks/0/kernel`: the keys of the path, joined by `/`.
 
         Returns:

@@ -65,7 +65,7 @@ def connect(
         coordinator: HOST:PORT of process 0, the same for all processes. Requires the next two arguments. Empty for none.
         num_processes: The number of processes; None without a coordinator.
         process_id: The index of this process, from 0; None without a coordinator.
-        patience: Seconds to wait for the other processes.
+        patience: Seconds to wait for the other processes. The default is 300.
 
     Raises:
         ConfigError: If the others do not connect in time, JAX refuses the arguments, the port of process 0 is in use, or Open

@@ -55,7 +55,8 @@ def sample(
         window: Maximum number of tokens that a token attends to; by default the longest sequence in training, without a limit
             if that is unknown. A prompt must not be longer.
         step: Step of the checkpoint to load; by default the newest. Only for runs.
-        module: Model class of the run, as `package.module:Class`. Only classes in `jgraph_models` are imported without it.
+        module: Model class of the run, as `package.module:Class`. Required for a class outside `jgraph_models`, because loading
+            imports it and so runs its code. Not for a folder.
 
     Raises:
         JgraphError: If there is no prompt, the model cannot be loaded, it has no tokenizer, an option has a value that is not

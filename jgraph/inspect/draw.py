@@ -24,7 +24,9 @@ _MAX_LINES = 40
 
 
 def tint(kind: int, chunk: int, chunks: int) -> str:
-    """Returns the color of an action; later chunks are lighter. A chunk is one of the stages of a rank.
+    """Returns the color of an action in a timeline. Later chunks are lighter.
+
+    An action is one pass of a microbatch through one chunk. A chunk is one of the pipeline stages of a rank.
 
     Args:
         kind: 0 forward, 1 dgrad, 2 wgrad, 3 full backward (dgrad and wgrad in one action).
@@ -43,8 +45,9 @@ def timeline(run: Simulation, *, width: int, cells: Cells) -> Text:
     """Draws the timeline of a schedule as text, with a line per rank and a line of times. Prints nothing.
 
     A cell is an action, with the number of its microbatch if the cell is wide enough. Dots are idle time. If the shortest
-    action would be narrower than two columns, the timeline is wrapped into several bands of lines. If more than two bands would
-    exceed 40 lines, only the first bands and the last band are shown.
+    action would be narrower than two columns, the timeline is wrapped into several bands, each with a line per rank and a line
+    of times. At most about 40 lines are shown, but at least two bands: the first bands and the last one. A line in place of
+    the others has the times that are not shown.
 
     Args:
         run: The simulated schedule, from `jgraph.schedule.simulate`.

@@ -38,13 +38,16 @@ def schedule(
     position for one array in a pool of buffers.
 
     Args:
-        name: gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, dualpipe-v or aligned. Or a file with a schedule: .csv in
-            PyTorch's format, a row per rank with cells such as 5F3 (stage 5, forward, microbatch 3); or .json, a list per rank
-            of numbers c for the forward, -c for the dgrad and -c-0.5 for the wgrad of its chunk c, from 1.
+        name: gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, dualpipe-v or aligned. Or a file with a schedule. A .csv file
+            has PyTorch's format: a row per rank, with cells such as 5F3 (stage 5, forward, microbatch 3). A .json file has a
+            list of numbers per rank, in order of execution: c is a forward of the rank's chunk c, from 1; -c is a dgrad, or a
+            full backward if the chunk has no wgrads; -c-0.5 is a wgrad. Each number stands for the next microbatch of its kind
+            and chunk.
         pp: Ranks on the pipeline axis; required with a name.
         microbatches: Microbatches per step; required with a name.
         chunks: Stages per rank, 1 by default; zb-v and dualpipe-v always have 2, interleaved-1f1b needs at least 2.
         costs: Times of forward,dgrad,wgrad of ALL layers of a rank for one microbatch, in any unit; divided among the chunks.
+            dgrad computes the gradients of the inputs, wgrad those of the parameters.
         latency: Time of a transfer to another rank, in the unit of the costs; the sender does not wait for it.
         execution: Synchronization of ranks: by data only (dataflow), per tick with neighbours, or per tick with all ranks
             (lockstep); auto is lockstep for aligned and dataflow otherwise.

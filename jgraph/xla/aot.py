@@ -79,7 +79,7 @@ def compile_for(
     Args:
         jitted: The result of `jax.jit`.
         args: The positional arguments of `jitted`: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`. Only shapes and dtypes
-            are used. A ShapeDtypeStruct with a sharding keeps it. Everything else is placed on one GPU.
+            are used. A ShapeDtypeStruct with a sharding keeps it. All other leaves count as arrays on one GPU.
         gpu: Model of GPU: `h200`, `h100` or `b200`.
         compiler_options: XLA options by name, from `jgraph.xla.compiler_options`. None for XLA's defaults.
 
@@ -102,7 +102,7 @@ def placed(args: PyTree, *, gpu: str = "h200") -> PyTree:
 
     Args:
         args: A pytree of arrays, numbers or `jax.ShapeDtypeStruct`. Only shapes and dtypes are used. A ShapeDtypeStruct with a
-            sharding keeps it. Everything else gets a sharding on the first device of `devices`.
+            sharding keeps it. All other leaves get a sharding on the GPU `devices(gpu=gpu)[0]`.
         gpu: Model of GPU: `h200`, `h100` or `b200`.
 
     Returns:
@@ -149,8 +149,8 @@ def compile_lowered(
 def lowering_for(gpu: str) -> Iterator[None]:
     """Makes JAX trace and lower for a GPU that is not present, inside a `with` block.
 
-    Call `.trace(...)` and `.lower(...)` of the jitted function in the block, with the shapes that `placed` returns. The
-    abstract device of the current mesh selects the Pallas kernels. The block sets that device and keeps the axes of the mesh.
+    Call `.trace(...)` and `.lower(...)` of the jitted function in the block, with the shapes that `placed` returns. The block
+    sets the abstract device of the current mesh to this GPU, which selects the Pallas kernels. It keeps the axes of the mesh.
 
     Args:
         gpu: Model of GPU: `h200`, `h100` or `b200`.

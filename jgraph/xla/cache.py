@@ -116,8 +116,11 @@ def watch() -> Iterator[Compiles]:
 def for_elsewhere() -> Iterator[None]:
     """Suppresses JAX's warning "Error reading persistent compilation cache entry" inside a `with` block.
 
-    JAX cannot load a cached program for a device that is not present, and compiles it again. Filters of the `warnings` module
-    are restored at the end of the block.
+    Put it around compilation for a device that is not present. JAX cannot load a cached program for such a device: it warns
+    and compiles again. Filters of the `warnings` module are restored at the end of the block.
+
+    Yields:
+        None, once.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")

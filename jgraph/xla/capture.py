@@ -61,17 +61,19 @@ _UNKNOWN = _Why("XLA gives no reason", "TF_CPP_VMODULE=command_buffer_conversion
 
 @dataclass(frozen=True)
 class Outside:
-    """Thunks of one kind that run outside command buffers, for one reason.
+    """Thunks of one kind that run outside command buffers, for one reason. `str` formats them as text.
+
+    A thunk is XLA's unit of execution, such as a kernel or a collective. A command buffer is XLA's name for a CUDA graph.
 
     Attributes:
-        kind: XLA's name of the kind of thunk without its `k`, e.g. `Fft`. Thunks inside a loop or branch that cannot be
-            captured are counted as `While` or `Conditional`.
+        kind: XLA's name of the kind of thunk without the leading `k`, e.g. `Fft`. If a loop or branch cannot be captured, the
+            thunks inside it have the kind `While` or `Conditional`.
         count: The number of thunks. A thunk in a loop counts once.
         reason: Why XLA did not capture them, a phrase.
         remedy: How to capture them: arguments of `jgraph.xla.compiler_options` in backticks, XLA options, or a change of the
             program. Empty if there is none.
-        ops: The distinct operations of these thunks, in program order. For thunks inside a loop or branch that cannot be
-            captured: the loop or branch. Empty if unknown.
+        ops: The distinct operations of these thunks, in program order. For the kinds `While` and `Conditional`: the loop or
+            branch itself. Empty if unknown.
     """
 
     kind: str
@@ -92,7 +94,7 @@ class Outside:
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """Numbers of the thunks of a compiled program inside and outside command buffers. `str` formats the report.
+    """Counts of the thunks of a compiled program inside and outside command buffers. `str` formats the report.
 
     A thunk is XLA's unit of execution, such as a kernel or a collective. A command buffer is XLA's name for a CUDA graph.
 
@@ -134,8 +136,8 @@ def compile_and_report(
         platform: The platform of `lowered`: `cpu`, `gpu` or `cuda`. None: the platform of JAX's default backend.
 
     Returns:
-        The compiled program and its report. The report is None on a platform other than `gpu` and `cuda`, or if XLA dumps no
-        thunks because options or XLA_FLAGS disable dumps or the cache has the program without a report.
+        (compiled program, report). The report is None in three cases: the platform is neither `gpu` nor `cuda`, options or
+        XLA_FLAGS disable XLA's dumps, or JAX loads the program from its cache and the cache has no report of it.
 
     Raises:
         CompilerOptionError: If XLA refuses an option. Other errors of compilation pass.
@@ -209,11 +211,11 @@ def thunk_instructions(metadata: bytes) -> dict[_ThunkKey, str]:
     """Reads the HLO instruction of each thunk from a dump of XLA.
 
     Args:
-        metadata: The bytes of XLA's `thunk_metadata.pb`. Field 1 repeats a message of fields 1 (info) and 2 (kind); fields 1
-            and 3 of info are the name of the instruction and the number of the thunk. Empty bytes if there is no such file.
+        metadata: The bytes of XLA's file `thunk_metadata.pb`, a protocol buffer. Empty bytes if there is no such file.
 
     Returns:
-        The name of the HLO instruction by number and kind of the thunk, e.g. {(7, "kFft"): "fft.0"}.
+        A dict. Its keys are tuples (number, kind) of the thunks, its values the names of their HLO instructions, e.g.
+        {(7, "kFft"): "fft.0"}. Thunks without a number are left out.
     """
     names: dict[_ThunkKey, str] = {}
     for thunk in _protobuf.submessages(_protobuf.fields(metadata), 1):
@@ -230,8 +232,8 @@ def report_of(thunks: str, config: str, ops: Mapping[_ThunkKey, Op]) -> CaptureR
         thunks: The text of XLA's `thunk_sequence_after_thunk_passes.txt`, or of `thunk_sequence.txt` if the former does not
             exist.
         config: The text of XLA's `config.pbtxt` of the same module, with the kinds of thunks that XLA may capture.
-        ops: The operations of the thunks by number and kind, e.g. (7, "kFft"). Thunks may be missing: their operation is
-            then unknown.
+        ops: The operations of the thunks. Keys are tuples (number, kind) of the thunks, e.g. (7, "kFft"). The operation of a
+            thunk that is missing here is unknown in the report.
 
     Returns:
         The report, with the reason and the remedy for each thunk outside command buffers.

@@ -49,9 +49,9 @@ def alias_map(compiled: jax.stages.Compiled) -> dict[int, int]:
         compiled: The program, from `jax.jit(f).lower(...).compile()`.
 
     Returns:
-        The index of the argument leaf by the index of the output leaf in the same buffer. Both indices count leaves in the
-        order of `jax.tree.leaves`, from 0. Outputs with a new buffer are absent. Unused arguments are not counted, because JAX
-        removes them, unless `jax.jit` has `keep_unused=True`.
+        A dict. A key is the index of an output leaf, and its value is the index of the argument leaf whose buffer it reuses.
+        Both count the leaves in the order of `jax.tree.leaves`, from 0. Outputs with a new buffer are absent. Unused arguments
+        are not counted, because JAX removes them, unless `jax.jit` has `keep_unused=True`.
     """
     text = compiled.as_text()
     assert text is not None, "XLA keeps the text of compiled programs"
@@ -62,8 +62,8 @@ def check_identity(compiled: jax.stages.Compiled, state: PyTree) -> None:
     """Checks that a compiled program updates every leaf of a donated state in place. Does not run the program.
 
     Args:
-        compiled: The compiled program of `jax.jit(f, donate_argnums=0, keep_unused=True)`. The state is the first argument of
-            `f`, and its result or the first element of its result.
+        compiled: The compiled program of `jax.jit(f, donate_argnums=0, keep_unused=True)`. The first argument of `f` is the
+            state. `f` must return the new state, or a tuple that starts with the new state.
         state: A pytree with the structure of the state. Only its structure is used, so leaves may be shapes.
 
     Raises:

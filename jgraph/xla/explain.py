@@ -173,10 +173,10 @@ def explain(
 
     Args:
         fn: A function, or the result of `jax.jit`. With `target`, bind static arguments by `functools.partial`.
-        *args: The positional arguments of `fn`: pytrees of arrays or `jax.ShapeDtypeStruct`. Only shapes, dtypes and
-            shardings are used, and the values of static arguments. No array is donated.
-        donate_argnums: Indices of the positional arguments to donate, for a function that is not jitted. Pass those of a
-            jitted function to `jax.jit` instead.
+        *args: The positional arguments of `fn`: pytrees of arrays or `jax.ShapeDtypeStruct`. Only the shapes,
+            dtypes and shardings of arrays are used, and no array is donated. A static argument of a jitted `fn` is its value.
+        donate_argnums: Indices of the positional arguments to donate. Only for a function that is not jitted; a jitted function
+            has the `donate_argnums` that were passed to `jax.jit`.
         target: `h200`, `h100` or `b200` to compile for that GPU without having one. None: the first of `jax.devices()`.
         compiler_options: XLA options by name, from `jgraph.xla.compiler_options`. None for XLA's defaults.
 

@@ -77,7 +77,8 @@ class Instruction:
     Attributes:
         name: XLA's name of the instruction, without `%`, e.g. `fusion.3`.
         opcode: XLA's opcode, e.g. `fusion`.
-        shapes: The shapes of the arrays in the result. Several for a tuple; a shape with the dtype `token` for no array.
+        shapes: The shapes of the arrays in the result. Several if it is a tuple. If the result has no array, one
+            shape with the dtype `token`.
         operands: The operands in order, as names of the instructions that compute them.
         text: The whole line.
     """
@@ -224,9 +225,10 @@ class HloModule:
 
     @property
     def aliases(self) -> dict[int, int]:
-        """The index of the argument leaf by the index of the output leaf in the same buffer.
+        """The outputs that reuse the buffers of donated arguments.
 
-        Indices count the leaves of the program from 0, without the tokens of ordered effects. Outputs with a new buffer are
+        A key is the index of an output leaf, and its value is the index of the argument leaf whose buffer it reuses. Both count
+        the leaves of the compiled program from 0, without the tokens of JAX's ordered effects. Outputs with a new buffer are
         absent.
         """
         tokens = _TOKENS.match(self.text)

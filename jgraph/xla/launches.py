@@ -99,7 +99,8 @@ def graph_events(profile: ProfileData) -> dict[str, list[float]]:
 
     Returns:
         The durations in ms of all occurrences of each event, by its name without arguments, e.g. `cuGraphLaunch` or
-        `command_buffer::update`. Only names that start with `cuGraph` or `command_buffer::`. A `defaultdict`.
+        `command_buffer::update`. Only names that start with `cuGraph` or `command_buffer::`. The result is a `defaultdict`, so
+        an event that did not occur has an empty list.
     """
     found: dict[str, list[float]] = defaultdict(list)
     for plane in profile.planes:
