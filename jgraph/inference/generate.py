@@ -350,8 +350,8 @@ def settings_of(temperature: float, top_k: int, top_p: float) -> Settings:
         top_p: Total probability of the most likely tokens to sample from; greater than 0 and at most 1. 1 for all tokens.
 
     Returns:
-        An empty dict for greedy decoding. Otherwise, floats with the key "temperature", with "top_k" if it is not 0, and with
-        "top_p" if it is less than 1.
+        An empty dict for greedy decoding. Otherwise, a dict of floats with the key "temperature", the key "top_k" if `top_k` is
+        not 0, and the key "top_p" if `top_p` is less than 1.
 
     Raises:
         ConfigError: If a value is out of range, or `top_k` is not an integer.

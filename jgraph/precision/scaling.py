@@ -24,11 +24,13 @@ _LARGEST_SCALE = 2.0**126  # Its inverse is a normal number.
 class FP8Array(NamedTuple):
     """A quantized matrix, with its transpose.
 
+    For a weight in `jax.lax.scan`, all four arrays have one leading axis per enclosing scan.
+
     Attributes:
         rows: FP8 [M, N]; None if the quantization computed only the transpose.
         columns: FP8 [N, M], the transpose; None if the quantization computed only `rows`.
         scale: float32 scalar, the power of two that the matrix was multiplied by; NaN if the matrix was not finite.
-        amax: float32 scalar, largest magnitude of the matrix before scaling.
+        amax: float32 scalar, largest magnitude before scaling, of the matrix or of the whole parameter that it is part of.
     """
 
     rows: Array

@@ -70,7 +70,8 @@ def fp8(fn: Callable[..., PyTree], config: FP8Config = FP8Config()) -> "FP8Funct
 
     Finds the matmuls in the trace of the function, including matmuls of Flax layers, `jnp.einsum` and `grouped_dot`, in a scan
     over layers and in `jax.checkpoint`. Matmuls in functions with a custom gradient and unsupported matmuls are unchanged.
-    `plan(params, *args).products` of the result lists each matmul with the reason why it is not in FP8.
+    To list the matmuls, call the method `plan(params, *args)` of the result. It returns a trace. The field `products` of the
+    trace lists each matmul, with the reason if it is not in FP8.
 
     Delayed scaling has a state, the amax history. The backward pass computes the next state: the gradient with respect to the
     state is not a derivative, but the state after the step. Differentiate with respect to parameters and state, and use the
@@ -247,7 +248,8 @@ class FP8Function(OwnProducts):
         Args:
             sites: The matmuls of `fn` with a delayed weight gradient, in the order of the trace.
             names: Names of the parameters, in the order of their leaves.
-            given: The tuple (params, state, weights) of trees of arrays, tracers or `jax.ShapeDtypeStruct`.
+            given: The tuple (params, state, weights) of trees of arrays, tracers or `jax.ShapeDtypeStruct`. `weights` may be
+                None.
             x: The argument of `fn` after the parameters.
             extra: The arguments of `fn` after `x`.
 
