@@ -40,13 +40,16 @@ _STEPS_AHEAD = 4
 
 
 class DecodeState(NamedTuple):
-    """The state between two decode steps. The decode program donates and returns it.
+    """The state between two decode steps, for B texts.
+
+    The decode program takes a state and returns the next one. It donates the arrays of the old state.
 
     Attributes:
-        tokens: int32 [B], the last sampled token of each of the B texts; -1 (`ENDED`) for texts that have ended.
-        positions: int32 [B], the position of this token in its text, counted from 0 at the start of the prompt.
-        keys: Random keys [B], one per text.
-        cache: The cache of the decoder, a tree of arrays: keys and values, or the last tokens for a model without a KV cache.
+        tokens: int32 [B], the last sampled token of each text; -1 (`ENDED`) for texts that have ended.
+        positions: int32 [B], the position of the token of `tokens` in its text, counted from 0 at the start of the prompt.
+        keys: Array of random keys from `jax.random.key`, [B], one per text.
+        cache: The cache of the decoder, a tree of arrays. The contents depend on the decoder: attention keys and values, or the
+            last tokens (int32) for a model without a KV cache.
     """
 
     tokens: Array
@@ -56,7 +59,10 @@ class DecodeState(NamedTuple):
 
 
 def generate(model: FunctionalModel | Decoder, params: Tree, prompts: Sequence[Prompt], **settings: Any) -> list[np.ndarray]:
-    """Continues several texts at once, and returns when all are complete. Compiles programs for new shapes of the prompts.
+    """Continues several texts at once, and returns when all are complete.
+
+    The first call compiles programs. Later calls compile again if the model, the number of texts, their longest length (rounded
+    up to a multiple of 64) or the set of sampling filters is new.
 
     Args:
         model: A model from `jgraph.functional`, or a `Decoder`. A model needs a method `cached_decoder()` or a causal method
@@ -260,8 +266,9 @@ def _windowed(model: FunctionalModel) -> Decoder:
 def windowed(logits_fn: Callable[[tuple[Tree, Tree], Array], Array]) -> Decoder:
     """Makes a decoder for a model without a KV cache. Traces and runs nothing.
 
-    The cache of the decoder holds the last C tokens of each text, int32 [B, C], where C is the window or the rounded length of
-    the longest text. Each step recomputes the logits of all C positions.
+    The cache of the decoder holds the last C tokens of each text, int32 [B, C]. C is the argument `slots` of its function
+    `prefill`. `stream` sets it to the maximum length of the texts, rounded up to a multiple of 64, or to `window` if that is
+    less. Each step recomputes the logits of all C positions.
 
     Args:
         logits_fn: `logits_fn((params, carried), tokens_BC)` returns the logits at each position, [B, C, V], for a vocabulary of
@@ -333,7 +340,7 @@ def _rounded(length: int) -> int:
 
 
 def settings_of(temperature: float, top_k: int, top_p: float) -> Settings:
-    """Checks the sampling arguments and builds the settings of `draw`. Omits settings without an effect, to save their time.
+    """Checks the sampling arguments and builds the settings of `draw`. Omits settings that have no effect.
 
     A temperature below the smallest normal float32 (1.2e-38) counts as 0, because XLA flushes subnormal numbers to zero.
 
@@ -343,8 +350,8 @@ def settings_of(temperature: float, top_k: int, top_p: float) -> Settings:
         top_p: Total probability of the most likely tokens to sample from; greater than 0 and at most 1. 1 for all tokens.
 
     Returns:
-        An empty dict for greedy decoding. Otherwise, floats with the key "temperature", with "top_k" if it is not 0, and with
-        "top_p" if it is less than 1.
+        An empty dict for greedy decoding. Otherwise, a dict of floats with the key "temperature", the key "top_k" if `top_k` is
+        not 0, and the key "top_p" if `top_p` is less than 1.
 
     Raises:
         ConfigError: If a value is out of range, or `top_k` is not an integer.

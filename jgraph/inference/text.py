@@ -4,7 +4,10 @@ from collections.abc import Callable, Sequence
 
 
 class TextStream:
-    """Decodes the new tokens of one text incrementally.
+    """Decodes the new tokens of one text incrementally. Made by `TextStream(decode, prompt=(), stop=())`.
+
+    `decode(tokens)` returns the string of a list of token ids, `prompt` has the token ids before the text, and `stop` has the
+    strings that end the text. The text of the prompt is not returned.
 
     A token can end inside a UTF-8 character, which decodes as U+FFFD until the next token completes it. Text that ends with
     U+FFFD is therefore held back, and so is text that may be the beginning of a stop string.
@@ -39,8 +42,10 @@ class TextStream:
             token: Id of the next token.
 
         Returns:
-            The new text that is certain. Empty if the token ends inside a character, if the text may be the beginning of a stop
-            string, or if `ended` is True. A stop string sets `ended`, and the result is the text before it.
+            The text that is now certain and that no earlier call returned. It can include text that earlier calls held back.
+            Empty if the token ends inside a character, if all new text may be the beginning of a stop string, or if `ended` was
+            True before the call. If a stop string is complete, `ended` becomes True, and the result is the text before the stop
+            string.
         """
         self._pending.append(token)
         return "" if self.ended else self._emit(self._decode_pending(flush=False))

@@ -26,11 +26,12 @@ def rotary_attention(qkv_BTNK: Array, cos_TP: np.ndarray, sin_TP: np.ndarray, *,
     """Applies the rotary embedding to queries and keys, and computes causal attention with as many key heads as query heads.
 
     The axes are B batch, T tokens of a sequence, H heads, K head size and P = K / 2 pairs of dimensions. Scores are multiplied
-    by 1 / sqrt(K). Differentiable in `qkv_BTNK`. Treat the tables as constants: `mosaic` has no gradient for them.
+    by 1 / sqrt(K). Differentiable in `qkv_BTNK`. `mosaic` has no gradient for `cos_TP` and `sin_TP`; treat them as constants.
 
     Args:
         qkv_BTNK: [B, T, 3H, K], bfloat16 or float32: H heads of queries, then H heads of keys, then H heads of values.
-        cos_TP: float32 [T, P], cosine of the rotation angle of each token and pair of dimensions (i, i + P).
+        cos_TP: float32 [T, P], cosine of the rotation angle of each token and pair of dimensions (i, i + P). The pair (a, b)
+            becomes (a * cos - b * sin, b * cos + a * sin).
         sin_TP: float32 [T, P], sine of the same angles.
         implementation: `mosaic`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper, or Pallas' interpreter on a CPU; jax
             0.11 or newer; bfloat16; T and K each 64 or 128, but not both 128). `xla` is plain JAX and runs on any device.

@@ -107,9 +107,10 @@ class Computed(NamedTuple):
     """A function with its arguments, in place of the array [M, N] of its results. `cast_transpose` computes the array.
 
     Attributes:
-        fn: The function. The implementations of `cast_transpose` (Pallas kernel and XLA) round its operations differently.
-        inputs: Arguments of the function, bfloat16 or float32. At least one is [M, N]. Columns [M, 1] and rows [1, N] are
-            broadcast.
+        fn: The function, an `Elementwise`. The Pallas kernel and the XLA implementation of `cast_transpose` round its
+            operations differently.
+        inputs: A tuple with the arguments of the function, bfloat16 or float32. At least one is [M, N]. Others may be columns
+            [M, 1] or rows [1, N], which are broadcast.
     """
 
     fn: Elementwise

@@ -42,7 +42,7 @@ def grouped_dot(x_MK: Array, weights_GKN: Array, sizes_G: Array, *, implementati
         implementation: `mosaic`, `tiles`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper; jax 0.11 or newer; bfloat16;
             M a multiple of 8, K and N of 64). `tiles` is plain JAX, a loop over tiles of rows. `xla` is
             `lax.ragged_dot_general`, which multiplies all rows by every matrix on an NVIDIA GPU. `auto` selects `mosaic` if the
-            device and the arrays permit it, else `tiles` on a GPU that `jgraph.device` lists, else `xla`.
+            device and the arrays permit it, else `tiles` on a GPU in the table `jgraph.device.DEVICES`, else `xla`.
 
     Returns:
         [M, N] in the dtype of `x_MK`.
@@ -61,13 +61,13 @@ def grouped_dot(x_MK: Array, weights_GKN: Array, sizes_G: Array, *, implementati
 
 
 def grouped_dgrad(dy_MN: Array, weights_GKN: Array, sizes_G: Array) -> Array:
-    """Computes the gradient of the rows of `grouped_dot`: the rows of dy times the transposed matrix of their group.
+    """Computes the gradient of the argument `x_MK` of `grouped_dot`: each row of dy times the transposed matrix of its group.
 
     The axes are M rows, G groups, K contracted by `grouped_dot`, and N columns of its result. Selects the implementation
     automatically: the Pallas kernel, a loop over tiles of rows, or `lax.ragged_dot_general`. Checks no argument.
 
     Args:
-        dy_MN: Gradient of the result of `grouped_dot`, bfloat16 or float32, sorted by group.
+        dy_MN: dy, the gradient of the result of `grouped_dot`, bfloat16 or float32. Its rows are sorted by group.
         weights_GKN: One matrix per group, in the dtype of `dy_MN`.
         sizes_G: int32, number of rows of each group, with a sum of at most M. Rows beyond the sum give zeros.
 
@@ -89,10 +89,13 @@ def grouped_dot_fp8(
 ) -> Array:
     """Multiplies the FP8 rows of each group by the FP8 matrix of the group, and the result by `scale`.
 
-    The axes are M rows, G groups, K contracted and N columns of the result. One quantized weight serves both directions. If
-    `cast_transpose` has quantized the weights as a matrix [G * K, N], forward passes the field `columns` of its result,
-    reshaped to [N, G, K], with `order` "NGK". dgrad contracts over the columns of the weights instead, and passes the field
-    `rows`, reshaped to [G, K, N], with `order` "GNK". The tensor cores accumulate with about 14 bits. Not differentiable.
+    The axes are M rows, G groups, K contracted and N columns of the result. The tensor cores accumulate with about 14 bits. Not
+    differentiable.
+
+    One quantized weight serves forward and the gradient of the rows. Let the weights be G matrices [A, B], quantized by
+    `cast_transpose` as one matrix [G * A, B]. Forward contracts over A: pass the field `columns` of the quantized matrix,
+    reshaped to [B, G, A], with `order` "NGK". The gradient of the rows contracts over B: pass the field `rows`, reshaped to
+    [G, A, B], with `order` "GNK".
 
     Args:
         x_MK: float8_e4m3fn or float8_e5m2, sorted by group: the rows of group 0 come first, then the rows of group 1.
@@ -106,8 +109,8 @@ def grouped_dot_fp8(
             for operands of different dtypes; M a multiple of 8, K of 128, N of 64). `tiles` is a loop over tiles of rows and
             `xla` is `lax.ragged_dot_general`; both first convert the operands to bfloat16, which is exact. `auto` selects
             `mosaic` if the device and the FP8 operands permit it. Otherwise, it converts the operands to bfloat16 and selects
-            the kernel for bfloat16 (M a multiple of 8, K and N of 64), else `tiles` on a GPU that `jgraph.device` lists, else
-            `xla`.
+            the kernel for bfloat16 (M a multiple of 8, K and N of 64), else `tiles` on a GPU in the table
+            `jgraph.device.DEVICES`, else `xla`.
 
     Returns:
         [M, N], bfloat16.
@@ -165,8 +168,8 @@ def grouped_wgrad(
             caller's jit donates this argument; otherwise XLA copies the array, and the caller's array is unchanged.
         implementation: `mosaic`, `tiles`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper; jax 0.11 or newer; bfloat16;
             M a multiple of 8, K and N of 64). `tiles` is plain JAX, a loop over tiles of rows. `xla` is
-            `lax.ragged_dot_general`. `auto` selects `mosaic` if the device and the arrays permit it, else `tiles` on a GPU that
-            `jgraph.device` lists, else `xla`.
+            `lax.ragged_dot_general`. `auto` selects `mosaic` if the device and the arrays permit it, else `tiles` on a GPU in
+            the table `jgraph.device.DEVICES`, else `xla`.
 
     Returns:
         The gradient, plus `add_GKN` if given, [G, K, N] in `dtype`.

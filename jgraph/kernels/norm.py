@@ -31,9 +31,9 @@ def rms_norm(
 ) -> tuple[Array, Array]:
     """Adds `add` to a residual stream and computes the RMSNorm of the sum.
 
-    Equivalent to `x = x + add; y = flax.nnx.RMSNorm(...)(x)`. The norm divides each row by the root of its mean square plus
-    `epsilon`, computed in float32, and multiplies it by `scale_D`. Use the returned sum as the new residual stream, so that
-    the backward kernel also adds the gradient of the sum. Differentiable in `x`, `scale_D` and `add`.
+    Equivalent to `x = x + add; y = flax.nnx.RMSNorm(...)(x)`. The norm of a row is
+    row / sqrt(mean(row**2) + epsilon) * scale_D, computed in float32. Use the returned sum as the new residual stream: the
+    backward kernel then also adds the gradient of the sum. Differentiable in `x`, `scale_D` and `add`.
 
     Args:
         x: The residual stream [..., D], bfloat16 or float32; a row is the last axis, of width D.

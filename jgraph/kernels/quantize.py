@@ -28,10 +28,10 @@ _ALIGNED = 16
 
 
 class Quantized(NamedTuple):
-    """A scaled array in FP8.
+    """The result of `cast_transpose`: a scaled matrix of M rows and N columns in FP8. `want` is the argument of that function.
 
     Attributes:
-        rows: FP8 [M, N]; None if `want` was `columns` or `amax`.
+        rows: The matrix, FP8 [M, N]; None if `want` was `columns` or `amax`.
         columns: FP8 [N, M], the transpose of `rows`; None if `want` was `rows` or `amax`.
         amax: float32 scalar, largest magnitude of the array before scaling; NaN if the array has a NaN.
     """

@@ -74,7 +74,7 @@ def rows_per_pair(capacity: float, rows: int, devices: int) -> int:
 
 
 def capacity_of(needed: int, rows: int, devices: int) -> float:
-    """Computes an expert capacity that suffices for a step in which the capacity was exceeded, with a reserve of a quarter.
+    """Computes a larger expert capacity after a step that exceeded the capacity. Adds a quarter to what the step needed.
 
     Args:
         needed: Number of rows that one device had for another, the maximum over the pairs of devices in a group. A row is one
@@ -83,7 +83,7 @@ def capacity_of(needed: int, rows: int, devices: int) -> float:
         devices: Number of devices of the group.
 
     Returns:
-        1.25 * needed as a multiple of the even share `rows / devices`, rounded up to hundredths; at most `devices`, which is
-        sufficient for all rows. A value for `MoEConfig.capacity`.
+        A value for `MoEConfig.capacity`: 1.25 * needed / (rows / devices), rounded up to hundredths. At most `devices`, which
+        suffices even if one device sends all its rows to one other.
     """
     return min(float(devices), math.ceil(125 * needed * devices / rows) / 100)

@@ -22,12 +22,16 @@ def statistics(carried: PyTree) -> dict[str, Statistics]:
 
     Returns:
         A dict {path: {name: NumPy array}} with an entry for each `jgraph.MoE` layer, such as `blocks/0/mlp`; empty for a model
-        without such layers. The names are `tokens_E` (int32 [E], tokens of each of E experts in the step), `unseen_E` (int32
-        [E], minus the number of steps since an expert last had a token), `entropy` (mean entropy of the router in nats),
-        `balance` (load-balancing loss), `z` (z-loss), and `dropped` (int32, number of rows beyond the expert capacity that were
-        dropped; a row is one token for one of its experts). The losses are without coefficients. `entropy`, `balance` and `z`
-        are float32 scalars, means over microbatches. Stacked layers share one entry, and their arrays have a leading axis of
-        layers.
+        without such layers. Stacked layers share one entry, and their arrays have a leading axis of layers. E is the number of
+        experts. The names of an entry are:
+
+        - `tokens_E`: int32 [E], number of tokens of each expert in the step.
+        - `unseen_E`: int32 [E], 0 for an expert with a token in the step, and -n if its last n steps had none.
+        - `entropy`: float32 scalar, entropy of the router in nats, averaged over tokens and microbatches.
+        - `balance`: float32 scalar, load-balancing loss without its coefficient, averaged over microbatches.
+        - `z`: float32 scalar, z-loss without its coefficient, averaged over microbatches.
+        - `dropped`: int32 scalar, number of rows that were dropped because they exceeded the expert capacity. A row is one
+          token for one of its experts.
     """
     layers: dict[str, Statistics] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(carried):
@@ -45,11 +49,15 @@ def summary(carried: PyTree) -> dict[str, Any]:
             number of experts.
 
     Returns:
-        JSON values; an empty dict for a model without `jgraph.MoE` layers. The load of an expert is its number of tokens
-        divided by the mean over the experts of its layer. `moe_load` is a list with the load of each expert, averaged over
-        layers and rounded to 4 digits. `moe_max_load` is the largest load of an expert in a layer. `moe_entropy` (nats),
-        `moe_balance_loss` and `moe_z_loss` (without coefficients) are floats, averaged over layers. `moe_dropped` is an
-        integer, the sum over layers of the rows that were dropped because they exceeded the expert capacity.
+        A dict of JSON values; empty for a model without `jgraph.MoE` layers. The load of an expert is its number of tokens
+        divided by the mean over the experts of its layer. The keys are:
+
+        - `moe_load`: list of floats, the load of each expert, averaged over layers and rounded to 4 decimals.
+        - `moe_max_load`: float, the largest load of any expert in any layer.
+        - `moe_entropy`: float, entropy of the routers in nats, averaged over layers.
+        - `moe_balance_loss` and `moe_z_loss`: floats, the losses without coefficients, averaged over layers.
+        - `moe_dropped`: int, number of rows in all layers that were dropped because they exceeded the expert capacity. A row is
+          one token for one of its experts.
     """
     layers = list(statistics(carried).values())
     if not layers:
@@ -78,8 +86,9 @@ def dead_experts(carried: PyTree, steps: int = 100) -> dict[str, list[int]]:
         steps: Minimum number of successive steps without a token.
 
     Returns:
-        A dict {path of the layer: indices of its dead experts in ascending order}. Layer i of stacked layers has the path
-        `PATH/i`. Layers without dead experts are omitted.
+        A dict from the path of a layer, such as `blocks/0/mlp`, to the indices of its dead experts in ascending order. For
+        stacked layers, the path is followed by `/` and the index of the layer in the stack. Layers without dead experts are
+        omitted.
     """
     dead = {}
     for layer, state in statistics(carried).items():

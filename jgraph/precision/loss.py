@@ -24,11 +24,12 @@ class Prepared(NamedTuple):
     """Results that `StepLoss.prepare` computes once per step, for all microbatches.
 
     Attributes:
-        parts: Arrays that replace parameters, by parameter name, such as weights in FP8. They are sharded like the parameters.
-            Empty if nothing is replaced.
-        apply: `apply(params, observed, parts, *args)` returns the loss function's result for a microbatch. Its arguments are
-            the unsharded parameters (a tree), the observed state, the unsharded arrays of the attribute `parts`, and the
-            arguments of the loss function. The strategy calls it once per microbatch, under differentiation.
+        parts: Arrays that replace parameters, such as weights in FP8: a dict by parameter name. They are sharded like the
+            parameters. Empty if nothing is replaced.
+        apply: `apply(params, observed, parts, *args)` returns the loss function's result for a microbatch. `params` is the tree
+            of unsharded parameters. `observed` is the observed state (see `StepLoss`). `parts` is a dict with the arrays of the
+            attribute `parts`, gathered from all devices. `args` are the other arguments of the loss function. Call it once per
+            microbatch, and differentiate it with respect to `params` and `observed`.
     """
 
     parts: _Parts
@@ -37,9 +38,10 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepLoss:
-    """A loss function without FP8 matmuls. Subclasses add work that runs once per step, and state from the backward pass.
+    """A loss function without FP8 matmuls. Subclasses add work that runs once per step, and observed state.
 
-    Observed state is state that the backward pass computes, such as the amax history of FP8. This class has none.
+    Observed state is a tree of arrays that the backward pass computes, such as the amax history of FP8. A step passes it to
+    the loss function, and gets the next one as the gradient of the loss with respect to it. This class has none.
 
     Attributes:
         fn: The loss function `fn(params, *args)`.
@@ -49,15 +51,12 @@ class StepLoss:
 
     @property
     def observed(self) -> PyTree:
-        """Shapes and dtypes of the observed state; {} in this class.
-
-        A loss function with observed state returns the state after the step as the cotangent of the state before the step.
-        """
+        """The observed state as a tree of `jax.ShapeDtypeStruct`; {} in this class."""
         return {}
 
     @property
     def prepared(self) -> tuple[str, ...]:
-        """Names of the parameters that `prepare` replaces by other arrays if they are sharded; () in this class."""
+        """Names of the parameters that `prepare` replaces by other arrays if `over_devices` is given; () in this class."""
         return ()
 
     def prepare(
@@ -68,25 +67,26 @@ class StepLoss:
         This class computes nothing and ignores the arguments.
 
         Args:
-            whole: Shapes and dtypes of the parameters of the loss function, in the model's own tree.
-            parts: The parameters by name, or this device's shards of them.
-            observed: Observed state at the beginning of the step.
+            whole: The unsharded parameters of the loss function as a tree of `jax.ShapeDtypeStruct`, in the model's own tree.
+            parts: A dict with the parameters by name, such as `blocks/0/mlp/up/kernel`, or with this device's shards of them.
+            observed: Observed state at the beginning of the step, a tree like the attribute `observed`.
             args: Arguments of the loss function after the parameters, for one microbatch: arrays or `jax.ShapeDtypeStruct`.
             over_devices: `over_devices(name, amax)` is called with a parameter name and the amax of this device's shard, a
                 float32 scalar. It returns the maximum over the devices. None if `parts` are not sharded.
-            uncast: True if a matmul returns the gradient of its parameter in the dtype of the parameter. False if the gradient
-                passes through the casts between the parameter and the matmul, and is rounded by them.
+            uncast: Dtype of the gradient of a parameter that `fn` casts before an FP8 matmul, for example from float32 to
+                bfloat16. True: the matmul returns it in the parameter's dtype. False: it is first rounded to the cast's dtype.
 
         Returns:
-            The arrays and the function that every microbatch uses. In this class, `parts` is empty and `apply` calls `fn`.
+            The arrays and the function that every microbatch uses. In this class, the field `parts` is {}, and the field
+            `apply` calls `fn(params, *args)`.
         """
         return Prepared({}, lambda params, observed, parts, *args: self.fn(params, *args))
 
     def traced(self, part: Callable[..., PyTree]) -> Callable[..., PyTree]:
-        """Transforms the function that computes gradients, before it is traced in the jitted step.
+        """Transforms the function that computes the loss and its gradients. Called while the jitted step is traced.
 
         Args:
-            part: A function of arrays that differentiates the loss function.
+            part: A function of trees of arrays that returns results and gradients of the loss function.
 
         Returns:
             A function with the same arguments and results; `part` in this class.
@@ -97,10 +97,10 @@ class StepLoss:
         """Describes a step for the log. Prints nothing.
 
         Args:
-            executables: The compiled programs that a step runs.
+            executables: The compiled programs that a step runs, repeated for each run.
 
         Returns:
-            Lines without line breaks; an empty list in this class.
+            A list of lines without line breaks; an empty list in this class.
         """
         return []
 
@@ -112,8 +112,8 @@ class FP8Loss(StepLoss):
     Quantizes the weights once per step. The observed state is the amax history of delayed scaling.
 
     Attributes:
-        fn: The original loss function.
-        function: The loss function with FP8 matmuls.
+        fn: The original loss function `fn(params, *args)`.
+        function: The loss function with FP8 matmuls, an `FP8Function`.
         trace: Trace of `function` for the shapes of a microbatch.
     """
 
@@ -131,7 +131,8 @@ class FP8Loss(StepLoss):
             args: The other arguments of `fn` for one microbatch, a sequence of trees of arrays or `jax.ShapeDtypeStruct`.
 
         Returns:
-            The loss function with FP8 matmuls, for a step with one loss (see `averaged`).
+            The loss function with FP8 matmuls, for a step that does not average several losses. `averaged` makes a copy for a
+            step that does.
 
         Raises:
             ConfigError: If no matmul can be in FP8, if a pattern of `config.keep` that is not a default matches no parameter,
@@ -149,7 +150,7 @@ class FP8Loss(StepLoss):
     def prepared(self) -> tuple[str, ...]:
         """Names of the parameters that are weights of FP8 matmuls, in the order of their first use.
 
-        `prepare` replaces them by FP8 arrays if they are sharded.
+        `prepare` replaces them by FP8 arrays if `over_devices` is given.
         """
         return self.trace.weights
 
@@ -177,19 +178,19 @@ class FP8Loss(StepLoss):
         """Quantizes the weights, before the first microbatch of a step. Called inside the jitted step.
 
         Args:
-            whole: Shapes and dtypes of the parameters of the loss function, in the model's own tree.
-            parts: The parameters by name, or this device's shards of them.
+            whole: The unsharded parameters of the loss function as a tree of `jax.ShapeDtypeStruct`, in the model's own tree.
+            parts: A dict with the parameters by name, such as `blocks/0/mlp/up/kernel`, or with this device's shards of them.
             observed: Amax history at the beginning of the step; {} for current scaling.
             args: Arguments of the loss function after the parameters, for one microbatch: arrays or `jax.ShapeDtypeStruct`.
             over_devices: `over_devices(name, amax)` is called with a parameter name and the amax of this device's shard, a
                 float32 scalar. It returns the maximum over the devices. None if `parts` are not sharded.
-            uncast: True if a matmul returns the gradient of its parameter in the dtype of the parameter. False if the gradient
-                passes through the casts between the parameter and the matmul, and is rounded by them.
+            uncast: Dtype of the gradient of a parameter that `fn` casts before an FP8 matmul, for example from float32 to
+                bfloat16. True: the matmul returns it in the parameter's dtype. False: it is first rounded to the cast's dtype.
 
         Returns:
-            The arrays and the function that every microbatch uses. Without `over_devices`, `parts` is empty, and `apply` uses
-            the weights that were quantized here. With `over_devices`, `parts` has this device's shards of the weights in FP8.
-            The strategy gathers them and passes them to `apply`.
+            The arrays and the function that every microbatch uses. Without `over_devices`, the field `parts` is {}, and the
+            field `apply` uses the weights that were quantized here. With `over_devices`, the field `parts` has this device's
+            shards of the weights in FP8. The caller gathers them from all devices and passes them to `apply`.
         """
         trace = self.function.plan(whole, *args)
         scales = trace.scales(parts, observed, over_devices)
@@ -206,7 +207,7 @@ class FP8Loss(StepLoss):
         """Fuses elementwise functions, such as GELU, into the kernels that quantize their results.
 
         Args:
-            part: A function of arrays that differentiates the loss function.
+            part: A function of trees of arrays that returns results and gradients of the loss function.
 
         Returns:
             `fused(part)`: a function with the same arguments, and results that differ by rounding. On a device without the
@@ -234,8 +235,9 @@ def describe(products: Sequence[Product], config: FP8Config, compiled: FP8Produc
         products: All matmuls with a parameter, from `FP8Trace.products`.
         config: The recipe; only its field `recipe` is shown.
         compiled: The numbers of FP8 matmuls and transposes of the compiled step, from `count`. None if the device emulates FP8.
-        loops: `microbatches` if the compiled step loops over microbatches and stages, so that the number of compiled matmuls
-            differs from the number of traced ones; else `none`. The line has the expected number only for `none`.
+        loops: `microbatches` if the compiled step contains the matmuls of several microbatches or stages, so that their number
+            differs from that in `products`; else `none`. Only for `none`, the line also has the expected number of compiled
+            matmuls.
 
     Returns:
         The line, such as "fp8 (current scaling): 24 of 26 matmuls with parameters; 2 not: kept by `fp8.keep`, 72 with their

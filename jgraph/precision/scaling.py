@@ -24,11 +24,13 @@ _LARGEST_SCALE = 2.0**126  # Its inverse is a normal number.
 class FP8Array(NamedTuple):
     """A quantized matrix, with its transpose.
 
+    For a weight in `jax.lax.scan`, all four arrays have one leading axis per enclosing scan.
+
     Attributes:
         rows: FP8 [M, N]; None if the quantization computed only the transpose.
         columns: FP8 [N, M], the transpose; None if the quantization computed only `rows`.
         scale: float32 scalar, the power of two that the matrix was multiplied by; NaN if the matrix was not finite.
-        amax: float32 scalar, largest magnitude of the matrix before scaling.
+        amax: float32 scalar, largest magnitude before scaling, of the matrix or of the whole parameter that it is part of.
     """
 
     rows: Array
@@ -81,21 +83,24 @@ class AmaxHistory(NamedTuple):
         return jnp.where((reduced > 0) & jnp.isfinite(reduced), reduced, self.used)
 
     def updated(self, amax_S3: Array, config: FP8Config) -> "AmaxHistory":
-        """Appends the amax of a step to a copy, and drops the oldest step.
+        """Returns the history after a step. Does not change this history.
 
         Args:
-            amax_S3: float32 [S, 3], amax of x, w and dy of each matmul in the step.
-            config: The recipe. Its field `amax` (`max` or `most_recent`) selects the reduction that computed the scales of the
-                step.
+            amax_S3: float32 [S, 3], amax of x, w and dy of each of the S matmuls in the step.
+            config: The recipe; must be the one that computed the scales of the step. Its field `amax` (`max` or `most_recent`)
+                is read.
 
         Returns:
-            The state after the step, with the same shapes. Its field `used` is the amax that the scales of the step came from.
+            A history with the same shapes. `amax_S3` is the first entry of its field `window`, and the oldest entry is dropped.
+            Its field `used` is `self.amax(config)`, from which the scales of the step were computed.
         """
         return AmaxHistory(jnp.concatenate([amax_S3[None], self.window[:-1]]), self.amax(config))
 
 
 def scale_for(amax: Array, dtype: DTypeLike, margin: int = 0) -> Array:
-    """Computes the largest power of two that scales `amax` into the range of an FP8 dtype, divided by 2**margin.
+    """Computes the scale for quantizing an array with the largest magnitude `amax` to FP8.
+
+    The scale is the largest power of two for which `amax` times the scale is in the range of `dtype`, divided by 2**margin.
 
     Args:
         amax: float32, largest magnitudes, any shape.
@@ -129,13 +134,14 @@ def checked_scale(scale: Array, amax: Array) -> Array:
 def observe(
     history: AmaxHistory, config: FP8Config, dtypes: Sequence[DTypeLike], num_losses: int = 1
 ) -> tuple[list[Array], list[Array]]:
-    """Computes the scales of every matmul from a history, and returns the taps that collect the amax of its arrays.
+    """Computes the scales of every matmul from a history, and returns taps that collect the amax of the matmul's arrays.
 
-    Has a custom backward rule. The cotangent of `history` is not a derivative: it is the history after the step, because only
-    the backward pass knows the amax of dy. The backward rule reads the amax from the cotangents of the taps.
+    A tap is an argument of a matmul that its result does not depend on. In the backward pass, the matmul returns the amax of
+    its arrays as the cotangent of the tap. The custom backward rule of this function reads these cotangents. The cotangent of
+    `history` is therefore not a derivative: it is the history after the step.
 
     Args:
-        history: State of S matmuls before the step.
+        history: The history of S matmuls at the beginning of the step.
         config: The recipe. Reads `amax`, the reduction of the history, and `margin`; scales are divided by 2**margin.
         dtypes: FP8 dtypes of x (data), w (weight) and dy (gradient of the result), in this order.
         num_losses: Number of losses that are averaged into the batch's loss, such as one per microbatch and device. Each is
@@ -143,8 +149,9 @@ def observe(
             is divided by `num_losses`, rounded up to a power of two. The amax of dy is divided by `num_losses`.
 
     Returns:
-        A pair of lists with one entry per matmul: the scales of x, w and dy, float32 [3], and the taps, float32 [3] of zeros.
-        Pass a tap to its matmul as an additional argument. The cotangent of the tap must be the amax of x, w and dy.
+        A pair of lists with S entries each, in the order of the history. The first list has the scales of x, w and dy of each
+        matmul, float32 [3]. The second list has the tap of each matmul, float32 zeros [3]. The cotangent of a tap must be the
+        amax of x, w and dy of its matmul, float32 [3].
     """
     num_matmuls = history.used.shape[0]
     # The power of two is rounded up, so that no dy overflows.

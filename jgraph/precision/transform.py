@@ -43,7 +43,7 @@ class Product(NamedTuple):
             cannot be in FP8. M counts the rows of all groups for a grouped matmul.
         repeats: Number of executions per call: the product of the lengths of the enclosing scans.
         kept: Reason why the matmul is not in FP8, a phrase such as "kept by `fp8.keep`"; empty if it is in FP8.
-        wgrad: Precision of the weight gradient, `fp8` or `bf16`, if the matmul is in FP8.
+        wgrad: Precision of the operands of the weight gradient, `fp8` or `bf16`. Without meaning if the matmul is not in FP8.
     """
 
     name: str
@@ -70,7 +70,8 @@ def fp8(fn: Callable[..., PyTree], config: FP8Config = FP8Config()) -> "FP8Funct
 
     Finds the matmuls in the trace of the function, including matmuls of Flax layers, `jnp.einsum` and `grouped_dot`, in a scan
     over layers and in `jax.checkpoint`. Matmuls in functions with a custom gradient and unsupported matmuls are unchanged.
-    `plan(params, *args).products` of the result lists each matmul with the reason why it is not in FP8.
+    To list the matmuls, call the method `plan(params, *args)` of the result. It returns a trace. The field `products` of the
+    trace lists each matmul, with the reason if it is not in FP8.
 
     Delayed scaling has a state, the amax history. The backward pass computes the next state: the gradient with respect to the
     state is not a derivative, but the state after the step. Differentiate with respect to parameters and state, and use the
@@ -115,9 +116,9 @@ class FP8Function(OwnProducts):
     Attributes:
         fn: The original function `fn(params, *args)`.
         config: The recipe.
-        num_losses: Number of losses that are averaged into a batch's loss. If each is differentiated separately, its gradients
+        num_losses: Number of losses that are averaged into a batch's loss. Each is differentiated separately, so its gradients
             are `num_losses` times as large as those of the batch's loss. Delayed scaling divides the amax of gradients by it.
-        argument: Name of the user's argument that `fn` came from, for error messages.
+        argument: Name of `fn` in error messages.
     """
 
     fn: Callable[..., PyTree]
@@ -171,7 +172,8 @@ class FP8Function(OwnProducts):
             per call. {} for current scaling.
 
         Raises:
-            ConfigError: If no matmul can be in FP8, or `config` does not fit the names of the parameters.
+            ConfigError: If no matmul can be in FP8, if a pattern of `config.keep` that is not a default matches no parameter,
+                or if `config.blocks` is `inner` and no parameter name has a number.
         """
         return self.plan(params, *args).init()
 
@@ -180,15 +182,19 @@ class FP8Function(OwnProducts):
 
         Args:
             params: Parameters in the dtypes they are trained in, unsharded.
-            state: State before the step, from `init` or from the previous step.
-            *args: The other arguments of the function, trees of arrays or `jax.ShapeDtypeStruct`; only shapes are read.
+            state: The state that `init` returned, or the gradient of the state of the previous step: an `AmaxHistory` for
+                delayed scaling, {} for current scaling.
+            *args: The other arguments of the function, trees of arrays or `jax.ShapeDtypeStruct`; only their structure, shapes
+                and dtypes are read.
 
         Returns:
             A list with an entry for each matmul, in the order of `plan(params, *args).products`: the weight in FP8 with its
-            transpose, scale and amax (`FP8Array`); None for a matmul that is not in FP8. Matmuls in a scan have leading axes.
+            transpose, scale and amax (`FP8Array`); None for a matmul that is not in FP8. For a matmul in scans, all arrays of
+            the entry have one leading axis per scan, with the length of the scan.
 
         Raises:
-            ConfigError: If no matmul can be in FP8, or `config` does not fit the names of the parameters.
+            ConfigError: If no matmul can be in FP8, if a pattern of `config.keep` that is not a default matches no parameter,
+                or if `config.blocks` is `inner` and no parameter name has a number.
         """
         return self.plan(params, *args).quantize(params, state)
 
@@ -197,9 +203,9 @@ class FP8Function(OwnProducts):
 
         Args:
             params: Parameters in the dtypes they are trained in. Differentiable.
-            state: State from `init`, or from the previous step. Its gradient is not a derivative: it is the state after this
-                call. If a step has several microbatches, pass the same state to each, and take the elementwise maximum of the
-                gradients.
+            state: State from `init`, or the gradient of the state of the previous step. Its gradient is not a derivative: it is
+                the state after this call. If a step has several microbatches, pass the same state to each. The state after the
+                step is then the elementwise maximum of the gradients with respect to the state.
             *args: The other arguments of the function. Differentiable.
             weights: Quantized weights of the same parameters and state, from `quantize`; not differentiated. None quantizes the
                 weights in this call.
@@ -208,7 +214,8 @@ class FP8Function(OwnProducts):
             The result of the function.
 
         Raises:
-            ConfigError: If no matmul can be in FP8, or `config` does not fit the names of the parameters.
+            ConfigError: If no matmul can be in FP8, if a pattern of `config.keep` that is not a default matches no parameter,
+                or if `config.blocks` is `inner` and no parameter name has a number.
         """
         return self.plan(params, *args).apply(params, state, weights, *args)
 
@@ -233,23 +240,30 @@ class FP8Function(OwnProducts):
     def bind(
         self, sites: Sequence[DelayedProduct], names: Sequence[str], given: PyTree, x: PyTree, extra: Sequence[PyTree]
     ) -> BoundProducts:
-        """Replaces the selected matmuls of a stage by FP8 matmuls with a delayed weight gradient. Called by `split_backward`.
+        """Replaces matmuls of `fn` by FP8 matmuls. Called by `split_backward` once per trace.
+
+        `split_backward` splits the backward pass into dgrad, which computes the gradients of data, and wgrad, which later
+        computes the weight gradients of some matmuls. Those weight gradients are called delayed.
 
         Args:
-            sites: The matmuls with a delayed weight gradient that were found in the stage.
-            names: Names of the parameters.
-            given: First argument of the stage, the tuple (params, state, weights).
-            x: Input of the stage.
-            extra: The other arguments of the stage.
+            sites: The matmuls of `fn` with a delayed weight gradient, in the order of the trace.
+            names: Names of the parameters, in the order of their leaves.
+            given: The tuple (params, state, weights) of trees of arrays, tracers or `jax.ShapeDtypeStruct`. `weights` may be
+                None.
+            x: The argument of `fn` after the parameters.
+            extra: The arguments of `fn` after `x`.
 
         Returns:
-            The matmuls in the order of `sites`, FP8 or unchanged. Their additional arguments are the quantized weight and the
-            scales, () for an unchanged matmul. `differentiated` is True for leaves of params and state, so that dgrad returns
-            the next state as the gradient of the state, and False for the quantized weights.
+            A `BoundProducts`. Its field `sites` has one matmul for each entry of the argument `sites`, in the same order. It is
+            in FP8 if the recipe selects it, else unchanged. Its field `given` is a function that maps the tuple (params, state,
+            weights) to a list with the additional arguments of each matmul: a `Tap` with the quantized weight and scales for an
+            FP8 matmul, () for an unchanged one. Its field `differentiated` is a list with True for each leaf of params and
+            state and False for each leaf of weights. dgrad thus returns the next state as the gradient of the state.
 
         Raises:
             SplitError: If the weight gradient of an FP8 matmul is not delayed, because the matmul is not in `sites`.
-            ConfigError: If no matmul can be in FP8, or the recipe does not fit the names of the parameters.
+            ConfigError: If no matmul can be in FP8, if a pattern of `config.keep` that is not a default matches no parameter,
+                or if `config.blocks` is `inner` and no parameter name has a number.
         """
         trace, products = self.plan(given[0], x, *extra), _products(sites, names, self.config)
         quantized, delayed = ([p.name for p in found if not p.kept] for found in (trace.products, products))
@@ -271,7 +285,8 @@ class FP8Function(OwnProducts):
         """Fuses elementwise functions, such as GELU, into the kernels that quantize their results. Called by `split_backward`.
 
         Args:
-            part: Forward, dgrad or wgrad of the stage, a function of arrays, before it is jitted.
+            part: A function of trees of arrays that is not jitted: the forward pass, dgrad (gradients of data) or wgrad
+                (delayed weight gradients) that `split_backward` made from `fn`.
 
         Returns:
             `fused(part)`: a function with the same arguments, and results that differ by rounding. On a device without the
@@ -287,12 +302,13 @@ class FP8Trace:
     Attributes:
         config: The recipe.
         closed: The traced jaxpr with its constants.
-        block: The jaxpr with the matmuls that were found in it.
-        sites: The matmuls with a parameter, in the order of the equations; also those that are not in FP8.
+        block: The jaxpr of `closed` as a `jgraph.autodiff.find.Block`, which marks the matmuls that were found in it.
+        sites: The matmuls of data and a parameter, in the order of the equations; also those that are not in FP8.
         products: The description of each matmul, in the order of `sites`.
         names: Names of all parameters, such as `blocks/0/mlp/up/kernel`, in the order of `jax.tree.leaves`.
         structure: Tree structure of the function's result.
-        num_losses: Number of losses that are averaged into a batch's loss. Delayed scaling divides the amax of gradients by it.
+        num_losses: Number of losses that are averaged into a batch's loss. Each is differentiated separately. Delayed scaling
+            divides the amax of gradients by this number.
     """
 
     config: FP8Config
@@ -325,7 +341,8 @@ class FP8Trace:
 
         Args:
             params: The tree of parameters, unsharded, in the dtypes they are trained in.
-            state: State before the step.
+            state: The state that `init` returned, or the gradient of the state of the previous step: an `AmaxHistory` for
+                delayed scaling, {} for current scaling.
 
         Returns:
             A list with an entry for each matmul, in the order of `sites`: the weight in FP8 with its transpose, scale and amax
@@ -340,17 +357,20 @@ class FP8Trace:
     ) -> dict[str, Scale]:
         """Computes the scales of the weights of FP8 matmuls.
 
-        Current scaling computes a scale from the amax of the parameter. Delayed scaling computes it from the history of the
-        first matmul with the parameter.
+        Current scaling computes a scale from the amax (largest magnitude) of the parameter. Delayed scaling computes it from
+        the amax history of the first matmul with the parameter.
 
         Args:
             parts: The parameters by name, or this device's shards of them.
-            state: State before the step.
+            state: The state that `init` returned, or the gradient of the state of the previous step: an `AmaxHistory` for
+                delayed scaling, {} for current scaling.
             over_devices: `over_devices(name, amax)` is called with a parameter name and the amax of this device's shard, a
                 float32 scalar. It returns the maximum over the devices. None if `parts` are not sharded.
 
         Returns:
-            One `Scale` for each name in `weights`. Its field `amax` is None if `views` will compute it.
+            A dict from each name in the attribute `weights` to its `Scale`. The field `amax` is always computed if
+            `over_devices` is given. Otherwise, it is None for delayed scaling if matmuls read the whole parameter, because
+            `views` then computes it.
         """
         dtype, scales = formats(self.config)[1], {}
         earlier = state.amax(self.config) if self._is_delayed else None
@@ -371,10 +391,11 @@ class FP8Trace:
 
         Args:
             parts: The parameters by name, or this device's shards of them.
-            scales: The result of the method `scales`.
+            scales: The result of the method `scales` for the same parameters.
 
         Returns:
-            For each name in `scales`, a float8_e4m3fn array with the shape of its entry in `parts`, multiplied by its scale.
+            A dict from each name in `scales` to a float8_e4m3fn array with the shape of the entry in `parts`: the entry times
+            its scale, clipped and rounded.
         """
         return {name: cast(parts[name], scale, formats(self.config)[1]) for name, (scale, _) in scales.items()}
 
@@ -412,13 +433,16 @@ class FP8Trace:
 
         Args:
             params: The tree of parameters, unsharded; only read if `weights` is None. Not differentiated.
-            state: State before the step. Its cotangent is the state after the step, from the cotangents of the results.
+            state: The state that `init` returned, or the gradient of the state of the previous step. Its cotangent is not a
+                derivative: for delayed scaling, it is the state after the step.
             weights: Quantized weights from `quantize` or `views`; None quantizes `params`.
 
         Returns:
-            A list with an entry for each matmul, in the order of `sites`; None for a matmul that is not in FP8. An entry has
-            the quantized weight and, for delayed scaling, the scales of data, weight and output gradient, float32 [3], and
-            zeros [3]. The cotangent of the zeros is the amax of these arrays. Arrays have leading axes for the enclosing scans.
+            A list with an entry for each matmul, in the order of `sites`; None for a matmul that is not in FP8. An entry is a
+            `Tap`. Its field `weight` is the quantized weight. For delayed scaling, its field `scales` has the scales of data,
+            weight and output gradient, float32 [3], and its field `amax` is float32 zeros [3]. The matmul must return the amax
+            of these three arrays as the cotangent of the zeros. For current scaling, `scales` and `amax` are None. Arrays have
+            one leading axis per enclosing scan.
         """
         weights = weights or self.quantize(*jax.lax.stop_gradient((params, state)))
         taps: list[Tap | None] = [None] * len(self.sites)
@@ -440,11 +464,13 @@ class FP8Trace:
         Args:
             params: Parameters with the traced shapes. Their dtypes may differ from the traced ones; gradients have the dtypes
                 of `params`.
-            state: State before the step. Its gradient is not a derivative: it is the state after this call.
+            state: The state that `init` returned, or the gradient of the state of the previous step. Its gradient is not a
+                derivative: it is the state after this call.
             weights: Quantized weights from `quantize` or `views`, not differentiated; None quantizes `params`.
             *args: The other arguments of the function, with the traced shapes.
-            uncast: True if a matmul returns the gradient of its parameter in the dtype of the parameter. False if the gradient
-                passes through the casts between the parameter and the matmul, and is rounded by them.
+            uncast: Dtype of the gradient of a parameter that the function casts before an FP8 matmul, for example from float32
+                to bfloat16. True: the matmul returns it in the parameter's dtype. False: it is first rounded to the cast's
+                dtype.
 
         Returns:
             The result of the function.
