@@ -27,7 +27,8 @@ _ABOUT = ("title", "device", "devices", "versions", "date", "flags", "memory", "
 def of_run(directory: Path) -> dict[str, Any]:
     """Computes the contents of profile.json from the recording that a run with `--profile` has made. Writes nothing.
 
-    If the actions of a pipeline cannot be separated, `pipeline` is None and a note has the reason.
+    If the forward and backward passes of a pipeline's microbatches cannot be told apart in the trace, `pipeline` is None and
+    an entry of `about.notes` has the reason.
 
     Args:
         directory: Directory of the recording, `profile` in the run directory. It has run.json, program.txt.gz, and traces in
