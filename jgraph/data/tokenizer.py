@@ -49,8 +49,8 @@ class Tokenizer:
 
         Args:
             path: A tokenizer.json of the `tokenizers` library.
-            ends: End-of-text ids. The ids of the tokens <|endoftext|>, <|end_of_text|>, </s> and <eos> are added, if the file
-                has them.
+            ends: Ids that end a text. In the result, the ids of the tokens <|endoftext|>, <|end_of_text|>, </s> and <eos> are
+                added to `ends`, if the file has these tokens.
             add_special_tokens: Whether `encode` adds the special tokens that the file defines, such as a begin-of-text token.
 
         Returns:
@@ -148,7 +148,7 @@ class Encoder:
 
 
 def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
-    """Returns a function from ids to text. Special tokens are included in the text.
+    """Returns a function that converts a sequence of ids to its text, a str. The text includes special tokens.
 
     Args:
         path: A tokenizer.json. If the file or the `tokenizers` library is missing, the function returns the ids as decimal

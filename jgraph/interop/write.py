@@ -59,7 +59,7 @@ def write(
         parameter: Called with each name in `parts`, once and in order. Must return the whole parameter as a numpy array, which
             must not be changed later. It is cast to `dtype`.
         dtype: Dtype of the tensors, `float32` or `bfloat16`.
-        beside: Files to copy into the folder, under the same names.
+        beside: Paths of other files to copy into the folder, under the same file names.
         file_bytes: Largest total size in bytes of the tensors in a file. A larger tensor gets a file of its own.
 
     Returns:

@@ -38,16 +38,16 @@ def of_run(directory: Path) -> dict[str, Any]:
         A dict of JSON values. Times are in ms.
         - `format`: the version of the format.
         - `title`: a line of text.
-        - `about`: a dict of `device`, its name; `devices`, their number; `versions`, of libraries by name; `date`; `flags`; and
-          `notes`, a list of sentences.
+        - `about`: a dict of `device`, its name; `devices`, their number; `versions`, of libraries by name; `date`, UTC in ISO
+          format; `flags`, a str of the settings that differ from the preset; and `notes`, a list of sentences.
         - `captured`: the times of the steps with command buffers (CUDA graphs), from `attribution.captured`. None if there is
           no such trace.
-        - `uncaptured`: the times of the steps without command buffers. A dict of `steps_ms`, all steps of the first device; `step_ms`,
-          the step that `attribution.choose_step` selects; and `ranks`, a list with the result of `attribution.by_category` for
-          this step on each device.
+        - `uncaptured`: the times of the steps without command buffers. A dict of `steps_ms`, all steps on the first device;
+          `step_ms`, the step that `attribution.choose_step` selects; and `ranks`, a list with the result of
+          `attribution.by_category` for this step on each device.
         - `groups`: the groups of equal kernels of the first device, from `attribution.groups`.
         - `roofline`: a dict of the GPU's rates and other properties. None if the GPU is unknown.
-        - `pipeline`: the actions of the pipeline: the measured and the simulated step. None without a pipeline.
+        - `pipeline`: a dict of the actions of a pipeline, in the measured and in a simulated step. None without a pipeline.
         - `memory`: bytes per device. A dict of `pools`, bytes by use; and the peaks `predicted_peak`, `compiled_peak` and
           `measured_peak`, each None if unknown.
         - `timeline`: all events of the selected step, from `attribution.timeline`.
