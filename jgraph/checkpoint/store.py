@@ -102,7 +102,7 @@ class Checkpoints:
         check_space(self._directory, state, self._keep + 1 - len(self._manager.all_steps()))
 
     def save(self, step: int, state: object) -> None:
-        """Starts to write a checkpoint in the background. Keeps no reference to the arrays, so the caller may donate them.
+        """Starts to write a checkpoint in the background. After the call, the caller may donate the arrays of the state.
 
         Blocks until the previous checkpoint is written, the checksums are computed and the arrays are copied to the host.
 
@@ -166,7 +166,7 @@ class Checkpoints:
         return None
 
     def wait(self) -> None:
-        """Waits until all saves are on disk. Has no effect if none is being written.
+        """Waits until all saves are on disk. Returns at once if none is being written.
 
         Raises:
             CheckpointError: If a save could not be written.

@@ -250,8 +250,8 @@ def replaced(settings: Any, changes: Mapping[str, Any]) -> Any:
         A new dataclass of the type of `settings`.
 
     Raises:
-        TypeError: If a name in `changes` is not a field of the dataclass.
-        AttributeError: If such a name has a mapping as its value.
+        TypeError: If a name in `changes` is not a field of the dataclass, or has a mapping but its old value is no dataclass.
+        AttributeError: If a name in `changes` is not a field of the dataclass, and its value is a mapping.
     """
     nested = {name: replaced(getattr(settings, name), value) for name, value in changes.items() if isinstance(value, Mapping)}
     return dataclasses.replace(settings, **{**changes, **nested})
