@@ -20,17 +20,20 @@ from jgraph.tree import PyTree
 class CanonicalLayout:
     """Converts a training state between the layout of a run and the canonical layout.
 
-    In the canonical layout, parameters and optimizer moments have the structure of the model's own parameter tree, which does
-    not depend on the devices. A state is a dataclass with the fields `params` and `opt_state`. All other fields are the same in
-    both layouts.
+    A run may store its parameters in other arrays than the model's parameter tree has, for example stacked or padded for its
+    devices. This is the layout of the run. In the canonical layout, parameters and optimizer moments have the structure of the
+    model's parameter tree, which does not depend on the devices. A state is a dataclass with the fields `params` and
+    `opt_state`. All other fields have the same structure in both layouts. `TrainStep.canonical` is the object of a run.
 
     Attributes:
-        pack: Jittable function from the model's parameter tree to the parameters in the layout of the run.
-        unpack: Jittable function that inverts `pack`.
-        own: The state in the layout of the run, as `jax.ShapeDtypeStruct`s. On a mesh they have `NamedSharding`s.
+        pack: Function of one argument, the model's parameter tree. Returns the parameters in the layout of the run. Jittable.
+        unpack: Function of one argument, the parameters in the layout of the run. Returns the model's parameter tree. Jittable.
+        own: The state in the layout of the run, with a `jax.ShapeDtypeStruct` for every array. On a mesh, every one has a
+            `NamedSharding`.
         mesh: Mesh of the devices; None for one device.
-        opt_state: Structure of the moments in `opt_state` of the run. `arrays`: the structure of `own.params`, so they are
-            converted like the parameters. `tree`: the model's parameter tree, so they are only copied.
+        opt_state: The structure of the optimizer moments, such as Adam's, in `own.opt_state`. If `arrays`, each has the
+            structure of `own.params`, and is converted like the parameters. If `tree`, each already has the structure of the
+            model's parameter tree, and is not converted.
     """
 
     pack: Callable[[PyTree], PyTree]
@@ -40,25 +43,27 @@ class CanonicalLayout:
     opt_state: Literal["arrays", "tree"] = "arrays"
 
     def of(self, state: Any) -> Any:
-        """Converts a state of the run to the canonical layout.
+        """Converts a state from the layout of the run to the canonical layout.
 
-        Copies every array and donates nothing, so the devices need memory for a second state.
+        Copies every array. `state` stays valid, so the devices need memory for a second state.
 
         Args:
-            state: A state with the structure of `own`.
+            state: A state of arrays with the structure, shapes and dtypes of `own`.
 
         Returns:
-            A new dataclass of the same type. On a mesh, converted arrays are sharded by `spread`: each is split along one axis
-            over as many devices as possible. Other arrays keep their shardings.
+            A new dataclass of the type of `state`. `params`, and the moments if `opt_state` is `arrays`, have the structure of
+            the model's parameter tree. On a mesh, their arrays are sharded by `spread`: each is split along one axis over as
+            many devices as possible. All other arrays keep their structure and shardings.
         """
         return self._mapped(state, lambda tree: in_turn(self._unpack(tree)), lambda leaf: leaf.copy())
 
     @cached_property
     def back(self) -> Callable[[Any], Any]:
-        """A function that inverts `of`, bit for bit. Its argument may be on other devices than `own`.
+        """The function that inverts the method `of`, bit for bit. A property: call `layout.back(state)`.
 
-        The function is jitted on first use. It maps a state in the canonical layout to a state with the structure of `own`, on
-        a mesh also with the shardings of `own`. It donates nothing.
+        The argument is a state of arrays in the canonical layout, with the structure of `shapes()` and any sharding. It stays
+        valid. The result is a new state with the structure of `own`, and on a mesh with the shardings of `own`. The function
+        is compiled in its first call.
         """
         # Donation would save little: few buffers have the same size in both layouts, and saving needs memory for both anyway.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.own)
@@ -69,11 +74,10 @@ class CanonicalLayout:
         return lambda canonical: in_turn(back(canonical))
 
     def shapes(self) -> Any:
-        """Returns the canonical state as `jax.ShapeDtypeStruct`s, for `Checkpoints.restore_latest`.
+        """Returns the state in the canonical layout with a `jax.ShapeDtypeStruct` for every array. Creates no arrays.
 
-        Computes nothing on the devices.
-
-        On a mesh, every leaf has a `NamedSharding` that splits one axis over as many devices as possible. On one device, the
+        The result is a dataclass of the type of `own`. It can be the argument `like` of `Checkpoints.restore_latest`. On a
+        mesh, every leaf has a `NamedSharding` that splits one axis over as many devices as possible. If `mesh` is None, the
         leaves have no sharding.
         """
         shapes = jax.eval_shape(lambda own: self._mapped(own, self._unpack, lambda leaf: leaf), self.own)
@@ -108,13 +112,14 @@ class CanonicalLayout:
 def spread(mesh: Mesh, sharded: PyTree, leaves: PyTree) -> PyTree:
     """Returns shardings that split each leaf over many devices, so that no device holds a whole large model. Moves no data.
 
-    Uses only the mesh axes that shard some leaf of `sharded`. A leaf is split along one array axis, over the most devices that
-    divide the size of the axis. A leaf without such an axis is replicated.
+    A leaf is split along one of its array axes, over one or several mesh axes. The product of their sizes must divide the size
+    of the array axis. Of the possible splits, the one over the most devices is used. A leaf without one is replicated.
 
     Args:
         mesh: The mesh of all leaves.
-        sharded: Pytree of arrays or `jax.ShapeDtypeStruct`s with `NamedSharding`s.
-        leaves: Pytree of arrays or `jax.ShapeDtypeStruct`s of any shapes.
+        sharded: Pytree of arrays or `jax.ShapeDtypeStruct`s with `NamedSharding`s on `mesh`. Only the mesh axes that their
+            shardings name are used. `sharded` may have another structure than `leaves`.
+        leaves: Pytree of arrays or `jax.ShapeDtypeStruct`s of any shapes, for which shardings are returned.
 
     Returns:
         A pytree of `NamedSharding` with the structure of `leaves`.

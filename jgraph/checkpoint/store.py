@@ -39,17 +39,18 @@ _TRASH = "deleted"
 class Checkpoints:
     """Saves a state in the background and restores it. Keeps the last `keep` checkpoints, under `directory/STEP/`.
 
-    Orbax's `CheckpointManager` writes the checkpoints. In addition, a checkpoint has a checksum of every leaf. A checkpoint is
-    damaged if a file cannot be read or a checksum differs; `restore_latest` then restores the one before it. All processes of a
-    run share one directory and call every method together. Save `TrainStep.canonical.of(state)` to resume on other devices.
+    A state is a pytree of arrays. Orbax's `CheckpointManager` writes the checkpoints. In addition, a checkpoint has a checksum
+    of every leaf. A checkpoint is damaged if a file cannot be read or a checksum differs; `restore_latest` then restores the
+    one before it. All processes of a run share one directory and call every method together. A training state that was saved as
+    `TrainStep.canonical.of(state)` can be restored on other devices.
 
     Args:
         directory: Directory of the checkpoints; created if missing. Leftovers of an interrupted save are removed.
         keep: Largest number of checkpoints, at least 1. When a save completes, older ones are deleted.
         warn: Called by `restore_latest` with a message of one line for every damaged checkpoint that it skips. Its result is
             ignored.
-        wait: Called by `save` with the list of checksums that the devices compute, uint32 scalars, one per leaf. Must return
-            the list when they are ready. A program can pass a function with a timeout.
+        wait: Called by `save` with the checksums that the devices compute, a list of uint32 scalars, one per leaf. Must block
+            until they are computed, and return the list. A program can pass a function that raises an error after a timeout.
 
     Raises:
         ConfigError: If `keep` is not a positive integer.
@@ -83,14 +84,14 @@ class Checkpoints:
 
     @property
     def latest_step(self) -> int | None:
-        """The step of the newest checkpoint, which may be damaged or still being written; None if there is none."""
+        """The step of the newest checkpoint, which may be damaged or still being written; None if there is none. A property."""
         return self._manager.latest_step()
 
     def check_space(self, state: object) -> None:
         """Checks that the disk has room for `keep` checkpoints and for one that is being written. Writes nothing.
 
-        Subtracts the existing checkpoints. Compares the bytes of all leaves, over all processes, with the free bytes of the
-        disk.
+        The checkpoints that are already in the directory need no more room. For each of the others, the free bytes of the disk
+        must suffice for the bytes of all leaves. A leaf that is sharded over devices or processes counts in full.
 
         Args:
             state: Pytree of arrays or `jax.ShapeDtypeStruct`s, with the shapes and dtypes of the state to save.
@@ -101,7 +102,7 @@ class Checkpoints:
         check_space(self._directory, state, self._keep + 1 - len(self._manager.all_steps()))
 
     def save(self, step: int, state: object) -> None:
-        """Starts to write a checkpoint in the background. The state may be donated after the call.
+        """Starts to write a checkpoint in the background. After the call, the caller may donate the arrays of the state.
 
         Blocks until the previous checkpoint is written, the checksums are computed and the arrays are copied to the host.
 
@@ -130,8 +131,8 @@ class Checkpoints:
     def restore_latest(self, like: State) -> tuple[int, State] | None:
         """Restores the newest checkpoint that is not damaged, and verifies its checksums.
 
-        For each newer checkpoint that is damaged, calls `warn` and renames its directory to `damaged-STEP`. If no checkpoint
-        can be restored, renames none.
+        For each newer checkpoint that is damaged, calls the function `warn` of the constructor and renames the directory of the
+        checkpoint to `damaged-STEP`. If every checkpoint is damaged, renames none.
 
         Args:
             like: Pytree of arrays or `jax.ShapeDtypeStruct`s with the names, shapes and dtypes of the saved leaves. Not
@@ -165,7 +166,11 @@ class Checkpoints:
         return None
 
     def wait(self) -> None:
-        """Waits until all saves are on disk. Raises CheckpointError if one of them could not be written."""
+        """Waits until all saves are on disk. Returns at once if none is being written.
+
+        Raises:
+            CheckpointError: If a save could not be written.
+        """
         with self._write_errors():
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
@@ -281,7 +286,7 @@ class CheckpointReader:
         field: Name of the caller's argument for the step. Errors name it.
 
     Raises:
-        CheckpointError: If there is no checkpoint, none of this step, or its list of leaves is damaged.
+        CheckpointError: If there is no checkpoint, there is none of this step, or the checkpoint's list of leaves is damaged.
     """
 
     def __init__(self, directory: Path, step: int | None = None, *, field: str = "step"):
@@ -319,18 +324,19 @@ class CheckpointReader:
         return np.asarray(self.place({name: like})[name])
 
     def place(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
-        """Returns leaves on devices. Collective: all processes call it together, and each reads its own shards.
+        """Reads several leaves to devices. Collective: all processes call it together, and each reads only its own shards.
 
         Args:
-            like: The shape and sharding of each leaf, by name. Without a sharding, a leaf is placed on the first device. The
-                dtype is ignored.
+            like: The shape and sharding of each leaf to read, by the name of the leaf. A leaf without a sharding is placed on
+                the first device. The dtypes of `like` are ignored.
 
         Returns:
             The arrays by name, in their saved dtypes.
 
         Raises:
-            CheckpointError: If the checkpoint has no leaf of a name, a leaf has another shape, or its data is damaged.
-            ConfigError: If another process cannot read its shards.
+            CheckpointError: If a name in `like` is not in the checkpoint, or a leaf has another shape than in `like` or is
+                damaged.
+            ConfigError: If this process can read its shards, and another process cannot.
         """
         leaves: list[Any] = [ocp.PLACEHOLDER] * len(self._leaves)
         restore_args = [ocp.RestoreArgs()] * len(self._leaves)
@@ -387,13 +393,11 @@ def _hidden_garbage() -> Iterator[None]:
 
 @functools.cache
 def hide_tracebacks() -> None:
-    """Hides the tracebacks that are logged or printed for errors that `Checkpoints` raises. Call it in programs only.
+    """Hides the tracebacks that libraries log or print for a failed save. `Checkpoints` still raises its CheckpointError.
 
-    Orbax logs the error of a save that fails, and closes its event loop. TensorStore then finds the loop closed for every array
-    that is still being written, and asyncio logs the errors of the other arrays when they are garbage collected.
-
-    Sets the loggers `absl` and `asyncio` to the level CRITICAL, replaces `sys.unraisablehook`, and ignores the RuntimeWarning
-    that a coroutine was never awaited. The settings hold for all threads, until the process ends. Later calls have no effect.
+    Sets the loggers `absl` and `asyncio` to the level CRITICAL. Replaces `sys.unraisablehook`, to hide the error "Event loop is
+    closed". Ignores the RuntimeWarning that a coroutine was never awaited. The settings hold for all threads, until the process
+    ends, so a program may call this function but a library should not. Later calls have no effect.
     """
     before = sys.unraisablehook
 
@@ -412,7 +416,7 @@ def check_space(directory: Path, state: object, count: int) -> None:
 
     Args:
         directory: A directory on the disk. If missing, its nearest existing parent is used.
-        state: Pytree of arrays or `jax.ShapeDtypeStruct`s. Their whole sizes count, over all devices.
+        state: Pytree of arrays or `jax.ShapeDtypeStruct`s. An array that is sharded over devices counts in full.
         count: Number of copies.
 
     Raises:
@@ -448,10 +452,12 @@ def checksums(leaves: list[Array], wait: Callable[[list[Array]], list[Array]] = 
 
     Args:
         leaves: Arrays of a boolean, integer or floating-point dtype of at most 32 bits, with any sharding. Not donated.
-        wait: Called once with the list of checksums on the devices, uint32 scalars. Must return the list when they are ready.
+        wait: Called once with the checksums on the devices, a list of uint32 scalars. Must block until they are computed, and
+            return the list.
 
     Returns:
-        One integer in [0, 2**32) per leaf, independent of the sharding. Every change of a single element changes the checksum.
+        One integer in [0, 2**32) per leaf, in the same order. It does not depend on the sharding. Every change of a single
+        element changes it.
     """
     return [int(checksum) for checksum in jax.device_get(wait(_checksums(leaves)))]
 

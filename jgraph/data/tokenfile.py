@@ -68,14 +68,16 @@ class Header:
 class TokenFile:
     """The ids of a token file as a 1-D stream, memory-mapped. Opening it reads only the header.
 
-    `len(file)` is the number of ids. `file[start:stop]` returns a read-only view of the map, uint16 or uint32, and checks it.
+    `len(file)` is the number of ids. `file[start:stop]` returns the ids as a 1-D array of uint16 or uint32, a read-only view of
+    the map. It checks that they are below the vocabulary size in the header.
 
     Attributes:
         path: Path of the file.
         header: The header of the file.
 
     Args:
-        path: A file in the format of this module's docstring, such as train-00000.bin.
+        path: A token file, which `write_tokens` writes, such as train-00000.bin. The docstring of the module
+            `jgraph.data.tokenfile` has the format.
 
     Raises:
         DataError: If the file is not a token file, has another version, is truncated or too long, or has no tokens. From
@@ -124,16 +126,20 @@ class TokenFile:
 class Concatenated:
     """One or more streams of ids, end to end, as one 1-D stream. Copies nothing when it is created.
 
-    `len(stream)` is the total number of ids. `stream[start:stop]` returns the ids of a span.
+    `len(stream)` is the total number of ids. `stream[start:stop]` returns the ids as a 1-D array with the dtype of the parts: a
+    view if they are in one part, else a copy.
 
     Attributes:
-        parts: The streams.
+        parts: A tuple of the streams.
 
     Args:
-        parts: The streams, all of the same dtype.
+        parts: The streams: 1-D arrays of ids, `TokenFile`s or `Concatenated`s, all of the same dtype.
 
     Raises:
         AssertionError: If the dtypes differ, or there are no parts.
+        IndexError: From `stream[start:stop:step]`, if the step is not 1.
+        DataError: From `stream[start:stop]`, if an id of a `TokenFile` is not below its vocabulary size, or its file was
+            written to since it was opened.
     """
 
     def __init__(self, parts: "Sequence[Tokens]"):
@@ -176,7 +182,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
     """Returns the dtype of a token file with ids below `vocab_size`: little-endian uint16 up to 65536, else uint32.
 
     Args:
-        vocab_size: Vocabulary size, larger than every id.
+        vocab_size: Vocabulary size, larger than every id. Not checked.
     """
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
@@ -188,8 +194,8 @@ def write_tokens(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int
 
     Args:
         path: The file. Replaces an existing one. Its directory must exist.
-        documents: The ids of each document: 1-D arrays of non-negative integers, with the end-of-text token if there is one.
-            Read once, one at a time.
+        documents: The ids of each document, as 1-D arrays of non-negative integers. No end-of-text token is added, so the
+            arrays must have it. Read once, one at a time.
         vocab_size: Vocabulary size, larger than every id. Recorded in the header. The stored dtype is uint16 up to 65536, else
             uint32.
 

@@ -26,11 +26,11 @@ class Tokenizer:
     """Converts text to ids and ids to text.
 
     Attributes:
-        encode: Converts a text to a list of ids. Raises DataError if the tokenizer has only ids (`of_numbers`).
-        decode: Converts ids to a text. Invalid UTF-8 becomes U+FFFD. A tokenizer that has only ids returns them as decimal
-            numbers.
-        ends: End-of-text ids; empty if unknown.
-        name: Path of the tokenizer.json, `bytes` for a byte-level tokenizer, or `numbers` for one that has only ids.
+        encode: `encode(text)` returns the ids of a str as a list of ints. Raises DataError for a tokenizer of `of_numbers`.
+        decode: `decode(ids)` returns the text of a sequence of ints as a str. Invalid UTF-8 becomes U+FFFD. A tokenizer of
+            `of_numbers` returns the ids as decimal numbers.
+        ends: Ids that end a text, a tuple of ints; empty if unknown.
+        name: Path of the tokenizer.json; `bytes` for a tokenizer of `of_bytes`; `numbers` for one of `of_numbers`.
     """
 
     encode: Callable[[str], list[int]] = field(repr=False)
@@ -49,8 +49,8 @@ class Tokenizer:
 
         Args:
             path: A tokenizer.json of the `tokenizers` library.
-            ends: End-of-text ids. The ids of the tokens <|endoftext|>, <|end_of_text|>, </s> and <eos> are added, if the file
-                has them.
+            ends: Ids that end a text. In the result, the ids of the tokens <|endoftext|>, <|end_of_text|>, </s> and <eos> are
+                added to `ends`, if the file has these tokens.
             add_special_tokens: Whether `encode` adds the special tokens that the file defines, such as a begin-of-text token.
 
         Returns:
@@ -71,10 +71,10 @@ class Tokenizer:
 
     @classmethod
     def of_numbers(cls, why: str) -> "Tokenizer":
-        """Returns a tokenizer that has only ids. Its `decode` returns them as decimal numbers, each followed by a space.
+        """Returns a tokenizer for ids without text. Its `decode` returns the ids as decimal numbers, each followed by a space.
 
         Args:
-            why: Reason why there is no tokenizer.json. `encode` always raises a DataError that starts with it.
+            why: Reason why there is no tokenizer.json. `encode` always raises a DataError. Its message starts with the reason.
         """
 
         def encode(text: str) -> list[int]:
@@ -97,9 +97,10 @@ def _numbers(ids: Sequence[int]) -> str:
 
 
 class Encoder:
-    """Converts documents to ids, each followed by the end-of-text token, or by a newline if the tokenizer has none.
+    """Converts documents to ids. Appends the end-of-text token to every document.
 
-    The end-of-text token is the first of <|endoftext|>, <|end_of_text|>, </s> and <eos> that the file has.
+    The end-of-text token is the first of <|endoftext|>, <|end_of_text|>, </s> and <eos> that the tokenizer.json has. If it has
+    none of them, the ids of a newline are appended instead.
 
     Attributes:
         vocab_size: Largest id + 1.
@@ -124,7 +125,9 @@ class Encoder:
         self._end = ends[:1] or self._encode(["\n"])[0].ids
 
     def encode(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
-        """Yields the ids of each document, a 1-D int64 array, in order. Special tokens inside a document are encoded as text.
+        """Yields the ids of each document with its end-of-text token, a 1-D int64 array, in order.
+
+        The name of a special token inside a document, such as <|endoftext|>, is encoded like other text.
 
         Args:
             documents: UTF-8 texts. Read lazily, 256 at a time.
@@ -145,7 +148,7 @@ class Encoder:
 
 
 def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
-    """Returns a function from ids to text. Special tokens are included in the text.
+    """Returns a function that converts a sequence of ids to its text, a str. The text includes special tokens.
 
     Args:
         path: A tokenizer.json. If the file or the `tokenizers` library is missing, the function returns the ids as decimal

@@ -27,7 +27,7 @@ def integer(config: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, l
 
     Raises:
         ConfigError: If the field is missing or null and `default` is not given, or its value is not an integer in [least,
-            2**31).
+            2**31). True, False and floats such as 2.0 are not integers.
     """
     allowed = f"an integer from {least} to {_LARGEST}"
     return _checked(config, name, default, lambda value: type(value) is int and least <= value <= _LARGEST, allowed)
@@ -39,7 +39,7 @@ def number(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> fl
     Args:
         config: The fields of a config.json, by name. Not changed.
         name: Name of the field.
-        default: Returned, as a float, if the field is missing or null. Without this argument, the field is required.
+        default: A number. Returned, as a float, if the field is missing or null. Without this argument, the field is required.
 
     Returns:
         The number as a float, or `default` as a float.

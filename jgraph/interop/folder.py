@@ -48,16 +48,19 @@ class Folder:
             raise self.error("must be a folder, not a file")
 
     def error(self, wrong: str) -> ConfigError:
-        """Returns, without raising, a ConfigError that names the argument and the folder.
+        """Creates a ConfigError about the folder. Does not raise it.
 
         Args:
-            wrong: The problem, which follows the path in the message.
+            wrong: The problem, such as `has no config.json`.
+
+        Returns:
+            An error with the message `FIELD` is PATH: WRONG, where FIELD is the argument `field` of the constructor.
         """
         return ConfigError(f"`{self._field}` is {self.path}: {wrong}", field=self._field)
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """The content of config.json, parsed. Read once."""
+        """The content of config.json as a dict by field name. A property. The file is read at the first use only."""
         return self._json(CONFIG_FILE)
 
     @property
@@ -72,13 +75,20 @@ class Folder:
 
     @property
     def window(self) -> int | None:
-        """The longest sequence of the training, in tokens: the field `max_position_embeddings`. None if there is none."""
+        """The length of the longest sequence that the model was trained on, in tokens. None if unknown.
+
+        The value of the field `max_position_embeddings` of config.json. None if the field is missing or null.
+        """
         with self._config_errors():
             return fields.integer(self.config, "max_position_embeddings", None)
 
     @property
     def ends(self) -> list[int]:
-        """The token ids that end a text: the field `eos_token_id`, which is an id or a list of ids. Empty if there is none."""
+        """The token ids that end a text, a list of ints.
+
+        The value of the field `eos_token_id` of config.json, which is an id or a list of ids. Empty if the field is missing or
+        null.
+        """
         with self._config_errors():
             found = self.config.get("eos_token_id")
             several = found if isinstance(found, list) else [found]
@@ -87,9 +97,12 @@ class Folder:
     def settings(self, names: HuggingFace, base: Any) -> Any:
         """Returns the settings of the model in the folder. Reads config.json only.
 
+        Settings are the dataclass that the model class is built from.
+
         Args:
             names: The attribute `hugging_face` of the model class, which converts config.json to settings.
-            base: Settings of the model class, a dataclass, for the fields that config.json does not determine. Not changed.
+            base: Settings of the model class. They have the values of the fields that config.json does not determine. Not
+                changed.
 
         Returns:
             A copy of `base` with the fields that config.json determines.
@@ -108,11 +121,12 @@ class Folder:
 
         Args:
             names: The attribute `hugging_face` of the model class, which lists the tensors of a model.
-            settings: Settings of the model, as `settings` of this class returns them.
+            settings: Settings of the model, the result of the method `settings`.
 
         Raises:
-            ConfigError: If a tensor is missing; has another shape; has a dtype other than float32, bfloat16 or float16; or is
-                unknown and does not match the patterns of `names.ignored`. If a file is missing or truncated.
+            ConfigError: If a tensor is missing, has another shape, or has a dtype other than float32, bfloat16 or float16. If
+                there is a tensor that the model lacks and that matches no pattern of `names.ignored`. If a file is missing or
+                truncated.
         """
         expected = set()
         for _, part in names.tensors(settings):
@@ -137,7 +151,7 @@ class Folder:
 
         Args:
             name: Name of a tensor in the folder.
-            index: One slice per axis of the tensor, with step 1.
+            index: A tuple of one slice per axis of the tensor, with step 1.
 
         Returns:
             The slice, in the dtype of the file: float32, float16 or bfloat16 of `ml_dtypes`.
@@ -225,18 +239,19 @@ def check_exists(path: str | Path, *, field: str) -> None:
 
 
 def replaced(settings: Any, changes: Mapping[str, Any]) -> Any:
-    """Returns a copy of a dataclass with changed fields. The fields are validated again.
+    """Returns a copy of a dataclass with changed fields. The constructor validates the fields again, and may raise its errors.
 
     Args:
         settings: The dataclass. Not changed.
-        changes: New values by field name. If a value is a mapping, the field must be a dataclass, and the mapping has its
-            changes in the same form.
+        changes: New values by field name. If the new value is a mapping, the old value of the field must be a dataclass. The
+            new value is then a copy of the old one, with the changes in the mapping.
 
     Returns:
-        A new dataclass of the same type.
+        A new dataclass of the type of `settings`.
 
     Raises:
-        TypeError: If the dataclass has no such field.
+        TypeError: If a name in `changes` is not a field of the dataclass, or has a mapping but its old value is no dataclass.
+        AttributeError: If a name in `changes` is not a field of the dataclass, and its value is a mapping.
     """
     nested = {name: replaced(getattr(settings, name), value) for name, value in changes.items() if isinstance(value, Mapping)}
     return dataclasses.replace(settings, **{**changes, **nested})
@@ -247,16 +262,17 @@ def read(folder: Folder, parts: Sequence[Part], shape: tuple[int, ...], dtype: A
 
     Args:
         folder: The folder with the tensors.
-        parts: The tensors of the parameter and their positions in it. Together they must fill the parameter.
+        parts: The tensors of the parameter and their positions in it. Together they must fill the parameter. Not checked.
         shape: Shape of the whole parameter.
         dtype: numpy dtype of the result, to which the tensors are cast.
-        index: One slice per axis of the parameter, with step 1.
+        index: A tuple of one slice per axis of the parameter, with step 1.
 
     Returns:
-        A new array of the shape of the slice.
+        A new array with the shape of the slice and the dtype `dtype`.
 
     Raises:
         ConfigError: If a file cannot be read.
+        KeyError: If the folder has no tensor of a part. Call `Folder.check` first.
     """
     bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
     found = np.empty([stop - start for start, stop in bounds], dtype)

@@ -16,12 +16,14 @@ AxisOrder: TypeAlias = Literal["same", "transposed"]
 class Part:
     """A tensor in a Hugging Face folder, and its position in a parameter of the model. Used to read and to write.
 
-    A parameter may have leading axes that the tensor lacks, such as layers or experts. The tensor has size 1 on them.
+    A parameter may have leading axes that the tensor lacks, such as layers or experts. The tensor then fills one index of each
+    of these axes. For example, the tensor of layer 3 with shape (8, 16) is at `start` (3, 0, 0) of a parameter with shape
+    (12, 8, 16).
 
     Attributes:
         tensor: Name of the tensor.
         shape: Shape of the tensor in the folder.
-        start: Index of the tensor's first element in the parameter, one integer per axis of the parameter.
+        start: Index of the tensor's first element in the parameter, a tuple of one integer per axis of the parameter.
         order: `same`: the tensor's axes are in the order of the parameter's last axes. `transposed`: they are reversed.
     """
 
@@ -32,12 +34,12 @@ class Part:
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """The tensor's shape in the axis order of the parameter, without the leading axes that the tensor lacks."""
+        """The tensor's shape in the axis order of the parameter: `shape`, reversed if `order` is `transposed`. A property."""
         return self.shape[::-1] if self.order == "transposed" else self.shape
 
     @property
     def box(self) -> Box:
-        """The tensor's position in the parameter: one slice per axis of the parameter."""
+        """The tensor's position in the parameter: a tuple of one slice per axis of the parameter. A property."""
         sizes = (1,) * (len(self.start) - len(self.shape)) + self.own_shape
         return tuple(slice(start, start + size) for start, size in zip(self.start, sizes, strict=True))
 
@@ -49,13 +51,13 @@ class HuggingFace:
     Settings are the dataclass that the model class is built from.
 
     Attributes:
-        settings: `settings(config)` is called with the content of config.json. It returns the settings that config.json
-            determines, by field name, with a dict for a nested dataclass. It raises ConfigError for a model that the family
-            does not contain. `jgraph.interop.fields` has functions to read fields with their types.
-        config: `config(settings, base)` is called for an export. It returns the content of config.json. Fields that the
-            settings do not determine come from `base`: the config.json of the pretrained folder, or only
-            `max_position_embeddings` if there was none. It raises ConfigError for settings that no architecture of Hugging Face
-            has.
+        settings: `settings(config)` is called with the content of config.json, a dict. It returns a dict of the settings that
+            config.json determines, by field name, with a dict for a nested dataclass. It raises ConfigError for a model that
+            the family does not contain. `jgraph.interop.fields` has functions to read fields with their types.
+        config: `config(settings, base)` is called for an export. It returns the content of the new config.json, a dict. Fields
+            that the settings do not determine are taken from `base`, a dict. For a model that was loaded from a folder, `base`
+            is the config.json of that folder. Otherwise it has only the field `max_position_embeddings`. `config` raises
+            ConfigError for settings that no architecture of Hugging Face has.
         tensors: `tensors(settings)` yields (parameter name, `Part`) for every tensor. The parts of a parameter must fill it. It
             must be lazy: a folder is checked tensor by tensor, so that wrong sizes in config.json cost no time or memory.
         ignored: `ignored(settings)` returns shell patterns of the names of tensors that a folder may contain in addition. They
@@ -68,13 +70,14 @@ class HuggingFace:
     ignored: Callable[[Any], Sequence[str]]
 
     def parts(self, settings: Any) -> dict[str, tuple[Part, ...]]:
-        """Returns the parts of every parameter, in the order of `tensors`.
+        """Collects what `tensors(settings)` yields, by parameter.
 
         Args:
             settings: Settings of the model.
 
         Returns:
-            A tuple of parts by parameter name.
+            A dict of a tuple of `Part`s for every parameter name, such as `blocks/0/mlp/up/kernel`. Names and parts are in the
+            order of `tensors`.
         """
         found: dict[str, list[Part]] = {}
         for name, part in self.tensors(settings):
@@ -85,15 +88,17 @@ class HuggingFace:
 def side_by_side(
     tensors: Mapping[str, tuple[int, ...]], *, order: AxisOrder = "same", lead: tuple[int, ...] = ()
 ) -> tuple[Part, ...]:
-    """Describes a parameter that is the concatenation of tensors along the last axis of the parameter.
+    """Returns the parts of a parameter that is the concatenation of tensors along the last axis of the parameter.
 
-    With the order `transposed`, the tensors are transposed first.
+    With the order `transposed`, the axes of the tensors are reversed before the concatenation.
 
     Args:
         tensors: Shapes of the tensors in the folder, by name, in the order of the concatenation. All have the same number of
             axes.
-        order: `same`, or `transposed` if the folder stores the tensors with reversed axes, such as [out, in] for [in, out].
-        lead: Index on each leading axis that the parameter has and the tensors lack, such as (layer,) or (layer, expert).
+        order: `same` if the folder stores the axes in the order of the parameter. `transposed` if it stores them in reverse,
+            such as [out, in] for a parameter [in, out].
+        lead: If the parameter has leading axes that the tensors lack: the index of the tensors on each of these axes, such as
+            (layer,) or (layer, expert).
 
     Returns:
         One `Part` per tensor, in the same order.
@@ -107,15 +112,17 @@ def side_by_side(
 
 
 def check_filled(parts: Mapping[str, Sequence[Part]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Asserts that the parts fill the parameters of a model: that they are inside and have as many elements.
+    """Asserts that the parts of every parameter are inside the parameter and together have as many elements.
+
+    Does not check that parts do not overlap.
 
     Args:
         parts: Parts of every parameter, by parameter name.
         shapes: Shapes of the parameters, by name.
 
     Raises:
-        AssertionError: If the names differ, or the parts of a parameter are not inside or have another number of elements. The
-            attribute `hugging_face` of the model class is then wrong.
+        AssertionError: If `parts` and `shapes` have different names, or the parts of a parameter are not inside it or have
+            another number of elements. The attribute `hugging_face` of the model class is then wrong.
     """
     assert parts.keys() == shapes.keys(), "the model's `hugging_face` lacks a parameter, or has an unknown one"
     for name, shape in shapes.items():

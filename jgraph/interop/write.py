@@ -53,14 +53,14 @@ def write(
     it is complete. If an error is raised, the hidden folder is deleted.
 
     Args:
-        to: The folder, which must not exist or be empty. Missing parents are created.
+        to: The new folder. Nothing may exist at the path, except an empty directory. Missing parents are created.
         config: Content of config.json. Its fields `dtype` and `torch_dtype` are replaced by `dtype`.
         parts: The tensors of every parameter and their positions in it, by parameter name.
-        parameter: Called with each name in `parts`, once and in order. Returns the whole parameter as a numpy array, which is
-            needed only until the next call.
+        parameter: Called with each name in `parts`, once and in order. Must return the whole parameter as a numpy array, which
+            must not be changed later. It is cast to `dtype`.
         dtype: Dtype of the tensors, `float32` or `bfloat16`.
-        beside: Files to copy into the folder, under the same names.
-        file_bytes: Largest size of the tensors in a file; a larger tensor has a file of its own.
+        beside: Paths of other files to copy into the folder, under the same file names.
+        file_bytes: Largest total size in bytes of the tensors in a file. A larger tensor gets a file of its own.
 
     Returns:
         The absolute paths of all files in the folder, sorted.

@@ -24,10 +24,11 @@ class Step:
     """One step of a trace on one device.
 
     Attributes:
-        events: The n events of the step, in ms from the start of the step.
-        purposes: The purpose of each event.
-        ms: Time in ms until the next step starts, or until the last event if only one step was traced.
-        all_ms: Times in ms of all steps of the trace on this device.
+        events: The n events that begin in the step. Their times are in ms after the start of the step.
+        purposes: A tuple of n `Purpose`s, one per event. A purpose has the category of the event, such as `forward` or
+            `all-reduce`, and its pipeline action.
+        ms: Time in ms until the next step starts, or until the end of the last event if only one step was traced.
+        all_ms: Times in ms of all steps of the trace on this device, in order, a tuple of floats.
     """
 
     events: Events
@@ -37,9 +38,10 @@ class Step:
 
     @cached_property
     def own_ms(self) -> np.ndarray:
-        """Time in ms that each event owns, float64 [n]. The sum is the busy time of the device.
+        """The time in ms that each event owns, float64 [n]. A property.
 
-        Each instant belongs to the running event that began last. A collective owns only the time when no other event runs.
+        At each instant, only one of the running events owns the time: the one that began last. A collective owns only the time
+        when no other event runs. The sum is the time when at least one event runs.
         """
         is_collective = np.array([purpose.category in _COMMUNICATION for purpose in self.purposes], bool)
         start, end, owner = owners(self.events, is_collective)
@@ -49,11 +51,12 @@ class Step:
 def choose_step(trace: Trace, program: Program, count: int) -> dict[int, Step]:
     """Selects the step to report: the last step but one, or the only step.
 
-    The first steps are faster, because the GPU was idle before. The last step has no next step, which marks its end. The step
-    starts on all devices at its earliest event.
+    The first steps are not used, because they are faster: the GPU was idle before. The last step is not used, because a step
+    ends when the next one starts. The step has the same start and end on all devices. It starts at the earliest event of any
+    device.
 
     Args:
-        trace: A trace of a program without command buffers.
+        trace: A trace of a run without command buffers (CUDA graphs).
         program: The program that ran.
         count: The number of equal steps in the trace.
 
@@ -80,17 +83,20 @@ def choose_step(trace: Trace, program: Program, count: int) -> dict[int, Step]:
 
 
 def by_category(rank: int, step: Step) -> dict[str, Any]:
-    """Returns the entry of one device in `uncaptured.ranks` of profile.json, for a step that ran without command buffers.
+    """Returns the entry of one device in `uncaptured.ranks` of profile.json.
+
+    The step ran without command buffers (CUDA graphs). An event is a kernel or a copy.
 
     Args:
         rank: The device number.
-        step: The step on this device.
+        step: The step on this device, from `choose_step`.
 
     Returns:
         A dict of JSON values: `rank`; `busy_ms`, the time when at least one event runs; `idle_ms`, the rest of the step;
-        `attributed`, the fraction of `busy_ms` outside the category `other`; `categories`, by category in display order a dict
-        of `ms`, the time that the events own, `kernel_ms`, the sum of the durations of the events, and `kernels`, the number of
-        events. Categories without events are absent.
+        `attributed`, the fraction of `busy_ms` outside the category `other`, 1 if nothing ran; and `categories`, a dict by
+        category, in display order. Each of its values is a dict of `ms`, the time that the events of the category own (see
+        `Step.own_ms`); `kernel_ms`, the sum of their durations; and `kernels`, their number. Categories without events are
+        absent.
     """
     events, own_ms = step.events, step.own_ms
     categories: dict[str, dict[str, float]] = {}
@@ -113,20 +119,22 @@ def by_category(rank: int, step: Step) -> dict[str, Any]:
 def groups(step: Step, program: Program, device: Device | None) -> list[dict[str, Any]]:
     """Returns `groups` of profile.json: groups of equal kernels. The group that exceeds its roofline most is the first.
 
-    Kernels are equal if they have the same category and label. The label has the work and the shapes of an instruction, or the
-    name of a kernel without an instruction. The roofline is the longer of two times: FLOPs at the matmul rate, and bytes at the
-    copy rate (Williams et al., "Roofline", doi:10.1145/1498765.1498785). For a collective it is bytes at the link rate.
+    Kernels are equal if they have the same category and label. The label is `Program.label` of the kernel's instruction, or the
+    name of a kernel without an instruction. The roofline of a group is the least time that its work takes: the time of its
+    FLOPs at the GPU's matmul rate, or the time of its bytes at the GPU's copy rate, whichever is longer (Williams et al.,
+    "Roofline", doi:10.1145/1498765.1498785). For a collective it is the time of its bytes at the link rate.
 
     Args:
         step: The step of one device.
         program: The program that ran.
-        device: The GPU, for its rates. None for no rooflines.
+        device: The GPU, which has the rates. If None, all rooflines are unknown.
 
     Returns:
-        One dict of JSON values per group: `label`; `category`; `source`, the source line of one operation, or an empty string;
-        `count`, the number of events; `ms`, the time that the events own; `flops` and `bytes` of all events; `roofline_ms`,
-        None if unknown; `bound`, `compute`, `memory`, `link` or an empty string; `over_ms`, `ms` minus `roofline_ms`, None if
-        unknown. A group without a roofline is sorted by `ms`.
+        A list of one dict of JSON values per group: `label`; `category`; `source`, the source line of one operation of the
+        group, or an empty string; `count`, the number of events; `ms`, the time that the events own (see `Step.own_ms`);
+        `flops` and `bytes`, the sums over all events; `roofline_ms`, None if unknown; `bound`, the rate that determines the
+        roofline: `compute`, `memory` or `link`, or an empty string if unknown; `over_ms`, which is `ms` minus `roofline_ms`,
+        None if unknown. The list is sorted by `over_ms`, or by `ms` where `over_ms` is None, the largest first.
 
     Raises:
         ProfileError: If the text of the program is damaged.
@@ -174,18 +182,19 @@ def _roofline(device: Device | None, flops: int, nbytes: int, communicates: bool
 def captured(trace: Trace, count: int) -> dict[str, Any]:
     """Returns `captured` of profile.json: the times of steps that ran in command buffers (CUDA graphs).
 
-    A step lasts until the start of the next step, and the last one until its last event. If there are several steps, means
-    exclude the last step.
+    A step lasts until the start of the next step. The last step lasts until the end of its last event. `step_ms`, `busy_ms` and
+    `idle_ms` are means over all steps but the last, or of the only step.
 
     Args:
         trace: A trace of a run with command buffers.
         count: The number of equal steps in the trace.
 
     Returns:
-        A dict of JSON values: `steps_ms`, the time of each step; `step_ms`, the mean; `launches`, `updates` and `records`, the
-        numbers of launches, updates and recordings of command buffers per step, over all devices; `launch_ms` and `update_ms`,
-        the host's time for them per step; `busy_ms`, the time per step when at least one event runs, a mean over the devices;
-        `idle_ms`, the rest of `step_ms`.
+        A dict of JSON values: `steps_ms`, a list of the time of each step; `step_ms`, the mean time of a step; `launches`,
+        `updates` and `records`, the numbers of launches, updates and recordings of command buffers per step, summed over all
+        devices; `launch_ms` and `update_ms`, the time that the host takes for the launches and the updates of a step;
+        `busy_ms`, the time per step when at least one event runs, a mean over the devices; `idle_ms`, which is `step_ms` minus
+        `busy_ms`. Times are in ms.
 
     Raises:
         ProfileError: If no kernel ran `count` times.
@@ -218,10 +227,11 @@ def timeline(chosen: Mapping[int, Step]) -> dict[str, Any]:
         chosen: The step of each device, by device number.
 
     Returns:
-        A dict of JSON values: `names`, names of instructions, or of kernels without one; `categories`, all categories;
-        `tracks`, one dict per device and stream: `rank`, the device number; `stream`, the name of the stream; and lists with
-        one entry per event: `start_ms`, `ms` (the duration), `name` (an index into `names`) and `category` (an index into
-        `categories`).
+        A dict of JSON values: `names`, a list of the names of instructions, or of kernels that have no instruction;
+        `categories`, a list of all categories; and `tracks`, a list of one dict per device and stream. A track has `rank`, the
+        device number; `stream`, the name of the stream; and four lists with one entry per event, in the order of start:
+        `start_ms`, after the start of the step; `ms`, the duration; `name`, an index into `names`; and `category`, an index
+        into `categories`.
     """
     names: dict[str, int] = {}
     tracks = []
@@ -239,16 +249,17 @@ def timeline(chosen: Mapping[int, Step]) -> dict[str, Any]:
 
 
 def action_kernels(step: Step) -> dict[str, np.ndarray]:
-    """Returns the times of the matmuls and attention kernels of a pipeline step, by the action that they belong to.
+    """Returns the times of the matmuls and attention kernels of a pipeline step, by pipeline action.
 
-    Consecutive kernels of one run of an instruction are merged into one entry.
+    The actions are `forward`, `dgrad` (the gradients of activations) and `wgrad` (the gradients of weights). An instruction may
+    launch several kernels in one run. They count as one entry, from the start of the first to the end of the last.
 
     Args:
-        step: The step of one rank.
+        step: The step on one device of the pipeline, from `choose_step`.
 
     Returns:
-        A dict with some of the keys `forward`, `dgrad` and `wgrad`. A value is the start and end in ms of each entry, float64
-        [number of entries, 2], sorted by start. Actions without such kernels are absent.
+        A dict with some of the keys `forward`, `dgrad` and `wgrad`. A value is a float64 array [number of entries, 2], sorted
+        by start: the start and end of each entry, in ms after the start of the step. Actions without such kernels are absent.
     """
     events = step.events
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)

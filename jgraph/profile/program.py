@@ -21,16 +21,17 @@ _Depends: TypeAlias = bool | list["_Depends"]
 
 
 class Program(HloModule):
-    """The text of a compiled program (`compiled.as_text()`), with the FLOPs and bytes of its instructions. Create it with `of`.
+    """The text of a compiled program, with the FLOPs and bytes of its instructions.
 
-    Every method takes an instruction of this program, a value of `instructions`. FLOPs and bytes are of one run on one device.
+    Create it with `Program.of(compiled.as_text())`. `instructions` is a dict of all `Instruction`s of the program by name. The
+    methods take one of its values as their argument. FLOPs and bytes are of one run of the instruction on one device.
     """
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """Yields an instruction and the contents of a fusion, call or asynchronous start, outermost first.
+        """Yields an instruction and, if it is a fusion, call or asynchronous start, the instructions inside it, recursively.
 
         Args:
-            instruction: The instruction, which is yielded first.
+            instruction: An instruction of this program, a value of `instructions`. It is yielded first.
 
         Raises:
             ProfileError: If the text of the program is damaged: a called computation is missing.
@@ -44,7 +45,9 @@ class Program(HloModule):
                     yield from self.inside(inner)
 
     def matmul(self, instruction: Instruction) -> Instruction | None:
-        """Returns the matmul or convolution with the most FLOPs in an instruction, also in a fusion; None if there is none.
+        """Returns the matmul or convolution with the most FLOPs among an instruction and those that `inside` yields for it.
+
+        None if there is none.
 
         Args:
             instruction: An instruction of this program, a value of `instructions`.
@@ -55,9 +58,10 @@ class Program(HloModule):
         return max((inner for inner in self.inside(instruction) if inner.is_matmul), key=self._own_flops, default=None)
 
     def flops(self, instruction: Instruction) -> int:
-        """Counts the FLOPs of the matmuls and attention in an instruction. A multiplication and an addition are 2 FLOPs.
+        """Counts the FLOPs of the matmuls and attention in an instruction, also inside a fusion or call.
 
-        Grouped matmuls count as if every row belonged to a group. All other instructions count as 0.
+        A multiplication and an addition are 2 FLOPs. A grouped matmul multiplies each row by the matrix of the row's group. It
+        counts as if every row belonged to a group. All other operations count as 0.
 
         Args:
             instruction: An instruction of this program, a value of `instructions`.
@@ -70,8 +74,8 @@ class Program(HloModule):
     def nbytes(self, instruction: Instruction) -> int:
         """Counts the bytes that an instruction reads and writes.
 
-        If the instruction slices an array or updates it in place, only the sliced or updated part counts. Results of type byte
-        do not count, because they are the workspace of a library.
+        If the instruction slices an array or updates it in place, only the sliced or updated part counts. Results of dtype int8
+        or uint8 do not count, because they are the workspace of a library.
 
         Args:
             instruction: An instruction of this program, a value of `instructions`.
@@ -100,10 +104,13 @@ class Program(HloModule):
         return max(written, 0) + read
 
     def sent_bytes(self, instruction: Instruction) -> int:
-        """Estimates the bytes that a collective sends: the larger of its operands and its results, twice for an all-reduce.
+        """Estimates the bytes that a collective, such as an all-gather, sends from one device.
+
+        The estimate is the total size of the operands or of the results, whichever is larger. For an all-reduce it is twice
+        that.
 
         Args:
-            instruction: An instruction of this program, a value of `instructions`.
+            instruction: A collective of this program, a value of `instructions`.
 
         Raises:
             ProfileError: If the text of the program is damaged: a called computation is missing.
@@ -117,8 +124,10 @@ class Program(HloModule):
     def label(self, instruction: Instruction) -> str:
         """Returns a label that is equal for instructions with the same work and shapes.
 
-        For example `matmul bf16[16,1024] x bf16[1024,64] -> bf16[16,64]`, or the name of a fusion without its number, and its
-        result shapes.
+        An instruction with a matmul or attention inside has a label such as
+        `matmul bf16[16,1024] x bf16[1024,64] -> bf16[16,64]` or `attention forward bf16[8,1024,12,64]`. The label of another
+        instruction is its kind and at most three result shapes, such as `transpose bf16[64,16]`. The kind is the opcode, or for
+        a fusion its name without the number.
 
         Args:
             instruction: An instruction of this program, a value of `instructions`.
@@ -178,7 +187,11 @@ class Program(HloModule):
 
     @cached_property
     def of_batch(self) -> set[str]:
-        """Names of the instructions that depend on the batch: on an argument of the program that no output updates in place."""
+        """The names of the instructions whose results depend on the batch, a set of str. A property.
+
+        Every argument of the program whose buffer no output reuses counts as a part of the batch. The state of a training step
+        is donated, so outputs reuse its buffers.
+        """
         found: set[str] = set()
         computation = self.computations[self.entry]
         updated = {int(parameter) for _, parameter, _ in self._aliases}

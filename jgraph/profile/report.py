@@ -27,19 +27,30 @@ _ABOUT = ("title", "device", "devices", "versions", "date", "flags", "memory", "
 def of_run(directory: Path) -> dict[str, Any]:
     """Computes the contents of profile.json from the recording that a run with `--profile` has made. Writes nothing.
 
-    If the actions of a pipeline cannot be separated, `pipeline` is None and a note has the reason.
+    If the forward and backward passes of a pipeline's microbatches cannot be told apart in the trace, `pipeline` is None and
+    an entry of `about.notes` has the reason.
 
     Args:
         directory: Directory of the recording, `profile` in the run directory. It has run.json, program.txt.gz, and traces in
             `uncaptured` and optionally `captured`.
 
     Returns:
-        A dict of JSON values: `format`, the version; `title`; `about`, a dict of `device`, `devices` (their number),
-        `versions`, `date`, `flags` and `notes` (a list of sentences); `captured`, times of the step with command buffers, None
-        if it was not traced with them; `uncaptured`, a dict of `steps_ms`, `step_ms` and `ranks`, the times of each device by
-        category, for the step without them; `groups`, groups of equal kernels; `roofline`, the properties of the GPU, None if
-        unknown; `pipeline`, the actions of a pipeline, or None; `memory`, bytes per device: `pools`, by use, and the peaks
-        `predicted_peak`, `compiled_peak` and `measured_peak`, None if unknown; `timeline`, all events. Times are in ms.
+        A dict of JSON values. Times are in ms.
+        - `format`: the version of the format.
+        - `title`: a line of text.
+        - `about`: a dict of `device`, its name; `devices`, their number; `versions`, of libraries by name; `date`, UTC in ISO
+          format; `flags`, a str of the settings that differ from the preset; and `notes`, a list of sentences.
+        - `captured`: the times of the steps with command buffers (CUDA graphs), from `attribution.captured`. None if there is
+          no such trace.
+        - `uncaptured`: the times of the steps without command buffers. A dict of `steps_ms`, all steps on the first device;
+          `step_ms`, the step that `attribution.choose_step` selects; and `ranks`, a list with the result of
+          `attribution.by_category` for this step on each device.
+        - `groups`: the groups of equal kernels of the first device, from `attribution.groups`.
+        - `roofline`: a dict of the GPU's rates and other properties. None if the GPU is unknown.
+        - `pipeline`: a dict of the actions of a pipeline, in the measured and in a simulated step. None without a pipeline.
+        - `memory`: bytes per device. A dict of `pools`, bytes by use; and the peaks `predicted_peak`, `compiled_peak` and
+          `measured_peak`, each None if unknown.
+        - `timeline`: all events of the selected step, from `attribution.timeline`.
 
     Raises:
         ProfileError: If a file is missing or damaged, the traces are of another program, or a device of the pipeline is not in
@@ -85,13 +96,9 @@ def of_trace(path: Path, *, program: Path, steps: int) -> dict[str, Any]:
         steps: The number of equal steps in the trace.
 
     Returns:
-        A dict of JSON values: `format`, the version; `title`; `about`, a dict of `device`, `devices` (their number),
-        `versions`, `date`, `flags` and `notes` (a list of sentences); `captured`, times of the step with command buffers, None
-        if it was not traced with them; `uncaptured`, a dict of `steps_ms`, `step_ms` and `ranks`, the times of each device by
-        category, for the step without them; `groups`, groups of equal kernels; `roofline`, the properties of the GPU, None if
-        unknown; `pipeline`, the actions of a pipeline, or None; `memory`, bytes per device: `pools`, by use, and the peaks
-        `predicted_peak`, `compiled_peak` and `measured_peak`, None if unknown; `timeline`, all events. Times are in ms. Here
-        `captured` and `pipeline` are None, and `memory` has only `pools`, which is empty.
+        A dict of JSON values with the keys of the result of `of_run`. `title` is the name of the trace file and the devices.
+        `about.versions`, `about.date`, `about.flags` and `about.notes` are empty. `captured` and `pipeline` are None. `memory`
+        has only `pools`, which is empty.
 
     Raises:
         ProfileError: If there is no trace, a file is missing or damaged, the kernels have no names, the trace has no kernel of

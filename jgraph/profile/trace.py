@@ -30,9 +30,9 @@ class Events:
     `len(events)` is n.
 
     Attributes:
-        start: Start in ms after the first event of any device, float64 [n].
-        end: End in ms after the first event of any device, float64 [n].
-        name: Names of the kernels.
+        start: Start of each event in ms, float64 [n]. From `read`, 0 is the start of the first event of any device.
+        end: End of each event in ms, float64 [n], in the same time.
+        name: Names of the kernels, copies or thunks. This and the following attributes are tuples of n str, one per event.
         op: Names of the HLO instructions. An empty string if unknown, such as for a kernel in a CUDA graph.
         scopes: JAX's names of the operations, such as `jit(step)/dot_general`. An empty string if unknown.
         module: Names of the HLO modules (programs). An empty string if unknown.
@@ -68,7 +68,7 @@ class Events:
             stop: End of the interval in ms.
 
         Returns:
-            New events, with times from `start`. An event that ends after `stop` is cut there.
+            New events. Their times are in ms after `start`. An event that ends after `stop` is shortened to end at `stop`.
         """
         found = self.where((self.start >= start) & (self.start < stop))
         return replace(found, start=found.start - start, end=np.minimum(found.end, stop) - start)
@@ -81,8 +81,8 @@ class Trace:
     Attributes:
         device: The name of the GPU, such as `NVIDIA H200`; `GPU` if the trace does not have it; or `CPU`.
         devices: Events by device number. A device without events is absent.
-        host: Durations in ms of the events of the host that concern command buffers, such as `cuGraphLaunch` and
-            `command_buffer::update`: one list per name of an event.
+        host: Durations in ms of the host's events for command buffers (CUDA graphs): a list of floats by the name of the event,
+            such as `cuGraphLaunch` or `command_buffer::update`.
     """
 
     device: str
@@ -116,7 +116,7 @@ def read(path: Path) -> Trace:
         path: A *.xplane.pb file, or a directory. In a directory and below, reads the newest *.xplane.pb file.
 
     Returns:
-        The events of each device, and the durations of the host's events about command buffers.
+        The trace: the events of each device, and the durations of the host's events for command buffers (CUDA graphs).
 
     Raises:
         ProfileError: If there is no trace, it is damaged, or no device ran anything.
@@ -169,18 +169,18 @@ def _row(event: Any, stream: str, stats: Mapping[str, Any]) -> _Row:
 
 
 def steps(events: Events, count: int) -> list[tuple[float, float]]:
-    """Finds the steps of a trace, by the instructions that ran once per step.
+    """Finds the steps of a trace, by the instructions (or kernels without one) that ran `count` times: once per step.
 
     Args:
         events: The events of one device.
         count: Number of equal steps in the trace.
 
     Returns:
-        Start and end in ms of each step, in order, in the time of `events`: the first start and the last end of such
-        instructions.
+        A list of the start and end of each step, in order, in ms in the time of `events`. A step starts at the first start, and
+        ends at the last end, of the instructions that ran `count` times.
 
     Raises:
-        ProfileError: If no instruction ran `count` times.
+        ProfileError: If no instruction or kernel ran `count` times.
     """
     runs: dict[str, list[int]] = defaultdict(list)
     for i, (name, op) in enumerate(zip(events.name, events.op, strict=True)):
@@ -196,16 +196,16 @@ def steps(events: Events, count: int) -> list[tuple[float, float]]:
 def owners(events: Events, is_collective: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Divides a device's busy time into consecutive pieces, each owned by one event.
 
-    The owner is the running event that began last, because thunks run inside thunks. A collective owns only the time when no
-    other event runs, because collectives should be hidden. Idle time has no piece.
+    Of several running events, the one that began last is the owner. A collective owns only the time when no other event runs.
+    Of several collectives alone, the one that began last is the owner. Time when no event runs is in no piece.
 
     Args:
         events: The n events of the device.
         is_collective: bool [n], True for collectives.
 
     Returns:
-        Three arrays with one element per piece, in the order of time: start in ms and end in ms, float64, and the owner, an
-        int64 index into `events`.
+        Three arrays with one element per piece, in the order of time: the start of the piece in ms, float64; its end in ms,
+        float64; and its owner, an int64 index into `events`. Times are in the time of `events`.
     """
     order = [(s, 1, i) for i, s in enumerate(events.start)] + [(e, 0, i) for i, e in enumerate(events.end)]
     pieces, active, ended, at = [], ([], []), set(), 0.0
