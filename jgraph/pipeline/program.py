@@ -292,9 +292,9 @@ class Pipeline(Placement, StageFunctions):
 
         Returns:
             The tuple (given, observed, None) of trees of `jax.ShapeDtypeStruct`. `given` is a pair: the list `layers` with
-            dtypes after the cast to `compute_dtype`, and the dict {"carried": carried state of the layers as integer bits}.
-            `observed` has the amax histories of FP8 of the layers; {} without them. None is in the place of the FP8 weights,
-            whose shapes `StagePrecision.weight_shapes` computes.
+            dtypes after the cast to `compute_dtype`, and the dict {"carried": carried state of the layers}, in which floats are
+            reinterpreted as unsigned integers. `observed` has the amax histories of FP8 of the layers; {} without them. None is
+            in the place of the FP8 weights, whose shapes `StagePrecision.weight_shapes` computes.
         """
         given = jax.eval_shape(self.cast, layers), {"carried": self.carried.bits(len(layers))}
         return given, jax.eval_shape(partial(self.precision.state, len(layers))), None
