@@ -38,7 +38,7 @@ class PipelineModel:
     Attributes:
         embed: `embed(outer, batch) -> x`, a floating array. `outer` has the parameters of embedding and head, in float32.
         layer: `layer(params, x) -> x`. The result has the shape and dtype of the argument x. `params` are the parameters of one
-            layer; matrices are cast to `compute_dtype` of the strategy. The full form is
+            layer; matrices, except weights of routers, are cast to `compute_dtype` of the strategy. The full form is
             `layer(params, x, context, key, state) -> (x, state)`, all positional. `context` is passed only if the attribute
             `context` is set, `key` only if `takes_key` is True, and `state` only if layers carry state. `state` is the layer's
             carried state before and after the microbatch; without it, `layer` returns x alone.

@@ -44,7 +44,8 @@ class Pipeline(Placement, StageFunctions):
             count. The axis of a parameter without an entry follows from its shape. Set by `shard_as`.
         experts: Number of `fsdp` devices that the experts of `jgraph.MoE` are sharded over.
         shards: `everything` if `fsdp` shards all parameters, `experts` if it shards only experts.
-        compute_dtype: Matrices of the layers and of the head are cast to this dtype once per step. None does not cast.
+        compute_dtype: Matrices of the layers and of the head, except weights of routers, are cast to this dtype once per step.
+            None does not cast.
         remat: Activations to recompute in the backward pass. `nothing` recomputes only elementwise operations, `wide` also the
             results of matmuls that widen their input, such as the first matmul of an MLP, and `layer` the whole layer from its
             input.

@@ -360,8 +360,9 @@ class BoundPipeline:
 
         Returns:
             `Pools` with `covers` set to `whole`. `sizes` has the bytes by name: the pools of the schedule (`forward_dgrad`,
-            `forward_wgrad`, `stash`, `activation`, `gradient`, `loss`), `in flight`, `main_grad`, `cast` and `gathered`. The
-            docstring of `jgraph.pipeline.memory.bytes_per_rank` describes each of them.
+            `forward_wgrad`, `stash`, `activation`, `gradient`, `loss`); `in flight`, results of an action before they are
+            written to a pool; `main_grad`, float32 sums of gradients; `cast`, parameters in `compute_dtype` and FP8 weights;
+            and `gathered`, other parameters that are gathered over `fsdp`.
         """
         batch_M = jax.eval_shape(partial(by_microbatch, num_microbatches=self.objective.num_microbatches), batch)
         return Pools(bytes_per_rank(self.pipeline, self.shapes, batch_M), "whole")
@@ -378,8 +379,9 @@ class BoundPipeline:
             memory: Memory of the step, as reported by XLA; None if unknown, which omits the memory.
 
         Returns:
-            One line with the name of the schedule, its numbers of ranks, chunks and ticks, its idle share, and the predicted
-            and compiled memory in GiB; and a second line about FP8 matmuls if the step is in FP8. Without line ends.
+            A list of one line, or of two lines if the step is in FP8, without line ends. The first has the name of the
+            schedule, its numbers of ranks, chunks and ticks, the idle fraction of the ranks' time if all actions take the same
+            time, and, if `memory` is given, the predicted and the compiled memory in GiB. The second is about FP8 matmuls.
         """
         schedule, chunks = self.pipeline.schedule, self.pipeline.layout.num_chunks
         player = str(gradients) if gradients.executables else f"{self.pipeline.runtime} runtime"
