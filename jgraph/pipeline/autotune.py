@@ -34,13 +34,13 @@ _CALLS = 16  # Calls per timed program. A device computes a small part faster th
 def find_schedule(name: str, *, pp: int, chunks: int, microbatches: int) -> Schedule:
     """Generates a schedule by name, or reads it from a file.
 
-    Does not select a schedule by itself: the name `auto` is an error here.
+    Does not choose among schedules: the name `auto` raises ConfigError. For a choice, use `choose`.
 
     Args:
         name: `gpipe`, `1f1b`, `interleaved-1f1b`, `zb-h1`, `zb-h2`, `zb-v`, `dualpipe-v` or `aligned`; or the path of a .csv
             file in PyTorch's format (one row per rank, cells such as `5F3`) or of a .json file from `jgraph.schedule.write`.
         pp: Number of ranks.
-        chunks: Chunks (stages) per rank for a generated schedule. A file determines its own number.
+        chunks: Chunks (stages) per rank for a generated schedule. Ignored for a file, which contains the stages of each rank.
         microbatches: Number of microbatches of a step.
 
     Returns:
@@ -69,13 +69,13 @@ def find_schedule(name: str, *, pp: int, chunks: int, microbatches: int) -> Sche
 
 @dataclass(frozen=True)
 class Parts:
-    """Times of the parts of a layer and of the loss, for one microbatch on one device.
+    """Times of the parts of a layer and of the loss, in seconds, for one microbatch on one device. Returned by `measure`.
 
     Attributes:
-        forward: Forward of one layer, in seconds.
-        dgrad: dgrad of one layer, in seconds.
-        wgrad: wgrad of one layer, in seconds.
-        head: The function `head` of the model (output projection and loss) with its gradients, in seconds; 0 if not timed.
+        forward: Time of the forward of one layer.
+        dgrad: Time of the dgrad of one layer: the gradient of its input.
+        wgrad: Time of the wgrad of one layer: the gradients of its parameters.
+        head: Time of `PipelineModel.head` (output projection and loss) together with its gradients; 0 if not timed.
     """
 
     forward: float
@@ -93,24 +93,28 @@ def choose(
     memory_limit: float | None,
     engine: Engine = "program",
 ) -> Choice:
-    """Simulates all schedules with 1 or 2 chunks per rank, and selects the fastest one that fits in memory.
+    """Simulates every schedule in `jgraph.schedule.NAMES` with 1 and 2 chunks per rank, and selects the fastest one that fits.
 
-    Two chunks are tried only if the model has at least two layers per rank. Computes nothing on a device.
+    A schedule fits if its pools fit in `memory_limit`. Two chunks are tried only if the model has at least two layers per rank.
+    Computes nothing on a device.
 
     Args:
-        pipeline: A pipeline with any schedule for the wanted numbers of ranks and microbatches. It is not changed.
-        params: Shapes of the parameters in the tree of `Pipeline.stack`, from `Pipeline.stacked_shapes`.
-        inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches of B rows over all devices.
+        pipeline: Determines the model and the numbers of ranks and microbatches. The order of its own schedule has no effect.
+            It is not changed.
+        params: Shapes of the parameters, the result of `Pipeline.stacked_shapes`.
+        inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches, each with B rows over all devices.
         parts: Times of the parts of a layer, from `measure`.
         memory_limit: Maximum bytes of the pools of a rank (residuals, stash and received arrays); None for no limit.
         engine: The engine that will run the schedule: `program` (SPMD) is simulated with ranks that wait for each other in
             every tick, `dispatch` (MPMD) with ranks that wait only for their inputs.
 
     Returns:
-        The fastest schedule that fits, and the simulated candidates, with times in seconds.
+        A `Choice`: `schedule` is the fastest schedule that fits, and `candidates` are all results for a report, with times in
+        seconds.
 
     Raises:
-        OrderError: If no schedule fits. The message states the missing bytes.
+        OrderError: If no schedule fits, no schedule can be generated, or `memory_limit` is not a number >= 0. If no schedule
+            fits, the message states how many bytes are missing.
     """
     ranks, layers = pipeline.schedule.num_ranks, pipeline.layout.num_layers
     layers_per_rank = -(-layers // ranks)
@@ -136,21 +140,23 @@ def measure(
     engine: Engine = "program",
     share: Callable[[float], float] = lambda seconds: seconds,
 ) -> Parts:
-    """Times a layer and, for the engine `dispatch`, the loss on the first local device.
+    """Times the forward, dgrad and wgrad of one layer on the first local device; with the engine `dispatch` also the loss.
 
-    Compiles up to four programs in parallel threads, and runs them there on pseudorandom arrays.
+    Compiles one program per part in parallel threads, and then runs the programs one by one on pseudorandom arrays.
 
     Args:
         pipeline: The pipeline. Its schedule has no effect.
-        params: Shapes of the parameters in the tree of `Pipeline.stack`, from `Pipeline.stacked_shapes`.
-        inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches of B rows over all devices.
+        params: Shapes of the parameters, the result of `Pipeline.stacked_shapes`.
+        inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches, each with B rows over all devices.
         engine: The engine that will run the schedule. With `program` (SPMD) the loss is not timed, because it takes the same
             time with every schedule. With `dispatch` (MPMD) it is timed.
-        share: Called once per part with the measured time in seconds. Returns the time to use, for example the maximum over all
-            processes, so that they choose the same schedule. The default returns its argument.
+        share: Called once per part, in the order forward, dgrad, wgrad, head, with the measured time in seconds. Returns the
+            time to use in its place. With several processes, return for example the maximum over all processes, so that they
+            choose the same schedule. The default returns its argument.
 
     Returns:
-        Median times for one microbatch on one data rank, in seconds.
+        The times returned by `share`. Measured times are medians over repeats, for one microbatch on one data rank. `head` is 0
+        with the engine `program`.
     """
     timed = {part: made for part, made in _parts(pipeline, params, inputs).items() if part != "head" or engine == "dispatch"}
     platform = jax.default_backend()

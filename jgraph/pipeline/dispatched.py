@@ -48,23 +48,28 @@ class _Result:
 
 @dataclass(frozen=True, eq=False)
 class Dispatched:
-    """The compiled MPMD engine for one set of shapes, from `dispatched`. Computes the gradients of a step.
+    """The compiled MPMD engine for one set of shapes. Computes the gradients of a step. Constructed by `dispatched`.
 
-    Not thread-safe, because its buffers are reused.
+    `engine(params, carry, step, batch)` launches the executables of a step, and `engine.collect` reduces its result to the
+    loss and the gradients. Not thread-safe, because a call reuses the buffers of the previous call.
 
     Attributes:
         pipeline: The model with its schedule.
-        shapes: Shapes of the parameters in the tree of `Pipeline.stack`.
-        chunks: For each chunk of a rank, the packing of its layers.
-        ends: The embedding and the head.
-        stages: The stages from first to last.
-        batch: For each microbatch, the indices of the arrays that the loss reads among the results of `begin`.
-        begin: The program before the schedule: `begin(previous, params, carry, step, batch) -> results`, a flat list. It
-            donates `previous`, its results in the previous step. Results that nothing reads are None.
+        shapes: Shapes of the parameters, the result of `Pipeline.stacked_shapes`.
+        chunks: How the layers of each chunk are packed into arrays; one `Chunk` per chunk of a rank. All ranks pack alike.
+        ends: The pair of the embedding and the head of the model, each as the function `End`.
+        stages: The stages of the pipeline, from the first to the last.
+        batch: One list per microbatch, with one index per leaf of a batch: the position of the leaf's array in the list that
+            `begin` returns.
+        begin: The program that runs before the schedule, `begin(previous, params, carry, step, batch) -> results`. It casts and
+            quantizes parameters and distributes the batch. `results` is a flat list of arrays, with None for each array that
+            nothing reads. `previous` is this list from the previous step; its buffers are donated.
         report: The capture report of `begin`; None if it has none.
-        plans: The execution plan of each replica of the pipeline: the sequence of executables for its devices.
-        buffers: Maps `begun` to the results of `begin` in the previous step.
-        zeros: Zeros by shape and device, for layers that a shorter stage does not have.
+        plans: One execution plan per replica of the pipeline: the sequence of executables for its devices.
+        buffers: A dict with the single key `begun`: the list that `begin` returned in the previous step, zeros before the first
+            step. A call replaces it.
+        zeros: A cache of arrays of zeros by (shape, device). They are the gradients of layers that a shorter stage does not
+            have.
     """
 
     pipeline: Pipeline
@@ -89,9 +94,10 @@ class Dispatched:
 
     @property
     def executables(self) -> list[jax.stages.Compiled]:
-        """The executables of a call in the order of their launch: `begin`, then the instructions of each replica's plan.
+        """All executables that a call launches, in the order of launches.
 
-        An executable that is launched several times occurs several times.
+        `begin` is the first. The executables of the first replica's plan follow, then those of the next replica. An executable
+        that is launched several times occurs several times.
         """
         return [self.begin, *(step.executable.compiled for plan in self.plans for step in plan.instructions)]
 
@@ -163,7 +169,10 @@ class Dispatched:
 
     @property
     def results(self) -> Tree:
-        """Shapes and shardings of the tree that a call returns, for compiling `collect` before the first call."""
+        """Shapes and shardings of the tree that a call of this object returns, as `jax.ShapeDtypeStruct`s.
+
+        Known before the first call, so that `collect` can be compiled for them.
+        """
         return jax.tree.map(lambda result: result.aval, self._results)
 
     def collect(self, results: Tree) -> tuple[Array, Tree, list[Tree], Tree]:
@@ -173,9 +182,10 @@ class Dispatched:
             results: The tree that a call of this object returns.
 
         Returns:
-            The mean loss, a float32 scalar; the mean gradients in float32, in the tree of `Pipeline.stack`, sharded like the
-            parameters; a list with the reduced carried state of every layer, empty if layers carry no state; and the observed
-            state after the step.
+            A tuple of four: the mean loss over microbatches and data ranks, a float32 scalar; its gradients in float32, in the
+            tree of `Pipeline.stack`, sharded like the parameters; a list with the carried state of every layer after the step,
+            reduced over microbatches and data ranks, empty if layers carry no state; and the observed state (amax histories of
+            FP8) after the step, {} without amax histories.
         """
         pipeline, data = self.pipeline, batch_axes(self.pipeline.mesh)
         specs = pipeline.specs(self.shapes)
@@ -256,14 +266,14 @@ def dispatched(
 
     Args:
         pipeline: The model with its schedule, on the mesh of the devices to use.
-        params: Shapes and shardings of the parameters in the state: `outer` has the parameters of embedding and head, `layers`
-            the parameters of layers in any tree that `unpack` converts.
+        params: Shapes and shardings of the parameters as the training state stores them, a dict. `outer` is the tree of the
+            parameters of embedding and head. `layers` has the parameters of layers in any tree that `unpack` converts.
         carry: Shapes and shardings of the carried and observed state.
-        unpack: Traced in the first program of a step. Converts the parameters to the tree of `Pipeline.stack`.
+        unpack: `unpack(params)` converts `params` to the tree of `Pipeline.stack`. A pure function, traced.
         batch: Shapes and shardings of a placed batch, leaves [M, B/M, ...] for M microbatches of a batch of B rows.
-        key: Random key of the training, a constant of the program. It is folded as in the SPMD engine: by step, replica,
-            microbatch and layer.
-        options: XLA options for all executables, as for `compiler_options` of `jax.jit`.
+        key: Random key of the whole training, compiled into the program as a constant. The key of a layer is folded from it by
+            step, replica, microbatch and layer, so it is the same as with the SPMD engine.
+        options: XLA options by name, for all executables. Passed to `compiler_options` of `jax.jit`.
 
     Returns:
         The compiled engine.

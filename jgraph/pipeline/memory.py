@@ -25,11 +25,13 @@ def bytes_per_rank(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, 
         inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches of B rows over all devices.
 
     Returns:
-        Bytes by name. The pools: `forward_dgrad` and `forward_wgrad` (residuals), `stash` (from dgrad to wgrad), `activation`
-        and `gradient` (received arrays) and `loss` (gradients from the loss). The others: `in flight`, results of an action
-        before they are written to a pool; `main_grad`, float32 sums of gradients; `cast`, parameters in `compute_dtype`,
-        parameters of padding layers, and FP8 weights by rows and columns; `gathered`, other parameters that are gathered over
-        the axis `fsdp`.
+        Bytes by name; all names are always present. Six names are pools, whose bytes are the size of a slot times the number of
+        slots: `forward_dgrad` and `forward_wgrad` (residuals of a forward for its dgrad and its wgrad), `stash` (values that a
+        dgrad keeps for its wgrad), `activation` and `gradient` (arrays received from another stage) and `loss` (gradients of
+        the loss for the output of the last stage). The other names are `in flight` (results of an action before they are
+        written to a pool), `main_grad` (float32 sums of gradients), `cast` (parameters in `compute_dtype`, parameters of
+        padding layers, and two copies of FP8 weights) and `gathered` (parameters that are gathered over the axis `fsdp` and not
+        counted in `cast`).
     """
     slots, sizes = pipeline.tables().slots, slot_bytes(pipeline, params, inputs)
     pools = {pool: slots[pool] * size for pool, size in sizes.items()}
@@ -56,7 +58,9 @@ def bytes_per_rank(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, 
 
 
 def slot_bytes(pipeline: Pipeline, params: Tree, inputs: Tree, *, layers: int | None = None) -> dict[str, int]:
-    """Computes the size of one slot of each pool: of the arrays of one stage and one microbatch on one device.
+    """Computes the bytes of one slot of each pool. A slot holds the arrays of one stage and one microbatch on one device.
+
+    Computes nothing on a device.
 
     Args:
         pipeline: The pipeline.
@@ -65,8 +69,9 @@ def slot_bytes(pipeline: Pipeline, params: Tree, inputs: Tree, *, layers: int | 
         layers: Number of layers per stage; None for the number of layers of the longest stage.
 
     Returns:
-        Bytes by pool: `forward_dgrad` and `forward_wgrad` (residuals of a forward for its dgrad and its wgrad), `stash` (from a
-        dgrad to its wgrad), and `activation`, `gradient` and `loss`, each with the size of the array x between stages.
+        Bytes by pool: `forward_dgrad` and `forward_wgrad` (residuals of a forward for its dgrad and its wgrad), `stash` (values
+        that a dgrad keeps for its wgrad), and `activation`, `gradient` and `loss`. Each of the last three has the bytes of x,
+        the array that a stage passes to the next one.
     """
     x, *context = pipeline.inputs(params, inputs)
     stage = without_ranks(params["layers"][0])

@@ -25,35 +25,39 @@ class PipelineModel:
     Every rank runs `embed` and `head`, under `jax.shard_map` over the axis `pipe`. Only the result of `embed` on the rank of
     the first stage and the loss of `head` on the rank of the last stage are used. Results and gradients of other ranks are
     dropped, so functions without collectives are correct. To share the work among ranks, use collectives over `pipe`, as
-    `split_embedding` and `jgraph.cross_entropy(axis="pipe")` do. Such a `head` gets x on the rank of the last stage and zeros
-    on other ranks. Begin it with a psum of x, before any function without a derivative at zero.
+    `split_embedding` and `jgraph.cross_entropy(axis="pipe")` do. A `head` with such collectives gets x on the rank of the last
+    stage, and zeros in place of x on other ranks. It must begin with `jax.lax.psum(x, "pipe")`, before any function that has no
+    derivative at zero.
 
     If the number of stages does not divide the number of layers, shorter stages compute their first layer a second time and
     discard the result.
 
-    `batch` is the part of a microbatch on one data rank. All functions are traced, so they must be pure.
+    The argument `batch` of the functions is the part of a microbatch on one data rank. All functions are traced, so they must
+    be pure. Carried state is mutable state of the model, such as running statistics, that a step passes to the next one.
 
     Attributes:
         embed: `embed(outer, batch) -> x`, a floating array. `outer` has the parameters of embedding and head, in float32.
-        layer: `layer(params, x) -> x` of the same shape and dtype. `params` are the parameters of one layer; matrices are cast
-            to `compute_dtype` of the strategy. Takes the result of `context` and a random key after x, in this order, if the
-            model has them, and then the layer's carried state if there is any. With carried state, returns the pair of x and
-            the state after the microbatch.
-        head: `head(outer, x, batch) -> loss`, the mean over the microbatch, a float32 scalar. Matrices in `outer` are cast to
+        layer: `layer(params, x) -> x`. The result has the shape and dtype of the argument x. `params` are the parameters of one
+            layer; matrices, except weights of routers, are cast to `compute_dtype` of the strategy. The full form is
+            `layer(params, x, context, key, state) -> (x, state)`, all positional. `context` is passed only if the attribute
+            `context` is set, `key` only if `takes_key` is True, and `state` only if layers carry state. `state` is the layer's
+            carried state before and after the microbatch; without it, `layer` returns x alone.
+        head: `head(outer, x, batch) -> loss`, a float32 scalar, the mean over `batch`. Matrices in `outer` are cast to
             `compute_dtype`.
         sharded: Leaves of `outer` that are sharded over the ranks: maps the path of the leaf, with `/` between names, to the
             sharded axis, whose length must be a multiple of the number of ranks. `embed` and `head` get the local shards.
         split: `split(params) -> (outer, layers)` returns the parameters outside the layers, and a list with a tree for each
             layer, from the first to the last. All layers have the same tree and shapes. Also called with shapes in place of
-            arrays, under `jax.eval_shape`.
-        join: `join(outer, layers) -> params` inverts `split`.
+            arrays, under `jax.eval_shape`. The default expects params to be this pair.
+        join: `join(outer, layers) -> params` inverts `split`. The default returns the pair.
         takes_key: True if `layer` takes a random key in a training step. The key differs between steps, data ranks,
             microbatches and layers.
         context: `context(batch)` returns an additional input of every layer, such as segment ids: a tree of integers. It has no
             gradient. None if layers take no context.
-        split_carried: `split_carried(carried) -> layers` returns a list with the carried state of each layer. All layers carry
-            arrays of the same shapes; embedding and head carry no state.
-        join_carried: `join_carried(layers) -> carried` inverts `split_carried`.
+        split_carried: `split_carried(carried) -> layers` takes the carried state of the model, and returns a list with the
+            carried state of each layer. All layers carry arrays of the same shapes; embedding and head carry no state. The
+            default expects this list.
+        join_carried: `join_carried(layers) -> carried` inverts `split_carried`. The default returns the list.
 
     Examples:
         The parameters are (outer, [layer, layer, ...]). Pass `split` and `join` for a different tree.
@@ -85,12 +89,12 @@ class PipelineModel:
 class StageAssignment:
     """Assigns layers to ranks: consecutive layers form a stage, and the schedule assigns stages to ranks.
 
-    If the number of stages does not divide the number of layers, the first stages have one more layer. The other stages are
-    padded with a layer of zeros that has no effect, so that all ranks run the same program. P ranks have C chunks (stages)
-    each, and a chunk has N places, one for each layer of the longest stage.
+    There are P ranks. Each rank has C stages, called its chunks. A chunk has N places, the number of layers of the longest
+    stage. If the number of stages does not divide the number of layers, the first stages have one more layer than the others,
+    and the last place of every other stage is padding. `stack` fills padding with zeros. Padding does not change the results.
 
     Attributes:
-        placement: The stages of each rank, chunk by chunk: C integers for each of P ranks.
+        placement: One tuple per rank with the 0-based stage of each of its C chunks.
         num_layers: Number of layers of the model.
 
     Raises:
@@ -147,9 +151,9 @@ class StageAssignment:
         return self.num_layers % self.num_stages == 0
 
     def layers(self) -> np.ndarray:
-        """Returns the index in the model of the layer at every place, int32 [P, C, N] (ranks, chunks, places).
+        """Returns which layer is at every place: 0-based layer numbers of the model, int32 [P, C, N] (ranks, chunks, places).
 
-        Padding has the index of the first layer of its stage.
+        Padding has the number of the first layer of its stage.
         """
         first = np.array([[self._bounds(stage)[0] for stage in stages] for stages in self.placement], np.int32)
         return first[..., None] + np.arange(self.layers_per_stage, dtype=np.int32) * self.active()
@@ -166,8 +170,8 @@ class StageAssignment:
             layers: One tree of arrays per layer, from the first to the last, all with the same structure and shapes.
 
         Returns:
-            Nested lists `[chunk][place]` of trees like a layer, with leaves [P, ...]: index r has the layer of rank r, or zeros
-            for padding.
+            Nested lists `[chunk][place]` of trees with the structure of a layer. Leaves are [P, ...]: index r of the first axis
+            has the layer of rank r at this chunk and place, or zeros for padding.
         """
         assert len(layers) == self.num_layers
         zeros = jax.tree.map(jnp.zeros_like, layers[0])
@@ -211,14 +215,16 @@ class StageAssignment:
 def split_embedding(table_VD: jax.Array, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Looks up tokens in an embedding table that is sharded by rows over the axis `pipe`.
 
-    Equivalent to `table[tokens]` with the unsharded table. Every rank holds V/P consecutive rows. Collective over `pipe`: call
-    it on every rank with the same tokens.
+    Equivalent to `table[tokens].astype(dtype)` with the unsharded table. Every rank holds V/P consecutive rows. Collective over
+    `pipe`: call it on every rank with the same tokens, for example in `embed` of a `PipelineModel`, which runs under
+    `jax.shard_map`. Declare the table in `PipelineModel.sharded` with axis 0.
 
     Args:
         table_VD: The local shard [V/P, D], float32, for V tokens, P ranks and width D: rank r has the rows from r * V/P.
             Gradients of repeated tokens are summed in float32.
         tokens: Integer ids in [0, V), of any shape, over the whole vocabulary. The result for other ids is zero.
-        dtype: Dtype of the result. Rows are cast before they are summed over the ranks, where all but one are zero.
+        dtype: Dtype of the result. Rows are cast before a sum over the ranks. The sum is exact, because only one rank has a
+            nonzero row for a token.
 
     Returns:
         The embeddings [*tokens.shape, D], the same on all ranks.

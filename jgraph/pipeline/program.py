@@ -33,23 +33,28 @@ class Pipeline(Placement, StageFunctions):
     """Computes the loss and gradients of a step as one SPMD program over the mesh axes `data`, `fsdp` and `pipe`.
 
     The axis `fsdp` shards the batch like `data`. Between steps, parameters are sharded over `fsdp`. In each step, a rank
-    gathers the parameters of its stages once, and reduce-scatters their gradients once. Construct it with `Pipeline.of`.
+    gathers the parameters of its stages once, and reduce-scatters their gradients once. Construct it with `Pipeline.of`. A data
+    rank is an index along `data` and `fsdp` together; every data rank has its own rows of a batch.
 
     Attributes:
         model: The model, as embedding, layers and head.
         layout: The assignment of layers to ranks.
         mesh: A mesh with the axis `pipe`, and optionally `data` and `fsdp`.
-        axes: Requested `fsdp` axes of parameters, by their names in the tree of `stack`; set by `shard_as`.
-        experts: Number of `fsdp` devices that experts are sharded over.
+        axes: Maps the name of a parameter in the tree of `stack` to the axis to shard over `fsdp`; the axis of ranks does not
+            count. The axis of a parameter without an entry follows from its shape. Set by `shard_as`.
+        experts: Number of `fsdp` devices that the experts of `jgraph.MoE` are sharded over.
         shards: `everything` if `fsdp` shards all parameters, `experts` if it shards only experts.
-        compute_dtype: Matrices of the layers and of the head are cast to this dtype once per step. None does not cast.
-        remat: Activations to recompute in the backward pass: `nothing` beyond elementwise operations, the results of `wide`
-            matmuls, or the whole `layer` except its input.
-        carried: Shapes and reductions of the carried state of a layer.
-        precision: Precision of the matmuls of layers: with or without FP8.
-        schedule: The order of the actions. It has one rank per device of the mesh axis `pipe`.
-        runtime: `aligned` plays schedules with the same action on all ranks in each tick, and plays the newest pending wgrad
-            first. `general` plays any schedule. `auto` selects `aligned` if it can play the schedule; only `of` accepts it.
+        compute_dtype: Matrices of the layers and of the head, except weights of routers, are cast to this dtype once per step.
+            None does not cast.
+        remat: Activations to recompute in the backward pass. `nothing` recomputes only elementwise operations, `wide` also the
+            results of matmuls that widen their input, such as the first matmul of an MLP, and `layer` the whole layer from its
+            input.
+        carried: Shapes of the carried state (mutable state of the model) of a layer, and its reductions over microbatches.
+        precision: Which matmuls of layers are in FP8, and how. By default none are.
+        schedule: The order of the actions of every rank. It has one rank per index along the mesh axis `pipe`.
+        runtime: The part of the program that runs the ticks of the schedule. `aligned` runs only schedules in which all ranks
+            run the same kind of action in a tick, or a wgrad, and it runs the wgrad of the newest pending dgrad first.
+            `general` runs schedules without this restriction. `auto` is only an argument of `of`, which replaces it.
     """
 
     schedule: Schedule
@@ -57,18 +62,20 @@ class Pipeline(Placement, StageFunctions):
 
     @classmethod
     def of(cls, model: PipelineModel, schedule: Schedule, mesh: Mesh, *, num_layers: int, **choices: Any) -> "Pipeline":
-        """Makes a pipeline, and selects the runtime if it is `auto`.
+        """Makes a pipeline. With the runtime `auto`, the default, it selects `aligned` if this can run the schedule.
 
         Args:
             model: The model.
             schedule: The schedule.
-            mesh: A mesh with the axis `pipe`, and optionally `data` and `fsdp`. Explicit axes are replaced by automatic axes.
+            mesh: A mesh with the axis `pipe`, and optionally `data` and `fsdp`. The pipeline gets a mesh with the same devices
+                and names, and all axes of the type `jax.sharding.AxisType.Auto`.
             num_layers: Number of layers of the model.
-            **choices: The attributes `axes`, `experts`, `shards`, `compute_dtype`, `remat`, `carried`, `precision` and
-                `runtime` by name, each with a default.
+            **choices: Values of the attributes `axes`, `experts`, `shards`, `compute_dtype`, `remat`, `carried`, `precision`
+                and `runtime`. Each is optional.
 
         Returns:
-            The pipeline. `runtime` is `aligned` or `general`. With `aligned`, its schedule is `schedule.newest_first()`.
+            The pipeline. Its `runtime` is `aligned` or `general`. With `aligned`, its `schedule` is the result of
+            `newest_first` of the argument `schedule`.
 
         Raises:
             OrderError: If there are fewer layers than stages, ranks have different numbers of stages, or `runtime` is `aligned`
@@ -95,22 +102,25 @@ class Pipeline(Placement, StageFunctions):
     def loss_and_grads(self, params: Tree, inputs: Tree, key: Array | None = None) -> tuple[Array, Tree]:
         """Computes the loss and the gradients of a batch. A pure function; call it under `jax.jit`.
 
-        For models without carried state and FP8; use `step` for others.
+        Only for a model without carried state and a pipeline without FP8. Use `step` in all other cases. Raises the same errors
+        as `step`.
 
         Args:
             params: Parameters in the tree of `stack`, with the NamedShardings that `shardings` returns.
             inputs: Microbatches with leaves [M, B, ...]: M microbatches of B rows; B is sharded over `data` and `fsdp`.
-            key: Random key of the step; None if layers take no key. Each microbatch and layer gets a key folded from it.
+            key: Random key of the step; None if layers take no key. Each data rank, microbatch and layer gets a key folded from
+                it.
 
         Returns:
-            The mean loss over microbatches and data ranks, a float32 scalar, and its gradients in float32, like `params`.
+            A pair: the mean loss over microbatches and data ranks, a float32 scalar; and its gradients in float32, in a tree
+            and with shardings like `params`.
         """
         return self.step(params, inputs, key)[:2]
 
     def step(
         self, params: Tree, inputs: Tree, key: Array | None = None, carried: Sequence[Tree] = (), observed: Tree = None
     ) -> tuple[Array, Tree, list[Tree], Tree]:
-        """Computes the gradients of a batch. A pure function; call it under `jax.jit`.
+        """Computes the loss, the gradients and the state after a step. A pure function; call it under `jax.jit`.
 
         Args:
             params: Parameters in the tree of `stack`, with the NamedShardings that `shardings` returns.
@@ -123,9 +133,10 @@ class Pipeline(Placement, StageFunctions):
                 step.
 
         Returns:
-            The mean loss over microbatches and data ranks, a float32 scalar; its gradients in float32, like `params`; a list
-            with the carried state of every layer, reduced over microbatches and data ranks, empty if `carried` is empty; and
-            the observed state after the step, {} without amax histories.
+            A tuple of four: the mean loss over microbatches and data ranks, a float32 scalar; its gradients in float32, in a
+            tree and with shardings like `params`; a list with the carried state of every layer after the step, reduced over
+            microbatches and data ranks, empty if `carried` is empty; and the observed state after the step, {} without amax
+            histories.
 
         Raises:
             OrderError: If consecutive stages are on ranks that are not neighbors in the ring.
@@ -210,9 +221,9 @@ class Pipeline(Placement, StageFunctions):
         return grads | {"layers": jax.tree.map(lambda g: g[None], grads["layers"])}
 
     def own(self, table: np.ndarray) -> Array:
-        """Returns the row of this rank, [...], from a table with a leading axis of ranks, [P, ...].
+        """Returns the row of the calling rank, [...], from a table with one row per rank, [P, ...].
 
-        Call it under `jax.shard_map` over the axis `pipe`.
+        Call it inside a function that `jax.shard_map` maps over the axis `pipe`, on which the rank is the index.
         """
         return lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(AXIS), keepdims=False)
 
@@ -227,21 +238,26 @@ class Pipeline(Placement, StageFunctions):
         )
 
     def tables(self) -> ScheduleTables:
-        """Returns the actions and slots of the schedule by tick and rank, for the runtime of this pipeline."""
+        """Returns the actions and slots of the schedule by tick and rank.
+
+        The result of `tabulate`, with `writing` set to `makers` for the runtime `aligned` and to `all` for `general`.
+        """
         return tabulate(self.schedule, writing="makers" if self.runtime == "aligned" else "all")
 
     # --- Shapes ---
 
     def inputs(self, params: Tree, inputs: Tree) -> tuple[Any, ...]:
-        """Computes the shapes of the arguments of a stage after its parameters, for one microbatch on one data rank.
+        """Computes the shapes of x and of the context, the inputs of a stage, for one microbatch on one data rank.
+
+        x is the array that `PipelineModel.embed` returns and that a stage passes to the next one. Computes nothing on a device.
 
         Args:
             params: Shapes of the parameters in the tree of `stack`.
-            inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches of B rows over all data ranks.
+            inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches, each with B rows over all data ranks.
 
         Returns:
-            A tuple of trees of `jax.ShapeDtypeStruct` without shardings: the array x between stages, then the context if layers
-            take one.
+            The tuple (x, context) if layers take a context, else (x,). `x` is a `jax.ShapeDtypeStruct` and `context` a tree of
+            them, both without shardings.
         """
         args: list[Any] = []
         shards = self.fsdp_shards(params)["outer"]
@@ -257,26 +273,29 @@ class Pipeline(Placement, StageFunctions):
         return tuple(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), args))
 
     def layer_shapes(self, params: Tree, inputs: Tree) -> tuple[Tree, tuple[Any, ...]]:
-        """Computes the shapes of the arguments of a stage with one layer, for one microbatch on one data rank.
+        """Computes the shapes of the arguments of a stage that has one layer, for one microbatch on one data rank.
 
         Args:
             params: Shapes of the parameters in the tree of `stack`.
-            inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches of B rows over all data ranks.
+            inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches, each with B rows over all data ranks.
 
         Returns:
-            The shapes of the first argument of a stage, the tuple (given, observed, None) of `stage_shapes`; and the tuple of
-            the shapes of x and, if layers take one, of the context.
+            A pair: the result of `stage_shapes` for one layer, which is the first argument of the stage; and the result of
+            `inputs`, which are the next arguments.
         """
         return self.stage_shapes(without_ranks(params["layers"][0][:1])), self.inputs(params, inputs)
 
     def stage_shapes(self, layers: list[Tree]) -> Tree:
-        """Returns the shapes of the first argument of a stage with these layers: the tuple (given, observed, None).
-
-        `given` is the pair of the cast parameters and a dict with the carried state as bits; `observed` are the amax histories
-        of FP8, {} without them. None stands for the FP8 weights, which `StagePrecision.weight_shapes` computes.
+        """Computes the shapes of the first argument of a stage, for a stage of these layers.
 
         Args:
             layers: Shapes of the parameters of each layer, without the axis of ranks.
+
+        Returns:
+            The tuple (given, observed, None) of trees of `jax.ShapeDtypeStruct`. `given` is a pair: the list `layers` with
+            dtypes after the cast to `compute_dtype`, and the dict {"carried": carried state of the layers}, in which floats are
+            reinterpreted as unsigned integers. `observed` has the amax histories of FP8 of the layers; {} without them. None is
+            in the place of the FP8 weights, whose shapes `StagePrecision.weight_shapes` computes.
         """
         given = jax.eval_shape(self.cast, layers), {"carried": self.carried.bits(len(layers))}
         return given, jax.eval_shape(partial(self.precision.state, len(layers))), None

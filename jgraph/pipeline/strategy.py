@@ -37,22 +37,28 @@ Engine = Literal["program", "dispatch"]
 
 @dataclass(frozen=True, eq=False)
 class Pipelined(FSDPChoices):
-    """Assigns the layers of a model to the ranks of a pipeline. The loss of the step must be a `PipelineModel`.
+    """A strategy that assigns the layers of a model to the ranks of a pipeline. The loss must be a `PipelineModel`.
+
+    Pass it as the strategy of `jgraph.train_step`.
 
     Attributes:
         mesh: A mesh with the axis `pipe`; may also have the axes `data` and `fsdp`.
         shapes: The parameters, arrays or `jax.ShapeDtypeStruct`s, in the model's own tree.
         schedule: A schedule for the ranks of `pipe` and the microbatches of the step, e.g. from `jgraph.schedule.generate`.
-        remat: Activations to recompute in the backward pass: `nothing` beyond elementwise operations, the results of `wide`
-            matmuls such as the first matmul of an MLP, or the whole `layer` except its input.
+        remat: Activations to recompute in the backward pass. `nothing` recomputes only elementwise operations, `wide` also the
+            results of wide matmuls such as the first matmul of an MLP, and `layer` the whole layer from its input.
         engine: `program` compiles the schedule into one program over all ranks (SPMD). `dispatch` compiles separate executables
             for each rank, which the host starts (MPMD); it needs a single process, and a mesh without the axis `fsdp`.
-        compute_dtype: Matrices other than the weights of routers are cast to this dtype once per step. None does not cast.
-        shard_rules: Rules `PATTERN=AXIS` for the axis `fsdp`. A parameter with a matching name is sharded along this axis.
-            Other parameters are sharded by `annotations`, or else by their shapes.
-        annotations: PartitionSpecs by the name of a parameter: Flax's partition names, from `functional(...).annotations`.
+        compute_dtype: Matrices other than the weights of routers are cast to this floating dtype once per step. None does not
+            cast.
+        shard_rules: Strings `PATTERN=AXIS`, such as `embed*=0`, with a shell pattern of parameter names. A parameter with a
+            matching name is sharded over `fsdp` along the axis with the index AXIS. Without a matching rule, `annotations`
+            determine the axis; without an annotation, the shape of the parameter determines it.
+        annotations: Maps the name of a parameter to a PartitionSpec with the name `fsdp` at the axis to shard, or to None for
+            no annotation. For a Flax model, pass `functional(...).annotations`.
         experts: Number of devices that the experts of `jgraph.MoE` are sharded over, a divisor of the size of `fsdp`.
-        shards: Shard `everything` over `fsdp`, or only `experts` and replicate other parameters.
+        shards: `everything` shards all parameters over `fsdp`. `experts` shards only experts, and replicates other parameters
+            over `fsdp`.
 
     Raises:
         ConfigError: If the mesh lacks the axis `pipe` or has an unknown axis, `schedule` is not a `Schedule`, or `experts`,
@@ -82,10 +88,10 @@ class Pipelined(FSDPChoices):
             objective: The loss and the settings of the step.
 
         Returns:
-            The bound strategy.
+            The bound strategy, for these parameters and this objective.
 
         Raises:
-            ConfigError: If the loss is not a `PipelineModel`; `num_microbatches` is not the number of the schedule;
+            ConfigError: If the loss is not a `PipelineModel`; `num_microbatches` is not the number in the schedule;
                 `grads_dtype` is not float32; `engine` is unknown; `pipe` and the schedule have different numbers of ranks; the
                 carried state has arrays outside of layers or differs between layers; a recipe for FP8 selects only some of the
                 layers; or a parameter cannot be sharded over `fsdp` as requested.
@@ -113,7 +119,8 @@ class Pipelined(FSDPChoices):
             objective: The loss, a `PipelineModel`, and the settings of the step.
 
         Returns:
-            The pipeline, and a tuple of the matmuls of all layers with parameters if the step is in FP8, else ().
+            A pair: the pipeline; and a tuple with a `Product` for every matmul of a layer with a parameter, over all layers.
+            The tuple is empty if the step is not in FP8.
 
         Raises:
             ConfigError: If the loss is not a `PipelineModel`; `pipe` and the schedule have different numbers of ranks; the
@@ -175,17 +182,17 @@ def _check_model(loss: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class BoundPipeline:
-    """A `BoundStrategy` that plays a pipeline schedule. Made by `Pipelined.bind`.
+    """A `BoundStrategy` that computes gradients by a pipeline schedule. Made by `Pipelined.bind`.
 
-    The arrays of a step are {"outer": parameters of embedding and head, "layers": {name: array}}. An array in `layers` has a
-    leading axis of ranks, and holds one or several parameters of the layers of a rank.
+    The parameters of a step are the dict {"outer": tree of the parameters of embedding and head, "layers": {name: array}}. The
+    first axis of an array in `layers` is the rank. Row r holds one or several parameters of the layers of rank r.
 
     Attributes:
         objective: The loss and the settings of the step.
-        pipeline: The model with its schedule; also the SPMD program.
-        products: Matmuls of the layers with parameters if the step is in FP8, else empty.
-        packing: The packing of the layers of a rank into arrays by name.
-        shapes: Shapes of the parameters in the tree of `Pipeline.stack`.
+        pipeline: The model with its schedule. It also computes the gradients with the engine `program`.
+        products: A `Product` for every matmul of a layer with a parameter if the step is in FP8, else ().
+        packing: Converts the parameters of the layers of one rank to and from a dict of arrays by name.
+        shapes: Shapes of the parameters, the result of `Pipeline.stacked_shapes`.
         engine: `program` computes the gradients in one SPMD program. `dispatch` computes them with separate executables for
             each rank, which the host starts (MPMD).
     """
@@ -206,7 +213,10 @@ class BoundPipeline:
 
     @property
     def is_matrix(self) -> Tree:
-        """A tree of bools like the result of `pack`: True for an array of matrices, to which weight decay applies."""
+        """A tree with one bool for each array in the result of `pack`. Weight decay applies to an array that has True.
+
+        True means that the parameters in the array are matrices.
+        """
         outer = jax.tree_util.tree_map_with_path(lambda path, leaf: is_matrix(path_name(path), leaf), self.shapes["outer"])
         return {"outer": outer, "layers": self.packing.decay_mask()}
 
@@ -222,34 +232,46 @@ class BoundPipeline:
 
     @property
     def xla_options(self) -> tuple[str, ...]:
-        """XLA options as `name=value`: for an axis `fsdp` longer than 1, and for FP8. () if there is neither."""
+        """The XLA options that this strategy needs, each a string `name=value`.
+
+        There are options for a mesh whose axis `fsdp` is longer than 1, and options for FP8. () if neither applies.
+        """
         return sharding.xla_options(self.mesh, self.objective.fp8)
 
     def on(self, mesh: Mesh) -> Self:
-        """Returns a copy for another mesh of the same shape, such as the devices of a target."""
+        """Returns a copy that uses another mesh with the same axis names and lengths but other devices.
+
+        An example is a mesh of devices that are not attached, to compile for them ahead of time.
+        """
         return replace(self, pipeline=replace(self.pipeline, mesh=mesh))
 
     def pack(self, tree: Tree) -> Tree:
-        """Converts parameters from the model's own tree to {"outer": tree, "layers": {name: array [P, ...]}} for P ranks.
+        """Converts parameters from the model's own tree to the dict that a step uses. A pure function.
 
-        Layers are stacked over the ranks, padded with zeros, and small parameters of a rank are packed into one array. A pure
-        function; also converts trees with the same structure, such as moments.
+        Layers are stacked over the ranks, missing layers of shorter stages are filled with zeros, and small parameters of a
+        rank are packed into one array.
+
+        Args:
+            tree: Parameters in the model's own tree, or a tree of the same structure and shapes, such as optimizer moments.
+
+        Returns:
+            {"outer": tree of the parameters of embedding and head, "layers": {name: array [P, ...]}} for P ranks.
         """
         return self._packed(self.pipeline.stack(*self.pipeline.model.split(tree)))
 
     def unpack(self, params: Tree) -> Tree:
-        """Converts the result of `pack` to the model's own tree, bit for bit. Padding is dropped."""
+        """Inverts `pack`: converts its result to the model's own tree, bit for bit. Padding is dropped. A pure function."""
         return self.pipeline.model.join(*self.pipeline.unstack(self._unpacked(params)))
 
     def shardings(self, params: Tree) -> Tree:
         """Returns the NamedSharding of every array, in a tree like `params`.
 
         Layers are sharded over `pipe` on their first axis, and the parameters in `PipelineModel.sharded` over `pipe` on the
-        given axis. With the axis `fsdp`, parameters are also sharded over `fsdp`, or only experts if `shards` is `experts`.
-        Other parameters are replicated.
+        axis that it gives. If the mesh has the axis `fsdp`, all parameters are also sharded over `fsdp`; if `shards` of the
+        strategy is `experts`, only experts are. Other parameters are replicated.
 
         Args:
-            params: Shapes of the arrays, like the result of `pack`.
+            params: Arrays or shapes in the tree that `pack` returns.
         """
         if Axis.FSDP not in self.pipeline.mesh.axis_names:
             return self.pipeline.shardings(params)
@@ -266,19 +288,20 @@ class BoundPipeline:
     # --- Gradients ---
 
     def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Tree]:
-        """Computes the loss and the gradients with the SPMD program, as a pure function to be jitted.
+        """Computes the loss and the gradients with the SPMD program. A pure function; call it under `jax.jit`.
 
         The engine `dispatch` does not use this method.
 
         Args:
-            params: The arrays, as `pack` returns them.
-            batch: Leaves [M, B/M, ...] for M microbatches, with the second axis sharded over the data ranks.
+            params: The parameters in the tree that `pack` returns.
+            batch: Leaves [M, B/M, ...] for M microbatches of B rows in all, with the second axis sharded over the data ranks.
             key: Random key of the step. Ignored if layers take no key.
             carry: Carried and observed state before the step.
 
         Returns:
-            The mean loss as a `Loss` of weight 1 with the `Carry` after the step, and the mean gradients in float32, laid out
-            like `params`.
+            A pair. The first is a `Loss`: `total` is the mean loss, a float32 scalar, `weight` is 1.0, `aux` is {}, and
+            `carried` is the `Carry` after the step. The second has the gradients of the mean loss, in float32, in a tree like
+            `params`.
         """
         pipeline = self.pipeline
         key_of_step = key if pipeline.model.takes_key else None
@@ -289,15 +312,16 @@ class BoundPipeline:
         """Compiles the executables of the ranks with the engine `dispatch`; compiles nothing with the engine `program`.
 
         Args:
-            params: Shapes and shardings of the arrays, like the result of `pack`.
+            params: Shapes and shardings of the parameters, in the tree that `pack` returns.
             carry: Shapes and shardings of the carried and observed state.
             batch: Shapes and shardings of a placed batch, leaves [M, B/M, ...] for M microbatches.
-            key: Random key of the run. Only `dispatch` uses it, as a constant of its programs.
-            options: XLA options. Only `dispatch` uses them.
+            key: Random key of the whole training. Only `dispatch` uses it, as a constant of its programs.
+            options: XLA options by name. Only `dispatch` uses them.
 
         Returns:
-            The gradients, compiled. With `program`, a `GradientProgram` without executables: `run` returns the batch, and
-            `gradients` traces the SPMD program.
+            A `GradientProgram`. With `dispatch`, its `run` launches the executables, and its `gradients` reduces their results
+            over all devices. With `program`, it has no executables: `run` returns the batch unchanged, and `gradients` traces
+            `loss_and_grads`.
 
         Raises:
             ConfigError: With `dispatch`, if the mesh has the axis `fsdp` or devices of other processes, or the model reduces
@@ -309,17 +333,19 @@ class BoundPipeline:
         return _HostProgram(self, program.results, program)
 
     def sums(self, carry: Carry, loss: Array, grads: Tree, layers: list[Tree], observed: Tree) -> tuple[Loss, Tree]:
-        """Converts the results of `Pipeline.step` to the layout of the state.
+        """Converts the four results of `Pipeline.step` to the results of `loss_and_grads`. A pure function.
 
         Args:
-            carry: Carried and observed state at the beginning of the step. Its carried state is kept if `layers` is empty.
+            carry: Carried and observed state at the beginning of the step. If `layers` is empty, its carried state is also the
+                carried state after the step.
             loss: The mean loss, a float32 scalar.
             grads: The mean gradients, in the tree of `Pipeline.stack`.
             layers: Carried state of every layer after the step; empty if layers carry no state.
             observed: Observed state after the step.
 
         Returns:
-            A `Loss` of weight 1 with the `Carry` after the step in `carried`, and the gradients in the layout of `pack`.
+            A pair: a `Loss` with `loss` as its `total`, a weight of 1.0 and the `Carry` after the step in `carried`; and the
+            gradients in the tree that `pack` returns.
         """
         model = self.pipeline.model.join_carried(layers) if layers else carry.model
         return Loss(loss, jnp.ones((), jnp.float32), {}, Carry(model, observed)), self._packed(grads)
@@ -333,8 +359,10 @@ class BoundPipeline:
             batch: Shapes of a whole batch, leaves [B, ...].
 
         Returns:
-            Bytes by name, with `covers` set to `whole`. The names are the pools of the schedule (`forward_dgrad`,
-            `forward_wgrad`, `stash`, `activation`, `gradient`, `loss`), `in flight`, `main_grad`, `cast` and `gathered`.
+            `Pools` with `covers` set to `whole`. `sizes` has the bytes by name: the pools of the schedule (`forward_dgrad`,
+            `forward_wgrad`, `stash`, `activation`, `gradient`, `loss`); `in flight`, results of an action before they are
+            written to a pool; `main_grad`, float32 sums of gradients; `cast`, parameters in `compute_dtype` and FP8 weights;
+            and `gathered`, other parameters that are gathered over `fsdp`.
         """
         batch_M = jax.eval_shape(partial(by_microbatch, num_microbatches=self.objective.num_microbatches), batch)
         return Pools(bytes_per_rank(self.pipeline, self.shapes, batch_M), "whole")
@@ -351,8 +379,9 @@ class BoundPipeline:
             memory: Memory of the step, as reported by XLA; None if unknown, which omits the memory.
 
         Returns:
-            One line with the name of the schedule, its numbers of ranks, chunks and ticks, its idle share, and the predicted
-            and compiled memory in GiB; and a second line about FP8 matmuls if the step is in FP8. Without line ends.
+            A list of one line, or of two lines if the step is in FP8, without line ends. The first has the name of the
+            schedule, its numbers of ranks, chunks and ticks, the idle fraction of the ranks' time if all actions take the same
+            time, and, if `memory` is given, the predicted and the compiled memory in GiB. The second is about FP8 matmuls.
         """
         schedule, chunks = self.pipeline.schedule, self.pipeline.layout.num_chunks
         player = str(gradients) if gradients.executables else f"{self.pipeline.runtime} runtime"
@@ -369,12 +398,13 @@ class BoundPipeline:
         return [line, describe(self.products, self.objective.fp8, count(executables), loops="microbatches")]
 
     def profile_facts(self) -> dict[str, Any]:
-        """Returns facts for the report of a profile, as JSON values.
+        """Returns facts about the pipeline for the report of a profile. All values can be written as JSON.
 
         Returns:
-            {"pipeline": {"runtime", "schedule", "devices"}}: the runtime of the SPMD engine, `aligned` or `general`; the
-            schedule as text in the JSON format of `jgraph.schedule.write`; and for each rank the number of its device in the
-            first replica, on a GPU the number within its host.
+            A dict with the single key `pipeline`. Its value is a dict with three keys. `runtime` is `aligned` or `general`.
+            `schedule` is the schedule as a string, in the JSON format of `jgraph.schedule.write`. `devices` is a list with an
+            integer per rank, the number of the rank's device in the first replica: on a GPU the number within its host, else
+            `jax.Device.id`.
         """
         schedule = self.pipeline.schedule
         ranks = self.mesh.devices[0].reshape(schedule.num_ranks, -1)[:, 0]

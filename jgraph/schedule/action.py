@@ -27,10 +27,11 @@ _CELL = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})")
 
 @dataclass(frozen=True)
 class Action:
-    """One forward, dgrad, wgrad or full backward.
+    """One action of a rank: a part of the computation of one stage for one microbatch.
 
     Attributes:
-        kind: `forward`, `dgrad`, `wgrad` or `backward`. A `backward` is dgrad and wgrad in one action.
+        kind: `forward`, `dgrad` (gradient of the stage's input), `wgrad` (gradients of the stage's parameters) or `backward` (a
+            full backward: dgrad and wgrad in one action).
         chunk: Index of the chunk on its rank, 0-based.
         microbatch: Index of the microbatch in the step, 0-based.
     """
@@ -48,7 +49,7 @@ def check_integer(name: str, value: object, minimum: int = 1) -> None:
     """Checks that an argument is an integer of at least `minimum`.
 
     Args:
-        name: Name of the argument, for the message and the `field` of the error.
+        name: Name of the argument. The message and the attribute `field` of the error contain it.
         value: Value of the argument. NumPy integers are allowed. Bools are not integers here.
         minimum: Smallest allowed value.
 

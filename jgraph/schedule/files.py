@@ -15,9 +15,9 @@ from jgraph.schedule.schedule import Schedule
 def from_csv(text: str) -> Schedule:
     """Parses a CSV table in PyTorch's format.
 
-    The column of a cell is its tick if all dependencies are met in an earlier column, as in tables with empty idle cells.
-    Otherwise columns give only the sequence, as in the compact tables that PyTorch writes, and actions get the earliest
-    possible ticks.
+    Columns are ticks if every action is in a later column than the actions that it depends on. Such a table has empty cells for
+    idle ticks. Otherwise a row gives only the sequence of the actions, as in the compact tables that PyTorch writes, and
+    actions get the earliest possible ticks.
 
     Args:
         text: The content of a file: one row per rank, without a header, and one cell such as `5F3` per action, with or without
@@ -79,10 +79,12 @@ def to_json(schedule: Schedule) -> str:
         schedule: The schedule. Numbers of layers per chunk are not written.
 
     Returns:
-        An object with `name`, `placement` (the stages of each rank), `orders` (the signed numbers of each rank: c forward, -c
-        dgrad or full backward, -c-0.5 wgrad of chunk c, 1-based) and `ticks` (the tick of each action), one key per line.
-        `wgrads` is added only if it is not `oldest`. Full backwards of a chunk that also has separate wgrads are written as
-        dgrad and wgrad. This lengthens the order, so `ticks` is then omitted, and the reader assigns the earliest ticks.
+        The text of a JSON object, with one key per line. The keys are `name`, `placement` (for each rank the list of its
+        stages, 0-based), `orders` (for each rank a list of signed numbers: for the 1-based chunk c, c is its forward, -c its
+        dgrad or full backward, and -c-0.5 its wgrad) and `ticks` (for each rank the list of the ticks of its actions). The key
+        `wgrads` is added if the wgrads of the orders do not follow the rule `oldest`. In a chunk that also has separate wgrads,
+        full backwards are written as dgrad and wgrad. This lengthens the order, so `ticks` is then omitted, and `from_json`
+        assigns the earliest ticks.
     """
     numbers = [order.to_list() for order in schedule.orders]
     ticks = [t.tolist() for t in schedule.ticks]
@@ -96,13 +98,14 @@ def from_json(text: str) -> Schedule:
     """Parses a schedule from JSON.
 
     Args:
-        text: A list of orders, one per rank, or an object with the key `orders` and optionally `placement` (the stages of each
-            rank), `ticks` (the tick of each action of each rank), `wgrads` (`oldest` or `newest`) and `name`. An order is a
-            list of signed numbers: c forward, -c dgrad or full backward, -c-0.5 wgrad of chunk c, 1-based.
+        text: A JSON list of orders, one per rank, or a JSON object with the key `orders` and optionally `placement` (for each
+            rank the list of its stages, 0-based), `ticks` (for each rank the list of the ticks of its actions), `wgrads`
+            (`oldest` or `newest`, as in `Order`) and `name`. An order is a list of signed numbers: for the 1-based chunk c, c
+            is its forward, -c its dgrad or full backward, and -c-0.5 its wgrad.
 
     Returns:
-        The schedule. A missing placement is round-robin, missing ticks are the earliest possible ones, and a missing name is
-        `custom`.
+        The schedule. Without `placement`, chunk c of rank r is stage c * P + r for P ranks, all 0-based. Without `ticks`,
+        actions get the earliest possible ticks. Without `wgrads`, it is `oldest`. Without `name`, it is `custom`.
 
     Raises:
         OrderError: If the text is not JSON of this form, has an unknown key, or the schedule cannot run. The attributes `rank`
@@ -161,17 +164,17 @@ def read(path: str | Path, *, field: str = "") -> Schedule:
     """Reads a schedule file.
 
     Args:
-        path: Path of a .json file with the signed numbers of each rank (the keys are listed at `from_json`), or of a .csv file
-            in PyTorch's format with one row per rank and cells such as `5F3`.
-        field: Name of the user's argument for the path, for the message and the `field` of errors; empty for none.
+        path: Path of a .json file with the content that `from_json` describes, or of a .csv file with the content that
+            `from_csv` describes: one row per rank and cells such as `5F3`.
+        field: Name of the argument through which the user gave the path. Error messages contain it. Empty for none.
 
     Returns:
         The schedule.
 
     Raises:
         OrderError: If the path has another suffix, the file cannot be read, its content has another form, or its schedule
-            cannot run. In the last two cases, the attributes `rank` and `position` of the error locate the entry if there is
-            one.
+            cannot run. If a single entry of the file is wrong, the attributes `rank` and `position` of the error locate it;
+            else they are None.
     """
     path = Path(path)
     named = f"`{field}` is {path}" if field else str(path)

@@ -25,16 +25,16 @@ _T = TypeVar("_T", bound=int)
 class Order(Sequence[Action]):
     """A validated, immutable sequence of the N actions of one rank. `Order.parse` constructs one from signed numbers.
 
-    Two orders are equal if they have the same kinds, chunks, layers and microbatches.
+    A sequence of `Action`. Two orders are equal if they have the same kinds, chunks, numbers of layers and microbatches.
 
     Attributes:
         kinds: Kind of each action, int8 [N]: 0 forward, 1 dgrad, 2 wgrad, 3 full backward. The constructor copies the array and
             makes the copy read-only.
         chunks: Chunk of each action, int32 [N], 0-based, copied like `kinds`. Every chunk of the rank appears.
-        num_layers_per_chunk: Number of layers of each chunk; () for one layer each. Must be 1 for a chunk with delayed wgrads,
-            because an entry names only the chunk and could not distinguish the wgrads of its layers.
-        wgrads: A wgrad belongs to the `oldest` pending dgrad of its chunk, as in Transformer Engine, or to the `newest` one.
-            The arrays of the newest dgrad may still be in the carry of a program, so they need no slot.
+        num_layers_per_chunk: Number of layers of each chunk; () for one layer each. Must be 1 for a chunk with separate wgrads,
+            because a wgrad names only the chunk and not one of its layers.
+        wgrads: The rule that assigns a microbatch to a wgrad. A dgrad is pending until its wgrad runs. With `oldest`, the rule
+            of Transformer Engine, a wgrad belongs to the oldest pending dgrad of its chunk; with `newest`, to the newest one.
         microbatches: Microbatch of each action, int32 [N], 0-based. Computed from the other fields.
 
     Raises:
@@ -75,14 +75,15 @@ class Order(Sequence[Action]):
         """Parses Transformer Engine's signed numbers.
 
         Args:
-            numbers: Entries of the order. `c` is the forward, `-c` the dgrad and `-c-0.5` the wgrad of chunk c, 1-based. If a
-                chunk has no wgrad entries, `-c` is its full backward. Forwards and dgrads must be integers, not floats.
+            numbers: Entries of the order. For the 1-based chunk c, `c` is its forward, `-c` its dgrad and `-c-0.5` its wgrad.
+                If a chunk has no wgrad entries, `-c` is its full backward. Forwards and dgrads must be integers, not floats.
+                Entries do not contain microbatches: actions of the same kind and chunk get microbatches 0, 1, 2 and so on.
             num_layers_per_chunk: Number of layers, one integer >= 1 for all chunks or one per chunk. None for one layer each.
-            delay_wgrad: True if wgrads are separate entries, one bool for all chunks or one per chunk. It is only compared
-                with the entries. None omits this check.
+            delay_wgrad: True if wgrads are separate entries, one bool for all chunks or one per chunk. It changes nothing in
+                the order, and is only compared with the entries. None omits this check.
 
         Returns:
-            The order, with `wgrads` set to `oldest`: microbatches are first in, first out.
+            The order, with `wgrads` set to `oldest`.
 
         Raises:
             OrderError: If an entry is not such a number, the order cannot run, the entries contradict `delay_wgrad`, or an
@@ -148,14 +149,14 @@ class Order(Sequence[Action]):
         return tuple(bool((self.kinds[self.chunks == c] == WGRAD).any()) for c in range(self.num_chunks))
 
     def check_delayed(self, wanted: Sequence[bool]) -> None:
-        """Checks which chunks have separate wgrad actions.
+        """Checks that exactly the wanted chunks have separate wgrad actions. Returns nothing.
 
         Args:
-            wanted: One bool per chunk: True if the wgrads of the chunk must be separate actions.
+            wanted: One bool per chunk: True if the chunk must have separate wgrads, False if it must have none.
 
         Raises:
             OrderError: If a chunk has wgrads although its bool is False, or only full backwards although its bool is True. The
-                attribute `position` of the error is the index of the first such action.
+                attribute `position` of the error is the index of the first such wgrad or full backward.
         """
         expected, has = np.array(wanted)[self.chunks], np.array(self.delay_wgrad)[self.chunks]
         wrong = np.flatnonzero(np.where(self.kinds == WGRAD, ~expected, (self.kinds == BACKWARD) & expected & ~has))
@@ -186,13 +187,14 @@ class Order(Sequence[Action]):
         return Order(kinds, np.repeat(self.chunks, 1 + full), self.num_layers_per_chunk, self.wgrads)
 
     def to_list(self) -> list[int | float]:
-        """Returns the signed numbers of the order, which `parse` reads: c forward, -c dgrad or full backward, -c-0.5 wgrad.
+        """Returns the signed numbers of the order, which `parse` reads.
 
-        c is the 1-based chunk. Full backwards are split in chunks that also have separate wgrads, because signed numbers cannot
-        mix both in a chunk. Layers and `wgrads` are not part of the numbers.
+        In a chunk that also has separate wgrads, a full backward becomes a dgrad and a wgrad, because signed numbers cannot mix
+        both in a chunk. The numbers contain neither `num_layers_per_chunk` nor `wgrads`.
 
         Returns:
-            A list with an int per forward, dgrad and full backward, and a float per wgrad.
+            A list of ints and floats. For the 1-based chunk c, the int c is its forward, the int -c its dgrad or full backward,
+            and the float -c-0.5 its wgrad.
         """
         order = self.split(np.array(self.delay_wgrad))
         chunks = (order.chunks + 1).tolist()
@@ -236,11 +238,11 @@ def one_each(name: str, value: object, count: int, kind: type[_T], *, of: str = 
     """Broadcasts an argument to one value per chunk.
 
     Args:
-        name: Name of the argument, for the message and the `field` of the error.
+        name: Name of the argument. The message and the attribute `field` of the error contain it.
         value: One value for all chunks, or an ordered iterable with one value per chunk.
         count: Number of chunks.
         kind: Required type: `bool`, or `int` for integers from 1 to 2**31 - 1.
-        of: Singular noun for the message, in place of `chunk`.
+        of: Singular noun for the thing that has one value each. The message contains it, for example "one per chunk".
 
     Returns:
         A tuple of `count` values of type `kind`.

@@ -57,9 +57,10 @@ class Schedule(Sequence[Order]):
         num_stages: S, the number of stages over all ranks. Computed from `placement`.
 
     Raises:
-        OrderError: If the schedule deadlocks, an action has a tick that is not after the tick of an action that it depends on,
-            there are more than 1000 + 10 ticks per action, or orders, placement and ticks do not match each other. The
-            attributes `rank` and `position` of the error locate the action if there is one.
+        OrderError: If the schedule deadlocks, the tick of an action is not after the ticks of all actions that it depends on, a
+            schedule of A actions over all ranks has more than 1000 + 10 * A ticks, or orders, placement and ticks do not match
+            each other. If a single action is wrong, the attributes `rank` and `position` of the error locate it; else they are
+            None.
 
     Examples:
         >>> jgraph.Schedule((jgraph.Order.parse([1, 1, -1, -1]), jgraph.Order.parse([1, -1, 1, -1])), name="1f1b")
@@ -104,18 +105,19 @@ class Schedule(Sequence[Order]):
         return f"Schedule({self})"
 
     def split(self) -> "Schedule":
-        """Returns a schedule in which every full backward is a dgrad directly followed by a wgrad, at the earliest ticks.
+        """Returns a new schedule in which every full backward is replaced by a dgrad and, directly after it, a wgrad.
 
-        Placement and name are kept.
+        All actions get the earliest possible ticks. Placement and name are kept.
         """
         return Schedule(tuple(order.split() for order in self.orders), self.placement, name=self.name)
 
     def newest_first(self) -> "Schedule":
-        """Returns a schedule in which every wgrad belongs to the newest pending dgrad of its rank, over all chunks.
+        """Returns a new schedule in which every wgrad belongs to the newest pending dgrad of its rank, over all chunks.
 
-        Ticks, kinds, placement and name do not change. A wgrad directly after a dgrad then belongs to this dgrad, so its stash
-        needs no slot. Only dgrads with a wgrad in an otherwise idle tick stay pending. Gradients are accumulated in a different
-        order, which changes their rounding. Full backwards stay as they are.
+        A dgrad is pending until its wgrad runs. Only the chunks and microbatches of wgrads change, and `wgrads` of every order
+        becomes `newest`. Ticks, kinds, full backwards, placement and name stay the same. A wgrad directly after a dgrad then
+        belongs to this dgrad, so the program can pass the dgrad's stash on directly, without a slot. Weight gradients are
+        summed in a different order, which changes their rounding.
         """
         orders = []
         for order in self.orders:
@@ -168,13 +170,13 @@ class Schedule(Sequence[Order]):
         return tuple(np.array(row)[order.chunks] for row, order in zip(self.placement, self.orders, strict=True))
 
     def when(self, times: Sequence[np.ndarray], kinds: tuple[int, ...], missing: float = -1) -> np.ndarray:
-        """Arranges the times of actions by stage and microbatch.
+        """Arranges the times of actions in a table by stage and microbatch.
 
         Args:
             times: Time (or tick) of each action: one array [N] per rank, all of the same dtype.
-            kinds: Kinds of actions to include: 0 forward, 1 dgrad, 2 wgrad, 3 full backward. At most one action of a stage and
-                microbatch should have one of these kinds; of several, the last one counts.
-            missing: Value for a stage and microbatch without such an action.
+            kinds: The kinds of actions to include: 0 forward, 1 dgrad, 2 wgrad, 3 full backward. If a stage has several actions
+                of these kinds for a microbatch, the table has the time of the last one.
+            missing: Value for a stage and microbatch without such an action. The dtype of `times` must be able to hold it.
 
         Returns:
             A new array of shape [S, M] and the dtype of `times`: the time of the action by stage and microbatch.
@@ -187,15 +189,16 @@ class Schedule(Sequence[Order]):
 
     @cached_property
     def links(self) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-        """The numbers of the array that each action reads from another stage, and of the array that it computes.
+        """For each action, the number of the array that it reads from another stage, and of the array that it computes.
 
         The arrays of a step are numbered: s * M + m is the output of stage s for microbatch m, computed by its forward, and
-        (S + s) * M + m is the gradient of the input of stage s for microbatch m, computed by its dgrad or full backward. The
-        number 2 * S * M stands for no array.
+        (S + s) * M + m is the gradient of the input of stage s for microbatch m, computed by its dgrad or full backward.
 
         Returns:
-            Two tuples with one int64 array [N] per rank: the array that each action reads, or -1 if it reads none (wgrads,
-            forwards of the first stage, dgrads of the last stage); and the array that it computes, 2 * S * M for wgrads.
+            The pair (reads, computes) of tuples, each with one int64 array [N] per rank. `reads` has the number of the array
+            that each action reads, or -1 if it reads none: wgrads, forwards of the first stage, and dgrads and full backwards
+            of the last stage. `computes` has the number of the array that each action computes, or 2 * S * M for wgrads, which
+            compute no array for another stage.
         """
         count, last = self.num_microbatches, self.num_stages - 1
         needs, makes = [], []
@@ -211,8 +214,9 @@ class Schedule(Sequence[Order]):
     def home(self) -> np.ndarray:
         """The rank that computes each array of a step, int64 [2 * S * M + 1].
 
-        Entry s * M + m is the rank of the output of stage s for microbatch m, and entry (S + s) * M + m the rank of the
-        gradient of its input. The last entry is -1, for the number 2 * S * M, which `links` uses for no array.
+        Entry s * M + m is the rank that computes the output of stage s for microbatch m. Entry (S + s) * M + m is the rank that
+        computes the gradient of the input of stage s for microbatch m. The last entry is -1; its index 2 * S * M stands for no
+        array in `links`.
         """
         return np.append(np.tile(np.repeat(self.rank_of_stage, self.num_microbatches), 2), -1)
 

@@ -17,16 +17,16 @@ Execution = Literal["dataflow", "neighbours", "lockstep"]
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of the kinds of actions of a stage for one microbatch, in any unit.
+    """Times of the actions of a stage for one microbatch, by kind of action, in any unit.
 
-    Each is one number > 0 for all stages, or a sequence with one number per stage, from the first to the last stage. The values
-    are checked when they are used, not by the constructor.
+    Each attribute is one number > 0 for all stages, or a sequence with one number per stage, from the first to the last stage.
+    The values are checked when they are used, not by the constructor.
 
     Attributes:
         forward: Time of a forward.
-        dgrad: Time of a dgrad.
-        wgrad: Time of a wgrad.
-        backward: Time of a full backward; None for the sum of dgrad and wgrad.
+        dgrad: Time of a dgrad, the gradient of the stage's input.
+        wgrad: Time of a wgrad, the gradients of the stage's parameters.
+        backward: Time of a full backward, which is dgrad and wgrad in one action. None for the sum of `dgrad` and `wgrad`.
     """
 
     forward: float | Sequence[float] = 1.0
@@ -51,7 +51,9 @@ class Costs:
         return np.stack([np.broadcast_to(row, num_stages) for row in rows])
 
     def per_chunk(self, chunks: int) -> "Costs":
-        """Returns new costs, divided by a number of chunks: from the time of all layers of a rank to the time of a stage.
+        """Returns new costs, in which every time is divided by a number of chunks.
+
+        Use it on costs that are the times of all layers of a rank. The result has the times of one stage.
 
         Args:
             chunks: Number of chunks (stages) per rank.
@@ -121,16 +123,16 @@ class Simulation:
     def peak(self, sizes: Mapping[str, float]) -> np.ndarray:
         """Returns the peak memory use of each rank, in bytes.
 
-        Can exceed the size of the slots of `assign` if stages differ in cost: a received array counts from its arrival, but
-        gets a slot only from the next tick on.
+        The result can be larger than the bytes of the slots that `jgraph.schedule.slots.assign` allocates, if stages differ in
+        cost. Here a received array counts from its arrival, while there it has a slot only from the next tick on.
 
         Args:
-            sizes: Bytes of one array (the arrays of one stage and microbatch) in each pool: `forward_dgrad` and `forward_wgrad`
-                (residuals for dgrad and wgrad), `stash` (from dgrad to wgrad), `activation` and `gradient` (received arrays).
-                Missing pools count as 0.
+            sizes: Bytes by pool, for the arrays of one stage and one microbatch. The pools are `forward_dgrad` and
+                `forward_wgrad` (residuals of a forward for its dgrad and its wgrad), `stash` (values that a dgrad keeps for its
+                wgrad), `activation` and `gradient` (arrays received from another stage). Missing pools count as 0.
 
         Returns:
-            The largest sum of the live arrays of each rank over the step, float64 [P].
+            float64 [P]: for each rank, the maximum over the step of the bytes of its live arrays.
 
         Raises:
             OrderError: If a pool is unknown, or a size is not a finite number >= 0.

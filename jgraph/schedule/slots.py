@@ -28,14 +28,15 @@ Ranges = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class Slots:
-    """Slots of the arrays of a schedule, by pool. P ranks, S stages, M microbatches.
+    """The slot of every array of a schedule, by pool, for P ranks, S stages and M microbatches. Returned by `assign`.
 
-    The pools are `forward_dgrad` and `forward_wgrad` (residuals of a forward for its dgrad and its wgrad), `stash` (from a
-    dgrad to its wgrad), `activation` and `gradient` (received arrays until they are read).
+    A slot is memory for one array of a pool on a rank. It is reused when its array is no longer needed. The pools are
+    `forward_dgrad` and `forward_wgrad` (residuals of a forward for its dgrad and its wgrad), `stash` (values that a dgrad keeps
+    for its wgrad), `activation` and `gradient` (arrays received from another stage, until they are read).
 
     Attributes:
-        numbers: Maps each pool to the slot of the array of each stage and microbatch, int64 [S, M]; -1 without such an array.
-            Slots are numbered from 0 on each rank.
+        numbers: Maps each pool to an int64 array [S, M]: the slot of the array of a stage and microbatch on the stage's rank,
+            or -1 if there is no such array. Slots are numbered from 0 in each pool on each rank.
         counts: Maps each pool to the number of slots of each rank, int64 [P]. An SPMD program needs the maximum over ranks.
     """
 
@@ -44,13 +45,14 @@ class Slots:
 
 
 def check_sizes(sizes: Mapping[str, float]) -> None:
-    """Checks bytes by pool.
+    """Checks the names of pools and their bytes. Returns nothing.
 
     Args:
-        sizes: Bytes of one array in each pool. A pool may be missing.
+        sizes: Bytes of one array by pool. The pools are the names in `POOLS`: `forward_dgrad`, `forward_wgrad`, `stash`,
+            `activation` and `gradient`. Any of them may be missing.
 
     Raises:
-        OrderError: If a key is not in `POOLS`, or a size is not a finite number >= 0.
+        OrderError: If a key is not one of these names, or a size is not a finite number >= 0.
     """
     for pool, size in sizes.items():
         if pool not in POOLS:
@@ -60,18 +62,20 @@ def check_sizes(sizes: Mapping[str, float]) -> None:
 
 
 def live_ranges(schedule: Schedule) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Returns the first and the last live tick of each array, at the ticks of the schedule.
+    """Returns the first and the last tick in which each array is live, for the ticks of the schedule.
 
-    A received array is live from the tick after the action that computed it. The first stage receives no activation, because
-    its input comes from the caller. The last stage receives no gradient, because its loss computes it. A full backward has no
-    stash.
+    Residuals are live from their forward to their dgrad or wgrad, and a stash from its dgrad to its wgrad. A received array is
+    live from the tick after the action that computed it, to the action that reads it. The first stage receives no activation,
+    because its input comes from the caller. The last stage receives no gradient, because its loss computes it. A full backward
+    has no stash.
 
     Args:
         schedule: The schedule, with S stages and M microbatches.
 
     Returns:
-        For each pool in `POOLS` the pair of the first and the last tick, int64 [S, M], both inclusive; -1 for a stage and
-        microbatch without such an array.
+        Maps each of the pools `forward_dgrad`, `forward_wgrad`, `stash`, `activation` and `gradient` (`POOLS`) to a pair of
+        int64 arrays [S, M]: the first and the last tick, both inclusive. Both are -1 for a stage and microbatch without such an
+        array.
     """
     spans = live_spans(schedule, schedule.ticks, [row + 1 for row in schedule.ticks], missing=-1)
     return {pool: (born, np.where(died < 0, -1, died - 1)) for pool, (born, died) in spans.items()}
@@ -82,15 +86,19 @@ def live_spans(
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Computes the start and the end of the live range of each array, from the times of the actions.
 
+    Residuals are live from the start of their forward to the end of their dgrad or wgrad. A stash is live from the start of its
+    dgrad to the end of its wgrad. A received array is live from its arrival to the end of the action that reads it.
+
     Args:
         schedule: The schedule, with S stages and M microbatches.
-        starts: Start of each action: one array [N] per rank, for the N actions of its order.
-        ends: End of each action, like `starts`.
-        latency: Time of a transfer to another rank, in the unit of `starts`. A received array is live from its arrival.
-        missing: Value for a stage and microbatch without such an array.
+        starts: Start of each action in any unit: one array [N] per rank, for the N actions of its order.
+        ends: End of each action, with the form and unit of `starts`.
+        latency: Time of a transfer to another rank, in the unit of `starts`. A transfer on the same rank takes no time.
+        missing: Value for a stage and microbatch without such an array. The default NaN requires floating `starts` and `ends`.
 
     Returns:
-        For each pool in `POOLS` the pair of the start and the end of the live range, [S, M], in the unit of `starts`.
+        Maps each of the pools `forward_dgrad`, `forward_wgrad`, `stash`, `activation` and `gradient` (`POOLS`) to a pair of
+        arrays [S, M]: the start and the end of the live range, in the unit of `starts`.
     """
     f0, i0 = (schedule.when(starts, (kind,), missing) for kind in (FORWARD, DGRAD))
     f1, d1, w1, i1 = (schedule.when(ends, kinds, missing) for kinds in ((FORWARD,), _BACKWARDS, _WGRADS, (WGRAD,)))
@@ -113,11 +121,11 @@ def assign(schedule: Schedule, ranges: Ranges | None = None) -> Slots:
 
     Args:
         schedule: The schedule, with S stages and M microbatches.
-        ranges: For each pool, the pair of the first and the last live tick of each array, int [S, M], both inclusive; -1 if
-            there is no array. None for the pools in `POOLS` and the ticks of the schedule.
+        ranges: Maps the name of a pool to a pair of integer arrays [S, M]: the first and the last tick in which each array is
+            live, both inclusive; -1 if there is no array. Names are arbitrary. None for the result of `live_ranges`.
 
     Returns:
-        The slots, for the same pools.
+        The slots, with the pools of `ranges`.
     """
     numbers, counts = {}, {}
     for pool, (born, died) in (ranges or live_ranges(schedule)).items():

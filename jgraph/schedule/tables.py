@@ -48,26 +48,30 @@ class TickTable:
 
 @dataclass(frozen=True)
 class ScheduleTables:
-    """The actions of a schedule and the slots that they read and write. Arrays are int32 [T, P] (ticks, ranks) unless noted.
+    """The actions of a schedule and the slots that they read and write. Arrays are int32 [T, P] for T ticks and P ranks.
 
-    Pools: `forward_dgrad` and `forward_wgrad` (residuals of a forward for its dgrad and its wgrad), `stash` (from a dgrad to
-    its wgrad), `activation` and `gradient` (received arrays), and `loss` (the gradient dy of the output of the last stage, from
-    the loss to its dgrad).
+    A slot is memory for one array of a pool on a rank. The pools are `forward_dgrad` and `forward_wgrad` (residuals of a
+    forward for its dgrad and its wgrad), `stash` (values that a dgrad keeps for its wgrad), `activation` and `gradient` (arrays
+    received from another stage), and `loss` (dy, the gradient of the loss for the output of the last stage; it is kept from the
+    forward of the last stage to its dgrad).
 
     Attributes:
         table: Kind, stage, chunk and microbatch of each action.
-        reads: For each pool, the slot with the array of the action's stage and microbatch; 0 if there is none.
-        writes: For each of the pools `forward_dgrad`, `forward_wgrad`, `stash` and `loss` that has slots, the slot to write. A
-            rank without an array for the pool writes to a free or an additional slot, so the slot is never -1.
-        arrivals: Keys are (source, pool), where the pool is `activation` or `gradient`: the slot for the array that arrives at
-            the end of the tick, never -1, as in `writes`. Sources are the `previous` and the `next` rank of the ring, and a
-            stage on the `same` rank; pairs without transfers are omitted.
-        enter: int32 [T], the microbatch with its forward of the first stage in this tick, or -1.
-        leave: int32 [T], the microbatch with its forward of the last stage in this tick, or -1.
-        back: int32 [T], the microbatch with its dgrad of the first stage in this tick, or -1.
-        slots: Number of slots of each pool on every rank, including additional slots.
-        hops: For each of the sources `previous` and `next` with transfers, the (sender, receiver) pairs of ranks, the argument
-            `perm` of `jax.lax.ppermute`.
+        reads: Maps each pool to the slot that has the array for the action's stage and microbatch; 0 if there is none.
+        writes: Maps each of the pools `forward_dgrad`, `forward_wgrad`, `stash` and `loss` that has slots to the slot that the
+            rank writes in the tick. It is never -1. For a rank whose action computes no array for the pool, it is a free or an
+            additional slot in the ticks that the argument `writing` of `tabulate` selects. In other ticks it may be a slot in
+            use, so the program must not write.
+        arrivals: Maps (source, pool) to the slot for the array that the rank receives at the end of the tick, where pool is
+            `activation` or `gradient`. The slots of a rank that receives nothing follow the rule of `writes`. The source is
+            `previous` or `next` for the previous or next rank of the ring, and `same` for another stage on the same rank. Pairs
+            without transfers have no key.
+        enter: int32 [T], the microbatch whose forward of the first stage is in this tick; -1 for none.
+        leave: int32 [T], the microbatch whose forward of the last stage is in this tick; -1 for none.
+        back: int32 [T], the microbatch whose dgrad or full backward of the first stage is in this tick; -1 for none.
+        slots: Maps each pool to its number of slots, the same on every rank, including additional slots.
+        hops: Maps each of the sources `previous` and `next` that has transfers to the (sender, receiver) pairs of ranks. They
+            are the argument `perm` of `jax.lax.ppermute`.
     """
 
     table: TickTable
@@ -86,11 +90,12 @@ class Phase:
     """Consecutive rounds of an aligned schedule with the same kinds of actions. A round is at most three ticks.
 
     Attributes:
-        kinds: One tuple per tick of a round: `forward`, `dgrad` or `wgrad`. A tick has two kinds, the second of them `wgrad`,
-            if some ranks run a pending wgrad while others run the first kind.
-        first_tick: Index of the first tick of the first round.
+        kinds: One tuple per tick of a round, with the kinds of actions in this tick: `forward`, `dgrad` or `wgrad`. It has two
+            kinds, the second of them `wgrad`, if some ranks run a wgrad while others run the first kind. Else it has one kind.
+        first_tick: Index of the first tick of the first round, 0-based.
         rounds: Number of rounds.
-        is_handed: True if the wgrad follows its dgrad in the next tick on every rank, so the stash needs no slot.
+        is_handed: True if, in every round, all ranks run a dgrad in one tick and the wgrad of the same stage and microbatch in
+            the next tick. The stash of these dgrads then needs no slot.
     """
 
     kinds: tuple[tuple[Kind, ...], ...]
@@ -117,13 +122,14 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
     Args:
         schedule: A schedule with consecutive stages on the same rank, or on neighbors in the ring of ranks (rank r and
             (r + 1) % P).
-        writing: Selects the writes of a rank to pools for which its action computes no array. `all`: it writes dy of the loss
-            and arrivals in every tick, but never residuals and stash. `makers`: it writes every pool in the ticks in which some
-            rank computes an array for it, except residuals and stash in ticks with a wgrad. With `makers`, a stash has no slot
-            if all ranks run the wgrad directly after its dgrad.
+        writing: Selects the ticks in which the program also writes to a pool on ranks whose action computes no array for it. In
+            these ticks such a rank gets a free slot, or an additional slot if none is free. `all` selects every tick for the
+            pools `loss`, `activation` and `gradient`, and no tick for the other pools. `makers` selects for each pool the ticks
+            in which some rank computes an array for it, but for residuals and stash no tick with a wgrad. With `makers`, a
+            stash also has no slot if all ranks run a wgrad in the tick directly after its dgrad.
 
     Returns:
-        The tables.
+        The tables. Do not write to their arrays.
 
     Raises:
         OrderError: If consecutive stages are on ranks that are not neighbors.
@@ -238,11 +244,12 @@ def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.nda
 def phases(table: TickTable) -> tuple[Phase, ...]:
     """Groups the ticks of an aligned schedule into phases of equal rounds.
 
-    A schedule is aligned if all ranks with an action run the same kind in a tick; some of them may run a wgrad instead. A round
-    is a tick of forwards, a tick of dgrads and a tick of wgrads, in this order; each may be missing.
+    A schedule is aligned if, in every tick, all ranks that are not idle run the same kind of action, or a wgrad in its place. A
+    round is a tick of forwards, a tick of dgrads and a tick of wgrads, in this order; each may be missing.
 
     Args:
-        table: The actions of the schedule, from `tick_table` or `tabulate`.
+        table: The actions of a schedule without full backwards, from `tick_table` or the attribute `table` of `tabulate`'s
+            result.
 
     Returns:
         The phases, in the order of their ticks. Together they cover every tick once.
