@@ -27,8 +27,7 @@ class CompiledStep:
             report.
         batch: Shapes and shardings of the batch that the step takes (the result of `TrainStep.place`), a tree of
             `jax.ShapeDtypeStruct`.
-        gradients: The executables that compute the gradients. They run before `executable`. Only a strategy whose host
-            program runs a pipeline has any.
+        gradients: The separate executables that compute the gradients before `executable` runs. Only some pipelines have any.
     """
 
     executable: jax.stages.Compiled

@@ -226,7 +226,7 @@ class TrainStep:
 
         Args:
             params: Floating arrays in the model's own tree, which are copied and cast to `params_dtype`; not donated. Or a
-                function without arguments that returns them. It is traced, so each device computes only its own shards.
+                function without arguments that returns them. It is traced into the program, whose results are sharded.
             carried: The carried state to start from, of the shapes and dtypes given to `train_step`; copied. None if the step
                 carries no state.
             observed: The observed state to start from (amax histories of FP8), like `TrainState.observed`; copied. None starts
@@ -520,8 +520,8 @@ class TrainStep:
         Returns:
             (state, metrics): the new state and the metrics of the step. If an array with the reduction `halt` is positive in
             `state` or in `sums`, only the arrays with this reduction change, to the elementwise maximum of both. Otherwise, if
-            the loss or the gradient norm is not finite, `step` and `skipped` grow by 1, and the arrays with the reduction
-            `halt` are updated as usual; no other leaf changes.
+            the loss or the gradient norm is not finite, `step` and `skipped` grow by 1, the arrays with the reduction `halt`
+            become the maximum of both, and no other leaf changes.
         """
         if self.read_dtype is not None:
             grads = optax.tree.cast(grads, self.read_dtype)
