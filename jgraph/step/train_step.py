@@ -193,7 +193,7 @@ class TrainStep:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh of the strategy; None on one device."""
+        """The mesh of the strategy. None if the strategy has no mesh; the step then runs on one device."""
         return self.bound.mesh
 
     @property
@@ -274,7 +274,7 @@ class TrainStep:
 
     @cached_property
     def shardings(self) -> Any:
-        """The shardings of the state, a `TrainState` of NamedShardings; None on one device. Computed once.
+        """The shardings of the state, a `TrainState` of NamedShardings; None if the mesh is None. Computed once.
 
         Raises:
             ConfigError: If an elementwise transform has a moment with another shape than its parameter.

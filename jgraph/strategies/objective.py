@@ -208,8 +208,8 @@ def finished(reductions: Tree, sums: Loss, count: int, axes: Sequence[str] = (),
             `mean`, `last` or `halt`.
         sums: The sums over the microbatches of this device, and the carried state merged over them.
         count: Number of microbatches.
-        axes: Mesh axes to reduce over. Empty on one device.
-        devices: Number of devices along these axes. 1 on one device.
+        axes: Mesh axes to reduce over. Empty if there is no mesh.
+        devices: Number of devices along these axes; 1 if `axes` is empty.
 
     Returns:
         A `Loss`, the same on all devices: the sums over all devices, and the reduced carried state. If `sums.weight` is None,
@@ -232,7 +232,7 @@ def reduced(reductions: Tree, carried: Tree, count: int, axes: Sequence[str]) ->
             `mean`, `last` or `halt`.
         carried: Carried state, merged over the microbatches of this device.
         count: Number of microbatches.
-        axes: Mesh axes to reduce over. Empty on one device.
+        axes: Mesh axes to reduce over. Empty if there is no mesh.
 
     Returns:
         The carried state, the same on all devices. Over the axes, `max` and `halt` take the maximum, `sum` the sum, `mean` the
