@@ -388,6 +388,9 @@ def avals(jaxpr: core.Jaxpr) -> Iterator[Aval]:
 def explicit_axes(aval: Aval) -> list[Any]:
     """Lists the explicit mesh axes that an abstract value is sharded over.
 
+    Args:
+        aval: The abstract value of an array.
+
     Returns:
         The entries of its PartitionSpec that are not None, each an axis name or a tuple of names. Empty without a sharding.
     """

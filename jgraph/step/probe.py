@@ -41,8 +41,9 @@ def check_elementwise(declared: Elementwise, shapes: Tree) -> None:
             are traced, as float32. Without leaves, nothing is checked.
 
     Raises:
-        ConfigError: If the updates differ between separate and packed parameters, an update or the new optimizer state mixes
-            elements of an array, tracing the transform raises an error, or the declared function does not make a transform.
+        ConfigError: If the updates differ between separate and packed parameters; if an element of an update or of the new
+            optimizer state depends on other elements of its array; if tracing the transform raises an error; or if the function
+            given to `elementwise` does not return a transform.
     """
     sample = _sample(shapes)
     if not jax.tree.leaves(sample):

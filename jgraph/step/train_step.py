@@ -222,7 +222,7 @@ class TrainStep:
     # --- State ---
 
     def init(self, params: Tree | Callable[[], Tree], carried: Tree = None, observed: Tree = None) -> TrainState:
-        """Makes the initial state (before the first step), in one program, on the devices of the step.
+        """Makes the initial state (before the first step) in one compiled program, on the devices of the step.
 
         Args:
             params: Floating arrays in the model's own tree, which are copied and cast to `params_dtype`; not donated. Or a
@@ -461,7 +461,7 @@ class TrainStep:
             batch: Arrays or shapes of a whole batch, leaves [B, ...], or of a batch from `place`.
 
         Returns:
-            The lowered `(state, placed batch) -> (state, StepMetrics)`, which donates the state.
+            The lowered program `(state, batch) -> (state, StepMetrics)`, where `batch` is from `place`. It donates the state.
 
         Raises:
             ShapeError: If a leaf of `batch` is not an array of numbers, or microbatches and data ranks cannot share its rows

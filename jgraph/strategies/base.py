@@ -103,7 +103,7 @@ class BoundStrategy(Protocol):
             Weight decay applies to these.
         batches: Assigns the rows of a batch to microbatches and devices.
         observed: Shapes of the observed state (amax histories of FP8); {} if there is none.
-        xla_options: XLA options that the step needs, as `name=value`. Options that the installed XLA lacks are left out.
+        xla_options: XLA options that the step needs, as `name=value`. May have options that the installed XLA does not have.
     """
 
     @property
@@ -131,7 +131,10 @@ class BoundStrategy(Protocol):
 
     @property
     def xla_options(self) -> tuple[str, ...]:
-        """XLA options that the step needs, as `name=value`. The caller leaves out options that the installed XLA lacks."""
+        """XLA options that the step needs, as `name=value`. May have options that the installed XLA does not have.
+
+        `TrainStep.chosen_options` leaves those out.
+        """
         ...
 
     def on(self, mesh: Mesh) -> "BoundStrategy":

@@ -107,7 +107,7 @@ class DataParallel:
 
     @property
     def xla_options(self) -> tuple[str, ...]:
-        """XLA options for sharded parameters and for FP8, as `name=value`. Empty without both."""
+        """XLA options as `name=value`. () without FP8, unless the mesh has the axis `fsdp` with several devices."""
         return sharding.xla_options(self.mesh, self.objective.fp8)
 
     def on(self, mesh: Mesh) -> Self:
@@ -121,7 +121,8 @@ class DataParallel:
             tree: Arrays with the structure and shapes of the model's own tree.
 
         Returns:
-            A dict of arrays by name. An array that holds one parameter has the name of the parameter.
+            A dict of arrays by name. A large parameter is an array with the name of the parameter, such as `blocks/0/kernel`.
+            Small parameters share arrays with names such as `small matrices (float32)`.
         """
         return {name: self._shard(name).pad(leaf) for name, leaf in self.packing.pack(tree).items()}
 
