@@ -181,8 +181,8 @@ class BoundStrategy(Protocol):
 
         Args:
             params: The arrays, as `pack` returns them.
-            batch: Leaves [M, B/M, ...] for M microbatches of a batch of B rows. On a mesh, the second axis is sharded over the
-                data ranks.
+            batch: Leaves [M, B/M, ...] for M microbatches of a batch of B rows, also if the mesh is None. On a mesh, the second
+                axis is sharded over the data ranks (devices with their own rows).
             key: Random key of the step. Keys of microbatches and data ranks are folded from it.
             carry: Carried and observed state (`TrainState.carry`) before the step.
 

@@ -169,8 +169,8 @@ class DataParallel:
 
         Args:
             params: Dict of arrays by name, as `pack` returns it.
-            batch: Leaves [M, B/M, ...] for M microbatches of a batch of B rows. On a mesh, the second axis is sharded over the
-                data ranks.
+            batch: Leaves [M, B/M, ...] for M microbatches of a batch of B rows, also if the mesh is None. On a mesh, the second
+                axis is sharded over the data ranks (devices with their own rows).
             key: Random key of the step. Every data rank and microbatch gets its own key, folded from this one.
             carry: Carried and observed state (`TrainState.carry`) before the step.
 
