@@ -39,12 +39,14 @@ MISSING = object()
 class Block:
     """A jaxpr with its delayed matmuls.
 
-    A *delayed matmul* has a weight that is computed only from parameters with delayed gradients.
+    A *delayed parameter* is one whose gradient wgrad computes, after dgrad has computed dx. A *delayed matmul* multiplies data
+    by a weight that is computed from delayed parameters, without data. `find` defines *data*.
 
     Attributes:
         jaxpr: The jaxpr.
-        sites: The delayed matmuls of this jaxpr, by the index of the equation.
-        calls: The blocks of jit, checkpoint and scan equations with delayed parameters, by the index of the equation.
+        sites: The delayed matmuls among the equations of this jaxpr. The key is an index in `jaxpr.eqns`.
+        calls: The blocks of the jaxprs inside jit, checkpoint and scan equations that read values computed from delayed
+            parameters. The key is an index in `jaxpr.eqns`.
     """
 
     jaxpr: core.Jaxpr
@@ -52,17 +54,21 @@ class Block:
     calls: dict[int, "Block"] = field(default_factory=dict)
 
     def all_sites(self) -> list[DelayedProduct]:
-        """Returns all delayed matmuls, including the matmuls in `calls`, in the order of the equations."""
+        """Returns a new list of all delayed matmuls, in the order of the equations.
+
+        The matmuls inside an equation of `calls` are at the place of this equation.
+        """
         sites = []
         for i in sorted({**self.sites, **self.calls}):
             sites += [self.sites[i]] if i in self.sites else self.calls[i].all_sites()
         return sites
 
     def replace(self, sites: Mapping[DelayedProduct, DelayedProduct]) -> None:
-        """Replaces, in place, each delayed matmul of this block and of `calls` that is a key of `sites`.
+        """Replaces delayed matmuls in this block and, at any depth, in the blocks of `calls`. Changes the blocks in place.
 
         Args:
-            sites: Maps delayed matmuls to the new ones. Matmuls that are no keys stay. Keys of other blocks are ignored.
+            sites: Maps old delayed matmuls, by identity, to new ones. A matmul of the block that is not a key stays. A key that
+                is not in the block is ignored.
         """
         self.sites = {i: sites.get(site, site) for i, site in self.sites.items()}
         for inner in self.calls.values():
@@ -75,8 +81,9 @@ class Found:
 
     Attributes:
         block: The jaxpr with its delayed matmuls.
-        stray: Delayed parameters that are also used other than as the weight of a matmul with data. Maps the index of the
-            parameter to the name of the primitive, or to `the output itself`, `the carry of a scan` or `the output of a scan`.
+        stray: The parameters with a gradient that cannot be delayed, because they have a use other than as the weight of a
+            matmul with data. The key is the index of the parameter, as in the argument `params` of `find`. The value is the
+            first such use: the name of a primitive, `the output itself`, `the carry of a scan` or `the output of a scan`.
     """
 
     block: Block
@@ -102,18 +109,18 @@ _DATA, _CONSTANT = _Value(True), _Value(False)
 
 
 def find(jaxpr: core.Jaxpr, wanted: Sequence[bool], params: Sequence[int | None], data: Sequence[bool]) -> Found:
-    """Finds the matmuls with a delayed weight.
+    """Finds the matmuls of data and a weight that is computed only from delayed parameters.
 
     A value is *data* if it depends on the microbatch, on a parameter that is not delayed, or on the carry of a scan.
 
     Args:
-        jaxpr: Jaxpr of the stage. Not changed.
-        wanted: For each output, True if it is differentiated. Equations that only other outputs need are ignored.
-        params: For each input, the index of its delayed parameter; None if the input is not a delayed parameter.
-        data: For each input, True if it is data.
+        jaxpr: Jaxpr of the stage, the function that is differentiated. Not changed.
+        wanted: For each output of the jaxpr, True if it is differentiated. Equations that only other outputs need are ignored.
+        params: For each input of the jaxpr, the index of the parameter if the input is a delayed parameter, otherwise None.
+        data: For each input of the jaxpr, True if it is data. False for a delayed parameter.
 
     Returns:
-        The matmuls, and the parameters with a gradient that cannot be delayed.
+        A new `Found`: the delayed matmuls, and the parameters with a gradient that cannot be delayed.
     """
     found = Found(Block(jaxpr))
     given = [_Value(is_data, frozenset() if p is None else frozenset([p])) for p, is_data in zip(params, data, strict=True)]
@@ -178,20 +185,22 @@ def run_forward(
 ) -> tuple[list[Any], list[Any]]:
     """Runs a stage with taps on its delayed matmuls.
 
-    A *tap* is an unused argument of a matmul. Its cotangent contains the operands of wgrad.
+    A *tap* is an additional argument of a matmul, a tree of arrays of zeros that the matmul does not read. The backward rule
+    of the matmul returns the arrays from which wgrad computes the weight gradient as the cotangent of the tap.
 
     Args:
-        block: The stage.
-        consts: Constants of the jaxpr.
-        args: Inputs of the jaxpr.
-        taps: A tree for each matmul, in the order of `Block.all_sites`. Leaves have leading axes for the enclosing scans,
-            outermost first.
+        block: The jaxpr of the stage and its delayed matmuls.
+        consts: Values of the constants of the jaxpr, one each.
+        args: Values of the inputs of the jaxpr, one each.
+        taps: One tap for each delayed matmul, as `DelayedProduct.tap` returns it, in the order of `Block.all_sites`. Each leaf
+            has one leading axis for each enclosing scan, outermost first.
         multiply: Called in place of each delayed matmul with (matmul, x, w, other operands, tap), where x is the data, w the
             weight, and the tap has no leading axes. Returns the result of the matmul.
 
     Returns:
-        The outputs of the jaxpr; and for each matmul, in the order of `taps`, the tuple of its operands other than weight and
-        data, with leading axes for the enclosing scans.
+        (outputs, extra): the list of the outputs of the jaxpr; and a list with one tuple for each delayed matmul, in the order
+        of `taps`. The tuple has the operands other than weight and data, such as group sizes, with one leading axis for each
+        enclosing scan. It is empty for a matmul of two operands.
     """
     env = replay.environment(block.jaxpr, consts, args)
     read, taps, kept = replay.reader(env), list(taps), []
@@ -242,14 +251,17 @@ def run_weights(block: Block, consts: Sequence[Any], args: Sequence[Any], *, kee
     """Runs the equations of a stage that depend only on parameters, to compute the weights of its matmuls.
 
     Args:
-        block: The stage.
-        consts: Constants of the jaxpr.
-        args: Inputs of the jaxpr; `MISSING` for data.
-        keep_dtype: True to skip casts between a parameter and its matmul, so that the weight has the dtype of the parameter.
+        block: The jaxpr of the stage and its delayed matmuls.
+        consts: Values of the constants of the jaxpr, one each.
+        args: Values of the inputs of the jaxpr, one each. The marker `MISSING` of this module in place of each input that is
+            data.
+        keep_dtype: True to skip casts between floating dtypes, so that a weight has the dtype of its parameter. False to run
+            them, so that a weight has the dtype of the operand of the matmul.
 
     Returns:
-        The outputs of the jaxpr, `MISSING` for outputs that depend on data; and the weight of each delayed matmul, in the order
-        of `Block.all_sites`, with leading axes for the enclosing scans.
+        (outputs, weights): the list of the outputs of the jaxpr, with `MISSING` for outputs that depend on data and for
+        outputs of scans with delayed parameters; and the list of the weights of the delayed matmuls, in the order of
+        `Block.all_sites`. A weight has one leading axis for each enclosing scan, outermost first.
     """
     env = replay.environment(block.jaxpr, consts, args)
     read, weights = replay.reader(env), []

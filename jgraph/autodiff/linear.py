@@ -28,9 +28,14 @@ PRODUCTS = {"dot_general": (0, 1), "conv_general_dilated": (1,), "ragged_dot": (
 
 
 def name_of(eqn: core.JaxprEqn) -> str:
-    """Returns the name of an equation in `PRODUCTS`: `GROUPED` for a `grouped_dot`, else the name of its primitive.
+    """Returns the name of an equation, to be looked up in `PRODUCTS`, the dict of the kinds of matmuls in this module.
 
-    The name of an equation that is no matmul is not in `PRODUCTS`. A vmapped `grouped_dot` is no grouped matmul.
+    Args:
+        eqn: Any equation.
+
+    Returns:
+        The constant `GROUPED` for a call of `grouped_dot` that is not vmapped. Otherwise, the name of the primitive. The
+        equation is a matmul if its name is a key of `PRODUCTS`.
     """
     name = eqn.primitive.name
     if name in replay.CUSTOM and [inner.params.get("name") for inner in replay.body(eqn).eqns] == [grouped.DOT]:
@@ -41,14 +46,18 @@ def name_of(eqn: core.JaxprEqn) -> str:
 
 @dataclass(frozen=True, eq=False)
 class DelayedProduct:
-    """A matmul with a delayed weight gradient. Its data is x, its weight w, the gradient of its output dy.
+    """A matmul with a delayed weight gradient: wgrad computes dw, after dgrad has computed dx.
+
+    The matmul multiplies the data x by the weight w. dx, dw and dy are the gradients of x, w and the output.
 
     Attributes:
         eqn: The equation: a `dot_general`, convolution, ragged matmul or grouped matmul.
-        weight: Index of the operand that is the weight, 0 or 1. The other one is the data.
-        lead: Lengths of the enclosing scans, outermost first.
-        params: Indices of the delayed parameters that the weight is computed from.
-        moved: True if only casts, reshapes and slices compute the weight from the parameter.
+        weight: Index of the operand that is the weight, 0 or 1. The other one of these two operands is the data.
+        lead: Lengths of the scans around the equation, outermost first. Empty outside of scans.
+        params: Indices of the delayed parameters that the weight is computed from, as in the argument `params` of
+            `jgraph.autodiff.find.find`.
+        moved: True if only operations without arithmetic, such as casts, reshapes and slices, compute the weight from the
+            parameters.
     """
 
     eqn: core.JaxprEqn
@@ -64,7 +73,7 @@ class DelayedProduct:
 
     @property
     def name(self) -> str:
-        """Name of the matmul in `PRODUCTS`."""
+        """Kind of the matmul: the name of its primitive, or `GROUPED` for a grouped matmul. A key of `PRODUCTS`."""
         return name_of(self.eqn)
 
     @property
@@ -79,20 +88,20 @@ class DelayedProduct:
 
     @property
     def is_wide(self) -> bool:
-        """True for a matmul without batch axes that has at least four times as many output elements as data elements."""
+        """True for a `dot_general` without batch axes whose output has at least four times as many elements as the data."""
         is_plain = self.eqn.primitive.name == "dot_general" and not any(self.eqn.params["dimension_numbers"][1])
         return is_plain and aval_of(self.eqn.outvars[0]).size >= 4 * self.x_aval.size
 
     def run(self, x: Array, w: Array, extra: Sequence[Array]) -> Array:
-        """Computes the matmul without a tap.
+        """Computes the matmul.
 
         Args:
-            x: The data.
-            w: The weight.
-            extra: The other operands, such as the group sizes of a ragged matmul.
+            x: The data, with the shape and dtype `x_aval`.
+            w: The weight, with the shape and dtype `w_aval`.
+            extra: The operands after the first two, such as the group sizes of a ragged matmul. Empty if there are none.
 
         Returns:
-            The result, with the shape and dtype of the equation.
+            The result, with the shape and dtype of the output of the equation.
         """
         operands = (x, w) if self.weight == 1 else (w, x)
         return replay.apply(self.eqn, (*operands, *extra))[0]
@@ -100,31 +109,38 @@ class DelayedProduct:
     def computed_as(self) -> Any:
         """Returns (lhs shape, rhs shape, dimension numbers) of the `dot_general` that computes the matmul.
 
-        A policy of `jax.checkpoint` recognizes the matmul by these values. Supports matmuls of two operands only.
+        A policy of `jax.checkpoint` recognizes the matmul by these values. The shapes are tuples of integers. Call this only
+        for a `dot_general`; for other matmuls it raises ValueError or KeyError.
         """
         lhs, rhs = (aval_of(v).shape for v in self.eqn.invars)
         return lhs, rhs, self.eqn.params["dimension_numbers"]
 
     def tap(self) -> Any:
-        """Returns the tap, an unused argument of the matmul: zeros with the leading axes `lead`. Its cotangents are x and dy.
+        """Returns the tap, an additional argument of `multiply` that is zeros and is not read.
+
+        The backward rule of `multiply` returns the arrays that `weight_gradient` needs as the cotangent of the tap. In this
+        class, these are x and dy.
 
         Returns:
-            Two arrays, with the shapes and dtypes of x and of the output. A subclass may return another tree.
+            In this class, a pair of arrays: zeros [*lead, *shape of x] in the dtype of x, and zeros [*lead, *shape of the
+            output] in the dtype of the output. A subclass may return another tree.
         """
         return replay.zeros(self.x_aval, *self.lead), replay.zeros(aval_of(self.eqn.outvars[0]), *self.lead)
 
     def multiply(self, x: Array, w: Array, extra: Sequence[Array], tap: Any, given: Any) -> Array:
-        """Computes the matmul with a tap. The gradient of x is dx, the gradient of the tap is (x, dy), and w has no gradient.
+        """Computes the matmul, with a backward rule that computes dx and does not compute dw.
+
+        The cotangent of `x` is dx. The cotangent of `tap` is (x, dy) in this class. The cotangents of `w` and `extra` are zero.
 
         Args:
-            x: The data.
-            w: The weight.
-            extra: The other operands, such as the group sizes of a ragged matmul. They have no gradient.
-            tap: The tap, without the leading axes `lead`. Not read.
-            given: Additional arguments from `BoundProducts.given`; unused in this class.
+            x: The data, with the shape and dtype `x_aval`.
+            w: The weight, with the shape and dtype `w_aval`.
+            extra: The operands after the first two, such as the group sizes of a ragged matmul. Empty if there are none.
+            tap: The tap, as `tap` returns it but without the leading axes `lead`. Its values are not read.
+            given: The additional arguments of this matmul from `BoundProducts.given`. Not read in this class.
 
         Returns:
-            The result, with the shape and dtype of the equation.
+            The result, with the shape and dtype of the output of the equation.
         """
 
         @jax.custom_vjp
@@ -146,10 +162,12 @@ class DelayedProduct:
         return run(x, w, extra, tap)
 
     def keeping_x(self) -> "DelayedProduct":
-        """Returns a matmul that replaces this one if x is smaller than the arrays from which wgrad would recompute x.
+        """Returns the matmul to use in place of this one when it is better to save x for wgrad than to recompute x.
+
+        The caller uses the result if x takes less memory than the arrays from which wgrad would recompute x.
 
         Returns:
-            In this class, `self`: nothing is replaced. A subclass may return a matmul with a tap that saves x.
+            In this class, `self`. A subclass may return another matmul, with a tap whose cotangent contains x.
         """
         return self
 
@@ -157,12 +175,13 @@ class DelayedProduct:
         """Computes dw, the gradient of the weight.
 
         Args:
-            tap: Cotangents of the tap, in this class (x, dy), with the leading axes `lead`.
-            extra: The other operands, with the leading axes `lead`.
+            tap: Cotangent of the tap that `multiply` got. In this class, the pair (x, dy), of the shapes [*lead, *shape of x]
+                and [*lead, *shape of the output].
+            extra: The operands of the matmul after the first two, each with the leading axes `lead`. Empty if there are none.
             dtype: Floating dtype of the result.
 
         Returns:
-            The gradient in the shape of the weight, with the leading axes `lead`.
+            The array dw in `dtype`, [*lead, *shape of the weight].
         """
         wgrad = partial(_weight_gradient, self, dtype=dtype)
         for _ in self.lead:
@@ -172,19 +191,22 @@ class DelayedProduct:
 
     @property
     def adds(self) -> bool:
-        """True if `add_weight_gradient` is supported: for grouped matmuls outside of scans. XLA fuses the sum into others."""
+        """True if `add_weight_gradient` may be called. In this class, True for a grouped matmul outside of scans.
+
+        If False, call `weight_gradient` and add the result to the sum. XLA fuses this addition into the matmul.
+        """
         return self.name == GROUPED and not self.lead
 
     def add_weight_gradient(self, tap: Any, extra: Sequence[Array], total: Array) -> Array:
-        """Adds dw to a sum inside the kernel that computes dw. Requires `adds`.
+        """Adds dw to a sum inside the kernel that computes dw. Call this only if the property `adds` is True.
 
         Args:
-            tap: Cotangents of the tap, in this class (x, dy).
-            extra: The other operands: the group sizes.
+            tap: Cotangent of the tap that `multiply` got. In this class, the pair (x, dy).
+            extra: The operands of the matmul after the first two: one array, the group sizes.
             total: The sum, float32 in the shape of the weight. Updated in place if the caller's `jax.jit` donates it.
 
         Returns:
-            The new sum, float32.
+            The new sum, float32 in the shape of the weight.
         """
         return grouped.grouped_wgrad(*tap, *extra, dtype=total.dtype, add_GKN=total)
 
@@ -193,10 +215,12 @@ class BoundProducts(NamedTuple):
     """The delayed matmuls of a stage after `OwnProducts.bind` has replaced some of them.
 
     Attributes:
-        sites: The matmuls, in the order of the stage.
-        given: Maps the first argument of the stage to the additional arguments of each matmul, in the order of `sites`. Each is
-            passed to `DelayedProduct.multiply`.
-        differentiated: For each leaf of the first argument of the stage, True if it has a gradient.
+        sites: All delayed matmuls of the stage after the replacement, in the order of the argument `sites` of
+            `OwnProducts.bind`.
+        given: A function of the first argument of the stage. Returns a sequence with one element for each matmul of `sites`, in
+            the same order: a tree of the additional arguments of the matmul. The element is passed to
+            `DelayedProduct.multiply` as `given`.
+        differentiated: For each leaf of the first argument of the stage, True if the stage computes its gradient.
     """
 
     sites: Sequence[DelayedProduct]
@@ -206,10 +230,11 @@ class BoundProducts(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class OwnProducts:
-    """A stage that can replace the matmuls of a function. `split_backward` accepts it in place of a function.
+    """A stage: a function, and how to replace its delayed matmuls. `split_backward` accepts it in place of a function.
 
-    The first argument of the stage is a tree with the parameters of the function and the additional arguments of its matmuls.
-    This base class replaces no matmul and adds no arguments. `jgraph.fp8` makes a subclass.
+    The first argument of the stage is a tree with the parameters of `fn`, followed by the additional arguments of the matmuls.
+    In this base class, no matmul is replaced, and the first argument of the stage is the parameters of `fn`. `jgraph.fp8` makes
+    a subclass that replaces matmuls by FP8 matmuls.
 
     Attributes:
         fn: `fn(params, x, *extra)`, a pure function of trees of arrays.
@@ -221,10 +246,10 @@ class OwnProducts:
         """Selects the parameters of `fn` from the first argument of the stage.
 
         Args:
-            given: First argument of the stage. Its first leaves are the leaves of the parameters.
+            given: First argument of the stage, a tree. Its first leaves are the leaves of the parameters of `fn`.
 
         Returns:
-            The parameters; in this class `given` itself.
+            The first argument of `fn`. In this class, `given` itself.
         """
         return given
 
@@ -234,26 +259,26 @@ class OwnProducts:
         """Selects the matmuls that replace `sites`. Called once per trace of the stage.
 
         Args:
-            sites: The delayed matmuls that were found in the function.
-            names: Names of the parameters, in the order of the leaves.
-            given: First argument of the stage, arrays, tracers or shapes.
-            x: Input of the stage.
-            extra: Extra arguments of the stage.
+            sites: The delayed matmuls that were found in `fn`, in the order of its equations.
+            names: Names of the parameters of `fn`, in the order of their leaves.
+            given: First argument of the stage, a tree of arrays, tracers or shapes.
+            x: Second argument of the stage, a tree of arrays, tracers or shapes.
+            extra: The arguments of the stage after x.
 
         Returns:
-            The matmuls and their additional arguments. In this class, the matmuls are `sites`, without additional arguments,
-            and every leaf of `given` has a gradient.
+            The matmuls and their additional arguments. In this class, the matmuls are `sites`, the additional arguments of
+            each matmul are (), and every leaf of `given` has a gradient.
         """
         return BoundProducts(sites, lambda _: [()] * len(sites), [True] * len(jax.tree.leaves(given)))
 
     def traced(self, part: Callable[..., Any]) -> Callable[..., Any]:
-        """Transforms forward, dgrad or wgrad before it is jitted. Called once for each of these functions.
+        """Transforms one of the functions forward, dgrad and wgrad before `jax.jit`. Called once for each of the three.
 
         Args:
-            part: A function of trees of arrays.
+            part: The function. Its arguments and results are trees of arrays.
 
         Returns:
-            A function with the same arguments and results; in this class `part` itself.
+            A function with the same arguments and results. In this class, `part` itself.
         """
         return part
 

@@ -31,18 +31,27 @@ Environment: TypeAlias = dict[core.Var, Any]
 
 
 def aval_of(atom: Any) -> Aval:
-    """Returns the abstract value of a variable or literal. JAX types it as `AbstractValue`, which has no shape."""
+    """Returns the abstract value of a variable or literal, an object with `shape` and `dtype`.
+
+    This is `atom.aval`. The function only gives it a useful type for type checkers.
+    """
     return atom.aval
 
 
 def body(eqn: core.JaxprEqn) -> core.Jaxpr:
-    """Returns the jaxpr inside a jit, checkpoint, scan or custom derivative equation, without its constants."""
+    """Returns the jaxpr inside a jit, checkpoint, scan, `custom_jvp` or `custom_vjp` equation.
+
+    The values of its constants are not part of the result. Raises KeyError for another equation.
+    """
     inner = eqn.params["call_jaxpr" if eqn.primitive.name in CUSTOM else "jaxpr"]
     return getattr(inner, "jaxpr", inner)
 
 
 def body_consts(eqn: core.JaxprEqn) -> list[Any]:
-    """Returns the constants of the jaxpr inside a jit, checkpoint or scan equation."""
+    """Returns a new list of the values of the constants of the jaxpr inside a jit, checkpoint or scan equation.
+
+    Empty if there are none.
+    """
     return list(getattr(eqn.params["jaxpr"], "consts", ()))
 
 
@@ -53,7 +62,8 @@ def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
         eqn: A scan equation.
 
     Returns:
-        The number of constants and the number of carries. The operands after these are scanned over.
+        (constants, carries): the numbers of operands of these roles. The operands of the scan are first the constants, then
+        the carries, then the arrays that are scanned over.
     """
     if "num_carry" in eqn.params:  # before jax 0.11
         return eqn.params["num_consts"], eqn.params["num_carry"]
@@ -62,7 +72,10 @@ def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
 
 
 def is_literal(atom: Any) -> bool:
-    """True for a literal. Literals are not hashable, so they cannot be looked up in an environment."""
+    """True if an operand of an equation is a literal, False if it is a variable.
+
+    Literals are not hashable, so they cannot be looked up in an environment (a dict from variables to values).
+    """
     return isinstance(atom, core.Literal)
 
 
@@ -71,10 +84,10 @@ def apply(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
 
     Args:
         eqn: The equation.
-        values: Values of its operands, with the shapes and dtypes of the equation. Values of literals are ignored.
+        values: One value for each operand, with the shape and dtype of the operand. Values for literals are ignored.
 
     Returns:
-        The outputs, with None for outputs that nothing reads.
+        One value for each output of the equation. None for an output that is marked as unread (`DropVar`).
     """
     given: dict[Any, Any] = {v: value for v, value in zip(eqn.invars, values, strict=True) if not is_literal(v)}
     results = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
@@ -85,7 +98,7 @@ def apply(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
 
 
 def environment(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Environment:
-    """Builds the environment before the first equation of a jaxpr.
+    """Builds the environment (a dict from variables to values) before the first equation of a jaxpr.
 
     Args:
         jaxpr: The jaxpr.
@@ -105,14 +118,14 @@ def reader(env: Environment) -> Callable[[Atom], Any]:
         env: Maps variables to values. Not copied, so the function also sees later values.
 
     Returns:
-        A function from a variable to its value, or from a literal to the value of the literal. It raises KeyError for a
-        variable without a value.
+        A function `read(atom)`. For a variable, it returns the value in `env`, and raises KeyError if there is none. For a
+        literal, it returns the value of the literal.
     """
     return lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
 
 
 def write(env: Environment, outvars: Iterable[core.Var], values: Iterable[Any]) -> None:
-    """Adds the outputs of an equation to an environment, in place. Ignores outputs that nothing reads.
+    """Adds the outputs of an equation to an environment, in place. Skips outputs that are marked as unread (`DropVar`).
 
     Args:
         env: The environment: a dict from variables to values.
@@ -123,14 +136,15 @@ def write(env: Environment, outvars: Iterable[core.Var], values: Iterable[Any]) 
 
 
 def depends(jaxpr: core.Jaxpr, given: Sequence[bool]) -> list[bool]:
-    """Finds the outputs that depend on marked inputs. May report an output that does not.
+    """Finds the outputs that depend on marked inputs. May report an output that does not depend on them.
 
     Args:
         jaxpr: The jaxpr.
         given: For each input, True if it is marked.
 
     Returns:
-        For each output, True if it depends on a marked input. A result of a `cond` or `while` depends on all its operands.
+        For each output, True if it depends on a marked input. Each result of an equation other than jit, checkpoint and scan,
+        such as `cond` or `while`, counts as depending on all operands of the equation.
     """
     marked = _depending(jaxpr, given)
     return [not is_literal(v) and v in marked for v in jaxpr.outvars]
@@ -161,7 +175,7 @@ def holds(jaxpr: core.Jaxpr, names: Sequence[str]) -> bool:
         names: Names of the primitives, such as `scan`.
 
     Returns:
-        True if an equation has one of the primitives.
+        True if at least one equation has a primitive with one of the names.
     """
     return any(eqn.primitive.name in names for eqn in jaxpr.eqns) or any(holds(inner, names) for inner in core.subjaxprs(jaxpr))
 
@@ -171,11 +185,11 @@ def primitives(name: str, params: dict[str, Any]) -> set[str]:
 
     Args:
         name: Name of the primitive of the equation.
-        params: Parameters of the equation.
+        params: Parameters of the equation (`eqn.params`).
 
     Returns:
-        The name itself; for a jit, `custom_jvp` or `custom_vjp` instead the names of the primitives inside, at any depth of
-        such calls.
+        A set of names. For an equation other than jit, `custom_jvp` and `custom_vjp`, {name}. For these, the primitives of the
+        equations inside, where nested jits, `custom_jvp`s and `custom_vjp`s are replaced by their own contents.
     """
     if name not in _RULES:
         return {name}
@@ -191,11 +205,12 @@ def needs(jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[bool] | None
     Args:
         jaxpr: The jaxpr.
         wanted: For each output, True if it is wanted.
-        data: For each input, True if it is data. Then only primitives with an operand that depends on data are returned. None
-            returns all primitives.
+        data: For each input, True if it is data. Primitives without an operand that depends on data are then left out of
+            `names`. None leaves none out.
 
     Returns:
-        (needed, names): for each input, True if the wanted outputs need it; and the set of names of the primitives.
+        (needed, names): a list with a bool for each input, True if the wanted outputs need the input; and the set of the names
+        of the primitives, including those of nested jaxprs.
     """
     live, used = live_variables(jaxpr, wanted, data)
     return [v in live for v in jaxpr.invars], used
@@ -209,8 +224,8 @@ def live_variables(jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[boo
     Args:
         jaxpr: The jaxpr.
         wanted: For each output, True if it is wanted.
-        data: For each input, True if it is data. Then only primitives with an operand that depends on data are returned. None
-            returns all primitives.
+        data: For each input, True if it is data. Primitives without an operand that depends on data are then left out of
+            `names`. None leaves none out. `variables` does not depend on this argument.
 
     Returns:
         (variables, names): the set of variables of `jaxpr`, including inputs, that the wanted outputs need; and the set of
@@ -246,8 +261,8 @@ def wanted_inside(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
         wanted: For each output of the equation, True if it is wanted.
 
     Returns:
-        For each output of the jaxpr, True if it is wanted. For a scan, a carry is wanted if any iteration needs it for a wanted
-        output.
+        A list with a bool for each output of the inner jaxpr, True if it is wanted. For jit and checkpoint, equal to `wanted`.
+        For a scan, a carry is also wanted if a later iteration reads it to compute a wanted output.
     """
     wanted = list(wanted)
     if eqn.primitive.name == SCAN:
@@ -262,13 +277,15 @@ def wanted_inside(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
 
 
 def forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
-    """Finds the outputs that are inputs, passed through unchanged, also through nested jits and checkpoints.
+    """Finds the outputs that are inputs which the jaxpr passes through unchanged.
+
+    Also finds inputs that are passed through nested jits and checkpoints.
 
     Args:
         jaxpr: The jaxpr.
 
     Returns:
-        For each output, the index of the input; None for a computed output or a literal.
+        For each output, the index of the input that it is. None if the output is computed, or is a literal or constant.
     """
     place = {v: i for i, v in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
@@ -288,7 +305,7 @@ def without_callbacks(jaxpr: core.Jaxpr) -> core.Jaxpr:
         jaxpr: The jaxpr.
 
     Returns:
-        A new jaxpr; `jaxpr` itself if it has no callbacks.
+        A new jaxpr with the same inputs and outputs. `jaxpr` itself if it has no debug or I/O callbacks.
     """
     if not holds(jaxpr, CALLBACKS):
         return jaxpr
@@ -320,16 +337,17 @@ def _effects(holders: Iterable[core.Jaxpr | core.JaxprEqn]) -> set[Any]:
 
 
 def exact_products(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Removes `reduce_precision` equations that round the output of a matmul to its own dtype.
+    """Wraps a function so that it runs without `reduce_precision` equations that round a matmul's output to its own dtype.
 
-    `jax.checkpoint` inserts them for residuals. They prevent XLA from fusing a GELU into the epilogue of the matmul.
+    These equations change no value. `jax.checkpoint` inserts them for residuals, and they prevent XLA from fusing a GELU into
+    the matmul.
 
     Args:
         fn: A function of positional arguments that are trees of arrays.
 
     Returns:
-        A function with the same arguments and results. A call traces `fn` and runs the changed jaxpr. Nested jaxprs are not
-        changed.
+        A function with the same arguments and results. Each call traces `fn`, removes the equations that follow a
+        `dot_general`, and runs the changed jaxpr. Nested jaxprs are not changed.
     """
 
     @wraps(fn)
@@ -357,7 +375,10 @@ def _keeps_all_bits(eqn: core.JaxprEqn) -> bool:
 
 
 def avals(jaxpr: core.Jaxpr) -> Iterator[Aval]:
-    """Yields the abstract values of all operands and results in a jaxpr and the jaxprs nested in it, with repetitions."""
+    """Yields the abstract value (shape and dtype) of every operand and result of every equation.
+
+    Includes the equations of nested jaxprs. An array that several equations use is yielded several times.
+    """
     for eqn in jaxpr.eqns:
         yield from map(aval_of, (*eqn.invars, *eqn.outvars))
     for inner in core.subjaxprs(jaxpr):
@@ -367,6 +388,9 @@ def avals(jaxpr: core.Jaxpr) -> Iterator[Aval]:
 def explicit_axes(aval: Aval) -> list[Any]:
     """Lists the explicit mesh axes that an abstract value is sharded over.
 
+    Args:
+        aval: The abstract value of an array.
+
     Returns:
         The entries of its PartitionSpec that are not None, each an axis name or a tuple of names. Empty without a sharding.
     """
@@ -374,22 +398,31 @@ def explicit_axes(aval: Aval) -> list[Any]:
 
 
 def mesh_of(leaves: Iterable[Any]) -> jax.sharding.AbstractMesh:
-    """Returns the mesh of the first array that has one, else the current abstract mesh, which may be empty."""
+    """Returns the abstract mesh of the first leaf with a non-empty mesh in its type.
+
+    Args:
+        leaves: Arrays or tracers.
+
+    Returns:
+        The mesh. If no leaf has one, the current abstract mesh of JAX, which is empty if none was set.
+    """
     meshes = (aval.sharding.mesh for aval in map(jax.typeof, leaves) if hasattr(aval, "sharding"))
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 
 
 def zeros(aval: Any, *lead: int, shape: Sequence[int] | None = None, dtype: Any = None) -> jax.Array:
-    """Makes zeros that vary over the same mesh axes as an abstract value inside `jax.shard_map`.
+    """Makes an array of zeros with the shape and dtype of an abstract value.
+
+    Inside `jax.shard_map`, the type of the array varies over the same mesh axes as the abstract value.
 
     Args:
         aval: An abstract value or `jax.ShapeDtypeStruct`. Its dtype may be that of random keys.
         *lead: Lengths of additional leading axes.
-        shape: Replaces the shape of `aval`; None keeps it.
-        dtype: Replaces the dtype of `aval`; None keeps it.
+        shape: Shape of the array after the leading axes. None takes the shape of `aval`.
+        dtype: Dtype of the array. None takes the dtype of `aval`.
 
     Returns:
-        The array of zeros, [*lead, *shape].
+        The array of zeros, [*lead, *shape], in `dtype`.
     """
     blank = jnp.zeros((*lead, *(aval.shape if shape is None else shape)), dtype or aval.dtype)
     # `mat.varying` since jax 0.12.

@@ -25,14 +25,16 @@ Reports = list[tuple[str, CaptureReport | None]]
 
 @dataclass(frozen=True)
 class Instruction:
-    """One step of an execution plan. A register is the number of an array of the plan.
+    """One step of an execution plan: run an executable, send results to other devices, and free arrays.
+
+    A *register* is an index in the list of arrays of a run. A *standing* register holds a buffer that is updated in place.
 
     Attributes:
-        executable: The executable to run.
-        sends: Transfers after it: (source register, target register, target device).
-        returns: Send buffers that move back to their standing registers: (source register, target register). The source is
-            cleared.
-        frees: Registers that are cleared at the end, which frees arrays without another reference.
+        executable: The executable to run. It reads and writes registers.
+        sends: Transfers after the executable, each as (source register, target register, target device).
+        returns: Moves after the transfers, each as (source register, target register). The array in the source register was
+            written into a send buffer, and moves to the standing register of this buffer. The source register becomes None.
+        frees: Registers that become None at the end. This frees each array without another reference.
     """
 
     executable: Executable
@@ -45,12 +47,13 @@ class Instruction:
 class ExecutionPlan:
     """Instructions, and the registers that they read and write. Only one thread at a time may play a plan.
 
-    A register is the number of an array. A *standing* register holds a buffer that is updated in place: a gradient sum, a send
-    buffer or the result of a plan function.
+    A *register* is an index in the list of arrays of a run. A *standing* register holds a buffer that is updated in place: a
+    gradient sum, a send buffer (an array before its transfer to another device) or the result of a plan function.
 
     Attributes:
         instructions: The instructions in the order of execution.
-        flow: The registers.
+        flow: The registers by name: those of the arguments (`named`), of the results (`results`) and the standing ones
+            (`standing`), and the shape and dtype of each register (`avals`).
         buffers: Arrays in standing registers between two runs, by register. Empty before the first run. `play` changes this
             dict.
     """
@@ -61,7 +64,10 @@ class ExecutionPlan:
 
     @property
     def reports(self) -> Reports:
-        """(name, capture report) of each distinct executable, in the order of execution; the report may be None."""
+        """List of (name, capture report) with one entry for each distinct executable, in the order of first execution.
+
+        The report describes the command buffers (CUDA graphs) of the executable. It is None if XLA gave no report.
+        """
         executables = [instruction.executable for instruction in self.instructions]
         return [(e.io.name, e.report) for e in {id(e.compiled): e for e in executables}.values()]
 
@@ -69,11 +75,12 @@ class ExecutionPlan:
         """Fills the registers with the arguments of the plan.
 
         Args:
-            give: Maps the first element of a name in `Flow.named`, such as `params`, to a function from the rest of the name to
-                an array. The function is called once per name.
+            give: Functions that return the arguments, by the kind of argument. A name in `flow.named` is a tuple of a kind and
+                indices, such as ("params", callable, parameter). For each name, `give[kind](*indices)` is called once. It
+                returns the array of this argument.
 
         Returns:
-            A new list of arrays by register, None for arrays that the plan computes.
+            A new list with one element for each register: the array of an argument, or None for any other register.
         """
         registers: list[Any] = [None] * len(self.flow.avals)
         for (kind, *place), register in self.flow.named.items():
@@ -97,13 +104,16 @@ def make_plan(
 ) -> ExecutionPlan:
     """Compiles a schedule into instructions. Does not run them.
 
+    A *register* is an index in the list of arrays of a run. A *standing* register holds a buffer that is updated in place. A
+    *rank* is a device of the schedule.
+
     Args:
-        callables: The callables in the order of the data.
-        schedule: The order of every rank.
+        callables: The callables in the order in which a microbatch passes through them.
+        schedule: For every rank, its actions in the order of execution.
         loss: The loss of a microbatch.
-        aliased: For each callable and for the loss if it has parameters, the indices of parameters with gradients in standing
-            registers, which are updated in place. The buffers are arrays given to `play` (main_grad), or else buffers of the
-            plan.
+        aliased: One sequence for each callable, and a last one for the loss if the loss has parameters. Each has the indices of
+            the parameters whose gradient sums are in standing registers. The buffer of a sum is the array that the caller puts
+            in its register before `play` (main_grad), or else a buffer of the plan.
         reuse: True donates buffers to their last reader, or frees them after it. False keeps all arrays of a run until its end.
         options: XLA options, values by name.
         join: `segments` compiles consecutive actions of a rank into one executable, `nothing` compiles each action of a
@@ -111,11 +121,11 @@ def make_plan(
         outputs: `keep` makes y of the last callable a result for every microbatch, `drop` does not.
         copies: `shared` if equal instructions share an executable, `each` if every instruction has its own. `each` has no
             effect on a CPU, or with more than 512 instructions.
-        before: Functions to run before the schedule.
-        after: Functions to run after the schedule.
+        before: Functions to run before the schedule, in order, each as a separate executable.
+        after: Functions to run after the schedule, in order, each as a separate executable.
 
     Returns:
-        The compiled plan, without buffers.
+        The compiled plan. Its `buffers` is an empty dict.
 
     Raises:
         CompilerOptionError: If XLA refuses an option.
@@ -160,10 +170,10 @@ def play(plan: ExecutionPlan, registers: list[Any]) -> None:
     """Runs a plan: dispatches every instruction. On GPUs, returns before the devices finish.
 
     Args:
-        plan: The plan. Its `buffers` are replaced.
-        registers: Arrays by register from `ExecutionPlan.fill`, updated in place: the list has the results afterwards. Arrays
-            in standing registers are donated. Standing registers without an array use the buffers of the plan, or zeros in the
-            first run.
+        plan: The plan. Its dict `buffers` is changed in place.
+        registers: The list from `ExecutionPlan.fill`, changed in place. Afterwards, the results are at the indices in
+            `plan.flow.results`. Arrays in standing registers are donated. If a standing register is None, it gets its array
+            from `plan.buffers`, or zeros if there is none (first run), and the array is put into `plan.buffers` at the end.
     """
     from_plan = [r for r in plan.flow.standing if registers[r] is None]
     for r in from_plan:

@@ -23,12 +23,12 @@ TreeDef = Any  # Type checkers do not accept `jax.tree_util.PyTreeDef`.
 
 @dataclass(frozen=True)
 class Side:
-    """The leaves of one argument or result.
+    """The structure of one argument or result of a function, a tree, and the shapes and dtypes of its leaves.
 
     Attributes:
         tree: The tree structure.
         avals: Shape and dtype of each leaf.
-        paths: Path of each leaf, such as `blocks/0/kernel`, for messages. Empty for a tree that is one leaf.
+        paths: Path of each leaf, such as `blocks/0/kernel`, for messages. The path is "" if the tree is a single leaf.
     """
 
     tree: TreeDef
@@ -37,7 +37,7 @@ class Side:
 
     @classmethod
     def of(cls, tree: PyTree) -> "Side":
-        """Describes a tree of arrays, numbers or shapes. Ignores shardings and weak types."""
+        """Returns the `Side` of a tree of arrays, Python numbers or shapes. Ignores shardings and weak types."""
         leaves, structure = jax.tree.flatten(tree)
         return cls(structure, tuple(map(shape_of, leaves)), tuple(leaf_names(tree)))
 
@@ -45,41 +45,45 @@ class Side:
         return len(self.avals)
 
     def unflatten(self, leaves: Sequence[Any]) -> PyTree:
-        """Returns a tree with the structure of this side and these leaves, in the order of `avals`."""
+        """Returns a tree with the structure `tree`. `leaves` has one object for each leaf, in the order of `avals`."""
         return self.tree.unflatten(leaves)
 
     def shapes(self) -> PyTree:
-        """Returns the tree of shapes and dtypes, with `jax.ShapeDtypeStruct`s as leaves."""
+        """Returns a tree with the structure `tree`. Each leaf is the `jax.ShapeDtypeStruct` from `avals`."""
         return self.unflatten(self.avals)
 
 
 @dataclass(frozen=True, eq=False)
 class Shaped:
-    """A callable, differentiated for one set of shapes. Made by `shape_callable`.
+    """A callable (one function of a chain of functions), differentiated for one set of shapes. Made by `shape_callable`.
 
-    The index of a parameter is its position among the leaves of `params`. A *late* parameter has a gradient from wgrad, an
-    *early* one from dgrad.
+    Its actions are forward, which computes y; dgrad, which computes the gradient dx of x; wgrad, which computes gradients of
+    parameters later than dgrad; and backward, which is dgrad and wgrad in one. The index of a parameter is its position among
+    the leaves of `params`. wgrad computes the gradient of a *late* parameter, dgrad that of an *early* one.
 
     Attributes:
-        index: The number of the callable.
-        split: Computes forward, dgrad and wgrad.
-        params: Parameters.
-        x: Input.
-        extra: (positional arguments after x, keyword arguments).
-        y: Output.
-        residuals: Arrays from forward to the backward: first the pool forward_dgrad, then the pool forward_wgrad.
-        stash: Arrays from dgrad to wgrad.
-        num_dgrad: Number of residuals in the pool forward_dgrad.
-        takes_gradient: True if x is floating and has a gradient dx.
-        late: Indices of parameters with a gradient from wgrad.
-        early: Indices of parameters with a gradient from dgrad. Integers and FP8 weights are in neither.
+        index: Position of the callable in the chain, from 0.
+        split: The functions forward, dgrad and wgrad.
+        params: The parameters.
+        x: The input, the first argument after `params`.
+        extra: The other arguments, as the tree (positional arguments after x, keyword arguments).
+        y: The output.
+        residuals: The arrays that forward saves. First the arrays that only dgrad reads (the pool `forward_dgrad`), then the
+            arrays that wgrad reads (the pool `forward_wgrad`).
+        stash: The arrays that dgrad saves for wgrad.
+        num_dgrad: Number of residuals that only dgrad reads.
+        takes_gradient: True if all leaves of x are floating, so that dgrad computes dx.
+        late: Indices of the late parameters, ascending.
+        early: Indices of the early parameters, ascending. Integers and FP8 weights are neither late nor early.
         device: The device of the callable.
         maxima: Indices of early parameters that are amax histories. The gradient of a history is its new value, which is
             reduced over microbatches by maximum instead of sum.
-        reads: Indices of the parameters that each action reads, by kind of action: `forward`, `dgrad`, `wgrad` and `backward`.
-        residuals_from: For each residual, the leaf of (x, extra) that forward passes through, or None.
-        stash_from: For each leaf of the stash, the leaf of (residuals, dy) that dgrad passes through, or None.
-        aux: Results of forward besides y.
+        reads: Indices of the parameters that each action reads. The keys are `forward`, `dgrad`, `wgrad` and `backward`.
+        residuals_from: For each residual, the index of the leaf of (x, extra) that it is, if forward passes a leaf through
+            unchanged. None if forward computes the residual.
+        stash_from: For each leaf of the stash, the index of the leaf of (residuals, dy) that it is, if dgrad passes a leaf
+            through unchanged. None if dgrad computes the leaf.
+        aux: The auxiliary output of the function, which is not differentiated. Without leaves if there is none.
     """
 
     index: int
@@ -103,51 +107,58 @@ class Shaped:
 
     @cached_property
     def grads(self) -> Mapping[str, tuple[int, ...]]:
-        """Indices of the parameters with a gradient from each action: a dict by `forward`, `dgrad`, `wgrad` and `backward`."""
+        """Indices of the parameters whose gradient each action computes.
+
+        The keys are `forward` (always empty), `dgrad` (the early ones), `wgrad` (the late ones) and `backward` (the early ones,
+        then the late ones).
+        """
         return {"forward": (), "dgrad": self.early, "wgrad": self.late, "backward": (*self.early, *self.late)}
 
     @cached_property
     def call_tree(self) -> TreeDef:
-        """Structure of (params, (x, (args, kwargs)))."""
+        """Tree structure of (params, (x, (args, kwargs))). args is the tuple of the positional arguments after x."""
         return jax.tree.structure((self.params.shapes(), (self.x.shapes(), self.extra.shapes())))
 
     @cached_property
     def num_dx(self) -> int:
-        """Number of leaves of dx; 0 if x has integers."""
+        """Number of leaves of dx, the gradient of x. 0 if x is not differentiated because its leaves are not floating."""
         return len(self.x) if self.takes_gradient else 0
 
     @cached_property
     def positional(self) -> Side:
-        """The positional part of `extra`: the arguments after x."""
+        """The structure and shapes of the tuple of positional arguments after x. This is the first part of `extra`."""
         return Side.of(self.extra.shapes()[0])
 
     @cached_property
     def keys(self) -> tuple[int, ...]:
-        """Indices of the leaves of `extra` that are random keys and in keyword arguments."""
+        """Indices of the random keys in keyword arguments, among all leaves of `extra`, ascending.
+
+        Only keys with a key dtype (`jax.random.key`) count. Random keys in positional arguments are not included.
+        """
         avals = enumerate(self.extra.avals)
         return tuple(i for i, a in avals if i >= len(self.positional) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key))
 
     def fill(self, part: str, read: Sequence[Any]) -> list[Any]:
-        """Completes the leaves of params for an action.
+        """Makes the list of all leaves of `params` from the parameters that an action reads.
 
         Args:
             part: Kind of the action: `forward`, `dgrad`, `wgrad` or `backward`.
             read: The parameters that the action reads, in the order of `reads[part]`.
 
         Returns:
-            All leaves, with zeros for parameters that the action does not read.
+            A new list with one array for each leaf of `params`. It has zeros for parameters that the action does not read.
         """
         return filled(self.params.avals, self.reads[part], read)
 
     def forward(self, params: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """Computes forward. A pure function of leaves, to be traced.
+        """Computes forward: the output and the arrays that the gradients need. A pure function of leaves, to be traced.
 
         Args:
-            params: All leaves of params.
-            inputs: Leaves of (x, extra).
+            params: All leaves of `params`.
+            inputs: The leaves of x, then the leaves of `extra`.
 
         Returns:
-            The leaves of (y, residuals, aux).
+            One list: the leaves of y, then the leaves of `residuals`, then the leaves of `aux`.
         """
         x, extra = self.x.unflatten(inputs[: len(self.x)]), self.extra.unflatten(inputs[len(self.x) :])
         return jax.tree.leaves(self.split.forward(self.params.unflatten(params), *_stage_args(x, extra, self.takes_gradient)))
@@ -155,15 +166,16 @@ class Shaped:
     def dgrad(
         self, params: Sequence[Any], residuals: Sequence[Any], dy: Sequence[Any]
     ) -> tuple[list[Any], dict[int, Any], list[Any]]:
-        """Computes dgrad. A pure function of leaves, to be traced.
+        """Computes dgrad: the gradient dx of x, and the gradients of early parameters. A pure function, to be traced.
 
         Args:
-            params: All leaves of params.
-            residuals: All leaves of the residuals.
+            params: All leaves of `params`.
+            residuals: All leaves of `residuals`, from `forward`.
             dy: Leaves of dy, the gradient of y.
 
         Returns:
-            The leaves of dx, the early gradients by parameter index, and the leaves of the stash.
+            (dx, gradients, stash): the list of the leaves of dx, empty if `takes_gradient` is False; a dict from the index of
+            each early parameter to its gradient; and the list of the leaves of `stash`, for `wgrad`.
         """
         weights = self.params.unflatten(params)
         dx, early, stash = self.split.dgrad(weights, self.residuals.unflatten(residuals), self.y.unflatten(dy))
@@ -173,17 +185,18 @@ class Shaped:
     def wgrad(
         self, params: Sequence[Any], residuals: Sequence[Any], stash: Sequence[Any], sums: Mapping[int, Any] | None
     ) -> dict[int, Any]:
-        """Computes wgrad. A pure function of leaves, to be traced.
+        """Computes wgrad: the gradients of late parameters. A pure function, to be traced.
 
         Args:
-            params: All leaves of params.
-            residuals: All leaves of the residuals; None for leaves of the pool forward_dgrad.
-            stash: All leaves of the stash.
-            sums: float32 sums by parameter index, to which the gradients are added. None returns gradients in the dtypes of the
-                parameters.
+            params: All leaves of `params`.
+            residuals: All leaves of `residuals`, from `forward`. The first `num_dgrad` leaves are not read and may be None.
+            stash: All leaves of `stash`, from `dgrad`.
+            sums: A dict from the index of each late parameter to a float32 sum, to which its gradient is added. None computes
+                the gradients alone, in the dtypes of the parameters.
 
         Returns:
-            By parameter index, the late gradients, or the new sums if `sums` is given. Empty without late parameters.
+            A dict from the index of each late parameter to its gradient, or to its new sum if `sums` is given. Empty if there
+            are no late parameters.
         """
         if not self.late:
             return {}
@@ -208,29 +221,30 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def reads_of(jaxpr: Any, count: int) -> tuple[int, ...]:
-    """Finds the arguments that a computation reads. May report an argument that it does not need.
+    """Finds the inputs that the outputs of a jaxpr depend on. May report an input that is not needed.
 
     Args:
-        jaxpr: The computation.
-        count: Number of leading arguments to consider.
+        jaxpr: The jaxpr.
+        count: Only the first `count` inputs are considered.
 
     Returns:
-        The indices of the arguments, ascending, below `count`.
+        The indices of the inputs, ascending, all below `count`.
     """
     needed, _ = replay.needs(jaxpr, [True] * len(jaxpr.outvars))
     return tuple(i for i in range(count) if needed[i])
 
 
 def filled(avals: Sequence[jax.ShapeDtypeStruct], places: Sequence[int], arrays: Sequence[Any]) -> list[Any]:
-    """Completes a list of arrays with zeros.
+    """Makes a list of arrays: some are given, and the others are zeros.
 
     Args:
         avals: Shape and dtype of each array of the result.
-        places: Index in the result of each array in `arrays`.
+        places: For each array in `arrays`, its index in the result.
         arrays: The given arrays, as many as `places`.
 
     Returns:
-        One array per aval, new zeros where no array is given.
+        A new list with one array for each element of `avals`. It has the given arrays at the indices `places`, and new zeros at
+        other indices.
     """
     given = dict(zip(places, arrays, strict=True))
     return [given[i] if i in given else replay.zeros(aval) for i, aval in enumerate(avals)]
@@ -247,14 +261,16 @@ def shape_callable(
     has_aux: bool = False,
     recompute: Recompute = "elementwise",
 ) -> Shaped:
-    """Traces forward, dgrad and wgrad of a callable. Does not run or compile them.
+    """Traces forward, dgrad and wgrad of a callable (one function of a chain). Does not run or compile them.
+
+    dgrad computes the gradient of x, and wgrad the gradients of the parameters that can be computed later.
 
     Args:
         fn: `fn(params, x, *extra, **kwargs) -> y`, a pure function, or an FP8 function (`jgraph.fp8`).
-        index: The number of the callable.
-        params: Parameters, arrays or shapes; (params, state, weights) for an FP8 function.
-        args: (x, *extra), arrays or shapes.
-        kwargs: Keyword arguments, arrays or shapes.
+        index: Position of the callable in the chain, from 0.
+        params: Tree of arrays or shapes, the parameters. For an FP8 function, the tree (params, state, weights).
+        args: (x, *extra), trees of arrays or shapes.
+        kwargs: Keyword arguments of `fn`, trees of arrays or shapes. {} if there are none.
         device: The device of the callable.
         has_aux: True if `fn` returns (y, aux). aux is not differentiated.
         recompute: Operations that the backward recomputes instead of saving their results: `elementwise` (elementwise
@@ -268,7 +284,7 @@ def shape_callable(
             callable reduces over a mesh axis.
         ConfigError: If `recompute` is unknown.
         SplitError: If the backward cannot be split: an array is complex or sharded over explicit mesh axes, the result of a
-            callback is read, or `fn` does not return a pair with `has_aux`.
+            callback is read, or `has_aux` is True and `fn` does not return a pair.
     """
     weights, x, extra = Side.of(params), Side.of(args[0]), Side.of((tuple(args[1:]), dict(kwargs)))
     for path, aval in zip(weights.paths, weights.avals, strict=True):

@@ -20,12 +20,14 @@ class CompiledStep:
     """A compiled training step that updates its state in place. Made by `TrainStep.compile`. `print` shows a report.
 
     Attributes:
-        executable: The program of the update, `(state, inputs) -> (state, metrics)`. For strategies without executables of the
-            gradients, it is the whole step.
+        executable: The compiled program of the update, `(state, inputs) -> (state, metrics)`. `inputs` is the result of
+            `gradients.run`. If `gradients` has no executables, this program also computes the gradients, and `inputs` is the
+            placed batch.
         capture: Report on the command buffers (CUDA graphs) of `executable`; None if the platform has none, or XLA gave no
             report.
-        batch: Shapes and shardings of the placed batch that the step takes, a tree of `jax.ShapeDtypeStruct`.
-        gradients: Runs the executables of the gradients before `executable`, if the strategy has any.
+        batch: Shapes and shardings of the batch that the step takes (the result of `TrainStep.place`), a tree of
+            `jax.ShapeDtypeStruct`.
+        gradients: The separate executables that compute the gradients before `executable` runs. Only some pipelines have any.
     """
 
     executable: jax.stages.Compiled
@@ -59,16 +61,19 @@ class CompiledStep:
 
     @property
     def executables(self) -> Sequence[jax.stages.Compiled]:
-        """The executables that a step runs, in order: those of the gradients, then the program of the update."""
+        """New list of the executables that a step runs, in order: those of the gradients, if any, then `executable`."""
         return [*self.gradients.executables, self.executable]
 
     @property
     def memory(self) -> Memory | None:
-        """Device memory of the step in bytes, by XLA. None if XLA does not report it, or the step has several executables."""
+        """Device memory of the step in bytes, as XLA reports it.
+
+        None if XLA reports no memory, or if the gradients have executables of their own.
+        """
         return None if self.gradients.executables else Memory.of(self.executable)
 
     def as_text(self) -> str:
-        """Returns the optimized HLO text of the program of the update; empty if the platform provides no text."""
+        """Returns the optimized HLO text of `executable`, without other executables. "" if the platform provides no text."""
         return self.executable.as_text() or ""
 
     def __str__(self) -> str:

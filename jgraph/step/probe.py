@@ -31,16 +31,19 @@ _MIXING = ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "iota", "rev
 
 
 def check_elementwise(declared: Elementwise, shapes: Tree) -> None:
-    """Checks that a transform computes the same updates for packed as for separate parameters. Traces it, and runs nothing.
+    """Checks that a transform computes the same updates for packed parameters as for separate parameters.
+
+    Packed parameters are several parameters that share one array. Traces the transform, and runs nothing. Returns nothing.
 
     Args:
         declared: The transform to check.
-        shapes: Arrays or shapes of the model's parameters. At most eight leaves of different names and numbers of axes are
-            traced, as float32. Without leaves, nothing is checked.
+        shapes: Tree of arrays or shapes, the model's parameters. At most eight leaves, which differ in name and number of axes,
+            are traced, as float32. Without leaves, nothing is checked.
 
     Raises:
-        ConfigError: If the updates differ between separate and packed parameters, an update or the new optimizer state mixes
-            elements of an array, tracing the transform raises an error, or the declared function does not make a transform.
+        ConfigError: If the updates differ between separate and packed parameters; if an element of an update or of the new
+            optimizer state depends on other elements of its array; if tracing the transform raises an error; or if the function
+            given to `elementwise` does not return a transform.
     """
     sample = _sample(shapes)
     if not jax.tree.leaves(sample):

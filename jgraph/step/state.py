@@ -14,8 +14,8 @@ class TrainState:
     """The state that a step updates, a pytree. A step donates it and returns every leaf in the same buffer.
 
     Attributes:
-        step: Number of completed steps, including skipped ones and without halted ones, int32 scalar.
-        skipped: Number of steps that applied no update, because the loss or the gradient was not finite, int32 scalar.
+        step: Number of steps done, int32 scalar. Skipped steps count, halted steps do not (see `StepMetrics.halted`).
+        skipped: Number of steps that applied no update because the loss or the gradient was not finite, int32 scalar.
         params: Parameters as the strategy stores them: arrays in `params_dtype`, packed, padded and sharded.
             `TrainStep.canonical` converts the state to the model's own tree.
         opt_state: State of the optax transform.
@@ -34,7 +34,7 @@ class TrainState:
 
     @property
     def carry(self) -> Carry:
-        """Carried and observed state together, as `Carry(model, observed)`. Does not copy the arrays."""
+        """`Carry(model=carried, observed=observed)`: both kinds of state in one tree. Does not copy the arrays."""
         return Carry(self.carried, self.observed)
 
 
@@ -44,13 +44,16 @@ class StepMetrics:
     """Metrics of a step, a pytree of arrays. On a mesh, every array is replicated.
 
     Attributes:
-        loss: Mean loss over the batch before the update, float32 scalar. NaN or infinite if the step was skipped for this
-            reason.
-        grad_norm: Global L2 norm of the gradient before clipping, float32 scalar.
-        grad_square_sums: Sum of squares of each array of the gradient, float32 [number of arrays], in the order of
-            `jax.tree.leaves(TrainState.params)`. An entry is NaN or infinite if its array is not finite.
-        aux: The tree `Loss.aux` of the loss function, divided by the weight: means over the batch, float32 scalars. {} if the
-            loss function returns no `aux`.
+        loss: Mean loss over the batch, computed with the parameters before the update, float32 scalar. If it is NaN or
+            infinite, the step is skipped: it applies no update.
+        grad_norm: Global L2 norm of the gradient before clipping, without frozen parameters, float32 scalar. If it is NaN or
+            infinite, the step is skipped.
+        grad_square_sums: For each array of `TrainState.params`, the sum of the squares of its gradient before clipping, float32
+            [number of arrays], in the order of `jax.tree.leaves`. Frozen elements count as 0. NaN or infinite if the gradient
+            of the array is not finite.
+        aux: The metrics of the loss function, float32 scalars in the tree `Loss.aux`: sums over the batch, divided by the sum
+            of `Loss.weight` (or by the number of microbatches and devices if `Loss.weight` is None). {} if the loss function
+            returns no `aux`.
         halted: Largest number in the carried arrays with the reduction `halt`, int32 scalar. If it is positive, the step
             changed only these arrays. None if there is no such array.
     """

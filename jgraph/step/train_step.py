@@ -163,15 +163,16 @@ class TrainStep:
     In the methods, B is the number of rows of the whole batch, and M the number of microbatches.
 
     Attributes:
-        bound: The strategy, bound to the objective.
+        bound: The strategy, bound to `objective`: it computes the gradients and stores the parameters as arrays.
         transform: The optax transform.
-        shapes: Shapes of the parameters, in the model's own tree.
+        shapes: Arrays or shapes of the parameters, in the model's own tree. Only shapes and dtypes are read.
         objective: The loss and the choices that the strategy needs.
-        sees: The layout that the transform gets: packed and sharded `arrays`, or the model's own `tree`.
+        sees: The layout of the gradients and parameters that the transform gets. `arrays` is the layout of
+            `TrainState.params`, for a transform declared `jgraph.elementwise`. `tree` is the model's own tree.
         clip_norm: Largest global L2 norm of the gradient; None does not clip.
         key: The random key of the run.
         params_dtype: Floating dtype of the parameters in the state.
-        read_dtype: Gradients are rounded to this floating dtype before the update; None does not round.
+        read_dtype: The mean gradient is rounded to this floating dtype before the update. None does not round.
         frozen: Names of the parameters that are not trained.
     """
 
@@ -192,7 +193,7 @@ class TrainStep:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh of the strategy; None on one device."""
+        """The mesh of the strategy. None if the strategy has no mesh; the step then runs on one device."""
         return self.bound.mesh
 
     @property
@@ -221,14 +222,15 @@ class TrainStep:
     # --- State ---
 
     def init(self, params: Tree | Callable[[], Tree], carried: Tree = None, observed: Tree = None) -> TrainState:
-        """Makes the state before the first step, in one program, on the devices of the step.
+        """Makes the initial state (before the first step) in one compiled program, on the devices of the step.
 
         Args:
             params: Floating arrays in the model's own tree, which are copied and cast to `params_dtype`; not donated. Or a
-                function without arguments that makes them and is traced, so that no device ever holds all of them.
+                function without arguments that returns them. It is traced into the program, whose results are sharded.
             carried: The carried state to start from, of the shapes and dtypes given to `train_step`; copied. None if the step
                 carries no state.
-            observed: The observed state to start from (amax histories of FP8); copied. None for zeros.
+            observed: The observed state to start from (amax histories of FP8), like `TrainState.observed`; copied. None starts
+                from zeros.
 
         Returns:
             The state, with both counters 0 and the optimizer state from the `init` of the transform. It shares no buffer with
@@ -247,13 +249,14 @@ class TrainStep:
         return in_turn(jax.jit(self._init, out_shardings=self.shardings)(params, carried, observed))
 
     def lower_init(self, make: Callable[[], tuple[Tree, Tree]]) -> jax.stages.Lowered:
-        """Lowers a program without arguments that makes the state before the first step. Does not compile or run it.
+        """Lowers a program without arguments that makes the initial state. Does not compile or run it.
 
         Args:
-            make: Returns (params, carried) in the model's own tree. Traced.
+            make: A function without arguments, which is traced. Returns (params, carried): the parameters in the model's own
+                tree, and the carried state, {} if there is none.
 
         Returns:
-            The lowered program. Its result is the state.
+            The lowered program. Its result is the `TrainState` before the first step.
 
         Raises:
             ShapeError: If the results of `make` differ from the shapes given to the strategy and to `train_step`.
@@ -262,13 +265,16 @@ class TrainStep:
 
     @cached_property
     def state(self) -> TrainState:
-        """The state as `jax.ShapeDtypeStruct`s, with shardings if there is a mesh. Computed once."""
+        """The shapes of the state: a `TrainState` of `jax.ShapeDtypeStruct`s, with shardings if there is a mesh.
+
+        Holds no arrays. Computed once.
+        """
         shapes = jax.eval_shape(self._init, self.shapes, self.objective.carried)
         return shapes if self.mesh is None else _placed(shapes, self.shardings)
 
     @cached_property
     def shardings(self) -> Any:
-        """The shardings of the state, a `TrainState` of NamedShardings; None on one device. Computed once.
+        """The shardings of the state, a `TrainState` of NamedShardings; None if the mesh is None. Computed once.
 
         Raises:
             ConfigError: If an elementwise transform has a moment with another shape than its parameter.
@@ -288,7 +294,11 @@ class TrainStep:
 
     @property
     def canonical(self) -> CanonicalLayout:
-        """Converts the state to and from the canonical layout: the model's own tree, as in checkpoints of every strategy."""
+        """An object that converts a `TrainState` to and from the canonical layout.
+
+        In the canonical layout, the parameters and the optimizer state are in the model's own tree, without packing, padding
+        and stacking. Checkpoints of every strategy have this layout.
+        """
         return CanonicalLayout(self.bound.pack, self.bound.unpack, self.state, self.mesh, self.sees)
 
     def _init(self, tree: Tree, carried: Tree, observed: Tree = None) -> TrainState:
@@ -304,11 +314,12 @@ class TrainStep:
         return TrainState(zero, zero.copy(), params, self.transform.init(seen), *rest)
 
     def resumed(self, state: TrainState) -> TrainState:
-        """Sets the carried arrays with the reduction `halt` to zero, in the same buffers.
+        """Sets the carried arrays with the reduction `halt` to zero, in the same buffers, so that training can go on.
 
         Args:
-            state: A state after a halted step: an array with the reduction `halt` is positive, so a step changes no other leaf.
-                The arrays with this reduction are donated. All other leaves are not copied and become part of the result.
+            state: A state after a halted step: at least one array with the reduction `halt` is positive, so steps change no
+                other leaf. The arrays with this reduction are donated: do not use `state` again. The other leaves are not
+                copied and become part of the result.
 
         Returns:
             The state to continue from. The index of the next batch is `state.step`, which does not count halted steps.
@@ -353,8 +364,8 @@ class TrainStep:
                 process, in that order.
 
         Returns:
-            The batch for a call of the compiled step: JAX arrays [M, B/M, ...] with the second axis sharded over the data
-            ranks. On one device without a mesh, `batch` itself, unchanged and unchecked.
+            The batch for a call of the compiled step. On a mesh, JAX arrays [M, B/M, ...] with the second axis sharded over the
+            data ranks (devices with their own rows). If the mesh is None, `batch` itself, unchanged and unchecked.
 
         Raises:
             ShapeError: If there is a mesh, and a leaf is not an array of numbers, or microbatches and data ranks cannot share
@@ -369,7 +380,8 @@ class TrainStep:
             batch: Arrays or shapes of a whole batch, leaves [B, ...], or of a batch from `place`.
 
         Returns:
-            A tree of `jax.ShapeDtypeStruct`: [M, B/M, ...] with shardings on a mesh; the shapes of `batch` on one device.
+            A tree of `jax.ShapeDtypeStruct`. On a mesh, [M, B/M, ...] with shardings. If the mesh is None, the shapes of
+            `batch` itself, without shardings.
 
         Raises:
             ShapeError: If a leaf is not an array of numbers, or microbatches and data ranks cannot share the rows equally.
@@ -422,7 +434,7 @@ class TrainStep:
             xla_options: More options as `name=value`. They override those of the strategy and of `graph`.
 
         Returns:
-            Option values by name.
+            A dict of option values by name, to be passed to `jax.stages.Lowered.compile`.
 
         Raises:
             ConfigError: If `graph` is unknown.
@@ -432,7 +444,7 @@ class TrainStep:
         return compiler_options(graph, chosen, platform=platform, num_devices=self.num_devices)
 
     def chosen_options(self, platform: str) -> tuple[str, ...]:
-        """Selects the XLA options of the strategy that the installed XLA has.
+        """Returns the XLA options of the strategy, without those that the installed XLA does not have.
 
         Args:
             platform: `cpu`, or `gpu`/`cuda`.
@@ -449,7 +461,7 @@ class TrainStep:
             batch: Arrays or shapes of a whole batch, leaves [B, ...], or of a batch from `place`.
 
         Returns:
-            The lowered `(state, placed batch) -> (state, StepMetrics)`, which donates the state.
+            The lowered program `(state, batch) -> (state, StepMetrics)`, where `batch` is from `place`. It donates the state.
 
         Raises:
             ShapeError: If a leaf of `batch` is not an array of numbers, or microbatches and data ranks cannot share its rows
@@ -458,14 +470,15 @@ class TrainStep:
         return self.jitted().lower(self.state, self.placed_shapes(batch))
 
     def jitted(self, gradients: GradientProgram | None = None) -> jax.stages.Wrapped:
-        """Returns the jitted function `(state, inputs) -> (state, StepMetrics)`, which donates `state`. Traces nothing.
+        """Returns the jitted function `step(state, inputs) -> (state, StepMetrics)`, which donates `state`. Traces nothing.
 
         Args:
-            gradients: The compiled gradients; `inputs` is then the result of `gradients.run`. If None, the same program
-                computes the gradients, and `inputs` is a batch from `place`.
+            gradients: Compiled executables of the gradients; `inputs` is then the result of `gradients.run`. If None, the
+                function computes the gradients itself, and `inputs` is a batch from `place`.
 
         Returns:
-            The result of `jax.jit`. On a mesh, it returns the state in `shardings`, and replicated metrics.
+            The function, from `jax.jit`. On a mesh, its results have the shardings `shardings` (state) and are replicated
+            (metrics).
         """
         gradients = gradients or GradientProgram(self.bound, None)
 
@@ -483,10 +496,11 @@ class TrainStep:
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
     def trained(self) -> Tree:
-        """Makes bool arrays in the layout of the parameters, False where frozen. Under `jax.jit`, they become constants.
+        """Makes masks of the trained parameters. Under `jax.jit`, they become constants of the program.
 
         Returns:
-            A tree like `TrainState.params`. Padding is False.
+            A tree with the structure and shapes of `TrainState.params` and bool arrays: True for elements of trained
+            parameters, False for elements of frozen parameters and for padding.
         """
         leaves, structure = jax.tree.flatten(self.shapes)
         masks = [
@@ -499,14 +513,15 @@ class TrainStep:
 
         Args:
             state: The state before the step.
-            sums: Sums over the whole batch: loss, weight and metrics. `sums.carried` is a `Carry` of the carried and the
-                observed state after the batch.
-            grads: The mean gradient, laid out like `state.params`.
+            sums: Sums over the whole batch: loss, weight (not None) and metrics. `sums.carried` is a `Carry` of the carried and
+                the observed state after the batch.
+            grads: The mean gradient over the batch, not yet clipped, with the structure and shapes of `state.params`.
 
         Returns:
-            (state, metrics). If an array with the reduction `halt` is positive before or after the step, only these arrays
-            change, to the larger of both values. Otherwise, if the loss or the gradient norm is not finite, only `step` and
-            `skipped` change, by 1.
+            (state, metrics): the new state and the metrics of the step. If an array with the reduction `halt` is positive in
+            `state` or in `sums`, only the arrays with this reduction change, to the elementwise maximum of both. Otherwise, if
+            the loss or the gradient norm is not finite, `step` and `skipped` grow by 1, the arrays with the reduction `halt`
+            become the maximum of both, and no other leaf changes.
         """
         if self.read_dtype is not None:
             grads = optax.tree.cast(grads, self.read_dtype)

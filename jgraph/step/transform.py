@@ -23,8 +23,9 @@ class Elementwise(NamedTuple):
     """An optax transform that updates every element independently. Made by `elementwise`.
 
     Attributes:
-        make: Makes the transform from a tree of bools with the structure of the updated arrays, True where an array holds
-            matrices.
+        make: A function that returns the optax transform. Its argument is a tree of bools with the structure of the arrays that
+            the transform updates. A bool is True if its array holds matrices (parameters with at least two axes, except those
+            named `scale` or `bias`).
     """
 
     make: Callable[[Tree], Transform]
@@ -61,14 +62,16 @@ def elementwise(transform: Transform | Callable[[Tree], Transform]) -> Elementwi
 
 
 def make_transform(declared: Elementwise, is_matrix: Tree) -> Transform:
-    """Makes the transform for a tree of arrays.
+    """Returns the optax transform of a declaration by `elementwise`, for a tree of arrays.
 
     Args:
-        declared: The declared transform.
-        is_matrix: Tree of bools with the structure of the arrays, True for arrays that hold matrices.
+        declared: The result of `elementwise`.
+        is_matrix: Tree of bools with the structure of the arrays that the transform updates, True for arrays that hold
+            matrices.
 
     Returns:
-        The optax transform: the transform that was declared, or the result of the declared function for `is_matrix`.
+        If `elementwise` was given a transform, this transform. If it was given a function, the result of the function for
+        `is_matrix`.
 
     Raises:
         ConfigError: If the declared function does not return an object with the methods `init` and `update`.
@@ -93,10 +96,10 @@ def apply_transform(transform: Transform, grads: Tree, opt_state: Tree, params: 
     """Calls the `update` of a transform. A pure function.
 
     Args:
-        transform: An optax transform. Its `update` gets the keyword arguments `value` and `grad` if its signature has these
-            names or `**kwargs`.
-        grads: The gradient, a tree of arrays. Also passed as `grad`.
-        opt_state: The optimizer state.
+        transform: An optax transform. Its `update` gets each of the keyword arguments `value` and `grad` if its signature has
+            this name or `**kwargs`.
+        grads: The gradient, a tree of arrays. The first argument of `update`, and its keyword argument `grad`.
+        opt_state: The optimizer state, from the `init` of the transform or an earlier call.
         params: The parameters, with the structure of `grads`.
         value: The loss, a float32 scalar.
 
@@ -144,9 +147,9 @@ def state_shardings(transform: Transform, opt_state: Tree, params: Tree, shardin
 
     Args:
         transform: The optax transform that made the state.
-        opt_state: Shapes of the optimizer state.
-        params: Shapes of the parameters that the transform updates.
-        shardings: Sharding of each parameter, a tree like `params`.
+        opt_state: Arrays or shapes of the optimizer state.
+        params: Arrays or shapes of the parameters that the transform updates.
+        shardings: Sharding of each parameter, a tree with the structure of `params`.
         rest: Sharding of the other leaves of the state, such as counters.
 
     Returns:

@@ -22,22 +22,24 @@ _UNROLLED_MICROBATCHES = 8
 def accumulate(
     sums_and_grads: MicrobatchFunction, num_microbatches: int, *, dtype: DTypeLike, reductions: Tree
 ) -> MicrobatchFunction:
-    """Returns `f(params, batch_M, key)`, which sums `sums_and_grads` over microbatches. Traces nothing itself.
+    """Returns a function that calls `sums_and_grads` on each microbatch and sums the results. Traces nothing itself.
 
-    The leaves of `batch_M` have the shape [M, B/M, ...], where M is the number of microbatches and B the number of rows. The
-    key of microbatch m is folded from `key` and m. Up to eight microbatches are unrolled; more run in a `lax.scan`.
+    The function is `f(params, batch_M, key) -> (sums, gradients)`. The leaves of `batch_M` have the shape [M, B/M, ...], where
+    M is the number of microbatches and B the number of rows. Microbatch m is index m of the first axis, and its key is
+    `jax.random.fold_in(key, m)`. Up to eight microbatches are unrolled; more run in a `lax.scan`.
 
     Args:
-        sums_and_grads: Maps (params, batch, key) of a microbatch to its sums, a `Loss`, and its gradients, with the structure
-            and shapes of `params`.
+        sums_and_grads: `sums_and_grads(params, batch, key) -> (sums, gradients)` of a microbatch. The leaves of its batch are
+            [B/M, ...]. The sums are a `Loss`. The gradients have the structure and shapes of `params`.
         num_microbatches: M.
-        dtype: Dtype of the summed gradients. The gradients of a single microbatch are not cast.
-        reductions: Reductions of the carried state (`max`, `sum`, `mean`, `last` or `halt`), a tree of names like
-            `Loss.carried`.
+        dtype: Dtype in which gradients are summed and returned if M is at least 2. If M is 1, this argument is not used, and
+            the gradients are returned in the dtypes from `sums_and_grads`.
+        reductions: How carried state is merged over microbatches. A tree with the structure of `Loss.carried`. Each leaf is
+            the name of a reduction: `max`, `sum`, `mean`, `last` or `halt`.
 
     Returns:
-        The function. Its results are the summed `Loss` and the summed gradients. Carried state with the reduction `mean` is
-        summed, not yet divided by M.
+        The function `f`. Its sums are a `Loss` with the sums over the microbatches and the merged carried state. Carried state
+        with the reduction `mean` is summed and not divided by M. Its gradients are sums over the microbatches, too.
     """
 
     def accumulated(params: Tree, batch_M: Tree, key: Array) -> tuple[Loss, Tree]:

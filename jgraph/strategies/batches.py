@@ -23,7 +23,7 @@ class BatchLayout:
 
     Microbatch m of M consists of rows [m * B/M, (m + 1) * B/M) of a batch of B rows. Each data rank (device with its own rows)
     has an equal, consecutive part of every microbatch. A placed batch has leaves [M, B/M, ...], with the second axis sharded
-    over the data ranks. On one device, a placed batch is the batch itself.
+    over the data ranks. If `mesh` is None, there is one data rank, and a placed batch is the batch itself.
 
     Attributes:
         mesh: The devices; None for one device.
@@ -35,7 +35,7 @@ class BatchLayout:
 
     @property
     def sharding(self) -> NamedSharding | None:
-        """Sharding of the leaves of a placed batch: the second axis over the data ranks. None on one device."""
+        """Sharding of the leaves of a placed batch: the second axis over the data ranks. None if `mesh` is None."""
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(None, batch_axes(self.mesh)))
 
     def rows(self, count: int) -> np.ndarray:
@@ -45,7 +45,7 @@ class BatchLayout:
             count: B, the number of rows of the whole batch.
 
         Returns:
-            int64 indices in [0, B), ascending. All rows on one device.
+            int64 indices in [0, B), ascending: the rows of all devices of this process. All rows if `mesh` is None.
 
         Raises:
             ShapeError: If M times the number of data ranks does not divide `count`.
@@ -65,7 +65,8 @@ class BatchLayout:
                 process, in that order.
 
         Returns:
-            The placed batch, JAX arrays [M, B/M, ...]. On one device, `batch` itself, unchanged and unchecked.
+            The placed batch. On a mesh, JAX arrays [M, B/M, ...] with the sharding `sharding`, where B counts the rows of all
+            processes. If `mesh` is None, `batch` itself, unchanged and unchecked.
 
         Raises:
             ShapeError: If there is a mesh, and a leaf is not an array of numbers, or the microbatches and data ranks cannot
@@ -89,10 +90,12 @@ class BatchLayout:
         """Computes the shapes and shardings of a placed batch. Places nothing.
 
         Args:
-            batch: Arrays or shapes of a whole batch, leaves [B, ...], or of a placed batch, also on other devices.
+            batch: Arrays or shapes of a whole batch, leaves [B, ...]. Or those of a placed batch, with shardings, which may be
+                on another mesh of the same shape and axis names.
 
         Returns:
-            A tree of `jax.ShapeDtypeStruct`: [M, B/M, ...] with shardings on a mesh; the shapes of `batch` on one device.
+            A tree of `jax.ShapeDtypeStruct`. On a mesh, [M, B/M, ...] with the sharding `sharding`. If `mesh` is None, the
+            shapes of `batch`, without shardings.
 
         Raises:
             ShapeError: If a leaf is not an array of numbers, or the microbatches and data ranks cannot share its rows equally.
@@ -118,13 +121,13 @@ class BatchLayout:
         return jax.tree.map(shape, batch)
 
     def microbatch(self, batch: Tree) -> Tree:
-        """Computes the shapes of one device's part of a microbatch.
+        """Computes the shapes of the part of a microbatch that one data rank gets.
 
         Args:
             batch: Arrays or shapes of a whole batch, leaves [B, ...].
 
         Returns:
-            A tree of `jax.ShapeDtypeStruct` [B / (M * number of data ranks), ...].
+            A tree of `jax.ShapeDtypeStruct`, [B / (M * number of data ranks), ...], without shardings.
 
         Raises:
             ShapeError: If a leaf is not an array of numbers, or the microbatches and data ranks cannot share its rows equally.
@@ -147,7 +150,10 @@ class BatchLayout:
         return jax.tree_util.tree_map_with_path(share, batch)
 
     def by_microbatch(self, placed: Tree) -> Tree:
-        """Converts a placed batch to leaves [M, B/M, ...], in the traced program. On a mesh, returns `placed` itself."""
+        """Converts a placed batch to leaves [M, B/M, ...]. Can be traced.
+
+        If `mesh` is None, reshapes leaves [B, ...]. Otherwise, returns `placed` itself, which has these shapes already.
+        """
         if self.mesh is not None:
             return placed
         return by_microbatch(placed, self.num_microbatches)
@@ -164,7 +170,7 @@ def by_microbatch(batch: Tree, num_microbatches: int) -> Tree:
 
     Args:
         batch: Leaves [B, ...].
-        num_microbatches: M; must divide B.
+        num_microbatches: M. If it does not divide B, JAX raises an error.
 
     Returns:
         Leaves [M, B/M, ...]. Microbatch m has the rows [m * B/M, (m + 1) * B/M).

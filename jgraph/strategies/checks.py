@@ -38,7 +38,7 @@ def check_count(field: str, value: Any) -> None:
 
 
 def check_clip_norm(value: Any) -> None:
-    """Raises ConfigError unless `value` is a positive number or None."""
+    """Raises ConfigError unless `value`, the argument `clip_norm` of a step, is a positive number or None."""
     fits = value is None or (isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value) > 0)
     if not fits:
         must = "must be a positive number, or None to not clip"
@@ -91,7 +91,7 @@ def random_key(value: Any) -> Array:
         value: An integer seed in [-2**63, 2**63), a key of `jax.random.key`, or a uint32 vector of `jax.random.PRNGKey`.
 
     Returns:
-        The key. A key is returned unchanged.
+        For an integer, the key `jax.random.key(value)`. Otherwise, `value` itself.
 
     Raises:
         ConfigError: For any other value, such as an array of several keys.
@@ -114,7 +114,7 @@ def strings(field: str, value: Any, *, example: str) -> tuple[str, ...]:
         example: A valid element, for the error.
 
     Returns:
-        The strings, in order.
+        A tuple of the strings, in the order of `value`.
 
     Raises:
         ConfigError: If `value` is a single string, or not a collection of strings.
@@ -132,7 +132,7 @@ def check_shapes(strategy: Any) -> None:
     """Checks the argument `strategy` of a step.
 
     Args:
-        strategy: The argument. Only its `bind` and `shapes` are read.
+        strategy: The argument. Only its attributes `bind` and `shapes` are read; `bind` is not called.
 
     Raises:
         ConfigError: If `strategy` is a class, lacks the method `bind` or the attribute `shapes`, or a leaf of `shapes` is not a
@@ -148,11 +148,11 @@ def check_shapes(strategy: Any) -> None:
 
 
 def check_params(tree: Tree, shapes: Tree) -> None:
-    """Checks parameters against the shapes of the strategy. Dtypes may differ.
+    """Checks that parameters have the structure and shapes of `shapes`. Their dtypes may differ.
 
     Args:
         tree: Parameters in the model's own tree: arrays, shapes or Python numbers.
-        shapes: The shapes of the strategy.
+        shapes: The attribute `shapes` of the strategy: arrays or shapes in the model's own tree.
 
     Raises:
         ShapeError: If the structure or a shape differs, or a leaf is not a floating array. The message has the path of the
@@ -182,10 +182,11 @@ def reductions_of(carried: Tree, reductions: Tree) -> Tree:
 
     Args:
         carried: Arrays or shapes.
-        reductions: `mean`, `sum`, `max`, `last` or `halt` for all leaves, or a tree of these names like `carried`.
+        reductions: `mean`, `sum`, `max`, `last` or `halt` for all leaves, or a tree with the structure of `carried` and one of
+            these names for each leaf.
 
     Returns:
-        A tree of names like `carried`.
+        A tree with the structure of `carried` and one of these names for each leaf.
 
     Raises:
         ConfigError: If a leaf of `carried` is not an array, a name is unknown, the trees differ, or a leaf with the reduction
@@ -241,9 +242,9 @@ def _check_tree(label: str, tree: Tree, expected: Tree, *, like: str, field: str
 
 
 def check_batch(batch: Tree) -> None:
-    """Raises ShapeError unless a batch is a tree of arrays or shapes with dtypes of numbers, bools or random keys.
+    """Raises ShapeError unless each leaf of a batch is an array or shape with a dtype of numbers, bools or random keys.
 
-    Python numbers and None are not arrays. Numbers of rows are not checked.
+    Python numbers and None count as leaves that are not arrays. The numbers of rows are not checked.
     """
     if batch is None:
         raise ShapeError("`batch` is None: must be a tree of arrays with rows as first axes", field="batch")
@@ -273,12 +274,14 @@ def checked_loss(loss: Any, carried: Tree) -> Any:
         carried: Arrays or shapes of the carried state; {} if there is none.
 
     Returns:
-        A function with the same arguments and results. Numbers in the carried state of its result are converted to arrays.
+        A function with the same arguments and results as `loss`. Python numbers in the carried state of its result are
+        converted to arrays. `loss` itself if it is not callable.
 
     Raises:
-        ConfigError: If the function does not take these arguments.
-        ShapeError: By the returned function, if the result is neither a floating scalar nor a `Loss` with a floating scalar
-            total and a scalar weight, or its carried state differs from `carried` in structure, shapes or dtypes.
+        ConfigError: If `loss` is callable and does not take these arguments.
+        ShapeError: When the returned function is called, if the result is neither a floating scalar nor a `Loss` with a
+            floating scalar total and a scalar weight, or the carried state in the result differs from `carried` in structure,
+            shapes or dtypes.
     """
     if not callable(loss):
         return loss
@@ -341,7 +344,7 @@ def _named(tree: Tree) -> list[tuple[str, Any]]:
 
 
 def at(name: str) -> str:
-    """Returns the location of a leaf for a message, for example " at `w`". Empty if the tree is a single leaf."""
+    """Returns the location of a leaf for a message: " at `w`" for the name `w`, "" for the empty name of a tree of one leaf."""
     return f" at `{name}`" if name else ""
 
 

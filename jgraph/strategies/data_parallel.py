@@ -28,14 +28,15 @@ from jgraph.xla.explain import Memory
 class DataParallel:
     """The `BoundStrategy` of `Replicated` and `FullySharded`. Each device computes the whole model on its part of the batch.
 
-    With sharded parameters, each microbatch gathers parameters and reduce-scatters gradients over the axis `fsdp`, so that no
-    device holds a whole main_grad. Gradients are summed over the axis `data` once per step. Both sums are in `grads_dtype`.
+    With sharded parameters, each microbatch gathers parameters and reduce-scatters gradients over the axis `fsdp`, so no device
+    holds all summed gradients. Gradients are summed over the axis `data` once per step. Both sums are in the `grads_dtype` of
+    the objective.
 
     Attributes:
         mesh: The devices; None for one device.
         objective: The loss and the choices of the step.
-        loss: The loss function.
-        packing: The packing of the parameters. Packed arrays are sharded.
+        loss: The loss function, with its FP8 matmuls if the objective has an FP8 recipe.
+        packing: Which parameters share an array. The arrays of a step are named; `shards` shards these arrays.
         shards: How each array is sharded over the axis `fsdp`, by name; empty without this axis.
         compute_dtype: Matrices other than those of routers are cast to this dtype before they are gathered. None does not cast.
         reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying gathered.
@@ -66,10 +67,10 @@ class DataParallel:
             mesh: The devices; None for one device.
             shapes: Shapes of the parameters, in the model's own tree.
             objective: The loss function and the choices of the step.
-            shard: Called once with the shapes of the packed arrays by name. Returns their shardings by name. None replicates
-                the arrays.
-            alone: Names of parameters that must not be packed with others.
-            **choices: The attributes `compute_dtype` and `reshard_after_forward`.
+            shard: A function from a dict of the shapes of the packed arrays by name to a dict of their shardings by name.
+                Called once. None replicates all arrays.
+            alone: Names of parameters that must not be packed with others. Not read if `shard` is None.
+            **choices: Values of the attributes `compute_dtype` and `reshard_after_forward`; their defaults if left out.
 
         Returns:
             The bound strategy.
@@ -91,12 +92,12 @@ class DataParallel:
 
     @property
     def is_matrix(self) -> Tree:
-        """A dict of bools by the name of an array, True for arrays that hold matrices."""
+        """A dict from the name of each array of a step to a bool, True if the array holds matrices."""
         return self.packing.decay_mask()
 
     @property
     def batches(self) -> BatchLayout:
-        """The layout of a batch on the mesh."""
+        """An object that assigns the rows of a batch to microbatches and to the devices of the mesh."""
         return BatchLayout(self.mesh, self.objective.num_microbatches)
 
     @property
@@ -106,18 +107,22 @@ class DataParallel:
 
     @property
     def xla_options(self) -> tuple[str, ...]:
-        """XLA options for sharded parameters and for FP8, as `name=value`. Empty without both."""
+        """XLA options as `name=value`. () without FP8, unless the mesh has the axis `fsdp` with several devices."""
         return sharding.xla_options(self.mesh, self.objective.fp8)
 
     def on(self, mesh: Mesh) -> Self:
-        """Returns the same strategy on another mesh with the same shape and axis names. Moves no arrays."""
+        """Returns a copy of the strategy for another mesh with the same shape and axis names. Moves no arrays."""
         return replace(self, mesh=mesh)
 
     def pack(self, tree: Tree) -> Tree:
-        """Packs small parameters, and pads sharded axes with zeros. Returns a dict of arrays by name.
+        """Packs small parameters into shared arrays, and pads sharded axes with zeros.
 
         Args:
-            tree: Arrays in the model's own tree.
+            tree: Arrays with the structure and shapes of the model's own tree.
+
+        Returns:
+            A dict of arrays by name. A large parameter is an array with the name of the parameter, such as `blocks/0/kernel`.
+            Small parameters share arrays with names such as `small matrices (float32)`.
         """
         return {name: self._shard(name).pad(leaf) for name, leaf in self.packing.pack(tree).items()}
 
@@ -133,7 +138,11 @@ class DataParallel:
         return self.packing.unpack({name: self._shard(name).unpad(leaf) for name, leaf in params.items()})
 
     def shardings(self, params: Tree) -> Tree:
-        """Returns a dict with the NamedSharding of every array by name. The values are None on one device."""
+        """Returns a dict with the NamedSharding of each array by name. The values are None if the mesh is None.
+
+        Args:
+            params: The dict of arrays or shapes by name, as `pack` returns it.
+        """
         if self.mesh is None:
             return jax.tree.map(lambda _: None, params)
         return {name: NamedSharding(self.mesh, spec) for name, spec in self._specs.items()}
@@ -151,7 +160,7 @@ class DataParallel:
         """Compiles nothing, because the program of the update computes the gradients. Reads only `batch`.
 
         Returns:
-            A `GradientProgram` without executables.
+            A `GradientProgram` without executables and with `batch` as its `inputs`.
         """
         return GradientProgram(self, batch)
 
@@ -160,15 +169,16 @@ class DataParallel:
 
         Args:
             params: Dict of arrays by name, as `pack` returns it.
-            batch: Leaves [M, B/M, ...] for M microbatches of a batch of B rows. On a mesh, the second axis is sharded over the
-                data ranks.
+            batch: Leaves [M, B/M, ...] for M microbatches of a batch of B rows, also if the mesh is None. On a mesh, the second
+                axis is sharded over the data ranks (devices with their own rows).
             key: Random key of the step. Every data rank and microbatch gets its own key, folded from this one.
-            carry: Carried and observed state before the step.
+            carry: Carried and observed state (`TrainState.carry`) before the step.
 
         Returns:
-            (sums, gradient). The sums are a `Loss` over the whole batch, in float32 and with a weight; `carried` is the `Carry`
-            after the batch. The gradient of the mean is laid out like `params`, in `grads_dtype`; on one device with one
-            microbatch, in the dtype of `params`.
+            (sums, gradient). `sums` is a `Loss`: total, weight (never None) and metrics are float32 sums over the whole batch,
+            and `carried` is the `Carry` after the batch. `gradient` is the gradient of the mean loss, a dict with the names and
+            shapes of `params`. Its dtype is `grads_dtype` of the objective; with one microbatch and no mesh, it is the dtype
+            of `params` instead.
         """
         if self.mesh is None:
             return self._on_device(params, batch, key, carry)
@@ -279,10 +289,10 @@ class DataParallel:
     # --- Reports ---
 
     def predict_memory(self, batch: Tree) -> Pools:
-        """Predicts the bytes of main_grad (the summed gradient of one device) only. Does not read `batch`.
+        """Predicts the bytes of main_grad (the summed gradient on one device) only. Does not read `batch`.
 
         Returns:
-            Pools with the key `main_grad`, which cover `some` of the temporary arrays.
+            Pools with one entry in `sizes`, `main_grad`, and with `covers` set to `some`: there are other temporary arrays.
         """
         arrays = jax.eval_shape(self.pack, self.packing.treedef.unflatten(self.packing.leaves))
         ranks = self.mesh.shape.get(Axis.FSDP, 1) if self.mesh else 1
@@ -292,7 +302,7 @@ class DataParallel:
     def describe(
         self, batch: Tree, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None
     ) -> list[str]:
-        """Returns one line that describes the FP8 matmuls; no lines without FP8. Reads only `executables`."""
+        """Returns a list with one line that describes the FP8 matmuls, or [] without FP8. Reads only `executables`."""
         note = "; weights in FP8 stay gathered for the backward" * self.reshard_after_forward
         return [line + note for line in self.loss.describe(executables)]
 

@@ -32,8 +32,8 @@ class FullySharded(FSDPChoices):
             `functional(...).annotations`. The only allowed name is `fsdp`.
         compute_dtype: Matrices other than those of routers are cast to this floating dtype before they are gathered. None does
             not cast.
-        experts: Number of devices that the experts of `jgraph.MoE` are sharded over, a divisor of the size of `fsdp`. Tokens
-            are sent to the devices of their experts.
+        experts: Number of devices that the experts of `jgraph.MoE` are sharded over for the computation, a divisor of the size
+            of `fsdp`. Tokens are sent to the devices of their experts. 1 computes all experts on every device.
         shards: Shard `everything`, or only `experts` and replicate other parameters.
 
     Raises:

@@ -53,12 +53,15 @@ Reduction: TypeAlias = Literal["max", "sum", "mean", "last", "halt"]
 
 
 class Carry(NamedTuple):
-    """State other than parameters and optimizer state. A tree of reductions may also have this structure.
+    """State other than parameters and optimizer state: carried state and observed state.
+
+    A `Carry` may also hold the names of reductions in place of the arrays.
 
     Attributes:
         model: The carried state of the model. A loss function returns it. {} if there is none.
-        observed: State from the backward pass: amax histories of FP8; {} without them. The cotangent of the state before a
-            microbatch is the state after it. Reduced by maximum.
+        observed: State that the backward pass computes: the amax histories of FP8 matmuls. {} if there are none. The step
+            differentiates the loss with respect to this state, and the resulting "gradient" is the new state. Over microbatches
+            and devices, the new states are reduced by maximum.
     """
 
     model: Tree
@@ -70,13 +73,14 @@ class Objective:
     """The loss and the choices of a step that its strategy depends on. Made by `train_step`, which checks the values.
 
     Attributes:
-        loss: `loss(params, batch, key, *carried)`, or a `PipelineModel`.
+        loss: `loss(params, batch, key)`, or `loss(params, batch, key, carried)` if there is carried state; or a
+            `PipelineModel`.
         num_microbatches: Number of microbatches of a batch.
         grads_dtype: Floating dtype of sums of gradients over microbatches and devices.
-        packing: Whether `small` parameters share an array, or `nothing` does.
+        packing: `small` if small parameters share an array, `nothing` if every parameter has its own array.
         carried: Arrays or shapes of the model's carried state; {} if there is none.
-        reductions: Reductions of the carried state over microbatches and devices (`max`, `sum`, `mean`, `last` or `halt`), a
-            tree of names like `carried`.
+        reductions: How carried state is reduced over microbatches and devices. A tree with the structure of `carried`. Each
+            leaf is the name of a reduction: `max`, `sum`, `mean`, `last` or `halt`.
         fp8: Recipe for matmuls in FP8; None for none.
         batch: Arrays or shapes of a whole batch, leaves [B, ...]; required with `fp8`, may be None without.
     """
@@ -97,22 +101,26 @@ class Objective:
             observed: Shapes of the observed state.
 
         Returns:
-            A `Carry`: `model` has `reductions`, and `observed` the name `max` for every leaf.
+            A `Carry`: `model` is the attribute `reductions`, and `observed` is a tree like the argument with the name `max` in
+            place of each leaf.
         """
         return Carry(self.reductions, jax.tree.map(lambda _: "max", observed))
 
     @property
     def loss_args(self) -> tuple[Tree, ...]:
-        """Shapes of the arguments of the loss function after the batch: (key,), or (key, carried) if there is carried state."""
+        """Shapes of the arguments of the loss function after the batch.
+
+        (key,), or (key, carried) if there is carried state. The leaves are shapes or, in `carried`, the given arrays.
+        """
         key = jax.eval_shape(lambda: jax.random.key(0))
         return (key, self.carried) if jax.tree.leaves(self.carried) else (key,)
 
 
 def is_mean(found: Any) -> bool:
-    """True if the result of a loss function is a mean over its rows, False if it is a sum with a weight.
+    """True if the result of a loss function is a mean over the rows of its batch, False if it is a sum with a weight.
 
     Args:
-        found: The result: a scalar, or a `Loss`. A `Loss` without weight is a mean.
+        found: The result of the loss function: a scalar, which is a mean, or a `Loss`, which is a mean if its weight is None.
     """
     return not isinstance(found, Loss) or found.weight is None
 
@@ -124,8 +132,9 @@ def summed(loss: LossFunction) -> Callable[..., tuple[Array, Loss]]:
         loss: A function that returns a scalar or a `Loss`.
 
     Returns:
-        `f(*args) -> (total, sums)`. `total` is a float32 scalar. `sums` is a `Loss` with total, weight and metrics in float32,
-        and only `total` is differentiable. The weight of a mean is None.
+        `f(*args) -> (total, sums)`, where `args` are the arguments of `loss`. `total` is the result of `loss`, or its
+        `Loss.total`, as a float32 scalar. `sums` is a `Loss` with the same total, and the weight and metrics in float32; its
+        weight is None if the result is a mean. Weight, metrics and carried state have no gradient.
     """
 
     def of(*args: Any) -> tuple[Array, Loss]:
@@ -141,12 +150,15 @@ def merge(reductions: Tree, a: Loss, b: Loss) -> Loss:
     """Adds the sums of two microbatches, and merges their carried state.
 
     Args:
-        reductions: A tree of names like the carried state: `max`, `sum`, `mean`, `last` or `halt`.
-        a: Sums of the earlier microbatch.
-        b: Sums of the later microbatch.
+        reductions: Tree with the structure of the carried state. Each leaf is the name of a reduction: `max`, `sum`,
+            `mean`, `last` or `halt`.
+        a: Sums of the earlier microbatches.
+        b: Sums of the later microbatches.
 
     Returns:
-        The sums of both, and the merged carried state. Leaves with the reduction `mean` are sums, which `reduced` divides.
+        A `Loss` with the sums of totals, weights and metrics, and the carried state merged by `merged`. A weight that is None
+        in both stays None. Carried state with the reduction `mean` is summed; `reduced` divides it by the number of
+        microbatches later.
     """
     total, weight, aux = jax.tree.map(jnp.add, (a.total, a.weight, a.aux), (b.total, b.weight, b.aux))
     return Loss(total, weight, aux, jax.tree.map(merged, reductions, a.carried, b.carried))
@@ -161,21 +173,24 @@ def merged(kind: Reduction, a: Array, b: Array) -> Array:
         b: The leaf after the later microbatch.
 
     Returns:
-        The merged leaf: the maximum, the sum, or `b` for `last`. For `mean` it is the sum, which `reduced` divides.
+        The merged leaf: the elementwise maximum for `max` and `halt`, the sum for `sum` and `mean`, and `b` for `last`.
+        `reduced` divides the sum of a `mean` by the number of microbatches later.
     """
     functions = {"max": jnp.maximum, "halt": jnp.maximum, "sum": jnp.add, "mean": jnp.add, "last": lambda a, b: b}
     return functions[kind](a, b)
 
 
 def before_any(reductions: Tree, shapes: Tree) -> Tree:
-    """Returns the identity of `merge` for carried state, the initial value of an accumulation.
+    """Returns the carried state to start an accumulation from: merged with another state, it gives the other state.
 
     Args:
-        reductions: A tree of names like the carried state: `max`, `sum`, `mean`, `last` or `halt`.
+        reductions: Tree with the structure of the carried state. Each leaf is the name of a reduction: `max`, `sum`,
+            `mean`, `last` or `halt`.
         shapes: Shapes and dtypes of the carried state.
 
     Returns:
-        Arrays of these shapes: zeros; for `max` and `halt`, minus infinity or the lowest integer of the dtype.
+        A tree like `shapes` of new arrays: minus infinity (or the lowest integer of an integer dtype) for the reductions `max`
+        and `halt`, and zeros for the others.
     """
 
     def of(kind: Reduction, leaf: Any) -> Array:
@@ -186,18 +201,19 @@ def before_any(reductions: Tree, shapes: Tree) -> Tree:
 
 
 def finished(reductions: Tree, sums: Loss, count: int, axes: Sequence[str] = (), devices: int = 1) -> Loss:
-    """Reduces the sums and the carried state over all devices. Under `jax.shard_map` if there are axes.
+    """Reduces the sums and the carried state over all devices. Called under `jax.shard_map` unless `axes` is empty.
 
     Args:
-        reductions: A tree of names like the carried state: `max`, `sum`, `mean`, `last` or `halt`.
-        sums: Loss over the microbatches of this device.
+        reductions: Tree with the structure of the carried state. Each leaf is the name of a reduction: `max`, `sum`,
+            `mean`, `last` or `halt`.
+        sums: The sums over the microbatches of this device, and the carried state merged over them.
         count: Number of microbatches.
-        axes: Mesh axes to reduce over; empty on one device.
-        devices: Number of devices along these axes.
+        axes: Mesh axes to reduce over. Empty if there is no mesh.
+        devices: Number of devices along these axes; 1 if `axes` is empty.
 
     Returns:
-        The sums over all devices, and the reduced carried state, the same on all devices. The weight of means is
-        `count * devices`.
+        A `Loss`, the same on all devices: the sums over all devices, and the reduced carried state. If `sums.weight` is None,
+        the weight is `count * devices` in float32.
     """
     total, weight, aux = sums.total, sums.weight, sums.aux
     if axes:
@@ -207,17 +223,20 @@ def finished(reductions: Tree, sums: Loss, count: int, axes: Sequence[str] = (),
 
 
 def reduced(reductions: Tree, carried: Tree, count: int, axes: Sequence[str]) -> Tree:
-    """Divides means by the number of microbatches, and reduces carried state over mesh axes.
+    """Divides carried state with the reduction `mean` by the number of microbatches, and reduces all of it over mesh axes.
+
+    Called under `jax.shard_map` unless `axes` is empty.
 
     Args:
-        reductions: A tree of names like the carried state: `max`, `sum`, `mean`, `last` or `halt`.
+        reductions: Tree with the structure of the carried state. Each leaf is the name of a reduction: `max`, `sum`,
+            `mean`, `last` or `halt`.
         carried: Carried state, merged over the microbatches of this device.
         count: Number of microbatches.
-        axes: Mesh axes to reduce over, under `jax.shard_map`. Empty on one device.
+        axes: Mesh axes to reduce over. Empty if there is no mesh.
 
     Returns:
-        The carried state, the same on all devices: the maximum, sum or mean over the axes; for `last`, the state of the device
-        with the highest index along `axes`.
+        The carried state, the same on all devices. Over the axes, `max` and `halt` take the maximum, `sum` the sum, `mean` the
+        mean, and `last` the state of the device with the highest index along `axes`.
     """
     carried = jax.tree.map(lambda kind, leaf: leaf / count if kind == "mean" else leaf, reductions, carried)
     return jax.tree.map(lambda kind, leaf: _reduce(kind, leaf, axes), reductions, carried) if axes else carried
@@ -238,15 +257,16 @@ def _reduce(kind: Reduction, leaf: Array, axes: Sequence[str]) -> Array:
 
 
 def raised(reductions: Tree, flags: Tree, carried: Tree) -> Tree:
-    """Raises the leaves with the reduction `halt` to at least the values in another state. Does not change its arguments.
+    """Takes the elementwise maximum of two carried states in the leaves with the reduction `halt`.
 
     Args:
-        reductions: A tree of names like the carried state.
-        flags: Carried state with the lower bounds.
-        carried: The carried state.
+        reductions: Tree with the structure of the carried state. Each leaf is the name of a reduction: `max`, `sum`,
+            `mean`, `last` or `halt`.
+        flags: A carried state. Only its leaves with the reduction `halt` are used.
+        carried: Another carried state with the same structure.
 
     Returns:
-        `carried`, with the maximum of `carried` and `flags` in leaves with the reduction `halt`.
+        A new tree: the maximum of both in leaves with the reduction `halt`, and the leaves of `carried` elsewhere.
     """
     return jax.tree.map(lambda kind, a, b: jnp.maximum(a, b) if kind == "halt" else b, reductions, flags, carried)
 
@@ -255,12 +275,13 @@ def halted(reductions: Tree, carried: Tree) -> Array | None:
     """Returns the largest number in the leaves with the reduction `halt`.
 
     Args:
-        reductions: A tree of names like the carried state.
+        reductions: Tree with the structure of the carried state. Each leaf is the name of a reduction: `max`, `sum`,
+            `mean`, `last` or `halt`.
         carried: The carried state.
 
     Returns:
-        An int32 scalar, at least 0. If it is positive, the step must leave all other state unchanged. None if no leaf has this
-        reduction.
+        An int32 scalar: the largest number, or 0 if all are negative. None if no leaf has the reduction `halt`. If it is
+        positive, the step must not change state other than these leaves.
     """
     pairs = zip(jax.tree.leaves(reductions), jax.tree.leaves(carried), strict=True)
     found = [jnp.max(leaf, initial=0).astype(jnp.int32) for kind, leaf in pairs if kind == "halt"]

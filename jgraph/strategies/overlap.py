@@ -31,10 +31,11 @@ def reduce_in_buckets(
     reduce: Callable[[str, Array], Array],
     dtype: Any,
 ) -> tuple[dict[str, Array], Aux]:
-    """Runs a backward pass and reduces each bucket of gradients when it is complete. Traces `backward`, and replays the trace.
+    """Runs a backward pass, and reduces gradients over devices while it runs. Traces `backward`, and replays the trace.
 
-    A bucket has at least 128 MiB of gradients in `dtype`, except the last one. The equations after a bucket wait for its
-    gradients and for the reduction of the bucket before it.
+    The gradients are grouped into buckets in the order in which the backward pass computes them. Each bucket except the last
+    one has at least 128 MiB in `dtype`. A bucket is reduced as soon as all its gradients are computed. The later equations of
+    the backward pass wait for the gradients of the bucket, and for the reduction of the bucket before it.
 
     Args:
         backward: Maps `*args` to gradients by parameter name, and auxiliary outputs.

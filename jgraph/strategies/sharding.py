@@ -45,7 +45,7 @@ def xla_options(mesh: Mesh | None, fp8: FP8Config | None) -> tuple[str, ...]:
         fp8: The FP8 recipe; None without FP8.
 
     Returns:
-        Options as `name=value`. Empty without FP8 unless the axis `fsdp` has several devices.
+        Options as `name=value`. Empty if `fp8` is None and the mesh has no axis `fsdp` with several devices.
     """
     sharded = _XLA_OPTIONS if mesh is not None and mesh.shape.get(AXIS, 1) > 1 else ()
     return (*sharded, *(FP8_XLA_OPTIONS if fp8 else ()))
@@ -55,12 +55,15 @@ def xla_options(mesh: Mesh | None, fp8: FP8Config | None) -> tuple[str, ...]:
 class ShardSpec:
     """The sharding of an array over the N devices of the mesh axis `fsdp`.
 
+    Each device has 1/N of the padded array, its *shard*.
+
     Attributes:
-        axis: The sharded axis; None if the array is replicated.
-        length: Length of this axis.
-        padded: Length of this axis with padding, a multiple of N.
-        groups: Number of groups of neighboring devices. A group gathers only its part of the array, for example the experts
-            that its tokens are sent to. With several groups there is no padding.
+        axis: Index of the sharded axis. None if the array is replicated.
+        length: Length of this axis without padding; 0 if the array is replicated.
+        padded: Length of this axis with padding at its end, a multiple of N; 0 if the array is replicated.
+        groups: Number of equal groups of consecutive devices. If 1, the group is all N devices, and `gather` returns the whole
+            array. If larger, `gather` returns only the shards of the own group, for example the experts that its tokens are
+            sent to, and there is no padding.
     """
 
     axis: int | None
@@ -69,10 +72,11 @@ class ShardSpec:
     groups: int = 1
 
     def spec(self, *, lead: Sequence[str | None] = ()) -> PartitionSpec:
-        """Returns the PartitionSpec of the padded array.
+        """Returns the PartitionSpec of the padded array: `fsdp` for the sharded axis, None for the axes before it.
 
         Args:
-            lead: The mesh axis of each additional leading axis; None for an axis that is not sharded.
+            lead: Entries for additional axes in front of the array, one each: the name of a mesh axis, or None for an axis that
+                is not sharded.
         """
         return PartitionSpec(*lead) if self.axis is None else PartitionSpec(*lead, *[None] * self.axis, AXIS)
 
@@ -89,13 +93,14 @@ class ShardSpec:
     # --- On one device, under `jax.shard_map` ---
 
     def gather(self, part: Array) -> Array:
-        """All-gathers the array over the device group. Called under `jax.shard_map`.
+        """All-gathers the array over the devices of the own group. Called under `jax.shard_map`.
 
         Args:
-            part: The shard of this device, with padding. FP8 is sent as bytes.
+            part: The shard of this device, with padding; the whole array if it is replicated. FP8 is sent as bytes.
 
         Returns:
-            The array without padding; with several groups, the part of this group. A replicated array is returned unchanged.
+            If `groups` is 1, the whole array without padding. Otherwise, the shards of the own group, joined along the sharded
+            axis. A replicated array is returned unchanged. The dtype is that of `part`.
         """
         if self.axis is None or self._is_own:
             return part
@@ -107,14 +112,14 @@ class ShardSpec:
         return lax.bitcast_convert_type(whole, part.dtype) if is_fp8 else whole
 
     def scatter(self, whole: Array) -> Array:
-        """Reduce-scatters the gradient of a gathered array over the device group. Called under `jax.shard_map`.
+        """Reduce-scatters the gradient of a gathered array over the own group of devices. Called under `jax.shard_map`.
 
         Args:
-            whole: The gradient on this device, with the shape of the result of `gather`.
+            whole: This device's gradient of the result of `gather`, with the same shape.
 
         Returns:
-            The shard of the sum over the group, with padding. For a replicated array, the sum over the axis `fsdp`. If each
-            device is a group of its own, `whole` itself.
+            This device's shard of the sum of the gradients over the group, with padding, in the dtype of `whole`. For a
+            replicated array, the whole sum over the axis `fsdp`. If each device is a group of its own, `whole` itself.
         """
         if self.axis is None:
             return lax.psum(whole, AXIS)
@@ -146,19 +151,22 @@ def shard_specs(
     experts: Mapping[str, int] = MappingProxyType({}),
     shards: Sharded = "everything",
 ) -> dict[str, ShardSpec]:
-    """Chooses the sharding of arrays: along the requested axis, else the first divisible axis, else the longest axis, padded.
+    """Chooses the sharded axis of each array: the requested axis, else the first divisible axis, else the longest axis.
+
+    An axis is divisible if `ranks` divides its length. Other axes are padded.
 
     Args:
         shapes: Arrays or shapes by name.
         ranks: Size of the mesh axis `fsdp`.
-        axes: Requested axes by the name of an array. Other arrays have no entry.
+        axes: Requested axes by the name of an array. Arrays without a requested axis have no entry.
         taken: Axes that are sharded over another mesh axis, by the name of an array. They do not count as divisible axes.
-        pads: Whether arrays may be padded. If not, an array without a divisible or requested axis is replicated.
-        experts: Number of devices that experts are sharded over, by the name of an expert weight. `axes` has the expert axis.
+        pads: Whether the longest axis may be padded. If not, an array without a divisible or requested axis is replicated.
+        experts: For the name of each expert weight, the number of groups of devices (`ShardSpec.groups`). A group together
+            holds all experts that it computes. The expert axis must be the entry of this name in `axes`.
         shards: Shard `everything`, or only `experts` and replicate other arrays.
 
     Returns:
-        The sharding of every array by name. Scalars are replicated.
+        A dict with the sharding of every array by name. Scalars are replicated.
 
     Raises:
         ConfigError: If an array does not have the requested axis.
@@ -183,14 +191,16 @@ def shard_specs(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FSDPChoices:
-    """Choices of a strategy with the axis `fsdp`. Base class of `FullySharded`.
+    """Choices of a strategy that shards parameters over the mesh axis `fsdp`. Base class of `FullySharded`.
 
     Attributes:
-        shard_rules: Rules `PATTERN=AXIS`, with a shell pattern of parameter names and the index of the sharded axis.
-        annotations: PartitionSpecs by the name of a parameter, None for no annotation. Rules override them.
+        shard_rules: Rules `PATTERN=AXIS`. A parameter whose name matches the shell pattern is sharded along the axis with this
+            index.
+        annotations: For each parameter name, the PartitionSpec of the model; None for no annotation. The axis at the place of
+            `fsdp` is sharded. Rules override annotations.
         compute_dtype: Matrices other than those of routers are cast to this floating dtype before they are gathered. None does
             not cast.
-        experts: Number of devices that experts are sharded over.
+        experts: Number of devices that the experts of a mixture-of-experts layer are sharded over for the computation.
         shards: Shard `everything`, or only `experts` and replicate other parameters.
 
     Raises:
@@ -211,7 +221,7 @@ class FSDPChoices:
 
 
 def chosen_axes(tree: Tree, ranks: int, choices: FSDPChoices) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns the axes to shard that rules, annotations of the model, or experts determine.
+    """Returns the sharded axes that the choices determine, by rules, by annotations of the model, or as axes of experts.
 
     Args:
         tree: Arrays or shapes of the parameters.
@@ -219,8 +229,9 @@ def chosen_axes(tree: Tree, ranks: int, choices: FSDPChoices) -> tuple[dict[str,
         choices: The choices of the strategy.
 
     Returns:
-        Two dicts by parameter name: the axes from rules and annotations, and the expert axes of expert weights. The second is
-        empty if `experts` of the choices is 1 and `shards` is `everything`.
+        (asked, experts), two dicts from the name of a parameter to the index of an axis. `asked` has the axes from rules and
+        annotations, and no entry for other parameters. `experts` has the axis over experts of each expert weight; it is empty
+        if `choices.experts` is 1 and `choices.shards` is `everything`.
 
     Raises:
         ConfigError: If a rule or an annotation does not fit the parameters; if `experts` does not divide `ranks`; if `ranks`
@@ -252,11 +263,11 @@ def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, A
 
     Args:
         names: Names of all parameters.
-        rules: `PATTERN=AXIS` with shell patterns. Rules override the model's annotations.
+        rules: `PATTERN=AXIS`, with a shell pattern of names and the index of an axis. Rules override the model's annotations.
         specs: The model's annotations: a PartitionSpec or None by the name of a parameter.
 
     Returns:
-        Axes by parameter name, without entries for other parameters.
+        A dict from the name of a parameter to the index of its axis. Parameters without rule and annotation have no entry.
 
     Raises:
         ConfigError: If a rule has another form or matches nothing, two rules match a parameter with different axes, or a
@@ -296,19 +307,22 @@ def value_and_grads(
     """Differentiates a loss with respect to sharded parameters on one device, under `jax.shard_map`.
 
     Args:
-        loss: Maps (gathered parameters by name, `observed`) to (floating scalar, auxiliary output). Traced once.
+        loss: `loss(whole, observed) -> (scalar, aux)`. `whole` is the dict of gathered parameters by name. The scalar is
+            floating; aux is not differentiated. Traced once.
         parts: The shards of this device, by parameter name.
         shards: The sharding of each parameter.
         dtypes: Dtype by parameter name, to which the parameter is cast before it is gathered.
-        observed: Observed state (amax histories of FP8). The loss is also differentiated with respect to it.
-        grads_dtype: Dtype of gradients during the reduction.
+        observed: Observed state (amax histories of FP8) before the microbatch. The loss is also differentiated with respect to
+            this state.
+        grads_dtype: Dtype to which gradients are cast before they are summed over devices.
         reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying gathered.
-        reduce: Reduce gradients `in buckets` during the backward pass, or as XLA has `scheduled` the collectives.
+        reduce: `in buckets` sums groups of gradients over devices during the backward pass, in a fixed order. `scheduled` lets
+            XLA schedule the sum of each gradient.
 
     Returns:
-        (aux, gradients, observed): the auxiliary output; this device's shards of the gradients, summed over the axis `fsdp`, in
-        `grads_dtype`, by parameter name; and the gradient of `observed` on this device, which is the state after the
-        microbatch.
+        (aux, gradients, observed): the auxiliary output of `loss`; a dict by parameter name with this device's shards of the
+        gradients, summed over the device group of the parameter (`ShardSpec.scatter`), in `grads_dtype`; and the gradient of
+        `observed` on this device. FP8 matmuls make this gradient the observed state after the microbatch.
     """
     whole = gathered(parts, shards, dtypes)
     value, pull_back, aux = jax.vjp(loss, whole, observed, has_aux=True)
@@ -337,7 +351,8 @@ def gathered(parts: Mapping[str, Array], shards: Mapping[str, ShardSpec], dtypes
         dtypes: Dtype by parameter name, to which the parameter is cast before it is gathered.
 
     Returns:
-        The parameters by name, without padding; for a parameter with several groups, the part of this device's group.
+        The gathered parameters by name, in `dtypes`, without padding. A parameter with several groups (`ShardSpec.groups`) has
+        only the shards of this device's group.
     """
     return {name: shards[name].gather(part.astype(dtypes[name])) for name, part in parts.items()}
 
