@@ -111,12 +111,14 @@ _DATA, _CONSTANT = _Value(True), _Value(False)
 def find(jaxpr: core.Jaxpr, wanted: Sequence[bool], params: Sequence[int | None], data: Sequence[bool]) -> Found:
     """Finds the matmuls of data and a weight that is computed only from delayed parameters.
 
-    A value is *data* if it depends on the microbatch, on a parameter that is not delayed, or on the carry of a scan.
+    A parameter is *delayed* if its gradient is computed after the gradient of the input (wgrad after dgrad). A value is *data*
+    if it depends on the microbatch, on a parameter that is not delayed, or on the carry of a scan.
 
     Args:
         jaxpr: Jaxpr of the stage, the function that is differentiated. Not changed.
         wanted: For each output of the jaxpr, True if it is differentiated. Equations that only other outputs need are ignored.
-        params: For each input of the jaxpr, the index of the parameter if the input is a delayed parameter, otherwise None.
+        params: For each input of the jaxpr, a number of the caller's choice if the input is a delayed parameter, otherwise
+            None. The result names parameters by these numbers.
         data: For each input of the jaxpr, True if it is data. False for a delayed parameter.
 
     Returns:

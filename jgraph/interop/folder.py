@@ -121,7 +121,7 @@ class Folder:
 
         Args:
             names: The attribute `hugging_face` of the model class, which lists the tensors of a model.
-            settings: Settings of the model, the result of the method `settings`.
+            settings: Settings of the model, as `Folder.settings` returns them.
 
         Raises:
             ConfigError: If a tensor is missing, has another shape, or has a dtype other than float32, bfloat16 or float16. If

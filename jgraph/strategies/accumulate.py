@@ -35,7 +35,8 @@ def accumulate(
         dtype: Dtype in which gradients are summed and returned if M is at least 2. If M is 1, this argument is not used, and
             the gradients are returned in the dtypes from `sums_and_grads`.
         reductions: How carried state is merged over microbatches. A tree with the structure of `Loss.carried`. Each leaf is
-            the name of a reduction: `max`, `sum`, `mean`, `last` or `halt`.
+            the name of a reduction. `max` and `halt` take the elementwise maximum, `sum` and `mean` the sum, and `last` the
+            state of the last microbatch.
 
     Returns:
         The function `f`. Its sums are a `Loss` with the sums over the microbatches and the merged carried state. Carried state
