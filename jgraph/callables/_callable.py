@@ -259,8 +259,9 @@ class Graphed:
         Raises:
             CallableError: If the microbatch does not wait, another thread is in a call, or the callable was reset.
         """
-        self._check_alive()
-        self.waiting.drop(microbatch)
+        with self.waiting.taken_over():
+            self._check_alive()
+            self.waiting.drop(microbatch)
 
     @property
     def main_grad(self) -> PyTree:
@@ -294,9 +295,10 @@ class Graphed:
         Raises:
             CallableError: If another thread is in a call.
         """
-        self.waiting.drop(None)
-        self.gradients.free()
-        self.parts, self._is_reset = {}, True
+        with self.waiting.taken_over():
+            self.waiting.drop(None)
+            self.gradients.free()
+            self.parts, self._is_reset = {}, True
 
     def check_idle(self) -> None:
         """Raises CallableError if microbatches wait for a backward call, or the callable was reset."""

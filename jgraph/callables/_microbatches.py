@@ -1,6 +1,7 @@
 """Tracks microbatches from forward to their last backward call, and the thread that owns them."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from threading import RLock, get_ident
@@ -66,6 +67,15 @@ class Waiting:
     def __exit__(self, *_: Any) -> None:
         self._lock.release()
 
+    @contextmanager
+    def taken_over(self) -> Iterator[None]:
+        """Holds the lock also while microbatches of another thread wait, so that any thread can end them."""
+        self._acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
     def _acquire(self) -> None:
         # Raise instead of waiting for the other thread, because then the order of microbatches would depend on timing.
         if not self._lock.acquire(False):
@@ -125,22 +135,18 @@ class Waiting:
         del self.after["dgrad" if microbatch.number in self.after["dgrad"] else "forward"][microbatch.number]
 
     def drop(self, number: int | None) -> None:
-        """Removes waiting microbatches, and so drops the references to their arrays. Any thread may call it.
+        """Removes waiting microbatches, and so drops the references to their arrays. Call it under `taken_over`.
 
         Args:
             number: Number of the microbatch; None for all.
 
         Raises:
-            CallableError: If the microbatch does not wait, or another thread holds the lock.
+            CallableError: If the microbatch does not wait.
         """
-        self._acquire()
-        try:
-            if number is not None:
-                self._check_waits("drop", self.numbers, number)
-            for microbatch in [m for waiting in self.after.values() for m in waiting.values() if number in (None, m.number)]:
-                self.end(microbatch)
-        finally:
-            self._lock.release()
+        if number is not None:
+            self._check_waits("drop", self.numbers, number)
+        for microbatch in [m for waiting in self.after.values() for m in waiting.values() if number in (None, m.number)]:
+            self.end(microbatch)
 
     def check_none(self) -> None:
         """Raises CallableError if microbatches wait for a backward call."""
