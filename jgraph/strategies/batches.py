@@ -76,7 +76,10 @@ class BatchLayout:
         if sharding is None:
             return batch
         local, total = self._data_ranks
-        self._share(batch, local, "data ranks of this process")
+        leaves, multiple = jax.tree.leaves(batch), self.num_microbatches * local
+        # `_share` raises the error. It is not called in every step, because it describes each leaf by its path.
+        if not leaves or not all(checks.has_rows(leaf, multiple) for leaf in leaves):
+            self._share(batch, local, "data ranks of this process")
 
         def place(leaf: Any) -> Array:
             rows = np.asarray(leaf)

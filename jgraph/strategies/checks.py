@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jgraph.errors import ConfigError, ShapeError
+from jgraph.errors import ConfigError, ShapeError, check_choice
 from jgraph.precision.config import FP8Config
 from jgraph.strategies.objective import Loss, Reduction, Tree
 from jgraph.tree import leaf_names
@@ -198,20 +198,15 @@ def reductions_of(carried: Tree, reductions: Tree) -> Tree:
             raise ConfigError(f"`carried` has {_shown(leaf)}{at(name)}: {must}", field="carried")
     if isinstance(reductions, str):
         # The name is checked without carried state, too.
-        _check_reduction(reductions)
+        check_choice("reductions", reductions, get_args(Reduction))
         reductions = jax.tree.map(lambda _: reductions, carried)
     if (problem := _difference("`reductions`", reductions, carried, like="`carried`")) is not None:
         raise ConfigError(problem, field="reductions")
     for (name, leaf), kind in zip(_named(carried), jax.tree.leaves(reductions), strict=True):
-        _check_reduction(kind)
+        check_choice("reductions", kind, get_args(Reduction))
         if kind == "halt" and not jnp.issubdtype(leaf.dtype, jnp.integer):
             raise ConfigError(f"`reductions` is halt for {_shown(leaf)}{at(name)}: must be integers", field="reductions")
     return reductions
-
-
-def _check_reduction(name: Any) -> None:
-    if name not in (allowed := get_args(Reduction)):
-        raise ConfigError(f"`reductions` is {name!r}: must be one of {', '.join(allowed)}", field="reductions")
 
 
 def _check_tree(label: str, tree: Tree, expected: Tree, *, like: str, field: str, dtypes: Literal["equal", "floating"]) -> None:
@@ -254,6 +249,11 @@ def check_batch(batch: Tree) -> None:
         example = f", e.g. np.full(rows, {leaf!r})" if isinstance(leaf, numbers.Number) else ""
         must = "NumPy or JAX arrays of numbers" if _is_array(leaf) else f"only arrays with rows as first axes{example}"
         raise ShapeError(f"`batch` has {_shown(leaf)}{at(name)}: must have {must}", field="batch")
+
+
+def has_rows(leaf: Any, multiple: int) -> bool:
+    """Returns True if `leaf` is an array of numbers, and `multiple` divides the length of its first axis."""
+    return _is_array(leaf) and _is_numeric(leaf.dtype) and len(leaf.shape) > 0 and leaf.shape[0] % multiple == 0
 
 
 # --- The loss ---
