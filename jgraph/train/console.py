@@ -1,6 +1,7 @@
 """Terminal output of a run: the header, progress lines, warnings and the summary."""
 
-from dataclasses import dataclass
+import contextlib
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,7 +11,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from jgraph.data import Corpus
 from jgraph.train.config import TrainConfig
 from jgraph.train.model import is_built_in
-from jgraph.train.presets import changed_settings
+from jgraph.train.presets import PRESETS
+from jgraph.train.rundir import differences
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class Reporter:
             devices: Number and kind of the devices as a text, for example "8 NVIDIA H100 devices".
         """
         batch, optimizer = config.input, config.optimizer
-        sizes, changed = map(_settings, changed_settings(config))
+        sizes, changed = map(_settings, _changed_settings(config))
         slices = f" in {batch.num_microbatches} microbatches" if batch.num_microbatches > 1 else ""
         warmup = f" after {optimizer.warmup_steps} warmup steps" if optimizer.warmup_steps else ""
         final = f"{optimizer.learning_rate * optimizer.final_learning_rate:.3g}"
@@ -185,6 +187,28 @@ def _numbers(entry: dict[str, Any]) -> str:
     if entry["skipped"]:
         parts.append(f"{entry['skipped']} updates skipped")
     return "  ".join(parts)
+
+
+def _changed_settings(config: TrainConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Finds the settings of a run that are not defaults.
+
+    Args:
+        config: The configuration of a run.
+
+    Returns:
+        Two dicts from the dotted name of a setting, such as "moe.capacity" or "optimizer.beta1", to its value. The first has
+        the settings of the model that differ from the defaults of their dataclass, or all settings if the dataclass has fields
+        without a default. The second has the settings outside `model` and `distributed` that differ from the preset
+        `config.preset`, or from the defaults of `TrainConfig` without a preset.
+    """
+    model: Any = config.model
+    base = PRESETS[config.preset] if config.preset else TrainConfig(module=config.module)
+    base = base.changed(model=model, distributed=config.distributed)
+    defaults: dict[str, Any] = {}
+    with contextlib.suppress(TypeError):  # some settings have no default
+        defaults = {} if model is None else asdict(type(model)())
+    sizes = {} if model is None else differences(asdict(model), defaults)
+    return sizes, differences(config.to_dict(), base.to_dict())
 
 
 def _settings(fields: dict[str, Any]) -> str:
