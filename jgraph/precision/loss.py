@@ -177,15 +177,7 @@ class FP8Loss(StepLoss):
     ) -> Prepared:
         """Quantizes the weights, before the first microbatch of a step. Called inside the jitted step.
 
-        Args:
-            whole: The unsharded parameters of the loss function as a tree of `jax.ShapeDtypeStruct`, in the model's own tree.
-            parts: A dict with the parameters by name, such as `blocks/0/mlp/up/kernel`, or with this device's shards of them.
-            observed: Amax history at the beginning of the step; {} for current scaling.
-            args: Arguments of the loss function after the parameters, for one microbatch: arrays or `jax.ShapeDtypeStruct`.
-            over_devices: `over_devices(name, amax)` is called with a parameter name and the amax of this device's shard, a
-                float32 scalar. It returns the maximum over the devices. None if `parts` are not sharded.
-            uncast: Dtype of the gradient of a parameter that `fn` casts before an FP8 matmul, for example from float32 to
-                bfloat16. True: the matmul returns it in the parameter's dtype. False: it is first rounded to the cast's dtype.
+        The arguments are those of `StepLoss.prepare`. `observed` is the amax history; {} for current scaling.
 
         Returns:
             The arrays and the function that every microbatch uses. Without `over_devices`, the field `parts` is {}, and the
