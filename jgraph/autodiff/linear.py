@@ -88,7 +88,7 @@ class DelayedProduct:
 
     @property
     def is_wide(self) -> bool:
-        """True for a `dot_general` without batch axes whose output has at least four times as many elements as the data."""
+        """True for a `dot_general` without batch axes, if its output has at least four times as many elements as the data."""
         is_plain = self.eqn.primitive.name == "dot_general" and not any(self.eqn.params["dimension_numbers"][1])
         return is_plain and aval_of(self.eqn.outvars[0]).size >= 4 * self.x_aval.size
 

@@ -66,9 +66,9 @@ class ScheduleTables:
             `activation` or `gradient`. The slots of a rank that receives nothing follow the rule of `writes`. The source is
             `previous` or `next` for the previous or next rank of the ring, and `same` for another stage on the same rank. Pairs
             without transfers have no key.
-        enter: int32 [T], the microbatch whose forward of the first stage is in this tick; -1 for none.
-        leave: int32 [T], the microbatch whose forward of the last stage is in this tick; -1 for none.
-        back: int32 [T], the microbatch whose dgrad or full backward of the first stage is in this tick; -1 for none.
+        enter: int32 [T], the microbatch of a forward of the first stage in this tick; -1 for none.
+        leave: int32 [T], the microbatch of a forward of the last stage in this tick; -1 for none.
+        back: int32 [T], the microbatch of a dgrad or full backward of the first stage in this tick; -1 for none.
         slots: Maps each pool to its number of slots, the same on every rank, including additional slots.
         hops: Maps each of the sources `previous` and `next` that has transfers to the (sender, receiver) pairs of ranks. They
             are the argument `perm` of `jax.lax.ppermute`.

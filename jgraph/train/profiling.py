@@ -37,7 +37,7 @@ _PROFILED = "xla_enable_command_buffers_during_profiling=true"
 
 
 def profiled(config: TrainConfig, platform: str) -> TrainConfig:
-    """Returns a configuration whose compiled step uses its command buffers (CUDA graphs) also while a profiler runs.
+    """Returns a configuration. Its compiled step uses command buffers (CUDA graphs) also while a profiler runs.
 
     Without this configuration, XLA does not use command buffers under a profiler.
 
