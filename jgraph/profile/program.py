@@ -8,7 +8,9 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TypeAlias
+from typing import Self, TypeAlias
+
+from jaxlib import xla_client
 
 from jgraph.errors import ProfileError
 from jgraph.kernels.grouped import CALLS
@@ -26,6 +28,21 @@ class Program(HloModule):
     Create it with `Program.of(compiled.as_text())`. `instructions` is a dict of all `Instruction`s of the program by name. The
     methods take one of its values as their argument. FLOPs and bytes are of one run of the instruction on one device.
     """
+
+    @classmethod
+    def of_proto(cls, proto: bytes) -> Self:
+        """Parses a program that a trace contains.
+
+        Args:
+            proto: A serialized `HloModuleProto`.
+
+        Raises:
+            ProfileError: If XLA cannot read the program.
+        """
+        try:
+            return cls.of(xla_client.XlaComputation(proto).as_hlo_module().to_string())
+        except RuntimeError as e:
+            raise ProfileError(f"the program in the trace cannot be read ({e})") from e
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
         """Yields an instruction and, if it is a fusion, call or asynchronous start, the instructions inside it, recursively.

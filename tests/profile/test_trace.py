@@ -16,7 +16,8 @@ def events(rows):
     """Returns events from rows of (start, end, op)."""
     rows = sorted(rows)
     start, end, op = zip(*rows, strict=True)
-    texts = tuple(op), tuple(op), ("",) * len(rows), ("jit_step",) * len(rows), ("stream",) * len(rows)
+    unknown, modules = ("",) * len(rows), ("jit_step",) * len(rows)
+    texts = tuple(op), tuple(op), unknown, modules, ("stream",) * len(rows), unknown
     return Events(np.array(start, float), np.array(end, float), *texts)
 
 
