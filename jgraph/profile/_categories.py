@@ -47,7 +47,8 @@ _INTEGERS = frozenset(("pred", "s8", "s16", "s32", "s64", "u8", "u16", "u32", "u
 _SCOPE = re.compile(re.escape(PREFIX) + r"(\w+)")
 # Parts of JAX's name of an operation that are not scopes of the program.
 _NOT_SCOPES = {primitive.name for primitive in vars(primitives).values() if hasattr(primitive, "name")}
-_NOT_SCOPES |= {"", "body", "cond", "while", "closed_call", "eval_jaxpr", "checkpoint", "rematted_computation", "shard_map"}
+_NOT_SCOPES |= {"", "split", "body", "cond", "while", "closed_call", "eval_jaxpr", "shard_map"}
+_NOT_SCOPES |= {"checkpoint", "rematted_computation"}
 
 
 @dataclass(frozen=True)

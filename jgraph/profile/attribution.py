@@ -5,7 +5,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -34,7 +34,7 @@ class Step:
         ms: Time in ms until the next step starts, or until the end of the last event if only one step was traced.
         all_ms: Times in ms of all steps of the trace on this device, in order, a tuple of floats.
         programs: The programs that ran, by the name of the module in `events`. Modules without a known program are absent.
-        found_by: A sentence that says how the steps were found. Empty if their number was given.
+        found_by: The rule that found the steps, as a sentence. Empty if their number was given.
     """
 
     events: Events
@@ -164,9 +164,10 @@ def by_category(rank: int, step: Step) -> dict[str, Any]:
 def groups(step: Step, device: Device | None) -> list[dict[str, Any]]:
     """Returns `groups` of profile.json: groups of equal kernels. The group that exceeds its roofline most is the first.
 
-    Kernels are equal if they have the same category and label (see `Step.labels`). The roofline of a group is the least time that its work takes: the time of its
-    FLOPs at the GPU's matmul rate, or the time of its bytes at the GPU's copy rate, whichever is longer (Williams et al.,
-    "Roofline", doi:10.1145/1498765.1498785). For a collective it is the time of its bytes at the link rate.
+    Kernels are equal if they have the same category and label (see `Step.labels`). The roofline of a group is the least time
+    that its work takes: the time of its FLOPs at the GPU's matmul rate, or the time of its bytes at the GPU's copy rate,
+    whichever is longer (Williams et al., "Roofline", doi:10.1145/1498765.1498785). For a collective it is the time of its bytes
+    at the link rate.
 
     Args:
         step: The step of one device.
@@ -223,10 +224,11 @@ def totals(step: Step, names: Sequence[str]) -> list[dict[str, Any]]:
     """
     if not any(names):
         return []
-    count, ms = Counter(names), Counter[str]()
-    for name, own in zip(names, step.own_ms.tolist(), strict=True):
-        ms[name] += own
-    return [{"name": name, "count": count[name], "ms": total} for name, total in ms.most_common()]
+    members: dict[str, list[int]] = defaultdict(list)
+    for i, name in enumerate(names):
+        members[name].append(i)
+    rows = [{"name": name, "count": len(found), "ms": float(step.own_ms[found].sum())} for name, found in members.items()]
+    return sorted(rows, key=lambda row: -row["ms"])
 
 
 def collectives(step: Step) -> list[dict[str, Any]]:
@@ -242,7 +244,7 @@ def collectives(step: Step) -> list[dict[str, Any]]:
         `exposed_ms` is first.
     """
     events, rows = step.events, dict[tuple[str, str], dict[str, Any]]()
-    hiding: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    hiding: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for i in np.flatnonzero(step.is_collective):
         key = step.purposes[i].category, step.labels[i]
         row = rows.setdefault(key, {"label": key[1], "category": key[0], "count": 0, "ms": 0.0, "exposed_ms": 0.0})
@@ -253,7 +255,8 @@ def collectives(step: Step) -> list[dict[str, Any]]:
         for j in np.flatnonzero((overlap > 0) & ~step.is_collective):
             hiding[key][step.labels[j]] += float(overlap[j])
     for key, row in rows.items():
-        row |= {"hidden_ms": max(row["ms"] - row["exposed_ms"], 0.0), "hidden_by": hiding[key].most_common(_MOST_HIDING)}
+        longest = sorted(hiding[key].items(), key=lambda found: -found[1])[:_MOST_HIDING]
+        row |= {"hidden_ms": max(row["ms"] - row["exposed_ms"], 0.0), "hidden_by": longest}
     return sorted(rows.values(), key=lambda row: -row["exposed_ms"])
 
 
@@ -399,17 +402,29 @@ def action_kernels(step: Step) -> dict[str, np.ndarray]:
 
 def _programs(trace: Trace, program: Program | None) -> dict[str, Program]:
     """Returns the programs that ran, by module. Raises ProfileError if `program` did not."""
-    modules = dict.fromkeys(module for events in trace.devices.values() for module in events.module if module)
-    given = {module: program for module in modules if program and name_of(module) == program.name}
-    if program and not given:
-        ran = ", ".join(dict.fromkeys(map(name_of, modules)))
-        raise ProfileError(f"the trace has no kernel of the program {program.name}, but of {ran}: pass the program that ran")
-    for module in modules:
-        if module in trace.programs and module not in given:
-            # Another version of XLA may have written the program.
-            with contextlib.suppress(ProfileError):
-                given[module] = Program.of_proto(trace.programs[module])
-    return given
+    ops: dict[str, set[str]] = defaultdict(set)
+    for events in trace.devices.values():
+        for module, op in zip(events.module, events.op, strict=True):
+            ops[module].add(op)
+    ran = dict.fromkeys(map(name_of, filter(None, ops)))
+    if program and program.name not in ran:
+        others = ", ".join(ran)
+        raise ProfileError(f"the trace has no kernel of the program {program.name}, but of {others}: pass the program that ran")
+    stored: dict[str, list[tuple[str, Program]]] = defaultdict(list)
+    for module, proto in trace.programs.items():
+        # Another version of XLA may have written the program.
+        with contextlib.suppress(ProfileError):
+            if name_of(module) in ran:
+                stored[name_of(module)].append((module, Program.of_proto(proto)))
+    if program:
+        stored[program.name] = [(program.name, program)]
+
+    def fit(module: str, candidate: tuple[str, Program]) -> tuple[int, bool]:
+        return len(ops[module].intersection(candidate[1].instructions)), candidate[0] == module
+
+    # An executable from the compilation cache has another number in its events.
+    found = {module: max(stored[name_of(module)], key=partial(fit, module)) for module in ops if stored.get(name_of(module))}
+    return {module: chosen for module, (_, chosen) in found.items()}
 
 
 def _name_captured(events: Events, programs: Mapping[str, Program]) -> Events:
@@ -424,23 +439,21 @@ def _name_captured(events: Events, programs: Mapping[str, Program]) -> Events:
 def _find_steps(
     trace: Trace, programs: Mapping[str, Program], program: Program | None, count: int | None
 ) -> tuple[_Bounds, str]:
-    """Returns the start and end of each step by device, and a sentence that says how they were found."""
-    ms: Counter[str] = Counter()
+    """Returns the start and end of each step by device, and `Step.found_by`."""
+    ms: dict[str, float] = defaultdict(float)
     for events in trace.devices.values():
-        for module, took in zip(events.module, (events.end - events.start).tolist(), strict=True):
-            ms[module] += took
-    every = set(ms) - {""} or {""}
-    main = max(every, key=ms.__getitem__)
+        for module, took in zip(events.module, events.end - events.start, strict=True):
+            ms[name_of(module)] += took
+    every = {module for events in trace.devices.values() for module in events.module} - {""} or {""}
+    name = program.name if program else max(map(name_of, every), key=ms.__getitem__)
+    # A function that was compiled several times is several modules.
+    executions = {module: _executions(trace, module, programs) for module in every if name_of(module) == name}
+    main = max(executions, key=executions.__getitem__)
     if count:
-        chosen = {module for module in every if name_of(module) == program.name} if program else {main}
-        try:
-            return _bounds(trace, chosen, count), ""
-        except ProfileError:
-            return _bounds(trace, every, count), ""
-    executions = min(filter(None, (_executions(events, main, programs) for events in trace.devices.values())))
+        return _bounds(trace, {main}, count), ""
     annotated = f"{trace.annotated} steps, marked by jax.profiler.StepTraceAnnotation."
-    repeated = f"{executions} steps: the executions of {name_of(main)}, the program with the longest time."
-    rules = ({main}, trace.annotated, annotated), (every, trace.annotated, annotated), ({main}, executions, repeated)
+    repeated = f"{executions[main]} steps: the executions of {name}, the program with the longest time."
+    rules = ({main}, trace.annotated, annotated), (every, trace.annotated, annotated), ({main}, executions[main], repeated)
     for modules, number, found_by in rules:
         with contextlib.suppress(ProfileError):
             if number > 1:
@@ -448,13 +461,14 @@ def _find_steps(
     return _bounds(trace, every, 1), "The whole trace is one step, because no program was repeated."
 
 
-def _executions(events: Events, module: str, programs: Mapping[str, Program]) -> int:
-    """Counts the executions of a module on a device: the runs of its rarest instruction outside of loops and branches."""
+def _executions(trace: Trace, module: str, programs: Mapping[str, Program]) -> int:
+    """Counts the executions of a module: the runs of its rarest instruction outside of loops and branches."""
+    events = next(events for events in trace.devices.values() if module in events.module)
     given = zip(events.module, events.op, events.name, strict=True)
     runs = Counter(op or name for of, op, name in given if of == module)
     program = programs.get(module)
-    entry = program.computations[program.entry].instructions if program else {}
-    return min([number for op, number in runs.items() if op in entry] or runs.values(), default=0)
+    entry = program.computations[program.entry].instructions if program and program.entry else {}
+    return min([number for op, number in runs.items() if op in entry] or runs.values())
 
 
 def _bounds(trace: Trace, modules: Collection[str], count: int) -> _Bounds:

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from jgraph.errors import JgraphError, os_errors, require
+from jgraph.errors import os_errors, require
 from jgraph.page import render
 from jgraph.processes import is_process_zero
 from jgraph.profile import report
@@ -17,9 +17,9 @@ from jgraph.xla.launches import traced
 def record(path: str | os.PathLike[str]) -> Iterator[None]:
     """Profiles the JAX programs that run in a `with` block, and writes a page with the time of each kernel.
 
-    Runs JAX's profiler. Waits for all live arrays at the end of the block. The page shows the last step but one of the loop in
-    the block. A step is what `jax.profiler.StepTraceAnnotation` marks, or otherwise an execution of the program with the longest
-    time. Compile every program before the block, or run at least three steps. Example:
+    Runs JAX's profiler, and waits for all live arrays at the end of the block. The page shows the last step but one, so run at
+    least three. `jax.profiler.StepTraceAnnotation` marks steps. Without marks, each execution of the program with the longest
+    time is a step. Example:
 
         with jgraph.record("page.html"):
             for batch in batches:

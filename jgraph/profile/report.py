@@ -16,7 +16,7 @@ from jgraph.page import render
 from jgraph.profile import _actions, attribution
 from jgraph.profile.attribution import Step
 from jgraph.profile.program import Program
-from jgraph.profile.trace import find, read
+from jgraph.profile.trace import read
 from jgraph.schedule import files
 from jgraph.schedule.action import KINDS
 
@@ -92,14 +92,14 @@ def of_trace(path: Path, *, program: Path | None = None, steps: int | None = Non
 
     Args:
         path: A *.xplane.pb file, or a directory. In a directory and below, reads the newest *.xplane.pb file.
-        program: A file with the text of a program that ran, the result of `compiled.as_text()`. By default, the programs are
-            those that the profiler stored in the trace.
+        program: A file with the text of a program that ran, the result of `compiled.as_text()`. By default, the profiler has
+            stored the programs in the trace.
         steps: The number of equal steps in the trace. By default, `attribution.choose_step` finds the steps.
 
     Returns:
         A dict of JSON values with the keys of the result of `of_run`. `title` is the name of the program with the longest time
-        and the devices. `about.notes` says how the steps were found, which programs are missing, and how much of the time ran
-        in CUDA graphs. `about.date` and `about.flags` are empty. `captured` and `pipeline` are None. `memory` has only `pools`,
+        and the devices. `about.notes` has the rule that found the steps, the missing programs, and the time in CUDA graphs.
+        `about.date` and `about.flags` are empty. `captured` and `pipeline` are None. `memory` has only `pools`,
         which is empty.
 
     Raises:
@@ -127,8 +127,8 @@ def _notes(step: Step, graphs: Sequence[Mapping[str, Any]]) -> list[str]:
     missing = dict.fromkeys(attribution.name_of(module) for module in step.events.module if module not in {"", *step.programs})
     if missing:
         notes.append(
-            f"The trace does not have the text of {', '.join(missing)}, so its kernels have no source lines and rooflines: pass "
-            "`program`, a file with the result of compiled.as_text()."
+            f"The trace does not have the text of {', '.join(missing)}, so its kernels have no source lines and rooflines. "
+            "Pass `program`: a file with the result of compiled.as_text()."
         )
     if graphs:
         ms, named_ms = (sum(graph[key] for graph in graphs) for key in ("ms", "named_ms"))
