@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from jaxlib.xla_client import hlo
 
 from jgraph.errors import ProfileError
 from jgraph.profile.attribution import choose_step, collectives
@@ -104,6 +105,17 @@ def test_steps_are_found_without_their_number(rows, annotated, all_ms, found_by)
     (step,) = choose_step(Trace("CPU", {0: events(rows)}, {}, annotated=annotated)).values()
     assert step.all_ms == all_ms
     assert step.found_by.startswith(found_by)
+
+
+def test_a_program_from_the_compilation_cache_is_found_by_its_instructions():
+    def proto(name):
+        line = f"  ROOT %{name} = f32[] constant(0)"
+        module = hlo.hlo_module_from_text(f"HloModule jit_step\n\nENTRY %main () -> f32[] {{\n{line}\n}}\n")
+        return module.as_serialized_hlo_module_proto()
+
+    programs = {"jit_step(1)": proto("other"), "jit_step(7)": proto("a"), "jit_step(8)": b"of another version of XLA"}
+    (step,) = choose_step(Trace("CPU", {0: events(loop())}, {}, programs)).values()
+    assert {module: list(program.instructions) for module, program in step.programs.items()} == {"jit_step(1)": ["a"]}
 
 
 def test_a_step_has_the_events_of_all_programs():
