@@ -118,11 +118,11 @@ def of_trace(path: Path, *, program: Path | None = None, steps: int | None = Non
     title = f"{next(filter(None, ms), 'no program')}, {devices} x {trace.device}"
     about = {"title": title, "device": trace.device, "devices": devices, "versions": trace.versions, "date": "", "flags": ""}
     found = _report(about, chosen) | {"captured": None, "memory": {"pools": {}}}
-    return found | {"about": found["about"] | {"notes": _notes(first, found["graphs"])}}
+    return found | {"about": found["about"] | {"notes": _notes(first, trace.device, found["graphs"])}}
 
 
-def _notes(step: Step, graphs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the sentences on a trace: how the steps were found, and which parts of the report are missing and why."""
+def _notes(step: Step, device: str, graphs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns sentences on a trace: the rule that found the steps, missing programs, and CUDA graphs."""
     notes = [step.found_by] if step.found_by else []
     missing = dict.fromkeys(attribution.name_of(module) for module in step.events.module if module not in {"", *step.programs})
     if missing:
@@ -136,6 +136,11 @@ def _notes(step: Step, graphs: Sequence[Mapping[str, Any]]) -> list[str]:
             f"{ms:.3f} ms of kernels ran in CUDA graphs, where the profiler does not record instructions. {named_ms:.3f} ms of "
             "them are in kernels with the name of an instruction. For the others, record a trace without CUDA graphs: compile "
             'with compiler_options={"xla_gpu_enable_command_buffer": ""}.'
+        )
+    elif device != "CPU":
+        notes.append(
+            "No kernel ran in a CUDA graph. By default, XLA does not use CUDA graphs while a profiler runs, so a step with many "
+            "short kernels takes longer than without the profiler."
         )
     return notes
 

@@ -95,7 +95,9 @@ def test_a_trace_alone_has_the_report_of_the_recording(name, recorded, reports):
     found = report.of_trace(recorded(name) / "uncaptured")
     for key in ("uncaptured", "groups", "lines", "scopes", "collectives", "timeline"):
         assert found[key] == reports[name][key]
-    assert found["about"]["notes"] == ["2 steps, marked by jax.profiler.StepTraceAnnotation."]
+    steps, graphs = found["about"]["notes"]
+    assert steps == "2 steps, marked by jax.profiler.StepTraceAnnotation."
+    assert graphs.startswith("No kernel ran in a CUDA graph.")
     assert found["about"]["versions"] == {"jax": "0.11.2", "jaxlib": "0.11.2"}
 
 
