@@ -169,7 +169,7 @@ def _trace(data: ProfileData, file: Path) -> Trace:
     rows = {number: found for number, found in rows.items() if found}
     if not rows:
         problem = "no GPU ran a kernel" if gpus else "it has neither a GPU nor a CPU program"
-        raise ProfileError(f"{file}: {problem}; trace at least one whole step, e.g. with `profile` 10:13")
+        raise ProfileError(f"{file}: {problem}; trace at least one whole step")
     first = min(row[0] for found in rows.values() for row in found)
     devices = {}
     for number, found in sorted(rows.items()):
