@@ -35,3 +35,4 @@ from .step.train_step import train_step as train_step
 from .strategies import FullySharded as FullySharded, Loss as Loss, Replicated as Replicated
 from .train.loaded import load as load
 from .xla.explain import explain as explain
+from .xla.jit import jit as jit
