@@ -153,6 +153,7 @@ def compare(before: Path, after: Path) -> int:
 
 
 def main() -> int:
+    """Runs the command line and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("run")

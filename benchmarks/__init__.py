@@ -1,0 +1,1 @@
+"""Benchmarks of jgraph against PyTorch and plain JAX. Run `python -m benchmarks list`."""

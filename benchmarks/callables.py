@@ -1,18 +1,18 @@
-"""`make_graphed_callables` against `jax.jit` and PyTorch: what a replay costs the host, and a pipeline's step.
+"""Graphed callables against `jax.jit` and PyTorch: host time of a replay, and the step of a pipeline.
 
 python -m benchmarks run callables --parts blocks pipeline
-python -m benchmarks run callables --parts blocks --soak 1000       # what replays leave in memory
+python -m benchmarks run callables --parts blocks --soak 1000       # watches memory growth over 1,000 iterations
 """
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from benchmarks.rows import Row, fastest, named, ratio, spread
-from benchmarks.runner import Benchmark, Soaked, Work
+from benchmarks.rows import Row, fastest, ratio, row_name, spread
+from benchmarks.runner import Benchmark, SoakOptions, Work
 from benchmarks.tables import Section, number
-from benchmarks.turns import Entrant
-from benchmarks.works import MLPSize, torchs
+from benchmarks.turns import Candidate
+from benchmarks.works import MLPSize, torch_pipeline
 
 PROGRAM = "benchmarks.programs.graphed"
 TORCH = "graphed callables"
@@ -32,54 +32,84 @@ PIPELINES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(Soaked):
-    """Chooses what is run."""
+class CallablesOptions(SoakOptions):
+    """Flags of the benchmark."""
 
     parts: tuple[Literal["blocks", "pipeline"], ...] = ("blocks", "pipeline")
-    """blocks use one GPU and can be soaked, pipeline uses `--ranks`."""
+    """Parts to run. `blocks` uses one GPU and supports `--soak`. `pipeline` uses `--ranks` GPUs."""
     variant: tuple[str, ...] = (BLOCKS[1],)
-    """Blocks that a soak runs."""
+    """Variant of `blocks` to soak."""
     ranks: int = 4
-    """GPUs of the pipeline."""
+    """Number of GPUs of the pipeline."""
     pipelines: tuple[str, ...] = ("launch-bound", "large")
-    """Pipelines whose name begins so."""
+    """Prefixes of the pipelines to run."""
     schedules: tuple[str, ...] = ("aligned", "zb-h1", "1f1b", "zb-v", "aligned:2")
-    """Schedules of `jgraph.schedule`, with chunks per rank after a colon; the first one is in every round."""
+    """Schedules of `jgraph.schedule`, optionally with chunks per rank after a colon. The first one runs in every round."""
     peers: tuple[str, ...] = ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")
-    """Schedules of torch.distributed.pipelining; none where the flag stands alone."""
+    """Schedules of torch.distributed.pipelining. Pass the flag without values to skip PyTorch."""
 
 
-def works(options: Flags) -> Iterator[Work]:
+def works(options: CallablesOptions) -> Iterator[Work]:
+    """Yields the selected works."""
     size = SIZES[options.sizes]
     for part in options.parts:
-        asked = {"task": part, "size": size}
+        request = {"task": part, "size": size}
         if part == "blocks":
-            entrants = [entrant("jax" if name == JITTED else "jgraph", name, asked) for name in BLOCKS]
-            entrants += [
-                Entrant({"system": "torch", "variant": name}, "benchmarks.peers.blocks", asked | {"variant": name}, gpus=1)
+            candidates = [candidate("jax" if name == JITTED else "jgraph", name, request) for name in BLOCKS]
+            candidates += [
+                Candidate({"system": "torch", "variant": name}, "benchmarks.peers.blocks", request | {"variant": name}, gpus=1)
                 for name in (TORCH, f"{TORCH}, no rotary", "eager")
             ]
-            # They wait for the host: which kernels are chosen while others build does not show.
-            yield Work(part, {"ranks": 1, "size": size}, [entrants], building=0)
+            # Host time limits these variants, so kernels that were autotuned under load do not change the result.
+            yield Work(part, {"ranks": 1, "size": size}, [candidates], building=0)
         elif not options.soak:
             for name, layers in PIPELINES[options.sizes].items():
                 if name.startswith(options.pipelines) or options.sizes == "tiny":
-                    yield pipeline(name, layers, options)
+                    yield pipeline_work(name, layers, options)
 
 
-def entrant(system: str, variant: str, asked: Row) -> Entrant:
-    return Entrant({"system": system, "variant": variant}, PROGRAM, asked | {"variant": variant})
+def candidate(system: str, variant: str, request: Row) -> Candidate:
+    """Returns the candidate of a variant of the blocks.
+
+    Args:
+        system: jgraph or jax.
+        variant: An entry of `BLOCKS`.
+        request: Request without the variant.
+
+    Returns:
+        The candidate.
+    """
+    return Candidate({"system": system, "variant": variant}, PROGRAM, request | {"variant": variant})
 
 
-def pipeline(name: str, size: MLPSize, options: Flags) -> Work:
-    asked = {"task": "pipeline", "size": asdict(size), "ranks": options.ranks}
+def pipeline_work(name: str, size: MLPSize, options: CallablesOptions) -> Work:
+    """Returns the work of a pipeline.
+
+    Args:
+        name: Its name.
+        size: Its size.
+        options: Flags.
+
+    Returns:
+        The work.
+    """
+    request = {"task": "pipeline", "size": asdict(size), "ranks": options.ranks}
     ours = [{"schedule": text, "join": join} for text in options.schedules for join in ("segments", "nothing")]
-    entrants = [Entrant({"system": "jgraph", **one}, PROGRAM, asked | one) for one in ours]
-    entrants += [torchs(peer, size, options.ranks, options) for peer in options.peers]
-    return Work(name, {"ranks": options.ranks, "size": asdict(size)}, [entrants])
+    candidates = [Candidate({"system": "jgraph", **one}, PROGRAM, request | one) for one in ours]
+    candidates += [torch_pipeline(peer, size, options.ranks, options) for peer in options.peers]
+    return Work(name, {"ranks": options.ranks, "size": asdict(size)}, [candidates])
 
 
 def section(work: str, result: Row) -> Section:
+    """Returns the table layout.
+
+    Args:
+        work: Name of the work.
+        result: Its result.
+
+    Returns:
+        The section.
+    """
     rows, size, ranks = result["rows"], result["size"], result["ranks"]
     if work == "blocks":
         torch = next((row for row in rows if row["variant"] == TORCH and "ms" in row), None)
@@ -87,30 +117,30 @@ def section(work: str, result: Row) -> Section:
         return Section(
             f"{size['num_blocks']} GPT blocks, {shape}: forward and backward",
             {
-                "variant": named,
-                "host us a replay": number("host_us", ".1f"),
-                "ms an iteration": number("ms", ".3f"),
-                "fastest, slowest": spread,
-                "host / torch": lambda row: ratio(row, torch, "host_us"),
-                "ms / torch": lambda row: ratio(row, torch),
+                "variant": row_name,
+                "host time per replay, us": number("host_us", ".1f"),
+                "time per iteration, ms": number("ms", ".3f"),
+                "fastest, slowest, ms": spread,
+                "host time / torch": lambda row: ratio(row, torch, "host_us"),
+                "time / torch": lambda row: ratio(row, torch),
             },
-            notes="Host time is until an iteration is handed over to an idle device, over its replays. The ratios are to torch "
-            f"{TORCH}.",
+            notes="Host time is the time to dispatch an iteration to an idle device, divided by its number of replays. Ratios "
+            f"are relative to torch {TORCH}.",
         )
     peer, flops = fastest(rows, "torch"), MLPSize(**size).flops
     return Section(
         f"Pipeline, {work}, {size['layers']} layers, {size['microbatches']} microbatches, {ranks} ranks",
         {
-            "schedule": named,
-            "ms a step": number("ms"),
-            "fastest, slowest": spread,
-            "ms / fastest torch": lambda row: ratio(row, peer),
-            "host ms": number("host_ms"),
-            "TFLOP/s a GPU": lambda row: f"{flops / ranks / row['ms'] / 1e9:.0f}",
+            "schedule": row_name,
+            "step, ms": number("ms"),
+            "fastest, slowest, ms": spread,
+            "step / fastest torch": lambda row: ratio(row, peer),
+            "host, ms": number("host_ms"),
+            "TFLOP/s per GPU": lambda row: f"{flops / ranks / row['ms'] / 1e9:.0f}",
             "loss": number("loss", ".6g"),
         },
-        notes="Every step is waited for. Gradients are summed up in float32 in jgraph, in bfloat16 in torch.",
+        notes="The host waits after every step. jgraph accumulates gradients in float32, torch in bfloat16.",
     )
 
 
-BENCHMARK = Benchmark("Graphed callables", __doc__, Flags, works, section)
+BENCHMARK = Benchmark("Graphed callables", __doc__, CallablesOptions, works, section)

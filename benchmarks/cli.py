@@ -1,12 +1,12 @@
-"""The benchmarks from one command: which there are, running one, comparing two results, and README's tables.
+"""Lists, runs and compares the benchmarks, and writes the tables of their results.
 
     python -m benchmarks list
-    python -m benchmarks run fsdp --work gpt-1b3            # flags are the benchmark's own; so is --help
+    python -m benchmarks run fsdp --work gpt-1b3            # `run fsdp --help` shows the flags of the benchmark
     python -m benchmarks compare before.json after.json
     python -m benchmarks show results/
     python -m benchmarks readme --check
 
-A results file has rows of the schema in `benchmarks/rows.py`.
+`benchmarks/rows.py` documents the schema of a results file.
 """
 
 import importlib
@@ -17,10 +17,10 @@ from pathlib import Path
 import tyro
 
 from benchmarks import runner
-from benchmarks.compare import ResultsError, compared, distinct, read
+from benchmarks.compare import ResultsError, compare_files, distinct, read
 from benchmarks.readme import write_readme
-from benchmarks.rows import fastest, named, ratio
-from benchmarks.runner import benchmark_of, found, soaks
+from benchmarks.rows import fastest, ratio, row_name
+from benchmarks.runner import benchmark_of, find_benchmarks, soak_rows
 from benchmarks.tables import markdown
 from jgraph.cli import parse
 from jgraph.errors import JgraphError
@@ -32,30 +32,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Returns:
-        Exit code: 0 when done, 1 where README has drifted, 2 for input that cannot work (one line on stderr). A benchmark
-        may end the process with a code of its own.
+        The exit code: 0 on success, 1 if `readme --check` finds an outdated page, 2 for invalid input (one line on stderr). A
+        benchmark may exit with another code.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     own, rest = (argv[:2], argv[2:]) if argv[:1] == ["run"] else (argv, [])
 
     def list_() -> Command:
-        """List every benchmark, with the results it has left."""
-        return lambda: show(("benchmark", "results", "date", "device", "revision", "what"), listed())
+        """List all benchmarks and their results files."""
+        return lambda: print_table(("benchmark", "results", "date", "device", "revision", "description"), list_rows())
 
     def run(name: tyro.conf.Positional[str]) -> Command:
-        """Run a benchmark; the flags after its name are its own."""
-        return lambda: start(name, rest)
+        """Run a benchmark. Flags after NAME belong to the benchmark."""
+        return lambda: run_benchmark(name, rest)
 
     def compare(a: tyro.conf.Positional[Path], b: tyro.conf.Positional[Path]) -> Command:
         """Compare the times of two results files, row by row."""
-        return lambda: show(("row", "A ms", "B ms", "B/A", "B is"), compared(a, b))
+        return lambda: print_table(("row", "A, ms", "B, ms", "B/A", "B is"), compare_files(a, b))
 
     def show_(folder: tyro.conf.Positional[Path]) -> Command:
-        """Show every row of a folder's results: its time, PyTorch's fastest and ours over it by rounds, what failed or won."""
-        return lambda: show(("work", "row", "ms", "torch / it", "it / jgraph", "failed, chosen"), shown(folder))
+        """Show all rows of the results in a folder: time, ratios to the fastest PyTorch and jgraph rows, and errors."""
+        heads = ("work", "row", "ms", "fastest torch / row", "row / fastest jgraph", "error or choice")
+        return lambda: print_table(heads, show_rows(folder))
 
     def readme(*, check: bool = False) -> Command:
-        """Write README's tables of speed, and all others, from benchmarks/results; or only check whether they have drifted."""
+        """Write the tables of README.md, notes/benchmarks.md and benchmarks/results/*.md from the stored results.
+
+        Args:
+            check: Write nothing. Exit with code 1 if a page differs from the results.
+        """
         return lambda: write_readme(check)
 
     commands = {"list": list_, "run": run, "compare": compare, "show": show_, "readme": readme}
@@ -67,14 +72,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def start(name: str, flags: list[str]) -> int:
-    if name not in (scripts := found()):
-        raise ResultsError(f"no benchmark is named {name}; there are: {', '.join(scripts)}")
+def run_benchmark(name: str, flags: list[str]) -> int:
+    """Runs a benchmark.
+
+    Args:
+        name: Its module name.
+        flags: Its command-line flags.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ResultsError: If the benchmark does not exist.
+    """
+    if name not in (scripts := find_benchmarks()):
+        raise ResultsError(f"unknown benchmark {name}; choose one of: {', '.join(scripts)}")
     return importlib.import_module(f"benchmarks.{name}").BENCHMARK.main(name, flags)
 
 
-def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table whose columns stand under each other; nothing where it has no rows."""
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints an aligned Markdown table. Prints nothing if there are no rows.
+
+    Args:
+        columns: Headings.
+        rows: Cells.
+    """
     lines = [columns, *rows]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     heads, *cells = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
@@ -82,9 +104,9 @@ def show(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         print("\n".join(markdown(heads, cells)))
 
 
-def listed() -> Iterator[list[str]]:
-    """Yields a row for each results file; of a benchmark that has none, one all the same."""
-    scripts = found()
+def list_rows() -> Iterator[list[str]]:
+    """Yields one table row per results file, and one for each benchmark without results."""
+    scripts = find_benchmarks()
     files: dict[str, list[Path]] = {name: [] for name in scripts}
     for file in sorted(runner.RESULTS.glob("*.json")):
         files.setdefault(benchmark_of(file.stem, scripts), []).append(file)
@@ -93,18 +115,19 @@ def listed() -> Iterator[list[str]]:
             try:
                 facts = [distinct(read(file).values(), key) for key in ("date", "device", "revision")]
             except ResultsError:
-                facts = ["not readable", "", ""]
+                facts = ["unreadable", "", ""]
             yield [name, file.name, *facts, "" if nth else scripts.get(name, "")]
         if not own:
             yield [name, "", "", "", "", scripts[name]]
 
 
-def shown(folder: Path) -> Iterator[list[str]]:
+def show_rows(folder: Path) -> Iterator[list[str]]:
+    """Yields one table row per row of each results file in `folder`."""
     for file in sorted(folder.glob("*.json")):
         for work, result in read(file).items():
             peer, ours = (fastest(result["rows"], system) for system in ("torch", "jgraph"))
             for row in result["rows"]:
-                told = [f"{row['ms']:.3f}" if "ms" in row else "", ratio(peer, row), ratio(row, ours)]
-                yield [f"{file.stem} {work}", named(row)[:60], *told, row.get("failed", row.get("chosen", ""))[:100]]
+                times = [f"{row['ms']:.3f}" if "ms" in row else "", ratio(peer, row), ratio(row, ours)]
+                yield [f"{file.stem} {work}", row_name(row)[:60], *times, row.get("failed", row.get("chosen", ""))[:100]]
         if file.stem == "soaks":
-            yield from ([cells[0], *cells[2:6], cells[7]] for cells in soaks(read(file)))
+            yield from ([cells[0], *cells[2:6], cells[7]] for cells in soak_rows(read(file)))

@@ -1,4 +1,4 @@
-"""Results files, and two of them side by side: what was timed in both, and whether it was timed in the same way."""
+"""Reads results files and compares two of them row by row. Warns about settings that differ."""
 
 import json
 from collections import Counter
@@ -13,7 +13,7 @@ from jgraph.train.rundir import flatten
 
 _EXPECTED = "expected JSON as `python -m benchmarks run NAME` writes it to benchmarks/results"
 _SETTINGS = ("options", "config", "size", "ranks", "xla_options")
-# Of those, what chooses rows or says where things go or when to give up does not alter what a row measures.
+# Settings that select rows, name outputs or set timeouts. They do not change a measurement.
 _IDLE_OPTIONS = (
     "name out revision table mode variant variants presets work first parts pipelines schedules joins peers actions quick "
     "one_gpu rounds together soak hang_seconds timeout peer_timeout budget categories"
@@ -26,12 +26,12 @@ _NAMES = ("system", "schedule", "variant", "join", "microbatches")
 
 
 class ResultsError(JgraphError):
-    """Says that there is no such benchmark, or that a file is not what was asked for."""
+    """Raised for an unknown benchmark, a file without results, or a page without table markers."""
 
 
 @dataclass(frozen=True)
-class Timed:
-    """Holds the milliseconds of a row; None with the reason where it did not run."""
+class TimedRow:
+    """The times and settings of a row. `ms` is None and `failed` has the reason if the row did not run."""
 
     ms: float | None
     repeats_ms: list[float]
@@ -41,7 +41,11 @@ class Timed:
 
 
 def read(file: Path) -> dict[str, Row]:
-    """Returns the results of a file by work. Raises ResultsError where it has none."""
+    """Returns the results of a file by work.
+
+    Raises:
+        ResultsError: If the file cannot be read or has no results.
+    """
     try:
         data = json.loads(file.read_text())
     except OSError as e:
@@ -50,51 +54,71 @@ def read(file: Path) -> dict[str, Row]:
         data = None
     works = data.get("works") if isinstance(data, dict) else None
     if not isinstance(works, dict) or not all(isinstance(one, dict) and "rows" in one for one in works.values()):
-        raise ResultsError(f"{file} is not results of a benchmark; {_EXPECTED}")
+        raise ResultsError(f"{file} is not a results file; {_EXPECTED}")
     return works
 
 
 def distinct(results: Iterable[Row], fact: str) -> str:
-    """Returns all that results say of a fact; of a date the day."""
-    found = (one.get(fact) or one["environment"].get(fact) for one in results)
-    return ", ".join(sorted({one[: 10 if fact == "date" else None].removeprefix("1 x ") for one in found if one}))
+    """Returns the distinct values of a fact.
+
+    Args:
+        results: Results of several works.
+        fact: Key of a result or of its environment. A date is shortened to the day.
+
+    Returns:
+        The values, sorted and separated by commas.
+    """
+    values = (one.get(fact) or one["environment"].get(fact) for one in results)
+    return ", ".join(sorted({one[: 10 if fact == "date" else None].removeprefix("1 x ") for one in values if one}))
 
 
-def timed(file: Path) -> dict[str, Timed]:
-    """Returns everything in a results file that has a time, or says why not, by name."""
-    rows: dict[str, Timed] = {}
+def timed_rows(file: Path) -> dict[str, TimedRow]:
+    """Returns the rows of a file that have a time or an error, by name.
+
+    Raises:
+        ResultsError: If no row has a time.
+    """
+    rows: dict[str, TimedRow] = {}
     for work, result in read(file).items():
         for row in result["rows"]:
             name = ", ".join([work, *(str(row[key]) for key in _NAMES if row.get(key))])
             settings = flatten({key: one[key] for one in (result, row) for key in _SETTINGS if key in one})
-            settings["device"] = (result.get("device") or "not told").removeprefix("1 x ")
-            if "config" in result:  # of a time when a field was not there: as if it had been left alone
+            settings["device"] = (result.get("device") or "not recorded").removeprefix("1 x ")
+            if "config" in result:  # fields that are newer than the result have their default
                 settings = flatten({"config": json.loads(json.dumps(TrainConfig().to_dict()))}) | settings
             if "ms" in row or "failed" in row:
-                rows[name] = Timed(row.get("ms"), row.get("repeats_ms", []), row.get("failed", ""), result, settings)
+                rows[name] = TimedRow(row.get("ms"), row.get("repeats_ms", []), row.get("failed", ""), result, settings)
             for category, ms in row.get("categories", {}).items():
                 if ms > 0:
-                    rows[f"{name}: {category}"] = Timed(ms, [], "", result, settings)
+                    rows[f"{name}: {category}"] = TimedRow(ms, [], "", result, settings)
     if not any(row.ms for row in rows.values()):
         raise ResultsError(f"{file} has no times; {_EXPECTED}")
     return rows
 
 
-def compared(a: Path, b: Path) -> list[list[str]]:
-    """Returns a row of cells for everything that two files have timed; prints where and when, and how they differ."""
-    before, after = timed(a), timed(b)
+def compare_files(a: Path, b: Path) -> list[list[str]]:
+    """Compares the times of two results files. Prints the origin of both, changed settings, and rows that only one file has.
+
+    Args:
+        a: The baseline.
+        b: The other file.
+
+    Returns:
+        For each row in both files: name, both times, their ratio, and a verdict.
+    """
+    before, after = timed_rows(a), timed_rows(b)
     for side, file, rows in (("A", a, before), ("B", b, after)):
-        print("\n   ".join([f"{side}: {file}", *about(rows)]))
+        print("\n   ".join([f"{side}: {file}", *origins(rows)]))
     both = {name: (row, after[name]) for name, row in before.items() if row.ms and name in after and after[name].ms}
-    unlike = Counter(change for pair in both.values() for change in changes(*pair))
-    if unlike:
-        each = (change if rows == len(both) else f"{change} (of {rows} rows)" for change, rows in unlike.items())
-        print(f"warning: B did not run as A did, so B/A is not of the code alone: {'; '.join(each)}")
+    changed = Counter(change for pair in both.values() for change in changes(*pair))
+    if changed:
+        each = (change if rows == len(both) else f"{change} ({rows} rows)" for change, rows in changed.items())
+        print(f"warning: B/A does not compare the code alone, because settings differ: {'; '.join(each)}")
     if not both:
-        print("no row is in both")
+        print("the files have no row in common")
     for side, own, others in (("A", before, after), ("B", after, before)):
         for name in (name for name, row in own.items() if row.ms and name not in both and ": " not in name):
-            print(f"only in {side}: {name}" + (f" (in the other: {others[name].failed})" if name in others else ""))
+            print(f"only in {side}: {name}" + (f" (other file: {others[name].failed})" if name in others else ""))
     cells = []
     for name, (one, other) in both.items():
         ms = one.ms or 0.0, other.ms or 0.0
@@ -102,19 +126,27 @@ def compared(a: Path, b: Path) -> list[list[str]]:
     return cells
 
 
-def changes(a: Timed, b: Timed) -> Iterator[str]:
-    # A flag that one of the scripts did not have cannot be compared.
+def changes(a: TimedRow, b: TimedRow) -> Iterator[str]:
+    """Yields the settings that differ between two rows.
+
+    Args:
+        a: Row of the baseline.
+        b: Row of the other file.
+
+    Yields:
+        `KEY OLD -> NEW` for each setting that both rows have and that affects the measurement.
+    """
     for key in sorted((a.settings.keys() & b.settings.keys()) - _IDLE):
         if a.settings[key] != b.settings[key]:
             yield f"{key} {a.settings[key]} -> {b.settings[key]}"
 
 
-def about(rows: dict[str, Timed]) -> list[str]:
-    """Tells what ran where and when, in a line for each run that the file is made of."""
+def origins(rows: dict[str, TimedRow]) -> list[str]:
+    """Returns one line per run in a file: date, revision, versions, device, and its works if the file has several runs."""
     runs: dict[str, dict[str, None]] = {}
     for name, row in rows.items():
-        told, device = row.result["environment"], row.settings["device"]
-        versions = (f"{key} {told[key]}" for key in ("python", "jax", "jaxlib", "flax", "optax", "torch") if key in told)
-        run = ", ".join([told["date"], f"revision {told['revision']}", *versions, device])
+        env, device = row.result["environment"], row.settings["device"]
+        versions = (f"{key} {env[key]}" for key in ("python", "jax", "jaxlib", "flax", "optax", "torch") if key in env)
+        run = ", ".join([env["date"], f"revision {env['revision']}", *versions, device])
         runs.setdefault(run, {})[name.partition(",")[0]] = None
     return [run + (f": {', '.join(works)}" if len(runs) > 1 else "") for run, works in runs.items()]

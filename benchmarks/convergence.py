@@ -1,13 +1,13 @@
-"""Loss curves of runs that should be the same run, in one picture, with how far they are from the first of them.
+r"""Compares the loss curves of equivalent runs, and draws them.
 
     for graph in off auto full; do
         python -m jgraph.train --preset gpt-124m --data python-source --fsdp 4 --batch-size 32 --steps 2000 \
             --optimizer.warmup-steps 200 --log-every 10 --eval-every 500 --graph $graph --run-dir runs/$graph
-    done                                                            # and auto once more, as runs/again: the noise
+    done                                         # run auto a second time as runs/again, to measure the noise
     python -m benchmarks run convergence --runs auto=runs/auto again=runs/again off=runs/off full=runs/full
-    python -m benchmarks run convergence --draw notes/develop      # the picture, of the results that there are
+    python -m benchmarks run convergence --draw notes/develop    # draws the stored results
 
-FP8 against bf16, all at the same time on one GPU, whose memory they share:
+FP8 against bf16, with all four runs in parallel on one GPU:
 
     export XLA_CLIENT_MEM_FRACTION=0.22
     run() {
@@ -19,8 +19,8 @@ FP8 against bf16, all at the same time on one GPU, whose memory they share:
     python -m benchmarks run convergence --name convergence_fp8 --draw notes/develop \
         --runs bf16=runs/bf16 again=runs/again current=runs/current delayed=runs/delayed
 
-The first run and those with its settings say how far apart runs may be: twice what they are, or 0.01 nats where that is more,
-in the mean of the losses of the last 200 steps.
+The compared value is the mean loss of the last 200 steps. The first run and all runs with the same settings give the noise.
+Other runs may differ by twice the noise, or by 0.01 nats if that is more.
 """
 
 import json
@@ -38,32 +38,41 @@ from benchmarks.runner import Benchmark, Options, Work
 from benchmarks.tables import Section, number
 from jgraph.train.metrics import read_metrics
 
-_WINDOW = 10  # entries of the moving mean
+_WINDOW = 10  # logged steps in the moving mean
 _LAST_STEPS, _ALLOWED_NATS = 200, 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(Options):
-    """Names the runs that are compared."""
+class ConvergenceOptions(Options):
+    """Flags of the benchmark."""
 
     runs: tuple[str, ...] = ()
-    """NAME=DIRECTORY of runs with as many logged steps; the first one is what the others are compared with."""
+    """NAME=DIRECTORY of each run. All runs must log the same steps. The first run is the baseline."""
     draw: str = ""
-    """Draw the results that there are into this directory."""
+    """Directory for a figure of the stored results."""
 
 
-def works(options: Flags) -> Iterator[Work]:
+def works(options: ConvergenceOptions) -> Iterator[Work]:
+    """Yields one work with the curves of the runs, then draws the stored results."""
     if options.runs:
         runs = [run.partition("=") for run in options.runs]
         preset = json.loads((Path(runs[0][2]) / "config.json").read_text()).get("preset", "")
         yield Work(preset, {}, rows=[curve(name, Path(run)) for name, _, run in runs])
-    if options.draw:  # what was just yielded is stored by now
+    if options.draw:  # the runner has stored the yielded work by now
         for result in read(options.file).values():
-            picture(result["rows"], Path(options.draw) / f"{options.name}.svg")
+            draw_curves(result["rows"], Path(options.draw) / f"{options.name}.svg")
 
 
 def curve(name: str, run: Path) -> Row:
-    """Reads of a run directory the losses of logged steps, in nats a token, and those on held-out text."""
+    """Reads the losses of a run.
+
+    Args:
+        name: Name of the run.
+        run: Run directory.
+
+    Returns:
+        A row with the training and validation losses in nats per token.
+    """
     config, entries = json.loads((run / "config.json").read_text()), read_metrics(run / "metrics.jsonl")
     return {
         "system": "jgraph",
@@ -80,56 +89,85 @@ def curve(name: str, run: Path) -> Row:
 
 
 def section(work: str, result: Row) -> Section:
+    """Returns the table layout.
+
+    Args:
+        work: Name of the work.
+        result: Its result.
+
+    Returns:
+        The section.
+    """
     rows = result["rows"]
     first = rows[0] if rows else {}
-    alike = [row for row in rows if settings(row) == settings(first)]
-    means = [last_mean(row, first) for row in alike]
-    spread = max(means, default=0) - min(means, default=0)
-    allowed = max(_ALLOWED_NATS, 2 * spread)
+    baselines = [row for row in rows if settings(row) == settings(first)]
+    means = [last_mean(row, first) for row in baselines]
+    noise = max(means, default=0) - min(means, default=0)
+    allowed = max(_ALLOWED_NATS, 2 * noise)
 
     def verdict(row: Row) -> str:
-        far = last_mean(row, first) - statistics.fmean(means)
-        return "" if row in alike else f"{far:+.4f}, {'within' if abs(far) <= allowed else 'beyond'} {allowed:.4f}"
+        delta = last_mean(row, first) - statistics.fmean(means)
+        return "" if row in baselines else f"{delta:+.4f}, {'within' if abs(delta) <= allowed else 'exceeds'} {allowed:.4f}"
 
-    def apart(row: Row) -> str:
+    def difference(row: Row) -> str:
         length = min(len(row["losses"]), len(first["losses"]))
-        far = losses(row)[:length] - losses(first)[:length]
-        return "" if row is first else f"{far.mean():+.4f}, {np.abs(far).mean():.4f}, {np.abs(far).max():.4f}"
+        delta = losses(row)[:length] - losses(first)[:length]
+        return "" if row is first else f"{delta.mean():+.4f}, {np.abs(delta).mean():.4f}, {np.abs(delta).max():.4f}"
 
     columns = {
         "run": lambda row: row["variant"],
         "graph": lambda row: row["graph"],
         "precision": lambda row: settings(row)[1],
-        "ms a step": number("ms"),
-        "skipped, not finite": lambda row: f"{row.get('skipped', 'not told')}, {np.count_nonzero(~np.isfinite(losses(row)))}",
+        "step, ms": number("ms"),
+        "skipped steps, non-finite losses": lambda row: (
+            f"{row.get('skipped', 'not recorded')}, {np.count_nonzero(~np.isfinite(losses(row)))}"
+        ),
         "last loss": lambda row: f"{losses(row)[-1]:.4f}",
-        "held out": lambda row: f"{[math.nan, *row['heldout'].values()][-1]:.4f}",
-        f"mean of the last {_LAST_STEPS} steps": lambda row: f"{last_mean(row, first):.4f}",
-        "from runs alike": verdict,
-        f"from {first.get('variant')}: mean, mean of sizes, largest": apart,
+        "validation loss": lambda row: f"{[math.nan, *row['heldout'].values()][-1]:.4f}",
+        f"mean loss of the last {_LAST_STEPS} steps": lambda row: f"{last_mean(row, first):.4f}",
+        "difference from the baseline, limit": verdict,
+        f"difference from {first.get('variant')} per step: mean, mean absolute, largest": difference,
     }
-    names = ", ".join(row["variant"] for row in alike)
-    return Section(work, columns, notes=f"Alike: {names}, in the mean of the last {_LAST_STEPS} steps {spread:.4f} nats apart.")
+    names = ", ".join(row["variant"] for row in baselines)
+    notes = (
+        f"Losses are in nats per token. Baseline: {names}. Their means over the last {_LAST_STEPS} steps differ by {noise:.4f}."
+    )
+    return Section(work, columns, notes=notes)
 
 
 def settings(row: Row) -> tuple[str | None, str]:
-    """Returns what runs that are alike have in common."""
+    """Returns the graph mode and the precision of a run. Baseline runs share both with the first run."""
     return row.get("graph"), row.get("precision", "bf16")
 
 
 def losses(row: Row) -> np.ndarray:
-    return np.array(row["losses"], float)  # NaN where it was not finite
+    """Returns the losses of the logged steps. A missing loss becomes NaN."""
+    return np.array(row["losses"], float)
 
 
 def last_mean(row: Row, first: Row) -> float:
-    """Returns the mean of the logged losses of the last steps of the first run; NaN for a run that did not get there."""
+    """Averages the losses of the last `_LAST_STEPS` steps.
+
+    Args:
+        row: The run.
+        first: The first run. Its last step is the end of the window.
+
+    Returns:
+        The mean, or NaN if the run has another last step.
+    """
     last = first["steps"][-1]
     if row["steps"][-1] != last:
         return math.nan
     return statistics.fmean(loss for step, loss in zip(row["steps"], losses(row), strict=True) if step > last - _LAST_STEPS)
 
 
-def picture(rows: list[Row], path: Path) -> None:
+def draw_curves(rows: list[Row], path: Path) -> None:
+    """Draws the losses and their differences from the first run.
+
+    Args:
+        rows: The runs.
+        path: Path of the figure.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), layout="constrained")
@@ -142,11 +180,11 @@ def picture(rows: list[Row], path: Path) -> None:
         mean = np.convolve(losses(row)[:length] - losses(rows[0])[:length], np.full(size, 1 / size), mode="valid")
         below.plot(row["steps"][size - 1 : length], mean, label=row["variant"], linewidth=1)
     above.set_yscale("log")
-    above.set_ylabel("loss, nats a token")
+    above.set_ylabel("loss, nats per token")
     above.legend()
-    below.set_ylabel(f"difference from {rows[0]['variant']},\nmean of the last {_WINDOW} entries")
+    below.set_ylabel(f"difference from {rows[0]['variant']},\nmean of {_WINDOW} logged steps")
     below.set_xlabel("step")
     figure.savefig(path, metadata={"Date": None})
 
 
-BENCHMARK = Benchmark("Loss curves", __doc__, Flags, works, section)
+BENCHMARK = Benchmark("Loss curves", __doc__, ConvergenceOptions, works, section)

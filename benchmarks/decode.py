@@ -1,10 +1,11 @@
-"""Greedy text, one prompt of 128 tokens and 256 new ones: jgraph against PyTorch and transformers, bfloat16.
+"""Greedy text generation in bfloat16, 256 tokens after a prompt of 128: jgraph against PyTorch and transformers.
 
     python -m benchmarks run decode
 
-`torch loop` is the same model in plain PyTorch, a static cache and torch.compile(mode="reduce-overhead"); `transformers` is
-its own generate, with its static cache and compilation, of a Llama of the same sizes; `tuned` adds Inductor's search for tiles.
-The whole call is timed, prompt included. The floor reads every matrix once a token, as fast as the GPU copies.
+`torch loop` is the same model in plain PyTorch with a static cache and `torch.compile(mode="reduce-overhead")`. `transformers`
+is `generate` with a static cache and compilation, on a Llama of the same size. `tuned` adds the coordinate descent tuning of
+Inductor. The time includes the prompt. The lower bound reads each weight matrix once per token at the copy bandwidth of the
+GPU.
 """
 
 from collections.abc import Iterator
@@ -16,12 +17,12 @@ import numpy as np
 from flax import nnx
 
 import jgraph
-from benchmarks.peers.protocol import answer, request, take_turns
-from benchmarks.programs.step import devices_of
-from benchmarks.rows import Row, gpt_of, named, ratio, spread
+from benchmarks.peers.protocol import answer, read_request, take_turns
+from benchmarks.programs.step import first_devices
+from benchmarks.rows import Row, gpt_config_from, ratio, row_name, spread
 from benchmarks.runner import Benchmark, Options, Work
 from benchmarks.tables import COLUMNS, Section, number
-from benchmarks.turns import Entrant
+from benchmarks.turns import Candidate
 from benchmarks.works import TINY
 from jgraph.device import find
 from jgraph.train.presets import preset
@@ -31,98 +32,126 @@ from jgraph_models.gpt import GPT, GPTConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions(Options):
-    """Chooses what is run."""
+    """Flags of the benchmark."""
 
     models: tuple[str, ...] = ("llama-1b3", "gpt-1b3")
-    """gpt-1b3 is the preset; llama-1b3 has SwiGLU of about as many parameters, and transformers takes part."""
+    """Models to time. llama-1b3 is gpt-1b3 with SwiGLU MLPs of about the same size. Only llama-1b3 runs transformers."""
     variants: tuple[str, ...] = ("",)
-    """Of ours: as it comes, `xla` with XLA's products."""
+    """jgraph variants. Empty for the default; `xla` computes matrix-vector products with XLA instead of the Pallas kernel."""
     peers: tuple[str, ...] = ("loop", "transformers")
-    """PyTorch's, each also with `tuned` after it."""
+    """PyTorch variants. Append ` tuned` to a name to tune its kernels."""
     prompt_tokens: int = 128
-    """Tokens of the prompt."""
+    """Length of the prompt in tokens."""
     new_tokens: int = 256
-    """Tokens drawn."""
+    """Number of generated tokens."""
 
 
 def works(options: DecodeOptions) -> Iterator[Work]:
+    """Yields one work per model."""
     lengths = {"prompt": options.prompt_tokens, "new": options.new_tokens}
     if options.sizes == "tiny":
         lengths = {"prompt": 8, "new": 8}
     for name in options.models:
-        size = lengths | {"model": asdict(model_of(name, options.sizes))}
+        size = lengths | {"model": asdict(model_config(name, options.sizes))}
         peers = [peer for peer in options.peers if name.startswith("llama") or not peer.startswith("transformers")]
         gpus = int(options.sizes == "full")
-        entrants = [
-            Entrant({"system": system, "variant": variant}, module, size | {"variant": variant}, gpus=gpus)
+        candidates = [
+            Candidate({"system": system, "variant": variant}, module, size | {"variant": variant}, gpus=gpus)
             for system, module, variants in (
                 ("jgraph", "benchmarks.decode", options.variants),
                 ("torch", "benchmarks.peers.decode", peers),
             )
             for variant in variants
         ]
-        yield Work(name, {"ranks": 1, "size": size}, [entrants])
+        yield Work(name, {"ranks": 1, "size": size}, [candidates])
 
 
-def model_of(name: str, sizes: str) -> GPTConfig:
+def model_config(name: str, sizes: str) -> GPTConfig:
+    """Returns the config of a model.
+
+    Args:
+        name: gpt-1b3 or llama-1b3.
+        sizes: full or tiny.
+
+    Returns:
+        The config.
+    """
     config = TINY if sizes == "tiny" else preset("gpt-1b3").model
-    # Of three matrices instead of two, two thirds as wide, rounded up to a multiple of 128.
+    # SwiGLU has three matrices instead of two, so d_ff shrinks to two thirds, rounded up to a multiple of 128.
     swiglu = {"mlp": "swiglu", "d_ff": -(-config.d_ff * 2 // 3 // 128) * 128}
     return replace(config, **swiglu) if name.startswith("llama") else config
 
 
 def weight_bytes(size: Row) -> int:
-    """Returns the bytes of the matrices that every token reads, each once."""
-    config = gpt_of(size["model"])
-    products = config.flops(1, 1) / 6 - config.num_layers * config.num_heads * config.head_size
-    return int(products) * jnp.dtype(config.compute_dtype).itemsize
+    """Returns the size in bytes of all weight matrices that a token reads."""
+    config = gpt_config_from(size["model"])
+    num_weights = config.flops(1, 1) / 6 - config.num_layers * config.num_heads * config.head_size
+    return int(num_weights) * jnp.dtype(config.compute_dtype).itemsize
 
 
-def time_ours(asked: Row) -> None:
-    """Answers with the time of a token; runs in a process of its own."""
-    config = gpt_of(asked["model"])
-    if asked["variant"] == "xla":
+def time_generation(request: Row) -> None:
+    """Times generation with jgraph, per token. Entry point of the candidate process."""
+    config = gpt_config_from(request["model"])
+    if request["variant"] == "xla":
         decoding.fits = lambda *_: False
     model = jgraph.functional(lambda: GPT(config, rngs=nnx.Rngs(0)))
     dtype = jnp.dtype(config.compute_dtype)
     params = jax.jit(lambda: jax.tree.map(lambda leaf: leaf.astype(dtype), model.init()[0]))()
-    prompt = np.random.default_rng(0).integers(0, config.vocab_size, asked["prompt"])
+    prompt = np.random.default_rng(0).integers(0, config.vocab_size, request["prompt"])
 
     def run() -> None:
-        jgraph.generate(model, params, [prompt], max_tokens=asked["new"], temperature=0)
+        jgraph.generate(model, params, [prompt], max_tokens=request["new"], temperature=0)
 
     run()
-    answer(device=devices_of(1)[0].device_kind, moved_bytes=weight_bytes(asked))
-    take_turns(lambda clock: per_token(clock.back_to_back(run, lambda: None), asked))
+    answer(device=first_devices(1)[0].device_kind, moved_bytes=weight_bytes(request))
+    take_turns(lambda timer: per_token(timer.back_to_back(run, lambda: None), request))
 
 
-def per_token(timed: Row, asked: Row) -> Row:
-    return timed | {"ms": timed["ms"] / asked["new"]}
+def per_token(timed: Row, request: Row) -> Row:
+    """Divides the time of a call by the number of generated tokens.
+
+    Args:
+        timed: Measurement of the call.
+        request: Request with the number of new tokens.
+
+    Returns:
+        The measurement with `ms` per token.
+    """
+    return timed | {"ms": timed["ms"] / request["new"]}
 
 
 def section(name: str, result: Row) -> Section:
+    """Returns the table layout.
+
+    Args:
+        name: Name of the work.
+        result: Its result.
+
+    Returns:
+        The section.
+    """
     rows, size = result["rows"], result["size"]
     ours = rows[0] if rows else {}
 
-    def of_floor(row: Row) -> str:
+    def share_of_bound(row: Row) -> str:
         device = find(row.get("device", ""))
         return f"{weight_bytes(size) / device.copy_bytes_per_second / row['ms'] * 1e3:.1%}" if device else ""
 
     return Section(
-        f"{name}, {size['prompt']} tokens and {size['new']} more",
+        f"{name}, {size['prompt']} prompt tokens, {size['new']} new tokens",
         {
-            "variant": named,
-            "ms a token": number("ms", ".3f"),
-            "fastest, slowest": spread,
+            "variant": row_name,
+            "time per token, ms": number("ms", ".3f"),
+            "fastest, slowest, ms": spread,
             "tokens/s": lambda row: f"{1e3 / row['ms']:.0f}",
-            "of the bandwidth's floor": of_floor,
-            "this / jgraph": lambda row: ratio(row, ours),
-            **{name: COLUMNS[name] for name in ("W", "MHz")},
+            "lower bound / time": share_of_bound,
+            "time / jgraph": lambda row: ratio(row, ours),
+            **{name: COLUMNS[name] for name in ("power, W", "clock, MHz")},
         },
     )
 
 
-BENCHMARK = Benchmark("Greedy text, one prompt", __doc__, DecodeOptions, works, section)
+BENCHMARK = Benchmark("Greedy text generation, one prompt", __doc__, DecodeOptions, works, section)
 
 if __name__ == "__main__":
-    time_ours(request())
+    time_generation(read_request())

@@ -1,13 +1,13 @@
-"""Training with sharded state as one program (`jgraph.train --fsdp`) against PyTorch's `fully_shard`, on the GPUs of a machine.
+r"""Training with fully sharded state on the GPUs of one machine: `jgraph.train --fsdp` against `fully_shard` of PyTorch.
 
     python -m benchmarks run fsdp --work gpt-1b3 gpt-7b
     python -m benchmarks run fsdp --name fsdp_fp8 --first fp8=delayed --variant fp8=current \
-        --peers compile compile:float8 --one-gpu no --together 2      # 1 for gpt-7b on two H200s: one at a time
+        --peers compile compile:float8 --one-gpu no --together 2      # gpt-7b on two H200s needs --together 1
     python -m benchmarks run fsdp --work llama3-8b --name fsdp_fp8_llama --first "fp8=delayed graph=full grads=float32" \
         --peers compile:float8 --one-gpu no --together 1
 
-jgraph on one GPU with as many tokens takes part too. Both sides time whole steps handed over one after the other: forward,
-backward, clipping, AdamW.
+jgraph on one GPU, with the same number of tokens per GPU, measures the scaling. All times are whole steps that are dispatched
+back to back: forward, backward, gradient clipping, AdamW.
 """
 
 from collections.abc import Iterator
@@ -18,16 +18,16 @@ import jax
 import tyro
 
 from benchmarks.harness import count_gpus
-from benchmarks.rows import PARAMETERS, Row, fastest, is_peer, named, parameters, ratio, spread, step_flops
-from benchmarks.runner import Benchmark, Several, Soaked, Traced, Work
+from benchmarks.rows import PLACEMENTS, Row, fastest, is_comparable, placement, ratio, row_name, spread, step_flops
+from benchmarks.runner import Benchmark, MultiGPUOptions, SoakOptions, TraceOptions, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
-from benchmarks.turns import Entrant
-from benchmarks.works import in_fp8, training, training_step
+from benchmarks.turns import Candidate
+from benchmarks.works import jgraph_step, preset_config, with_fp8
 from jgraph.train.config import TrainConfig
 
 WorkName = Literal["launch-bound", "gpt-1b3", "gpt-7b", "llama3-8b", "gpt-moe", "qwen3-30b-a3b"]
 
-# Of a GPU in a step.
+# Sequences per GPU and step.
 SEQUENCES: dict[WorkName, int] = {
     "launch-bound": 2,
     "gpt-1b3": 8,
@@ -36,72 +36,96 @@ SEQUENCES: dict[WorkName, int] = {
     "gpt-moe": 16,
     "qwen3-30b-a3b": 4,
 }
-LAYERS: dict[WorkName, int] = {"qwen3-30b-a3b": 4}  # of all that it has
-ON_ONE_GPU = ("launch-bound", "gpt-1b3", "gpt-moe")  # the state of the others leaves little of a GPU
+LAYERS: dict[WorkName, int] = {"qwen3-30b-a3b": 4}  # the model has more
+FIT_ON_ONE_GPU = ("launch-bound", "gpt-1b3", "gpt-moe")
 
 NOTES = (
-    "torch's is the fastest that keeps parameters, gathers them again, or has them whole, as the row does; whole ones count as "
-    "kept too. FLOPs of a step: 6 x tokens x (weights of matrix products + layers x width x sequence): no embedding, nothing "
-    "computed again. Peak GB: of the GPU that had most; (init) if the state took more to make than a step. Compile s of torch "
-    "is its first step. Launches, updates: of all GPUs in a step."
+    "torch / row compares with the fastest PyTorch variant of the same placement: parameters kept after the forward, resharded "
+    "and gathered again in the backward, or replicated. Kept parameters are also compared with replicated PyTorch. FLOPs of a "
+    "step are 6 x tokens x (matmul weights + layers x width x sequence length), without the embedding and without recompute. "
+    "Peak memory is of the fullest GPU; (init) means that the initialization took more than a step. The compilation time of "
+    "torch is its first step. Graph launches and updates are per step, for all GPUs."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Several, Soaked, Traced):
-    """Chooses what is run."""
+class Options(MultiGPUOptions, SoakOptions, TraceOptions):
+    """Flags of the benchmark."""
 
     work: tuple[WorkName, ...] = ("gpt-1b3", "gpt-7b")
-    """Presets that are trained."""
+    """Presets to train."""
     peers: tuple[str, ...] = ("compile", "compile:reshard", "eager")
-    """eager or compile (torch.compile of every block and of the loss), `:reshard` to gather again in the backward, `:float8`
-    for torchao's of the blocks, gathered as bytes; `:cudnn` for cuDNN's attention, where PyTorch would take another; `:graph`
-    for replicas whose whole step with its all-reduce is one CUDA graph, `:whole:graph` with the model compiled in one;
-    `:experts` for a mixture's experts spread over the ranks, to which rows are sent; none where the flag stands alone."""
+    """PyTorch variants: `eager` or `compile` (each block and the loss), with suffixes. `:reshard` frees parameters after the
+    forward. `:float8` uses torchao float8 with an FP8 all-gather. `:cudnn` prefers cuDNN attention. `:graph` replicates the
+    model and captures the step in one CUDA graph; `:whole:graph` also compiles the model as a whole. `:experts` uses expert
+    parallelism. Pass the flag without values to skip PyTorch."""
     first: str = ""
-    """The variant of ours that is in every comparison; as it comes if it is left out."""
+    """jgraph variant that runs in every round. Default: the preset."""
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """NAME=VALUE[ NAME=VALUE ...] for one row more; graph=auto|off|full, reshard=yes|no, fp8=current|delayed,
-    grads=float32|bfloat16 (their sums', which the optimizer reads decoupled from the parameters), layout=dp (every GPU has
-    all parameters), pp (every GPU has some layers) or ep (every GPU has some experts), capacity=NUMBER (of these; what halts
-    says what it needed), microbatches=NUMBER and length=NUMBER (tokens of a sequence, for a soak) beside XLA's; may be
-    repeated."""
+    """A further jgraph variant, NAME=VALUE[ NAME=VALUE ...]. May be repeated. Settings: graph=auto|off|full, reshard=yes|no,
+    fp8=current|delayed, grads=float32|bfloat16 (dtype of accumulated gradients), layout=dp|pp|ep (data, pipeline or expert
+    parallelism), capacity=NUMBER (expert capacity), microbatches=NUMBER, length=NUMBER (sequence length, for a soak), and XLA
+    options."""
     sequences: int = 0
-    """Sequences of a GPU in a step; 0 for as many as each work has by itself."""
+    """Sequences per GPU and step. 0 uses the default of the work."""
     one_gpu: Literal["yes", "no"] = "yes"
-    """Whether to time on one GPU too what fits there."""
+    """Also time each work on one GPU, if it fits."""
 
 
 def works(options: Options) -> Iterator[Work]:
-    """Yields each work: those that keep parameters take turns with each other, and so do those that gather them again."""
+    """Yields the works. Variants that reshard parameters are timed in rounds of their own."""
     ranks = options.ranks or count_gpus() or len(jax.devices())
     for work in options.work:
         config = config_of(work, ranks, options)
         variants = dict.fromkeys((options.first, "", *options.variant))
-        entrants = [ours("jgraph", vary(config, variant), variant, options) for variant in variants]
-        if work in ON_ONE_GPU and options.one_gpu == "yes" and ranks > 1:
-            entrants += [ours("one GPU", config.changed(fsdp=1, batch_size=config.input.batch_size // ranks), "", options)]
-        entrants += [torchs(peer, config, options) for peer in options.peers]
-        again = [entrant for entrant in entrants if parameters(entrant.named) == "gathered again"]
-        groups = [[entrant for entrant in entrants if entrant not in again], *([again] if again else [])]
+        candidates = [jgraph_candidate("jgraph", vary(config, variant), variant, options) for variant in variants]
+        if work in FIT_ON_ONE_GPU and options.one_gpu == "yes" and ranks > 1:
+            candidates += [
+                jgraph_candidate("one GPU", config.changed(fsdp=1, batch_size=config.input.batch_size // ranks), "", options)
+            ]
+        candidates += [torch_candidate(peer, config, options) for peer in options.peers]
+        resharded = [candidate for candidate in candidates if placement(candidate.labels) == "resharded"]
+        kept = [candidate for candidate in candidates if candidate not in resharded]
+        groups = [kept, *([resharded] if resharded else [])]
         yield Work(work, {"ranks": ranks, "config": config.to_dict()}, groups)
 
 
-def ours(system: str, config: TrainConfig, variant: str, options: Options) -> Entrant:
-    return training_step(
+def jgraph_candidate(system: str, config: TrainConfig, variant: str, options: Options) -> Candidate:
+    """Returns a candidate of jgraph.
+
+    Args:
+        system: jgraph or one GPU.
+        config: Config of the run.
+        variant: Name of the variant.
+        options: Flags.
+
+    Returns:
+        The candidate.
+    """
+    return jgraph_step(
         {"system": system, "variant": variant, "ranks": config.parallel.fsdp * config.parallel.dp}, config, options
     )
 
 
-def torchs(peer: str, config: TrainConfig, options: Options) -> Entrant:
-    how, *words = peer.split(":")
-    return Entrant(
+def torch_candidate(peer: str, config: TrainConfig, options: Options) -> Candidate:
+    """Returns a candidate of PyTorch.
+
+    Args:
+        peer: Variant, as in `--peers`.
+        config: Config of the run.
+        options: Flags.
+
+    Returns:
+        The candidate.
+    """
+    mode, *suffixes = peer.split(":")
+    return Candidate(
         {"system": "torch", "variant": peer, "ranks": config.parallel.fsdp},
         "benchmarks.peers.fsdp",
         {
             "config": config.to_dict(),
-            "compile": how == "compile",
-            **{word: word in words for word in ("reshard", "float8", "cudnn", "graph", "whole", "experts")},
+            "compile": mode == "compile",
+            **{name: name in suffixes for name in ("reshard", "float8", "cudnn", "graph", "whole", "experts")},
         },
         ranks=config.parallel.fsdp,
         gpus=0 if options.sizes == "tiny" else config.parallel.fsdp,
@@ -109,7 +133,17 @@ def torchs(peer: str, config: TrainConfig, options: Options) -> Entrant:
 
 
 def config_of(work: WorkName, ranks: int, options: Options) -> TrainConfig:
-    config = training(work, options)
+    """Returns the config of a work.
+
+    Args:
+        work: Name of the work.
+        ranks: Number of GPUs.
+        options: Flags.
+
+    Returns:
+        The config.
+    """
+    config = preset_config(work, options)
     if options.sizes == "full" and work in LAYERS:
         config = config.changed(model=replace(config.model, num_layers=LAYERS[work]))
     return config.changed(
@@ -121,15 +155,26 @@ def config_of(work: WorkName, ranks: int, options: Options) -> TrainConfig:
 
 
 def vary(config: TrainConfig, variant: str) -> TrainConfig:
-    """Returns the configuration with the words of a variant."""
-    for word in variant.split():
-        match word.split("=", 1):
+    """Applies the settings of a variant to a config.
+
+    Args:
+        config: The config.
+        variant: Settings, as in `--variant`.
+
+    Returns:
+        The new config.
+
+    Raises:
+        SystemExit: If a setting is unknown.
+    """
+    for setting in variant.split():
+        match setting.split("=", 1):
             case ["graph", "auto" | "off" | "full" as graph]:
                 config = config.changed(graph=graph)
             case ["reshard", "yes" | "no" as choice]:
                 config = config.changed(reshard_after_forward=choice == "yes")
             case ["fp8", "current" | "delayed" as recipe]:
-                config = in_fp8(config, recipe)
+                config = with_fp8(config, recipe)
             case ["grads", "float32" | "bfloat16" as dtype]:
                 config = config.changed(main_grads_dtype=dtype, decoupled_grad=True)
             case ["layout", "dp"]:
@@ -148,46 +193,55 @@ def vary(config: TrainConfig, variant: str) -> TrainConfig:
             case ["length", number] if number.isdigit():
                 config = config.changed(seq_len=int(number))
             case [name, _] if name not in ("graph", "reshard", "fp8", "grads", "layout", "microbatches", "capacity", "length"):
-                config = config.changed(xla_options=(*config.compile.xla_options, word))
+                config = config.changed(xla_options=(*config.compile.xla_options, setting))
             case _:
                 allowed = (
                     "graph=auto|off|full, reshard=yes|no, fp8=current|delayed, grads=float32|bfloat16, layout=dp|pp|ep, "
-                    "microbatches=NUMBER, capacity=NUMBER, length=NUMBER or XLA's"
+                    "microbatches=NUMBER, capacity=NUMBER, length=NUMBER, or an XLA option"
                 )
-                raise SystemExit(f"--variant has {word}: must be {allowed}")
+                raise SystemExit(f"--variant has the unknown setting {setting}; use {allowed}")
     return config
 
 
 def section(work: str, result: Row) -> Section:
+    """Returns the table layout.
+
+    Args:
+        work: Name of the work.
+        result: Its result.
+
+    Returns:
+        The section.
+    """
     config, rows, ranks = (result[key] for key in ("config", "rows", "ranks"))
-    peers = {how: fastest([row for row in rows if is_peer(row, how)], "torch") for how in PARAMETERS}
+    peers = {kind: fastest([row for row in rows if is_comparable(row, kind)], "torch") for kind in PLACEMENTS}
     alone, share = fastest(rows, "one GPU"), config["batch_size"] // ranks
-    flops = step_flops(config) / ranks  # a GPU's, the same with one
+    flops = step_flops(config) / ranks  # per GPU, also for the row of one GPU
 
     def scaling(row: Row) -> str:
-        """Returns tokens/s over those of as many single GPUs; a GPU has as many in both, so a ratio of times."""
+        """Returns the scaling efficiency. Tokens per GPU are equal, so it is a ratio of step times."""
         return f"{alone['ms'] / row['ms']:.1%}" if alone and row["system"] == "jgraph" else ""
 
     def peak(row: Row) -> str:
-        return COLUMNS["peak GB"](row) + " (init)" * (row.get("init_peak_bytes", 0) == row.get("peak_bytes"))
+        return COLUMNS["peak memory, GB"](row) + " (init)" * (row.get("init_peak_bytes", 0) == row.get("peak_bytes"))
 
     def loss(row: Row) -> str:
-        told = f", {row['skipped']} steps skipped" if row.get("skipped") else ""
-        told += f", halted: {row['halted']} places needed" if row.get("halted") else ""
-        return number("loss", ".5g")(row) + told
+        text = number("loss", ".5g")(row)
+        text += f", skipped steps: {row['skipped']}" if row.get("skipped") else ""
+        return text + (f", aborted: needs an expert capacity of {row['halted']}" if row.get("halted") else "")
 
     return Section(
-        f"{work}, {ranks} ranks, {share} x {config['seq_len']} tokens a rank",
+        f"{work}, {ranks} ranks, {share} x {config['seq_len']} tokens per rank",
         {
-            "variant": named,
-            "ms a step": number("ms"),
-            "fastest, slowest": spread,
+            "variant": row_name,
+            "step, ms": number("ms"),
+            "fastest, slowest, ms": spread,
             "tokens/s": lambda row: f"{share * row['ranks'] * config['seq_len'] / row['ms'] * 1e3:,.0f}",
-            "torch / this": lambda row: ratio(peers[parameters(row)], row) if row["ranks"] == ranks else "",
-            f"of {ranks} x one GPU": scaling,
+            "torch / row": lambda row: ratio(peers[placement(row)], row) if row["ranks"] == ranks else "",
+            f"throughput / {ranks} x one GPU": scaling,
             "MFU": mfu(flops),
             **COLUMNS,
-            "peak GB": peak,
+            "peak memory, GB": peak,
             "first loss": loss,
         },
         facts=f", graph {config['graph']}, XLA options: {' '.join(config['xla_options']) or 'none'}",

@@ -1,10 +1,10 @@
-"""Grouped products, the linear layers of mixtures of experts: jgraph, PyTorch and jax's own kernels on one GPU, in bfloat16.
+"""Grouped matmuls (linear layers of a mixture of experts) in bfloat16 on one GPU: jgraph, PyTorch and the kernels of jax.
 
     python -m benchmarks run grouped
 
-A work is rows x d_in x d_out with a number of experts, and how many rows each has: `equal`, or `skewed`, drawn with
-probabilities in proportion to 1 / rank (Zipf's law), of ranks given to the experts at random, seed 0. The weight gradient is
-timed twice: in bfloat16, and added onto a float32 array in place, for which PyTorch has a product and then a sum.
+A work is tokens x input width x output width, a number of experts, and the routing. `equal` gives each expert the same number
+of tokens. `skewed` draws them from a Zipf distribution over randomly ordered experts, with seed 0. The weight gradient is timed
+twice: in bfloat16, and added in place to a float32 array. PyTorch needs a matmul and an addition for the latter.
 """
 
 import functools
@@ -18,15 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import runner
-from benchmarks.peers.protocol import Run, answer, request, take_turns
-from benchmarks.rows import Row, named, ratio
+from benchmarks.peers.protocol import Run, answer, read_request, take_turns
+from benchmarks.rows import Row, ratio, row_name
 from benchmarks.runner import Benchmark, Work
 from benchmarks.tables import Section, number
-from benchmarks.turns import Entrant
+from benchmarks.turns import Candidate
 from jgraph.device import find
 from jgraph.kernels import grouped
 
-# M rows, G groups, K and N a group's matrix; in einsums `e` rows of a group
+# M rows, G groups, K and N dimensions of the matrix of a group; `e` in einsums: rows of a group
 
 SHAPES = {"full": ((24576, 2048, 1408, 64), (32768, 4096, 1536, 128)), "tiny": ((64, 32, 16, 4),)}
 LEGS = ("forward", "dgrad", "wgrad", "onto_float32")
@@ -35,35 +35,46 @@ Leg = Callable[..., jax.Array]
 
 @dataclass(frozen=True, kw_only=True)
 class Options(runner.Options):
-    """Chooses what is run."""
+    """Flags of the benchmark."""
 
     groups: tuple[str, ...] = ("equal", "skewed")
-    """How many rows each group has."""
+    """Routings: distribution of the rows over the groups."""
     variants: tuple[str, ...] = ("",)
-    """Of ours: the implementation; as it is chosen by itself if it is left out."""
+    """jgraph implementations. Empty for the default choice."""
     peers: tuple[str, ...] = ("torch", "einsum", "ragged_dot_mgpu", "transposed_ragged_dot_mgpu")
-    """PyTorch's, an einsum where groups are equal, and jax's kernels for Hopper: forward and dgrad, and wgrads."""
+    """Peers: PyTorch, an einsum (equal groups only), and the Hopper kernels of jax for forward and dgrad, and for wgrad."""
 
 
 def works(options: Options) -> Iterator[Work]:
+    """Yields one work per shape and routing."""
     for shape in SHAPES[options.sizes]:
         for groups in options.groups:
             rows, d_in, d_out, experts = shape
-            size = {"shape": shape, "groups": drawn(rows, experts, groups)}
+            size = {"shape": shape, "groups": group_sizes(rows, experts, groups)}
             ours = [("jgraph", variant, "benchmarks.grouped") for variant in options.variants]
             peers = [
                 ("torch", "", "benchmarks.peers.grouped") if peer == "torch" else ("jax", peer, "benchmarks.grouped")
                 for peer in options.peers
                 if peer != "einsum" or groups == "equal"
             ]
-            entrants = [
-                Entrant({"system": system, "variant": how}, module, size | {"system": system, "variant": how})
-                for system, how, module in (*ours, *peers)
+            candidates = [
+                Candidate({"system": system, "variant": name}, module, size | {"system": system, "variant": name})
+                for system, name, module in (*ours, *peers)
             ]
-            yield Work(f"{rows:,} x {d_in} x {d_out}, {experts} experts, {groups}", {"ranks": 1, "size": size}, [entrants])
+            yield Work(f"{rows:,} x {d_in} x {d_out}, {experts} experts, {groups}", {"ranks": 1, "size": size}, [candidates])
 
 
-def drawn(rows: int, experts: int, groups: str) -> list[int]:
+def group_sizes(rows: int, experts: int, groups: str) -> list[int]:
+    """Distributes rows over experts.
+
+    Args:
+        rows: Number of rows.
+        experts: Number of experts.
+        groups: equal or skewed.
+
+    Returns:
+        The number of rows of each expert.
+    """
     if groups == "equal":
         return [rows // experts] * experts
     random = np.random.default_rng(0)
@@ -71,11 +82,12 @@ def drawn(rows: int, experts: int, groups: str) -> list[int]:
     return random.multinomial(rows, shares / shares.sum()).tolist()
 
 
-def ours(implementation: str) -> dict[str, Leg]:
+def jgraph_legs(implementation: str) -> dict[str, Leg]:
+    """Returns the matmuls of jgraph by name."""
     chosen: dict[str, Any] = {"implementation": implementation} if implementation else {}
 
     def dgrad(dy: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-        x = jnp.zeros((dy.shape[0], w.shape[1]), dy.dtype)  # the forward, which nobody reads, is left out of the program
+        x = jnp.zeros((dy.shape[0], w.shape[1]), dy.dtype)  # XLA removes the unused forward
         return jax.vjp(lambda x: grouped.grouped_dot(x, w, sizes, **chosen), x)[1](dy)[0]
 
     return {
@@ -88,7 +100,9 @@ def ours(implementation: str) -> dict[str, Leg]:
     }
 
 
-def einsums() -> dict[str, Leg]:
+def einsum_legs() -> dict[str, Leg]:
+    """Returns the matmuls as einsums by name, for groups of equal size."""
+
     def rows(x: jax.Array, sizes: jax.Array) -> jax.Array:
         return x.reshape(sizes.size, -1, x.shape[1])
 
@@ -106,10 +120,11 @@ def einsums() -> dict[str, Leg]:
     }
 
 
-def of_jax(name: str) -> dict[str, Leg]:
+def pallas_legs(name: str) -> dict[str, Leg]:
+    """Returns the matmuls of a Pallas kernel of jax by name."""
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
 
-    # Of a common size; not searched for.
+    # Common tile sizes, without tuning.
     tiles = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 8}
     dot = functools.partial(ragged_dot_mgpu.ragged_dot, **tiles)
     wgrad = functools.partial(transposed_ragged_dot_mgpu.transposed_ragged_dot, **tiles)
@@ -124,15 +139,18 @@ def of_jax(name: str) -> dict[str, Leg]:
     }
 
 
-def time_products(asked: Row) -> None:
-    """Answers with the times of a system's products; runs in a process of its own."""
-    M, K, N, G = asked["shape"]
+def time_matmuls(request: Row) -> None:
+    """Times the matmuls of a system. Entry point of the candidate process."""
+    M, K, N, G = request["shape"]
     shapes = {"x": (M, K), "dy": (M, N), "w": (G, K, N)}
     keys = jax.random.split(jax.random.key(0), 3)
     x, dy, w = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes.values(), strict=True))
-    sizes, latest = jnp.array(asked["groups"], jnp.int32), {}
-    system, how = asked["system"], asked["variant"]
-    legs = ours(how) if system == "jgraph" else einsums() if how == "einsum" else of_jax(how)
+    sizes, latest = jnp.array(request["groups"], jnp.int32), {}
+    variant = request["variant"]
+    if request["system"] == "jgraph":
+        legs = jgraph_legs(variant)
+    else:
+        legs = einsum_legs() if variant == "einsum" else pallas_legs(variant)
     operands = {"forward": (x, w), "dgrad": (dy, w), "wgrad": (x, dy), "onto_float32": (x, dy)}
 
     def runs(name: str, leg: Leg) -> Run:
@@ -146,16 +164,25 @@ def time_products(asked: Row) -> None:
     for run in own.values():
         run()
     answer(device=jax.devices()[0].device_kind)
-    take_turns(lambda clock: clock.each(own, lambda: jax.block_until_ready(latest)))
+    take_turns(lambda timer: timer.each(own, lambda: jax.block_until_ready(latest)))
 
 
 def bytes_onto_float32(shape: tuple[int, ...]) -> int:
-    """Returns the bytes that a weight gradient which is added in place must read and write."""
+    """Returns the bytes that the in-place weight gradient reads and writes."""
     M, K, N, G = shape
     return 2 * M * (K + N) + 8 * G * K * N
 
 
 def section(name: str, result: Row) -> Section:
+    """Returns the table layout.
+
+    Args:
+        name: Name of the work.
+        result: Its result.
+
+    Returns:
+        The section.
+    """
     shape, rows = result["size"]["shape"], result["rows"]
     flops = 2 * math.prod(shape[:3])
     peer = next((row for row in rows if row["system"] == "torch"), None)
@@ -170,15 +197,15 @@ def section(name: str, result: Row) -> Section:
         device, ms = find(row.get("device", "")), row.get("onto_float32_ms")
         return f"{bytes_onto_float32(shape) / ms * 1e3 / device.copy_bytes_per_second:.0%}" if device and ms else ""
 
-    columns: dict[str, Callable[[Row], str]] = {"variant": named}
+    columns: dict[str, Callable[[Row], str]] = {"variant": row_name}
     for leg in LEGS:
-        told = leg.replace("_", " ")
-        columns |= {f"{told}: ms, TFLOP/s": rate(f"{leg}_ms"), f"{told}: torch / this": against(f"{leg}_ms")}
-    columns |= {"onto float32: of the bandwidth": of_bandwidth, "W": number("power_watts", ".0f")}
+        label = "wgrad added to float32" if leg == "onto_float32" else leg
+        columns |= {f"{label}: ms, TFLOP/s": rate(f"{leg}_ms"), f"{label}: torch / row": against(f"{leg}_ms")}
+    columns |= {"wgrad added to float32: bandwidth / copy bandwidth": of_bandwidth, "power, W": number("power_watts", ".0f")}
     return Section(name, columns)
 
 
-BENCHMARK = Benchmark("Grouped products", __doc__, Options, works, section)
+BENCHMARK = Benchmark("Grouped matmuls", __doc__, Options, works, section)
 
 if __name__ == "__main__":
-    time_products(request())
+    time_matmuls(read_request())

@@ -1,6 +1,6 @@
-"""How everything here is timed: warm until the clocks have settled, then repeats of many steps, and the median of those.
+"""The timing loop of all benchmarks: warm up until the GPU clock has settled, time repeats of many steps, return the median.
 
-A card at its power limit runs its first second faster than all others, so the warm-up is a time, not a number of steps.
+The warm-up is a duration, not a number of steps, because a GPU at its power limit runs the first second faster than the rest.
 """
 
 import faulthandler
@@ -20,18 +20,17 @@ from typing import Any
 def time_steps(
     run: Callable[[], object], wait: Callable[[], object], *, seconds: float, repeats: int, warmup_seconds: float
 ) -> dict[str, Any]:
-    """Times a step that is handed to the device asynchronously.
+    """Times a step that is dispatched asynchronously.
 
     Args:
-        run: hands over one step.
-        wait: returns when everything handed over is done.
-        seconds: a repeat has as many steps as it takes to last this long: its start and end must not count. The clock is read
-            before and after, never between.
-        repeats: how many repeats the median is taken of.
-        warmup_seconds: how long steps run before the first repeat.
+        run: Dispatches one step.
+        wait: Blocks until all dispatched steps are done.
+        seconds: Minimum duration of a repeat. The host reads the time only before and after a repeat.
+        repeats: Number of repeats.
+        warmup_seconds: Duration of the warm-up.
 
     Returns:
-        Milliseconds a step, and the card's power and clock meanwhile, as a row has them.
+        `ms`, the median time of a step, and `power_watts` and `sm_clock_mhz` of the GPU under load.
     """
     start, done = time.perf_counter(), 0
     while time.perf_counter() < start + warmup_seconds:
@@ -46,8 +45,8 @@ def time_steps(
             run()
         wait()
         repeats_ms.append((time.perf_counter() - start) / steps * 1e3)
-    with ThreadPoolExecutor(1) as pool:  # the card is read while it works, but not while it is timed
-        reading = pool.submit(read_card)
+    with ThreadPoolExecutor(1) as pool:  # reads power and clock under load, outside the timed repeats
+        reading = pool.submit(read_power_and_clock)
         while not reading.done():
             for _ in range(steps):
                 run()
@@ -56,12 +55,12 @@ def time_steps(
     return {"ms": statistics.median(repeats_ms), "power_watts": watts, "sm_clock_mhz": mhz}
 
 
-def read_card() -> tuple[float, float] | None:
-    """Returns watts drawn and SM clock in MHz of the first GPU, as nvidia-smi reads them; None without one."""
+def read_power_and_clock() -> tuple[float, float] | None:
+    """Reads power (W) and SM clock (MHz) of the first visible GPU from nvidia-smi. Returns None without a GPU."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    told = _nvidia_smi(f"--id={first}", "--query-gpu=power.draw,clocks.sm", "--format=csv,noheader,nounits")
+    output = _nvidia_smi(f"--id={first}", "--query-gpu=power.draw,clocks.sm", "--format=csv,noheader,nounits")
     try:
-        watts, mhz = told.split(",")
+        watts, mhz = output.split(",")
         return float(watts), float(mhz)
     except ValueError:
         return None
@@ -69,14 +68,14 @@ def read_card() -> tuple[float, float] | None:
 
 @cache
 def count_gpus() -> int:
-    """Counts them by nvidia-smi and CUDA_VISIBLE_DEVICES; without jax or torch, which would take hold of them."""
+    """Returns the number of visible GPUs. Uses nvidia-smi, because jax and torch would allocate memory on them."""
     gpus = _nvidia_smi("--list-gpus").splitlines()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(gpus)))))
     return min(len(gpus), len(list(filter(None, visible.split(",")))))
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    """Returns what it prints; nothing where it is not there."""
+    """Returns the output of nvidia-smi. Empty if the command is missing or fails."""
     try:
         return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):
@@ -84,7 +83,7 @@ def _nvidia_smi(*arguments: str) -> str:
 
 
 def resident_bytes() -> int:
-    """Returns the memory of this process, as Linux counts it."""
+    """Returns the resident set size of this process, from /proc."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -97,11 +96,18 @@ def soak(
     steps: int,
     hang_seconds: float,
 ) -> Iterator[dict[str, Any]]:
-    """Runs steps, each waited for; tells the bytes in use before them, and ten times on the way that and how long steps took.
+    """Runs many steps and watches step time and memory. Ten steps run before the first measurement, because they record graphs.
 
-    Ten steps are run before, since the first ones record graphs.
+    Args:
+        run: Dispatches one step.
+        wait: Blocks until the step is done.
+        devices: jax devices. Only `memory_stats()` is called.
+        facts: Returns further keys for each report.
+        steps: Number of steps.
+        hang_seconds: Maximum duration of a step. A longer step writes its stack trace to stderr and ends the process.
 
-    A step that hangs ends the process, and where it was is written to stderr. Of jax, only what `devices` can tell is used.
+    Yields:
+        Memory in use before the first step, and ten progress reports with step times and memory in use.
     """
 
     def memory() -> dict[str, Any]:
@@ -123,6 +129,6 @@ def soak(
         if step * 10 // steps > (step - 1) * 10 // steps:
             median = statistics.median(times)
             slowest = sorted(range(step), key=times.__getitem__)[:-6:-1]
-            told = {"ms": median, "slowest_ms": times[slowest[0]], "late": sum(time > 2 * median for time in times)}
-            told |= {"slowest": [[index + 1, times[index]] for index in slowest]}
-            yield {"done": step, **told, **memory(), **facts()}
+            progress = {"ms": median, "slowest_ms": times[slowest[0]], "late": sum(time > 2 * median for time in times)}
+            progress |= {"slowest": [[index + 1, times[index]] for index in slowest]}
+            yield {"done": step, **progress, **memory(), **facts()}

@@ -8,14 +8,23 @@ from pathlib import Path
 
 from benchmarks import runner
 from benchmarks.compare import ResultsError, distinct, read
-from benchmarks.rows import Row, fastest, named, ratio
-from benchmarks.runner import SOAKS, benchmark_of, draw_soaks, found, soaks
-from benchmarks.tables import HEADS, alike, how, markdown, short, told_ratio, tried, versus
+from benchmarks.rows import Row, fastest, ratio, row_name
+from benchmarks.runner import SOAK_HEADS, benchmark_of, find_benchmarks, soak_rows, soaks_page
+from benchmarks.tables import (
+    HEADS,
+    comparison_cells,
+    count_peers,
+    group_by_placement,
+    markdown,
+    ratio_text,
+    short,
+    variant_text,
+)
 
 ROOT = Path(__file__).parents[1]
 README, PAGE = ROOT / "README.md", ROOT / "notes/benchmarks.md"
-SEVERAL = ("pipeline", "fsdp", "callables")  # benchmarks on several GPUs, in the order of the page
-IN_FP8 = ("fp8", "fsdp", "moe", "pipeline")  # benchmarks with results in FP8
+MULTI_GPU = ("pipeline", "fsdp", "callables")  # benchmarks on several GPUs, in the order of the page
+WITH_FP8 = ("fp8", "fsdp", "moe", "pipeline")  # benchmarks with FP8 results
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 # Rows of README's table: text, results file, work, and the variants of jgraph to choose the fastest from (all if empty).
@@ -34,7 +43,7 @@ GAINS = (
 
 
 def write_readme(check: bool) -> int:
-    """Writes the pages with tables.
+    """Writes the pages that have generated tables.
 
     Args:
         check: Write nothing; only compare.
@@ -42,29 +51,29 @@ def write_readme(check: bool) -> int:
     Returns:
         The exit code: 1 if `check` is True and a page differs from the results.
     """
-    pages = {README: _with_tables(README, gains()), PAGE: _with_tables(PAGE, speed())}
-    pages |= {page: new for page in sorted(runner.RESULTS.glob("*.md")) if (new := drawn(page))}
-    drifted = [page for page, new in pages.items() if page.read_text() != new]
-    if check and drifted:
-        names = ", ".join(page.name for page in drifted)
+    pages = {README: _with_tables(README, gains_table()), PAGE: _with_tables(PAGE, page_tables())}
+    pages |= {page: new for page in sorted(runner.RESULTS.glob("*.md")) if (new := results_page(page))}
+    outdated = [page for page, new in pages.items() if page.read_text() != new]
+    if check and outdated:
+        names = ", ".join(page.name for page in outdated)
         print(f"{names}: differs from the results; run python -m benchmarks readme", file=sys.stderr)
         return 1
-    for page in drifted:
+    for page in outdated:
         page.write_text(pages[page])
     return 0
 
 
 def _with_tables(page: Path, tables: str) -> str:
-    """Returns the text of a page with other tables between its markers."""
+    """Returns the text of a page with `tables` between its markers."""
     head, begin, rest = page.read_text().partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not (begin and end):
-        raise ResultsError(f"{page} must have {BEGIN} and then {END}, for the tables to go between")
+        raise ResultsError(f"{page} has no place for the tables; add the lines {BEGIN} and {END}")
     return f"{head}{BEGIN}\n{tables}\n{END}{tail}"
 
 
-def gains() -> str:
-    """Draws README's table: for each row of `GAINS`, the time of the fastest peer of each kind, over the time of jgraph."""
+def gains_table() -> str:
+    """Returns the table of README: for each row of `GAINS`, the fastest time of each peer divided by the time of jgraph."""
     lines = []
     for text, file, work, variants in GAINS:
         rows = read(runner.RESULTS / f"{file}.json")[work]["rows"]
@@ -86,83 +95,87 @@ def _gain(peer: Row | None, ours: Row | None) -> str:
     return f"{ratio(peer, ours, digits=2).partition(' ')[0]} x ({short(peer['ms'])} ms)"
 
 
-def drawn(page: Path) -> str:
-    """Draws the table of a results file by its benchmark; empty where that is gone."""
+def results_page(page: Path) -> str:
+    """Returns the text of a results page. Empty if its benchmark no longer exists."""
     works = read(page.with_suffix(".json"))
     if page.stem == "soaks":
-        return draw_soaks(works)
-    name = benchmark_of(page.stem, scripts := found())
+        return soaks_page(works)
+    name = benchmark_of(page.stem, scripts := find_benchmarks())
     return importlib.import_module(f"benchmarks.{name}").BENCHMARK.draw(works) if name in scripts else ""
 
 
-def speed() -> str:
-    """Draws the tables of the benchmarks page, each after a heading, a sentence, and the versions and dates of its results."""
+def page_tables() -> str:
+    """Returns the tables of the benchmarks page, each with a heading, a sentence, versions, dates and links to its results."""
     data = {file.stem: read(file) for file in sorted(runner.RESULTS.glob("*.json"))}
     blocks = max((name for name in data if "blocks" in data[name]), key=lambda name: distinct(data[name].values(), "date"))
     one = [name for name in ("single_gpu", "single_gpu_1b3") if name in data]
     works = [item for name in one for item in data[name].items()]
-    several = [name for kind in SEVERAL for name in data if name.rstrip("0123456789") == kind]
+    several = [name for kind in MULTI_GPU for name in data if name.rstrip("0123456789") == kind]
     several = [name for name in several if any(result["ranks"] > 1 for result in data[name].values())]
     several += [name for name in data if name.endswith("_earlier")]
-    fp8 = [name for name in data if "fp8" in name and benchmark_of(name, IN_FP8) in IN_FP8]
+    fp8 = [name for name in data if "fp8" in name and benchmark_of(name, WITH_FP8) in WITH_FP8]
     moe = [name for name in data if benchmark_of(name, ("moe",)) == "moe" and name not in fp8]
-    spread = [name for name in ("fsdp_experts",) if name in data]
+    sharded_moe = [name for name in ("fsdp_experts",) if name in data]
     tables = [
         (
             "Training step on one GPU",
             "Each cell is the median time of a training step in milliseconds.",
             one,
-            one_gpu(works),
+            one_gpu_table(works),
         ),
         (
             "Graphed callables",
-            "Twelve launch-bound GPT blocks run forward and backward. `host us a call` is the host time of one of the 24 "
-            "calls, until the work is handed to the GPU.",
+            "Twelve launch-bound GPT blocks run forward and backward. Host time is the time of one of the 24 calls until the "
+            "work is dispatched to the GPU. The ratios are relative to `torch graphed callables`.",
             [blocks],
-            one_by_one(data[blocks]["blocks"]["rows"]),
+            callables_table(data[blocks]["blocks"]["rows"]),
         ),
         (
             "Several GPUs",
             "Times are medians in milliseconds: a whole training step for `fsdp`, loss and gradients for `pipeline` and "
             "`callables`.",
             several,
-            several_gpus(data),
+            multi_gpu_table(data),
         ),
         (
             "FP8",
             "Times are medians in milliseconds: a training step, or loss and gradients for pipelines. Each column shows its "
             "fastest variant.",
             fp8,
-            in_fp8(("pipeline, " * ("pipeline" in name) + work, one) for name in fp8 for work, one in data[name].items()),
+            fp8_table(("pipeline, " * ("pipeline" in name) + work, one) for name in fp8 for work, one in data[name].items()),
         ),
         (
             "Text generation",
             "Each time is the median in milliseconds per token, greedy, for one prompt.",
             [name for name in ("decode",) if name in data],
-            markdown(HEADS, [versus(work, one, [one["rows"]]) for work, one in data.get("decode", {}).items()]),
+            markdown(HEADS, [comparison_cells(work, one, [one["rows"]]) for work, one in data.get("decode", {}).items()]),
         ),
         (
             "Mixtures of experts",
             "Times are medians in milliseconds: a training step, or forward and backward of the layers for `-layers`.",
-            [*moe, *spread],
+            [*moe, *sharded_moe],
             markdown(
                 HEADS,
-                [versus(f"{work}, {shape(one)}", one, [one["rows"]]) for name in moe for work, one in data[name].items()]
-                + [line for name in spread for item in data[name].items() for line in with_experts(*item)],
+                [
+                    comparison_cells(f"{work}, {batch_text(one)}", one, [one["rows"]])
+                    for name in moe
+                    for work, one in data[name].items()
+                ]
+                + [line for name in sharded_moe for item in data[name].items() for line in expert_rows(*item)],
             ),
         ),
         (
             "Grouped matmuls in bfloat16",
             "Each cell is the rate of jgraph in TFLOP/s, and the time of PyTorch over the time of jgraph.",
             [name for name in ("grouped",) if name in data],
-            grouped(data.get("grouped", {})),
+            grouped_table(data.get("grouped", {})),
         ),
         (
             "Soak runs",
             "Each run repeats one step many times with collectives inside CUDA graphs, and checks for hangs, growth of memory "
             "and changed losses.",
             [name for name in ("soaks",) if name in data],
-            markdown(SOAKS, soaks(data["soaks"])) if "soaks" in data else [],
+            markdown(SOAK_HEADS, soak_rows(data["soaks"])) if "soaks" in data else [],
         ),
     ]
     parts: list[str] = []
@@ -175,8 +188,8 @@ def speed() -> str:
     return "\n".join(parts[:-1])
 
 
-def one_gpu(works: Sequence[tuple[str, Row]]) -> list[str]:
-    """Draws steps by preset: of ours the fastest kernels, and every variant that was timed for any preset."""
+def one_gpu_table(works: Sequence[tuple[str, Row]]) -> list[str]:
+    """Returns a table with one row per preset and one column per variant. The jgraph column has the fastest kernels."""
     heads = {
         ("jgraph", ""): "jgraph",
         ("jgraph", "graph=off"): "jgraph, graphs off",
@@ -189,82 +202,97 @@ def one_gpu(works: Sequence[tuple[str, Row]]) -> list[str]:
         ("torch", "eager"): "torch eager",
         ("torch", "compile max-autotune + CUDA graph"): "torch max-autotune + CUDA graph",
     }
-    found, lines = [], []
+    timings, lines = [], []
     for _, result in works:
-        ours = fastest([row for row in result["rows"] if is_usual(row)], "jgraph")
-        by = {(row["system"], row["variant"]): row["ms"] for row in result["rows"] if "ms" in row}
-        found.append((ours, by | ({("jgraph", ""): ours["ms"]} if ours else {})))
-    shown = [variant for variant in heads if any(variant in by for _, by in found)]
-    for (preset, result), (ours, by) in zip(works, found, strict=True):
-        rows, config, best = result["rows"], result["config"], min((by[v] for v in shown if v in by), default=None)
-        times = [("**{}**" if by[v] == best else "{}").format(short(by[v])) if v in by else "not run" for v in shown]
+        ours = fastest([row for row in result["rows"] if is_default_variant(row)], "jgraph")
+        times_by = {(row["system"], row["variant"]): row["ms"] for row in result["rows"] if "ms" in row}
+        timings.append((ours, times_by | ({("jgraph", ""): ours["ms"]} if ours else {})))
+    shown = [variant for variant in heads if any(variant in times_by for _, times_by in timings)]
+    for (preset, result), (ours, ms) in zip(works, timings, strict=True):
+        rows, config, best = result["rows"], result["config"], min((ms[v] for v in shown if v in ms), default=None)
+        times = [("**{}**" if ms[v] == best else "{}").format(short(ms[v])) if v in ms else "not run" for v in shown]
         model, peer = config["model"], fastest(rows, "torch")
         shape = f"{model['num_layers']} layers of {model['d_model']}, {config['batch_size']}x{config['seq_len']} tokens"
         sizes = [row.get("peak_bytes") if row else None for row in (ours, peer)]
-        peaks = ", ".join(f"{size / 1e9:.{1 if size >= 1e9 else 2}f}" if size else "not told" for size in sizes)
-        lines += [[f"{preset}, {shape}", *times, f"{told_ratio(peer, ours)}, {tried(rows)}" if peer and ours else "", peaks]]
-    return markdown(["preset", *(heads[v] for v in shown), "fastest PyTorch / jgraph", "peak GB, ours and its"], lines)
+        peaks = ", ".join(f"{size / 1e9:.{1 if size >= 1e9 else 2}f}" if size else "not recorded" for size in sizes)
+        lines += [
+            [f"{preset}, {shape}", *times, f"{ratio_text(peer, ours)}, {count_peers(rows)}" if peer and ours else "", peaks]
+        ]
+    return markdown(
+        ["preset", *(heads[v] for v in shown), "fastest PyTorch / jgraph", "peak memory of jgraph, PyTorch, GB"], lines
+    )
 
 
-def grouped(works: dict[str, Row]) -> list[str]:
-    """Draws grouped products by what they are for: the rate of ours, and PyTorch's time over it."""
-    legs = {"forward": "forward", "dgrad": "dgrad", "wgrad": "wgrad", "onto_float32": "wgrad onto float32"}
+def grouped_table(works: dict[str, Row]) -> list[str]:
+    """Returns a table of grouped matmuls: the rate of jgraph, and the time of PyTorch over the time of jgraph."""
+    legs = {"forward": "forward", "dgrad": "dgrad", "wgrad": "wgrad", "onto_float32": "wgrad added to float32"}
     lines = []
     for work, result in works.items():
         peer, ours = (fastest(result["rows"], system) for system in ("torch", "jgraph"))
         flops = 2 * math.prod(result["size"]["shape"][:3])
-        told = [f"{flops / ours[f'{leg}_ms'] / 1e9:.0f}, {ratio(peer, ours, f'{leg}_ms', digits=2)}" for leg in legs if ours]
-        lines += [[work, result["device"] or "not told", *told]]
-    return markdown(["rows x in x out", "device", *legs.values()], lines)
+        cells = [f"{flops / ours[f'{leg}_ms'] / 1e9:.0f}, {ratio(peer, ours, f'{leg}_ms', digits=2)}" for leg in legs if ours]
+        lines += [[work, result["device"] or "not recorded", *cells]]
+    heads = [f"{name}: TFLOP/s, ratio" for name in legs.values()]
+    return markdown(["tokens x input width x output width, experts, routing", "device", *heads], lines)
 
 
-def with_experts(work: str, result: Row) -> Iterable[list[str]]:
-    """Draws a mixture over several GPUs: ours with its experts spread, and with all gathered, against PyTorch's spread ones."""
-    for kind, is_spread in (("experts over GPUs", True), ("experts gathered", False)):
-        rows = [row for row in result["rows"] if row["system"] == "torch" or ("layout=ep" in row["variant"]) == is_spread]
-        yield versus(f"{work}, {shape(result)}, {kind}", result, [rows])
+def expert_rows(work: str, result: Row) -> Iterable[list[str]]:
+    """Yields two comparisons of a mixture of experts on several GPUs with PyTorch's expert parallelism.
+
+    Args:
+        work: Name of the work.
+        result: Its result.
+
+    Yields:
+        The cells for jgraph with expert parallelism, then for jgraph with gathered experts.
+    """
+    for kind, is_parallel in (("expert parallel", True), ("experts gathered", False)):
+        rows = [row for row in result["rows"] if row["system"] == "torch" or ("layout=ep" in row["variant"]) == is_parallel]
+        yield comparison_cells(f"{work}, {batch_text(result)}, {kind}", result, [rows])
 
 
-def is_usual(row: Row) -> bool:
-    """Returns whether a row is of a preset as it comes; it takes the fastest kernels by itself, which a row may ask for."""
-    return row["system"] == "jgraph" and all(word.startswith(("attention=", "norm=")) for word in row["variant"].split())
+def is_default_variant(row: Row) -> bool:
+    """Reports whether a jgraph row uses the preset. An explicit kernel choice counts, because the preset picks the fastest."""
+    options = row["variant"].split()
+    return row["system"] == "jgraph" and all(option.startswith(("attention=", "norm=")) for option in options)
 
 
-def one_by_one(rows: list[Row]) -> list[str]:
-    """Draws what a replay costs the host, of ours and of the graphed callables of PyTorch."""
+def callables_table(rows: list[Row]) -> list[str]:
+    """Returns a table of graphed callables: host time per call and time per iteration, with ratios to PyTorch."""
     peer = next((row for row in rows if (row["system"], row["variant"]) == ("torch", "graphed callables")), {})
     lines = []
     for row in rows:
-        cells = [named(row)]
+        cells = [row_name(row)]
         for key, digits in (("host_us", 1), ("ms", 2)):
             cells += [f"{row[key]:.{digits}f}" if key in row else row.get("failed", "did not run")]
             cells += ["" if row is peer else ratio(row, peer, key, digits=2)]
         lines += [cells]
-    return markdown(["calls", "host us a call", "to PyTorch's", "ms an iteration", "to PyTorch's"], lines)
+    return markdown(["variant", "host time per call, us", "ratio", "time per iteration, ms", "ratio"], lines)
 
 
-def several_gpus(data: dict[str, dict[str, Row]]) -> list[str]:
-    """Draws works by number of GPUs: a ratio of rounds where peers took turns, else the range of all stored runs."""
+def multi_gpu_table(data: dict[str, dict[str, Row]]) -> list[str]:
+    """Returns a table of works by number of GPUs. The ratio comes from rounds, or else is the range of all stored runs."""
     lines: list[tuple[int, list[str]]] = []
     for name, works in data.items():
-        if (kind := name.rstrip("0123456789")) in SEVERAL:
+        if (kind := name.rstrip("0123456789")) in MULTI_GPU:
             for work, result in ((work, result) for work, result in works.items() if result["ranks"] > 1):
-                title = f"{kind}, {work}" if shape(result) in work else f"{kind}, {work}, {shape(result)}"
+                title = f"{kind}, {work}" if batch_text(result) in work else f"{kind}, {work}, {batch_text(result)}"
                 if "config" in result:
-                    found = [(f"{title}, parameters {how}", [rows]) for how, rows in alike(result["rows"]).items()]
+                    groups = group_by_placement(result["rows"])
+                    titled = [(f"{title}, parameters {placement}", [rows]) for placement, rows in groups.items()]
                 else:
-                    found = [(title, stored(data, name, work))]
-                lines += [(result["ranks"], versus(title, result, runs)) for title, runs in found]
+                    titled = [(title, stored_runs(data, name, work))]
+                lines += [(result["ranks"], comparison_cells(title, result, runs)) for title, runs in titled]
     return markdown(HEADS, [cells for _, cells in sorted(lines, key=lambda one: one[0])])
 
 
-def in_fp8(works: Iterable[tuple[str, Row]]) -> list[str]:
-    """Draws works by what becomes of parameters: steps in bf16 and by each recipe, and the fastest of both sides."""
+def fp8_table(works: Iterable[tuple[str, Row]]) -> list[str]:
+    """Returns a table of works by placement: the fastest step per precision, and the ratios of the fastest rows."""
     heads = ["work", "devices", "jgraph bf16", "jgraph FP8, current", "jgraph FP8, delayed"]
     heads += ["torch bf16", "torchao float8", "Transformer Engine FP8"]
     lines = []
     for work, result in works:
-        groups = alike(result["rows"])
+        groups = group_by_placement(result["rows"])
         for kind, rows in groups.items():
             kinds: dict[tuple[str, str], list[Row]] = {}
             for row in rows:
@@ -278,21 +306,24 @@ def in_fp8(works: Iterable[tuple[str, Row]]) -> list[str]:
             best = {own: fastest(kinds.get(own, []), own[0]) for own in shown}
             ours = fastest([row for own in shown[1:3] for row in kinds.get(own, [])], "jgraph")
             peer, plain = fastest(rows, "torch"), best["jgraph", "bf16"]
-            title = f"{work}, {shape(result)}" + f", parameters {kind}" * (len(groups) > 1)
+            title = f"{work}, {batch_text(result)}" + f", parameters {kind}" * (len(groups) > 1)
             times = [short(row["ms"]) if row else "did not run" * (own in kinds) for own, row in best.items()]
-            torchs = f"{told_ratio(peer, ours)} ({how(peer)}; {tried(rows)})" if ours and peer else tried(rows)
-            own = told_ratio(plain, ours) if ours and plain else ""
-            lines += [[title, result["device"] or "not told", *times, torchs, own]]
+            to_torch = count_peers(rows)
+            if ours and peer:
+                to_torch = f"{ratio_text(peer, ours)} ({variant_text(peer)}; {to_torch})"
+            to_bf16 = ratio_text(plain, ours) if ours and plain else ""
+            lines += [[title, result["device"] or "not recorded", *times, to_torch, to_bf16]]
     return markdown([*heads, "fastest PyTorch / jgraph FP8", "jgraph bf16 / FP8"], lines)
 
 
 def precision(row: Row) -> str:
-    words = set(row["variant"].replace("=", " ").replace(":", " ").split())
-    return next((word for word in ("te", "current", "delayed", "float8") if word in words), "bf16")
+    """Returns the precision in the variant of a row: te, current, delayed, float8 or bf16."""
+    settings = set(row["variant"].replace("=", " ").replace(":", " ").split())
+    return next((name for name in ("te", "current", "delayed", "float8") if name in settings), "bf16")
 
 
-def shape(result: Row) -> str:
-    """Names the size of a work's batch."""
+def batch_text(result: Row) -> str:
+    """Returns the batch size of a result: "d WIDTH, N tokens" or "BATCHxLENGTH tokens"."""
     size = result.get("config") or result["size"]
     if "tokens" in size:
         return f"d {size['d_model']}, {size['tokens']} tokens"
@@ -300,10 +331,19 @@ def shape(result: Row) -> str:
     return f"{batch}x{length} tokens"
 
 
-def stored(data: dict[str, dict[str, Row]], name: str, work: str) -> list[list[Row]]:
-    """Returns the rows of all stored runs of a work, its own first; of other benchmarks' runs of its size PyTorch's alone."""
+def stored_runs(data: dict[str, dict[str, Row]], name: str, work: str) -> list[list[Row]]:
+    """Returns the rows of all stored runs of a work.
+
+    Args:
+        data: All results, by file name and work.
+        name: Results file of the newest run.
+        work: The work.
+
+    Returns:
+        The newest run, then earlier runs, then the PyTorch rows of other benchmarks with the same size and ranks.
+    """
     own, before = data[name][work], f"{name}_earlier"
-    runs = [own["rows"], *(result["rows"] for named, result in data.get(before, {}).items() if named == work)]
+    runs = [own["rows"], *(result["rows"] for other, result in data.get(before, {}).items() if other == work)]
     others = (result for file, works in data.items() if file not in (name, before) for result in works.values())
     same = (one for one in others if (one.get("size"), one.get("ranks")) == (own["size"], own["ranks"]))
     return [*runs, *([row for row in one["rows"] if row["system"] == "torch"] for one in same)]

@@ -1,7 +1,7 @@
-"""Rows: what a benchmark leaves of each thing that it timed, the same for all, and how two rows are compared.
+"""Result rows: the schema that all benchmarks share, and comparisons of two rows.
 
-A results file is {"works": {NAME: result}}. A result has `environment`, `options`, `device`, `rows`, and what its work was:
-`ranks`, `config` or `size`.
+A results file is `{"works": {NAME: result}}`. A result has `environment`, `options`, `device`, `rows`, and a description of the
+work: `ranks`, and `config` or `size`.
 """
 
 import statistics
@@ -12,75 +12,106 @@ from jgraph_models.gpt_config import GPTConfig
 
 Row = dict[str, Any]
 
-# What a row may have. A row that takes turns has the median of them, `repeats_ms` and so on with each turn, and their `rounds`.
+# Keys of a row. A candidate timed in rounds stores the median under KEY, one value per round under repeats_KEY, and `rounds`.
 FIELDS = {
-    "system, schedule, variant, join, graph, runtime, microbatches, chunks": "its name: jgraph, torch, jax or one GPU, and how",
-    "precision": "in which the blocks of a run multiply matrices",
-    "chosen, table, phases": "of a pipeline: schedule and engine, what they were chosen from, and what that took",
-    "failed": "why it has no time, in one line",
-    "ranks, device, xla_options, capture": "what it ran on, with which options, and how much of it is a CUDA graph",
-    "compiled": "how many programs, and how many of them jax's compilation cache had",
-    "ms, power_watts, sm_clock_mhz": "of a step, and what the card did meanwhile",
-    "host_ms, host_us": "until the step, or a replay, is handed over to an idle device",
-    "stream_ms": "of a step, back to back",
-    "slowest_ms, late, slowest": "of a soak: its slowest step, how many took twice the median, the five slowest",
-    "categories": "milliseconds of the step by what they were for",
-    "forward_ms, dgrad_ms, wgrad_ms, onto_float32_ms": "of a product, by what it is for",
-    "alone": "milliseconds of a stage's forward, dgrad and wgrad by themselves",
-    "loss, losses, heldout, skipped, same_loss": "after the first step or each; steps not finite; always the same or not",
-    "halted": "places that experts needed where they had fewer, else 0",
-    "build_s, build_and_first_s, first_step_s, trace_s, compile_s": "until it could be timed",
-    "launches, updates, replays, actions": "how many CUDA graphs, replays or actions there are in a step",
-    "steps, done": "that were asked of a soak and that it did; those that were logged",
-    "differs, first_differs": "largest difference of a soak's losses from those with graph auto; the first step that has one",
-    "peak_bytes, init_peak_bytes, step_bytes": "of the device that had most; when the state was made; of the program alone",
-    "peaks_bytes": "of each rank of a pipeline; 0 for the first where the whole model took more before it was spread",
-    "argument_bytes, temp_bytes, output_bytes, alias_bytes": "of the compiled step",
-    "moved_bytes": "that the kernels of a step must read and write",
-    "device_bytes, host_bytes, first_device_bytes, first_host_bytes": "in use, and before the first step of a soak",
-    "params_bytes, grads_bytes, moments_bytes, update_bytes, more_bytes, reads": "by the dtype rules",
-    "starts_ms, ends_ms": "of every action of each rank",
+    "system, schedule, variant, join, graph, runtime, microbatches, chunks": "name of the row; system is jgraph, torch, jax or "
+    "one GPU",
+    "precision": "precision of the matmuls in the blocks of a training run",
+    "chosen, table, phases": "pipeline: chosen schedule and engine, table of candidates, duration of the search",
+    "failed": "reason for a missing time, one line",
+    "ranks, device, xla_options, capture": "number of ranks, device kind, XLA options, CUDA graph coverage",
+    "compiled": "number of compiled programs, and hits of the compilation cache",
+    "ms, power_watts, sm_clock_mhz": "time of a step; power and clock of the GPU during the measurement",
+    "host_ms, host_us": "host time to dispatch a step or a replay to an idle device",
+    "stream_ms": "time of a step without a wait between steps",
+    "slowest_ms, late, slowest": "soak: slowest step, number of steps over twice the median, the five slowest steps",
+    "categories": "milliseconds of the step by category",
+    "forward_ms, dgrad_ms, wgrad_ms, onto_float32_ms": "time of a grouped matmul by its role in the backward pass",
+    "alone": "milliseconds of the forward, dgrad and wgrad of a stage, each timed in isolation",
+    "loss, losses, heldout, skipped, same_loss": "loss after the first step, or per step; validation loss; skipped steps; True "
+    "for a constant loss",
+    "halted": "expert capacity that the step needed, 0 if the capacity was sufficient",
+    "build_s, build_and_first_s, first_step_s, trace_s, compile_s": "seconds of setup",
+    "launches, updates, replays, actions": "CUDA graph launches, graph updates, replays, or pipeline actions per step",
+    "steps, done": "soak: requested and completed steps; loss curve: logged steps",
+    "differs, first_differs": "soak: largest loss difference from the run with graph auto, first step with a difference",
+    "peak_bytes, init_peak_bytes, step_bytes": "peak memory of the fullest device; after init; of the program",
+    "peaks_bytes": "peak memory of each pipeline rank; 0 for rank 0 if the unsharded model took more",
+    "argument_bytes, temp_bytes, output_bytes, alias_bytes": "memory analysis of the compiled step",
+    "moved_bytes": "bytes that the kernels of a step must read and write",
+    "device_bytes, host_bytes, first_device_bytes, first_host_bytes": "soak: memory in use, now and before the first step",
+    "params_bytes, grads_bytes, moments_bytes, update_bytes, more_bytes, reads": "memory by dtype rule",
+    "starts_ms, ends_ms": "start and end of every action of each rank",
 }
 KNOWN = {name for names in FIELDS for name in names.split(", ")} | {"rounds"}
 
-PARAMETERS = ("kept", "gathered again", "whole")
+# Parameters after the forward pass: gathered copies kept, freed and gathered again, or no sharding at all.
+PLACEMENTS = ("kept", "resharded", "replicated")
 WITHIN = "within the spread"
 
 
-def unknown(row: Row) -> set[str]:
-    """Returns keys that the schema has not."""
+def unknown_keys(row: Row) -> set[str]:
+    """Returns the keys of `row` that are missing from the schema."""
     return {key for key in row if key.removeprefix("repeats_") not in KNOWN}
 
 
-def named(row: Row) -> str:
-    """Returns system, schedule, variant and join."""
+def row_name(row: Row) -> str:
+    """Returns the name of a row: system, schedule, variant and join."""
     join = f"join {row['join']}" if "join" in row else ""
     return " ".join(filter(None, (row["system"], row.get("schedule"), row.get("variant"), join)))
 
 
 def fastest(rows: list[Row], system: str) -> Row | None:
+    """Returns the fastest row of a system.
+
+    Args:
+        rows: Rows of one work.
+        system: Value of `system`: jgraph, torch, jax or one GPU.
+
+    Returns:
+        The row with the smallest `ms`, or None if no row of the system has a time.
+    """
     return min((row for row in rows if row["system"] == system and "ms" in row), key=lambda row: row["ms"], default=None)
 
 
-def parameters(row: Row) -> str:
-    """Tells whether gathered parameters are kept for the backward, or every GPU has them whole: like is compared with like."""
-    words = set(row.get("variant", "").replace(":", " ").split())
-    if words & {"layout=dp", "graph"}:
-        return "whole"
-    return "gathered again" if words & {"reshard=yes", "reshard"} else "kept"
+def placement(row: Row) -> str:
+    """Returns the entry of `PLACEMENTS` that the variant of a row uses."""
+    options = set(row.get("variant", "").replace(":", " ").split())
+    if options & {"layout=dp", "graph"}:
+        return "replicated"
+    return "resharded" if options & {"reshard=yes", "reshard"} else "kept"
 
 
-def is_peer(row: Row, kind: str) -> bool:
-    """Tells whether a row is compared with those of such parameters; PyTorch's whole ones, with the kept ones too."""
-    return parameters(row) == kind or (row["system"] == "torch" and (parameters(row), kind) == ("whole", "kept"))
+def is_comparable(row: Row, kind: str) -> bool:
+    """Reports whether a row is compared with the rows of a placement.
+
+    Args:
+        row: The row.
+        kind: An entry of `PLACEMENTS`.
+
+    Returns:
+        True if the placements match, or if the row is PyTorch with replicated parameters and `kind` is kept.
+    """
+    return placement(row) == kind or (row["system"] == "torch" and (placement(row), kind) == ("replicated", "kept"))
 
 
 def spread(row: Row) -> str:
+    """Returns the fastest and the slowest repeat in milliseconds."""
     return f"{min(row['repeats_ms']):.3f}, {max(row['repeats_ms']):.3f}"
 
 
 def ratios(row: Row, to: Row | None, key: str = "ms") -> list[float]:
-    """Returns how much longer a row took than another in each round of both; where there was none, by their medians."""
+    """Returns the time of `row` divided by the time of `to`.
+
+    Args:
+        row: Numerator.
+        to: Denominator.
+        key: Key of the time.
+
+    Returns:
+        One ratio per round that both rows took part in, or the ratio of the medians if they share no round. Empty if a time is
+        missing.
+    """
     if not to or key not in row or key not in to:
         return []
     if not (row.get("rounds") and to.get("rounds")):
@@ -90,7 +121,18 @@ def ratios(row: Row, to: Row | None, key: str = "ms") -> list[float]:
 
 
 def ratio(row: Row | None, to: Row | None, key: str = "ms", *, digits: int = 3) -> str:
-    """Returns the median of the rounds' ratios, and from the least to the most of them."""
+    """Formats the ratio of two rows.
+
+    Args:
+        row: Numerator.
+        to: Denominator.
+        key: Key of the time.
+        digits: Decimal places.
+
+    Returns:
+        The median ratio, followed by the smallest and the largest if there are several rounds. Empty if a time is missing or
+        both arguments are the same row.
+    """
     found = [] if row is to or row is None else ratios(row, to, key)
     if len(found) < 2:
         return f"{found[0]:.{digits}f}" if found else ""
@@ -98,17 +140,26 @@ def ratio(row: Row | None, to: Row | None, key: str = "ms", *, digits: int = 3) 
 
 
 def verdict(a: list[float], b: list[float]) -> str:
-    """Tells whether b is faster; the spread is from the fastest to the slowest repeat, and a single one has none."""
+    """Compares two lists of repeats.
+
+    Args:
+        a: Times of the baseline.
+        b: Times of the other run.
+
+    Returns:
+        "faster" or "slower" for `b` if the two ranges do not overlap, `WITHIN` if they do, "no spread known" if one of the
+        lists has fewer than two repeats.
+    """
     if min(len(a), len(b)) < 2:
         return "no spread known"
     return "faster" if max(b) < min(a) else "slower" if min(b) > max(a) else WITHIN
 
 
-def gpt_of(fields: Row) -> GPTConfig:
-    """Returns the model of a stored configuration; earlier ones had its module among its settings."""
+def gpt_config_from(fields: Row) -> GPTConfig:
+    """Builds the model config from stored settings. Ignores `module`, which old results store among them."""
     return settings_from(GPTConfig, {name: value for name, value in fields.items() if name != "module"})
 
 
 def step_flops(config: Row) -> float:
-    """Returns the FLOPs of a training step of a stored configuration."""
-    return gpt_of(config["model"]).flops(config["batch_size"], config["seq_len"])
+    """Returns the FLOPs of a training step of a stored config."""
+    return gpt_config_from(config["model"]).flops(config["batch_size"], config["seq_len"])

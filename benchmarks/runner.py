@@ -1,7 +1,7 @@
-"""One runner for all benchmarks: the options they share, running one, its results, its table.
+"""The runner that all benchmarks share: common flags, timing, results files and soaks.
 
-A benchmark says which works there are, who takes part in each, and how its rows are drawn. Who takes part is a process of its
-own: ours are in `programs/`, PyTorch's in `peers/`, and `peers/protocol.py` says how they are asked.
+A benchmark declares its works, the candidates of each work, and the columns of its table. Each candidate is a separate process:
+`programs/` has those of jgraph, `peers/` those of PyTorch and plain JAX, and `peers/protocol.py` defines their protocol.
 """
 
 import ast
@@ -22,105 +22,124 @@ from typing import Any, Literal
 import tyro
 
 import benchmarks
-from benchmarks.rows import Row, unknown
+from benchmarks.rows import Row, unknown_keys
 from benchmarks.tables import Section, comparison, markdown, number
-from benchmarks.turns import Entrant, Turns, ask, race
+from benchmarks.turns import Candidate, TimingOptions, race, run_once
 
 RESULTS = Path(__file__).parent / "results"
-SOAKS = ["what", "device", "steps", "median ms", "slowest", "bytes on the devices, growth", "of the process", "", "date"]
+SOAK_HEADS = [
+    "work",
+    "devices",
+    "steps",
+    "median step, ms",
+    "slowest step, ms",
+    "device memory, bytes, growth",
+    "host memory, bytes, growth",
+    "outcome",
+    "date",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Turns):
-    """Holds the flags of every benchmark."""
+class Options(TimingOptions):
+    """Flags of every benchmark."""
 
     sizes: Literal["full", "tiny"] = "full"
-    """tiny is for a machine without a GPU."""
+    """Use `tiny` on a machine without a GPU."""
     revision: str = ""
-    """Git revision for the JSON, where there is no .git."""
+    """Git revision to store in the results, for a copy of the sources without .git."""
     out: str = ""
-    """Folder for the results; benchmarks/results if it is left out."""
+    """Folder of the results. Default: benchmarks/results."""
     name: str = ""
-    """Results go to NAME.json and .md there; the benchmark's own name if it is left out."""
+    """File name of the results: NAME.json and NAME.md. Default: the name of the benchmark."""
 
     @property
     def file(self) -> Path:
-        """The file of its results."""
+        """Path of the results file."""
         return Path(self.out or RESULTS) / f"{self.name}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traced(Options):
-    """Adds the flags of benchmarks of a training step."""
+class TraceOptions(Options):
+    """Flags of benchmarks that time a training step."""
 
     categories: bool = False
-    """Tell jgraph's time by category too, from a short trace of the step without capture."""
+    """Also measure the time of jgraph by category, from a short profile of the step without CUDA graphs."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Soaked(Options):
-    """Adds the flags of benchmarks whose works can be soaked."""
+class SoakOptions(Options):
+    """Flags of benchmarks that can run a soak: many steps, watched for hangs and memory growth."""
 
     soak: int = 0
-    """Steps of each work, by the first variant if there is one, watched for memory and hangs, into soaks.json; nothing else is
-    run."""
+    """Run this many steps of the first variant of each work, store the outcome in soaks.json, and time nothing."""
     soak_against: Literal["auto", "nothing"] = "auto"
-    """Whether a soak's losses are compared with those of the same steps with graph auto, which run after it."""
+    """auto: repeat the steps with graph auto and compare the losses. nothing: skip the comparison."""
     hang_seconds: float = 60.0
-    """Longest time of a step of a soak."""
+    """Maximum duration of a step in a soak. A longer step counts as a hang."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Several(Options):
-    """Adds the flags of benchmarks of training on several GPUs."""
+class MultiGPUOptions(Options):
+    """Flags of benchmarks that train on several GPUs."""
 
     ranks: int = 0
-    """GPUs that take part; 0 for all that there are."""
+    """Number of GPUs. 0 uses all."""
     graph: Literal["auto", "off", "full"] = "auto"
-    """What is captured, as in `python -m jgraph.train`."""
+    """CUDA graph capture, like `--graph` of `python -m jgraph.train`."""
     xla_option: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """NAME=VALUE for all of jgraph's programs; may be repeated."""
+    """XLA option NAME=VALUE for all jgraph programs. May be repeated."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Names a work, and who takes part in it.
+    """A workload and the candidates that are timed on it.
 
     Attributes:
-        about: what its result has beside rows: `ranks`, and `config` or `size`.
-        groups: processes that take turns with each other; the first of each is ours.
-        rows: rows of processes that are not timed against each other, or of no process.
-        building: most processes of a group that build at once; 0 for all.
+        name: Key of the work in the results file.
+        facts: Keys of its result beside `rows`: `ranks`, and `config` or `size`.
+        groups: Candidates that are timed in the same rounds. The first of each group is jgraph.
+        rows: Rows that are not timed in rounds.
+        building: Maximum number of processes of a group that build in parallel. 0 for all.
     """
 
     name: str
-    about: Row
-    groups: Sequence[Sequence[Entrant]] = ()
+    facts: Row
+    groups: Sequence[Sequence[Candidate]] = ()
     rows: Iterable[Row] = ()
     building: int = 1
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Declares a benchmark: a script's works, who takes part, and how its rows are drawn.
+    """Declaration of a benchmark.
 
     Attributes:
-        title: the heading of its table.
-        about: the text of --help.
-        options: its flags, with defaults.
-        works: yields the works that the options ask for.
-        section: says how a work of that name is drawn, from its result.
+        title: Heading of its results page.
+        description: Text of --help.
+        options: Class of its flags.
+        works: Yields the works that the options select.
+        section: Returns the table layout of a work, given its name and result.
     """
 
     title: str
-    about: str | None
+    description: str | None
     options: type[Options]
     works: Callable[[Any], Iterable[Work]]
     section: Callable[[str, Row], Section]
 
     def main(self, name: str, flags: Sequence[str]) -> int:
-        """Runs the benchmark, whose results have this name if no flag says another; returns the exit status."""
-        options: Any = tyro.cli(self.options, prog=f"python -m benchmarks run {name}", description=self.about, args=flags)
+        """Runs the benchmark.
+
+        Args:
+            name: Name of the benchmark, and of its results file if no flag sets another.
+            flags: Command-line flags.
+
+        Returns:
+            The exit code.
+        """
+        program = f"python -m benchmarks run {name}"
+        options: Any = tyro.cli(self.options, prog=program, description=self.description, args=flags)
         options = replace(options, name=options.name or name)
         if getattr(options, "soak", 0):
             return self._soak(options)
@@ -131,43 +150,59 @@ class Benchmark:
         return 0
 
     def draw(self, works: Row) -> str:
+        """Returns the results page in Markdown."""
         parts = [comparison(works)] if comparison(works) else []
         parts += [self.section(name, result).draw(result) for name, result in works.items()]
         return f"# {self.title}\n\n" + "\n".join("\n".join(lines) + "\n" for lines in parts)
 
     def _soak(self, options: Any) -> int:
-        results, status = Results(replace(options, name="soaks"), draw_soaks), 0
+        results, status = Results(replace(options, name="soaks"), soaks_page), 0
         for work in self.works(options):
             variant = next(iter(options.variant), "")
-            ours = next(one for group in work.groups for one in group if one.named["variant"] == variant)
+            ours = next(one for group in work.groups for one in group if one.labels["variant"] == variant)
             graph = ours.request.get("config", ours.request).get("graph", "auto")
-            told = [f"{options.name} {work.name}", ours.named.get("schedule"), variant, f"graph {graph}"]
-            name = ", ".join(filter(None, told))
-            results.begin(name, graph=graph, **work.about)
-            asked = {"steps": options.soak, "hang_seconds": options.hang_seconds}
-            row = ask(ours, timeout=options.timeout, soak=asked) | {"steps": options.soak}
+            parts = [f"{options.name} {work.name}", ours.labels.get("schedule"), variant, f"graph {graph}"]
+            name = ", ".join(filter(None, parts))
+            results.begin(name, graph=graph, **work.facts)
+            soak_request = {"steps": options.soak, "hang_seconds": options.hang_seconds}
+            row = run_once(ours, timeout=options.timeout, soak=soak_request) | {"steps": options.soak}
             losses = row.pop("losses", [])
             results.put(name, [row])
             if losses and graph != options.soak_against == "auto":
                 plain = replace(ours, request=ours.request | {"config": ours.request["config"] | {"graph": "auto"}})
-                other = ask(plain, timeout=options.timeout, soak=asked)
-                why = {"failed": f"with graph auto: {other['failed']}"} if "failed" in other else {}
-                row |= why or apart(losses, other["losses"])
+                other = run_once(plain, timeout=options.timeout, soak=soak_request)
+                error = {"failed": f"with graph auto: {other['failed']}"} if "failed" in other else {}
+                row |= error or loss_difference(losses, other["losses"])
                 results.put(name, [row])
             status |= "failed" in row
         print(results)
         return status
 
 
-def apart(losses: Sequence[float], others: Sequence[float]) -> Row:
-    """Returns the largest difference of losses on the same batches, and the first step that has one or is not a number."""
-    found = [abs(a - b) for a, b in zip(losses, others, strict=True)]
-    first = next((step for step, difference in enumerate(found) if difference != 0), None)
-    return {"differs": max(found, key=lambda difference: (math.isnan(difference), difference)), "first_differs": first}
+def loss_difference(losses: Sequence[float], others: Sequence[float]) -> Row:
+    """Compares the losses of two runs on the same batches.
+
+    Args:
+        losses: Losses of one run.
+        others: Losses of the other run.
+
+    Returns:
+        `differs`, the largest difference, NaN if any is NaN, and `first_differs`, the first step with a difference or None.
+    """
+    differences = [abs(a - b) for a, b in zip(losses, others, strict=True)]
+    first = next((step for step, difference in enumerate(differences) if difference != 0), None)
+    return {"differs": max(differences, key=lambda difference: (math.isnan(difference), difference)), "first_differs": first}
 
 
 def run(work: Work, options: Options, results: "Results") -> None:
-    results.begin(work.name, **work.about)
+    """Times a work and stores its rows after every build and round.
+
+    Args:
+        work: The work.
+        options: Flags of the benchmark.
+        results: Results file.
+    """
+    results.begin(work.name, **work.facts)
     done: list[Row] = []
 
     def save(rows: list[Row]) -> None:
@@ -181,34 +216,58 @@ def run(work: Work, options: Options, results: "Results") -> None:
         done += race(group, save, options, building=work.building, numbers=numbers)
 
 
-def found() -> dict[str, str]:
-    """Returns every module with a `BENCHMARK`, and the first line of its docstring. Read, not imported: most import jax."""
+def find_benchmarks() -> dict[str, str]:
+    """Returns the first docstring line of every module that defines `BENCHMARK`. Parses the files, because imports load jax."""
     files = sorted(file for folder in benchmarks.__path__ for file in Path(folder).glob("*.py"))
     scripts = {file.stem: source for file in files if "\nBENCHMARK = " in (source := file.read_text())}
     return {name: (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0] for name, source in scripts.items()}
 
 
 def benchmark_of(stem: str, scripts: Iterable[str]) -> str:
-    """Returns the benchmark that a results file is of; --name is free, but begins so by custom, then a number, `_` or both."""
-    named = (name for name in scripts if re.match(rf"{name}\d*(_|$)", stem))
-    return max(named, key=len, default=stem.rstrip("0123456789"))
+    """Returns the benchmark that wrote a results file.
+
+    Args:
+        stem: File name without suffix: the name of the benchmark, followed by a number, `_` and a suffix, or both.
+        scripts: Names of the benchmarks.
+
+    Returns:
+        The longest matching name, or `stem` without its number if none matches.
+    """
+    matching = (name for name in scripts if re.match(rf"{name}\d*(_|$)", stem))
+    return max(matching, key=len, default=stem.rstrip("0123456789"))
 
 
 class Results:
-    """Holds results by work, written whenever there are more; what an earlier run left stays until its work is run again."""
+    """The results of a file, by work. Keeps the works of earlier runs until they run again.
+
+    Args:
+        options: Flags of the benchmark. They define the path of the file.
+        draw: Returns the results page in Markdown.
+    """
 
     def __init__(self, options: Options, draw: Callable[[Row], str]):
         self.options, self.draw = options, draw
         self.works: dict[str, Any] = json.loads(options.file.read_text())["works"] if options.file.exists() else {}
 
-    def begin(self, work: str, **about: Any) -> None:
-        told = {"environment": environment(revision=self.options.revision), "options": asdict(self.options)}
-        self.works[work] = {**told, **about, "device": None, "rows": []}
+    def begin(self, work: str, **facts: Any) -> None:
+        """Starts a new result.
+
+        Args:
+            work: Name of the work.
+            **facts: Keys of the result beside its rows.
+        """
+        common = {"environment": environment(revision=self.options.revision), "options": asdict(self.options)}
+        self.works[work] = {**common, **facts, "device": None, "rows": []}
 
     def put(self, work: str, rows: list[Row]) -> None:
-        """Stores all rows of a work, as far as they are known."""
+        """Replaces the rows of a work, and writes the JSON file and the page.
+
+        Args:
+            work: Name of the work.
+            rows: Its rows so far.
+        """
         for row in rows:
-            assert not unknown(row), f"benchmarks/rows.py does not tell of {unknown(row)}"
+            assert not unknown_keys(row), f"add {unknown_keys(row)} to FIELDS in benchmarks/rows.py"
         result = self.works[work]
         result["rows"] = rows
         result["device"] = next((row["device"] for row in rows if row["system"] != "torch" and "device" in row), None)
@@ -222,7 +281,7 @@ class Results:
 
 
 def environment(*, revision: str = "") -> Row:
-    """Returns versions, date and git revision; `revision` where the tree travelled without its .git."""
+    """Returns the date, the versions and the git revision. A nonempty `revision` replaces the one of git."""
     names = ("jax", "jaxlib", "flax", "optax", "torch", "torchao", "transformer_engine")
     installed = {name: metadata.version(name) for name in names if find_spec(name)}
     date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -237,26 +296,29 @@ def _git_revision() -> str:
         return "unknown"
 
 
-def soaks(works: Row) -> Iterator[list[str]]:
-    """Yields the cells of `SOAKS`."""
+def soak_rows(works: Row) -> Iterator[list[str]]:
+    """Yields the cells under `SOAK_HEADS`, one row per soak."""
     for name, result in works.items():
         (row,) = result["rows"]
         grown = []
         for place in ("device", "host"):
             first, last = row.get(f"first_{place}_bytes"), row.get(f"{place}_bytes")
-            grown += ["not told" if first is None or last is None else f"{last:,}, {last - first:+,}"]
-        facts = [f"{key.replace('_', ' ')} {row[key]}" for key in ("same_loss", "loss", "skipped") if key in row]
+            grown += ["not recorded" if first is None or last is None else f"{last:,}, {last - first:+,}"]
+        facts = ["constant loss" if row["same_loss"] else "loss changed"] if "same_loss" in row else []
+        facts += [f"loss {row['loss']}"] if "loss" in row else []
+        facts += [f"skipped steps: {row['skipped']}"] if "skipped" in row else []
         if "late" in row:
-            facts += [f"{row['late']} steps of twice the median"]
+            facts += [f"steps over twice the median: {row['late']}"]
         if "differs" in row:
             first = row["first_differs"]
-            facts += ["losses bit by bit those of graph auto"]
+            facts += ["losses bitwise equal to graph auto"]
             if first is not None:
-                facts[-1] = f"losses up to {row['differs']:.2g} from those of graph auto, from step {first} on"
+                facts[-1] = f"losses differ from graph auto by up to {row['differs']:.2g}, from step {first} on"
         cells = [name, row.get("device", ""), f"{row.get('done', 0)} of {row['steps']}"]
         cells += [number("ms")(row), number("slowest_ms")(row), *grown]
         yield [*cells, row.get("failed") or ", ".join(["no hang", *facts]), result["environment"]["date"][:10]]
 
 
-def draw_soaks(works: Row) -> str:
-    return "\n".join(["# Soaks", "", *markdown(SOAKS, soaks(works))]) + "\n"
+def soaks_page(works: Row) -> str:
+    """Returns the results page of the soaks in Markdown."""
+    return "\n".join(["# Soak runs", "", *markdown(SOAK_HEADS, soak_rows(works))]) + "\n"

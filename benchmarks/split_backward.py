@@ -1,9 +1,10 @@
-"""The split backward against `jax.vjp`, one GPT block.
+"""Split backward of a GPT block against `jax.vjp`.
 
     python -m benchmarks run split_backward
 
-`one program` is a jit around everything, as in a pipeline's round; `two` and `three` are what a host calls one by one, so that
-residuals pass through memory. All variants add the weight gradients into a float32 main_grad that is donated.
+`one program` compiles forward and backward together, as in a pipeline tick. With `two programs` and `three programs`, the host
+dispatches forward and backward separately, and residuals pass through memory. All variants add the weight gradients to a
+donated float32 main_grad.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,12 +15,12 @@ import jax
 import jax.numpy as jnp
 
 import jgraph
-from benchmarks.peers.protocol import answer, request, take_turns
+from benchmarks.peers.protocol import answer, read_request, take_turns
 from benchmarks.programs.models import gpt_blocks
 from benchmarks.rows import Row, ratio, spread
 from benchmarks.runner import Benchmark, Options, Work
 from benchmarks.tables import Section, number
-from benchmarks.turns import Entrant
+from benchmarks.turns import Candidate
 
 SIZES: dict[str, dict[str, Row]] = {
     "full": {
@@ -38,19 +39,29 @@ VARIANTS = (
 
 
 def works(options: Options) -> Iterator[Work]:
+    """Yields one work per size."""
     for name, size in SIZES[options.sizes].items():
-        yield Work(name, {"ranks": 1, "size": size}, [[entrant(variant, size) for variant in VARIANTS]])
+        yield Work(name, {"ranks": 1, "size": size}, [[candidate(variant, size) for variant in VARIANTS]])
 
 
-def entrant(variant: str, size: Row) -> Entrant:
+def candidate(variant: str, size: Row) -> Candidate:
+    """Returns the candidate of a variant.
+
+    Args:
+        variant: An entry of `VARIANTS`.
+        size: Size of the block.
+
+    Returns:
+        The candidate.
+    """
     row = {"system": "jgraph" if "split" in variant else "jax", "variant": variant}
-    return Entrant(row, "benchmarks.split_backward", {"variant": variant, "size": size})
+    return Candidate(row, "benchmarks.split_backward", {"variant": variant, "size": size})
 
 
-def time_variant(asked: Row) -> None:
-    """Answers with the time of a variant; runs in a process of its own."""
-    stage, (params,), x, dy = gpt_blocks(asked["size"] | {"num_blocks": 1})
-    accumulate = program(asked["variant"], stage, params, x, dy)
+def time_variant(request: Row) -> None:
+    """Times a variant. Entry point of the candidate process."""
+    stage, (params,), x, dy = gpt_blocks(request["size"] | {"num_blocks": 1})
+    accumulate = program(request["variant"], stage, params, x, dy)
     total = [jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)]
 
     def step() -> None:
@@ -58,15 +69,35 @@ def time_variant(asked: Row) -> None:
 
     step()
     answer(device=jax.devices()[0].device_kind)
-    take_turns(lambda clock: clock.back_to_back(step, partial(jax.block_until_ready, total)))
+    take_turns(lambda timer: timer.back_to_back(step, partial(jax.block_until_ready, total)))
 
 
 def add(total: Any, gradients: Any) -> Any:
+    """Adds gradients to their sums.
+
+    Args:
+        total: Sums.
+        gradients: Gradients. None leaves a sum unchanged.
+
+    Returns:
+        The new sums.
+    """
     return jax.tree.map(lambda t, g: t if g is None else t + g.astype(t.dtype), total, gradients, is_leaf=lambda g: g is None)
 
 
 def program(variant: str, stage: Any, params: Any, x: jax.Array, dy: jax.Array) -> Callable[[Any], Any]:
-    """Returns a function of main_grad, which is donated, that gives back main_grad."""
+    """Returns the step of a variant.
+
+    Args:
+        variant: An entry of `VARIANTS`.
+        stage: The block as a function of params and x.
+        params: Its parameters.
+        x: Input.
+        dy: Gradient of the output.
+
+    Returns:
+        A function of the donated main_grad that returns the new main_grad.
+    """
     split = jgraph.split_backward(stage)
     jit = partial(jax.jit, donate_argnums=0)
 
@@ -83,7 +114,7 @@ def program(variant: str, stage: Any, params: Any, x: jax.Array, dy: jax.Array) 
     def twice(total, params, x, dy):
         y, vjp_x = jax.vjp(lambda x: stage(params, x), x)
         (dx,) = vjp_x(dy)
-        # A barrier, or XLA sees that both backward passes are one.
+        # Without the barrier, XLA merges both backward passes.
         params, x, dy = jax.lax.optimization_barrier((params, x, dy))
         _, vjp_params = jax.vjp(lambda params: stage(params, x), params)
         return add(total, vjp_params(dy)[0]), y, dx
@@ -97,8 +128,8 @@ def program(variant: str, stage: Any, params: Any, x: jax.Array, dy: jax.Array) 
         return add(total, early), dx, stash
 
     if variant.endswith("one program"):
-        whole = jit({"jax.vjp": joint, "split": parts, "two jax.vjp": twice}[variant.partition(",")[0]])
-        return lambda total: whole(total, params, x, dy)[0]
+        one_program = jit({"jax.vjp": joint, "split": parts, "two jax.vjp": twice}[variant.partition(",")[0]])
+        return lambda total: one_program(total, params, x, dy)[0]
     forward_vjp, backward = jax.jit(lambda params, x: jax.vjp(stage, params, x)), jit(backward)
     if variant == "jax.vjp, two programs":
         return lambda total: backward(total, forward_vjp(params, x)[1], dy)[0]
@@ -113,6 +144,15 @@ def program(variant: str, stage: Any, params: Any, x: jax.Array, dy: jax.Array) 
 
 
 def section(name: str, result: Row) -> Section:
+    """Returns the table layout.
+
+    Args:
+        name: Name of the work.
+        result: Its result.
+
+    Returns:
+        The section.
+    """
     by = {row["variant"]: row for row in result["rows"]}
 
     def to_vjp(row: Row) -> str:
@@ -121,11 +161,11 @@ def section(name: str, result: Row) -> Section:
         to = by.get(f"jax.vjp, {'one program' if 'one' in row['variant'] else 'two programs'}")
         return "1.000" if row is to else ratio(row, to)
 
-    columns = {"variant": lambda row: row["variant"], "ms": number("ms", ".3f"), "fastest, slowest": spread}
-    return Section(name, columns | {"ms / jax.vjp, same number of programs": to_vjp})
+    columns = {"variant": lambda row: row["variant"], "time, ms": number("ms", ".3f"), "fastest, slowest, ms": spread}
+    return Section(name, columns | {"time / jax.vjp": to_vjp})
 
 
 BENCHMARK = Benchmark("Split backward, one GPT block", __doc__, Options, works, section)
 
 if __name__ == "__main__":
-    time_variant(request())
+    time_variant(read_request())

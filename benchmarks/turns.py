@@ -1,9 +1,9 @@
-"""Variants in turn: each has a process that is built and warm and idles until it is its turn again, round after round.
+"""Timing of candidates in rounds: each candidate is a process that is compiled and warm, and idles between its turns.
 
-Cards drift, by heat, clock and neighbours, and what ran first has the advantage. So no variant is timed in one go: every round
-times all of them one after the other, every second round backwards, and two are compared by the ratio of their times in each
-round that both were in. The processes import at once and build one after the other, since building times kernels; where kernels
-are so small that nothing depends on them, all build at once.
+GPU speed drifts with temperature, clock and other load, and the first process has an advantage. Every round therefore times
+all candidates once, odd rounds in reverse order, and two candidates are compared by the ratio of their times in each shared
+round. The processes import in parallel and build one at a time, because a build autotunes kernels. Benchmarks with tiny kernels
+build in parallel.
 """
 
 import contextlib
@@ -24,45 +24,46 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import count_gpus
-from benchmarks.peers.protocol import Clock
-from benchmarks.rows import Row, named
+from benchmarks.peers.protocol import Timer
+from benchmarks.rows import Row, row_name
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turns:
-    """Says how turns are taken; flags of every benchmark."""
+class TimingOptions:
+    """Timing flags of every benchmark."""
 
     rounds: int = 5
-    """How often every variant has its turn."""
+    """Number of rounds. Each variant is timed once per round."""
     seconds: float = 0.3
-    """Shortest time of a repeat."""
+    """Minimum duration of a repeat."""
     repeats: int = 3
-    """Repeats of a turn, of which the median is taken."""
+    """Repeats per round. The median counts."""
     warmup_seconds: float = 0.7
-    """Time that a variant runs in its turn before it is timed."""
+    """Warm-up before the first repeat of a round."""
     together: int = 0
-    """Processes that share the GPUs' memory at a time, ours always among them; 0 for all, 1 for one after the other."""
+    """Maximum number of processes that share GPU memory, including jgraph: 0 for all, 1 to run them one after another."""
     timeout: float = 240.0
-    """Seconds after which a process is ended that says nothing."""
+    """Seconds without output after which a process is stopped."""
 
     @property
-    def clock(self) -> Clock:
-        return Clock(seconds=self.seconds, repeats=self.repeats, warmup_seconds=self.warmup_seconds)
+    def timer(self) -> Timer:
+        """The durations, in the form that is sent to the processes."""
+        return Timer(seconds=self.seconds, repeats=self.repeats, warmup_seconds=self.warmup_seconds)
 
 
 @dataclass(frozen=True)
-class Entrant:
-    """Names a script that is to be timed.
+class Candidate:
+    """A script to time.
 
     Attributes:
-        named: the keys that its row begins with.
-        module: a script that reads `protocol.request()`.
-        request: anything JSON; the script's only argument.
-        ranks: processes under torchrun; 0 runs the script alone.
-        gpus: how many it cannot do without.
+        labels: First keys of its row: system, variant and so on.
+        module: Module to run. It reads `protocol.read_request()`.
+        request: JSON-serializable argument of the script.
+        ranks: Number of processes under torchrun. 0 runs the script without torchrun.
+        gpus: Number of GPUs that the script requires.
     """
 
-    named: Row
+    labels: Row
     module: str
     request: Row
     ranks: int = 0
@@ -70,28 +71,30 @@ class Entrant:
 
     @property
     def missing(self) -> str:
-        """Says why it cannot run here; empty where it can."""
-        return f"skipped: {count_gpus()} of {self.gpus} GPUs are here" if count_gpus() < self.gpus else ""
+        """The reason why the script cannot run on this machine. Empty if it can."""
+        return f"skipped: needs {self.gpus} GPUs, found {count_gpus()}" if count_gpus() < self.gpus else ""
 
 
 class Process:
-    """Runs an entrant, which answers in JSON lines. Never raises: what goes wrong is `failed` of its row, one line.
+    """A running candidate that answers in JSON lines. Never raises: an error becomes the `failed` key of the row.
 
     Args:
-        timeout: seconds to wait for an answer.
-        share: part of a GPU's memory that jax takes at once; 0 leaves it to jax.
+        candidate: The script to start.
+        timeout: Seconds to wait for an answer.
+        share: Fraction of GPU memory that jax preallocates. 0 keeps the default of jax.
     """
 
-    def __init__(self, entrant: Entrant, *, timeout: float, share: float = 0.0):
-        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(entrant.ranks)] if entrant.ranks else []
+    def __init__(self, candidate: Candidate, *, timeout: float, share: float = 0.0):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(candidate.ranks)]
+        launcher = torchrun if candidate.ranks else []
         environment = dict(os.environ)
-        if share and not ranks:
+        if share and not launcher:
             environment.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
             environment["XLA_CLIENT_MEM_FRACTION"] = f"{share:.2f}"
-        self.entrant, self.timeout, self.row = entrant, timeout, dict(entrant.named)
+        self.candidate, self.timeout, self.row = candidate, timeout, dict(candidate.labels)
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, *ranks, "-m", entrant.module, json.dumps(entrant.request)],
+            [sys.executable, *launcher, "-m", candidate.module, json.dumps(candidate.request)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -104,14 +107,19 @@ class Process:
         self._listener.start()
 
     def build(self) -> None:
-        """Returns when it is ready for its first turn."""
+        """Lets the process build and warm up. Blocks until it is ready for its first turn."""
         start = time.monotonic()
         self._ask({}, until="ready")
-        tell(f"{named(self.entrant.named)}: {self.row.get('failed', 'ready')} after {time.monotonic() - start:.0f} s")
+        log(f"{row_name(self.candidate.labels)}: {self.row.get('failed', 'ready')} after {time.monotonic() - start:.0f} s")
 
-    def turn(self, clock: Clock, number: int) -> None:
-        """Adds to the row what is measured now, in the round of this number; nothing where it has failed, now or before."""
-        if turn := self._ask(asdict(clock), until="turn"):
+    def turn(self, timer: Timer, number: int) -> None:
+        """Times the process once and adds the measurements to its row. Does nothing after a failure.
+
+        Args:
+            timer: Durations of the measurement.
+            number: Number of the round.
+        """
+        if turn := self._ask(asdict(timer), until="turn"):
             self.row.setdefault("rounds", []).append(number)
             for key, value in turn.items():
                 repeats = self.row.setdefault(f"repeats_{key}", [])
@@ -119,18 +127,18 @@ class Process:
                 known = [value for value in repeats if value is not None]
                 self.row[key] = statistics.median(known) if known else None
 
-    def soak(self, steps: Row) -> None:
-        """Has it run many steps, whose number is given, and watch them."""
-        self._ask(steps, until="turn")
+    def soak(self, request: Row) -> None:
+        """Runs a soak with the arguments in `request`."""
+        self._ask(request, until="turn")
 
     def finish(self) -> None:
-        """Tells it that there are no more turns, and gathers what else it has to say."""
+        """Ends the turns, and reads the remaining answers until the process exits."""
         self._ask(None, until="")
         try:
             if "failed" not in self.row and self._process.wait(30):
                 self._fail("")
         except subprocess.TimeoutExpired:
-            self._fail("does not end")
+            self._fail("process does not exit")
         self.close()
 
     def _listen(self) -> None:
@@ -141,11 +149,15 @@ class Process:
         self._answers.put(None)
 
     def _ask(self, line: Row | None, *, until: str) -> Any:
-        """Hands over a line, or that there are none, and gathers answers until one has that key, whose value it returns."""
+        """Sends a line, or closes stdin if `line` is None. Merges answers into the row until one has the key `until`.
+
+        Returns:
+            The value of `until`, or None after a failure or the end of the output.
+        """
         if "failed" in self.row:
             return None
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended; its last answers are still to be read
+        with contextlib.suppress(OSError):  # the process may have exited; its last answers are read below
             if line is None:
                 self._process.stdin.close()
             else:
@@ -156,12 +168,12 @@ class Process:
                 if until in answer:
                     return self.row.pop(until)
         except queue.Empty:
-            return self._fail(f"not done after {self.timeout:g} s")
+            return self._fail(f"no answer within {self.timeout:g} s")
         return self._fail("") if until else None
 
-    def _fail(self, why: str) -> None:
-        """Ends the process; without a reason, the last error that it wrote is it."""
-        self._process.terminate()  # torchrun ends its workers when it is asked to; killed, it would leave them behind
+    def _fail(self, reason: str) -> None:
+        """Stops the process and sets `failed`. An empty reason is replaced by the last error on stderr."""
+        self._process.terminate()  # not kill: torchrun stops its workers on SIGTERM only
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
@@ -169,87 +181,98 @@ class Process:
             self._process.wait()
         self._errors.seek(0)
         text = self._errors.read()
-        tell(text[-4000:])
-        self.row["failed"] = f"failed: {why or last_error(text)}"
+        log(text[-4000:])
+        self.row["failed"] = f"failed: {reason or last_error(text)}"
 
     def close(self) -> None:
-        """Ends the process if it has not ended."""
+        """Stops the process if it is still running, and closes its pipes."""
         if self._process.poll() is None:
-            self._fail("ended before its time")
+            self._fail("stopped before it finished")
         self._listener.join(5)
         for file in (self._process.stdin, self._process.stdout, self._errors):
             assert file is not None
-            with contextlib.suppress(OSError):  # what was handed over is still to be written, and nobody reads it
+            with contextlib.suppress(OSError):  # unsent input cannot be flushed after the process has exited
                 file.close()
 
 
-def ask(entrant: Entrant, *, timeout: float, soak: Row | None = None) -> Row:
-    """Returns the row of a process that takes no turns, or a soak alone; with `failed`, and why, if it stopped early."""
-    with contextlib.closing(Process(entrant, timeout=timeout, share=0.9 if soak else 0.0)) as process:
+def run_once(candidate: Candidate, *, timeout: float, soak: Row | None = None) -> Row:
+    """Runs a candidate without rounds.
+
+    Args:
+        candidate: The script to run.
+        timeout: Seconds to wait for an answer.
+        soak: Arguments of a soak, or None for a script that runs without turns.
+
+    Returns:
+        The row. It has the key `failed` if the process stopped early.
+    """
+    with contextlib.closing(Process(candidate, timeout=timeout, share=0.9 if soak else 0.0)) as process:
         if soak:
             process.build()
             process.soak(soak)
-        process.finish()  # where stdin ends, it begins too
+        process.finish()  # without a soak, the closed stdin also lets the process start
         return process.row
 
 
 def race(
-    entrants: Sequence[Entrant],
+    candidates: Sequence[Candidate],
     save: Callable[[list[Row]], None],
-    turns: Turns,
+    options: TimingOptions,
     *,
     building: int = 1,
     numbers: Iterator[int],
 ) -> list[Row]:
-    """Times all entrants in turns; says on stderr how far it is.
+    """Times candidates in rounds. Logs the progress on stderr.
 
     Args:
-        entrants: the first one is ours, and takes part in every round.
-        save: gets all rows after every build and every round. A row has what its process told, `ms` and whatever else it
-            measured as medians of its turns, `repeats_ms` and so on with every turn, and each turn's round in `rounds`.
-        turns: how turns are taken. More entrants than may be `together` come in groups, each with as many rounds.
-        building: most processes that build at once; 0 for all.
-        numbers: what the rounds are called.
+        candidates: The scripts. The first one is jgraph, and takes part in every round.
+        save: Called with all rows after every build and every round. A row has the answers of its process, the median of each
+            measurement under KEY, one value per round under `repeats_KEY`, and the round numbers under `rounds`.
+        options: Timing flags. If there are more candidates than `together`, they run in groups with `rounds` rounds each.
+        building: Maximum number of processes that build in parallel. 0 for all.
+        numbers: Yields the round numbers.
 
     Returns:
-        All rows.
+        One row per candidate.
     """
-    here = [entrant for entrant in entrants if not entrant.missing]
-    kept = 0 if turns.together == 1 else 1  # of the first, in all groups
-    size = max(min(turns.together or len(here), len(here)) - kept, 1)
+    runnable = [candidate for candidate in candidates if not candidate.missing]
+    shared = 0 if options.together == 1 else 1  # number of candidates, first ones, that take part in all groups
+    size = max(min(options.together or len(runnable), len(runnable)) - shared, 1)
     with contextlib.ExitStack() as stack:
         processes: list[Process] = []
-        for entrant in here:
-            process = Process(entrant, timeout=turns.timeout, share=0.9 / (size + kept))
+        for candidate in runnable:
+            process = Process(candidate, timeout=options.timeout, share=0.9 / (size + shared))
             processes.append(stack.enter_context(contextlib.closing(process)))
 
         def rows() -> list[Row]:
-            told = iter(processes)
-            return [one.named | {"failed": one.missing} if one.missing else next(told).row for one in entrants]
+            started = iter(processes)
+            return [one.labels | {"failed": one.missing} if one.missing else next(started).row for one in candidates]
 
-        ours, groups = processes[:kept], [processes[i : i + size] for i in range(kept, len(processes), size)] or [[]]
+        ours, rest = processes[:shared], processes[shared:]
+        groups = [rest[i : i + size] for i in range(0, len(rest), size)] or [[]]
         for nth, group in enumerate(groups):
-            with ThreadPoolExecutor(building or len(here) or 1) as pool:
+            with ThreadPoolExecutor(building or len(runnable) or 1) as pool:
                 for _ in pool.map(Process.build, group if nth else [*ours, *group]):
                     save(rows())
-            for done in range(turns.rounds):
+            for done in range(options.rounds):
                 start, number = time.monotonic(), next(numbers)
                 for process in [*ours, *group][:: -1 if number % 2 else 1]:
-                    process.turn(turns.clock, number)
+                    process.turn(options.timer, number)
                 save(rows())
-                tell(f"round {done + 1} of {turns.rounds} took {time.monotonic() - start:.0f} s")
+                log(f"round {done + 1} of {options.rounds} took {time.monotonic() - start:.0f} s")
             for process in [*group, *(ours if group is groups[-1] else [])]:
                 process.finish()
         save(rows())
         return rows()
 
 
-def tell(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
+def log(message: str) -> None:
+    """Prints a message on stderr."""
+    print(message, file=sys.stderr, flush=True)
 
 
 def last_error(stderr: str) -> str:
-    """Returns the last line that names an exception, torchrun's own aside; the last line at all if there is none."""
+    """Returns the last exception line, except the summary of torchrun. Falls back to the last line. At most 200 characters."""
     lines = [re.sub(r"^\[\w+\]:\s*", "", line).strip() for line in stderr.splitlines()]
     lines = [line for line in lines if line]
     errors = [

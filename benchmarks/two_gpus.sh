@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that README says of one and of two GPUs, on a machine with two; a command for each part, none of more than ten
-# minutes, here in the order of their importance:
+# Repeats the published measurements on one and two GPUs. Needs a machine with two GPUs. Each part takes less than ten minutes. The
+# most important parts come first:
 #
 #     bash benchmarks/two_gpus.sh collectives|pipelines|pipelines_gpt|pipelines_fp8|soaks|one|one_1b3 OUT [REVISION]
 #     bash benchmarks/two_gpus.sh fsdp|tests OUT [REVISION]
@@ -8,16 +8,18 @@
 #     bash benchmarks/two_gpus.sh llama_soak OUT [REVISION]
 #     bash benchmarks/two_gpus.sh llama OUT [REVISION [STEPS]]
 #
-# what it says of FP8: `fp8` and `curves` on one, `fp8_sharded` and `llama` on two; torchao must be there (1,000 STEPS of
-# `llama`'s soak take longer than ten minutes); and of Hugging Face folders, on one: `decode`, `folders`; transformers must be there;
-# and of mixtures of experts, on one, each in five minutes: `moe`, `moe_fp8`, `moe_soak`, `grouped`.
+# Further parts, with `OUT [REVISION]`:
 #
-# Results and a log go to the folder OUT, a profile to its folder `profile`. A piece that fails or takes too long is named at the
-# end and keeps no other from running; what it had measured is stored. What one GPU is enough for runs on both at once, another
-# work on each.
+#     fp8, curves               FP8 on one GPU; needs torchao
+#     fp8_sharded, llama        FP8 on two GPUs; needs torchao. A soak of 1,000 STEPS in `llama` takes longer than ten minutes
+#     decode, folders           Hugging Face checkpoints on one GPU; needs transformers
+#     moe, moe_fp8, moe_soak, grouped      mixtures of experts on one GPU, five minutes each
+#
+# Results and log.txt go to the folder OUT, a profile to OUT/profile. The script continues after a failed or timed-out command, stores
+# its partial results, and lists it at the end. Works that need one GPU run on both GPUs in parallel, one work per GPU.
 set -u
 cd "$(dirname "$0")/.."
-export PYTHONPATH=$PWD/models${PYTHONPATH:+:$PYTHONPATH} # where nothing is installed
+export PYTHONPATH=$PWD/models${PYTHONPATH:+:$PYTHONPATH} # for a checkout without installation
 part=$1 out=$2 revision=${3:-} steps=${4:-300}
 mkdir -p "$out"
 export PYTHONUNBUFFERED=1
@@ -32,7 +34,7 @@ piece() { # SECONDS BENCHMARK FLAGS...
 on() { # GPU PIECE...
   CUDA_VISIBLE_DEVICES=$1 piece "${@:2}"
 }
-tests() { # SECONDS FLAGS...; mostly compiling, so several processes share the GPUs
+tests() { # SECONDS FLAGS...; several processes share the GPUs, because the tests mostly compile
   timeout -k 10 "$1" python3 -m pytest -p no:benchmark -m gpu -q --tb=short "${@:2}" >"$out/pytest.txt" 2>&1 || echo "pytest: exit $?" >>"$failed"
   tail -n 60 "$out/pytest.txt" | cut -c1-300
 }
@@ -42,15 +44,15 @@ train() { # NAME FLAGS...
     --run-dir "$runs/$1" "${@:2}" >"$runs/$1.txt" 2>&1 || echo "$1: exit $?, $(tail -n 1 "$runs/$1.txt")" >>"$failed"
 }
 no_branches=xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION
-in_turn=xla_gpu_enable_latency_hiding_scheduler=false # one operation after another, collectives too
-copies=xla_gpu_use_memcpy_local_p2p=true # exchanges by copy engines
-short="--warmup-seconds 0.3 --seconds 0.2" # where a step is too short for the card to reach its power limit
+in_turn=xla_gpu_enable_latency_hiding_scheduler=false # no overlap of collectives with compute
+copies=xla_gpu_use_memcpy_local_p2p=true # all-to-all by copy engines
+short="--warmup-seconds 0.3 --seconds 0.2" # for steps too short to reach the power limit of the GPU
 pipeline="pipeline --xla-option xla_gpu_enable_triton_gemm=false"
-gpt="$pipeline --work gpt-1b3 --together 2 --rounds 2 --repeats 1" # of ours and PyTorch's no more fit: each builds for a minute
+gpt="$pipeline --work gpt-1b3 --together 2 --rounds 2 --repeats 1" # memory for two processes; each builds for a minute
 fsdp="fsdp --one-gpu no --rounds 3 --name fsdp2"
 sharded="fsdp --name fsdp_fp8 --first fp8=delayed --variant fp8=current --peers compile compile:float8 --one-gpu no --rounds 3 --timeout 200"
 llama="fsdp --work llama3-8b --one-gpu no --timeout 200"
-experts="layout=ep capacity=2" # room for everything: an untrained router is not even
+experts="layout=ep capacity=2" # enough capacity for the uneven load of an untrained router
 captured="fp8=delayed graph=full grads=float32"
 callables="callables --parts pipeline --ranks 2 --schedules aligned --rounds 3 --name callables2"
 
@@ -73,7 +75,7 @@ pipelines_fp8)
   piece 540 $gpt --schedules "zb-v:2 engine=dispatch fp8=delayed remat=wide" "zb-v:2 engine=dispatch" \
     "zb-v:2 engine=dispatch norm=xla" --timeout 200 --name pipeline_fp8 --peers Schedule1F1B:compile
   ;;
-soaks) # every collective in one graph, and the same batches with `auto`
+soaks) # all collectives in one graph, compared with graph auto on the same batches
   piece 130 fsdp --work launch-bound --variant graph=full --soak 10000
   piece 130 fsdp --work launch-bound --variant "layout=dp graph=full" --soak 10000
   piece 250 fsdp --work launch-bound --variant "layout=pp graph=full" --soak 10000
@@ -104,7 +106,7 @@ fp8)
   piece 250 fp8 --presets gpt-1b3 --together 2 --rounds 3 --name fp8_1b3 --variants "jgraph fp8=delayed" "jgraph fp8=current" \
     jgraph "torch float8 tensorwise compile" "torch float8 rowwise compile"
   ;;
-moe) # at once where there are two GPUs
+moe) # in parallel if there are two GPUs
   other=$(($(nvidia-smi --list-gpus | wc -l) > 1))
   on 0 170 moe --work gpt-moe --rounds 3 --seconds 0.5 --timeout 120 --peers compile "compile + CUDA graph" &
   [ "$other" = 1 ] || wait
@@ -115,7 +117,7 @@ moe_fp8) on 0 250 moe --work gpt-moe --rounds 3 --seconds 0.5 --timeout 200 --na
     --variant fp8=current:e4m3 --variant fp8=delayed:e4m3 ;;
 moe_soak) on 0 290 moe --work gpt-moe --variant graph=full --soak 1000 --soak-against nothing ;;
 grouped) on 0 290 grouped --rounds 2 --repeats 2 $short ;;
-experts) # spread over both GPUs, beside PyTorch's, and beside ours that gathers them
+experts) # expert parallelism of jgraph and PyTorch, and jgraph with gathered experts
   piece 330 fsdp --work gpt-moe --name fsdp_experts --together 7 --rounds 3 --seconds 0.4 --timeout 230 \
     --first "$experts microbatches=2 $copies" --variant "$experts" --variant "$experts $copies" \
     --variant "$experts microbatches=2 $in_turn" --peers compile:experts
@@ -123,11 +125,11 @@ experts) # spread over both GPUs, beside PyTorch's, and beside ours that gathers
     --first "$experts microbatches=2" --peers compile:experts
   ;;
 experts_soak) piece 400 fsdp --work gpt-moe --variant "$experts microbatches=2 graph=full" --soak 1000 ;;
-experts_profile) # of two microbatches interleaved: what XLA planned behind each exchange, and what ran there
+experts_profile) # profile of two interleaved microbatches: planned and actual overlap with each all-to-all
   run=$(mktemp -d)
   timeout 280 python3 -m jgraph.train --preset gpt-moe --data python-source --batch-size 32 --fsdp 2 --ep 2 --num-microbatches 2 \
     --model.moe.capacity 2 --steps 14 --log-every 4 --eval-every 1000 --checkpoint-every 1000 --sample-tokens 0 --profile 8:10 \
-    --run-dir "$run" >"$out/log.txt" 2>&1 || echo "the run: exit $?" >>"$failed"
+    --run-dir "$run" >"$out/log.txt" 2>&1 || echo "training run: exit $?" >>"$failed"
   mkdir -p "$out/profile"
   cp "$run"/profile/profile.* "$out/profile"
   ;;
@@ -143,11 +145,11 @@ fp8_sharded)
   piece 300 $sharded --work gpt-7b --together 1
   piece 90 fsdp --work launch-bound --variant "fp8=delayed graph=full" --soak 1000
   ;;
-llama) # each alone on both GPUs; the soak's programs are in the cache by then
+llama) # one process at a time on both GPUs; the soak reuses the compilation cache
   piece 350 $llama --first "$captured" --name fsdp_fp8_llama --together 1 --rounds 2 --seconds 2 --peers compile:float8 compile:float8:cudnn
   piece $((120 + steps)) $llama --variant "$captured" --soak "$steps" --soak-against nothing
   ;;
-llama_soak) # half as long sequences, of which a thousand steps fit into ten minutes
+llama_soak) # half the sequence length, so that 1,000 steps take less than ten minutes
   piece 470 $llama --variant "$captured length=4096" --soak 1000 --soak-against nothing
   ;;
 esac

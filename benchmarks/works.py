@@ -1,11 +1,11 @@
-"""Works that several benchmarks share: sizes of what is trained, and the processes that train it."""
+"""Model sizes and candidates that several benchmarks share."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from benchmarks.rows import Row, gpt_of
-from benchmarks.runner import Options, Traced
-from benchmarks.turns import Entrant
+from benchmarks.rows import Row, gpt_config_from
+from benchmarks.runner import Options, TraceOptions
+from benchmarks.turns import Candidate
 from jgraph.precision.config import FP8Config
 from jgraph.schedule import Schedule, generate
 from jgraph.train.config import TrainConfig
@@ -15,6 +15,8 @@ from jgraph_models.gpt import GPTConfig
 
 @dataclass(frozen=True)
 class MLPSize:
+    """Size of a pipeline of MLP layers `x + gelu(x @ a) @ b`. `tokens` is per microbatch."""
+
     d_model: int
     d_ff: int
     tokens: int
@@ -23,13 +25,13 @@ class MLPSize:
 
     @property
     def flops(self) -> float:
-        """Returns the FLOPs of a step: two products a layer, each with two more in the backward; 2 FLOPs a multiplication."""
+        """FLOPs of a step: per layer two matmuls in the forward and four in the backward, with 2 FLOPs per multiply-add."""
         return 12.0 * self.tokens * self.d_model * self.d_ff * self.layers * self.microbatches
 
 
 @dataclass(frozen=True)
 class GPTSize:
-    """Sizes a GPT, trained on `batch` sequences of `length` a microbatch."""
+    """Size of a GPT that is trained on `batch` sequences of `length` tokens per microbatch."""
 
     model: GPTConfig
     batch: int
@@ -38,11 +40,12 @@ class GPTSize:
 
     @property
     def layers(self) -> int:
+        """Number of layers."""
         return self.model.num_layers
 
     @property
     def flops(self) -> float:
-        """Returns the FLOPs of a step."""
+        """FLOPs of a step."""
         sequences = self.batch * self.microbatches
         return self.model.flops(sequences, self.length)
 
@@ -50,19 +53,27 @@ class GPTSize:
 Size: TypeAlias = MLPSize | GPTSize
 
 
-def size_from(fields: dict[str, Any]) -> Size:
-    """Inverts `dataclasses.asdict`, through JSON."""
+def size_from_dict(fields: dict[str, Any]) -> Size:
+    """Restores a size from the JSON of its `dataclasses.asdict`."""
     if "model" not in fields:
         return MLPSize(**fields)
     rest = {name: value for name, value in fields.items() if name != "model"}
-    return GPTSize(gpt_of(fields["model"]), **rest)
+    return GPTSize(gpt_config_from(fields["model"]), **rest)
 
 
 TINY = GPTConfig(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=96, compute_dtype="float32")
 
 
-def sizes_of(sizes: Literal["full", "tiny"], ranks: int) -> dict[str, Size]:
-    """Returns works of pipelines by name; an MLP has 4 layers a rank, 2 if it is tiny."""
+def pipeline_sizes(sizes: Literal["full", "tiny"], ranks: int) -> dict[str, Size]:
+    """Returns the pipeline works by name.
+
+    Args:
+        sizes: `tiny` for a machine without a GPU.
+        ranks: Number of pipeline ranks. An MLP has 4 layers per rank, or 2 if it is tiny.
+
+    Returns:
+        The size of each work.
+    """
     if sizes == "tiny":
         gpt = GPTSize(replace(TINY, num_layers=2 * ranks), batch=1, length=16, microbatches=2 * ranks)
         return {
@@ -79,8 +90,16 @@ def sizes_of(sizes: Literal["full", "tiny"], ranks: int) -> dict[str, Size]:
     }
 
 
-def training(name: str, options: Options) -> TrainConfig:
-    """Returns a preset; of tiny sizes, one of its family that a CPU trains."""
+def preset_config(name: str, options: Options) -> TrainConfig:
+    """Returns the config of a preset.
+
+    Args:
+        name: Name of the preset.
+        options: Flags. With `sizes="tiny"`, the model shrinks to a size that a CPU can train and keeps its architecture.
+
+    Returns:
+        The config.
+    """
     config = preset(name)
     if options.sizes == "full":
         return config
@@ -91,28 +110,64 @@ def training(name: str, options: Options) -> TrainConfig:
     return config.changed(model=model, seq_len=32, xla_options=())
 
 
-def in_fp8(config: TrainConfig, choice: str) -> TrainConfig:
-    """Returns a run in FP8 by its recipe, with a format after a colon: `delayed:e4m3`."""
+def with_fp8(config: TrainConfig, choice: str) -> TrainConfig:
+    """Switches a config to FP8.
+
+    Args:
+        config: The config.
+        choice: Recipe, optionally with a format after a colon: `delayed:e4m3`.
+
+    Returns:
+        The new config.
+    """
     recipe, _, format = choice.partition(":")
     choices: dict[str, Any] = {"recipe": recipe} | ({"format": format} if format else {})
     return config.changed(precision="fp8", fp8=FP8Config(**choices))
 
 
-def training_step(named: Row, config: TrainConfig, options: Traced) -> Entrant:
-    """Returns ours: the step of `python -m jgraph.train`."""
-    return Entrant(named, "benchmarks.programs.step", {"config": config.to_dict(), "categories": options.categories})
+def jgraph_step(labels: Row, config: TrainConfig, options: TraceOptions) -> Candidate:
+    """Returns the candidate that times the step of `python -m jgraph.train`.
+
+    Args:
+        labels: First keys of its row.
+        config: Config of the run.
+        options: Flags.
+
+    Returns:
+        The candidate.
+    """
+    return Candidate(labels, "benchmarks.programs.step", {"config": config.to_dict(), "categories": options.categories})
 
 
-def schedule_of(text: str, ranks: int, microbatches: int) -> Schedule:
-    """Generates a schedule by its name in `jgraph.schedule`, with chunks a rank after a colon: `aligned:2`."""
+def parse_schedule(text: str, ranks: int, microbatches: int) -> Schedule:
+    """Generates a pipeline schedule.
+
+    Args:
+        text: Name in `jgraph.schedule`, optionally with the number of chunks per rank after a colon: `aligned:2`.
+        ranks: Number of pipeline ranks.
+        microbatches: Number of microbatches.
+
+    Returns:
+        The schedule.
+    """
     name, _, chunks = text.partition(":")
     return generate(name, pp=ranks, microbatches=microbatches, chunks=int(chunks or 1))
 
 
-def torchs(peer: str, size: Size, ranks: int, options: Options) -> Entrant:
-    """Asks for a schedule of torch.distributed.pipelining, `:compile` for torch.compile."""
+def torch_pipeline(peer: str, size: Size, ranks: int, options: Options) -> Candidate:
+    """Returns the candidate that times a schedule of torch.distributed.pipelining.
+
+    Args:
+        peer: Class name of the schedule. The suffix `:compile` adds torch.compile.
+        size: Size of the work.
+        ranks: Number of pipeline ranks.
+        options: Flags.
+
+    Returns:
+        The candidate.
+    """
     schedule, _, variant = peer.partition(":")
-    return Entrant(
+    return Candidate(
         {"system": "torch", "schedule": schedule, "variant": variant},
         "benchmarks.peers.pipelining",
         {"schedule": schedule, "compile": variant == "compile", "size": asdict(size)},

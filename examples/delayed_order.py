@@ -1,4 +1,4 @@
-"""An order with delayed weight gradients, in Transformer Engine's signed numbers, played by graphed callables.
+"""Runs graphed callables in an order that delays weight gradients. The order uses the signed numbers of Transformer Engine.
 
 python examples/delayed_order.py
 """
@@ -19,14 +19,14 @@ def loss(y):
 
 params = tuple({"up": jnp.full((64, 256), 0.02), "down": jnp.full((256, 64), 0.02)} for _ in range(2))
 x = jnp.ones((8, 64))
-# Of each microbatch both forwards (1, 2), both dgrads (-2, -1), then the wgrads (-2.5, -1.5).
+# Per microbatch: both forwards (1, 2), both dgrads (-2, -1), then both wgrads (-2.5, -1.5).
 order = [1, 2, -2, -1, -2.5, -1.5] * 4
 graphed = jgraph.make_graphed_callables((stage,) * 2, params, ((x,),) * 2, order=order, delay_wgrad=True)
 run = graphed.run(None, [x] * 4, loss)
 print("losses:", [float(value) for value in run.losses])
 print("gradients:", jax.tree.map(lambda g: f"{g.dtype}{list(g.shape)}", run.grads))
 
-try:  # a wgrad before its dgrad
+try:  # invalid: a wgrad before its dgrad
     jgraph.make_graphed_callables((stage,), params[:1], ((x,),), order=[1, -1.5, -1], delay_wgrad=True)
 except jgraph.OrderError as error:
-    print("refused:", error)
+    print("rejected:", error)

@@ -1,6 +1,6 @@
-"""Report what XLA captures of a step on an H200 that is not here, and where its donated buffers go.
+"""Reports CUDA graph capture and buffer donation of a step for an H200, on a machine without one.
 
-python -m jgraph.aot install   # one wheel, into a cache
+python -m jgraph.aot install   # downloads one wheel into a cache
 python examples/explain_for_h200.py
 """
 

@@ -1,4 +1,4 @@
-"""A training loop of one's own around one captured step, on one device.
+"""A custom training loop around one captured step, on one device.
 
 python examples/own_loop.py
 """
@@ -25,12 +25,12 @@ def batches(seed: int = 0):
         yield {"x": x, "y": x[:, :1] * x[:, 1:]}
 
 
-# AdamW treats every element alike, so small parameters may share an array: a few kernels, not one for each.
+# AdamW is elementwise, so small parameters can share an array. This needs fewer kernels.
 step = jgraph.train_step(
     loss, jgraph.elementwise(optax.adamw(1e-2)), jgraph.Replicated(None, params), num_microbatches=4, clip_norm=1.0
 )
 data = batches()
-run = step.compile(next(data))  # proves that the state is updated in place
+run = step.compile(next(data))  # checks that the state is updated in place
 state = step.init(params)
 print(step, run, sep="\n")
 for i, batch in zip(range(301), data, strict=False):

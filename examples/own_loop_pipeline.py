@@ -1,4 +1,4 @@
-"""The same loop as a pipeline: a model in three functions, and a zero-bubble schedule that delays weight gradients.
+"""A custom training loop with a pipeline: a model in three functions, and a zero-bubble schedule that delays weight gradients.
 
 JAX_NUM_CPU_DEVICES=4 python examples/own_loop_pipeline.py
 """
@@ -33,7 +33,7 @@ def head(outer, x, batch):
 
 
 def split(params):
-    """Returns the parameters of embedding and head, and a list with those of each layer."""
+    """Returns the parameters of embedding and head, and a list with the parameters of each layer."""
     return {"embed": params["embed"], "head": params["head"]}, params["layers"]
 
 

@@ -1,4 +1,4 @@
-"""The same loop with parameters, gradients and optimizer state sharded over devices, and a checkpoint that fits any of them.
+"""A custom training loop with fully sharded state, and a checkpoint that is restored on fewer devices.
 
 JAX_NUM_CPU_DEVICES=4 python examples/own_loop_sharded.py
 """
@@ -21,7 +21,7 @@ def make_params():
 
 
 def loss(params, batch, key):
-    """Returns a sum and its weight: rows of weight 0 are padding, and a mean of the devices' means would be wrong."""
+    """Returns a weighted sum and its weight. Rows of weight 0 are padding, so a mean of device means would be wrong."""
     error = jax.nn.relu(batch["x"] @ params["up"]) @ params["down"] - batch["y"]
     total = jnp.sum(batch["weight"] * error[:, 0] ** 2)
     return jgraph.Loss(total, jnp.sum(batch["weight"]), {"error": jnp.sum(batch["weight"] * jnp.abs(error[:, 0]))})
@@ -34,7 +34,7 @@ def batch_of(rng):
 
 def step_on(devices):
     mesh = jax.make_mesh((len(devices),), ("fsdp",), devices=devices)
-    # Muon takes norms of whole matrices, so it is given as it is, and sees the model's own tree.
+    # Muon needs whole matrices, so it is not wrapped in `jgraph.elementwise`.
     return jgraph.train_step(loss, optax.contrib.muon(1e-2), jgraph.FullySharded(mesh, shapes), clip_norm=1.0)
 
 

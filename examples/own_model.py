@@ -1,4 +1,4 @@
-"""A model of one's own, trained from the command line: a Flax NNX module with `loss(tokens)` and `logits(tokens)`.
+"""A custom model for the training command: a Flax NNX module with `loss(tokens)` and `logits(tokens)`.
 
 python -m jgraph.train --model.module examples.own_model:Bigram --model.width 64 --steps 50 --run-dir /tmp/bigram
 """
@@ -12,16 +12,16 @@ from flax import nnx
 
 @dataclass(frozen=True)
 class BigramConfig:
-    """Settings, the constructor's first argument: each field becomes a flag, and its docstring that flag's help."""
+    """Settings of the model. Each field becomes a flag, and its docstring the help text."""
 
     width: int = 32
-    """Rank of the table of which byte follows which."""
+    """Width of the embedding."""
     dropout: float = 0.1
-    """Share of the activations that training drops."""
+    """Dropout rate."""
 
 
 class Bigram(nnx.Module):
-    """Predicts a byte from the one before it."""
+    """Predicts each byte from the previous one."""
 
     def __init__(self, config: BigramConfig, *, rngs: nnx.Rngs):
         self.embed = nnx.Embed(256, config.width, rngs=rngs)

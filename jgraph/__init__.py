@@ -1,12 +1,12 @@
 """Train JAX models on NVIDIA GPUs as one captured program per step.
 
-- A step for your loop: `train_step`, its strategies `Replicated`, `FullySharded` and `Pipelined`; `elementwise`, `Loss`.
+- A training step for your loop: `train_step`; strategies `Replicated`, `FullySharded` and `Pipelined`; `elementwise`, `Loss`.
 - A model for it: `functional` for a Flax module, `PipelineModel`, `split_embedding`, `cross_entropy`, `rms_norm`, `scope`,
   `BATCH_AXES`; with experts: `MoE`, `MoEConfig`, `grouped_dot`.
-- State of a run: `Checkpoints`.
+- Checkpoints: `Checkpoints`.
 - Text from a model: `generate`, `stream`, `Decoder`; `load` for the model of a run or of a Hugging Face folder.
-- A backward in two parts: `split_backward`; as CUDA graphs: `make_graphed_callables`, `Borrowed`, `fold_key`.
-- What a pipeline runs when: `Order`, `Schedule`. What XLA made of a program: `explain`. Base of all errors: `JgraphError`.
+- A backward pass in two parts: `split_backward`. Functions as CUDA graphs: `make_graphed_callables`, `Borrowed`, `fold_key`.
+- Pipeline schedules: `Order`, `Schedule`. Report on a compiled program: `explain`. Base of all errors: `JgraphError`.
 
 The application, `python -m jgraph.train`, is in `jgraph.train`; its configuration is `jgraph.train.config.TrainConfig`.
 """

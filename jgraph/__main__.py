@@ -25,14 +25,16 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "jgraph") -> int:
-    """Runs a command by its name.
+    """Runs a command by its name, in this process. Imports the module of this command only.
 
     Args:
-        argv: The name of a command and its arguments. Default: the arguments of the process.
-        prog: The command as the user starts it, `jgraph` or `python -m jgraph`.
+        argv: The name of a command and its arguments, without the program. None: `sys.argv[1:]`. An empty list, `-h` and
+            `--help` print the list of commands to stdout, and `--version` prints the version.
+        prog: The program as the user starts it, `jgraph` or `python -m jgraph`. Shown in help texts.
 
     Returns:
-        The exit code of the command; 2 for an unknown command.
+        The exit code of the command. 0 after a help text or the version. 2 for an unknown command, with an error on stderr.
+        141 if the reader of stdout has closed it, as in `| head`.
     """
     name, *args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):

@@ -11,10 +11,15 @@ from jgraph.cli import Directory, command
 
 
 def install(*, directory: Directory = None) -> None:
-    """Download the compiler, unless it is installed.
+    """Download XLA's compiler for NVIDIA GPUs with pip, unless it is installed, and print the path of its shared library.
 
     Args:
-        directory: Directory to install to; by default a cache under ~/.cache/jgraph.
+        directory: Directory to install to; it must be absent or empty, or have the compiler. By default the cache in
+            $XDG_CACHE_HOME/jgraph or ~/.cache/jgraph, and nothing is installed if the Python environment has the compiler.
+
+    Raises:
+        TargetError: If the machine does not run Linux on x86-64 or arm64, pip fails, or the directory has other files.
+        ConfigError: If the parent of the directory cannot be written.
     """
     from jgraph.xla import aot  # imported here, because importing jax is slow
 
@@ -22,11 +27,15 @@ def install(*, directory: Directory = None) -> None:
 
 
 def show(*, gpu: Literal["h200", "h100", "b200"] = "h200", directory: Directory = None) -> None:
-    """Print the path of the compiler and the GPU that it compiles for.
+    """Print JAX's name of a GPU, the version of jaxlib and the path of XLA's compiler in one line. Compiles nothing.
 
     Args:
-        gpu: The GPU to compile for.
-        directory: Directory of the compiler; by default the environment and then the cache are searched.
+        gpu: Model of GPU. This machine need not have it.
+        directory: Directory of the compiler: the value of --directory of the command install. By default the packages of the
+            Python environment and then the cache are searched.
+
+    Raises:
+        TargetError: If the compiler is not installed, or does not match the installed jaxlib.
     """
     from jgraph.xla import aot
 

@@ -26,21 +26,22 @@ from jgraph.errors import ConfigError, JgraphError, NonFiniteError
 _T = TypeVar("_T")
 
 HUNG = os.EX_TEMPFAIL
-"""Exit code (75) of a command that timed out while waiting for its devices. Running the same command again resumes."""
+"""Exit code (75) of a command that timed out while waiting for its devices. The same command, run again, resumes."""
 _MESSAGE_TIMEOUT_SECONDS = 60
 
 
 def optional(kind: Callable[[str], _T], metavar: str) -> PrimitiveConstructorSpec[_T | None]:
-    """Returns a tyro type for a flag without a default value.
+    """Returns a tyro constructor for a flag whose default is None. If the user passes the flag, it takes one value.
 
-    tyro would show `int | None` as `{None}|INT` in the help and in its errors.
+    Use it as `number: Annotated[int | None, optional(int, "INT")] = None`. Without it, tyro shows the flag as `{None}|INT` in
+    the help and in its errors.
 
     Args:
-        kind: Converts the argument, for example `int`.
-        metavar: Name of the value in the help.
+        kind: Converts the text of the value, for example `int`. It must raise ValueError if the text is not valid.
+        metavar: Placeholder of the value in the help, for example `INT`.
 
     Returns:
-        A constructor for `Annotated`.
+        The constructor. Pass it to `Annotated` after the type.
     """
     return PrimitiveConstructorSpec(
         nargs=1,
@@ -59,13 +60,24 @@ Directory = Annotated[Path | None, optional(Path, "DIRECTORY"), tyro.conf.arg(he
 
 
 def fields_of(kind: Callable[..., object]) -> set[str]:
-    """Returns the names of the arguments that are flags: of a function, or of the constructor of a dataclass."""
+    """Returns the names of the arguments that become flags: all except positional-only ones.
+
+    Args:
+        kind: A function, or a dataclass with its fields as arguments.
+
+    Returns:
+        The names as in Python, with underscores.
+    """
     parameters = inspect.signature(kind).parameters.items()
     return {name for name, parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
 
 
 def flag(name: str) -> str:
-    """Returns the flag of a field: `model.num_heads` -> `--model.num-heads`."""
+    """Returns the command-line flag of a configuration field: `model.num_heads` -> `--model.num-heads`.
+
+    Underscores become hyphens. A few fields have flags of another name, e.g. `module` -> `--model.module`. Does not check that
+    the field exists.
+    """
     return "--" + _RENAMED.get(name, name).replace("_", "-")
 
 
@@ -80,14 +92,15 @@ _RENAMED = {
 
 
 def as_flags(text: str, fields: Collection[str]) -> str:
-    """Replaces field names in backticks by flags, and `resume` off by --no-resume.
+    """Replaces field names in backticks by flags: "`num_heads`" by "--num-heads", and "`resume` off" by "--no-resume".
 
     Args:
         text: A message of the library.
-        fields: Field names that are flags of the command. Other names stay in backticks.
+        fields: Field names that are flags of the command. A nested field is replaced if its first part is in `fields`, such as
+            `model` of `model.num_heads`. All other names stay in backticks.
 
     Returns:
-        The message for the command line.
+        The message with flags.
     """
 
     def named(match: re.Match[str]) -> str:
@@ -99,10 +112,14 @@ def as_flags(text: str, fields: Collection[str]) -> str:
 
 
 class FlagConsole(Console):
-    """A rich console that prints field names as flags and raises BrokenPipeError for `run` to handle.
+    """A rich console that prints field names as flags. Raises BrokenPipeError if the reader of the output has closed it.
 
     Attributes:
-        fields: Field names that are flags of the command.
+        fields: Field names that are flags of the command. In printed strings, "`name`" becomes "--name" for these fields.
+
+    Args:
+        fields: The attribute `fields`.
+        **settings: Keyword arguments of `rich.console.Console`.
     """
 
     def __init__(self, fields: Collection[str] = (), **settings: Any):
@@ -111,29 +128,37 @@ class FlagConsole(Console):
         self.fields = fields
 
     def print(self, *objects: Any, **settings: Any) -> None:
-        """Prints like `rich.console.Console.print`."""
+        """Prints objects to the file of the console, stdout by default. Names of `fields` in backticks become flags.
+
+        Args:
+            *objects: Objects to print, such as strings, `rich.text.Text` and tables. Only strings are changed.
+            **settings: Keyword arguments of `rich.console.Console.print`, such as `style`.
+
+        Raises:
+            BrokenPipeError: If the reader of the output has closed it.
+        """
         super().print(*(as_flags(o, self.fields) if isinstance(o, str) else o for o in objects), **settings)
 
     def on_broken_pipe(self) -> None:
-        """Reraises, where rich would exit with code 1."""
+        """Reraises the BrokenPipeError. rich calls this method while it handles the error, and would exit with code 1."""
         raise
 
 
 def run(
     prog: str, act: Callable[[list[str]], int | None], argv: Sequence[str] | None = None, fields: Collection[str] = ()
 ) -> int:
-    """Runs a command and returns its exit code.
+    """Runs a command and converts its errors into an exit code and one line on stderr. Does not end the process.
 
     Args:
-        prog: The command as the user starts it, for example `jgraph train` or `python -m jgraph.train`.
-        act: Runs the command with a list of arguments and returns its exit code, or None for 0.
-        argv: The arguments. Default: those of the process.
-        fields: Field names that are flags of this command.
+        prog: The command as the user starts it, for example `jgraph train` or `python -m jgraph.train`. Starts the error line.
+        act: Called once with the list of arguments. Runs the command and returns its exit code, or None for 0.
+        argv: The arguments, without the program. None: `sys.argv[1:]`.
+        fields: Field names that are flags of this command. In the error line, "`name`" becomes "--name" for these fields.
 
     Returns:
-        The exit code of `act`; 1 if the loss or a gradient is not finite; 2 for invalid input; 130 after Ctrl-C; 141 if the
-        reader of stdout has closed it, as in `| head`. Errors are printed to stderr in one line. Exit code `HUNG` is returned
-        by `end_at_once` instead.
+        The exit code of `act`. 1 for a NonFiniteError: the loss or a gradient is not finite. 2 for any other JgraphError and
+        for an OSError. 130 after Ctrl-C (KeyboardInterrupt), without a message. 141 if the reader of stdout has closed it, as
+        in `| head`, without a message; stdout is then redirected to /dev/null. Other exceptions pass.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Prints a question mark for each character that the encoding lacks, instead of raising.
@@ -161,15 +186,16 @@ def _error_line(prog: str, message: str, fields: Collection[str]) -> str:
 
 
 def end_at_once(prog: str, describe: Callable[[], str], fields: Collection[str] = ()) -> NoReturn:
-    """Prints an error to stderr and ends the process with exit code `HUNG`.
+    """Prints an error line to stderr, flushes stdout and ends the process with exit code 75 (`HUNG`). Never returns.
 
-    Can be called from any thread. No other thread is unwound: the interpreter's own shutdown would block on a device that does
-    not respond.
+    Can be called from any thread. Other threads are not unwound and exit handlers do not run: the interpreter's own shutdown
+    would block on a device that does not respond.
 
     Args:
-        prog: The command as the user starts it.
-        describe: Returns the error message.
-        fields: Field names that are flags of this command.
+        prog: The command as the user starts it. Starts the error line.
+        describe: Called once, without arguments. Returns the error message. If it takes longer than 60 seconds, the process
+            ends without the message.
+        fields: Field names that are flags of this command. In the error line, "`name`" becomes "--name" for these fields.
     """
     # Neither a slow `describe` nor a blocked pipe may keep the process alive.
     deadline = threading.Timer(_MESSAGE_TIMEOUT_SECONDS, os._exit, [HUNG])
@@ -183,17 +209,20 @@ def end_at_once(prog: str, describe: Callable[[], str], fields: Collection[str] 
 
 
 def command(prog: str, about: str | None, *acts: Callable[..., None]) -> Callable[..., int]:
-    """Returns the `main` function of a command.
+    """Returns the `main` function of a command that parses its arguments with tyro and calls a function.
 
     Args:
         prog: Default name of the command, for example `python -m jgraph.sample`.
-        about: The text of its help.
-        acts: One function, or one function per subcommand, which has the name of the function. Arguments are flags, except
-            positional-only ones. Docstrings are the help of the flags.
+        about: The text of the command's help. None: the docstring of the function.
+        acts: The functions. With several, each is a subcommand with the name of the function, and the user picks one. `main`
+            calls the function with the parsed arguments. Each argument of a function is a flag; positional-only arguments are
+            positional on the command line too. The `Args` of the docstring become the help of the flags.
 
     Returns:
-        A function of the arguments and the command as the user starts it. Without arguments, it reads those of the process.
-        Its result is the exit code, as in `run`.
+        A function `main(argv=None, prog=prog)`. `argv` is a sequence of arguments without the program; None reads those of the
+        process. It returns the exit code: 0 after success and --help, 1 for a NonFiniteError, 2 for invalid arguments, any
+        other JgraphError or an OSError, 130 after Ctrl-C, and 141 if the reader of stdout has closed it. Errors are one line
+        on stderr.
     """
 
     def later(act: Callable[..., None]) -> Callable[..., Callable[[], None]]:
@@ -219,22 +248,26 @@ _RULE = r"[─-]{3,}"
 def parse(
     kind: Any, prog: str, about: str | None, args: Sequence[str], *, elsewhere: Mapping[str, str] | None = None, **settings: Any
 ) -> Any:
-    """Parses arguments with tyro.
+    """Parses arguments with tyro. Prints the help to stdout for --help.
 
     Args:
-        kind: A dataclass, a function, or a dictionary of these by subcommand.
+        kind: A dataclass or a function, which is called with the parsed arguments. Or a dictionary of these by subcommand; only
+            the one that the user selects is called.
         prog: The command as the user starts it, shown in the usage line.
-        about: The text of the help. Its examples of `python -m jgraph.NAME` are shown as `prog` was started.
-        args: The arguments.
-        elsewhere: Flags of other programs, with the flag to use here.
-        settings: Keyword arguments of `tyro.cli`.
+        about: The text of the help. None: the docstring of `kind`. If `prog` is `jgraph NAME`, the help shows each
+            `python -m jgraph.NAME` in this text as `jgraph NAME`.
+        args: The arguments, without the program.
+        elsewhere: Hints for flags that this command does not have. Keys are such flags, e.g. of other programs. Values are the
+            flags of this command to use instead. The error about an unknown flag names its hint. None for no hints.
+        settings: Further keyword arguments of `tyro.cli`, e.g. `default`. If `kind` is a dictionary, those of
+            `tyro.extras.subcommand_cli_from_dict`.
 
     Returns:
-        The instance, the function's result, or None after --help.
+        The new instance of the dataclass, or the result of the function. None after --help.
 
     Raises:
-        ConfigError: If tyro rejects the arguments. The message is one line instead of tyro's box.
-        JgraphError: If a dataclass rejects its fields.
+        ConfigError: If tyro rejects the arguments. The message is one line instead of tyro's box, and suggests a similar flag.
+        JgraphError: If a dataclass rejects its fields. The error of the dataclass passes unchanged.
     """
     messages = io.StringIO()
     ask: Any = tyro.extras.subcommand_cli_from_dict if isinstance(kind, dict) else tyro.cli
@@ -252,8 +285,8 @@ def parse(
             cause = cause.__context__
         message = _unboxed(messages.getvalue())
         unknown = re.match(r"Unrecognized options: (--[\w.-]+)", message)
-        if unknown and (here := (elsewhere or {}).get(unknown[1].replace("_", "-"))):
-            message = f"{unknown[1]} is not a flag of this command: use {here}"
+        if unknown and (replacement := (elsewhere or {}).get(unknown[1].replace("_", "-"))):
+            message = f"{unknown[1]} is not a flag of this command: use {replacement}"
         raise ConfigError(message, field="") from None
 
 
@@ -276,9 +309,9 @@ def _unboxed(text: str) -> str:
         return " ".join(text.split())
     _title, *rows = (line.strip(" │╰╯") for line in text.splitlines())
     paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(_RULE, "\n".join(rows))]
-    kept = [paragraph for paragraph in paragraphs if paragraph and not paragraph.startswith("For full helptext")]
-    line = re.sub(r"^Error parsing (--\S+): ", r"\1: ", kept[0])
-    flags = re.findall(r"(--\S+ (?:[A-Z]+|\{[^}]*\}))", " ".join(kept[1:]))
-    if kept[1:] and kept[1].startswith("Argument helptext") and flags:
+    texts = [paragraph for paragraph in paragraphs if paragraph and not paragraph.startswith("For full helptext")]
+    line = re.sub(r"^Error parsing (--\S+): ", r"\1: ", texts[0])
+    flags = re.findall(r"(--\S+ (?:[A-Z]+|\{[^}]*\}))", " ".join(texts[1:]))
+    if texts[1:] and texts[1].startswith("Argument helptext") and flags:
         return f"{line}; takes {flags[0]}"
     return f"{line}; did you mean {' or '.join(flags)}?" if flags else line

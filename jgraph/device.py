@@ -8,14 +8,14 @@ class Device:
     """The properties of a GPU model.
 
     Attributes:
-        name: JAX's `device_kind`.
-        product_flops_per_second: Dense bfloat16 matmuls, without sparsity.
-        copy_bytes_per_second: Bytes read plus bytes written.
-        link_bytes_per_second: Bytes received from other GPUs in an all-gather. None if unknown.
-        aot: The name of its description in `jgraph.xla.aot`. Empty if there is none.
-        source: The source of the rates.
-        fp8_flops_per_second: Dense FP8 matmuls. None if the GPU has none.
-        capability: NVIDIA's compute capability.
+        name: JAX's `jax.Device.device_kind`, e.g. `NVIDIA H200`.
+        product_flops_per_second: FLOP/s of dense bfloat16 matmuls, without sparsity.
+        copy_bytes_per_second: Memory bandwidth: bytes read plus bytes written, per second.
+        link_bytes_per_second: Bytes per second that a GPU receives from other GPUs in an all-gather. None if unknown.
+        aot: Short name of the GPU for compiling without one: `h200`, `h100` or `b200`. Empty if it is not supported.
+        source: Text on the source of the rates.
+        fp8_flops_per_second: FLOP/s of dense FP8 matmuls. None if the GPU has none.
+        capability: NVIDIA's compute capability, (major, minor).
     """
 
     name: str
@@ -29,7 +29,7 @@ class Device:
 
     @property
     def has_fp8(self) -> bool:
-        """True if the GPU has FP8 matmuls."""
+        """True if the GPU has FP8 matmuls: compute capability 8.9 or newer."""
         return self.capability >= (8, 9)
 
 
@@ -50,11 +50,14 @@ DEVICES = (
 
 
 def find(device_kind: str) -> Device | None:
-    """Returns the entry for a `jax.Device.device_kind`. None if the table has none."""
+    """Returns jgraph's properties of the GPU with this `jax.Device.device_kind`, an exact match. None if it is not supported.
+
+    `jgraph.device.DEVICES` is the table of supported GPUs.
+    """
     return next((device for device in DEVICES if device.name == device_kind), None)
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Returns the dense bfloat16 FLOP/s of a `jax.Device.device_kind`. None if the table does not have the device."""
+    """Returns the peak FLOP/s of dense bfloat16 matmuls for a `jax.Device.device_kind`. None if the GPU is not supported."""
     device = find(device_kind)
     return device.product_flops_per_second if device else None

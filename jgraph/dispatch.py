@@ -10,23 +10,36 @@ _T = TypeVar("_T")
 
 
 def check_devices() -> None:
-    """Starts the backend. Raises ConfigError if there is none, e.g. with JAX_PLATFORMS=cuda and no GPU."""
+    """Starts JAX's default backend.
+
+    Raises:
+        ConfigError: If the platforms in JAX_PLATFORMS have no device on this machine, e.g. `cuda` without a GPU.
+    """
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as e:  # JAX asserts that it has a plugin for the platform
         platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
         reason = (str(e).strip() or "jax cannot use it here").splitlines()[0]
         raise ConfigError(
-            f"JAX_PLATFORMS is {platforms}: must name a platform with devices on this machine, or be unset ({reason})", field=""
+            f"JAX_PLATFORMS is {platforms}: must be a platform with devices on this machine, or unset ({reason})", field=""
         ) from e
 
 
 def in_turn(results: _T) -> _T:
-    """Returns the results of a program on several devices. On CPUs, waits for them first.
+    """Returns its argument unchanged. Waits until the arrays in it are computed if they are on several CPU devices.
 
-    CPU devices share one thread pool, and a rank that waits in a collective keeps its thread. Two programs at once can
-    therefore occupy all threads with ranks that wait for ranks without a thread. GPUs have queues, so there this returns at
-    once.
+    Call it with the results of a jitted function before the next program is dispatched.
+
+    All CPU devices of JAX share one thread pool. A device that waits for the others in a collective keeps its thread. Two
+    programs at once can therefore deadlock: all threads wait for devices that get no thread. On GPUs, programs run one after
+    the other, so this function does not wait.
+
+    Args:
+        results: A pytree of `jax.Array`. The first leaf determines the devices.
+
+    Returns:
+        `results`, without a copy. It returns without waiting if there are no leaves, or the arrays are on GPUs or on one CPU
+        device.
     """
     leaf = next(iter(jax.tree.leaves(results)), None)
     if leaf is not None and len(devices := leaf.devices()) > 1 and next(iter(devices)).platform == "cpu":

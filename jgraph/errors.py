@@ -14,6 +14,10 @@ class JgraphError(ValueError):
 
     Attributes:
         field: The name of the invalid argument, with dots for nested fields (`model.num_heads`). Empty if there is none.
+
+    Args:
+        message: The message, `str(error)`.
+        **attributes: Values of attributes of the error class, such as `field`.
     """
 
     field: str = ""
@@ -26,40 +30,52 @@ class JgraphError(ValueError):
 
 
 class ConfigError(JgraphError):
-    """An argument or a configuration field has an invalid value."""
+    """An argument or a configuration field has an invalid value.
+
+    Args:
+        message: The message.
+        field: The name of the argument, with dots for nested fields. Empty if there is no single one.
+    """
 
     def __init__(self, message: str, *, field: str):
         super().__init__(message, field=field)
 
 
 def check_choice(field: str, value: object, allowed: Collection[str]) -> None:
-    """Raises ConfigError if an argument does not have one of the allowed values.
+    """Checks that an argument is one of several strings.
 
     Args:
-        field: The name of the argument.
-        value: Its value.
-        allowed: The allowed values.
+        field: The name of the argument, for the error.
+        value: The value of the argument.
+        allowed: The allowed strings. The error lists them in this order.
+
+    Raises:
+        ConfigError: If `value` is not a string, or is not in `allowed`.
     """
     if not isinstance(value, str) or value not in allowed:
         raise ConfigError(f"`{field}` is {value!r}: must be one of {', '.join(allowed)}", field=field)
 
 
 def check_types(config: Any, *, prefix: str = "") -> None:
-    """Raises ConfigError if a field of a dataclass does not have the type of its annotation.
+    """Checks the values of the fields of a dataclass against their annotations.
 
-    Checks numbers, strings, bools, `Literal`s, and tuples of strings or `Literal`s.
+    Checks fields of type `int`, `float`, `str`, `bool`, `Literal[...]`, `tuple[str, ...]` and `tuple[Literal[...], ...]`.
+    A `float` field may hold an int. A bool is not a number. Fields of any other type are not checked.
 
     Args:
-        config: The dataclass.
-        prefix: A prefix of the field names in the error.
+        config: An instance of a dataclass.
+        prefix: Text before the field name in the error, e.g. `model.`.
+
+    Raises:
+        ConfigError: If a field has another type, or is not one of the values of its `Literal`.
     """
     for name, kind in typing.get_type_hints(type(config)).items():
         field, value, choices = prefix + name, getattr(config, name), typing.get_args(kind)
         if typing.get_origin(kind) is Literal:
             check_choice(field, value, choices)
         elif typing.get_origin(kind) is tuple and typing.get_origin(choices[0]) is Literal:
-            for one in value:
-                check_choice(field, one, typing.get_args(choices[0]))
+            for item in value:
+                check_choice(field, item, typing.get_args(choices[0]))
         elif kind == tuple[str, ...]:
             fits = isinstance(value, tuple) and all(isinstance(v, str) for v in value)
             require(fits, field, repr(value), "a tuple of strings")
@@ -70,25 +86,31 @@ def check_types(config: Any, *, prefix: str = "") -> None:
 
 
 def require(condition: bool, field: str, value: object, allowed: str) -> None:
-    """Raises ConfigError unless a condition holds.
+    """Raises a ConfigError with the message "`field` is {value}: must be {allowed}" if `condition` is false.
 
     Args:
-        condition: The condition.
+        condition: True if the argument is valid.
         field: The name of the argument.
-        value: Its value.
-        allowed: A description of the allowed values.
+        value: The value of the argument, formatted with `str`.
+        allowed: A description of the allowed values, which completes "must be".
+
+    Raises:
+        ConfigError: If `condition` is false.
     """
     if not condition:
         raise ConfigError(f"`{field}` is {value}: must be {allowed}", field=field)
 
 
 def require_positive(config: object, names: str, *, prefix: str = "") -> None:
-    """Raises ConfigError if a field is not a positive, finite number.
+    """Checks that fields are positive, finite numbers.
 
     Args:
-        config: The dataclass.
-        names: The names of the fields, separated by spaces.
-        prefix: A prefix of the field names in the error.
+        config: An object with numbers as attributes, such as a dataclass.
+        names: The names of the fields to check, separated by spaces.
+        prefix: Text before the field name in the error, e.g. `model.`.
+
+    Raises:
+        ConfigError: For the first field that is 0, negative, infinite or NaN.
     """
     for name in names.split():
         value = getattr(config, name)
@@ -97,15 +119,18 @@ def require_positive(config: object, names: str, *, prefix: str = "") -> None:
 
 @contextlib.contextmanager
 def os_errors(field: str, path: object, verb: Literal["read", "written"] = "written") -> Iterator[None]:
-    """Converts an OSError inside the block into a ConfigError that names the argument and its path.
+    """Converts an OSError inside the block into a ConfigError that names the argument and its path. For `with`.
 
     Args:
-        field: The argument that holds the path.
-        path: The path.
-        verb: The operation that failed, for the message.
+        field: The name of the argument that holds the path.
+        path: The path of the file or directory.
+        verb: The operation of the block, for the message "cannot be {verb}": `read` or `written`.
+
+    Yields:
+        None, once.
 
     Raises:
-        ConfigError: If the block raises an OSError.
+        ConfigError: If the block raises an OSError. Other exceptions pass.
     """
     try:
         yield
@@ -117,15 +142,16 @@ _HUB_ID = re.compile(r"(?:https?:/+huggingface\.co/(?:datasets/)?)?([A-Za-z0-9][
 
 
 def download_hint(path: str | Path, *, kind: Literal["model", "dataset"] = "model") -> str:
-    """Returns the command that downloads a missing path, if the path looks like an id on the Hugging Face Hub.
+    """Returns a hint on how to download a missing path that looks like an id on the Hugging Face Hub. Downloads nothing.
 
     Args:
-        path: A path that does not exist, or an id such as `Qwen/Qwen3-0.6B`, or the address of its page.
-        kind: The kind of repository.
+        path: The missing path. It looks like an id if it has the form `OWNER/NAME`, such as `Qwen/Qwen3-0.6B`, or is the
+            address of that page on huggingface.co.
+        kind: The kind of repository: `model` or `dataset`.
 
     Returns:
-        A clause to append to an error message. Empty if the path has another form, an alphabetic file suffix or an existing
-        parent directory.
+        A clause that starts with "; " and ends with the command `hf download ...`, to append to an error message. Empty if the
+        path has another form, a file suffix of letters such as `.txt`, or an existing parent directory.
     """
     found = _HUB_ID.fullmatch(str(path))
     if not found or re.search(r"\.[A-Za-z]+$", found[1]) or Path(path).parent.exists():
@@ -136,11 +162,11 @@ def download_hint(path: str | Path, *, kind: Literal["model", "dataset"] = "mode
 
 
 class ShapeError(JgraphError):
-    """An array has the wrong shape or dtype."""
+    """An array has the wrong shape or dtype, or a setting does not fit the shapes of the arrays."""
 
 
 class DataError(JgraphError):
-    """A text, tokenizer or token file is invalid or does not match the others."""
+    """A text, tokenizer or token file is missing or invalid, or the files do not match each other."""
 
 
 class CompilerOptionError(JgraphError):
@@ -148,14 +174,15 @@ class CompilerOptionError(JgraphError):
 
 
 class TargetError(JgraphError):
-    """A program cannot be compiled for an absent GPU."""
+    """A program cannot be compiled for a GPU that is not present: unknown GPU, missing compiler, or unsupported program."""
 
 
 class DonationError(JgraphError):
     """The compiled program copies or swaps donated arrays instead of updating them in place.
 
     Attributes:
-        leaves: The names of these leaves.
+        leaves: One string per array that is copied or swapped: its path in the format of `jax.tree_util.keystr`, such as
+            `"['w']"`.
     """
 
     leaves: tuple[str, ...] = ()
@@ -164,9 +191,11 @@ class DonationError(JgraphError):
 class OrderError(JgraphError):
     """A pipeline order cannot run, or no order exists for the given parameters.
 
+    An order is the sequence of the actions of one pipeline rank in a step: forward and backward passes of microbatches.
+
     Attributes:
         position: The index of the invalid entry in the order of its rank. None if there is no single one.
-        rank: The rank of the order. None for a single order.
+        rank: The pipeline rank of the order. None if the error is not about one rank.
     """
 
     position: int | None = None
@@ -174,46 +203,65 @@ class OrderError(JgraphError):
 
     @classmethod
     def at(cls, position: int, problem: str) -> typing.Self:
-        """Returns the error "entry {position} is {problem}"."""
+        """Returns an error with the message "entry {position} is {problem}". Does not raise it.
+
+        Args:
+            position: Index of the invalid entry in its order, from 0.
+            problem: The rest of the message.
+
+        Returns:
+            The error. Its attribute `position` is set, and `rank` is None.
+        """
         return cls(f"entry {position} is {problem}", position=position)
 
     @classmethod
     def of_rank(cls, rank: int, problem: str, position: int | None = None) -> typing.Self:
-        """Returns the error "rank {rank}{problem}".
+        """Returns an error with the message "rank {rank}{problem}". Does not raise it.
 
         Args:
-            rank: The rank.
-            problem: The message.
-            position: The index of the invalid entry in its order.
+            rank: The pipeline rank, from 0.
+            problem: The rest of the message. Starts with a space or a comma.
+            position: The index of the invalid entry in the order of this rank; None if there is no single one.
+
+        Returns:
+            The error. Its attributes `rank` and `position` are set.
         """
         return cls(f"rank {rank}{problem}", rank=rank, position=position)
 
 
 class SplitError(JgraphError):
-    """The backward of a stage cannot be split as requested, or its parts are from different splits.
+    """A backward pass cannot be split into dgrad and wgrad, or the split functions are called with wrong arguments.
+
+    wgrad computes, at a later time, the gradients of the delayed parameters: weights of matmuls. dgrad computes those of the
+    inputs of the stage and of all other parameters. Wrong arguments are, for example, residuals of another split.
 
     Attributes:
-        path: The parameter or input that causes it, e.g. `embed/embedding`. Empty if there is no single one.
+        path: The name of the parameter or input that causes the error, e.g. `embed/embedding`. Empty if there is no single one.
     """
 
     path: str = ""
 
 
 class CallableError(JgraphError):
-    """Graphed callables cannot be built as requested, or a call does not match the sample arguments.
+    """Graphed callables cannot be built as requested, or a call does not match the arguments that they were compiled for.
+
+    Graphed callables are functions that `jgraph.make_graphed_callables` compiled for the shapes of sample arguments.
 
     Attributes:
-        mismatches: A message with the path of each mismatch. Empty for other errors.
+        mismatches: One message for each argument of a call with another shape, dtype or structure than its sample argument. A
+            message contains the path of the argument. Empty for other errors.
     """
 
     mismatches: tuple[str, ...] = ()
 
 
 class OwnershipError(JgraphError):
-    """A buffer is read after its owner reused it, or is passed to a function that may run after its owner updates it.
+    """A borrowed array is read after jgraph overwrote its buffer, or is passed to a function that may run after that.
+
+    A borrowed array is a handle (`Borrowed`) to a buffer that jgraph owns and updates, such as accumulated gradients.
 
     Attributes:
-        owner: The owner, e.g. `main_grad of callable 0`.
+        owner: A text that names the buffer, e.g. `main_grad of callable 0`.
     """
 
     owner: str = ""
@@ -231,7 +279,8 @@ class NonFiniteError(JgraphError):
     """The loss or a gradient became infinite or NaN.
 
     Attributes:
-        step: The number of the step, from 1. Its update was not applied.
+        step: The number of the training step in which it happened, from 1. The parameters were not updated in this step. -1 if
+            unknown.
     """
 
     step: int = -1

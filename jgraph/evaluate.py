@@ -37,22 +37,33 @@ def evaluate(
     fsdp: Count = None,
     json: File = None,
 ) -> None:
-    """Evaluates the model, prints the results, and writes them to a file.
+    """Evaluates the model on held-out text. Prints five lines to stdout, and writes the results to a file if `json` is given.
+
+    The lines have the model, the text, the loss in nats per token, the perplexity and the bits per byte, in this order. The
+    bits per byte are `unknown` if the tokens cannot be decoded to text. Does not change the run.
 
     Args:
         run: A run directory of `python -m jgraph.train`, or a Hugging Face folder.
-        data: Data to evaluate on, as for `python -m jgraph.train`; uses its held-out part. By default the run's data.
-        step: Step of the checkpoint to load; by default the newest. Runs only.
-        module: Model class of the run, as `package.module:Class`. Only classes in `jgraph_models` are imported without it.
+        data: Data to evaluate on, with the values of --data of `python -m jgraph.train`: files, directories and globs of text,
+            JSON Lines or Parquet, names of corpora such as python-docs, hf:owner/name, or directories of token files. Only the
+            held-out part is used. By default the run's data; required for a folder.
+        step: Step of the checkpoint to load; by default the newest. Only for runs.
+        module: Model class of the run, as `package.module:Class`. Required for a class outside `jgraph_models`, because loading
+            imports it and so runs its code. Not for a folder.
         batch_size: Sequences per batch; by default the run's, or 8 for a folder.
-        seq_len: Predicted tokens per sequence; by default the run's, or a folder's max_position_embeddings, at most 1024.
+        seq_len: Predicted tokens per sequence; by default the run's. For a folder, the smaller of 1024 and its
+            max_position_embeddings.
         eval_batches: Maximum number of batches, spread evenly over the text; by default the run's, or 16 for a folder.
-        dp: Data-parallel replicas; each evaluates a part of the batch.
-        fsdp: Devices that the parameters are sharded over; each evaluates a part of the batch.
-        json: Also write the results to this file.
+        dp: Number of data-parallel replicas, 1 by default. Each evaluates a part of the batch.
+        fsdp: Number of devices that the parameters are sharded over, 1 by default. Each evaluates a part of the batch.
+            The command uses dp * fsdp devices.
+        json: Also write the results to this file, as a JSON object with the keys source, data, fingerprint, batches,
+            batch_size, seq_len, devices, tokens, bytes, loss, perplexity and bits_per_byte. Infinities, NaN and unknown values
+            become null.
 
     Raises:
-        JgraphError: If the model or the data cannot be used, or an option has a value that is not allowed.
+        JgraphError: If the model or the data cannot be used, an option has a value that is not allowed, there are too few
+            devices, or the file cannot be written.
     """
     check_exists(run, field="run")
     # Imported here, so that --help and errors in flags do not wait for jax.
@@ -64,8 +75,8 @@ def evaluate(
     logging.set_verbosity(logging.FATAL)  # Orbax also logs the errors that it raises.
     check_devices()
     sizes = {"batch_size": batch_size, "seq_len": seq_len, "eval_batches": eval_batches, "dp": dp, "fsdp": fsdp}
-    given = {name: value for name, value in ({"data": data or None} | sizes).items() if value is not None}
-    found = evaluation.evaluate(run, step, module=module, **given)
+    options = {name: value for name, value in ({"data": data or None} | sizes).items() if value is not None}
+    found = evaluation.evaluate(run, step, module=module, **options)
     if json is not None:
         fields = dataclasses.asdict(found) | {"perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
         # JSON has no infinity or NaN.

@@ -27,17 +27,23 @@ def export(
     module: Module = "",
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
 ) -> None:
-    """Writes the folder. Leaves nothing behind if it fails.
+    """Writes the model as a Hugging Face folder, and prints one line with the step and the files. Does not change the run.
+
+    The folder gets config.json, the tensors as safetensors, and the tokenizer files of the run. It appears under its name when
+    it is complete; if the export fails, no file is left behind.
 
     Args:
         run: A run directory of `python -m jgraph.train`.
-        to: Folder to create; it must be empty if it exists.
+        to: Folder to create, with its parents; it must be empty if it exists.
         step: Step of the checkpoint to export; by default the newest.
-        module: Model class of the run, as `package.module:Class`. Only classes in `jgraph_models` are imported without it.
+        module: Model class of the run, as `package.module:Class`. Required for a class outside `jgraph_models`, because loading
+            imports it and so runs its code.
         dtype: Dtype of the tensors.
 
     Raises:
-        JgraphError: If the run cannot be read, its model has no Hugging Face format, or the folder cannot be written.
+        JgraphError: If the run or its checkpoint is missing or damaged, its model class has no Hugging Face format or may not
+            be imported, or the folder is not empty or cannot be created.
+        OSError: If a file cannot be written.
     """
     # Imported here, so that --help and errors in flags do not wait for jax.
     from absl import logging
@@ -50,11 +56,11 @@ def export(
     check_empty(to, field="to")
     with contextlib.closing(SavedRun(run, step, module=module)) as saved:
         names, model = names_of(saved.config.module, field="to"), saved.config.model
-        kept = copied_folder(saved.dir)
-        config = names.config(model, kept.config if kept else {"max_position_embeddings": saved.config.input.seq_len})
-        beside = copied_files(saved.dir)
+        source = copied_folder(saved.dir)
+        config = names.config(model, source.config if source else {"max_position_embeddings": saved.config.input.seq_len})
+        copied = copied_files(saved.dir)
         with os_errors("to", to):
-            files = write(to, config, names.parts(model), saved.read, dtype=dtype, beside=beside)
+            files = write(to, config, names.parts(model), saved.read, dtype=dtype, beside=copied)
     print(f"step {saved.step} of {run} is in {to}: {', '.join(file.name for file in files)}")
 
 

@@ -47,29 +47,38 @@ def cross_entropy(
     """Computes the mean next-token loss in nats from hidden states.
 
     Equals the mean of `optax.softmax_cross_entropy_with_integer_labels(x @ head, labels)`, without storing float32 logits.
-
-    >>> print(jgraph.cross_entropy(jnp.ones((2, 3, 4)), jnp.zeros((4, 8)), jnp.zeros((2, 3), int)))  # log(8)
-    2.0794415
+    B batch, T tokens of a sequence, D width of the model, V columns of `head_DV`.
 
     With `axis`, under `jax.shard_map`, each device of that axis has a shard of the vocabulary and computes its part of the loss
     (Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3). The gradient of x is partial: sum it over the axis yourself.
 
     Args:
-        x_BTD: Final hidden states, bfloat16 or float32.
-        head_DV: Output projection, same dtype as `x_BTD`.
-        labels_BT: Integer token ids in [0, V). Any other id makes the loss NaN.
+        x_BTD: Final hidden states, of any floating dtype.
+        head_DV: Output projection, same dtype as `x_BTD`. With `axis`, the columns of this device: device i of the axis has the
+            token ids from i*V to (i+1)*V - 1.
+        labels_BT: Token ids of any integer dtype: indices of columns, counted over all devices of `axis`. A negative id, or
+            one past the last column, makes the loss NaN, even where its weight is 0. Ids of padding columns are invalid, too:
+            with `axis` they make the loss NaN, without `axis` the loss is finite but meaningless.
         chunk: Tokens per chunk; must divide B*T. The logits of one chunk are held at once, in the dtype of `x_BTD`. 0 chooses
-            the largest chunk with at most 2**29 logits.
-        axis: Mesh axis over which the vocabulary is sharded. `x_BTD` and `labels_BT` are the same on all its devices.
-        vocab_size: Columns of the head over all devices that are not padding; 0 if none are padding.
-        weights_BT: Constant factors of the tokens' losses, applied before the mean over all tokens; None for ones.
+            the largest divisor of B*T with at most 2**29 logits per chunk. In float32 the divisor is also at most B*T/2.
+        axis: Name of the mesh axis over which the vocabulary is sharded; None if it is not sharded. `x_BTD`, `labels_BT` and
+            `weights_BT` must be the same on all devices of the axis.
+        vocab_size: Number of token ids. The columns of all devices from this number on are padding and are ignored. 0 if there
+            is no padding.
+        weights_BT: Factor of the loss of each token, of any dtype. The weighted losses are summed and divided by B*T, not by
+            the sum of the weights. Gradients with respect to the weights are zero. None for ones.
 
     Returns:
         The loss, a float32 scalar, the same on all devices of `axis`. Its gradients have the dtypes of `x_BTD` and `head_DV`.
         Matmuls accumulate in float32.
 
     Raises:
-        ShapeError: If shapes or dtypes disagree, there are no tokens, or `chunk` does not divide B*T.
+        ShapeError: If an argument is not an array, shapes or dtypes disagree, there are no tokens or columns, `chunk` does not
+            divide B*T, or `vocab_size` is not an integer of at least 0.
+
+    Examples:
+        >>> print(jgraph.cross_entropy(jnp.ones((2, 3, 4)), jnp.zeros((4, 8)), jnp.zeros((2, 3), int)))  # log(8)
+        2.0794415
     """
     for name, array in (("x_BTD", x_BTD), ("head_DV", head_DV), ("labels_BT", labels_BT)):
         if not hasattr(array, "dtype"):

@@ -19,7 +19,7 @@ _AxisName: TypeAlias = Any
 
 
 class Axis(StrEnum):
-    """An axis of a mesh."""
+    """The name of a mesh axis. Each member is a string and can be used as an axis name of `jax.make_mesh`."""
 
     DATA = "data"
     """Data parallelism: replicated parameters, sharded batch."""
@@ -38,26 +38,28 @@ Every layout binds both axes inside a loss: `nnx.BatchNorm(64, axis_name=jgraph.
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Returns the `BATCH_AXES` of a mesh, in their order."""
+    """Returns the mesh axes that shard a batch: `data` and `fsdp`, in this order, each only if the mesh has it."""
     return tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
 
 
 def num_data_ranks(mesh: Mesh | None) -> int:
-    """Returns the number of devices that share the rows of a batch. A mesh of None is one device."""
+    """Returns the number of shards of a batch: the product of the sizes of the mesh axes `data` and `fsdp`. 1 for None."""
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
 
 
 def with_batch_axes(fn: Callable[..., _T]) -> Callable[..., _T]:
-    """Lets a function reduce over `BATCH_AXES` on layouts that lack one of them.
+    """Lets a function reduce over the mesh axes `data` and `fsdp` (`BATCH_AXES`) on meshes that lack one of them.
 
-    Binds the missing axes with size one if the function reduces over one. Such a function is traced twice, and the operations
-    of the first trace are dead code. Other functions are traced once, without change.
+    JAX raises a NameError if `fn` uses a collective over a mesh axis that is not bound, for example outside `jax.shard_map`. In
+    that case `fn` is called again with the missing axes bound, each with size one. Such a function is traced twice, and the
+    operations of the first trace are dead code. Other functions are called once.
 
     Args:
-        fn: A function of trees of arrays. It raises a ConfigError if it reduces over an axis that cannot be bound.
+        fn: A function with positional arguments and a result that are pytrees of arrays. Called while JAX traces.
 
     Returns:
-        The function, with the same arguments and results.
+        A function with the same arguments and results. It raises a ConfigError if `fn` uses a collective over an axis that is
+        neither bound nor one of `BATCH_AXES`.
     """
 
     def not_a_batch_axis(axis: str) -> ConfigError:
@@ -80,7 +82,14 @@ def with_batch_axes(fn: Callable[..., _T]) -> Callable[..., _T]:
 
 @contextlib.contextmanager
 def refused_axes(error: Callable[[str], JgraphError]) -> Iterator[None]:
-    """Raises `error(axis)` instead of JAX's NameError for a mesh axis that is not bound."""
+    """Replaces JAX's NameError about a mesh axis that is not bound. For `with`.
+
+    Args:
+        error: Called with the name of the axis if the block raises such a NameError. Returns the error to raise instead.
+
+    Yields:
+        None, once. Other exceptions of the block pass.
+    """
     try:
         yield
     except NameError as e:
@@ -111,17 +120,22 @@ def _over_one(fn: Callable[..., _T], axis: str) -> Callable[..., _T]:
 
 
 def checked(mesh: object, *, needs: tuple[Axis, ...], allows: tuple[Axis, ...]) -> Mesh:
-    """Returns the mesh with automatic axes.
+    """Checks the axis names of a mesh, and returns the mesh with axes of type `jax.sharding.AxisType.Auto`.
 
-    `jax.make_mesh` creates explicit axes by default. With those, the caller would have to place every argument.
+    `jax.make_mesh` creates axes of type `AxisType.Explicit` by default. With those, the caller would have to place every
+    argument.
 
     Args:
-        mesh: A `jax.sharding.Mesh`.
-        needs: Axes that it must have.
-        allows: Axes that it may have.
+        mesh: The value to check.
+        needs: Axes that the mesh must have.
+        allows: Further axes that the mesh may have.
+
+    Returns:
+        A new mesh with the same devices, axis names and axis sizes.
 
     Raises:
-        ConfigError: If `mesh` is not a mesh, lacks an axis of `needs`, or has an axis that is not allowed.
+        ConfigError: If `mesh` is not a `jax.sharding.Mesh`, lacks an axis of `needs`, or has an axis that is in neither `needs`
+            nor `allows`.
     """
     allowed = (*needs, *allows)
     if not isinstance(mesh, Mesh) or set(mesh.axis_names) - set(allowed) or set(needs) - set(mesh.axis_names):

@@ -29,14 +29,20 @@ Mode = Literal["train", "evaluate"]
 class Decoder:
     """Functions that generate text with a KV cache. A Flax module provides them by a method `cached_decoder()`.
 
+    All three functions are traced inside `jax.jit`. B texts, T tokens of the longest prompt, V vocabulary. Logits are float32
+    [B, V] and belong to the token after the last one that was read. The cache is a pytree of arrays of the decoder's choice.
+
     Attributes:
-        prepare: `prepare(params, carried)` returns the weights for the other two functions, for example cast and transposed.
-            Called once per call of `generate`.
-        prefill: `prefill(weights, tokens_BT, lengths_B, slots=, length=)` reads prompts padded on the right to T. Returns the
-            float32 logits of the next token, (B, V), and a cache for `slots` tokens per text. Positions stay below `length`.
-        decode: `decode(weights, tokens_B, cache, positions_B)` reads one token of each text. Positions count from the start of
-            the text. They exceed the last slot once the text outgrows the window; the token then replaces the oldest one.
-            Returns the logits of the next token and the updated cache, with the same shapes and dtypes.
+        prepare: `prepare(params, carried)` takes the parameters and the mutable state of the model. Returns a pytree of weights
+            for the other two functions, for example cast and transposed. Called once per call of `generate`.
+        prefill: `prefill(weights, tokens_BT, lengths_B, slots=, length=)` reads the prompts. `tokens_BT` has int32 token ids,
+            padded on the right to T. `lengths_B` has the number of tokens of each prompt. `slots` is the number of tokens per
+            text that the cache must hold, at least T. `length` exceeds every position that `decode` will get, e.g. for the size
+            of a table of positions. Both are Python ints. Returns (logits, cache).
+        decode: `decode(weights, tokens_B, cache, positions_B)` reads one int32 token of each text, at its int32 position in the
+            text, from 0. A position of `slots` or more means that the text outgrew the cache; the token then replaces the
+            oldest one. Returns (logits, new cache). The new cache must have the shapes and dtypes of the old one, which is
+            donated.
     """
 
     prepare: Callable[[Tree, Tree], Tree]
@@ -50,13 +56,20 @@ class FunctionalModel:
 
     Attributes:
         shapes: Parameters as a nested dict of `jax.ShapeDtypeStruct`.
-        carried: Shapes of the mutable state; empty if there is none.
-        init: `init()` returns (parameters, mutable state). Can be jitted.
-        call: `call(name, mode, params, carried, key, *args)` returns the result of a method and the mutable state after it.
-        annotations: Flax's partition names, a PartitionSpec or None for each parameter name.
-        reductions: How `train_step` reduces the mutable state, a tree of names: the `reduction` of an NNX variable, else
-            "mean".
+        carried: The mutable state as a nested dict of `jax.ShapeDtypeStruct`: Flax variables that are neither parameters nor
+            random number streams, such as running statistics. Empty if there is none.
+        init: `init()` returns a new tuple (parameters, mutable state): nested dicts of arrays like `shapes` and `carried`. The
+            values depend only on the seed: for Linen the argument `key` of `functional`, for NNX the one that `make` uses. Can
+            be jitted.
+        call: `call(name, mode, params, carried, key, *args)` calls the method `name` of the module with `args`. `mode` is
+            "train" or "evaluate". `key` is the `jax.random` key that seeds dropout. Returns (result of the method, mutable
+            state after it).
+        annotations: Flax's partition names: the PartitionSpec of each parameter, or None without one, by parameter name such
+            as `blocks/0/kernel`.
         decoder: Result of the module's `cached_decoder()`; None if it has no such method.
+        reductions: How `train_step` combines the mutable state of microbatches and devices: a tree like `carried` of "mean",
+            "sum", "max", "last" (of the last microbatch) or "halt" (the maximum of integers that stop the training if one is
+            positive). Taken from the metadata `reduction` of an NNX variable, "mean" without it and for Linen.
     """
 
     shapes: Tree
@@ -68,23 +81,35 @@ class FunctionalModel:
     reductions: Tree = field(default_factory=dict)
 
     def new_state(self, shardings: Tree = None) -> Tree:
-        """Returns the initial mutable state with these shardings. Computes no parameters."""
+        """Computes the initial mutable state, without the parameters.
+
+        Args:
+            shardings: A tree like `carried` of shardings, or one sharding for all arrays. None for the default device.
+
+        Returns:
+            New arrays in a tree like `carried`. Empty if the model has no mutable state.
+        """
         return jax.jit(lambda: self.init()[1], out_shardings=shardings)() if jax.tree.leaves(self.carried) else self.carried
 
     def loss(self, params: Tree, batch: Tree, key: Array, carried: Tree = None) -> tuple[Array, Tree]:
-        """Computes the module's `loss(batch)` in training mode. The loss may reduce over `jgraph.BATCH_AXES`.
+        """Computes the module's `loss(batch)` in training mode, with dropout and updates of the mutable state.
+
+        The loss may use collectives over the mesh axes `jgraph.BATCH_AXES`, also outside `jax.shard_map`.
 
         Args:
-            params: Parameters, like `shapes`.
-            batch: The argument of the module's `loss`.
-            key: Seeds dropout.
-            carried: Mutable state, like `self.carried`. Can be omitted if that is empty.
+            params: Parameters, arrays in a tree like `self.shapes`. Not donated.
+            batch: The argument of the module's `loss`, a pytree of arrays.
+            key: A `jax.random` key, which seeds dropout.
+            carried: Mutable state, arrays in a tree like `self.carried`. Not changed. Can be omitted if `self.carried` is
+                empty.
 
         Returns:
-            The loss, and the mutable state after it.
+            A tuple of the result of the module's `loss`, and the mutable state after the call, a tree like `self.carried`.
 
         Raises:
-            ConfigError: If the model has mutable state and `carried` is empty.
+            ConfigError: If the model has mutable state and `carried` is empty, or the loss reduces over a mesh axis that is
+                neither bound nor in `BATCH_AXES`.
+            AttributeError: If an NNX module has no method `loss`.
         """
         carried = carried or {}
         if (names := leaf_names(self.carried)) and not jax.tree.leaves(carried):
@@ -99,13 +124,17 @@ class FunctionalModel:
         """Calls a method in evaluation mode: without dropout, with running statistics, without changes of the mutable state.
 
         Args:
-            name: Name of the method.
-            params: Parameters, like `shapes`.
-            carried: Mutable state, like `self.carried`.
-            *args: Arguments of the method.
+            name: Name of the method of the module, e.g. `loss` or `logits`.
+            params: Parameters, arrays in a tree like `self.shapes`. Not donated.
+            carried: Mutable state, arrays in a tree like `self.carried`. Not changed.
+            *args: Positional arguments of the method, pytrees of arrays.
 
         Returns:
             The result of the method.
+
+        Raises:
+            AttributeError: If the module has no such method.
+            ConfigError: If the method reduces over a mesh axis that is neither bound nor in `BATCH_AXES`.
         """
         return with_batch_axes(partial(self.call, name, "evaluate"))(params, carried, jax.random.key(0), *args)[0]
 
@@ -113,28 +142,34 @@ class FunctionalModel:
 def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> FunctionalModel:
     """Converts a Flax module into pure functions of its parameters, for `train_step`. Only traces the module.
 
-    Replaces `nnx.split` and `nnx.merge` for NNX, and `init` and `apply` for Linen. Dropout uses the key of each call.
-
-    >>> class Line(nnx.Module):
-    ...     def __init__(self, rngs):
-    ...         self.linear = nnx.Linear(2, 1, rngs=rngs)
-    ...     def loss(self, batch):
-    ...         return jnp.mean((self.linear(batch["x"]) - batch["y"]) ** 2)
-    >>> model = jgraph.functional(lambda: Line(nnx.Rngs(0)))
-    >>> params, carried = model.init()
-    >>> value, carried = model.loss(params, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))}, jax.random.key(0), carried)
+    Replaces `nnx.split` and `nnx.merge` for NNX, and `init` and `apply` for Linen. Dropout uses the key of each call. If a
+    Linen method has an argument `train`, it receives True in training mode and False in evaluation mode.
 
     Args:
-        make: A function without arguments that returns an NNX module, with its parameters, or a Linen module.
-        batch: Arrays or shapes of a batch, the argument of the module's `loss`. Required for a Linen module, to initialize its
-            parameters.
-        key: Seed of the parameters of a Linen module.
+        make: A function without arguments that returns an NNX module, with its parameters, or a Linen module. Called once now,
+            under `nnx.eval_shape`, and for NNX once in each call of `init` of the result.
+        batch: A pytree of arrays or `jax.ShapeDtypeStruct`, the argument of the module's `loss`. Only shapes and dtypes are
+            used. Required for a Linen module, to initialize its parameters. Ignored for an NNX module.
+        key: Integer seed of the parameters of a Linen module. Ignored for an NNX module, which seeds itself.
 
     Returns:
-        The model, with `shapes` of the parameters, `carried` state, `init`, `loss`, `evaluate` and Flax's `annotations`.
+        The model as pure functions. Among its attributes are the shapes of the parameters (`shapes`) and of the mutable state
+        (`carried`), and the functions `init()`, `loss(params, batch, key, carried)` and
+        `evaluate(name, params, carried, *args)`. No arrays are created.
 
     Raises:
-        ConfigError: If `make` is not such a function, or a Linen module has no `loss` or no `batch`.
+        ConfigError: If `make` cannot be called without arguments or returns no Flax module, or for a Linen module without a
+            method `loss` or without `batch`.
+
+    Examples:
+        >>> class Line(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.linear = nnx.Linear(2, 1, rngs=rngs)
+        ...     def loss(self, batch):
+        ...         return jnp.mean((self.linear(batch["x"]) - batch["y"]) ** 2)
+        >>> model = jgraph.functional(lambda: Line(nnx.Rngs(0)))
+        >>> params, carried = model.init()
+        >>> value, carried = model.loss(params, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))}, jax.random.key(0), carried)
     """
     _check_make(make)
     found: list[Any] = []
@@ -148,7 +183,8 @@ def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> F
         if not callable(getattr(made, "loss", None)):
             message = f"`make` returns {type(made).__name__}: must return a module with a method loss(batch)"
             raise ConfigError(message, field="make")
-        require(batch is not None, "batch", batch, "arrays or shapes of a batch for a Linen module")
+        if batch is None:
+            raise ConfigError("`batch` is None: must be arrays or shapes of a batch for a Linen module", field="batch")
         return _linen(made, batch, key)
     if not isinstance(made, nnx.Module):
         raise ConfigError(f"`make` returns {made!r}: must return a Flax module, nnx.Module or linen.Module", field="make")
@@ -158,8 +194,8 @@ def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> F
 def _check_make(make: Any) -> None:
     """Raises ConfigError unless `make` can be called without arguments."""
     fits = callable(make) and not isinstance(make, nnx.Module | nn.Module)
-    what = type(make).__name__ if callable(make) else repr(make)
-    require(fits, "make", what, "a function that returns a module, e.g. lambda: Model(nnx.Rngs(0))")
+    description = type(make).__name__ if callable(make) else repr(make)
+    require(fits, "make", description, "a function that returns a module, e.g. lambda: Model(nnx.Rngs(0))")
     try:
         inspect.signature(partial(make.__init__, None) if isinstance(make, type) else make).bind()
     except TypeError as e:
@@ -214,8 +250,8 @@ def _seeded(streams: Tree, key: Array) -> Tree:
     def seed(index: int, leaf: Any) -> Array:
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jnp.zeros(leaf.shape, leaf.dtype)
-        own = jax.random.fold_in(key, index)
-        return jax.random.split(own, leaf.shape) if leaf.shape else own
+        stream_key = jax.random.fold_in(key, index)
+        return jax.random.split(stream_key, leaf.shape) if leaf.shape else stream_key
 
     leaves, structure = jax.tree.flatten(streams)
     return structure.unflatten([seed(index, leaf) for index, leaf in enumerate(leaves)])
@@ -235,10 +271,10 @@ def _linen(module: nn.Module, batch: Any, seed: int) -> FunctionalModel:
 
     def call(name: str, mode: Mode, params: Tree, carried: Tree, key: Array, *args: Any) -> tuple[Any, Tree]:
         # Linen derives all other streams from `params`.
-        how: Any = {"method": name, "rngs": {"params": key}, **_mode(module, name, mode)}
+        options: Any = {"method": name, "rngs": {"params": key}, **_mode(module, name, mode)}
         if mode == "train" and carried:
-            return module.apply({"params": params, **carried}, *args, mutable=list(carried), **how)
-        return module.apply({"params": params, **carried}, *args, **how), carried
+            return module.apply({"params": params, **carried}, *args, mutable=list(carried), **options)
+        return module.apply({"params": params, **carried}, *args, **options), carried
 
     abstract = jax.eval_shape(boxed, batch)
     shapes, carried = jax.eval_shape(split, abstract)

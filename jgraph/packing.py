@@ -22,12 +22,16 @@ _SMALL_LEAF = 2**19
 
 @dataclass(frozen=True)
 class Packing:
-    """The positions of a tree's parameters in a dict of arrays. Made by `Packing.of`, the same for the same shapes.
+    """A map from the leaves of a parameter tree to a dict of fewer arrays. Made by `Packing.of`. Holds no arrays.
+
+    Two packings are equal if their attributes are equal.
 
     Attributes:
-        treedef: Structure of the tree.
-        leaves: Shapes and dtypes of its leaves.
-        groups: Names of the arrays, each with the indices of the leaves in it: several small leaves, or one large leaf.
+        treedef: Structure of the tree, from `jax.tree.structure`.
+        leaves: Shapes and dtypes of the leaves, in the order of `jax.tree.leaves`.
+        groups: One tuple (name, indices) per array of the dict. `name` is its key in the dict: the name of the leaf, e.g.
+            `blocks/0/kernel`, or for small leaves their kind and dtype, e.g. `small vectors (float32)`. `indices` are the
+            positions of its leaves in `leaves`, from 0.
     """
 
     treedef: Any
@@ -36,12 +40,18 @@ class Packing:
 
     @classmethod
     def of(cls, params: PyTree, *, small: int = _SMALL_LEAF, alone: Container[str] = ()) -> Self:
-        """Groups small leaves by dtype, by whether they are matrices (weight decay), and by whether they are a router's.
+        """Groups the small leaves of a tree by dtype and kind. Each other leaf is a group of its own.
+
+        The kinds are matrices (weight decay applies), vectors, matrices of routers and vectors of routers. A router is the
+        layer that chooses experts; its parameters have `router` in the name.
 
         Args:
-            params: Arrays or shapes.
-            small: Leaves with fewer elements are packed.
-            alone: Names of leaves that are not packed, as `leaf_names` spells them.
+            params: A pytree of arrays or `jax.ShapeDtypeStruct`. Only shapes and dtypes are used.
+            small: Leaves with fewer elements than this are packed. The default is 2**19.
+            alone: Names of leaves that are not packed, e.g. `blocks/0/kernel`: the keys of the path, joined by `/`.
+
+        Returns:
+            The packing.
         """
         members: dict[str, list[int]] = {}
         flat, treedef = jax.tree.flatten(params)
@@ -54,7 +64,15 @@ class Packing:
         return cls(treedef, leaves, groups=tuple((name, tuple(indices)) for name, indices in members.items()))
 
     def pack(self, params: PyTree) -> dict[str, Array]:
-        """Returns the arrays by name. A group of several leaves is 1-D, a single leaf keeps its shape."""
+        """Concatenates the leaves of each group.
+
+        Args:
+            params: Arrays in a tree with the structure and shapes of this packing.
+
+        Returns:
+            One array per group, by the name of the group, in the dtype of its leaves. Several leaves are flattened and
+            concatenated to a 1-D array. A single leaf is returned itself, with its shape and without a copy.
+        """
         leaves = self.treedef.flatten_up_to(params)
         return {
             name: leaves[indices[0]] if len(indices) == 1 else jnp.concatenate([leaves[i].ravel() for i in indices])
@@ -62,7 +80,18 @@ class Packing:
         }
 
     def unpack(self, packed: dict[str, Array]) -> PyTree:
-        """Inverts `pack`. Its gradient is one concatenation per group."""
+        """Inverts `pack`: splits the arrays of the groups into leaves.
+
+        Args:
+            packed: One array per group, by the name of the group. The array of a single leaf may have any shape, for example
+                that of a shard. It is returned without a copy.
+
+        Returns:
+            The tree of leaves. Its gradient with respect to `packed` is one concatenation per group.
+
+        Raises:
+            KeyError: If the array of a group is missing.
+        """
         leaves: list[Array | None] = [None] * len(self.leaves)
         for name, indices in self.groups:
             if len(indices) == 1:
@@ -74,6 +103,6 @@ class Packing:
         return self.treedef.unflatten(leaves)
 
     def decay_mask(self) -> dict[str, bool]:
-        """Returns for each array whether weight decay applies to it, that is, whether it holds matrices."""
+        """Returns a bool by the name of each group: True if its leaves are matrices, so that weight decay applies to them."""
         names = leaf_names(self.treedef.unflatten(self.leaves))
         return {name: is_matrix(names[indices[0]], self.leaves[indices[0]]) for name, indices in self.groups}

@@ -10,14 +10,20 @@ from collections.abc import Mapping
 
 
 def render(package: str, data: Mapping[str, object]) -> str:
-    """Returns the page of a package as HTML.
+    """Returns the HTML page of a package, with its data embedded as JSON. Writes no file.
 
     Args:
-        package: The package, for example `jgraph.profile`.
-        data: The data of the page as JSON values: "title", and the fields that its script reads.
+        package: Name of a package that contains the files `page.css` and `page.js`, for example `jgraph.profile`.
+        data: The object that the script `page.js` reads: "title", the text of the page's title, and the fields that the script
+            needs. All values must be JSON values.
+
+    Returns:
+        The text of the whole page, a single file without references to other files.
 
     Raises:
         ValueError: If the data contains NaN or infinity, which JSON lacks.
+        TypeError: If the data contains a value that is not a JSON value.
+        FileNotFoundError: If the package lacks `page.css` or `page.js`.
     """
     # A name that contains "</script>" would end the script that holds the JSON.
     text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -26,7 +26,17 @@ _SHUTDOWN_SECONDS = 60
 
 
 def launcher(environ: Mapping[str, str]) -> Literal["slurm", "ompi"] | None:
-    """Returns JAX's name of the launcher that started this process as one of several. None if there is none."""
+    """Returns the launcher that started this process as one of several processes.
+
+    Args:
+        environ: Environment variables, such as `os.environ`.
+
+    Returns:
+        `slurm` or `ompi` (Open MPI). None if neither launched this process, or it is the only process.
+
+    Raises:
+        ValueError: If a number of processes in a variable of Slurm or Open MPI is not an integer.
+    """
     # In the shell of an allocation, SLURM_NTASKS is the number of tasks that a step may have, but the shell is a single task.
     tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
     if {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= environ.keys() and int(tasks) > 1:
@@ -42,19 +52,24 @@ def connect(
     process_id: int | None = None,
     patience: float = _PATIENCE_SECONDS,
 ) -> None:
-    """Connects to the other processes, unless there are none or they are connected. Call it before a backend starts.
+    """Connects to the other processes with `jax.distributed.initialize`. Call it before JAX's backend starts.
+
+    Does nothing if there are no other processes, or `jax.distributed` is initialized already. Blocks until all processes have
+    called it. Disables JAX's handling of SIGTERM (`jax_enable_preemption_service`).
 
     Under Slurm and Open MPI, a process gets one GPU, by its local rank. With a coordinator it gets all visible GPUs.
 
     Args:
-        setup: `auto`: connect if arguments, Slurm or Open MPI identify other processes. `off`: never.
-        coordinator: HOST:PORT of process 0. Requires the next two arguments.
-        num_processes: The number of processes.
-        process_id: The index of this process, from 0.
-        patience: Seconds to wait for the others.
+        setup: `auto`: without a coordinator, connect if the environment variables of Slurm or Open MPI identify other
+            processes. `off`: ignore these variables, so that only a coordinator connects.
+        coordinator: HOST:PORT of process 0, the same for all processes. Requires the next two arguments. Empty for none.
+        num_processes: The number of processes; None without a coordinator.
+        process_id: The index of this process, from 0; None without a coordinator.
+        patience: Seconds to wait for the other processes. The default is 300.
 
     Raises:
-        ConfigError: If the others do not connect in time, the port is in use, or the environment lacks the coordinator.
+        ConfigError: If the others do not connect in time, JAX refuses the arguments, the port of process 0 is in use, or Open
+            MPI does not provide an address to connect to.
     """
     found = launcher(os.environ) if setup == "auto" and not coordinator else None
     if jax.distributed.is_initialized() or not (coordinator or found):
@@ -65,13 +80,13 @@ def connect(
             "also pass `distributed.num_processes` $OMPI_COMM_WORLD_SIZE and `distributed.process_id` $OMPI_COMM_WORLD_RANK",
             field="distributed.coordinator",
         )
-    where = f"`distributed.coordinator` is {coordinator}" if coordinator else f"started by {found}"
+    source = f"`distributed.coordinator` is {coordinator}" if coordinator else f"started by {found}"
     if process_id == 0:
         try:
             socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()  # otherwise JAX crashes
         except OSError as e:
             must = f"must have a port that is free on this machine ({e.strerror})"
-            raise ConfigError(f"{where}: {must}", field="distributed.coordinator") from e
+            raise ConfigError(f"{source}: {must}", field="distributed.coordinator") from e
     # The trainer handles SIGTERM. JAX's service would intercept it.
     jax.config.update("jax_enable_preemption_service", False)
     error = _initialize(
@@ -84,21 +99,25 @@ def connect(
     )
     if error:
         raise ConfigError(
-            f"{where}: the processes could not be connected: {error}; check that all of them are running, that "
+            f"{source}: the processes could not be connected: {error}; check that all of them are running, that "
             "`distributed.coordinator` HOST:PORT, if given, is the same for all, and that the others reach that host and port",
             field="distributed.coordinator",
         )
 
 
 def devices_of_ranks(count: int, *, flags: str) -> list[Device]:
-    """Returns a `jax.Device` for each rank, the same number from every process, in the order of processes.
+    """Returns one `jax.Device` for each rank. Starts JAX's backend.
 
     Args:
-        count: The number of ranks.
-        flags: The flags that request them, for the error.
+        count: The number of ranks, the same on every process.
+        flags: Text that names the flags with the number of ranks, for the error, e.g. `--dp 2 --fsdp 4`.
+
+    Returns:
+        `count` devices. With P processes, the first count/P devices of process 0 come first, then those of process 1, and so
+        on. The list is the same on every process.
 
     Raises:
-        ConfigError: If there are fewer devices, or `count` is not a multiple of the number of processes.
+        ConfigError: If `count` exceeds the number of devices of all processes, or is not a multiple of the number of processes.
     """
     processes, available = jax.process_count(), jax.device_count()
     needs = f"{flags} needs {count} device{'s' if count > 1 else ''}"
@@ -110,12 +129,19 @@ def devices_of_ranks(count: int, *, flags: str) -> list[Device]:
 
 
 def is_process_zero() -> bool:
-    """True for the process that writes files and prints."""
+    """True on process 0, and in a run of one process. Only this process prints and writes shared files."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def all_gather_scalar(value: int) -> list[int]:
-    """Returns the int32 values of all processes. Collective: every process must call it."""
+    """Gathers one integer from every process. Collective: every process must call it, and it blocks until all have.
+
+    Args:
+        value: The value of this process, in the range of int32.
+
+    Returns:
+        The values in the order of the processes; `[value]` in a run of one process.
+    """
     if not jax.distributed.is_initialized():
         return [value]
     return np.ravel(multihost_utils.process_allgather(np.int32(value))).tolist()
@@ -123,10 +149,16 @@ def all_gather_scalar(value: int) -> list[int]:
 
 @contextlib.contextmanager
 def all_or_raise() -> Iterator[None]:
-    """Raises on every process if any process raises inside the block. The block must not contain collectives.
+    """Raises on every process if any process raises an Exception inside the block. For `with`.
+
+    Collective: every process must enter the block. The end of the block waits for all processes. The block itself must not
+    contain collectives.
+
+    Yields:
+        None, once.
 
     Raises:
-        ConfigError: If another process raised and this one did not.
+        ConfigError: If another process raised and this one did not. A process that raised keeps its own exception.
     """
     try:
         yield

@@ -38,23 +38,29 @@ def sample(
     step: Count = None,
     module: Module = "",
 ) -> None:
-    """Prints the prompts and their continuations, one text after the other.
+    """Prints the prompts and their continuations to stdout, in the order of the prompts, with an empty line between two texts.
+
+    The first text is printed as its tokens arrive, each other text when all texts are complete. Two lines about compilation go
+    to stderr.
 
     Args:
         run: A run directory of `python -m jgraph.train`, or a Hugging Face folder.
-        prompts: Text to continue; - reads standard input. Repeat the flag for several texts.
+        prompts: Text to continue; - reads standard input. Repeat the flag for several texts. At least one is required.
         max_tokens: Maximum number of new tokens of each text.
         temperature: Divides the logits before the softmax; 0 takes the likeliest token.
         top_k: Draw from the TOP_K likeliest tokens; 0 for all.
         top_p: Draw from the likeliest tokens with this total probability; 1 for all.
         stop: Text that ends a continuation. Repeat the flag for several.
-        seed: Seed of the draws.
-        window: Maximum number of tokens that a token attends to; by default the longest sequence in training.
-        step: Step of the checkpoint to load; by default the newest. Runs only.
-        module: Model class of the run, as `package.module:Class`. Only classes in `jgraph_models` are imported without it.
+        seed: Random seed of the sampling.
+        window: Maximum number of tokens that a token attends to; by default the longest sequence in training, without a limit
+            if that is unknown. A prompt must not be longer.
+        step: Step of the checkpoint to load; by default the newest. Only for runs.
+        module: Model class of the run, as `package.module:Class`. Required for a class outside `jgraph_models`, because loading
+            imports it and so runs its code. Not for a folder.
 
     Raises:
-        JgraphError: If the model cannot be loaded, or an option has a value that is not allowed.
+        JgraphError: If there is no prompt, the model cannot be loaded, it has no tokenizer, an option has a value that is not
+            allowed, or JAX has no device.
     """
     if not prompts:
         raise ConfigError("`prompts` is missing: pass a text, or - to read standard input", field="prompts")

@@ -18,13 +18,23 @@ PREFIX = "jgraph."
 
 @contextlib.contextmanager
 def scope(of: Scope) -> Iterator[None]:
-    """Names a part of a model, as `jax.named_scope` does. A profile shows its time as a category of its own.
+    """Labels the operations of a part of a model with a category. `python -m jgraph.profile` reports the time of each category.
+
+    Use it as `with scope(...)` or as a decorator while JAX traces. It adds `jgraph.CATEGORY` to the names of the operations, as
+    `jax.named_scope` does, and changes no values.
 
     Args:
-        of: The category.
+        of: The category. `forward`, `dgrad` and `wgrad`: parts of a training step. `attention`, `loss` and `optimizer`.
+            `router`, `dispatch`, `exchange`, `experts` and `combine`: the parts of a mixture-of-experts layer, which choose
+            experts, sort rows by expert, send rows to other devices, compute, and sum the results. `quantize`: scaling and
+            casting for FP8. `copies`: moves of data. The value is not checked.
 
-    >>> with jgraph.scope("attention"):
-    ...     y = jax.nn.dot_product_attention(*[jnp.ones((1, 8, 2, 16))] * 3)
+    Yields:
+        None, once.
+
+    Examples:
+        >>> with jgraph.scope("attention"):
+        ...     y = jax.nn.dot_product_attention(*[jnp.ones((1, 8, 2, 16))] * 3)
     """
     with jax.named_scope(PREFIX + of):
         yield

@@ -1,4 +1,4 @@
-"""Looks at a page in a browser."""
+"""Opens a page in a headless browser."""
 
 import html
 import json
@@ -20,7 +20,7 @@ KEY = """const key = (target, key, options) =>
 
 
 def see(tmp_path: Path, page: str, expression: str, *, before: str = "", flags: tuple[str, ...] = ()) -> Any:
-    """The value of an expression of JavaScript's, in the page when it is drawn and the statements `before` have run."""
+    """Returns the value of a JavaScript expression after the page is drawn and the statements `before` have run."""
     script = f"<script>{{ {before}\ndocument.documentElement.dataset.seen = JSON.stringify({expression}); }}</script>"
     path = tmp_path / "page.html"
     path.write_text(page.replace("</body>", script + "</body>"), encoding="utf-8")
@@ -43,17 +43,17 @@ def see(tmp_path: Path, page: str, expression: str, *, before: str = "", flags: 
 
 
 def data_in(page: str) -> dict[str, Any]:
-    """The data that a page was made of."""
+    """Returns the JSON data embedded in a page."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     assert found
     return json.loads(found[1])
 
 
 def contrast(first: str, second: str) -> float:
-    """Of two colours `#RRGGBB`, as WCAG 2 defines it."""
+    """Returns the contrast ratio of two colors `#RRGGBB`, as defined by WCAG 2."""
 
-    def luminance(colour: str) -> float:
-        parts = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    def luminance(color: str) -> float:
+        parts = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
         linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
         return float(linear @ [0.2126, 0.7152, 0.0722])
 
@@ -62,9 +62,9 @@ def contrast(first: str, second: str) -> float:
 
 
 def themes(page: str) -> list[dict[str, str]]:
-    """The colours `#RRGGBB` of a page by name, in light and in dark."""
-    found: dict[str, dict[str, str]] = {"": {}, "  ": {}}  # those in dark are in a media query
-    for indent, colours in re.findall(r"^( *):root \{(.*?)\}", page, re.DOTALL | re.MULTILINE):
-        for name, digits in re.findall(r"--([\w-]+): #(\w+);", colours):
+    """Returns the named colors `#RRGGBB` of a page in the light theme and in the dark theme."""
+    found: dict[str, dict[str, str]] = {"": {}, "  ": {}}  # the dark theme is indented, in a media query
+    for indent, colors in re.findall(r"^( *):root \{(.*?)\}", page, re.DOTALL | re.MULTILINE):
+        for name, digits in re.findall(r"--([\w-]+): #(\w+);", colors):
             found[indent][name] = "#" + (digits if len(digits) == 6 else "".join(2 * digit for digit in digits))
     return list(found.values())

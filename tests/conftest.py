@@ -1,4 +1,4 @@
-"""What every test may count on: a CPU backend of eight devices, unless tests for a GPU were asked for; the fixture `h200`."""
+"""Settings of all tests: a CPU backend with eight devices, unless GPU tests are selected, and the fixture `h200`."""
 
 import ctypes
 import gc
@@ -15,28 +15,28 @@ from tests.target_fixture import h200 as h200
 
 def pytest_configure(config):
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
-        # Before jax is imported, and for the processes that tests start.
+        # Set before jax is imported. Processes that tests start inherit the variables.
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = "8"
         old = metadata.version("jaxlib").startswith("0.10.")
-        # A fifth less time to compile where cores are few; later ones gain nothing by it.
+        # Compilation takes a fifth less time on few cores. Newer versions gain nothing.
         fast = ["--xla_cpu_parallel_codegen_split_count=1"] * old
         fast += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]  # a third less
-        fast += ["--xla_cpu_use_fusion_emitters=false"] * old  # half of what is left; later ones have nothing else
+        fast += ["--xla_cpu_use_fusion_emitters=false"] * old  # half of the rest; newer versions have only fusion emitters
         os.environ.setdefault("XLA_FLAGS", " ".join(fast))
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        # One for all tests of this run, their processes and workers: never the user's.
+        # One cache for all workers and processes of this run, separate from the user's cache.
         directory = tempfile.mkdtemp(prefix="jgraph-tests-")
         os.environ |= {"JAX_COMPILATION_CACHE_DIR": directory, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        # An entry that another process is writing just now: pyproject.toml says it for pytest, this for the processes of tests.
+        # Raised for an entry that another process is writing. pyproject.toml ignores it in pytest, this in processes of tests.
         os.environ.setdefault("PYTHONWARNINGS", "ignore:Error reading persistent compilation cache entry")
         config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
 
 
 def pytest_ignore_collect(collection_path, config):
-    # Every process would import PyTorch for tests that are not asked for.
-    left_out = [mark for mark in ("gpu", "parity") if f"not {mark}" in config.option.markexpr]
-    return True if collection_path.is_dir() and collection_path.name in left_out else None
+    # Otherwise every worker imports PyTorch for tests that are not selected.
+    excluded = [mark for mark in ("gpu", "parity") if f"not {mark}" in config.option.markexpr]
+    return True if collection_path.is_dir() and collection_path.name in excluded else None
 
 
 def pytest_collection_finish():
@@ -48,11 +48,11 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def nothing_compiled_outlives_its_module():
-    """A worker would grow to several GB with the programs of all its tests; what a later one needs again is in the cache."""
+def free_compiled_programs():
+    """Frees compiled programs after each module, because a worker would grow to several GB. The cache still has them."""
     yield
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
         gc.collect()
         if sys.platform == "linux":
-            ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what is freed in pieces
+            ctypes.CDLL(None).malloc_trim(0)  # returns the free heap of glibc to the system

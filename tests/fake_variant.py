@@ -1,4 +1,4 @@
-"""A variant for tests of the turns: it times nothing, and writes down in a file what it is made to do.
+"""A fake candidate for tests: returns given times, and logs its phases to a file.
 
 python -m tests.fake_variant '{"name": "x", "ms": [1.0, 2.0], "log": "FILE", "fails": ""}'
 """
@@ -6,31 +6,31 @@ python -m tests.fake_variant '{"name": "x", "ms": [1.0, 2.0], "log": "FILE", "fa
 import time
 from pathlib import Path
 
-from benchmarks.peers.protocol import answer, request, take_turns
+from benchmarks.peers.protocol import answer, read_request, take_turns
 
 
 def main() -> None:
-    asked = request()
+    request = read_request()
 
-    def note(what: str) -> None:
-        with Path(asked["log"]).open("a") as log:
-            print(asked["name"], what, file=log)
-        if asked["fails"] == what:
-            raise RuntimeError(f"cannot {what}")
+    def enter(phase: str) -> None:
+        with Path(request["log"]).open("a") as log:
+            print(request["name"], phase, file=log)
+        if request["fails"] == phase:
+            raise RuntimeError(f"cannot {phase}")
 
-    note("build")
+    enter("build")
     deadline = time.monotonic() + 10
-    while len(Path(asked["log"]).read_text().splitlines()) < asked.get("meets", 0):  # so many builds are under way
-        assert time.monotonic() < deadline, "alone"
+    while len(Path(request["log"]).read_text().splitlines()) < request.get("meets", 0):  # waits for parallel builds
+        assert time.monotonic() < deadline, "the other candidates did not start to build"
     answer(device="none")
-    left = list(asked["ms"])
+    left = list(request["ms"])
 
-    def measure(clock):
-        note("turn")
+    def measure(timer):
+        enter("turn")
         return {"ms": left.pop(0), "power_watts": None}
 
     take_turns(measure)
-    note("finish")
+    enter("finish")
     answer(peak_bytes=1)
 
 

@@ -1,5 +1,4 @@
-"""Models that choke on every batch that has the token 1 in it: one's loss and gradient are not a number, one hangs. A third
-chokes on every batch."""
+"""Models that fail on batches with the token 1: `Bigram` has a NaN loss, `Hanging` hangs. `NaNRouter` fails on every batch."""
 
 import os
 
@@ -29,7 +28,7 @@ class Bigram(nnx.Module):
 
 
 class Hanging(Bigram):
-    """Keeps a device whose rows have the token for good, where `JGRAPH_TESTS_HANG` is set when it is traced."""
+    """Hangs on a device with the token in its rows if `JGRAPH_TESTS_HANG` is set during tracing."""
 
     def loss(self, tokens_BS: Array) -> Array:
         losses = optax.softmax_cross_entropy_with_integer_labels(self.logits(tokens_BS[:, :-1]), tokens_BS[:, 1:])
@@ -38,7 +37,7 @@ class Hanging(Bigram):
 
 
 class NaNRouter(GPT):
-    """A mixture of experts whose first router is not a number."""
+    """A mixture of experts with NaN weights in its first router."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)

@@ -1,4 +1,4 @@
-"""Models that cannot be trained, each for a reason of its own, and one that cannot be sampled from."""
+"""Models that cannot be trained, each for a different reason, and models that cannot be sampled."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -7,8 +7,8 @@ from jax import Array
 from jgraph_models.gpt import GPTConfig
 
 
-class Mute(nnx.Module):
-    """Has no `logits`. Its loss is the mean token, so that anybody can say what it must be."""
+class WithoutLogits(nnx.Module):
+    """Has no `logits`. Its loss is the mean token id, so that tests can compute the expected value."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.scale = nnx.Param(jnp.zeros(2))
@@ -22,17 +22,17 @@ class WithoutLoss(nnx.Module):
         self.scale = nnx.Param(jnp.zeros(2))
 
 
-class VectorLoss(Mute):
+class VectorLoss(WithoutLogits):
     def loss(self, tokens_BS: Array) -> Array:
         return jnp.mean(tokens_BS.astype(jnp.float32), axis=1) + self.scale[0]
 
 
-class BadLoss(Mute):
+class BadLoss(WithoutLogits):
     def loss(self, tokens_BS: Array) -> Array:
         return tokens_BS @ tokens_BS
 
 
-class OtherArguments(Mute):
+class OtherArguments(WithoutLogits):
     def __init__(self, config: GPTConfig, depth: int):
         super().__init__(config, rngs=nnx.Rngs(depth))
 
@@ -42,6 +42,6 @@ class NoModule:
         raise NotImplementedError
 
 
-class BadLogits(Mute):
+class BadLogits(WithoutLogits):
     def logits(self, tokens_BT: Array) -> Array:
         return tokens_BT.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Models as users have them: settings of their own or none, dropout and running statistics, NNX and Linen."""
+"""User models for tests: with and without settings, with dropout and running statistics, in NNX and Linen."""
 
 from dataclasses import dataclass, replace
 
@@ -25,7 +25,7 @@ class Settings:
 
 
 class Normed(nnx.Module):
-    """Dropout and batch norm over an embedding; no logits, no count of its FLOPs, no vocabulary of its own."""
+    """Dropout and batch norm over an embedding. Has no logits, no FLOP count and no vocabulary size."""
 
     def __init__(self, config: Settings, *, rngs: nnx.Rngs):
         self.embedding = nnx.Embed(256, config.width, rngs=rngs)
@@ -38,7 +38,7 @@ class Normed(nnx.Module):
 
 
 class Synced(Normed):
-    """The same with statistics of all devices' rows."""
+    """The same model with batch statistics over the rows of all devices."""
 
     def __init__(self, config: Settings, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
@@ -56,7 +56,7 @@ class Block(nnx.Module):
 
 
 class Stacked(nnx.Module):
-    """Such layers, and how they are a pipeline."""
+    """Layers with running statistics, and their pipeline description."""
 
     def __init__(self, config: Settings, *, rngs: nnx.Rngs):
         self.embedding = nnx.Embed(256, config.width, rngs=rngs)
@@ -92,7 +92,7 @@ class Stacked(nnx.Module):
 
 
 class StackedWithMean(Stacked):
-    """The same with a loss that is a mean over all devices."""
+    """The same model with a loss that is averaged over all devices."""
 
     @staticmethod
     def pipeline_model(config: Settings, ranks: int) -> PipelineModel:
@@ -101,21 +101,21 @@ class StackedWithMean(Stacked):
 
 
 @dataclass(frozen=True)
-class Room:
+class SpillingMoE:
     capacity: float = 1.0
-    """Tokens that fit, over all there are."""
+    """Fraction of the tokens that fit."""
     experts_per_token: int = 1
 
 
 @dataclass(frozen=True)
-class Rooms:
-    moe: Room = Room()
+class SpillingSettings:
+    moe: SpillingMoE = SpillingMoE()
 
 
 class Spilling(nnx.Module):
-    """Has room for so many spaces; what is beyond is lost, and halts the training, as experts over devices do."""
+    """Keeps a limited number of spaces. Drops further spaces and halts the step, like sharded experts over capacity."""
 
-    def __init__(self, config: Rooms, *, rngs: nnx.Rngs):
+    def __init__(self, config: SpillingSettings, *, rngs: nnx.Rngs):
         self.capacity, self.use_running_average = config.moe.capacity, False
         self.embedding, self.head = nnx.Embed(256, 8, rngs=rngs), nnx.Linear(8, 256, rngs=rngs)
         self.overflow = nnx.Variable(jnp.zeros((), jnp.int32), reduction="halt")
@@ -124,14 +124,14 @@ class Spilling(nnx.Module):
         x = self.embedding(tokens_BS[:, :-1])
         if not self.use_running_average:
             is_space = tokens_BS[:, :-1].reshape(-1) == ord(" ")
-            room, needed = rows_per_pair(self.capacity, is_space.size, 1), jnp.sum(is_space)
-            self.overflow.set_value(jnp.where(needed > room, needed, 0))
-            x *= (~is_space | (jnp.cumsum(is_space) <= room)).reshape(*x.shape[:-1], 1)
+            limit, needed = rows_per_pair(self.capacity, is_space.size, 1), jnp.sum(is_space)
+            self.overflow.set_value(jnp.where(needed > limit, needed, 0))
+            x *= (~is_space | (jnp.cumsum(is_space) <= limit)).reshape(*x.shape[:-1], 1)
         return next_token_loss(self.head(x), tokens_BS)
 
 
 class Stuck(Normed):
-    """Halts at every step, for no want of room."""
+    """Halts at every step, although it has no capacity setting."""
 
     def __init__(self, config: Settings, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
@@ -153,7 +153,7 @@ class Bare(nnx.Module):
 
 
 class Linen(nn.Module):
-    """Linen, with both."""
+    """A Linen model with dropout and running statistics."""
 
     config: Settings
 

@@ -1,4 +1,4 @@
-"""The benchmarks on several devices at tiny sizes on a CPU: every kind of process runs, and its answers meet in the table."""
+"""Runs the benchmarks at tiny sizes on CPU devices, from the candidate processes to the tables."""
 
 import copy
 import importlib.util
@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import cli, fp8, fsdp, grouped, moe, readme, rows, runner
 from benchmarks.rows import step_flops
-from benchmarks.turns import Entrant, Turns, race
+from benchmarks.turns import Candidate, TimingOptions, race
 from jgraph.train.presets import preset
 
 pytestmark = [pytest.mark.once, pytest.mark.long]
@@ -20,37 +20,40 @@ SHORT = ["--seconds", "0.01", "--repeats", "1", "--warmup-seconds", "0.01", "--r
 
 
 @pytest.fixture
-def compete(tmp_path, saved):
-    """Races fakes, given by name as their times and where they fail; gives back their rows and what they did, in order."""
+def race_fakes(tmp_path, saved):
+    """Returns a function that races fake candidates.
 
-    def compete(
+    Keyword arguments map the name of each fake to its times and its failing phase. Returns the rows and the log of phases.
+    """
+
+    def race_fakes(
         together: int = 0, rounds: int = 2, building: int = 1, meets: int = 0, **fakes: tuple[list[float], str]
     ) -> tuple[list[dict], list[str]]:
-        log, about = tmp_path / "log", {"log": str(tmp_path / "log"), "meets": meets}
-        entrants = [
-            Entrant({"system": name}, "tests.fake_variant", about | {"name": name, "ms": ms, "fails": fails})
+        log, common = tmp_path / "log", {"log": str(tmp_path / "log"), "meets": meets}
+        candidates = [
+            Candidate({"system": name}, "tests.fake_variant", common | {"name": name, "ms": ms, "fails": fails})
             for name, (ms, fails) in fakes.items()
         ]
-        turns = Turns(rounds=rounds, together=together, seconds=0.0, repeats=1, warmup_seconds=0.0, timeout=60)
+        options = TimingOptions(rounds=rounds, together=together, seconds=0.0, repeats=1, warmup_seconds=0.0, timeout=60)
 
         def save(rows: list[dict]) -> None:
             saved.append(copy.deepcopy(rows))
 
-        race(entrants, save, turns, building=building, numbers=count())
+        race(candidates, save, options, building=building, numbers=count())
         return saved[-1], log.read_text().splitlines()
 
-    return compete
+    return race_fakes
 
 
 @pytest.fixture
 def saved():
-    """All that `compete` has saved, in order."""
+    """Row lists that `race_fakes` saved, in order."""
     return []
 
 
-def test_variants_are_built_one_by_one_and_take_turns_there_and_back(compete):
-    (a, b), did = compete(a=([1.0, 3.0], ""), b=([2.0, 2.0], ""))
-    assert did == ["a build", "b build", "a turn", "b turn", "b turn", "a turn", "b finish", "a finish"]
+def test_candidates_build_one_at_a_time_and_odd_rounds_run_in_reverse(race_fakes):
+    (a, b), phases = race_fakes(a=([1.0, 3.0], ""), b=([2.0, 2.0], ""))
+    assert phases == ["a build", "b build", "a turn", "b turn", "b turn", "a turn", "b finish", "a finish"]
     assert a == {
         "system": "a",
         "device": "none",
@@ -64,59 +67,70 @@ def test_variants_are_built_one_by_one_and_take_turns_there_and_back(compete):
     assert rows.ratios(b, a) == [2.0, 2 / 3]
 
 
-def test_those_that_do_not_fit_together_come_in_groups_with_the_first_in_each(compete):
-    timed, did = compete(together=2, rounds=1, a=([1.0, 1.5], ""), b=([2.0], ""), c=([3.0], ""))
-    assert did == ["a build", "b build", "a turn", "b turn", "b finish", "c build", "c turn", "a turn", "c finish", "a finish"]
+def test_the_first_candidate_joins_every_group_when_memory_is_limited(race_fakes):
+    timed, phases = race_fakes(together=2, rounds=1, a=([1.0, 1.5], ""), b=([2.0], ""), c=([3.0], ""))
+    assert phases == [
+        "a build",
+        "b build",
+        "a turn",
+        "b turn",
+        "b finish",
+        "c build",
+        "c turn",
+        "a turn",
+        "c finish",
+        "a finish",
+    ]
     a, b, c = timed
     assert (a["rounds"], b["rounds"], c["rounds"]) == ([0, 1], [0], [1])
     assert rows.ratio(b, a) == "2.000"
     assert rows.ratio(c, a) == "2.000"
-    assert rows.ratios(c, b) == [1.5]  # never timed in the same round: by their medians
+    assert rows.ratios(c, b) == [1.5]  # no shared round, so the ratio of the medians
 
 
-def test_those_of_which_only_one_fits_run_one_after_the_other(compete):
-    timed, did = compete(together=1, rounds=1, a=([1.0], ""), b=([2.0], ""))
-    assert did == ["a build", "a turn", "a finish", "b build", "b turn", "b finish"]
+def test_candidates_run_one_after_another_with_together_1(race_fakes):
+    timed, phases = race_fakes(together=1, rounds=1, a=([1.0], ""), b=([2.0], ""))
+    assert phases == ["a build", "a turn", "a finish", "b build", "b turn", "b finish"]
     assert rows.ratios(timed[1], timed[0]) == [2.0]
 
 
-def test_variants_build_at_once_where_that_is_asked_for(compete):
-    timed, _ = compete(building=0, rounds=1, meets=3, a=([1.0], ""), b=([2.0], ""), c=([3.0], ""))
+def test_candidates_build_in_parallel_with_building_0(race_fakes):
+    timed, _ = race_fakes(building=0, rounds=1, meets=3, a=([1.0], ""), b=([2.0], ""), c=([3.0], ""))
     assert [row["ms"] for row in timed] == [1.0, 2.0, 3.0]
 
 
-def test_what_is_built_is_told_and_saved_before_the_first_turn(compete, saved, capfd):
-    compete(rounds=1, a=([1.0], ""), b=([2.0], "build"))
+def test_builds_are_logged_and_saved_before_the_first_round(race_fakes, saved, capfd):
+    race_fakes(rounds=1, a=([1.0], ""), b=([2.0], "build"))
     assert saved[1] == [{"system": "a", "device": "none"}, {"system": "b", "failed": "failed: RuntimeError: cannot build"}]
-    told = capfd.readouterr().err.splitlines()
-    for begins in ("a: ready after ", "b: failed: RuntimeError: cannot build after ", "round 1 of 1 took "):
-        assert any(line.startswith(begins) for line in told)
+    lines = capfd.readouterr().err.splitlines()
+    for prefix in ("a: ready after ", "b: failed: RuntimeError: cannot build after ", "round 1 of 1 took "):
+        assert any(line.startswith(prefix) for line in lines)
 
 
-@pytest.mark.parametrize("where", ["build", "turn", "finish"])
-def test_a_variant_that_fails_says_why_in_its_row_and_stops_no_other(compete, where):
-    (a, b), _ = compete(a=([1.0, 1.0], ""), b=([2.0, 2.0], where))
-    assert b["failed"] == f"failed: RuntimeError: cannot {where}"
-    assert ("ms" in b) == (where == "finish")
+@pytest.mark.parametrize("phase", ["build", "turn", "finish"])
+def test_a_failed_candidate_stores_its_error_and_the_others_continue(race_fakes, phase):
+    (a, b), _ = race_fakes(a=([1.0, 1.0], ""), b=([2.0, 2.0], phase))
+    assert b["failed"] == f"failed: RuntimeError: cannot {phase}"
+    assert ("ms" in b) == (phase == "finish")
     assert (a["repeats_ms"], a["peak_bytes"]) == ([1.0, 1.0], 1)
 
 
-def test_a_step_on_one_device_is_timed_and_a_peer_that_is_not_here_stays_in_the_table(tmp_path, capsys):
+def test_one_step_is_timed_and_a_peer_without_gpu_is_listed_as_skipped(tmp_path, capsys):
     flags = ["--presets", "launch-bound", "--sizes", "tiny", "--out", str(tmp_path), *SHORT]
     assert cli.main(["run", "single_gpu", *flags, "--variants", "jgraph", "torch eager", "--categories"]) == 0
     ours, peer = json.loads((tmp_path / "single_gpu.json").read_text())["works"]["launch-bound"]["rows"]
     assert len(ours["repeats_ms"]) == 2
     assert ours["temp_bytes"] > 0
     assert {"forward", "dgrad", "wgrad", "idle"} <= set(ours["categories"])
-    assert peer == {"system": "torch", "variant": "eager", "failed": "skipped: 0 of 1 GPUs are here"}
+    assert peer == {"system": "torch", "variant": "eager", "failed": "skipped: needs 1 GPUs, found 0"}
     table = capsys.readouterr().out
-    assert "| torch eager | skipped: 0 of 1 GPUs are here |" in table
+    assert "| torch eager | skipped: needs 1 GPUs, found 0 |" in table
     assert "\n| launch-bound | 1 x cpu | 1 failed | " in table
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs the benchmark and gives back its exit status; results go to `tmp_path`."""
+    """Returns a function that runs the pipeline benchmark, stores results in `tmp_path` and returns the exit code."""
     monkeypatch.setattr(runner, "RESULTS", tmp_path)
 
     def run(*flags: str) -> int:
@@ -125,25 +139,25 @@ def run(tmp_path, monkeypatch):
     return run
 
 
-def test_schedules_of_both_engines_and_precisions_are_compared_with_their_actions(run, tmp_path, capsys):
+def test_schedules_of_both_engines_are_timed_with_their_actions(run, tmp_path, capsys):
     dispatched = "1f1b engine=dispatch fp8=delayed"
     assert run("--schedules", "aligned", dispatched, "1f1b xla_gpu_no_such_option=1", "--peers") == 0
-    program, in_fp8, refused = json.loads((tmp_path / "pipeline.json").read_text())["works"]["mlp-launch-bound"]["rows"]
-    assert [row["runtime"] for row in (program, in_fp8)] == ["aligned", "dispatched"]
-    for row in (program, in_fp8):
+    spmd, mpmd_fp8, rejected = json.loads((tmp_path / "pipeline.json").read_text())["works"]["mlp-launch-bound"]["rows"]
+    assert [row["runtime"] for row in (spmd, mpmd_fp8)] == ["aligned", "dispatched"]
+    for row in (spmd, mpmd_fp8):
         assert row["ms"] == pytest.approx(sum(row["categories"].values()))
         assert {"actions", "bubble", "ends", "permutes", "not told"} == set(row["categories"])
-    assert program["temp_bytes"] > 0
-    assert in_fp8["loss"] != program["loss"]
-    assert in_fp8["loss"] == pytest.approx(program["loss"], rel=0.01)
-    assert "xla_gpu_no_such_option" in refused["failed"]
+    assert spmd["temp_bytes"] > 0
+    assert mpmd_fp8["loss"] != spmd["loss"]
+    assert mpmd_fp8["loss"] == pytest.approx(spmd["loss"], rel=0.01)
+    assert "xla_gpu_no_such_option" in rejected["failed"]
     assert f"\n| jgraph {dispatched} | " in capsys.readouterr().out
 
 
 @pytest.mark.parity
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
-def test_a_peer_is_timed_on_the_same_work(run, tmp_path):
-    assert run("--schedules", "--peers", "ScheduleDualPipeV") == 0  # with none of ours it is the first
+def test_a_pytorch_schedule_is_timed_on_the_same_work(run, tmp_path):
+    assert run("--schedules", "--peers", "ScheduleDualPipeV") == 0  # the first candidate, because no jgraph schedule runs
     (row,) = json.loads((tmp_path / "pipeline.json").read_text())["works"]["mlp-launch-bound"]["rows"]
     assert row["ms"] > 0
     assert row["schedule"] == "ScheduleDualPipeV"
@@ -151,7 +165,7 @@ def test_a_peer_is_timed_on_the_same_work(run, tmp_path):
 
 @pytest.fixture
 def run_fsdp(tmp_path, monkeypatch):
-    """Runs the benchmark of sharded training and gives back its exit status; results go to `tmp_path`."""
+    """Returns a function that runs the fsdp benchmark, stores results in `tmp_path` and returns the exit code."""
     monkeypatch.setattr(runner, "RESULTS", tmp_path)
 
     def run(*flags: str, work: str = "gpt-1b3") -> int:
@@ -160,23 +174,23 @@ def run_fsdp(tmp_path, monkeypatch):
     return run
 
 
-def test_a_sharded_step_is_timed_beside_one_device(run_fsdp, tmp_path, capsys):
+def test_a_sharded_step_is_timed_with_a_step_on_one_device(run_fsdp, tmp_path, capsys):
     assert run_fsdp("--peers") == 0
     sharded, alone = json.loads((tmp_path / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"]
     assert (alone["system"], sharded["system"]) == ("one GPU", "jgraph")
     assert (alone["device"], sharded["device"]) == ("1 x cpu", "2 x cpu")
     assert sharded["ms"] > 0
     assert sharded["skipped"] == 0
-    # A device has about half of the state: float32 parameters and two moments.
+    # Each of two devices holds half of the float32 parameters and moments.
     assert sharded["argument_bytes"] == pytest.approx(alone["argument_bytes"] / 2, rel=0.05)
     assert "\n| jgraph | " in capsys.readouterr().out
 
 
-def test_a_soak_leaves_what_grew_and_compares_its_losses_with_those_of_graph_auto(run_fsdp, tmp_path, capsys):
+def test_a_soak_stores_memory_growth_and_compares_losses_with_graph_auto(run_fsdp, tmp_path, capsys):
     assert run_fsdp("--soak", "3", "--variant", "layout=pp graph=full") == 0
-    told = capsys.readouterr().out
-    assert "| 3 of 3 |" in told
-    assert "losses bit by bit those of graph auto" in told
+    page = capsys.readouterr().out
+    assert "| 3 of 3 |" in page
+    assert "losses bitwise equal to graph auto" in page
     works = json.loads((tmp_path / "soaks.json").read_text())["works"]
     (row,) = works["fsdp gpt-1b3, layout=pp graph=full, graph full"]["rows"]
     assert (row["variant"], row["done"], row["skipped"], row["first_differs"]) == ("layout=pp graph=full", 3, 0, None)
@@ -184,34 +198,34 @@ def test_a_soak_leaves_what_grew_and_compares_its_losses_with_those_of_graph_aut
     assert row["host_bytes"] > 0
 
 
-def test_a_soak_is_compared_with_nothing_where_that_is_asked_for(run_fsdp, monkeypatch):
-    asked: list[Entrant] = []
+def test_a_soak_skips_the_comparison_with_soak_against_nothing(run_fsdp, monkeypatch):
+    started: list[Candidate] = []
 
-    def ask(one: Entrant, **_: object) -> dict:
-        asked.append(one)
+    def run_once(candidate: Candidate, **_: object) -> dict:
+        started.append(candidate)
         return {"system": "jgraph", "losses": [1.0]}
 
-    monkeypatch.setattr(runner, "ask", ask)
+    monkeypatch.setattr(runner, "run_once", run_once)
     assert run_fsdp("--soak", "1", "--variant", "graph=full", "--soak-against", "nothing") == 0
-    assert len(asked) == 1
+    assert len(started) == 1
 
 
-def test_a_tiny_work_is_of_its_presets_family():
+def test_a_tiny_work_keeps_the_architecture_of_its_preset():
     tiny, full = (fsdp.config_of("llama3-8b", 2, fsdp.Options(sizes=sizes)).model for sizes in ("tiny", "full"))
     for name in ("mlp", "head", "rope_scaling", "rope_theta"):
         assert getattr(tiny, name) == getattr(full, name)
     assert (tiny.num_kv_heads, tiny.num_heads) == (1, 2)
 
 
-def test_losses_are_apart_by_the_largest_difference_from_the_first_step_that_has_one():
-    assert runner.apart([3.0, 2.0], [3.0, 2.0]) == {"differs": 0.0, "first_differs": None}
-    assert runner.apart([3.0, 2.0, 1.0], [3.0, 2.5, 1.25]) == {"differs": 0.5, "first_differs": 1}
-    assert np.isnan(runner.apart([3.0, float("nan"), 1.0], [3.0, 2.0, 2.0])["differs"])
+def test_loss_difference_reports_the_maximum_and_the_first_differing_step():
+    assert runner.loss_difference([3.0, 2.0], [3.0, 2.0]) == {"differs": 0.0, "first_differs": None}
+    assert runner.loss_difference([3.0, 2.0, 1.0], [3.0, 2.5, 1.25]) == {"differs": 0.5, "first_differs": 1}
+    assert np.isnan(runner.loss_difference([3.0, float("nan"), 1.0], [3.0, 2.0, 2.0])["differs"])
 
 
 @pytest.mark.parity
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
-def test_peers_of_sharded_training_are_timed_on_the_same_model_each_with_its_like(run_fsdp, tmp_path):
+def test_pytorch_variants_of_sharded_training_run_in_rounds_of_their_placement(run_fsdp, tmp_path):
     peers = ["eager:float8", "eager:whole:graph", "eager:reshard"]
     flags = ["--first", "fp8=delayed", "--variant", "reshard=yes", "--one-gpu", "no"]
     assert run_fsdp("--peers", *peers, *flags, work="llama3-8b") == 0
@@ -222,29 +236,31 @@ def test_peers_of_sharded_training_are_timed_on_the_same_model_each_with_its_lik
     assert [row["variant"] for row in timed] == names
     assert len(rows.ratios(by_name["eager:whole:graph"], by_name["fp8=delayed"])) == 2
     assert len(rows.ratios(by_name["eager:reshard"], by_name["reshard=yes"])) == 2
-    assert not set(by_name["eager:reshard"]["rounds"]) & set(by_name[""]["rounds"])  # gathered again there, kept here
+    assert not set(by_name["eager:reshard"]["rounds"]) & set(
+        by_name[""]["rounds"]
+    )  # resharded and kept parameters share no round
     losses = {name: row["loss"] for name, row in by_name.items()}
     assert list(losses.values()) == pytest.approx([np.log(96)] * 6, rel=0.05)
     assert losses["fp8=delayed"] != losses[""]
     assert losses["eager:whole:graph"] == pytest.approx(losses["eager:reshard"], rel=1e-5)
 
 
-def test_rows_in_fp8_are_of_the_recipes_that_their_names_say():
+def test_the_variant_name_selects_the_fp8_recipe():
     (work,) = fp8.BENCHMARK.works(fp8.Options(presets=("gpt-moe",), variants=(*fp8.VARIANTS[:3], "jgraph fp8=current:e4m3")))
-    configs = [entrant.request["config"] for entrant in work.groups[0]]
+    configs = [candidate.request["config"] for candidate in work.groups[0]]
     assert [config["precision"] for config in configs] == ["fp8", "fp8", "bf16", "fp8"]
     named = [(config["fp8"]["recipe"], config["fp8"]["format"]) for config in configs if config["precision"] == "fp8"]
     assert named == [("delayed", "hybrid"), ("current", "hybrid"), ("current", "e4m3")]
 
 
-def test_a_variant_is_words_for_jgraph_and_options_for_xla():
+def test_a_variant_sets_jgraph_settings_and_xla_options():
     config = fsdp.config_of("gpt-7b", 4, fsdp.Options())
     varied = fsdp.vary(config, "reshard=yes graph=full xla_an_option=a=b")
     assert (config.parallel.fsdp, config.input.batch_size, config.parallel.reshard_after_forward) == (4, 8, False)
     assert (varied.compile.graph, varied.parallel.reshard_after_forward) == ("full", True)
     assert fsdp.vary(config, "fp8=delayed").fp8.recipe == "delayed"
-    spread = fsdp.vary(fsdp.config_of("gpt-moe", 4, fsdp.Options()), "layout=ep microbatches=2 capacity=1.75")
-    assert (spread.parallel.fsdp, spread.parallel.ep, spread.input.num_microbatches, spread.model.moe.capacity) == (
+    experts = fsdp.vary(fsdp.config_of("gpt-moe", 4, fsdp.Options()), "layout=ep microbatches=2 capacity=1.75")
+    assert (experts.parallel.fsdp, experts.parallel.ep, experts.input.num_microbatches, experts.model.moe.capacity) == (
         4,
         4,
         2,
@@ -263,7 +279,10 @@ def test_a_variant_is_words_for_jgraph_and_options_for_xla():
 
 @pytest.fixture
 def cells_of():
-    """Cells of GPT 1.3B on four GPUs by head, a dict each row, from milliseconds by system and variant."""
+    """Returns a function that formats the table of GPT 1.3B on four GPUs.
+
+    Its argument maps system and variant to milliseconds. It returns one dict of cells per row, by heading, and the config.
+    """
 
     def cells_of(times: dict[tuple[str, str], float]) -> tuple[list[dict[str, str]], dict]:
         config = fsdp.config_of("gpt-1b3", 4, fsdp.Options()).to_dict()
@@ -278,32 +297,32 @@ def cells_of():
     return cells_of
 
 
-def test_the_ratios_that_count_are_those_of_tokens_per_second(cells_of):
+def test_the_fsdp_table_has_ratio_scaling_throughput_and_mfu(cells_of):
     (torch, alone, ours), config = cells_of({("torch", "compile"): 110.0, ("one GPU", ""): 95.0, ("jgraph", ""): 100.0})
-    assert (torch["torch / this"], alone["torch / this"], ours["torch / this"]) == ("", "", "1.100")
-    assert ours["of 4 x one GPU"] == "95.0%"
+    assert (torch["torch / row"], alone["torch / row"], ours["torch / row"]) == ("", "", "1.100")
+    assert ours["throughput / 4 x one GPU"] == "95.0%"
     assert ours["tokens/s"] == f"{8 * 2048 * 4 / 0.1:,.0f}"
     flops = step_flops(config) / 4
     assert ours["MFU"] == f"{flops / 0.1 / 989e12:.1%}"
 
 
-def test_parameters_kept_and_gathered_again_are_compared_each_with_its_like(cells_of):
+def test_resharded_pytorch_is_compared_only_with_resharded_jgraph(cells_of):
     times = {("torch", "compile:reshard"): 110.0, ("jgraph", ""): 50.0, ("jgraph", "reshard=yes xla_a=1"): 100.0}
-    (_, kept, again), _ = cells_of(times)
-    assert (kept["torch / this"], again["torch / this"]) == ("", "1.100")
+    (_, kept, resharded), _ = cells_of(times)
+    assert (kept["torch / row"], resharded["torch / row"]) == ("", "1.100")
 
 
-def test_a_graph_of_replicas_is_a_peer_of_whole_parameters_and_of_those_kept(cells_of):
+def test_replicated_pytorch_is_compared_with_replicated_and_kept_parameters(cells_of):
     times = {("torch", "compile:graph"): 60.0, ("torch", "compile"): 90.0, ("jgraph", ""): 50.0, ("jgraph", "layout=dp"): 40.0}
-    (*_, kept, whole), _ = cells_of(times)
-    assert (kept["torch / this"], whole["torch / this"]) == ("1.200", "1.500")
-    again = {("torch", "compile:graph"): 60.0, ("jgraph", "reshard=yes"): 50.0}
-    assert cells_of(again)[0][1]["torch / this"] == ""
+    (*_, kept, replicated), _ = cells_of(times)
+    assert (kept["torch / row"], replicated["torch / row"]) == ("1.200", "1.500")
+    resharded = {("torch", "compile:graph"): 60.0, ("jgraph", "reshard=yes"): 50.0}
+    assert cells_of(resharded)[0][1]["torch / row"] == ""
 
 
 @pytest.fixture
 def run_here(tmp_path, monkeypatch):
-    """Runs a benchmark that needs no other process; gives back its results by work."""
+    """Returns a function that runs a benchmark and returns its results by work."""
     monkeypatch.setattr(runner, "RESULTS", tmp_path)
 
     def run(name: str, *flags: str) -> dict:
@@ -314,36 +333,36 @@ def run_here(tmp_path, monkeypatch):
     return run
 
 
-def test_loss_curves_are_compared_with_the_first(run_here, tmp_path, capsys):
-    works = run_here("convergence", "--runs", *trained(tmp_path, auto=[3.0, 2.0], off=[3.5, 1.75]), "--draw", str(tmp_path))
+def test_loss_curves_are_compared_with_the_first_run(run_here, tmp_path, capsys):
+    works = run_here("convergence", "--runs", *write_runs(tmp_path, auto=[3.0, 2.0], off=[3.5, 1.75]), "--draw", str(tmp_path))
     assert works["tiny"]["device"] == "X"
-    assert "| off | auto | bf16 | 1.00 | 0, 0 | 1.7500 | 1.7500 | " in (told := capsys.readouterr().out)
-    assert " | +0.1250, 0.3750, 0.5000 |" in told
+    assert "| off | auto | bf16 | 1.00 | 0, 0 | 1.7500 | 1.7500 | " in (page := capsys.readouterr().out)
+    assert " | +0.1250, 0.3750, 0.5000 |" in page
     assert (tmp_path / "convergence.svg").stat().st_size > 0
 
 
-def test_runs_in_fp8_are_held_to_twice_the_spread_of_those_alike_and_to_no_step_skipped(run_here, tmp_path, capsys):
+def test_an_fp8_run_may_differ_by_twice_the_noise_of_the_baseline_runs(run_here, tmp_path, capsys):
     losses = {"bf16": [9.0, 1.0, 1.0], "again": [9.0, 1.0, 1.02], "current": [9.0, 1.02, 1.02], "delayed": [9.0, 1.05, None]}
-    runs = trained(tmp_path, **losses, stopped=[9.0, 1.0])
+    runs = write_runs(tmp_path, **losses, stopped=[9.0, 1.0])
     run_here("convergence", "--runs", *runs, "--name", "convergence_fp8", "--draw", str(tmp_path))
-    told = capsys.readouterr().out
-    # Entries are 150 steps apart, so the last two are those of the last 200 steps: means 1, 1.01 and 1.02.
+    page = capsys.readouterr().out
+    # Losses are logged every 150 steps, so the last 200 steps have two entries. Their means are 1, 1.01 and 1.02.
     for name, verdict in (
         ("bf16", ""),
         ("again", ""),
         ("current", "+0.0150, within 0.0200"),
-        ("delayed", "+nan, beyond 0.0200"),
+        ("delayed", "+nan, exceeds 0.0200"),
     ):
-        (line,) = (line for line in told.splitlines() if line.startswith(f"| {name} | "))
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| {name} | "))
         assert line.split(" | ")[-2] == verdict
         assert line.split(" | ")[4] == ("1, 1" if name == "delayed" else "0, 0")
-    assert "+nan, beyond 0.0200" in told.partition("| stopped ")[2]
-    assert "Alike: bf16, again, in the mean of the last 200 steps 0.0100 nats apart." in told
+    assert "+nan, exceeds 0.0200" in page.partition("| stopped ")[2]
+    assert "Baseline: bf16, again. Their means over the last 200 steps differ by 0.0100." in page
     assert (tmp_path / "convergence_fp8.svg").stat().st_size > 0
 
 
-def trained(folder, **losses):
-    """Makes directories of runs with these losses, 150 steps apart; gives them back as flags."""
+def write_runs(folder, **losses):
+    """Creates run directories with losses logged every 150 steps. Returns the values of `--runs`."""
     for name, values in losses.items():
         (folder / name).mkdir()
         fp8 = {"precision": "fp8", "fp8": {"recipe": name}} if name not in ("auto", "off", "bf16", "again") else {}
@@ -357,46 +376,48 @@ def trained(folder, **losses):
     return [f"{name}={folder / name}" for name in losses]
 
 
-def test_the_split_backward_is_timed_beside_the_vjp(run_here):
+def test_the_split_backward_is_timed_with_jax_vjp(run_here):
     (result,) = run_here("split_backward", "--sizes", "tiny", *SHORT).values()
     assert {row["system"] for row in result["rows"]} == {"jax", "jgraph"}
     assert all(row["ms"] > 0 and len(row["repeats_ms"]) == 2 for row in result["rows"])
 
 
-def test_greedy_text_is_timed_beside_a_plain_loop_of_torch(run_here):
+def test_generation_is_timed_with_a_pytorch_loop(run_here):
     pytest.importorskip("torch")
     (result,) = run_here("decode", "--sizes", "tiny", "--models", "gpt-1b3", *SHORT).values()
     assert [row["system"] for row in result["rows"]] == ["jgraph", "torch"]
     assert all(row["ms"] > 0 for row in result["rows"])
 
 
-def test_grouped_products_are_timed_by_what_they_are_for(run_here):
+def test_forward_dgrad_and_wgrad_of_grouped_matmuls_are_timed(run_here):
     pytest.importorskip("torch")
     works = run_here("grouped", "--sizes", "tiny", "--groups", "skewed", "--peers", "torch", *SHORT)
     (result,) = works.values()
     assert (sum(result["size"]["groups"]), len(set(result["size"]["groups"]))) == (64, 4)
     assert [row["system"] for row in result["rows"]] == ["jgraph", "torch"]
     for row in result["rows"]:
-        assert row["ms"] == pytest.approx(sum(row[f"{leg}_ms"] for leg in grouped.LEGS), rel=0.5)  # each a median by itself
-    assert readme.grouped(works)[-1].count(" to ") == len(grouped.LEGS)
+        assert row["ms"] == pytest.approx(
+            sum(row[f"{leg}_ms"] for leg in grouped.LEGS), rel=0.5
+        )  # a sum of medians is not the median of the sum
+    assert readme.grouped_table(works)[-1].count(" to ") == len(grouped.LEGS)
 
 
-def test_layers_of_a_mixture_are_timed_alone(run_here):
+def test_mixture_of_experts_layers_are_timed_without_the_model(run_here):
     pytest.importorskip("torch")
     (result,) = run_here("moe", "--sizes", "tiny", "--work", "qwen3-30b-a3b-layers", "--peers", "eager", *SHORT).values()
     assert [row["system"] for row in result["rows"]] == ["jgraph", "torch"]
     assert all(row["ms"] > 0 for row in result["rows"])
 
 
-def test_flops_of_layers_alone_are_those_without_the_head():
+def test_layer_flops_exclude_the_head():
     config = preset("qwen3-30b-a3b").to_dict() | {"batch_size": 1, "seq_len": 1}
     whole, layers = (moe.flops(config, head=head) / 6 for head in (True, False))
-    # Qwen3 30B A3B has 3.35e9 active parameters, of which embedding and head have 0.31e9 each.
+    # Qwen3 30B A3B has 3.35e9 active parameters. Embedding and head have 0.31e9 each.
     assert whole - 48 * 32 * 128 == pytest.approx(3.35e9 - 2048 * 151_936, rel=0.01)
     assert whole - layers == 2048 * 151_936
 
 
-def test_rows_of_transformer_engine_have_their_own_column_and_count_as_pytorchs():
+def test_transformer_engine_has_a_column_and_counts_as_pytorch():
     rows_of = [
         ("jgraph", "fp8=delayed", 2.0),
         ("torch", "float8 tensorwise compile", 4.0),
@@ -407,7 +428,7 @@ def test_rows_of_transformer_engine_have_their_own_column_and_count_as_pytorchs(
         "config": {"batch_size": 1, "seq_len": 8},
         "device": "a GPU",
     }
-    heads, _, line = readme.in_fp8([("gpt", result)])
+    heads, _, line = readme.fp8_table([("gpt", result)])
     cells = dict(zip(heads.split(" | "), line.split(" | "), strict=True))
     assert (cells["torchao float8"], cells["Transformer Engine FP8"], cells["torch bf16"]) == ("4.00", "3.00", "")
     assert cells["fastest PyTorch / jgraph FP8"] == "1.50 (te delayed + CUDA graph; fastest of 2)"

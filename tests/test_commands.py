@@ -1,4 +1,4 @@
-"""The `jgraph` command, and errors of the commands beside `train`."""
+"""The `jgraph` command, and errors of all commands except `train`."""
 
 import importlib
 import re
@@ -41,7 +41,7 @@ def test_help_imports_no_heavy_package():
     assert out.splitlines()[-1] == "[]"
 
 
-def test_the_version_is_that_of_the_package(capsys):
+def test_the_printed_version_is_the_package_version(capsys):
     assert command.main(["--version"]) == 0
     assert capsys.readouterr().out == f"jgraph {importlib.import_module('jgraph').__version__}\n"
 
@@ -90,7 +90,7 @@ def test_a_command_fails_like_its_module(capsys, name):
     assert len(lines) == 1
 
 
-def test_the_module_names_itself_in_the_usage_line():
+def test_the_usage_line_of_the_module_names_the_module():
     result = subprocess.run(
         [sys.executable, "-m", "jgraph", "aot", "--help"], cwd=tiny.ROOT, capture_output=True, text=True, check=True
     )
@@ -109,7 +109,7 @@ def refused(capsys, main, *args: object) -> str:
 
 @pytest.fixture
 def tokenizer_file(tmp_path):
-    """A tokenizer.json with a token for each ASCII character."""
+    """Writes a tokenizer.json with one token per ASCII character. Returns its path."""
     path = tmp_path / "tokenizer.json"
     Tokenizer(models.BPE({character: i for i, character in enumerate(string.printable)}, [])).save(str(path))
     return path
@@ -117,7 +117,7 @@ def tokenizer_file(tmp_path):
 
 @pytest.fixture
 def blocked(tmp_path):
-    """A path that cannot be created, because its parent is a file."""
+    """Returns a path that cannot be created because its parent is a file."""
     (tmp_path / "file").write_text("a text\n" * 100)
     return tmp_path / "file" / "inside"
 
@@ -156,7 +156,7 @@ def test_a_schedule_file_that_cannot_be_read_is_refused_with_its_path(capsys, na
     assert refused(capsys, inspect_main, "schedule", name).startswith(f"{name}: ")
 
 
-def test_a_model_folder_that_cannot_be_created_is_refused_by_its_argument(blocked):
+def test_a_model_folder_that_cannot_be_created_is_refused_with_its_argument(blocked):
     check_empty(blocked, field="to")
     with pytest.raises(ConfigError, match=r"`to` is .*inside: cannot be written \(Not a directory\)") as error:
         write(blocked, {}, {}, lambda name: None, dtype="float32")
@@ -204,6 +204,6 @@ def test_a_model_id_as_a_run_is_refused_with_the_flag_for_models(capsys):
 
 
 @pytest.mark.parametrize("path", ["tests/missing", "no/such.txt", "one", "a/b/c", "./runs/first", "/runs/first", "~/a"])
-def test_a_path_that_is_no_id_gets_no_download_hint(path, monkeypatch):
+def test_a_path_that_is_not_an_id_has_no_download_hint(path, monkeypatch):
     monkeypatch.chdir(tiny.ROOT)
     assert download_hint(path) == ""

@@ -18,9 +18,9 @@ from jgraph.xla import aot
         ("NVIDIA GeForce RTX 4090", None),
     ],
 )
-def test_the_peak_is_the_datasheet_s_or_none(kind, peak):
+def test_peak_flops_are_the_value_of_the_datasheet_or_none(kind, peak):
     assert peak_flops(kind) == peak
 
 
-def test_a_gpu_that_programs_are_compiled_for_has_rates():
+def test_every_compilation_target_is_in_the_table():
     assert set(aot.GPUS) == {entry.aot for entry in DEVICES if entry.aot}

@@ -10,14 +10,14 @@ import jgraph
 ROOT = Path(__file__).parents[1]
 
 
-def test_every_public_name_is_there_and_listed():
+def test_every_public_name_can_be_imported_and_is_listed():
     for name in jgraph.__all__:
         found = getattr(jgraph, name)
         assert isinstance(found, str | tuple) or found.__module__.startswith("jgraph."), name  # a constant has no module
     assert {"train_step", "__version__"} < {*jgraph.__all__} == {*dir(jgraph)}
 
 
-def test_the_version_is_the_installed_one():
+def test_the_version_has_three_parts():
     assert jgraph.__version__.count(".") == 2
 
 
@@ -26,7 +26,7 @@ def test_importing_the_library_does_not_import_jax():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def test_no_room_below_the_application_imports_models_by_name():
+def test_no_package_below_the_application_imports_models_by_name():
     library = [path for path in (ROOT / "jgraph").rglob("*.py") if "train" not in path.parts]
     dynamic = re.compile(r"import_module\(\s*f?[\"']jgraph_models|__import__\([\"']jgraph_models")
     assert [path for path in library if dynamic.search(path.read_text())] == []

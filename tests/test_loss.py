@@ -59,7 +59,7 @@ def assert_close(actual, expected, rtol):
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 4, 16], ids=lambda chunk: f"chunk {chunk}")
-def test_loss_and_gradients_are_those_of_the_mean_cross_entropy(chunk):
+def test_loss_and_gradients_equal_the_mean_cross_entropy(chunk):
     arrays = example()
     (loss, gradients), (expected_loss, expected_gradients) = ours(*arrays, chunk=chunk), referee(*arrays)
     assert_close(loss, expected_loss, rtol=1e-6)
@@ -70,7 +70,7 @@ def test_loss_and_gradients_are_those_of_the_mean_cross_entropy(chunk):
 @pytest.mark.once
 @settings(max_examples=8, deadline=None)
 @given(data=st.data(), batch=st.integers(1, 3), length=st.integers(1, 6), width=st.integers(1, 9), vocab=st.integers(1, 17))
-def test_every_shape_and_every_divisor_as_chunk_work(data, batch, length, width, vocab):
+def test_every_shape_works_with_every_chunk_that_divides_its_tokens(data, batch, length, width, vocab):
     arrays = example(batch, length, width, vocab, seed=data.draw(st.integers(0, 99)))
     chunk = data.draw(st.sampled_from([c for c in range(batch * length + 1) if c == 0 or batch * length % c == 0]))
     actual, expected = jax.tree.leaves(ours(*arrays, chunk=chunk)), jax.tree.leaves(referee(*arrays))
@@ -106,7 +106,7 @@ def test_gradients_have_the_dtypes_of_their_arguments_and_the_loss_is_float32():
     assert (loss.dtype, *(g.dtype for g in gradients)) == (jnp.float32, jnp.bfloat16, jnp.bfloat16)
 
 
-def test_statistics_of_bfloat16_logits_are_as_good_as_float32(op_by_op):
+def test_statistics_of_bfloat16_logits_have_float32_precision(op_by_op):
     # The logits are exact, so only the statistics are rounded. A bfloat16 sum of 1024 ones would stop at 256, log(4) too low.
     rng = np.random.default_rng(0)
     arrays = exact_logits(rng.standard_normal((64, 1024)), rng.integers(0, 1024, 64), jnp.bfloat16)
@@ -128,7 +128,7 @@ def test_gradients_of_the_head_are_summed_over_chunks_in_float32(op_by_op):
     np.testing.assert_allclose(dhead_DV[0, 1:].astype(jnp.float32), expected, rtol=BF16_ROUNDING)
 
 
-def test_gradients_in_bfloat16_differ_by_their_rounding_only(op_by_op):
+def test_gradients_in_bfloat16_differ_by_rounding_only(op_by_op):
     rng = np.random.default_rng(0)
     arrays = exact_logits(rng.standard_normal((16, 64)), rng.integers(0, 64, 16), jnp.bfloat16)
     _, (_, expected) = referee(*arrays)
@@ -242,40 +242,40 @@ def flat_head(x, head, labels):
     return x, head[:, 0], labels
 
 
-def labels_with_a_fraction(x, head, labels):
+def float_labels(x, head, labels):
     return x, head, labels.astype(jnp.float32)
 
 
-def labels_of_truth(x, head, labels):
+def boolean_labels(x, head, labels):
     return x, head, labels > 3
 
 
-def whole_numbers(x, head, labels):
+def integer_arrays(x, head, labels):
     return x.astype(jnp.int32), head.astype(jnp.int32), labels
 
 
-def complex_numbers(x, head, labels):
+def complex_arrays(x, head, labels):
     return x.astype(jnp.complex64), head.astype(jnp.complex64), labels
 
 
 @pytest.mark.parametrize(
     "change",
-    [no_tokens, no_vocabulary, flat_head, labels_with_a_fraction, labels_of_truth, whole_numbers, complex_numbers],
+    [no_tokens, no_vocabulary, flat_head, float_labels, boolean_labels, integer_arrays, complex_arrays],
 )
-def test_arrays_without_a_cross_entropy_are_refused(change):
+def test_arrays_of_wrong_shape_or_dtype_are_refused(change):
     with pytest.raises(ShapeError):
         jgraph.cross_entropy(*change(*example()))
 
 
 @pytest.mark.parametrize("vocab_size", [-1, 8.0])
-def test_a_vocab_size_must_be_a_count(vocab_size):
+def test_a_vocab_size_must_be_a_nonnegative_integer(vocab_size):
     with pytest.raises(ShapeError) as error:
         jgraph.cross_entropy(*example(), vocab_size=vocab_size)
     assert error.value.field == "vocab_size"
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_lists_are_refused_by_name(place):
+def test_lists_are_refused_with_the_name_of_the_argument(place):
     given = list(example())
     given[place] = given[place].tolist()
     with pytest.raises(ShapeError) as error:

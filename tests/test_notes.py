@@ -1,4 +1,4 @@
-"""README, guides and notes name files, modules and flags that exist, and their snippets run."""
+"""Files, modules and flags named in README, guides and notes exist, and code snippets run."""
 
 import importlib
 import importlib.util
@@ -15,7 +15,7 @@ from jgraph.train.rundir import flatten
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("notes/*/*.md"))]
-# Entries of measurements name files, options and flags of their date. Only links are checked there.
+# Measurements name files, options and flags as of their date, so only their links are checked.
 MEASUREMENTS = sorted(ROOT.glob("notes/develop/measurements/*.md"))
 GUIDES = [
     ROOT / "README.md",
@@ -26,14 +26,13 @@ SNIPPETS = [
     for page in GUIDES
     for i, code in enumerate(re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL))
 ]
-WRITTEN = {
+GENERATED = {
     "config.json",
     "metrics.jsonl",
     "samples.jsonl",
     "report.html",
     "tensorboard/",
     "wandb.json",
-    "capacity.json",
     "profile.json",
     "profile/profile.html",
     "profile/profile.json",
@@ -44,6 +43,7 @@ WRITTEN = {
     "pages.jsonl",
     "origin/",
     "my_model.py",
+    "first_step.py",
 }
 OTHERS = {"--help", "--check", "--local-dir", "--ntasks", "--model.width", "--logdir"}
 PATH = re.compile(r"[\w./-]+(?:\.(?:py|md|json|jsonl|html|toml|svg|png)|/)")
@@ -67,26 +67,26 @@ def files() -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_file_that_a_page_names_is_there(page):
-    there = files()
-    named = {name for name in quoted(page) if PATH.fullmatch(name)} - WRITTEN
-    assert [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in there)] == []
+def test_every_file_named_on_a_page_exists(page):
+    existing = files()
+    named = {name for name in quoted(page) if PATH.fullmatch(name)} - GENERATED
+    assert [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in existing)] == []
 
 
 @pytest.mark.parametrize("page", [*PAGES, *MEASUREMENTS], ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_every_link_of_a_page_leads_to_a_file(page):
+def test_every_link_on_a_page_leads_to_a_file(page):
     links = re.findall(r"\]\(([\w./-]+\.\w+)\)", page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_module_and_name_that_a_page_names_is_there(page):
+def test_every_module_and_name_on_a_page_exists(page):
     commands = re.findall(r"python -m ([\w.]+)", text_of(page))
     assert [module for module in commands if importlib.util.find_spec(module) is None] == []
-    assert [name for name in quoted(page) if re.fullmatch(r"jgraph(\.\w+)+", name) and not is_there(name)] == []
+    assert [name for name in quoted(page) if re.fullmatch(r"jgraph(\.\w+)+", name) and not exists(name)] == []
 
 
-def is_there(name: str) -> bool:
+def exists(name: str) -> bool:
     module, *parts = name.split(".")
     found = importlib.import_module(module)
     for part in parts:
@@ -98,10 +98,10 @@ def is_there(name: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_flag_that_a_page_names_is_there(page):
+def test_every_flag_on_a_page_exists(page):
     sources = [*ROOT.glob("jgraph/**/*.py"), *ROOT.glob("benchmarks/*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
-    # A field of a dataclass, a parameter of a function that tyro calls, or argparse's.
+    # Known flags are fields of dataclasses, parameters of functions that tyro calls, and flags of argparse.
     known = {f"--{name.replace('_', '-')}" for name in re.findall(r"^ +(\w+): ", text, re.MULTILINE)}
     known |= set(re.findall(r'"(--[\w-]+)"', text)) | {flag(name) for name in flatten(preset("cpu-tiny").to_dict())}
     named = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", text_of(page))) - OTHERS
@@ -109,7 +109,7 @@ def test_every_flag_that_a_page_names_is_there(page):
 
 
 @pytest.mark.parametrize("code", SNIPPETS)
-def test_every_snippet_of_a_guide_runs_by_itself_and_prints_what_it_shows(code, capsys, request):
+def test_every_snippet_of_a_guide_runs_alone_and_prints_its_comments(code, capsys, request):
     if "target=" in code:
         request.getfixturevalue("h200")
     exec(compile(code, "snippet", "exec"), {"__name__": "snippet"})
@@ -117,13 +117,13 @@ def test_every_snippet_of_a_guide_runs_by_itself_and_prints_what_it_shows(code, 
     assert [line for line in re.findall(r"^# (.*)$", code, re.MULTILINE) if line not in printed] == []
 
 
-def test_every_page_that_the_code_names_is_there():
+def test_every_page_named_in_the_code_exists():
     for path in [*ROOT.glob("jgraph/**/*.py"), *ROOT.glob("models/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]:
         for name in re.findall(r"\bnotes/[\w/]+\.\w+", path.read_text(encoding="utf-8")):
             assert (ROOT / name).exists(), f"{path.relative_to(ROOT)} names {name}"
 
 
-def test_every_test_that_the_table_of_upstreams_rules_names_is_there_and_every_row_names_one():
+def test_every_row_of_the_upstream_table_names_existing_tests():
     rows = [
         line
         for line in (ROOT / "notes/develop/upstream.md").read_text().splitlines()
@@ -137,7 +137,7 @@ def test_every_test_that_the_table_of_upstreams_rules_names_is_there_and_every_r
             assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.MULTILINE), f"{path} has no {name}"
 
 
-def test_functions_named_beside_a_file_in_upstream_are_in_that_file():
+def test_functions_named_with_a_file_on_the_upstream_page_are_in_that_file():
     text = (ROOT / "notes/develop/upstream.md").read_text()
     pairs = [
         (file, name)

@@ -102,7 +102,7 @@ def test_scales_and_biases_of_stacked_layers_do_not_decay():
     assert decayed(stacked) == decayed(one) == {"norm": {"scale": False}, "up": {"kernel": True, "bias": False}}
 
 
-def test_gradients_through_unpack_equal_those_of_the_tree():
+def test_gradients_through_unpack_equal_the_gradients_of_the_tree():
     rng = np.random.default_rng(0)
     weights = jax.tree.map(lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), jnp.float32), PARAMS)
 

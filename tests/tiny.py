@@ -1,4 +1,4 @@
-"""A run of a second or two, for tests that are about everything around the training."""
+"""Runs of one or two seconds, for tests of the code around training."""
 
 import json
 import os
@@ -21,19 +21,19 @@ FLAGS = shlex.split(_FLAGS)
 
 
 def train(run_dir: Path, *flags: str) -> int:
-    """Exit code of a run in this process."""
+    """Trains in this process. Returns the exit code."""
     return main([*FLAGS, "--run-dir", str(run_dir), *flags])
 
 
 def start(run_dir: Path, *flags: str, num_devices: int | None = None, **variables: str) -> subprocess.Popen[str]:
-    """A run in a process of its own, with as many CPU devices; None: as the tests have them."""
+    """Starts training in another process with `num_devices` CPU devices, by default as many as in the tests."""
     command = [sys.executable, "-m", "jgraph.train", *FLAGS, "--run-dir", str(run_dir), *flags]
     environ = os.environ | variables | ({} if num_devices is None else {"JAX_NUM_CPU_DEVICES": str(num_devices)})
     return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def finish(process: subprocess.Popen[str], *, seconds: float) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr. Raises TimeoutExpired, and ends the process, where it takes longer."""
+    """Returns exit code, stdout and stderr. Ends the process and raises TimeoutExpired after `seconds`."""
     try:
         out, err = process.communicate(timeout=seconds)
     finally:
@@ -42,12 +42,12 @@ def finish(process: subprocess.Popen[str], *, seconds: float) -> tuple[int, str,
 
 
 def entries(run_dir: Path) -> list[dict]:
-    """metrics.jsonl, strictly read."""
+    """Returns the entries of metrics.jsonl. Raises if a line is not JSON."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(run_dir: Path) -> list[tuple[int, float, float | None]]:
-    """What must not depend on interruptions: step, loss and held-out loss of every entry."""
+    """Returns (step, loss, held-out loss) of every entry. Interruptions of a run must not change them."""
     return [(entry["step"], entry["loss"], entry.get("eval_loss")) for entry in entries(run_dir)]
 
 

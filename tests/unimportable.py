@@ -1,3 +1,3 @@
-"""Cannot be imported, and not because something is missing."""
+"""A module that raises ZeroDivisionError during import, although no package is missing."""
 
 raise ZeroDivisionError("no such luck")

@@ -1,0 +1,1 @@
+"""PyTorch and plain JAX scripts that the benchmarks time for comparison."""

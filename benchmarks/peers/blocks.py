@@ -1,8 +1,9 @@
-"""Peer: `torch.cuda.make_graphed_callables` and eager, on the block of the parity tests, forward and backward.
+"""PyTorch peer: forward and backward of GPT blocks with `torch.cuda.make_graphed_callables`, and in eager mode.
 
     python -m benchmarks.peers.blocks '{"variant": "eager", "size": {...}}'
 
-Everything is bfloat16, the rotary table float32. Gradients are dropped after each iteration (`zero_grad(set_to_none=True)`).
+The blocks are those of the parity tests, in bfloat16 with a float32 rotary table. Gradients are set to None after each
+iteration.
 """
 
 from typing import Any
@@ -11,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.peers.protocol import Clock, answer, request, take_turns
+from benchmarks.peers.protocol import Timer, answer, read_request, take_turns
 from benchmarks.peers.torch_gpt import Block, rotary
 from jgraph_models.gpt import GPTConfig
 
 
-class Alone(nn.Module):
-    """Holds a block with its rotary table inside: graphed callables take nothing but tensors that ask for gradients."""
+class StandaloneBlock(nn.Module):
+    """A block that owns its rotary table, because graphed callables accept only inputs that require gradients."""
 
     cos: Tensor
     sin: Tensor
@@ -31,26 +32,33 @@ class Alone(nn.Module):
             self.register_buffer(name, table)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        """Applies the block."""
         return self.block(x_BTD, (self.cos, self.sin))
 
 
-class Unrotated(Block):
-    """Leaves out the rotary embedding, which takes several kernels here: less work than ours, so a bound from below."""
+class BlockWithoutRotary(Block):
+    """A block without rotary embedding: a lower bound for PyTorch, where the embedding takes several kernels."""
 
     def attention(self, x_BTD: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> Tensor:
+        """Computes causal self-attention. Ignores `rotary_TK`."""
         H, (B, T, D) = self.config.num_heads, x_BTD.shape
         q, k, v = self.qkv(x_BTD).view(B, T, 3, H, D // H).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(B, T, D))
 
 
-VARIANTS = {"graphed callables": (Block, True), "graphed callables, no rotary": (Unrotated, True), "eager": (Block, False)}
+VARIANTS = {
+    "graphed callables": (Block, True),
+    "graphed callables, no rotary": (BlockWithoutRotary, True),
+    "eager": (Block, False),
+}
 
 
 def main() -> None:
-    asked = request()
-    size = asked["size"]
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # cpu to try this script out, with eager
+    """Entry point of the candidate process."""
+    request = read_request()
+    size = request["size"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # the CPU supports the eager variant, for tests
     config = GPTConfig(
         vocab_size=256,
         num_layers=size["num_blocks"],
@@ -61,8 +69,8 @@ def main() -> None:
     )
     shape = (size["batch"], size["length"], config.d_model)
     torch.manual_seed(0)
-    cls, graphed = VARIANTS[asked["variant"]]
-    blocks: Any = tuple(Alone(cls(config), size["length"]).to(device) for _ in range(size["num_blocks"]))
+    cls, graphed = VARIANTS[request["variant"]]
+    blocks: Any = tuple(StandaloneBlock(cls(config), size["length"]).to(device) for _ in range(size["num_blocks"]))
     parameters = [p for block in blocks for p in block.parameters()]
     x, dy = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
     x.requires_grad_()
@@ -84,9 +92,9 @@ def main() -> None:
     wait()
     answer(replays=replays)
 
-    def measure(clock: Clock) -> dict[str, Any]:
-        ms = clock.back_to_back(iteration, wait)["ms"]
-        return {"ms": ms, "host_us": clock.handover_seconds(iteration, wait) / replays * 1e6}
+    def measure(timer: Timer) -> dict[str, Any]:
+        ms = timer.back_to_back(iteration, wait)["ms"]
+        return {"ms": ms, "host_us": timer.dispatch_seconds(iteration, wait) / replays * 1e6}
 
     take_turns(measure)
 

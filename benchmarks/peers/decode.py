@@ -1,7 +1,7 @@
-"""Peer: greedy text in PyTorch, from a static cache: a plain loop around a compiled token, or transformers' own generate.
+"""PyTorch peer: greedy generation with a static KV cache, by a loop around a compiled decode step or by `generate`.
 
-With `tuned`, Inductor searches for the best tiles (`coordinate_descent_tuning`, as gpt-fast does), and the products of a token
-are its own kernels instead of cuBLAS's.
+`tuned` enables `coordinate_descent_tuning` of Inductor, as in gpt-fast. The matrix-vector products of a decode step then use
+kernels of Inductor instead of cuBLAS.
 
 python -m benchmarks.peers.decode '{"variant": "loop", "prompt": 128, "new": 256, "model": {...}}'
 """
@@ -12,56 +12,69 @@ import torch
 import torch._inductor.config
 from torch.nn import functional as F
 
-from benchmarks.peers.protocol import answer, request, take_turns
+from benchmarks.peers.protocol import answer, read_request, take_turns
 from benchmarks.peers.torch_gpt import GPT, rotary, rotate
-from benchmarks.rows import gpt_of
+from benchmarks.rows import gpt_config_from
 from jgraph_models.gpt_config import GPTConfig
 
 
 @torch.no_grad()
 def main() -> None:
-    asked = request()
-    config, device = gpt_of(asked["model"]), "cuda" if torch.cuda.is_available() else "cpu"
+    """Entry point of the candidate process."""
+    request = read_request()
+    config, device = gpt_config_from(request["model"]), "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     dtype = getattr(torch, config.compute_dtype)
-    prompt_1T = torch.randint(0, config.vocab_size, (1, asked["prompt"]), device=device)
-    name, _, tuned = asked["variant"].partition(" ")
+    prompt_1T = torch.randint(0, config.vocab_size, (1, request["prompt"]), device=device)
+    name, _, tuned = request["variant"].partition(" ")
     torch._inductor.config.coordinate_descent_tuning = tuned == "tuned"
-    make = {"loop": plain_loop, "transformers": of_transformers}[name]
-    run = make(config, prompt_1T, asked["new"], device, dtype)
-    for _ in range(3):  # compiles, then records CUDA graphs
+    make = {"loop": loop_generator, "transformers": transformers_generator}[name]
+    run = make(config, prompt_1T, request["new"], device, dtype)
+    for _ in range(3):  # compiles and records CUDA graphs
         run()
     answer(device=torch.cuda.get_device_name() if device == "cuda" else "cpu")
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 
-    def measure(clock: Any) -> Any:
+    def measure(timer: Any) -> Any:
         with torch.no_grad():
-            timed = clock.back_to_back(run, wait)
-        return timed | {"ms": timed["ms"] / asked["new"]}
+            timed = timer.back_to_back(run, wait)
+        return timed | {"ms": timed["ms"] / request["new"]}
 
     take_turns(measure)
 
 
-def plain_loop(config: GPTConfig, prompt_1T: torch.Tensor, new: int, device: str, dtype: torch.dtype) -> Any:
+def loop_generator(config: GPTConfig, prompt_1T: torch.Tensor, new: int, device: str, dtype: torch.dtype) -> Any:
+    """Returns a function that generates tokens with a compiled decode step.
+
+    Args:
+        config: Config of the model.
+        prompt_1T: Prompt tokens.
+        new: Number of tokens to generate.
+        device: cuda or cpu.
+        dtype: dtype of weights and activations.
+
+    Returns:
+        A function without arguments that returns the tokens.
+    """
     model = GPT(config).to(device=device, dtype=dtype)
     H, G, K = config.num_heads, config.num_kv_heads, config.head_size
     T, length = prompt_1T.shape[1], prompt_1T.shape[1] + new
     caches = [torch.zeros(2, 1, G, length, K, device=device, dtype=dtype) for _ in model.blocks]
     for cache in caches if device == "cuda" else ():
-        torch._dynamo.mark_static_address(cache)  # or what writes to it would not be recorded
+        torch._dynamo.mark_static_address(cache)  # otherwise writes to the cache prevent a CUDA graph
     tables = rotary(config, length, torch.empty(0, device=device))
     head_VD = model.embedding if config.head == "tied" else model.head
 
     def read(tokens_1T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """Reads tokens into the cache; returns the one that the last of them makes likeliest."""
+        """Adds tokens to the cache and returns the most likely next token."""
         x_BTD = F.embedding(tokens_1T, model.embedding)
         rows = tables[0][positions_T], tables[1][positions_T]
         mask = torch.arange(length, device=device) <= positions_T[:, None]
         block: Any
         for block, cache in zip(model.blocks, caches, strict=True):
             q, k, v = block.qkv(block.attention_norm(x_BTD)).view(1, -1, H + 2 * G, K).split([H, G, G], dim=2)
-            for kept, one in zip(cache, (rotate(k, rows), v), strict=True):
-                kept.index_copy_(2, positions_T, one.transpose(1, 2))
+            for stored, one in zip(cache, (rotate(k, rows), v), strict=True):
+                stored.index_copy_(2, positions_T, one.transpose(1, 2))
             q = rotate(q, rows).transpose(1, 2)
             y = F.scaled_dot_product_attention(q, cache[0], cache[1], attn_mask=mask, enable_gqa=G != H)
             x_BTD = x_BTD + block.out(y.transpose(1, 2).reshape(1, -1, H * K))
@@ -69,22 +82,35 @@ def plain_loop(config: GPTConfig, prompt_1T: torch.Tensor, new: int, device: str
         return F.linear(model.norm(x_BTD[:, -1:]), head_VD).argmax(-1)
 
     token = torch.compile(read, mode="reduce-overhead") if device == "cuda" else read
-    places = torch.arange(length, device=device)
+    positions = torch.arange(length, device=device)
 
     def run() -> list[int]:
         with torch.no_grad():
-            found = [read(prompt_1T, places[:T])]
+            generated = [read(prompt_1T, positions[:T])]
             for position in range(T, length - 1):
-                found.append(token(found[-1], places[position : position + 1]).clone())  # a replay takes the buffer
-            return torch.cat(found, 1)[0].tolist()
+                output = token(generated[-1], positions[position : position + 1])
+                generated.append(output.clone())  # the next replay overwrites the output
+            return torch.cat(generated, 1)[0].tolist()
 
     return run
 
 
-def of_transformers(config: GPTConfig, prompt_1T: torch.Tensor, new: int, device: str, dtype: torch.dtype) -> Any:
+def transformers_generator(config: GPTConfig, prompt_1T: torch.Tensor, new: int, device: str, dtype: torch.dtype) -> Any:
+    """Returns a function that generates tokens with a Llama of transformers.
+
+    Args:
+        config: Config of the model. Its MLP must be SwiGLU.
+        prompt_1T: Prompt tokens.
+        new: Number of tokens to generate.
+        device: cuda or cpu.
+        dtype: dtype of weights and activations.
+
+    Returns:
+        A function without arguments that returns the tokens.
+    """
     import transformers
 
-    assert config.mlp == "swiglu", "a Llama has SwiGLU"
+    assert config.mlp == "swiglu", "transformers needs a model with SwiGLU"
     own = transformers.LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.d_model,
@@ -94,10 +120,10 @@ def of_transformers(config: GPTConfig, prompt_1T: torch.Tensor, new: int, device
         num_key_value_heads=config.num_kv_heads,
         rms_norm_eps=config.norm_eps,
         tie_word_embeddings=config.head == "tied",
-        eos_token_id=None,  # or each token would be compared with it
+        eos_token_id=None,  # avoids a comparison per token
     )
     model = transformers.AutoModelForCausalLM.from_config(own, dtype=dtype, attn_implementation="sdpa").to(device).eval()
-    # Generate compiles a token for it on a GPU. Kept from call to call: for one that lies elsewhere, graphs are recorded anew.
+    # With a static cache, `generate` compiles the decode step. Reuse the cache, because a new one triggers a new graph capture.
     cache = transformers.StaticCache(config=own, max_cache_len=prompt_1T.shape[1] + new)
     choices: dict[str, Any] = {"do_sample": False, "max_new_tokens": new, "past_key_values": cache, "pad_token_id": 0}
     mask = torch.ones_like(prompt_1T)

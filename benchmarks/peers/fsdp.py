@@ -1,10 +1,10 @@
-"""Peer: a training step of GPT under `torch.distributed.fsdp.fully_shard`, one process a GPU. Rank 0 prints the row.
+"""PyTorch peer: a training step of GPT with `torch.distributed.fsdp.fully_shard`, one process per GPU. Rank 0 prints the row.
 
     python -m torch.distributed.run --nproc-per-node 4 -m benchmarks.peers.fsdp '{"config": {...}, "compile": true, ...}'
 
-Float32 parameters and AdamW moments are sharded, gathered block by block in the compute dtype; gradients are reduced in
-float32, and clipped by their global norm. With `float8` the blocks' weights are gathered in it, by scales that are made for all
-of them at once after the update, as torchao says. Model and step are those of `benchmarks/single_gpu.py`.
+Float32 parameters and AdamW moments are sharded, and gathered block by block in the compute dtype. Gradients are reduced in
+float32 and clipped by the global norm. With `float8`, weights are gathered in FP8, and their scales are computed in one call
+after the update, as torchao recommends. Model and step are those of `benchmarks/single_gpu.py`.
 """
 
 import json
@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.peers import torch_moe
-from benchmarks.peers.ranks import Ranks
-from benchmarks.peers.torch_gpt import GPT, adamw, draw, to_float8, warm_up
+from benchmarks.peers.ranks import RankContext
+from benchmarks.peers.torch_gpt import GPT, adamw, init_parameters, to_float8, warm_up
 from jgraph.train.config import TrainConfig
 from jgraph_models.gpt import GPTConfig
 
@@ -33,32 +33,33 @@ from jgraph_models.gpt import GPTConfig
 
 
 def main() -> None:
-    asked = json.loads(sys.argv[1])
-    here = Ranks.join()
-    here.tell(device=f"{here.ranks} x {torch.cuda.get_device_name() if here.on_gpu else 'cpu'}")
-    config = TrainConfig.from_dict(asked["config"])
-    how = {name: asked[name] for name in ("compile", "reshard", "float8", "graph", "whole", "experts")}
-    step = training_step(config, here.rank, here.ranks, here.device, **how)
-    if asked["cudnn"]:
+    """Entry point of each rank."""
+    request = json.loads(sys.argv[1])
+    context = RankContext.join()
+    context.answer(device=f"{context.ranks} x {torch.cuda.get_device_name() if context.on_gpu else 'cpu'}")
+    config = TrainConfig.from_dict(request["config"])
+    flags = {name: request[name] for name in ("compile", "reshard", "float8", "graph", "whole", "experts")}
+    step = training_step(config, context.rank, context.ranks, context.device, **flags)
+    if request["cudnn"]:
         step = with_cudnn(step)
-    if here.on_gpu:  # a block was whole here before it was sharded, or all of them
+    if context.on_gpu:  # excludes the memory of unsharded blocks during the setup
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     loss = step()
     dist.all_reduce(loss)
-    here.tell(compile_s=time.perf_counter() - start, loss=loss.item() / here.ranks)
-    graph = captured(step) if asked["graph"] and here.on_gpu else None
+    context.answer(compile_s=time.perf_counter() - start, loss=loss.item() / context.ranks)
+    graph = capture_graph(step) if request["graph"] and context.on_gpu else None
     run = graph.replay if graph else step
-    here.timed(run, 2)
-    here.take_turns(run, each=False)
-    here.tell(peak_bytes=here.peak_bytes())
+    context.timed(run, 2)
+    context.take_turns(run, each=False)
+    context.answer(peak_bytes=context.peak_bytes())
     if graph:
-        graph.reset()  # while it is there, what it has captured of NCCL cannot be ended
+        graph.reset()  # NCCL cannot shut down while a graph holds its communicators
     dist.all_reduce(loss := step())
     if not loss.isfinite():
-        raise FloatingPointError("the loss is not finite any more")
-    here.leave()
+        raise FloatingPointError("the loss became non-finite")
+    context.leave()
 
 
 def training_step(
@@ -74,20 +75,36 @@ def training_step(
     whole: bool,
     experts: bool,
 ) -> Callable[[], Tensor]:
-    """Returns a step on one batch (forward, backward, clipping, update) that gives back the loss of this rank's rows."""
-    assert graph or not whole, "what gathers blocks stays outside of what is compiled"
-    assert not (graph and (float8 or reshard)), "replicas gather nothing"
-    place = shard_of(config.model, device, ranks) if not graph else lambda part, reshard: None
-    made_here = {"place": partial(place, reshard=reshard), "spread": ranks if experts else 1}
-    model = made(config.model, device, compile=compile and not whole, float8=float8, **made_here)
-    # What the root has is needed again as soon as the forward is done.
-    place(model, reshard=False)
+    """Builds the training step: forward, backward, clipping and update on a fixed batch.
+
+    Args:
+        config: Config of the run.
+        rank: This rank.
+        ranks: Number of ranks.
+        device: Device of this rank.
+        compile: Compile each block and the loss.
+        reshard: Free gathered parameters after the forward.
+        float8: Use torchao float8 in the blocks.
+        graph: Replicate the model instead of sharding it, so that the step can be captured.
+        whole: Compile the whole model. Requires `graph`.
+        experts: Use expert parallelism.
+
+    Returns:
+        A function that runs a step and returns the loss of the rows of this rank.
+    """
+    assert graph or not whole, "whole requires graph: fully_shard hooks cannot be compiled"
+    assert not (graph and (float8 or reshard)), "graph replicates the model, so float8 and reshard do not apply"
+    shard = make_sharder(config.model, device, ranks) if not graph else lambda part, reshard: None
+    options = {"shard": partial(shard, reshard=reshard), "expert_ranks": ranks if experts else 1}
+    model = build_model(config.model, device, compile=compile and not whole, float8=float8, **options)
+    # The backward needs the parameters of the root right after the forward.
+    shard(model, reshard=False)
     optimizer = adamw(model, config.optimizer, capturable=graph and device.type == "cuda")
     clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), config.optimizer.clip_norm)
     if graph:
-        clip = flat_clip(model, config.optimizer.clip_norm, ranks)
+        clip = make_replica_clip(model, config.optimizer.clip_norm, ranks)
     if experts:
-        clip = clip_with_experts(model, optimizer, config.optimizer.clip_norm, ranks)
+        clip = make_expert_clip(model, optimizer, config.optimizer.clip_norm, ranks)
     shape = config.input.batch_size, config.input.seq_len + 1
     rows_BS = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).reshape(ranks, -1, shape[1])[rank]
     tokens_BS = torch.tensor(rows_BS, device=device)
@@ -106,7 +123,7 @@ def training_step(
 
     if whole:
         with torch.no_grad():
-            model.loss(tokens_BS)  # makes the rotary table, outside of what is compiled
+            model.loss(tokens_BS)  # creates the rotary table before compilation
         forward = partial(torch.compile(model.loss) if compile else model.loss, tokens_BS)
 
     def step() -> Tensor:
@@ -123,13 +140,14 @@ def training_step(
 
 
 def precompute_scales(model: GPT) -> None:
+    """Computes the FP8 scales of all weights in one call."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def with_cudnn(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Returns a step whose attention is cuDNN's wherever that can be."""
+    """Returns a step that prefers the attention of cuDNN."""
     backends = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
 
     def run() -> Tensor:
@@ -139,30 +157,35 @@ def with_cudnn(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return run
 
 
-def made(
+def build_model(
     config: GPTConfig,
     device: torch.device,
     *,
     compile: bool,
     float8: bool,
-    place: Callable[[nn.Module], object],
-    spread: int = 1,
+    shard: Callable[[nn.Module], object],
+    expert_ranks: int = 1,
 ) -> GPT:
-    """Makes the model block by block, the same weights on every rank.
+    """Builds the model block by block, with the same weights on every rank.
 
     Args:
-        compile: each block; what gathers and reduces stays outside.
-        float8: of the blocks' projections; a CPU, to try this out, emulates it.
-        place: is given each block as soon as it has its weights.
-        spread: ranks that experts are spread over.
+        config: Config of the model.
+        device: Device of this rank.
+        compile: Compile each block. Collectives stay outside of the compiled code.
+        float8: Use torchao float8 in the projections of the blocks. Emulated on a CPU.
+        shard: Called with each block after its initialization.
+        expert_ranks: Number of ranks that share the experts.
+
+    Returns:
+        The model.
     """
     with torch.device("meta"):
-        model = torch_moe.GPT(config, spread) if config.moe.num_experts else GPT(config)
+        model = torch_moe.GPT(config, expert_ranks) if config.moe.num_experts else GPT(config)
     torch.manual_seed(0)
 
     def fill(part: nn.Module, *, recurse: bool = True) -> None:
         part.to_empty(device=device, recurse=recurse)
-        draw(part.parameters(recurse))
+        init_parameters(part.parameters(recurse))
 
     fill(model, recurse=False)
     for block in model.blocks:
@@ -171,37 +194,56 @@ def made(
             to_float8(block, "tensorwise", enable_fsdp_float8_all_gather=True, emulate=device.type == "cpu")
         if compile:
             block.forward = torch.compile(block.forward)
-        place(block)
+        shard(block)
     fill(model.norm)
     return model
 
 
-def shard_of(config: GPTConfig, device: torch.device, ranks: int) -> Callable[..., None]:
-    """Returns what leaves each rank its part of a block, or of all that is no block, gathered and reduced together."""
-    # Without cast_forward_inputs=False the rotary table would lose its float32.
+def make_sharder(config: GPTConfig, device: torch.device, ranks: int) -> Callable[..., None]:
+    """Returns a function that shards a module as one FSDP group.
+
+    Args:
+        config: Config of the model.
+        device: Device of this rank.
+        ranks: Number of ranks.
+
+    Returns:
+        A function of a module and `reshard`, which frees its parameters after the forward.
+    """
+    # cast_forward_inputs=False keeps the rotary table in float32.
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.compute_dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     mesh = init_device_mesh(device.type, (ranks,))
 
-    def place(part: nn.Module, *, reshard: bool) -> None:
-        own = {p for p in spread_parameters(part) if not p.is_meta}
+    def shard(part: nn.Module, *, reshard: bool) -> None:
+        own = {p for p in expert_parameters(part) if not p.is_meta}
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, ignored_params=own)
 
-    return place
+    return shard
 
 
-def spread_parameters(part: nn.Module) -> list[nn.Parameter]:
-    """Returns the experts' parameters that a rank has of its own."""
-    layers = [layer for layer in part.modules() if isinstance(layer, torch_moe.SpreadMoE)]
+def expert_parameters(part: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters of the experts that this rank owns."""
+    layers = [layer for layer in part.modules() if isinstance(layer, torch_moe.ExpertParallelMoE)]
     return [p for layer in layers for p in (layer.up, layer.down)]
 
 
-def clip_with_experts(model: GPT, optimizer: torch.optim.Optimizer, norm: float, ranks: int) -> Callable[[], None]:
-    """Returns what clips by the norm of all gradients, where those of experts are each on one rank, and sums over the ranks."""
-    own = spread_parameters(model)
+def make_expert_clip(model: GPT, optimizer: torch.optim.Optimizer, norm: float, ranks: int) -> Callable[[], None]:
+    """Returns a function that clips by the global norm with expert parallelism.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer. Experts move to a parameter group of their own.
+        norm: Maximum norm.
+        ranks: Number of ranks.
+
+    Returns:
+        A function that clips all gradients in place.
+    """
+    own = expert_parameters(model)
     others = [p for p in model.parameters() if all(p is not other for other in own)]
-    # One kernel does not update sharded parameters and others.
+    # The fused update cannot mix DTensors and plain tensors.
     (group,) = optimizer.param_groups
     group["params"] = others
     optimizer.add_param_group({"params": own})
@@ -209,7 +251,7 @@ def clip_with_experts(model: GPT, optimizer: torch.optim.Optimizer, norm: float,
     def clip() -> None:
         for p in own:
             assert p.grad is not None
-            p.grad.mul_(1 / ranks)  # the others' are means over the ranks
+            p.grad.mul_(1 / ranks)  # the other gradients are means over the ranks
         shared = torch.nn.utils.get_total_norm([p.grad for p in others if p.grad is not None])
         shared = shared.full_tensor() if isinstance(shared, DTensor) else shared
         total = torch.nn.utils.get_total_norm([p.grad for p in own if p.grad is not None]).square()
@@ -221,8 +263,17 @@ def clip_with_experts(model: GPT, optimizer: torch.optim.Optimizer, norm: float,
     return clip
 
 
-def flat_clip(model: GPT, norm: float, ranks: int) -> Callable[[], None]:
-    """Returns what makes the ranks' gradients their mean, clipped: parts of a flat array, for few kernels."""
+def make_replica_clip(model: GPT, norm: float, ranks: int) -> Callable[[], None]:
+    """Returns a function that averages the gradients of replicas and clips them. Uses one flat array, for few kernels.
+
+    Args:
+        model: The model.
+        norm: Maximum norm.
+        ranks: Number of ranks.
+
+    Returns:
+        A function that replaces the gradients.
+    """
     parameters = list(model.parameters())
     flat = torch.empty(sum(p.numel() for p in parameters), device=parameters[0].device)
     parts = [part.view_as(p) for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True)]
@@ -237,12 +288,12 @@ def flat_clip(model: GPT, norm: float, ranks: int) -> Callable[[], None]:
     return clip
 
 
-def captured(step: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
-    """Captures a step, whose inputs stay where they are, with its all-reduce."""
+def capture_graph(step: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
+    """Captures a step with its all-reduce in a CUDA graph. The inputs keep their addresses."""
     warm_up(step)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # NCCL's watchdog is another thread and asks for events meanwhile.
+    # The watchdog thread of NCCL queries events during the capture.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
     torch.cuda.empty_cache()

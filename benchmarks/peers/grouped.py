@@ -1,4 +1,4 @@
-"""Peer: grouped products by `torch._grouped_mm`, as autograd computes them, and the sum onto a float32 gradient.
+"""PyTorch peer: grouped matmuls with `torch._grouped_mm`, and the addition to a float32 gradient.
 
 python -m benchmarks.peers.grouped '{"shape": [64, 32, 16, 4], "groups": [16, 16, 16, 16]}'
 """
@@ -6,15 +6,16 @@ python -m benchmarks.peers.grouped '{"shape": [64, 32, 16, 4], "groups": [16, 16
 import torch
 from torch import _grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 
-from benchmarks.peers.protocol import answer, request, take_turns
+from benchmarks.peers.protocol import answer, read_request, take_turns
 
 
 def main() -> None:
-    asked = request()
-    (M, K, N, G), device = asked["shape"], "cuda" if torch.cuda.is_available() else "cpu"
+    """Entry point of the candidate process."""
+    request = read_request()
+    (M, K, N, G), device = request["shape"], "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     x_MK, dy_MN, w_GKN = (torch.randn(shape, device=device).bfloat16() for shape in ((M, K), (M, N), (G, K, N)))
-    ends_G = torch.tensor(asked["groups"], device=device).cumsum(0).int()
+    ends_G = torch.tensor(request["groups"], device=device).cumsum(0).int()
     main_GKN = torch.zeros(G, K, N, device=device)
 
     def wgrad() -> torch.Tensor:
@@ -29,7 +30,7 @@ def main() -> None:
     for run in runs.values():
         run()
     answer(device=torch.cuda.get_device_name() if device == "cuda" else "cpu")
-    take_turns(lambda clock: clock.each(runs, torch.cuda.synchronize if device == "cuda" else lambda: None))
+    take_turns(lambda timer: timer.each(runs, torch.cuda.synchronize if device == "cuda" else lambda: None))
 
 
 if __name__ == "__main__":

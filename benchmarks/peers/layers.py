@@ -1,8 +1,8 @@
-"""Peer: layers with mixtures of experts by themselves, forward and backward on random activations, weights in bfloat16.
+"""PyTorch peer: forward and backward of mixture-of-experts layers on random activations, with bfloat16 weights.
 
     python -m benchmarks.peers.layers '{"variant": "torch compile + CUDA graph", "config": {...}}'
 
-Gradients are dropped after each iteration (`zero_grad(set_to_none=True)`).
+Gradients are set to None after each iteration.
 """
 
 from typing import Any
@@ -10,29 +10,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.peers.protocol import answer, request, take_turns
-from benchmarks.peers.torch_gpt import draw, rotary, warm_up
-from benchmarks.peers.torch_moe import Block, through
+from benchmarks.peers.protocol import answer, read_request, take_turns
+from benchmarks.peers.torch_gpt import init_parameters, rotary, warm_up
+from benchmarks.peers.torch_moe import Block, apply_blocks
 from jgraph.train.config import TrainConfig
 
 
 def main() -> None:
-    asked = request()
-    variant, config = asked["variant"], TrainConfig.from_dict(asked["config"])
+    """Entry point of the candidate process."""
+    request = read_request()
+    variant, config = request["variant"], TrainConfig.from_dict(request["config"])
     model, on_gpu = config.model, torch.cuda.is_available()
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     dtype = getattr(torch, model.compute_dtype)
-    with torch.device("cuda" if on_gpu else "cpu"):  # cpu to try this script out, without graphs
+    with torch.device("cuda" if on_gpu else "cpu"):  # the CPU is for tests, without CUDA graphs
         blocks = nn.ModuleList([Block(model) for _ in range(model.num_layers)])
-        draw(blocks.parameters())
-        blocks.to(dtype)  # the router multiplies in float32 all the same
+        init_parameters(blocks.parameters())
+        blocks.to(dtype)  # the router computes in float32 nevertheless
         x_BTD, dy_BTD = (torch.randn(config.input.batch_size, config.input.seq_len, model.d_model).to(dtype) for _ in range(2))
         table = rotary(model, config.input.seq_len, torch.empty(0))
     x_BTD.requires_grad_()
-    parameters, call = [x_BTD, *blocks.parameters()], through
+    parameters, call = [x_BTD, *blocks.parameters()], apply_blocks
     if "compile" in variant:
-        call = torch.compile(through, mode="max-autotune-no-cudagraphs" if "max-autotune" in variant else None)
+        call = torch.compile(apply_blocks, mode="max-autotune-no-cudagraphs" if "max-autotune" in variant else None)
 
     def iteration() -> None:
         for tensor in parameters:
@@ -51,7 +52,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     run()
     answer(device=torch.cuda.get_device_name() if on_gpu else "cpu")
-    take_turns(lambda clock: clock.back_to_back(run, torch.cuda.synchronize if on_gpu else lambda: None))
+    take_turns(lambda timer: timer.back_to_back(run, torch.cuda.synchronize if on_gpu else lambda: None))
     if on_gpu:
         answer(peak_bytes=torch.cuda.max_memory_allocated())
 

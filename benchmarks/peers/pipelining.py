@@ -1,10 +1,10 @@
-"""Peer: a schedule of `torch.distributed.pipelining` on stages of x + gelu(x @ a) @ b, or of GPT. Rank 0 prints the row.
+"""PyTorch peer: a schedule of `torch.distributed.pipelining` on MLP or GPT stages. Rank 0 prints the row.
 
     python -m torch.distributed.run --nproc-per-node 4 -m benchmarks.peers.pipelining '{"schedule": "Schedule1F1B", ...}'
 
-MLP: weights, activations and gradients are bfloat16. GPT: as in the parity tests, float32 weights cast at use; embedding on the
-first stage, norm, head and cross-entropy on the last. Tied, the two have a matrix each here, so their gradients are not summed,
-which is less than jgraph does. torch adds the microbatches' gradients up in the parameters' dtype.
+The MLP uses bfloat16 for weights, activations and gradients. The GPT has float32 weights that are cast at use. The embedding is
+on the first stage; norm, head and loss are on the last. A tied head has its own matrix here, so this peer does not sum the two
+gradients, unlike jgraph. PyTorch accumulates gradients in the dtype of the parameters.
 """
 
 import json
@@ -20,22 +20,26 @@ from torch._functorch import config as functorch
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional as F
 
-from benchmarks.peers.ranks import Ranks
+from benchmarks.peers.ranks import RankContext
 from benchmarks.peers.torch_gpt import Block, RMSNorm, linear, rotary
-from benchmarks.rows import gpt_of
+from benchmarks.rows import gpt_config_from
 from jgraph_models.gpt import GPTConfig
 
 # M microbatches, B batch, T sequence, N tokens, D model, V vocabulary
 
 
 @dataclass(frozen=True)
-class Job:
-    """Holds all that a schedule plays.
+class PipelineJob:
+    """The model and the batch of a pipeline.
 
     Attributes:
-        module: makes a stage, of its number.
-        first, between, last: samples of what goes into the first stage, from one to the next, and out of the last.
-        batch, target: of all microbatches.
+        module: Creates the module of a stage, given its index.
+        first: Sample input of the first stage.
+        between: Sample activation between two stages.
+        last: Sample output of the last stage.
+        batch: Input of all microbatches.
+        target: Target of all microbatches.
+        loss: Loss of the output and the target of a microbatch.
     """
 
     module: Callable[[int], nn.Module]
@@ -48,17 +52,20 @@ class Job:
 
 
 class MLP(nn.Module):
+    """A residual MLP in bfloat16."""
+
     def __init__(self, d_model: int, d_ff: int, device: torch.device):
         super().__init__()
         self.up = nn.Linear(d_model, d_ff, bias=False, dtype=torch.bfloat16, device=device)
         self.down = nn.Linear(d_ff, d_model, bias=False, dtype=torch.bfloat16, device=device)
 
     def forward(self, x_ND: Tensor) -> Tensor:
+        """Returns `x + gelu(x @ a) @ b`."""
         return x_ND + self.down(F.gelu(self.up(x_ND), approximate="tanh"))
 
 
-class Part(nn.Module):
-    """Computes a stage of GPT."""
+class GPTStage(nn.Module):
+    """A pipeline stage of GPT."""
 
     cos: Tensor
     sin: Tensor
@@ -77,6 +84,7 @@ class Part(nn.Module):
             self.register_buffer(name, table)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Maps tokens (first stage) or activations to activations or logits (last stage)."""
         if self.embedding is not None:
             x = F.embedding(x, self.embedding).to(self.dtype)
         for block in self.blocks:
@@ -85,37 +93,59 @@ class Part(nn.Module):
 
 
 def main() -> None:
-    asked = json.loads(sys.argv[1])
-    here = Ranks.join()
-    torch.manual_seed(here.rank)
-    here.tell(device=f"{here.ranks} x {torch.cuda.get_device_name() if here.on_gpu else 'cpu'}")
-    step = stages_of(asked["schedule"], asked["compile"], asked["size"], here)
+    """Entry point of each rank."""
+    request = json.loads(sys.argv[1])
+    context = RankContext.join()
+    torch.manual_seed(context.rank)
+    context.answer(device=f"{context.ranks} x {torch.cuda.get_device_name() if context.on_gpu else 'cpu'}")
+    step = pipeline_step(request["schedule"], request["compile"], request["size"], context)
     for _ in range(3):
-        here.timed(step)
-    here.take_turns(step, each=True)
-    alone = [here.timed(step) for _ in range(5)]
-    stream_ms, _ = here.timed(step, 5)
-    here.tell(stream_ms=stream_ms, host_ms=statistics.median(host for _, host in alone), peak_bytes=here.peak_bytes())
-    here.leave()
+        context.timed(step)
+    context.take_turns(step, each=True)
+    alone = [context.timed(step) for _ in range(5)]
+    stream_ms, _ = context.timed(step, 5)
+    context.answer(stream_ms=stream_ms, host_ms=statistics.median(host for _, host in alone), peak_bytes=context.peak_bytes())
+    context.leave()
 
 
-def mlp_job(size: dict[str, Any], num_stages: int, device: torch.device) -> Job:
+def mlp_job(size: dict[str, Any], num_stages: int, device: torch.device) -> PipelineJob:
+    """Creates the job of an MLP.
+
+    Args:
+        size: Size of the work.
+        num_stages: Number of stages.
+        device: Device of this rank.
+
+    Returns:
+        The job.
+    """
+
     def module(stage: int) -> nn.Module:
         return nn.Sequential(*(MLP(size["d_model"], size["d_ff"], device) for _ in range(size["layers"] // num_stages)))
 
     sample = torch.zeros(size["tokens"], size["d_model"], dtype=torch.bfloat16, device=device)
-    inner = sample.clone().requires_grad_()  # torch 2.13 sends gradients only to where these samples ask for them
+    inner = sample.clone().requires_grad_()  # torch 2.13 sends gradients only if the samples require them
     x = torch.randn(size["microbatches"] * size["tokens"], size["d_model"], dtype=torch.bfloat16, device=device)
-    return Job(module, sample, inner, inner, x, x, lambda y, _: 0.5e-3 * y.float().square().sum())
+    return PipelineJob(module, sample, inner, inner, x, x, lambda y, _: 0.5e-3 * y.float().square().sum())
 
 
-def gpt_job(size: dict[str, Any], num_stages: int, device: torch.device) -> Job:
-    config, B, T = gpt_of(size["model"]), size["batch"], size["length"]
+def gpt_job(size: dict[str, Any], num_stages: int, device: torch.device) -> PipelineJob:
+    """Creates the job of a GPT.
+
+    Args:
+        size: Size of the work.
+        num_stages: Number of stages.
+        device: Device of this rank.
+
+    Returns:
+        The job.
+    """
+    config, B, T = gpt_config_from(size["model"]), size["batch"], size["length"]
     dtype = getattr(torch, config.compute_dtype)
 
     def module(stage: int) -> nn.Module:
         layers, last = config.num_layers // num_stages, stage == num_stages - 1
-        return Part(config, T, layers=layers, is_first=stage == 0, is_last=last).to(device)
+        return GPTStage(config, T, layers=layers, is_first=stage == 0, is_last=last).to(device)
 
     def sample(width: int) -> Tensor:
         return torch.zeros(B, T, width, dtype=dtype, device=device).requires_grad_()
@@ -125,22 +155,32 @@ def gpt_job(size: dict[str, Any], num_stages: int, device: torch.device) -> Job:
 
     tokens_NS = torch.randint(0, config.vocab_size, (size["microbatches"] * B, T + 1), device=device)
     batch, target = tokens_NS[:, :-1].contiguous(), tokens_NS[:, 1:].contiguous()
-    return Job(module, batch[:B], sample(config.d_model), sample(config.vocab_size), batch, target, loss)
+    return PipelineJob(module, batch[:B], sample(config.d_model), sample(config.vocab_size), batch, target, loss)
 
 
-def stages_of(name: str, compile: bool, size: dict[str, Any], here: Ranks) -> Callable[[], None]:
-    """Returns a function that hands over a step of this rank's stages."""
-    rank, ranks, device = here.rank, here.ranks, here.device
+def pipeline_step(name: str, compile: bool, size: dict[str, Any], context: RankContext) -> Callable[[], None]:
+    """Builds the stages of this rank.
+
+    Args:
+        name: Class name of the schedule.
+        compile: Compile the stages and the loss.
+        size: Size of the work.
+        context: This rank.
+
+    Returns:
+        A function that dispatches a step.
+    """
+    rank, ranks, device = context.rank, context.ranks, context.device
     cls = getattr(schedules, name)
-    several = issubclass(cls, schedules.PipelineScheduleMulti)
+    is_multi_stage = issubclass(cls, schedules.PipelineScheduleMulti)
     is_vee = "ZBV" in name or "DualPipeV" in name
-    where = [rank] if not several else [rank, 2 * ranks - 1 - rank] if is_vee else [rank, rank + ranks]
-    num_stages = ranks * len(where)
+    local_stages = [rank] if not is_multi_stage else [rank, 2 * ranks - 1 - rank] if is_vee else [rank, rank + ranks]
+    num_stages = ranks * len(local_stages)
     job = (gpt_job if "model" in size else mlp_job)(size, num_stages, device)
-    modules = [job.module(stage) for stage in where]
+    modules = [job.module(stage) for stage in local_stages]
     loss = job.loss
     if compile:
-        # Where the backward is split, torch walks one graph twice, which frees nothing the first time.
+        # A split backward runs the autograd graph twice, so the first run must not free its buffers.
         functorch.donated_buffer = "1F1B" in name
         for module in modules:
             module.compile()
@@ -155,11 +195,11 @@ def stages_of(name: str, compile: bool, size: dict[str, Any], here: Ranks) -> Ca
             input_args=(job.between if stage else job.first,),
             output_args=(job.last if stage == last else job.between,),
         )
-        for module, stage in zip(modules, where, strict=True)
+        for module, stage in zip(modules, local_stages, strict=True)
     ]
-    schedule = cls(stages if several else stages[0], size["microbatches"], loss_fn=loss, scale_grads=False)
-    args = (job.batch,) if 0 in where else ()
-    extra = {"target": job.target} if last in where else {}
+    schedule = cls(stages if is_multi_stage else stages[0], size["microbatches"], loss_fn=loss, scale_grads=False)
+    args = (job.batch,) if 0 in local_stages else ()
+    extra = {"target": job.target} if last in local_stages else {}
 
     def step() -> None:
         schedule.step(*args, **extra, **({"losses": []} if extra else {}))

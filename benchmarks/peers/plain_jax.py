@@ -1,8 +1,8 @@
-"""Times the training step that a careful JAX user writes: Flax NNX, optax and `jax.jit` with donation, default XLA options.
+"""Plain JAX peer: a training step with Flax NNX, optax and `jax.jit` with donated state and default XLA options.
 
-Variants: `same` uses the model's own kernels and loss; `stock` uses XLA norms, library attention and optax's cross-entropy over
-float32 logits. The state is a pure dict, which costs the host less per call than a nested `nnx.State`. `flatten` wraps the
-optimizer in `optax.flatten`, so that a step has fewer arrays.
+Variants: `same` uses the kernels and the loss of jgraph. `stock` uses XLA norms, library attention and the cross-entropy of
+optax over float32 logits. The state is a pure dict, which needs less host time per call than a nested `nnx.State`. `flatten`
+wraps the optimizer in `optax.flatten`, so that a step has fewer arrays.
 """
 
 from dataclasses import replace
@@ -12,8 +12,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from benchmarks.peers.protocol import answer, request, take_turns
-from benchmarks.programs.step import compiled_bytes, stepping
+from benchmarks.peers.protocol import answer, read_request, take_turns
+from benchmarks.programs.step import compiled_bytes, make_stepper
 from benchmarks.rows import Row
 from jgraph.train.config import TrainConfig
 from jgraph.train.metrics import peak_memory_bytes
@@ -21,13 +21,13 @@ from jgraph.train.optimizer import adamw
 from jgraph_models.gpt import GPT
 
 
-def time_plain_jax(asked: Row) -> None:
-    """Builds the step of one configuration and times it when asked.
+def time_plain_jax(request: Row) -> None:
+    """Builds and times the step of a config. Entry point of the candidate process.
 
     Args:
-        asked: `config`, a stored configuration, and `variant`, a list of `same` or `stock`, and `flatten`.
+        request: `config`, a stored config, and `variant`, a list with `same` or `stock`, and optionally `flatten`.
     """
-    config, variant = TrainConfig.from_dict(asked["config"]), asked["variant"]
+    config, variant = TrainConfig.from_dict(request["config"]), request["variant"]
     is_stock = "stock" in variant
     model = config.model
     if is_stock:
@@ -36,7 +36,7 @@ def time_plain_jax(asked: Row) -> None:
             model = replace(model, attention="xla")  # faster than cuDNN for sequences of 128 tokens
     graphdef, shapes = nnx.split(nnx.eval_shape(lambda: GPT(model, rngs=nnx.Rngs(0))))
 
-    is_flat = "flatten" in variant  # one vector, which has no matrices to select for weight decay
+    is_flat = "flatten" in variant  # one vector, so weight decay cannot select the matrices
     decay_mask = True if is_flat else lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)
     transform = optax.chain(
         optax.clip_by_global_norm(config.optimizer.clip_norm), adamw(config.optimizer, config.steps, decay_mask=decay_mask)
@@ -77,12 +77,12 @@ def time_plain_jax(asked: Row) -> None:
         state, value = jitted(state, tokens_BS)
         return value
 
-    run, wait, latest = stepping(advance)
+    run, wait, latest = make_stepper(advance)
     run()
     wait()
     answer(loss=float(latest[0]), peak_bytes=peak_memory_bytes(device))
-    take_turns(lambda clock: clock.in_flight(run, wait, device.platform))
+    take_turns(lambda timer: timer.on_platform(run, wait, device.platform))
 
 
 if __name__ == "__main__":
-    time_plain_jax(request())
+    time_plain_jax(read_request())

@@ -1,7 +1,7 @@
-"""What a process that is timed shares with the table it is timed for: its request, its turns, its answers. No jax, no torch.
+"""The protocol between a timed process and `benchmarks/turns.py`. Imports neither jax nor torch.
 
-It imports, waits to be told that the GPU is free, builds and warms up; then it is given a turn for each line on stdin, and
-idles in between. All that it says is JSON lines on stdout. The table's side is `benchmarks/turns.py`.
+The process imports its libraries and waits for a line on stdin, so that only one process builds on the GPU. It builds, warms
+up, and then measures once for each further line. It prints its answers as JSON lines on stdout.
 """
 
 import json
@@ -19,38 +19,78 @@ Answer = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clock:
-    """Says how long everything is timed; the same on both sides."""
+class Timer:
+    """Durations of a measurement, and the ways to measure. The same for jgraph and its peers."""
 
     seconds: float
-    """Shortest time of a repeat."""
+    """Minimum duration of a repeat."""
     repeats: int
-    """Of a turn, of which the median is taken."""
+    """Number of repeats. The median counts."""
     warmup_seconds: float
-    """Before the first of them: whatever had the turn before, or nothing, the card's clock settles."""
+    """Warm-up before the first repeat, until the clock of the GPU has settled."""
 
     def back_to_back(self, run: Run, wait: Run) -> dict[str, Any]:
-        """Times steps handed over one after the other; the device is waited for once a repeat."""
+        """Times steps that are dispatched without waiting. Waits once at the end of each repeat.
+
+        Args:
+            run: Dispatches a step.
+            wait: Blocks until all dispatched steps are done.
+
+        Returns:
+            `ms`, `power_watts` and `sm_clock_mhz`.
+        """
         return time_steps(run, wait, **asdict(self))
 
     def one_by_one(self, run: Run, wait: Run) -> dict[str, Any]:
-        """Times steps of which each is waited for, so that the filling and draining of a pipeline count."""
+        """Times steps with a wait after each, so that the fill and drain of a pipeline count.
+
+        Args:
+            run: Dispatches a step.
+            wait: Blocks until the step is done.
+
+        Returns:
+            `ms`, `power_watts` and `sm_clock_mhz`.
+        """
         return self.back_to_back(lambda: (run(), wait()), lambda: None)
 
-    def in_flight(self, run: Run, wait: Run, platform: str) -> dict[str, Any]:
-        """Times them back to back; on a CPU one by one, where the threads of a step can wait for those of another, for ever."""
+    def on_platform(self, run: Run, wait: Run, platform: str) -> dict[str, Any]:
+        """Times steps back to back, except on a CPU, where the threads of two concurrent steps can deadlock.
+
+        Args:
+            run: Dispatches a step.
+            wait: Blocks until all dispatched steps are done.
+            platform: Platform of the devices: cpu, gpu.
+
+        Returns:
+            `ms`, `power_watts` and `sm_clock_mhz`.
+        """
         return (self.one_by_one if platform == "cpu" else self.back_to_back)(run, wait)
 
     def each(self, runs: Mapping[str, Run], wait: Run) -> dict[str, Any]:
-        """Times several back to back, one after the other; returns NAME_ms of each, and of all of them together."""
+        """Times several functions, one after another.
+
+        Args:
+            runs: Functions by name.
+            wait: Blocks until all dispatched work is done.
+
+        Returns:
+            `NAME_ms` of each function, `ms` as their sum, and `power_watts` of the last one.
+        """
         timed = {name: self.back_to_back(run, wait) for name, run in runs.items()}
         own = {f"{name}_ms": one["ms"] for name, one in timed.items()}
         return own | {"ms": sum(own.values()), "power_watts": next(reversed(timed.values()))["power_watts"]}
 
-    def handover_seconds(self, run: Run, wait: Run) -> float:
-        """Returns the median time in which `run` returns when the device has nothing to do; `run` must be warm.
+    def dispatch_seconds(self, run: Run, wait: Run) -> float:
+        """Measures the host time of a dispatch to an idle device.
 
-        From an idle device, since both runtimes make the host wait once enough is in flight (jax: 32 executables).
+        The device is idle because both runtimes block the host once enough work is in flight (jax: 32 executables).
+
+        Args:
+            run: Dispatches a step. Must be warm.
+            wait: Blocks until the step is done.
+
+        Returns:
+            The median in seconds.
         """
         samples, end = [], time.perf_counter() + self.seconds
         while len(samples) < self.repeats or time.perf_counter() < end:
@@ -61,36 +101,37 @@ class Clock:
         return statistics.median(samples)
 
 
-def request() -> dict[str, Any]:
-    """Returns the table's request to this process, once the GPU is free for it to build."""
-    asked = json.loads(sys.argv[1])
-    begin()
-    return asked
+def read_request() -> dict[str, Any]:
+    """Returns the JSON request in the first command-line argument, after `wait_for_start`."""
+    request = json.loads(sys.argv[1])
+    wait_for_start()
+    return request
 
 
-def begin() -> None:
-    """Returns when this process is told that it may build; at once where nobody tells, as by hand in a terminal."""
+def wait_for_start() -> None:
+    """Blocks until a line arrives on stdin, when the GPU is free for the build. Returns at once in a terminal."""
     if not sys.stdin.isatty():
         sys.stdin.readline()
 
 
-def take_turns(measure: Callable[[Clock], Answer], soak: Callable[..., Iterator[Answer]] | None = None) -> None:
-    """Says that all is built and warm, and answers each turn until there are no more.
+def take_turns(measure: Callable[[Timer], Answer], soak: Callable[..., Iterator[Answer]] | None = None) -> None:
+    """Reports that the process is warm, and measures once per line on stdin until stdin closes.
 
     Args:
-        measure: times a turn; its keys become medians of the row, and lists as `repeats_KEY`.
-        soak: runs as many steps as its arguments say, and tells how they went, where a soak is asked for.
+        measure: Times one turn. Each key of its answer becomes a median of the row and a list `repeats_KEY`.
+        soak: Runs a soak with the arguments of the line, and yields its progress.
     """
     answer(ready=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        if soak and "hang_seconds" in asked:
-            for told in soak(**asked):
-                answer(**told)
+        request = json.loads(line)
+        if soak and "hang_seconds" in request:
+            for progress in soak(**request):
+                answer(**progress)
             answer(turn={})
         else:
-            answer(turn=measure(Clock(**asked)))
+            answer(turn=measure(Timer(**request)))
 
 
 def answer(**row: Any) -> None:
+    """Prints keys of the row as a JSON line."""
     print(json.dumps(row), flush=True)

@@ -1,4 +1,4 @@
-"""How a process of a peer becomes one of its ranks, and how ranks time together."""
+"""Setup and timing of the ranks of a PyTorch peer under torchrun."""
 
 import json
 import math
@@ -15,20 +15,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import read_card
-from benchmarks.peers.protocol import Clock, answer, begin
+from benchmarks.harness import read_power_and_clock
+from benchmarks.peers.protocol import Timer, answer, wait_for_start
 
 Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """Holds this process's place among those that torchrun started.
+class RankContext:
+    """A process that torchrun started.
 
     Attributes:
-        rank, ranks: its number, and how many there are.
-        device: a GPU if there is one; elsewhere the CPU, to try a script out.
-        idle: a group that talks without the GPU, where a rank that waits would keep a kernel running.
+        rank: Index of this process.
+        ranks: Number of processes.
+        device: The GPU of this rank, or the CPU for tests.
+        idle: A gloo process group. A rank that waits in it keeps the GPU idle, unlike with NCCL.
     """
 
     rank: int
@@ -37,65 +38,76 @@ class Ranks:
     idle: Any
 
     @classmethod
-    def join(cls) -> "Ranks":
-        """Waits for the others, rank 0 first of all for its word to begin."""
+    def join(cls) -> "RankContext":
+        """Initializes torch.distributed. Rank 0 first waits for the start line on stdin."""
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if rank == 0:
-            begin()
+            wait_for_start()
         on_gpu = torch.cuda.is_available()
         device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
         if on_gpu:
             torch.cuda.set_device(device)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are on one machine, whose name may lead nowhere
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on one machine, and its host name may not resolve
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
         torch.set_float32_matmul_precision("high")
         return cls(rank, ranks, device, dist.new_group(backend="gloo", timeout=timedelta(hours=1)))
 
     @property
     def on_gpu(self) -> bool:
+        """True if this rank has a GPU."""
         return self.device.type == "cuda"
 
-    def tell(self, **row: Any) -> None:
+    def answer(self, **row: Any) -> None:
+        """Prints keys of the row on rank 0."""
         if self.rank == 0:
             answer(**row)
 
-    def turns(self) -> Iterator[Clock]:
-        """Yields how to time each turn, on every rank: the first one is told, and passes it on."""
-        self.tell(ready=True)
+    def turns(self) -> Iterator[Timer]:
+        """Yields the durations of each turn on every rank. Rank 0 reads them from stdin and broadcasts them."""
+        self.answer(ready=True)
         while True:
             lines = [sys.stdin.readline() if self.rank == 0 else ""]
             dist.broadcast_object_list(lines, group=self.idle)
             if not lines[0]:
                 return
-            yield Clock(**json.loads(lines[0]))
+            yield Timer(**json.loads(lines[0]))
 
     def take_turns(self, step: Step, *, each: bool) -> None:
-        """Times turns; how often is agreed upon by all ranks, as the times are.
+        """Measures once per turn, with the same number of steps on every rank.
 
         Args:
-            step: hands a step over.
-            each: of the steps of a turn each is waited for, by all ranks.
+            step: Dispatches a step.
+            each: Wait on all ranks after each step.
         """
 
         def repeat(seconds: float, ms: float) -> float:
             steps = math.ceil(seconds * 1e3 / ms)
             return statistics.fmean(self.timed(step)[0] for _ in range(steps)) if each else self.timed(step, steps)[0]
 
-        for clock in self.turns():
-            ms = repeat(clock.warmup_seconds, repeat(0.01, self.timed(step)[0]))
-            times = [repeat(clock.seconds, ms) for _ in range(clock.repeats)]
-            with ThreadPoolExecutor(1) as pool:  # the card is read while it works, but not while it is timed
-                reading = pool.submit(read_card)
-                repeat(clock.seconds, ms)
+        for timer in self.turns():
+            ms = repeat(timer.warmup_seconds, repeat(0.01, self.timed(step)[0]))
+            times = [repeat(timer.seconds, ms) for _ in range(timer.repeats)]
+            with ThreadPoolExecutor(1) as pool:  # reads power and clock under load, outside the timed repeats
+                reading = pool.submit(read_power_and_clock)
+                repeat(timer.seconds, ms)
             watts, mhz = reading.result() or (None, None)
-            self.tell(turn={"ms": statistics.median(times), "power_watts": watts, "sm_clock_mhz": mhz})
+            self.answer(turn={"ms": statistics.median(times), "power_watts": watts, "sm_clock_mhz": mhz})
 
     def wait(self) -> None:
+        """Blocks until the GPU is idle."""
         if self.on_gpu:
             torch.cuda.synchronize()
 
     def timed(self, step: Step, steps: int = 1) -> tuple[float, float]:
-        """Returns milliseconds a step until the last rank is done, and until all is handed over. All ranks start together."""
+        """Times steps that start on all ranks together. Collective.
+
+        Args:
+            step: Dispatches a step.
+            steps: Number of steps.
+
+        Returns:
+            Milliseconds per step until the slowest rank is done, and until its host has dispatched the steps.
+        """
         self.wait()
         dist.barrier()
         self.wait()
@@ -108,18 +120,20 @@ class Ranks:
         return ms, host_ms
 
     def largest(self, values: list[float]) -> torch.Tensor:
+        """Returns the elementwise maximum over the ranks. Collective."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
 
     def peak_bytes(self) -> int | None:
-        """Returns the peak of the rank that had most."""
+        """Returns the largest peak memory of all ranks. Collective."""
         peak = torch.cuda.max_memory_allocated() if self.on_gpu else 0
         return int(self.largest([peak]).item()) or None
 
     def leave(self) -> None:
-        dist.barrier()  # a rank that leaves while others are still talking makes them fail
+        """Shuts down torch.distributed and exits the process with code 0."""
+        dist.barrier()  # otherwise pending collectives of the other ranks fail
         dist.destroy_process_group()
         sys.stdout.flush()
-        # All is told. Leaving in the usual way, torch 2.13 with gloo now and then aborts over a thread that is still there.
+        # os._exit, because torch 2.13 with gloo sometimes aborts a regular exit over a running thread.
         os._exit(0)

@@ -16,7 +16,7 @@ from transformer_engine import pytorch as te
 from transformer_engine.common import recipe
 from transformer_engine.pytorch.optimizers import FusedAdam
 
-from benchmarks.peers.torch_gpt import cross_entropy, draw, linear
+from benchmarks.peers.torch_gpt import cross_entropy, init_parameters, linear
 from jgraph.train.config import OptimizerConfig
 from jgraph_models.gpt import GPTConfig
 
@@ -24,7 +24,7 @@ RECIPES = {"delayed": recipe.DelayedScaling, "current": recipe.Float8CurrentScal
 
 
 class GPT(nn.Module):
-    """A GPT that multiplies its blocks' matrices by a recipe of Transformer Engine.
+    """A GPT with blocks of Transformer Engine.
 
     Args:
         config: Sizes. Norms are RMSNorm, heads and embedding are tied.
@@ -59,7 +59,7 @@ class GPT(nn.Module):
         )
         self.scale = nn.Parameter(torch.ones(config.d_model, dtype=dtype))
         with torch.no_grad():
-            draw(self.parameters())
+            init_parameters(self.parameters())
         self.rotary = te.RotaryPositionEmbedding(config.head_size)
         self.angles: Tensor | None = None
         self.tail = torch.compile(self._tail)
@@ -82,7 +82,15 @@ class GPT(nn.Module):
 
 
 def fused_adam(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Returns Transformer Engine's AdamW, with float32 master weights beside bfloat16 parameters, for a captured step."""
+    """Creates the AdamW of Transformer Engine with float32 master weights, for a captured step.
+
+    Args:
+        model: Model with bfloat16 parameters.
+        config: Hyperparameters.
+
+    Returns:
+        The optimizer.
+    """
     return FusedAdam(
         model.parameters(),
         lr=config.learning_rate,

@@ -1,7 +1,7 @@
-"""The GPT of `jgraph_models` in PyTorch: the reference of the parity tests and the peer of the benchmarks, in one.
+"""The GPT of `jgraph_models` in PyTorch. Serves as the reference of the parity tests and as the peer of the benchmarks.
 
-Dtype policy as ours: float32 weights cast at use (what autocast does without its cache), activations and residual stream in
-`compute_dtype`, statistics of norms, attention and the loss in float32. After `.double()` all of it is float64.
+The dtypes match jgraph: float32 weights that are cast at use (like autocast without a cache), activations and residual stream
+in `compute_dtype`, and float32 for norm statistics, softmax and loss. `.double()` switches everything to float64.
 """
 
 # B batch, T sequence, S = T + 1, D model, H query heads, G key/value heads, K head size, V vocabulary
@@ -20,6 +20,8 @@ from jgraph_models.gpt import GPTConfig
 
 
 class GPT(nn.Module):
+    """A decoder-only transformer."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
@@ -29,15 +31,16 @@ class GPT(nn.Module):
         self.norm = RMSNorm(config)
         if config.head == "untied":
             self.head = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
-        # Made once: recomputed in every fusion that reads them, they cost torch.compile a quarter of its step (H200, GPT 124M).
+        # Cached: recomputation in every fusion takes a quarter of the step with torch.compile (H200, GPT 124M).
         self.rotary = None
-        draw(self.parameters())
+        init_parameters(self.parameters())
 
     def _apply(self, *args, **kwargs):
-        self.rotary = None  # of another dtype or device from now on
+        self.rotary = None  # dtype or device changes
         return super()._apply(*args, **kwargs)
 
     def embed(self, tokens_BT: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Returns the token embeddings and the rotary table."""
         x_BTD = F.embedding(tokens_BT, self.embedding)
         if x_BTD.dtype != torch.float64:
             x_BTD = x_BTD.to(self.compute_dtype)
@@ -46,20 +49,25 @@ class GPT(nn.Module):
         return x_BTD, self.rotary
 
     def logits(self, x_BTD: Tensor) -> Tensor:
+        """Applies the final norm and the head."""
         head_VD = self.embedding if self.config.head == "tied" else self.head
         return linear(self.norm(x_BTD), head_VD)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Returns the logits."""
         x_BTD, rotary_TK = self.embed(tokens_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD, rotary_TK)
         return self.logits(x_BTD)
 
     def loss(self, tokens_BS: Tensor) -> Tensor:
+        """Returns the mean next-token loss."""
         return cross_entropy(self(tokens_BS[:, :-1]), tokens_BS[:, 1:])
 
 
 class Block(nn.Module):
+    """A transformer block with pre-normalization."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
@@ -74,10 +82,28 @@ class Block(nn.Module):
         self.down = Linear(F_, D)
 
     def forward(self, x_BTD: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> Tensor:
+        """Applies attention and MLP with residual connections.
+
+        Args:
+            x_BTD: Residual stream.
+            rotary_TK: Cosines and sines of the rotary embedding.
+
+        Returns:
+            The new residual stream.
+        """
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary_TK)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
     def attention(self, x_BTD: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> Tensor:
+        """Computes causal self-attention.
+
+        Args:
+            x_BTD: Normalized input.
+            rotary_TK: Cosines and sines of the rotary embedding.
+
+        Returns:
+            The output of the projection.
+        """
         H, G = self.config.num_heads, self.config.num_kv_heads
         B, T, _ = x_BTD.shape
         q_BTHK, k_BTGK, v_BTGK = self.qkv(x_BTD).view(B, T, H + 2 * G, -1).split([H, G, G], dim=2)
@@ -89,6 +115,7 @@ class Block(nn.Module):
         return self.out(y.transpose(1, 2).reshape(B, T, -1))
 
     def mlp(self, x_BTD: Tensor) -> Tensor:
+        """Applies the GELU or SwiGLU MLP."""
         h = self.up(x_BTD)
         if self.config.mlp == "gelu":
             return self.down(F.gelu(h, approximate="tanh"))
@@ -97,68 +124,124 @@ class Block(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A projection without bias, whose weight is cast at use; what torchao's float8 takes the place of."""
+    """A projection without bias. The weight is cast at use. torchao float8 replaces this class."""
 
     def __init__(self, d_in: int, d_out: int):
         super().__init__(d_in, d_out, bias=False)
 
     def forward(self, input: Tensor) -> Tensor:
+        """Applies the projection."""
         return linear(input, self.weight)
 
 
 class RMSNorm(nn.Module):
+    """RMS normalization with a scale."""
+
     def __init__(self, config: GPTConfig, width: int = 0):
         super().__init__()
         self.eps = config.norm_eps
         self.scale = nn.Parameter(torch.ones(width or config.d_model))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalizes the last axis."""
         return F.rms_norm(x, self.scale.shape, self.scale.to(x.dtype), self.eps)
 
 
-def draw(parameters: Iterable[nn.Parameter]) -> None:
-    """Draws weights, in the order of the parameters."""
+def init_parameters(parameters: Iterable[nn.Parameter]) -> None:
+    """Initializes matrices from a normal distribution with standard deviation 0.02, and vectors with ones."""
     for p in parameters:
         nn.init.normal_(p, std=0.02) if p.ndim > 1 else nn.init.ones_(p)
 
 
 def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """Computes the mean cross-entropy, in float32 for bfloat16 logits.
+
+    Args:
+        logits_BTV: Logits.
+        labels_BT: Token ids.
+
+    Returns:
+        The loss in nats.
+    """
     if logits_BTV.dtype == torch.bfloat16:
         logits_BTV = logits_BTV.float()
     return F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten())
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiplies by a weight that is cast to the dtype of `x`.
+
+    Args:
+        x: Input.
+        weight: Weight, output dimension first.
+
+    Returns:
+        The product.
+    """
     return F.linear(x, weight.to(x.dtype))
 
 
 def rotary(config: GPTConfig, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the table of the rotary embedding.
+
+    Args:
+        config: Config of the model.
+        length: Sequence length.
+        like: A tensor on the target device. A float64 tensor makes the table float64.
+
+    Returns:
+        Cosines and sines of shape (length, head size / 2).
+    """
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     exponents = torch.arange(0, config.head_size, 2, device=like.device, dtype=dtype) / config.head_size
     frequencies = config.rope_theta**-exponents
     if config.rope_scaling == "llama3":
         low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-        kept = ((config.rope_original_length / (2 * math.pi / frequencies) - low) / (high - low)).clamp(0, 1)
-        frequencies = (1 - kept) * frequencies / config.rope_factor + kept * frequencies
+        unscaled = ((config.rope_original_length / (2 * math.pi / frequencies) - low) / (high - low)).clamp(0, 1)
+        frequencies = (1 - unscaled) * frequencies / config.rope_factor + unscaled * frequencies
     angles_TK = torch.arange(length, device=like.device, dtype=dtype)[:, None] * frequencies
     return angles_TK.cos(), angles_TK.sin()
 
 
 def rotate(x_BTHK: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> Tensor:
+    """Applies the rotary embedding.
+
+    Args:
+        x_BTHK: Queries or keys.
+        rotary_TK: Cosines and sines.
+
+    Returns:
+        The rotated queries or keys, in the dtype of `x_BTHK`.
+    """
     cos_TK, sin_TK = (a[:, None, :] for a in rotary_TK)
     a, b = x_BTHK.to(cos_TK.dtype).chunk(2, dim=-1)
     return torch.cat([a * cos_TK - b * sin_TK, b * cos_TK + a * sin_TK], dim=-1).to(x_BTHK.dtype)
 
 
 def to_float8(blocks: nn.Module, recipe: str, **options: Any) -> None:
-    """Puts torchao's float8 in the place of blocks' projections, by a recipe of its: `tensorwise`, `rowwise`, ..."""
+    """Converts the projections of blocks to torchao float8 in place.
+
+    Args:
+        blocks: The blocks.
+        recipe: Recipe of torchao: `tensorwise`, `rowwise` and others.
+        **options: Further fields of `Float8LinearConfig`.
+    """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     convert_to_float8_training(blocks, config=replace(Float8LinearConfig.from_recipe_name(recipe), **options))
 
 
 def adamw(model: nn.Module, config: OptimizerConfig, *, capturable: bool = False) -> torch.optim.Optimizer:
-    """Returns the fused AdamW that the peers of a training step update with."""
+    """Creates the fused AdamW of PyTorch.
+
+    Args:
+        model: The model.
+        config: Hyperparameters.
+        capturable: Keep the step count on the GPU, so that a CUDA graph can capture the update.
+
+    Returns:
+        The optimizer.
+    """
     return torch.optim.AdamW(
         model.parameters(),
         lr=config.learning_rate,
@@ -171,7 +254,7 @@ def adamw(model: nn.Module, config: OptimizerConfig, *, capturable: bool = False
 
 
 def warm_up(step: Callable[[], Any]) -> None:
-    """Runs a step on a stream of its own until all that it makes once is made, so that it can be captured."""
+    """Runs a step four times on a side stream, so that a later CUDA graph capture allocates no persistent state."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

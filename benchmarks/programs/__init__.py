@@ -1,0 +1,1 @@
+"""jgraph scripts that the benchmarks time."""

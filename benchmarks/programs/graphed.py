@@ -1,4 +1,4 @@
-"""A process that is asked about graphed callables: GPT blocks one by one, or a pipeline's step."""
+"""Times graphed callables: a chain of GPT blocks, or the step of a pipeline."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,18 +11,25 @@ import jax.numpy as jnp
 
 import jgraph
 from benchmarks.harness import soak
-from benchmarks.peers.protocol import Clock, answer, request, take_turns
+from benchmarks.peers.protocol import Timer, answer, read_request, take_turns
 from benchmarks.programs.models import gpt_blocks, half_square, mlp_layer, mlp_layers
-from benchmarks.programs.step import devices_of, stepping
+from benchmarks.programs.step import first_devices, make_stepper
 from benchmarks.rows import Row
-from benchmarks.works import MLPSize, schedule_of
+from benchmarks.works import MLPSize, parse_schedule
 
 # N tokens, D model, B batch, T sequence
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Holds blocks of GPT in bfloat16: the stage, parameters of each, and x and dy."""
+    """A chain of GPT blocks in bfloat16.
+
+    Attributes:
+        stage: A block as a function of its parameters and x.
+        params: Parameters of each block.
+        x: Input of the first block.
+        dy: Gradient of the output of the last block.
+    """
 
     stage: Callable[[Any, jax.Array], jax.Array]
     params: tuple[Any, ...]
@@ -31,26 +38,29 @@ class Blocks:
 
     @classmethod
     def of(cls, size: Row) -> "Blocks":
+        """Creates the blocks of a size."""
         stage, params, x, dy = gpt_blocks(size)
         return cls(stage, tuple(jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)), x, dy)
 
     @property
     def order(self) -> list[int]:
+        """Order of the calls in signed numbers: all forwards, then all backwards."""
         n = len(self.params)
         return [*range(1, n + 1), *range(-n, 0)]
 
     def graphed(self, **options: Any) -> Any:
+        """Returns the graphed callables of the blocks."""
         n = len(self.params)
         return jgraph.make_graphed_callables((self.stage,) * n, self.params, ((self.x,),) * n, **options)
 
     def one_by_one(self, **options: Any) -> Callable[[], Any]:
-        """Returns an iteration of single calls."""
+        """Returns an iteration that calls each graphed callable."""
         graphed = self.graphed(**options)
         calls = [graphed[i] for i in range(len(graphed))]
         return self.chained([lambda params, x, call=call: (call(params, x), call.backward) for call in calls])
 
     def jitted(self) -> Callable[[], Any]:
-        """Jits a block with no library: residuals leave the forward inside the vjp's closure, which is a pytree."""
+        """Returns an iteration with plain `jax.jit`. The vjp function is a pytree that holds the residuals."""
         run, backward = jax.jit(lambda params, x: jax.vjp(self.stage, params, x)), jax.jit(lambda vjp, dy: vjp(dy))
 
         def forward(params: Any, x: jax.Array) -> Any:
@@ -60,7 +70,7 @@ class Blocks:
         return self.chained([forward] * len(self.params))
 
     def chained(self, forwards: Sequence[Callable[[Any, jax.Array], Any]]) -> Callable[[], Any]:
-        """Returns an iteration that gives back all gradients and dx, of blocks that give y and their backward."""
+        """Returns an iteration over functions that return y and a backward function. It returns all gradients and dx."""
 
         def iteration():
             y, backwards, gradients, dx = self.x, [], [], self.dy
@@ -68,14 +78,22 @@ class Blocks:
                 y, backward = forward(params, y)
                 backwards.append(backward)
             while backwards:
-                of_params, dx = backwards.pop()(dx)
-                gradients.append(of_params)
+                grads, dx = backwards.pop()(dx)
+                gradients.append(grads)
             return gradients, dx
 
         return iteration
 
     def run(self, join: str, **options: Any) -> Callable[[], Any]:
-        """Returns an iteration by `run`, which gives back losses and gradients."""
+        """Returns an iteration that calls `run` of the graphed callables.
+
+        Args:
+            join: Argument `join` of `run`.
+            **options: Arguments of `make_graphed_callables`.
+
+        Returns:
+            A function that returns losses and gradients.
+        """
         graphed = self.graphed(order=self.order, **options)
 
         def iteration():
@@ -86,7 +104,7 @@ class Blocks:
 
 
 def _product(y: jax.Array, dy: jax.Array) -> jax.Array:
-    """Returns a loss of which dy is the gradient."""
+    """A loss with gradient `dy`."""
     return jnp.vdot(y.astype(jnp.float32), dy.astype(jnp.float32))
 
 
@@ -98,36 +116,50 @@ BLOCKS: dict[str, Callable[[Blocks], Callable[[], Any]]] = {
 }
 
 
-def time_blocks(asked: Row) -> None:
+def time_blocks(request: Row) -> None:
+    """Times a variant of the blocks."""
     start = time.perf_counter()
-    iteration, handed = BLOCKS[asked["variant"]](Blocks.of(asked["size"])), 2 * asked["size"]["num_blocks"]
+    iteration, replays = BLOCKS[request["variant"]](Blocks.of(request["size"])), 2 * request["size"]["num_blocks"]
     jax.block_until_ready(iteration())
     device = f"1 x {jax.devices()[0].device_kind}"
-    answer(build_and_first_s=time.perf_counter() - start, replays=handed, device=device)
-    run, wait, _ = stepping(iteration)  # as torch's gradients, which are None before the next iteration
+    answer(build_and_first_s=time.perf_counter() - start, replays=replays, device=device)
+    run, wait, _ = make_stepper(
+        iteration
+    )  # drops the gradients of the previous iteration first, like zero_grad(set_to_none=True)
 
-    def measure(clock: Clock) -> Row:
-        return clock.back_to_back(run, wait) | {"host_us": clock.handover_seconds(run, wait) / handed * 1e6}
+    def measure(timer: Timer) -> Row:
+        return timer.back_to_back(run, wait) | {"host_us": timer.dispatch_seconds(run, wait) / replays * 1e6}
 
     take_turns(measure, partial(soak, run, wait, jax.devices()[:1], dict))
 
 
-# Pipeline
-
-
 def mlp_stage(params: tuple[Any, ...], x_ND: jax.Array) -> jax.Array:
+    """Applies the MLP layers of a stage.
+
+    Args:
+        params: Parameters of each layer.
+        x_ND: Input.
+
+    Returns:
+        The output.
+    """
     for layer in params:
         x_ND = mlp_layer(layer, x_ND)
     return x_ND
 
 
-def time_pipeline(asked: Row) -> None:
-    size, ranks = MLPSize(**asked["size"]), asked["ranks"]
-    devices = devices_of(ranks)
-    schedule = schedule_of(asked["schedule"], ranks, size.microbatches)
+def time_pipeline(request: Row) -> None:
+    """Times the step of a pipeline.
+
+    Raises:
+        RuntimeError: If the layers do not divide evenly into stages.
+    """
+    size, ranks = MLPSize(**request["size"]), request["ranks"]
+    devices = first_devices(ranks)
+    schedule = parse_schedule(request["schedule"], ranks, size.microbatches)
     stages = schedule.num_stages
     if size.layers % stages:
-        raise RuntimeError(f"{size.layers} layers cannot be shared out evenly to {stages} stages")
+        raise RuntimeError(f"{size.layers} layers do not divide evenly into {stages} stages")
     layers = mlp_layers(size)
     params = tuple(tuple(layers[i : i + size.layers // stages]) for i in range(0, size.layers, size.layers // stages))
     keys = jax.random.split(jax.random.key(1), size.microbatches)
@@ -147,21 +179,21 @@ def time_pipeline(asked: Row) -> None:
     placed = graphed.place(params)
 
     def step():
-        result = graphed.run(None, inputs, half_square, params=placed, join=asked["join"])
+        result = graphed.run(None, inputs, half_square, params=placed, join=request["join"])
         return result.losses, result.grads
 
-    run, wait, latest = stepping(step)
+    run, wait, latest = make_stepper(step)
     start = time.perf_counter()
     run()
     wait()
     answer(first_step_s=time.perf_counter() - start, loss=sum(map(float, latest[0][0])))
 
-    def measure(clock: Clock) -> Row:
-        return clock.one_by_one(run, wait) | {"host_ms": clock.handover_seconds(run, wait) * 1e3}
+    def measure(timer: Timer) -> Row:
+        return timer.one_by_one(run, wait) | {"host_ms": timer.dispatch_seconds(run, wait) * 1e3}
 
     take_turns(measure)
 
 
 if __name__ == "__main__":
-    asked = request()
-    {"blocks": time_blocks, "pipeline": time_pipeline}[asked["task"]](asked)
+    request = read_request()
+    {"blocks": time_blocks, "pipeline": time_pipeline}[request["task"]](request)

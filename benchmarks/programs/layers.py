@@ -1,6 +1,6 @@
-"""A process that times layers of a model by themselves: forward and backward of blocks, without embedding, head and optimizer.
+"""Times the forward and backward of the layers of a model, without embedding, head and optimizer.
 
-Weights are bfloat16, those of routers float32, and so are their gradients.
+Weights and gradients are bfloat16, except those of routers, which are float32.
 """
 
 # B batch, T sequence, D model
@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.peers.protocol import answer, request, take_turns
-from benchmarks.programs.step import compiled_bytes, devices_of, stepping
+from benchmarks.peers.protocol import answer, read_request, take_turns
+from benchmarks.programs.step import compiled_bytes, first_devices, make_stepper
 from benchmarks.rows import Row
 from jgraph.train.config import TrainConfig
 from jgraph.train.metrics import peak_memory_bytes
@@ -24,7 +24,15 @@ Tree = Any
 
 
 def layers(config: GPTConfig, length: int) -> tuple[Any, Tree]:
-    """Returns the layers as a function of parameters and a residual stream, and their parameters."""
+    """Creates the layers.
+
+    Args:
+        config: Config of the model.
+        length: Sequence length.
+
+    Returns:
+        The layers as a function of parameters and residual stream, and their parameters.
+    """
     dtype, kernel = jnp.dtype(config.compute_dtype), norm_kernel(config)
 
     def make() -> Any:
@@ -53,26 +61,27 @@ def layers(config: GPTConfig, length: int) -> tuple[Any, Tree]:
     return call, params
 
 
-def time_layers(asked: Row) -> None:
-    config = TrainConfig.from_dict(asked["config"])
-    device, model = devices_of(1)[0], config.model
+def time_layers(request: Row) -> None:
+    """Entry point of the candidate process."""
+    config = TrainConfig.from_dict(request["config"])
+    device, model = first_devices(1)[0], config.model
     call, params = layers(model, config.input.seq_len)
     shape = config.input.batch_size, config.input.seq_len, model.d_model
     x_BTD, dy_BTD = (jax.random.normal(jax.random.key(i), shape, jnp.dtype(model.compute_dtype)) for i in range(2))
 
     @jax.jit
-    def passed(params: Tree, x_BTD: jax.Array, dy_BTD: jax.Array) -> Tree:
+    def backward(params: Tree, x_BTD: jax.Array, dy_BTD: jax.Array) -> Tree:
         return jax.vjp(call, params, x_BTD)[1](dy_BTD)
 
     options = compiler_options(config.compile.graph, config.compile.xla_options, platform=device.platform)
-    compiled, capture = compile_and_report(passed.lower(params, x_BTD, dy_BTD), options)
-    run, wait, _ = stepping(lambda: compiled(params, x_BTD, dy_BTD))
+    compiled, capture = compile_and_report(backward.lower(params, x_BTD, dy_BTD), options)
+    run, wait, _ = make_stepper(lambda: compiled(params, x_BTD, dy_BTD))
     run()
     wait()
     answer(device=device.device_kind, capture=str(capture) if capture else None, **compiled_bytes(compiled))
-    take_turns(lambda clock: clock.back_to_back(run, wait))
+    take_turns(lambda timer: timer.back_to_back(run, wait))
     answer(peak_bytes=peak_memory_bytes(device))
 
 
 if __name__ == "__main__":
-    time_layers(request())
+    time_layers(read_request())

@@ -1,6 +1,6 @@
-"""Models that our processes train: layers x + gelu(x @ a) @ b, GPT, and its blocks. `peers/` has all of them in torch."""
+"""Models of the jgraph candidates: MLP layers `x + gelu(x @ a) @ b`, GPT, and GPT blocks. `peers/` has the same in PyTorch."""
 
-# M microbatches, S sequence and one more, N tokens, D model, F hidden, T sequence
+# M microbatches, B batch, T sequence, S = T + 1, N tokens, D model, F hidden
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +19,14 @@ from jgraph_models.rotary import rotary
 
 @dataclass(frozen=True)
 class Model:
-    """Holds a model in parts with its parameters, and a batch.
+    """A pipeline model with parameters and a batch.
 
     Attributes:
-        parts, ends, layers: as `jgraph.pipeline.Pipeline` takes them.
-        inputs: the batch, by microbatches.
-        compute_dtype: as `Pipeline`'s.
+        parts: The model, as in `jgraph.pipeline.Pipeline`.
+        ends: Parameters of embedding and head.
+        layers: Parameters of each layer.
+        inputs: The batch, stacked by microbatch.
+        compute_dtype: dtype of the activations, as in `Pipeline`.
     """
 
     parts: PipelineModel
@@ -35,7 +37,15 @@ class Model:
 
 
 def model_of(size: Size, ranks: int) -> Model:
-    """Makes GPT, embedding, head and cross-entropy included; or layers of an MLP and nothing else, with a loss of a pass."""
+    """Creates the model and batch of a work.
+
+    Args:
+        size: Size of the work. A GPT includes embedding, head and cross-entropy. An MLP has only layers and a squared loss.
+        ranks: Number of pipeline ranks.
+
+    Returns:
+        The model.
+    """
     if isinstance(size, GPTSize):
         return _gpt(size, ranks)
     parts = PipelineModel(lambda ends, x: x, mlp_layer, lambda ends, y, x: half_square(y))
@@ -54,16 +64,26 @@ def _gpt(size: GPTSize, ranks: int) -> Model:
 
 
 def mlp_layer(params: tuple[jax.Array, jax.Array], x_ND: jax.Array) -> jax.Array:
+    """Computes `x + gelu(x @ a) @ b`.
+
+    Args:
+        params: a and b.
+        x_ND: Input.
+
+    Returns:
+        The output.
+    """
     a_DF, b_FD = params
     return x_ND + jax.nn.gelu(x_ND @ a_DF, approximate=True) @ b_FD
 
 
 def half_square(y_ND: jax.Array) -> jax.Array:
+    """Returns a scaled sum of squares as loss."""
     return 0.5e-3 * jnp.sum(jnp.square(y_ND.astype(jnp.float32)))
 
 
 def mlp_layers(size: MLPSize) -> list[Any]:
-    """Makes parameters in bfloat16, uniform as torch's nn.Linear."""
+    """Creates bfloat16 parameters with the uniform initialization of `torch.nn.Linear`."""
 
     @jax.jit
     def layer(key):
@@ -78,7 +98,7 @@ def mlp_layers(size: MLPSize) -> list[Any]:
 
 
 def gpt_blocks(size: Row) -> tuple[Callable[[Any, jax.Array], jax.Array], list[Any], jax.Array, jax.Array]:
-    """Returns a block as a function, float32 parameters of each, and bfloat16 x and dy."""
+    """Returns a block as a function, the float32 parameters of each block, and x and dy in bfloat16."""
     num_blocks, batch, length = (size[key] for key in ("num_blocks", "batch", "length"))
     widths = {key: size[key] for key in ("d_model", "num_heads", "d_ff")}
     config = GPTConfig(vocab_size=256, num_layers=num_blocks, num_kv_heads=size["num_heads"], **widths)
@@ -91,5 +111,5 @@ def gpt_blocks(size: Row) -> tuple[Callable[[Any, jax.Array], jax.Array], list[A
         return block(x_BTD, table_T1K)
 
     x, dy = (jax.random.normal(jax.random.key(i), (batch, length, config.d_model), jnp.bfloat16) for i in (1, 2))
-    # As dicts, which jax flattens in C++; an nnx.State takes Python 9 us.
+    # jax flattens dicts in C++. An nnx.State is flattened in Python, which takes 9 us.
     return stage, [nnx.to_pure_dict(params) for _, params in splits], x, dy

@@ -1,6 +1,6 @@
-"""A process that times a schedule, as one program or dispatched by the host, and its actions, ends and transfers alone.
+"""Times a pipeline schedule on the SPMD or the MPMD engine, and its actions, embedding, head and transfers in isolation.
 
-Every answer is a JSON line and holds more of the row, so that what was measured before a crash is kept.
+Each measurement is reported as soon as it is done, so that a crash loses only the following ones.
 """
 
 import statistics
@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.peers.protocol import Clock, answer, request, take_turns
+from benchmarks.peers.protocol import Timer, answer, read_request, take_turns
 from benchmarks.programs.models import Model, model_of
-from benchmarks.programs.step import compiled_bytes, devices_of, launched, stepping
+from benchmarks.programs.step import compiled_bytes, count_graph_launches, first_devices, make_stepper
 from benchmarks.rows import Row
-from benchmarks.works import GPTSize, schedule_of, size_from
+from benchmarks.works import GPTSize, parse_schedule, size_from_dict
 from jgraph import FP8Config
 from jgraph.dispatch import in_turn
 from jgraph.pipeline import Pipeline, Pipelined
@@ -32,82 +32,107 @@ from jgraph.train.metrics import peak_memory_bytes
 from jgraph.xla import compile_and_report, compiler_options
 from jgraph.xla.options import known
 
-# Calls in a timed program, and layers in one of actions: a small one takes less time than the host needs to hand it over.
+# Transfers, and layers, per timed program. A shorter program takes less time than its dispatch.
 CALLS, CALLED_LAYERS = 4, 16
 
 
-def time_schedule(asked: Row) -> None:
-    ranks, size, clock = asked["ranks"], size_from(asked["size"]), Clock(**asked["clock"])
+def time_schedule(request: Row) -> None:
+    """Entry point of the candidate process."""
+    ranks, size, timer = request["ranks"], size_from_dict(request["size"]), Timer(**request["clock"])
     if isinstance(size, GPTSize):
-        model = replace(size.model, norm=asked["norm"] or size.model.norm)
-        size = replace(size, model=model.in_fp8() if asked["fp8"] else model)
-    devices, platform = devices_of(ranks), jax.default_backend()
-    model, schedule = model_of(size, ranks), schedule_of(asked["schedule"], ranks, size.microbatches)
+        model = replace(size.model, norm=request["norm"] or size.model.norm)
+        size = replace(size, model=model.in_fp8() if request["fp8"] else model)
+    devices, platform = first_devices(ranks), jax.default_backend()
+    model, schedule = model_of(size, ranks), parse_schedule(request["schedule"], ranks, size.microbatches)
     mesh = Mesh(np.array(devices).reshape(1, ranks), ("data", "pipe"))
-    pipe = pipeline_of(model, schedule, mesh, remat=asked["remat"], recipe=asked["fp8"])
+    pipe = pipeline_of(model, schedule, mesh, remat=request["remat"], recipe=request["fp8"])
     stacked = pipe.stack(model.ends, model.layers)
     params = jax.device_put(stacked, pipe.shardings(stacked))
     inputs, history = jax.device_put(
         (model.inputs, pipe.precision.state(len(model.layers))), NamedSharding(mesh, PartitionSpec())
     )
     del stacked
-    model.layers.clear()  # they would count as the first device's memory
+    model.layers.clear()  # frees the unsharded parameters on the first device
     held_before = peak_memory_bytes(devices[0])
-    runtime = "dispatched" if asked["engine"] == "dispatch" else pipe.runtime
+    runtime = "dispatched" if request["engine"] == "dispatch" else pipe.runtime
     answer(device=f"{ranks} x {devices[0].device_kind}", runtime=runtime)
 
     chosen = known(XLA_OPTIONS, platform) if pipe.precision.weights else ()
-    options = compiler_options(asked["graph"], (*chosen, *asked["xla_options"]), platform=platform, num_devices=ranks)
-    if platform == "gpu":  # or command buffers are left aside while launches are counted
+    options = compiler_options(request["graph"], (*chosen, *request["xla_options"]), platform=platform, num_devices=ranks)
+    if platform == "gpu":  # keeps command buffers while the profiler counts launches
         options["xla_enable_command_buffers_during_profiling"] = True
-    call = as_executables if runtime == "dispatched" else as_program
-    run, wait, latest = stepping(call(pipe, params, inputs, history, options))
+    call = mpmd_step if runtime == "dispatched" else spmd_step
+    run, wait, latest = make_stepper(call(pipe, params, inputs, history, options))
     run()
     wait()
-    # Where microbatches' losses are not weighted, a dispatched schedule leaves their sum.
+    # The dispatch engine returns the sum of unweighted losses over the microbatches.
     count = size.microbatches if pipe.precision.weights and runtime == "dispatched" else 1
     loss = float(latest[0][0].addressable_data(0).ravel()[0]) / count
-    # Of the first device only what is more than the whole model took there, before it was spread.
+    # The first device held the unsharded model before. Its peak counts only if the step exceeded that.
     peaks = [peak if n or peak > held_before else 0 for n, peak in enumerate(map(peak_memory_bytes, devices))]
     answer(loss=loss, peak_bytes=max(peaks), peaks_bytes=peaks)
     turns = []
 
-    def measure(clock: Clock) -> Row:
-        turns.append(clock.one_by_one(run, wait))
+    def measure(timer: Timer) -> Row:
+        turns.append(timer.one_by_one(run, wait))
         return turns[-1]
 
     take_turns(measure)
-    stream = clock.in_flight(run, wait, platform)
-    answer(stream_ms=stream["ms"], host_ms=clock.handover_seconds(run, wait) * 1e3)
-    answer(**launched(run, wait))
-    if asked["actions"] and turns:
+    stream = timer.on_platform(run, wait, platform)
+    answer(stream_ms=stream["ms"], host_ms=timer.dispatch_seconds(run, wait) * 1e3)
+    answer(**count_graph_launches(run, wait))
+    if request["actions"] and turns:
         latest.clear()
-        alone = time_actions(pipe, params, inputs, clock, options)
-        alone |= time_ends(pipe, params, inputs, clock, options, together=runtime != "dispatched")
-        alone["permute_ms"] = time_permute(pipe, params, inputs, clock, options)
-        answer(alone=alone, categories=made_of(statistics.median(turn["ms"] for turn in turns), alone, schedule, runtime))
+        alone = time_actions(pipe, params, inputs, timer, options)
+        alone |= time_ends(pipe, params, inputs, timer, options, together=runtime != "dispatched")
+        alone["permute_ms"] = time_permute(pipe, params, inputs, timer, options)
+        answer(
+            alone=alone, categories=step_breakdown(statistics.median(turn["ms"] for turn in turns), alone, schedule, runtime)
+        )
 
 
 def pipeline_of(model: Model, schedule: Schedule, mesh: Mesh, *, remat: Any, recipe: Any) -> Pipeline:
-    """Returns the pipeline of a training step; with the products of its layers in FP8, if there is a recipe."""
+    """Builds the pipeline of a training step.
+
+    Args:
+        model: Model and batch.
+        schedule: The schedule.
+        mesh: Mesh with the axes data and pipe.
+        remat: Rematerialization policy.
+        recipe: FP8 recipe, or an empty string for no FP8.
+
+    Returns:
+        The pipeline.
+    """
     shapes = jax.eval_shape(model.parts.join, model.ends, model.layers)
     strategy = Pipelined(mesh, shapes, schedule, compute_dtype=model.compute_dtype, remat=remat)
     objective = Objective(
         loss=model.parts,
         num_microbatches=schedule.num_microbatches,
         fp8=FP8Config(recipe=recipe) if recipe else None,
-        batch=jax.eval_shape(whole, model.inputs),
+        batch=jax.eval_shape(merge_microbatches, model.inputs),
     )
     return strategy.pipeline(objective)[0]
 
 
-def whole(inputs: Any) -> Any:
-    """Returns a batch, from its microbatches."""
+def merge_microbatches(inputs: Any) -> Any:
+    """Returns the batch without the microbatch axis."""
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), inputs)
 
 
-def as_program(pipe: Pipeline, params: Any, inputs: Any, history: Any, options: Any) -> Callable[[], tuple[jax.Array, Any]]:
-    """Returns the schedule as one program, with loss and gradients as its results; histories go from step to step."""
+def spmd_step(pipe: Pipeline, params: Any, inputs: Any, history: Any, options: Any) -> Callable[[], tuple[jax.Array, Any]]:
+    """Compiles the schedule as one SPMD program.
+
+    Args:
+        pipe: The pipeline.
+        params: Sharded parameters.
+        inputs: The batch, by microbatch.
+        history: FP8 amax histories. Donated, and carried from step to step.
+        options: XLA options.
+
+    Returns:
+        A function that dispatches a step and returns loss and gradients.
+    """
     start, held = time.perf_counter(), [history]
 
     def step(params: Any, inputs: Any, history: Any) -> Any:
@@ -127,8 +152,19 @@ def as_program(pipe: Pipeline, params: Any, inputs: Any, history: Any, options: 
     return call
 
 
-def as_executables(pipe: Pipeline, params: Any, inputs: Any, history: Any, options: Any) -> Callable[[], tuple[jax.Array, Any]]:
-    """Returns the schedule as executables that the host hands over; the gradients are the sums in their buffers."""
+def mpmd_step(pipe: Pipeline, params: Any, inputs: Any, history: Any, options: Any) -> Callable[[], tuple[jax.Array, Any]]:
+    """Compiles the schedule as MPMD executables that the host dispatches.
+
+    Args:
+        pipe: The pipeline.
+        params: Sharded parameters.
+        inputs: The batch, by microbatch.
+        history: FP8 amax histories, carried from step to step.
+        options: XLA options.
+
+    Returns:
+        A function that dispatches a step and returns the loss and all results, including the accumulated gradients.
+    """
     start = time.perf_counter()
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(pipe.mesh, PartitionSpec()))
     held: list[Any] = [Carry({}, history)]
@@ -157,8 +193,19 @@ def as_executables(pipe: Pipeline, params: Any, inputs: Any, history: Any, optio
     return call
 
 
-def time_actions(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options: Any) -> Row:
-    """Times forward, dgrad and wgrad of a stage on one GPU. Each call depends on the one before, as in a pipeline."""
+def time_actions(pipe: Pipeline, params: Any, inputs: Any, timer: Timer, options: Any) -> Row:
+    """Times forward, dgrad and wgrad of a stage on one GPU. Each call depends on the previous one, as in a pipeline.
+
+    Args:
+        pipe: The pipeline.
+        params: Sharded parameters, for their shapes.
+        inputs: The batch, by microbatch.
+        timer: Durations of the measurement.
+        options: XLA options.
+
+    Returns:
+        `forward_ms`, `dgrad_ms` and `wgrad_ms` per stage and microbatch.
+    """
     layers = pipe.layout.layers_per_stage
     function, split, calls = pipe.stage(None, layers), pipe.split(None, layers), max(1, CALLED_LAYERS // layers)
     shapes, (x, *_) = pipe.layer_shapes(params, inputs)
@@ -188,10 +235,10 @@ def time_actions(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options
         return jax.jit(function, donate_argnums=donate).lower(*args).compile(compiler_options=options)
 
     def milliseconds(call: Callable[[], Any]) -> float:
-        return alone_ms(call, clock) / calls
+        return isolated_ms(call, timer) / calls
 
-    own = ([like(layer, 0.02, key) for key in range(layers)], extra)
-    x, dy = like(x), like(x, key=1)
+    own = ([random_like(layer, 0.02, key) for key in range(layers)], extra)
+    x, dy = random_like(x), random_like(x, key=1)
     state = pipe.precision.state(layers)
     stage = own, state, function.quantize(own, state, x) if pipe.precision.weights else None
     call_forward = compiled(forward, stage, x)
@@ -200,25 +247,37 @@ def time_actions(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options
     stashes, *_ = call_dgrad(stage, residuals, dy)
     alone = {"forward_ms": milliseconds(lambda: call_forward(stage, x))}
     alone["dgrad_ms"] = milliseconds(lambda: call_dgrad(stage, residuals, dy))
-    kept = [held.after_dgrad() for held in residuals]
+    wgrad_residuals = [held.after_dgrad() for held in residuals]
     sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), own)
     grads = [(sums, None, None)]
-    call_wgrad = compiled(wgrad, grads[0], stage, kept, stashes, donate=(0,))
+    call_wgrad = compiled(wgrad, grads[0], stage, wgrad_residuals, stashes, donate=(0,))
 
     def add() -> Any:
-        grads[0] = call_wgrad(grads[0], stage, kept, stashes)
+        grads[0] = call_wgrad(grads[0], stage, wgrad_residuals, stashes)
         return grads[0]
 
     return alone | {"wgrad_ms": milliseconds(add)}
 
 
-def time_ends(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options: Any, *, together: bool) -> Row:
-    """Times head and embedding of a microbatch with their gradients: by all ranks together, or each on one GPU."""
+def time_ends(pipe: Pipeline, params: Any, inputs: Any, timer: Timer, options: Any, *, together: bool) -> Row:
+    """Times head and embedding of a microbatch with their gradients.
+
+    Args:
+        pipe: The pipeline.
+        params: Sharded parameters.
+        inputs: The batch, by microbatch.
+        timer: Durations of the measurement.
+        options: XLA options.
+        together: Compute them on all ranks, like the SPMD engine, instead of one GPU.
+
+    Returns:
+        `head_ms`, and `embed_ms` if the model has an embedding.
+    """
     model, (x, *_) = pipe.model, pipe.inputs(params, inputs)
     mesh = pipe.mesh if together else Mesh(pipe.mesh.devices[:, :1], pipe.mesh.axis_names)
     specs = pipe.specs(params)["outer"]
     outer, inputs, x = jax.device_put(
-        (params["outer"], jax.tree.map(lambda leaf: leaf[:CALLS], inputs), like(x)),
+        (params["outer"], jax.tree.map(lambda leaf: leaf[:CALLS], inputs), random_like(x)),
         (jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs), *[NamedSharding(mesh, PartitionSpec())] * 2),
     )
 
@@ -228,8 +287,8 @@ def time_ends(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options: A
         def one(total: Any, microbatch: Any) -> Any:
             y = jnp.where(here, x, jnp.zeros((), x.dtype))
             loss, pull_back = jax.vjp(lambda outer, y: model.head(outer, y, microbatch), read, y)
-            of_outer, dy = pull_back(here.astype(loss.dtype))
-            return added(total, of_outer), (loss, dy)
+            grads, dy = pull_back(here.astype(loss.dtype))
+            return added(total, grads), (loss, dy)
 
         return jax.lax.scan(one, zeros(outer), inputs)
 
@@ -249,24 +308,46 @@ def time_ends(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options: A
     count, in_specs = len(jax.tree.leaves(inputs)[0]), (specs, PartitionSpec(), PartitionSpec())
     functions = {"head_ms": head} | ({"embed_ms": embed} if jax.tree.leaves(outer) else {})
     calls = {name: on_ranks(function, mesh, in_specs, options, outer, inputs, x) for name, function in functions.items()}
-    return {name: alone_ms(call, clock) / count for name, call in calls.items()}
+    return {name: isolated_ms(call, timer) / count for name, call in calls.items()}
 
 
-def time_permute(pipe: Pipeline, params: Any, inputs: Any, clock: Clock, options: Any) -> float:
-    """Returns the milliseconds in which every rank passes an activation on, or a gradient back."""
+def time_permute(pipe: Pipeline, params: Any, inputs: Any, timer: Timer, options: Any) -> float:
+    """Times a transfer of an activation or gradient from every rank to its neighbor.
+
+    Args:
+        pipe: The pipeline.
+        params: Sharded parameters.
+        inputs: The batch, by microbatch.
+        timer: Durations of the measurement.
+        options: XLA options.
+
+    Returns:
+        Milliseconds per transfer.
+    """
     ranks = pipe.mesh.shape["pipe"]
-    x = jax.device_put(like(pipe.inputs(params, inputs)[0]), NamedSharding(pipe.mesh, PartitionSpec()))
+    x = jax.device_put(random_like(pipe.inputs(params, inputs)[0]), NamedSharding(pipe.mesh, PartitionSpec()))
 
     def permute(x: jax.Array) -> jax.Array:
         for i in range(CALLS):
             x = jax.lax.ppermute(x, "pipe", [(r, (r + (-1) ** i) % ranks) for r in range(ranks)])
         return x
 
-    return alone_ms(on_ranks(permute, pipe.mesh, (PartitionSpec(),), options, x), clock) / CALLS
+    return isolated_ms(on_ranks(permute, pipe.mesh, (PartitionSpec(),), options, x), timer) / CALLS
 
 
 def on_ranks(function: Callable[..., Any], mesh: Mesh, in_specs: Any, options: Any, *args: Any) -> Callable[[], Any]:
-    """Compiles a function of one rank, whose results may differ by rank."""
+    """Compiles a function for all ranks. Its results may differ between ranks.
+
+    Args:
+        function: Function of one rank.
+        mesh: The mesh.
+        in_specs: Partition specs of the arguments.
+        options: XLA options.
+        *args: Arguments.
+
+    Returns:
+        A function without arguments that dispatches a call.
+    """
 
     def local(*args: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf[None], function(*args))
@@ -276,25 +357,53 @@ def on_ranks(function: Callable[..., Any], mesh: Mesh, in_specs: Any, options: A
     return lambda: compiled(*args)
 
 
-def alone_ms(call: Callable[[], Any], clock: Clock) -> float:
-    run, wait, _ = stepping(call)
-    return clock.in_flight(run, wait, jax.default_backend())["ms"]
+def isolated_ms(call: Callable[[], Any], timer: Timer) -> float:
+    """Times a function.
+
+    Args:
+        call: Dispatches a call.
+        timer: Durations of the measurement.
+
+    Returns:
+        Milliseconds per call.
+    """
+    run, wait, _ = make_stepper(call)
+    return timer.on_platform(run, wait, jax.default_backend())["ms"]
 
 
-def like(shapes: Any, scale: float = 1.0, key: int = 0) -> Any:
-    """Makes arrays of these shapes. Zeros would draw less power, and so be faster, than numbers of a model."""
+def random_like(shapes: Any, scale: float = 1.0, key: int = 0) -> Any:
+    """Creates random arrays. Zeros would draw less power and run faster than realistic values.
+
+    Args:
+        shapes: Pytree of arrays or shapes.
+        scale: Standard deviation.
+        key: Seed.
+
+    Returns:
+        Arrays with the same structure, shapes and dtypes.
+    """
     leaves, structure = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(key), len(leaves))
     made = [scale * jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)]
     return structure.unflatten(made)
 
 
-def made_of(ms: float, alone: Row, schedule: Schedule, runtime: str) -> Row:
-    """Returns a step's time by category: actions, ends and transfers as often as it has them, the bubble, what is not told."""
+def step_breakdown(ms: float, alone: Row, schedule: Schedule, runtime: str) -> Row:
+    """Splits the time of a step into categories.
+
+    Args:
+        ms: Time of the step.
+        alone: Times in isolation.
+        schedule: The schedule.
+        runtime: aligned, general or dispatched.
+
+    Returns:
+        Milliseconds of actions, bubble, ends (embedding and head), permutes (transfers), waiting, and the unexplained rest.
+    """
     costs = Costs(alone["forward_ms"], alone["dgrad_ms"], alone["wgrad_ms"])
     played = simulate(schedule, costs, execution="lockstep" if runtime == "aligned" else "dataflow")
     found = {"actions": float(played.busy.mean()), "bubble": played.makespan - float(played.busy.mean())}
-    if runtime == "dispatched":  # only the ranks of the first and the last stage have ends, and transfers are beside actions
+    if runtime == "dispatched":  # only the first and last stage have ends; transfers overlap with actions
         forward, dgrad, *_ = costs.table(schedule.num_stages)
         forward[-1] += alone["head_ms"]
         dgrad[0] += alone.get("embed_ms", 0.0)
@@ -303,15 +412,23 @@ def made_of(ms: float, alone: Row, schedule: Schedule, runtime: str) -> Row:
         found |= {"ends": with_ends - played.makespan, "permutes": with_both - with_ends}
     else:
         found["ends"] = schedule.num_microbatches * (alone["head_ms"] + alone.get("embed_ms", 0.0))
-        found["permutes"] = permutes(schedule, runtime) * alone["permute_ms"]
+        found["permutes"] = count_permutes(schedule, runtime) * alone["permute_ms"]
     if runtime == "general":
         ticks = simulate(schedule, costs, execution="neighbours").makespan
         found["waiting for neighbours"] = max(ticks - played.makespan, 0.0)
     return found | {"not told": ms - sum(found.values())}
 
 
-def permutes(schedule: Schedule, runtime: str) -> int:
-    """Counts the permutes of a step: one a tick from each side, in the aligned runtime only where something was made."""
+def count_permutes(schedule: Schedule, runtime: str) -> int:
+    """Counts the collective permutes of a step.
+
+    Args:
+        schedule: The schedule.
+        runtime: The general runtime permutes in both directions on every tick, the aligned one only after a forward or dgrad.
+
+    Returns:
+        The number of permutes.
+    """
     tables = tabulate(schedule, writing="makers" if runtime == "aligned" else "all")
     used = {pair for pair in tables.arrivals if pair[0] != "same"}
     if runtime == "general":
@@ -321,4 +438,4 @@ def permutes(schedule: Schedule, runtime: str) -> int:
 
 
 if __name__ == "__main__":
-    time_schedule(request())
+    time_schedule(read_request())

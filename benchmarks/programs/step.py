@@ -1,4 +1,4 @@
-"""A process that is asked about a training step of `python -m jgraph.train`: its time, its time by category, a soak."""
+"""Times a training step of `python -m jgraph.train`, measures its time by category, or runs a soak."""
 
 import tempfile
 import time
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from benchmarks.harness import soak
-from benchmarks.peers.protocol import answer, request, take_turns
+from benchmarks.peers.protocol import answer, read_request, take_turns
 from benchmarks.rows import Row
 from jgraph.dispatch import in_turn
 from jgraph.profile.attribution import by_category, choose_step
@@ -25,14 +25,20 @@ from jgraph.train.setup import TrainSetup
 from jgraph.xla import cache, count_launches
 from jgraph.xla.launches import profiler_options
 
-TRACED = 3  # steps of the trace that categories are read from
+TRACED = 3  # number of profiled steps
 
 
 @dataclass
 class Step:
-    """Holds a compiled step with its devices, state and batch; `run` hands over a step, `wait` returns when all are done.
+    """A compiled training step with its state and batch.
 
-    `batch_of` makes a batch of a seed.
+    Attributes:
+        devices: Devices of the step.
+        compiled: The executable.
+        state: Training state. Donated by each step.
+        batch_of: Creates a batch from a seed.
+        batch: The current batch.
+        metrics: Metrics of the last step.
     """
 
     devices: list[Any]
@@ -43,17 +49,26 @@ class Step:
     metrics: Any = None
 
     @classmethod
-    def of(cls, config: TrainConfig, tell: Callable[..., None] = answer) -> "Step":
-        config = profiled(config, jax.default_backend())  # so that launches can be counted
+    def of(cls, config: TrainConfig, report: Callable[..., None] = answer) -> "Step":
+        """Compiles the step and initializes the state.
+
+        Args:
+            config: Config of the run.
+            report: Called with keys of the row.
+
+        Returns:
+            The step.
+        """
+        config = profiled(config, jax.default_backend())  # allows the profiler to count launches
         setup = TrainSetup.of(config)
-        devices = devices_of(setup.step.num_devices)
-        tell(device=f"{len(devices)} x {devices[0].device_kind}", xla_options=config.compile.xla_options)
+        devices = first_devices(setup.step.num_devices)
+        report(device=f"{len(devices)} x {devices[0].device_kind}", xla_options=config.compile.xla_options)
         cache.enable()
-        init = setup.compile_init()  # beside the step, which takes longer
+        init = setup.compile_init()  # compiles in the background, while the step compiles
         start = time.perf_counter()
         with cache.watch() as compiles:
             run = setup.compile_step()
-        tell(
+        report(
             compile_s=time.perf_counter() - start,
             capture=str(run.capture) if run.capture else None,
             compiled=str(compiles),
@@ -67,25 +82,29 @@ class Step:
 
         step = cls(devices, run, init(), batch, batch(0))
         jax.block_until_ready(step.state)
-        # The state is made in a program that may take more than the step does, and a device's peak cannot be set back.
-        tell(init_peak_bytes=step.peak_bytes())
+        # The initialization may need more memory than the step, and the peak of a device cannot be reset.
+        report(init_peak_bytes=step.peak_bytes())
         return step
 
     def run(self) -> None:
+        """Dispatches a step."""
         self.state, self.metrics = self.compiled(self.state, self.batch)
 
     def wait(self) -> None:
+        """Blocks until all steps are done."""
         jax.block_until_ready((self.state, self.metrics))
 
     def peak_bytes(self) -> int:
+        """Returns the peak memory of the fullest device."""
         return max(peak_memory_bytes(device) for device in self.devices)
 
     def result(self) -> Row:
+        """Returns the loss, the number of skipped steps and the required expert capacity."""
         halted = {} if self.metrics.halted is None else {"halted": int(self.metrics.halted)}
         return {"loss": float(self.metrics.loss), "skipped": int(self.state.skipped), **halted}
 
-    def soak(self, **asked: Any) -> Iterator[Row]:
-        """Runs steps on a new batch each, as `benchmarks.harness.soak`; at the end their losses."""
+    def soak(self, **request: Any) -> Iterator[Row]:
+        """Runs `benchmarks.harness.soak` with a new batch per step. The last report has all losses."""
         losses: list[float] = []
 
         def run() -> None:
@@ -96,26 +115,31 @@ class Step:
             self.wait()
             losses.append(float(self.metrics.loss))
 
-        yield from soak(run, wait, self.devices, self.result, **asked)
+        yield from soak(run, wait, self.devices, self.result, **request)
         yield {"losses": losses}
 
 
-def devices_of(ranks: int) -> list[Any]:
-    """Returns the first devices of the machine. Raises RuntimeError where there are not as many."""
+def first_devices(ranks: int) -> list[Any]:
+    """Returns the first `ranks` devices.
+
+    Raises:
+        RuntimeError: If there are fewer devices.
+    """
     devices = jax.devices()[:ranks]
     if len(devices) < ranks:
-        raise RuntimeError(f"{len(devices)} of {ranks} devices are here; say --ranks")
+        raise RuntimeError(f"needs {ranks} devices, found {len(devices)}; set --ranks")
     return devices
 
 
 def compiled_bytes(compiled: Any) -> Row:
+    """Returns the memory analysis of an executable."""
     memory = compiled.memory_analysis()
     names = ("argument", "temp", "output", "alias") if memory is not None else ()
     return {f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes") for name in names}
 
 
-def stepping(call: Callable[[], Any]) -> tuple[Callable[[], None], Callable[[], None], list[Any]]:
-    """Returns how to hand over a step, how to wait for it, and the list that has its result until the next step."""
+def make_stepper(call: Callable[[], Any]) -> tuple[Callable[[], None], Callable[[], None], list[Any]]:
+    """Returns functions that dispatch a call and wait for it, and a list with its result, which the next call frees first."""
     latest: list[Any] = [None]
 
     def run() -> None:
@@ -125,35 +149,44 @@ def stepping(call: Callable[[], Any]) -> tuple[Callable[[], None], Callable[[], 
     return run, lambda: jax.block_until_ready(latest), latest
 
 
-def launched(run: Callable[[], None], wait: Callable[[], None]) -> Row:
-    """Counts the CUDA graphs that a step launches, and those updated before."""
+def count_graph_launches(run: Callable[[], None], wait: Callable[[], None]) -> Row:
+    """Counts the CUDA graphs that a step launches and updates.
+
+    Args:
+        run: Dispatches a step.
+        wait: Blocks until it is done.
+
+    Returns:
+        `launches` and `updates`.
+    """
     with count_launches() as count:
         run()
         wait()
     return {"launches": count.launches, "updates": count.updates}
 
 
-def time_step(asked: Row) -> None:
-    config = TrainConfig.from_dict(asked["config"])
+def time_step(request: Row) -> None:
+    """Entry point of the candidate process."""
+    config = TrainConfig.from_dict(request["config"])
     step = Step.of(config)
     step.run()
     step.wait()
     answer(**step.result(), peak_bytes=step.peak_bytes())
 
     take_turns(
-        lambda clock: clock.in_flight(step.run, step.wait, step.devices[0].platform),
+        lambda timer: timer.on_platform(step.run, step.wait, step.devices[0].platform),
         step.soak,
     )
-    answer(**launched(step.run, step.wait), peak_bytes=step.peak_bytes())
+    answer(**count_graph_launches(step.run, step.wait), peak_bytes=step.peak_bytes())
     answer(**{name: value for name, value in step.result().items() if name != "loss"})
-    if asked["categories"]:
-        del step  # the other one has a state of its own
+    if request["categories"]:
+        del step  # frees its state before the profiled step allocates another
         answer(categories=categories(config))
 
 
 def categories(config: TrainConfig) -> Row:
-    """Returns milliseconds by category, mean of the ranks, of the step without command buffers, whose kernels have names."""
-    step = Step.of(config.changed(graph="off"), tell=lambda **row: None)
+    """Profiles the step without CUDA graphs, because kernels in graphs have no names. Returns mean milliseconds by category."""
+    step = Step.of(config.changed(graph="off"), report=lambda **row: None)
     step.run()
     step.wait()
     with tempfile.TemporaryDirectory() as folder:
@@ -170,4 +203,4 @@ def categories(config: TrainConfig) -> Row:
 
 
 if __name__ == "__main__":
-    time_step(request())
+    time_step(read_request())

@@ -1,4 +1,4 @@
-"""Splits a backward pass into dgrad and wgrad; reads and replays jaxprs."""
+"""Splits a backward pass into dgrad and wgrad. Reads and replays jaxprs."""
 
 from jgraph.autodiff._flops import product_flops as product_flops
 from jgraph.autodiff._split import (

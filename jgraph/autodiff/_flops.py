@@ -14,18 +14,19 @@ from jgraph.kernels.grouped import CALLS
 def product_flops(fn: Callable[..., Any], *args: Any) -> float:
     """Counts the FLOPs of matmuls, ragged matmuls and convolutions in `fn`, two per multiply-add. Traces `fn` only.
 
-    Counts every iteration of a scan and the largest branch of a conditional. Counts one iteration of a `while` loop, and
-    nothing for other kernels.
-
-    >>> product_flops(jnp.dot, jnp.ones((2, 3)), jnp.ones((3, 5)))
-    60.0
+    Counts every iteration of a scan, the largest branch of a conditional, and one iteration of a `while` loop. Each row of a
+    ragged matmul counts for one group. Elementwise operations, and kernels other than grouped matmuls, count as zero.
 
     Args:
-        fn: The function.
-        *args: Arrays or `jax.ShapeDtypeStruct`s.
+        fn: The function. May be differentiated or jitted.
+        *args: Positional arguments of `fn`: trees of arrays or `jax.ShapeDtypeStruct`s. Only shapes and dtypes are read.
 
     Returns:
-        The number of FLOPs.
+        The number of FLOPs, a float.
+
+    Examples:
+        >>> product_flops(jnp.dot, jnp.ones((2, 3)), jnp.ones((3, 5)))
+        60.0
     """
     return _flops_of_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr)
 
@@ -37,7 +38,7 @@ def _flops_of_jaxpr(jaxpr: core.Jaxpr) -> float:
 def _flops_of_equation(eqn: core.JaxprEqn) -> float:
     name, operands, results = eqn.primitive.name, [_shape(v) for v in eqn.invars], [_shape(v) for v in eqn.outvars]
     if name in JITS and eqn.params["name"] in CALLS:
-        # The jaxpr of the kernel does not show how many rows are multiplied.
+        # The jaxpr of the kernel does not show the number of rows.
         return 2.0 * math.prod(operands[0]) * results[0][-1]
     if name in ("dot_general", "ragged_dot_general"):
         ragged = eqn.params.get("ragged_dot_dimension_numbers")

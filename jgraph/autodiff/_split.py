@@ -1,8 +1,8 @@
-"""`split_backward`: computes the backward pass of a stage as dgrad, and as wgrad at any later time.
+"""`split_backward`: splits the backward pass of a stage into dgrad, and wgrad at any later time.
 
-The stage is traced once for each set of shapes, and its matmuls get taps (`linear.py`). One `jax.vjp` with respect to the
-input, the undelayed parameters and the taps is dgrad. The cotangents of the taps are the operands of wgrad. `_trace.py` decides
-which arrays are kept, and for how long.
+The stage is traced once for each set of shapes, and its matmuls get taps (`linear.py`). dgrad is one `jax.vjp` with respect to
+the input, the undelayed parameters and the taps. The cotangents of the taps are the operands of wgrad. `_trace.py` decides
+which arrays are saved, and for how long.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,12 +27,12 @@ from jgraph.tree import PyTree, leaf_names, path_name
 @partial(jax.tree_util.register_dataclass, data_fields=["dgrad", "wgrad"], meta_fields=["trace"])
 @dataclass(frozen=True)
 class Residuals:
-    """The arrays that forward keeps for dgrad and wgrad.
+    """The arrays that forward saves for dgrad and wgrad. A pytree, so it can be passed through `jax.jit`.
 
     Attributes:
-        dgrad: Arrays of the pool `forward_dgrad`.
-        wgrad: Arrays of the pool `forward_wgrad`.
-        trace: The trace that the arrays belong to.
+        dgrad: Arrays of the pool `forward_dgrad`, which only dgrad reads. Empty after `after_dgrad`.
+        wgrad: Arrays of the pool `forward_wgrad`, which wgrad reads, and dgrad may read.
+        trace: Static data: the trace of the stage that the arrays belong to.
     """
 
     dgrad: tuple[Array, ...]
@@ -40,12 +40,12 @@ class Residuals:
     trace: StageTrace
 
     def after_dgrad(self) -> "Residuals":
-        """Returns the residuals without the arrays that only dgrad reads."""
+        """Returns the residuals without the arrays that only dgrad reads. Copies and deletes nothing."""
         return Residuals((), self.wgrad, self.trace)
 
     @property
     def by_index(self) -> dict[int, Array]:
-        """The arrays by their index in `StageTrace.avals`."""
+        """The arrays by their index in `StageTrace.avals`: those for wgrad, and those for dgrad unless `dgrad` is empty."""
         kept = dict(zip(self.trace.for_wgrad, self.wgrad, strict=True))
         return kept | (dict(zip(self.trace.for_dgrad, self.dgrad, strict=True)) if self.dgrad else {})
 
@@ -53,7 +53,14 @@ class Residuals:
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["trace"])
 @dataclass(frozen=True)
 class Stash:
-    """The arrays that dgrad keeps for wgrad, those of the pool `stash`."""
+    """The arrays that dgrad saves for wgrad. A pytree.
+
+    They are the gradients of the outputs of delayed matmuls, and data operands that are expensive to recompute.
+
+    Attributes:
+        arrays: Arrays of the pool `stash`.
+        trace: Static data: the trace of the stage that the arrays belong to.
+    """
 
     arrays: tuple[Array, ...]
     trace: StageTrace
@@ -61,14 +68,14 @@ class Stash:
 
 @dataclass(frozen=True)
 class Spec:
-    """Shapes of the arrays that are passed between forward, dgrad and wgrad, as trees of `jax.ShapeDtypeStruct`.
+    """Shapes and dtypes of the arrays between forward, dgrad and wgrad, as trees of `jax.ShapeDtypeStruct`.
 
     Attributes:
         y: Output of the stage.
         residuals: Arrays from forward to dgrad (`.dgrad`) and from forward to wgrad (`.wgrad`).
-        stash: Arrays from dgrad to wgrad.
-        delayed: Paths of the parameters with gradients from wgrad.
-        aux: Auxiliary output of the stage, with `has_aux`.
+        stash: Arrays from dgrad to wgrad (`.arrays`).
+        delayed: Paths of the parameters with gradients from wgrad, such as `blocks/0/kernel`, in the order of the leaves.
+        aux: Auxiliary output of the stage; None without `has_aux`.
     """
 
     y: PyTree
@@ -78,7 +85,7 @@ class Spec:
     aux: PyTree = None
 
     def nbytes(self) -> dict[str, int]:
-        """Returns the bytes of each pool for one microbatch, by the names in `jgraph.schedule.POOLS`."""
+        """Returns the bytes of one microbatch by pool: a dict with the keys `forward_dgrad`, `forward_wgrad` and `stash`."""
         pools = {"forward_dgrad": self.residuals.dgrad, "forward_wgrad": self.residuals.wgrad, "stash": self.stash.arrays}
         return {name: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) for name, leaves in pools.items()}
 
@@ -92,40 +99,43 @@ def split_backward(
 ) -> "Split":
     """Splits the backward pass of a function into dgrad (gradients of inputs) and wgrad (gradients of weights).
 
-    Computes the same gradients as `jax.vjp` with the same number of FLOPs. Wgrad can run at any time after dgrad.
-
-    >>> split = jgraph.split_backward(lambda params, x: x @ params["w"] + params["b"])
-    >>> params, x = {"w": jnp.ones((2, 3)), "b": jnp.zeros(3)}, jnp.ones((4, 2))
-    >>> y, residuals = split.forward(params, x)
-    >>> dx, early, stash = split.dgrad(params, residuals, jnp.ones_like(y))
-    >>> late = split.wgrad(params, residuals, stash)  # any time later
-    >>> jax.tree.map(jnp.shape, split.merge(early, late))
-    {'b': (3,), 'w': (2, 3)}
+    Computes the same gradients as `jax.vjp` with the same number of FLOPs, besides recomputed operations. wgrad can run at any
+    time after dgrad. Does not trace or run the function: the methods of the result trace it once per set of shapes.
 
     Args:
         stage_fn: A pure function `stage_fn(params, x, *extra) -> y` of trees of real arrays. x must be floating. `extra`
             (tokens, masks, a dropout key) is not differentiated. Callbacks that return nothing, such as `jax.debug.print`, run
-            once per microbatch, in forward. Arrays may be sharded over automatic mesh axes, not over explicit ones.
-            `jgraph.fp8(stage_fn)` is accepted too: params is then `(params, state, weights)`, the gradient of state is the
+            once per microbatch, in forward. Arrays may be sharded over automatic mesh axes, but not over explicit ones.
+            `jgraph.fp8(stage_fn)` is also accepted: params is then `(params, state, weights)`, the gradient of state is the
             state after the call, and weights have no gradient.
-        delay: Patterns (`fnmatch`) of parameter paths such as `blocks/*/kernel`. Their gradients must come from wgrad. None
-            delays every parameter that is only used as the weight of matmuls, `ragged_dot` or convolutions. Gradients of other
-            parameters (norm scales, biases, embeddings) come from dgrad.
-        recompute: `elementwise` recomputes elementwise operations in the backward pass and keeps inputs, matmuls, attention and
-            reductions. `wide` also recomputes matmuls with at least four times as many output elements as data elements, such
-            as the first of an MLP. `nothing` keeps the same arrays as `jax.vjp`: five for a GELU instead of one. If the stage
-            uses `jax.checkpoint`, that decides.
+        delay: Patterns (`fnmatch`) of parameter paths such as `blocks/*/kernel`; one string is one pattern. wgrad must compute
+            the gradients of matching parameters. None delays every parameter that is only used as the weight of matmuls,
+            `ragged_dot` or convolutions. dgrad computes the gradients of other parameters (norm scales, biases, embeddings).
+        recompute: `elementwise` recomputes elementwise operations in the backward pass, and saves inputs and the results of
+            matmuls, attention and reductions. `wide` also recomputes matmuls with at least four times as many output elements
+            as data elements, such as the first matmul of an MLP. `nothing` saves the same arrays as `jax.vjp`: five for a GELU
+            instead of one. If the stage uses `jax.checkpoint`, this argument has no effect.
         has_aux: If True, `stage_fn` returns `(y, aux)`, as with `jax.vjp`, and `forward` returns aux as its third result. aux
-            is not differentiated, and nothing is kept for it.
+            is not differentiated, and no arrays are saved for it.
 
     Returns:
-        A `Split` with `forward`, `dgrad`, `wgrad` and `accumulate`, pure functions that can be jitted.
+        A `Split`. Its methods `forward`, `dgrad`, `wgrad` and `accumulate` are pure functions that can be jitted.
 
     Raises:
-        ConfigError: If `recompute` is not one of its choices.
-        SplitError: If an argument has the wrong type. Raised when the split is used if a parameter in `delay` reaches the
-            output in another way than as the weight of a matmul, an array is complex or sharded over explicit axes, the result
-            of a callback is read, or the stage returns no pair with `has_aux`.
+        ConfigError: If `recompute` is unknown.
+        SplitError: If `stage_fn` or `delay` has the wrong type. The methods of the split raise it if a pattern of `delay`
+            matches no parameter, a parameter in `delay` is used other than as the weight of a matmul, an array is complex or
+            sharded over explicit axes, x is not floating, the result of a callback is read, a function with a custom derivative
+            has a callback, or the stage does not return a pair with `has_aux`.
+
+    Examples:
+        >>> split = jgraph.split_backward(lambda params, x: x @ params["w"] + params["b"])
+        >>> params, x = {"w": jnp.ones((2, 3)), "b": jnp.zeros(3)}, jnp.ones((4, 2))
+        >>> y, residuals = split.forward(params, x)
+        >>> dx, early, stash = split.dgrad(params, residuals, jnp.ones_like(y))
+        >>> late = split.wgrad(params, residuals, stash)  # any time later
+        >>> jax.tree.map(jnp.shape, split.merge(early, late))
+        {'b': (3,), 'w': (2, 3)}
     """
     check_choice("recompute", recompute, get_args(Recompute))
     if not callable(stage_fn) and not isinstance(stage_fn, OwnProducts):
@@ -140,12 +150,16 @@ def split_backward(
 
 
 class Split:
-    """The forward pass of a stage and the two parts of its backward pass, as pure functions. Made by `split_backward`."""
+    """The forward pass, dgrad and wgrad of a stage, as pure functions. Made by `split_backward`.
+
+    The methods donate no argument. They are jitted, and can also be called inside `jax.jit`. Parameters are *delayed* if wgrad
+    computes their gradients, and *early* if dgrad does.
+    """
 
     def __init__(self, options: Options):
         self._options, self._stage, traced = options, options.stage, options.stage.traced
         self._traces: dict[Any, StageTrace] = {}
-        # Jitted, so that unneeded results are not computed outside of a jit either.
+        # Jitted, so that unneeded results are not computed even if the caller does not jit.
         self._forward = jax.jit(traced(replay.exact_products(self._run_forward)))
         self._dgrad = jax.jit(traced(_run_dgrad))
         self._wgrad = jax.jit(traced(_run_wgrad))
@@ -157,15 +171,20 @@ class Split:
         return f"Split({getattr(self._stage.fn, '__name__', self._stage.fn)}: {which} delayed, recompute={options.recompute!r})"
 
     def forward(self, params: PyTree, x: PyTree, *extra: PyTree) -> tuple[Any, ...]:
-        """Runs the stage.
+        """Runs the stage, and its callbacks.
 
         Args:
-            params: Parameters of the stage.
-            x: Input of the stage.
-            *extra: Arguments that are not differentiated.
+            params: Parameters of the stage, a tree of real arrays.
+            x: Input of the stage, a tree of floating arrays.
+            *extra: Arguments that are not differentiated, trees of arrays.
 
         Returns:
-            (y, residuals), and with `has_aux` (y, residuals, aux). The residuals are the arrays that dgrad and wgrad read.
+            (y, residuals), or (y, residuals, aux) with `has_aux`. The residuals are the arrays that dgrad and wgrad read.
+
+        Raises:
+            SplitError: If an array is complex or sharded over explicit mesh axes, x is not floating, the stage does not return
+                a pair with `has_aux`, a gradient in `delay` cannot be delayed, a pattern of `delay` matches no parameter, or
+                the stage reads the result of a callback.
         """
         return self._forward(params, x, *extra)
 
@@ -174,12 +193,15 @@ class Split:
 
         Args:
             params: The parameters that `forward` was called with.
-            residuals: Result of `forward`.
-            dy: Gradient of y, with the structure of y.
+            residuals: Second result of `forward`, with the arrays of both pools.
+            dy: Gradient of y, with the structure and shapes of y. Leaves for integers in y are ignored.
 
         Returns:
-            (dx, early, stash). dx has the structure of x. early has that of params, with None for delayed parameters and for
-            weights in FP8. The stash holds the arrays that wgrad reads.
+            (dx, early, stash). dx has the structure of x. early has the structure of params, with None for delayed parameters
+            and for FP8 weights, and zeros of dtype float0 for integers. The stash holds the arrays that wgrad reads.
+
+        Raises:
+            SplitError: If dy does not match y in structure or shapes, or the residuals are deleted or come from another split.
         """
         trace = self._trace_of(residuals, "residuals")
         leaves, tree = jax.tree.flatten(dy)
@@ -195,43 +217,68 @@ class Split:
 
         Args:
             params: The parameters that `forward` was called with.
-            residuals: Result of `forward`. Only the arrays of `Residuals.after_dgrad` are read.
-            stash: Result of `dgrad`.
+            residuals: Second result of `forward`. Only `residuals.wgrad` is read, so `residuals.after_dgrad()` works too.
+            stash: Third result of `dgrad` for these residuals.
 
         Returns:
-            The gradients in the dtypes of the parameters: a tree like params, with None for the other parameters.
+            The gradients in the dtypes and structure of params, with None for parameters that are not delayed.
+
+        Raises:
+            SplitError: If residuals and stash belong to different shapes, are deleted, or come from another split.
         """
         self._match(residuals, stash)
         return self._wgrad(params, residuals.after_dgrad(), stash)
 
     def accumulate(self, main_grad: PyTree, params: PyTree, residuals: Residuals, stash: Stash) -> PyTree:
-        """Adds the gradients of `wgrad` to `main_grad` in float32. Grouped matmuls add them inside their kernel.
+        """Computes the gradients of `wgrad` and adds them to float32 sums. Grouped matmuls add them inside their kernel.
 
         Args:
-            main_grad: A tree like params, updated in place if it is donated. Leaves of delayed parameters are float32. Other
-                leaves are returned unchanged. None may replace a subtree without delayed parameters.
-            params: As in `wgrad`.
-            residuals: As in `wgrad`.
-            stash: As in `wgrad`.
+            main_grad: Sums in the structure of params. Leaves of delayed parameters are float32. Other leaves are returned
+                unchanged, and None may replace a subtree without delayed parameters. Updated in place if the caller's `jax.jit`
+                donates it.
+            params: The parameters that `forward` was called with.
+            residuals: Second result of `forward`. Only `residuals.wgrad` is read.
+            stash: Third result of `dgrad` for these residuals.
 
         Returns:
-            The sum.
+            The new sums, in the structure of `main_grad`.
+
+        Raises:
+            SplitError: If residuals and stash belong to different shapes, are deleted, or come from another split, or
+                `main_grad` is None for a delayed parameter.
         """
         self._match(residuals, stash)
         return self._accumulate(main_grad, params, residuals.after_dgrad(), stash)
 
     @staticmethod
     def merge(early: PyTree, late: PyTree) -> PyTree:
-        """Returns the gradients of all parameters from the results of `dgrad` and `wgrad`."""
+        """Combines the gradients of `dgrad` and `wgrad`.
+
+        Args:
+            early: Gradients from `dgrad`, a tree like params with None for delayed parameters.
+            late: Gradients from `wgrad`, a tree like params with None for the other parameters.
+
+        Returns:
+            A tree like params with the leaf of `early`, or of `late` if that is None. FP8 weights stay None. Arrays are not
+            copied.
+        """
         return jax.tree.map(lambda a, b: b if a is None else a, early, late, is_leaf=lambda leaf: leaf is None)
 
     def spec(self, params: PyTree, x: PyTree, *extra: PyTree) -> Spec:
-        """Returns the shapes of the arrays that are passed between the parts. Traces the stage only.
+        """Computes the shapes of the arrays between forward, dgrad and wgrad. Traces the stage, but does not run it.
 
         Args:
-            params: Arrays or `jax.ShapeDtypeStruct`s, as are `x` and `extra`.
-            x: Input of the stage.
-            *extra: Arguments that are not differentiated.
+            params: Parameters of the stage, arrays or `jax.ShapeDtypeStruct`s.
+            x: Input of the stage, arrays or `jax.ShapeDtypeStruct`s.
+            *extra: Arguments that are not differentiated, arrays or `jax.ShapeDtypeStruct`s.
+
+        Returns:
+            The shapes and dtypes for these arguments, and the paths of the delayed parameters.
+
+        Raises:
+            SplitError: If an array is complex or sharded over explicit mesh axes, x is not floating, the stage does not return
+                a pair with `has_aux`, a gradient in `delay` cannot be delayed, a pattern of `delay` matches no parameter, or
+                the stage reads the result of a callback.
         """
         y, residuals, *aux = jax.eval_shape(self.forward, params, x, *extra)
         _, _, stash = jax.eval_shape(self.dgrad, params, residuals, y)
@@ -239,19 +286,17 @@ class Split:
         delayed = tuple(path for path, late in zip(paths, residuals.trace.delayed, strict=False) if late)
         return Spec(y, residuals, stash, delayed, *aux)
 
-    def _trace_of(self, held: Residuals | Stash, what: str) -> StageTrace:
-        if held.trace.owner is not self._options:
-            raise SplitError(f"the {what} come from another split_backward; pass them to the split that made them")
-        for leaf in jax.tree.leaves(held):
+    def _trace_of(self, saved: Residuals | Stash, name: str) -> StageTrace:
+        if saved.trace.owner is not self._options:
+            raise SplitError(f"`{name}` comes from another split_backward: must be passed to the split that made it")
+        for leaf in jax.tree.leaves(saved):
             if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
-                raise SplitError(
-                    f"the {what} were donated to an earlier call and are deleted; use them once, or do not donate them"
-                )
-        return held.trace
+                raise SplitError(f"`{name}` is deleted, because an earlier call donated it; use it once, or do not donate it")
+        return saved.trace
 
     def _match(self, residuals: Residuals, stash: Stash) -> None:
         if self._trace_of(residuals.after_dgrad(), "residuals") is not self._trace_of(stash, "stash"):
-            raise SplitError("the stash belongs to residuals of other shapes; pass the residuals that dgrad was called with")
+            raise SplitError("`stash` belongs to residuals of other shapes: pass the residuals that dgrad was called with")
 
     @scope("forward")
     def _run_forward(self, params: PyTree, x: PyTree, *extra: PyTree) -> tuple[Any, ...]:
@@ -269,7 +314,7 @@ class Split:
         return (y, residuals, aux) if self._options.has_aux else (y, residuals)
 
     def _trace(self, params: PyTree, x: PyTree, extra: tuple[PyTree, ...]) -> tuple[StageTrace, list[Array]]:
-        """Returns the trace for these shapes, and the arrays that the stage closes over in this call."""
+        """Returns the trace for the shapes of the arguments, and the arrays that the stage closes over in this call."""
         leaves, tree = jax.tree.flatten((params, x, extra))
         key = (tree, jax.sharding.get_abstract_mesh(), *map(jax.typeof, leaves))
         trace = self._traces.get(key)
@@ -297,18 +342,18 @@ class Split:
 _AUTO = "must be automatic axes, jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...)), or under jax.shard_map"
 
 
-def _check_leaves(what: str, tree: PyTree) -> None:
-    """Raises SplitError if a leaf of params, x or y cannot be differentiated."""
+def _check_leaves(side: str, tree: PyTree) -> None:
+    """Raises SplitError if a leaf of params, x or y (`side`) cannot be differentiated."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         aval: Any = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
         name = path_name(path)
-        where = f"{what}/{name}" if name else what
+        label = f"{side}/{name}" if name else side
         if axes := replay.explicit_axes(aval):
-            raise SplitError(f"{where} is sharded over the explicit mesh axes {axes}: {_AUTO}", path=name)
-        if what == "x" and not jnp.issubdtype(aval.dtype, jnp.inexact):
-            raise SplitError(f"{where} is {aval.dtype}: must be floating; pass it as an extra argument after x", path=name)
+            raise SplitError(f"{label} is sharded over the explicit mesh axes {axes}: {_AUTO}", path=name)
+        if side == "x" and not jnp.issubdtype(aval.dtype, jnp.inexact):
+            raise SplitError(f"{label} is {aval.dtype}: must be floating; pass it as an extra argument after x", path=name)
         if jnp.issubdtype(aval.dtype, jnp.complexfloating):
-            message = f"{where} is {aval.dtype}; params, x and y must be real: pass its real and imaginary parts"
+            message = f"{label} is {aval.dtype}; params, x and y must be real: pass its real and imaginary parts"
             raise SplitError(message, path=name)
 
 
@@ -353,19 +398,19 @@ def _late(params: list[Array], residuals: Residuals, stash: Stash, *, adding: bo
         params: Leaves of the parameters.
         residuals: Result of `forward`.
         stash: Result of `dgrad`.
-        adding: If False, gradients have the dtypes of the parameters. If True, gradients are float32 where no cast is in
-            between, and a gradient that a kernel can add to a sum is replaced by a function from the sum to the new sum.
+        adding: If False, gradients have the dtypes of the parameters. If True, gradients are float32 unless they pass through a
+            cast, and a gradient that a kernel can add to a sum is replaced by a function from the sum to the new sum.
 
     Returns:
-        A tree like params, with None for parameters that are not delayed.
+        The gradients in the structure of params, with None for parameters that are not delayed.
     """
     trace, kept = residuals.trace, residuals.by_index
     again: list[Array] = []
     if None in trace.taps_from:
-        # Only cotangents that depend on residuals and not on dy are read from this dgrad.
+        # Run dgrad with zeros for dy, because only cotangents that do not depend on dy are read from it.
         with jax.sharding.use_abstract_mesh(trace.mesh):
             again = dgrad_leaves(trace, params, kept, [replay.zeros(aval) for aval in trace.y_avals])[2]
-    # A gradient that must pass through a cast has the dtype of the parameter and is widened afterwards.
+    # A gradient that passes through a cast has the dtype of the parameter, and is converted to float32 afterwards.
     is_wide = adding and not trace.exact
     delayed = [
         leaf.astype(jnp.float32 if is_wide else leaf.dtype) for leaf, late in zip(params, trace.delayed, strict=True) if late
@@ -382,12 +427,12 @@ def _late(params: list[Array], residuals: Residuals, stash: Stash, *, adding: bo
     sites, extras, cotangents = trace.block.all_sites(), iter(kept[i] for i in trace.extras), []
     leaves = [again[i] if place is None else stash.arrays[place] for i, place in enumerate(trace.taps_from)]
     taps = jax.tree.unflatten(jax.tree.structure([site.tap() for site in sites]), leaves)
-    # By the index of a parameter that is, unchanged, the weight of one matmul only.
+    # Functions that add a gradient, by the index of a parameter that is the unchanged weight of exactly one matmul.
     adders: dict[int, Callable[[Array], Array]] = {}
     unchanged = weights(delayed) if adding else [None] * len(sites)
-    for site, w, tap, own in zip(sites, products, taps, unchanged, strict=True):
+    for site, w, tap, weight in zip(sites, products, taps, unchanged, strict=True):
         extra = [next(extras) for _ in site.eqn.invars[2:]]
-        place = next((i for i, leaf in enumerate(delayed) if leaf is own), None)
+        place = next((i for i, leaf in enumerate(delayed) if leaf is weight), None)
         if place is not None and site.adds and sum(bool(site.params & other.params) for other in sites) == 1:
             adders[place] = partial(site.add_weight_gradient, tap, extra)
             cotangents.append(replay.zeros(jax.typeof(w)))

@@ -1,14 +1,13 @@
-"""Traces a stage and decides which arrays of its forward pass are kept.
+"""Traces a stage and decides which arrays of its forward pass are saved.
 
-A `StageTrace` is one trace of a stage with taps on its matmuls (`find.py`). It sorts every array that the vjp of the trace
-reads by lifetime:
+A `StageTrace` is one trace of a stage with taps on its matmuls (`find.py`). It sorts the residuals of the vjp by lifetime:
 
     forward -> dgrad   arrays that only dgrad reads
     forward -> wgrad   arrays from which wgrad computes the data operands of the matmuls; dgrad may read them too
-    dgrad -> wgrad     the stash: output gradients of the matmuls, and data operands that only a matmul could recompute
+    dgrad -> wgrad     the stash: output gradients of the matmuls, and data operands that are expensive to recompute
 
-Arrays that depend on parameters only (weights, their casts and slices) are not kept: dgrad and wgrad recompute them from
-`params`.
+Arrays that depend only on parameters (weights, their casts and slices) are not saved, because dgrad and wgrad recompute them
+from `params`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,12 +31,20 @@ from jgraph.errors import SplitError
 from jgraph.kernels.quantize import CALLS
 from jgraph.tree import PyTree, leaf_names
 
-_TreeDef = Any  # `jax.tree_util.PyTreeDef` is not a type to basedpyright
+_TreeDef = Any  # Type checkers do not accept `jax.tree_util.PyTreeDef`.
 Recompute = Literal["elementwise", "wide", "nothing"]
 
 
 class Trees(NamedTuple):
-    """Structures of the arguments and results of a stage."""
+    """Structures of the arguments and results of a stage, as `jax.tree.structure` returns them.
+
+    Attributes:
+        params: Structure of the parameters.
+        x: Structure of the input.
+        extra: Structure of the tuple of further arguments.
+        y: Structure of the output.
+        aux: Structure of the auxiliary output; that of () without `has_aux`.
+    """
 
     params: _TreeDef
     x: _TreeDef
@@ -48,7 +55,16 @@ class Trees(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """The arguments of `split_backward`."""
+    """The checked arguments of `split_backward`. Compared by identity.
+
+    Attributes:
+        stage: The stage and its replaced matmuls.
+        has_aux: True if the stage returns `(y, aux)`.
+        delay: Patterns (`fnmatch`) of the paths of delayed parameters; None delays each parameter that is only used as the
+            weight of matmuls.
+        recompute: Operations that the backward pass recomputes: `elementwise`, `wide` (also matmuls with at least four times as
+            many output elements as data elements) or `nothing`.
+    """
 
     stage: OwnProducts
     has_aux: bool
@@ -60,26 +76,28 @@ class Options:
 class StageTrace:
     """One trace of a stage. Compared by identity, because arrays of different traces cannot be mixed.
 
+    A *tap* is an unused argument of a matmul. Its cotangent contains the operands of wgrad: x and dy.
+
     Attributes:
         owner: The options of the `Split` that made the trace.
         jaxpr: Jaxpr of the stage. Its inputs are the arrays that the stage closes over, params, x and extra.
         consts: Arrays that the stage closes over. A tracer is replaced by None and counts as data.
         trees: Structures of the arguments and results.
-        delayed: For each leaf of params, whether wgrad computes its gradient.
-        early: For each leaf of params, whether dgrad computes its gradient.
+        delayed: For each leaf of params, True if wgrad computes its gradient.
+        early: For each leaf of params, True if dgrad computes its gradient.
         exact: True if a gradient must pass through the casts between a parameter and its matmul.
         block: The jaxpr with its delayed matmuls.
-        given: Returns the additional arguments of each matmul from params.
-        y_avals: The leaves of y.
-        float_y: For each leaf of y, whether it has a gradient.
-        policy: Policy of `jax.checkpoint` for recomputed operations; None if nothing is recomputed.
+        given: Maps params to the additional arguments of each matmul.
+        y_avals: Shape and dtype of each leaf of y.
+        float_y: For each leaf of y, True if it has a gradient.
+        policy: Policy of `jax.checkpoint` that selects the recomputed operations; None if nothing is recomputed.
         mesh: Mesh of the arrays; may be empty.
-        noisy: The stage with its callbacks, which are removed from `jaxpr`; None if it has none.
-        avals: Arrays that forward could keep: the leaves of the vjp, then the other operands of the matmuls.
+        noisy: The stage with its callbacks, which are removed from `jaxpr`; None if it has no callbacks.
+        avals: Candidates for residuals: the leaves of the vjp, then the other operands of the matmuls, such as group sizes.
         keep: For each leaf of the vjp, its index in `avals`, or None if it is recomputed from params.
-        extras: Indices of the other operands of the matmuls.
-        for_dgrad: Indices of the arrays that are kept until dgrad.
-        for_wgrad: Indices of the arrays that are kept until wgrad.
+        extras: Indices in `avals` of the other operands of the matmuls.
+        for_dgrad: Indices in `avals` of the residuals that only dgrad reads.
+        for_wgrad: Indices in `avals` of the residuals that wgrad reads.
         taps_from: For each leaf of the taps' cotangents, its index in the stash, or None if wgrad recomputes it.
         stashed: For each array of the stash, its index among the leaves of the taps' cotangents.
     """
@@ -107,27 +125,38 @@ class StageTrace:
     stashed: list[int] = field(default_factory=list)
 
     def parts(self, inputs: Sequence[Any]) -> tuple[list[Any], ...]:
-        """Splits the inputs of `jaxpr` into the arrays that the stage closes over, params, x and extra."""
+        """Splits the inputs of `jaxpr` by their origin.
+
+        Args:
+            inputs: One value per input of `jaxpr`.
+
+        Returns:
+            Four lists: the arrays that the stage closes over, the leaves of params, of x and of extra.
+        """
         ends = np.cumsum([0, len(self.consts), len(self.delayed), self.trees.x.num_leaves, self.trees.extra.num_leaves])
         return tuple(list(inputs[start:end]) for start, end in pairwise(ends))
 
     def blanks(self) -> list[Array]:
-        """Returns inputs of `jaxpr`: the arrays that the stage closes over, and zeros for all others."""
+        """Returns a value for each input of `jaxpr`: its array if the stage closes over it, otherwise new zeros."""
         consts = [*self.consts, *[None] * (len(self.jaxpr.invars) - len(self.consts))]
         return [replay.zeros(aval_of(v)) if c is None else c for v, c in zip(self.jaxpr.invars, consts, strict=True)]
 
 
 def make_trace(owner: Options, closed: core.ClosedJaxpr, trees: Trees, args: tuple[PyTree, PyTree, PyTree]) -> StageTrace:
-    """Finds the matmuls of a traced stage and decides which arrays are kept.
+    """Finds the matmuls of a traced stage and decides which arrays are saved. Traces dgrad, and runs nothing.
 
     Args:
         owner: The stage and the arguments of `split_backward`.
-        closed: Jaxpr of the stage.
+        closed: Jaxpr of the stage. Its inputs are the leaves of params, x and extra.
         trees: Structures of the arguments and results.
-        args: (params, x, extra). Only the gradients of `owner.stage.params(params)`, the first leaves of params, are delayed.
+        args: (params, x, extra). Only gradients of `owner.stage.params(params)`, the first leaves of params, can be delayed.
+
+    Returns:
+        The trace, with all fields.
 
     Raises:
-        SplitError: If `delay` matches no parameter or one with a gradient that cannot be delayed, or a callback is not allowed.
+        SplitError: If a pattern of `delay` matches no parameter, a parameter in `delay` is used other than as the weight of a
+            matmul, the stage reads the result of a callback, or a function with a custom derivative has a callback.
     """
     jaxpr, delay, paths = closed.jaxpr, owner.delay, leaf_names(owner.stage.params(args[0]))
     consts = [None if isinstance(const, Tracer) else const for const in closed.consts]
@@ -145,7 +174,7 @@ def make_trace(owner: Options, closed: core.ClosedJaxpr, trees: Trees, args: tup
     for pattern in delay or ():
         if not any(fnmatchcase(path, pattern) for path in paths):
             names = f"{', '.join(paths[:8])}{' ...' * (len(paths) > 8)}"
-            raise SplitError(f"`delay` has {pattern!r}, which matches no parameter; there are {names}", field="delay")
+            raise SplitError(f"`delay` has {pattern!r}, which matches no parameter: must match one of {names}", field="delay")
     while True:
         params = [None] * len(consts) + [i if late else None for i, late in enumerate(delayed)] + [None] * num_others
         data = [const is None for const in consts] + [not late for late in delayed] + [True] * num_others
@@ -165,7 +194,7 @@ def make_trace(owner: Options, closed: core.ClosedJaxpr, trees: Trees, args: tup
     sites = found.block.all_sites()
     weights = frozenset[int]().union(*(site.params for site in sites))
     late = tuple(i in weights for i in range(num_params))
-    # jax.checkpoint in the stage decides which arrays are kept. No policy can keep complex numbers.
+    # A jax.checkpoint in the stage decides which arrays are saved. A policy cannot save complex numbers.
     is_complex = any(jnp.issubdtype(getattr(aval, "dtype", jnp.float32), jnp.complexfloating) for aval in replay.avals(whole))
     recomputes = owner.recompute != "nothing" and not is_complex and not replay.holds(whole, replay.CHECKPOINTS)
     bound = owner.stage.bind(sites, paths, *args)
@@ -199,22 +228,34 @@ def _check_callbacks(jaxpr: core.Jaxpr) -> None:
     """Raises SplitError if dgrad or wgrad would run a callback again, on other values."""
     if replay.holds(jaxpr, replay.CALLBACKS):
         raise SplitError(
-            "the stage reads the result of an io_callback, or calls back in a custom_jvp or custom_vjp function: a callback "
-            "must return nothing and be outside of such functions; use jax.pure_callback to compute values"
+            "the stage reads the result of an io_callback, or has a callback in a custom_jvp or custom_vjp function: a "
+            "callback must return nothing and be outside of such functions; use jax.pure_callback to compute values"
         )
 
 
 def run_callbacks(trace: StageTrace, inputs: Sequence[Array]) -> None:
-    """Runs the stage again for its callbacks. XLA removes unneeded operations and merges the others with `vjp`."""
+    """Runs the stage again with its callbacks, and drops its results. Does nothing if it has no callbacks.
+
+    Called while forward is traced: XLA removes the other operations, or merges them with the operations of `vjp`.
+
+    Args:
+        trace: The trace.
+        inputs: Inputs of `trace.jaxpr`.
+    """
     if trace.noisy is not None:
         core.jaxpr_as_fun(core.ClosedJaxpr(trace.noisy, ()))(*inputs)
 
 
 def vjp(trace: StageTrace, inputs: Sequence[Array]):
-    """Runs the stage with taps, and its vjp with respect to x, early parameters and taps. `inputs` are those of its jaxpr.
+    """Runs the stage with taps, and takes its vjp with respect to x, early parameters and taps. Does not run callbacks.
+
+    Args:
+        trace: The trace.
+        inputs: Inputs of `trace.jaxpr`.
 
     Returns:
-        The leaves of y and aux; the other operands of the matmuls; the leaves of the vjp; the structure of the vjp.
+        Four values: the leaves of y and aux; the operands of the matmuls other than data and weight; the leaves of the vjp
+        function, which are its residuals; and the tree structure of the vjp function.
     """
     closed_over, params, x, extra = trace.parts(inputs)
     early = [leaf for leaf, is_early in zip(params, trace.early, strict=True) if is_early]
@@ -238,7 +279,7 @@ def _multiply(site: DelayedProduct, x: Array, w: Array, extra: Sequence[Array], 
 
 
 def _keeps(again: frozenset[Any], primitive: core.Primitive, *avals: Aval, **params: Any) -> bool:
-    """A policy for `jax.checkpoint`: keeps values that take more than one pass over memory, except matmuls in `again`."""
+    """A policy for `jax.checkpoint`: saves the results of primitives that are not in `_CHEAP`, except matmuls in `again`."""
     if primitive.name == "dot_general" and (*(aval.shape for aval in avals), params["dimension_numbers"]) in again:
         return False
     return not replay.primitives(primitive.name, params) <= _CHEAP
@@ -257,17 +298,25 @@ _CHEAP = frozenset({
     "threefry2x32", "transpose", "xor", *CALLS,
 })
 # fmt: on
-"""Elementwise operations, reshapes, random numbers from a key, and casts to FP8."""
+"""Primitives that are cheap to recompute: elementwise operations, reshapes, random numbers from a key, and casts to FP8."""
 
 
 def dgrad_leaves(trace: StageTrace, params: Sequence[Array], kept: Mapping[int, Array], dy: Sequence[Array]):
     """Runs the backward pass of `vjp`.
 
-    Runs the forward pass on zeros, for the structure of the vjp and for the arrays that depend on parameters only. The compiler
-    removes the rest of the forward pass. Arrays missing in `kept` are not needed.
+    Runs the forward pass on zeros, to get the structure of the vjp function and the arrays that depend only on parameters. The
+    compiler removes the rest of the forward pass.
+
+    Args:
+        trace: The trace.
+        params: Leaves of the parameters.
+        kept: Residuals by their index in `trace.avals`. Missing residuals are replaced by zeros: the results that depend on
+            them are wrong.
+        dy: Leaves of dy, also for leaves of y without a gradient, which are ignored.
 
     Returns:
-        The leaves of dx, the gradients of the early parameters, and the leaves of the taps' cotangents.
+        Three lists: the leaves of dx, the gradients of the early parameters in the order of params, and the leaves of the
+        cotangents of the taps, in the order of the matmuls.
     """
     closed_over, _, x, extra = trace.parts(trace.blanks())
     _, _, fresh, tree = vjp(trace, [*closed_over, *params, *x, *extra])
@@ -280,11 +329,11 @@ def dgrad_leaves(trace: StageTrace, params: Sequence[Array], kept: Mapping[int, 
 
 
 def _sort_by_lifetime(trace: StageTrace) -> list[bool]:
-    """Fills in the fields of a trace that describe the kept arrays.
+    """Fills in the fields of a trace that describe the saved arrays.
 
     Returns:
-        For each matmul, whether wgrad recomputes the first leaf of its tap from arrays that dgrad does not read and that have
-        more bytes than the leaf.
+        For each matmul, True if wgrad recomputes the first leaf of its tap from residuals that dgrad does not read and that are
+        larger than the leaf.
     """
     trace.taps_from = []
     inputs = trace.blanks()
@@ -295,7 +344,7 @@ def _sort_by_lifetime(trace: StageTrace) -> list[bool]:
         return leaves, extras
 
     closed, (leaves, _) = jax.make_jaxpr(forward, return_shape=True)(*inputs)
-    _check_callbacks(closed.jaxpr)  # includes the forward rules of custom_vjp functions, unlike the trace of the stage
+    _check_callbacks(closed.jaxpr)  # Includes the forward rules of custom_vjp functions, unlike the trace of the stage.
     outs = closed.jaxpr.outvars
     is_data = [const is None for const in trace.consts] + [False] * len(params) + [True] * (len(x) + len(extra))
     varies = replay.depends(closed.jaxpr, is_data)
@@ -317,13 +366,13 @@ def _sort_by_lifetime(trace: StageTrace) -> list[bool]:
     jaxpr, num_gradients = closed.jaxpr, len(dx) + len(early)
 
     def sources(outputs: Sequence[int]) -> tuple[set[int], bool]:
-        """Returns the residuals that outputs are computed from, and whether cheap operations compute them without dy."""
+        """Returns the residuals that `outputs` depend on, and True if only cheap primitives compute them, without dy."""
         wanted = [i in outputs for i in range(len(jaxpr.outvars))]
         given, primitives = replay.needs(jaxpr, wanted, [i < len(places) + len(dy) for i in range(len(jaxpr.invars))])
         from_dy = any(given[len(places) : len(places) + len(dy)])
         return {place for place, flag in zip(places, given, strict=False) if flag}, primitives <= _CHEAP and not from_dy
 
-    stash: dict[Any, int] = {}  # the first tap of each stashed array
+    stash: dict[Any, int] = {}  # Index of the first tap of each stashed array.
     by_tap: list[set[int]] = []
     for tap, v in enumerate(jaxpr.outvars[num_gradients:]):
         needed, is_cheap = sources([num_gradients + tap])

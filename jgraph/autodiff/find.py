@@ -1,8 +1,9 @@
-"""Finds the parameters of a stage with a weight gradient that can be delayed.
+"""Finds the parameters of a stage with gradients that can be delayed, and their matmuls.
 
 A value is *data* if it depends on the microbatch, on a parameter that is not delayed, or on the carry of a scan. The gradient
-of a parameter can be delayed if every value computed from it without data becomes the weight of a matmul with data. Its
-gradient is then the sum of the weight gradients of these matmuls, passed back through casts, reshapes and slices.
+of a parameter can be delayed if every value that is computed from the parameter without data becomes the weight of a matmul
+with data. The gradient is then the sum of the weight gradients of these matmuls, passed back through casts, reshapes and
+slices.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from jgraph.autodiff import replay
 from jgraph.autodiff.linear import PRODUCTS, DelayedProduct, name_of
 from jgraph.autodiff.replay import Environment, aval_of
 
-# These change the shape or dtype and no value: a float32 gradient passes back through them unrounded.
+# Primitives that change only shape or dtype. A float32 gradient passes back through them without rounding.
 # fmt: off
 _MOVES = frozenset({
     "convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "slice", "dynamic_slice", "concatenate",
@@ -27,21 +28,25 @@ _MOVES = frozenset({
 })
 # fmt: on
 
-# Computes a matmul from (it, x, w, its other operands, its tap).
+# Computes a matmul from (matmul, x, w, other operands, tap).
 _Multiply: TypeAlias = Callable[[DelayedProduct, Any, Any, Sequence[Any], Any], Array]
 
 MISSING = object()
-"""Stands for data in a program that is run on parameters only."""
+"""Marker for data in a jaxpr that is run only on parameters."""
 
 
 @dataclass
 class Block:
-    """A jaxpr with the delayed matmuls in it, by the index of the equation.
+    """A jaxpr with its delayed matmuls.
+
+    A *delayed parameter* is one whose gradient wgrad computes, after dgrad has computed dx. A *delayed matmul* multiplies data
+    by a weight that is computed from delayed parameters, without data. `find` defines *data*.
 
     Attributes:
         jaxpr: The jaxpr.
-        sites: The matmuls.
-        calls: The blocks of jit, checkpoint and scan equations that contain matmuls.
+        sites: The delayed matmuls among the equations of this jaxpr. The key is an index in `jaxpr.eqns`.
+        calls: The blocks of the jaxprs inside jit, checkpoint and scan equations that read values computed from delayed
+            parameters. The key is an index in `jaxpr.eqns`.
     """
 
     jaxpr: core.Jaxpr
@@ -49,14 +54,22 @@ class Block:
     calls: dict[int, "Block"] = field(default_factory=dict)
 
     def all_sites(self) -> list[DelayedProduct]:
-        """Returns all matmuls in the order of the equations."""
-        found = []
+        """Returns a new list of all delayed matmuls, in the order of the equations.
+
+        The matmuls inside an equation of `calls` are at the place of this equation.
+        """
+        sites = []
         for i in sorted({**self.sites, **self.calls}):
-            found += [self.sites[i]] if i in self.sites else self.calls[i].all_sites()
-        return found
+            sites += [self.sites[i]] if i in self.sites else self.calls[i].all_sites()
+        return sites
 
     def replace(self, sites: Mapping[DelayedProduct, DelayedProduct]) -> None:
-        """Replaces the matmuls that are keys of `sites` by their values."""
+        """Replaces delayed matmuls in this block and, at any depth, in the blocks of `calls`. Changes the blocks in place.
+
+        Args:
+            sites: Maps old delayed matmuls, by identity, to new ones. A matmul of the block that is not a key stays. A key that
+                is not in the block is ignored.
+        """
         self.sites = {i: sites.get(site, site) for i, site in self.sites.items()}
         for inner in self.calls.values():
             inner.replace(sites)
@@ -68,7 +81,9 @@ class Found:
 
     Attributes:
         block: The jaxpr with its delayed matmuls.
-        stray: Indices of the parameters that reach data in another way, with the primitive that uses them.
+        stray: The parameters with a gradient that cannot be delayed, because they have a use other than as the weight of a
+            matmul with data. The key is the index of the parameter, as in the argument `params` of `find`. The value is the
+            first such use: the name of a primitive, `the output itself`, `the carry of a scan` or `the output of a scan`.
     """
 
     block: Block
@@ -77,7 +92,13 @@ class Found:
 
 @dataclass(frozen=True)
 class _Value:
-    """A variable: whether it is data, the delayed parameters it is computed from, and whether only moves are in between."""
+    """The properties of a variable.
+
+    Attributes:
+        data: True if the variable is data.
+        params: Indices of the delayed parameters that it is computed from.
+        moved: True if only primitives in `_MOVES` compute it from the parameters.
+    """
 
     data: bool
     params: frozenset[int] = frozenset()
@@ -88,16 +109,20 @@ _DATA, _CONSTANT = _Value(True), _Value(False)
 
 
 def find(jaxpr: core.Jaxpr, wanted: Sequence[bool], params: Sequence[int | None], data: Sequence[bool]) -> Found:
-    """Finds the matmuls with a delayed weight.
+    """Finds the matmuls of data and a weight that is computed only from delayed parameters.
+
+    A parameter is *delayed* if its gradient is computed after the gradient of the input (wgrad after dgrad). A value is *data*
+    if it depends on the microbatch, on a parameter that is not delayed, or on the carry of a scan.
 
     Args:
-        jaxpr: Jaxpr of the stage.
-        wanted: For each output, whether it is differentiated. Equations that only other outputs need are ignored.
-        params: For each input, the index of the delayed parameter that it is, or None.
-        data: For each input, whether it is data.
+        jaxpr: Jaxpr of the stage, the function that is differentiated. Not changed.
+        wanted: For each output of the jaxpr, True if it is differentiated. Equations that only other outputs need are ignored.
+        params: For each input of the jaxpr, a number of the caller's choice if the input is a delayed parameter, otherwise
+            None. The result names parameters by these numbers.
+        data: For each input of the jaxpr, True if it is data. False for a delayed parameter.
 
     Returns:
-        The matmuls, and the parameters with a gradient that cannot be delayed.
+        A new `Found`: the delayed matmuls, and the parameters with a gradient that cannot be delayed.
     """
     found = Found(Block(jaxpr))
     given = [_Value(is_data, frozenset() if p is None else frozenset([p])) for p, is_data in zip(params, data, strict=True)]
@@ -106,14 +131,14 @@ def find(jaxpr: core.Jaxpr, wanted: Sequence[bool], params: Sequence[int | None]
 
 
 def _mark(found: Found, values: Sequence[_Value], by: str, wanted: Iterable[bool] = repeat(True)) -> None:
-    """Marks the parameters of values that no weight gradient of a matmul covers."""
+    """Records the parameters of wanted values as stray, with the primitive `by`."""
     for value, is_wanted in zip(values, wanted, strict=False):
         for p in value.params if is_wanted and not value.data else ():
             found.stray.setdefault(p, by)
 
 
 def _walk(found: Found, block: Block, given: Sequence[_Value], lead: tuple[int, ...], wanted: Sequence[bool]) -> list[_Value]:
-    """Classifies all variables of a block. Adds its matmuls to the block and stray parameters to `found`."""
+    """Classifies all variables of a block. Adds the matmuls to the block, and the stray parameters to `found`."""
     jaxpr, (live, _) = block.jaxpr, replay.live_variables(block.jaxpr, wanted)
     env: Environment = dict.fromkeys(jaxpr.constvars, _CONSTANT) | dict(zip(jaxpr.invars, given, strict=True))
 
@@ -134,8 +159,7 @@ def _walk(found: Found, block: Block, given: Sequence[_Value], lead: tuple[int, 
             moved = name in _MOVES and all(v.moved for v in values)
             out = [_Value(False, used, moved)] * len(eqn.outvars)
         elif name in PRODUCTS and (weight := _weight(name, values)) is not None:
-            own = values[weight]
-            block.sites[i] = DelayedProduct(eqn, weight, lead, own.params, own.moved)
+            block.sites[i] = DelayedProduct(eqn, weight, lead, values[weight].params, values[weight].moved)
         elif name == replay.SCAN:
             inner = block.calls[i] = Block(replay.body(eqn))
             (consts, carry), inside = replay.scan_counts(eqn), replay.wanted_inside(eqn, flags)
@@ -150,7 +174,7 @@ def _walk(found: Found, block: Block, given: Sequence[_Value], lead: tuple[int, 
 
 
 def _weight(name: str, values: Sequence[_Value]) -> int | None:
-    """Returns the index of the operand that is a delayed weight; None unless all other operands are free of parameters."""
+    """Returns the index of the operand that is a delayed weight; None if there is none, or another operand has parameters."""
     for i in PRODUCTS[name]:
         others = [v for j, v in enumerate(values) if j != i]
         if not values[i].data and values[i].params and values[1 - i].data and not any(v.params for v in others if not v.data):
@@ -161,17 +185,24 @@ def _weight(name: str, values: Sequence[_Value]) -> int | None:
 def run_forward(
     block: Block, consts: Sequence[Any], args: Sequence[Any], taps: Sequence[Any], multiply: _Multiply
 ) -> tuple[list[Any], list[Any]]:
-    """Runs a stage with taps on its matmuls.
+    """Runs a stage with taps on its delayed matmuls.
+
+    A *tap* is an additional argument of a matmul, a tree of arrays of zeros that the matmul does not read. The backward rule
+    of the matmul returns the arrays from which wgrad computes the weight gradient as the cotangent of the tap.
 
     Args:
-        block: The stage.
-        consts: Constants of its jaxpr.
-        args: Inputs of its jaxpr.
-        taps: A tree for each matmul, in the order of `Block.all_sites`. Leaves are stacked over the scans around the matmul.
-        multiply: Computes a matmul from (matmul, x, w, its other operands, its tap).
+        block: The jaxpr of the stage and its delayed matmuls.
+        consts: Values of the constants of the jaxpr, one each.
+        args: Values of the inputs of the jaxpr, one each.
+        taps: One tap for each delayed matmul, as `DelayedProduct.tap` returns it, in the order of `Block.all_sites`. Each leaf
+            has one leading axis for each enclosing scan, outermost first.
+        multiply: Called in place of each delayed matmul with (matmul, x, w, other operands, tap), where x is the data, w the
+            weight, and the tap has no leading axes. Returns the result of the matmul.
 
     Returns:
-        The outputs of the stage, and for each matmul its operands other than weight and data.
+        (outputs, extra): the list of the outputs of the jaxpr; and a list with one tuple for each delayed matmul, in the order
+        of `taps`. The tuple has the operands other than weight and data, such as group sizes, with one leading axis for each
+        enclosing scan. It is empty for a matmul of two operands.
     """
     env = replay.environment(block.jaxpr, consts, args)
     read, taps, kept = replay.reader(env), list(taps), []
@@ -219,16 +250,20 @@ def _run_scan(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], taps: Seq
 
 
 def run_weights(block: Block, consts: Sequence[Any], args: Sequence[Any], *, keep_dtype: bool) -> tuple[list[Any], list[Any]]:
-    """Runs a stage on parameters only.
+    """Runs the equations of a stage that depend only on parameters, to compute the weights of its matmuls.
 
     Args:
-        block: The stage.
-        consts: Constants of its jaxpr.
-        args: Inputs of its jaxpr; `MISSING` for data.
-        keep_dtype: Skips casts between a parameter and its matmul, so that the weight has the dtype of the parameter.
+        block: The jaxpr of the stage and its delayed matmuls.
+        consts: Values of the constants of the jaxpr, one each.
+        args: Values of the inputs of the jaxpr, one each. The marker `MISSING` of this module in place of each input that is
+            data.
+        keep_dtype: True to skip casts between floating dtypes, so that a weight has the dtype of its parameter. False to run
+            them, so that a weight has the dtype of the operand of the matmul.
 
     Returns:
-        The outputs of the stage, and the weight of each matmul.
+        (outputs, weights): the list of the outputs of the jaxpr, with `MISSING` for outputs that depend on data and for
+        outputs of scans with delayed parameters; and the list of the weights of the delayed matmuls, in the order of
+        `Block.all_sites`. A weight has one leading axis for each enclosing scan, outermost first.
     """
     env = replay.environment(block.jaxpr, consts, args)
     read, weights = replay.reader(env), []
@@ -256,7 +291,7 @@ def _is_float_cast(eqn: core.JaxprEqn) -> bool:
 
 
 def _scanned_weights(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], keep_dtype: bool) -> list[Array]:
-    """Returns weights stacked over a scan. They do not depend on the carry, so all iterations run at once."""
+    """Returns the weights of all iterations of a scan, stacked. Uses `jax.vmap`, because they do not depend on the carry."""
     consts, carry = replay.scan_counts(eqn)
     xs = {k: v for k, v in enumerate(values) if k >= consts + carry and v is not MISSING}
 

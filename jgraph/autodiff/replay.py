@@ -1,7 +1,7 @@
-"""Reads jaxprs and runs them again, equation by equation.
+"""Reads jaxprs and replays them, equation by equation.
 
 Uses `jax.extend.core` and the parameters of four kinds of equations: jit, checkpoint, scan and functions with a custom
-derivative. Constructs no equation: an equation runs as a jaxpr of one equation.
+derivative. Never constructs an equation: an equation is run as a jaxpr with one equation.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,28 +26,45 @@ _WITH_BODY = (*JITS, *CHECKPOINTS, SCAN)
 
 Aval: TypeAlias = ShapedArray
 Atom: TypeAlias = core.Var | core.Literal
-# An interpreter may give variables arrays, tracers, or markers of its own.
+# The values of variables: arrays, tracers, or markers of an interpreter.
 Environment: TypeAlias = dict[core.Var, Any]
 
 
 def aval_of(atom: Any) -> Aval:
-    """Returns the abstract value of a variable or literal; jax types it as `AbstractValue`, without a shape."""
+    """Returns the abstract value of a variable or literal, an object with `shape` and `dtype`.
+
+    This is `atom.aval`. The function only gives it a useful type for type checkers.
+    """
     return atom.aval
 
 
 def body(eqn: core.JaxprEqn) -> core.Jaxpr:
-    """Returns the jaxpr inside a jit, checkpoint, scan or custom derivative equation."""
+    """Returns the jaxpr inside a jit, checkpoint, scan, `custom_jvp` or `custom_vjp` equation.
+
+    The values of its constants are not part of the result. Raises KeyError for another equation.
+    """
     inner = eqn.params["call_jaxpr" if eqn.primitive.name in CUSTOM else "jaxpr"]
     return getattr(inner, "jaxpr", inner)
 
 
 def body_consts(eqn: core.JaxprEqn) -> list[Any]:
-    """Returns the constants of the jaxpr inside a jit, checkpoint or scan equation."""
+    """Returns a new list of the values of the constants of the jaxpr inside a jit, checkpoint or scan equation.
+
+    Empty if there are none.
+    """
     return list(getattr(eqn.params["jaxpr"], "consts", ()))
 
 
 def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
-    """Returns the number of constants and of carries of a scan; its other operands are scanned over."""
+    """Counts the operands of a scan by role.
+
+    Args:
+        eqn: A scan equation.
+
+    Returns:
+        (constants, carries): the numbers of operands of these roles. The operands of the scan are first the constants, then
+        the carries, then the arrays that are scanned over.
+    """
     if "num_carry" in eqn.params:  # before jax 0.11
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
@@ -55,12 +72,23 @@ def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
 
 
 def is_literal(atom: Any) -> bool:
-    """Returns True for a literal; literals are not hashable, so they cannot be looked up in an environment."""
+    """True if an operand of an equation is a literal, False if it is a variable.
+
+    Literals are not hashable, so they cannot be looked up in an environment (a dict from variables to values).
+    """
     return isinstance(atom, core.Literal)
 
 
 def apply(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
-    """Runs one equation on other operands. Returns None for outputs that are not read."""
+    """Runs one equation on new operands. Inside a trace, this adds it to the trace.
+
+    Args:
+        eqn: The equation.
+        values: One value for each operand, with the shape and dtype of the operand. Values for literals are ignored.
+
+    Returns:
+        One value for each output of the equation. None for an output that is marked as unread (`DropVar`).
+    """
     given: dict[Any, Any] = {v: value for v, value in zip(eqn.invars, values, strict=True) if not is_literal(v)}
     results = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
     debug_info = core.DebugInfo("replay", eqn.primitive.name, ("",) * len(given), ("",) * len(results))
@@ -70,22 +98,54 @@ def apply(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
 
 
 def environment(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Environment:
-    """Returns the environment before the first equation of a jaxpr."""
+    """Builds the environment (a dict from variables to values) before the first equation of a jaxpr.
+
+    Args:
+        jaxpr: The jaxpr.
+        consts: Values of its constants, one each.
+        args: Values of its inputs, one each.
+
+    Returns:
+        A new dict from variables (of constants and inputs) to values.
+    """
     return dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
 
 
 def reader(env: Environment) -> Callable[[Atom], Any]:
-    """Returns a function that looks up a variable in an environment, or returns the value of a literal."""
+    """Returns a function that reads an environment.
+
+    Args:
+        env: Maps variables to values. Not copied, so the function also sees later values.
+
+    Returns:
+        A function `read(atom)`. For a variable, it returns the value in `env`, and raises KeyError if there is none. For a
+        literal, it returns the value of the literal.
+    """
     return lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
 
 
 def write(env: Environment, outvars: Iterable[core.Var], values: Iterable[Any]) -> None:
-    """Adds the outputs of an equation to an environment."""
+    """Adds the outputs of an equation to an environment, in place. Skips outputs that are marked as unread (`DropVar`).
+
+    Args:
+        env: The environment: a dict from variables to values.
+        outvars: Output variables of the equation.
+        values: Values of the outputs, one each.
+    """
     env.update((v, x) for v, x in zip(outvars, values, strict=True) if not isinstance(v, core.DropVar))
 
 
 def depends(jaxpr: core.Jaxpr, given: Sequence[bool]) -> list[bool]:
-    """Returns for each output whether it depends on a marked input; may be True for an output that does not."""
+    """Finds the outputs that depend on marked inputs. May report an output that does not depend on them.
+
+    Args:
+        jaxpr: The jaxpr.
+        given: For each input, True if it is marked.
+
+    Returns:
+        For each output, True if it depends on a marked input. Each result of an equation other than jit, checkpoint and scan,
+        such as `cond` or `while`, counts as depending on all operands of the equation.
+    """
     marked = _depending(jaxpr, given)
     return [not is_literal(v) and v in marked for v in jaxpr.outvars]
 
@@ -108,12 +168,29 @@ def _depending(jaxpr: core.Jaxpr, given: Sequence[bool]) -> set[Any]:
 
 
 def holds(jaxpr: core.Jaxpr, names: Sequence[str]) -> bool:
-    """Returns True if a jaxpr, or a jaxpr nested in it, has an equation of one of these primitives."""
+    """Searches a jaxpr and the jaxprs nested in it for primitives.
+
+    Args:
+        jaxpr: The jaxpr.
+        names: Names of the primitives, such as `scan`.
+
+    Returns:
+        True if at least one equation has a primitive with one of the names.
+    """
     return any(eqn.primitive.name in names for eqn in jaxpr.eqns) or any(holds(inner, names) for inner in core.subjaxprs(jaxpr))
 
 
 def primitives(name: str, params: dict[str, Any]) -> set[str]:
-    """Returns the name of a primitive; for a jit or a custom derivative the names of the primitives inside."""
+    """Lists the primitives that an equation runs.
+
+    Args:
+        name: Name of the primitive of the equation.
+        params: Parameters of the equation (`eqn.params`).
+
+    Returns:
+        A set of names. For an equation other than jit, `custom_jvp` and `custom_vjp`, {name}. For these, the primitives of the
+        equations inside, where nested jits, `custom_jvp`s and `custom_vjp`s are replaced by their own contents.
+    """
     if name not in _RULES:
         return {name}
     inner = [eqn for jaxpr in core.jaxprs_in_params(params) for eqn in jaxpr.eqns]
@@ -121,21 +198,39 @@ def primitives(name: str, params: dict[str, Any]) -> set[str]:
 
 
 def needs(jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[bool] | None = None) -> tuple[list[bool], set[str]]:
-    """Returns for each input whether the wanted outputs need it, and the primitives that compute these outputs.
+    """Finds the inputs and primitives that compute the wanted outputs. May report an input that is not needed.
 
-    An input can be reported as needed although it is not. A call of a quantization kernel counts as one primitive, by its name.
+    A call of a quantization kernel counts as one primitive with the name of the kernel.
 
     Args:
         jaxpr: The jaxpr.
-        wanted: For each output, whether it is wanted.
-        data: For each input, whether it is data. If given, only primitives that compute with data are returned.
+        wanted: For each output, True if it is wanted.
+        data: For each input, True if it is data. Primitives without an operand that depends on data are then left out of
+            `names`. None leaves none out.
+
+    Returns:
+        (needed, names): a list with a bool for each input, True if the wanted outputs need the input; and the set of the names
+        of the primitives, including those of nested jaxprs.
     """
-    found, used = live_variables(jaxpr, wanted, data)
-    return [v in found for v in jaxpr.invars], used
+    live, used = live_variables(jaxpr, wanted, data)
+    return [v in live for v in jaxpr.invars], used
 
 
 def live_variables(jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[bool] | None = None) -> tuple[set[Any], set[str]]:
-    """Returns the variables that the wanted outputs need, and the primitives as `needs` returns them."""
+    """Finds the variables and primitives that compute the wanted outputs. May report a variable that is not needed.
+
+    A call of a quantization kernel counts as one primitive with the name of the kernel.
+
+    Args:
+        jaxpr: The jaxpr.
+        wanted: For each output, True if it is wanted.
+        data: For each input, True if it is data. Primitives without an operand that depends on data are then left out of
+            `names`. None leaves none out. `variables` does not depend on this argument.
+
+    Returns:
+        (variables, names): the set of variables of `jaxpr`, including inputs, that the wanted outputs need; and the set of
+        names of the primitives, including those of nested jaxprs.
+    """
     live: set[Any] = {v for v, flag in zip(jaxpr.outvars, wanted, strict=True) if flag and not is_literal(v)}
     marked = None if data is None else _depending(jaxpr, data)
     used: set[str] = set()
@@ -143,23 +238,32 @@ def live_variables(jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[boo
         flags = [v in live for v in eqn.outvars]
         if not any(flags):
             continue
-        own = None if marked is None else [not is_literal(v) and v in marked for v in eqn.invars]
+        is_data = None if marked is None else [not is_literal(v) and v in marked for v in eqn.invars]
         given = [True] * len(eqn.invars)
         if eqn.primitive.name in JITS and eqn.params["name"] in CALLS:
             names = {eqn.params["name"]}
         elif eqn.primitive.name in _WITH_BODY:
-            # Which carries of a scan are data is not computed.
-            inside = None if eqn.primitive.name == SCAN else own
+            # For a scan, all primitives count, because it is not known which carries are data.
+            inside = None if eqn.primitive.name == SCAN else is_data
             given, names = needs(body(eqn), wanted_inside(eqn, flags), inside)
         else:
             names = primitives(eqn.primitive.name, eqn.params)
-        used |= names if own is None or any(own) else set()
+        used |= names if is_data is None or any(is_data) else set()
         live.update(v for v, flag in zip(eqn.invars, given, strict=True) if flag and not is_literal(v))
     return live, used
 
 
 def wanted_inside(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
-    """Returns which outputs are wanted of the jaxpr inside a jit, checkpoint or scan; for a scan, in any of its iterations."""
+    """Finds the wanted outputs of the jaxpr inside a jit, checkpoint or scan.
+
+    Args:
+        eqn: A jit, checkpoint or scan equation.
+        wanted: For each output of the equation, True if it is wanted.
+
+    Returns:
+        A list with a bool for each output of the inner jaxpr, True if it is wanted. For jit and checkpoint, equal to `wanted`.
+        For a scan, a carry is also wanted if a later iteration reads it to compute a wanted output.
+    """
     wanted = list(wanted)
     if eqn.primitive.name == SCAN:
         consts, carry = scan_counts(eqn)
@@ -173,7 +277,16 @@ def wanted_inside(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
 
 
 def forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
-    """Returns for each output the index of the input that it equals; None for a computed output."""
+    """Finds the outputs that are inputs which the jaxpr passes through unchanged.
+
+    Also finds inputs that are passed through nested jits and checkpoints.
+
+    Args:
+        jaxpr: The jaxpr.
+
+    Returns:
+        For each output, the index of the input that it is. None if the output is computed, or is a literal or constant.
+    """
     place = {v: i for i, v in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in JITS + CHECKPOINTS:
@@ -184,9 +297,15 @@ def forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
 
 
 def without_callbacks(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """Removes callbacks with unread results. Returns the same object if there are none.
+    """Removes debug and I/O callbacks with unread results, also from nested jaxprs. Does not change the argument.
 
-    Keeps callbacks inside functions with a custom derivative: their derivative rules cannot be read.
+    Keeps callbacks inside functions with a custom derivative, because their derivative rules cannot be inspected.
+
+    Args:
+        jaxpr: The jaxpr.
+
+    Returns:
+        A new jaxpr with the same inputs and outputs. `jaxpr` itself if it has no debug or I/O callbacks.
     """
     if not holds(jaxpr, CALLBACKS):
         return jaxpr
@@ -218,16 +337,17 @@ def _effects(holders: Iterable[core.Jaxpr | core.JaxprEqn]) -> set[Any]:
 
 
 def exact_products(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Removes `reduce_precision` equations that round a matmul output to its own dtype.
+    """Wraps a function so that it runs without `reduce_precision` equations that round a matmul's output to its own dtype.
 
-    `jax.checkpoint` inserts them for residuals. Behind such a rounding, XLA does not fuse a GELU into the matmul as its
-    epilogue.
+    These equations change no value. `jax.checkpoint` inserts them for residuals, and they prevent XLA from fusing a GELU into
+    the matmul.
 
     Args:
-        fn: A function of arrays.
+        fn: A function of positional arguments that are trees of arrays.
 
     Returns:
-        A function with the same arguments and results.
+        A function with the same arguments and results. Each call traces `fn`, removes the equations that follow a
+        `dot_general`, and runs the changed jaxpr. Nested jaxprs are not changed.
     """
 
     @wraps(fn)
@@ -255,7 +375,10 @@ def _keeps_all_bits(eqn: core.JaxprEqn) -> bool:
 
 
 def avals(jaxpr: core.Jaxpr) -> Iterator[Aval]:
-    """Yields the abstract values of all operands and results in a jaxpr and the jaxprs nested in it."""
+    """Yields the abstract value (shape and dtype) of every operand and result of every equation.
+
+    Includes the equations of nested jaxprs. An array that several equations use is yielded several times.
+    """
     for eqn in jaxpr.eqns:
         yield from map(aval_of, (*eqn.invars, *eqn.outvars))
     for inner in core.subjaxprs(jaxpr):
@@ -263,24 +386,43 @@ def avals(jaxpr: core.Jaxpr) -> Iterator[Aval]:
 
 
 def explicit_axes(aval: Aval) -> list[Any]:
-    """Returns the explicit mesh axes that an abstract value is sharded over."""
+    """Lists the explicit mesh axes that an abstract value is sharded over.
+
+    Args:
+        aval: The abstract value of an array.
+
+    Returns:
+        The entries of its PartitionSpec that are not None, each an axis name or a tuple of names. Empty without a sharding.
+    """
     return [axis for axis in getattr(getattr(aval, "sharding", None), "spec", ()) if axis is not None]
 
 
 def mesh_of(leaves: Iterable[Any]) -> jax.sharding.AbstractMesh:
-    """Returns the mesh of the first array that has one, else the current mesh."""
+    """Returns the abstract mesh of the first leaf with a non-empty mesh in its type.
+
+    Args:
+        leaves: Arrays or tracers.
+
+    Returns:
+        The mesh. If no leaf has one, the current abstract mesh of JAX, which is empty if none was set.
+    """
     meshes = (aval.sharding.mesh for aval in map(jax.typeof, leaves) if hasattr(aval, "sharding"))
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 
 
 def zeros(aval: Any, *lead: int, shape: Sequence[int] | None = None, dtype: Any = None) -> jax.Array:
-    """Returns zeros that vary over the same mesh axes as an abstract value inside `jax.shard_map`.
+    """Makes an array of zeros with the shape and dtype of an abstract value.
+
+    Inside `jax.shard_map`, the type of the array varies over the same mesh axes as the abstract value.
 
     Args:
-        aval: The abstract value. Random keys are supported.
-        *lead: Sizes of additional leading axes.
-        shape: Replaces the shape of `aval`.
-        dtype: Replaces the dtype of `aval`.
+        aval: An abstract value or `jax.ShapeDtypeStruct`. Its dtype may be that of random keys.
+        *lead: Lengths of additional leading axes.
+        shape: Shape of the array after the leading axes. None takes the shape of `aval`.
+        dtype: Dtype of the array. None takes the dtype of `aval`.
+
+    Returns:
+        The array of zeros, [*lead, *shape], in `dtype`.
     """
     blank = jnp.zeros((*lead, *(aval.shape if shape is None else shape)), dtype or aval.dtype)
     # `mat.varying` since jax 0.12.

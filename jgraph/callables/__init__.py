@@ -1,4 +1,4 @@
-"""Graphed callables: one executable for each forward, dgrad and wgrad, with buffers that have an owner."""
+"""Graphed callables: one executable each for forward, dgrad and wgrad, with defined ownership of every buffer."""
 
 from jgraph.callables._api import make_graphed_callables as make_graphed_callables
 from jgraph.callables._borrowed import Borrowed as Borrowed

@@ -1,4 +1,4 @@
-"""`make_graphed_callables`: checks and compiles everything once, before anything runs."""
+"""`make_graphed_callables`: checks the arguments, and compiles all executables before the first call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -37,55 +37,68 @@ def make_graphed_callables(
     training: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> GraphedCallables:
-    """Compiles forward and backward of each callable once, as CUDA graphs that your code calls in any order.
+    """Compiles forward and backward of each callable once, as CUDA graphs that your code can call in any order.
 
-    Like `jax.jit` of `jax.vjp`, but the backward is a separate call, buffers have an owner, and wgrads can be delayed. The
-    counterpart of the functions of this name in PyTorch and Transformer Engine.
-
-    >>> params, x = jnp.ones((2, 3)), jnp.ones((4, 2))
-    >>> graphed = jgraph.make_graphed_callables(lambda params, x: x @ params, params, (x,))
-    >>> graphed[0]
-    Graphed(0: forward, backward; float32[4, 2] -> float32[4, 3])
-    >>> y = graphed[0](params, x)
-    >>> gradient, dx = graphed[0].backward(jnp.ones_like(y))
+    Like `jax.jit` of `jax.vjp`, but the backward is a separate call, every buffer has an owner, and wgrads can be delayed. The
+    counterpart of the functions of the same name in PyTorch and Transformer Engine. Runs none of the callables, and donates no
+    argument. `GraphedCallables.run` compiles an order on its first call.
 
     Args:
-        callables: One, or a tuple in the order of the data: chunk by chunk, layer by layer. A callable is a pure function
-            `fn(params, x, *extra, **kwargs) -> y` of trees of arrays, an FP8 function (`jgraph.fp8`), or a Flax module (NNX or
-            Linen). x and y are floating; an x of integers has no gradient; `extra` and `kwargs` are not differentiated. Random
-            keys are arguments.
-        params: The parameters of each callable, a tuple if `callables` is one. Arrays or `jax.ShapeDtypeStruct`. Those of an
+        callables: One callable, or a tuple in the order of the data: chunk by chunk, layer by layer. A callable is a pure
+            function `fn(params, x, *extra, **kwargs) -> y` of trees of arrays, an FP8 function (`jgraph.fp8`), or a Flax module
+            (NNX or Linen). x and y are floating; an x of integers has no gradient; `extra` and `kwargs` are not differentiated.
+            Pass random keys as arguments.
+        params: The parameters of each callable, trees of arrays or `jax.ShapeDtypeStruct`s; a tuple if `callables` is a tuple.
+            For an NNX module, its `nnx.Param` state; for a Linen module, the first argument of `apply`. The parameters of an
             FP8 function are (params, state, weights). The gradient of the state is the state after the step, the maximum over
-            microbatches.
-        sample_args: (x, *extra) of each callable, the same shapes for all microbatches. Only shapes and dtypes are read.
-        sample_kwargs: Keyword arguments of each callable, if any.
-        order: The order that `run` plays: signed numbers (`jgraph.Order.parse`), an Order, a Schedule, or one order per rank.
-            None for callables that are only called one by one.
-        num_layers_per_chunk: Callables in each chunk, one number for all or one per chunk.
+            microbatches. Stored, not copied, as the params of `run`.
+        sample_args: (x, *extra) of each callable, with the shapes of a microbatch; a tuple of them if `callables` is a tuple.
+            Only shapes and dtypes are read.
+        sample_kwargs: Keyword arguments of each callable, or None; a tuple of dicts if `callables` is a tuple. Only shapes and
+            dtypes are read.
+        order: The order that `run` plays: signed numbers (`c` is the forward, `-c` the dgrad or full backward and `-c-0.5` the
+            wgrad of chunk c, from 1), an Order, a Schedule, or one order per rank. None if the callables are only called one by
+            one.
+        num_layers_per_chunk: Number of callables per chunk of an order in signed numbers: one number for all chunks, or one per
+            chunk. None means 1. An Order and a Schedule have their own numbers.
         delay_wgrad: True makes `wgrad` a separate call. One bool for all, or one per stage of the order (a chunk of a rank);
-            without an order, one per callable. A callable without a delayed gradient has no wgrad, and none in the order.
-        reuse_buffers: True lets `run` donate a buffer to its last reader, so that a later action writes into it. Saves memory.
-            Needs an order. Single calls are not affected.
-        param_grads: `owned`: a gradient is your own array, in the parameter's dtype, unless it is delayed. `aliased`: it is a
-            float32 sum in main_grad, always in the same buffer, like the gradients of delayed parameters in any case.
-        devices: The device of each rank of the order. The default is one device, that of the params.
-        training: False builds forwards only.
-        compiler_options: XLA options, as `jgraph.xla.compiler_options` returns them.
+            without an order, one per callable. A callable without a delayed gradient has no wgrad in the order.
+        reuse_buffers: True lets `run` donate a buffer to its last reader, so that a later action writes into it. This saves
+            memory and needs an order. Single calls are not affected.
+        param_grads: `owned` returns gradients as new arrays of the caller, in the dtype of the parameter, unless they are
+            delayed. `aliased` accumulates all gradients in main_grad, float32 sums that stay in the same buffers, and returns
+            `Borrowed` handles on them. Delayed gradients are always aliased.
+        devices: A list with the device of each rank of the order, or with one device for all ranks. None uses the device of the
+            params.
+        training: False builds forwards only. A Flax NNX module must be in the same mode.
+        compiler_options: XLA options by name, e.g. from `jgraph.xla.compiler_options`; None for XLA's defaults.
 
     Returns:
-        GraphedCallables: `[i]` is the i-th callable, `run` plays the order.
+        The graphed callables: `[i]` is callable i, and `run` plays the order.
 
     Raises:
-        ConfigError: `param_grads` is not one of its choices.
-        CallableError: Callables, params and samples do not match, or an argument has a value that is not allowed.
-        OrderError: The order cannot run, does not fit the callables or `delay_wgrad`, or has a wgrad of a callable without a
-            delayed gradient.
+        ConfigError: If `param_grads` is unknown.
+        CallableError: If callables, params and samples do not match, an argument has a value that is not allowed, params are on
+            several devices and `devices` is None, a Flax module has variables other than parameters or is in the wrong mode, a
+            parameter is complex, y is not floating, or the call is inside a JAX transformation.
+        OrderError: If the order cannot run, does not fit `delay_wgrad`, or has a wgrad of a callable without a delayed
+            gradient.
+        SplitError: If the backward of a callable cannot be split, for example because the result of a callback is read.
+        CompilerOptionError: If XLA refuses an option.
+
+    Examples:
+        >>> params, x = jnp.ones((2, 3)), jnp.ones((4, 2))
+        >>> graphed = jgraph.make_graphed_callables(lambda params, x: x @ params, params, (x,))
+        >>> graphed[0]
+        Graphed(0: forward, backward; float32[4, 2] -> float32[4, 3])
+        >>> y = graphed[0](params, x)
+        >>> gradient, dx = graphed[0].backward(jnp.ones_like(y))
     """
     check_choice("param_grads", param_grads, get_args(ParamGrads))
     fns = tuple(callables) if isinstance(callables, (tuple, list)) else (callables,)
     if not isinstance(callables, (tuple, list)):
         params, sample_args, sample_kwargs = (params,), (sample_args,), (sample_kwargs,)
-    arguments.check_argument(len(fns) > 0, "callables", "`callables` is empty: give one, or a tuple of them")
+    arguments.check_argument(len(fns) > 0, "callables", "`callables` is empty: must be a callable, or a tuple of callables")
     # Copied, so that the caller may change the lists later.
     lists = (delay_wgrad, num_layers_per_chunk)
     delay_wgrad, num_layers_per_chunk = (tuple(v) if isinstance(v, Sequence) else v for v in lists)  # pyright: ignore[reportAssignmentType]
@@ -94,9 +107,9 @@ def make_graphed_callables(
     samples = [(every[i], *arguments.sample_of(i, sample_args[i], sample_kwargs[i])) for i in range(len(fns))]
     arguments.check_concrete("make_graphed_callables", samples)
     schedule, delayed = arguments.schedule_of(order, num_layers_per_chunk, delay_wgrad, len(fns))
-    wrong = "`reuse_buffers` is True without an order: give an order, such as [1, -1]"
+    wrong = "`reuse_buffers` is True without an order: pass `order`, such as [1, -1]"
     arguments.check_argument(schedule is not None or not reuse_buffers, "reuse_buffers", wrong)
-    wrong = "`training` is False, which builds no backward: leave out order, reuse_buffers and delay_wgrad, or train"
+    wrong = "`training` is False, which builds no backward: must be True with `order` or `delay_wgrad`"
     arguments.check_argument(training or (schedule is None and not any(delayed)), "training", wrong)
     placed = arguments.homes(schedule, devices, every)
     checks = [_mode_check(fn, i, training) for i, fn in enumerate(fns)]
@@ -106,8 +119,8 @@ def make_graphed_callables(
     arguments.check_argument(isinstance(compiler_options, Mapping | None), "compiler_options", wrong)
     options = dict(compiler_options or {})
 
-    # Layers with the same function and shapes are traced once. Each has executables of its own, so that their command buffers
-    # find every array at the address of the last call.
+    # Layers with the same function and shapes are traced once. Each layer has separate executables, so that its command buffers
+    # find every array at the address of the previous call.
     traced: dict[Any, Shaped] = {}
     shaped = []
     for i, (fn, sample) in enumerate(zip(fns, samples, strict=True)):
@@ -133,7 +146,7 @@ def make_graphed_callables(
 
 
 def _check_chain(shaped: Sequence[Shaped]) -> None:
-    """Raises CallableError if a callable does not take the output of the previous one."""
+    """Raises CallableError if the x of a callable does not match the y of the previous one."""
     for before, after in pairwise(shaped):
         if not after.takes_gradient:
             raise CallableError(f"callable {after.index} takes integers for x: only the first callable of an order may")
@@ -153,24 +166,24 @@ def _function(fn: Any, i: int) -> Callable[..., PyTree] | FP8Function:
     graphdef, _, rest = nnx.split(fn, nnx.Param, ...)
     if kinds := sorted({type(variable).__name__ for _, variable in nnx.to_flat_state(rest)}):
         raise CallableError(
-            f"callable {i} has variables besides its parameters ({', '.join(kinds)}), which a compiled call could not change; "
+            f"callable {i} has variables besides its parameters ({', '.join(kinds)}), which a compiled call cannot update; "
             f"write a function fn(params, x, *extra) that takes them as arguments"
         )
     return lambda params, x, *extra, **kwargs: nnx.merge(graphdef, params)(x, *extra, **kwargs)
 
 
 def _mode_check(fn: Any, i: int, training: bool) -> Callable[[], None] | None:
-    """Returns a function that raises CallableError if a module is in another mode than it is built with; None without modes."""
+    """Returns a function that raises CallableError if a module is not in the mode `training`; None if it has no modes."""
     modules = list(nnx.iter_modules(fn)) if isinstance(fn, nnx.Module) else []
-    found = [
+    switches = [
         (path, module, name) for path, module in modules for name in _MODES if isinstance(getattr(module, name, None), bool)
     ]
 
     def check() -> None:
-        for path, module, name in found:
+        for path, module, name in switches:
             if getattr(module, name) is training:
                 place = "/".join(map(str, path)) or "the module"
-                wrong = f"{place} has {name}={training}, but it is built with training={training}"
-                raise CallableError(f"callable {i}: {wrong}; call .{('train', 'eval')[not training]}() on it")
+                wrong = f"{place} has {name}={training}, but the callable was built with training={training}"
+                raise CallableError(f"callable {i}: {wrong}; call .{('train', 'eval')[not training]}() on the module")
 
-    return check if found else None
+    return check if switches else None

@@ -20,23 +20,48 @@ from jgraph.tree import PyTree
 
 
 def check_argument(condition: bool, field: str, message: str) -> None:
-    """Raises CallableError for an argument unless a condition holds."""
+    """Raises CallableError with `message` for the argument `field` if `condition` is false."""
     if not condition:
         raise CallableError(message, field=field)
 
 
 def each(name: str, given: Any, count: int, *, of: str = "callables") -> tuple[Any, ...]:
-    """Returns a tuple of one value per callable or microbatch. None stands for a tuple of None."""
+    """Converts an argument to a tuple with one value per item.
+
+    Args:
+        name: Name of the argument, for the error.
+        given: A tuple or list of values. None stands for a tuple of None.
+        count: Number of items.
+        of: Plural name of the items, for the error.
+
+    Returns:
+        A tuple with `count` values. The values are not copied.
+
+    Raises:
+        CallableError: If the argument is not a tuple or list with `count` values.
+    """
     if given is None:
         return (None,) * count
     if not isinstance(given, (tuple, list)) or len(given) != count:
-        number = len(given) if isinstance(given, (tuple, list)) else f"one {type(given).__name__}"
-        raise CallableError(f"`{name}`: {number} given for {count} {of}; give a tuple with one for each", field=name)
+        found = f"has length {len(given)}" if isinstance(given, (tuple, list)) else f"is of type {type(given).__name__}"
+        raise CallableError(f"`{name}` {found}: must be a tuple of length {count}, one value per {of[:-1]}", field=name)
     return tuple(given)
 
 
 def tuples(name: str, given: Sequence[Any] | None, count: int) -> list[tuple[Any, ...]]:
-    """Returns the arguments of each microbatch; None stands for no arguments."""
+    """Converts an argument to the positional arguments of each microbatch.
+
+    Args:
+        name: Name of the argument, for the error.
+        given: For each microbatch, a tuple or list of arguments. None stands for no arguments.
+        count: Number of microbatches.
+
+    Returns:
+        One tuple per microbatch.
+
+    Raises:
+        CallableError: If `given`, or a value in it, is not a tuple or list, or there are not `count` values.
+    """
     for m, arguments in enumerate(given := each(name, [()] * count if given is None else given, count, of="microbatches")):
         if not isinstance(arguments, (tuple, list)):
             raise CallableError(f"`{name}[{m}]` is {type(arguments).__name__}: must be a tuple of arguments", field=name)
@@ -44,7 +69,19 @@ def tuples(name: str, given: Sequence[Any] | None, count: int) -> list[tuple[Any
 
 
 def sample_of(i: int, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the sample arguments of callable `i`. Raises CallableError if they are not a tuple and a dict."""
+    """Checks the sample arguments of callable `i`.
+
+    Args:
+        i: Number of the callable, for the error.
+        args: The positional arguments, a tuple or list (x, *extra).
+        kwargs: The keyword arguments, a mapping; None for none.
+
+    Returns:
+        The positional arguments as a tuple, and the keyword arguments as a dict.
+
+    Raises:
+        CallableError: If `args` is not a nonempty tuple or list, or `kwargs` is not a mapping.
+    """
     kwargs = {} if kwargs is None else kwargs
     wrong = f"`sample_args` of callable {i} is {type(args).__name__}: must be a tuple (x, *extra)"
     check_argument(isinstance(args, (tuple, list)) and len(args) > 0, "sample_args", wrong)
@@ -59,17 +96,20 @@ def schedule_of(
     """Parses an order.
 
     Args:
-        order: As in `make_graphed_callables`.
-        layers: Callables per chunk.
-        delay_wgrad: One flag, or one per stage.
+        order: Signed numbers of one rank (`c` is the forward, `-c` the dgrad or full backward and `-c-0.5` the wgrad of chunk
+            c, from 1), an Order, a Schedule, or one order per rank. None for no order.
+        layers: Callables per chunk: one number for all chunks, or one per chunk. None means 1. Not used for an Order or a
+            Schedule.
+        delay_wgrad: True if wgrads are separate calls: one bool for all, or one per stage (without an order, per callable).
         count: Number of callables.
 
     Returns:
-        The schedule, and for each callable whether its wgrad is delayed.
+        The schedule, None without an order; and for each callable, True if its wgrad is delayed.
 
     Raises:
-        OrderError: The order cannot run, or contradicts `delay_wgrad`.
-        CallableError: The order is for another number of callables.
+        OrderError: If the order cannot run, or has wgrads where `delay_wgrad` is False, or none where it is True; `rank` is the
+            rank if there are several.
+        CallableError: If the order is for a different number of callables.
     """
     if order is None:
         return None, one_each("delay_wgrad", delay_wgrad, count, bool, of="stage")
@@ -89,14 +129,19 @@ def schedule_of(
     flags = tuple(np.repeat(wanted, schedule.num_layers).tolist())
     if len(flags) != count:
         raise CallableError(
-            f"the order has {len(flags)} callables (num_layers_per_chunk of each of {schedule.num_stages} chunks), but "
-            f"{count} are given; give one for each layer of each chunk"
+            f"the order needs {len(flags)} callables (`num_layers_per_chunk` for each of {schedule.num_stages} chunks), but "
+            f"there are {count}: must be equal"
         )
     return schedule, flags
 
 
 def check_wgrads(schedule: Schedule, callables: Sequence[Shaped]) -> None:
-    """Raises OrderError for wgrads of a chunk without a layer that has a gradient to delay."""
+    """Raises OrderError if an order has wgrads of a chunk without delayed gradients.
+
+    Args:
+        schedule: The order of each rank.
+        callables: All callables, in the order of the data.
+    """
     for rank, chunk, places in _chunks(schedule):
         row = schedule.orders[rank]
         if row.delay_wgrad[chunk] and not any(callables[i].late for i in places):
@@ -104,15 +149,23 @@ def check_wgrads(schedule: Schedule, callables: Sequence[Shaped]) -> None:
             flags = [bool(late and c != chunk) for c, late in enumerate(row.delay_wgrad)]
             raise OrderError(
                 f"entry {position} is {-chunk - 1.5:g}, a wgrad of chunk {chunk + 1}, but callable {places[0]} has nothing to "
-                f"delay: no matmul with a parameter of its own; leave the {-chunk - 1.5:g} out and pass "
-                f"delay_wgrad={flags}, by chunk",
+                f"delay, because it has no matmul with a parameter; remove the entries {-chunk - 1.5:g} and pass "
+                f"delay_wgrad={flags}, one per chunk",
                 position=position,
                 rank=rank if schedule.num_ranks > 1 else None,
             )
 
 
 def most_waiting(schedule: Schedule | None, count: int) -> list[int]:
-    """Returns for each callable how many microbatches wait for their backward at once; 1 without an order."""
+    """Returns the maximum number of microbatches of each callable that wait for their dgrad at once.
+
+    Args:
+        schedule: The order of each rank; None for no order.
+        count: Number of callables.
+
+    Returns:
+        One number per callable. All are 1 without an order.
+    """
     most = [1] * count
     for rank, chunk, places in _chunks(schedule) if schedule is not None else ():
         assert schedule is not None
@@ -132,50 +185,75 @@ def _chunks(schedule: Schedule) -> list[tuple[int, int, range]]:
 
 
 def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequence[Any]) -> list[Any]:
-    """Returns the device of each callable.
+    """Finds the device of each callable.
 
     Args:
         schedule: The order of each rank; None for one rank.
-        devices: One per rank, or one for all. None takes the device of the params.
+        devices: A list of one device per rank, or of one device for all ranks. None uses the device of the committed arrays in
+            `params`, or JAX's default device if there are none.
         params: The parameters of each callable.
 
+    Returns:
+        One device per callable.
+
     Raises:
-        CallableError: The params are on several devices, or `devices` does not have one device per rank.
+        CallableError: If `devices` is None and the params are on several devices, or `devices` is not a list with one device or
+            one per rank.
     """
     if devices is None:
         held = {d for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and leaf.committed for d in leaf.devices()}
         wrong = f"`params` are on {len(held)} devices: pass one device per rank as `devices`, and params on their device"
-        check_argument(len(held) < 2, "devices", f"{wrong}; graphed callables take no sharded parameter")
-        with jax.ensure_compile_time_eval():  # also inside a jax transformation
+        check_argument(len(held) < 2, "devices", f"{wrong}; sharded parameters are not supported")
+        with jax.ensure_compile_time_eval():  # Concrete also inside a JAX transformation.
             devices = list(held or jnp.zeros(()).devices())
     is_list = isinstance(devices, (tuple, list)) and all(hasattr(device, "platform") for device in devices)
-    wrong = f"`devices` is {devices!r}: must be a list of jax devices, one for each rank, or one for all"
+    wrong = f"`devices` is {devices!r}: must be a list of JAX devices, one per rank, or one for all ranks"
     check_argument(is_list, "devices", wrong)
     num_ranks = 1 if schedule is None else schedule.num_ranks
     ranks = [0] * len(params) if schedule is None else ranks_of(schedule)
-    wrong = f"`devices` has {len(devices)} for {num_ranks} ranks: give one for each rank, or one for all"
+    wrong = f"`devices` has {len(devices)} devices for {num_ranks} ranks: must have one per rank, or one for all ranks"
     check_argument(len(devices) in (1, num_ranks), "devices", wrong)
     return [devices[rank % len(devices)] for rank in ranks]
 
 
 def check_extra(callables: Sequence[Shaped], extra: Sequence[Any] | None, key: jax.Array | None) -> None:
-    """Raises CallableError if `run` cannot give a callable its arguments besides params and x."""
+    """Checks that `extra` and `key` of `run` supply the arguments of the callables besides params and x.
+
+    Args:
+        callables: All callables.
+        extra: Arguments after x for each microbatch; None for none.
+        key: The random key; None for none.
+
+    Raises:
+        CallableError: If a callable takes a keyword argument that is not a random key, `key` is None or of another dtype
+            although a callable takes a key, or `extra` is not None although no callable takes arguments after x.
+    """
     for i, shaped in enumerate(callables):
         for place in range(len(shaped.positional), len(shaped.extra)):
             name, aval = shaped.extra.paths[place].removeprefix("1/"), shaped.extra.avals[place]
             takes = f"callable {i} takes the keyword argument {name}"
             if place not in shaped.keys:
-                raise CallableError(f"{takes}, which is no random key: run gives keys only; take it as an argument after x")
-            check_argument(key is not None, "key", f"{takes}: give run a `key`")
-            if not isinstance(key, jax.Array) or shape_of(key) != aval:  # repr(key) waits for the device
-                wrong = f"`key` is {key!r}: must be one random key like the sample's, {aval.dtype}"
+                raise CallableError(f"{takes}, which is not a random key: make it a positional argument after x for run")
+            check_argument(key is not None, "key", f"{takes}: pass `key` to run")
+            if not isinstance(key, jax.Array) or shape_of(key) != aval:  # repr(key) waits for the device.
+                wrong = f"`key` is {key!r}: must be a random key of the sample's dtype {aval.dtype}"
                 raise CallableError(wrong, field="key")
     takes_any = extra is None or any(shaped.extra.shapes()[0] for shaped in callables)
-    check_argument(takes_any, "extra", "`extra` is given, but no callable takes arguments after x: leave it out")
+    check_argument(takes_any, "extra", "`extra` must be None, because no callable takes arguments after x")
 
 
 def call_differences(shaped: Shaped, params: PyTree, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> list[str]:
-    """Returns every difference between the arguments of a call and the sample."""
+    """Describes every difference between the arguments of a call and the sample.
+
+    Args:
+        shaped: The callable.
+        params: Parameters of the call.
+        args: (x, *extra) of the call.
+        kwargs: Keyword arguments of the call.
+
+    Returns:
+        One text per difference in paths, shapes, dtypes, devices or structure. Empty if there is none.
+    """
     device, num_extra = shaped.device, len(shaped.extra.shapes()[0])
     texts = differences(shaped.params, params, "params", device) + differences(shaped.x, args[0], "x", device)
     if len(args) - 1 != num_extra:
@@ -184,64 +262,112 @@ def call_differences(shaped: Shaped, params: PyTree, args: Sequence[PyTree], kwa
 
 
 def mismatch(shaped: Shaped, texts: Sequence[str]) -> CallableError:
-    """Returns the error for a call with other shapes."""
+    """Returns, but does not raise, the error for a call with arguments that differ from the sample.
+
+    Args:
+        shaped: The callable.
+        texts: Descriptions of the differences, also stored as `mismatches` of the error.
+
+    Returns:
+        The error.
+    """
     return CallableError(
-        f"callable {shaped.index} is called with something else than it was built for: {'; '.join(texts)}; "
+        f"the arguments of callable {shaped.index} differ from its sample: {'; '.join(texts)}; "
         f"pass the shapes of the sample, or build another callable",
         mismatches=tuple(texts),
     )
 
 
 def check_concrete(name: str, tree: Any) -> None:
-    """Raises CallableError for tracers: the call is inside a jax transformation."""
+    """Raises CallableError if a leaf is a tracer, which means that the call is inside a JAX transformation.
+
+    Args:
+        name: Name of the called function, for the message.
+        tree: The arguments of the call.
+    """
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
         raise CallableError(
-            f"{name} is called inside of jax.jit, jax.grad, jax.vmap or another transformation, and is compiled already: call "
-            f"it outside, its gradients come from backward; inside, call the function that it was made of"
+            f"{name} is compiled and cannot be called inside jax.jit, jax.grad, jax.vmap or another transformation: call it "
+            f"outside and get gradients from backward, or call the original function inside"
         )
 
 
 def differences(side: Side, given: Any, name: str, device: Any) -> list[str]:
-    """Returns every difference between an argument and the sample: paths, shapes, dtypes, devices."""
-    here = Side.of(given)
-    leaves = dict(zip(here.paths, jax.tree.leaves(given), strict=True))
-    wanted, found = dict(zip(side.paths, side.avals, strict=True)), dict(zip(here.paths, here.avals, strict=True))
+    """Describes every difference between an argument and the sample.
+
+    Args:
+        side: The sample.
+        given: The argument, a tree of arrays.
+        name: Name of the argument, for the texts.
+        device: The device of the callable. An array that is committed to another device is a difference.
+
+    Returns:
+        One text per difference in paths, shapes, dtypes, devices or structure, or for a deleted array. Empty if there is none.
+    """
+    actual = Side.of(given)
+    leaves = dict(zip(actual.paths, jax.tree.leaves(given), strict=True))
+    expected, found = dict(zip(side.paths, side.avals, strict=True)), dict(zip(actual.paths, actual.avals, strict=True))
     texts = []
-    for path in dict.fromkeys((*wanted, *found)):
-        where = f"{name}{path and '/' + path}"
-        if path not in found or path not in wanted:
-            texts.append(f"{where} is {'missing' if path in wanted else 'not known'}")
+    for path in dict.fromkeys((*expected, *found)):
+        label = f"{name}{path and '/' + path}"
+        if path not in found or path not in expected:
+            texts.append(f"{label} is {'missing' if path in expected else 'unexpected'}")
             continue
         leaf = leaves[path]
-        if found[path] != wanted[path]:
-            texts.append(f"{where} is {_show(found[path])}, built for {_show(wanted[path])}")
+        if found[path] != expected[path]:
+            texts.append(f"{label} is {_show(found[path])}, built for {_show(expected[path])}")
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            texts.append(f"{where} was donated or deleted by the caller")
+            texts.append(f"{label} was donated or deleted by the caller")
         elif isinstance(leaf, jax.Array) and leaf.devices() != {device} and leaf.committed:
-            texts.append(f"{where} is on {devices_of(leaf)}, built for {device}")
-    if not texts and here.tree != side.tree:
-        texts.append(f"{name} has the structure {here.tree}, built for {side.tree}")
+            texts.append(f"{label} is on {devices_of(leaf)}, built for {device}")
+    if not texts and actual.tree != side.tree:
+        texts.append(f"{name} has the structure {actual.tree}, built for {side.tree}")
     return texts
 
 
 def matching_leaves(side: Side, tree: PyTree, name: str, device: Any = None) -> list[Any]:
-    """Returns the leaves of an argument of `run`. Raises CallableError with every difference from the sample."""
+    """Checks an argument of `run` against the sample.
+
+    Args:
+        side: The sample.
+        tree: The argument, a tree of arrays.
+        name: Name of the argument, for the error.
+        device: The device of the callable, for the error only; None if arrays on every device are allowed.
+
+    Returns:
+        The leaves of the argument, not copied.
+
+    Raises:
+        CallableError: If structure, shapes or dtypes differ from the sample, or an array is deleted. The message lists every
+            difference.
+        OwnershipError: If the argument contains a `Borrowed` handle.
+    """
     leaves, structure = jax.tree.flatten(tree)
     if structure != side.tree:
-        check_no_handles(tree)  # a handle is a pytree node, so the structure differs
+        check_no_handles(tree)  # A handle is a pytree node, so the structure differs.
     if structure != side.tree or not all(_fits(leaf, aval) for leaf, aval in zip(leaves, side.avals, strict=True)):
         texts = differences(side, tree, name, device)
-        raise CallableError(f"run is given something else than was built: {'; '.join(texts)}", mismatches=tuple(texts))
+        raise CallableError(f"the arguments of run differ from the sample: {'; '.join(texts)}", mismatches=tuple(texts))
     return leaves
 
 
 def put(device: Any, leaf: Any) -> jax.Array:
-    """Puts an array on a device. Copies a NumPy array: a CPU would share its memory, and the caller may write to it."""
+    """Puts an array on a device.
+
+    Copies a NumPy array first, because a CPU device would share its memory with the caller.
+
+    Args:
+        device: The device.
+        leaf: A JAX or NumPy array, or a number.
+
+    Returns:
+        The array on the device. A JAX array that is there already is not copied.
+    """
     return jax.device_put(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, device)
 
 
 def signature(sample: Any) -> Any:
-    """Returns the structure, shapes and dtypes of a tree."""
+    """Returns a hashable description of a tree. Trees of equal structure, shapes and dtypes have equal signatures."""
     leaves, tree = jax.tree.flatten(sample)
     return tree, *((aval.shape, aval.dtype) for aval in map(shape_of, leaves))
 
@@ -254,7 +380,7 @@ def _fits(leaf: Any, aval: jax.ShapeDtypeStruct) -> bool:
 
 
 def devices_of(leaf: Any) -> str:
-    """Returns the names of the devices that a leaf is on."""
+    """Returns the names of a leaf's devices, sorted and separated by commas; "the host" if the leaf is not a JAX array."""
     return ", ".join(sorted(map(str, leaf.devices()))) if isinstance(leaf, jax.Array) else "the host"
 
 

@@ -1,7 +1,7 @@
-"""Handles on main_grad: readable until its next update, which ends them with an error that names it.
+"""Handles on main_grad. They are readable until the next update of main_grad; later reads raise an error that names the update.
 
-A jax.Array raises a bare "Array has been deleted" after its buffer was donated. Gradients that alias main_grad are therefore
-given out as handles, which name the call that updated the buffer.
+A jax.Array raises only "Array has been deleted" after its buffer was donated. Gradients that alias main_grad are therefore
+returned as handles, which name the call that updated the buffer.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from jgraph.errors import OwnershipError
 
 @dataclass(eq=False)
 class Lease:
-    """The validity of all handles on the arrays of one owner, shared by them.
+    """The validity of all handles on the arrays of one owner. Shared by these handles.
 
     Attributes:
-        owner: The owner of the buffers, such as `main_grad of callable 0`.
-        ended: The call that updated the buffers. Empty while the handles are valid.
+        owner: Owner of the buffers, such as `main_grad of callable 0`.
+        ended: Description of the call that updated the buffers; empty while the handles are valid.
     """
 
     owner: str
@@ -28,10 +28,12 @@ class Lease:
 
 
 class Borrowed:
-    """An array in a buffer of jgraph that the next update overwrites. Can be used like a `jax.Array` until then.
+    """A handle: an array in a buffer of jgraph that the next update overwrites. Use it like a `jax.Array` until then.
 
-    A stale handle raises an error that names the update; take a `copy` before it. jax.numpy, numpy, operators and jitted
-    functions accept a handle directly (a pytree node of one leaf); `jax.lax` takes its `value`.
+    A handle becomes stale when jgraph updates the buffer. A stale handle raises OwnershipError with the name of the update;
+    call `copy` before the update to keep the values. jax.numpy, numpy, operators and jitted functions accept a handle directly,
+    as a pytree node with one leaf. For `jax.lax`, pass `value`. NumPy gets a copy. `shape`, `dtype`, `ndim` and `size` also
+    work on stale handles.
     """
 
     __slots__ = ("_array", "_lease", "_path")
@@ -41,28 +43,32 @@ class Borrowed:
 
     @property
     def value(self) -> jax.Array:
-        """The array, in the owner's buffer.
+        """The array, in the buffer of its owner. Not a copy: do not donate or delete it.
 
         Raises:
-            OwnershipError: If the buffer was updated since. The message names the update.
+            OwnershipError: If the buffer was updated. The message names the update.
         """
         lease = self._lease
         if lease.ended:
-            what = f"{lease.owner}, {self._path!r}," if self._path else lease.owner
-            wrong = f"{what} was {lease.ended}: this handle is stale; take .copy() before that to keep the numbers"
+            name = f"{lease.owner}, {self._path!r}," if self._path else lease.owner
+            wrong = f"{name} was {lease.ended}: this handle is stale; call .copy() before the update to keep the values"
             raise OwnershipError(wrong, owner=lease.owner)
         return self._array
 
     def copy(self) -> jax.Array:
-        """Returns a copy that later updates do not change. Raises OwnershipError as `value` does."""
+        """Copies the array to a new buffer of the caller, which later updates do not change.
+
+        Raises:
+            OwnershipError: If the buffer was updated.
+        """
         return jnp.copy(self.value)
 
-    # Available on stale handles too, and to jax while it traces.
+    # Available on stale handles too, and to JAX during tracing.
     shape = property(lambda self: self._array.shape)
     dtype = property(lambda self: self._array.dtype)
     ndim = property(lambda self: self._array.ndim)
     size = property(lambda self: self._array.size)
-    __array_priority__ = 100  # so that numpy leaves `array + handle` to the handle
+    __array_priority__ = 100  # NumPy then leaves `array + handle` to the handle.
 
     def __getattr__(self, name: str) -> Any:
         """Forwards all other attributes of an array, such as `.T` and `.astype`, to `value`."""
@@ -74,7 +80,7 @@ class Borrowed:
         return self.value
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        # Always a copy: on a CPU a numpy view of the buffer would keep the program from updating it in place.
+        # Always a copy, because on a CPU a NumPy view of the buffer would prevent an update in place.
         return np.array(self.value, dtype)
 
     def __repr__(self) -> str:
@@ -95,12 +101,15 @@ for _name in "neg pos abs invert lt le gt ge eq ne getitem len iter contains boo
 
 
 def check_no_handles(tree: Any) -> None:
-    """Raises OwnershipError if `tree` contains a handle: main_grad may be updated while an executable reads it."""
+    """Raises OwnershipError if `tree` contains a handle (`Borrowed`), also a stale one.
+
+    main_grad may be updated while an executable reads the handle's buffer.
+    """
     for leaf in jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Borrowed)):
         if isinstance(leaf, Borrowed):
             wrong = f"{leaf!r} is updated in place and cannot be an argument of a graphed callable; pass .copy()"
             raise OwnershipError(wrong, owner=leaf._lease.owner)
 
 
-# Inside a jit and after tree.map the plain array is in the handle's place.
+# A jitted function and jax.tree.map replace the handle by its array.
 jax.tree_util.register_pytree_node(Borrowed, lambda handle: ((handle.value,), None), lambda _, children: children[0])  # pyright: ignore[reportArgumentType]

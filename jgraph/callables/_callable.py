@@ -1,4 +1,4 @@
-"""A graphed callable: forward, dgrad and wgrad as executables compiled beforehand, called one by one."""
+"""A graphed callable: compiled executables for forward, dgrad and wgrad, with one method for each."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
@@ -20,17 +20,22 @@ ParamGrads = Literal["owned", "aliased"]
 
 
 def interfaces_of(shaped: Shaped, delayed: bool, *, training: bool, param_grads: ParamGrads) -> dict[Kind, Interface]:
-    """Returns the executables of single calls, by kind.
+    """Describes the executables for calls one by one. Compiles nothing.
 
-    The registers of an executable count its arguments: (params, x, extra) of `forward`, (params, residuals, dy) of `dgrad` and
-    `backward`, (params, residuals of forward_wgrad, stash) of `wgrad`. Its outputs are y or dx, then the residuals or the stash
+    The registers of an executable number its arguments: (params, x, extra) of `forward`, (params, residuals, dy) of `dgrad` and
+    `backward`, (params, residuals of forward_wgrad, stash) of `wgrad`. The outputs are y or dx, then the residuals or the stash
     without passed-through arrays, then new gradients.
 
     Args:
         shaped: The callable.
-        delayed: True if the backward is dgrad and wgrad. A callable without delayed gradients has no wgrad.
-        training: False for a forward only.
-        param_grads: As in `make_graphed_callables`.
+        delayed: True for separate dgrad and wgrad. A callable without delayed gradients has no wgrad.
+        training: False for forward only, which then returns y and no residuals.
+        param_grads: `owned` returns gradients that are not delayed as new arrays; `aliased` adds all gradients to main_grad,
+            float32 sums. Delayed gradients are added to main_grad in both cases.
+
+    Returns:
+        A dict with the interface of each executable. Its keys are `forward`, and with `training` also `backward`, or `dgrad`
+        and `wgrad` if `delayed`.
     """
     backward: tuple[Kind, ...] = ("dgrad", "wgrad")[: 1 + bool(shaped.late)] if delayed else ("backward",)
     aliased = shaped.grads["backward"] if param_grads == "aliased" else shaped.late if delayed else ()
@@ -39,7 +44,7 @@ def interfaces_of(shaped: Shaped, delayed: bool, *, training: bool, param_grads:
 
 
 def _interface(shaped: Shaped, kind: Kind, aliased: Collection[int], *, is_alone: bool) -> Interface:
-    """Returns a part as an executable of one task. A forward that `is_alone` returns y only."""
+    """Describes the executable of one action. A forward that `is_alone` returns only y."""
     registers = Registers(shaped.params.avals)
     given = {
         "forward": (*shaped.x.avals, *shaped.extra.avals),
@@ -56,18 +61,21 @@ def _interface(shaped: Shaped, kind: Kind, aliased: Collection[int], *, is_alone
 
 
 class Graphed:
-    """Runs forward, dgrad and wgrad of one callable, as CUDA graphs. Made by `make_graphed_callables`.
+    """Runs forward, dgrad and wgrad of one callable as CUDA graphs. Made by `make_graphed_callables`.
 
-    A forward keeps the arrays that its backward reads; `evaluate` keeps nothing. Microbatches are numbered by their forwards,
-    from 0. A backward call belongs to the oldest waiting microbatch by default, or to `microbatch`. The number is required
-    if more microbatches wait than the order ever has at once (without an order: one), because then some forward never got
-    its backward.
+    A forward keeps the arrays that its backward reads; `evaluate` keeps no arrays. Microbatches are numbered by their forwards,
+    from 0. By default, a backward call belongs to the oldest waiting microbatch; pass `microbatch` to select another. The
+    number is required if more microbatches wait than the maximum in the order (1 without an order), because then the backward
+    of some forward was skipped.
 
-    One thread at a time may call it, from a forward to its last backward call.
+    Only one thread may call it between a forward and its last backward call. Calls inside JAX transformations raise
+    CallableError.
 
     Attributes:
-        shaped: The callable.
-        parts: Its executables by kind: `forward`, and `backward` or `dgrad` and `wgrad`.
+        shaped: The callable for fixed shapes.
+        parts: The executables by kind: `forward`, and `backward` or `dgrad` and `wgrad`. Only `forward` if built with
+            `training=False`; empty after `reset`.
+        index: The number of the callable.
         gradients: The sums in main_grad.
         waiting: The microbatches that wait for a backward call, and the lock.
     """
@@ -79,11 +87,11 @@ class Graphed:
         self.gradients = MainGrad(shaped, parts.values())
         self._delayed, self._trains, self._is_reset = "dgrad" in parts, len(parts) > 1, False
         self.waiting, self._check_mode = Waiting(f"callable {self.index}", most_waiting), check_mode
-        # Types of leaves that were found to be JAX arrays: a set of types is checked faster than every leaf.
+        # Types of leaves that are JAX arrays, because checking the set of types is faster than checking every leaf.
         self._array_types: set[type] = set()
         num_params, num_inputs = len(shaped.params), len(shaped.x) + len(shaped.extra)
-        # Each selects from the arrays in parentheses: (params, x, extra, outputs of forward), (residuals, dy, outputs of
-        # dgrad), and (new gradients in the order of the parts, handles, None).
+        # Functions that select arrays from (params, x, extra, outputs of forward), from (residuals, dy, outputs of dgrad), and
+        # from (new gradients in the order of `parts`, handles, None).
         self._residuals = _passed(shaped.residuals_from, num_params, num_params + num_inputs + len(shaped.y))
         self._stash = _passed(shaped.stash_from, 0, len(shaped.residuals) + len(shaped.y) + shaped.num_dx)
         order = [*(place for part in parts.values() for place in part.news), *self.gradients.places]
@@ -94,22 +102,29 @@ class Graphed:
             return f"Graphed({self.index}: reset)"
         shaped = self.shaped
         x, y = (", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in side.avals) for side in (shaped.x, shaped.y))
-        waiting = f"; microbatches that wait: {', '.join(map(str, self.pending))}" if self.pending else ""
+        waiting = f"; waiting microbatches: {', '.join(map(str, self.pending))}" if self.pending else ""
         return f"Graphed({self.index}: {', '.join(self.parts)}; {x} -> {y}{waiting})"
 
     def __call__(self, params: PyTree, x: PyTree, *extra: PyTree, **kwargs: PyTree) -> PyTree:
-        """Runs forward and keeps the arrays that the backward needs.
+        """Runs forward, and keeps the arrays for the backward, also arguments. With `training=False`, keeps no arrays.
+
+        All arguments have the structure, shapes and dtypes of the samples, and are never donated. NumPy arrays are copied. Do
+        not donate or delete JAX arrays until the last backward call of the microbatch.
 
         Args:
-            params, x, extra, kwargs: Arrays of the samples' shapes and dtypes; never donated.
+            params: Parameters, on the device of the callable.
+            x: Input, differentiated if it is floating.
+            *extra: Further positional arguments. Not differentiated.
+            **kwargs: Keyword arguments. Not differentiated.
 
         Returns:
-            y, a new array.
+            y, new arrays.
 
         Raises:
-            CallableError: An argument differs from the sample (one message lists every difference), the module is in another
-                mode, or the callable was reset.
-            OwnershipError: An argument is a `Borrowed` handle on main_grad.
+            CallableError: If an argument differs from the sample (the message lists every difference), the mode of the module
+                changed, the callable was reset, the call is inside a JAX transformation, microbatches of another thread wait,
+                or another thread is in a call.
+            OwnershipError: If an argument is a `Borrowed` handle on main_grad.
         """
         self._check_alive()
         if not self._trains:
@@ -121,35 +136,56 @@ class Graphed:
             return shaped.y.tree.unflatten(outs[: len(shaped.y.avals)])
 
     def evaluate(self, params: PyTree, x: PyTree, *extra: PyTree, **kwargs: PyTree) -> PyTree:
-        """Runs forward without a backward and keeps nothing. Any thread may call it at any time.
+        """Runs forward without a later backward, and keeps no arrays. Any thread may call it at any time.
 
-        Runs the executable of the call, dropout included. Arguments and errors are those of the call.
+        Runs the same executable as a call of the object, including dropout. The arguments have the structure, shapes and dtypes
+        of the samples, and are never donated.
+
+        Args:
+            params: Parameters, on the device of the callable.
+            x: Input.
+            *extra: Further positional arguments.
+            **kwargs: Keyword arguments.
+
+        Returns:
+            y, new arrays.
+
+        Raises:
+            CallableError: If an argument differs from the sample (the message lists every difference), the mode of the module
+                changed, the callable was reset, or the call is inside a JAX transformation.
+            OwnershipError: If an argument is a `Borrowed` handle on main_grad.
         """
         self._check_alive()
         y = self.shaped.y
         return y.unflatten(self._forward(params, x, extra, kwargs)[1][: len(y)])
 
     def backward(self, dy: PyTree, *, microbatch: int | None = None) -> tuple[PyTree, PyTree]:
-        """Runs the whole backward of a microbatch.
+        """Runs the whole backward of a microbatch, and frees the arrays that its forward kept. Updates main_grad in place.
+
+        With `delay_wgrad`, runs dgrad, then wgrad.
 
         Args:
-            dy: The gradient of y, a tree like y.
-            microbatch: The number of the microbatch; None for the oldest without a backward.
+            dy: Gradient of y, with the structure, shapes and dtypes of y; never donated.
+            microbatch: Number of the microbatch; None for the oldest one without a backward.
 
         Returns:
-            (grads, dx). `grads` is a tree like params; each leaf is your array or a `Borrowed` handle on main_grad, None for
-            integers. `dx` is a tree like x.
+            (grads, dx). `grads` has the structure of params. A leaf is a new array in the dtype of the parameter; for an
+            aliased gradient, a `Borrowed` handle on its sum in main_grad over all microbatches so far; or None for integers.
+            `dx` has the structure of x, new arrays; None if x has integers.
 
         Raises:
-            CallableError: No forward waits for its backward; too many wait and `microbatch` names none; dy does not match y;
-                the callable was built with `training=False`; microbatches of another thread wait.
+            CallableError: If no forward waits for its backward, microbatches wait for their wgrad and `microbatch` is None,
+                more microbatches wait than at most in the order and `microbatch` is None, dy does not match y, the callable was
+                built with `training=False` or was reset, microbatches of another thread wait, or another thread is in a call.
+            OwnershipError: If an array of the microbatch or main_grad was donated or deleted, or an argument is an array of
+                main_grad.
         """
         with self.waiting:
             self._check_trains()
             after_dgrad = self.waiting.after["dgrad"]
             if after_dgrad and microbatch is None:
-                wrong = f"callable {self.index}: {len(after_dgrad)} microbatches wait for their wgrad and must go first"
-                raise CallableError(f"{wrong}; call wgrad for them, or dgrad for this one")
+                wrong = f"callable {self.index}: {len(after_dgrad)} microbatches wait for their wgrad, which must run first"
+                raise CallableError(f"{wrong}; call wgrad for them, or pass `microbatch`")
             pending = self.waiting.next("backward", "forward", microbatch)
             if self._delayed:
                 dx = self._dgrad(pending, dy)
@@ -158,7 +194,25 @@ class Graphed:
             return self._finish(pending, outs[self.shaped.num_dx :]), self._dx(outs)
 
     def dgrad(self, dy: PyTree, *, microbatch: int | None = None) -> PyTree:
-        """Returns dx of a microbatch, and keeps its stash for wgrad. Needs `delay_wgrad`. Arguments are those of `backward`."""
+        """Computes dx of a microbatch, and keeps its stash (arrays for wgrad). Needs `delay_wgrad`.
+
+        Frees the arrays that only dgrad reads. Adds aliased gradients of parameters that are not delayed to main_grad, in
+        place.
+
+        Args:
+            dy: Gradient of y, with the structure, shapes and dtypes of y; never donated.
+            microbatch: Number of the microbatch; None for the oldest microbatch before its dgrad.
+
+        Returns:
+            dx, new arrays with the structure of x; None if x has integers.
+
+        Raises:
+            CallableError: If the callable was built with `delay_wgrad=False` or `training=False` or was reset, no forward waits
+                for its backward, more microbatches wait than at most in the order and `microbatch` is None, dy does not match
+                y, microbatches of another thread wait, or another thread is in a call.
+            OwnershipError: If an array of the microbatch or main_grad was donated or deleted, or an argument is an array of
+                main_grad.
+        """
         with self.waiting:
             self._check_trains()
             if not self._delayed:
@@ -167,54 +221,93 @@ class Graphed:
             return self._dgrad(self.waiting.next("dgrad", "forward", microbatch), dy)
 
     def wgrad(self, *, microbatch: int | None = None) -> PyTree:
-        """Returns the gradients of a microbatch, as `backward` does. None takes the oldest that waits for its wgrad."""
+        """Computes the delayed gradients of a microbatch, adds them to main_grad in place, and frees the microbatch's arrays.
+
+        If the callable has no parameter to delay, only returns the gradients that `dgrad` computed.
+
+        Args:
+            microbatch: Number of the microbatch; None for the oldest microbatch before its wgrad.
+
+        Returns:
+            All gradients, in the structure of params. A leaf is a new array in the dtype of the parameter, computed by `dgrad`;
+            for an aliased gradient, a `Borrowed` handle on its sum in main_grad over all microbatches so far; or None for
+            integers.
+
+        Raises:
+            CallableError: If no microbatch waits for its wgrad, the callable was built with `training=False` or was reset,
+                microbatches of another thread wait, or another thread is in a call.
+            OwnershipError: If an array of the microbatch or main_grad was donated or deleted.
+        """
         with self.waiting:
             self._check_trains()
             return self._wgrad(self.waiting.next("wgrad", "dgrad", microbatch))
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """Numbers of the waiting microbatches, oldest first: those without a wgrad, then those without a dgrad.
+        """Numbers of the waiting microbatches: first the microbatches before wgrad, then before dgrad, oldest first.
 
-        After a forward, the last number is that of its microbatch.
+        Empty if none wait. After a forward, the last number is the number of its microbatch.
         """
         return self.waiting.numbers
 
     def drop(self, microbatch: int | None = None) -> None:
-        """Forgets a waiting microbatch and frees its buffers; None forgets all. Any thread may call it.
+        """Removes a waiting microbatch and frees its buffers. Any thread may call it.
+
+        Args:
+            microbatch: Number of the microbatch; None for all.
 
         Raises:
-            CallableError: The microbatch does not wait, or another thread is in a call.
+            CallableError: If the microbatch does not wait, another thread is in a call, or the callable was reset.
         """
-        self._check_alive()
-        self.waiting.drop(microbatch)
+        with self.waiting.taken_over():
+            self._check_alive()
+            self.waiting.drop(microbatch)
 
     @property
     def main_grad(self) -> PyTree:
-        """The float32 sums of gradients since `zero_grads`, a tree like params: `Borrowed` if aliased, None elsewhere."""
+        """The float32 sums of aliased gradients since `zero_grads`, with the structure of params.
+
+        A leaf is a `Borrowed` handle, which the next update of main_grad makes stale, or None for a parameter without an
+        aliased gradient. Before the first gradient, the sums are allocated as zeros.
+
+        Raises:
+            CallableError: If the callable was reset.
+            OwnershipError: If the caller donated or deleted a sum.
+        """
         self._check_alive()
         return self.gradients.tree({})
 
     def zero_grads(self) -> None:
-        """Sets main_grad to zero, in place. Raises CallableError while microbatches wait for their backward."""
+        """Sets main_grad to zero, in place, and makes all handles on it stale.
+
+        Raises:
+            CallableError: If microbatches wait for a backward call, another thread is in a call, or the callable was reset.
+        """
         with self.waiting:
             self.check_idle()
             self.gradients.zero()
 
     def reset(self) -> None:
-        """Frees buffers and executables. Any later use raises CallableError. Arrays of the caller stay valid."""
-        self.waiting.drop(None)
-        self.gradients.free()
-        self.parts, self._is_reset = {}, True
+        """Frees waiting microbatches, main_grad and executables. Arrays of the caller stay valid, but handles become stale.
+
+        Later calls raise CallableError.
+
+        Raises:
+            CallableError: If another thread is in a call.
+        """
+        with self.waiting.taken_over():
+            self.waiting.drop(None)
+            self.gradients.free()
+            self.parts, self._is_reset = {}, True
 
     def check_idle(self) -> None:
-        """Raises CallableError while microbatches wait for their backward."""
+        """Raises CallableError if microbatches wait for a backward call, or the callable was reset."""
         self._check_alive()
         self.waiting.check_none()
 
     def _check_alive(self) -> None:
         if self._is_reset:
-            raise CallableError("this graphed callable was reset and holds nothing any more; build it again")
+            raise CallableError(f"callable {self.index} was reset; build it again")
 
     def _check_trains(self) -> None:
         self._check_alive()
@@ -253,12 +346,12 @@ class Graphed:
         return self._dx(outs)
 
     def _wgrad(self, pending: Microbatch) -> PyTree:
-        # Without late parameters there is no wgrad to run: dgrad returned every gradient.
+        # Without late parameters there is no wgrad executable, because dgrad computed all gradients.
         outs = self._run_backward(pending, "wgrad", pending.stash, None) if "wgrad" in self.parts else []
         return self._finish(pending, outs)
 
     def _finish(self, pending: Microbatch, new: Sequence[Any]) -> PyTree:
-        """Removes a microbatch. Returns gradients as a tree like params: new arrays, handles, and None for integers."""
+        """Removes a microbatch. Returns its gradients in the structure of params: new arrays, handles, None for integers."""
         self.waiting.end(pending)
         gradients = self._grads((*pending.early, *new, *self.gradients.handles(), None))
         return self.shaped.params.tree.unflatten(gradients)
@@ -278,7 +371,7 @@ class Graphed:
         return outs
 
     def _run_backward(self, pending: Microbatch, kind: Kind, rest: Sequence[Any], dy: PyTree) -> list[jax.Array]:
-        """Runs a backward part. Looks for the cause only if it fails."""
+        """Runs a backward executable. Diagnoses the cause only if it fails."""
         read = (*pending.params, *pending.residuals, *rest)
         try:
             return self._run(kind, read, pending.number)
@@ -292,9 +385,9 @@ class Graphed:
                 advice = "array, which was given as params, x, dy or an extra argument; pass a copy of it"
                 raise OwnershipError(f"{wrong} {advice}", owner=f"main_grad of {name}") from e
             if gone := sum(array.is_deleted() for array in (*pending.residuals, *pending.stash)):
-                wrong = f"{name}: {kind} needs {gone} arrays of this microbatch that were donated or deleted since"
-                advice = "the caller's x, dy or extra arguments; keep them until then"
-                raise OwnershipError(f"{wrong}, {advice}", owner="the caller") from e
+                wrong = f"{name}: {kind} needs {gone} arrays of this microbatch that were donated or deleted"
+                advice = "keep x, dy and extra arguments until the last backward call of the microbatch"
+                raise OwnershipError(f"{wrong}; {advice}", owner="the caller") from e
             texts = [] if dy is None else differences(shaped.y, dy, "dy", shaped.device)
             texts += differences(shaped.params, shaped.params.unflatten(pending.params), "params", shaped.device)
             if not texts:
@@ -302,7 +395,7 @@ class Graphed:
             raise mismatch(shaped, texts) from e
 
     def _dy(self, dy: PyTree) -> list[Any]:
-        """Returns the leaves of dy. Raises CallableError if its structure is not that of y."""
+        """Returns the leaves of dy. Raises CallableError if dy does not have the structure of y."""
         shaped = self.shaped
         leaves, tree = jax.tree_util.tree_flatten(dy)
         if tree != shaped.y.tree:
@@ -311,7 +404,7 @@ class Graphed:
         return self._arrays(leaves)
 
     def _arrays(self, leaves: list[Any]) -> list[Any]:
-        """Returns leaves as JAX arrays. NumPy arrays are copied: they could be written to before the backward reads them."""
+        """Returns leaves as JAX arrays. NumPy arrays are copied, because they may change before the backward reads them."""
         if self._array_types.issuperset(map(type, leaves)):
             return leaves
         arrays = [leaf if isinstance(leaf, jax.Array) else jnp.array(leaf) for leaf in leaves]
@@ -320,12 +413,12 @@ class Graphed:
 
 
 def _passed(sources: Sequence[int | None], given: int, new: int) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Returns the selection of arrays that a part leaves.
+    """Returns a function that selects the residuals or the stash from a sequence of inputs and new arrays.
 
     Args:
-        sources: For each of them, its position among the inputs, or None for a new array.
-        given: The position of the first input in the sequence to select from.
-        new: The position of the first new array.
+        sources: Position of each array among the inputs, or None for a new array.
+        given: Position of the first input in the sequence.
+        new: Position of the first new array in the sequence.
     """
     places = []
     for source in sources:

@@ -1,8 +1,8 @@
 """Compiles tasks into executables.
 
-A task names the arrays that it reads and writes by register, a number. An array that is made and used inside an executable
-never leaves it. An input that is read for the last time is donated. Standing registers (main_grad, send buffers) are argument 0
-and output 0, updated in place, and the compiled program is checked for that.
+A task refers to the arrays that it reads and writes by register, a number. An array that is only used inside an executable is
+not an output. An input is donated to its last reader. Standing registers (main_grad, send buffers) are argument 0 and output 0
+of an executable, and are updated in place; the compiled program is checked for this.
 """
 
 from collections import Counter
@@ -22,11 +22,11 @@ from jgraph.schedule.action import Kind
 from jgraph.xla import CaptureReport, check_identity, compile_and_report
 from jgraph.xla.cache import for_elsewhere
 
-# How a gradient is returned: as an array of the parameter's dtype, as a new float32 sum, or added to a float32 sum.
+# A gradient is returned as a new array of the parameter's dtype, as a new float32 sum, or added to a float32 sum.
 How = Literal["new", "start", "add"]
-# Whether equal tasks on equal shapes share an executable, or each gets one.
+# Equal tasks with equal shapes share an executable, or each has a separate one.
 Copies = Literal["shared", "each"]
-# (parameter, register of its gradient, how it is returned)
+# (index of the parameter, register of the gradient, how it is returned)
 Grad = tuple[int, int, How]
 
 
@@ -34,15 +34,20 @@ Grad = tuple[int, int, How]
 class Task:
     """One computation of an executable.
 
+    A *register* is the number of an array. `Registers.avals` has its shape and dtype.
+
     Attributes:
-        kind: The action, `key` (folds a random key), `loss` (the loss and its gradients) or `function` (any other).
-        index: The callable. A loss or function runs on its device.
-        ins: Registers read besides parameters.
-        outs: Registers written; None for results that are dropped or passed through.
-        params: Registers of the parameters that it reads.
-        grads: The gradients that it makes.
-        fn: The computation of a `loss` or `function`. A loss maps arrays of `params` and `ins` to results, and gradients in the
-            order of `grads`. A function maps arrays of `ins` to results.
+        kind: The action (`forward`, `dgrad`, `wgrad` or `backward`), `key` (folds a random key), `loss` (computes the loss and
+            its gradients) or `function` (any other).
+        index: The callable. A loss or function runs on the device of this callable.
+        ins: Registers of the inputs besides parameters.
+        outs: Registers of the outputs; None for an output that is dropped or passed through.
+        params: Registers of the parameters that the task reads.
+        grads: The gradients that the task computes: (index of the parameter, register of the gradient, how). *how* is `new` (an
+            array in the dtype of the parameter), `start` (a new float32 sum) or `add` (added to the float32 sum in the
+            register).
+        fn: Computes a `loss` or `function`; None for other kinds. A loss maps the arrays of `params` and `ins` to (outputs,
+            gradients in the order of `grads`). A function maps the arrays of `ins` to outputs.
     """
 
     kind: Kind | Literal["key", "loss", "function"]
@@ -55,37 +60,46 @@ class Task:
 
     @property
     def name(self) -> str:
+        """Name in profiles, such as `forward_0`: the name of `fn`, or kind and callable."""
         return getattr(self.fn, "__name__", f"{self.kind}_{self.index}")
 
 
 class Registers:
-    """Numbers arrays. Register r holds an array of the shape and dtype `avals[r]`."""
+    """Numbers arrays: register r holds an array with the shape and dtype `avals[r]`.
+
+    Attributes:
+        avals: Shape and dtype of each register. Methods append to this list.
+    """
 
     def __init__(self, avals: Iterable[Any] = ()):
         self.avals: list[Any] = list(avals)
 
     def register(self, aval: Any) -> int:
+        """Adds a register for an array with the shape and dtype of `aval`, and returns its number."""
         self.avals.append(aval)
         return len(self.avals) - 1
 
     def new(self, avals: Iterable[Any]) -> list[int]:
+        """Adds one register per aval, and returns their numbers in order."""
         return [self.register(aval) for aval in avals]
 
     def task(
         self, kind: Kind, shaped: Shaped, ins: Sequence[int], param: Callable[[int], int], grads: Sequence[Grad]
     ) -> tuple[Task, list[int], list[int]]:
-        """Makes the task of one part of a callable.
+        """Makes the task of one action of a callable, and adds registers for its outputs.
 
         Args:
-            kind: The part.
+            kind: The action: `forward`, `dgrad`, `wgrad` or `backward`.
             shaped: The callable.
             ins: Registers of (x, extra) for forward, of (residuals, dy) for dgrad and backward, of (residuals of the pool
                 forward_wgrad, stash) for wgrad.
-            param: Returns the register of a parameter.
-            grads: The gradients of the part.
+            param: Maps the index of a parameter to its register. Called for each parameter that the action reads.
+            grads: The gradients of the action: (index of the parameter, register, `new`, `start` or `add`).
 
         Returns:
-            The task, registers of y or dx, and registers of the residuals or the stash. The last outputs of a forward are aux.
+            Three values: the task; the registers of y (forward) or dx (dgrad, backward; empty for wgrad); and the registers of
+            the residuals (forward) or the stash (dgrad), empty for other actions. An array that is passed through keeps the
+            register of the input. The last outputs of a forward are aux.
         """
         results = {"forward": shaped.y.avals, "wgrad": ()}.get(kind, shaped.x.avals[: shaped.num_dx])
         left, sources = {
@@ -102,15 +116,15 @@ class Registers:
 
 @dataclass(frozen=True)
 class Interface:
-    """The tasks of an executable and the registers that it takes and returns: `sums, outs = compiled(sums, donated, read)`.
+    """The tasks of an executable, and the registers of its inputs and outputs: `sums, outs = compiled(sums, donated, read)`.
 
     Attributes:
         tasks: The tasks in order.
-        sums: Registers updated in place, argument 0 and output 0.
-        donated: Registers read for the last time, in buffers that outputs fit into.
-        read: The other inputs.
-        outs: Registers returned besides the sums.
-        shapes: Shape and dtype of each input.
+        sums: Registers that are updated in place: argument 0, which is donated, and output 0.
+        donated: Registers of inputs that are donated to outputs of equal shape and dtype.
+        read: Registers of the other inputs.
+        outs: Registers of the outputs besides `sums`.
+        shapes: (shape, dtype) of each input, in the order `sums`, `donated`, `read`.
     """
 
     tasks: tuple[Task, ...]
@@ -122,12 +136,12 @@ class Interface:
 
     @property
     def name(self) -> str:
-        """The name in profiles: `forward_0_dgrad_0`, shortened."""
+        """Name in profiles, such as `forward_0_dgrad_0`; at most three tasks are named, without keys and losses."""
         words = [t.name for t in self.tasks if t.kind not in ("key", "loss")]
         return "_".join(words[:3]) + (f"_and_{len(words) - 3}" if len(words) > 3 else "")
 
     def numbered(self) -> "Interface":
-        """Renumbers the registers by first use, so that equal computations have equal interfaces."""
+        """Returns a copy with registers renumbered by first use, so that equal computations have equal interfaces."""
         names: dict[int, int] = {}
 
         def renamed(registers: Iterable[int | None]) -> tuple[Any, ...]:
@@ -147,8 +161,8 @@ class Executable:
 
     Attributes:
         compiled: The program.
-        report: Its capture report; None on platforms without command buffers.
-        io: Its tasks and registers.
+        report: The capture report of the program; None on platforms without command buffers.
+        io: The tasks and registers of the program.
     """
 
     compiled: jax.stages.Compiled
@@ -157,22 +171,29 @@ class Executable:
 
     @cached_property
     def select(self) -> tuple[Callable[[Sequence[Any]], tuple[Any, ...]], ...]:
-        """Functions that select the three arguments from arrays by register."""
+        """Three functions from a sequence of arrays by register to the arguments `sums`, `donated` and `read` of `compiled`."""
         return gather(self.io.sums), gather(self.io.donated), gather(self.io.read)
 
     @cached_property
     def adds(self) -> tuple[int, ...]:
-        """The parameters of the gradients that are added to main_grad."""
+        """Indices of the parameters with a gradient that is added to main_grad, in the order of the tasks."""
         return tuple(place for task in self.io.tasks for place, _, how in task.grads if how == "add")
 
     @cached_property
     def news(self) -> tuple[int, ...]:
-        """The parameters of the gradients that are new arrays, the last outputs."""
+        """Indices of the parameters with a gradient that is a new array. These gradients are the last outputs, in order."""
         return tuple(place for task in self.io.tasks for place, _, how in task.grads if how == "new")
 
 
 def gather(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Returns a function that selects these items of a sequence. It runs in C from two items on."""
+    """Returns a function that selects the items at `places` of a sequence.
+
+    Args:
+        places: Indices into the sequence. May repeat.
+
+    Returns:
+        A function from a sequence to the tuple of the selected items. For two or more items, it runs in C.
+    """
     if len(places) > 1:
         return itemgetter(*places)
     return lambda arrays: tuple([arrays[i] for i in places])
@@ -181,25 +202,30 @@ def gather(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 def compile_tasks(
     interfaces: Sequence[Interface], callables: Sequence[Shaped], options: Mapping[str, Any], *, copies: Copies = "shared"
 ) -> list[Executable]:
-    """Compiles executables, several at a time.
+    """Compiles executables, up to 16 at a time in threads. Does not run them.
 
     Args:
         interfaces: The tasks and registers of each executable.
         callables: The callables of the tasks.
-        options: XLA's.
-        copies: Whether equal interfaces share an executable. `each` has no effect on a CPU.
+        options: XLA options, values by name.
+        copies: `shared` if equal interfaces share an executable, `each` if every interface has its own. `each` has no effect on
+            a CPU.
+
+    Returns:
+        One executable per interface, in order.
 
     Raises:
-        DonationError: A standing register is not updated in place.
+        CompilerOptionError: If XLA refuses an option.
+        DonationError: If a register of `sums` is not updated in place.
     """
     of_index = {shaped.index: shaped for shaped in callables}
-    # The number distinguishes the copies of a GPU.
+    # The number distinguishes equal interfaces if `copies` is each.
     names = [(io.numbered(), n * (copies == "each")) for n, io in enumerate(interfaces)]
     lowered = {io: _lower(io, of_index) for io in dict.fromkeys(io for io, _ in names)}
     distinct = list(dict.fromkeys(names))
 
     def compiled(name: tuple[Interface, int]) -> tuple[jax.stages.Compiled, CaptureReport | None]:
-        # On a GPU the report's own directory is among the options, so jax does not return an executable that it has cached.
+        # On a GPU, the options have a separate directory for each report, so JAX does not return an executable from its cache.
         program, platform = lowered[name[0]]
         return compile_and_report(program, dict(options), platform=platform)
 
@@ -212,7 +238,7 @@ def compile_tasks(
 
 
 def _lower(io: Interface, callables: Mapping[int, Shaped]) -> tuple[jax.stages.Lowered, str]:
-    """Returns the lowered program and its platform."""
+    """Lowers an executable. Returns the lowered program and its platform."""
 
     def run(sums: Any, donated: Any, read: Any) -> tuple[list[Any], list[Any]]:
         env = dict(zip((*io.sums, *io.donated, *io.read), (*sums, *donated, *read), strict=True))
@@ -238,15 +264,19 @@ def interface(
     dying: Collection[int] = (),
     stored: Mapping[int, int] | None = None,
 ) -> Interface:
-    """Finds the registers that an executable of these tasks takes and returns.
+    """Finds the inputs and outputs of an executable. Compiles nothing.
 
     Args:
         tasks: The tasks in order.
         avals: Shape and dtype of every register.
-        wanted: Registers that are read outside.
-        standing: Registers updated in place.
-        dying: Registers that nothing reads afterwards.
-        stored: Maps registers written to registers of buffers of the same shape, which are donated without being read.
+        wanted: Registers that are read outside of the executable.
+        standing: Registers that are updated in place, besides those of gradients that are added.
+        dying: Registers that nothing reads after the executable. They are donated if an output has the same shape and dtype.
+        stored: Maps output registers to registers of buffers with the same shape and dtype, which are donated to them; None for
+            none.
+
+    Returns:
+        The interface of the executable. The outputs with a buffer come first.
     """
 
     def kind(register: int) -> tuple[Any, Any]:
@@ -263,13 +293,13 @@ def interface(
                 made[r] = None
                 if r in added or r in standing:
                     sums[r] = None
-    # jax pairs donated arguments with outputs of their shape in the order of both, so registers with a buffer come first.
+    # JAX pairs donated arguments and outputs of equal shape in order, so outputs with a buffer come first.
     buffers = stored or {}
     outs = [r for r in made if r in wanted and r not in sums and r not in buffers]
-    room, donated = Counter(map(kind, outs)), list(buffers.values())
+    unpaired, donated = Counter(map(kind, outs)), list(buffers.values())
     for r in taken:
-        if r in dying and room[kind(r)]:
-            room[kind(r)] -= 1
+        if r in dying and unpaired[kind(r)]:
+            unpaired[kind(r)] -= 1
             donated.append(r)
     read = [r for r in taken if r not in donated]
     shapes = tuple(map(kind, (*sums, *donated, *read)))
@@ -277,13 +307,16 @@ def interface(
 
 
 def fold_key(key: Array, *, step: Any, microbatch: Any, layer: Any) -> Array:
-    """Returns the random key that pipelines and graphed callables give a layer for a microbatch of a step.
+    """Folds step, microbatch and layer into a random key, like pipelines and graphed callables do for every layer.
 
     Args:
-        key: The key of the whole training.
-        step: Number of the step, from 0.
-        microbatch: Number of the microbatch in the step, from 0.
-        layer: Number of the layer, from 0. The layer of a graphed callable is its index.
+        key: The random key of the training.
+        step: Number of the step, from 0; an integer or an int32 scalar.
+        microbatch: Number of the microbatch in the step, from 0; an integer or an int32 scalar.
+        layer: Number of the layer, from 0; an integer or an int32 scalar. For a graphed callable, its index.
+
+    Returns:
+        The random key of the layer: `jax.random.fold_in` with step, microbatch and layer, in this order.
     """
     for number in (step, microbatch, layer):
         key = jax.random.fold_in(key, number)
@@ -291,7 +324,7 @@ def fold_key(key: Array, *, step: Any, microbatch: Any, layer: Any) -> Array:
 
 
 def _run(task: Task, shaped: Shaped, env: dict[int, Any]) -> None:
-    """Computes a task and writes its results into `env`."""
+    """Computes a task and writes its outputs into `env`, which maps registers to arrays."""
     ins, read = [env[r] for r in task.ins], [env[r] for r in task.params]
     outs: Sequence[Any]
     if task.fn is not None:
@@ -309,13 +342,17 @@ def _run(task: Task, shaped: Shaped, env: dict[int, Any]) -> None:
 
 
 def _summed(env: Mapping[int, Any], register: int, how: How, gradient: Array, merge: Any = jnp.add) -> Array:
-    """Casts a gradient to float32 unless it is new, and merges it with the sum in its register if it is added."""
+    """Casts a gradient to float32 unless `how` is new, and merges it with the sum in its register if `how` is add."""
     wide = gradient if how == "new" else gradient.astype(jnp.float32)
     return merge(env[register], wide) if how == "add" else wide
 
 
 def _backward(task: Task, shaped: Shaped, ins: list[Any], read: list[Any], env: dict[int, Any]) -> list[Any]:
-    """Writes the gradients of a dgrad, wgrad or backward. Returns the leaves of dx and, of a dgrad, the stash."""
+    """Computes a dgrad, wgrad or backward, and writes its gradients into `env`.
+
+    Returns:
+        The leaves of dx, followed by the leaves of the stash for a dgrad.
+    """
     registers: dict[int, tuple[int, How]] = {place: (register, how) for place, register, how in task.grads}
     arrays = [*[None] * (shaped.num_dgrad if task.kind == "wgrad" else 0), *ins]
     residuals, rest = arrays[: len(shaped.residuals)], arrays[len(shaped.residuals) :]

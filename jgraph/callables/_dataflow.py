@@ -1,6 +1,6 @@
-"""Dataflow of a schedule: the registers that every task reads and writes, and the tasks that form one executable.
+"""Dataflow of a schedule: assigns registers to the inputs and outputs of every task, and groups tasks into executables.
 
-The actions of all ranks are visited by tick, layer by layer. Every array gets its register where it is made.
+The actions of all ranks are visited in the order of ticks, layer by layer. Every array gets its register at its definition.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,31 +21,39 @@ from jgraph.schedule.tables import tick_table
 
 Join = Literal["segments", "nothing"]
 Outputs = Literal["drop", "keep"]
-# An array that a plan is given or returns, such as ("params", callable, parameter).
+# Name of an argument or result of a plan, such as ("params", callable, parameter).
 Name = tuple[Any, ...]
 
-# Tasks per executable: compiling more takes longer than the launches that it saves.
+# Maximum number of tasks per executable. Compiling more takes longer than the launches that it saves.
 _MOST_JOINED = 64
-# Send buffers of one shape per rank, used in turn: the next one is written while the last one is read. An array that is freed
-# by the end of its transfer is freed at a time that varies, so later arrays would move from step to step.
+# Number of send buffers per rank and shape, used in turn: one is written while another is sent. Without send buffers, an array
+# is freed at the end of its transfer. This time varies, so later arrays would get different addresses in every step.
 _SEND_BUFFERS = 3
 _NEVER = 1 << 62
 
 
 def ranks_of(schedule: Schedule) -> list[int]:
-    """Returns the rank of each callable."""
+    """Returns the rank of each callable, a list of integers."""
     return np.repeat(schedule.rank_of_stage, schedule.num_layers).tolist()
 
 
 def layers_of(schedule: Schedule) -> list[range]:
-    """Returns the callables of each stage."""
+    """Returns the range of callables of each stage, in the order of the stages."""
     ends = np.cumsum(schedule.num_layers).tolist()
     return [range(end - count, end) for end, count in zip(ends, schedule.num_layers, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """The loss of a microbatch: `fn(params, y, *args) -> scalar`."""
+    """The loss of a microbatch, for fixed shapes. Made by `Loss.of`.
+
+    Attributes:
+        fn: `fn(params, y, *args) -> scalar`.
+        params: Parameters of the loss.
+        args: Arguments after y.
+        y: The output of the last callable.
+        aval: Shape () and floating dtype of the loss.
+    """
 
     fn: Callable[..., jax.Array]
     params: Side
@@ -55,16 +63,19 @@ class Loss:
 
     @classmethod
     def of(cls, fn: Callable[..., jax.Array], y: Side, args: tuple[Any, ...], params: Any = ()) -> "Loss":
-        """Traces a loss.
+        """Traces a loss. Does not run it.
 
         Args:
-            fn: `fn(params, y, *args)`.
+            fn: `fn(params, y, *args) -> scalar`.
             y: The output of the last callable.
-            args: Shapes of the arguments of one microbatch.
-            params: Shapes of the parameters of the loss.
+            args: Arrays or shapes of the arguments after y for one microbatch.
+            params: Arrays or shapes of the parameters of the loss; () for none.
+
+        Returns:
+            The loss.
 
         Raises:
-            CallableError: The loss is not a floating scalar.
+            CallableError: If the result is not one floating scalar.
         """
         weights, given = Side.of(params), Side.of(args)
         loss = jax.eval_shape(fn, weights.shapes(), y.shapes(), *given.shapes())
@@ -75,7 +86,15 @@ class Loss:
         return cls(fn, weights, given, y, shape_of(loss))
 
     def differentiated(self, params: list[Any], ins: list[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Returns the leaves of (loss, dy), and gradients of the parameters, from leaves of params and (y, args)."""
+        """Computes the loss and its gradients. A pure function.
+
+        Args:
+            params: Leaves of the parameters of the loss.
+            ins: Leaves of (y, args).
+
+        Returns:
+            The leaves of (loss, dy), and the gradients of the parameters in the order of the leaves.
+        """
         y, args = self.y.unflatten(ins[: len(self.y)]), self.args.unflatten(ins[len(self.y) :])
         loss, (gradients, dy) = jax.value_and_grad(self.fn, argnums=(0, 1))(self.params.unflatten(params), y, *args)
         return [loss, *jax.tree.leaves(dy)], jax.tree.leaves(gradients)
@@ -83,16 +102,17 @@ class Loss:
 
 @dataclass(frozen=True, eq=False)
 class PlanFunction:
-    """A function that a plan runs once, before or after the schedule, as an executable of its own.
+    """A function that a plan runs once before or after the schedule, as a separate executable.
 
-    Its results stay in the same buffers at every run.
+    Its results stay in the same buffers in every run.
 
     Attributes:
-        fn: Maps a list of arrays to a list of arrays. Its `__name__` is the name of the executable.
-        index: The callable that shares its device.
-        ins: Names of its arguments: results of the plan, or arrays that the plan is given.
-        outs: Names of its results. `("params", i, place)` provides a parameter of callable i.
-        shapes: Shapes of the arguments that the plan is given, by name.
+        fn: Maps a list of arrays (in the order of `ins`) to a list of arrays (in the order of `outs`). Its `__name__` is the
+            name of the executable.
+        index: Number of a callable on the device that runs the function.
+        ins: Names of the inputs: results of the plan, or arguments of the plan.
+        outs: Names of the results. `("params", i, place)` provides parameter `place` of callable i to the schedule.
+        shapes: Shapes of the inputs that are arguments of the plan, by name.
     """
 
     fn: Callable[[list[Any]], list[Any]]
@@ -104,12 +124,16 @@ class PlanFunction:
 
 @dataclass
 class Unit:
-    """An action of one callable: tasks that are never separated, and the transfers of their results.
+    """An action of one callable: tasks that are always in the same executable, and the transfers of their results.
 
     Attributes:
-        sends: (register, register on the other device, device).
-        needed_at: The tick after which an input arrives from another rank.
-        used_at: The tick when another rank reads a result.
+        rank: The rank of the callable.
+        tick: The tick (time slot of the schedule) of the action; 0 for a plan function.
+        tasks: The tasks in order.
+        sends: Transfers: (source register, target register, target device).
+        needed_at: Tick of the action on another rank that computes an input; -1 if all inputs are from this rank.
+        used_at: Tick of the action on another rank that reads a result; larger than any tick if only this rank reads the
+            results.
     """
 
     rank: int
@@ -121,15 +145,16 @@ class Unit:
 
 
 class Flow(Registers):
-    """The registers of a schedule.
+    """The registers of a schedule. A register is the number of an array; `avals[r]` has the shape and dtype of the array.
 
     Attributes:
-        named: Registers of arrays that the plan is given, by name: ("params", callable, parameter), where the loss is one
-            callable more; ("x" | "loss", microbatch, leaf); ("extra", callable, microbatch, leaf); ("keys", callable, leaf)
-            for a random key to be folded; ("step", rank); ("microbatch", rank, number); and the arguments of plan functions.
-        results: Registers of results, by name: ("loss", microbatch); ("sum", callable, parameter) for gradients, where the
-            loss is one callable more; ("aux", callable, microbatch, leaf); ("y", microbatch, leaf) if outputs are kept; and
-            the results of plan functions.
+        named: Registers of the arguments of the plan, by name: ("params", callable, parameter), where the loss counts as an
+            additional last callable; ("x" | "loss", microbatch, leaf) for the inputs and for the arguments of the loss;
+            ("extra", callable, microbatch, leaf); ("keys", callable, leaf) for a random key to be folded; ("step", rank);
+            ("microbatch", rank, number); and the inputs of plan functions.
+        results: Registers of the results, by name: ("loss", microbatch); ("sum", callable, parameter) for gradients, where the
+            loss counts as an additional last callable; ("aux", callable, microbatch, leaf); ("y", microbatch, leaf) if outputs
+            are kept; and the results of plan functions.
         standing: Registers that are updated in place, with their devices.
         devices: The device of each rank.
         loss: The loss of a microbatch.
@@ -147,17 +172,23 @@ class Flow(Registers):
         self.named: dict[Name, int] = {}
         self.results: dict[Name, int] = {}
         self.standing: dict[int, Any] = {}
-        # Arrays that wait for their next reader: ("x" | "dy" | "residuals" | "stash", callable, microbatch).
+        # Registers of arrays with a later reader, by ("x" | "dy" | "residuals" | "stash", callable, microbatch).
         self._values: dict[tuple[str, int, int], list[int]] = {}
         self._buffers: dict[tuple[int, Any, Any], list[int]] = {}
 
     def send_buffer(self, source: int, rank: int, busy: set[int]) -> int:
-        """Returns the register of the buffer that an array is written to before it is sent.
+        """Selects the send buffer for an array: a register that is written before a transfer to another device.
+
+        Adds a register, also to `standing`, if the rank has fewer than three buffers of this shape and dtype, or all are busy.
+        Otherwise selects the least recently used one.
 
         Args:
             source: Register of the array.
             rank: The sending rank.
-            busy: Buffers that the same executable writes already. The new one is added.
+            busy: Send buffers that the same executable already writes. The selected one is added, in place.
+
+        Returns:
+            The register of the buffer.
         """
         aval = self.avals[source]
         turns = self._buffers.setdefault((rank, aval.shape, aval.dtype), [])
@@ -172,7 +203,16 @@ class Flow(Registers):
         return buffer
 
     def function(self, function: PlanFunction) -> Unit:
-        """Returns a plan function as a unit."""
+        """Assigns registers to the inputs and results of a plan function. Traces the function.
+
+        Adds its results to `results` and `standing`, and its other inputs to `named`.
+
+        Args:
+            function: The plan function.
+
+        Returns:
+            A unit with one task.
+        """
         ins = [self.results[n] if n in self.results else self._given(function.shapes[n], *n) for n in function.ins]
         outs = self.new(map(shape_of, jax.eval_shape(function.fn, [self.avals[r] for r in ins])))
         self.results |= dict(zip(function.outs, outs, strict=True))
@@ -181,9 +221,17 @@ class Flow(Registers):
         return Unit(self._rank_of[function.index], 0, [task])
 
     def units(self, schedule: Schedule) -> list[Unit]:
-        """Returns the actions of all ranks by tick, layer by layer, with the ticks between which they may be joined."""
+        """Assigns registers to the actions of all ranks. Adds the arguments and results to `named` and `results`.
+
+        Args:
+            schedule: The schedule of the constructor.
+
+        Returns:
+            One unit per action and callable, by tick, then rank. The units of an action are in the order of its computation:
+            layer by layer, reversed for a backward. A callable without delayed gradients has no unit for wgrad.
+        """
         layers = layers_of(schedule)
-        # The ticks of forwards and dgrads, and -1 before the first stage and after the last.
+        # Ticks of forwards and dgrads, [stage, microbatch], padded with -1 before the first stage and after the last.
         forward, dgrad = (
             np.pad(schedule.when(schedule.ticks, kinds), ((1, 1), (0, 0)), constant_values=-1)
             for kinds in ((FORWARD,), (DGRAD, BACKWARD))
@@ -192,7 +240,7 @@ class Flow(Registers):
         table, units = tick_table(schedule), []
         for tick, r in np.argwhere(table.kind != IDLE).tolist():
             kind, stage, m = KINDS[table.kind[tick, r]], int(table.stage[tick, r]), int(table.microbatch[tick, r])
-            # The inputs of an action come from one neighbour, and its results go to the other.
+            # The inputs of an action come from one neighboring stage, and its results go to the other.
             ticks, step = (forward, 1) if kind == "forward" else (dgrad, -1)
             before, after = stage + 1 - step, stage + 1 + step
             for i in layers[stage] if kind == "forward" else reversed(layers[stage]):
@@ -210,7 +258,7 @@ class Flow(Registers):
         return units
 
     def _given(self, aval: Any, *name: Any) -> int:
-        """Returns the register of an array that the plan is given, or that a plan function provides."""
+        """Returns the register of an argument of the plan, or of the plan function's result with the same name."""
         if name in self.results:
             return self.results[name]
         if name not in self.named:
@@ -297,11 +345,19 @@ class Flow(Registers):
 
 
 def segments_of(units: Sequence[Unit], join: Join) -> list[list[Unit]]:
-    """Groups units into executables. Returns the segments by their first tick.
+    """Groups units into segments, one per executable.
 
-    Consecutive actions of a rank are joined if no transfer stands between them: by the schedule's ticks, their inputs from
-    other ranks are made before the first of them starts, and their results are read after the last has ended. So every segment
-    needs only segments that start earlier, and playing them by their starts cannot deadlock.
+    Consecutive actions of a rank are joined if no transfer is needed between them: in the ticks of the schedule, other ranks
+    compute the inputs before the first action starts, and read the results after the last action ends. Every segment therefore
+    depends only on segments that start earlier, so playing segments in the order of their first ticks cannot deadlock. A
+    segment has about 64 tasks at most.
+
+    Args:
+        units: The actions of all ranks by tick.
+        join: `segments` joins actions, `nothing` makes one segment per unit.
+
+    Returns:
+        The segments by their first tick, each a list of units in order.
     """
     done: list[list[Unit]] = []
     open_: dict[int, list[Unit]] = {}

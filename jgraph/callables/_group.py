@@ -1,4 +1,4 @@
-"""All graphed callables together: playing an order, placing parameters, freeing everything."""
+"""A sequence of graphed callables: plays an order, places parameters, and frees all buffers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,19 +18,20 @@ from jgraph.errors import CallableError, OrderError, OwnershipError, check_choic
 from jgraph.schedule.schedule import Schedule
 from jgraph.tree import PyTree
 
-# Plans that `run` keeps compiled; a training has one or two.
+# Maximum number of compiled plans that `run` keeps. A training run uses one or two.
 _MOST_PLANS = 8
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """Losses, gradients and outputs of an order that was played.
+    """The results of `GraphedCallables.run`.
 
     Attributes:
-        losses: One scalar per microbatch, on the last device.
-        grads: One tree like params per callable: float32 sums over the microbatches, your arrays or `Borrowed` handles; None
-            for integers.
-        outputs: The last callable's y of each microbatch; None if outputs were dropped.
+        losses: One scalar per microbatch, in the dtype of the loss, on the device of the last callable.
+        grads: For each callable, gradients of the sum of the losses, in the structure of its params: float32 sums over the
+            microbatches, as new arrays, or as `Borrowed` handles on main_grad, which the next update makes stale; None for
+            integers.
+        outputs: y of the last callable for each microbatch; None if outputs were dropped.
     """
 
     losses: tuple[jax.Array, ...]
@@ -39,10 +40,12 @@ class RunResult:
 
 
 class GraphedCallables(Sequence[Graphed]):
-    """Graphed callables in the order of the data. `run` plays an order of them. Made by `make_graphed_callables`.
+    """A sequence of graphed callables in the order of the data. `run` plays an order. Made by `make_graphed_callables`.
+
+    `[i]` is callable i, a `Graphed` with the methods `evaluate`, `backward`, `dgrad` and `wgrad`.
 
     Attributes:
-        schedule: The schedule that `run` plays by default.
+        schedule: The schedule that `run` plays by default; None without an order.
     """
 
     def __init__(
@@ -72,28 +75,58 @@ class GraphedCallables(Sequence[Graphed]):
         return f"GraphedCallables({len(self)} callable{'s' * (len(self) > 1)}, {order})"
 
     def reports(self) -> Reports:
-        """Returns the name and capture report of each executable. A report is None on platforms without command buffers."""
-        own = [(part.io.name, part.report) for graphed in self._graphed for part in graphed.parts.values()]
-        return own + [report for plan in self._plans.values() for report in plan.reports]
+        """Lists the executables of single calls, then those of the orders that `run` has compiled.
+
+        Returns:
+            (name, capture report) of each executable. The report describes its command buffers (CUDA graphs); None on platforms
+            without them.
+        """
+        single = [(part.io.name, part.report) for graphed in self._graphed for part in graphed.parts.values()]
+        return single + [report for plan in self._plans.values() for report in plan.reports]
 
     def place(self, params: Sequence[PyTree]) -> tuple[PyTree, ...]:
-        """Puts the params of every callable on its device; returns them."""
+        """Puts the params of every callable on its device.
+
+        Args:
+            params: The params of each callable, trees of JAX or NumPy arrays.
+
+        Returns:
+            The params on their devices, one tree per callable. JAX arrays that are already there are not copied. NumPy arrays
+            are.
+
+        Raises:
+            CallableError: If `params` is not a tuple or list with one value per callable.
+        """
         given = zip(arguments.each("params", params, len(self)), self._shaped, strict=True)
         return tuple(jax.tree.map(partial(arguments.put, shaped.device), tree) for tree, shaped in given)
 
     def zero_grads(self) -> None:
-        """Sets every main_grad to zero, in place. Raises CallableError while microbatches wait for their backward."""
+        """Sets main_grad of all callables to zero, in place, and makes all handles on it stale.
+
+        Raises:
+            CallableError: If microbatches wait for a backward call, another thread is in a call, or the callables were reset.
+        """
         with self._turns():
             for graphed in self._graphed:
                 graphed.gradients.zero()
 
     def drop(self) -> None:
-        """Forgets the waiting microbatches of every callable and frees their buffers."""
+        """Removes the waiting microbatches of all callables and frees their buffers.
+
+        Raises:
+            CallableError: If another thread is in a call, or the callables were reset.
+        """
         for graphed in self._graphed:
             graphed.drop()
 
     def reset(self) -> None:
-        """Frees buffers and executables of every callable and order. Any later use raises CallableError."""
+        """Frees the buffers and executables of all callables and orders. Later calls raise CallableError.
+
+        Arrays of the caller stay valid, but handles become stale. The params are no longer referenced.
+
+        Raises:
+            CallableError: If another thread is in a call.
+        """
         for graphed in self._graphed:
             graphed.reset()
         self._params = None
@@ -113,46 +146,55 @@ class GraphedCallables(Sequence[Graphed]):
         outputs: Outputs = "drop",
         join: Join = "segments",
     ) -> RunResult:
-        """Plays an order: every forward and backward of all microbatches, with transfers between devices.
+        """Plays an order: forward and backward of all microbatches, with transfers between devices.
 
-        The first call with an order and a loss function compiles. Pass the same function at every call: a new lambda compiles
-        again. Gradients in main_grad start from zero at every run.
+        The first call with an order, a loss function, shapes of `loss_args`, `outputs` and `join` compiles. The eight latest
+        results of compilation are kept. Pass the same function in every call, because a new lambda compiles again. Gradients in
+        main_grad start from zero in every run, and handles on them from earlier calls become stale.
 
         Args:
-            order: As in `make_graphed_callables`; None for the one given there.
-            inputs: x of each microbatch, for the first callable; never donated.
-            loss_fn: `loss_fn(y, *loss_args) -> scalar` of the last callable's y. Gradients are those of the sum over the
-                microbatches.
-            params: The params of each callable, on its device (`place`); never donated. None takes the params of
-                `make_graphed_callables`, which are kept until `run` is given others.
-            extra: The arguments after x of each microbatch, passed to every callable that has any.
-            loss_args: Arguments of `loss_fn` after y, of each microbatch.
-            key: A random key. It is folded by `step`, callable and microbatch into every keyword argument that is a key.
-            step: Number of the training step.
-            outputs: `keep` returns the last callable's y.
-            join: `segments` makes one executable of consecutive actions of a rank without a transfer between them, which
-                needs fewer launches. `nothing` makes one executable of each action.
+            order: Signed numbers of one rank (`c` is the forward, `-c` the dgrad or full backward and `-c-0.5` the wgrad of
+                chunk c, from 1), an Order, a Schedule, or one order per rank; None for the order given to
+                `make_graphed_callables`.
+            inputs: x of the first callable for each microbatch; never donated.
+            loss_fn: `loss_fn(y, *loss_args) -> scalar`, where y is the output of the last callable. Gradients are gradients of
+                the sum of the losses over microbatches. Traced when an order is compiled.
+            params: The params of each callable, on its device (see `place`); never donated. None uses the params of
+                `make_graphed_callables`, which are stored until `run` gets different ones.
+            extra: For each microbatch, a tuple of the arguments after x, passed to every callable that takes any; None if no
+                callable does.
+            loss_args: For each microbatch, a tuple of the arguments of `loss_fn` after y; None for no arguments.
+            key: A random key; None if no callable takes one. `fold_key` derives each keyword argument that is a key from it,
+                with `step`, the number of the microbatch and the index of the callable.
+            step: Number of the training step, from 0 to 2**31 - 1. Only used to derive keys.
+            outputs: `keep` returns y of the last callable, `drop` does not.
+            join: `segments` compiles consecutive actions of a rank without a transfer between them into one executable, which
+                needs fewer launches. `nothing` compiles each action separately.
 
         Returns:
-            Losses, gradients and outputs.
+            Losses, gradients and outputs. On GPUs, returns before the devices finish.
 
         Raises:
-            OrderError: The order cannot run or does not fit.
-            ConfigError: `outputs` or `join` is not one of its choices.
-            CallableError: An argument differs from the sample (the message lists every difference); microbatches of single
-                calls wait for their backward; another thread is in a call.
-            OwnershipError: An argument is an array of main_grad.
+            OrderError: If the order cannot run, does not fit `delay_wgrad` or the devices of the callables, has a wgrad of a
+                callable without a delayed gradient, or is None although none was given to `make_graphed_callables`.
+            ConfigError: If `outputs` or `join` is unknown.
+            CallableError: If an argument differs from the sample (the message lists every difference), params are on another
+                device, `params` is None after a run with other params, the order is for another number of callables, the result
+                of `loss_fn` is not one floating scalar, `step` is out of range, a key is missing, the call is inside a JAX
+                transformation, microbatches of single calls wait for a backward call, another thread is in a call, or the
+                callables were reset.
+            OwnershipError: If an argument is an array of main_grad or a handle on one.
         """
         check_choice("outputs", outputs, get_args(Outputs))
         check_choice("join", join, get_args(Join))
-        wrong = f"`loss_fn` is {type(loss_fn).__name__}: must be a function of the last y and loss_args"
+        wrong = f"`loss_fn` is {type(loss_fn).__name__}: must be a function loss_fn(y, *loss_args)"
         arguments.check_argument(callable(loss_fn), "loss_fn", wrong)
         if not isinstance(step, int) or not 0 <= step < 2**31:
-            raise CallableError(f"`step` is {step!r}: must be a whole number from 0 to {2**31 - 1}", field="step")
+            raise CallableError(f"`step` is {step!r}: must be an integer from 0 to {2**31 - 1}", field="step")
         with self._turns():
             schedule = self.schedule if order is None else self._parse(order)[0]
             if schedule is None:
-                wrong = "`order` is None, and no order was given when the callables were built: give one, e.g. [1, -1]"
+                wrong = "`order` is None, and the callables were built without an order: pass one, e.g. [1, -1]"
                 raise OrderError(wrong, field="order")
             count = schedule.num_microbatches
             inputs = arguments.each("inputs", inputs, count, of="microbatches")
@@ -160,7 +202,7 @@ class GraphedCallables(Sequence[Graphed]):
             if params is not None:
                 self._params = None
             elif (params := self._params) is None:
-                wrong = "`params` is None, but run was given params before and keeps none since: give them at every run"
+                wrong = "`params` is None, but an earlier run got params, so none are stored: pass them to every run"
                 raise CallableError(wrong, field="params")
             arguments.check_extra(self._shaped, extra, key)
             plan = self._plan(schedule, loss_fn, rest[0], outputs=outputs, join=join)
@@ -173,7 +215,7 @@ class GraphedCallables(Sequence[Graphed]):
             return self._play(plan, count, registers)
 
     def _turns(self) -> ExitStack:
-        """Takes the lock of every callable, for this thread. Raises CallableError while microbatches wait."""
+        """Locks all callables for this thread. Raises CallableError if microbatches wait for a backward call."""
         with ExitStack() as stack:
             for graphed in self._graphed:
                 stack.enter_context(graphed.waiting)
@@ -184,13 +226,13 @@ class GraphedCallables(Sequence[Graphed]):
     def _plan(
         self, schedule: Schedule, loss_fn: Callable[..., Any], loss_args: tuple[PyTree, ...], *, outputs: Outputs, join: Join
     ) -> ExecutionPlan:
-        """Returns the plan of a schedule, a loss and choices. Compiles it if it is new."""
+        """Returns the plan for a schedule, a loss and options. Compiles it on the first call."""
         ticks = tuple(row.tobytes() for row in schedule.ticks)
         name = (schedule.orders, schedule.placement, ticks, loss_fn, arguments.signature(loss_args), outputs, join)
         if name not in self._plans:
             shaped = self._shaped
             if len({*zip(ranks_of(schedule), (one.device for one in shaped), strict=True)}) > schedule.num_ranks:
-                raise OrderError("the order puts callables on other devices than those they were built for; build them for it")
+                raise OrderError("the order needs callables on different devices than they were built for; build them for it")
             arguments.check_wgrads(schedule, shaped)
             if len(self._plans) >= _MOST_PLANS:
                 del self._plans[next(iter(self._plans))]
@@ -235,17 +277,17 @@ class GraphedCallables(Sequence[Graphed]):
     def _give(
         self, flow: Flow, given: Mapping[str, Sequence[PyTree]], key: jax.Array | None, step: int
     ) -> dict[str, Callable[..., Any]]:
-        """Returns functions from names of a plan to arrays, for the arguments of `run` by name.
+        """Returns the functions for `ExecutionPlan.fill`, from the arguments of `run`.
 
         Raises:
-            CallableError: With every difference from the samples.
+            CallableError: If an argument differs from the sample. The message lists every difference.
         """
         callables = self._shaped
         first, last = callables[0], callables[-1]
         sent: dict[Any, jax.Array] = {}
 
         def on(device: Any, leaf: Any) -> jax.Array:
-            """Returns the array on a device. Sends an array that several registers share only once."""
+            """Returns the array on a device. Sends an array only once, even if several registers share it."""
             if isinstance(leaf, jax.Array) and leaf.devices() == {device}:
                 return leaf
             if (id(leaf), device) not in sent:
@@ -256,7 +298,7 @@ class GraphedCallables(Sequence[Graphed]):
             return [arguments.matching_leaves(side, tree, f"{name}[{m}]") for m, tree in enumerate(given[name])]
 
         params = arguments.each("params", given["params"], len(self))
-        weights = [_params(i, *one) for i, one in enumerate(zip(callables, params, strict=True))]
+        weights = [_params(i, *pair) for i, pair in enumerate(zip(callables, params, strict=True))]
         x, rest = leaves(first.x, "inputs"), leaves(flow.loss.args, "loss_args")
         more = {i: leaves(callables[i].positional, "extra") for i in {name[1] for name in flow.named if name[0] == "extra"}}
         return {
@@ -276,5 +318,5 @@ def _params(i: int, shaped: Shaped, tree: PyTree) -> list[jax.Array]:
     for leaf, path in zip(leaves, shaped.params.paths, strict=True):
         if not isinstance(leaf, jax.Array) or leaf.devices() != {shaped.device}:
             text = f"params[{i}]/{path} is on {arguments.devices_of(leaf)}, used on {shaped.device}"
-            raise CallableError(f"{text}; give run graphed.place(params)", mismatches=(text,), field="params")
+            raise CallableError(f"{text}; pass graphed.place(params) to run", mismatches=(text,), field="params")
     return leaves

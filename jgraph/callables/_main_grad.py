@@ -1,4 +1,4 @@
-"""main_grad: the float32 sums of a callable's aliased gradients, each in one buffer for its whole life."""
+"""main_grad: the float32 sums of a callable's aliased gradients. Each sum stays in the same buffer."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,12 +14,15 @@ from jgraph.errors import OwnershipError
 
 
 class MainGrad:
-    """The float32 accumulator of a callable's aliased gradients, and the lease on its present values.
+    """The float32 sums of a callable's aliased gradients, and the lease on their current values.
+
+    An *aliased* gradient is a sum that stays in the same buffer. Callers read it through `Borrowed` handles, which the next
+    update of the sums makes stale.
 
     Attributes:
-        places: The parameters with aliased gradients.
-        arrays: The sums by parameter; empty until the first gradient.
-        updates: Number of updates.
+        places: Indices of the parameters with aliased gradients, ascending.
+        arrays: The sums by parameter index; empty until the first gradient.
+        updates: Number of calls of `update` so far.
     """
 
     def __init__(self, shaped: Shaped, parts: Iterable[Executable]):
@@ -32,10 +35,14 @@ class MainGrad:
         self._lease = Lease(self._name)
 
     def open(self) -> dict[int, jax.Array]:
-        """Returns the sums, allocated if there are none yet.
+        """Returns the sums by parameter index. Allocates them as zeros on the device of the callable before the first gradient.
+
+        Returns:
+            The dict `arrays` itself, not a copy.
 
         Raises:
-            OwnershipError: The caller donated or deleted one. Starting it at zero beside sums that go on would be wrong.
+            OwnershipError: If the caller donated or deleted a sum. It cannot restart from zero while the other sums continue.
+            CallableError: If the sums are allocated inside a JAX transformation.
         """
         if not self.arrays:
             return self.renew()
@@ -47,7 +54,16 @@ class MainGrad:
         return self.arrays
 
     def renew(self) -> dict[int, jax.Array]:
-        """Returns the sums for a step that starts from zero. Allocates all of them if one was deleted."""
+        """Returns the buffers for sums that start from zero, by parameter index. Does not set existing buffers to zero.
+
+        Allocates all buffers, as zeros, if one does not exist or was deleted.
+
+        Returns:
+            The dict `arrays` itself, not a copy.
+
+        Raises:
+            CallableError: If the sums are allocated inside a JAX transformation.
+        """
         if any(place not in self.arrays or self.arrays[place].is_deleted() for place in self.places):
             avals = self._params.avals
             arrays = {i: jnp.zeros(avals[i].shape, jnp.float32, device=self._device) for i in self.places}
@@ -56,7 +72,11 @@ class MainGrad:
         return self.arrays
 
     def zero(self) -> None:
-        """Sets the sums to zero, in place."""
+        """Sets the sums to zero, in place, and makes all handles stale. Does nothing before the first gradient.
+
+        Raises:
+            CallableError: If called inside a JAX transformation.
+        """
         if self.arrays:
             sums = self.renew()
             zeros = _zeros(list(sums.values()))
@@ -65,41 +85,57 @@ class MainGrad:
             self.arrays = dict(zip(sums, zeros, strict=True))
 
     def update(self, arrays: Iterable[tuple[int, jax.Array]], by: str) -> None:
-        """Stores sums that a program returned, by parameter, and ends every handle on their former values."""
+        """Stores new sums, and makes all handles on the previous values stale.
+
+        Args:
+            arrays: Pairs of a parameter index and the new sum. Sums of other parameters stay.
+            by: Name of the call that updated the sums, for the message of stale handles.
+        """
         self.updates += 1
         self.end(f"updated in place by {by} (update {self.updates})")
         self.arrays.update(arrays)
 
-    def end(self, why: str) -> None:
-        """Ends every handle given out so far."""
-        self._lease.ended = why
+    def end(self, reason: str) -> None:
+        """Makes all existing handles stale. Reading them raises OwnershipError with `reason`. New handles get a new lease."""
+        self._lease.ended = reason
         self._lease = Lease(self._name)
 
     def free(self) -> None:
-        """Frees the sums for good."""
+        """Makes all existing handles stale, and deletes the sums."""
         self.end("freed by reset")
         for array in self.arrays.values():
             array.delete()
         self.arrays = {}
 
     def handles(self) -> list[Borrowed]:
-        """Returns handles on the sums, in the order of `places`. Raises OwnershipError as `open` does."""
+        """Makes handles on the sums. Allocates the sums as zeros before the first gradient.
+
+        Returns:
+            One handle per entry of `places`, in this order. Empty without aliased gradients.
+
+        Raises:
+            OwnershipError: If the caller donated or deleted a sum.
+        """
         if not self.places:
             return []
         sums, lease, paths = self.open(), self._lease, self._params.paths
         return [Borrowed(sums[place], lease, paths[place]) for place in self.places]
 
     def tree(self, owned: Mapping[int, Any]) -> Any:
-        """Returns gradients as a tree like params.
+        """Returns gradients in the structure of params.
 
         Args:
-            owned: Gradients by parameter that the caller owns. The others are handles, or None without a sum.
+            owned: Gradients owned by the caller, by parameter index.
+
+        Returns:
+            A tree like params. A leaf is the array of `owned`, else a handle on the sum, else None for a parameter without
+            either.
 
         Raises:
-            OwnershipError: As `open`.
+            OwnershipError: If the caller donated or deleted a sum.
         """
-        every = {**dict(zip(self.places, self.handles(), strict=True)), **owned}
-        return self._params.unflatten([every.get(place) for place in range(len(self._params))])
+        gradients = {**dict(zip(self.places, self.handles(), strict=True)), **owned}
+        return self._params.unflatten([gradients.get(place) for place in range(len(self._params))])
 
 
 _zeros = jax.jit(lambda sums: [jnp.zeros_like(total) for total in sums], donate_argnums=0, keep_unused=True)

@@ -1,6 +1,7 @@
 """Tracks microbatches from forward to their last backward call, and the thread that owns them."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from threading import RLock, get_ident
@@ -8,17 +9,20 @@ from typing import Any, Literal
 
 from jgraph.errors import CallableError
 
-_ADVICE = "build callables for each thread, or call evaluate, which keeps nothing"
+_ADVICE = "build callables for each thread, or call evaluate, which keeps no arrays"
 
 
 @dataclass(eq=False, slots=True)
 class Microbatch:
-    """A microbatch that waits for a backward call, and the arrays that it needs.
+    """A microbatch that waits for a backward call, and the arrays for that call.
 
     Attributes:
-        number: The number of its forward, from 0.
-        params, residuals, stash: Leaves. The residuals are those of both pools until dgrad, and those of forward_wgrad after.
-        early: New gradients that dgrad returned.
+        number: Number of its forward, from 0.
+        params: Leaves of the parameters that its forward was called with; not copied.
+        residuals: Leaves of the residuals (arrays that forward keeps): of both pools before dgrad, of the pool forward_wgrad
+            after it.
+        stash: Leaves of the stash (arrays that dgrad keeps for wgrad); empty before dgrad.
+        early: Gradients of parameters that dgrad returned as new arrays; empty before dgrad.
     """
 
     number: int
@@ -31,14 +35,22 @@ class Microbatch:
 class Waiting:
     """The microbatches of a callable that wait for a backward call, by number, oldest first.
 
-    Also a lock for one thread at a time, which keeps out other threads while microbatches of its last owner wait.
+    Also a lock, used as a context manager by one thread at a time. Other threads cannot take it while microbatches of its last
+    owner wait. Entering raises CallableError instead of waiting if another thread holds the lock, or microbatches of another
+    thread wait.
 
     Attributes:
-        after: Waiting microbatches by the part that ran last.
+        after: Waiting microbatches: a dict with the keys `dgrad` and `forward`, the last action of the microbatch, and values
+            that map the number of a microbatch to the `Microbatch`.
     """
 
     def __init__(self, name: str, most: int):
-        """`most` is the number of microbatches that wait for their dgrad at once, by the order."""
+        """Makes an empty set of waiting microbatches.
+
+        Args:
+            name: Name of the callable, for messages.
+            most: Maximum number of microbatches that wait for their dgrad at once in the order.
+        """
         self._name, self._most, self._count = name, most, 0
         self._lock, self._thread = RLock(), 0
         self.after: dict[Literal["dgrad", "forward"], dict[int, Microbatch]] = {"dgrad": {}, "forward": {}}
@@ -55,59 +67,89 @@ class Waiting:
     def __exit__(self, *_: Any) -> None:
         self._lock.release()
 
+    @contextmanager
+    def taken_over(self) -> Iterator[None]:
+        """Holds the lock also while microbatches of another thread wait, so that any thread can end them."""
+        self._acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
     def _acquire(self) -> None:
-        # Waiting for the other thread would make the order of microbatches depend on timing.
+        # Raise instead of waiting for the other thread, because then the order of microbatches would depend on timing.
         if not self._lock.acquire(False):
             raise CallableError(f"{self._name} is in use by another thread; {_ADVICE}")
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers of the microbatches, those after a dgrad first."""
+        """Numbers of all waiting microbatches: first the microbatches after dgrad, then the others, each oldest first."""
         return tuple(number for waiting in self.after.values() for number in waiting)
 
     def add(self, params: Sequence[Any], residuals: Sequence[Any]) -> None:
-        """Numbers a microbatch after its forward."""
+        """Adds a microbatch after its forward, with the next number. Call it while holding the lock.
+
+        Args:
+            params: Leaves of the parameters. Not copied.
+            residuals: Leaves of the residuals, the arrays that forward keeps. Not copied.
+        """
         self.after["forward"][self._count] = Microbatch(self._count, params, residuals)
         self._count += 1
 
     def next(self, part: str, before: Literal["forward", "dgrad"], number: int | None) -> Microbatch:
-        """Returns the microbatch of a backward call: the one of this number, or the oldest one after the part `before`."""
+        """Selects the microbatch of a backward call. Does not remove it.
+
+        Args:
+            part: Name of the call, for messages: `dgrad`, `wgrad` or `backward`.
+            before: The last action of the microbatch.
+            number: Number of the microbatch; None for the oldest.
+
+        Returns:
+            The microbatch.
+
+        Raises:
+            CallableError: If no microbatch or not this one waits for the call; or if `number` is None, `before` is `forward`,
+                and more microbatches wait than at most in the order.
+        """
         waiting = self.after[before]
         if number is not None:
             self._check_waits(part, tuple(waiting), number)
             return waiting[number]
         if not waiting:
-            raise CallableError(f"{self._name}: {part} has no {before} to belong to; call {before} first")
+            raise CallableError(f"{self._name}: {part} has no preceding {before}; call {before} first")
         if before == "forward" and len(waiting) > self._most:
             raise CallableError(
-                f"{self._name}: {len(waiting)} microbatches wait for their {part} {_shown(waiting)}, and the order has at most "
-                f"{self._most} at once (without one 1): pass `microbatch`, drop() microbatches without a backward, or build "
-                f"with the order that is called; for a forward without a backward, call evaluate",
+                f"{self._name}: {len(waiting)} microbatches wait for their {part} {_shown(waiting)}, but at most {self._most} "
+                f"wait at once in the order (1 without an order): pass `microbatch`, drop() microbatches without a backward, "
+                f"or build with the order of these calls; for a forward without a backward, call evaluate",
                 field="microbatch",
             )
         return next(iter(waiting.values()))
 
     def after_dgrad(self, microbatch: Microbatch) -> None:
-        """Records that the dgrad of a microbatch ran."""
+        """Records that the dgrad of a microbatch ran: moves it from `after["forward"]` to `after["dgrad"]`."""
         self.after["dgrad"][microbatch.number] = self.after["forward"].pop(microbatch.number)
 
     def end(self, microbatch: Microbatch) -> None:
-        """Removes a microbatch."""
+        """Removes a waiting microbatch, and so drops the references to its arrays."""
         del self.after["dgrad" if microbatch.number in self.after["dgrad"] else "forward"][microbatch.number]
 
     def drop(self, number: int | None) -> None:
-        """Removes a microbatch, or all of them if `number` is None. Any thread may call it while no other is in a call."""
-        self._acquire()
-        try:
-            if number is not None:
-                self._check_waits("drop", self.numbers, number)
-            for microbatch in [m for waiting in self.after.values() for m in waiting.values() if number in (None, m.number)]:
-                self.end(microbatch)
-        finally:
-            self._lock.release()
+        """Removes waiting microbatches, and so drops the references to their arrays. Call it under `taken_over`.
+
+        Args:
+            number: Number of the microbatch; None for all.
+
+        Raises:
+            CallableError: If the microbatch does not wait.
+        """
+        if number is not None:
+            self._check_waits("drop", self.numbers, number)
+        for microbatch in [m for waiting in self.after.values() for m in waiting.values() if number in (None, m.number)]:
+            self.end(microbatch)
 
     def check_none(self) -> None:
-        """Raises CallableError while microbatches wait for their backward."""
+        """Raises CallableError if microbatches wait for a backward call."""
         if waiting := self.numbers:
             wrong = f"{self._name} has {len(waiting)} microbatches that wait for a backward part {_shown(waiting)}"
             advice = "finish or drop() them before the next step; for a forward without a backward, call evaluate"

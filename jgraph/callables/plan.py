@@ -1,7 +1,7 @@
 """An execution plan: a schedule as a list of instructions for the host.
 
-An instruction runs one executable on arrays by register, sends results to other devices, and frees arrays that nothing reads
-any more.
+An instruction runs one executable on arrays by register, sends results to other devices, and frees arrays after their last
+read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from jgraph.callables.shaped import Shaped
 from jgraph.schedule.schedule import Schedule
 from jgraph.xla import CaptureReport
 
-# Up to this number of instructions, each has an executable of its own; in longer plans equal ones share it.
+# Maximum number of instructions with separate executables. In longer plans, equal instructions share an executable.
 _MOST_EXECUTABLES = 512
 
 Reports = list[tuple[str, CaptureReport | None]]
@@ -25,7 +25,17 @@ Reports = list[tuple[str, CaptureReport | None]]
 
 @dataclass(frozen=True)
 class Instruction:
-    """Runs `executable`, sends arrays (from register, to register, device), returns send buffers (from, to), frees arrays."""
+    """One step of an execution plan: run an executable, send results to other devices, and free arrays.
+
+    A *register* is an index in the list of arrays of a run. A *standing* register holds a buffer that is updated in place.
+
+    Attributes:
+        executable: The executable to run. It reads and writes registers.
+        sends: Transfers after the executable, each as (source register, target register, target device).
+        returns: Moves after the transfers, each as (source register, target register). The array in the source register was
+            written into a send buffer, and moves to the standing register of this buffer. The source register becomes None.
+        frees: Registers that become None at the end. This frees each array without another reference.
+    """
 
     executable: Executable
     sends: tuple[tuple[int, int, Any], ...]
@@ -35,12 +45,17 @@ class Instruction:
 
 @dataclass(frozen=True, eq=False)
 class ExecutionPlan:
-    """Instructions, and the registers that they read and write. One thread at a time plays a plan.
+    """Instructions, and the registers that they read and write. Only one thread at a time may play a plan.
+
+    A *register* is an index in the list of arrays of a run. A *standing* register holds a buffer that is updated in place: a
+    gradient sum, a send buffer (an array before its transfer to another device) or the result of a plan function.
 
     Attributes:
-        instructions: In running order.
-        flow: The registers.
-        buffers: Arrays in standing registers, kept from one run to the next. Empty before the first run.
+        instructions: The instructions in the order of execution.
+        flow: The registers by name: those of the arguments (`named`), of the results (`results`) and the standing ones
+            (`standing`), and the shape and dtype of each register (`avals`).
+        buffers: Arrays in standing registers between two runs, by register. Empty before the first run. `play` changes this
+            dict.
     """
 
     instructions: tuple[Instruction, ...]
@@ -49,19 +64,27 @@ class ExecutionPlan:
 
     @property
     def reports(self) -> Reports:
-        """The name and capture report of each executable."""
+        """List of (name, capture report) with one entry for each distinct executable, in the order of first execution.
+
+        The report describes the command buffers (CUDA graphs) of the executable. It is None if XLA gave no report.
+        """
         executables = [instruction.executable for instruction in self.instructions]
         return [(e.io.name, e.report) for e in {id(e.compiled): e for e in executables}.values()]
 
     def fill(self, give: Mapping[str, Callable[..., Any]]) -> list[Any]:
-        """Returns arrays by register, None for arrays that the plan makes.
+        """Fills the registers with the arguments of the plan.
 
         Args:
-            give: Functions by the first element of a name, such as `params`. They map the rest of the name to an array.
+            give: Functions that return the arguments, by the kind of argument. A name in `flow.named` is a tuple of a kind and
+                indices, such as ("params", callable, parameter). For each name, `give[kind](*indices)` is called once. It
+                returns the array of this argument.
+
+        Returns:
+            A new list with one element for each register: the array of an argument, or None for any other register.
         """
         registers: list[Any] = [None] * len(self.flow.avals)
-        for (kind, *where), register in self.flow.named.items():
-            registers[register] = give[kind](*where)
+        for (kind, *place), register in self.flow.named.items():
+            registers[register] = give[kind](*place)
         return registers
 
 
@@ -79,34 +102,48 @@ def make_plan(
     before: Sequence[PlanFunction] = (),
     after: Sequence[PlanFunction] = (),
 ) -> ExecutionPlan:
-    """Compiles a schedule into instructions.
+    """Compiles a schedule into instructions. Does not run them.
+
+    A *register* is an index in the list of arrays of a run. A *standing* register holds a buffer that is updated in place. A
+    *rank* is a device of the schedule.
 
     Args:
-        callables: In the order of the data.
-        schedule: The order of every rank.
+        callables: The callables in the order in which a microbatch passes through them.
+        schedule: For every rank, its actions in the order of execution.
         loss: The loss of a microbatch.
-        aliased: For each callable and the loss, the parameters with sums in standing registers: in main_grad, or in buffers
-            of the plan if `play` is not given an array.
-        reuse: True donates buffers to their last consumer, or frees them after it.
-        options: XLA's.
-        join: Whether consecutive actions form one executable.
-        outputs: Whether the last y of every microbatch is a result.
-        copies: Whether equal instructions share an executable. `each` has no effect on a CPU.
-        before, after: Functions to run before and after the schedule.
+        aliased: One sequence for each callable, and a last one for the loss if the loss has parameters. Each has the indices of
+            the parameters whose gradient sums are in standing registers. The buffer of a sum is the array that the caller puts
+            in its register before `play` (main_grad), or else a buffer of the plan.
+        reuse: True donates buffers to their last reader, or frees them after it. False keeps all arrays of a run until its end.
+        options: XLA options, values by name.
+        join: `segments` compiles consecutive actions of a rank into one executable, `nothing` compiles each action of a
+            callable separately.
+        outputs: `keep` makes y of the last callable a result for every microbatch, `drop` does not.
+        copies: `shared` if equal instructions share an executable, `each` if every instruction has its own. `each` has no
+            effect on a CPU, or with more than 512 instructions.
+        before: Functions to run before the schedule, in order, each as a separate executable.
+        after: Functions to run after the schedule, in order, each as a separate executable.
+
+    Returns:
+        The compiled plan. Its `buffers` is an empty dict.
+
+    Raises:
+        CompilerOptionError: If XLA refuses an option.
+        DonationError: If an executable does not update a standing register in place.
     """
     flow = Flow(callables, schedule, loss, aliased, outputs)
-    segments = [[flow.function(one)] for one in before] + segments_of(flow.units(schedule), join)
-    segments += [[flow.function(one)] for one in after]
+    segments = [[flow.function(function)] for function in before] + segments_of(flow.units(schedule), join)
+    segments += [[flow.function(function)] for function in after]
     # Find the registers that leave each segment, and the last reader of each register.
     results, given = set(flow.results.values()), set(flow.named.values())
-    every = [[task for unit in segment for task in unit.tasks] for segment in segments]
+    tasks_of = [[task for unit in segment for task in unit.tasks] for segment in segments]
     sends = [tuple(send for unit in segment for send in unit.sends) for segment in segments]
     sent = {a for segment in sends for a, _, _ in segment}
     last: dict[int, int] = {}
-    for n, tasks in enumerate(every):
+    for n, tasks in enumerate(tasks_of):
         last |= dict.fromkeys((*(r for task in tasks for r in task.ins), *(a for a, _, _ in sends[n])), n)
     interfaces, stored = [], []
-    for n, tasks in enumerate(every):
+    for n, tasks in enumerate(tasks_of):
         outs = {r for task in tasks for r in task.outs if r is not None}
         wanted = {r for r in outs if r in results or r in sent or last.get(r, n) > n}
         wanted |= {register for task in tasks for _, register, _ in task.grads}
@@ -114,8 +151,8 @@ def make_plan(
         busy: set[int] = set()
         stored.append({a: flow.send_buffer(a, segments[n][0].rank, busy) for a, _, _ in sends[n]} if reuse else {})
         interfaces.append(interface(tasks, flow.avals, wanted, standing=flow.standing, dying=dying, stored=stored[n]))
-    # If its arrays have moved since the last launch, a command buffer is updated first, which takes as long as the launch. With
-    # an executable of its own, an instruction finds its arrays at their last addresses
+    # XLA updates a command buffer before a launch if its arrays have moved since the last launch, which takes as long as the
+    # launch. With separate executables, every instruction finds its arrays at the addresses of the last launch
     # (notes/develop/measurements/callables.md).
     captures = any(shaped.device.platform != "cpu" for shaped in callables)
     copies = copies if captures and len(interfaces) <= _MOST_EXECUTABLES else "shared"
@@ -126,29 +163,30 @@ def make_plan(
             frees[n].append(r)
     returns = [tuple(buffers.items()) for buffers in stored]
     parts = zip(executables, sends, returns, map(tuple, frees), strict=True)
-    return ExecutionPlan(tuple(Instruction(*one) for one in parts), flow)
+    return ExecutionPlan(tuple(Instruction(*fields) for fields in parts), flow)
 
 
 def play(plan: ExecutionPlan, registers: list[Any]) -> None:
-    """Runs a plan.
+    """Runs a plan: dispatches every instruction. On GPUs, returns before the devices finish.
 
     Args:
-        plan: The plan.
-        registers: Arrays by register, as `ExecutionPlan.fill` returns them. Updated in place. Standing registers without an
-            array get the plan's own buffer.
+        plan: The plan. Its dict `buffers` is changed in place.
+        registers: The list from `ExecutionPlan.fill`, changed in place. Afterwards, the results are at the indices in
+            `plan.flow.results`. Arrays in standing registers are donated. If a standing register is None, it gets its array
+            from `plan.buffers`, or zeros if there is none (first run), and the array is put into `plan.buffers` at the end.
     """
-    own = [r for r in plan.flow.standing if registers[r] is None]
-    for r in own:
-        # Removed from the buffers, so that a failed run leaves none that was donated.
+    from_plan = [r for r in plan.flow.standing if registers[r] is None]
+    for r in from_plan:
+        # Removed from the buffers, so that no donated array remains there after a failed run.
         array, aval, device = plan.buffers.pop(r, None), plan.flow.avals[r], plan.flow.standing[r]
         registers[r] = jnp.zeros(aval.shape, aval.dtype, device=device) if array is None else array
     for instruction in plan.instructions:
-        _follow(instruction, registers)
-    plan.buffers.update((r, registers[r]) for r in own)
+        _run(instruction, registers)
+    plan.buffers.update((r, registers[r]) for r in from_plan)
 
 
-def _follow(instruction: Instruction, registers: list[Any]) -> None:
-    """Runs one instruction. Returns without references to arrays, so that clearing a register frees its array."""
+def _run(instruction: Instruction, registers: list[Any]) -> None:
+    """Runs one instruction. In a separate function, so that no local variable keeps an array of a cleared register alive."""
     executable, io = instruction.executable, instruction.executable.io
     sums, outs = executable.compiled(*(select(registers) for select in executable.select))
     for r in io.donated:

@@ -1,7 +1,7 @@
-"""A callable for fixed shapes: the leaves that its forward, dgrad and wgrad take and return.
+"""A callable for fixed shapes: its forward, dgrad and wgrad as functions of leaves.
 
-An array that a part passes through unchanged (an input that is also a residual, a dy that is also in the stash) is not an
-output of its program. The host keeps the input array instead, so nothing is copied and the owner of the array stays known.
+An array that an action passes through unchanged, such as an input that is also a residual, is not an output of its program.
+The host keeps the input array instead, so nothing is copied and the owner of the array does not change.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,12 +18,18 @@ from jgraph.errors import CallableError
 from jgraph.mesh import refused_axes
 from jgraph.tree import PyTree, leaf_names
 
-TreeDef = Any  # `jax.tree_util.PyTreeDef` is not a type to checkers
+TreeDef = Any  # Type checkers do not accept `jax.tree_util.PyTreeDef`.
 
 
 @dataclass(frozen=True)
 class Side:
-    """The leaves of one argument or result: tree structure, shapes, and paths for messages."""
+    """The structure of one argument or result of a function, a tree, and the shapes and dtypes of its leaves.
+
+    Attributes:
+        tree: The tree structure.
+        avals: Shape and dtype of each leaf.
+        paths: Path of each leaf, such as `blocks/0/kernel`, for messages. The path is "" if the tree is a single leaf.
+    """
 
     tree: TreeDef
     avals: tuple[jax.ShapeDtypeStruct, ...]
@@ -31,6 +37,7 @@ class Side:
 
     @classmethod
     def of(cls, tree: PyTree) -> "Side":
+        """Returns the `Side` of a tree of arrays, Python numbers or shapes. Ignores shardings and weak types."""
         leaves, structure = jax.tree.flatten(tree)
         return cls(structure, tuple(map(shape_of, leaves)), tuple(leaf_names(tree)))
 
@@ -38,34 +45,45 @@ class Side:
         return len(self.avals)
 
     def unflatten(self, leaves: Sequence[Any]) -> PyTree:
+        """Returns a tree with the structure `tree`. `leaves` has one object for each leaf, in the order of `avals`."""
         return self.tree.unflatten(leaves)
 
     def shapes(self) -> PyTree:
+        """Returns a tree with the structure `tree`. Each leaf is the `jax.ShapeDtypeStruct` from `avals`."""
         return self.unflatten(self.avals)
 
 
 @dataclass(frozen=True, eq=False)
 class Shaped:
-    """A callable, differentiated for one set of shapes.
+    """A callable (one function of a chain of functions), differentiated for one set of shapes. Made by `shape_callable`.
 
-    Parameters are numbered by their position among the leaves of `params`.
+    Its actions are forward, which computes y; dgrad, which computes the gradient dx of x; wgrad, which computes gradients of
+    parameters later than dgrad; and backward, which is dgrad and wgrad in one. The index of a parameter is its position among
+    the leaves of `params`. wgrad computes the gradient of a *late* parameter, dgrad that of an *early* one.
 
     Attributes:
-        index: The number of the callable.
-        split: Its forward, dgrad and wgrad.
-        params, x, extra, y: Arguments and result. `extra` is (positional arguments after x, keyword arguments).
-        residuals, stash: Arrays that forward leaves for the backward, and dgrad for wgrad. Residuals of the pool forward_dgrad
-            come before those of forward_wgrad.
-        num_dgrad: Number of residuals in the pool forward_dgrad.
-        takes_gradient: True if x is floating and has a gradient dx.
-        late, early: Parameters that get their gradient from wgrad, and from dgrad. Integers and FP8 weights have no gradient.
-        device: The device that it runs on.
-        maxima: The early parameters that are amax histories. The "gradient" of a history is its new value; several
-            microbatches are reduced by the maximum, not by the sum.
-        reads: The parameters that each part reads, by kind of action.
-        residuals_from: For each residual, the leaf of (x, extra) that forward passes through, or None.
-        stash_from: For each leaf of the stash, the leaf of (residuals, dy) that dgrad passes through, or None.
-        aux: Results of forward besides y.
+        index: Position of the callable in the chain, from 0.
+        split: The functions forward, dgrad and wgrad.
+        params: The parameters.
+        x: The input, the first argument after `params`.
+        extra: The other arguments, as the tree (positional arguments after x, keyword arguments).
+        y: The output.
+        residuals: The arrays that forward saves. First the arrays that only dgrad reads (the pool `forward_dgrad`), then the
+            arrays that wgrad reads (the pool `forward_wgrad`).
+        stash: The arrays that dgrad saves for wgrad.
+        num_dgrad: Number of residuals that only dgrad reads.
+        takes_gradient: True if all leaves of x are floating, so that dgrad computes dx.
+        late: Indices of the late parameters, ascending.
+        early: Indices of the early parameters, ascending. Integers and FP8 weights are neither late nor early.
+        device: The device of the callable.
+        maxima: Indices of early parameters that are amax histories. The gradient of a history is its new value, which is
+            reduced over microbatches by maximum instead of sum.
+        reads: Indices of the parameters that each action reads. The keys are `forward`, `dgrad`, `wgrad` and `backward`.
+        residuals_from: For each residual, the index of the leaf of (x, extra) that it is, if forward passes a leaf through
+            unchanged. None if forward computes the residual.
+        stash_from: For each leaf of the stash, the index of the leaf of (residuals, dy) that it is, if dgrad passes a leaf
+            through unchanged. None if dgrad computes the leaf.
+        aux: The auxiliary output of the function, which is not differentiated. Without leaves if there is none.
     """
 
     index: int
@@ -89,43 +107,76 @@ class Shaped:
 
     @cached_property
     def grads(self) -> Mapping[str, tuple[int, ...]]:
-        """The parameters of the gradients that each part makes, by kind of action."""
+        """Indices of the parameters whose gradient each action computes.
+
+        The keys are `forward` (always empty), `dgrad` (the early ones), `wgrad` (the late ones) and `backward` (the early ones,
+        then the late ones).
+        """
         return {"forward": (), "dgrad": self.early, "wgrad": self.late, "backward": (*self.early, *self.late)}
 
     @cached_property
     def call_tree(self) -> TreeDef:
-        """Structure of (params, (x, (args, kwargs)))."""
+        """Tree structure of (params, (x, (args, kwargs))). args is the tuple of the positional arguments after x."""
         return jax.tree.structure((self.params.shapes(), (self.x.shapes(), self.extra.shapes())))
 
     @cached_property
     def num_dx(self) -> int:
-        """Number of leaves of dx."""
+        """Number of leaves of dx, the gradient of x. 0 if x is not differentiated because its leaves are not floating."""
         return len(self.x) if self.takes_gradient else 0
 
     @cached_property
     def positional(self) -> Side:
-        """The positional part of `extra`."""
+        """The structure and shapes of the tuple of positional arguments after x. This is the first part of `extra`."""
         return Side.of(self.extra.shapes()[0])
 
     @cached_property
     def keys(self) -> tuple[int, ...]:
-        """Leaves of `extra` that are random keys among the keyword arguments."""
+        """Indices of the random keys in keyword arguments, among all leaves of `extra`, ascending.
+
+        Only keys with a key dtype (`jax.random.key`) count. Random keys in positional arguments are not included.
+        """
         avals = enumerate(self.extra.avals)
         return tuple(i for i, a in avals if i >= len(self.positional) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key))
 
     def fill(self, part: str, read: Sequence[Any]) -> list[Any]:
-        """Returns all leaves of params, with zeros for leaves that a part does not read."""
+        """Makes the list of all leaves of `params` from the parameters that an action reads.
+
+        Args:
+            part: Kind of the action: `forward`, `dgrad`, `wgrad` or `backward`.
+            read: The parameters that the action reads, in the order of `reads[part]`.
+
+        Returns:
+            A new list with one array for each leaf of `params`. It has zeros for parameters that the action does not read.
+        """
         return filled(self.params.avals, self.reads[part], read)
 
     def forward(self, params: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """Returns the leaves of (y, residuals, aux)."""
+        """Computes forward: the output and the arrays that the gradients need. A pure function of leaves, to be traced.
+
+        Args:
+            params: All leaves of `params`.
+            inputs: The leaves of x, then the leaves of `extra`.
+
+        Returns:
+            One list: the leaves of y, then the leaves of `residuals`, then the leaves of `aux`.
+        """
         x, extra = self.x.unflatten(inputs[: len(self.x)]), self.extra.unflatten(inputs[len(self.x) :])
         return jax.tree.leaves(self.split.forward(self.params.unflatten(params), *_stage_args(x, extra, self.takes_gradient)))
 
     def dgrad(
         self, params: Sequence[Any], residuals: Sequence[Any], dy: Sequence[Any]
     ) -> tuple[list[Any], dict[int, Any], list[Any]]:
-        """Returns the leaves of dx, the early gradients by parameter, and the leaves of the stash."""
+        """Computes dgrad: the gradient dx of x, and the gradients of early parameters. A pure function, to be traced.
+
+        Args:
+            params: All leaves of `params`.
+            residuals: All leaves of `residuals`, from `forward`.
+            dy: Leaves of dy, the gradient of y.
+
+        Returns:
+            (dx, gradients, stash): the list of the leaves of dx, empty if `takes_gradient` is False; a dict from the index of
+            each early parameter to its gradient; and the list of the leaves of `stash`, for `wgrad`.
+        """
         weights = self.params.unflatten(params)
         dx, early, stash = self.split.dgrad(weights, self.residuals.unflatten(residuals), self.y.unflatten(dy))
         gradients = self.params.tree.flatten_up_to(early)
@@ -134,11 +185,18 @@ class Shaped:
     def wgrad(
         self, params: Sequence[Any], residuals: Sequence[Any], stash: Sequence[Any], sums: Mapping[int, Any] | None
     ) -> dict[int, Any]:
-        """Returns the late gradients by parameter.
+        """Computes wgrad: the gradients of late parameters. A pure function, to be traced.
 
         Args:
-            params, residuals, stash: All leaves; None for residuals of the pool forward_dgrad.
-            sums: Float32 sums by parameter; the gradients are added to them. None returns gradients in the parameters' dtypes.
+            params: All leaves of `params`.
+            residuals: All leaves of `residuals`, from `forward`. The first `num_dgrad` leaves are not read and may be None.
+            stash: All leaves of `stash`, from `dgrad`.
+            sums: A dict from the index of each late parameter to a float32 sum, to which its gradient is added. None computes
+                the gradients alone, in the dtypes of the parameters.
+
+        Returns:
+            A dict from the index of each late parameter to its gradient, or to its new sum if `sums` is given. Empty if there
+            are no late parameters.
         """
         if not self.late:
             return {}
@@ -152,20 +210,42 @@ class Shaped:
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of a leaf, without its sharding and weak type."""
+    """Returns the shape and dtype of a leaf as a `jax.ShapeDtypeStruct`, without sharding and weak type.
+
+    Args:
+        leaf: An array, tracer, shape or Python number.
+    """
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         leaf = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def reads_of(jaxpr: Any, count: int) -> tuple[int, ...]:
-    """Returns the numbers of the arguments that a computation reads, among its first `count` arguments."""
+    """Finds the inputs that the outputs of a jaxpr depend on. May report an input that is not needed.
+
+    Args:
+        jaxpr: The jaxpr.
+        count: Only the first `count` inputs are considered.
+
+    Returns:
+        The indices of the inputs, ascending, all below `count`.
+    """
     needed, _ = replay.needs(jaxpr, [True] * len(jaxpr.outvars))
     return tuple(i for i in range(count) if needed[i])
 
 
 def filled(avals: Sequence[jax.ShapeDtypeStruct], places: Sequence[int], arrays: Sequence[Any]) -> list[Any]:
-    """Returns arrays of all shapes: the given arrays at their places, and zeros at other places."""
+    """Makes a list of arrays: some are given, and the others are zeros.
+
+    Args:
+        avals: Shape and dtype of each array of the result.
+        places: For each array in `arrays`, its index in the result.
+        arrays: The given arrays, as many as `places`.
+
+    Returns:
+        A new list with one array for each element of `avals`. It has the given arrays at the indices `places`, and new zeros at
+        other indices.
+    """
     given = dict(zip(places, arrays, strict=True))
     return [given[i] if i in given else replay.zeros(aval) for i, aval in enumerate(avals)]
 
@@ -181,26 +261,35 @@ def shape_callable(
     has_aux: bool = False,
     recompute: Recompute = "elementwise",
 ) -> Shaped:
-    """Traces the parts of a callable. Computes nothing.
+    """Traces forward, dgrad and wgrad of a callable (one function of a chain). Does not run or compile them.
+
+    dgrad computes the gradient of x, and wgrad the gradients of the parameters that can be computed later.
 
     Args:
-        fn: `fn(params, x, *extra, **kwargs) -> y`, or an FP8 function.
-        index: The number of the callable, for messages.
-        params: Arrays or shapes. Those of an FP8 function are (params, state, weights).
-        args: (x, *extra), arrays or shapes.
-        kwargs: Keyword arguments, arrays or shapes.
-        device: The device that it will run on.
-        has_aux: True if `fn` returns (y, aux).
-        recompute: As in `split_backward`.
+        fn: `fn(params, x, *extra, **kwargs) -> y`, a pure function, or an FP8 function (`jgraph.fp8`).
+        index: Position of the callable in the chain, from 0.
+        params: Tree of arrays or shapes, the parameters. For an FP8 function, the tree (params, state, weights).
+        args: (x, *extra), trees of arrays or shapes.
+        kwargs: Keyword arguments of `fn`, trees of arrays or shapes. {} if there are none.
+        device: The device of the callable.
+        has_aux: True if `fn` returns (y, aux). aux is not differentiated.
+        recompute: Operations that the backward recomputes instead of saving their results: `elementwise` (elementwise
+            operations), `wide` (also matmuls with at least four times as many output elements as data elements) or `nothing`.
+
+    Returns:
+        The callable for these shapes.
 
     Raises:
-        CallableError: A parameter is complex, x mixes floating and other leaves, y has a leaf that is not floating, or the
+        CallableError: If a parameter is complex, x mixes floating and other leaves, y has a leaf that is not floating, or the
             callable reduces over a mesh axis.
+        ConfigError: If `recompute` is unknown.
+        SplitError: If the backward cannot be split: an array is complex or sharded over explicit mesh axes, the result of a
+            callback is read, or `has_aux` is True and `fn` does not return a pair.
     """
     weights, x, extra = Side.of(params), Side.of(args[0]), Side.of((tuple(args[1:]), dict(kwargs)))
     for path, aval in zip(weights.paths, weights.avals, strict=True):
         if jnp.issubdtype(aval.dtype, jnp.complexfloating):
-            raise CallableError(f"callable {index}: params/{path} is {aval.dtype}; give its real and imaginary parts")
+            raise CallableError(f"callable {index}: params/{path} is {aval.dtype}; pass its real and imaginary parts")
     floating = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in x.avals]
     takes_gradient = all(floating)
     if any(floating) and not takes_gradient:
@@ -209,21 +298,21 @@ def shape_callable(
             f"callable {index}: x has floating leaves, but {x.paths[i] or 'a leaf'} is {x.avals[i].dtype}: pass leaves without "
             f"a gradient as an argument after x"
         )
-    own = fn if isinstance(fn, OwnProducts) else OwnProducts(fn)
+    products = fn if isinstance(fn, OwnProducts) else OwnProducts(fn)
 
     def stage(params: PyTree, x: PyTree, rest: PyTree) -> PyTree:
         integers, (positional, named) = rest
-        return own.fn(params, x if takes_gradient else integers, *positional, **named)
+        return products.fn(params, x if takes_gradient else integers, *positional, **named)
 
-    split = split_backward(replace(own, fn=stage), has_aux=has_aux, recompute=recompute)
-    alone = "a callable runs on one device, so it must not"
-    with refused_axes(lambda axis: CallableError(f"callable {index} reduces over the mesh axis {axis!r}: {alone}")):
+    split = split_backward(replace(products, fn=stage), has_aux=has_aux, recompute=recompute)
+    reason = "must not, because a callable runs on one device"
+    with refused_axes(lambda axis: CallableError(f"callable {index} reduces over the mesh axis {axis!r}: {reason}")):
         spec = split.spec(weights.shapes(), *_stage_args(x.shapes(), extra.shapes(), takes_gradient))
     y, kept = Side.of(spec.y), spec.residuals.trace
     for path, aval in zip(y.paths, y.avals, strict=True):
         if not jnp.issubdtype(aval.dtype, jnp.floating):
             raise CallableError(f"callable {index}: y{path and '/' + path} is {aval.dtype}; every output must be floating")
-    num_params = len(jax.tree.leaves(own.params(params)))
+    num_params = len(jax.tree.leaves(products.params(params)))
     shaped = Shaped(
         index=index,
         split=split,
@@ -245,12 +334,12 @@ def shape_callable(
 
 
 def _stage_args(x: PyTree, extra: PyTree, takes_gradient: bool) -> tuple[PyTree, PyTree]:
-    """Returns the arguments of a stage after params. Integers are not differentiated, so they are an extra argument."""
+    """Returns the arguments of a stage after params. Integers are an extra argument, because they are not differentiated."""
     return (x, ((), extra)) if takes_gradient else ((), (x, extra))
 
 
 def _flows(shaped: Shaped) -> dict[str, Any]:
-    """Reads off the traces which parameters each part reads and which arrays it passes through."""
+    """Traces the actions to find the parameters that each of them reads, and the arrays that it passes through."""
     weights, residuals, stash, dy = (side.avals for side in (shaped.params, shaped.residuals, shaped.stash, shaped.y))
     forward = jax.make_jaxpr(shaped.forward)(weights, (*shaped.x.avals, *shaped.extra.avals)).jaxpr
     back = jax.make_jaxpr(shaped.dgrad)(weights, residuals, dy).jaxpr

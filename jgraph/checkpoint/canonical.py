@@ -18,17 +18,22 @@ from jgraph.tree import PyTree
 
 @dataclass(frozen=True, eq=False)
 class CanonicalLayout:
-    """Converts a state to the canonical layout and back.
+    """Converts a training state between the layout of a run and the canonical layout.
 
-    In the canonical layout, parameters and optimizer moments have the structure of the model's own tree. A state is a dataclass
-    with the fields `params` and `opt_state`. Other fields are not changed.
+    A run may store its parameters in other arrays than the model's parameter tree has, for example stacked or padded for its
+    devices. This is the layout of the run. In the canonical layout, parameters and optimizer moments have the structure of the
+    model's parameter tree, which does not depend on the devices. A state is a dataclass with the fields `params` and
+    `opt_state`. All other fields have the same structure in both layouts. `TrainStep.canonical` is the object of a run.
 
     Attributes:
-        pack: Converts the model's tree to the arrays of the run.
-        unpack: Inverts `pack`.
-        own: The state of the run as `jax.ShapeDtypeStruct`s, with shardings on several devices.
+        pack: Function of one argument, the model's parameter tree. Returns the parameters in the layout of the run. Jittable.
+        unpack: Function of one argument, the parameters in the layout of the run. Returns the model's parameter tree. Jittable.
+        own: The state in the layout of the run, with a `jax.ShapeDtypeStruct` for every array. On a mesh, every one has a
+            `NamedSharding`.
         mesh: Mesh of the devices; None for one device.
-        opt_state: Whether the optimizer state has the structure of the run's `arrays`, or of the model's `tree`.
+        opt_state: The structure of the optimizer moments, such as Adam's, in `own.opt_state`. If `arrays`, each has the
+            structure of `own.params`, and is converted like the parameters. If `tree`, each already has the structure of the
+            model's parameter tree, and is not converted.
     """
 
     pack: Callable[[PyTree], PyTree]
@@ -38,16 +43,28 @@ class CanonicalLayout:
     opt_state: Literal["arrays", "tree"] = "arrays"
 
     def of(self, state: Any) -> Any:
-        """Returns a state in the canonical layout.
+        """Converts a state from the layout of the run to the canonical layout.
 
-        All arrays are new and nothing is donated, so the devices need memory for a second state.
+        Copies every array. `state` stays valid, so the devices need memory for a second state.
+
+        Args:
+            state: A state of arrays with the structure, shapes and dtypes of `own`.
+
+        Returns:
+            A new dataclass of the type of `state`. `params`, and the moments if `opt_state` is `arrays`, have the structure of
+            the model's parameter tree. On a mesh, their arrays are sharded by `spread`: each is split along one axis over as
+            many devices as possible. All other arrays keep their structure and shardings.
         """
         return self._mapped(state, lambda tree: in_turn(self._unpack(tree)), lambda leaf: leaf.copy())
 
     @cached_property
     def back(self) -> Callable[[Any], Any]:
-        """Inverts `of`, bit for bit, also for a state of a run on other devices. Nothing is donated."""
+        """The function that inverts the method `of`, bit for bit. A property: call `layout.back(state)`.
 
+        The argument is a state of arrays in the canonical layout, with the structure of `shapes()` and any sharding. It stays
+        valid. The result is a new state with the structure of `own`, and on a mesh with the shardings of `own`. The function
+        is compiled in its first call.
+        """
         # Donation would save little: few buffers have the same size in both layouts, and saving needs memory for both anyway.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.own)
         back = jax.jit(
@@ -57,7 +74,12 @@ class CanonicalLayout:
         return lambda canonical: in_turn(back(canonical))
 
     def shapes(self) -> Any:
-        """Returns the result of `of` as `jax.ShapeDtypeStruct`s, to restore into; with shardings on several devices."""
+        """Returns the state in the canonical layout with a `jax.ShapeDtypeStruct` for every array. Creates no arrays.
+
+        The result is a dataclass of the type of `own`. It can be the argument `like` of `Checkpoints.restore_latest`. On a
+        mesh, every leaf has a `NamedSharding` that splits one axis over as many devices as possible. If `mesh` is None, the
+        leaves have no sharding.
+        """
         shapes = jax.eval_shape(lambda own: self._mapped(own, self._unpack, lambda leaf: leaf), self.own)
         if self.mesh is None:
             return shapes
@@ -88,15 +110,19 @@ class CanonicalLayout:
 
 
 def spread(mesh: Mesh, sharded: PyTree, leaves: PyTree) -> PyTree:
-    """Shards leaves over the mesh axes that shard some leaf of `sharded`, so that no device holds a whole large model.
+    """Returns shardings that split each leaf over many devices, so that no device holds a whole large model. Moves no data.
+
+    A leaf is split along one of its array axes, over one or several mesh axes. The product of their sizes must divide the size
+    of the array axis. Of the possible splits, the one over the most devices is used. A leaf without one is replicated.
 
     Args:
-        mesh: The mesh.
-        sharded: Arrays or shapes with shardings.
-        leaves: Arrays or shapes of any sizes.
+        mesh: The mesh of all leaves.
+        sharded: Pytree of arrays or `jax.ShapeDtypeStruct`s with `NamedSharding`s on `mesh`. Only the mesh axes that their
+            shardings name are used. `sharded` may have another structure than `leaves`.
+        leaves: Pytree of arrays or `jax.ShapeDtypeStruct`s of any shapes, for which shardings are returned.
 
     Returns:
-        A tree of `NamedSharding` with the structure of `leaves`.
+        A pytree of `NamedSharding` with the structure of `leaves`.
     """
     used = jax.tree.leaves([list(leaf.sharding.spec) for leaf in jax.tree.leaves(sharded)])
     axes = {name: size for name, size in mesh.shape.items() if name in used}

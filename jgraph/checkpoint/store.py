@@ -31,31 +31,39 @@ from jgraph.processes import all_gather_scalar, all_or_raise, is_process_zero
 
 State = TypeVar("State")
 
-# Orbax moves old checkpoints here. It would otherwise delete them file by file, and a kill could leave a part under the step's
-# name.
+# Orbax moves old checkpoints to this directory. It would otherwise delete them file by file, and a process that is killed could
+# leave an incomplete checkpoint.
 _TRASH = "deleted"
 
 
 class Checkpoints:
     """Saves a state in the background and restores it. Keeps the last `keep` checkpoints, under `directory/STEP/`.
 
-    Orbax's `CheckpointManager` writes the checkpoints. In addition, every leaf has a checksum, and a damaged checkpoint is
-    replaced by the one before it. All processes of a run share one directory and call every method together. Save
-    `TrainStep.canonical.of(state)` to resume on other devices.
-
-    >>> import tempfile
-    >>> checkpoints = jgraph.Checkpoints(Path(tempfile.mkdtemp()), keep=2)
-    >>> checkpoints.save(100, {"w": jnp.ones(3)})
-    >>> checkpoints.wait()
-    >>> checkpoints.restore_latest({"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
-    (100, {'w': Array([1., 1., 1.], dtype=float32)})
-    >>> checkpoints.close()
+    A state is a pytree of arrays. Orbax's `CheckpointManager` writes the checkpoints. In addition, a checkpoint has a checksum
+    of every leaf. A checkpoint is damaged if a file cannot be read or a checksum differs; `restore_latest` then restores the
+    one before it. All processes of a run share one directory and call every method together. A training state that was saved as
+    `TrainStep.canonical.of(state)` can be restored on other devices.
 
     Args:
-        directory: Created if missing. Leftovers of an interrupted save are removed.
-        keep: Number of checkpoints, at least 1.
-        warn: Called with one line for every damaged checkpoint that is skipped.
-        wait: Waits for the checksums that the devices compute for a save, and returns them.
+        directory: Directory of the checkpoints; created if missing. Leftovers of an interrupted save are removed.
+        keep: Largest number of checkpoints, at least 1. When a save completes, older ones are deleted.
+        warn: Called by `restore_latest` with a message of one line for every damaged checkpoint that it skips. Its result is
+            ignored.
+        wait: Called by `save` with the checksums that the devices compute, a list of uint32 scalars, one per leaf. Must block
+            until they are computed, and return the list. A program can pass a function that raises an error after a timeout.
+
+    Raises:
+        ConfigError: If `keep` is not a positive integer.
+        CheckpointError: If the directory cannot be created or written.
+
+    Examples:
+        >>> import tempfile
+        >>> checkpoints = jgraph.Checkpoints(Path(tempfile.mkdtemp()), keep=2)
+        >>> checkpoints.save(100, {"w": jnp.ones(3)})
+        >>> checkpoints.wait()
+        >>> checkpoints.restore_latest({"w": jax.ShapeDtypeStruct((3,), jnp.float32)})
+        (100, {'w': Array([1., 1., 1.], dtype=float32)})
+        >>> checkpoints.close()
     """
 
     def __init__(
@@ -76,22 +84,35 @@ class Checkpoints:
 
     @property
     def latest_step(self) -> int | None:
-        """The step of the newest checkpoint, which may be damaged or not yet written; None if there is none."""
+        """The step of the newest checkpoint, which may be damaged or still being written; None if there is none. A property."""
         return self._manager.latest_step()
 
     def check_space(self, state: object) -> None:
-        """Raises CheckpointError if the disk has no room for `keep` checkpoints of this pytree and another being written."""
+        """Checks that the disk has room for `keep` checkpoints and for one that is being written. Writes nothing.
+
+        The checkpoints that are already in the directory need no more room. For each of the others, the free bytes of the disk
+        must suffice for the bytes of all leaves. A leaf that is sharded over devices or processes counts in full.
+
+        Args:
+            state: Pytree of arrays or `jax.ShapeDtypeStruct`s, with the shapes and dtypes of the state to save.
+
+        Raises:
+            CheckpointError: If there is not enough room.
+        """
         check_space(self._directory, state, self._keep + 1 - len(self._manager.all_steps()))
 
     def save(self, step: int, state: object) -> None:
-        """Starts to write a checkpoint after the previous one is written. The state may be donated after the call.
+        """Starts to write a checkpoint in the background. After the call, the caller may donate the arrays of the state.
+
+        Blocks until the previous checkpoint is written, the checksums are computed and the arrays are copied to the host.
 
         Args:
-            step: Number of steps done, larger than every saved step. Saving the newest step again has no effect.
-            state: Pytree of arrays.
+            step: Number of completed steps, larger than every saved step. A smaller or equal number has no effect.
+            state: Pytree of arrays. Its structure is not saved, only the names (paths) of the leaves.
 
         Raises:
-            CheckpointError: If this or the previous checkpoint cannot be written.
+            CheckpointError: If this or the previous checkpoint cannot be written. An error of the background write is raised by
+                the next call of `save`, `wait` or `close`.
         """
         if self.latest_step == step:
             return
@@ -108,18 +129,22 @@ class Checkpoints:
             self._empty_trash()
 
     def restore_latest(self, like: State) -> tuple[int, State] | None:
-        """Restores the newest checkpoint that is not damaged.
+        """Restores the newest checkpoint that is not damaged, and verifies its checksums.
 
-        Newer checkpoints that are damaged are reported through `warn` and renamed to `damaged-STEP`.
+        For each newer checkpoint that is damaged, calls the function `warn` of the constructor and renames the directory of the
+        checkpoint to `damaged-STEP`. If every checkpoint is damaged, renames none.
 
         Args:
-            like: Pytree of arrays or `jax.ShapeDtypeStruct`. The state gets its structure and its shardings.
+            like: Pytree of arrays or `jax.ShapeDtypeStruct`s with the names, shapes and dtypes of the saved leaves. Not
+                changed.
 
         Returns:
-            The step and the state, or None if there is no checkpoint.
+            The step, and a state of new arrays with the structure and shardings of `like`; a leaf without a sharding is on the
+            first device. None if there is no checkpoint.
 
         Raises:
-            CheckpointError: If every checkpoint is damaged, or the saved state has other leaves than `like`.
+            CheckpointError: If every checkpoint is damaged; if the saved leaves have other names, shapes or dtypes than `like`;
+                or if a damaged checkpoint cannot be renamed.
         """
         damaged: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
@@ -141,14 +166,22 @@ class Checkpoints:
         return None
 
     def wait(self) -> None:
-        """Waits until everything saved is on disk. Raises CheckpointError if it could not be written."""
+        """Waits until all saves are on disk. Returns at once if none is being written.
+
+        Raises:
+            CheckpointError: If a save could not be written.
+        """
         with self._write_errors():
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
             self._empty_trash()
 
     def close(self) -> None:
-        """Waits like `wait`, then ends Orbax's threads. Raises CheckpointError like `wait`."""
+        """Waits until all saves are on disk, then ends Orbax's threads. The object cannot be used afterwards.
+
+        Raises:
+            CheckpointError: If a save could not be written. The threads are ended first.
+        """
         try:
             self.wait()
         finally:
@@ -165,11 +198,11 @@ class Checkpoints:
         digest = self._read(step, "digest", ocp.args.JsonRestore())  # pyright: ignore[reportCallIssue]
         expected, saved = _unseal(digest), digest["leaves"]
         self._check_fits(step, saved, _describe(like))
-        how = ocp.checkpoint_utils.construct_restore_args(leaves)
-        restored = self._read(step, "state", ocp.args.PyTreeRestore(leaves, restore_args=how))  # pyright: ignore[reportCallIssue]
-        for leaf, wanted, actual in zip(saved, expected, checksums(restored), strict=True):
-            if wanted != actual:
-                raise _DamagedError(f"{leaf['name']} has checksum {actual:08x}, not {wanted:08x}")
+        restore_args = ocp.checkpoint_utils.construct_restore_args(leaves)
+        restored = self._read(step, "state", ocp.args.PyTreeRestore(leaves, restore_args=restore_args))  # pyright: ignore[reportCallIssue]
+        for leaf, stored, actual in zip(saved, expected, checksums(restored), strict=True):
+            if stored != actual:
+                raise _DamagedError(f"{leaf['name']} has checksum {actual:08x}, not {stored:08x}")
         return jax.tree.unflatten(jax.tree.structure(like), restored)
 
     def _read(self, step: int, name: str, how: Any) -> Any:
@@ -186,12 +219,12 @@ class Checkpoints:
             raise _DamagedError(reason or f"{name} cannot be read by another process")
         return restored
 
-    def _check_fits(self, step: int, found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
-        saved, own = ({leaf["name"]: leaf for leaf in leaves} for leaves in (found, wanted))
+    def _check_fits(self, step: int, found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+        saved, required = ({leaf["name"]: leaf for leaf in leaves} for leaves in (found, expected))
         differing = [
-            f"{name}: {_shape(saved.get(name))} in the checkpoint, {_shape(own.get(name))} in this run"
-            for name in saved | own
-            if saved.get(name) != own.get(name)
+            f"{name}: {_shape(saved.get(name))} in the checkpoint, {_shape(required.get(name))} in this run"
+            for name in saved | required
+            if saved.get(name) != required.get(name)
         ]
         if differing:
             more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
@@ -223,7 +256,7 @@ class Checkpoints:
 
         A save may raise the error of the previous save.
         """
-        what = f"`run_dir`: checkpoints in {self._directory} cannot be written"
+        prefix = f"`run_dir`: checkpoints in {self._directory} cannot be written"
         try:
             yield
         except JgraphError:
@@ -235,22 +268,25 @@ class Checkpoints:
                 why = "a file is larger than the disk or the limit of this process (`ulimit -f`) allows"
             else:
                 why = f"{_first_line(e)}; check `run_dir`"
-            raise CheckpointError(f"{what}: {why}") from e
+            raise CheckpointError(f"{prefix}: {why}") from e
 
 
 class CheckpointReader:
-    """Reads leaves by name. The name of a leaf is its path as `jax.tree_util.keystr` spells it.
+    """Reads single leaves of a checkpoint by name, and verifies their checksums. Writes nothing.
+
+    The name of a leaf is its path in the saved state in the form of `jax.tree_util.keystr`, for example
+    `.params['norm']['scale']`. All processes of a run call every method together.
 
     Attributes:
         step: The step of the checkpoint.
 
     Args:
-        directory: Directory of the checkpoints.
+        directory: Directory of the checkpoints, with one subdirectory per step.
         step: Step of the checkpoint; None for the newest.
-        field: Argument that named the step, for errors.
+        field: Name of the caller's argument for the step. Errors name it.
 
     Raises:
-        CheckpointError: From all methods, if there is no such checkpoint or it is damaged.
+        CheckpointError: If there is no checkpoint, there is none of this step, or the checkpoint's list of leaves is damaged.
     """
 
     def __init__(self, directory: Path, step: int | None = None, *, field: str = "step"):
@@ -274,35 +310,45 @@ class CheckpointReader:
         self._leaves = {leaf["name"]: (number, leaf) for number, leaf in enumerate(digest["leaves"])}
 
     def read(self, name: str) -> np.ndarray:
-        """Returns a leaf on the host. Collective: every process must call it."""
+        """Returns a whole leaf on the host, with its saved shape and dtype. Collective: every process must call it.
+
+        Args:
+            name: Name of the leaf.
+
+        Raises:
+            CheckpointError: If the checkpoint has no such leaf, or its data is damaged.
+        """
         _, saved = self._leaf(name)
         here = SingleDeviceSharding(jax.local_devices()[0])
         like = jax.ShapeDtypeStruct(tuple(saved["shape"]), jnp.dtype(saved["dtype"]), sharding=here)
         return np.asarray(self.place({name: like})[name])
 
     def place(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
-        """Returns leaves on devices. All processes call it together; each reads its own shards.
+        """Reads several leaves to devices. Collective: all processes call it together, and each reads only its own shards.
 
         Args:
-            like: The shape and sharding of each leaf, by name.
+            like: The shape and sharding of each leaf to read, by the name of the leaf. A leaf without a sharding is placed on
+                the first device. The dtypes of `like` are ignored.
 
         Returns:
             The arrays by name, in their saved dtypes.
 
         Raises:
-            CheckpointError: If a leaf has another shape.
+            CheckpointError: If a name in `like` is not in the checkpoint, or a leaf has another shape than in `like` or is
+                damaged.
+            ConfigError: If this process can read its shards, and another process cannot.
         """
         leaves: list[Any] = [ocp.PLACEHOLDER] * len(self._leaves)
-        how = [ocp.RestoreArgs()] * len(self._leaves)
+        restore_args = [ocp.RestoreArgs()] * len(self._leaves)
         for name, leaf in like.items():
             number, saved = self._leaf(name)
             if tuple(saved["shape"]) != leaf.shape:
                 where, shapes = self._directory / str(self.step), f"{saved['shape']} in it and {list(leaf.shape)} in this run"
                 raise CheckpointError(f"checkpoint {where} does not fit this run: {name} has shape {shapes}", field=self._field)
-            wanted = _placed(jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(saved["dtype"]), sharding=leaf.sharding))
-            leaves[number], how[number] = wanted, ocp.ArrayRestoreArgs(sharding=wanted.sharding, dtype=wanted.dtype)
+            aval = _placed(jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(saved["dtype"]), sharding=leaf.sharding))
+            leaves[number], restore_args[number] = aval, ocp.ArrayRestoreArgs(sharding=aval.sharding, dtype=aval.dtype)
         with all_or_raise():
-            found = self._restore("state", ocp.args.PyTreeRestore(leaves, restore_args=how))  # pyright: ignore[reportCallIssue]
+            found = self._restore("state", ocp.args.PyTreeRestore(leaves, restore_args=restore_args))  # pyright: ignore[reportCallIssue]
         arrays = {name: found[self._leaf(name)[0]] for name in like}
         for name, actual in zip(arrays, checksums(list(arrays.values())), strict=True):
             if actual != (expected := self._sums[self._leaf(name)[0]]):
@@ -315,7 +361,7 @@ class CheckpointReader:
         return self._leaves[name]
 
     def close(self) -> None:
-        """Ends Orbax's threads."""
+        """Ends Orbax's threads. The reader cannot be used afterwards."""
         self._manager.close()
 
     def _restore(self, name: str, how: Any) -> Any:
@@ -347,11 +393,11 @@ def _hidden_garbage() -> Iterator[None]:
 
 @functools.cache
 def hide_tracebacks() -> None:
-    """Hides the tracebacks that are logged or printed for errors that `Checkpoints` raises. Call it in programs only.
+    """Hides the tracebacks that libraries log or print for a failed save. `Checkpoints` still raises its CheckpointError.
 
-    Orbax logs the error of a save that fails, and closes its event loop. TensorStore then finds the loop closed for every array
-    that is still being written, and asyncio logs the errors of the other arrays when they are garbage collected. The setting
-    holds for all threads, until the process ends.
+    Sets the loggers `absl` and `asyncio` to the level CRITICAL. Replaces `sys.unraisablehook`, to hide the error "Event loop is
+    closed". Ignores the RuntimeWarning that a coroutine was never awaited. The settings hold for all threads, until the process
+    ends, so a program may call this function but a library should not. Later calls have no effect.
     """
     before = sys.unraisablehook
 
@@ -366,15 +412,15 @@ def hide_tracebacks() -> None:
 
 
 def check_space(directory: Path, state: object, count: int) -> None:
-    """Checks that a disk has room for several copies of a state.
+    """Checks that a disk has room for several copies of a state. Writes nothing.
 
     Args:
-        directory: A directory on the disk, which may be missing.
-        state: Pytree of arrays or `jax.ShapeDtypeStruct`.
+        directory: A directory on the disk. If missing, its nearest existing parent is used.
+        state: Pytree of arrays or `jax.ShapeDtypeStruct`s. An array that is sharded over devices counts in full.
         count: Number of copies.
 
     Raises:
-        CheckpointError: If there is not enough room.
+        CheckpointError: If the copies have more bytes than are free on the disk.
     """
     leaves = jax.tree.leaves(state)
     needed = count * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -400,11 +446,18 @@ def _has_code(error: BaseException, *codes: int) -> bool:
 
 
 def checksums(leaves: list[Array], wait: Callable[[list[Array]], list[Array]] = jax.block_until_ready) -> list[int]:
-    """Returns a 32-bit checksum of the bits of each leaf and their positions. Every change of a single element changes it.
+    """Computes a 32-bit checksum of the bits and positions of the elements of each leaf, on the devices.
+
+    Blocks until the checksums are on the host.
 
     Args:
-        leaves: Arrays of any dtype and sharding.
-        wait: Waits for the checksums on the devices, and returns them.
+        leaves: Arrays of a boolean, integer or floating-point dtype of at most 32 bits, with any sharding. Not donated.
+        wait: Called once with the checksums on the devices, a list of uint32 scalars. Must block until they are computed, and
+            return the list.
+
+    Returns:
+        One integer in [0, 2**32) per leaf, in the same order. It does not depend on the sharding. Every change of a single
+        element changes it.
     """
     return [int(checksum) for checksum in jax.device_get(wait(_checksums(leaves)))]
 

@@ -1,4 +1,4 @@
-"""Training data: `load` opens a corpus, `Batches` and `heldout_batches` sample it. No jax here."""
+"""Training data: `load` opens a corpus, and `Batches` and `heldout_batches` return batches of it. No jax here."""
 
 from jgraph.data._batches import (
     Ahead as Ahead,

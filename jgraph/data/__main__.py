@@ -1,4 +1,4 @@
-"""Makes, checks and shows the token files for `python -m jgraph.train --data`.
+"""Makes, checks and describes token files for `python -m jgraph.train --data`.
 
 $ python -m jgraph.data make --text a.txt pages/ 'more/*.jsonl' --tokenizer tokenizer.json --out tokens/
 $ python -m jgraph.data verify tokens/
@@ -26,28 +26,36 @@ def make(
     heldout_fraction: float = HELDOUT_FRACTION,
     shard_tokens: int = SHARD_TOKENS,
 ) -> None:
-    """Tokenize files into a directory of token files.
+    """Tokenize files into a directory of token files, and print its size and vocabulary.
 
     Args:
-        text: As `--data` of `python -m jgraph.train`, without token files and weights: UTF-8 files, directories, globs, Hugging
-            Face datasets (hf:owner/name, streamed) and named corpora. Each line of a .jsonl file is a document, and each row
-            of a .parquet file or a dataset. In other files, lines that read <|endoftext|> separate documents; without such
-            lines, a file is cut into blocks of about 16 KiB.
+        text: UTF-8 files, directories, globs, Hugging Face datasets (hf:owner/name, streamed) and named corpora (python-docs,
+            python-source, synthetic), without weights. Each line of a .jsonl file is a document, and each row of a .parquet
+            file or a dataset. In other files, lines that read <|endoftext|> separate documents; without such lines, a file is
+            cut into blocks of about 16 KiB.
         tokenizer: A tokenizer.json of the `tokenizers` library. It is copied into the directory.
-        out: The directory, new or empty.
+        out: The directory, new or empty. If an error occurs, nothing is left behind.
         field: Field of the text in .jsonl files, .parquet files and datasets.
-        heldout_fraction: Documents with a SHA-256 in this lowest part are held out.
-        shard_tokens: A file ends with the document that reaches this many tokens.
+        heldout_fraction: Fraction of the documents to hold out, in (0, 1): those with the lowest SHA-256.
+        shard_tokens: Start a new file after the document that reaches this many tokens.
+
+    Raises:
+        ConfigError: If a number is out of range, the tokenizer cannot be read, or `out` cannot be written.
+        DataError: If a text is missing, empty, damaged or not UTF-8; if `out` is in use; or if the tokenizer is missing or
+            invalid.
     """
     make_token_files(text, tokenizer, out, field=field, heldout_fraction=heldout_fraction, shard_tokens=shard_tokens)
     show((str(out),))
 
 
 def verify(directory: tyro.conf.Positional[Path], /) -> None:
-    """Read every token file of a directory and check it against its header.
+    """Read every token file of a directory and check it against its header. Print a line for each correct file.
 
     Args:
         directory: A directory with train-*.bin and heldout-*.bin.
+
+    Raises:
+        DataError: At the first file that is damaged, or if the directory lacks token files.
     """
     with named("directory", directory):
         sides = side_files(directory)
@@ -57,11 +65,16 @@ def verify(directory: tyro.conf.Positional[Path], /) -> None:
 
 
 def show(data: tyro.conf.Positional[tuple[str, ...]], /, *, field: str = FIELD) -> None:
-    """Print the sizes of a corpus.
+    """Print the name, size, vocabulary and fingerprint of a corpus, and the shares of its sources.
 
     Args:
-        data: As `--data` of `python -m jgraph.train`.
+        data: Entries of `--data` of `python -m jgraph.train`: text files, directories, globs, datasets (hf:owner/name), named
+            corpora and directories of token files, each optionally as NAME:WEIGHT.
         field: Field of the text in .jsonl files, .parquet files and datasets.
+
+    Raises:
+        ConfigError: If a weight is not positive, or only some entries have one.
+        DataError: If an entry is missing, empty or damaged.
     """
     corpus = load(data, seq_len=1, vocab_size=None, field=field)
     rows = {

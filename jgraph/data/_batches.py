@@ -1,7 +1,7 @@
 """Batches: a pure function of (seed, step), so that a run resumes at the exact batch on any number of processes.
 
-Rows are numbered from the first row of step 0. `_deal` maps a row to a source and to a row of that source; the order of the
-source maps that to tokens. Nothing is remembered between rows.
+Rows are numbered from the first row of step 0. `_deal` maps a row to a source and to a row of that source. The order of the
+source maps this row to tokens. No state is kept between rows.
 
 A row has seq_len + 1 tokens and overlaps its neighbour by one: its last target is the next row's first input.
 `shuffled_windows` shuffles the rows of the stream. `shuffled_documents` shuffles whole documents, concatenates them, and
@@ -64,10 +64,13 @@ class _Order:
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """The document boundaries of a stream that consists of one or more parts.
+    """The document boundaries of a stream of tokens that consists of one or more parts, such as token files.
+
+    `len(index)` is the number of documents.
 
     Attributes:
-        ends: End of each document, 1-D, relative to the start of its part. Memory-mapped for token files.
+        ends: Position after the last token of each document, 1-D unsigned integers or int64, relative to the start of its part.
+            Memory-mapped for token files.
         documents: Number of documents in each part.
         tokens: Number of tokens in each part.
     """
@@ -88,7 +91,15 @@ class Index:
         return np.array([0, *accumulate(self.tokens)][:-1])
 
     def firsts(self, start: int, stop: int) -> np.ndarray:
-        """Returns a mask of the tokens in [start, stop) that begin a document. The first token always counts as one."""
+        """Finds the tokens that begin a document, in a span of the stream.
+
+        Args:
+            start: Position of the first token of the span.
+            stop: Position after its last token, larger than `start`.
+
+        Returns:
+            bool [stop - start], True for a token that begins a document. The first element is always True.
+        """
         found = np.zeros(stop - start, bool)
         found[0] = True
         for first, base, documents, tokens in zip(self._firsts, self._bases, self.documents, self.tokens, strict=True):
@@ -101,7 +112,14 @@ class Index:
         return found
 
     def spans(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the starts in the stream and the lengths of documents, both int64."""
+        """Returns the positions and lengths of documents in the stream.
+
+        Args:
+            documents: Numbers of documents, from 0, 1-D integers of length n.
+
+        Returns:
+            The position of the first token of each document, and the number of its tokens, both int64 [n].
+        """
         parts = np.searchsorted(self._firsts, documents, side="right") - 1
         ends = self.ends[documents].astype(np.int64)
         starts = np.where(documents == self._firsts[parts], 0, self.ends[documents - 1].astype(np.int64))
@@ -110,13 +128,13 @@ class Index:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A stream of tokens and its weight in a mixture.
+    """A stream of tokens and its weight in a mixture of sources.
 
     Attributes:
-        tokens: 1-D ids.
-        weight: Positive share of the rows, relative to the weights of the other sources.
+        tokens: 1-D stream of ids: a numpy array, a `TokenFile` or a `Concatenated`.
+        weight: Positive number. The share of the rows of this source is the weight, divided by the sum of all sources' weights.
         index: Document boundaries; None if unknown.
-        name: The name that `load` was given.
+        name: Name for messages. From `load`, the text that the user gave for this source.
         num_documents: Number of documents; 0 if unknown.
     """
 
@@ -127,7 +145,15 @@ class Source:
     num_documents: int = 0
 
     def require_index(self, field: str, value: str) -> Index:
-        """Returns the document boundaries. Raises DataError if they are unknown; `field` is the setting that needs them."""
+        """Returns the document boundaries, or raises an error that names the setting that needs them.
+
+        Args:
+            field: Name of the setting, `data_shuffle` or `data_documents`.
+            value: Value of the setting.
+
+        Raises:
+            DataError: If the boundaries are unknown (`index` is None).
+        """
         if self.index is None:
             raise DataError(
                 f"`data` {self.name} has no document boundaries, which `{field}` {value} needs; "
@@ -142,23 +168,28 @@ _Rows: TypeAlias = list[tuple[Source, list[_Span]]]
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """Shuffled training batches, by step: `batches[step]`.
+    """Shuffled training batches: `batches[step]` is the batch of a step, counted from 0.
 
-    An epoch of a source reads each of its rows once. A batch may span two epochs.
+    The batch depends only on the attributes and the step. An epoch of a source reads each of its rows once, in another order
+    than the epochs before. A batch may span two epochs.
 
     Attributes:
-        tokens: 1-D ids, or the sources of a mixture. Each has at least seq_len + 1 tokens.
+        tokens: 1-D ids (a numpy array, a `TokenFile` or a `Concatenated`), or the sources of a mixture. Each has at least
+            seq_len + 1 tokens.
         batch_size: Rows per step, over all processes.
-        seq_len: Predicted tokens per row.
+        seq_len: Predicted tokens per row. A row has seq_len + 1 tokens.
         seed: Seed of the order, in [0, 2**64).
-        shuffle: `windows` shuffles rows in each epoch; `documents` also shuffles documents before they are cut into rows.
-        rows: Indices in a batch of the rows to read, ascending, such as `TrainStep.batch_rows` returns for a process. None
-            reads all rows.
-        documents: `separate` adds the document boundaries to each batch.
+        shuffle: `windows` cuts the stream into rows and shuffles the rows in each epoch. `documents` shuffles the documents,
+            cuts their concatenation into rows and shuffles the rows.
+        rows: One or more ascending indices in [0, batch_size) of the rows to read, for example `TrainStep.batch_rows`, the rows
+            of this process. None reads all rows.
+        documents: `joined` returns arrays of ids. `separate` returns dicts with document boundaries, so that tokens do not
+            attend to other documents.
 
     Raises:
-        ConfigError: If `rows` are not ascending indices in [0, batch_size).
-        DataError: If a source is shorter than seq_len + 1, or has no document boundaries but needs them.
+        ConfigError: If `rows` is empty, or has other than ascending indices in [0, batch_size).
+        DataError: If a source has fewer than seq_len + 1 tokens, or if `shuffle` is `documents` and a source has no document
+            boundaries.
     """
 
     tokens: Tokens | Sequence[Source]
@@ -171,13 +202,13 @@ class Batches:
     documents: Documents = "joined"
 
     def __post_init__(self):
-        own = self._own
-        fits = len(own) > 0 and own[0] >= 0 and own[-1] < self.batch_size and bool((np.diff(own) > 0).all())
-        require(fits, "rows", own.tolist(), f"ascending indices of the rows of a batch of `batch_size` {self.batch_size}")
+        rows = self._local_rows
+        fits = len(rows) > 0 and rows[0] >= 0 and rows[-1] < self.batch_size and bool((np.diff(rows) > 0).all())
+        require(fits, "rows", rows.tolist(), f"ascending indices of the rows of a batch of `batch_size` {self.batch_size}")
         assert self._orders, "there is at least one source"
 
     @cached_property
-    def _own(self) -> np.ndarray:
+    def _local_rows(self) -> np.ndarray:
         return np.arange(self.batch_size) if self.rows is None else np.asarray(self.rows, np.int64)
 
     @cached_property
@@ -192,40 +223,52 @@ class Batches:
     def _orders(self) -> list[_Order]:
         orders = []
         for number, source in enumerate(self._sources):
-            how = {"seq_len": self.seq_len, "seed": self.seed, "source": number}
+            options = {"seq_len": self.seq_len, "seed": self.seed, "source": number}
             if self.shuffle == "windows":
-                orders.append(shuffled_windows(len(source.tokens), **how))
+                orders.append(shuffled_windows(len(source.tokens), **options))
             else:
                 index = source.require_index("data_shuffle", "documents")
-                orders.append(shuffled_documents(len(source.tokens), index, **how))
+                orders.append(shuffled_documents(len(source.tokens), index, **options))
         return orders
 
     def epochs(self, steps: int) -> list[tuple[str, float]]:
-        """Returns the name of each source and the number of epochs that `steps` steps read of it."""
+        """Returns the number of epochs that the first `steps` steps read of each source, over all processes. Reads no tokens.
+
+        Args:
+            steps: Number of steps.
+
+        Returns:
+            (name, epochs) of each source, in their order. Epochs are fractional.
+        """
         rows = zip(self._sources, _counts(self._weights, steps * self.batch_size), self._orders, strict=True)
         return [(source.name, count / order.num_rows) for source, count, order in rows]
 
     def __getitem__(self, step: int, /) -> Batch:
-        """Returns the batch of a step, or the `rows` of it.
+        """Reads the batch of a step.
+
+        With the attribute `rows`, the batch has only these rows; R below is their number. Otherwise R is `batch_size`.
 
         Args:
-            step: 0-based, without an upper limit.
+            step: Index of the step, from 0, without an upper limit.
 
         Returns:
-            int32 [rows, seq_len + 1]. If `documents` is `separate`, a dict as `apart` returns it, with the weights of the
-            whole batch.
+            With `documents` `joined`, ids, int32 [R, seq_len + 1]. With `separate`, a dict: `tokens`, the same ids; `starts`,
+            int32 [R, seq_len], the position in its row of the first token of the same document; `weights`, float32 [R,
+            seq_len], the loss weight of each prediction, 0 across documents and with a mean of 1 over the whole batch.
 
         Raises:
             IndexError: If `step` is negative.
-            DataError: If a token file is damaged or was changed (see `TokenFile`).
+            DataError: If a token file has an id that is not below its vocabulary size or was written to since it was opened, if
+                document boundaries do not fit the tokens, or if `documents` is `separate` and a source has no document
+                boundaries.
         """
         if step < 0:
             raise IndexError(f"step is {step}: must be 0 or more")
         first = step * self.batch_size
         if self.documents == "joined":
-            return _read(self._find((first + self._own).tolist()), self.seq_len)
+            return _read(self._find((first + self._local_rows).tolist()), self.seq_len)
         rows = self._find(range(first, first + self.batch_size))  # the weights depend on all rows
-        return apart(_read([rows[i] for i in self._own], self.seq_len), _firsts(rows), self._own)
+        return apart(_read([rows[i] for i in self._local_rows], self.seq_len), _firsts(rows), self._local_rows)
 
     def _find(self, rows: Sequence[int]) -> _Rows:
         dealt = [_deal(self._weights, row) for row in rows]
@@ -239,18 +282,19 @@ class Batches:
 def apart(rows_BS: np.ndarray, firsts_BS: np.ndarray, own: slice | np.ndarray = slice(None)) -> dict[str, np.ndarray]:
     """Adds document starts and loss weights to rows of tokens, to keep the documents of a row separate.
 
-    The last token of a document would predict the first token of another, so its weight is 0. All other weights are equal,
-    with a mean of 1 over all rows. The mean of the weighted losses, over any microbatches and devices, is therefore the mean
-    over the predictions inside documents.
+    B is the number of rows here, A that of all rows of the batch or evaluation, and T the number of predicted tokens per row.
+    The last token of a document would predict the first token of another, so its weight is 0. All other weights are equal, with
+    a mean of 1 over all rows. The mean of the weighted losses, over any microbatches and devices, is therefore the mean over
+    the predictions inside documents.
 
     Args:
-        rows_BS: int32 ids.
-        firsts_BS: Mask of the tokens of all rows that begin a document. The first token of a row always does.
-        own: Slice or indices of `rows_BS` in all rows.
+        rows_BS: int32 ids [B, T + 1].
+        firsts_BS: bool [A, T + 1]: True for tokens of all rows that begin a document. True for the first token of every row.
+        own: Slice or integer indices of `rows_BS` in all rows; by default all of them.
 
     Returns:
-        `tokens`, the rows; `starts`, int32 [B, T], the position in its row of the first token of the same document;
-        `weights`, float32 [B, T], the loss weight of each prediction.
+        A dict: `tokens`, `rows_BS` itself; `starts`, int32 [B, T], the position in its row of the first token of the same
+        document; `weights`, float32 [B, T], the loss weight of each prediction.
     """
     T = rows_BS.shape[1] - 1
     counts_BT = ~firsts_BS[:, 1:]
@@ -262,22 +306,30 @@ def apart(rows_BS: np.ndarray, firsts_BS: np.ndarray, own: slice | np.ndarray = 
 def heldout_batches(
     tokens: Tokens | Sequence[Source], *, batch_size: int, seq_len: int, limit: int, documents: Documents = "joined"
 ) -> list[Batch]:
-    """Returns evaluation batches: windows in the order of the text, each at most once, so that a mean weighs them equally.
+    """Reads evaluation batches: windows of seq_len + 1 tokens in the order of the text. Each window is read at most once.
+
+    A window overlaps its neighbour by one token: the last target of a window is the first input of the next.
 
     Args:
-        tokens: As in `Batches`. Each source of a mixture gets its share of the windows.
+        tokens: 1-D ids (a numpy array, a `TokenFile` or a `Concatenated`), or the sources of a mixture, which share the windows
+            in proportion to their weights.
         batch_size: Rows per batch.
         seq_len: Predicted tokens per row.
         limit: Largest number of batches, at least 1. A longer text is sampled evenly.
-        documents: As in `Batches`.
+        documents: `joined` returns arrays of ids. `separate` returns dicts with document boundaries, so that tokens do not
+            attend to other documents.
 
     Returns:
-        At least one int32 array [batch_size, seq_len + 1]. If there are fewer windows than `batch_size`, one batch with all of
-        them; otherwise the remainder is left out, evenly over the text. If `documents` is `separate`, dicts as `apart` returns
-        them, with the weights of all batches.
+        At least one batch, all of the same size. A batch has `batch_size` rows, or all windows if there are fewer. Windows that
+        do not fill a batch are left out, evenly over the text. With `documents` `joined`, a batch is ids, int32 [rows, seq_len
+        + 1]. With `separate`, it is a dict: `tokens`, the ids; `starts`, int32 [rows, seq_len], the position in its row of the
+        first token of the same document; `weights`, float32 [rows, seq_len], the loss weight of each prediction, 0 across
+        documents and with a mean of 1 over all batches.
 
     Raises:
-        DataError: If a source is shorter than seq_len + 1, or has no document boundaries but needs them.
+        AssertionError: If `limit` is below 1.
+        DataError: If a source has fewer than seq_len + 1 tokens, or a token file is damaged or was written to since it was
+            opened. If `documents` is `separate` and a source has no document boundaries.
     """
     assert limit >= 1
     sources = _sources(tokens, seq_len)
@@ -300,7 +352,14 @@ def heldout_batches(
 
 
 class Ahead:
-    """Reads the batches of the next steps in a thread while a step runs."""
+    """Reads the batches of the next steps in a thread while a step runs.
+
+    `ahead[step]` returns the same batch as `batches[step]`. The thread ends with the process.
+
+    Args:
+        batches: The batches to read.
+        steps: Number of batches to read ahead. That many are kept in memory, and the requested one.
+    """
 
     def __init__(self, batches: Batches, *, steps: int = 2):
         self._batches, self._steps = batches, steps
@@ -308,9 +367,23 @@ class Ahead:
         self._read: dict[int, Future[Batch]] = {}
 
     def __getitem__(self, step: int, /) -> Batch:
-        """Returns the batch of a step, as `Batches` does, and raises the exceptions of reading it."""
-        wanted = range(step, step + self._steps + 1)
-        self._read = {one: self._read.get(one) or self._worker.submit(self._batches.__getitem__, one) for one in wanted}
+        """Returns the batch of a step, and starts to read the batches of the next `steps` steps.
+
+        Waits if the batch is not read yet. Batches of earlier steps are forgotten. A later request reads them again.
+
+        Args:
+            step: Index of the step, from 0.
+
+        Returns:
+            The array or dict that `batches[step]` returns.
+
+        Raises:
+            IndexError: If `step` is negative.
+            DataError: If a token file is damaged or was written to since it was opened, or document boundaries are missing or
+                wrong.
+        """
+        steps = range(step, step + self._steps + 1)
+        self._read = {s: self._read.get(s) or self._worker.submit(self._batches.__getitem__, s) for s in steps}
         return self._read[step].result()
 
 
@@ -319,7 +392,7 @@ def _sources(tokens: Tokens | Sequence[Source], seq_len: int) -> tuple[Source, .
     for source in sources:
         if len(source.tokens) < seq_len + 1:
             raise DataError(
-                f"`data` has {len(source.tokens)} tokens where `seq_len` {seq_len} needs at least {seq_len + 1}: "
+                f"`data` has {len(source.tokens)} tokens, but `seq_len` {seq_len} needs at least {seq_len + 1}: "
                 "use a longer text or a smaller `seq_len`"
             )
     return sources
@@ -363,7 +436,7 @@ def _read(rows: _Rows, seq_len: int) -> np.ndarray:
 
 
 def _firsts(rows: _Rows) -> np.ndarray:
-    """Returns the mask of the tokens that begin a document or a span. The left neighbour of a span is elsewhere in the text."""
+    """Returns the mask of the tokens that begin a document or a span. Spans are not adjacent in the text."""
     indices = ((source.require_index("data_documents", "separate"), spans) for source, spans in rows)
     return np.stack([np.concatenate([index.firsts(*span) for span in spans]) for index, spans in indices])
 
@@ -372,15 +445,18 @@ def _firsts(rows: _Rows) -> np.ndarray:
 
 
 def shuffled_windows(num_tokens: int, *, seq_len: int, seed: int, source: int = 0) -> _Order:
-    """Returns an order that shuffles the rows of a stream.
+    """Returns an order that cuts a stream into rows and shuffles the rows in each epoch.
 
     Each epoch cuts the stream at its own offset, so up to 2 * seq_len - 1 tokens at its ends are left out.
 
     Args:
         num_tokens: Length of the stream, at least seq_len + 1.
-        seq_len: Predicted tokens per row.
+        seq_len: Predicted tokens per row. A row has seq_len + 1 tokens.
         seed: Seed in [0, 2**64).
-        source: Index of the source in a mixture. Sources that share a seed have independent orders.
+        source: Index of the source in a mixture. Sources with the same seed have independent orders.
+
+    Returns:
+        The order: it maps row numbers to [start, stop) spans of the stream.
     """
     num_rows = max(1, (num_tokens - seq_len) // seq_len)
     num_offsets = min(seq_len, num_tokens - num_rows * seq_len)
@@ -406,17 +482,20 @@ def _bits(seed: int, epoch: int, source: int) -> np.random.Philox:
 
 
 def shuffled_documents(num_tokens: int, index: Index, *, seq_len: int, seed: int, source: int = 0) -> _Order:
-    """Returns an order that shuffles documents, and then the rows of their concatenation. Leaves out at most seq_len tokens.
+    """Returns an order that shuffles documents in each epoch, cuts their concatenation into rows, and shuffles the rows.
+
+    An epoch leaves out at most seq_len tokens.
 
     Args:
         num_tokens: Length of the stream, at least seq_len + 1.
         index: Document boundaries of the stream.
-        seq_len: Predicted tokens per row.
+        seq_len: Predicted tokens per row. A row has seq_len + 1 tokens.
         seed: Seed in [0, 2**64).
-        source: Index of the source in a mixture.
+        source: Index of the source in a mixture. Sources with the same seed have independent orders.
 
     Returns:
-        The order. Preparing an epoch raises DataError if the index does not match the stream.
+        The order: it maps row numbers to the [start, stop) spans of the stream that form each row. Preparing an epoch raises
+        DataError if the documents of the index do not have `num_tokens` tokens.
     """
     num_rows = (num_tokens - 1) // seq_len
 
@@ -432,7 +511,7 @@ def shuffled_documents(num_tokens: int, index: Index, *, seq_len: int, seed: int
         block_starts = np.cumsum(np.concatenate(sums))
         if block_starts[-1] != num_tokens:
             raise DataError(
-                f"`data` has {num_tokens} tokens where its documents have {block_starts[-1]}: damaged; copy it again"
+                f"`data` has {num_tokens} tokens, but its documents have {block_starts[-1]}: it is damaged; copy it again"
             )
 
         def spans(places: np.ndarray) -> list[list[_Span]]:
@@ -467,18 +546,18 @@ def permutation(size: int, bits: np.random.Philox) -> Callable[[np.ndarray], np.
     round trip on average.
 
     Args:
-        size: At least 1.
-        bits: Source of the round keys, drawn now.
+        size: Number of elements, at least 1.
+        bits: Random generator of the permutation. Six numbers are drawn from it now, which advances it.
 
     Returns:
-        A function from 1-D numbers in [0, size) to int64 numbers in [0, size).
+        A function from 1-D integers in [0, size) to their images, int64 in [0, size).
     """
     keys = bits.random_raw(_ROUNDS)
     num_bits = max(_FEWEST_BITS, (size - 1).bit_length())
     low_bits = num_bits // 2
     widths = np.array([num_bits - low_bits, low_bits], np.uint64)
 
-    def once(numbers: np.ndarray) -> np.ndarray:
+    def feistel(numbers: np.ndarray) -> np.ndarray:
         high, low = numbers >> widths[1], numbers & ((np.uint64(1) << widths[1]) - np.uint64(1))
         for index, key in enumerate(keys):
             mixed = (low + key) * _GOLDEN
@@ -490,9 +569,9 @@ def permutation(size: int, bits: np.random.Philox) -> Callable[[np.ndarray], np.
         return high << widths[1] | low
 
     def permute(places: np.ndarray) -> np.ndarray:
-        found = once(places.astype(np.uint64))
+        found = feistel(places.astype(np.uint64))
         while len(beyond := np.flatnonzero(found >= size)):
-            found[beyond] = once(found[beyond])
+            found[beyond] = feistel(found[beyond])
         return found.astype(np.int64)
 
     return permute

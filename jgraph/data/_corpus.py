@@ -34,16 +34,17 @@ _ZLIB_BYTES = 32 << 20
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokens to train on and held-out tokens, from different documents.
+    """Tokens to train on and held-out tokens, from different documents. `load` creates it.
 
     Attributes:
-        name: The name that `load` was given.
+        name: The entries of `data` that `load` was given, without weights, separated by spaces.
         sources: Training sources with their weights and document boundaries.
         heldout_sources: Held-out sources, in the same order.
-        vocab_size: Larger than every id; 256 for bytes.
-        fingerprint: SHA-256 of the contents, 64 hexadecimal digits. Does not depend on the order of documents.
-        decoder: Converts ids to text; see `decode`.
-        zlib_nats_per_token: Size of the text (its first 32 MiB) under zlib, level 9; None if tokens are not bytes.
+        vocab_size: Vocabulary size, larger than every id; 256 for bytes.
+        fingerprint: SHA-256 of the contents, 64 hexadecimal digits. Does not depend on the order of the documents of a text.
+        decoder: Converts a list of ids to text. Use `decode`, which also accepts arrays.
+        zlib_nats_per_token: Size of the first 32 MiB of the text under zlib, level 9, in nats per byte. None if tokens are not
+            bytes, or there are several sources.
     """
 
     name: str
@@ -61,21 +62,25 @@ class Corpus:
 
     @cached_property
     def heldout(self) -> Tokens:
-        """1-D held-out ids of all sources, end to end."""
+        """1-D held-out ids of all sources, end to end: uint8 for bytes, else uint16 or uint32."""
         return _concatenated(self.heldout_sources)
 
     @property
     def train_documents(self) -> int:
-        """Number of training documents."""
+        """Number of training documents of all sources."""
         return sum(source.num_documents for source in self.sources)
 
     @property
     def heldout_documents(self) -> int:
-        """Number of held-out documents."""
+        """Number of held-out documents of all sources."""
         return sum(source.num_documents for source in self.heldout_sources)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of 1-D ids. Invalid UTF-8 becomes U+FFFD; without a tokenizer, ids are printed as numbers."""
+        """Returns the text of ids. Invalid UTF-8 becomes U+FFFD.
+
+        Args:
+            ids: 1-D integers. Without a tokenizer.json, ids of token files become decimal numbers.
+        """
         return self.decoder([int(token) for token in ids])
 
 
@@ -92,24 +97,33 @@ def load(
     field: str = FIELD,
     documents: Documents = "joined",
 ) -> Corpus:
-    """Opens a corpus.
+    """Opens a corpus: reads texts into memory, and memory-maps token files. Writes nothing.
 
     Args:
-        data: One or several of: `python-docs`, `python-source`, `synthetic`, a file, a directory, a glob or a Hugging Face
-            dataset (see `_texts`), and a directory of token files. A corpus name wins over a file of that name; write ./NAME
-            for the file. NAME:WEIGHT makes each a source with that share of the rows. Without weights all texts are one source
-            and each directory of token files is one, and their shares are proportional to their sizes.
+        data: One entry or several. An entry is a directory of token files (train-*.bin and heldout-*.bin), a file, a directory
+            (all files in it and below, without hidden ones), a glob such as `texts/**/*.md`, a Hugging Face dataset
+            (`hf:owner/name`, `hf:owner/name/CONFIG@SPLIT` or `hf:DIRECTORY`), or a named corpus (`python-docs`, `python-source`
+            or `synthetic`). A named corpus has priority over a file of that name; write ./NAME for the file. With weights,
+            NAME:WEIGHT, each entry is a source with that share of the rows. Without weights, all texts together are one source,
+            each directory of token files is one source, and shares are proportional to sizes.
         seq_len: Predicted tokens per row. Each side of each source must have at least seq_len + 1 tokens.
-        vocab_size: Rows of the model's embedding, larger than every id. None accepts any.
-        tokenizer: A tokenizer.json, to read text. None reads text beside token files through their tokenizer, and other text
-            as bytes. A directory of token files with its own tokenizer.json does not use it.
-        field: Field of the text in JSON Lines, Parquet and datasets.
-        documents: `separate` requires text with document boundaries.
+        vocab_size: Rows of the model's embedding, larger than every id. None accepts all ids.
+        tokenizer: Path of a tokenizer.json, to read text. None reads text beside token files through their tokenizer.json, and
+            other text as bytes. A directory of token files with its own tokenizer.json does not use it.
+        field: Name of the field with the text, in the objects of .jsonl files, or of the column, in .parquet files and
+            datasets.
+        documents: `separate`: tokens will not attend to other documents, so every source must have document boundaries.
+            `joined` accepts all sources.
+
+    Returns:
+        The corpus. A tenth of the documents of each text source is held out: those with the lowest SHA-256. Token files keep
+        their sides.
 
     Raises:
-        ConfigError: If a weight is not positive, or only some entries have one.
-        DataError: If nothing has a name; if data cannot be read, is empty, too short or damaged, or has ids that are too large;
-            if token files come from different tokenizers; or if document boundaries are unknown but needed.
+        ConfigError: If a weight is not positive and finite, or only some entries have one.
+        DataError: If an entry does not exist; if data cannot be read, is empty, too short or damaged, or has ids that are too
+            large; if a file is not text, is not UTF-8 although a tokenizer reads it, or lacks the field; if an optional library
+            is missing; if token files come from different tokenizers; or if document boundaries are unknown but needed.
     """
     names = [data] if isinstance(data, str) else data
     try:
@@ -143,7 +157,7 @@ def _check(part: Corpus, seq_len: int, vocab_size: int | None, documents: Docume
             f"`seq_len` {seq_len} needs at least {seq_len + 1} of each: use a longer text or a smaller `seq_len`"
         )
     ids = part.vocab_size
-    if part.train.dtype == np.uint8:  # in memory, so the largest byte is known: a model may be as small as it allows
+    if part.train.dtype == np.uint8:  # in memory, so the largest byte is known, and a smaller vocabulary may suffice
         ids = 1 + int(max(np.max(part.train[:]), np.max(part.heldout[:])))
     if vocab_size is not None and ids > vocab_size:
         raise DataError(f"`model.vocab_size` is {vocab_size}: `data` {part.name} needs at least {ids} token ids")
@@ -171,22 +185,39 @@ def _is_tokens(name: str) -> bool:
 
 
 def tokenizer_file(data: Sequence[str]) -> Path | None:
-    """Returns the tokenizer.json of the first token files that `data` names; None if there is none."""
+    """Returns the path of the tokenizer.json in the first directory of token files that has one; None if there is none.
+
+    Args:
+        data: Entries in the form of `load`, with or without weights.
+
+    Raises:
+        ConfigError: If a weight is not positive and finite, or only some entries have one.
+        DataError: If two directories have different tokenizer.json files.
+    """
     return _tokenizer_beside([name for name, _ in _texts.weighted(data)])
 
 
 def is_text(data: Sequence[str]) -> bool:
-    """True if `data` names texts that exist, and no token files."""
+    """True if every entry of `data` is a text that exists, a dataset or a named corpus, and none is a directory of token files.
+
+    Does not open the files, and does not check that a dataset exists.
+
+    Args:
+        data: Entries in the form of `load`, with or without weights.
+
+    Raises:
+        ConfigError: If a weight is not positive and finite, or only some entries have one.
+    """
     names = [name for name, _ in _texts.weighted(data)]
     return all(_texts.files_of(name) and not _is_tokens(name) for name in names)
 
 
 def _tokenizer_beside(names: list[str]) -> Path | None:
     found = [path for name in names if _is_tokens(name) and (path := Path(name, TOKENIZER_FILE)).exists()]
-    for one, other in pairwise(found):
-        if one.read_bytes() != other.read_bytes():
+    for first, second in pairwise(found):
+        if first.read_bytes() != second.read_bytes():
             raise DataError(
-                f"`data` {other.parent} was made with another {TOKENIZER_FILE} than {one.parent}; make one of them again"
+                f"`data` {second.parent} was made with another {TOKENIZER_FILE} than {first.parent}; make one of them again"
             )
     return found[0] if found else None
 
@@ -198,7 +229,7 @@ def _open(names: list[str], weight: Fraction | None, tokenizer: Path | None, fie
         if _is_tokens(name):
             part = _of_directory(name, tokenizer)
         else:
-            texts = [document for _, own in _texts.read("data", names, field, documents) for document in own]
+            texts = [document for _, in_file in _texts.read("data", names, field, documents) for document in in_file]
             part = _of_text(name, texts, tokenizer)
     weight = weight or Fraction(len(part.train))
     train, heldout = (tuple(replace(source, weight=weight) for source in side) for side in (part.sources, part.heldout_sources))
@@ -237,14 +268,20 @@ def _of_documents(name: str, documents: list[bytes], encoder: Encoder | None) ->
     if encoder is None:
         ids = [np.frombuffer(document + b"\n", np.uint8) for document in documents]
     else:
-        ids = [own.astype(token_dtype(encoder.vocab_size)) for own in encoder.encode(documents)]
-    tokens, lengths = np.concatenate(ids), [len(own) for own in ids]
+        ids = [array.astype(token_dtype(encoder.vocab_size)) for array in encoder.encode(documents)]
+    tokens, lengths = np.concatenate(ids), [len(array) for array in ids]
     index = Index(np.cumsum(lengths), [len(lengths)], [len(tokens)])
     return Source(tokens, index=index, name=name, num_documents=len(documents))
 
 
 def side_files(directory: Path) -> dict[Side, list[Path]]:
-    """Returns the token files of each side of a directory, by name.
+    """Lists the token files of a directory. Does not open them.
+
+    Args:
+        directory: The directory, with files train-*.bin and heldout-*.bin.
+
+    Returns:
+        The paths of the files of each side, `train` and `heldout`, sorted by name.
 
     Raises:
         DataError: If a side has no files, or a .bin file belongs to neither side.
@@ -264,19 +301,19 @@ def side_files(directory: Path) -> dict[Side, list[Path]]:
 def _of_directory(name: str, tokenizer: Path | None) -> Corpus:
     """Maps all token files of a directory. Reads only their headers."""
     opened = {side: [TokenFile(path) for path in paths] for side, paths in side_files(Path(name)).items()}
-    files = [file for own in opened.values() for file in own]
+    files = [file for of_side in opened.values() for file in of_side]
     _check_vocabularies([(file.path.name, file.header.vocab_size, file.header.dtype) for file in files])
     hashed = b""
-    for side, own in opened.items():
-        hashed += side.encode() + b"".join(bytes.fromhex(file.header.sha256) for file in own)
-    beside = Path(name, TOKENIZER_FILE)
+    for side, of_side in opened.items():
+        hashed += side.encode() + b"".join(bytes.fromhex(file.header.sha256) for file in of_side)
+    tokenizer_beside = Path(name, TOKENIZER_FILE)
     return Corpus(
         name,
         sources=(_of_files(name, "train", opened["train"]),),
         heldout_sources=(_of_files(name, "heldout", opened["heldout"]),),
         vocab_size=files[0].header.vocab_size,
         fingerprint=hashlib.sha256(hashed).hexdigest(),
-        decoder=load_decoder(tokenizer if tokenizer and not beside.exists() else beside),
+        decoder=load_decoder(tokenizer if tokenizer and not tokenizer_beside.exists() else tokenizer_beside),
     )
 
 
@@ -287,13 +324,13 @@ def _of_files(name: str, side: Side, files: list[TokenFile]) -> Source:
         index = Index(read_tokens(path), documents, [len(file) for file in files])
         if len(index) != sum(documents):
             raise DataError(
-                f"{path}: has the ends of {len(index)} documents where the token files beside it have {sum(documents)}; "
+                f"{path}: has the ends of {len(index)} documents, but the token files beside it have {sum(documents)}; "
                 "remove it to shuffle by windows, or make all of them again"
             )
     return Source(Concatenated(files), index=index, name=name, num_documents=sum(documents))
 
 
 def _zlib_nats(documents: list[bytes]) -> float:
-    # In the order of the source, where neighbours are alike, not by hash: as one would compress the text.
+    # In the order of the source, not by hash, because neighboring documents are similar and compress better.
     text = b"\n".join(documents)[:_ZLIB_BYTES]
     return 8 * math.log(2) * len(zlib.compress(text, level=9)) / len(text)

@@ -1,4 +1,4 @@
-"""Tokenizes text into a directory of token files, with memory for one text file and one line per document.
+"""Tokenizes text into a directory of token files. Needs memory for one text file, and for a few bytes per document.
 
 Documents are tokenized into a spool, a token file in the order of the text, then copied in the order of their hashes, held-out
 documents first. The directory is hidden until it is complete.
@@ -33,31 +33,38 @@ def make_token_files(
     heldout_fraction: float = HELDOUT_FRACTION,
     shard_tokens: int = SHARD_TOKENS,
 ) -> None:
-    """Tokenizes text into `out`: train-*.bin, heldout-*.bin, the ends of their documents, and the tokenizer.
+    """Tokenizes text into a new directory of token files.
+
+    Writes train-00000.bin, train-00001.bin and so on, heldout-00000.bin and so on, the ends of their documents in train.ends
+    and heldout.ends, and a copy of the tokenizer.json. The documents of each side are in the order of their SHA-256. Works in a
+    hidden directory beside `out`, which is renamed when it is complete and deleted if an error is raised.
 
     Args:
-        texts: Files, directories, globs, Hugging Face datasets and named corpora (see `_texts`). Their order does not matter.
-        tokenizer: A tokenizer.json of the `tokenizers` library.
-        out: A directory that does not exist yet or is empty.
-        field: Field of the text in JSON Lines, Parquet and datasets.
-        heldout_fraction: Documents with a SHA-256 in this lowest part are held out; in (0, 1).
-        shard_tokens: A file ends with the document that reaches this many tokens.
+        texts: Texts, in any order. Each is a file, a directory (all files in it and below, without hidden ones), a glob such as
+            `texts/**/*.md`, a Hugging Face dataset (`hf:owner/name`, `hf:owner/name/CONFIG@SPLIT` or `hf:DIRECTORY`), or a
+            named corpus (`python-docs`, `python-source` or `synthetic`).
+        tokenizer: Path of a tokenizer.json of the `tokenizers` library.
+        out: A directory that does not exist yet or is empty. Missing parents are created.
+        field: Name of the field with the text, in the objects of .jsonl files, or of the column, in .parquet files and
+            datasets.
+        heldout_fraction: Fraction of the documents to hold out, in (0, 1): those with the lowest SHA-256.
+        shard_tokens: Number of tokens, below 2**31. A file ends with the document that reaches this number.
 
     Raises:
-        ConfigError: If a number is out of range, the tokenizer or a directory of texts cannot be read, or `out` cannot be
-            written. `out` then is unchanged, as after any interruption.
-        DataError: If a text is missing, empty, damaged or not UTF-8; if all documents are equal; if `out` is in use; or if
-            the tokenizer is missing.
+        ConfigError: If a number is out of range, the tokenizer cannot be read, or `out` cannot be written.
+        DataError: If a text is missing, cannot be read, is empty, damaged or not UTF-8, or lacks the field; if an optional
+            library is missing; if there are no two different documents; if `out` is a file or a directory that is not empty; or
+            if the tokenizer is missing or invalid.
     """
     require(0 < shard_tokens < 2**31, "shard_tokens", shard_tokens, "positive and below 2**31")
     require(0 < heldout_fraction < 1, "heldout_fraction", heldout_fraction, "in (0, 1)")  # before hours of tokenizing
     if not texts:
         raise DataError("`text` is empty: name at least one text file")
     if not tokenizer.is_file():
-        problem = "a directory; name a file" if tokenizer.is_dir() else f"no such file{download_hint(tokenizer)}"
+        problem = "must be a file, not a directory" if tokenizer.is_dir() else f"no such file{download_hint(tokenizer)}"
         raise DataError(f"`tokenizer` is {tokenizer}: {problem}")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise DataError(f"`out` is {out}: it exists and is not an empty directory; name another")
+        raise DataError(f"`out` is {out}: must not exist, or be an empty directory")
     with os_errors("tokenizer", tokenizer, "read"):
         encoder, tokenizer_json = Encoder(tokenizer), tokenizer.read_bytes()
     size = {"vocab_size": encoder.vocab_size}
@@ -79,7 +86,7 @@ def make_token_files(
                     spans = (tokens[start:stop] for _, start, stop in shard)
                     write_tokens(partial / f"{side}-{index:05d}.bin", spans, **size)
                     ends.append(np.cumsum([stop - start for _, start, stop in shard], dtype=np.int64))
-                write_tokens(partial / ENDS_FILE.format(side=side), ends, vocab_size=1 + max(int(own[-1]) for own in ends))
+                write_tokens(partial / ENDS_FILE.format(side=side), ends, vocab_size=1 + max(int(array[-1]) for array in ends))
             spool.unlink()
             partial.rename(out)
     finally:

@@ -48,20 +48,20 @@ _SEPARATOR = re.compile(rb"^<\|endoftext\|>[ \t]*\r?$", re.MULTILINE)
 
 
 def weighted(data: Sequence[str]) -> list[tuple[str, Fraction | None]]:
-    """Splits each NAME:WEIGHT into its name and weight. An entry that exists as a file has no weight.
+    """Splits each entry NAME:WEIGHT into its name and weight. An entry that exists as a file has no weight.
 
     Args:
-        data: Names with or without weights.
+        data: Entries with or without weights.
 
     Returns:
-        Each name and its weight, None if no entry has a weight.
+        The name and the weight of each entry, in the same order. All weights are None if no entry has one.
 
     Raises:
         ConfigError: If a weight is not positive and finite, or only some entries have one.
     """
     found = [_weighted(entry) for entry in data]
     if bare := [entry for entry, (_, weight) in zip(data, found, strict=True) if weight is None]:
-        require(len(bare) == len(found), "data", bare[0], "NAME:WEIGHT where others have a weight; give all one, or none")
+        require(len(bare) == len(found), "data", bare[0], "NAME:WEIGHT, because other entries have a weight; or give none")
     return found
 
 
@@ -78,9 +78,11 @@ def _weighted(entry: str) -> tuple[str, Fraction | None]:
 
 
 def files_of(name: str) -> list[Path]:
-    """Returns the files that a path, a directory or a glob names, sorted. Empty if nothing has the name.
+    """Returns the files of a text, sorted. Empty if there are none. Does not open them.
 
-    A named corpus and a dataset are returned as a path of their name.
+    Args:
+        name: A file; a directory, for all files in it and below, without hidden ones; a glob; or a dataset (`hf:owner/name`) or
+            named corpus, for which the result is the name itself as a path.
     """
     path = Path(name)
     if name in CORPORA or name.startswith(_HUB):
@@ -98,14 +100,22 @@ def _require_files(name: str) -> list[Path]:
     if paths := files_of(name):
         return paths
     if Path(name).is_dir():
-        raise DataError("has no files; name one with texts, or make token files with python -m jgraph.data make")
+        raise DataError("has no files; name a directory of texts, or make token files with python -m jgraph.data make")
     hint = download_hint(name, kind="dataset")
     raise DataError(f"no such file or directory, and not one of the corpora {', '.join(CORPORA)}{hint}")
 
 
 @contextlib.contextmanager
 def named(argument: Literal["data", "text", "directory"], value: str | Path) -> Iterator[None]:
-    """Adds an argument and its value to the message of a DataError. Converts an OSError to one."""
+    """Adds an argument and its value to the message of a DataError of the block. Converts an OSError to a DataError.
+
+    Args:
+        argument: Name of the argument.
+        value: Value of the argument.
+
+    Raises:
+        DataError: If the block raises a DataError or an OSError. An error that already names the argument is not changed.
+    """
     try:
         yield
     except OSError as e:
@@ -123,17 +133,24 @@ def read(
 ) -> Iterator[tuple[Path, Iterator[bytes]]]:
     """Yields each file, dataset or named corpus, with its documents. Skips documents of white space.
 
-    Read the documents of a file before you request the next file.
+    Read all documents of a file before you request the next file.
 
     Args:
-        argument: The argument that has the names, for errors.
-        names: Names as in the module docstring.
-        field: Field of a JSON object, or column, that has the text.
-        documents: `separate` refuses a text without lines that separate documents.
+        argument: Name of the caller's argument that has the names. Errors name it.
+        names: Texts. Each is a file, a directory (all files in it and below, without hidden ones), a glob such as
+            `texts/**/*.md`, a Hugging Face dataset (`hf:owner/name`, `hf:owner/name/CONFIG@SPLIT` or `hf:DIRECTORY`), or a
+            named corpus (`python-docs`, `python-source` or `synthetic`).
+        field: Name of the field with the text, in the objects of .jsonl files, or of the column, in .parquet files and
+            datasets.
+        documents: `joined` cuts a text without lines that read `<|endoftext|>` into blocks. `separate` raises an error for it.
+
+    Yields:
+        The path of a file, and an iterator over its documents as bytes, which reads the file lazily. For a dataset or a named
+        corpus, its name as a path.
 
     Raises:
         DataError: If a name has no file or no documents; if a file cannot be read, is damaged, is not text or lacks the field;
-            or if a library is missing.
+            if `separate` needs lines that a text does not have; or if an optional library is missing.
     """
     files = []
     for name in names:
@@ -151,7 +168,7 @@ def read(
     for name, path in files:
         yield path, read_one(name, path)
     for name in sorted(empty):
-        raise DataError(f"`{argument}` is {name}: the file is empty; name one with text in it")
+        raise DataError(f"`{argument}` is {name}: the file is empty; must have text")
 
 
 def _documents_of(path: Path, field: str, of_files: int, documents: Documents) -> Iterable[bytes]:
@@ -168,7 +185,7 @@ def _of_text(path: Path, of_files: int, documents: Documents) -> list[bytes]:
     if text.startswith(b"JGTOKENS"):
         raise DataError(f"a single token file; name its directory, {path.parent}")
     if of_files > 1 and b"\0" in text[:4096]:
-        raise DataError(f"not a text (it has a zero byte); name only the texts, e.g. '{path.parent}/*.txt'")
+        raise DataError(f"not a text (it has a zero byte); name only texts, e.g. '{path.parent}/*.txt'")
     found = cut(text, fewest_blocks=-(-_FEWEST_BLOCKS // of_files))
     if documents == "separate" and len(found) > len(_separate(text)):
         why = "it has no lines that read <|endoftext|>, so document boundaries are unknown"
@@ -238,7 +255,18 @@ def _dataset_rows(name: str) -> Iterator[dict[str, Any]]:
 
 
 def library(name: str, *, extra: str = "") -> Any:
-    """Imports an optional library. Raises DataError with the install command if it is missing; `extra` defaults to `name`."""
+    """Imports an optional library.
+
+    Args:
+        name: Name of the module.
+        extra: Extra of the jgraph package that installs the module, for the message. Empty for `name`.
+
+    Returns:
+        The module.
+
+    Raises:
+        DataError: If it is not installed. The message has the command that installs it.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as e:
@@ -251,12 +279,15 @@ def library(name: str, *, extra: str = "") -> Any:
 def cut(text: bytes, *, fewest_blocks: int = _FEWEST_BLOCKS) -> list[bytes]:
     """Cuts a text into documents, in order. Leaves out documents of white space.
 
-    Lines that read `<|endoftext|>` separate documents. A text without such lines is cut at line ends into blocks of about
-    16 KiB.
+    Lines that read `<|endoftext|>` separate documents. A text without such lines is cut at line ends into blocks of about 16
+    KiB. Line ends around a document are removed.
 
     Args:
         text: Bytes of any encoding. UTF-8 characters stay whole.
         fewest_blocks: A short text without separators is cut into at least about this many blocks.
+
+    Returns:
+        The documents. Empty if the text has only white space.
     """
     documents = _separate(text)
     if len(documents) != 1:
@@ -290,18 +321,18 @@ def _blocks(text: bytes, *, size: int) -> Iterator[bytes]:
 
 
 def digest(document: bytes) -> bytes:
-    """Returns the SHA-256 of a document. It decides the position in the corpus and the side of the split."""
+    """Returns the SHA-256 of a document, 32 bytes. The order of documents and the choice of held-out ones depend on it."""
     return hashlib.sha256(document).digest()
 
 
 def count_heldout(digests: Sequence[bytes], heldout_fraction: float = HELDOUT_FRACTION) -> int:
-    """Counts the held-out documents: the documents with a hash in the lowest `heldout_fraction`.
+    """Counts the held-out documents: the documents with a hash in the lowest `heldout_fraction` of all hashes.
 
-    If a side would be empty, the document nearest to the threshold changes sides, with its equals.
+    If one side would be empty, the document nearest to the threshold changes sides, with all equal documents.
 
     Args:
-        digests: Ascending SHA-256 digests, one per document.
-        heldout_fraction: In (0, 1).
+        digests: SHA-256 of each document, 32 bytes, in ascending order.
+        heldout_fraction: Fraction in (0, 1).
 
     Returns:
         k, with 0 < k < len(digests): documents [0, k) are held out, the others are for training.
@@ -315,8 +346,8 @@ def count_heldout(digests: Sequence[bytes], heldout_fraction: float = HELDOUT_FR
     equals_of_first = bisect_right(digests, digests[0]) if digests else 0
     if equals_of_first == len(digests):
         raise DataError(
-            f"the text has {len(digests)} documents, none different from another: at least two different ones are needed, "
-            "one to train on and one to hold out; use a longer text"
+            f"the text has {len(digests)} documents, but no two different ones: must have at least two different documents, "
+            "one for training and one to hold out; use a longer text"
         )
     first_equal_of_last = bisect_left(digests, digests[-1])
     return min(max(bisect_left(digests, threshold), equals_of_first), first_equal_of_last)

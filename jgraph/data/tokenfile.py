@@ -11,8 +11,8 @@
         68    60  ignored; written as zeros
        128        token ids
 
-train.ends, beside train-*.bin, has the same format and holds the end of each document, relative to the start of its own file,
-instead of ids. So does heldout.ends.
+train.ends, beside train-*.bin, has the same format. Its ids are the ends of the documents, relative to the start of the file of
+each document. heldout.ends has the ends of the held-out documents.
 
 Opening a file maps it and reads only the header. `TokenFile` checks every id that it returns against the header; `verify`
 reads the whole file.
@@ -46,11 +46,11 @@ class Header:
     """The header of a token file.
 
     Attributes:
-        bytes_per_token: 2 or 4.
+        bytes_per_token: Bytes per id, 2 or 4.
         num_tokens: Number of ids.
         num_documents: Number of documents.
-        vocab_size: Larger than every id.
-        sha256: SHA-256 of the ids as stored, hexadecimal.
+        vocab_size: Vocabulary size; every id is smaller.
+        sha256: SHA-256 of the ids as stored, 64 hexadecimal digits.
     """
 
     bytes_per_token: int
@@ -61,15 +61,28 @@ class Header:
 
     @property
     def dtype(self) -> np.dtype:
-        """The stored dtype, uint16 or uint32."""
+        """The stored dtype, little-endian uint16 or uint32."""
         return np.dtype(f"<u{self.bytes_per_token}")
 
 
 class TokenFile:
-    """The ids of a token file as a 1-D stream, memory-mapped. Checks every span that it returns.
+    """The ids of a token file as a 1-D stream, memory-mapped. Opening it reads only the header.
+
+    `len(file)` is the number of ids. `file[start:stop]` returns the ids as a 1-D array of uint16 or uint32, a read-only view of
+    the map. It checks that they are below the vocabulary size in the header.
+
+    Attributes:
+        path: Path of the file.
+        header: The header of the file.
+
+    Args:
+        path: A token file, which `write_tokens` writes, such as train-00000.bin. The docstring of the module
+            `jgraph.data.tokenfile` has the format.
 
     Raises:
-        DataError: As `read_header`. When reading a span: if an id is not below the vocabulary size, or the file was changed.
+        DataError: If the file is not a token file, has another version, is truncated or too long, or has no tokens. From
+            `file[start:stop]`: if an id in the span is not below the vocabulary size, or the file was written to since it was
+            opened.
         OSError: If the file cannot be read.
     """
 
@@ -81,12 +94,18 @@ class TokenFile:
 
     @property
     def dtype(self) -> np.dtype:
+        """The dtype of the ids, uint16 or uint32."""
         return self._ids.dtype
 
     def __len__(self) -> int:
         return len(self._ids)
 
     def __getitem__(self, span: slice, /) -> np.ndarray:
+        """Returns the ids of a span as a read-only view of the map. Checks them.
+
+        Raises:
+            DataError: If an id is not below the vocabulary size, or the file was written to since it was opened.
+        """
         self._check_unchanged()
         ids = self._ids[span]
         _check_ids(ids, self.header.vocab_size, self.path, first=span.indices(len(self))[0])
@@ -98,14 +117,30 @@ class TokenFile:
             now = os.stat(self.path)
         except FileNotFoundError:
             return
-        # A removed or replaced file stays mapped as it was.
+        # The map of a removed or replaced file does not change.
         same_file = now.st_ino == self._opened.st_ino
         if same_file and (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
-            raise DataError(f"{self.path}: was written to while it is in use; put new tokens into a new file, or start again")
+            raise DataError(f"{self.path}: was written to while it is in use; write new tokens to a new file, or restart")
 
 
 class Concatenated:
-    """Streams of one dtype, at least one, end to end. Copies only spans that cross parts."""
+    """One or more streams of ids, end to end, as one 1-D stream. Copies nothing when it is created.
+
+    `len(stream)` is the total number of ids. `stream[start:stop]` returns the ids as a 1-D array with the dtype of the parts: a
+    view if they are in one part, else a copy.
+
+    Attributes:
+        parts: A tuple of the streams.
+
+    Args:
+        parts: The streams: 1-D arrays of ids, `TokenFile`s or `Concatenated`s, all of the same dtype.
+
+    Raises:
+        AssertionError: If the dtypes differ, or there are no parts.
+        IndexError: From `stream[start:stop:step]`, if the step is not 1.
+        DataError: From `stream[start:stop]`, if an id of a `TokenFile` is not below its vocabulary size, or its file was
+            written to since it was opened.
+    """
 
     def __init__(self, parts: "Sequence[Tokens]"):
         assert len({part.dtype for part in parts}) == 1
@@ -114,12 +149,19 @@ class Concatenated:
 
     @property
     def dtype(self) -> np.dtype:
+        """The dtype of the ids, the same for all parts."""
         return self.parts[0].dtype
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def __getitem__(self, span: slice, /) -> np.ndarray:
+        """Returns the ids of a span: a view if they are in one part, else a copy. Parts that are token files check their ids.
+
+        Raises:
+            IndexError: If the step of the slice is not 1.
+            DataError: If a token file is damaged, or was written to since it was opened.
+        """
         start, stop, stride = span.indices(len(self))
         if stride != 1:
             raise IndexError(f"stride is {stride}: must be 1")
@@ -137,28 +179,36 @@ Tokens: TypeAlias = np.ndarray | TokenFile | Concatenated
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Returns the dtype of a token file with ids below `vocab_size`: uint16 up to 65536, else uint32."""
+    """Returns the dtype of a token file with ids below `vocab_size`: little-endian uint16 up to 65536, else uint32.
+
+    Args:
+        vocab_size: Vocabulary size, larger than every id. Not checked.
+    """
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def write_tokens(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int) -> Header:
-    """Writes a token file, document by document, under a temporary name until it is complete.
+    """Writes a token file, document by document, under a hidden temporary name until it is complete.
+
+    If an error is raised, deletes the temporary file and leaves an existing file unchanged.
 
     Args:
-        path: The file. Replaces an existing one.
-        documents: 1-D arrays of non-negative integers, with their end-of-text tokens.
-        vocab_size: Recorded in the header; selects the stored dtype.
+        path: The file. Replaces an existing one. Its directory must exist.
+        documents: The ids of each document, as 1-D arrays of non-negative integers. No end-of-text token is added, so the
+            arrays must have it. Read once, one at a time.
+        vocab_size: Vocabulary size, larger than every id. Recorded in the header. The stored dtype is uint16 up to 65536, else
+            uint32.
 
     Returns:
-        The header.
+        The header of the file.
 
     Raises:
-        DataError: If an id is not below `vocab_size`, a document is not a 1-D array of integers, there are no tokens, or
+        DataError: If an id is not in [0, vocab_size), a document is not a 1-D array of integers, there are no tokens, or
             `vocab_size` is not in [1, 2**32 - 1].
         OSError: If the file cannot be written.
     """
     if not 0 < vocab_size <= _LARGEST_VOCABULARY:
-        raise DataError(f"{path}: vocab_size is {vocab_size}: must be in [1, {_LARGEST_VOCABULARY}], 32 bits an id")
+        raise DataError(f"{path}: vocab_size is {vocab_size}: must be in [1, {_LARGEST_VOCABULARY}], 32 bits per id")
     dtype = token_dtype(vocab_size)
     hasher = hashlib.sha256()
     num_tokens = num_documents = 0
@@ -190,7 +240,13 @@ def write_tokens(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int
 
 
 def read_header(path: Path) -> Header:
-    """Reads and checks a header and the length of its file.
+    """Reads the header of a token file, and checks it against the length of the file. Does not read the ids.
+
+    Args:
+        path: The token file.
+
+    Returns:
+        The header.
 
     Raises:
         DataError: If the file is not a token file, has another version, is truncated or too long, or has no tokens.
@@ -204,15 +260,15 @@ def read_header(path: Path) -> Header:
         must = f"a token file starts with {_MAGIC!r}; make one with python -m jgraph.data make"
         raise DataError(f"{path}: starts with {magic!r}, {must}")
     if len(start) < _HEADER.size:
-        raise DataError(f"{path}: has {found_bytes} bytes where the header alone has {_HEADER.size}: truncated; copy it again")
+        raise DataError(f"{path}: has {found_bytes} bytes, but a header needs {_HEADER.size}: truncated; copy it again")
     _, version, bytes_per_token, num_tokens, num_documents, vocab_size, sha256 = _HEADER.unpack(start)
     file_bytes = _HEADER.size + num_tokens * bytes_per_token
     damaged = "truncated; copy it again" if found_bytes < file_bytes else "damaged; copy it again"
     for is_wrong, problem in (
-        (version != _VERSION, f"is of version {version}, this jgraph reads version {_VERSION}; make it again"),
+        (version != _VERSION, f"has version {version}, but this jgraph reads version {_VERSION}; make it again"),
         (bytes_per_token not in (2, 4), f"its header has {bytes_per_token} bytes per token, must be 2 or 4: {damaged}"),
-        (found_bytes != file_bytes, f"has {found_bytes} bytes where {num_tokens} tokens need {file_bytes}: {damaged}"),
-        (num_tokens == 0, "holds no tokens; make it again from a longer text"),
+        (found_bytes != file_bytes, f"has {found_bytes} bytes, but {num_tokens} tokens need {file_bytes}: {damaged}"),
+        (num_tokens == 0, "has no tokens; make it again from a longer text"),
     ):
         if is_wrong:
             raise DataError(f"{path}: {problem}")
@@ -220,22 +276,40 @@ def read_header(path: Path) -> Header:
 
 
 def read_tokens(path: Path) -> np.memmap:
-    """Maps the token ids of a file: 1-D uint16 or uint32, read-only. Reads only the header; raises as `read_header`."""
+    """Memory-maps the ids of a token file. Reads only the header, and does not check the ids.
+
+    Args:
+        path: The token file.
+
+    Returns:
+        All ids, a read-only 1-D array of uint16 or uint32.
+
+    Raises:
+        DataError: If the file is not a token file, has another version, is truncated or too long, or has no tokens.
+        OSError: If the file cannot be read.
+    """
     header = read_header(path)
     return np.memmap(path, dtype=header.dtype, mode="r", offset=_HEADER.size, shape=(header.num_tokens,))
 
 
 def verify(path: Path) -> Header:
-    """Reads a whole file and checks it against its header.
+    """Reads a whole token file and checks it against its header.
+
+    Args:
+        path: The token file.
+
+    Returns:
+        The header.
 
     Raises:
-        DataError: As `read_header`; or if the ids do not match their hash, or one is not below the vocabulary size.
+        DataError: If the file is not a token file, has another version, is truncated or too long, or has no tokens; if the
+            SHA-256 of the ids differs from the header; or if an id is not below the vocabulary size.
         OSError: If the file cannot be read.
     """
     header = read_header(path)
     hasher = hashlib.sha256()
     first = 0
-    # Reads instead of mapping: the process would be killed if the file was truncated meanwhile.
+    # Read instead of mapped, because the process would be killed if the file was truncated meanwhile.
     with path.open("rb") as file:
         file.seek(_HEADER.size)
         while len(chunk := np.fromfile(file, header.dtype, _CHUNK_TOKENS)):

@@ -1,4 +1,4 @@
-"""A tokenizer.json through the optional `tokenizers` library: text to ids for token files, ids to text for samples."""
+"""Converts text to ids and ids to text with a tokenizer.json, by the optional `tokenizers` library."""
 
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,20 +16,21 @@ if TYPE_CHECKING:
     import tokenizers
 
 TOKENIZER_FILE = "tokenizer.json"
-# A tokenizer.json does not say which of its tokens ends a text; these are the usual names.
+# A tokenizer.json does not mark its end-of-text token. These are the usual names.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _DOCUMENTS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Converts text to ids and back.
+    """Converts text to ids and ids to text.
 
     Attributes:
-        encode: Converts a text to ids.
-        decode: Converts ids to text. Invalid UTF-8 becomes U+FFFD; without a tokenizer.json, ids are printed as numbers.
-        ends: End-of-text ids; empty if unknown.
-        name: Path of the file, `bytes` or `numbers`.
+        encode: `encode(text)` returns the ids of a str as a list of ints. Raises DataError for a tokenizer of `of_numbers`.
+        decode: `decode(ids)` returns the text of a sequence of ints as a str. Invalid UTF-8 becomes U+FFFD. A tokenizer of
+            `of_numbers` returns the ids as decimal numbers.
+        ends: Ids that end a text, a tuple of ints; empty if unknown.
+        name: Path of the tokenizer.json; `bytes` for a tokenizer of `of_bytes`; `numbers` for one of `of_numbers`.
     """
 
     encode: Callable[[str], list[int]] = field(repr=False)
@@ -39,20 +40,25 @@ class Tokenizer:
 
     @classmethod
     def of_bytes(cls) -> "Tokenizer":
-        """Returns the tokenizer of byte-level models."""
+        """Returns the tokenizer of byte-level models: the ids are the bytes of the UTF-8 text. It has no end-of-text id."""
         return cls(lambda text: list(text.encode(errors="surrogateescape")), decode_bytes)
 
     @classmethod
     def of_file(cls, path: Path, *, ends: Sequence[int] = (), add_special_tokens: bool = False) -> "Tokenizer":
-        """Reads a tokenizer.json.
+        """Reads a tokenizer.json. The result neither truncates nor pads.
 
         Args:
-            path: The file.
-            ends: End-of-text ids besides the tokens with the usual names.
-            add_special_tokens: Whether to encode with the special tokens that the file asks for.
+            path: A tokenizer.json of the `tokenizers` library.
+            ends: Ids that end a text. In the result, the ids of the tokens <|endoftext|>, <|end_of_text|>, </s> and <eos> are
+                added to `ends`, if the file has these tokens.
+            add_special_tokens: Whether `encode` adds the special tokens that the file defines, such as a begin-of-text token.
+
+        Returns:
+            The tokenizer. Its `decode` includes special tokens in the text.
 
         Raises:
-            DataError: As `Encoder`.
+            DataError: If the `tokenizers` library is missing, or the file is not a tokenizer.json.
+            OSError: If the file cannot be read.
         """
         tokenizer = _load(path)
         ids = tokenizer.get_vocab(with_added_tokens=True)
@@ -65,16 +71,24 @@ class Tokenizer:
 
     @classmethod
     def of_numbers(cls, why: str) -> "Tokenizer":
-        """Returns a tokenizer that prints ids as numbers and raises DataError for a text; `why` starts its message."""
+        """Returns a tokenizer for ids without text. Its `decode` returns the ids as decimal numbers, each followed by a space.
+
+        Args:
+            why: Reason why there is no tokenizer.json. `encode` always raises a DataError. Its message starts with the reason.
+        """
 
         def encode(text: str) -> list[int]:
-            raise DataError(f"{why}: prompts must be ids, or bring the {TOKENIZER_FILE}")
+            raise DataError(f"{why}: prompts must be ids; to use text, add the {TOKENIZER_FILE}")
 
         return cls(encode, _numbers, name="numbers")
 
 
 def decode_bytes(ids: Sequence[int]) -> str:
-    """Returns the text of bytes. Ids beyond the bytes, of a model with more rows, become U+FFFD."""
+    """Returns the text of byte ids. Invalid UTF-8, and ids above 255 from a model with a larger vocabulary, become U+FFFD.
+
+    Args:
+        ids: Non-negative integers.
+    """
     return bytes(min(token, 0xFF) for token in ids).decode(errors="replace")  # 0xFF is not valid in UTF-8
 
 
@@ -83,13 +97,20 @@ def _numbers(ids: Sequence[int]) -> str:
 
 
 class Encoder:
-    """Converts documents to ids, each followed by the end-of-text token, or by a newline if the tokenizer has none.
+    """Converts documents to ids. Appends the end-of-text token to every document.
+
+    The end-of-text token is the first of <|endoftext|>, <|end_of_text|>, </s> and <eos> that the tokenizer.json has. If it has
+    none of them, the ids of a newline are appended instead.
 
     Attributes:
         vocab_size: Largest id + 1.
 
+    Args:
+        path: A tokenizer.json of the `tokenizers` library.
+
     Raises:
-        DataError: If the library is missing, or the file is not a tokenizer.json.
+        DataError: If the `tokenizers` library is missing, the file is not a tokenizer.json, or its vocabulary is empty.
+        OSError: If the file cannot be read.
     """
 
     def __init__(self, path: Path):
@@ -104,7 +125,16 @@ class Encoder:
         self._end = ends[:1] or self._encode(["\n"])[0].ids
 
     def encode(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
-        """Yields the ids of each document, 1-D int64. Raises DataError if one is not UTF-8 or cannot be encoded."""
+        """Yields the ids of each document with its end-of-text token, a 1-D int64 array, in order.
+
+        The name of a special token inside a document, such as <|endoftext|>, is encoded like other text.
+
+        Args:
+            documents: UTF-8 texts. Read lazily, 256 at a time.
+
+        Raises:
+            DataError: If a document is not UTF-8 or cannot be encoded.
+        """
         documents = iter(documents)
         while texts := [_decode_utf8(document) for document in islice(documents, _DOCUMENTS_AT_ONCE)]:
             for encoding in self._encode(texts):
@@ -118,14 +148,22 @@ class Encoder:
 
 
 def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
-    """Returns a function from ids to text, or to numbers if the file or the library is missing."""
+    """Returns a function that converts a sequence of ids to its text, a str. The text includes special tokens.
+
+    Args:
+        path: A tokenizer.json. If the file or the `tokenizers` library is missing, the function returns the ids as decimal
+            numbers, separated by spaces.
+
+    Raises:
+        DataError: If the file is not a tokenizer.json.
+    """
     if not path.exists() or importlib.util.find_spec("tokenizers") is None:
         return lambda ids: _numbers(ids).rstrip()
     return Tokenizer.of_file(path).decode
 
 
 def _load(path: Path) -> "tokenizers.Tokenizer":
-    """Returns the tokenizer of a file, without the truncation and padding that the file may ask for."""
+    """Returns the tokenizer of a file. Disables truncation and padding."""
     tokenizers, text = library("tokenizers"), path.read_text(encoding="utf-8", errors="replace")
     try:
         tokenizer = tokenizers.Tokenizer.from_str(text)

@@ -1,7 +1,7 @@
-"""Generates text from token prompts: a prefill program reads the prompts, a decode program reads and draws one token at a time.
+"""Generates text from token prompts: a prefill program reads the prompts, and a decode program samples one token at a time.
 
-The decode program draws the next token itself and updates its state in place, so the host only dispatches programs and reads
-tokens back a few steps later. A model without a KV cache recomputes its window for each token.
+The decode program samples the next token and updates its state in place, so the host only dispatches programs and reads tokens
+a few steps later. A model without a KV cache recomputes its window for each token.
 """
 
 # B prompts, T tokens of the longest prompt (padded), C slots of the cache, V vocabulary, S stop tokens, N bins
@@ -25,7 +25,7 @@ from jgraph.modules import Decoder, FunctionalModel
 Tree = Any
 Prompt: TypeAlias = Sequence[int] | np.ndarray | Array
 
-# The settings of `draw` by name; empty for greedy decoding.
+# Settings of `draw` by name; empty for greedy decoding.
 Settings: TypeAlias = dict[str, float]
 
 _RADIX_BITS = 8
@@ -33,20 +33,23 @@ _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float3
 
 ENDED = -1
 """Placeholder token of a text that has ended while other texts continue."""
-# Prompts and caches are padded to multiples, so that similar lengths share a program.
+# Prompts and caches are padded to multiples of this length, so that similar lengths share a program.
 _PAD_MULTIPLE = 64
-# Decode steps dispatched before the oldest token is read, so that the device never waits for the host.
+# Number of decode steps that are dispatched before the oldest token is read, so that the device never waits for the host.
 _STEPS_AHEAD = 4
 
 
 class DecodeState(NamedTuple):
-    """The state between two decode steps. The decode program donates and returns it.
+    """The state between two decode steps, for B texts.
+
+    The decode program takes a state and returns the next one. It donates the arrays of the old state.
 
     Attributes:
-        tokens: The last token of each text, int32 (B,); `ENDED` for texts that have ended.
-        positions: The positions of these tokens in their texts, int32 (B,).
-        keys: A jax key for each text, (B,).
-        cache: The decoder's cache.
+        tokens: int32 [B], the last sampled token of each text; -1 (`ENDED`) for texts that have ended.
+        positions: int32 [B], the position of the token of `tokens` in its text, counted from 0 at the start of the prompt.
+        keys: Array of random keys from `jax.random.key`, [B], one per text.
+        cache: The cache of the decoder, a tree of arrays. The contents depend on the decoder: attention keys and values, or the
+            last tokens (int32) for a model without a KV cache.
     """
 
     tokens: Array
@@ -56,21 +59,28 @@ class DecodeState(NamedTuple):
 
 
 def generate(model: FunctionalModel | Decoder, params: Tree, prompts: Sequence[Prompt], **settings: Any) -> list[np.ndarray]:
-    """Continues several texts at once.
+    """Continues several texts at once, and returns when all are complete.
 
-    `stream` describes the arguments and texts that grow longer than `window`.
+    The first call compiles programs. Later calls compile again if the model, the number of texts, their longest length (rounded
+    up to a multiple of 64) or the set of sampling filters is new.
 
     Args:
-        model: A model from `jgraph.functional`, or a `Decoder`.
-        params: Parameters in the model's own tree.
-        prompts: Token ids of each text.
-        **settings: Keyword arguments of `stream`.
+        model: A model from `jgraph.functional`, or a `Decoder`. A model needs a method `cached_decoder()` or a causal method
+            `logits(tokens_BT)`.
+        params: Parameters in the model's own tree, on one or several devices. They are not donated.
+        prompts: Token ids of each text, at least one per text.
+        **settings: Keyword arguments of `stream`, which describes them: `max_tokens` (128), `temperature` (1.0; 0 for greedy
+            decoding), `top_k` (0 for all tokens), `top_p` (1.0 for all tokens), `stop` (ids of tokens that end a text; none),
+            `key` (seed or random key; 0), `window` (maximum number of tokens that a token attends to; None for no limit) and
+            `carried` (mutable state of the model; None).
 
     Returns:
-        The new tokens of each text, a list of int32 arrays. Stop tokens are left out.
+        A list with the new tokens of each text in the order of `prompts`, int32 arrays of up to `max_tokens` tokens. The prompt
+        and the stop token are omitted.
 
     Raises:
-        ConfigError: If an argument has a value that is not allowed.
+        ConfigError: If an argument has a value that is not allowed, a prompt is empty or longer than `window`, a token id is
+            outside the vocabulary, or the model has neither `cached_decoder()` nor `logits`.
     """
     steps = list(stream(model, params, prompts, **settings))
     if not steps:
@@ -92,47 +102,54 @@ def stream(
     window: int | None = None,
     carried: Tree = None,
 ) -> Iterator[np.ndarray]:
-    """Continues several texts at once and yields one token of each at a time.
+    """Continues several texts at once, and yields one token of each text at a time.
 
-    Arguments are checked by the call. The programs are compiled when the first tokens are requested from the iterator.
+    The call checks the arguments. The programs are compiled when the first tokens are requested from the iterator.
 
     If a text grows longer than `window`, the result depends on the model:
 
     - A model with a `cached_decoder()` has sliding-window attention with a rolling cache (Mistral 7B, arXiv:2310.06825): in
       each layer, a token attends to itself and the `window - 1` tokens before it. Cached keys and values are not recomputed
-      when the window moves, so those of the second and later layers still depend on tokens that have left the window. With L
+      when the window moves, so in the second and later layers they still depend on tokens that have left the window. With L
       layers, logits depend on the last `L * (window - 1) + 1` tokens.
-    - A model without one recomputes the last `window` tokens for each new token. Logits depend on these tokens only.
-
-    >>> from flax import nnx
-    >>> class Echo(nnx.Module):
-    ...     def logits(self, tokens_BT):
-    ...         return 100.0 * jax.nn.one_hot(tokens_BT, 10)
-    >>> echo = jgraph.functional(Echo)
-    >>> jgraph.generate(echo, {}, [[1, 2], [3]], max_tokens=3)
-    [array([2, 2, 2], dtype=int32), array([3, 3, 3], dtype=int32)]
+    - A model without a `cached_decoder()` recomputes the last `window` tokens for each new token. Logits depend only on these
+      tokens.
 
     Args:
         model: A model from `jgraph.functional`, or a `Decoder`. A model with a method `cached_decoder()` reads each token once.
-            Other models need a causal method `logits(tokens_BT)` and recompute the whole window for each token.
-        params: Parameters in the model's own tree, on one device or several.
-        prompts: Token ids of each text, at least one. The continuation of a text does not depend on the other texts.
-        max_tokens: Maximum number of new tokens of each text.
-        temperature: Divides the logits before the softmax. 0 takes the token with the largest logit, and so does a temperature
-            below float32's smallest normal number (1.2e-38).
-        top_k: Draws from the `top_k` likeliest tokens, and tokens as likely as the last of them; 0 for all tokens.
-        top_p: Draws from the likeliest tokens with this total probability, computed after `top_k`; 1 for all tokens.
+            Other models need a causal method `logits(tokens_BT)`, and recompute the whole window for each token.
+        params: Parameters in the model's own tree, on one or several devices. They are not donated.
+        prompts: Token ids of each text: 1-D sequences or arrays of integers, at least one token per text. The continuation of a
+            text does not depend on other texts.
+        max_tokens: Maximum number of new tokens of each text; positive.
+        temperature: Divides the logits before the softmax; from 0 to 3.4e38. 0, or a value below the smallest normal float32
+            (1.2e-38), selects the token with the largest logit (greedy decoding).
+        top_k: Samples from the `top_k` most likely tokens, including ties with the last of them; 0 for all tokens.
+        top_p: Samples from the fewest most likely tokens with at least this total probability, computed after `top_k`; greater
+            than 0 and at most 1. 1 for all tokens.
         stop: Token ids that end a text. They are not returned.
-        key: Seed or jax key. Text i draws with a key folded from `key` and i.
-        window: Maximum number of tokens a token attends to, such as the sequence length in training; None for no limit. Prompts
-            must fit.
-        carried: The model's mutable state, such as running statistics or router biases.
+        key: Integer seed, or a random key from `jax.random.key`. The key of text i is folded from `key` and i.
+        window: Maximum number of tokens that a token attends to, such as the sequence length in training; None for no limit.
+            It must be positive, and prompts must not be longer.
+        carried: The model's mutable state, such as running statistics or router biases; None if it has no state.
 
     Yields:
-        The next token of each text, int32 (B,); `ENDED` for texts that have ended.
+        The next token of each of the B texts in the order of `prompts`, a NumPy array int32 [B]. A text that has ended has -1
+        (`ENDED`), from its stop token on. The iterator ends after `max_tokens` arrays, or when all texts have ended.
 
     Raises:
-        ConfigError: If an argument has a value that is not allowed. Raised by the call, not by the iterator.
+        ConfigError: If an argument has a value that is not allowed, a prompt is empty or longer than `window`, a token id is
+            outside the vocabulary, or the model has neither `cached_decoder()` nor `logits`. The call raises it, not the
+            iterator.
+
+    Examples:
+        >>> from flax import nnx
+        >>> class Echo(nnx.Module):
+        ...     def logits(self, tokens_BT):
+        ...         return 100.0 * jax.nn.one_hot(tokens_BT, 10)
+        >>> echo = jgraph.functional(Echo)
+        >>> jgraph.generate(echo, {}, [[1, 2], [3]], max_tokens=3)
+        [array([2, 2, 2], dtype=int32), array([3, 3, 3], dtype=int32)]
     """
     rows = _rows(prompts)
     require(isinstance(max_tokens, int) and max_tokens > 0, "max_tokens", max_tokens, "a positive integer")
@@ -160,8 +177,8 @@ def stream(
         for number in range(max_tokens):
             if number:
                 state = in_turn(_next_token(state, ready, settings, stop_S, decoder=decoder, where=where))
-            # A copy, because the next step donates the buffer. Outside the decode program, so that the program always writes to
-            # the same addresses.
+            # Copied, because the next step donates the buffer. Copied outside the decode program, so that the program always
+            # writes to the same addresses.
             pending.append(jnp.copy(state.tokens))
             pending[-1].copy_to_host_async()
             while len(pending) > (_STEPS_AHEAD if number < max_tokens - 1 else 0):
@@ -178,7 +195,7 @@ def _prepare(weights: tuple[Tree, Tree], *, decoder: Decoder) -> Tree:
     return decoder.prepare(*weights)
 
 
-# Jitted, so that `_check_ids` and `_begin` share one cached trace, which takes tenths of a second to make.
+# Jitted, so that `_check_ids` and `_begin` share one cached trace. Tracing takes tenths of a second.
 @functools.partial(jax.jit, static_argnames=("decoder", "slots", "length"))
 def _read(
     weights: Tree, tokens_BT: Array, lengths_B: Array, *, decoder: Decoder, slots: int, length: int
@@ -200,7 +217,7 @@ def _begin(
     length: int,
     where: NamedSharding | None,
 ) -> DecodeState:
-    """Reads the prompts and draws the first token of each text."""
+    """Reads the prompts and samples the first token of each text."""
     logits_BV, cache = _read(weights, tokens_BT, lengths_B, decoder=decoder, slots=slots, length=length)
     keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(tokens_BT)))
     tokens_B = draw(logits_BV, settings, jax.vmap(jax.random.fold_in)(keys_B, lengths_B))
@@ -213,15 +230,15 @@ def _begin(
 def _next_token(
     state: DecodeState, weights: Tree, settings: Settings, stop_S: Array, *, decoder: Decoder, where: NamedSharding | None
 ) -> DecodeState:
-    """Reads the last token of each text and draws the next one.
+    """Reads the last token of each text and samples the next one.
 
     Args:
         state: State after the last token; donated and updated in place.
         weights: Weights from `decoder.prepare`.
         settings: Settings from `settings_of`.
         stop_S: Token ids that end a text.
-        decoder: The model's decoder.
-        where: Sharding of the state if the parameters are on several devices.
+        decoder: The decoder of the model.
+        where: Sharding of the state if the parameters are on several devices; None for one device.
 
     Returns:
         The state after the new token.
@@ -247,10 +264,19 @@ def _windowed(model: FunctionalModel) -> Decoder:
 
 
 def windowed(logits_fn: Callable[[tuple[Tree, Tree], Array], Array]) -> Decoder:
-    """Returns a decoder for a model without a KV cache. Its cache holds the last tokens, and each step recomputes all of them.
+    """Makes a decoder for a model without a KV cache. Traces and runs nothing.
+
+    The cache of the decoder holds the last C tokens of each text, int32 [B, C]. C is the argument `slots` of its function
+    `prefill`. `stream` sets it to the maximum length of the texts, rounded up to a multiple of 64, or to `window` if that is
+    less. Each step recomputes the logits of all C positions.
 
     Args:
-        logits_fn: `logits_fn((params, carried), tokens_BC)` returns the logits at each position, (B, C, V). Must be causal.
+        logits_fn: `logits_fn((params, carried), tokens_BC)` returns the logits at each position, [B, C, V], for a vocabulary of
+            V tokens. It is called while the prefill and decode programs are traced. The logits at a position must not depend on
+            later tokens, because shorter texts are padded on the right.
+
+    Returns:
+        The decoder. Its logits are float32 [B, V]. Its function `prepare` returns the tuple (params, carried).
     """
 
     def logits(weights: Tree, tokens_BT: Array, last_B: Array) -> Array:
@@ -272,7 +298,7 @@ def windowed(logits_fn: Callable[[tuple[Tree, Tree], Array], Array]) -> Decoder:
 
 
 def _rows(prompts: Sequence[Prompt]) -> list[np.ndarray]:
-    """Returns the prompts as arrays. Raises ConfigError unless they are one or more 1-D sequences of integers."""
+    """Converts the prompts to arrays. Raises ConfigError if they are not one or more nonempty 1-D sequences of integers."""
     rows = [np.asarray(prompt) for prompt in prompts]
     require(bool(rows), "prompts", "empty", "at least one prompt")
     for number, row in enumerate(rows):
@@ -285,13 +311,13 @@ def _rows(prompts: Sequence[Prompt]) -> list[np.ndarray]:
 def _check_ids(
     decoder: Decoder, weights: Tree, rows: list[np.ndarray], tokens_BT: np.ndarray, lengths_B: np.ndarray, sizes: dict[str, int]
 ) -> None:
-    """Raises ConfigError if the model has no logits, or if it has no row for a token id: jax would read another row."""
+    """Raises ConfigError if the model has no logits, or a token id is out of range, for which JAX would read another row."""
     weights = _prepare.eval_shape(weights, decoder=decoder)
     try:
         logits, _ = _read.eval_shape(weights, tokens_BT, lengths_B, decoder=decoder, **sizes)
         vocab_size = logits.shape[1]
     except AttributeError as e:
-        raise ConfigError(f"`model` must have logits(tokens_BT) or cached_decoder(): {e}", field="model") from e
+        raise ConfigError(f"`model` must have a method logits(tokens_BT) or cached_decoder(): {e}", field="model") from e
     for number, row in enumerate(rows):
         low, high = int(row.min()), int(row.max())
         if low < 0 or high >= vocab_size:
@@ -314,20 +340,21 @@ def _rounded(length: int) -> int:
 
 
 def settings_of(temperature: float, top_k: int, top_p: float) -> Settings:
-    """Returns the settings of `draw`. Settings without an effect are left out, so that they cost nothing.
+    """Checks the sampling arguments and builds the settings of `draw`. Omits settings that have no effect.
 
-    A temperature below float32's smallest normal number is the same as 0, because XLA flushes subnormal numbers to zero.
+    A temperature below the smallest normal float32 (1.2e-38) counts as 0, because XLA flushes subnormal numbers to zero.
 
     Args:
-        temperature: Divides the logits; 0 for greedy decoding.
-        top_k: Number of likeliest tokens to draw from; 0 for all.
-        top_p: Probability mass of the likeliest tokens to draw from; 1 for all.
+        temperature: Divides the logits; from 0 to the largest float32. 0 for greedy decoding.
+        top_k: Number of most likely tokens to sample from, an integer; 0 for all tokens.
+        top_p: Total probability of the most likely tokens to sample from; greater than 0 and at most 1. 1 for all tokens.
 
     Returns:
-        The settings by name; an empty dict for greedy decoding.
+        An empty dict for greedy decoding. Otherwise, a dict of floats with the key "temperature", the key "top_k" if `top_k` is
+        not 0, and the key "top_p" if `top_p` is less than 1.
 
     Raises:
-        ConfigError: If a value is out of range.
+        ConfigError: If a value is out of range, or `top_k` is not an integer.
     """
     require(0 <= temperature <= _LARGEST, "temperature", temperature, f"between 0 and {_LARGEST:.1e}")
     require(isinstance(top_k, int) and top_k >= 0, "top_k", top_k, "a positive integer, or 0 for all tokens")
@@ -343,15 +370,16 @@ def settings_of(temperature: float, top_k: int, top_p: float) -> Settings:
 
 
 def draw(logits_BV: Array, settings: Settings, keys_B: Array) -> Array:
-    """Draws one token for each row.
+    """Samples one token for each row from the softmax of its logits. Can be jitted.
 
     Args:
-        logits_BV: Logits of any float dtype.
-        settings: Settings from `settings_of`.
-        keys_B: A jax key for each row; unused by greedy decoding.
+        logits_BV: Logits [B, V] of B texts and a vocabulary of V tokens, any floating dtype.
+        settings: Settings from `settings_of`: "temperature" and, if they have an effect, "top_k" and "top_p". If empty, selects
+            the token with the largest logit, the first one of equal logits.
+        keys_B: A random key for each row, as an array of keys [B]; unused if `settings` is empty.
 
     Returns:
-        The token ids, int32 of shape (B,).
+        The token ids, int32 [B].
     """
     if not settings:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
@@ -360,18 +388,21 @@ def draw(logits_BV: Array, settings: Settings, keys_B: Array) -> Array:
 
 
 def filtered_logits(logits_BV: Array, settings: Settings) -> Array:
-    """Divides logits by the temperature and masks the tokens that top-k and top-p exclude.
+    """Divides logits by the temperature, and masks the tokens that top-k and top-p exclude.
+
+    top-k keeps the k most likely tokens of a row. top-p then keeps the fewest most likely tokens with at least the total
+    probability p. Both also keep the tokens that tie with the last one.
 
     Args:
-        logits_BV: float32 logits.
-        settings: Settings from `settings_of`, with a temperature.
+        logits_BV: float32 logits [B, V] of B texts and a vocabulary of V tokens.
+        settings: Settings from `settings_of`: "temperature" (positive, required), "top_k" and "top_p" (both optional).
 
     Returns:
-        The logits, shifted so that the largest of a row is 0; -inf for excluded tokens.
+        The logits, float32 [B, V], shifted so that the largest of a row is 0; -inf for excluded tokens.
     """
-    # Shifted first: without the shift, logits / temperature overflows to inf at low temperatures.
+    # Shifted first, because logits / temperature overflows to inf at low temperatures.
     scaled_BV = (logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)) / settings["temperature"]
-    # Tokens are compared by their unscaled logits: the division can round different logits to the same number.
+    # Tokens are compared by their unscaled logits, because the division can round different logits to the same number.
     if "top_k" in settings:
         kept_BV = _keep_likeliest(logits_BV, jnp.ones_like(logits_BV), settings["top_k"])
         scaled_BV = jnp.where(kept_BV, scaled_BV, -jnp.inf)
@@ -382,14 +413,14 @@ def filtered_logits(logits_BV: Array, settings: Settings) -> Array:
 
 
 def _keep_likeliest(logits_BV: Array, weights_BV: Array, limit: float | Array) -> Array:
-    """Returns a mask, True for a token if the total weight of all likelier tokens is below `limit`.
+    """Returns a mask [B, V]: True for a token if the total weight of all more likely tokens is below `limit`.
 
-    The likeliest token is always kept, and so are all tokens with the same logit as the last one kept. A radix search finds the
-    smallest kept logit, `_RADIX_BITS` bits per pass: sorting the vocabulary takes longer than a transformer layer.
+    Always includes the most likely token, and all tokens that tie with the last included one. A radix search finds the smallest
+    included logit, `_RADIX_BITS` bits per pass, because sorting the vocabulary takes longer than a transformer layer.
     """
-    bits = jax.lax.bitcast_convert_type(jnp.where(logits_BV == 0, 0.0, logits_BV), jnp.uint32)  # -0 ties with 0
+    bits = jax.lax.bitcast_convert_type(jnp.where(logits_BV == 0, 0.0, logits_BV), jnp.uint32)  # -0 ties with 0.
     sign = jnp.uint32(1 << 31)
-    order_BV = jnp.where(bits < sign, bits | sign, ~bits)  # unsigned integers in the order of the floats
+    order_BV = jnp.where(bits < sign, bits | sign, ~bits)  # Unsigned integers in the order of the floats.
     least_B = jnp.zeros(len(logits_BV), jnp.uint32)
     for shift in range(32 - _RADIX_BITS, -1, -_RADIX_BITS):
         starts_BN = least_B[:, None] | (jnp.arange(1 << _RADIX_BITS, dtype=jnp.uint32) << shift)

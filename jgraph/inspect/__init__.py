@@ -1,1 +1,1 @@
-"""Inspects schedules and compiled programs before they run."""
+"""Shows schedules and the command buffers of compiled programs before they run."""

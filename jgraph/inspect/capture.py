@@ -38,23 +38,25 @@ def capture(
 ) -> None:
     """Report which operations of a program XLA captures in command buffers, why others stay outside, and its donations.
 
-    The program is compiled but does not run.
+    The program is compiled but does not run. The report is printed as text.
 
     Args:
         name: The program. A training step: a preset such as gpt-124m, or MODULE:CLASS with --preset. Or MODULE:FUNCTION, a
             function without arguments that returns (fn, args) or (fn, args, donate_argnums).
-        target: h200, h100 or b200: GPU to compile for; it need not be installed. Default: the device of this machine.
+        target: h200, h100 or b200, a GPU to compile for; this machine need not have it. Default: the device of this machine.
         preset: Preset with the sizes of the training step of a MODULE:CLASS.
-        batch_size: Sequences per step; overrides the preset.
-        seq_len: Tokens per sequence; overrides the preset.
+        batch_size: Sequences per step, at least 1; overrides the preset. Not for a FUNCTION.
+        seq_len: Tokens per sequence, at least 1; overrides the preset. Not for a FUNCTION.
         graph: Command buffers: XLA's default (auto), none (off), or every command that XLA can record on one device (full).
         xla_options: Additional XLA options as name=value; appended to those of the preset.
-        precision: Dtype of the matmuls of the training step.
-        fp8: Settings of FP8.
-        json: File for the report as JSON.
+        precision: Dtype of the matmuls of the training step. No effect on a FUNCTION.
+        fp8: Settings of the FP8 matmuls. No effect on a FUNCTION.
+        json: File for the report as a JSON object with the keys name, device, capture, donations, memory, fp8 and notes.
+            Replaced if it exists.
 
     Raises:
-        JgraphError: If the program does not exist or cannot be compiled, or the file cannot be written.
+        JgraphError: If the program does not exist or cannot be compiled, an option does not apply to it, the GPU is unknown or
+            its compiler is not installed, or the file cannot be written.
     """
     sizes = {field: size for field, size in (("batch_size", batch_size), ("seq_len", seq_len)) if size is not None}
     for field, size in sizes.items():
@@ -123,19 +125,19 @@ def _training_config(name: str, preset_name: str | None, sizes: dict[str, int]) 
     module, _, attribute = name.rpartition(":")
     if name in PRESETS:
         if chosen is not None:
-            raise ConfigError(f"{name} is a preset: omit `preset` {preset_name}", field="preset")
+            raise ConfigError(f"{name} is a preset: leave out `preset` {preset_name}", field="preset")
         return preset(name)
     if not module:
         raise ConfigError(f"{attribute!r} is neither MODULE:NAME nor a preset ({', '.join(PRESETS)})", field="name")
     if inspect.isclass(_find(name)):
         if chosen is None:
-            raise ConfigError(f"{name} is a class: select its sizes with `preset` {'|'.join(PRESETS)}", field="preset")
+            raise ConfigError(f"{name} is a class: select its sizes with `preset`, one of {', '.join(PRESETS)}", field="preset")
         # The sizes of the preset apply only to models with the same settings class.
         settings = settings_of(name)
         model = chosen.model if settings and isinstance(chosen.model, settings) else None
         return dataclasses.replace(chosen, module=name, model=model)
     if given := [f"`{field}`" for field in ("preset",) * (chosen is not None) + tuple(sizes)]:
-        raise ConfigError(f"{name} is a function and determines all sizes: omit {', '.join(given)}", field="name")
+        raise ConfigError(f"{name} is a function and determines all sizes: leave out {', '.join(given)}", field="name")
     return None
 
 

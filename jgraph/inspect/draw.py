@@ -24,11 +24,13 @@ _MAX_LINES = 40
 
 
 def tint(kind: int, chunk: int, chunks: int) -> str:
-    """Returns the color of an action; later chunks are lighter.
+    """Returns the color of an action in a timeline. Later chunks are lighter.
+
+    An action is one pass of a microbatch through one chunk. A chunk is one of the pipeline stages of a rank.
 
     Args:
-        kind: Index of the kind in `KINDS`.
-        chunk: Chunk of the action, 0-based.
+        kind: 0 forward, 1 dgrad, 2 wgrad, 3 full backward (dgrad and wgrad in one action).
+        chunk: Chunk of the action, from 0.
         chunks: Number of chunks per rank.
 
     Returns:
@@ -40,20 +42,22 @@ def tint(kind: int, chunk: int, chunks: int) -> str:
 
 
 def timeline(run: Simulation, *, width: int, cells: Cells) -> Text:
-    """Draws the timeline of a schedule as text, with a line per rank and a line of times.
+    """Draws the timeline of a schedule as text, with a line per rank and a line of times. Prints nothing.
 
-    A cell is an action, with its microbatch if it fits; dots are idle time. If the shortest action would be narrower than two
-    columns, the timeline is wrapped into several bands of lines. If more than two bands would exceed 40 lines, only the first
-    ones and the last one are shown.
+    A cell is an action, with the number of its microbatch if the cell is wide enough. Dots are idle time. If the shortest
+    action would be narrower than two columns, the timeline is wrapped into several bands, each with a line per rank and a line
+    of times. At most about 40 lines are shown, but at least two bands: the first bands and the last one. A line in place of
+    the others has the times that are not shown.
 
     Args:
-        run: The simulated schedule.
-        width: Number of columns; smaller values than 40 count as 40.
-        cells: `colors`, or `letters`: a cell starts with the letter of its kind, in lower case for chunks after the first, or
-            with a dash if the start of the cell is cut off.
+        run: The simulated schedule, from `jgraph.schedule.simulate`.
+        width: Number of columns, at least 40. Smaller values are raised to 40.
+        cells: `colors`: the background of a cell has the color of its kind. `letters`, for terminals without colors: a cell
+            starts with the letter of its kind (F forward, I dgrad, W wgrad, B full backward), in lower case for chunks after
+            the first, or with a dash if the start of the cell is cut off.
 
     Returns:
-        The lines.
+        The lines, each with a newline at its end, for `print` of a rich console.
     """
     ranks = run.schedule.num_ranks
     label = len(f"rank {ranks - 1} ")
@@ -118,14 +122,14 @@ def _append_cells(text: Text, run: Simulation, r: int, scale: float, window: tup
 
 
 def legend(run: Simulation, *, cells: Cells) -> Text:
-    """Returns the legend of the timeline.
+    """Returns the legend of a timeline that `timeline` drew. Prints nothing.
 
     Args:
-        run: The simulated schedule; only its kinds of actions are listed.
-        cells: The cells of the timeline.
+        run: The simulated schedule. Only the kinds of actions that it contains are listed.
+        cells: `colors` or `letters`, the value that was passed to `timeline`.
 
     Returns:
-        One line.
+        One line without a newline at its end, for `print` of a rich console.
     """
     text, chunks = Text(), run.schedule.num_chunks
     for kind in np.unique(np.concatenate([order.kinds for order in run.schedule])).tolist():

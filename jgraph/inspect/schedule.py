@@ -34,19 +34,27 @@ def schedule(
 ) -> None:
     """Draw a pipeline schedule and report its idle time and its slots.
 
+    Prints the simulated timeline, a table with a row per rank, and the makespan, idle share and peak memory. A slot is a
+    position for one array in a pool of buffers.
+
     Args:
-        name: gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, dualpipe-v or aligned. Or a file with a schedule: .csv in
-            PyTorch's format, or .json with signed numbers.
+        name: gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, dualpipe-v or aligned. Or a file with a schedule. A .csv file
+            has PyTorch's format: a row per rank, with cells such as 5F3 (stage 5, forward, microbatch 3). A .json file has a
+            list of numbers per rank, in order of execution: c is a forward of the rank's chunk c, from 1; -c is a dgrad, or a
+            full backward if the chunk has no wgrads; -c-0.5 is a wgrad. Each number stands for the next microbatch of its kind
+            and chunk.
         pp: Ranks on the pipeline axis; required with a name.
         microbatches: Microbatches per step; required with a name.
         chunks: Stages per rank, 1 by default; zb-v and dualpipe-v always have 2, interleaved-1f1b needs at least 2.
         costs: Times of forward,dgrad,wgrad of ALL layers of a rank for one microbatch, in any unit; divided among the chunks.
+            dgrad computes the gradients of the inputs, wgrad those of the parameters.
         latency: Time of a transfer to another rank, in the unit of the costs; the sender does not wait for it.
         execution: Synchronization of ranks: by data only (dataflow), per tick with neighbours, or per tick with all ranks
             (lockstep); auto is lockstep for aligned and dataflow otherwise.
 
     Raises:
-        JgraphError: If the schedule is unknown or invalid, or its file cannot be read.
+        JgraphError: If the schedule is unknown or invalid, its file cannot be read, `pp` or `microbatches` is missing, a size
+            is passed with a file, or costs or latency are out of range.
     """
     require(0 <= latency <= _MAX_TIME, "latency", f"{latency:g}", f"a time from 0 to {_MAX_TIME:g}")
     times = _times(costs)
@@ -64,10 +72,10 @@ def schedule(
     console.print(draw.legend(run, cells=cells))
     console.print(_table(run, slots, console.width))
     console.print("idle time, its share of the step, and slots of each pool", style="dim italic")
-    held = run.peak({"forward_wgrad": 1 / found.num_chunks}).max()
+    peak_residuals = run.peak({"forward_wgrad": 1 / found.num_chunks}).max()
     console.print(
         f"makespan {run.makespan:.6g}, bubble {run.bubble:.1%}, {found.num_ticks} ticks, {execution}\n"
-        f"peak memory of the fullest rank: residuals of {held:.4g} microbatches",
+        f"peak memory of the fullest rank: residuals of {peak_residuals:.4g} microbatches",
         highlight=False,
     )
 
@@ -101,7 +109,7 @@ def _schedule(name: str, sizes: dict[str, int | None]) -> schedules.Schedule:
     given = {field: size for field, size in sizes.items() if size is not None}
     if Path(name).suffix:
         if given:
-            raise ConfigError(f"{name} determines the schedule: omit `{'` and `'.join(given)}`", field="name")
+            raise ConfigError(f"{name} has the whole schedule: leave out `{'` and `'.join(given)}`", field="name")
         return schedules.read(name)
     if not name:
         raise ConfigError(f"no schedule: pass one of {', '.join(schedules.NAMES)}, or a .csv or .json file", field="name")

@@ -14,35 +14,108 @@ _LARGEST = 2**31 - 1  # sizes and token ids are int32
 
 
 def integer(config: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, least: int = 1) -> Any:
-    """Returns an integer in [least, 2**31)."""
+    """Reads an integer from the fields of a config.json.
+
+    Args:
+        config: The fields of a config.json, by name. Not changed.
+        name: Name of the field.
+        default: Returned if the field is missing or null. Without this argument, the field is required.
+        least: Smallest allowed value. `default` may be smaller.
+
+    Returns:
+        The integer, or `default` unchanged.
+
+    Raises:
+        ConfigError: If the field is missing or null and `default` is not given, or its value is not an integer in [least,
+            2**31). True, False and floats such as 2.0 are not integers.
+    """
     allowed = f"an integer from {least} to {_LARGEST}"
     return _checked(config, name, default, lambda value: type(value) is int and least <= value <= _LARGEST, allowed)
 
 
 def number(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> float:
-    """Returns a finite number, at least 0."""
+    """Reads a number from the fields of a config.json.
+
+    Args:
+        config: The fields of a config.json, by name. Not changed.
+        name: Name of the field.
+        default: A number. Returned, as a float, if the field is missing or null. Without this argument, the field is required.
+
+    Returns:
+        The number as a float, or `default` as a float.
+
+    Raises:
+        ConfigError: If the field is missing or null and `default` is not given, or its value is not an integer or float in [0,
+            1e30].
+    """
     allowed = "a finite number, at least 0"
     return float(_checked(config, name, default, lambda v: type(v) in (int, float) and 0 <= v <= 1e30, allowed))
 
 
 def boolean(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> bool:
-    """Returns a boolean."""
+    """Reads a boolean from the fields of a config.json.
+
+    Args:
+        config: The fields of a config.json, by name. Not changed.
+        name: Name of the field.
+        default: Returned if the field is missing or null. Without this argument, the field is required.
+
+    Returns:
+        The boolean, or `default` unchanged.
+
+    Raises:
+        ConfigError: If the field is missing or null and `default` is not given, or its value is not true or false.
+    """
     return _checked(config, name, default, lambda value: type(value) is bool, "true or false")
 
 
 def string(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> Any:
-    """Returns a string."""
+    """Reads a string from the fields of a config.json.
+
+    Args:
+        config: The fields of a config.json, by name. Not changed.
+        name: Name of the field.
+        default: Returned if the field is missing or null. Without this argument, the field is required.
+
+    Returns:
+        The string, or `default` unchanged.
+
+    Raises:
+        ConfigError: If the field is missing or null and `default` is not given, or its value is not a string.
+    """
     return _checked(config, name, default, lambda value: isinstance(value, str), "a string")
 
 
 def strings(config: Mapping[str, Any], name: str) -> list[str]:
-    """Returns a list of strings; empty if it is missing."""
+    """Reads a list of strings from the fields of a config.json.
+
+    Args:
+        config: The fields of a config.json, by name. Not changed.
+        name: Name of the field.
+
+    Returns:
+        The list. Empty if the field is missing or null.
+
+    Raises:
+        ConfigError: If the field has a value that is not a list of strings.
+    """
     allowed = "a list of strings"
-    return _checked(config, name, [], lambda v: isinstance(v, list) and all(isinstance(one, str) for one in v), allowed)
+    return _checked(config, name, [], lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v), allowed)
 
 
 def mapping(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns an object; empty if it is missing."""
+    """Reads a JSON object from the fields of a config.json.
+
+    Args:
+        config: The fields of a config.json, by name. Not changed.
+        name: Name of the field.
+
+    Returns:
+        The object as a dict. Empty if the field is missing or null.
+
+    Raises:
+        ConfigError: If the field has a value that is not an object.
+    """
     return _checked(config, name, {}, lambda value: isinstance(value, dict), "an object")
 
 

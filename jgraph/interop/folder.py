@@ -22,16 +22,22 @@ _DTYPES = ("F32", "BF16", "F16")
 
 
 class Folder:
-    """Reads config.json and slices of tensors in safetensors files. Never opens a pickle, or a file outside the folder.
+    """Reads config.json and slices of tensors from a Hugging Face folder with safetensors files.
 
-    A file may be a symbolic link: the cache of `hf download` consists of links.
+    The tensors are in model.safetensors, or in the files that model.safetensors.index.json lists. Never opens a pickle, or a
+    file outside the folder. A file may be a symbolic link, because the cache of `hf download` consists of links. Writes
+    nothing.
+
+    Attributes:
+        path: The folder.
 
     Args:
         path: The folder.
-        field: Argument that named the folder, for errors.
+        field: Name of the caller's argument for the folder. Errors name it.
 
     Raises:
-        ConfigError: From every method, if a file or field is missing, truncated or wrong.
+        ConfigError: If `path` is missing or not a folder. From the other methods and properties: if a file that they read is
+            missing, truncated or invalid, or a field of config.json has a wrong type or value.
     """
 
     def __init__(self, path: Path, *, field: str):
@@ -39,49 +45,90 @@ class Folder:
         self._open = functools.cache(lambda file: safe_open(file, "numpy"))
         check_exists(path, field=field)
         if not self.path.is_dir():
-            raise self.error("a file; name its folder")
+            raise self.error("must be a folder, not a file")
 
     def error(self, wrong: str) -> ConfigError:
-        """Returns the error for a problem in the folder."""
+        """Creates a ConfigError about the folder. Does not raise it.
+
+        Args:
+            wrong: The problem, such as `has no config.json`.
+
+        Returns:
+            An error with the message `FIELD` is PATH: WRONG, where FIELD is the argument `field` of the constructor.
+        """
         return ConfigError(f"`{self._field}` is {self.path}: {wrong}", field=self._field)
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """The content of config.json."""
+        """The content of config.json as a dict by field name. A property. The file is read at the first use only."""
         return self._json(CONFIG_FILE)
 
     @property
     def dtype(self) -> str:
-        """The compute dtype: bfloat16 if config.json names it, else float32."""
+        """The dtype to compute in: `bfloat16` if config.json has this value in `dtype` or `torch_dtype`, else `float32`.
+
+        If config.json has both fields, `dtype` counts.
+        """
         with self._config_errors():
             dtype = fields.string(self.config, "dtype", fields.string(self.config, "torch_dtype", "float32"))
         return "bfloat16" if dtype == "bfloat16" else "float32"
 
     @property
     def window(self) -> int | None:
-        """The longest sequence, in tokens, that the model was trained on; None if config.json has no such field."""
+        """The length of the longest sequence that the model was trained on, in tokens. None if unknown.
+
+        The value of the field `max_position_embeddings` of config.json. None if the field is missing or null.
+        """
         with self._config_errors():
             return fields.integer(self.config, "max_position_embeddings", None)
 
     @property
     def ends(self) -> list[int]:
-        """The token ids that end a text."""
+        """The token ids that end a text, a list of ints.
+
+        The value of the field `eos_token_id` of config.json, which is an id or a list of ids. Empty if the field is missing or
+        null.
+        """
         with self._config_errors():
             found = self.config.get("eos_token_id")
             several = found if isinstance(found, list) else [found]
-            return [fields.integer({"eos_token_id": one}, "eos_token_id", least=0) for one in several if one is not None]
+            return [fields.integer({"eos_token_id": id_}, "eos_token_id", least=0) for id_ in several if id_ is not None]
 
     def settings(self, names: HuggingFace, base: Any) -> Any:
-        """Returns the settings of the model in the folder: those of `base`, updated from config.json."""
+        """Returns the settings of the model in the folder. Reads config.json only.
+
+        Settings are the dataclass that the model class is built from.
+
+        Args:
+            names: The attribute `hugging_face` of the model class, which converts config.json to settings.
+            base: Settings of the model class. They have the values of the fields that config.json does not determine. Not
+                changed.
+
+        Returns:
+            A copy of `base` with the fields that config.json determines.
+
+        Raises:
+            ConfigError: If config.json cannot be read, has an invalid field, or describes a model that the class does not
+                support.
+        """
         with self._config_errors():
             return replaced(base, names.settings(self.config))
 
     def check(self, names: HuggingFace, settings: Any) -> None:
-        """Checks that the tensors in the folder are those of a model with these settings, and no others.
+        """Checks that the folder has exactly the tensors of a model with these settings.
 
-        Reads the headers of the files only and stops at the first missing tensor, before any model of these settings is built.
+        Reads only the headers of the files, and stops at the first missing tensor. Builds no model.
+
+        Args:
+            names: The attribute `hugging_face` of the model class, which lists the tensors of a model.
+            settings: Settings of the model, as `Folder.settings` returns them.
+
+        Raises:
+            ConfigError: If a tensor is missing, has another shape, or has a dtype other than float32, bfloat16 or float16. If
+                there is a tensor that the model lacks and that matches no pattern of `names.ignored`. If a file is missing or
+                truncated.
         """
-        wanted = set()
+        expected = set()
         for _, part in names.tensors(settings):
             name = part.tensor
             if name not in self._files:
@@ -93,14 +140,26 @@ class Folder:
                 raise self.error(f"{name} has shape {list(shape)}: must be {list(part.shape)} by its {CONFIG_FILE}")
             if dtype not in _DTYPES:
                 raise self.error(f"{name} is {dtype}: must be one of {', '.join(_DTYPES)}")
-            wanted.add(name)
+            expected.add(name)
         ignored = names.ignored(settings)
-        more = [name for name in self._files if name not in wanted and not any(fnmatch.fnmatch(name, p) for p in ignored)]
-        if more:
-            raise self.error(f"has a tensor that the model does not have: {_some(more)}")
+        unknown = [name for name in self._files if name not in expected and not any(fnmatch.fnmatch(name, p) for p in ignored)]
+        if unknown:
+            raise self.error(f"has a tensor that the model does not have: {_some(unknown)}")
 
     def read(self, name: str, index: Box) -> np.ndarray:
-        """Returns a slice of a tensor. Reads only the slice."""
+        """Reads a slice of a tensor. The rest of the tensor is not read.
+
+        Args:
+            name: Name of a tensor in the folder.
+            index: A tuple of one slice per axis of the tensor, with step 1.
+
+        Returns:
+            The slice, in the dtype of the file: float32, float16 or bfloat16 of `ml_dtypes`.
+
+        Raises:
+            ConfigError: If the file cannot be read.
+            KeyError: If the folder has no such tensor. Call `check` first.
+        """
         with self._reading(name):
             return self._open(self._files[name]).get_slice(name)[index]
 
@@ -108,14 +167,14 @@ class Folder:
     def _files(self) -> dict[str, Path]:
         """The file of every tensor."""
         if (self.path / INDEX_FILE).exists():
-            listed = self._json(INDEX_FILE).get("weight_map")
-            if not isinstance(listed, dict) or not listed:
+            weight_map = self._json(INDEX_FILE).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
                 raise self.error(f"{INDEX_FILE} has no `weight_map`")
-            for file in listed.values():  # a path may lead out of the folder
+            for file in weight_map.values():  # a path may lead out of the folder
                 if not isinstance(file, str) or not file or Path(file).name != file:
                     must = "must be the name of a file in the folder, without a path"
                     raise self.error(f"{INDEX_FILE} has the file {file!r}: {must}")
-            files = {name: self.path / file for name, file in listed.items()}
+            files = {name: self.path / file for name, file in weight_map.items()}
         elif (self.path / WEIGHTS_FILE).exists():
             files = dict.fromkeys(self._names(self.path / WEIGHTS_FILE), self.path / WEIGHTS_FILE)
         else:
@@ -123,8 +182,8 @@ class Folder:
             why = f"; {pickles[0]} is a pickle, which can run code: save it with safetensors" if pickles else ""
             raise self.error(f"has neither {WEIGHTS_FILE} nor {INDEX_FILE}{why}")
         for file in dict.fromkeys(files.values()):
-            there = set(self._names(file))
-            if missing := [name for name, own in files.items() if own == file and name not in there]:
+            present = set(self._names(file))
+            if missing := [name for name, listed in files.items() if listed == file and name not in present]:
                 raise self.error(f"{file.name} has no tensor {_some(missing)}, which {INDEX_FILE} lists in it")
         return files
 
@@ -163,11 +222,13 @@ class Folder:
 
 
 def check_exists(path: str | Path, *, field: str) -> None:
-    """Checks that a model folder exists. The error for an id on the Hugging Face Hub gives the command to download it.
+    """Checks that there is a file or folder at a path.
+
+    The error for an id on the Hugging Face Hub, such as `Qwen/Qwen3-0.6B`, has the command that downloads it.
 
     Args:
-        path: The folder.
-        field: The argument that holds the path, for errors.
+        path: Path of a model folder.
+        field: Name of the caller's argument for the path. The error names it.
 
     Raises:
         ConfigError: If there is nothing at `path`, or the path cannot be read.
@@ -178,33 +239,53 @@ def check_exists(path: str | Path, *, field: str) -> None:
 
 
 def replaced(settings: Any, changes: Mapping[str, Any]) -> Any:
-    """Returns a dataclass with changed fields. A dict changes fields of the nested dataclass of its name."""
-    within = {name: replaced(getattr(settings, name), own) for name, own in changes.items() if isinstance(own, Mapping)}
-    return dataclasses.replace(settings, **{**changes, **within})
+    """Returns a copy of a dataclass with changed fields. The constructor validates the fields again, and may raise its errors.
+
+    Args:
+        settings: The dataclass. Not changed.
+        changes: New values by field name. If the new value is a mapping, the old value of the field must be a dataclass. The
+            new value is then a copy of the old one, with the changes in the mapping.
+
+    Returns:
+        A new dataclass of the type of `settings`.
+
+    Raises:
+        TypeError: If a name in `changes` is not a field of the dataclass, or has a mapping but its old value is no dataclass.
+        AttributeError: If a name in `changes` is not a field of the dataclass, and its value is a mapping.
+    """
+    nested = {name: replaced(getattr(settings, name), value) for name, value in changes.items() if isinstance(value, Mapping)}
+    return dataclasses.replace(settings, **{**changes, **nested})
 
 
 def read(folder: Folder, parts: Sequence[Part], shape: tuple[int, ...], dtype: Any, index: Box) -> np.ndarray:
-    """Assembles a slice of a parameter from slices of tensors.
+    """Assembles a slice of a parameter from slices of tensors. Reads only the parts of the files that overlap with the slice.
 
     Args:
-        folder: The folder.
-        parts: Parts of the parameter.
-        shape: Shape of the parameter.
-        dtype: Dtype of the result.
-        index: The slice.
+        folder: The folder with the tensors.
+        parts: The tensors of the parameter and their positions in it. Together they must fill the parameter. Not checked.
+        shape: Shape of the whole parameter.
+        dtype: numpy dtype of the result, to which the tensors are cast.
+        index: A tuple of one slice per axis of the parameter, with step 1.
+
+    Returns:
+        A new array with the shape of the slice and the dtype `dtype`.
+
+    Raises:
+        ConfigError: If a file cannot be read.
+        KeyError: If the folder has no tensor of a part. Call `Folder.check` first.
     """
-    bounds = [own.indices(size)[:2] for own, size in zip(index, shape, strict=True)]
+    bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
     found = np.empty([stop - start for start, stop in bounds], dtype)
     for part in parts:
         common = [(max(start, box.start), min(stop, box.stop)) for (start, stop), box in zip(bounds, part.box, strict=True)]
         if any(start >= stop for start, stop in common):
             continue
         lead = len(shape) - len(part.shape)
-        theirs = [slice(a - s, b - s) for (a, b), s in zip(common, part.start, strict=True)][lead:]
+        source = [slice(a - s, b - s) for (a, b), s in zip(common, part.start, strict=True)][lead:]
         transposed = part.order == "transposed"
-        value = folder.read(part.tensor, tuple(theirs[::-1] if transposed else theirs))
-        own = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, bounds, strict=True))
-        found[own] = (value.T if transposed else value).reshape(found[own].shape)
+        value = folder.read(part.tensor, tuple(source[::-1] if transposed else source))
+        target = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, bounds, strict=True))
+        found[target] = (value.T if transposed else value).reshape(found[target].shape)
     return found
 
 

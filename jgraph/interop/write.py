@@ -1,4 +1,4 @@
-"""Writes the parameters of a model into a Hugging Face folder, completely or not at all. No jax here."""
+"""Writes the parameters of a model to a Hugging Face folder. Leaves no files behind if it fails. No jax here."""
 
 import json
 import os
@@ -21,11 +21,11 @@ _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloa
 
 
 def check_empty(to: Path, *, field: str) -> None:
-    """Checks that a folder can be created.
+    """Checks that a path is free for a new folder: it does not exist, or is an empty directory. Creates nothing.
 
     Args:
-        to: The folder.
-        field: The argument that holds the path, for errors.
+        to: Path of the new folder.
+        field: Name of the caller's argument for the path. The error names it.
 
     Raises:
         ConfigError: If `to` exists and is not an empty directory, or cannot be read.
@@ -33,7 +33,7 @@ def check_empty(to: Path, *, field: str) -> None:
     with os_errors(field, to):
         is_occupied = to.exists() and not (to.is_dir() and not any(to.iterdir()))
     if is_occupied:
-        raise ConfigError(f"`{field}` is {to}: it exists and is not an empty directory; name another", field=field)
+        raise ConfigError(f"`{field}` is {to}: must not exist, or be an empty directory", field=field)
 
 
 def write(
@@ -46,23 +46,28 @@ def write(
     beside: Sequence[Path] = (),
     file_bytes: int = _FILE_BYTES,
 ) -> list[Path]:
-    """Writes a folder, under a temporary name until it is complete.
+    """Writes a Hugging Face folder: config.json, and the tensors in safetensors files.
+
+    A single file is model.safetensors. Several files are model-00001-of-0000N.safetensors and so on, with a
+    model.safetensors.index.json. The folder is written beside `to`, under a hidden name with the process id, and renamed when
+    it is complete. If an error is raised, the hidden folder is deleted.
 
     Args:
-        to: The folder: new, or empty.
-        config: Content of its config.json.
-        parts: Parts of every parameter, by parameter name.
-        parameter: Returns a parameter by its name. Called once for each.
-        dtype: Dtype of the tensors, float32 or bfloat16.
-        beside: Files to copy into the folder.
-        file_bytes: Largest size of a file; a larger tensor has a file of its own.
+        to: The new folder. Nothing may exist at the path, except an empty directory. Missing parents are created.
+        config: Content of config.json. Its fields `dtype` and `torch_dtype` are replaced by `dtype`.
+        parts: The tensors of every parameter and their positions in it, by parameter name.
+        parameter: Called with each name in `parts`, once and in order. Must return the whole parameter as a numpy array, which
+            must not be changed later. It is cast to `dtype`.
+        dtype: Dtype of the tensors, `float32` or `bfloat16`.
+        beside: Paths of other files to copy into the folder, under the same file names.
+        file_bytes: Largest total size in bytes of the tensors in a file. A larger tensor gets a file of its own.
 
     Returns:
-        The files.
+        The absolute paths of all files in the folder, sorted.
 
     Raises:
-        ConfigError: If the folder cannot be created.
-        OSError: If a file cannot be written. Then no file is left behind.
+        ConfigError: If the hidden folder cannot be created.
+        OSError: If a file cannot be copied or written, or `to` is not empty.
     """
     to = to.absolute()
     partial = to.with_name(f".{to.name}.{os.getpid()}.partial")
@@ -76,13 +81,13 @@ def write(
         tensors, index, total = _tensors(parts, parameter, _DTYPES[dtype]), {}, 0
         for number, names in enumerate(files, start=1):
             file = WEIGHTS_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            held = dict(next(tensors) for _ in names)
+            arrays = dict(next(tensors) for _ in names)
             try:
-                save_file(held, partial / file, metadata={"format": "pt"})  # required by transformers
+                save_file(arrays, partial / file, metadata={"format": "pt"})  # required by transformers
             except SafetensorError as e:
                 raise OSError(str(e)) from e
-            index |= dict.fromkeys(held, file)
-            total += sum(array.nbytes for array in held.values())
+            index |= dict.fromkeys(arrays, file)
+            total += sum(array.nbytes for array in arrays.values())
         if len(files) > 1:
             _write_json(partial / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": index})
         partial.rename(to)
@@ -95,22 +100,22 @@ def _tensors_by_file(parts: Mapping[str, Sequence[Part]], itemsize: int, file_by
     """Returns the names of the tensors in each file."""
     files: list[list[str]] = [[]]
     size = 0
-    for part in (part for own in parts.values() for part in own):
-        own = itemsize * int(np.prod(part.shape))
-        if files[-1] and size + own > file_bytes:
+    for part in (part for of_parameter in parts.values() for part in of_parameter):
+        nbytes = itemsize * int(np.prod(part.shape))
+        if files[-1] and size + nbytes > file_bytes:
             files.append([])
             size = 0
         files[-1].append(part.tensor)
-        size += own
+        size += nbytes
     return files
 
 
 def _tensors(
     parts: Mapping[str, Sequence[Part]], parameter: Callable[[str], np.ndarray], dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
-    for name, own in parts.items():
+    for name, of_parameter in parts.items():
         whole = parameter(name)
-        for part in own:
+        for part in of_parameter:
             array = whole[part.box].reshape(part.own_shape)
             yield part.tensor, np.ascontiguousarray(array.T if part.order == "transposed" else array, dtype=dtype)
 

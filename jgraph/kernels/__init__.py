@@ -1,4 +1,4 @@
-"""Kernels that XLA does not make well, each with its plain jax reference and a choice by device."""
+"""Pallas kernels that are faster than XLA's code. Each has a reference in plain JAX, which runs on every device."""
 
 from jgraph.kernels.attention import rotary_attention as rotary_attention
 from jgraph.kernels.documents import document_attention as document_attention

@@ -9,13 +9,16 @@ _Spec = Array | ShapeDtypeStruct
 
 
 def require(holds: bool, name: str, array: _Spec | None, must: str) -> None:
-    """Raises ShapeError unless a condition on an array holds.
+    """Checks a condition on an array.
 
     Args:
         holds: The condition.
-        name: Name of the argument, with a dot for a part of it.
-        array: Its value.
-        must: Description of the supported values, for the message.
+        name: Name of the argument. For an array inside of the argument, a dot and the name of the array follow.
+        array: Value of the argument, an array or its shape; None for a missing array. The message shows its dtype and shape.
+        must: Description of the allowed values. The message appends it to "must be".
+
+    Raises:
+        ShapeError: If `holds` is false.
     """
     if not holds:
         found = None if array is None else f"{array.dtype}{list(array.shape)}"
@@ -23,30 +26,42 @@ def require(holds: bool, name: str, array: _Spec | None, must: str) -> None:
 
 
 def require_scalar(name: str, array: Array, dtype: str = "float32") -> None:
-    """Raises ShapeError unless an array is a scalar of a dtype."""
-    require(array.shape == () and array.dtype == jnp.dtype(dtype), name, array, f"a scalar of {dtype}")
+    """Checks that an array is a scalar.
+
+    Args:
+        name: Name of the argument, for the message.
+        array: Value of the argument.
+        dtype: Name of the required dtype.
+
+    Raises:
+        ShapeError: If `array` has axes or another dtype.
+    """
+    require(array.shape == () and array.dtype == jnp.dtype(dtype), name, array, f"a {dtype} scalar")
 
 
 def chosen(
     implementation: str, runs: bool, fits: bool, name: str, array: _Spec, must: str, others: tuple[str, ...] = ("xla",)
 ) -> str:
-    """Returns the implementation to run. `auto` selects the Mosaic kernel if it runs and fits, else the first of `others`.
+    """Resolves the argument `implementation` of a kernel.
 
     Args:
-        implementation: Argument of the entry point.
+        implementation: `auto`, `mosaic` or one of `others`.
         runs: True if the target device runs the Mosaic kernel.
         fits: True if the Mosaic kernel supports the arguments.
-        name: Name of the argument that must fit.
-        array: Its value.
-        must: Description of the values that the kernel supports, for the message.
-        others: All other implementations.
+        name: Name of the argument that the message shows if `fits` is false.
+        array: Value of that argument.
+        must: Description of the arrays that the Mosaic kernel supports. The message appends it to "must be".
+        others: The other implementations. `auto` selects the first one if the Mosaic kernel does not run or fit.
+
+    Returns:
+        `mosaic` or one of `others`.
 
     Raises:
-        ConfigError: If the implementation is unknown.
-        ShapeError: If it is `mosaic` and the arguments do not fit.
+        ConfigError: If `implementation` is not one of the allowed names.
+        ShapeError: If `implementation` is `mosaic` and `fits` is false. `mosaic` is not checked against the device.
     """
     check_choice("implementation", implementation, ("auto", "mosaic", *others))
-    require(fits or implementation != "mosaic", name, array, f"{must} for `implementation` mosaic; pad it, or use auto")
+    require(fits or implementation != "mosaic", name, array, f"{must} for `implementation` mosaic; pad it, or pass auto")
     if implementation == "auto":
         return "mosaic" if runs and fits else others[0]
     return implementation

@@ -1,10 +1,11 @@
 """Grouped matmuls on Hopper: one kernel for all groups of any size.
 
-Blocks of threads share the tiles of all groups, one block per multiprocessor. In each block one warpgroup copies operands into
-a ring in shared memory and two multiply. A block computes the tiles of each group from the sizes of the groups.
+The kernel is persistent: one block of threads per multiprocessor, and the blocks share the tiles of all groups. In each block,
+one warpgroup copies operands into a ring buffer in shared memory, and two warpgroups multiply. A block computes the tiles of
+each group from the group sizes.
 """
 
-# M rows, sorted by group; G groups, K summed over, N columns
+# M rows, sorted by group; G groups, K contracted, N columns
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,23 +19,23 @@ from jax.experimental import pallas as pl
 from jgraph.kernels._mosaic import LINE, SLAB, kernel, plgpu, shared
 
 Order = Literal["GKN", "GNK", "NGK"]
-"""Order of the axes of weights: G groups, K summed over, N columns."""
+"""Order of the axes of the weights: G groups, K contracted, N columns."""
 
 ALIGNED, SWIZZLED = 8, 64
-"""Rows are copied from multiples of 8, and columns of bfloat16 in lines of 64."""
+"""A copy starts at a multiple of 8 rows, and copies bfloat16 columns in lines of 64."""
 _ROWS = 2 * SLAB
-"""Rows of a tile, half of them for each compute warpgroup."""
+"""Rows per tile: half of them for each compute warpgroup."""
 _BLOCKS = 132
-"""Blocks of threads, one for each multiprocessor of an H100 or H200."""
+"""Blocks of threads: one per multiprocessor of an H100 or H200."""
 
 
 class _Shape(NamedTuple):
     """Tile sizes of a kernel.
 
     Attributes:
-        columns: Columns of a tile.
-        stages: Stages of the ring.
-        slots: Pieces of a tile, one line wide, that a warpgroup stages in shared memory while it stores them.
+        columns: Columns per tile.
+        stages: Stages of the ring buffer.
+        slots: Number of pieces of a tile, one line wide, that a warpgroup stages in shared memory while it stores them.
     """
 
     columns: int
@@ -43,14 +44,14 @@ class _Shape(NamedTuple):
 
 
 class _Cursor(NamedTuple):
-    """A group and its tiles. A block visits groups in order.
+    """The current group of a block. A block visits the groups in order.
 
     Attributes:
-        group: int32; the group after the last holds the rows beyond the sum of the sizes.
-        begin: int32, first row.
-        end: int32, row after the last.
-        first: int32, number of the first tile.
-        after: int32, number of the next group's first tile.
+        group: int32, index of the group. Group G holds the rows beyond the sum of the sizes.
+        begin: int32, first row of the group.
+        end: int32, first row of the next group.
+        first: int32, first tile of the group.
+        after: int32, first tile of the next group.
     """
 
     group: Any
@@ -64,10 +65,10 @@ class _Tiles(NamedTuple):
     """The tiles of all groups, numbered group by group.
 
     Attributes:
-        sizes: Reference to int32[G].
-        M: Rows of all groups.
-        count: Returns the number of tiles of a group, given its first row and the row after its last.
-        total: int32, tiles of all groups.
+        sizes: Reference to int32 [G], the number of rows of each group.
+        M: Total number of rows.
+        count: Maps `begin` and `end` of a group to its number of tiles.
+        total: int32, total number of tiles; None before `counted`.
     """
 
     sizes: Any
@@ -87,7 +88,7 @@ class _Tiles(NamedTuple):
         return _Cursor(group, at.end, end, at.after, at.after + self.count(at.end, end))
 
     def seek(self, at: _Cursor, tile: Any) -> _Cursor:
-        """Returns the cursor at the group of a tile in this group or a later one."""
+        """Returns the cursor at the group of `tile`, which must not be in an earlier group."""
         return lax.while_loop(lambda at: at.after <= tile, self.next, at)
 
     def counted(self) -> "_Tiles":
@@ -100,14 +101,14 @@ class _Work(NamedTuple):
     """The work of one tile, for `_persistent`.
 
     Attributes:
-        steps: int32, number of products to sum.
-        rows: True if the warpgroup's part of the tile has a valid row.
+        steps: int32, number of matmuls to accumulate.
+        rows: bool, True if the warpgroup's half of the tile has a valid row.
         columns: int32, number of valid columns.
-        load: Starts the copies of a step into a stage of the ring.
-        operands: Returns references to a warpgroup's operands, given a stage of the ring and a width.
-        finish: Stores a warpgroup's accumulator.
-        mask: Sets a warpgroup's invalid rows of a step to zero in shared memory.
-        prepare: Starts the copies of the values that a warpgroup's accumulator is added to, given its columns.
+        load: `load(step, stage)` starts the copies of a step into a stage of the ring buffer.
+        operands: `operands(stage, columns)` returns references to the warpgroup's operands in a stage.
+        finish: `finish(accumulator)` stores the warpgroup's result.
+        mask: `mask(step, stage)` sets the warpgroup's invalid rows of a stage to zero. None if there are none.
+        prepare: `prepare(columns)` starts the copies of the addend of the result. None if there is no addend.
     """
 
     steps: Any
@@ -127,11 +128,11 @@ def _persistent(
 
     Args:
         tiles: The tiles of all groups.
-        work: Returns the work of a tile, given a cursor at its group.
+        work: Maps a cursor and the index of a tile in its group to the work of the tile.
         shape: Tile sizes.
         columns: Number of columns of the result.
-        full: Barriers of filled stages.
-        empty: Barriers of consumed stages.
+        full: Barriers that signal filled stages.
+        empty: Barriers that signal consumed stages.
     """
     gpu, places, widths = plgpu(), shape.stages, _widths(shape, columns)
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
@@ -144,32 +145,32 @@ def _persistent(
         lax.fori_loop(jnp.int32(0), steps, lambda k, _: body(k), None)
 
     def shares(each: Callable[[_Work, Any], None]) -> Any:
-        """Calls `each` with a tile and the number of steps before it. Returns the total number of steps."""
+        """Calls `each(tile_work, steps_before)` for the block's tiles. Returns the total number of steps."""
 
-        def one(turn: Any, carry: tuple[_Cursor, Any]) -> tuple[_Cursor, Any]:
+        def visit(turn: Any, carry: tuple[_Cursor, Any]) -> tuple[_Cursor, Any]:
             at, seen = carry
-            # Rotated by one at each turn, so that the narrower last columns are spread over the blocks.
+            # Rotated by one in each turn, so that all blocks share the narrower tiles of the last columns.
             number = turn * _BLOCKS + lax.rem(block + turn, jnp.int32(_BLOCKS))
-            there, number = number < tiles.total, jnp.minimum(number, tiles.total - 1)
+            exists, number = number < tiles.total, jnp.minimum(number, tiles.total - 1)
             at = tiles.seek(at, number)
-            mine = work(at, number - at.first)
-            mine = mine._replace(steps=jnp.where(there, mine.steps, 0), rows=there & mine.rows)
-            each(mine, seen)
-            return at, seen + mine.steps
+            tile = work(at, number - at.first)
+            tile = tile._replace(steps=jnp.where(exists, tile.steps, 0), rows=exists & tile.rows)
+            each(tile, seen)
+            return at, seen + tile.steps
 
-        return lax.fori_loop(jnp.int32(0), count, one, (tiles.start(), jnp.int32(0)))[1]
+        return lax.fori_loop(jnp.int32(0), count, visit, (tiles.start(), jnp.int32(0)))[1]
 
     @pl.when(wg == 2)
     def load():
         gpu.set_max_registers(40, action="decrease")
 
-        def each(mine: _Work, seen: Any) -> None:
+        def each(tile: _Work, seen: Any) -> None:
             def step(k: Any) -> None:
                 place = place_of(seen + k)
                 pl.when(seen + k >= places)(lambda: gpu.barrier_wait(empty.at[place]))
-                mine.load(k, place)
+                tile.load(k, place)
 
-            loop(mine.steps, step)
+            loop(tile.steps, step)
 
         seen = shares(each)
         last = jnp.maximum(seen - places, 0)
@@ -179,62 +180,68 @@ def _persistent(
     def multiply():
         gpu.set_max_registers(232, action="increase")
 
-        def each(mine: _Work, seen: Any) -> None:
+        def each(tile: _Work, seen: Any) -> None:
             def run(columns: int) -> None:
-                if mine.prepare is not None:
-                    mine.prepare(columns)
+                if tile.prepare is not None:
+                    tile.prepare(columns)
 
                 def products(acc: Any) -> Any:
                     def step(k: Any) -> None:
                         place = place_of(seen + k)
                         gpu.barrier_wait(full.at[place])
-                        if mine.mask is not None:
-                            mine.mask(k, place)
-                        gpu.wgmma(acc, *mine.operands(place, columns))
+                        if tile.mask is not None:
+                            tile.mask(k, place)
+                        gpu.wgmma(acc, *tile.operands(place, columns))
                         gpu.wgmma_wait(1)
                         pl.when(k > 0)(lambda: gpu.barrier_arrive(empty.at[place_of(seen + k - 1)]))
 
-                    loop(mine.steps, step)
+                    loop(tile.steps, step)
                     return acc[...]
 
                 result = pl.run_scoped(products, gpu.ACC((SLAB, columns)))
-                last = place_of(seen + mine.steps - 1)
-                pl.when(mine.steps > 0)(lambda: gpu.barrier_arrive(empty.at[last]))
-                mine.finish(result)
+                last = place_of(seen + tile.steps - 1)
+                pl.when(tile.steps > 0)(lambda: gpu.barrier_arrive(empty.at[last]))
+                tile.finish(result)
 
             def idle(k: Any) -> None:
                 gpu.barrier_wait(full.at[place_of(seen + k)])
                 gpu.barrier_arrive(empty.at[place_of(seen + k)])
 
             for columns, less in zip(widths, (0, *widths), strict=False):
-                fits = mine.rows & (mine.columns > less) & (mine.columns <= columns)
+                fits = tile.rows & (tile.columns > less) & (tile.columns <= columns)
                 pl.when(fits)(functools.partial(run, columns))
             # A warpgroup must observe every phase of its barriers.
-            pl.when(~mine.rows)(lambda: loop(mine.steps, idle))
+            pl.when(~tile.rows)(lambda: loop(tile.steps, idle))
 
         shares(each)
         gpu.wait_smem_to_gmem(0)
 
 
 def _widths(shape: _Shape, columns: int) -> tuple[int, ...]:
-    """Returns the possible widths of a product for a matrix of `columns` columns. The smallest sufficient one is used."""
+    """Returns the possible tile widths for a result with `columns` columns. A tile uses the smallest sufficient width."""
     last, half = columns % shape.columns, shape.columns // 2
     widths = {shape.columns} if columns >= shape.columns else set()
     return tuple(sorted(widths | ({half if last <= half else shape.columns} if last else set())))
 
 
 def _aligned(row: Any) -> Any:
-    """Rounds a row down to a multiple of `ALIGNED`, from which the copy engine can start."""
+    """Rounds a row down to a multiple of `ALIGNED`, because a copy can only start there."""
     return pl.multiple_of(lax.div(row, jnp.int32(ALIGNED)) * ALIGNED, ALIGNED)
 
 
 def _persistent_kernel(
     body: Callable[..., None], out_type: Any, stages: int, rings: Sequence[Any], staged: Any, barriers: int = 0
 ) -> Any:
-    """Returns a kernel of one block per multiprocessor.
+    """Returns a kernel with one block per multiprocessor.
 
-    The scratch arguments of its body are the `rings`, `staged`, the barriers of the ring, and `barriers` further
-    barriers if that is not 0.
+    Args:
+        body: Body of the kernel. Its scratch arguments are `rings`, `staged`, the barriers of filled stages, the barriers of
+            consumed stages, and the additional barriers if `barriers` is not 0.
+        out_type: Shapes and dtypes of the results.
+        stages: Number of stages of the ring buffer.
+        rings: Types of the ring buffers.
+        staged: Type of the buffer that stages results.
+        barriers: Number of additional barriers.
     """
     body.__qualname__ = body.__name__
     gpu = plgpu()
@@ -256,14 +263,25 @@ def _persistent_kernel(
 
 
 _PRODUCT = _Shape(columns=256, stages=4, slots=2)
-# A sum is bound by bytes, so all of a tile's addends have slots and are loaded while the tile is multiplied.
+# wgrad with an addend is bound by memory bandwidth. All pieces of a tile have slots, so that the addend is loaded during the
+# multiplication of the tile.
 _SUM = _Shape(columns=128, stages=5, slots=4)
 
 
 def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Array | None = None) -> Array:
-    """Multiplies rows with their group's matrix, and the sums with `scale`; see `grouped_dot` and `grouped_dot_fp8`.
+    """Multiplies the rows of each group by its matrix, and the result by `scale`, in a kernel for Hopper. Checks no argument.
 
-    A tile's rows of other groups are loaded and multiplied, but not stored. FP8 needs an `order` with K last.
+    Rows of other groups in a tile are loaded and multiplied, but not stored.
+
+    Args:
+        x_MK: bfloat16 or FP8, sorted by group; M a multiple of 8, K of 64 (128 for FP8).
+        weights: One matrix per group, bfloat16 or FP8, with its axes in `order`; N a multiple of 64.
+        sizes_G: int32, number of rows of each group. Rows beyond the sum give zeros.
+        order: Order of the axes of `weights`: "GKN", "GNK" or "NGK". FP8 needs an order with K last.
+        scale: float32 scalar; None for 1.
+
+    Returns:
+        [M, N], bfloat16.
     """
     gpu = plgpu()
     (M, K), G = x_MK.shape, sizes_G.size
@@ -282,9 +300,9 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
         wg = lax.axis_index("wg")
 
         def work(at: _Cursor, tile: Any) -> _Work:
-            # Adjacent tiles are consecutive: they read the same rows of x, and all of them the same weights.
+            # Consecutive tiles read the same rows of x. All tiles of a group read the same weights.
             i, j = lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across))
-            which = jnp.minimum(at.group, G - 1)
+            group = jnp.minimum(at.group, G - 1)
             top = _aligned(at.begin) + pl.multiple_of(i * _ROWS, ALIGNED)
             begin, end = jnp.maximum(at.begin, top), jnp.minimum(at.end, top + _ROWS)
             steps = jnp.where(at.group < G, jnp.int32(K // step), jnp.int32(0))
@@ -293,7 +311,7 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
             def load(k: Any, place: Any) -> None:
                 along, side = pl.ds(k * step, step), pl.ds(left, columns)
                 gpu.copy_gmem_to_smem(x.at[pl.ds(top, _ROWS), along], xs.at[place], full.at[place])
-                at = {"G": which, "K": along, "N": side}
+                at = {"G": group, "K": along, "N": side}
                 gpu.copy_gmem_to_smem(w.at[*(at[axis] for axis in order)], ws.at[place], full.at[place])
 
             def finish(acc: Any) -> None:
@@ -308,22 +326,22 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
                     def _(piece=piece, slot=slot, side=side):
                         swizzled[wg, slot] = piece
                         gpu.commit_smem()
-                        there = y.at[pl.ds(pl.multiple_of(slab, ALIGNED), SLAB), side]
-                        gpu.copy_smem_to_gmem(swizzled.at[wg, slot], there)
+                        target = y.at[pl.ds(pl.multiple_of(slab, ALIGNED), SLAB), side]
+                        gpu.copy_smem_to_gmem(swizzled.at[wg, slot], target)
 
                     @pl.when((high - low < SLAB) & (high > low))
                     def _(piece=piece, slot=slot, side=side):
                         plain[wg, slot] = piece
                         gpu.commit_smem()
-                        # The size of a copy is static, so rows are copied in powers of two.
+                        # The size of a copy is static, so the rows are copied in pieces of powers of two.
                         size = SLAB // 2
                         while size:
                             at = low + ((high - low) & ~(2 * size - 1))
 
                             @pl.when(((high - low) & size) != 0)
                             def _(at=at, size=size, slot=slot, side=side):
-                                here = plain.at[wg, slot, pl.ds(at, size)]
-                                gpu.copy_smem_to_gmem(here, y.at[pl.ds(slab + at, size), side], commit_group=False)
+                                source = plain.at[wg, slot, pl.ds(at, size)]
+                                gpu.copy_smem_to_gmem(source, y.at[pl.ds(slab + at, size), side], commit_group=False)
 
                             size //= 2
                         gpu.commit_smem_to_gmem_group()
@@ -345,10 +363,20 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
 
 
 def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtype: jnp.dtype) -> Array:
-    """Multiplies transposed rows of x with rows of dy, group by group; see `grouped_wgrad`.
+    """Multiplies the transposed rows of x by the rows of dy, group by group, in a kernel for Hopper. Checks no argument.
 
-    Rows of x of other groups are set to zero in shared memory, in the first and last step of a tile. The addend is read while
-    the tile is multiplied, added in registers, and overwritten.
+    In the first and last step of a tile, the rows of x of other groups are set to zero in shared memory. The addend is loaded
+    while the tile is multiplied, added in registers, and overwritten in place.
+
+    Args:
+        x_MK: bfloat16, sorted by group; M a multiple of 8, K of 64.
+        dy_MN: bfloat16, finite also in rows beyond the sum of `sizes_G`; N a multiple of 64.
+        sizes_G: int32, number of rows of each group. An empty group gives zeros.
+        add_GKN: float32, added to the result; None adds nothing. XLA copies it unless the caller's jit donates it.
+        dtype: Dtype of the result, bfloat16 or float32; float32 with `add_GKN`.
+
+    Returns:
+        [G, K, N] in `dtype`.
     """
     gpu = plgpu()
     adds = add_GKN is not None
@@ -377,14 +405,14 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
 
                 @pl.when((low > 0) | (high < step))
                 def _():
-                    here = xs.at[place, :, pl.ds(wg * SLAB, SLAB)]
+                    rows = xs.at[place, :, pl.ds(wg * SLAB, SLAB)]
                     row = gpu.broadcasted_iota(jnp.int32, (step, SLAB), 0, layout=gpu.Layout.WGMMA)
-                    here[...] = jnp.where((row >= low) & (row < high), here[...], jnp.bfloat16(0))
+                    rows[...] = jnp.where((row >= low) & (row < high), rows[...], jnp.bfloat16(0))
                     gpu.commit_smem()
 
             head, left = i * _ROWS + wg * SLAB, j * columns
 
-            def there(column: int) -> Any:
+            def piece_at(column: int) -> Any:
                 return dw.at[at.group, pl.ds(head, SLAB), pl.ds(left + column, width)]
 
             def prepare(columns: int) -> None:
@@ -392,7 +420,7 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
                 def _():
                     gpu.wait_smem_to_gmem(0, wait_read_only=True)
                     for slot, column in enumerate(range(0, columns, width)):
-                        gpu.copy_gmem_to_smem(there(column), staged.at[wg, slot], read[0].at[wg * shape.slots + slot])
+                        gpu.copy_gmem_to_smem(piece_at(column), staged.at[wg, slot], read[0].at[wg * shape.slots + slot])
 
             def store(acc: Any) -> None:
                 for number, column in enumerate(range(0, acc.shape[1], width)):
@@ -405,7 +433,7 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
                         gpu.wait_smem_to_gmem(shape.slots - 1, wait_read_only=True)
                     staged[wg, slot] = new
                     gpu.commit_smem()
-                    gpu.copy_smem_to_gmem(staged.at[wg, slot], there(column))
+                    gpu.copy_smem_to_gmem(staged.at[wg, slot], piece_at(column))
 
             def finish(acc: Any) -> None:
                 if adds:

@@ -12,64 +12,90 @@ from jax.typing import DTypeLike
 from jgraph.device import Device, find
 
 SLAB = 64
-"""Rows that one instruction of a warpgroup multiplies."""
+"""Rows of a warpgroup's matmul instruction (wgmma)."""
 LINE = 128
-"""Bytes of a line of shared memory."""
+"""Bytes in one line of swizzled shared memory."""
 
 
-def plgpu() -> Any:  # jax 0.10 exports less of it, and the type checker runs with jax 0.10
-    """Returns Pallas' module for Mosaic GPU."""
+def plgpu() -> Any:  # Typed as Any: jax 0.10, which the type checker uses, exports fewer names of this module
+    """Returns the module `jax.experimental.pallas.mosaic_gpu`."""
     from jax.experimental.pallas import mosaic_gpu
 
     return mosaic_gpu
 
 
 def _device() -> Any:
-    """Returns the abstract device of the mesh in context, else jax's first device."""
+    """Returns the abstract device of the current mesh, or JAX's first device if there is none."""
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
 def target() -> Device | None:
-    """Returns the description of the target device. None if it is unknown."""
+    """Returns the properties of the device that the program is compiled for, or None if `jgraph.device` does not list it."""
     return find(_device().device_kind)
 
 
 def on_cpu() -> bool:
-    """True if the target device is a CPU. Pallas' interpreter runs the kernels there, for tests."""
+    """True if the target device is a CPU. Pallas' interpreter then runs the kernels, for tests."""
     return _device().platform == "cpu"
 
 
 def has_mosaic() -> bool:
-    """True if the target device runs Mosaic kernels without tensor cores: Hopper or Blackwell, with jax 0.11 or newer."""
+    """True if the target device runs Mosaic kernels that need no wgmma: Hopper or Blackwell, with jax 0.11 or newer."""
     device = target()
     return device is not None and device.capability >= (9, 0) and jax.__version_info__ >= (0, 11)
 
 
 def has_wgmma() -> bool:
-    """True if the target device runs kernels that use Hopper's tensor core instructions."""
+    """True if the target device runs kernels with wgmma, Hopper's matmul instruction."""
     device = target()
     return has_mosaic() and device is not None and device.capability == (9, 0)
 
 
 def shared(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = None) -> Any:
-    """Returns an array in shared memory that tensor cores can read, in tiles of `columns` or of a whole line."""
+    """Returns the type of a scratch array in shared memory that the tensor cores can read: tiled and swizzled.
+
+    Args:
+        shape: Shape of the array.
+        dtype: Dtype of the array.
+        columns: Columns of a tile of 8 rows; None for as many as fit into a line of 128 bytes.
+
+    Returns:
+        The type, for `scratch_types` of `kernel`.
+    """
     size = jnp.dtype(dtype).itemsize
     columns = LINE // size if columns is None else columns
     layout = plgpu().TilingTransform((8, columns)), plgpu().SwizzleTransform(size * columns)
     return plgpu().SMEM(shape, dtype, transforms=layout)
 
 
-def kernel(body: Callable[..., None], *, semantics: Literal["Lane", "Warpgroup"] = "Warpgroup", **how: Any) -> Any:
-    """Returns `plgpu.kernel(body, **how)`, with roots and exponentials accurate to 2 units in the last place of float32."""
+def kernel(body: Callable[..., None], *, semantics: Literal["Lane", "Warpgroup"] = "Warpgroup", **options: Any) -> Any:
+    """Returns the function that runs a Mosaic GPU kernel. On a CPU, it runs the kernel in Pallas' interpreter.
+
+    Roots and exponentials in the kernel are accurate to 2 float32 ulp.
+
+    Args:
+        body: Body of the kernel, a function of references to inputs, results and scratch arrays. It is called while the kernel
+            is traced.
+        semantics: Unit that executes an operation of the body: a warpgroup of 128 threads (Warpgroup) or a thread (Lane).
+        **options: Other arguments of `jax.experimental.pallas.mosaic_gpu.kernel`, such as `out_type`, `scratch_types` and
+            `grid`.
+
+    Returns:
+        A function of the input arrays. It returns the results in the structure of `out_type`.
+    """
     gpu = plgpu()
     params = gpu.CompilerParams(approx_math=True, lowering_semantics=gpu.LoweringSemantics[semantics])
-    return gpu.kernel(body, compiler_params=params, interpret=gpu.InterpretGPUParams() if on_cpu() else None, **how)
+    return gpu.kernel(body, compiler_params=params, interpret=gpu.InterpretGPUParams() if on_cpu() else None, **options)
 
 
 def products(*sums: Sequence[tuple[Any, Any]]) -> Sequence[Any]:
-    """Returns for each argument the float32 sum of a @ b over its pairs (a, b) of arrays in shared memory.
+    """Computes sums of matmuls on the tensor cores, inside of a kernel. Issues all matmuls before the first wait.
 
-    All products are issued before the first wait.
+    Args:
+        *sums: One or more sequences of pairs (a, b) of references to arrays in shared memory.
+
+    Returns:
+        For each argument, the sum of a @ b over its pairs, a float32 array in registers.
     """
 
     def run(*accs: Any) -> list[Any]:
@@ -81,8 +107,17 @@ def products(*sums: Sequence[tuple[Any, Any]]) -> Sequence[Any]:
     return pl.run_scoped(run, *(plgpu().ACC((a.shape[0], b.shape[1]), jnp.float32) for (a, b), *_ in sums))
 
 
-def add_product(onto: Any, a: Any, b: Any) -> Any:
-    """Returns onto + a @ b in float32, with `a` in registers and `b` in shared memory."""
+def add_product(accumulator: Any, a: Any, b: Any) -> Any:
+    """Computes accumulator + a @ b on the tensor cores, inside of a kernel.
+
+    Args:
+        accumulator: float32 array in registers.
+        a: Array in registers, bfloat16.
+        b: Reference to an array in shared memory, bfloat16.
+
+    Returns:
+        The sum, a float32 array in registers.
+    """
     if on_cpu():  # Pallas' interpreter supports neither run_state nor operands in registers
-        return onto + lax.dot(a, b[...], preferred_element_type=jnp.float32)
-    return pl.run_state(lambda acc: plgpu().wgmma(acc, a, b))(plgpu().ACC.init(onto))
+        return accumulator + lax.dot(a, b[...], preferred_element_type=jnp.float32)
+    return pl.run_state(lambda acc: plgpu().wgmma(acc, a, b))(plgpu().ACC.init(accumulator))

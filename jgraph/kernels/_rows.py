@@ -1,4 +1,4 @@
-"""Layout and call of Mosaic kernels with one row per warp."""
+"""Layouts, loads and launches for Mosaic kernels that assign one row to each warp."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,29 +10,31 @@ from jax import Array, lax
 from jgraph.kernels._mosaic import kernel, plgpu
 
 ROWS = 4
-"""Rows of a block. Each is a warp's, so that sums over a row need no shared memory."""
+"""Rows per block of threads. Each warp owns one row, so that a sum over a row needs no shared memory."""
 WIDTH = 128
-"""Columns that a warp loads at once: four a thread, 16 bytes of float32, the most that jax 0.12 allows."""
+"""Columns that a warp loads at once: four float32 (16 bytes) per thread, the maximum in jax 0.12."""
 
 
 def call(body: Callable[..., None], outs: Sequence[jax.ShapeDtypeStruct], blocks: int, scratch: Any = ()) -> Any:
     """Returns the function that runs a kernel on `blocks` blocks of threads along the grid axis `i`.
 
     Args:
-        body: Body of the kernel.
-        outs: Shapes of its results.
+        body: Body of the kernel. It is called while the kernel is traced, with references to the input arrays, the results and
+            the scratch buffers, in this order.
+        outs: Shapes and dtypes of the results.
         blocks: Size of the grid.
-        scratch: Its buffers and barriers.
+        scratch: Types of the scratch buffers and barriers.
 
     Returns:
-        A function of the kernel's arguments.
+        A function of the kernel's input arrays. It runs the kernel and returns a sequence of the results, in the order of
+        `outs`.
     """
     grid: Any = {"grid": (blocks,), "grid_names": ("i",)}
     return kernel(body, semantics="Lane", out_type=tuple(outs), scratch_types=scratch, **grid)
 
 
 def layout() -> Any:
-    """Returns the layout of rows over the threads of a warpgroup: a row per warp, four adjacent columns per thread."""
+    """Returns the register layout of `ROWS` rows: one row per warp, four adjacent columns per thread."""
     from jax.experimental.mosaic.gpu import fragmented_array
 
     tiling = fragmented_array.Tiling(((ROWS, WIDTH), (WIDTH // 32,)))
@@ -40,30 +42,46 @@ def layout() -> Any:
 
 
 def load(ref: Any, *at: Any) -> Array:
-    """Loads rows, or some of their columns, as float32."""
+    """Loads a block of `ROWS` rows inside of a kernel.
+
+    Args:
+        ref: Reference to an array in device memory.
+        *at: Index of the block: the slice of `ROWS` rows, and optionally a slice of columns, a multiple of `WIDTH`.
+
+    Returns:
+        The values, float32, distributed over the registers of the threads as in `layout`.
+    """
     return laid_out(plgpu().load(ref.at[at], layout=layout(), optimized=False).astype(jnp.float32))
 
 
 def load_columns(ref: Any) -> Array:
-    """Loads one number for each column, as float32."""
+    """Loads the vector at the reference `ref`, with one element per column, inside of a kernel. Returns float32."""
     return plgpu().load(ref, layout=layout().reduce(0), optimized=False).astype(jnp.float32)
 
 
 def load_rows(ref: Any) -> Array:
-    """Loads one number for each row."""
+    """Loads the vector at the reference `ref`, with one element per row (`ROWS` rows), inside of a kernel. Keeps its dtype."""
     return plgpu().load(ref, layout=layout().reduce(1), optimized=False)
 
 
 def laid_out(values: Array) -> Array:
-    """Casts rows to the layout."""
+    """Converts an array of `ROWS` rows to `layout`."""
     return plgpu().layout_cast(values, layout())
 
 
-def by_row(numbers: Array, width: int) -> Array:
-    """Broadcasts one number for each row along `width` columns."""
-    return laid_out(lax.broadcast_in_dim(plgpu().layout_cast(numbers, layout().reduce(1)), (ROWS, width), (0,)))
+def by_row(vector: Array, width: int) -> Array:
+    """Broadcasts a vector inside of a kernel.
+
+    Args:
+        vector: One element for each of `ROWS` rows.
+        width: Number of columns of the result, a multiple of `WIDTH`.
+
+    Returns:
+        The array [ROWS, width] in the register layout of `layout`.
+    """
+    return laid_out(lax.broadcast_in_dim(plgpu().layout_cast(vector, layout().reduce(1)), (ROWS, width), (0,)))
 
 
-def by_column(numbers: Array) -> Array:
-    """Broadcasts one number for each column to all rows."""
-    return laid_out(lax.broadcast_in_dim(numbers, (ROWS, *numbers.shape), (1,)))
+def by_column(vector: Array) -> Array:
+    """Broadcasts a vector with one element per column to [ROWS, columns], in the register layout of `layout`."""
+    return laid_out(lax.broadcast_in_dim(vector, (ROWS, *vector.shape), (1,)))

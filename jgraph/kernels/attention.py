@@ -1,7 +1,7 @@
-"""Causal attention of short sequences fused with its rotary embedding: one kernel forward and one backward.
+"""Causal attention of short sequences, fused with the rotary embedding: one kernel forward and one backward.
 
-At 128 tokens most of the time of a library's attention is spent in memsets, conversions, rotations and copies around it. Here a
-block of threads holds all tokens of a head. It reads the fused projection directly, and the backward pass recomputes from it.
+At 128 tokens, a library's attention spends most of its time in memsets, conversions, rotations and copies. Here, one block of
+threads holds all tokens of a head. It reads the fused QKV projection directly, and the backward pass recomputes from it.
 """
 
 # B batch, T sequence, H heads, K head size, P = K/2 rotated pairs
@@ -23,41 +23,60 @@ from jgraph.kernels._mosaic import SLAB, has_wgmma, kernel, plgpu, products, sha
 
 
 def rotary_attention(qkv_BTNK: Array, cos_TP: np.ndarray, sin_TP: np.ndarray, *, implementation: str = "auto") -> Array:
-    """Rotates queries and keys and computes causal attention, with as many key heads as query heads.
+    """Applies the rotary embedding to queries and keys, and computes causal attention with as many key heads as query heads.
 
-    >>> tables = np.ones((2, 4), np.float32), np.zeros((2, 4), np.float32)
-    >>> rotary_attention(jnp.ones((1, 2, 3, 8)), *tables).shape
-    (1, 2, 1, 8)
+    The axes are B batch, T tokens of a sequence, H heads, K head size and P = K / 2 pairs of dimensions. Scores are multiplied
+    by 1 / sqrt(K). Differentiable in `qkv_BTNK`. `mosaic` has no gradient for `cos_TP` and `sin_TP`; treat them as constants.
 
     Args:
-        qkv_BTNK: Queries, keys and values side by side, N = 3H.
-        cos_TP: float32, cosine of the rotation angle of each token's pair (i, i + P).
-        sin_TP: float32, sine of that angle.
-        implementation: `mosaic` (Hopper; jax 0.11 or newer; bfloat16, 64 or 128 tokens, heads of 64 or 128), `xla` (any
-            device), or `auto`, which selects the first supported one.
+        qkv_BTNK: [B, T, 3H, K], bfloat16 or float32: H heads of queries, then H heads of keys, then H heads of values.
+        cos_TP: float32 [T, P], cosine of the rotation angle of each token and pair of dimensions (i, i + P). The pair (a, b)
+            becomes (a * cos - b * sin, b * cos + a * sin).
+        sin_TP: float32 [T, P], sine of the same angles.
+        implementation: `mosaic`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper, or Pallas' interpreter on a CPU; jax
+            0.11 or newer; bfloat16; T and K each 64 or 128, but not both 128). `xla` is plain JAX and runs on any device.
+            `auto` selects `mosaic` on Hopper if it supports the array, else `xla`.
 
     Returns:
-        [B, T, H, K] in the dtype of `qkv_BTNK`.
+        The attention before the output projection, [B, T, H, K] in the dtype of `qkv_BTNK`.
 
     Raises:
-        ConfigError: If `implementation` is unknown.
-        ShapeError: If the shapes disagree, or `mosaic` does not support them.
+        ConfigError: If `implementation` is not one of these names.
+        ShapeError: If `qkv_BTNK` is not [B, T, 3H, K] with an even K, if a table is not [T, P], or if `implementation` is
+            `mosaic` and the kernel does not support the shape or dtype.
+
+    Examples:
+        >>> tables = np.ones((2, 4), np.float32), np.zeros((2, 4), np.float32)
+        >>> rotary_attention(jnp.ones((1, 2, 3, 8)), *tables).shape
+        (1, 2, 1, 8)
     """
     T, N, K = qkv_BTNK.shape[-3:]
     matches = qkv_BTNK.ndim == 4 and N % 3 == 0 and K % 2 == 0 and cos_TP.shape == sin_TP.shape == (T, K // 2)
-    require(matches, "qkv_BTNK", qkv_BTNK, f"(B, T, 3H, K); the tables are {cos_TP.shape} and {sin_TP.shape}: must be (T, K/2)")
-    fits, must = _fits(qkv_BTNK.shape, qkv_BTNK.dtype), "bfloat16, 64 or 128 tokens, heads of 64 or 128"
+    tables = f"`cos_TP` {list(cos_TP.shape)} and `sin_TP` {list(sin_TP.shape)}, which must be [T, K/2]"
+    require(matches, "qkv_BTNK", qkv_BTNK, f"[B, T, 3H, K] for {tables}")
+    fits, must = _fits(qkv_BTNK.shape, qkv_BTNK.dtype), "bfloat16 [B, T, 3H, K], T and K of 64 or 128 but not both 128,"
     name = chosen(implementation, has_wgmma(), fits, "qkv_BTNK", qkv_BTNK, must)
     return (_mosaic if name == "mosaic" else _xla)(qkv_BTNK, jnp.asarray(cos_TP), jnp.asarray(sin_TP))
 
 
 def choose(shape: tuple[int, ...], dtype: DTypeLike) -> str:
-    """Returns the implementation that `auto` selects on the target device."""
+    """Returns the implementation that `rotary_attention` selects for `auto`. Runs nothing.
+
+    The target device is the device of the current abstract mesh, or JAX's first device if there is none.
+
+    Args:
+        shape: Shape [B, T, 3H, K] of the argument `qkv_BTNK`: B batch, T tokens, H heads, K head size.
+        dtype: Dtype of `qkv_BTNK`.
+
+    Returns:
+        `mosaic` if the target device is a Hopper GPU, jax is 0.11 or newer, the dtype is bfloat16, and T and K are each 64 or
+        128 but not both 128; else `xla`.
+    """
     return "mosaic" if has_wgmma() and _fits(shape, dtype) else "xla"
 
 
 def _fits(shape: tuple[int, ...], dtype: DTypeLike) -> bool:
-    # The scores of more tokens and their gradient exceed shared memory.
+    # Larger scores and their gradient exceed the shared memory.
     return dtype == jnp.bfloat16 and shape[1] in (SLAB, 2 * SLAB) and shape[3] in (64, 128) and shape[1] * shape[3] <= 2**13
 
 
@@ -115,7 +134,7 @@ def _jgraph_attention_backward(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array, dy
             s[wg, j] = (ps[j] * (dps[j] - dot) * K**-0.5).astype(s.dtype)
         gpu.commit_smem()
         head.all_ready()
-        # A warpgroup's queries need all keys, and its keys and values all queries.
+        # dq of a warpgroup's queries reads all keys. dk and dv of its keys and values read all queries.
         dq = [products([(s.at[wg, j], k.at[a, j]) for j in range(tiles)])[0] for a in range(2)]
         dk = [products([(s.at[j, wg].T, q.at[a, j]) for j in range(tiles)])[0] for a in range(2)]
         dv[wg] = products([(p.at[j, wg].T, g.at[j]) for j in range(tiles)])[0].astype(dv.dtype)
@@ -132,23 +151,30 @@ def _jgraph_attention_backward(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array, dy
         gpu.wait_smem_to_gmem(0)
 
     tiles = T // SLAB
-    room = {"g": (SLAB, K), "p": (tiles, SLAB, SLAB), "s": (tiles, SLAB, SLAB), "dqk": (2, 2, SLAB, P), "dv": (SLAB, K)}
-    return _kernel(attention_backward, qkv_BTNK, qkv_BTNK.shape, room)(qkv_BTNK, cos_TP, sin_TP, dy_BTHK)
+    buffers = {"g": (SLAB, K), "p": (tiles, SLAB, SLAB), "s": (tiles, SLAB, SLAB), "dqk": (2, 2, SLAB, P), "dv": (SLAB, K)}
+    return _kernel(attention_backward, qkv_BTNK, qkv_BTNK.shape, buffers)(qkv_BTNK, cos_TP, sin_TP, dy_BTHK)
 
 
-def _kernel(body: Callable[..., None], qkv: Array, out: tuple[int, ...], room: dict[str, tuple[int, ...]]) -> Any:
-    """Returns the kernel over batch and heads, with a warpgroup for 64 tokens and `room` for each in shared memory."""
+def _kernel(body: Callable[..., None], qkv: Array, out: tuple[int, ...], buffers: dict[str, tuple[int, ...]]) -> Any:
+    """Returns a kernel with one block per sequence and head, and one warpgroup per 64 tokens.
+
+    Args:
+        body: Body of the kernel.
+        qkv: The queries, keys and values.
+        out: Shape of the result.
+        buffers: Shapes of the shared memory buffers that each warpgroup has besides q, k and v.
+    """
     B, T, N, K = qkv.shape
     tiles, pairs = T // SLAB, K // 2
-    # Operands of one product have the same tiles, and half a head is one tile wide.
-    here = functools.partial(shared, dtype=qkv.dtype, columns=pairs)
-    scratch = {"q": here((2, tiles, SLAB, pairs)), "k": here((2, tiles, SLAB, pairs)), "v": here((tiles, SLAB, K))}
-    copies = (5 + ("g" in room)) * tiles
+    # Operands of one matmul need equal tiles, and half a head is one tile wide.
+    in_tiles = functools.partial(shared, dtype=qkv.dtype, columns=pairs)
+    scratch = {"q": in_tiles((2, tiles, SLAB, pairs)), "k": in_tiles((2, tiles, SLAB, pairs)), "v": in_tiles((tiles, SLAB, K))}
+    copies = (5 + ("g" in buffers)) * tiles
     return kernel(
         body,
         out_type=jax.ShapeDtypeStruct(out, qkv.dtype),
         scratch_types=scratch
-        | {name: here((tiles, *shape)) for name, shape in room.items()}
+        | {name: in_tiles((tiles, *shape)) for name, shape in buffers.items()}
         | {"loaded": plgpu().Barrier(num_arrivals=copies), "ready": plgpu().Barrier(num_arrivals=tiles)},
         grid=(B, N // 3),
         grid_names=("b", "h"),
@@ -158,7 +184,7 @@ def _kernel(body: Callable[..., None], qkv: Array, out: tuple[int, ...], room: d
 
 
 class _Head:
-    """A head in shared memory, rotated. Shared by the forward and backward kernels; warpgroup `wg` owns 64 of its tokens."""
+    """Loads one head into shared memory and rotates it, for the forward and backward kernels. Warpgroup `wg` owns 64 tokens."""
 
     def __init__(self, qkv: Any, cos: Any, sin: Any, scratch: dict[str, Any], dy: Any = None):
         gpu = plgpu()
@@ -179,8 +205,8 @@ class _Head:
                 if dy is not None:
                     gpu.copy_gmem_to_smem(dy.at[self.b, self.rows(j), self.h], scratch["g"].at[j], loaded)
 
-        own, layout = self.rows(self.wg), gpu.Layout.WGMMA
-        self.cos, self.sin = (gpu.load(table.at[own], layout=layout, optimized=False) for table in (cos, sin))
+        rows, layout = self.rows(self.wg), gpu.Layout.WGMMA
+        self.cos, self.sin = (gpu.load(table.at[rows], layout=layout, optimized=False) for table in (cos, sin))
         gpu.barrier_wait(loaded)
         for x in (q, k):
             a, b = [gpu.load(x.at[half, self.wg], layout=layout) for half in range(2)]
@@ -191,6 +217,7 @@ class _Head:
         self.all_ready()
 
     def rows(self, tile: Any) -> Any:
+        """Returns the slice of the tokens of a tile."""
         return pl.ds(tile * SLAB, SLAB)
 
     def all_ready(self) -> None:
@@ -199,7 +226,11 @@ class _Head:
         plgpu().barrier_wait(self.ready)
 
     def exps(self) -> tuple[list[Any], Any]:
-        """Returns the exponentials of the warpgroup's scores minus the row's largest, by tiles of keys, and their sums."""
+        """Computes the unnormalized softmax of the warpgroup's queries.
+
+        Returns:
+            exp(score - largest score of the query) for each tile of keys, and the sum over all keys of each query.
+        """
         tile = (SLAB, SLAB)
         scale = math.log2(math.e) * (2 * self.q.shape[3]) ** -0.5
         iota = functools.partial(plgpu().broadcasted_iota, jnp.int32, tile, layout=plgpu().Layout.WGMMA)

@@ -1,11 +1,12 @@
-"""Causal attention within documents that are packed into rows, as FlashAttention on Hopper.
+"""Causal attention within packed documents: FlashAttention for Hopper.
 
-A library's attention needs a mask of [T, T] per row. This kernel reads the start position of each token's document, and skips
-keys before the first document of a block of queries. Scores stay on the chip (Dao, "FlashAttention-2", arXiv:2307.08691).
-A block of threads has three warpgroups: one copies tiles into a ring in shared memory, two compute 64 rows each.
+A library's attention needs a mask [T, T] per sequence. This kernel reads the start position of each token's document, and skips
+the keys before the first document of a block of queries. It keeps the scores on the chip (Dao, "FlashAttention-2",
+arXiv:2307.08691). A block of threads has three warpgroups: one copies tiles into a ring buffer in shared memory, and two
+compute 64 rows each.
 """
 
-# B batch, T sequence, H query heads, G key/value heads, R = H / G, K head size, Q query rows and C key rows of a product
+# B batch, T sequence, H query heads, G key/value heads, R = H / G, K head size, Q query rows and C key rows of one matmul
 
 import functools
 import math
@@ -21,41 +22,49 @@ from jgraph.kernels._check import chosen, require
 from jgraph.kernels._mosaic import add_product, has_wgmma, kernel, plgpu, products, shared
 
 _TILE, _HALF = 128, 64
-"""Rows of a block of threads and of a compute warpgroup."""
+"""Rows per block of threads, and per compute warpgroup."""
 _LEAST = -1e30
-"""Lower bound of a row's largest score. It is finite because all keys of its first block may be masked: -inf - -inf is NaN."""
+"""Initial value of a row's largest score. Finite, because all keys of the first block may be masked, and -inf - -inf is NaN."""
 _HEADS = (64, 128)
 
 
 def document_attention(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, *, implementation: str = "auto") -> Array:
-    """Computes causal attention within each document, as `jax.nn.dot_product_attention` with the equivalent mask.
+    """Computes causal attention within each document, like `jax.nn.dot_product_attention` with the equivalent mask.
 
-    >>> q, starts = jnp.ones((1, 4, 2, 8)), jnp.array([[0, 0, 2, 2]])
-    >>> document_attention(q, q, q, starts).shape
-    (1, 4, 2, 8)
+    A sequence consists of one or more documents. A query reads the keys of its own document up to its own position. The axes
+    are B batch, T tokens of a sequence, H query heads, G key and value heads, and K head size. Query head h reads key head
+    h // (H / G). Scores are multiplied by 1 / sqrt(K). Differentiable in queries, keys and values.
 
     Args:
-        q_BTHK: Queries, rotated.
-        k_BTGK: Keys, rotated; G divides H.
-        v_BTGK: Values.
-        starts_BT: int32, start position in the row of each token's document.
-        implementation: `mosaic` (Hopper; jax 0.11 or newer; bfloat16, heads of at most 128), `xla` (any device; holds all
-            scores in memory), or `auto`, which selects the first supported one.
+        q_BTHK: Queries [B, T, H, K] after the rotary embedding, bfloat16 or float32.
+        k_BTGK: Keys [B, T, G, K] after the rotary embedding, in the dtype of `q_BTHK`; G must divide H.
+        v_BTGK: Values [B, T, G, K], in the dtype of `q_BTHK`.
+        starts_BT: int32 [B, T]: for each token, the index in its sequence of the first token of its document. At most the index
+            of the token, and nondecreasing along T; neither is checked.
+        implementation: `mosaic`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper; jax 0.11 or newer; bfloat16; K at most
+            128). `xla` is plain JAX, runs on any device, and holds the scores [B, H, T, T] in memory. `auto` selects `mosaic`
+            on Hopper if it supports the arrays, else `xla`.
 
     Returns:
-        [B, T, H, K] in the dtype of `q_BTHK`.
+        The attention before the output projection, [B, T, H, K] in the dtype of `q_BTHK`.
 
     Raises:
-        ConfigError: If `implementation` is unknown.
-        ShapeError: If the shapes disagree, or `mosaic` does not support them.
+        ConfigError: If `implementation` is not one of these names.
+        ShapeError: If the shapes disagree or G does not divide H, or if `implementation` is `mosaic` and the dtype is not
+            bfloat16 or K is more than 128.
+
+    Examples:
+        >>> q, starts = jnp.ones((1, 4, 2, 8)), jnp.array([[0, 0, 2, 2]])
+        >>> document_attention(q, q, q, starts).shape
+        (1, 4, 2, 8)
     """
     B, T, H, K = q_BTHK.shape
     G = k_BTGK.shape[2]
     matches = k_BTGK.shape == v_BTGK.shape == (B, T, G, K) and H % G == 0 and starts_BT.shape == (B, T)
-    others = f"`k_BTGK` is {k_BTGK.shape}, `v_BTGK` {v_BTGK.shape}, `starts_BT` {starts_BT.shape}"
-    require(matches, "q_BTHK", q_BTHK, f"(B, T, H, K) for (B, T, G, K) twice and (B, T); {others}")
+    others = f"`k_BTGK` {list(k_BTGK.shape)}, `v_BTGK` {list(v_BTGK.shape)} and `starts_BT` {list(starts_BT.shape)}"
+    require(matches, "q_BTHK", q_BTHK, f"[B, T, H, K] for {others}, which must be [B, T, G, K], [B, T, G, K] and [B, T]")
     fits = q_BTHK.dtype == jnp.bfloat16 and q_BTHK.shape[3] <= _HEADS[-1]
-    must = f"bfloat16 with heads of at most {_HEADS[-1]}"
+    must = f"bfloat16 [B, T, H, K] with K at most {_HEADS[-1]}"
     name = chosen(implementation, has_wgmma(), fits, "q_BTHK", q_BTHK, must)
     return (_mosaic if name == "mosaic" else _xla)(q_BTHK, k_BTGK, v_BTGK, starts_BT)
 
@@ -63,16 +72,16 @@ def document_attention(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: A
 def _xla(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array) -> Array:
     """Reference implementation."""
     seen_BTT = jnp.arange(q_BTHK.shape[1]) >= starts_BT[:, :, None]
-    how: Any = {"is_causal": True, "implementation": "xla"}
-    return jax.nn.dot_product_attention(q_BTHK, k_BTGK, v_BTGK, mask=seen_BTT[:, None], **how)
+    options: Any = {"is_causal": True, "implementation": "xla"}
+    return jax.nn.dot_product_attention(q_BTHK, k_BTGK, v_BTGK, mask=seen_BTT[:, None], **options)
 
 
 def _mosaic(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array) -> Array:
-    """Pads rows to whole tiles and heads to 64 or 128. Each padding token is a document of its own."""
+    """Mosaic implementation. Pads T to whole tiles and K to 64 or 128. Each padding token is a separate document."""
     T, K = q_BTHK.shape[1], q_BTHK.shape[3]
     rows, columns = -T % _TILE, min(size for size in _HEADS if size >= K) - K
-    own = jnp.arange(T, T + rows, dtype=starts_BT.dtype)
-    starts_BT = jnp.concatenate([starts_BT, jnp.broadcast_to(own, (len(starts_BT), rows))], axis=1)
+    padding = jnp.arange(T, T + rows, dtype=starts_BT.dtype)
+    starts_BT = jnp.concatenate([starts_BT, jnp.broadcast_to(padding, (len(starts_BT), rows))], axis=1)
     qkv = (jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, columns))) for x in (q_BTHK, k_BTGK, v_BTGK))
     attended: Any = _attend(*qkv, starts_BT, K**-0.5)
     return attended[:, :T, :, :K]
@@ -102,13 +111,13 @@ class _Work(NamedTuple):
     """The work of a block of threads.
 
     Attributes:
-        own: Slices in device memory that are copied into the first buffers once.
+        resident: Slices of device memory. Each is copied once, into the buffer of the same position.
         count: int32, number of steps.
-        source: Returns the slices in device memory that a step copies into the ring.
-        compute: Runs a warpgroup, given `loop(step, carry, bounds)`.
+        source: Maps a step to the slices of device memory that it copies into the ring.
+        compute: Runs a compute warpgroup, given `loop(step, carry, bounds)`.
     """
 
-    own: Sequence[Any]
+    resident: Sequence[Any]
     count: Any
     source: Callable[[Any], Sequence[Any]]
     compute: Callable[[Callable[..., Any]], None]
@@ -118,12 +127,12 @@ class _Place(NamedTuple):
     """The place of a warpgroup in the grid.
 
     Attributes:
-        row: Row of the batch.
-        head: Head of the queries, or of the keys in the kernel of their gradients.
-        tile: Number of the tile of tokens.
-        half: Rows of the warpgroup in its tile.
-        tokens: Rows of the warpgroup in the sequence.
-        first: First token of the warpgroup.
+        row: int32, index of the sequence in the batch.
+        head: int32, query head, or key head in the kernel that computes the gradients of keys and values.
+        tile: int32, index of the tile of tokens.
+        half: Slice of the warpgroup's tokens in the tile.
+        tokens: Slice of the warpgroup's tokens in the sequence.
+        first: int32, index of the warpgroup's first token.
     """
 
     row: Any
@@ -139,20 +148,20 @@ def _launch(
     args: Sequence[Array],
     outs: Sequence[jax.ShapeDtypeStruct],
     heads: int,
-    own: Sequence[Any],
+    buffers: Sequence[Any],
     ring: Sequence[Any],
     loaded: int,
 ) -> Sequence[Array]:
-    """Runs `work(place, refs, own)` for each row of the batch, head and tile of tokens.
+    """Runs `work(place, refs, buffers)` for each sequence of the batch, head and tile of tokens.
 
     Args:
-        work: Describes the work of a block of threads.
-        args: Arrays; the first is [B, T, ...].
-        outs: Shapes of the results.
-        heads: Size of the grid along heads.
-        own: Buffers in shared memory.
-        ring: Buffers that are filled at each step, with an axis of stages.
-        loaded: Number of slices in `_Work.own`.
+        work: Returns the work of a block of threads.
+        args: Input arrays; the first is [B, T, ...].
+        outs: Shapes and dtypes of the results.
+        heads: Number of heads in the grid.
+        buffers: Types of the shared memory buffers. The first `loaded` of them are filled once.
+        ring: Types of the shared memory buffers that each step fills, with a leading axis of stages.
+        loaded: Number of slices in `_Work.resident`.
 
     Returns:
         The results.
@@ -160,18 +169,18 @@ def _launch(
     gpu, stages = plgpu(), ring[0].shape[0]
     B, T = args[0].shape[:2]
 
-    def attend(*refs: Any, own: Any, ring: Any, loaded: Any, full: Any, empty: Any) -> None:
+    def attend(*refs: Any, buffers: Any, ring: Any, loaded: Any, full: Any, empty: Any) -> None:
         row, head, tile, wg = (lax.axis_index(name) for name in ("row", "head", "tile", "wg"))
         first = (2 * tile + wg) * _HALF
-        mine = work(_Place(row, head, tile, pl.ds(wg * _HALF, _HALF), pl.ds(first, _HALF), first), refs, own)
+        mine = work(_Place(row, head, tile, pl.ds(wg * _HALF, _HALF), pl.ds(first, _HALF), first), refs, buffers)
 
         @pl.when(wg == 2)
         def load() -> None:
             gpu.set_max_registers(40, action="decrease")
-            for source, buffer in zip(mine.own, own, strict=False):
+            for source, buffer in zip(mine.resident, buffers, strict=False):
                 gpu.copy_gmem_to_smem(source, buffer, loaded)
 
-            # The last `stages` turns only wait: a warpgroup must observe every phase of its barriers.
+            # The last `stages` steps only wait, because a warpgroup must observe every phase of its barriers.
             def step(number: Any, _: None) -> None:
                 slot = lax.rem(number, jnp.int32(stages))
                 pl.when(number >= stages)(lambda: gpu.barrier_wait(empty.at[slot]))
@@ -189,9 +198,9 @@ def _launch(
             gpu.barrier_wait(loaded)
 
             def loop(step: Callable[..., Any], carry: Any, bounds: Sequence[Any]) -> Any:
-                """Calls `step(number, buffers, carry, masked)`. Steps between the second and third bound need no mask."""
+                """Runs `step(number, buffers, carry, masked)` between four bounds. The middle range needs no mask."""
 
-                def one(number: Any, carry: Any, masked: bool) -> Any:
+                def run(number: Any, carry: Any, masked: bool) -> Any:
                     slot = lax.rem(number, jnp.int32(stages))
                     gpu.barrier_wait(full.at[slot])
                     carry = step(number, [buffer.at[slot] for buffer in ring], carry, masked)
@@ -199,7 +208,7 @@ def _launch(
                     return carry
 
                 for low, high, masked in zip(bounds, bounds[1:], (True, False, True), strict=False):
-                    carry = lax.fori_loop(low, high, functools.partial(one, masked=masked), carry)
+                    carry = lax.fori_loop(low, high, functools.partial(run, masked=masked), carry)
                 return carry
 
             mine.compute(loop)
@@ -209,7 +218,7 @@ def _launch(
         attend,
         out_type=tuple(outs),
         scratch_types={
-            "own": list(own),
+            "buffers": list(buffers),
             "ring": list(ring),
             "loaded": gpu.Barrier(num_arrivals=loaded),
             "full": gpu.Barrier(num_arrivals=len(ring), num_barriers=stages),
@@ -223,29 +232,34 @@ def _launch(
 
 
 def _full(shape: tuple[int, ...], value: float) -> Any:
-    """Returns a constant in the layout of an accumulator, or of one number for each of its rows."""
+    """Returns a constant array in the layout of an accumulator, or a constant vector with one element per row of it."""
     layout = plgpu().Layout.WGMMA
     return plgpu().layout_cast(jnp.full(shape, value, jnp.float32), layout if len(shape) == 2 else layout.reduce(1))
 
 
 def _load(ref: Any, axis: int) -> Any:
-    """Loads one number for each row (axis 0) or column (axis 1) of an accumulator."""
+    """Loads a vector with one element per row (axis 0) or per column (axis 1) of an accumulator."""
     return plgpu().load(ref, layout=plgpu().Layout.WGMMA.reduce(1 - axis), optimized=False)
 
 
-def _spread(numbers: Any, like: Any, axis: int = 0) -> Any:
-    return lax.broadcast_in_dim(numbers, like.shape, (axis,))
+def _spread(vector: Any, like: Any, axis: int = 0) -> Any:
+    """Broadcasts a vector along `axis` to the shape of `like`."""
+    return lax.broadcast_in_dim(vector, like.shape, (axis,))
 
 
 def _mask(scores: Any, first_q: Any, first_c: Any, starts: Any, axis: int) -> Any:
-    """Masks the scores of keys after the query and before its document. Queries lie along `axis`."""
+    """Sets the scores of keys after the query, or before its document, to -inf. `axis` is the axis of the queries."""
     iota = functools.partial(plgpu().broadcasted_iota, jnp.int32, scores.shape, layout=plgpu().Layout.WGMMA)
     q, c = iota(axis) + first_q, iota(1 - axis) + first_c
     return jnp.where((c <= q) & (c >= _spread(starts, scores, axis)), scores, -jnp.inf)
 
 
 def _keys(k: Any, v: Any, starts: Any, at: _Place, group: Any, C: int) -> tuple[Any, Any, tuple[Any, ...]]:
-    """Returns the source of a tile of queries, its first block of C keys, and the bounds of `loop`, relative to it."""
+    """Returns the keys that a tile of queries reads.
+
+    Returns:
+        `_Work.source`, the index of the first block of C keys, and the bounds of `loop` relative to it.
+    """
     begin, end = at.tile * _TILE, (at.tile + 1) * _TILE
     first, plain = (lax.div(starts[at.row, token] + over, jnp.int32(C)) for token, over in ((begin, 0), (end - 1, C - 1)))
     diagonal, last = lax.div(begin, jnp.int32(C)) - first, lax.div(end, jnp.int32(C)) - first
@@ -260,17 +274,17 @@ def _keys(k: Any, v: Any, starts: Any, at: _Place, group: Any, C: int) -> tuple[
 # A jitted function, because jax 0.11 names and compiles every call of a kernel separately.
 @functools.partial(jax.jit, static_argnums=4)
 def _jgraph_documents(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, scale: float) -> tuple[Array, Array]:
-    """Returns the attention, and the base 2 logarithm of each query's sum of exponentials."""
+    """Returns the attention [B, T, H, K], and log2 of each query's sum of exponentials [B, H, T]."""
     (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
     gpu, C, factor = plgpu(), _TILE, scale * math.log2(math.e)
 
-    def work(at: _Place, refs: Any, own: Any) -> _Work:
+    def work(at: _Place, refs: Any, scratch: Any) -> _Work:
         q, k, v, starts, y, lse = refs
         group = lax.div(at.head, jnp.int32(H // G))
         source, first, bounds = _keys(k, v, starts, at, group, C)
 
         def compute(loop: Any) -> None:
-            mine, sums = own[0].at[at.half], own[1].at[at.half]
+            mine, sums = scratch[0].at[at.half], scratch[1].at[at.half]
             starts_Q = _load(starts.at[at.row, at.tokens], 0)
 
             def step(number: Any, buffers: Any, carry: Any, masked: bool) -> Any:
@@ -294,9 +308,9 @@ def _jgraph_documents(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Ar
         return _Work([q.at[at.row, pl.ds(at.tile * _TILE, _TILE), at.head]], bounds[-1], source, compute)
 
     outs = jax.ShapeDtypeStruct(q_BTHK.shape, q_BTHK.dtype), jax.ShapeDtypeStruct((B, H, T), jnp.float32)
-    own = shared((_TILE, K), q_BTHK.dtype), gpu.SMEM((_TILE,), jnp.float32)
+    buffers = shared((_TILE, K), q_BTHK.dtype), gpu.SMEM((_TILE,), jnp.float32)
     ring = [shared((2, C, K), q_BTHK.dtype)] * 2
-    y_BTHK, lse_BHT = _launch(work, (q_BTHK, k_BTGK, v_BTGK, starts_BT), outs, H, own, ring, 1)
+    y_BTHK, lse_BHT = _launch(work, (q_BTHK, k_BTGK, v_BTGK, starts_BT), outs, H, buffers, ring, 1)
     return y_BTHK, lse_BHT
 
 
@@ -305,11 +319,12 @@ def _jgraph_documents_backward(
     q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, dy_BTHK: Array, lse_BHT: Array, delta_BHT: Array,
     scale: float,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Returns the gradients of queries, keys and values. Keys and queries have a kernel each, so no sum is atomic."""
+    """Returns the gradients of queries, keys and values. Two kernels, one over queries and one over keys, avoid atomics."""
     (T, H, K), G = q_BTHK.shape[1:], k_BTGK.shape[2]
     R, N, dtype = H // G, _HALF, q_BTHK.dtype
     gpu, factor = plgpu(), scale * math.log2(math.e)
-    # For the first and last key of each tile, the number of tokens in documents that begin up to it.
+    # For the first and last key of each tile: the end of its document, which is the number of tokens in documents that start at
+    # or before the key.
     places_J2 = jnp.arange(0, T, _TILE)[:, None] + jnp.array([0, _TILE - 1])
     ends_BJ2 = jnp.sum(starts_BT[:, None, None] <= places_J2[:, :, None], axis=-1, dtype=jnp.int32)
 
@@ -318,13 +333,13 @@ def _jgraph_documents_backward(
         gpu.commit_smem()
         gpu.copy_smem_to_gmem(buffer, out)
 
-    def of_queries(at: _Place, refs: Any, own: Any) -> _Work:
+    def of_queries(at: _Place, refs: Any, scratch: Any) -> _Work:
         q, k, v, starts, dy, lse, delta, dq = refs
         group, tile = lax.div(at.head, jnp.int32(R)), pl.ds(at.tile * _TILE, _TILE)
         source, first, bounds = _keys(k, v, starts, at, group, N)
 
         def compute(loop: Any) -> None:
-            q_QK, dy_QK = (buffer.at[at.half] for buffer in own)
+            q_QK, dy_QK = (buffer.at[at.half] for buffer in scratch)
             starts_Q = _load(starts.at[at.row, at.tokens], 0)
             lse_Q, delta_Q = (_load(ref.at[at.row, at.head, at.tokens], 0) for ref in (lse, delta))
 
@@ -341,7 +356,7 @@ def _jgraph_documents_backward(
 
         return _Work([x.at[at.row, tile, at.head] for x in (q, dy)], bounds[-1], source, compute)
 
-    def of_keys(at: _Place, refs: Any, own: Any) -> _Work:
+    def of_keys(at: _Place, refs: Any, scratch: Any) -> _Work:
         q, k, v, starts, dy, lse, delta, ends, dk, dv = refs
         tile, first = pl.ds(at.tile * _TILE, _TILE), at.tile * (_TILE // N)
         plain, last = (ends[at.row, at.tile, which] + over for which, over in ((0, 0), (1, N - 1)))
@@ -354,7 +369,7 @@ def _jgraph_documents_backward(
             return q.at[at.row, queries, head], dy.at[at.row, queries, head], *by_row, starts.at[at.row, queries]
 
         def compute(loop: Any) -> None:
-            k_CK, v_CK = (buffer.at[at.half] for buffer in own)
+            k_CK, v_CK = (buffer.at[at.half] for buffer in scratch)
 
             def head(r: Any, carry: Any) -> Any:
                 def step(number: Any, buffers: Any, carry: Any, masked: bool) -> Any:
@@ -376,10 +391,10 @@ def _jgraph_documents_backward(
 
         return _Work([x.at[at.row, tile, at.head] for x in (k, v)], R * count, source, compute)
 
-    own, ring = [shared((_TILE, K), dtype)] * 2, [shared((4, N, K), dtype)] * 2
+    buffers, ring = [shared((_TILE, K), dtype)] * 2, [shared((4, N, K), dtype)] * 2
     by_query = [gpu.SMEM((4, N), number) for number in (jnp.float32, jnp.float32, jnp.int32)]
     args = q_BTHK, k_BTGK, v_BTGK, starts_BT, dy_BTHK, lse_BHT, delta_BHT
     of_q, of_k = (jax.ShapeDtypeStruct(x.shape, dtype) for x in (q_BTHK, k_BTGK))
-    (dq,) = _launch(of_queries, args, [of_q], H, own, ring, 2)
-    dk, dv = _launch(of_keys, (*args, ends_BJ2), [of_k, of_k], G, own, ring + by_query, 2)
+    (dq,) = _launch(of_queries, args, [of_q], H, buffers, ring, 2)
+    dk, dv = _launch(of_keys, (*args, ends_BJ2), [of_k, of_k], G, buffers, ring + by_query, 2)
     return dq, dk, dv

@@ -1,4 +1,4 @@
-"""Elementwise functions as data, which a kernel applies to its operands."""
+"""Elementwise functions as hashable lists of operations, for kernels that apply them to their operands."""
 
 import math
 import operator
@@ -26,8 +26,8 @@ def _erf(x: Any) -> Any:
     root = lax.rsqrt(1 + 0.3275911 * size)
     t = root * root
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    found = 1 - series * jnp.exp2(x * x * -_LOG2_E)
-    return jnp.where(x < 0, -found, found)
+    positive = 1 - series * jnp.exp2(x * x * -_LOG2_E)
+    return jnp.where(x < 0, -positive, positive)
 
 
 _OPS = {
@@ -56,18 +56,31 @@ _OPS = {
 
 @dataclass(frozen=True)
 class Elementwise:
-    """A float32 function of arrays of one shape. Hashable, so that equal functions share a compiled kernel.
+    """An elementwise function of arrays, computed in float32. Hashable, so that equal functions share a compiled kernel.
 
     Attributes:
-        inputs: Number of arrays.
-        steps: Operations with their operands. Values are numbered in the order inputs, steps. The last step is the result, or
-            the first input if there are no steps.
+        inputs: Number of input arrays.
+        steps: Operations as pairs (name, operands). The name is one of the names that `can` lists. An operand is an int, the
+            number of an earlier value, or a float, a constant. Values are numbered from 0: first the inputs, then the result of
+            each step. The last value is the result. Without steps, the result is the first input.
     """
 
     inputs: int = 1
     steps: tuple[tuple[str, tuple[Operand, ...]], ...] = ()
 
     def __call__(self, *inputs: Any) -> Any:
+        """Applies the function.
+
+        Args:
+            *inputs: As many arrays as the attribute `inputs`, of any dtype, with shapes that broadcast with each other. Each is
+                converted to float32.
+
+        Returns:
+            The result, float32 in the broadcast shape.
+
+        Raises:
+            KeyError: If the name of a step is unknown.
+        """
         values = [x.astype(jnp.float32) for x in inputs]
         for name, operands in self.steps:
             values.append(_OPS[name](*(values[i] if isinstance(i, int) else i for i in operands)))
@@ -75,7 +88,15 @@ class Elementwise:
 
 
 def can(name: str) -> bool:
-    """True if a primitive of this name can be a step."""
+    """Checks the name of an operation for `Elementwise.steps`.
+
+    Args:
+        name: Name of a JAX primitive, such as `mul`.
+
+    Returns:
+        True for abs, add, add_any, div, erf, erfc, exp, exp2, logistic, max, min, mul, neg, one_minus_square (1 - x * x, not a
+        JAX primitive), rsqrt, sqrt, square, sub and tanh; else False.
+    """
     return name in _OPS
 
 
@@ -83,11 +104,13 @@ IDENTITY = Elementwise()
 
 
 class Computed(NamedTuple):
-    """A lazy array, computed by the kernel that reads it.
+    """A function with its arguments, in place of the array [M, N] of its results. `cast_transpose` computes the array.
 
     Attributes:
-        fn: The function. Implementations agree up to the rounding of its operations.
-        inputs: Its arguments: at least one array [M, N]. Columns M x 1 and rows 1 x N are broadcast.
+        fn: The function, an `Elementwise`. The Pallas kernel and the XLA implementation of `cast_transpose` round its
+            operations differently.
+        inputs: A tuple with the arguments of the function, bfloat16 or float32. At least one is [M, N]. Others may be columns
+            [M, 1] or rows [1, N], which are broadcast.
     """
 
     fn: Elementwise

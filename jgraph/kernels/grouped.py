@@ -1,9 +1,9 @@
-"""Grouped matmuls: groups of rows times a matrix each, as the linear layers of a mixture of experts.
+"""Grouped matmuls, for the linear layers of a mixture of experts. Each group of rows is multiplied by its own matrix.
 
-The sizes of the groups are known on the device only. Hopper has a kernel, `_grouped_mosaic`; other GPUs loop over tiles.
+The group sizes are arrays on the device. Hopper runs a kernel, `_grouped_mosaic`; other GPUs loop over tiles of rows.
 """
 
-# M rows, sorted by group; G groups, K summed over, N columns
+# M rows, sorted by group; G groups, K contracted, N columns
 
 import functools
 from collections.abc import Callable
@@ -21,43 +21,59 @@ from jgraph.kernels._mosaic import LINE, has_wgmma, target
 
 DOT, WGRAD = "_jgraph_grouped_dot", "_jgraph_grouped_wgrad"
 CALLS = DOT, "_jgraph_grouped_dgrad", WGRAD, "_jgraph_grouped_dot_fp8"
-"""Names of the jitted functions, which identify a grouped matmul, its gradients, and FP8 ones in a trace."""
+"""Names of the jitted functions. They identify grouped matmuls, their gradients and FP8 matmuls in a trace."""
 
 ROWS = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
-"""Dimension numbers of a grouped matmul as a `ragged_dot_general`, then of its dgrad and its wgrad."""
+"""Dimension numbers of `lax.ragged_dot_general` for a grouped matmul (ROWS), its dgrad (TURNED) and its wgrad (SUMMED)."""
 TURNED = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
 SUMMED = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 
 
 def grouped_dot(x_MK: Array, weights_GKN: Array, sizes_G: Array, *, implementation: str = "auto") -> Array:
-    """Multiplies the rows of each group with the group's matrix; sums in float32.
+    """Multiplies the rows of each group by the matrix of the group. Accumulates in float32.
 
-    Differentiable in rows and weights.
+    The axes are M rows, G groups, K contracted and N columns of the result. Differentiable in `x_MK` and `weights_GKN`.
 
     Args:
-        x_MK: bfloat16 or float32; the rows of group 0 come first, then the rows of group 1.
+        x_MK: bfloat16 or float32, sorted by group: the rows of group 0 come first, then the rows of group 1.
         weights_GKN: One matrix per group, in the dtype of `x_MK`.
-        sizes_G: int32, number of rows of each group; may be zero. Rows beyond their sum give zeros.
-        implementation: `mosaic` (Hopper; jax 0.11 or newer; bfloat16; M a multiple of 8, K and N of 64), `tiles` (plain jax,
-            a loop over tiles of rows), `xla` (`lax.ragged_dot`, which multiplies all rows by every matrix on an NVIDIA GPU), or
-            `auto`: on a GPU the first supported one, elsewhere `xla`.
+        sizes_G: int32, number of rows of each group; may be zero. The sum must be at most M, which is not checked. Rows beyond
+            the sum belong to no group, and their results are zeros.
+        implementation: `mosaic`, `tiles`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper; jax 0.11 or newer; bfloat16;
+            M a multiple of 8, K and N of 64). `tiles` is plain JAX, a loop over tiles of rows. `xla` is
+            `lax.ragged_dot_general`, which multiplies all rows by every matrix on an NVIDIA GPU. `auto` selects `mosaic` if the
+            device and the arrays permit it, else `tiles` on a GPU in the table `jgraph.device.DEVICES`, else `xla`.
 
     Returns:
         [M, N] in the dtype of `x_MK`.
 
     Raises:
-        ConfigError: If `implementation` is unknown.
-        ShapeError: If shapes or dtypes disagree, or the implementation does not support them.
+        ConfigError: If `implementation` is not one of these names.
+        ShapeError: If shapes or dtypes disagree, if an array is empty, or if `implementation` is `mosaic` and the kernel does
+            not support the shapes or the dtype.
     """
     _check(sizes_G, x_MK=(x_MK, 2), weights_GKN=(weights_GKN, 3))
     (M, K), (G, rows, N) = x_MK.shape, weights_GKN.shape
     fits = (G, rows) == (sizes_G.size, K) and weights_GKN.dtype == x_MK.dtype
-    require(fits, "weights_GKN", weights_GKN, f"{x_MK.dtype}[{sizes_G.size}, {K}, N], as `x_MK` and `sizes_G` are")
+    matching = f"for `x_MK` {list(x_MK.shape)} and `sizes_G` {list(sizes_G.shape)}"
+    require(fits, "weights_GKN", weights_GKN, f"{x_MK.dtype}[{sizes_G.size}, {K}, N] {matching}")
     return _dot(x_MK, weights_GKN, sizes_G, _chosen(implementation, (M, K, N), x_MK))
 
 
 def grouped_dgrad(dy_MN: Array, weights_GKN: Array, sizes_G: Array) -> Array:
-    """Computes the gradient of the rows of `grouped_dot`: rows of dy times their group's transposed matrix."""
+    """Computes the gradient of the argument `x_MK` of `grouped_dot`: each row of dy times the transposed matrix of its group.
+
+    The axes are M rows, G groups, K contracted by `grouped_dot`, and N columns of its result. Selects the implementation
+    automatically: the Pallas kernel, a loop over tiles of rows, or `lax.ragged_dot_general`. Checks no argument.
+
+    Args:
+        dy_MN: dy, the gradient of the result of `grouped_dot`, bfloat16 or float32. Its rows are sorted by group.
+        weights_GKN: One matrix per group, in the dtype of `dy_MN`.
+        sizes_G: int32, number of rows of each group, with a sum of at most M. Rows beyond the sum give zeros.
+
+    Returns:
+        [M, K] in the dtype of `dy_MN`.
+    """
     (M, N), K = dy_MN.shape, weights_GKN.shape[1]
     return _jgraph_grouped_dgrad(dy_MN, weights_GKN, sizes_G, _chosen("auto", (M, K, N), dy_MN))
 
@@ -71,37 +87,49 @@ def grouped_dot_fp8(
     order: Literal["GNK", "NGK"],
     implementation: str = "auto",
 ) -> Array:
-    """Multiplies FP8 rows of each group with the group's FP8 matrix, and the sums with a scale.
+    """Multiplies the FP8 rows of each group by the FP8 matrix of the group, and the result by `scale`.
 
-    `cast_transpose` of weights [G * K, N] serves both directions: the forward pass reads its columns as `NGK`, and the dgrad
-    its rows as `GNK`. The tensor cores accumulate with about 14 bits. It has no gradient.
+    The axes are M rows, G groups, K contracted and N columns of the result. The tensor cores accumulate with about 14 bits. Not
+    differentiable.
+
+    One quantized weight serves forward and the gradient of the rows. Let the weights be G matrices [A, B], quantized by
+    `cast_transpose` as one matrix [G * A, B]. Forward contracts over A: pass the field `columns` of the quantized matrix,
+    reshaped to [B, G, A], with `order` "NGK". The gradient of the rows contracts over B: pass the field `rows`, reshaped to
+    [G, A, B], with `order` "GNK".
 
     Args:
-        x_MK: float8_e4m3fn or float8_e5m2; the rows of group 0 come first, then the rows of group 1.
-        weights: One matrix per group, with axes in `order`. Only one operand can be float8_e5m2.
-        sizes_G: As for `grouped_dot`.
-        scale: float32 scalar. The result is rounded once if it is a power of two.
-        order: Axes of `weights`: groups G, columns of the result N, summed axis K.
-        implementation: As for `grouped_dot`; `mosaic` needs K to be a multiple of 128, and jax 0.12 or newer for two dtypes.
-            `auto` converts unsupported operands to bfloat16, which is exact.
+        x_MK: float8_e4m3fn or float8_e5m2, sorted by group: the rows of group 0 come first, then the rows of group 1.
+        weights: float8_e4m3fn or float8_e5m2, one matrix per group, with its axes in `order`. `x_MK` and `weights` cannot both
+            be float8_e5m2.
+        sizes_G: int32, number of rows of each group; may be zero. The sum must be at most M, which is not checked. Rows beyond
+            the sum give zeros.
+        scale: float32 scalar. If it is a power of two, the result is rounded only once.
+        order: Order of the axes of `weights`: "GNK" for [G, N, K], or "NGK" for [N, G, K].
+        implementation: `mosaic`, `tiles`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper; jax 0.11 or newer, or 0.12
+            for operands of different dtypes; M a multiple of 8, K of 128, N of 64). `tiles` is a loop over tiles of rows and
+            `xla` is `lax.ragged_dot_general`; both first convert the operands to bfloat16, which is exact. `auto` selects
+            `mosaic` if the device and the FP8 operands permit it. Otherwise, it converts the operands to bfloat16 and selects
+            the kernel for bfloat16 (M a multiple of 8, K and N of 64), else `tiles` on a GPU in the table
+            `jgraph.device.DEVICES`, else `xla`.
 
     Returns:
         [M, N], bfloat16.
 
     Raises:
-        ConfigError: If `implementation` or `order` is unknown.
-        ShapeError: If shapes or dtypes disagree, or the implementation does not support them.
+        ConfigError: If `implementation` or `order` is not one of these names.
+        ShapeError: If shapes or dtypes disagree, if an array is empty, or if `implementation` is `mosaic` and the kernel does
+            not support the shapes.
     """
     check_choice("order", order, ("GNK", "NGK"))
     _check(sizes_G, _FP8, x_MK=(x_MK, 2), weights=(weights, 3))
     (M, K), G, N = x_MK.shape, sizes_G.size, weights.shape[order.index("N")]
     shape = tuple({"G": G, "N": N, "K": K}[axis] for axis in order)
-    require(weights.shape == shape, "weights", weights, f"{shape}, as `order` is {order}")
+    require(weights.shape == shape, "weights", weights, f"{list(shape)} for `order` {order}")
     both_e5m2 = x_MK.dtype == weights.dtype == jnp.float8_e5m2
-    require(not both_e5m2, "weights", weights, "float8_e4m3fn, because `x_MK` is float8_e5m2")
+    require(not both_e5m2, "weights", weights, "float8_e4m3fn for `x_MK` float8_e5m2")
     require_scalar("scale", scale)
-    of_one = x_MK.dtype == weights.dtype or jax.__version_info__ >= (0, 12)
-    fp8 = implementation == "mosaic" or (of_one and _fits((M, K, N), x_MK.dtype))
+    dtypes_fit = x_MK.dtype == weights.dtype or jax.__version_info__ >= (0, 12)
+    fp8 = implementation == "mosaic" or (dtypes_fit and _fits((M, K, N), x_MK.dtype))
     read_as = x_MK.dtype if fp8 else jnp.dtype(jnp.bfloat16)
     name = _chosen(implementation, (M, K, N), jax.ShapeDtypeStruct(x_MK.shape, read_as))
     return _jgraph_grouped_dot_fp8(x_MK, weights, sizes_G, scale, order, name, read_as)
@@ -126,26 +154,34 @@ def grouped_wgrad(
     add_GKN: Array | None = None,
     implementation: str = "auto",
 ) -> Array:
-    """Computes the gradient of the weights of `grouped_dot`: each group's transposed rows times its rows of dy.
+    """Computes the gradient of the weights of `grouped_dot`: the transposed rows of each group times its rows of dy.
+
+    The axes are M rows, G groups, K columns of x and N columns of dy. Accumulates in float32. Not differentiable.
 
     Args:
-        x_MK: bfloat16 or float32. Rows beyond the sum of the sizes are ignored.
-        dy_MN: Same dtype as `x_MK`. Ignored rows must be finite.
-        sizes_G: int32, number of rows of each group; an empty group gives zeros.
-        dtype: Dtype of the result, bfloat16 or float32; float32 with `add_GKN`.
-        add_GKN: float32, added to the result. Nothing is copied if a jitted function donates it.
-        implementation: As for `grouped_dot`.
+        x_MK: bfloat16 or float32, sorted by group. Rows beyond the sum of `sizes_G` are ignored.
+        dy_MN: Gradient of the result of `grouped_dot`, in the dtype of `x_MK`. Rows beyond the sum of `sizes_G` are ignored,
+            but must be finite.
+        sizes_G: int32, number of rows of each group, with a sum of at most M. The gradient of an empty group is zero.
+        dtype: Dtype of the result, bfloat16 or float32; must be float32 if `add_GKN` is given.
+        add_GKN: float32 [G, K, N], added to the gradient; None adds nothing. The kernel updates the buffer in place if the
+            caller's jit donates this argument; otherwise XLA copies the array, and the caller's array is unchanged.
+        implementation: `mosaic`, `tiles`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper; jax 0.11 or newer; bfloat16;
+            M a multiple of 8, K and N of 64). `tiles` is plain JAX, a loop over tiles of rows. `xla` is
+            `lax.ragged_dot_general`. `auto` selects `mosaic` if the device and the arrays permit it, else `tiles` on a GPU in
+            the table `jgraph.device.DEVICES`, else `xla`.
 
     Returns:
-        [G, K, N] in `dtype`.
+        The gradient, plus `add_GKN` if given, [G, K, N] in `dtype`.
 
     Raises:
-        ConfigError: If `implementation` or `dtype` is unknown.
-        ShapeError: If shapes or dtypes disagree, or the implementation does not support them.
+        ConfigError: If `implementation` or `dtype` is not one of these names.
+        ShapeError: If shapes or dtypes disagree, if an array is empty, or if `implementation` is `mosaic` and the kernel does
+            not support the shapes or the dtype.
     """
     _check(sizes_G, x_MK=(x_MK, 2), dy_MN=(dy_MN, 2))
     (M, K), N = x_MK.shape, dy_MN.shape[1]
-    require(dy_MN.shape[0] == M and dy_MN.dtype == x_MK.dtype, "dy_MN", dy_MN, f"{x_MK.dtype}[{M}, N], as `x_MK` is")
+    require(dy_MN.shape[0] == M and dy_MN.dtype == x_MK.dtype, "dy_MN", dy_MN, f"{x_MK.dtype}[{M}, N] like `x_MK`")
     dtype, shape = jnp.dtype(dtype), (sizes_G.size, K, N)
     check_choice("dtype", dtype.name, ("bfloat16", "float32") if add_GKN is None else ("float32",))
     fits = add_GKN is None or (add_GKN.shape == shape and add_GKN.dtype == jnp.float32)
@@ -157,13 +193,13 @@ _FLOATS, _FP8 = ("bfloat16", "float32"), ("float8_e4m3fn", "float8_e5m2")
 
 
 def _allowed(dtype: DTypeLike) -> tuple[int, int, int]:
-    """Returns the numbers that M, K and N of the kernel must be multiples of."""
+    """Returns the divisors that the kernel requires of M, K and N."""
     return ALIGNED, SWIZZLED if jnp.dtype(dtype).itemsize > 1 else LINE, SWIZZLED
 
 
 def _fits(shape: tuple[int, int, int], dtype: DTypeLike) -> bool:
-    even = not any(size % of for size, of in zip(shape, _allowed(dtype), strict=True))
-    return even and jnp.dtype(dtype).name in ("bfloat16", *_FP8)
+    divisible = not any(size % divisor for size, divisor in zip(shape, _allowed(dtype), strict=True))
+    return divisible and jnp.dtype(dtype).name in ("bfloat16", *_FP8)
 
 
 def _chosen(implementation: str, shape: tuple[int, int, int], x_MK: Array | jax.ShapeDtypeStruct) -> str:
@@ -175,9 +211,9 @@ def _chosen(implementation: str, shape: tuple[int, int, int], x_MK: Array | jax.
 def _check(sizes_G: Array, dtypes: tuple[str, str] = _FLOATS, **arrays: tuple[Array, int]) -> None:
     for name, (array, rank) in arrays.items():
         fits = array.ndim == rank and array.size > 0 and array.dtype in dtypes
-        require(fits, name, array, f"{' or '.join(dtypes)}, not empty, of rank {rank}")
+        require(fits, name, array, f"a nonempty array of rank {rank} and dtype {' or '.join(dtypes)}")
     fits = sizes_G.ndim == 1 and sizes_G.size > 0 and sizes_G.dtype == jnp.int32
-    require(fits, "sizes_G", sizes_G, "int32, not empty, of rank 1")
+    require(fits, "sizes_G", sizes_G, "a nonempty array of rank 1 and dtype int32")
 
 
 # Jitted functions, because jax 0.11 names and compiles every call of a kernel separately.
@@ -219,9 +255,9 @@ _dot.defvjp(lambda *args: (_dot(*args), args[:3]), _dot_backward)
 
 
 def _ragged_dot(numbers: lax.RaggedDotDimensionNumbers, lhs: Array, rhs: Array, sizes_G: Array) -> Array:
-    """Computes `lax.ragged_dot_general` in float32, also under a `jax.vmap` that maps none of the arguments.
+    """Computes `lax.ragged_dot_general` with a float32 result, also under a `jax.vmap` that maps none of the arguments.
 
-    JAX raises NotImplementedError there, and `jgraph.mesh.with_batch_axes` binds axes by such a `vmap`.
+    JAX's batching rule raises NotImplementedError for such a `vmap`. `jgraph.mesh.with_batch_axes` uses one to bind axes.
     """
 
     def plain(lhs: Array, rhs: Array, sizes_G: Array) -> Array:
@@ -238,25 +274,28 @@ def _ragged_dot(numbers: lax.RaggedDotDimensionNumbers, lhs: Array, rhs: Array, 
 
 
 _ROWS = 256
-"""Rows of a tile of the loop."""
+"""Rows per tile of the implementation `tiles`."""
 
 
 def _cumulative(counts: Array) -> Array:
-    # XLA fuses sums over a mask into one kernel, unlike a cumulative sum.
+    # XLA fuses a masked sum into one kernel, but not a cumulative sum.
     return jnp.sum(jnp.where(jnp.tri(counts.size, dtype=bool), counts, 0), axis=1, dtype=jnp.int32)
 
 
 def _over_tiles(sizes_G: Array, M: int, body: Callable[[Array, Array, Array, Array], Array], init: Array) -> Array:
-    """Loops over tiles of rows. Every tile has rows of one group.
+    """Loops over tiles of rows. Each tile has the rows of one group.
 
-    At most twice the minimal work if groups have at least as many rows as a tile.
+    Does at most twice the minimal work if every group has at least as many rows as a tile.
 
     Args:
         sizes_G: Number of rows of each group.
-        M: Number of all rows. Rows beyond the sum of the sizes are in no group.
-        body: Returns the carry after a tile, from the carry, the group, the tile's first row, and a mask [rows, 1] of the rows
-            that belong to the group. First rows are multiples of `ALIGNED`.
-        init: The first carry.
+        M: Total number of rows. Rows beyond the sum of the sizes are in no group.
+        body: Maps the carry, the group, the first row of the tile (a multiple of `ALIGNED`) and a mask [rows, 1] to the new
+            carry. The mask is True for the rows of the group.
+        init: Initial carry.
+
+    Returns:
+        The last carry.
     """
     G = sizes_G.size
     end = jnp.concatenate([jnp.minimum(_cumulative(sizes_G), M), jnp.full((1,), M, jnp.int32)])

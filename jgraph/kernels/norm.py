@@ -1,7 +1,7 @@
-"""RMSNorm of a residual stream fused with the sum before it: one pass over the arrays forward and one backward.
+"""RMSNorm of a residual stream, fused with the preceding sum. Forward and backward each read their arrays once.
 
-XLA reads the stream once for its mean square and once to scale it, forward and backward, and copies it first where a matmul
-accumulates into it. For [16384, 768] in bfloat16 one pass moves 101 MB, which takes 24 us on an H200. XLA moves 151 MB.
+XLA reads the stream twice in each direction: for the mean square and to scale it. It also copies the stream if a matmul
+accumulates into it. For [16384, 768] in bfloat16 the kernel moves 101 MB, in 24 us on an H200. XLA moves 151 MB.
 """
 
 # M rows, D model
@@ -21,45 +21,50 @@ from jgraph.kernels._mosaic import has_mosaic, plgpu
 from jgraph.kernels._rows import ROWS, WIDTH, by_column, by_row, load, load_columns
 
 _LARGEST = 2048
-"""Largest D: a thread holds a 32nd of a row of each array in registers."""
+"""Maximum D: a warp holds a row of each array in registers."""
 _BLOCKS = 512
-"""Largest number of blocks of the backward kernel, each with a partial gradient of the scale: four per multiprocessor."""
+"""Maximum number of blocks of the backward kernel, four per multiprocessor. Each has a partial gradient of the scale."""
 
 
 def rms_norm(
     x: Array, scale_D: Array, *, add: Array | None = None, epsilon: float = 1e-6, implementation: str = "auto"
 ) -> tuple[Array, Array]:
-    """Adds to a residual stream and normalizes the sum: `x + add`, and its RMSNorm.
+    """Adds `add` to a residual stream and computes the RMSNorm of the sum.
 
-    Equivalent to `x = x + add; y = flax.nnx.RMSNorm(...)(x)`. Use the returned sum from then on: the kernel also adds its
-    gradient.
-
-    >>> x, y = jgraph.rms_norm(jnp.ones((2, 4)), jnp.ones(4), add=jnp.full((2, 4), 2.0))
-    >>> float(x[0, 0]), round(float(y[0, 0]), 3)
-    (3.0, 1.0)
+    Equivalent to `x = x + add; y = flax.nnx.RMSNorm(...)(x)`. The norm of a row is
+    row / sqrt(mean(row**2) + epsilon) * scale_D, computed in float32. Use the returned sum as the new residual stream: the
+    backward kernel then also adds the gradient of the sum. Differentiable in `x`, `scale_D` and `add`.
 
     Args:
-        x: [..., D], bfloat16 or float32.
-        scale_D: float32 or the dtype of `x`.
-        add: Same shape and dtype as `x`; None adds nothing.
+        x: The residual stream [..., D], bfloat16 or float32; a row is the last axis, of width D.
+        scale_D: Scale of the norm, [D], float32 or the dtype of `x`.
+        add: Array with the shape and dtype of `x`; None adds nothing.
         epsilon: Added to the mean square.
-        implementation: `mosaic` (Hopper, Blackwell; jax 0.11 or newer; bfloat16, D a multiple of 128 and at most 2048, rows a
-            multiple of 4), `xla` (any device), or `auto`, which selects the first supported one.
+        implementation: `mosaic`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper or Blackwell; jax 0.11 or newer;
+            bfloat16; D a multiple of 128 and at most 2048; a number of rows that is a multiple of 4, and a multiple of 2048 if
+            it is 2048 or more). `xla` is plain JAX and runs on any device. `auto` selects `mosaic` if the device and the arrays
+            permit it, else `xla`.
 
     Returns:
-        The sum and its norm, both in the dtype of `x`; statistics are float32.
+        The pair (sum, norm of the sum), both with the shape and dtype of `x`. Without `add`, the sum is `x`.
 
     Raises:
-        ConfigError: If `implementation` is unknown.
-        ShapeError: If the shapes or dtypes disagree, or `mosaic` does not support them.
+        ConfigError: If `implementation` is not one of these names.
+        ShapeError: If `scale_D` is not [D], if `add` has another shape or dtype than `x`, or if `implementation` is `mosaic`
+            and the kernel does not support the shape or dtype.
+
+    Examples:
+        >>> x, y = jgraph.rms_norm(jnp.ones((2, 4)), jnp.ones(4), add=jnp.full((2, 4), 2.0))
+        >>> float(x[0, 0]), round(float(y[0, 0]), 3)
+        (3.0, 1.0)
     """
-    require(x.ndim > 0 and scale_D.shape == x.shape[-1:], "scale_D", scale_D, f"of the last size of `x`, {x.shape}")
+    require(x.ndim > 0 and scale_D.shape == x.shape[-1:], "scale_D", scale_D, f"[D] for `x` [..., D], which is {list(x.shape)}")
     if add is not None:
-        require(add.shape == x.shape and add.dtype == x.dtype, "add", add, f"as `x`, {x.dtype}{list(x.shape)}")
+        require(add.shape == x.shape and add.dtype == x.dtype, "add", add, f"{x.dtype}{list(x.shape)} like `x`")
     rows, D = math.prod(x.shape[:-1]), x.shape[-1]
     blocks = min(rows // ROWS, _BLOCKS)
     fits = x.dtype == jnp.bfloat16 and D % WIDTH == 0 and 0 < D <= _LARGEST and blocks > 0 and rows % (ROWS * blocks) == 0
-    must = f"bfloat16, rows a multiple of {ROWS}, the last size one of {WIDTH} and at most {_LARGEST}"
+    must = f"bfloat16 [..., D] with a multiple of {ROWS} rows, and D a multiple of {WIDTH} and at most {_LARGEST}"
     name = chosen(implementation, has_mosaic(), fits, "x", x, must)
     return (_mosaic if name == "mosaic" else _xla)(x, scale_D, add, epsilon)
 
@@ -85,11 +90,11 @@ def _forward(x: Array, scale_D: Array, add: Array | None, epsilon: float) -> tup
 
 
 def _backward(epsilon: float, residuals: Any, gradients: tuple[Array, Array]) -> tuple[Array, Array, Array | None]:
-    x, scale_D, alone = residuals
+    x, scale_D, is_add_none = residuals
     x_MD, dx_MD, dy_MD = (array.reshape(-1, x.shape[-1]) for array in (x, *gradients))
     dx_MD, parts = _jgraph_norm_backward(x_MD, scale_D.astype(jnp.float32), dx_MD, dy_MD, epsilon)
     dx = dx_MD.reshape(x.shape)
-    return dx, jnp.sum(parts, axis=0).astype(scale_D.dtype), None if alone else dx
+    return dx, jnp.sum(parts, axis=0).astype(scale_D.dtype), None if is_add_none else dx
 
 
 _mosaic.defvjp(_forward, _backward)
@@ -98,7 +103,7 @@ _mosaic.defvjp(_forward, _backward)
 # A jitted function, because jax 0.11 names and compiles every call of a kernel separately.
 @functools.partial(jax.jit, static_argnums=3)
 def _jgraph_norm(x_MD: Array, scale_D: Array, add_MD: Array | None, epsilon: float) -> tuple[Array, ...]:
-    """Returns the norm, and the sum if there is one."""
+    """Returns the norm, followed by the sum if `add_MD` is not None."""
     M, D = x_MD.shape
     outs = 1 + (add_MD is not None)
 
@@ -119,7 +124,7 @@ def _jgraph_norm(x_MD: Array, scale_D: Array, add_MD: Array | None, epsilon: flo
 
 @functools.partial(jax.jit, static_argnums=4)
 def _jgraph_norm_backward(x_MD: Array, scale_D: Array, dx_MD: Array, dy_MD: Array, epsilon: float) -> tuple[Array, Array]:
-    """Returns the gradient of x, and partial gradients of the scale."""
+    """Returns the gradient of x [M, D], and the partial gradients of the scale [blocks, D]."""
     M, D = x_MD.shape
     blocks = min(M // ROWS, _BLOCKS)
     steps = M // (ROWS * blocks)
@@ -129,14 +134,14 @@ def _jgraph_norm_backward(x_MD: Array, scale_D: Array, dx_MD: Array, dy_MD: Arra
 
         def step(number: Any, part: Any) -> Any:
             rows = pl.ds((i * steps + number) * ROWS, ROWS)
-            # Issue all loads before anything waits for one.
+            # Issue all loads before the first use of a result.
             values, gradient, stream = (load(array, rows) for array in (x, dy, dx))
             scaled = gradient * by_column(load_columns(scale))
             root = _root(values, epsilon)
-            # The component of the gradient along the row, which the norm removes.
+            # The norm removes the component of the gradient in the direction of the row.
             along = jnp.sum(scaled * values, axis=1) * (root * root * root * (1 / D))
-            found = scaled * by_row(root, D) - values * by_row(along, D)
-            out[rows] = (found + stream).astype(out.dtype)
+            dx_norm = scaled * by_row(root, D) - values * by_row(along, D)
+            out[rows] = (dx_norm + stream).astype(out.dtype)
             return part + gradient * values * by_row(root, D)
 
         shared[...] = lax.fori_loop(0, steps, step, _rows.laid_out(jnp.zeros((ROWS, D), jnp.float32)))
@@ -149,4 +154,5 @@ def _jgraph_norm_backward(x_MD: Array, scale_D: Array, dx_MD: Array, dy_MD: Arra
 
 
 def _root(values: Array, epsilon: float) -> Array:
+    """Returns 1 / sqrt(mean square + epsilon) of each row."""
     return lax.rsqrt(jnp.sum(values * values, axis=1) * (1 / values.shape[1]) + epsilon)

@@ -1,7 +1,7 @@
-"""Casts to FP8, transposes and computes the largest magnitude (amax) in one pass over the array.
+"""Casts an array to FP8, transposes it and computes its largest magnitude (amax), in one pass over the array.
 
-Hopper's FP8 matmuls contract both operands over their last axis, so forward and backward read an array and its transpose. One
-pass over bfloat16 reads 2 bytes and writes 1 + 1 per element: 0.125 ms for 16384 x 8192 at an H200's bandwidth.
+Hopper's FP8 matmuls contract both operands over their last axis, so forward and backward need an array and its transpose. One
+pass over bfloat16 reads 2 bytes and writes 1 + 1 bytes per element: 0.125 ms for 16384 x 8192 at the bandwidth of an H200.
 """
 
 # M rows, N columns, H pairs of rows
@@ -24,16 +24,16 @@ from jgraph.kernels.elementwise import IDENTITY, Computed, Elementwise
 Want = Literal["both", "rows", "columns", "amax"]
 _WRITTEN = {"both": ("rows", "columns"), "rows": ("rows",), "columns": ("columns",), "amax": ()}
 _ALIGNED = 16
-"""Rows and columns are multiples of it, as the copy engine and FP8 matmuls require."""
+"""The copy engine and FP8 matmuls require multiples of 16 rows and columns."""
 
 
 class Quantized(NamedTuple):
-    """A scaled array in FP8.
+    """The result of `cast_transpose`: a scaled matrix of M rows and N columns in FP8. `want` is the argument of that function.
 
     Attributes:
-        rows: The array, M x N; None if not requested.
-        columns: Its transpose, N x M; None if not requested.
-        amax: float32, largest magnitude before scaling; NaN if the array has a NaN.
+        rows: The matrix, FP8 [M, N]; None if `want` was `columns` or `amax`.
+        columns: FP8 [N, M], the transpose of `rows`; None if `want` was `rows` or `amax`.
+        amax: float32 scalar, largest magnitude of the array before scaling; NaN if the array has a NaN.
     """
 
     rows: Array | None
@@ -49,25 +49,31 @@ def cast_transpose(
     want: Want = "both",
     implementation: str = "auto",
 ) -> Quantized:
-    """Scales an array, clips it to the range of `dtype`, rounds to nearest even, and transposes the result.
+    """Scales an array, clips it to the range of `dtype`, rounds it to nearest even, and transposes the result.
 
-    All implementations return the same bits, except for the payload of a NaN.
+    Also computes the amax, the largest magnitude before scaling. All implementations return the same bits for an array, except
+    for the payload of a NaN. Not differentiable.
 
     Args:
-        x_MN: bfloat16 or float32; both sizes are multiples of 16. A `Computed` is evaluated in float32 by the kernel and never
-            written; the same limits hold for its inputs.
-        inverse_scale: float32 scalar to multiply by.
+        x_MN: bfloat16 or float32 matrix of M rows and N columns, both multiples of 16. Or a `Computed`: an elementwise function
+            with inputs [M, N], [M, 1] or [1, N] of these dtypes. The Pallas kernel evaluates the function in float32 and does
+            not write its result to memory.
+        inverse_scale: float32 scalar. The array is multiplied by it.
         dtype: float8_e4m3fn or float8_e5m2.
-        want: Results to compute: `both`, `rows`, `columns`, or only the `amax`.
-        implementation: `mosaic` (Hopper, Blackwell; jax 0.11 or newer; M a multiple of 128, N of 64), `xla` (any device), or
-            `auto`, which selects the first supported one.
+        want: Results to compute besides the amax: `both`, `rows` (FP8 without the transpose), `columns` (only the transpose),
+            or `amax` (none).
+        implementation: `mosaic`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper or Blackwell; jax 0.11 or newer; M a
+            multiple of 128, N of 64). `xla` is plain JAX and runs on any device. `auto` selects `mosaic` if the device and the
+            shape permit it, else `xla`.
 
     Returns:
-        The array in FP8, its transpose and its amax.
+        A `Quantized` with the fields `rows` (FP8 [M, N]), `columns` (FP8 [N, M]) and `amax` (float32 scalar). A field that
+        `want` does not request is None.
 
     Raises:
-        ConfigError: If `dtype`, `want` or `implementation` is unknown.
-        ShapeError: If `x_MN` or `inverse_scale` has a shape or dtype that is not supported.
+        ConfigError: If `dtype`, `want` or `implementation` is not one of these names.
+        ShapeError: If `x_MN` is not a matrix with M and N positive multiples of 16 or has another dtype, if `inverse_scale` is
+            not a float32 scalar, or if `implementation` is `mosaic` and the kernel does not support the shape.
     """
     x = x_MN if isinstance(x_MN, Computed) else Computed(IDENTITY, (x_MN,))
     check_choice("dtype", jnp.dtype(dtype).name, ("float8_e4m3fn", "float8_e5m2"))
@@ -77,21 +83,21 @@ def cast_transpose(
     for part in x.inputs:
         broadcast = x.fn.inputs > 1 and part.ndim == 2 and part.shape in ((shape[0], 1), (1, shape[1]))
         whole = aligned and part.shape == shape
-        require(broadcast or whole, "x_MN", part, f"of two sizes, multiples of {_ALIGNED}; pad it")
+        require(broadcast or whole, "x_MN", part, f"[M, N] with M and N multiples of {_ALIGNED}; pad it")
         require(part.dtype in (jnp.bfloat16, jnp.float32), "x_MN", part, "bfloat16 or float32")
     require_scalar("inverse_scale", inverse_scale)
-    must = f"of multiples of {2 * _PAIRS} x {_WIDTH}"
+    must = f"[M, N] with multiples of {2 * _PAIRS} x {_WIDTH}"
     name = chosen(implementation, has_kernel(), _fits_tiles(shape), "x_MN", x.inputs[0], must)
     return _JITTED[want](x.inputs, inverse_scale, x.fn, jnp.dtype(dtype), name)
 
 
 _NAMES: dict[Want, str] = {want: f"_jgraph_quantize_{want}" for want in get_args(Want)}
 CALLS: dict[str, Want] = {**{name: want for want, name in _NAMES.items()}, "_jgraph_amax": "amax"}
-"""Names of the jitted functions, which identify their calls in a trace, and the results that each computes."""
+"""Maps the names of the jitted functions, which identify their calls in a trace, to the results that they compute."""
 
 
 def _jitted(name: str, want: Want) -> Callable[..., Quantized]:
-    """Returns a jitted function, because jax 0.11 names and compiles every call of a kernel separately, a second each."""
+    """Returns a jitted function. Without jit, jax 0.11 names and compiles every call of a kernel separately, a second each."""
 
     def run(inputs: Any, inverse_scale: Array, fn: Elementwise, dtype: jnp.dtype, name: str) -> Quantized:
         return (_mosaic if name == "mosaic" else _xla)(Computed(fn, inputs), inverse_scale, dtype, want)
@@ -104,18 +110,40 @@ _JITTED: dict[Want, Callable[..., Quantized]] = {want: _jitted(name, want) for w
 
 
 def choose(shape: tuple[int, ...]) -> str:
-    """Returns the implementation that `auto` selects on the target device."""
+    """Returns the implementation that `cast_transpose` selects for `auto`. Runs nothing.
+
+    Args:
+        shape: Shape [M, N] of the array.
+
+    Returns:
+        `mosaic` if the target device runs the kernel (see `has_kernel`), M is a multiple of 128 and N of 64; else `xla`.
+    """
     return "mosaic" if has_kernel() and _fits_tiles(shape) else "xla"
 
 
 def has_kernel() -> bool:
-    """True if the target device runs the kernel. Mosaic of jax 0.10 cannot store its tiles."""
+    """True if the target device runs the kernel of `cast_transpose`: Hopper or Blackwell, with jax 0.11 or newer.
+
+    The target device is the device of the current abstract mesh, or JAX's first device if there is none. The Mosaic GPU of jax
+    0.10 cannot store the tiles of the kernel.
+    """
     return has_mosaic()
 
 
 def cast(x: Array, inverse_scale: Array, dtype: DTypeLike) -> Array:
-    """Casts an array of any shape to FP8 with XLA, as the rows of `cast_transpose`."""
-    # Without the barrier XLA removes this conversion and the one back, as excess precision.
+    """Casts an array of any shape to FP8 with XLA: scales it, clips it to the range of `dtype` and rounds it to nearest even.
+
+    Returns the same values as `cast_transpose(...).rows`. Checks no argument.
+
+    Args:
+        x: bfloat16 or float32, any shape.
+        inverse_scale: float32 scalar. The array is multiplied by it.
+        dtype: float8_e4m3fn or float8_e5m2.
+
+    Returns:
+        The array in `dtype`, with the shape of `x`. A NaN stays a NaN.
+    """
+    # Without the barrier, XLA removes this conversion together with the inverse conversion.
     return lax.optimization_barrier(_quantize(x, inverse_scale, jnp.dtype(dtype)))
 
 
@@ -125,20 +153,28 @@ def _quantize(x: Array, inverse_scale: Array, dtype: jnp.dtype) -> Array:
 
 
 def _xla(x: Computed, inverse_scale: Array, dtype: jnp.dtype, want: Want) -> Quantized:
-    """Reference implementation. XLA makes two passes over the array, one for the amax and one for the transpose."""
+    """Reference implementation. XLA reads the array twice: for the amax and for the transpose."""
     x_MN = x.fn(*x.inputs)
     rows = cast(x_MN, inverse_scale, dtype)
     return Quantized(rows if "rows" in _WRITTEN[want] else None, rows.T if "columns" in _WRITTEN[want] else None, amax(x_MN))
 
 
 def amax(x: Array) -> Array:
-    """Computes the largest magnitude in float32 with XLA; NaN if the array has a NaN."""
+    """Computes the largest magnitude of an array with XLA.
+
+    Args:
+        x: Nonempty array of any shape and a real dtype. It is converted to float32.
+
+    Returns:
+        A float32 scalar; NaN if the array has a NaN. Its gradient is zero.
+    """
     return _jgraph_amax(x)
 
 
 @jax.jit
 def _jgraph_amax(x: Array) -> Array:
-    # Integers have the same order, with NaN the largest. XLA's float maximum may drop a NaN on a CPU.
+    # The bits of nonnegative floats, read as integers, have the same order, with NaN as the largest. XLA's maximum of floats
+    # may drop a NaN on a CPU.
     magnitudes = lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
     return lax.bitcast_convert_type(jnp.max(magnitudes), jnp.float32)
 
@@ -148,23 +184,23 @@ def _shape(inputs: Sequence[Array]) -> tuple[int, ...]:
 
 
 def _fits_tiles(shape: tuple[int, ...]) -> bool:
-    # The copy engine clips whole tiles outside of the array, but not parts of one.
+    # The copy engine skips a tile that is entirely outside the array, but does not clip a tile that is partly outside.
     return shape[0] % (2 * _PAIRS) == 0 and shape[1] % _WIDTH == 0
 
 
 _PAIRS, _WIDTH, _TILES = 64, 64, 2
 """A block of threads processes two adjacent tiles of 64 pairs of rows by 64 columns.
 
-They take 64 KiB of shared memory in bfloat16, so a multiprocessor holds three blocks: one computes while others load and store.
+Both take 64 KiB of shared memory in bfloat16. A multiprocessor holds three blocks: one computes while others load and store.
 """
 
 
 def _mosaic(x: Computed, inverse_scale: Array, dtype: jnp.dtype, want: Want) -> Quantized:
-    """Transposes 16-bit pairs, because Hopper cannot transpose bytes.
+    """Mosaic implementation. Transposes pairs of rows as 16-bit numbers, because Hopper cannot transpose bytes.
 
     A thread holds both rows of a pair and packs their bytes into one 16-bit number, so even and odd rows are separate tiles. If
-    the width is an odd number of tiles, the copy engine loads zeros for the tile beside the array and stores nothing. Zeros do
-    not change the amax, but a function of zeros may, so a `Computed` is processed one tile at a time.
+    the width is an odd number of tiles, the copy engine loads zeros for the tile outside the array and does not store it. Zeros
+    do not change the amax, but a function of zeros may. A block therefore processes a `Computed` one tile at a time.
     """
     gpu = plgpu()
     fn, inputs = x
@@ -195,7 +231,7 @@ def _mosaic(x: Computed, inverse_scale: Array, dtype: jnp.dtype, want: Want) -> 
                 for parity in range(2):
                     gpu.copy_gmem_to_smem(x_H2N.at[pairs, parity, width(tile)], x.at[tile, parity], loaded.at[tile])
 
-        # Issued before the wait for the tiles.
+        # Loaded before the wait for the tiles.
         vectors = {
             (which, tile, parity): gpu.load(x.at[pairs, parity], layout=WGMMA.reduce(1), optimized=False)
             if x.shape == (H, 2)
@@ -225,7 +261,7 @@ def _mosaic(x: Computed, inverse_scale: Array, dtype: jnp.dtype, want: Want) -> 
                 values = fn(*operands(tile, parity))
                 largest = jnp.max(jnp.abs(values), axis=1)
                 amax = largest if amax is None else jnp.maximum(amax, largest)
-                # The compiled conversion saturates.
+                # The compiled conversion saturates, so only the interpreter must clip.
                 quantized = _quantize(values, factor, dtype) if on_cpu() else (values * factor).astype(dtype)
                 if rows is not None:
                     rows[tile, parity] = quantized
@@ -239,7 +275,7 @@ def _mosaic(x: Computed, inverse_scale: Array, dtype: jnp.dtype, want: Want) -> 
                     gpu.copy_smem_to_gmem(rows.at[tile, parity], out["rows"].at[pairs, parity, width(tile)])
             if columns is not None:
                 gpu.copy_smem_to_gmem(columns.at[tile], out["columns"].at[width(tile), pairs])
-        # One number per block, reduced after the kernel: needs no initialization and no atomics.
+        # The amax of each block, reduced after the kernel. A single amax would need an initialization and atomics.
         out["amax"][i, j] = jnp.max(amax)
         gpu.wait_smem_to_gmem(0)
 

@@ -1,10 +1,10 @@
 """Moves the rows of tokens into the order of their experts and back.
 
-Each direction is the gradient of the other, so neither scatters: rows are gathered by a permutation or its inverse, and the
-copies of a token are added in float32. The rows of a buffer that is not full are holes and read as zeros.
+Each direction is the gradient of the other, so neither needs a scatter: rows are gathered by a permutation or its inverse, and
+the copies of a token are added in float32. Unused rows of a buffer are holes, which read as zeros.
 """
 
-# N tokens, K copies of each, R = N * K rows, S rows of a buffer, E experts; B blocks of T tokens
+# N tokens, K copies per token, R = N * K rows, S rows of a buffer, E experts; B blocks of T tokens
 
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-# Tokens that are counted at once. Up to 256, sums of ones are exact in bfloat16.
+# Tokens per block of a count. Sums of up to 256 ones are exact in bfloat16.
 _BLOCK = 128
 
 Holes: TypeAlias = Literal["none", "zeros"]
@@ -22,8 +22,8 @@ class RowOrder(NamedTuple):
     """A permutation of rows, or an assignment of rows to a buffer with holes.
 
     Attributes:
-        source: int32 [S], the copy in each row of the buffer; copy k of a token is token * K + k. R for a hole.
-        inverse: int32 [R], the row of each copy. S for a copy that has none.
+        source: int32 [S], the index of the copy in each row of the buffer: token * K + k for copy k of a token. R for a hole.
+        inverse: int32 [R], the row of each copy; S for a copy without a row.
     """
 
     source: Array
@@ -31,13 +31,17 @@ class RowOrder(NamedTuple):
 
 
 def order_of(experts_NK: Array, counts_E: Array) -> RowOrder:
-    """Returns the order of the copies by expert, and by token within an expert.
+    """Computes the order of the copies by expert, and by token within an expert.
 
-    Counts instead of sorting, because XLA sorts on GPUs by a library call that a command buffer cannot contain.
+    Counts instead of sorting, because XLA sorts on GPUs with a library call that a command buffer cannot contain.
 
     Args:
-        experts_NK: Different experts for each token.
-        counts_E: int32, tokens of each expert.
+        experts_NK: int32, indices of K different experts for each of N tokens.
+        counts_E: int32, number of tokens of each of E experts.
+
+    Returns:
+        The order, a permutation of R = N * K rows: `source` has the copy in each row, and `inverse` the row of each copy. Copy
+        k of a token has the index token * K + k.
     """
     is_NKE = experts_NK[..., None] == jnp.arange(counts_E.size, dtype=experts_NK.dtype)
     places_NE = jnp.cumsum(counts_E) - counts_E + _count_before(jnp.any(is_NKE, 1))
@@ -48,10 +52,10 @@ def order_of(experts_NK: Array, counts_E: Array) -> RowOrder:
 
 
 def _count_before(goes_NE: Array) -> Array:
-    """Returns for each token the number of earlier tokens of each expert, int32 [N, E].
+    """Counts the earlier tokens of each expert for each token, int32 [N, E].
 
-    Multiplies by triangles of ones. The sums are exact: within a block in bfloat16, otherwise in float32. A cumulative sum
-    along N would need a kernel for every power of two.
+    Multiplies by triangular matrices of ones. The sums are exact: of a block in bfloat16, of several blocks in float32. A
+    cumulative sum along N would need a kernel for every power of two.
     """
     N, E = goes_NE.shape
     goes_BTE = jnp.pad(goes_NE, ((0, -N % _BLOCK), (0, 0))).reshape(-1, _BLOCK, E).astype(jnp.bfloat16)
@@ -66,13 +70,13 @@ def _triangle(size: int) -> Array:
 
 
 def moved(positions: Array, source_I: Array, target_I: Array, lengths_I: Array, hole: int) -> Array:
-    """Maps positions by moving intervals.
+    """Maps positions when intervals of positions are moved.
 
     Args:
-        positions: int32.
-        source_I: int32, starts of the intervals before the move.
+        positions: int32, any shape.
+        source_I: int32, starts of the I intervals before the move. The intervals must not overlap.
         target_I: int32, starts of the intervals after the move.
-        lengths_I: int32, lengths of the intervals.
+        lengths_I: int32, lengths of the intervals; may be 0.
         hole: Result for a position outside all intervals.
 
     Returns:
@@ -84,14 +88,14 @@ def moved(positions: Array, source_I: Array, target_I: Array, lengths_I: Array, 
 
 
 def _dispatched(x: Array, order: RowOrder, copies: int, holes: Holes = "none") -> Array:
-    """Copies the rows of x [N, ...] into an order of S rows; holes are zeros."""
+    """Copies the rows of x [N, ...] into the order of a buffer [S, ...]. Holes are zeros."""
     return _rows(x, order.source // copies, holes)
 
 
 def _combined(y: Array, order: RowOrder, copies: int, holes: Holes = "none") -> Array:
-    """Adds the copies of each token in y [S, ...], in float32. Copies without a row count as zeros."""
+    """Adds the copies of each token in y [S, ...] in float32, and returns [N, ...]. Copies without a row count as zeros."""
     places_NK = order.inverse.reshape(-1, copies)
-    # XLA fuses these look-ups and additions into one kernel, unlike a sum over an axis.
+    # XLA fuses these gathers and additions into one kernel, unlike a sum over an axis.
     total = _rows(y, places_NK[:, 0], holes).astype(jnp.float32)
     for k in range(1, copies):
         total += _rows(y, places_NK[:, k], holes).astype(jnp.float32)

@@ -1,13 +1,13 @@
 """Applies the experts to their tokens, on one device or over the devices of a group.
 
-The experts are SwiGLU MLPs. The devices of the axis `fsdp` are divided into groups, and the devices of a group hold all experts
-together. A device sends the same number of rows to each device of its group, so that all shapes are static: the experts of a
-device receive zeros in unused rows. Rows beyond the capacity are not sent, and are counted. Rows are gathered on each device
-and never scattered, also in the gradient.
+The experts are SwiGLU MLPs. The devices of the axis `fsdp` are divided into groups, and the devices of a group together hold
+all experts. All shapes are static: a device sends the same number of rows to each device of its group, and unused rows are
+zeros. Rows beyond the capacity are not sent, but counted. Rows are gathered on each device and never scattered, also in the
+gradient.
 """
 
-# N tokens, K experts of a token, R = N * K rows, G devices of a group, C rows of a pair of devices, S = G * C rows of a device,
-# E experts, L = E / G experts of a device, D model, F hidden of an expert
+# N tokens, K experts per token, R = N * K rows, G devices per group, C rows per pair of devices, S = G * C rows per device,
+# E experts, L = E / G experts per device, D model, F hidden of an expert
 
 from typing import NamedTuple
 
@@ -25,11 +25,11 @@ from jgraph.scopes import scope
 
 
 class Overflow(NamedTuple):
-    """The rows of a device beyond its capacity.
+    """The rows of a device beyond its capacity. A row is one token for one of its experts.
 
     Attributes:
-        dropped: int32 scalar, number of dropped rows.
-        needed: int32 scalar, rows that the fullest pair of devices needed; 0 if no row was dropped.
+        dropped: int32 scalar, number of rows of this device that were not sent.
+        needed: int32 scalar, the maximum number of rows that this device had for another device; 0 if no row was dropped.
     """
 
     dropped: Array
@@ -37,25 +37,37 @@ class Overflow(NamedTuple):
 
 
 def experts(x_RD: Array, weights_R: Array, up_EDF2: Array, down_EFD: Array, sizes_E: Array) -> Array:
-    """Applies each expert to its rows and multiplies the results by the rows' weights.
+    """Applies each expert, a SwiGLU MLP, to its rows, and multiplies the results by the weights of the rows.
 
-    The hidden rows are multiplied by the weights, so that the gradient of the weights does not need the results of the experts.
+    The weights multiply the hidden rows, so that the gradient of the weights does not need the results of the experts. R is the
+    number of rows, E of experts, D the width of a token, F the hidden width.
 
     Args:
-        x_RD: Rows in the order of their experts.
-        weights_R: float32.
-        up_EDF2: First matrices, with the columns of the gate first; same dtype as x.
-        down_EFD: Second matrices.
-        sizes_E: int32, rows of each expert.
+        x_RD: Rows in the order of their experts, bfloat16 or float32.
+        weights_R: float32, weight of each row.
+        up_EDF2: First matrices [E, D, 2F], with the F columns of gate before the F columns of up; same dtype as `x_RD`.
+        down_EFD: Second matrices [E, F, D]; same dtype as `x_RD`.
+        sizes_E: int32, number of rows of each expert. Rows beyond the sum give zeros.
 
     Returns:
-        The weighted results, [R, D].
+        The weighted results, [R, D] in the dtype of `x_RD`.
     """
     return grouped_dot(weighted_swiglu(grouped_dot(x_RD, up_EDF2, sizes_E), weights_R), down_EFD, sizes_E)
 
 
 def mixture(x_ND: Array, found: Routing, up_EDF2: Array, down_EFD: Array) -> Array:
-    """Returns the weighted sum of the experts of each token, in the dtype of x. Every device has all experts."""
+    """Computes the weighted sum of the experts of each token, on a device with all experts.
+
+    Args:
+        x_ND: N tokens of width D, bfloat16 or float32.
+        found: The routing of the tokens.
+        up_EDF2: First matrices of the E experts [E, D, 2F], with the F columns of gate before the F columns of up; same dtype
+            as `x_ND`.
+        down_EFD: Second matrices of the experts [E, F, D]; same dtype as `x_ND`.
+
+    Returns:
+        The weighted sums, [N, D] in the dtype of `x_ND`. They are added in float32.
+    """
     copies = found.experts.shape[1]
     with scope("dispatch"):
         order = _dispatch.order_of(found.experts, found.counts)
@@ -68,18 +80,23 @@ def mixture(x_ND: Array, found: Routing, up_EDF2: Array, down_EFD: Array) -> Arr
 
 
 def sharded_mixture(x_ND: Array, found: Routing, up_LDF2: Array, down_LFD: Array, config: MoEConfig) -> tuple[Array, Overflow]:
-    """Computes `mixture` with experts that are spread over the devices of a group. Call it under `jax.shard_map`.
+    """Computes the weighted sum of the experts of each token, with experts that are sharded over the devices of a group.
+
+    Collective over the axis `fsdp`: call it under `jax.shard_map` on every device. Device i of a group holds the experts from
+    i * L to (i + 1) * L - 1. With P groups, device d of the axis belongs to group d % P: four devices have the groups (0, 2)
+    and (1, 3).
 
     Args:
-        x_ND: Tokens of this device, the same number on every device.
-        found: Their routing over all experts.
-        up_LDF2: First matrices of this device's experts, same dtype as x. Device i of a group has the ith part of the experts.
-            The devices of a group are as far apart as there are groups: the groups of four devices are 0 and 2, 1 and 3.
-        down_LFD: Second matrices of this device's experts.
-        config: Settings of the layer.
+        x_ND: Tokens of this device, bfloat16 or float32. N is the same on every device.
+        found: The routing of these tokens over all experts.
+        up_LDF2: First matrices of this device's L experts [L, D, 2F], with the F columns of gate before the F columns of up;
+            same dtype as `x_ND`.
+        down_LFD: Second matrices of this device's experts [L, F, D]; same dtype as `x_ND`.
+        config: Settings of the layer; only `capacity` is read.
 
     Returns:
-        The weighted sums, and the rows beyond the capacity.
+        The weighted sums [N, D] in the dtype of `x_ND`, and the number of rows beyond the capacity. Such a row (a token for one
+        of its experts) is not sent, and counts as zero in the sum.
     """
     (N, K), (E, L) = found.experts.shape, (found.counts.size, len(up_LDF2))
     G, C = E // L, rows_per_pair(config.capacity, N * K, E // L)
@@ -113,7 +130,7 @@ def sharded_mixture(x_ND: Array, found: Routing, up_LDF2: Array, down_LFD: Array
 
 
 def _exchanged(parts: Array, devices: int) -> Array:
-    """Sends part i to device i of the group. Returns the parts received, in the order of the devices."""
+    """All-to-all in the group: sends part i to device i. Returns the received parts in the order of the devices."""
     num_groups = lax.axis_size(Axis.FSDP) // devices
     groups = [list(range(first, num_groups * devices, num_groups)) for first in range(num_groups)] if num_groups > 1 else None
     with scope("exchange"):
@@ -121,7 +138,7 @@ def _exchanged(parts: Array, devices: int) -> Array:
 
 
 def _order_by_device(by_expert: RowOrder, rows_G: Array, capacity: int) -> RowOrder:
-    """Returns the order of copies in the send buffers of the devices of the group, from their order by expert."""
+    """Computes the order of copies in the send buffers for the devices of the group, from their order by expert."""
     devices, copies = len(rows_G), by_expert.source.size
     size = devices * capacity
     firsts_G = jnp.arange(devices, dtype=jnp.int32) * capacity
@@ -132,7 +149,7 @@ def _order_by_device(by_expert: RowOrder, rows_G: Array, capacity: int) -> RowOr
 
 
 def _order_by_expert(counts_GL: Array, capacity: int) -> RowOrder:
-    """Returns the order by expert of received rows, which are ordered by device and then by expert."""
+    """Computes the order by expert of the received rows, which are ordered by device and then by expert."""
     size = len(counts_GL) * capacity
     firsts_GL = jnp.arange(len(counts_GL), dtype=jnp.int32)[:, None] * capacity + jnp.cumsum(counts_GL, 1) - counts_GL
     by_expert_LG = counts_GL.T

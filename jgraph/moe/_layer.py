@@ -1,4 +1,4 @@
-"""`MoE`: a mixture of experts in place of an MLP, for any Flax NNX model."""
+"""`MoE`: a Flax NNX layer with a mixture of experts, which replaces an MLP."""
 
 # B batch, T sequence, N = B * T tokens, E experts, D model, F hidden of an expert
 
@@ -19,27 +19,43 @@ _INIT = nnx.initializers.normal(0.02)
 class MoE(nnx.Module):
     """Routes each token to a few of many SwiGLU experts, in place of an MLP.
 
-    No token is dropped unless `config.overflow` is "drop". If a strategy spreads the experts over devices
-    (`FullySharded.experts`), a device holds some of the experts, and rows are sent to the device of their expert.
+    E is the number of experts, D the width of the model, F the hidden width of an expert. A row is one token for one of its
+    experts. If a strategy shards the experts over devices (`FullySharded.experts`), a device holds some of the experts, and
+    rows are sent to the device of their expert. The expert capacity limits the rows from one device to another. No row is
+    dropped unless `config.overflow` is "drop".
 
-    The losses of the router, times their coefficients, contribute to the gradient and not to the value of the model's loss.
+    The losses of the router (load-balancing loss and z-loss), times their coefficients, add to the gradient of the model's
+    loss, but not to its value.
 
-    >>> moe = jgraph.MoE(16, 32, jgraph.MoEConfig(num_experts=4), rngs=nnx.Rngs(0))
-    >>> moe(jnp.ones((2, 8, 16))).shape
-    (2, 8, 16)
-
-    The state is carried from step to step. The `reduction` of each variable defines how it is reduced over microbatches and
-    devices. `jgraph.moe.statistics` reads it after a step.
+    The variables that are not parameters are state. A call in training mode writes them, and `train_step` carries them from
+    step to step. The `reduction` of each variable defines its reduction over microbatches and devices.
+    `jgraph.moe.statistics.statistics` reads the state after a step.
 
     Attributes:
-        router_DE, up_EDF2, down_EFD: Parameters, float32. With shared experts also `shared_up_DF2` and `shared_down_FD`.
-        tokens_E: Tokens of each expert.
-        unseen_E: Minus the number of steps since an expert last had a token. Negative, so that it is reduced by a maximum.
-        entropy, balance, z: Entropy of the router, and both losses without their coefficients.
-        dropped: Rows that were dropped because they exceeded the capacity.
-        overflow: Rows that the fullest pair of devices needed, if they exceeded the capacity and `config.overflow` is "replay";
-            else 0. A positive value halts the training (`train_step`), and the step does not count.
-        bias_E: Bias of the router `sigmoid`. The next step begins by updating it from `tokens_E`.
+        config: Settings of the experts and the router.
+        use_running_average: False in training mode, True in evaluation mode. Flax's `train()` and `eval()` set it.
+        router_DE: Parameter, float32 [D, E].
+        up_EDF2: Parameter, float32 [E, D, 2F]; the F columns of gate before the F columns of up.
+        down_EFD: Parameter, float32 [E, F, D].
+        shared_up_DF2: Parameter of the shared experts, float32 [D, 2F'] for F' = `config.shared_experts` * F; absent without
+            them.
+        shared_down_FD: Parameter of the shared experts, float32 [F', D]; absent without them.
+        tokens_E: int32 [E], number of tokens of each expert.
+        unseen_E: int32 [E], minus the number of steps since each expert last had a token. Negative, so that it is reduced by a
+            maximum.
+        entropy: float32 scalar, mean entropy of the router in nats.
+        balance: float32 scalar, load-balancing loss without its coefficient.
+        z: float32 scalar, z-loss without its coefficient.
+        dropped: int32 scalar, number of rows beyond the expert capacity. They were dropped, or the step was halted.
+        overflow: int32 scalar. If rows exceeded the capacity and `config.overflow` is "replay", the maximum number of rows from
+            one device to another; else 0. A positive value halts the step: `train_step` changes nothing and does not count it.
+        bias_E: float32 [E], bias of the router "sigmoid"; absent for other routers. The next step first updates it from
+            `tokens_E`.
+
+    Examples:
+        >>> moe = jgraph.MoE(16, 32, jgraph.MoEConfig(num_experts=4), rngs=nnx.Rngs(0))
+        >>> moe(jnp.ones((2, 8, 16))).shape
+        (2, 8, 16)
     """
 
     def __init__(
@@ -52,20 +68,22 @@ class MoE(nnx.Module):
         kernel_init: nnx.Initializer = _INIT,
         down_init: nnx.Initializer | None = None,
     ):
-        """
+        """Initializes the parameters at random, and the state with zeros. The layer is in training mode.
+
         Args:
-            d_model: Width of x.
-            d_ff: Hidden width of an expert if `config.d_ff` is 0.
+            d_model: D, the width of the tokens.
+            d_ff: Hidden width of an expert if `config.d_ff` is 0; else unused.
             config: Settings of the experts and the router.
-            rngs: Random number generators for the parameters.
-            kernel_init: Initializer of the matrices.
-            down_init: Initializer of the second matrix of the experts; None for `kernel_init`.
+            rngs: Random number generators; each parameter draws a key from the stream `params`.
+            kernel_init: Initializer of the router and of the first matrices of the experts (gate and up); by default, a normal
+                distribution with the standard deviation 0.02.
+            down_init: Initializer of the second matrices of the experts (down); None for `kernel_init`.
 
         Raises:
-            ConfigError: If `config` has no experts.
+            ConfigError: If `config.num_experts` is 0.
         """
-        require(config.num_experts > 0, "model.moe.num_experts", config.num_experts, "positive in a layer of experts")
-        self.config, self.use_running_average = config, False  # `train()` and `eval()` set the attribute of this name
+        require(config.num_experts > 0, "model.moe.num_experts", config.num_experts, "positive for jgraph.MoE")
+        self.config, self.use_running_average = config, False  # Flax' `train()` and `eval()` set `use_running_average`.
         E, D, F, down_init = config.num_experts, d_model, config.d_ff or d_ff, down_init or kernel_init
         self.router_DE = nnx.Param(kernel_init(rngs.params(), (D, E), jnp.float32))
         self.up_EDF2 = nnx.Param(kernel_init(rngs.params(), (E, D, 2 * F), jnp.float32))
@@ -79,18 +97,24 @@ class MoE(nnx.Module):
         self.dropped = nnx.Variable(jnp.zeros((), jnp.int32), reduction="sum")
         self.overflow = nnx.Variable(jnp.zeros((), jnp.int32), reduction="halt")
         if config.router == "sigmoid":
-            # Every microbatch computes the same bias.
+            # Reduced by a maximum, which changes nothing: every microbatch computes the same bias.
             self.bias_E = nnx.Variable(jnp.zeros(E), reduction="max")
 
     def __call__(self, x_BTD: Array, *, weight: Array | float = 1.0) -> Array:
-        """Returns the weighted sum of the experts of each token.
+        """Computes the weighted sum of the experts of each token, plus the shared experts.
+
+        In training mode (`use_running_average` is False), replaces the values of the state variables, and attaches the losses
+        of the router to the result: backward adds their gradients to the gradient of the loss. With sharded experts, a
+        collective over the mesh axis `fsdp`: call it under `jax.shard_map` on every device of the axis.
 
         Args:
-            x_BTD: Tokens; any leading axes.
-            weight: Factor of the router's losses. If the loss of the microbatch is a sum (`jgraph.Loss`), pass its weight.
+            x_BTD: Tokens [..., D], bfloat16 or float32; any leading axes. The experts compute in this dtype, and the router in
+                float32.
+            weight: Factor of the router's losses, a scalar; 1 if the loss of the microbatch is a mean. If it is a sum over
+                tokens (`jgraph.Loss`), pass its weight, so that the losses of the router have the same scale.
 
         Returns:
-            An array with the shape and dtype of x.
+            An array with the shape and dtype of `x_BTD`.
         """
         config, dtype = self.config, x_BTD.dtype
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
@@ -117,7 +141,7 @@ class MoE(nnx.Module):
         return y_ND.reshape(x_BTD.shape)
 
     def _train(self, y: Array, found: _router.Routing, logits_NE: Array, bias_E: Array | None, weight: Array | float) -> Array:
-        """Attaches the losses and writes the state."""
+        """Attaches the losses of the router to y, and writes the state."""
         config = self.config
         balance, z = _router.balance_loss(found.probabilities, found.counts), _router.z_loss(logits_NE)
         if config.balance_loss or config.z_loss:

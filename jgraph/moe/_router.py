@@ -1,10 +1,10 @@
-"""Routes tokens to experts, and the losses of the router. Everything is computed in float32.
+"""Routes tokens to experts, and computes the losses of the router, in float32.
 
-Implements the routers of Mixtral and Qwen3 (arXiv:2401.04088), and that of DeepSeek-V3 (arXiv:2412.19437), which a bias
-balances.
+Implements the routers of Mixtral and Qwen3 (arXiv:2401.04088), and of DeepSeek-V3 (arXiv:2412.19437), which is balanced by a
+bias.
 """
 
-# N tokens, D model, E experts, K experts of a token
+# N tokens, D model, E experts, K experts per token
 
 from typing import NamedTuple
 
@@ -20,10 +20,10 @@ class Routing(NamedTuple):
     """The experts of the tokens of a microbatch.
 
     Attributes:
-        experts: int32 [N, K], different experts for each token.
-        weights: [N, K], factors of the experts' results.
-        probabilities: [N, E], probabilities of all experts; a row sums to one.
-        counts: int32 [E], tokens of each expert.
+        experts: int32 [N, K], indices of K different experts for each token.
+        weights: float32 [N, K], weights of the results of these experts.
+        probabilities: float32 [N, E], probabilities of all experts; a row sums to one.
+        counts: int32 [E], number of tokens of each expert.
     """
 
     experts: Array
@@ -34,17 +34,17 @@ class Routing(NamedTuple):
 
 @jax.custom_vjp
 def logits(x_ND: Array, router_DE: Array) -> Array:
-    """Multiplies x by the router's matrix in float32. TF32 would change the experts of tokens that are close to a tie.
+    """Multiplies x by the matrix of the router in float32. TF32 would change the experts of tokens that are close to a tie.
 
     A bfloat16 x is multiplied by three bfloat16 parts of the matrix, which together have its 24 bits. The products are exact,
     and tensor cores add them in float32 (Henry, Tang and Heinecke, arXiv:1904.06376). Gradients are computed in the same way.
 
     Args:
-        x_ND: bfloat16, or a dtype that converts to float32 without loss.
-        router_DE: float32.
+        x_ND: Tokens, bfloat16 or a dtype that converts to float32 without loss. N tokens of width D.
+        router_DE: float32, a column for each of the E experts.
 
     Returns:
-        The logits, float32.
+        The logits, float32 [N, E].
     """
     if x_ND.dtype != jnp.bfloat16:
         return jnp.matmul(x_ND.astype(jnp.float32), router_DE, precision=lax.Precision.HIGHEST)
@@ -72,7 +72,7 @@ def _parts(a: Array) -> list[Array]:
     """Returns three bfloat16 arrays that sum to a float32 array, up to its last one or two bits."""
     parts = []
     for _ in range(3):
-        # XLA would remove a conversion to bfloat16 and back.
+        # Not a conversion to bfloat16 and back, because XLA removes it.
         part = lax.reduce_precision(a, exponent_bits=8, mantissa_bits=7)
         parts.append(part.astype(jnp.bfloat16))
         a = a - part
@@ -90,12 +90,20 @@ def _sum_of_thirds(thirds: Array) -> Array:
 
 
 def route(logits_NE: Array, config: MoEConfig, bias_E: Array | None = None) -> Routing:
-    """Chooses the experts of every token.
+    """Selects the experts of every token, and computes their weights.
+
+    Weights and probabilities are differentiable in `logits_NE`; the selection is not.
 
     Args:
-        logits_NE: float32.
-        config: Settings of the router.
-        bias_E: Added to the sigmoids for the choice only. It does not change the weights and has no gradient.
+        logits_NE: float32 logits of N tokens for E experts.
+        config: Settings of the router. Reads `router` (softmax-topk, topk-softmax or sigmoid), `weights` (normalized or
+            as-they-are), `weights_scale`, `experts_per_token` and `num_experts`.
+        bias_E: float32, added to the ranked values (the sigmoids for the router `sigmoid`) for the selection; None for no bias.
+            It does not change the weights and has no gradient.
+
+    Returns:
+        The indices and weights of the K selected experts of each token, the probabilities of all experts, and the number of
+        tokens of each expert.
     """
     if config.router == "sigmoid":
         scores_NE = jax.nn.sigmoid(logits_NE)
@@ -106,7 +114,7 @@ def route(logits_NE: Array, config: MoEConfig, bias_E: Array | None = None) -> R
     if bias_E is not None:
         ranked_NE += lax.stop_gradient(bias_E)
     _, experts_NK = lax.top_k(ranked_NE, config.experts_per_token)
-    # The gradient of a look-up by indices would be a scatter.
+    # A mask instead of indexing, because the gradient of indexing is a scatter.
     is_NKE = experts_NK[..., None] == jnp.arange(config.num_experts, dtype=experts_NK.dtype)
     of_NE = logits_NE if config.router == "topk-softmax" else scores_NE
     weights_NK = jnp.sum(jnp.where(is_NKE, of_NE[:, None], 0), -1)
@@ -119,26 +127,46 @@ def route(logits_NE: Array, config: MoEConfig, bias_E: Array | None = None) -> R
 
 
 def updated_bias(bias_E: Array, counts_E: Array, rate: float) -> Array:
-    """Returns the biases after a step: increased by `rate` for experts with fewer tokens than the mean, else decreased."""
+    """Updates the biases after a step: adds `rate` for experts with fewer tokens than the mean, subtracts it for more tokens.
+
+    Args:
+        bias_E: float32, a bias per expert. Not modified.
+        counts_E: int32, number of tokens of each expert in the step.
+        rate: Change of a bias per step. A bias of an expert with exactly the mean does not change.
+
+    Returns:
+        The new biases, float32 [E].
+    """
     counts_E = counts_E.astype(jnp.float32)
     return bias_E + rate * jnp.sign(jnp.mean(counts_E) - counts_E)
 
 
 def entropy(probabilities_NE: Array) -> Array:
-    """Returns the mean entropy of the probabilities of a token, in nats; at most log E."""
+    """Computes the entropy of the expert probabilities, averaged over tokens.
+
+    Args:
+        probabilities_NE: float32 probabilities of E experts for N tokens; a row sums to 1.
+
+    Returns:
+        A float32 scalar in nats, at most log E.
+    """
     return -jnp.mean(jnp.sum(jax.scipy.special.xlogy(probabilities_NE, probabilities_NE), -1))
 
 
 def balance_loss(probabilities_NE: Array, counts_E: Array) -> Array:
-    """Computes Switch's load-balancing loss of a layer (arXiv:2101.03961): E times the sum of fraction times mean probability.
+    """Computes the load-balancing loss of Switch (arXiv:2101.03961): E times the sum of fraction times probability.
 
-    The fraction of an expert is its number of tokens over the number of all tokens, as in `load_balancing_loss_func` of
-    transformers. The fractions of K experts per token sum to K, and a balanced router has a loss of K. The devices of the axes
-    `data` and `fsdp` of a surrounding `jax.shard_map` share a microbatch: both means are over all of its tokens.
+    The sum is over experts. The fraction of an expert is its number of tokens divided by N, as in `load_balancing_loss_func` of
+    transformers. The probability is the mean over tokens. With K experts per token, the fractions sum to K, and a balanced
+    router has a loss of K. Under `jax.shard_map` over the axes `data` or `fsdp`, both are averaged over the devices that share
+    the microbatch.
 
     Args:
-        probabilities_NE: float32; differentiated.
-        counts_E: Tokens of each expert.
+        probabilities_NE: float32 probabilities of E experts for N tokens; differentiated.
+        counts_E: int32, number of tokens of each expert; not differentiated.
+
+    Returns:
+        The loss, a float32 scalar.
     """
     fractions_E = lax.stop_gradient(counts_E.astype(jnp.float32)) / len(probabilities_NE)
     means_E = jnp.mean(probabilities_NE, 0)
@@ -149,16 +177,30 @@ def balance_loss(probabilities_NE: Array, counts_E: Array) -> Array:
 
 
 def z_loss(logits_NE: Array) -> Array:
-    """Computes the mean square of the tokens' log-sum-exp (ST-MoE, arXiv:2202.08906), which keeps logits small."""
+    """Computes the mean over tokens of the squared log-sum-exp of the logits (ST-MoE, arXiv:2202.08906).
+
+    Args:
+        logits_NE: float32 logits of N tokens for E experts; differentiated.
+
+    Returns:
+        The loss without a coefficient, a float32 scalar.
+    """
     return jnp.mean(jnp.square(jax.nn.logsumexp(logits_NE, -1)))
 
 
 @jax.custom_vjp
 def attach(y: Array, loss: Array) -> Array:
-    """Returns y, and adds the gradient of `loss`, a scalar, to the gradient of any loss computed from y.
+    """Returns y, and adds the gradient of `loss` to the gradient of any loss that is computed from y.
 
-    Requires that the loss of a microbatch is differentiated with a cotangent of 1, as every strategy of jgraph does. For a loss
-    that is a sum (`jgraph.Loss` with a weight), multiply `loss` by the weight.
+    Requires that the loss of a microbatch is differentiated with the cotangent 1, as in every strategy of jgraph. If the loss
+    of the microbatch is a sum (`jgraph.Loss` with a weight), multiply `loss` by the weight.
+
+    Args:
+        y: Any array that the loss of the microbatch depends on.
+        loss: A scalar. Its cotangent is always 1, independent of the cotangent of the result.
+
+    Returns:
+        `y`, unchanged.
     """
     return y
 

@@ -1,4 +1,4 @@
-"""Settings of a mixture of experts. No jax here, so that a wrong flag is reported at once."""
+"""Settings of a mixture of experts. Does not import JAX, so that `--help` and wrong flags need no JAX."""
 
 import math
 from dataclasses import dataclass
@@ -11,34 +11,38 @@ _PREFIX = "model.moe."
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Settings of the layers that are mixtures of experts."""
+    """Settings of mixtures of experts. An expert is a SwiGLU MLP, and a router selects the experts of each token.
+
+    Raises:
+        ConfigError: If a field has the wrong type or a value that is not allowed, such as more experts per token than experts.
+    """
 
     num_experts: int = 0
-    """Experts of a layer; 0 for a dense model."""
+    """Number of experts per layer; 0 for a dense model."""
     experts_per_token: int = 2
-    """Experts that process each token."""
+    """Number of experts per token, from 1 to `num_experts`."""
     d_ff: int = 0
-    """Hidden width of an expert; 0 for the model's d_ff."""
+    """Hidden width of an expert; 0 for the hidden width of the model's MLP, `d_ff`."""
     shared_experts: int = 0
-    """Experts that process every token in addition, as one MLP of this many times the width."""
+    """Number of additional experts that process every token. They are one MLP of this many times the width."""
     router: Literal["softmax-topk", "topk-softmax", "sigmoid"] = "softmax-topk"
-    """How the weights of a token are computed. softmax-topk takes the largest of the softmax over all experts (Mixtral, Qwen3),
-    topk-softmax the softmax over the chosen experts, and sigmoid takes sigmoids, with a bias that balances the experts
-    (DeepSeek-V3)."""
+    """Computation of the weights of a token: softmax-topk selects the largest values of the softmax over all experts (Mixtral,
+    Qwen3), topk-softmax is the softmax over the selected experts, and sigmoid selects sigmoids with a bias that balances the
+    experts (DeepSeek-V3)."""
     weights: Literal["normalized", "as-they-are"] = "normalized"
-    """Whether the weights of a token are divided by their sum."""
+    """normalized divides the weights of a token by their sum; as-they-are does not."""
     weights_scale: float = 1.0
     """Factor of the weights, applied last."""
     balance_loss: float = 0.01
     """Coefficient of the load-balancing loss; 0 for none."""
     z_loss: float = 0.0
-    """Coefficient of the router's z-loss, the mean square of the logits' log-sum-exp."""
+    """Coefficient of the router's z-loss, the mean square of the log-sum-exp of the logits."""
     bias_rate: float = 0.001
     """Change of an expert's bias per step, with the router sigmoid."""
     capacity: float = 1.5
-    """Rows that a device may send to another, as a multiple of an even share. Used if experts are spread over devices."""
+    """Expert capacity: rows that a device can send to another, as a multiple of an even share. Used if experts are sharded."""
     overflow: Literal["replay", "drop"] = "replay"
-    """How rows beyond the capacity are handled: replay repeats the step with a larger capacity, drop drops them."""
+    """Handling of rows beyond the capacity: replay repeats the step with a larger capacity, drop discards the rows."""
 
     def __post_init__(self):
         check_types(self, prefix=_PREFIX)
@@ -54,16 +58,32 @@ class MoEConfig:
 
 
 def rows_per_pair(capacity: float, rows: int, devices: int) -> int:
-    """Returns the number of rows that a device can send to each device of its group.
+    """Computes the number of rows that a device can send to each device of its group.
+
+    A group is the devices that together hold all experts of a layer. A row is one token for one of its experts.
 
     Args:
-        capacity: Multiple of an even share. The product is rounded up to a multiple of 8.
-        rows: Rows of a device.
-        devices: Devices of the group.
+        capacity: Expert capacity: the number of rows as a multiple of the even share `rows / devices`.
+        rows: Number of rows of a device: its tokens in a microbatch times the experts per token.
+        devices: Number of devices of the group.
+
+    Returns:
+        capacity * rows / devices, rounded up to a multiple of 8; at most `rows`.
     """
     return min(rows, 8 * math.ceil(math.ceil(capacity * rows / devices) / 8))
 
 
 def capacity_of(needed: int, rows: int, devices: int) -> float:
-    """Returns the capacity for `needed` rows per pair and a quarter more, in hundredths; at most the capacity for all rows."""
+    """Computes a larger expert capacity after a step that exceeded the capacity. Adds a quarter to what the step needed.
+
+    Args:
+        needed: Number of rows that one device had for another, the maximum over the pairs of devices in a group. A row is one
+            token for one of its experts, and a group is the devices that together hold all experts.
+        rows: Number of rows of a device: its tokens in a microbatch times the experts per token.
+        devices: Number of devices of the group.
+
+    Returns:
+        A value for `MoEConfig.capacity`: 1.25 * needed / (rows / devices), rounded up to hundredths. At most `devices`, which
+        suffices even if one device sends all its rows to one other.
+    """
     return min(float(devices), math.ceil(125 * needed * devices / rows) / 100)

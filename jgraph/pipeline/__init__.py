@@ -1,4 +1,4 @@
-"""A schedule as one program: all microbatches through all stages of all ranks, in one jitted SPMD function."""
+"""Pipeline parallelism: a model in stages, and a schedule as one SPMD program or as executables that the host starts."""
 
 from jgraph.pipeline.autotune import choose as choose, find_schedule as find_schedule, measure as measure
 from jgraph.pipeline.partition import (

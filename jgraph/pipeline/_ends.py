@@ -1,4 +1,4 @@
-"""Embedding and head on one rank: their parameters are gathered there, and their gradients are split again."""
+"""Embedding and head of the MPMD engine. One rank gathers their parameters, and splits their gradients into shards again."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ Tree = Any
 
 @dataclass(frozen=True, eq=False)
 class End:
-    """`embed` or `head` of a pipeline model as a function of the whole parameters that it reads.
+    """`embed` or `head` of a pipeline model, as a function of the unsharded parameters that it reads.
 
-    A parameter's number is its position in `reads`.
+    The number of a parameter is its position in `reads`. The rank that computes the function holds whole parameters.
 
     Attributes:
-        fn: `fn(outer, *args)`.
-        outer: Shapes of all its parameters, as it takes them.
-        kept: Shapes of the same parameters in the state.
-        reads: The leaves that it reads.
-        axes: For each of them, the axis that is sharded over the ranks, or None.
+        fn: `fn(outer, *args)`, without collectives over `pipe`. `outer` is the tree of the parameters of embedding and head.
+        outer: Shapes of all leaves of the argument `outer`, unsharded.
+        kept: Shapes of the same leaves in the state, unsharded, where their dtypes may differ.
+        reads: Indices of the leaves that the function reads.
+        axes: For each leaf in `reads`, the axis that is sharded over the ranks; None if it is not sharded.
     """
 
     fn: Callable[..., Array]
@@ -44,15 +44,19 @@ class End:
         """Finds the parameters that a function reads.
 
         Args:
-            fn: A function under the axis `pipe`. Its collectives become those of one rank.
-            kept: Shapes of the parameters.
-            cast: Converts them to the dtypes that the function takes.
-            sharded: Sharded axes by name, as in `PipelineModel`.
-            args: Shapes of the function's other arguments.
+            fn: `fn(outer, *args)`, which may have collectives over the axis `pipe`. They are traced for a single rank.
+            kept: Shapes of the parameters of embedding and head in the state, unsharded.
+            cast: Converts a tree of parameters to the dtypes of the argument `outer`. Only traced on shapes here.
+            sharded: The axis of each parameter that is sharded over the ranks, by its path with `/` between names. Other
+                parameters are not sharded.
+            *args: Shapes of the other arguments of the function.
+
+        Returns:
+            The embedding or head, as a function of one rank.
         """
 
         def alone(*args: Tree) -> Tree:
-            # All arguments have the axis: jax 0.12 refuses gradients with an axis that the argument does not have.
+            # All arguments are mapped, because jax 0.12 refuses a gradient with an axis that its argument does not have.
             mapped = jax.vmap(fn, axis_name=Axis.PIPE, axis_size=1)
             return jax.tree.map(lambda leaf: leaf[0], mapped(*jax.tree.map(lambda leaf: leaf[None], args)))
 
@@ -62,47 +66,76 @@ class End:
         return cls(alone, outer, kept, reads, tuple(sharded.get(names[i]) for i in reads))
 
     def __call__(self, arrays: Sequence[Array], *args: Tree) -> Array:
-        """Calls the function with the parameters that it reads."""
+        """Calls `fn` with the parameters in `reads`.
+
+        Args:
+            arrays: One unsharded array per entry of `reads`, with the dtypes of `outer`. Other leaves of `outer` are filled
+                with zeros, because `fn` does not read them.
+            *args: The other arguments of `fn`.
+
+        Returns:
+            The result of `fn`: x of the embedding, or the loss of the head.
+        """
         leaves, structure = jax.tree.flatten(self.outer)
         return self.fn(structure.unflatten(filled(leaves, self.reads, arrays)), *args)
 
     @cached_property
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of the parameters that it reads, whole."""
+        """Shapes of the unsharded parameters in `reads`."""
         leaves = jax.tree.leaves(self.outer)
         return [leaves[i] for i in self.reads]
 
     def gather(self, name: str, index: int, callable_: int, first: int, ranks: int) -> PlanFunction:
-        """Returns the function that gathers and casts parameters on one rank. Others are read from the state.
+        """Makes the function that concatenates the shards of parameters on one rank and casts them. Does not run it.
+
+        Parameters that need neither are not part of the function; the callable reads them from the state.
 
         Args:
-            name: `embedding` or `head`.
-            index: The stage that shares its device.
-            callable_: The callable that reads the parameters.
-            first: The first of these parameters of the callable.
+            name: `embedding` or `head`: the first part of the names of the inputs.
+            index: Number of a stage on the device that runs the function.
+            callable_: Number of the callable (a stage, or the loss) that reads the parameters.
+            first: Position of the parameter with number 0 among the parameters of the callable.
             ranks: Number of ranks.
+
+        Returns:
+            The function for an execution plan. Its inputs are shards named (name, parameter, rank), where rank is 0 for an
+            unsharded parameter. Its results are named ("params", callable_, position).
         """
         kept = [jax.tree.leaves(self.kept)[i] for i in self.reads]
-        made = [n for n, s in enumerate(self.shapes) if self.axes[n] is not None or kept[n].dtype != s.dtype]
+        computed = [n for n, s in enumerate(self.shapes) if self.axes[n] is not None or kept[n].dtype != s.dtype]
         shapes = {
             (name, n, rank): jax.ShapeDtypeStruct(part_shape(kept[n].shape, self.axes[n], ranks), kept[n].dtype)
-            for n in made
+            for n in computed
             for rank in range(1 if self.axes[n] is None else ranks)
         }
 
         def parameters(arrays: list[Array]) -> list[Array]:
-            parts, whole = iter(arrays), []
-            for n in made:
+            parts, params = iter(arrays), []
+            for n in computed:
                 axis = self.axes[n]
-                own = next(parts) if axis is None else jnp.concatenate([next(parts) for _ in range(ranks)], axis)
-                whole.append(own.astype(self.shapes[n].dtype))
-            return whole
+                whole = next(parts) if axis is None else jnp.concatenate([next(parts) for _ in range(ranks)], axis)
+                params.append(whole.astype(self.shapes[n].dtype))
+            return params
 
         parameters.__name__ = f"{name}_parameters"
-        return PlanFunction(parameters, index, list(shapes), [("params", callable_, first + n) for n in made], shapes)
+        return PlanFunction(parameters, index, list(shapes), [("params", callable_, first + n) for n in computed], shapes)
 
     def split(self, name: str, index: int, callable_: int, first: int, ranks: int, losses: Sequence[Any] = ()) -> PlanFunction:
-        """Returns the function that splits gradients into shards for the ranks, and sums the named losses, if any."""
+        """Makes the function that splits gradients into shards for the ranks, and sums losses. Does not run it.
+
+        Args:
+            name: `embedding` or `head`: the first part of the names of the results.
+            index: Number of a stage on the device that runs the function.
+            callable_: Number of the callable (a stage, or the loss) with the gradients.
+            first: Position of the parameter with number 0 among the parameters of the callable.
+            ranks: Number of ranks.
+            losses: Names of the losses of the microbatches in the execution plan; empty sums no losses.
+
+        Returns:
+            The function for an execution plan. Its inputs are the gradients, named ("sum", callable_, position), and `losses`.
+            Its results are shards named (name, parameter, rank), where rank is 0 for an unsharded parameter; and, with
+            `losses`, ("total",), the sum of the losses with shape [1].
+        """
         ins = [("sum", callable_, first + n) for n in range(len(self.reads))]
         outs = [(name, n, rank) for n, axis in enumerate(self.axes) for rank in range(1 if axis is None else ranks)]
 
@@ -117,5 +150,11 @@ class End:
 
 
 def part_shape(shape: Sequence[int], axis: int | None, ranks: int) -> tuple[int, ...]:
-    """Returns the shape of a rank's shard of an array that is sharded along an axis."""
+    """Returns the shape of a rank's shard of an array.
+
+    Args:
+        shape: Shape of the whole array.
+        axis: The axis that is sharded over the ranks. None for an array that is not sharded, whose shape is returned.
+        ranks: Number of ranks, a divisor of the length of the axis.
+    """
     return tuple(length // ranks if i == axis else length for i, length in enumerate(shape))

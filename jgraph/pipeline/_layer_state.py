@@ -1,11 +1,11 @@
 """Carried state of the layers of a pipeline.
 
-Every microbatch of a layer starts from the state as the step begins. The results of all microbatches are reduced. The state is
-small, so every rank holds all of it. A rank selects the state of its layers and reduces the results of its forwards. At the end
-of the step, the ranks all-gather the reduced state.
+Every microbatch of a layer starts from the state at the beginning of the step. The states after all microbatches are reduced.
+The state is small, so every rank holds the state of all layers. A rank selects the state of its layers and reduces the results
+of its forwards. At the end of the step, the ranks all-gather the reduced state.
 """
 
-# P ranks, C chunks, N places of a stage
+# P ranks, C chunks, N places (layers of the longest stage)
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,11 +23,14 @@ from jgraph.strategies.objective import before_any, merged, reduced
 
 @dataclass(frozen=True)
 class LayerState:
-    """The shapes and the reductions of the carried state of a layer.
+    """The shapes and the reductions of the carried state of a layer. All layers have the same.
+
+    Letters in shapes: C chunks of a rank, N places (layers of the longest stage).
 
     Attributes:
-        layer: Shapes of the state; empty if layers carry no state.
-        reductions: A tree of names like `layer`.
+        layer: Shapes and dtypes of the state; {} if layers carry no state.
+        reductions: The reduction of each array over microbatches and data ranks, a tree with the structure of `layer`: `max`,
+            `sum`, `mean`, `last` (the value of the last microbatch) or `halt` (`max`, and a positive value halts the step).
     """
 
     layer: Tree = field(default_factory=dict)
@@ -38,46 +41,60 @@ class LayerState:
         """Finds the state of a layer in the carried state of a model.
 
         Args:
-            model: The model.
-            shapes: Shapes of its carried state.
-            reductions: A tree of names like `shapes`.
+            model: The model. Its functions `split_carried` and `join_carried` are called with arrays and with shapes.
+            shapes: Shapes of the carried state of the model; empty if there is none.
+            reductions: The reduction of each array (`max`, `sum`, `mean`, `last` or `halt`), a tree like `shapes`.
             num_layers: Number of layers of the model.
 
+        Returns:
+            The shapes and reductions of one layer.
+
         Raises:
-            ConfigError: If an array belongs to no layer, or layers differ in shapes or reductions.
+            ConfigError: If an array belongs to no layer, layers differ in shapes or reductions, or an array of a layer combines
+                arrays with different reductions.
         """
         leaves, structure = jax.tree.flatten(shapes)
         if not leaves:
             return cls()
-        # Every leaf is filled with its own index, so that the state of a layer shows the leaves that it comes from.
+        # Every leaf is filled with its index, which shows the origin of each element in the state of a layer.
         numbers = [np.full(leaf.shape, i, np.int32) for i, leaf in enumerate(leaves)]
         layers = model.split_carried(structure.unflatten(numbers))
-        there = isinstance(layers, list | tuple) and len(layers) == num_layers
-        back, again = jax.tree.flatten(model.join_carried(list(layers)) if there else None)
-        if again != structure or not all(map(np.array_equal, back, numbers)):
+        is_per_layer = isinstance(layers, list | tuple) and len(layers) == num_layers
+        joined, joined_structure = jax.tree.flatten(model.join_carried(list(layers)) if is_per_layer else None)
+        if joined_structure != structure or not all(map(np.array_equal, joined, numbers)):
             raise ConfigError(
-                f"`carried` has arrays outside the {num_layers} layers: must be split into one tree per layer by "
-                "PipelineModel.split_carried, and joined by join_carried",
+                f"`carried` has arrays outside the {num_layers} layers: PipelineModel.split_carried must return one tree per "
+                "layer, and join_carried must invert it",
                 field="carried",
             )
         kinds = jax.tree.leaves(reductions)
         names = [jax.tree.map(lambda leaf: "|".join({kinds[i] for i in np.unique(leaf)}), layer) for layer in layers]
         parts = jax.eval_shape(model.split_carried, shapes)
         if any(pair != (names[0], _described(parts[0])) for pair in zip(names, map(_described, parts), strict=True)):
-            raise ConfigError("`carried` differs from layer to layer: must agree in shapes and `reductions`", field="carried")
+            raise ConfigError("`carried` differs between layers: must have equal shapes and `reductions`", field="carried")
         if any("|" in name for name in jax.tree.leaves(names)):
-            raise ConfigError(f"`reductions` has {names[0]} for a layer: must be one for each array of it", field="reductions")
+            raise ConfigError(f"`reductions` is {names[0]} for a layer: must be one per array of the layer", field="reductions")
         return cls(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), parts[0]), names[0])
 
     def bits(self, *lead: int) -> Tree:
-        """Returns the shapes of the state as bits (see `pick`), with `lead` dimensions in front."""
+        """Returns the shapes of the state as bits, with leading axes of the lengths `lead`.
+
+        Bits are floats reinterpreted as unsigned integers of the same width. Other dtypes are unchanged.
+        """
         return jax.tree.map(lambda s: jax.ShapeDtypeStruct((*lead, *s.shape), _bits(s.dtype)), self.layer)
 
     def pick(self, layers: Sequence[Tree], table_CN: Array) -> Tree:
-        """Returns the state of the layers in a table, as bits with leaves [C, N, ...].
+        """Selects the state of the layers in a table, as bits.
 
-        Floats are passed as integers of the same width. A stage does not differentiate integers, and does not store them in the
-        residuals of every microbatch.
+        Floats are reinterpreted as unsigned integers of the same width, because a stage does not differentiate integers and
+        does not store them in the residuals of every microbatch.
+
+        Args:
+            layers: The state of every layer, one tree per layer; empty if layers carry no state.
+            table_CN: Index of the layer at every place of a rank, int32 [C, N].
+
+        Returns:
+            A tree like `layer`, with leaves [C, N, ...]; {} if `layers` is empty.
         """
 
         def of(*leaves: Array) -> Array:
@@ -86,25 +103,56 @@ class LayerState:
         return jax.tree.map(of, *layers) if layers else {}
 
     def at(self, bits_N: Tree, place: int) -> tuple[Tree, ...]:
-        """Returns the state of the layer at a place in a tuple; empty if layers carry no state."""
+        """Returns the additional arguments of a layer: a tuple with its state, or () if layers carry no state.
+
+        Args:
+            bits_N: The state of a stage as bits, leaves [N, ...].
+            place: Index of the layer in its stage.
+        """
         if not jax.tree.leaves(self.layer):
             return ()
         return (jax.tree.map(lambda s, bits: lax.bitcast_convert_type(bits[place], s.dtype), self.layer, bits_N),)
 
     def taken(self, made: Any) -> tuple[Array, Tree]:
-        """Returns x and the state from the result of a layer. Raises ShapeError if the result is no such pair."""
+        """Returns the result of a layer unchanged, after a check.
+
+        Args:
+            made: The result of the function `layer` of a model with carried state.
+
+        Returns:
+            The pair of x and the carried state after the microbatch.
+
+        Raises:
+            ShapeError: If the result is not such a pair, or the state has other shapes or dtypes than `self.layer`.
+        """
         after = made[1] if isinstance(made, tuple) and len(made) == 2 else None
         if (found := _described(after)) != (must := _described(self.layer)):
-            raise ShapeError(f"`layer` returns as carried state {found}: must return (x, carried), with carried {must}")
+            raise ShapeError(f"`layer` returns carried state {found}: must return (x, carried) with carried state {must}")
         return made
 
     def start(self, chunks: int, after_N: Tree) -> Tree:
-        """Returns the initial accumulator of a rank, [C, N, ...], from the shapes of the state after a forward."""
+        """Returns the initial accumulator of a rank: zeros, or the lowest number of the dtype for maxima.
+
+        Args:
+            chunks: C, the number of chunks of the rank.
+            after_N: Shapes of the state after a forward of one chunk, leaves [N, ...].
+
+        Returns:
+            A tree like `after_N`, with leaves [C, N, ...].
+        """
         shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct((chunks, *s.shape), s.dtype), after_N)
         return before_any(self.reductions, shapes)
 
     def together(self, afters: Sequence[Tree], places: int) -> Tree:
-        """Merges the states after the forwards of a stage, in the order of the microbatches, and pads them to [N, ...]."""
+        """Merges the states after the forwards of a stage over microbatches, and pads them to the longest stage.
+
+        Args:
+            afters: The state after the forward of each microbatch, in the order of microbatches, with leaves [layers, ...].
+            places: N, the number of layers of the longest stage.
+
+        Returns:
+            The merged state, leaves [N, ...], zero in the padding. Means are sums, which `finish` divides.
+        """
 
         def padded(leaf: Array) -> Array:
             return jnp.pad(leaf, [(0, places - len(leaf))] + [(0, 0)] * (leaf.ndim - 1))
@@ -115,22 +163,35 @@ class LayerState:
         return jax.tree.map(padded, total)
 
     def add(self, total: Tree, new_N: Tree, chunk: Any, counts: Array) -> Tree:
-        """Merges the state after a forward of a chunk into the accumulator of the rank, if `counts` is True."""
-
-        def one(kind: Any, total: Array, new: Array) -> Array:
-            here = (jnp.arange(len(total)) == chunk) & counts
-            return jnp.where(here.reshape(-1, *[1] * new.ndim), merged(kind, total, new), total)
-
-        return jax.tree.map(one, self.reductions, total, new_N)
-
-    def finish(self, total: Tree, count: int, axes: Sequence[str], layout: StageAssignment) -> list[Tree]:
-        """Returns the carried state of every layer after a step.
+        """Merges the state after a forward of a chunk into the accumulator of the rank.
 
         Args:
-            total: The accumulator of this rank.
-            count: Number of microbatches.
-            axes: Mesh axes to reduce over.
+            total: The accumulator, leaves [C, N, ...].
+            new_N: The state after the forward, leaves [N, ...].
+            chunk: Index of the chunk, an integer or an int32 scalar.
+            counts: Bool scalar; False keeps the accumulator, for example in a tick without a forward.
+
+        Returns:
+            The new accumulator. Means are sums, which `finish` divides.
+        """
+
+        def add(kind: Any, total: Array, new: Array) -> Array:
+            is_chunk = (jnp.arange(len(total)) == chunk) & counts
+            return jnp.where(is_chunk.reshape(-1, *[1] * new.ndim), merged(kind, total, new), total)
+
+        return jax.tree.map(add, self.reductions, total, new_N)
+
+    def finish(self, total: Tree, count: int, axes: Sequence[str], layout: StageAssignment) -> list[Tree]:
+        """Reduces the accumulators of all ranks. Call it under `jax.shard_map`: collective over `axes` and the axis `pipe`.
+
+        Args:
+            total: The accumulator of this rank, leaves [C, N, ...].
+            count: Number of microbatches, which divides means.
+            axes: Names of the mesh axes of the data ranks; empty without them.
             layout: The assignment of layers to ranks.
+
+        Returns:
+            The carried state of every layer after the step, a list from the first to the last layer; the same on all ranks.
         """
         whole = jax.tree.map(lambda leaf: lax.all_gather(leaf, AXIS), reduced(self.reductions, total, count, axes))
         return [jax.tree.map(lambda leaf, at=at: leaf[at], whole) for at in layout.places()]

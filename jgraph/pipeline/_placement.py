@@ -1,4 +1,4 @@
-"""The placement of a pipeline's parameters: the layers of every rank, and the sharding of every array."""
+"""Places the parameters of a pipeline: assigns layers to ranks, and shards every array."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,16 +18,18 @@ from jgraph.tree import expert_axis, leaf_names, path_name
 class Placement:
     """Places the parameters of a pipeline on a mesh.
 
-    `stack` returns the tree that a step takes: `outer` has the parameters of embedding and head, `layers` has a list of chunks
-    with a list of layers each. Arrays of `layers` have a leading axis of ranks.
+    `stack` returns the tree of parameters for a step: `outer` has the parameters of embedding and head, and `layers` is a list
+    of chunks, each a list of layers. Arrays in `layers` have a leading axis of ranks. The name of a parameter in this tree is
+    `outer/PATH` or `layers/CHUNK/PLACE/PATH`.
 
     Attributes:
-        model: The model.
+        model: The model, as embedding, layers and head.
         layout: The assignment of layers to ranks.
         mesh: A mesh with the axis `pipe`, and optionally `data` and `fsdp`.
-        axes: Axes of parameters that `fsdp` shards by request, by the name in the tree of `stack`; set by `shard_as`.
-        experts: Number of devices of `fsdp` that experts are spread over.
-        shards: Whether `fsdp` shards `everything` or only `experts`.
+        axes: Requested `fsdp` axes of parameters, by their names in the tree of `stack`; the axis of ranks does not count. Set
+            by `shard_as`. The axis of other parameters follows from their shapes.
+        experts: Number of `fsdp` devices that experts are sharded over.
+        shards: `everything` if `fsdp` shards all parameters, `experts` if it shards only experts.
     """
 
     model: PipelineModel
@@ -38,15 +40,18 @@ class Placement:
     shards: fsdp.Sharded = "everything"
 
     def shard_as(self, tree: Tree, axes: Mapping[str, int]) -> Self:
-        """Returns the same pipeline with parameters sharded over `fsdp` along requested axes.
+        """Returns a copy that shards parameters over `fsdp` along requested axes.
 
         Args:
             tree: Shapes of the parameters, in the model's own tree.
-            axes: The axes by the names of this tree, as `fsdp.asked_axes` returns them.
+            axes: The requested axis by parameter name in `tree`, with `/` between keys. The attribute `axes` is replaced.
+
+        Returns:
+            The copy; `self` if the mesh has no axis `fsdp` longer than 1.
 
         Raises:
-            ConfigError: If a pipeline cannot shard a parameter along its axis: the axis is sharded over `pipe` already, counts
-                the layers, is not divisible, or layers that share an array request different axes.
+            ConfigError: If a pipeline cannot shard a parameter along its axis: the axis is sharded over `pipe`, is the axis of
+                layers, is not divisible, or layers that share an array request different axes.
         """
         ranks = self.mesh.shape.get(fsdp.AXIS, 1)
         if ranks == 1:
@@ -56,31 +61,61 @@ class Placement:
             for path, i, length in _axes_after_split(self.model, tree, name, axis):
                 place = _name_in_stack(self.layout, path)
                 if place.startswith("outer/") and self.model.sharded.get(place.removeprefix("outer/")) == i:
-                    raise _cannot(name, axis, "must be another one, `pp` shards this one")
+                    raise _cannot(name, axis, "must be a different axis, because `pp` shards this one")
                 if length % ranks:
                     raise _cannot(name, axis, f"its length {length} must be a multiple of `fsdp` {ranks} in a pipeline")
                 other, before = found.setdefault(place, (i, name))
                 if other != i:
-                    raise _cannot(name, axis, f"must be as for {before}, which is of the same array in a pipeline")
+                    raise _cannot(name, axis, f"must be the axis of {before}, which shares an array with it in a pipeline")
         return replace(self, axes={place: axis for place, (axis, _) in found.items()})
 
     def stack(self, outer: Tree, layers: list[Tree]) -> Tree:
-        """Returns the tree that a step takes, from the parts that `PipelineModel.split` returns."""
+        """Stacks the result of `PipelineModel.split` into the tree of parameters for a step.
+
+        Args:
+            outer: Parameters of embedding and head.
+            layers: Parameters of each layer, from the first to the last.
+
+        Returns:
+            {"outer": outer, "layers": nested lists [chunk][place] of trees like a layer}. Leaves of the layers are [P, ...] for
+            P ranks, with zeros for padding. `outer` is not copied.
+        """
         return {"outer": outer, "layers": self.layout.stack(layers)}
 
     def stacked_shapes(self, tree: Tree) -> Tree:
-        """Returns the shapes of the tree of `stack`, from shapes in the model's own tree."""
+        """Returns the shapes of the tree of `stack`.
+
+        Args:
+            tree: Arrays or shapes in the model's own tree.
+
+        Returns:
+            {"outer": tree, "layers": nested lists [chunk][place] of trees} of `jax.ShapeDtypeStruct`, without shardings.
+        """
         return jax.eval_shape(lambda tree: self.stack(*self.model.split(tree)), tree)
 
     def unstack(self, params: Tree) -> tuple[Tree, list[Tree]]:
-        """Inverts `stack`."""
+        """Inverts `stack`.
+
+        Args:
+            params: The tree of `stack`.
+
+        Returns:
+            The parameters of embedding and head, and a list with the parameters of each layer, from the first to the last.
+        """
         return params["outer"], self.layout.unstack(params["layers"])
 
     def specs(self, params: Tree) -> Tree:
-        """Returns the PartitionSpec of every parameter in the tree of `stack`.
+        """Returns the PartitionSpec of every parameter, over the axes `pipe` and `fsdp`.
+
+        Args:
+            params: Arrays or shapes in the tree of `stack`.
+
+        Returns:
+            A tree like `params`. The first axis of layers is sharded over `pipe`.
 
         Raises:
-            ConfigError: If `PipelineModel.sharded` does not fit the parameters.
+            ConfigError: If `PipelineModel.sharded` names no parameter of embedding and head, or the number of ranks does not
+                divide the length of the axis.
         """
         names, ranks = leaf_names(params["outer"]), self.mesh.shape[AXIS]
         for name in self.model.sharded:
@@ -91,8 +126,8 @@ class Placement:
             axis = self.pipe_axis(path)
             if axis is not None and leaf.shape[axis] % ranks:
                 raise ConfigError(
-                    f"axis {axis} of {path_name(path)} has {leaf.shape[axis]} rows for {ranks} ranks: must be divisible; "
-                    "see `pp`",
+                    f"PipelineModel.sharded shards {path_name(path)} along axis {axis} of length {leaf.shape[axis]}: must be a "
+                    f"multiple of `pp` {ranks}",
                     field="pp",
                 )
             names = {axis: AXIS, shard.axis: fsdp.AXIS}
@@ -105,11 +140,30 @@ class Placement:
         }
 
     def shardings(self, params: Tree) -> Tree:
-        """Returns the NamedSharding of every parameter in the tree of `stack`."""
+        """Returns the NamedSharding of every parameter on the mesh of the pipeline.
+
+        Args:
+            params: Arrays or shapes in the tree of `stack`.
+
+        Returns:
+            A tree like `params`. Layers are sharded over `pipe` on their first axis.
+
+        Raises:
+            ConfigError: If `PipelineModel.sharded` names no parameter of embedding and head, or the number of ranks does not
+                divide the length of the axis.
+        """
         return jax.tree.map(lambda _, spec: NamedSharding(self.mesh, spec), params, self.specs(params))
 
     def fsdp_shards(self, params: Tree) -> Tree:
-        """Returns the ShardSpec over `fsdp` of every parameter, without the axis of ranks."""
+        """Returns the sharding of every parameter over `fsdp`, as a `ShardSpec`.
+
+        Args:
+            params: Arrays or shapes in the tree of `stack`.
+
+        Returns:
+            A tree like `params`. The axes of a spec do not count the leading axis of ranks. The axis is None for a replicated
+            parameter, and for all parameters if the mesh has no axis `fsdp` longer than 1.
+        """
         ranks = self.mesh.shape.get(fsdp.AXIS, 1)
         if ranks == 1:
             return jax.tree.map(lambda _: ShardSpec(None), params)
@@ -121,25 +175,32 @@ class Placement:
         return structure.unflatten(specs.values())
 
     def pipe_axis(self, path: Sequence[Any]) -> int | None:
-        """Returns the axis of a leaf of `outer` that is sharded over the ranks; None if every rank has the whole leaf."""
+        """Returns the axis of a leaf of `outer` that is sharded over the ranks; None if every rank holds the whole leaf.
+
+        Args:
+            path: Path of the leaf in `outer`, from `jax.tree_util.tree_map_with_path`.
+        """
         return self.model.sharded.get(path_name(path))
 
 
 def without_ranks(layers: Tree) -> Tree:
-    """Returns the shapes of arrays without their leading axis, that of ranks."""
+    """Returns a tree of `jax.ShapeDtypeStruct`: the shapes of the leaves without their first axis, the axis of ranks."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
 
 
 def _axes_after_split(model: PipelineModel, tree: Tree, name: str, axis: int) -> list[tuple[Any, int, int]]:
-    """Returns the place of an axis after `PipelineModel.split`: path in (outer, layers), axis and length.
+    """Follows an axis of a parameter through `PipelineModel.split`.
 
-    Traces `split` a second time with this axis twice as long, and compares the shapes.
+    Traces `split` a second time with the axis twice as long, and compares the shapes.
+
+    Returns:
+        The path in (outer, layers), axis and length of each axis that changed.
     """
     leaves, structure = jax.tree.flatten(tree)
     index = leaf_names(tree).index(name)
     shape = leaves[index].shape
     if axis >= len(shape):
-        raise _cannot(name, axis, f"must be less than {len(shape)}, its shape is {shape}")
+        raise _cannot(name, axis, f"must be less than {len(shape)}, because its shape is {shape}")
     leaves[index] = jax.ShapeDtypeStruct((*shape[:axis], 2 * shape[axis], *shape[axis + 1 :]), leaves[index].dtype)
     try:
         after = jax.tree.leaves(jax.eval_shape(model.split, structure.unflatten(leaves)))
@@ -151,7 +212,7 @@ def _axes_after_split(model: PipelineModel, tree: Tree, name: str, axis: int) ->
         found += [(path, i, old.shape[i]) for i in changed]
     if not found:
         raise _cannot(
-            name, axis, "must be an axis of every layer; in a pipeline, the ranks share the layers that this one counts"
+            name, axis, "must be an axis of each layer, because this axis of layers is divided among the ranks of a pipeline"
         )
     return found
 
@@ -164,5 +225,5 @@ def _name_in_stack(layout: StageAssignment, path: Sequence[Any]) -> str:
     return f"layers/{chunk}/{place}/{path_name(path[2:])}"
 
 
-def _cannot(name: str, axis: int, why: str) -> ConfigError:
-    return ConfigError(f"`shard_rules` shards {name} along axis {axis}: {why}", field="shard_rules")
+def _cannot(name: str, axis: int, reason: str) -> ConfigError:
+    return ConfigError(f"`shard_rules` shards {name} along axis {axis}: {reason}", field="shard_rules")

@@ -1,9 +1,9 @@
 """The two runtimes of the SPMD engine. Each plays all ticks of a schedule.
 
-In the aligned runtime, all ranks do the same action in a tick, so the program has no branches on the kind of action. Equal
-rounds are iterations of one `lax.scan`. Two kinds of tick use `act_where`: a pending wgrad on some ranks beside a forward or a
-dgrad on other ranks, and a wgrad on only some ranks. In other ticks, idle ranks compute too, and their results go to free
-slots. The general runtime plays any schedule.
+In the aligned runtime, all ranks compute the same action in a tick, so the program has no branches on the kind of action. Equal
+rounds are iterations of one `lax.scan`. Two kinds of tick use `act_where`: ticks with a wgrad on some ranks and a forward or
+dgrad on others, and ticks with a wgrad on only some ranks. In other ticks, idle ranks compute too, and write their results to
+free slots. The general runtime plays any schedule.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,16 @@ from jgraph.schedule.tables import Phase, phases
 
 
 def play_general(runtime: RankRuntime) -> State:
-    """Plays any schedule tick by tick. A rank selects its action by `act_where`. Returns the final state.
+    """Plays any schedule tick by tick, in one `lax.scan`. A rank selects its action with `act_where`.
 
-    Every tick permutes outside of the actions. A collective inside an action would wait for ranks that do another action.
+    Transfers are outside of the actions, because a collective inside an action would wait for ranks with a different action.
+    Call it under `jax.shard_map` over the axis `pipe`.
+
+    Args:
+        runtime: The operations of a tick on this rank, with the schedule tables for `writing="all"`.
+
+    Returns:
+        The state after the last tick, with the sums of losses and gradients of this rank.
     """
     kinds = runtime.tables.table.kind
     ticks = np.arange(len(kinds))
@@ -50,7 +57,19 @@ def play_general(runtime: RankRuntime) -> State:
 
 
 def play_aligned(runtime: RankRuntime) -> State:
-    """Plays all phases in order. Returns the final state."""
+    """Plays an aligned schedule: all ranks run the same kind of action in a tick, or a wgrad.
+
+    The rounds of a phase are iterations of one `lax.scan`. Call it under `jax.shard_map` over the axis `pipe`.
+
+    Args:
+        runtime: The operations of a tick on this rank, with the schedule tables for `writing="makers"`.
+
+    Returns:
+        The state after the last tick, with the sums of losses and gradients of this rank.
+
+    Raises:
+        OrderError: If the schedule is not aligned.
+    """
     state = runtime.start()
     for phase in phases(runtime.tables.table):
         size = len(phase.kinds)
@@ -68,7 +87,7 @@ def play_aligned(runtime: RankRuntime) -> State:
 
 
 def _round(runtime: RankRuntime, state: State, phase: Phase, rows: Row, ticks: np.ndarray) -> State:
-    """Plays a round. `ticks` [rounds, ticks of a round] has the ticks of all rounds that share this code."""
+    """Plays one round. `ticks` [rounds, ticks per round] are the ticks of all rounds that share this code."""
     stashed = None
     for j, kinds in enumerate(phase.kinds):
         row = {name: row[j] for name, row in rows.items()}
@@ -77,8 +96,8 @@ def _round(runtime: RankRuntime, state: State, phase: Phase, rows: Row, ticks: n
         elif kinds[0] == "wgrad":
             state = _wgrad(runtime, state, row, ticks[:, j], stashed)
         else:
-            state, made = _dgrad(runtime, state, row, ticks[:, j], phase.is_handed)
-            stashed = made if phase.is_handed else None
+            state, stash = _dgrad(runtime, state, row, ticks[:, j], phase.is_handed)
+            stashed = stash if phase.is_handed else None
     return state
 
 
@@ -92,7 +111,7 @@ def _forward(runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray) ->
 def _dgrad(
     runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray, is_handed: bool
 ) -> tuple[State, tuple[Array, ...] | None]:
-    """Returns the stash too, if it is not written to its pool."""
+    """Plays a tick of dgrads. Returns the stash if `is_handed`, so that it is not written to its pool; else None."""
     dy, does, stash = runtime.dy(state, row), row["kind"] == DGRAD, None
     counts = None if (runtime.tables.table.kind[ticks] == DGRAD).all() else does
     if is_handed:
@@ -112,7 +131,7 @@ def _wgrad(runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray, stas
 def _or_wgrad(
     runtime: RankRuntime, state: State, row: Row, ticks: np.ndarray, act: Callable[[State], tuple[State, Array]]
 ) -> tuple[State, Array]:
-    """Returns the result of `act`. In a tick with wgrads, each rank does a wgrad, `act` or nothing."""
+    """Calls `act`. If some ranks have a wgrad in these ticks, each rank computes a wgrad, `act` or nothing."""
     kinds = runtime.tables.table.kind[ticks]
     if not (kinds == WGRAD).any():
         return act(state)

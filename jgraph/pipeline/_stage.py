@@ -1,4 +1,4 @@
-"""The actions of a rank: forward, dgrad and wgrad of its chunks, embedding and head. Traced under `jax.shard_map`."""
+"""Computes the actions of a rank: forward, dgrad and wgrad of its chunks, embedding and head. Runs under `jax.shard_map`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,18 +21,22 @@ Index: TypeAlias = Array | int
 
 @dataclass(frozen=True, eq=False)
 class StageExecutor:
-    """Computes the actions of a rank with its part of the model and of the batch.
+    """Computes the actions of a rank on its stages and its shard of the batch. Stateless: every method is a pure function.
+
+    Methods are traced under `jax.shard_map`. x is the input of a stage and y its output, of the same shape and dtype; dx and dy
+    are their gradients. A microbatch index `m` is an integer or an int32 scalar.
 
     Attributes:
         model: The model.
         split: The split backward of a stage.
         carried: The carried state of a layer.
-        outer: Parameters of embedding and head, as the embedding reads them.
-        head_outer: The same parameters, as the head reads them.
-        stages: For each chunk, the first argument of the stage function: `(given, observed, weights)`.
-        inputs: The microbatches, leaves [M, ...].
-        key: Data of the random key of the step; None if layers take no key.
-        impl: Implementation of the key.
+        outer: Parameters of embedding and head in float32, for the embedding.
+        head_outer: The same parameters in the compute dtype, for the head.
+        stages: First argument of the stage function for each chunk: `(given, observed, weights)`, where `given` are the
+            parameters and other inputs, `observed` the amax histories of FP8 and `weights` the quantized weights.
+        inputs: The microbatches on this data rank, leaves [M, ...].
+        key: Key data of the random key of the step, an integer array; None if layers take no key.
+        impl: Implementation of the key, as returned by `jax.random.key_impl`; None if layers take no key.
     """
 
     model: PipelineModel
@@ -47,7 +51,10 @@ class StageExecutor:
 
     @cached_property
     def shapes(self) -> Spec:
-        """Shapes of the arrays that pass between actions: of x as `y`, of the carried state as `aux`.
+        """Shapes of the arrays between actions, traced once.
+
+        `y` is the shape of x, `residuals` and `stash` are the arrays of one microbatch in these pools, and `aux` is the shape
+        of the carried state after a forward.
 
         Raises:
             ShapeError: If a layer changes the shape or dtype of x.
@@ -55,40 +62,62 @@ class StageExecutor:
         x = jax.eval_shape(self.model.embed, self.outer, self._microbatch(0))
         spec = self.split.spec(self.stages[0], x, *self._stage_args(0))
         if (spec.y.shape, spec.y.dtype) != (x.shape, x.dtype):
-            raise ShapeError(f"a layer makes {spec.y.dtype}{spec.y.shape} of {x.dtype}{x.shape}; it must keep them")
+            must = "must return the shape and dtype of x"
+            raise ShapeError(f"`layer` returns {spec.y.dtype}{spec.y.shape} for x of {x.dtype}{x.shape}: {must}")
         return spec
 
     @cached_property
     def _shares_head(self) -> bool:
-        """True if the head has collectives over the ranks, False if each rank computes a head of its own."""
+        """True if the head has collectives over the ranks, False if each rank computes a separate head."""
         effects = jax.make_jaxpr(self.model.head)(self.head_outer, self.shapes.y, self._microbatch(0)).effects
         return any(getattr(effect, "name", None) == AXIS for effect in effects)
 
     @property
     def num_chunks(self) -> int:
+        """Number of chunks (stages) of the rank."""
         return len(self.stages)
 
     @scope("wgrad")
     def zero_grads(self) -> tuple[Tree, ...]:
-        """Returns float32 zeros like the parameters and the observed state of each chunk. Integers are returned unchanged."""
+        """Returns the initial gradients: for each chunk, float32 zeros in the shapes of (given, observed) of `stages`.
+
+        Leaves that are not floating are returned unchanged.
+        """
         stages = tuple(stage[:2] for stage in self.stages)
         return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32) if _is_float(p) else p, stages)
 
     @scope("wgrad")
     def zero_outer(self) -> Tree:
-        """Returns float32 zeros like the parameters of embedding and head."""
+        """Returns the initial gradients of embedding and head: float32 zeros in the shapes of `outer`."""
         return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.outer)
 
     # --- Stages. `chunk` is an integer, or a traced int32 scalar. ---
 
     def forward(self, chunk: Array, x: Array, m: Index) -> tuple[Array, Residuals, Tree]:
-        """Returns y, the residuals, and the carried state after the microbatch."""
+        """Computes a forward of a chunk.
+
+        Args:
+            chunk: Index of the chunk on this rank.
+            x: The input of the stage.
+            m: Index of the microbatch.
+
+        Returns:
+            y, the residuals for dgrad and wgrad, and the carried state after the microbatch (leaves [layers, ...]; {} if layers
+            carry no state).
+        """
         return self._by_chunk(chunk, lambda c: self.split.forward(self.stages[c], x, *self._stage_args(m)))
 
     def dgrad(self, chunk: Array, residuals: Residuals, dy: Array) -> tuple[Array, Tree, Stash]:
-        """Returns dx, the early gradients and the stash.
+        """Computes a dgrad of a chunk.
 
-        The early gradients are a list like the leaves of a chunk, with None for delayed gradients and integers.
+        Args:
+            chunk: Index of the chunk on this rank.
+            residuals: Residuals of the microbatch, from `forward`.
+            dy: Gradient of the output.
+
+        Returns:
+            dx; the early gradients, which dgrad computes: a list in the order of the leaves of (given, observed), with None for
+            gradients that wgrad computes and for leaves that are not floating; and the stash for wgrad.
         """
 
         def of(c: int):
@@ -100,7 +129,17 @@ class StageExecutor:
         return self._by_chunk(chunk, of)
 
     def wgrad(self, chunk: Array, grads: tuple[Tree, ...], residuals: Residuals, stash: Stash) -> tuple[Tree, ...]:
-        """Returns `grads` after adding the delayed gradients of a chunk."""
+        """Computes a wgrad of a chunk, and adds the delayed gradients: the gradients that dgrad does not compute.
+
+        Args:
+            chunk: Index of the chunk on this rank.
+            grads: Sums of the gradients of each chunk, like the result of `zero_grads`.
+            residuals: Residuals of the microbatch, after dgrad.
+            stash: Stash of the microbatch, from `dgrad`.
+
+        Returns:
+            The new sums, like `grads`.
+        """
 
         def of(c: int, total: Tree) -> Tree:
             return self.split.accumulate((*total, None), self.stages[c], residuals, stash)[:2]
@@ -113,9 +152,18 @@ class StageExecutor:
     def add_early(
         self, chunk: Array, grads: tuple[Tree, ...], early: Sequence[Array | None], counts: Array | None
     ) -> tuple[Tree, ...]:
-        """Returns `grads` after adding the early gradients of a chunk, if `counts` is True or None.
+        """Adds the early gradients of a chunk to the sums.
 
-        The gradient of observed state is the state after the microbatch. It is merged by maximum.
+        The gradient of the observed state is the state after the microbatch. It is merged by maximum.
+
+        Args:
+            chunk: Index of the chunk on this rank.
+            grads: Sums of the gradients of each chunk, like the result of `zero_grads`.
+            early: The early gradients, from `dgrad`.
+            counts: Bool scalar, False to add nothing. None adds them.
+
+        Returns:
+            The new sums, like `grads`.
         """
         added = len(jax.tree.leaves(self.stages[0][0]))
         kinds: list[Reduction] = ["sum" if i < added else "max" for i in range(len(early))]
@@ -129,53 +177,66 @@ class StageExecutor:
         for c, tree in enumerate(grads):
             where = counts
             if self.num_chunks > 1:
-                is_it = jnp.equal(chunk, c)
-                where = is_it if counts is None else counts & is_it
+                is_chunk = jnp.equal(chunk, c)
+                where = is_chunk if counts is None else counts & is_chunk
             leaves, structure = jax.tree.flatten(tree)
-            out.append(structure.unflatten(add(*one, where) for one in zip(kinds, leaves, early, strict=True)))
+            out.append(structure.unflatten(add(*args, where) for args in zip(kinds, leaves, early, strict=True)))
         return tuple(out)
 
     # --- Embedding and head, by all ranks together ---
 
     @scope("forward")
     def embed(self, m: Index) -> Array:
+        """Computes the input of the first stage for microbatch `m`. All ranks call it, because `embed` may have collectives."""
         return self.model.embed(self.outer, self._microbatch(m))
 
     @scope("wgrad")
     def embed_backward(self, m: Index, dx: Array) -> Tree:
-        """Returns gradients like `outer`. Takes dx on the rank of the first stage, and zeros on other ranks."""
+        """Computes the gradients of the embedding. All ranks call it, because the embedding may have collectives.
+
+        Args:
+            m: Index of the microbatch.
+            dx: Gradient of the input of the first stage. It must be zero except on the rank of the first stage.
+
+        Returns:
+            The gradients, a tree like `outer`.
+        """
         _, pull_back = jax.vjp(lambda outer: self.model.embed(outer, self._microbatch(m)), self.outer)
         return pull_back(dx)[0]
 
     @scope("loss")
     def head(self, m: Index, y: Array, here: Array) -> tuple[Array, Tree, Array]:
-        """Returns the loss of a microbatch, its gradients like `outer`, and dy.
+        """Computes the loss of a microbatch and its gradients. All ranks call it, because the head may have collectives.
 
         Args:
             m: Index of the microbatch.
-            y: Output of the last stage on its rank; any values on other ranks.
-            here: True on the rank of the last stage.
+            y: Output of the last stage on the rank of the last stage; any values on other ranks.
+            here: Bool scalar, True on the rank of the last stage.
+
+        Returns:
+            The loss, a scalar, which is 0 on other ranks; the gradients of embedding and head, a tree like `head_outer`; and
+            dy, the gradient of y, which is meaningful on the rank of the last stage.
         """
         if self._shares_head:
             y = jnp.where(here, y, jnp.zeros((), y.dtype))
         loss, pull_back = jax.vjp(lambda outer, y: self.model.head(outer, y, self._microbatch(m)), self.head_outer, y)
         d_outer, dy = pull_back(here.astype(loss.dtype))
         if not self._shares_head:
-            # A cotangent of zero is not enough: on other ranks, the derivative at y may be infinite.
+            # A zero cotangent is not enough, because the derivative at y may be infinite on other ranks.
             d_outer = jax.tree.map(lambda g: jnp.where(here, g, jnp.zeros((), g.dtype)), d_outer)
         return jnp.where(here, loss, 0), d_outer, dy
 
-    def _by_chunk(self, chunk: Array, of: Callable[[int], Any]) -> Any:
+    def _by_chunk(self, chunk: Array, compute: Callable[[int], Any]) -> Any:
         if self.num_chunks == 1:
-            return of(0)
-        return lax.switch(chunk, [lambda c=c: of(c) for c in range(self.num_chunks)])
+            return compute(0)
+        return lax.switch(chunk, [lambda c=c: compute(c) for c in range(self.num_chunks)])
 
     def _microbatch(self, m: Index) -> Tree:
         """Returns the inputs of a microbatch."""
         return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, m, keepdims=False), self.inputs)
 
     def _stage_args(self, m: Index) -> tuple[Tree, ...]:
-        """Returns the arguments of a stage after x: the context of a microbatch, and the data of its key."""
+        """Returns the arguments of a stage after x: the context of a microbatch, and its key data."""
         context = self.model.context_of(self._microbatch(m))
         if self.key is None:
             return context
@@ -185,8 +246,17 @@ class StageExecutor:
 def act_where(does: Array, act: Callable[[Tree], Tree], before: Tree) -> Tree:
     """Returns `act(before)` if `does` is True on this rank, else `before`. Updates buffers in place.
 
-    A loop with at most one iteration, because XLA copies the results of a conditional and updates the carry of a loop in
-    place. The barrier orders the loop after the previous one, which reads the buffers that this one writes.
+    Uses a loop with at most one iteration, because XLA updates the carry of a loop in place, but copies the results of a
+    conditional. The barrier orders the loop after the previous one, which reads the buffers that this one overwrites.
+
+    Args:
+        does: Bool scalar. It may differ between ranks.
+        act: Computes a tree with the structure, shapes and dtypes of its argument. Must have no collectives, because ranks
+            with False do not run it.
+        before: A tree of arrays.
+
+    Returns:
+        A tree like `before`.
     """
     return lax.fori_loop(0, does.astype(jnp.int32), lambda _, carry: act(carry), lax.optimization_barrier(before))
 

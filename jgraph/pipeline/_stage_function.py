@@ -1,4 +1,4 @@
-"""The function of a pipeline stage: consecutive layers, with casts, recomputation, random keys, carried state and FP8."""
+"""Makes the function of a pipeline stage from layers, with casts, recomputation, random keys, carried state and FP8."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,12 +24,13 @@ class StageFunctions:
     """Makes functions of consecutive layers of a model.
 
     Attributes:
-        model: The model.
-        compute_dtype: Matrices of the layers and of the head are cast to this dtype once per step. None does not cast.
-        remat: Activations to recompute in the backward pass: `nothing` beyond the choices of `split_backward`, the results of
-            `wide` matmuls, or the whole `layer` except its input.
-        carried: The carried state of a layer.
-        precision: Precision of the stages.
+        model: The model, as embedding, layers and head.
+        compute_dtype: Matrices of the layers and of the head, except weights of routers, are cast to this dtype once per step.
+            None does not cast.
+        remat: Activations to recompute in the backward pass: `nothing` beyond elementwise operations, the results of `wide`
+            matmuls, or the whole `layer` except its input.
+        carried: Shapes and reductions of the carried state of a layer.
+        precision: Precision of the matmuls of layers: with or without FP8.
     """
 
     model: PipelineModel
@@ -39,51 +40,74 @@ class StageFunctions:
     precision: StagePrecision = field(default_factory=StagePrecision)
 
     def with_precision(self, tree: Tree, whole: FP8Trace, args: Sequence[Tree]) -> Self:
-        """Returns the same pipeline with the matmuls of its layers in FP8.
+        """Returns a copy that computes the matmuls of layers in FP8. Traces a layer on shapes.
 
         Args:
             tree: Shapes of the parameters, in the model's own tree.
-            whole: The FP8 plan of `layers`.
-            args: Shapes of the arguments of `layers` after the parameters.
+            whole: The FP8 trace of the method `layers`, which has the recipe.
+            args: Shapes of (x, context, key, *carried), the arguments of `layers` after the parameters.
+
+        Returns:
+            The copy.
 
         Raises:
-            ConfigError: If `keep` or `blocks` of the recipe select only some of the layers.
+            ConfigError: If `keep` or `blocks` of the recipe select a matmul only in some of the layers.
         """
-        own, (x, context, key, *carried) = jax.eval_shape(self.model.split, tree)[1][0], args
+        params, (x, context, key, *carried) = jax.eval_shape(self.model.split, tree)[1][0], args
         states = (jax.eval_shape(self.model.split_carried, state)[0] for state in carried)
         more = (*context, *[key] * self.model.takes_key, *states)
-        precision = FP8Precision.of(lambda own, *args: self.model.layer(self.cast(own), *args), own, whole, (x, *more))
+        precision = FP8Precision.of(lambda params, *args: self.model.layer(self.cast(params), *args), params, whole, (x, *more))
         return replace(self, precision=precision)
 
     def layers(self, tree: Tree, x: Array, context: tuple[Tree, ...], key: Array, *carried: Tree) -> Array:
-        """Returns x after all layers, computed from the model's own tree of parameters and of carried state."""
+        """Computes all layers of the model, without a pipeline and without recomputation.
+
+        Args:
+            tree: Parameters in the model's own tree.
+            x: Input of the first layer.
+            context: Context of the microbatch, from `PipelineModel.context_of`: a tuple of one tree, or () if layers take none.
+            key: Random key of the microbatch; not used if layers take no key. Layer i gets the key folded with i.
+            *carried: Carried state in the model's own tree; nothing if layers carry no state.
+
+        Returns:
+            x after the last layer, of the same shape and dtype. New carried state is dropped.
+        """
         states = [self.model.split_carried(state) for state in carried]
-        for i, own in enumerate(self.model.split(tree)[1]):
+        for i, params in enumerate(self.model.split(tree)[1]):
             keys = [jax.random.fold_in(key, i)] * self.model.takes_key
-            y = self.model.layer(self.cast(own), x, *context, *keys, *(state[i] for state in states))
+            y = self.model.layer(self.cast(params), x, *context, *keys, *(state[i] for state in states))
             x = y[0] if states else y
         return x
 
     def split(self, impl: Any, layers: int = 1) -> Split:
-        """Returns the split backward of a stage. Takes the arguments of `stage`."""
+        """Returns the split backward of a stage: the pure functions forward, dgrad and wgrad.
+
+        Args:
+            impl: Implementation of the random keys, as returned by `jax.random.key_impl`; None for layers without keys.
+            layers: Number of layers of the stage.
+        """
         return split_backward(self.stage(impl, layers), has_aux=True, recompute=self.recompute)
 
     def stage(self, impl: Any, layers: int) -> Any:
-        """Returns the function of a stage, for `split_backward`.
+        """Makes the function of a stage, for `split_backward`.
 
         Args:
-            impl: Implementation of the random keys; None for layers without keys.
-            layers: Number of layers.
+            impl: Implementation of the random keys, as returned by `jax.random.key_impl`; None for layers without keys.
+            layers: Number of layers of the stage.
 
         Returns:
-            `stage((given, observed, weights), x, *context, *key_data) -> (x, carried state)`.
+            `stage((given, observed, weights), x, *context, *key_data) -> (x, carried state)`. `given` is the pair of a list
+            with the parameters of each layer, and a dict with `carried` (carried state as bits), `first` (index of the first
+            layer, only with a key) and `active` (bool scalar, only if some stages have padding). `observed` has the amax
+            histories of FP8, and `weights` the quantized weights or None. `context` and `key_data` are empty if layers take
+            none.
         """
         has_context = self.model.context is not None
 
         def stage(params: Tree, x: Array, *args: Tree) -> tuple[Array, Tree]:
-            own, extra = params
+            layers, extra = params
             context, keys = args[:has_context], [jax.random.wrap_key_data(data, impl=impl) for data in args[has_context:]]
-            return self.through(own, x, context, keys, extra.get("first"), extra["carried"], extra.get("active"))
+            return self.through(layers, x, context, keys, extra.get("first"), extra["carried"], extra.get("active"))
 
         return self.precision.function(stage, layers)
 
@@ -97,36 +121,49 @@ class StageFunctions:
         bits: Tree,
         active: Array | None = None,
     ) -> tuple[Array, Tree]:
-        """Computes consecutive layers.
+        """Computes consecutive layers, each in `jax.checkpoint` if `remat` is `layer`.
 
         Args:
-            layers: Parameters of each layer.
+            layers: Parameters of each layer, already cast.
             x: Input of the first layer.
-            context: Context of the microbatch, as `PipelineModel.context_of` returns it.
-            key: The key of the microbatch in a sequence; empty if the layers take none.
-            first: Index of the first layer in the model, an integer scalar; only for keys.
-            bits: Carried state as the step begins, as `LayerState.pick` returns it.
-            active: Bool scalar, False if the last layer is padding. None if there is no padding.
+            context: Context of the microbatch, from `PipelineModel.context_of`: a tuple of one tree, or () if layers take none.
+            key: A sequence with the random key of the microbatch; empty if layers take no key. The key of a layer is folded
+                with its index in the model.
+            first: Index of the first layer in the model, an integer scalar; only used with a key.
+            bits: Carried state of these layers at the beginning of the step, leaves [layers, ...], with floats reinterpreted as
+                unsigned integers; {} if layers carry no state.
+            active: Bool scalar, False if the last layer is padding, whose result is discarded. None if no stage has padding.
 
         Returns:
-            x after the last layer, and the carried state after the microbatch with leaves [layers, ...].
+            x after the last layer, and the carried state after the microbatch with leaves [layers, ...], {} if layers carry no
+            state.
+
+        Raises:
+            ShapeError: If a layer with carried state does not return a pair of x and a state of the same shapes and dtypes.
         """
         layer = jax.checkpoint(self.model.layer) if self.remat == "layer" else self.model.layer
         after = []
-        for j, own in enumerate(layers):
-            keys = [jax.random.fold_in(one, first + j) for one in key]
+        for j, params in enumerate(layers):
+            keys = [jax.random.fold_in(k, first + j) for k in key]
             counts = active if j == len(layers) - 1 else None
             # A layer may attach losses to its output. Their gradients must not leave a padding layer.
             given = x if counts is None else jnp.where(counts, x, lax.stop_gradient(x))
-            y = layer(own, given, *context, *keys, *(state := self.carried.at(bits, j)))
+            y = layer(params, given, *context, *keys, *(state := self.carried.at(bits, j)))
             if state:
-                y, own_after = self.carried.taken(y)
-                after.append(own_after)
+                y, layer_after = self.carried.taken(y)
+                after.append(layer_after)
             x = y if counts is None else jnp.where(counts, y, x)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *after) if after else {}
 
     def cast(self, tree: Tree) -> Tree:
-        """Returns parameters in the dtypes that layers and head compute with."""
+        """Casts matrices (leaves with two axes or more) to `compute_dtype`, except weights of routers.
+
+        Args:
+            tree: Parameters of a layer, of embedding and head, or of several layers.
+
+        Returns:
+            A tree like `tree`. Other parameters are returned unchanged; `tree` itself if `compute_dtype` is None.
+        """
         if self.compute_dtype is None:
             return tree
 
@@ -136,10 +173,17 @@ class StageFunctions:
         return jax.tree_util.tree_map_with_path(of, tree)
 
     def of_rank(self, layers: Tree) -> Tree:
-        """Returns the cast layers of a rank, from arrays with a leading axis of length 1 for ranks."""
+        """Returns the layers of a rank without the axis of ranks, with matrices cast to `compute_dtype`.
+
+        Args:
+            layers: Parameters of layers as a rank sees them under `jax.shard_map`, leaves [1, ...].
+
+        Returns:
+            A tree like `layers`, with leaves [...].
+        """
         return self.cast(jax.tree.map(lambda leaf: leaf[0], layers))
 
     @property
     def recompute(self) -> Recompute:
-        """The intermediate results that the split backward of a stage recomputes."""
+        """The argument `recompute` of `split_backward`: `wide` if `remat` is `wide`, else `elementwise`."""
         return "wide" if self.remat == "wide" else "elementwise"

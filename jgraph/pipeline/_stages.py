@@ -1,4 +1,4 @@
-"""The stages of a pipeline as callables on the arrays of one rank, and their schedule as an execution plan."""
+"""Traces the stages of a pipeline as callables on the arrays of one rank, and makes the execution plan of the schedule."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,18 +20,18 @@ from jgraph.tree import leaf_names
 
 Tree = Any
 
-# Seconds of a stage's forward from which on the update of its command buffer, after arrays moved, is negligible. Then
-# microbatches share executables: a few to compile instead of hundreds.
+# Minimum seconds of a stage's forward for which the update of a command buffer after arrays moved is negligible. Microbatches
+# then share executables, so that a few are compiled instead of hundreds.
 _LONG = 2e-4
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """The layers of a rank's chunk, packed. All ranks have the same layout.
+    """The packing of the layers of a chunk into arrays by name. All ranks have the same layout. Holds no arrays.
 
     Attributes:
         packing: The packing of a list with one tree per layer.
-        longest: Number of layers of the longest stage.
+        longest: Number of layers of the longest stage, which is the length of this list.
     """
 
     packing: Packing
@@ -39,21 +39,38 @@ class Chunk:
 
     @classmethod
     def of(cls, layers: Sequence[Tree], alone: Collection[str] = ()) -> Self:
-        """Packs layers.
+        """Plans the packing of layers.
 
         Args:
-            layers: Shapes of the parameters of each layer.
-            alone: Paths of parameters of a layer that are not packed.
+            layers: Shapes of the parameters of each layer of the longest stage.
+            alone: Paths of parameters of a layer that get an array of their own in every layer, with `/` between keys.
+
+        Returns:
+            The chunk.
         """
         names = [f"{j}/{path}".rstrip("/") for j in range(len(layers)) for path in alone]
         return cls(Packing.of(list(layers), alone=names), len(layers))
 
     def pack(self, layers: Sequence[Tree]) -> dict[str, Array]:
-        """Returns the arrays by name. Scalars get one axis, so that the ranks' scalars form one array."""
+        """Packs the parameters of layers.
+
+        Args:
+            layers: Parameters of each layer of the longest stage.
+
+        Returns:
+            The arrays by name. Scalars get one axis, so that they can be sharded over the ranks.
+        """
         return {name: jnp.atleast_1d(leaf) for name, leaf in self.packing.pack(list(layers)).items()}
 
     def unpack(self, arrays: Mapping[str, Array]) -> list[Tree]:
-        """Inverts `pack`. Missing arrays are zero."""
+        """Inverts `pack`.
+
+        Args:
+            arrays: The arrays by name. Missing arrays are zero, for layers that a shorter stage does not have.
+
+        Returns:
+            The parameters of each layer of the longest stage.
+        """
         whole = {}
         for name, numbers in self.packing.groups:
             leaves = [self.packing.leaves[i] for i in numbers]
@@ -62,24 +79,25 @@ class Chunk:
         return self.packing.unpack(whole)
 
     def names(self, layers: int) -> tuple[str, ...]:
-        """Returns the sorted names of the arrays that a stage with this number of layers reads."""
+        """Returns the names of the arrays that a stage with `layers` layers reads, sorted alphabetically."""
         count = layers * len(self.packing.leaves) // self.longest
         return tuple(sorted(name for name, numbers in self.packing.groups if numbers[0] < count))
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """The rank of a stage, its executables' computation and their arguments.
+    """A stage: its place, its computation and its arguments.
 
-    Arguments are shards of arrays over all ranks, given by number: the leaves that a step begins with, then the parameters of
-    embedding and head.
+    Arguments are shards of arrays over all ranks. They are given by number: first the leaves of the results of the program
+    `begin`, then the leaves of the parameters of embedding and head.
 
     Attributes:
-        rank, chunk: The place of the stage.
-        names: Names of its chunk's arrays, its first parameters.
-        shaped: Forward, dgrad and wgrad, without a device.
-        params: Its parameters.
-        extra: By microbatch, its arguments after x.
+        rank: Rank of the stage.
+        chunk: Index of the chunk of the stage on its rank.
+        names: Names of the packed arrays of the chunk that the stage reads. They are its first parameters.
+        shaped: Traced forward, dgrad and wgrad, without a device.
+        params: Number of the array of each parameter, in the order of the leaves.
+        extra: For each microbatch, the numbers of the arrays of the arguments after x, in the order of the leaves.
     """
 
     rank: int
@@ -93,19 +111,19 @@ class Stage:
 def stages_of(
     pipeline: Pipeline, chunks: Sequence[Chunk], embed: End, x: jax.ShapeDtypeStruct, begun: Tree, impl: Any
 ) -> list[Stage]:
-    """Traces the stages. Stages with the same computation are traced once.
+    """Traces the stages. Stages with the same computation are traced once. Compiles and runs nothing.
 
     Args:
         pipeline: The model with its schedule.
-        chunks: A rank's layers.
-        embed: The embedding, which begins the first stage.
-        x: The shape that passes between stages.
-        begun: Shapes of the arrays that a step begins with: `batch` and `key` by microbatch; by chunk `layers`, `first` (the
-            number of the first layer), `carried`, the observed `state` and the prepared `weights`.
-        impl: The implementation of the random keys.
+        chunks: For each chunk of a rank, the packing of its layers.
+        embed: The embedding, which is part of the first stage.
+        x: Shape and dtype of the array between stages, for one microbatch on one data rank.
+        begun: Shapes of the results of the program `begin`: `batch` and `key` by microbatch; by chunk `layers`, `first` (the
+            index of the first layer), `carried`, the observed `state` and the prepared `weights`.
+        impl: Implementation of the random keys, as returned by `jax.random.key_impl`.
 
     Returns:
-        The stages in the order of the data.
+        The stages from the first to the last.
     """
     layout, leaves, numbers = pipeline.layout, jax.tree.leaves(begun), numbered(begun)
     traced: dict[Any, Shaped] = {}
@@ -140,7 +158,7 @@ def stages_of(
         name = (s == 0, count, c)
         if name not in traced:
             traced[name] = shape_callable(fn, s, shapes, args, {}, device=None, has_aux=True, recompute=pipeline.recompute)
-        given = jax.tree.leaves(params), [jax.tree.leaves(own) for own in extra]
+        given = jax.tree.leaves(params), [jax.tree.leaves(args) for args in extra]
         stages.append(Stage(rank, c, names, replace(traced[name], index=s), *given))
     return stages
 
@@ -153,19 +171,22 @@ def plan_of(
     devices: Sequence[Any],
     options: Mapping[str, Any],
 ) -> ExecutionPlan:
-    """Compiles the schedule for one device per rank.
+    """Compiles the schedule for one device per rank, that is for one replica of the pipeline.
 
-    The plan gathers parameters of embedding and head before the schedule. Its arguments ("embedding" | "head", parameter, rank)
-    are their shards, and its results of the same names are the shards of their gradients. Other results are ("total",), the sum
-    of the losses, and ("state", stage, leaf), carried state reduced over microbatches.
+    The plan gathers the parameters of embedding and head before the schedule. The shards of these parameters are the arguments
+    ("embedding" | "head", parameter, rank), and the results of the same names are the shards of the gradients. Other results
+    are ("total",), the sum of the losses, and ("state", stage, leaf), the carried state merged over microbatches.
 
     Args:
         pipeline: The model with its schedule.
-        ends: Embedding and head.
-        stages: In the order of the data.
-        microbatch: Shapes of a rank's microbatch.
-        devices: One for each rank.
-        options: XLA's.
+        ends: The embedding and the head.
+        stages: The stages from the first to the last.
+        microbatch: Shapes of a microbatch on one data rank.
+        devices: The device of each rank.
+        options: XLA options for all executables, as for `compiler_options` of `jax.jit`.
+
+    Returns:
+        The compiled plan.
     """
     shaped = [replace(stage.shaped, device=devices[stage.rank]) for stage in stages]
     embed, head = ends
@@ -181,8 +202,8 @@ def plan_of(
         shaped,
         pipeline.schedule,
         Loss.of(loss, shaped[-1].y, (microbatch,), head.shapes),
-        # All sums stay in the buffers of the last step.
-        aliased=[(*one.early, *one.late) for one in shaped] + [tuple(range(len(head.reads)))],
+        # All gradients are accumulated in the buffers of the previous step.
+        aliased=[(*stage.early, *stage.late) for stage in shaped] + [tuple(range(len(head.reads)))],
         reuse=True,
         options=options,
         copies="shared" if _is_long(shaped[-1]) else "each",
@@ -192,7 +213,7 @@ def plan_of(
 
 
 def _reduction(pipeline: Pipeline, stage: Stage) -> PlanFunction:
-    """Returns the function that reduces the carried state of a stage over microbatches."""
+    """Makes the function that reduces the carried state of a stage over microbatches."""
     aux, i, count = stage.shaped.aux, stage.shaped.index, pipeline.schedule.num_microbatches
 
     def reduce(arrays: list[Array]) -> list[Array]:
@@ -205,20 +226,20 @@ def _reduction(pipeline: Pipeline, stage: Stage) -> PlanFunction:
 
 
 def _is_long(shaped: Shaped) -> bool:
-    """True if a stage's forward takes so long that the update of a command buffer is negligible."""
+    """True if a stage's forward takes more than `_LONG` seconds, or the peak FLOP/s of the device are unknown."""
     rate = peak_flops(shaped.device.device_kind)
     inputs = [*shaped.x.avals, *shaped.extra.avals]
     return rate is None or product_flops(shaped.forward, list(shaped.params.avals), inputs) / rate > _LONG
 
 
 def numbered(tree: Tree) -> Tree:
-    """Returns the tree with the number of each leaf in its place."""
+    """Returns a tree in which each leaf is its index among the leaves, from 0 in the order of `jax.tree.leaves`."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(range(len(leaves)))
 
 
 def shard(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the shape of one device's shard."""
+    """Returns the shape and dtype of one device's shard. `aval` must have a sharding; the result has none."""
     assert aval.sharding is not None
     return jax.ShapeDtypeStruct(aval.sharding.shard_shape(aval.shape), aval.dtype)
 
@@ -226,7 +247,7 @@ def shard(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 def _function(
     pipeline: Pipeline, chunk: Chunk, count: int, embed: End | None, impl: Any
 ) -> Callable[[Tree, Array, Tree], tuple[Array, Tree]]:
-    """Returns a stage of `count` layers as `fn(params, x, extra) -> (y, carried)`. The first stage embeds a batch."""
+    """Makes the function `fn(params, x, extra) -> (y, carried)` of a stage with `count` layers. The first stage has `embed`."""
 
     def stage(params: Tree, x: Array, extra: Tree) -> tuple[Array, Tree]:
         if embed is not None:

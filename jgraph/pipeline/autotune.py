@@ -1,4 +1,4 @@
-"""Chooses a schedule: by name, from a file, or by measured times and predicted memory."""
+"""Chooses a schedule by name, from a file, or from measured times and predicted memory."""
 
 import math
 import statistics
@@ -27,22 +27,29 @@ from jgraph.xla import compiler_options
 from jgraph.xla.options import known
 
 _REPEATS = 5
-_SECONDS = 0.05  # duration of a repeat
-_CALLS = 16  # per timed program: a device computes a small part faster than the host launches it
+_SECONDS = 0.05  # Minimum duration of a repeat
+_CALLS = 16  # Calls per timed program. A device computes a small part faster than the host launches it.
 
 
 def find_schedule(name: str, *, pp: int, chunks: int, microbatches: int) -> Schedule:
-    """Generates the schedule with this name, or reads it from a file.
+    """Generates a schedule by name, or reads it from a file.
+
+    Does not choose among schedules: the name `auto` raises ConfigError. For a choice, use `choose`.
 
     Args:
-        name: A name in `jgraph.schedule.NAMES`, or the path of a .csv or .json file.
+        name: `gpipe`, `1f1b`, `interleaved-1f1b`, `zb-h1`, `zb-h2`, `zb-v`, `dualpipe-v` or `aligned`; or the path of a .csv
+            file in PyTorch's format (one row per rank, cells such as `5F3`) or of a .json file from `jgraph.schedule.write`.
         pp: Number of ranks.
-        chunks: Chunks per rank, for generated schedules.
-        microbatches: Number of microbatches.
+        chunks: Chunks (stages) per rank for a generated schedule. Ignored for a file, which contains the stages of each rank.
+        microbatches: Number of microbatches of a step.
+
+    Returns:
+        The schedule.
 
     Raises:
-        OrderError: If the schedule does not exist for these sizes, or the schedule of the file cannot run.
-        ConfigError: If the name is unknown, or the schedule of the file has other sizes.
+        OrderError: If the named schedule does not support these numbers of ranks, chunks or microbatches; or if the file cannot
+            be read, has another form, or its schedule cannot run.
+        ConfigError: If the name is unknown, or the schedule in the file has different numbers of ranks or microbatches.
     """
     if not name.endswith((".csv", ".json")):
         if name not in NAMES:
@@ -53,7 +60,7 @@ def find_schedule(name: str, *, pp: int, chunks: int, microbatches: int) -> Sche
     schedule = read(name, field="schedule")
     if (schedule.num_ranks, schedule.num_microbatches) != (pp, microbatches):
         raise ConfigError(
-            f"`schedule` {name} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches: must be for "
+            f"`schedule` {name} has {schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches: must have "
             f"`pp` {pp} and `num_microbatches` {microbatches}",
             field="schedule",
         )
@@ -62,13 +69,13 @@ def find_schedule(name: str, *, pp: int, chunks: int, microbatches: int) -> Sche
 
 @dataclass(frozen=True)
 class Parts:
-    """Times of the parts of a layer and of the loss for one microbatch on one device.
+    """Times of the parts of a layer and of the loss, in seconds, for one microbatch on one device. Returned by `measure`.
 
     Attributes:
-        forward: Seconds of the forward of a layer.
-        dgrad: Seconds of the dgrad of a layer.
-        wgrad: Seconds of the wgrad of a layer.
-        head: Seconds of the loss with its gradients; 0 if not timed.
+        forward: Time of the forward of one layer.
+        dgrad: Time of the dgrad of one layer: the gradient of its input.
+        wgrad: Time of the wgrad of one layer: the gradients of its parameters.
+        head: Time of `PipelineModel.head` (output projection and loss) together with its gradients; 0 if not timed.
     """
 
     forward: float
@@ -86,18 +93,28 @@ def choose(
     memory_limit: float | None,
     engine: Engine = "program",
 ) -> Choice:
-    """Returns the fastest schedule that fits in memory.
+    """Simulates every schedule in `jgraph.schedule.NAMES` with 1 and 2 chunks per rank, and selects the fastest one that fits.
+
+    A schedule fits if its pools fit in `memory_limit`. Two chunks are tried only if the model has at least two layers per rank.
+    Computes nothing on a device.
 
     Args:
-        pipeline: A pipeline with any schedule for these ranks and microbatches.
-        params: Shapes of the parameters of `Pipeline.step`.
-        inputs: Shapes of the microbatches of `Pipeline.step`.
-        parts: Times from `measure`.
-        memory_limit: Bytes for the pools of a rank; None for no limit.
-        engine: The engine that runs the schedule.
+        pipeline: Determines the model and the numbers of ranks and microbatches. The order of its own schedule has no effect.
+            It is not changed.
+        params: Shapes of the parameters, the result of `Pipeline.stacked_shapes`.
+        inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches, each with B rows over all devices.
+        parts: Times of the parts of a layer, from `measure`.
+        memory_limit: Maximum bytes of the pools of a rank (residuals, stash and received arrays); None for no limit.
+        engine: The engine that will run the schedule: `program` (SPMD) is simulated with ranks that wait for each other in
+            every tick, `dispatch` (MPMD) with ranks that wait only for their inputs.
+
+    Returns:
+        A `Choice`: `schedule` is the fastest schedule that fits, and `candidates` are all results for a report, with times in
+        seconds.
 
     Raises:
-        OrderError: If no schedule fits. The message has the missing bytes.
+        OrderError: If no schedule fits, no schedule can be generated, or `memory_limit` is not a number >= 0. If no schedule
+            fits, the message states how many bytes are missing.
     """
     ranks, layers = pipeline.schedule.num_ranks, pipeline.layout.num_layers
     layers_per_rank = -(-layers // ranks)
@@ -123,35 +140,41 @@ def measure(
     engine: Engine = "program",
     share: Callable[[float], float] = lambda seconds: seconds,
 ) -> Parts:
-    """Times a layer and, for the engine `dispatch`, the loss on the first local device.
+    """Times the forward, dgrad and wgrad of one layer on the first local device; with the engine `dispatch` also the loss.
+
+    Compiles one program per part in parallel threads, and then runs the programs one by one on pseudorandom arrays.
 
     Args:
-        pipeline: The pipeline.
-        params: Shapes of the parameters of `Pipeline.step`.
-        inputs: Shapes of the microbatches of `Pipeline.step`.
-        engine: The engine that will run the schedule. In one program, the loss takes the same time with every schedule.
-        share: Agrees on a measured time among processes.
+        pipeline: The pipeline. Its schedule has no effect.
+        params: Shapes of the parameters, the result of `Pipeline.stacked_shapes`.
+        inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches, each with B rows over all devices.
+        engine: The engine that will run the schedule. With `program` (SPMD) the loss is not timed, because it takes the same
+            time with every schedule. With `dispatch` (MPMD) it is timed.
+        share: Called once per part, in the order forward, dgrad, wgrad, head, with the measured time in seconds. Returns the
+            time to use in its place. With several processes, return for example the maximum over all processes, so that they
+            choose the same schedule. The default returns its argument.
 
     Returns:
-        Median times.
+        The times returned by `share`. Measured times are medians over repeats, for one microbatch on one data rank. `head` is 0
+        with the engine `program`.
     """
-    wanted = {part: made for part, made in _parts(pipeline, params, inputs).items() if part != "head" or engine == "dispatch"}
+    timed = {part: made for part, made in _parts(pipeline, params, inputs).items() if part != "head" or engine == "dispatch"}
     platform = jax.default_backend()
     in_fp8 = bool(pipeline.precision.weights)
     options = compiler_options("auto", known(XLA_OPTIONS, platform), platform=platform) if in_fp8 else {}
-    lowered = [jitted.lower(*shapes) for jitted, shapes in wanted.values()]
-    with ThreadPoolExecutor(len(wanted)) as threads:
+    lowered = [jitted.lower(*shapes) for jitted, shapes in timed.values()]
+    with ThreadPoolExecutor(len(timed)) as threads:
         # In parallel, because compiling takes longer than timing.
-        programs = list(threads.map(lambda one: one.compile(compiler_options=options), lowered))
+        programs = list(threads.map(lambda program: program.compile(compiler_options=options), lowered))
     seconds = {}
-    for (part, (_, shapes)), run in zip(wanted.items(), programs, strict=True):
+    for (part, (_, shapes)), run in zip(timed.items(), programs, strict=True):
         call = partial(run, *_filled(shapes))
         seconds[part] = share(_seconds_of(call) / (1 if part == "head" else _CALLS))
     return Parts(**seconds)
 
 
 def _parts(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, tuple[jax.stages.Wrapped, tuple[Any, ...]]]:
-    """Returns the timed functions with the shapes of their arguments: loops of the parts of a layer, and the loss."""
+    """Returns the functions to time, with the shapes of their arguments: loops over each part of a layer, and the loss."""
     (given, observed, _), (x, *context) = pipeline.layer_shapes(params, inputs)
     function, split = pipeline.stage(None, 1), pipeline.split(None)
     stage = given, observed, pipeline.precision.weight_shapes(function, (given, x, *context), observed)
@@ -176,13 +199,13 @@ def _parts(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, tuple[ja
         "wgrad": (jax.jit(wgrad), (sums, stage, residuals.after_dgrad(), stash)),
         "head": _head(pipeline, params, inputs),
     }
-    # Without shardings, because they are timed on one device.
+    # Without shardings, because the functions are timed on one device.
     alone = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), {part: args for part, (_, args) in parts.items()})
     return {part: (jitted, alone[part]) for part, (jitted, _) in parts.items()}
 
 
 def _head(pipeline: Pipeline, params: Tree, inputs: Tree) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
-    """Returns the loss of a microbatch on one rank with its gradients, and the shapes of its arguments."""
+    """Returns the function that computes the loss of a microbatch and its gradients, and the shapes of its arguments."""
     model, (x, *_) = pipeline.model, pipeline.inputs(params, inputs)
     shares = num_data_ranks(pipeline.mesh)
     microbatch = jax.tree.map(lambda s: jax.ShapeDtypeStruct((s.shape[1] // shares, *s.shape[2:]), s.dtype), inputs)
@@ -194,14 +217,14 @@ def _head(pipeline: Pipeline, params: Tree, inputs: Tree) -> tuple[jax.stages.Wr
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))), (head.shapes, x, microbatch)
 
 
-def _repeated(part: Callable[..., Any], made: Any, *given: Any) -> Any:
-    """Calls `part(made, *given)` repeatedly on its own result. The barrier prevents hoisting out of the loop."""
+def _repeated(part: Callable[..., Any], carry: Any, *given: Any) -> Any:
+    """Applies `part(carry, *given)` to its own result `_CALLS` times. The barrier prevents hoisting out of the loop."""
 
-    def again(_: Any, made: Any) -> Any:
-        made, held = jax.lax.optimization_barrier((made, given))
-        return part(made, *held)
+    def step(_: Any, carry: Any) -> Any:
+        carry, held = jax.lax.optimization_barrier((carry, given))
+        return part(carry, *held)
 
-    return jax.lax.fori_loop(0, _CALLS, again, made)
+    return jax.lax.fori_loop(0, _CALLS, step, carry)
 
 
 def _zeros(fn: Callable[..., Any], *args: Any) -> Any:
@@ -209,14 +232,11 @@ def _zeros(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def _filled(shapes: Tree) -> Tree:
-    """Makes arrays for timing, by one small program.
+    """Makes arrays of given shapes for timing. Arrays without a sharding are put on the first local device.
 
-    Floats are pseudorandom, because zeros draw less power, so a device computes them faster. Integers are zeros.
-
-    Args:
-        shapes: Shapes; arrays without a sharding are put on the first local device.
+    Floats are pseudorandom, because a device computes faster with zeros, which draw less power. Integers are zeros.
     """
-    here = SingleDeviceSharding(jax.local_devices()[0])
+    default = SingleDeviceSharding(jax.local_devices()[0])
 
     def fill(s: Any) -> Array:
         if not jnp.issubdtype(s.dtype, jnp.floating):
@@ -224,12 +244,12 @@ def _filled(shapes: Tree) -> Tree:
         mixed = lax.iota(jnp.uint32, math.prod(s.shape)) * jnp.uint32(2654435761)  # 2**32 over the golden ratio
         return (0.07 * ((mixed >> 8).astype(jnp.float32) / 2**24 - 0.5)).astype(s.dtype).reshape(s.shape)
 
-    where = jax.tree.map(lambda s: s.sharding or here, shapes)
-    return jax.jit(lambda: jax.tree.map(fill, shapes), out_shardings=where)()
+    shardings = jax.tree.map(lambda s: s.sharding or default, shapes)
+    return jax.jit(lambda: jax.tree.map(fill, shapes), out_shardings=shardings)()
 
 
 def _seconds_of(run: Callable[[], Any]) -> float:
-    """Returns the median time of a call that returns arrays, over repeats of many calls, after two calls of warmup."""
+    """Returns the seconds of a call that returns arrays: the median over repeats of many calls, after two warmup calls."""
     jax.block_until_ready(run())
     start = time.perf_counter()
     jax.block_until_ready(run())

@@ -1,9 +1,9 @@
-"""The MPMD engine of a pipeline: the host starts executables of every rank.
+"""The MPMD engine of a pipeline: the host starts separate executables for every rank.
 
-A step begins with one SPMD program, which casts the parameters, quantizes the weights in FP8, and deals out the batch. Then
-every rank plays its order with executables of its own (`jgraph.callables`), so nothing is masked or padded, no rank waits for
-another rank's tick, and embedding and head are whole on the ranks of the first and the last stage. The sums become arrays over
-all ranks again, for the update program that both engines share. All arrays stay in the same buffers at every step.
+A step begins with one SPMD program, which casts the parameters, quantizes the weights to FP8, and distributes the batch. Then
+every rank plays its order with separate executables (`jgraph.callables`). Nothing is masked or padded, no rank waits for the
+tick of another rank, and the ranks of the first and last stage hold the whole embedding and head. The gradients then become
+arrays over all ranks again, for the update program that both engines share. All arrays stay in the same buffers in every step.
 """
 
 # P ranks, D replicas of the pipeline, M microbatches, C chunks of a rank, N layers of a chunk
@@ -38,8 +38,8 @@ class _Result:
     """An array that a step returns.
 
     Attributes:
-        aval: Its shape and sharding over all devices.
-        shards: By rank, the result of the plan that is the rank's shard; None for zeros.
+        aval: Shape, dtype and sharding over all devices.
+        shards: For each rank, the name of the plan's result that is the rank's shard; None for zeros.
     """
 
     aval: jax.ShapeDtypeStruct
@@ -48,23 +48,28 @@ class _Result:
 
 @dataclass(frozen=True, eq=False)
 class Dispatched:
-    """Computes the gradients of a step by executables that the host starts, for one set of shapes. Made by `dispatched`.
+    """The compiled MPMD engine for one set of shapes. Computes the gradients of a step. Constructed by `dispatched`.
 
-    One thread at a time may call it, because its buffers are reused.
+    `engine(params, carry, step, batch)` launches the executables of a step, and `engine.collect` reduces its result to the
+    loss and the gradients. Not thread-safe, because a call reuses the buffers of the previous call.
 
     Attributes:
         pipeline: The model with its schedule.
-        shapes: Shapes of the parameters, as `Pipeline.stack` returns them.
-        chunks: The packed layers of a rank.
-        ends: Embedding and head.
-        stages: In the order of the data.
-        batch: By microbatch, numbers of the arrays that the loss reads, as in `Stage`.
-        begin: The program before the schedule: (its last results, donated; params; carry; step; batch) -> results, a list
-            with None for results that nothing reads.
-        report: Its capture report.
-        plans: The schedule on the devices of each replica of the pipeline.
-        buffers: `begun`, the last results of `begin`.
-        zeros: Zeros by shape and device, for layers that a shorter stage does not have.
+        shapes: Shapes of the parameters, the result of `Pipeline.stacked_shapes`.
+        chunks: How the layers of each chunk are packed into arrays; one `Chunk` per chunk of a rank. All ranks pack alike.
+        ends: The pair of the embedding and the head of the model, each as the function `End`.
+        stages: The stages of the pipeline, from the first to the last.
+        batch: One list per microbatch, with one index per leaf of a batch: the position of the leaf's array in the list that
+            `begin` returns.
+        begin: The program that runs before the schedule, `begin(previous, params, carry, step, batch) -> results`. It casts and
+            quantizes parameters and distributes the batch. `results` is a flat list of arrays, with None for each array that
+            nothing reads. `previous` is this list from the previous step; its buffers are donated.
+        report: The capture report of `begin`; None if it has none.
+        plans: One execution plan per replica of the pipeline: the sequence of executables for its devices.
+        buffers: A dict with the single key `begun`: the list that `begin` returned in the previous step, zeros before the first
+            step. A call replaces it.
+        zeros: A cache of arrays of zeros by (shape, device). They are the gradients of layers that a shorter stage does not
+            have.
     """
 
     pipeline: Pipeline
@@ -81,28 +86,35 @@ class Dispatched:
 
     def __str__(self) -> str:
         reports = [self.report, *(report for plan in self.plans for _, report in plan.reports)]
-        text = f"dispatched: the host hands over {len(self.executables) - 1} executables a step; {len(reports)} are compiled"
+        text = f"dispatched: the host starts {len(self.executables) - 1} executables per step; {len(reports)} are compiled"
         if not (known := [report for report in reports if report is not None]):
             return text
         whole = sum(report.command_buffers == 1 and report.captured == report.total for report in known)
-        return f"{text}, {whole} of them one command buffer each"
+        return f"{text}, {whole} of them as one command buffer"
 
     @property
     def executables(self) -> list[jax.stages.Compiled]:
-        """The executables of a call, in order."""
-        return [self.begin, *(one.executable.compiled for plan in self.plans for one in plan.instructions)]
+        """All executables that a call launches, in the order of launches.
+
+        `begin` is the first. The executables of the first replica's plan follow, then those of the next replica. An executable
+        that is launched several times occurs several times.
+        """
+        return [self.begin, *(step.executable.compiled for plan in self.plans for step in plan.instructions)]
 
     def __call__(self, params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
-        """Plays the schedule.
+        """Plays the schedule: launches all executables from the host, without waiting for the devices.
 
         Args:
-            params, carry, step: Arrays of the state; not donated.
-            batch: A batch from `TrainStep.place`.
+            params: Arrays of the state in the layout of the step; not donated.
+            carry: Carried and observed state before the step; not donated.
+            step: Number of completed steps, an int32 scalar; not donated. It is folded into the random key.
+            batch: A batch from `TrainStep.place`, leaves [M, B/M, ...]; not donated.
 
         Returns:
-            The argument of `collect`. The next call overwrites it.
+            The argument of `collect`: a tree of arrays with the shapes and shardings of `results`. The next call overwrites the
+            buffers of these arrays.
         """
-        # Not popped: the buffers must survive an argument that `begin` refuses.
+        # Not removed from the dictionary, because the buffers must survive if `begin` refuses an argument.
         begun = in_turn(self.begin(self.buffers["begun"], params, carry, step, batch))
         self.buffers["begun"] = begun
         arrays = [*begun, *jax.tree.leaves(params["outer"])]
@@ -126,7 +138,10 @@ class Dispatched:
         return jax.tree.map(whole, self._results)
 
     def _play(self, plan: ExecutionPlan, arrays: Sequence[Any]) -> dict[Any, Array]:
-        """Plays a replica's plan on its shards of the arrays that a step begins with. Returns the results by name."""
+        """Plays the plan of a replica on its shards of `arrays`, and returns the results by name.
+
+        `arrays` has the results of `begin`, then the parameters of embedding and head.
+        """
         head, last = self.ends[1], len(self.stages) - 1
         first = len(arrays) - len(jax.tree.leaves(self.shapes["outer"]))
         params = [*(stage.params for stage in self.stages), [first + i for i in head.reads]]
@@ -137,8 +152,8 @@ class Dispatched:
             return arrays[number].addressable_shards[positions[rank]].data
 
         def part(end: End, home: int, n: int, rank: int) -> Array:
-            there = home if end.axes[n] is None else rank
-            return jax.device_put(local(first + end.reads[n], there), plan.flow.devices[home])
+            source = home if end.axes[n] is None else rank
+            return jax.device_put(local(first + end.reads[n], source), plan.flow.devices[home])
 
         registers = plan.fill(
             {
@@ -154,23 +169,36 @@ class Dispatched:
 
     @property
     def results(self) -> Tree:
-        """Shapes of the results of a call."""
+        """Shapes and shardings of the tree that a call of this object returns, as `jax.ShapeDtypeStruct`s.
+
+        Known before the first call, so that `collect` can be compiled for them.
+        """
         return jax.tree.map(lambda result: result.aval, self._results)
 
     def collect(self, results: Tree) -> tuple[Array, Tree, list[Tree], Tree]:
-        """Returns mean loss, mean gradients, carried state and histories from traced results, as `Pipeline.step` does."""
+        """Reduces the results of a call over all devices. A pure function; call it under `jax.jit`.
+
+        Args:
+            results: The tree that a call of this object returns.
+
+        Returns:
+            A tuple of four: the mean loss over microbatches and data ranks, a float32 scalar; its gradients in float32, in the
+            tree of `Pipeline.stack`, sharded like the parameters; a list with the carried state of every layer after the step,
+            reduced over microbatches and data ranks, empty if layers carry no state; and the observed state (amax histories of
+            FP8) after the step, {} without amax histories.
+        """
         pipeline, data = self.pipeline, batch_axes(self.pipeline.mesh)
         specs = pipeline.specs(self.shapes)
 
         def local(results: Tree) -> tuple[Array, Tree, list[Tree], Tree]:
             layers = [chunk.unpack(arrays) for chunk, arrays in zip(self.chunks, results["layers"], strict=True)]
             leaves, structure = jax.tree.flatten(self.shapes["outer"])
-            found: dict[int, Array] = {}
-            for end, own in zip(self.ends, results["ends"], strict=True):
-                for i, axis, gradient in zip(end.reads, end.axes, own, strict=True):
+            sums: dict[int, Array] = {}
+            for end, gradients in zip(self.ends, results["ends"], strict=True):
+                for i, axis, gradient in zip(end.reads, end.axes, gradients, strict=True):
                     gradient = gradient.reshape(part_shape(leaves[i].shape, axis, pipeline.mesh.shape[Axis.PIPE]))
-                    found[i] = found[i] + gradient if i in found else gradient
-            outer = [found.get(i, jnp.zeros(leaf.shape, jnp.float32)) for i, leaf in enumerate(leaves)]
+                    sums[i] = sums[i] + gradient if i in sums else gradient
+            outer = [sums.get(i, jnp.zeros(leaf.shape, jnp.float32)) for i, leaf in enumerate(leaves)]
             grads = {"outer": structure.unflatten(outer), "layers": jax.tree.map(lambda g: g[None], layers)}
             count, after = pipeline.schedule.num_microbatches, []
             histories = pipeline.precision.finish(results["histories"], data, pipeline.layout)
@@ -186,7 +214,7 @@ class Dispatched:
 
     @cached_property
     def _results(self) -> Tree:
-        """The results of a call, by kind, chunk or end, and array."""
+        """The results of a call: by kind, then by chunk or end, then by array."""
         pipeline, mesh, flow = self.pipeline, self.pipeline.mesh, self.plans[0].flow
         ranks, carried, precision = range(mesh.shape[Axis.PIPE]), pipeline.carried.layer, pipeline.precision
         history = jax.eval_shape(partial(precision.state, pipeline.layout.layers_per_stage))
@@ -197,7 +225,7 @@ class Dispatched:
 
         def of_chunk(c: int) -> tuple[Tree, Tree, Tree]:
             stages = [next(stage for stage in self.stages if (stage.rank, stage.chunk) == (rank, c)) for rank in ranks]
-            found = {
+            sums = {
                 name: [("sum", s.shaped.index, s.names.index(name)) if name in s.names else None for s in stages]
                 for name in self.chunks[c].names(self.chunks[c].longest)
             }
@@ -206,7 +234,7 @@ class Dispatched:
                 [("sum", s.shaped.index, s.shaped.maxima[n]) for s in stages] for n in range(len(jax.tree.leaves(history)))
             ]
             return (
-                {name: result(shards) for name, shards in found.items()},
+                {name: result(shards) for name, shards in sums.items()},
                 jax.tree.structure(carried).unflatten(map(result, states)),
                 jax.tree.structure(history).unflatten(map(result, maxima)),
             )
@@ -234,25 +262,31 @@ def dispatched(
     key: Array,
     options: Mapping[str, Any],
 ) -> Dispatched:
-    """Traces and compiles all executables of the MPMD engine.
+    """Traces and compiles all executables of the MPMD engine, and allocates its buffers.
 
     Args:
-        pipeline: The model with its schedule.
-        params, carry: Shapes of the state with their shardings. "outer" are the parameters of embedding and head.
-        unpack: Converts the parameters to the layout of `Pipeline.stack`.
-        batch: Shapes of a placed batch, [M, B/M, ...], with their shardings.
-        key: The key of the training. It is folded as in the SPMD engine: by step, replica, microbatch, layer.
-        options: XLA's.
+        pipeline: The model with its schedule, on the mesh of the devices to use.
+        params: Shapes and shardings of the parameters as the training state stores them, a dict. `outer` is the tree of the
+            parameters of embedding and head. `layers` has the parameters of layers in any tree that `unpack` converts.
+        carry: Shapes and shardings of the carried and observed state.
+        unpack: `unpack(params)` converts `params` to the tree of `Pipeline.stack`. A pure function, traced.
+        batch: Shapes and shardings of a placed batch, leaves [M, B/M, ...] for M microbatches of a batch of B rows.
+        key: Random key of the whole training, compiled into the program as a constant. The key of a layer is folded from it by
+            step, replica, microbatch and layer, so it is the same as with the SPMD engine.
+        options: XLA options by name, for all executables. Passed to `compiler_options` of `jax.jit`.
+
+    Returns:
+        The compiled engine.
 
     Raises:
-        ConfigError: The mesh has an axis `fsdp`, or devices of other processes.
+        ConfigError: If the mesh has the axis `fsdp`, or devices of other processes.
     """
-    require(Axis.FSDP not in pipeline.mesh.axis_names, "engine", "dispatch", "program over a mesh with the axis fsdp")
+    require(Axis.FSDP not in pipeline.mesh.axis_names, "engine", "dispatch", "program for a mesh with the axis fsdp")
     is_local = all(device.process_index == jax.process_index() for device in pipeline.mesh.devices.flat)
-    require(is_local, "engine", "dispatch", "program over several processes")
+    require(is_local, "engine", "dispatch", "program for several processes")
     model, mesh = pipeline.model, pipeline.mesh
     shapes = jax.eval_shape(unpack, params)
-    alone = pipeline.precision.weights  # an FP8 matmul takes a whole parameter as its weight
+    alone = pipeline.precision.weights  # Not packed, because an FP8 matmul reads a whole parameter as its weight.
     chunks = tuple(Chunk.of(jax.eval_shape(pipeline.of_rank, chunk), alone) for chunk in shapes["layers"])
     program, step = _begin(pipeline, chunks, unpack, key, shapes, batch), jax.ShapeDtypeStruct((), jnp.int32)
     begun = _placed(pipeline, jax.eval_shape(program, params, carry, step, batch))
@@ -261,10 +295,10 @@ def dispatched(
     x = jax.eval_shape(embed, embed.shapes, microbatch)
     head = End.of(model.head, shapes["outer"], pipeline.cast, model.sharded, x, microbatch)
     stages = stages_of(pipeline, chunks, embed, x, begun, jax.random.key_impl(key))
-    ends, batch_numbers = (embed, head), [jax.tree.leaves(own) for own in numbered(begun)["batch"]]
-    # The leaves of `begun` that a stage or the loss reads. Parameters that are also quantized to FP8 are not read.
+    ends, batch_numbers = (embed, head), [jax.tree.leaves(numbers) for numbers in numbered(begun)["batch"]]
+    # Numbers of the leaves of `begun` that a stage or the loss reads. Unquantized parameters of FP8 matmuls are not read.
     read = {stage.params[place] for stage in stages for places in stage.shaped.reads.values() for place in places}
-    read |= {number for own in (*batch_numbers, *(own for stage in stages for own in stage.extra)) for number in own}
+    read |= {i for numbers in (*batch_numbers, *(args for stage in stages for args in stage.extra)) for i in numbers}
 
     def begin_step(_: Tree, *args: Tree) -> list[Array | None]:
         return [leaf if i in read else None for i, leaf in enumerate(jax.tree.leaves(program(*args)))]
@@ -284,10 +318,10 @@ def dispatched(
 def _begin(
     pipeline: Pipeline, chunks: Sequence[Chunk], unpack: Callable[[Tree], Tree], key: Array, shapes: Tree, batch: Tree
 ) -> Callable[..., Tree]:
-    """Returns the program before the schedule.
+    """Makes the program before the schedule, `begin(params, carry, step, batch)`.
 
-    It gives each rank its chunks' parameters, observed state and prepared weights, microbatches and keys. `shapes` and `batch`
-    are shapes of parameters and batch.
+    It computes for each rank the parameters, observed state and prepared weights of its chunks, its microbatches and its keys.
+    `shapes` and `batch` are the shapes of parameters and batch.
     """
     mesh, impl, count = pipeline.mesh, jax.random.key_impl(key), pipeline.schedule.num_microbatches
     batch_spec, layers = batch_axes(mesh) or None, jax.eval_shape(pipeline.of_rank, shapes["layers"][0])
@@ -300,24 +334,24 @@ def _begin(
     def begin(params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
         def local(layers: Tree, states: list[Tree], history: Tree, batch_M: Tree, data: Array) -> Tree:
             table_CN = pipeline.own(pipeline.layout.layers())
-            own = {
+            results = {
                 "batch": [jax.tree.map(lambda leaf, m=m: leaf[m], batch_M) for m in range(count)],
                 "layers": [chunk.pack(pipeline.of_rank(places)) for chunk, places in zip(chunks, layers, strict=True)],
             }
             parts, shards = jax.tree.map(lambda leaf: leaf[0], layers), [()] * len(chunks)
-            own["state"] = pipeline.precision.pick(history, table_CN)
-            weights = pipeline.precision.prepare(function, args, parts, own["state"], shards, ())
-            own["weights"] = jax.tree.map(jnp.atleast_1d, weights)
+            results["state"] = pipeline.precision.pick(history, table_CN)
+            weights = pipeline.precision.prepare(function, args, parts, results["state"], shards, ())
+            results["weights"] = jax.tree.map(jnp.atleast_1d, weights)
             if states:
                 bits = pipeline.carried.pick(states, table_CN)
-                own["carried"] = [jax.tree.map(lambda leaf, c=c: leaf[c], bits) for c in range(len(chunks))]
+                results["carried"] = [jax.tree.map(lambda leaf, c=c: leaf[c], bits) for c in range(len(chunks))]
             if not pipeline.model.takes_key:
-                return own
+                return results
             key = jax.random.wrap_key_data(data, impl=impl)
             if any(mesh.shape[axis] > 1 for axis in batch_axes(mesh)):
                 key = jax.random.fold_in(key, lax.axis_index(batch_axes(mesh)))
             keys = [jax.random.key_data(jax.random.fold_in(key, m)) for m in range(count)]
-            return own | {"key": keys, "first": [table_CN[c, :1] for c in range(len(chunks))]}
+            return results | {"key": keys, "first": [table_CN[c, :1] for c in range(len(chunks))]}
 
         whole, data = unpack(params), jax.random.key_data(jax.random.fold_in(key, step))
         states = pipeline.model.split_carried(carry.model) if jax.tree.leaves(carry.model) else []
@@ -333,7 +367,7 @@ def _begin(
 
 
 def _placed(pipeline: Pipeline, begun: Tree) -> Tree:
-    """Returns the shapes of the first program's results, with their shardings."""
+    """Adds shardings to the shapes of the results of `begin`."""
 
     def placed(name: str, aval: Any) -> jax.ShapeDtypeStruct:
         axes = batch_axes(pipeline.mesh) or None if name in ("batch", "key") else Axis.PIPE
@@ -343,14 +377,15 @@ def _placed(pipeline: Pipeline, begun: Tree) -> Tree:
 
 
 def _over_all(mesh: Mesh, aval: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:
-    """Returns the array over all devices with this shard.
+    """Returns the shape and sharding of an array over all devices from the shape of one shard.
 
-    The replicas' shards are along its first axis, and the ranks' along `axis`; None if all ranks have the same.
+    The shards of the replicas are concatenated along the first axis, and the shards of the ranks along `axis`. None if all
+    ranks hold the same array.
     """
     along: list[tuple[str, ...]] = [() for _ in aval.shape]
     along[0] += batch_axes(mesh)
     if axis is not None:
         along[axis] += (Axis.PIPE.value,)
     lengths = (length * math.prod(mesh.shape[name] for name in names) for length, names in zip(aval.shape, along, strict=True))
-    where = NamedSharding(mesh, PartitionSpec(*(names or None for names in along)))
-    return jax.ShapeDtypeStruct(tuple(lengths), aval.dtype, sharding=where)
+    sharding = NamedSharding(mesh, PartitionSpec(*(names or None for names in along)))
+    return jax.ShapeDtypeStruct(tuple(lengths), aval.dtype, sharding=sharding)

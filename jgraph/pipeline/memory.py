@@ -1,4 +1,4 @@
-"""The memory that a pipeline takes on a rank during a step, predicted from shapes."""
+"""Predicts the memory of a pipeline rank during a step from shapes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,28 +15,34 @@ from jgraph.tree import leaf_names
 
 
 def bytes_per_rank(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, int]:
-    """Predicts the memory of a rank during a step, besides parameters and optimizer state.
+    """Predicts the memory of a rank during a step of the SPMD engine, without parameters and optimizer state.
+
+    Computes nothing on a device. All ranks have the same arrays, so the prediction holds for each of them.
 
     Args:
         pipeline: The pipeline.
-        params: Shapes of the parameters, as `Pipeline.step` takes them.
-        inputs: Shapes of the microbatches, [M, B, ...].
+        params: Shapes of the parameters in the tree of `Pipeline.stack`, from `Pipeline.stacked_shapes`.
+        inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches of B rows over all devices.
 
     Returns:
-        The bytes of each pool of the schedule and of `in flight` (results of an action that are not in a pool yet),
-        `main_grad`, `cast` (parameters in `compute_dtype`, parameters that padding computes with, and weights in FP8 by rows
-        and by columns) and `gathered` (other parameters that are gathered over `fsdp`).
+        Bytes by name; all names are always present. Six names are pools, whose bytes are the size of a slot times the number of
+        slots: `forward_dgrad` and `forward_wgrad` (residuals of a forward for its dgrad and its wgrad), `stash` (values that a
+        dgrad keeps for its wgrad), `activation` and `gradient` (arrays received from another stage) and `loss` (gradients of
+        the loss for the output of the last stage). The other names are `in flight` (results of an action before they are
+        written to a pool), `main_grad` (float32 sums of gradients), `cast` (parameters in `compute_dtype`, parameters of
+        padding layers, and two copies of FP8 weights) and `gathered` (parameters that are gathered over the axis `fsdp` and not
+        counted in `cast`).
     """
     slots, sizes = pipeline.tables().slots, slot_bytes(pipeline, params, inputs)
     pools = {pool: slots[pool] * size for pool, size in sizes.items()}
     pools["in flight"] = sum(sizes[pool] for pool in ("forward_dgrad", "forward_wgrad", "stash"))
     ranks = pipeline.mesh.shape[AXIS]
 
-    def own_part(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    def local_shard(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((leaf.size // (1 if pipeline.pipe_axis(path) is None else ranks),), leaf.dtype)
 
     layers = without_ranks(params["layers"])
-    outer = jax.tree_util.tree_map_with_path(own_part, params["outer"])
+    outer = jax.tree_util.tree_map_with_path(local_shard, params["outer"])
     weights = pipeline.precision.weights
     quantized, rest = _by_precision([layer for chunk in layers for layer in chunk], weights)
     is_cast = pipeline.compute_dtype not in (None, jnp.float32)
@@ -52,13 +58,20 @@ def bytes_per_rank(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, 
 
 
 def slot_bytes(pipeline: Pipeline, params: Tree, inputs: Tree, *, layers: int | None = None) -> dict[str, int]:
-    """Returns the bytes of a slot of each pool.
+    """Computes the bytes of one slot of each pool. A slot holds the arrays of one stage and one microbatch on one device.
+
+    Computes nothing on a device.
 
     Args:
         pipeline: The pipeline.
-        params: Shapes of the parameters, as `Pipeline.step` takes them.
-        inputs: Shapes of the microbatches, [M, B, ...].
-        layers: Number of layers of a stage; None for those of the longest stage.
+        params: Shapes of the parameters in the tree of `Pipeline.stack`, from `Pipeline.stacked_shapes`.
+        inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches of B rows over all devices.
+        layers: Number of layers per stage; None for the number of layers of the longest stage.
+
+    Returns:
+        Bytes by pool: `forward_dgrad` and `forward_wgrad` (residuals of a forward for its dgrad and its wgrad), `stash` (values
+        that a dgrad keeps for its wgrad), and `activation`, `gradient` and `loss`. Each of the last three has the bytes of x,
+        the array that a stage passes to the next one.
     """
     x, *context = pipeline.inputs(params, inputs)
     stage = without_ranks(params["layers"][0])
@@ -69,11 +82,11 @@ def slot_bytes(pipeline: Pipeline, params: Tree, inputs: Tree, *, layers: int | 
 
 
 def _nbytes(tree: Tree, dtype: DTypeLike | None = None) -> int:
-    """Returns the bytes of arrays in a dtype; None for their own."""
+    """Returns the bytes of the arrays of a tree in `dtype`, or in their own dtypes if it is None."""
     return sum(leaf.size * jnp.dtype(dtype or leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _by_precision(layers: Sequence[Tree], weights: frozenset[str]) -> tuple[list[Any], list[Any]]:
-    """Returns the parameters of layers that are quantized once per step, and the other parameters."""
+    """Splits the parameters of layers into parameters that are quantized once per step, and the others."""
     named = [pair for layer in layers for pair in zip(leaf_names(layer), jax.tree.leaves(layer), strict=True)]
     return [leaf for name, leaf in named if name in weights], [leaf for name, leaf in named if name not in weights]

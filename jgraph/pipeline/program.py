@@ -1,4 +1,4 @@
-"""`Pipeline`: a model and a schedule as one SPMD program, a function of parameters and microbatches."""
+"""`Pipeline`: the SPMD program of a model and a schedule, as a pure function of parameters and microbatches."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,17 +30,31 @@ Runtime = Literal["auto", "aligned", "general"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Pipeline(Placement, StageFunctions):
-    """Computes loss and gradients of a step as one SPMD program over the mesh axes `data`, `fsdp` and `pipe`.
+    """Computes the loss and gradients of a step as one SPMD program over the mesh axes `data`, `fsdp` and `pipe`.
 
-    The axis `fsdp` shards the batch like `data`. Parameters and gradients are sharded over `fsdp` between steps. Within a step,
-    a rank gathers the parameters of its stages once, and reduce-scatters their gradients once.
-
-    `Placement` has the attributes for the placement of parameters, `StageFunctions` those for the computation of a stage.
+    The axis `fsdp` shards the batch like `data`. Between steps, parameters are sharded over `fsdp`. In each step, a rank
+    gathers the parameters of its stages once, and reduce-scatters their gradients once. Construct it with `Pipeline.of`. A data
+    rank is an index along `data` and `fsdp` together; every data rank has its own rows of a batch.
 
     Attributes:
-        schedule: The order of the actions, for as many ranks as the mesh axis `pipe` has.
-        runtime: `aligned` plays schedules with the same action on all ranks in a tick, and takes wgrads newest first.
-            `general` plays any schedule. `auto` chooses `aligned` if it can play the schedule.
+        model: The model, as embedding, layers and head.
+        layout: The assignment of layers to ranks.
+        mesh: A mesh with the axis `pipe`, and optionally `data` and `fsdp`.
+        axes: Maps the name of a parameter in the tree of `stack` to the axis to shard over `fsdp`; the axis of ranks does not
+            count. The axis of a parameter without an entry follows from its shape. Set by `shard_as`.
+        experts: Number of `fsdp` devices that the experts of `jgraph.MoE` are sharded over.
+        shards: `everything` if `fsdp` shards all parameters, `experts` if it shards only experts.
+        compute_dtype: Matrices of the layers and of the head, except weights of routers, are cast to this dtype once per step.
+            None does not cast.
+        remat: Activations to recompute in the backward pass. `nothing` recomputes only elementwise operations, `wide` also the
+            results of matmuls that widen their input, such as the first matmul of an MLP, and `layer` the whole layer from its
+            input.
+        carried: Shapes of the carried state (mutable state of the model) of a layer, and its reductions over microbatches.
+        precision: Which matmuls of layers are in FP8, and how. By default none are.
+        schedule: The order of the actions of every rank. It has one rank per index along the mesh axis `pipe`.
+        runtime: The part of the program that runs the ticks of the schedule. `aligned` runs only schedules in which all ranks
+            run the same kind of action in a tick, or a wgrad, and it runs the wgrad of the newest pending dgrad first.
+            `general` runs schedules without this restriction. `auto` is only an argument of `of`, which replaces it.
     """
 
     schedule: Schedule
@@ -48,23 +62,31 @@ class Pipeline(Placement, StageFunctions):
 
     @classmethod
     def of(cls, model: PipelineModel, schedule: Schedule, mesh: Mesh, *, num_layers: int, **choices: Any) -> "Pipeline":
-        """Makes a pipeline with a runtime that plays the schedule.
+        """Makes a pipeline. With the runtime `auto`, the default, it selects `aligned` if this can run the schedule.
 
         Args:
             model: The model.
             schedule: The schedule.
-            mesh: A mesh with the axis `pipe`, and optionally `data` and `fsdp`.
+            mesh: A mesh with the axis `pipe`, and optionally `data` and `fsdp`. The pipeline gets a mesh with the same devices
+                and names, and all axes of the type `jax.sharding.AxisType.Auto`.
             num_layers: Number of layers of the model.
-            choices: Further attributes.
+            **choices: Values of the attributes `axes`, `experts`, `shards`, `compute_dtype`, `remat`, `carried`, `precision`
+                and `runtime`. Each is optional.
+
+        Returns:
+            The pipeline. Its `runtime` is `aligned` or `general`. With `aligned`, its `schedule` is the result of
+            `newest_first` of the argument `schedule`.
 
         Raises:
-            OrderError: If there are fewer layers than stages, or the chosen runtime cannot play the schedule.
-            ConfigError: If the mesh has another number of ranks than the schedule.
+            OrderError: If there are fewer layers than stages, ranks have different numbers of stages, or `runtime` is `aligned`
+                and the schedule has full backwards, ticks in which all ranks are idle, ticks with different actions other than
+                wgrad, or consecutive stages on ranks that are not neighbors.
+            ConfigError: If the axis `pipe` and the schedule have different numbers of ranks.
         """
         ranks = mesh.shape[AXIS]
         if ranks != schedule.num_ranks:
-            raise ConfigError(f"the schedule has {schedule.num_ranks} ranks, but `pp` is {ranks}: must be equal", field="pp")
-        # The explicit axes of `jax.make_mesh` would require arguments that are sharded before the call.
+            raise ConfigError(f"`pp` is {ranks}: must be the {schedule.num_ranks} ranks of the schedule", field="pp")
+        # The explicit axes of `jax.make_mesh` would require the caller to shard the arguments.
         mesh, layout = Mesh(mesh.devices, mesh.axis_names), StageAssignment.of(schedule, num_layers)
         pipeline = cls(model=model, schedule=schedule, layout=layout, mesh=mesh, **choices)
         if pipeline.runtime != "general":
@@ -78,24 +100,49 @@ class Pipeline(Placement, StageFunctions):
         return replace(pipeline, runtime="general")
 
     def loss_and_grads(self, params: Tree, inputs: Tree, key: Array | None = None) -> tuple[Array, Tree]:
-        """Returns the mean loss and the mean gradients, as `step` does without carried state."""
+        """Computes the loss and the gradients of a batch. A pure function; call it under `jax.jit`.
+
+        Only for a model without carried state and a pipeline without FP8. Use `step` in all other cases. Raises the same errors
+        as `step`.
+
+        Args:
+            params: Parameters in the tree of `stack`, with the NamedShardings that `shardings` returns.
+            inputs: Microbatches with leaves [M, B, ...]: M microbatches of B rows; B is sharded over `data` and `fsdp`.
+            key: Random key of the step; None if layers take no key. Each data rank, microbatch and layer gets a key folded from
+                it.
+
+        Returns:
+            A pair: the mean loss over microbatches and data ranks, a float32 scalar; and its gradients in float32, in a tree
+            and with shardings like `params`.
+        """
         return self.step(params, inputs, key)[:2]
 
     def step(
         self, params: Tree, inputs: Tree, key: Array | None = None, carried: Sequence[Tree] = (), observed: Tree = None
     ) -> tuple[Array, Tree, list[Tree], Tree]:
-        """Computes the gradients of a batch. A pure function, to be jitted.
+        """Computes the loss, the gradients and the state after a step. A pure function; call it under `jax.jit`.
 
         Args:
-            params: The tree of `stack`, sharded as `specs` returns.
-            inputs: Microbatches with leaves [M, B, ...]; B is sharded over `data` and `fsdp`.
-            key: Random key of the step, if layers take one. Each microbatch and layer gets a key that is folded from it.
-            carried: Carried state of every layer as the step begins.
-            observed: Observed state of all layers as the step begins; None before the first step.
+            params: Parameters in the tree of `stack`, with the NamedShardings that `shardings` returns.
+            inputs: Microbatches with leaves [M, B, ...]: M microbatches of B rows; B is sharded over `data` and `fsdp`.
+            key: Random key of the step; None if layers take no key. Each data rank, microbatch and layer gets a key folded from
+                it.
+            carried: Carried state of every layer at the beginning of the step, one tree per layer; empty if layers carry no
+                state.
+            observed: Observed state (amax histories of FP8) of all layers at the beginning of the step; None before the first
+                step.
 
         Returns:
-            The mean loss, a float32 scalar; the mean gradients in float32, like `params`; the reduced carried state of every
-            layer; and the observed state after the step.
+            A tuple of four: the mean loss over microbatches and data ranks, a float32 scalar; its gradients in float32, in a
+            tree and with shardings like `params`; a list with the carried state of every layer after the step, reduced over
+            microbatches and data ranks, empty if `carried` is empty; and the observed state after the step, {} without amax
+            histories.
+
+        Raises:
+            OrderError: If consecutive stages are on ranks that are not neighbors in the ring.
+            ShapeError: If a layer changes the shape or dtype of x, or returns carried state of other shapes or dtypes.
+            ConfigError: If `PipelineModel.sharded` names no parameter of embedding and head, or the number of ranks does not
+                divide the sharded axis.
         """
         shards, impl = self.fsdp_shards(params), None if key is None else jax.random.key_impl(key)
         out_specs = (PartitionSpec(), self.specs(params), PartitionSpec(), PartitionSpec())
@@ -139,7 +186,11 @@ class Pipeline(Placement, StageFunctions):
     def _chunks(
         self, layers: Tree, carried: list[Tree], table_CN: Array, shards: list[Tree], *, has_key: bool
     ) -> tuple[list[list[Tree]], list[tuple[Tree, Tree]]]:
-        """Returns the parameters of each chunk of this rank: sharded over `fsdp`, and gathered with the other stage inputs."""
+        """Returns the parameters of each chunk of this rank.
+
+        Returns:
+            The `fsdp` shards of the parameters, and the gathered parameters with the other inputs of the stage.
+        """
         layout = self.layout
         chunks, given = jax.tree.map(lambda leaf: leaf[0], layers), []
         states = self.carried.pick(carried, table_CN) if carried else {}
@@ -147,7 +198,7 @@ class Pipeline(Placement, StageFunctions):
             extra = {"carried": jax.tree.map(lambda leaf, c=c: leaf[c], states)}
             if not layout.is_even:
                 extra["active"] = self.own(layout.active()[:, c, -1])
-                # Padding computes with the parameters of the first layer. With zeros, derivatives may not exist, and a
+                # Padding computes with the parameters of the stage's first layer. With zeros, a derivative may be NaN, and a
                 # masked NaN is still NaN.
                 own = chunks[c] = [*own[:-1], jax.tree.map(partial(jnp.where, extra["active"]), own[-1], own[0])]
             if has_key:
@@ -156,7 +207,7 @@ class Pipeline(Placement, StageFunctions):
         return chunks, given
 
     def _mean_grads(self, state: State, shards: Tree) -> Tree:
-        """Returns the mean gradients over microbatches and data ranks, like the parameters of `step`."""
+        """Returns the mean gradients over microbatches and data ranks, in the tree of the parameters of `step`."""
         batch = batch_axes(self.mesh)
         summed = jax.tree_util.tree_map_with_path(
             lambda path, g: g if self.pipe_axis(path) is not None else lax.psum(g, AXIS), state.outer
@@ -164,13 +215,16 @@ class Pipeline(Placement, StageFunctions):
         grads = {"outer": summed, "layers": [_without_padding(*given) for given, _ in state.grads]}
         if fsdp.AXIS in batch:
             grads = jax.tree.map(lambda shard, g: shard.scatter(g) / self.mesh.shape[fsdp.AXIS], shards, grads)
-        # Divided last, because amax histories and losses that layers attach need the unscaled loss of a microbatch.
+        # Divided last, because amax histories and attached losses of layers need the unscaled loss of a microbatch.
         data, count = tuple(axis for axis in batch if axis != fsdp.AXIS), self.schedule.num_microbatches
         grads = jax.tree.map(lambda g: lax.pmean(g, data) / count, grads)
         return grads | {"layers": jax.tree.map(lambda g: g[None], grads["layers"])}
 
     def own(self, table: np.ndarray) -> Array:
-        """Returns the row of a table that belongs to this rank."""
+        """Returns the row of the calling rank, [...], from a table with one row per rank, [P, ...].
+
+        Call it inside a function that `jax.shard_map` maps over the axis `pipe`, on which the rank is the index.
+        """
         return lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(AXIS), keepdims=False)
 
     def _on_mesh(self, run: Callable[..., Any], params: Tree, out_specs: Any) -> Callable[..., Any]:
@@ -179,53 +233,81 @@ class Pipeline(Placement, StageFunctions):
             mesh=self.mesh,
             in_specs=(self.specs(params), PartitionSpec(None, batch_axes(self.mesh)), *[PartitionSpec()] * 3),
             out_specs=out_specs,
-            # Idle ranks compute results that are discarded. The types of varying values cannot express that.
+            # Idle ranks compute results that are discarded, which the types of varying values cannot express.
             check_vma=False,
         )
 
     def tables(self) -> ScheduleTables:
-        """Returns the tables that the runtime plays."""
+        """Returns the actions and slots of the schedule by tick and rank.
+
+        The result of `tabulate`, with `writing` set to `makers` for the runtime `aligned` and to `all` for `general`.
+        """
         return tabulate(self.schedule, writing="makers" if self.runtime == "aligned" else "all")
 
     # --- Shapes ---
 
     def inputs(self, params: Tree, inputs: Tree) -> tuple[Any, ...]:
-        """Returns the shapes of x between stages and of the context, if layers take one.
+        """Computes the shapes of x and of the context, the inputs of a stage, for one microbatch on one data rank.
+
+        x is the array that `PipelineModel.embed` returns and that a stage passes to the next one. Computes nothing on a device.
 
         Args:
-            params: Shapes of the parameters of `step`.
-            inputs: Shapes of the microbatches.
+            params: Shapes of the parameters in the tree of `stack`.
+            inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches, each with B rows over all data ranks.
+
+        Returns:
+            The tuple (x, context) if layers take a context, else (x,). `x` is a `jax.ShapeDtypeStruct` and `context` a tree of
+            them, both without shardings.
         """
-        found: list[Any] = []
+        args: list[Any] = []
         shards = self.fsdp_shards(params)["outer"]
 
         # Traced on the mesh, because an embedding may use the mesh axes.
         def embed(params: Tree, inputs: Tree, *_: Any) -> None:
             first = jax.tree.map(lambda leaf: leaf[0], inputs)
             outer = _gathered(shards, params["outer"])
-            found.extend((jax.eval_shape(self.model.embed, outer, first), *jax.eval_shape(self.model.context_of, first)))
+            args.extend((jax.eval_shape(self.model.embed, outer, first), *jax.eval_shape(self.model.context_of, first)))
 
         jax.eval_shape(self._on_mesh(embed, params, None), params, inputs, None, [], None)
-        # Without shardings: these shapes are used outside the mesh.
-        return tuple(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), found))
+        # Without shardings, because these shapes are used outside the mesh.
+        return tuple(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), args))
 
     def layer_shapes(self, params: Tree, inputs: Tree) -> tuple[Tree, tuple[Any, ...]]:
-        """Returns `stage_shapes` of a stage of one layer, and the shapes of its other arguments. Takes those of `inputs`."""
+        """Computes the shapes of the arguments of a stage that has one layer, for one microbatch on one data rank.
+
+        Args:
+            params: Shapes of the parameters in the tree of `stack`.
+            inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches, each with B rows over all data ranks.
+
+        Returns:
+            A pair: the result of `stage_shapes` for one layer, which is the first argument of the stage; and the result of
+            `inputs`, which are the next arguments.
+        """
         return self.stage_shapes(without_ranks(params["layers"][0][:1])), self.inputs(params, inputs)
 
     def stage_shapes(self, layers: list[Tree]) -> Tree:
-        """Returns the shapes of the first argument of a stage with these layers, without prepared weights."""
+        """Computes the shapes of the first argument of a stage, for a stage of these layers.
+
+        Args:
+            layers: Shapes of the parameters of each layer, without the axis of ranks.
+
+        Returns:
+            The tuple (given, observed, None) of trees of `jax.ShapeDtypeStruct`. `given` is a pair: the list `layers` with
+            dtypes after the cast to `compute_dtype`, and the dict {"carried": carried state of the layers}, in which floats are
+            reinterpreted as unsigned integers. `observed` has the amax histories of FP8 of the layers; {} without them. None is
+            in the place of the FP8 weights, whose shapes `StagePrecision.weight_shapes` computes.
+        """
         given = jax.eval_shape(self.cast, layers), {"carried": self.carried.bits(len(layers))}
         return given, jax.eval_shape(partial(self.precision.state, len(layers))), None
 
 
 def _gathered(shards: Tree, parts: Tree) -> Tree:
-    """Returns parameters that are gathered over `fsdp`."""
+    """All-gathers parameters over `fsdp`."""
     return jax.tree.map(lambda shard, part: shard.gather(part), shards, parts)
 
 
 def _without_padding(grads: list[Tree], extra: Tree) -> list[Tree]:
-    """Returns the gradients of the layers of a stage, zeros for padding."""
+    """Replaces the gradients of a padding layer by zeros."""
     if "active" not in extra:
         return grads
     return [*grads[:-1], jax.tree.map(lambda g: jnp.where(extra["active"], g, jnp.zeros((), g.dtype)), grads[-1])]
@@ -235,4 +317,4 @@ def _check_aligned(schedule: Schedule) -> None:
     """Raises OrderError if the aligned runtime cannot play a schedule."""
     phases(tabulate(schedule, writing="makers").table)
     if any((order.kinds == BACKWARD).any() for order in schedule):
-        raise OrderError(f"{schedule.name} has backwards that are not split; the aligned runtime plays dgrads and wgrads")
+        raise OrderError(f"{schedule.name} has combined backwards: must have dgrads and wgrads for the aligned runtime")

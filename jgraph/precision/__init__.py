@@ -1,1 +1,1 @@
-"""FP8 matmuls: the recipe, scaling, and the transform of a function."""
+"""FP8 matmuls: the recipe, the scales, and the transform that computes the matmuls of a function in FP8."""

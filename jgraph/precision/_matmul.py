@@ -1,11 +1,11 @@
-"""The FP8 matmul y = x * w, with w a parameter, and its dgrad and wgrad.
+"""The FP8 matmul y = x @ w with a parameter w, and its dgrad and wgrad.
 
-Hopper contracts both operands of an FP8 matmul over their last axis, so every operand is stored as rows and as columns, the
-transpose. It is quantized once: x in the forward pass, for wgrad too; dy in the backward pass, for dgrad and wgrad; w once per
-step (`transform.py`).
+Hopper contracts both operands of an FP8 matmul over their last axis, so every operand is stored as rows and as columns (the
+transpose). Each operand is quantized once: x in the forward pass, also for wgrad; dy in the backward pass, for dgrad and wgrad;
+w once per step (`transform.py`).
 
-A grouped matmul has one scale for all groups. Its wgrad is in bfloat16: FP8 operands are read along the contracted rows, and a
-group may start at any row.
+A grouped matmul has one scale for all groups. Its wgrad is in bfloat16: an FP8 wgrad would contract over the rows of a group,
+and a group may start at any row.
 """
 
 # M rows of x, K contracted, N columns of w; G groups
@@ -34,8 +34,8 @@ from jgraph.precision.scaling import FP8Array, checked_scale, scale_for
 from jgraph.scopes import scope
 from jgraph.tree import PyTree
 
-_SAVED = "fp8"  # The split backward saves values of this name instead of recomputing them.
-_MULTIPLE = 16  # cuBLASLt requires it of M, K and N.
+_SAVED = "fp8"  # The split backward saves values with this checkpoint name instead of recomputing them.
+_MULTIPLE = 16  # cuBLASLt requires M, K and N to be multiples of 16.
 
 _Saved: TypeAlias = Literal["columns", "x"]
 
@@ -48,13 +48,14 @@ _Extra: TypeAlias = Sequence[Array]
 
 
 class Tap(NamedTuple):
-    """The arguments of an FP8 matmul besides x and w.
+    """The arguments of an FP8 matmul y = x @ w besides the data x and the weight w.
 
     Attributes:
         weight: The quantized w.
-        scales: float32 [3], of x, w and dy. None for scales from the arrays themselves.
-        amax: float32 [3], not read; its cotangent is the amax of x, w and dy. None for no observation.
-        delayed: Not read; its cotangent holds the operands of wgrad, and w has no gradient. None computes wgrad at once.
+        scales: float32 [3], scales of x, w and dy, the gradient of y. None computes scales from the arrays (current scaling).
+        amax: float32 [3], not read. Its cotangent is the amax (largest magnitude) of x, w and dy. None observes nothing.
+        delayed: Arrays with the shapes of the operands of wgrad, not read. Their cotangents are the operands of wgrad, and w
+            has no gradient. None computes wgrad in backward.
     """
 
     weight: FP8Array
@@ -68,8 +69,8 @@ class DotLayout(NamedTuple):
 
     Attributes:
         site: The matmul.
-        x_axes: The axes of x, the contracted ones last.
-        w_axes: The axes of w, the contracted ones first.
+        x_axes: Axes of x, the contracted axes last.
+        w_axes: Axes of w, the contracted axes first.
         sizes: M, K and N.
     """
 
@@ -80,6 +81,14 @@ class DotLayout(NamedTuple):
 
     @classmethod
     def of(cls, site: DelayedProduct) -> "DotLayout":
+        """Reads the layout from the dimension numbers of a matmul.
+
+        Args:
+            site: A `dot_general` without batch dimensions.
+
+        Returns:
+            The layout.
+        """
         (contract, _), x, w = site.eqn.params["dimension_numbers"], site.x_aval.shape, site.w_aval.shape
         x_last, w_first = contract[site.data], contract[site.weight]
         x_first, w_last = [i for i in range(len(x)) if i not in x_last], [i for i in range(len(w)) if i not in w_first]
@@ -100,16 +109,49 @@ class DotLayout(NamedTuple):
         return dy.reshape(m, n) if self.site.data == 0 else dy.reshape(n, m).T
 
     def forward(self, x: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
-        """Computes y."""
+        """Computes y = x @ w in FP8 with fast accumulation (about 14 bits).
+
+        Args:
+            x: Quantized data; reads `rows` [M, K].
+            w: Quantized weight; reads `columns` [N, K].
+            extra: Unused.
+            dtype: Dtype of the result.
+
+        Returns:
+            y in `dtype`, in the shape of the original matmul's result.
+        """
         y_MN = _dot((x.rows, x.scale), (w.columns, w.scale), dtype, "fast")
         return (y_MN if self.site.data == 0 else y_MN.T).reshape(aval_of(self.site.eqn.outvars[0]).shape)
 
     def dgrad(self, dy: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
-        """Computes dx."""
+        """Computes dx = dy @ w.T in FP8 with float32 accumulation.
+
+        Args:
+            dy: Quantized gradient of y; reads `rows` [M, N].
+            w: Quantized weight; reads `rows` [K, N].
+            extra: Unused.
+            dtype: Dtype of the result.
+
+        Returns:
+            dx in `dtype`, in the shape of x in the original matmul.
+        """
         return _restored(_dot((dy.rows, dy.scale), (w.rows, w.scale), dtype, "full"), self.site.x_aval.shape, self.x_axes)
 
     def wgrad(self, x: _Operand, dy: _Operand, extra: _Extra, dtype: DTypeLike, barrier: bool = True) -> Array:
-        """Computes dw. Without `barrier`, XLA can fuse the sum of dw and an accumulator into an FP8 matmul."""
+        """Computes dw = x.T @ dy with float32 accumulation.
+
+        Args:
+            x: The data in the shape of the original matmul, or the pair of its FP8 columns [K, M] and their scale.
+            dy: The gradient of y in the shape of the original result, or the pair of its FP8 columns [N, M] and their scale.
+                A pair if and only if `x` is one.
+            extra: Unused.
+            dtype: Dtype of the result.
+            barrier: True for an optimization barrier after an FP8 matmul. Without it, XLA can fuse the addition to an
+                accumulator.
+
+        Returns:
+            dw in `dtype`, in the shape of w in the original matmul.
+        """
         if isinstance(x, tuple):
             dw_KN = _dot(x, dy, dtype, "full", barrier)  # pyright: ignore[reportArgumentType]
         else:
@@ -119,11 +161,16 @@ class DotLayout(NamedTuple):
 
 
 class GroupedLayout(NamedTuple):
-    """A `grouped_dot`, with the sizes M, K and N of all groups together."""
+    """A `grouped_dot` as a matmul: each group of rows of x times the matrix of the group. Has the methods of `DotLayout`.
+
+    Attributes:
+        sizes: M of all groups together, K and N.
+    """
 
     sizes: tuple[int, int, int]
 
     def x_matrix(self, x_MK: Array) -> Array:
+        """Returns x as [M, K]."""
         return x_MK
 
     def w_matrix(self, w_GKN: Array) -> Array:
@@ -131,42 +178,111 @@ class GroupedLayout(NamedTuple):
         return w_GKN.reshape(-1, w_GKN.shape[-1])
 
     def dy_matrix(self, dy_MN: Array) -> Array:
+        """Returns dy as [M, N]."""
         return dy_MN
 
     def forward(self, x: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
+        """Computes y in FP8.
+
+        Args:
+            x: Quantized data; reads `rows` [M, K].
+            w: Quantized weights of all G groups; reads `columns` [N, G * K].
+            extra: The group sizes, a sequence of one int32 array [G].
+            dtype: Dtype of the result. The kernel's result is bfloat16.
+
+        Returns:
+            y [M, N] in `dtype`.
+        """
         _, k, n = self.sizes
         w_NGK = w.columns.reshape(n, -1, k)
         return grouped_dot_fp8(x.rows, w_NGK, extra[0], 1 / x.scale / w.scale, order="NGK").astype(dtype)
 
     def dgrad(self, dy: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
+        """Computes dx in FP8: the rows of dy times the transposed matrix of their group.
+
+        Args:
+            dy: Quantized gradient of y; reads `rows` [M, N].
+            w: Quantized weights of all G groups; reads `rows` [G * K, N].
+            extra: The group sizes, a sequence of one int32 array [G].
+            dtype: Dtype of the result. The kernel's result is bfloat16.
+
+        Returns:
+            dx [M, K] in `dtype`.
+        """
         w_GKN = w.rows.reshape(-1, *self.sizes[1:])
         return grouped_dot_fp8(dy.rows, w_GKN, extra[0], 1 / dy.scale / w.scale, order="GNK").astype(dtype)
 
     def wgrad(self, x: Any, dy: Any, extra: _Extra, dtype: DTypeLike) -> Array:
+        """Computes dw without FP8: the transposed rows of x of each group times its rows of dy.
+
+        Args:
+            x: The data [M, K], bfloat16 or float32.
+            dy: The gradient of y [M, N], in the dtype of `x`.
+            extra: The group sizes, a sequence of one int32 array [G].
+            dtype: Dtype of the result, bfloat16 or float32.
+
+        Returns:
+            dw [G, K, N] in `dtype`.
+        """
         return grouped_wgrad(x, dy, *extra, dtype=dtype)
 
 
 def layout_of(site: DelayedProduct) -> DotLayout | GroupedLayout:
-    """Returns the layout of a matmul."""
+    """Returns the layout of a matmul as [M, K] times [K, N].
+
+    Args:
+        site: A `dot_general` without batch dimensions, or a `grouped_dot`.
+
+    Returns:
+        A `GroupedLayout` for a `grouped_dot`, else a `DotLayout`.
+    """
     return GroupedLayout((site.x_aval.shape[0], *site.w_aval.shape[1:])) if site.name == GROUPED else DotLayout.of(site)
 
 
 def formats(config: FP8Config) -> tuple[DTypeLike, DTypeLike, DTypeLike]:
-    """Returns the FP8 dtypes of x, w and dy."""
+    """Returns the FP8 dtypes of a recipe.
+
+    Args:
+        config: The recipe; reads `format`.
+
+    Returns:
+        The dtypes of x (data), w (weight) and dy (gradient of the result). All are float8_e4m3fn, except that dy is float8_e5m2
+        for the format `hybrid`.
+    """
     return jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.float8_e5m2 if config.format == "hybrid" else jnp.float8_e4m3fn
 
 
 def wgrad_precision(site: DelayedProduct, config: FP8Config) -> Literal["fp8", "bf16"]:
-    """Returns the precision of the wgrad of a matmul."""
+    """Returns the precision of the operands of a weight gradient.
+
+    Args:
+        site: The matmul.
+        config: The recipe; reads `wgrad`.
+
+    Returns:
+        `bf16` for a grouped matmul, else `config.wgrad`. `bf16` means that the operands are not quantized.
+    """
     return "bf16" if site.name == GROUPED else config.wgrad
 
 
 def unsupported(site: DelayedProduct, config: FP8Config) -> str:
-    """Returns the reason why a matmul cannot be in FP8, or an empty string."""
+    """Checks whether a matmul can be in FP8.
+
+    A matmul can be in FP8 if it is a `dot_general` without batch dimensions or a `grouped_dot`; if only casts, reshapes and
+    slices compute its weight from one parameter; if its operands are bfloat16 or float32; and if M, K and N are multiples of
+    16. Before jax 0.12, a `grouped_dot` also needs the format `e4m3`.
+
+    Args:
+        site: The matmul.
+        config: The recipe; reads `format`.
+
+    Returns:
+        The reason why the matmul cannot be in FP8, a phrase for the log; an empty string if it can.
+    """
     if site.name not in ("dot_general", GROUPED):
         return f"a {site.name}"
     if site.name == GROUPED and len({*formats(config)}) > 1 and jax.__version_info__ < (0, 12):
-        # Also on devices without the kernel: a run that resumes on another device needs the same history entries.
+        # Refused also on devices without the kernel: a run that resumes on another device needs the same history entries.
         return f"a {GROUPED}, which needs `fp8.format` e4m3 before jax 0.12"
     if site.name != GROUPED and any(site.eqn.params["dimension_numbers"][1]):
         return "it has batch dimensions"
@@ -184,16 +300,23 @@ def unsupported(site: DelayedProduct, config: FP8Config) -> str:
 def fp8_matmul(
     config: FP8Config, site: DelayedProduct, x: Array, w: Array, extra: _Extra, tap: Tap, saved: _Saved = "columns"
 ) -> Array:
-    """Computes a matmul in FP8, grouped or not.
+    """Computes a matmul or grouped matmul in FP8. Has a custom backward rule.
+
+    The gradients of `x` and `w` are computed from quantized operands (`w` has none if `tap.delayed` is given). The cotangents
+    of `tap.amax` and `tap.delayed` are the amax of the arrays and the operands of the weight gradient.
 
     Args:
         config: The recipe.
-        site: The matmul.
-        x: The data.
-        w: The weight, which is not read. Its gradient has the dtype of `w`.
-        extra: The other operands: the group sizes of a grouped matmul.
+        site: The matmul in the trace of the function.
+        x: The data operand in the shape of the original matmul, bfloat16 or float32.
+        w: The weight. Only its dtype is read, which is the dtype of its gradient.
+        extra: The other operands: the group sizes of a grouped matmul, else empty.
         tap: The quantized weight, the scales and the taps.
-        saved: Residual for an FP8 wgrad. `x` is quantized a second time in the backward pass.
+        saved: Residual for an FP8 weight gradient: the quantized columns of x ("columns"), or x itself ("x"), which backward
+            quantizes again. Without an FP8 weight gradient, the residual is x.
+
+    Returns:
+        The result in the shape and dtype of the original matmul.
     """
     layout, (x_dtype, _, dy_dtype), w_dtype = layout_of(site), formats(config), w.dtype
     quantizes_wgrad, is_delayed = wgrad_precision(site, config) == "fp8", tap.delayed is not None
@@ -206,7 +329,7 @@ def fp8_matmul(
     def forward(x: Array, w: Array, extra: _Extra, tap: Tap) -> tuple[Array, PyTree]:
         x_fp8 = _quantize(layout.x_matrix(x), tap.scales, 0, x_dtype, "both" if saves_columns else "rows")
         y = layout.forward(x_fp8, tap.weight, extra, aval_of(site.eqn.outvars[0]).dtype)
-        # Named, because the split backward would otherwise recompute the columns from x, which may have more bytes.
+        # Named, because otherwise the split backward saves x, which may have more bytes, and recomputes the columns.
         residual = checkpoint_name(x_fp8.columns, _SAVED) if saves_columns else x
         return y, (residual, x_fp8.scale, x_fp8.amax, extra, tap._replace(delayed=None))
 
@@ -221,7 +344,7 @@ def fp8_matmul(
         operands: Any = ((x, x_scale), (dy_fp8.columns, dy_fp8.scale)) if quantizes_wgrad else (x, dy)
         observed = None if tap.amax is None else jnp.stack([x_amax, tap.weight.amax, dy_fp8.amax])
         dw = None if is_delayed else layout.wgrad(operands[0], operands[1], extra, w_dtype)
-        # The barrier makes every operand an array of its own. XLA on a CPU fails without it if a program contains both parts.
+        # The barrier makes every operand a separate array. Without it, XLA on a CPU fails for a program with dgrad and wgrad.
         delayed = jax.tree.map(lax.optimization_barrier, operands) if is_delayed else None
         return dx, dw, None, Tap(None, None, observed, delayed)  # pyright: ignore[reportArgumentType]
 
@@ -230,35 +353,36 @@ def fp8_matmul(
 
 
 def _quantize(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, want: Want) -> FP8Array:
-    """Quantizes a matrix by entry `which` of the scales of a `Tap`, or by its own amax."""
+    """Quantizes a matrix with `scales[which]`, or with a scale from its amax if `scales` is None."""
     with scope("quantize"):
         if scales is None:
             known = checkpoint_name(amax(x_MK), _SAVED)
             scale = scale_for(known, dtype)
         else:
             known, scale = None, scales[which]
-        found = cast_transpose(x_MK, scale, dtype, want=want)
+        quantized = cast_transpose(x_MK, scale, dtype, want=want)
         # Named, so that a split saves this output. Otherwise it saves a value inside the jitted kernel and changes the kernel.
-        largest = checkpoint_name(found.amax, _SAVED) if known is None else known
-        return FP8Array(found.rows, found.columns, checked_scale(scale, largest), largest)  # pyright: ignore[reportArgumentType]
+        largest = checkpoint_name(quantized.amax, _SAVED) if known is None else known
+        return FP8Array(quantized.rows, quantized.columns, checked_scale(scale, largest), largest)  # pyright: ignore[reportArgumentType]
 
 
 def _dot(a: _Scaled, b: _Scaled, dtype: DTypeLike, accumulation: Literal["fast", "full"], barrier: bool = True) -> Array:
-    """Multiplies FP8 matrices [M, K] and [N, K] over their last axes.
+    """Contracts FP8 matrices [M, K] and [N, K] over K, and returns [M, N] in `dtype`.
 
-    XLA recognizes an FP8 matmul by its operands: each is converted and multiplied by a scalar. The scalars become arguments of
-    the cuBLASLt call. `full` accumulation adds partial sums of the tensor cores in float32; `fast` accumulation has about 14
-    bits.
+    XLA recognizes an FP8 matmul by the conversion of each operand and its multiplication by a scalar. The scalars become
+    arguments of the cuBLASLt call. `full` accumulation adds the partial sums of the tensor cores in float32. `fast`
+    accumulation has about 14 bits.
     """
     a_MK, b_NK = (q.astype(jnp.bfloat16) * (1 / scale).astype(jnp.bfloat16) for q, scale in (a, b))
     precision = lax.Precision.DEFAULT if accumulation == "fast" else lax.Precision.HIGHEST
     y = lax.dot_general(a_MK, b_NK, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=dtype)
-    # Without the barrier, XLA makes a following GELU the epilogue. No FP8 kernel has one, and the compilation fails.
+    # Without the barrier, XLA makes a following GELU the epilogue of the matmul. No FP8 kernel has this epilogue, so the
+    # compilation fails.
     return lax.optimization_barrier(y) if barrier else y
 
 
 def _restored(matrix: Array, shape: Sequence[int], axes: Sequence[int]) -> Array:
-    """Inverts a transpose and a reshape to a matrix."""
+    """Reshapes and transposes a matrix back to an array of `shape`. `axes` is the axis order of the matrix."""
     return jnp.transpose(matrix.reshape([shape[i] for i in axes]), np.argsort(axes).tolist())
 
 
@@ -266,22 +390,29 @@ def _restored(matrix: Array, shape: Sequence[int], axes: Sequence[int]) -> Array
 class DelayedFP8Product(DelayedProduct):
     """An FP8 matmul with a delayed weight gradient.
 
-    Wgrad reads the columns of x and dy, which are the cotangents of a tap. Dgrad has quantized dy. Wgrad quantizes x again if
-    dgrad keeps the inputs of x anyway, such as the input of a norm or of GELU. Otherwise the forward pass saves the columns.
+    wgrad reads the FP8 columns of x and dy, which are the cotangents of a tap. dgrad quantizes dy. dgrad also quantizes x again
+    if it has the inputs of x as residuals anyway, such as the input of a norm or of GELU. Otherwise, the forward pass saves the
+    columns of x.
 
     Attributes:
-        config: The recipe. x and dy are stashed unquantized if wgrad is in bfloat16, as for grouped matmuls.
-        saved: Residual of the forward pass for wgrad, see `fp8_matmul`.
+        config: The recipe. If its wgrad is in bfloat16, as for grouped matmuls, x and dy are stashed unquantized.
+        saved: Residual of the forward pass for wgrad: "x" for the data, which dgrad quantizes again, or "columns" for its FP8
+            columns.
     """
 
     config: FP8Config
     saved: _Saved = "x"
 
     def computed_as(self) -> Any:
+        """Returns the shapes (M, K) and (N, K) and the dimension numbers of the FP8 matmul, which contracts the last axes."""
         m, k, n = DotLayout.of(self).sizes
         return (m, k), (n, k), (((1,), (1,)), ((), ()))
 
     def tap(self) -> Any:
+        """Returns zeros with the shapes of the operands of wgrad, and the leading axes `lead` of the enclosing scans.
+
+        The operands are the pairs (FP8 columns, scale) of x and dy; x and dy themselves if wgrad is in bfloat16.
+        """
         if wgrad_precision(self, self.config) == "bf16":
             return super().tap()
         (m, k, n), (x_dtype, _, dy_dtype) = DotLayout.of(self).sizes, formats(self.config)
@@ -293,18 +424,43 @@ class DelayedFP8Product(DelayedProduct):
         return zeros(self.x_aval, k, x_dtype), zeros(aval_of(self.eqn.outvars[0]), n, dy_dtype)
 
     def multiply(self, x: Array, w: Array, extra: _Extra, tap: Any, given: Tap) -> Array:
+        """Computes the matmul in FP8. The gradient of `tap` is the operands of wgrad, and `w` has no gradient.
+
+        Args:
+            x: The data.
+            w: The weight; only its dtype is read.
+            extra: The other operands.
+            tap: The tap, without the leading axes `lead`.
+            given: The quantized weight, the scales and the tap for the amax.
+
+        Returns:
+            The result in the shape and dtype of the original matmul.
+        """
         return fp8_matmul(self.config, self, x, w, extra, given._replace(delayed=tap), saved=self.saved)
 
     def keeping_x(self) -> "DelayedFP8Product":
+        """Returns a copy that saves the FP8 columns of x in the forward pass, so that wgrad does not recompute x."""
         return replace(self, saved="columns")
 
     def weight_gradient(self, tap: Any, extra: _Extra, dtype: Any) -> Array:
+        """Computes dw in FP8, or in bfloat16 if the recipe asks for it.
+
+        Loops over the iterations of the enclosing scans, because XLA does not recognize a batched FP8 matmul.
+
+        Args:
+            tap: Cotangents of the tap, with the leading axes `lead`.
+            extra: The other operands, with the leading axes `lead`.
+            dtype: Dtype of the result.
+
+        Returns:
+            The gradient of the weight in `dtype`, with the leading axes `lead`.
+        """
         if wgrad_precision(self, self.config) == "bf16":
             return super().weight_gradient(tap, extra, dtype)
 
-        def one(tap: Any) -> Array:
+        def wgrad(tap: Any) -> Array:
             return DotLayout.of(self).wgrad(tap[0], tap[1], extra, dtype, barrier=False)
 
         for _ in self.lead:
-            one = partial(lax.map, one)  # pyright: ignore[reportAssignmentType] - XLA does not recognize a batched FP8 matmul.
-        return one(tap)
+            wgrad = partial(lax.map, wgrad)  # pyright: ignore[reportAssignmentType]
+        return wgrad(tap)

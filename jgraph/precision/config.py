@@ -1,4 +1,4 @@
-"""The recipe for FP8 matmuls. Imports no jax, because the command line reads it."""
+"""The recipe for FP8 matmuls. Does not import JAX, because the command line needs it for `--help` and wrong flags."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,30 +7,42 @@ from jgraph.errors import check_types, require
 
 DEFAULT_KEEP = ("*embed*", "*head*")
 
-# Without these options XLA may give an FP8 matmul to Triton, or merge the matmuls of two microbatches. Both run in bfloat16.
+# Without these options, XLA may compile an FP8 matmul with Triton or merge the matmuls of two microbatches. Both then run in
+# bfloat16.
 XLA_OPTIONS = ("xla_gpu_enable_triton_gemm=false", "xla_gpu_dot_merger_threshold_mb=0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Config:
-    """A recipe for FP8 matmuls with power-of-two scales, after the recipes of Transformer Engine."""
+    """A recipe for FP8 matmuls with power-of-two scales, after the recipes of Transformer Engine.
+
+    The amax of an array is its largest magnitude. wgrad is the matmul that computes the gradient of a weight. A grouped matmul
+    is a matmul of a mixture of experts, `jgraph.kernels.grouped.grouped_dot`.
+
+    Raises:
+        ConfigError: If a field has the wrong type or a value that is not allowed.
+    """
 
     recipe: Literal["current", "delayed"] = "current"
-    """Source of scales: the array itself (current), or its amax history (delayed). The latter saves a pass over memory."""
+    """Source of the scales: the amax of the array itself (current), or the amax of the array in previous steps (delayed), which
+    saves one read of the array and adds state."""
     format: Literal["hybrid", "e4m3"] = "hybrid"
-    """E4M3 for activations and weights with E5M2 for gradients (hybrid), or E4M3 for all arrays (e4m3)."""
+    """FP8 formats: E4M3 for activations and weights and E5M2 for gradients (hybrid), or E4M3 for all arrays (e4m3)."""
     wgrad: Literal["fp8", "bf16"] = "fp8"
-    """Dtype of the wgrad matmuls."""
+    """Precision of the operands of the wgrad matmuls: fp8 or bf16. For bf16, they are not quantized. The wgrad of a grouped
+    matmul is always bf16."""
     keep: tuple[str, ...] = DEFAULT_KEEP
-    """Shell patterns of parameter names. Matmuls with these parameters are not quantized."""
+    """Shell patterns of parameter names such as `blocks/0/mlp/up/kernel`; `*` also matches `/`. Matmuls with a matching
+    parameter are not quantized. A pattern that is not a default must match a parameter."""
     blocks: Literal["all", "inner"] = "all"
-    """Numbered blocks with FP8 matmuls: all, or all except the first and the last."""
+    """Numbered blocks with FP8 matmuls: all of them, or all except the first and the last (inner). The number of a block is the
+    first number in the names of its parameters. Matmuls outside numbered blocks are quantized in both cases."""
     history: int = 1024
-    """Length of the amax history of delayed scaling, in steps."""
+    """Length of the amax history of delayed scaling, in steps; at least 1."""
     amax: Literal["max", "most_recent"] = "max"
-    """How delayed scaling reduces an amax history."""
+    """Reduction of the amax history in delayed scaling: its maximum (max), or its latest entry (most_recent)."""
     margin: int = 0
-    """Binary orders of magnitude that delayed scaling leaves free above the amax."""
+    """Delayed scaling divides its scales by 2**margin; an integer from 0 to 16."""
     emulate: bool = False
     """Emulates FP8 in bfloat16 on a GPU without FP8. CPUs always emulate it."""
 

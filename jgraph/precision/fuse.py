@@ -1,8 +1,8 @@
-"""Moves elementwise functions into the kernels that quantize their results: GELU, SwiGLU and their gradients.
+"""Fuses elementwise functions, such as GELU, SwiGLU and their gradients, into the kernels that quantize their results.
 
-XLA cannot fuse into a Pallas kernel: it would write the array, and the kernel would read it. After differentiation, forward and
-backward are one trace. In it, an operand of an FP8 matmul is traced back to the results of other matmuls. The kernel then reads
-these, and the operand is not written unless another equation needs it.
+XLA cannot fuse into a Pallas kernel: it writes the array, and the kernel reads it. After differentiation, forward and backward
+are one trace. In this trace, the operand of an FP8 matmul is followed back to the results of other matmuls. The kernel reads
+those results instead, and the operand is not written unless another equation needs it.
 """
 
 import math
@@ -24,10 +24,10 @@ from jgraph.kernels.elementwise import IDENTITY, Computed, Elementwise, Operand,
 from jgraph.kernels.quantize import CALLS, Want, cast_transpose, choose, has_kernel
 from jgraph.scopes import scope
 
-_MAX_TILES = 4  # Inputs of a kernel. Their tiles share its shared memory.
+_MAX_TILES = 4  # Maximum number of [M, N] inputs of a kernel, because all input tiles must fit into shared memory.
 _FLOATS = (jnp.bfloat16, jnp.float32)
 _WRITTEN = ("optimization_barrier", "dot_general")
-"""Primitives with results in memory, which a kernel may read."""
+"""Primitives that write their results to memory, where a kernel can read them."""
 _VIEWS = ("reshape", "copy")
 
 _Shape: TypeAlias = tuple[int, ...]
@@ -35,17 +35,24 @@ _Reader: TypeAlias = Callable[[Any], Any]
 
 
 def fused(fn: Callable[..., Any], implementation: str = "auto") -> Callable[..., Any]:
-    """Fuses the elementwise functions before a quantization into its kernel.
+    """Fuses elementwise functions into the quantization kernels that read their results.
 
-    Apply it to the differentiated function, and jit the result. Results differ by the rounding of bfloat16 arrays, which are
-    float32 inside a kernel. Bodies of loops and the recomputation of `jax.checkpoint` are not fused.
+    The input of a call of `jgraph.kernels.cast_transpose` or `jgraph.kernels.amax` is often the result of an elementwise
+    function, such as GELU. Each such function of up to four arrays [M, N] becomes part of the call, unless its result is needed
+    elsewhere.
+
+    Apply `fused` to the differentiated function (such as the result of `jax.grad`), and jit the result. Its results differ from
+    those of `fn` because the kernels do not round intermediate values to bfloat16. Bodies of loops and the recomputation of
+    `jax.checkpoint` are not fused.
 
     Args:
-        fn: A function of arrays that calls `kernels.cast_transpose`.
-        implementation: Implementation of the kernels. `auto` returns the results of `fn` unchanged if it selects XLA.
+        fn: A pure function of trees of arrays that calls `cast_transpose` or `amax`. It is traced in each call of the result.
+        implementation: Implementation of the kernels: `mosaic` (Pallas; Hopper or Blackwell; jax 0.11 or newer), `xla`, or
+            `auto`, which selects `mosaic` where the device and the shape permit it. With `auto`, the result calls `fn`
+            unchanged on a device without the kernel, and calls that the kernel does not support are not fused.
 
     Returns:
-        The function with fused kernels.
+        A function with the positional arguments and results of `fn`. It takes no keyword arguments.
     """
 
     @wraps(fn)
@@ -73,7 +80,7 @@ def fused(fn: Callable[..., Any], implementation: str = "auto") -> Callable[...,
 def _interpret(
     jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], evaluate: Callable[..., Sequence[Any] | None]
 ) -> list[Any]:
-    """Runs a jaxpr with the rule `evaluate(index, equation, read)`. Skips an equation if the rule returns None."""
+    """Evaluates a jaxpr with the rule `evaluate(index, equation, read)`, which returns None to skip an equation."""
     env = replay.environment(jaxpr, consts, args)
     read = replay.reader(env)
     for i, eqn in enumerate(jaxpr.eqns):
@@ -83,12 +90,12 @@ def _interpret(
 
 
 def _is_inlined(eqn: core.JaxprEqn) -> bool:
-    """True for a `jax.checkpoint` that compiles to its body without a barrier."""
+    """True for a `jax.checkpoint` equation that compiles to its body without a barrier."""
     return eqn.primitive.name in replay.CHECKPOINTS and not (eqn.params["differentiated"] and np.any(eqn.params["prevent_cse"]))
 
 
 def _inlined(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Runs a jaxpr with the bodies of its `jax.checkpoint` equations inlined."""
+    """Evaluates a jaxpr, and inlines the bodies of its `jax.checkpoint` equations."""
 
     def evaluate(_: int, eqn: core.JaxprEqn, read: _Reader) -> Sequence[Any]:
         values = [read(v) for v in eqn.invars]
@@ -99,12 +106,12 @@ def _inlined(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> l
 
 @dataclass(frozen=True)
 class _Fusion:
-    """A call of `cast_transpose` or `amax` that computes its argument.
+    """An elementwise function that is fused into the following call of `cast_transpose` or `amax`.
 
     Attributes:
         fn: The function.
-        inputs: Its arguments, each with the shape that the kernel reads: an array, a column or a row.
-        replaced: Variables that hold the result of the function. They are not computed.
+        inputs: Arguments of the function as (variable, shape). The kernel reads the shape [M, N], [M, 1] or [1, N].
+        replaced: Variables that hold the result of the function. They need not be computed.
     """
 
     fn: Elementwise
@@ -112,7 +119,7 @@ class _Fusion:
     replaced: tuple[core.Var, ...] = ()
 
     def run(self, read: _Reader, eqn: core.JaxprEqn, implementation: str) -> list[Array]:
-        """Computes the results of the equation."""
+        """Computes the results of the quantization `eqn` with the fused function."""
         call: Any = _quantization(eqn)
         dtype, want, results = call
         scale = read(eqn.invars[1]) if len(eqn.invars) == 2 else jnp.float32(1)
@@ -125,11 +132,11 @@ class _Fusion:
 def _quantization(eqn: core.JaxprEqn) -> tuple[DTypeLike, Want, tuple[str, ...]] | None:
     """Identifies a call of `cast_transpose` or `amax`.
 
-    Dead code elimination may have removed some results of the call, so the shapes of the others identify them.
+    Dead code elimination may have removed some results of the call, so results are identified by their shapes.
 
     Returns:
-        The dtype, the `want`, and the name of each result. None for another equation, for a call with a `Computed` argument,
-        and for the only result of a square matrix, which may be rows or columns.
+        The FP8 dtype, the value of `want`, and the name of each result. None for any other equation, for a call with a
+        `Computed` argument, and if the only FP8 result is square, because it may be rows or columns.
     """
     want = CALLS.get(eqn.params.get("name", "")) if eqn.primitive.name in replay.JITS else None
     if want is None or not 1 <= len(eqn.invars) <= 2:
@@ -150,7 +157,7 @@ def _quantization(eqn: core.JaxprEqn) -> tuple[DTypeLike, Want, tuple[str, ...]]
 
 
 def _fusions(jaxpr: core.Jaxpr, implementation: str) -> tuple[dict[int, _Fusion], set[int]]:
-    """Returns the fusions by the index of their equations, and the indices of all equations that are then needed."""
+    """Returns the fusions by the index of their quantization equation, and the indices of the equations that remain needed."""
     outermost, found = _Frame(jaxpr), {}
     calls: dict[int, Any] = {i: eqn.invars[0] for i, eqn in enumerate(jaxpr.eqns) if _quantization(eqn) is not None}
     _, written = _needed(jaxpr, dict.fromkeys(calls, _Fusion(IDENTITY)))
@@ -163,12 +170,12 @@ def _fusions(jaxpr: core.Jaxpr, implementation: str) -> tuple[dict[int, _Fusion]
         useless = [i for i in found if i in equations and variables.intersection(found[i].replaced)]
         if not useless:
             return found, equations
-        for i in useless:  # Another equation needs the array, so the kernel can read it.
+        for i in useless:  # Another equation needs the array in memory, so the kernel reads it from there.
             del found[i]
 
 
 def _needed(jaxpr: core.Jaxpr, fusions: Mapping[int, _Fusion]) -> tuple[set[int], set[Any]]:
-    """Returns the indices of the equations and the variables that the outputs need."""
+    """Returns the equations, by index, and the variables that the outputs depend on."""
     variables, equations = {v for v in jaxpr.outvars if not replay.is_literal(v)}, set()
     for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
         if eqn.effects or not variables.isdisjoint(eqn.outvars):
@@ -183,9 +190,9 @@ class _Frame:
     """A call of a jaxpr.
 
     Attributes:
-        jaxpr: The jaxpr.
-        arguments: For each input its operand, in the frame of the caller. Empty for the outermost frame.
-        calls: Frames of the calls inside, by the id of the equation.
+        jaxpr: The called jaxpr.
+        arguments: Maps each input variable to the caller's operand and frame. Empty for the outermost frame.
+        calls: Frames of the calls in the jaxpr, by the id of the equation.
     """
 
     jaxpr: core.Jaxpr
@@ -194,17 +201,17 @@ class _Frame:
 
     @cached_property
     def definitions(self) -> dict[Any, tuple[core.JaxprEqn, int]]:
-        """The equation that computes each variable, and the index of the result."""
+        """Maps each variable to the equation that computes it, and the index of the result."""
         return {v: (eqn, i) for eqn in self.jaxpr.eqns for i, v in enumerate(eqn.outvars)}
 
     def inside(self, eqn: core.JaxprEqn) -> "_Frame":
-        """Returns the frame of a call."""
+        """Returns the frame of a call in this jaxpr."""
         jaxpr = replay.body(eqn)
         arguments = {v: (operand, self) for v, operand in zip(jaxpr.invars, eqn.invars, strict=True)}
         return self.calls.setdefault(id(eqn), _Frame(jaxpr, arguments))
 
     def resolve(self, atom: Any) -> tuple[Any, "_Frame"]:
-        """Returns the variable or literal that was passed as `atom`, with the frame that defines it."""
+        """Follows `atom` through the arguments of calls to the variable or literal that defines it, and its frame."""
         frame = self
         while not replay.is_literal(atom) and atom in frame.arguments:
             atom, frame = frame.arguments[atom]
@@ -222,12 +229,12 @@ class _Search:
     Attributes:
         outermost: The outermost frame.
         target: The variable, [M, N].
-        written: Variables that are needed even if all quantizations are fused.
-        inputs: The arguments of the function. Argument i is the operand -1 - i until the search is complete.
-        steps: The operations of the function.
-        known: Operands of variables.
+        written: Variables that are needed in memory even if all quantizations are fused.
+        inputs: Arguments of the function. During the search, argument i has the operand number -1 - i.
+        steps: Operations of the function.
+        known: Operands of the variables that were followed.
         replaced: Variables with the same value as `target`.
-        has_steps: True after the first operation, even if it cannot be a step.
+        has_steps: True after the first operation, even if the operation cannot be a step.
     """
 
     outermost: _Frame
@@ -240,7 +247,7 @@ class _Search:
     has_steps: bool = False
 
     def fusion(self) -> _Fusion | None:
-        """Returns the fusion; None if a kernel cannot compute the target, or has nothing to compute."""
+        """Returns the fusion. None if a kernel cannot compute the target, or if there is no operation to fuse."""
         try:
             self.follow(self.target, self.outermost)
         except _NotFusibleError:
@@ -256,7 +263,7 @@ class _Search:
         return _Fusion(Elementwise(count, steps), tuple(self.inputs), tuple(self.replaced))
 
     def follow(self, atom: Any, frame: _Frame) -> Operand:
-        """Returns the operand of a variable or literal."""
+        """Returns the operand that stands for a variable or literal."""
         atom, frame = frame.resolve(atom)
         if replay.is_literal(atom):
             if jnp.size(atom.val) != 1 or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
@@ -267,7 +274,7 @@ class _Search:
         return self.known[frame, atom]
 
     def read(self, atom: Any, frame: _Frame, shape: _Shape) -> Operand:
-        """Adds an argument that the kernel reads in the given shape."""
+        """Adds an argument that the kernel reads in the given shape. Returns its operand."""
         atom, frame = frame.resolve(atom)
         is_array = frame is self.outermost and not replay.is_literal(atom)
         if not is_array or atom.aval.dtype not in _FLOATS or atom.aval.size != math.prod(shape):
@@ -289,7 +296,7 @@ class _Search:
         raise _NotFusibleError
 
     def define(self, var: Any, frame: _Frame) -> Operand:
-        """Follows a variable to the operands of the equation that computes it."""
+        """Follows the equation that computes a variable. Returns the operand of the variable."""
         eqn, index = frame.definitions.get(var, (None, 0))
         name, operands = ("", []) if eqn is None else (eqn.primitive.name, eqn.invars)
         is_whole = var.aval.size == self.target.aval.size
@@ -317,7 +324,7 @@ class _Search:
         return self.step(name, [self.operand(v, frame, var.aval) for v in operands])
 
     def operand(self, atom: Any, frame: _Frame, result: Aval) -> Operand:
-        """Follows an operand of an operation. The operation may broadcast its axes of length 1."""
+        """Follows an operand of an operation that has the shape `result`. Axes of length 1 are broadcast."""
         if atom.aval.size == result.size:
             return self.follow(atom, frame)
         return self.broadcast(atom, frame, range(len(atom.aval.shape)), result)

@@ -1,7 +1,7 @@
-"""Computes the matmuls of a function in FP8: `fp8(fn, config)`.
+"""The transform `fp8(fn, config)`, which computes the matmuls of a function in FP8.
 
-The matmuls with parameters are found in the trace of the function, as in the split backward (`autodiff/find.py`). A matmul has
-the name of its parameter. `quantize` computes the FP8 weights once per step, for all microbatches.
+It finds the matmuls with parameters in the trace of the function, like the split backward (`autodiff/find.py`). A matmul is
+named after its parameter. `quantize` computes the FP8 weights once per step, for all microbatches.
 """
 
 import fnmatch
@@ -29,19 +29,21 @@ from jgraph.precision.scaling import AmaxHistory, FP8Array, checked_scale, obser
 from jgraph.scopes import scope
 from jgraph.tree import PyTree, is_router, leaf_names, matching
 
-# For each matmul of a function its weight, with the lengths of the scans around it in front; None if it is not in FP8.
+# The weight of each matmul of a function, with leading axes for the enclosing scans; None for a matmul that is not in FP8.
 Weights: TypeAlias = Sequence[FP8Array | None]
 
 
 class Product(NamedTuple):
-    """A matmul with a parameter.
+    """A matmul of data and a parameter, the weight.
 
     Attributes:
-        name: Name of the parameter, with `#2` for its second matmul.
-        sizes: M, K and N; None for a convolution and other operations that cannot be in FP8.
-        repeats: Number of executions in one call, in scans over layers.
-        kept: Reason why it is not in FP8; empty if it is in FP8.
-        wgrad: Precision of its wgrad if it is in FP8.
+        name: Name of the parameter, with the suffix `#2` for a second matmul with it. Names of several parameters that the
+            weight is computed from are joined by `+`.
+        sizes: (M, K, N) of the matmul of data [M, K] and a weight [K, N]; None for a convolution and other operations that
+            cannot be in FP8. M counts the rows of all groups for a grouped matmul.
+        repeats: Number of executions per call: the product of the lengths of the enclosing scans.
+        kept: Reason why the matmul is not in FP8, a phrase such as "kept by `fp8.keep`"; empty if it is in FP8.
+        wgrad: Precision of the operands of the weight gradient, `fp8` or `bf16`. Without meaning if the matmul is not in FP8.
     """
 
     name: str
@@ -55,8 +57,8 @@ class Scale(NamedTuple):
     """The scale of a parameter.
 
     Attributes:
-        scale: float32 scalar.
-        amax: float32 scalar. None if the kernel that quantizes the parameter computes it.
+        scale: float32 scalar, a power of two. Quantization multiplies the parameter by it.
+        amax: float32 scalar, largest magnitude of the whole parameter. None if the quantization kernel computes it later.
     """
 
     scale: Array
@@ -64,23 +66,29 @@ class Scale(NamedTuple):
 
 
 def fp8(fn: Callable[..., PyTree], config: FP8Config = FP8Config()) -> "FP8Function":  # noqa: B008 - frozen
-    """Computes the matmuls of a function with its parameters in FP8, forward and backward.
+    """Computes in FP8 each matmul of data and a parameter in a function, forward and backward.
 
-    Matmuls are found in the trace: those of Flax layers, `jnp.einsum` and `grouped_dot`, also in a scan over layers and in
-    `jax.checkpoint`. Matmuls in functions with a custom gradient and unsupported matmuls are unchanged. `plan(...).products`
-    gives the reasons.
+    Finds the matmuls in the trace of the function, including matmuls of Flax layers, `jnp.einsum` and `grouped_dot`, in a scan
+    over layers and in `jax.checkpoint`. Matmuls in functions with a custom gradient and unsupported matmuls are unchanged.
+    To list the matmuls, call the method `plan(params, *args)` of the result. It returns a trace. The field `products` of the
+    trace lists each matmul, with the reason if it is not in FP8.
+
+    Delayed scaling has a state, the amax history. The backward pass computes the next state: the gradient with respect to the
+    state is not a derivative, but the state after the step. Differentiate with respect to parameters and state, and use the
+    gradient of the state as the state of the next step. Current scaling has the state {}.
 
     Args:
-        fn: A pure function `fn(params, *args)`.
-        config: The recipe.
+        fn: A pure function `fn(params, *args)` of trees of arrays. `params` has the weights.
+        config: The recipe; by default, current scaling with E4M3 for activations and weights and E5M2 for gradients.
 
     Returns:
-        The function in FP8. Its `init` makes the state, its `apply` computes.
+        An `FP8Function`. Its method `init(params, *args)` returns the state before the first step. Its method
+        `apply(params, state, *args)` returns the result of `fn`. Nothing is traced or run before a method is called.
 
     Raises:
-        ConfigError: If `fn` is not a function or `config` not a recipe.
+        ConfigError: If `fn` is not callable or `config` is not an `FP8Config`. The methods raise it if no matmul can be in FP8.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, jgraph
         >>> params, x = {"w": jnp.ones((32, 16))}, jnp.ones((16, 32))
         >>> linear = jgraph.fp8(lambda params, x: x @ params["w"], jgraph.FP8Config(recipe="delayed"))
@@ -102,11 +110,15 @@ def fp8(fn: Callable[..., PyTree], config: FP8Config = FP8Config()) -> "FP8Funct
 class FP8Function(OwnProducts):
     """A function with FP8 matmuls, from `fp8`. `jgraph.split_backward` accepts it in place of a function.
 
+    With `split_backward`, the first argument of the function is the tuple (params, state, weights) in place of the parameters.
+    `weights` is the result of `quantize`, or None to quantize the weights in each call.
+
     Attributes:
-        fn: The function.
+        fn: The original function `fn(params, *args)`.
         config: The recipe.
-        num_losses: Number of losses that are averaged into a batch's loss, see `observe`.
-        argument: Name of the argument that `fn` was passed as, for errors.
+        num_losses: Number of losses that are averaged into a batch's loss. Each is differentiated separately, so its gradients
+            are `num_losses` times as large as those of the batch's loss. Delayed scaling divides the amax of gradients by it.
+        argument: Name of `fn` in error messages.
     """
 
     fn: Callable[..., PyTree]
@@ -115,17 +127,20 @@ class FP8Function(OwnProducts):
     argument: str = "fn"
 
     def plan(self, params: PyTree, *args: PyTree) -> "FP8Trace":
-        """Traces the function for arrays or shapes.
+        """Traces the function and selects its FP8 matmuls. Does not run the function.
+
+        `jax.jit` caches the trace by shapes and dtypes.
 
         Args:
-            params: The parameters.
-            *args: The other arguments of the function.
+            params: Parameters, a tree of arrays or `jax.ShapeDtypeStruct`.
+            *args: The other arguments of the function, trees of arrays or `jax.ShapeDtypeStruct`.
 
         Returns:
-            The trace with its matmuls.
+            The trace. Its field `products` lists the matmuls in the order of the trace.
 
         Raises:
-            ConfigError: If no matmul can be in FP8, or `keep` or `blocks` of the recipe do not fit the parameters.
+            ConfigError: If no matmul can be in FP8, if a pattern of `config.keep` that is not a default matches no parameter,
+                or if `config.blocks` is `inner` and no parameter name has a number.
         """
         traced = self._jitted.trace(params, *args)
         closed, names = traced.jaxpr, leaf_names(params)
@@ -136,38 +151,87 @@ class FP8Function(OwnProducts):
         products = _products(sites, names, self.config)
         if all(product.kept for product in products):
             reasons = "; ".join(f"{p.name}: {p.kept}" for p in products[:2]) or "no matrix is multiplied by a parameter"
-            message = f"`{self.argument}` must have a matmul that can be in FP8, and has none ({reasons})"
+            message = f"`{self.argument}` has no matmul that can be in FP8 ({reasons}): must have at least one"
             raise ConfigError(message, field=self.argument)
         structure = jax.tree.structure(traced.out_info)
         return FP8Trace(self.config, closed, block, sites, products, tuple(names), structure, self.num_losses)
 
     @cached_property
     def _jitted(self) -> Any:
-        return jax.jit(self.fn)  # It caches its traces.
+        return jax.jit(self.fn)  # jax.jit caches traces.
 
     def init(self, params: PyTree, *args: PyTree) -> PyTree:
-        """Returns the state before the first step, for arrays or shapes: an `AmaxHistory`, or {} for current scaling."""
+        """Creates the state before the first step. Traces the function, but does not run it.
+
+        Args:
+            params: Parameters, a tree of arrays or `jax.ShapeDtypeStruct`.
+            *args: The other arguments of the function, trees of arrays or `jax.ShapeDtypeStruct`.
+
+        Returns:
+            An `AmaxHistory` of zeros for delayed scaling, with a window [config.history, S, 3] for S executions of FP8 matmuls
+            per call. {} for current scaling.
+
+        Raises:
+            ConfigError: If no matmul can be in FP8, if a pattern of `config.keep` that is not a default matches no parameter,
+                or if `config.blocks` is `inner` and no parameter name has a number.
+        """
         return self.plan(params, *args).init()
 
     def quantize(self, params: PyTree, state: PyTree, *args: PyTree) -> Weights:
-        """Quantizes the weights for all calls of `apply` in a step. Returns them in the order of the matmuls."""
+        """Quantizes the weights once, for all calls of `apply` in a step. Does not run the function.
+
+        Args:
+            params: Parameters in the dtypes they are trained in, unsharded.
+            state: The state that `init` returned, or the gradient of the state of the previous step: an `AmaxHistory` for
+                delayed scaling, {} for current scaling.
+            *args: The other arguments of the function, trees of arrays or `jax.ShapeDtypeStruct`; only their structure, shapes
+                and dtypes are read.
+
+        Returns:
+            A list with an entry for each matmul, in the order of `plan(params, *args).products`: the weight in FP8 with its
+            transpose, scale and amax (`FP8Array`); None for a matmul that is not in FP8. For a matmul in scans, all arrays of
+            the entry have one leading axis per scan, with the length of the scan.
+
+        Raises:
+            ConfigError: If no matmul can be in FP8, if a pattern of `config.keep` that is not a default matches no parameter,
+                or if `config.blocks` is `inner` and no parameter name has a number.
+        """
         return self.plan(params, *args).quantize(params, state)
 
     def apply(self, params: PyTree, state: PyTree, *args: PyTree, weights: Weights | None = None) -> PyTree:
-        """Computes `fn(params, *args)`.
+        """Computes `fn(params, *args)` with FP8 matmuls. Can be jitted; donates nothing.
 
         Args:
-            params: The parameters, in the dtypes they are trained in. They have gradients.
-            state: The state, from `init`. Its gradient is the state after this call. Take the maximum over microbatches.
-            *args: The other arguments of the function.
-            weights: Weights from `quantize`; None quantizes them in this call.
+            params: Parameters in the dtypes they are trained in. Differentiable.
+            state: State from `init`, or the gradient of the state of the previous step. Its gradient is not a derivative: it is
+                the state after this call. If a step has several microbatches, pass the same state to each. The state after the
+                step is then the elementwise maximum of the gradients with respect to the state.
+            *args: The other arguments of the function. Differentiable.
+            weights: Quantized weights of the same parameters and state, from `quantize`; not differentiated. None quantizes the
+                weights in this call.
 
         Returns:
             The result of the function.
+
+        Raises:
+            ConfigError: If no matmul can be in FP8, if a pattern of `config.keep` that is not a default matches no parameter,
+                or if `config.blocks` is `inner` and no parameter name has a number.
         """
         return self.plan(params, *args).apply(params, state, weights, *args)
 
     def params(self, given: PyTree) -> PyTree:
+        """Returns the first entry of the tuple (params, state, weights). Called by `split_backward`.
+
+        Args:
+            given: The first argument of the function that `split_backward` differentiates: a tuple of the parameters, the state
+                and the quantized weights (None quantizes them in each call).
+
+        Returns:
+            The tree of parameters.
+
+        Raises:
+            SplitError: If `given` is not a tuple of three.
+        """
         if not isinstance(given, tuple) or len(given) != 3:
             message = f"params is a {type(given).__name__}: must be the tuple (params, state, weights) for a function in FP8"
             raise SplitError(f"{message}; None as weights quantizes them in each call", field="params")
@@ -176,11 +240,36 @@ class FP8Function(OwnProducts):
     def bind(
         self, sites: Sequence[DelayedProduct], names: Sequence[str], given: PyTree, x: PyTree, extra: Sequence[PyTree]
     ) -> BoundProducts:
+        """Replaces matmuls of `fn` by FP8 matmuls. Called by `split_backward` once per trace.
+
+        `split_backward` splits the backward pass into dgrad, which computes the gradients of data, and wgrad, which later
+        computes the weight gradients of some matmuls. Those weight gradients are called delayed.
+
+        Args:
+            sites: The matmuls of `fn` with a delayed weight gradient, in the order of the trace.
+            names: Names of the parameters, in the order of their leaves.
+            given: The tuple (params, state, weights) of trees of arrays, tracers or `jax.ShapeDtypeStruct`. `weights` may be
+                None.
+            x: The argument of `fn` after the parameters.
+            extra: The arguments of `fn` after `x`.
+
+        Returns:
+            A `BoundProducts`. Its field `sites` has one matmul for each entry of the argument `sites`, in the same order. It is
+            in FP8 if the recipe selects it, else unchanged. Its field `given` is a function that maps the tuple (params, state,
+            weights) to a list with the additional arguments of each matmul: a `Tap` with the quantized weight and scales for an
+            FP8 matmul, () for an unchanged one. Its field `differentiated` is a list with True for each leaf of params and
+            state and False for each leaf of weights. dgrad thus returns the next state as the gradient of the state.
+
+        Raises:
+            SplitError: If the weight gradient of an FP8 matmul is not delayed, because the matmul is not in `sites`.
+            ConfigError: If no matmul can be in FP8, if a pattern of `config.keep` that is not a default matches no parameter,
+                or if `config.blocks` is `inner` and no parameter name has a number.
+        """
         trace, products = self.plan(given[0], x, *extra), _products(sites, names, self.config)
         quantized, delayed = ([p.name for p in found if not p.kept] for found in (trace.products, products))
         if quantized != delayed:
             name = next((name for name in quantized if name not in delayed), quantized[0])
-            message = f"the matmul with {name} is in FP8, and its weight gradient cannot be delayed"
+            message = f"the weight gradient of the FP8 matmul with {name} is not delayed"
             raise SplitError(f"{message}: add {name} to `keep` of the recipe, or to `delay` if you pass it", field="delay")
 
         def taps(given: PyTree) -> list[Any]:
@@ -193,22 +282,33 @@ class FP8Function(OwnProducts):
         return BoundProducts(bound, taps, [True] * len([*params, *state]) + [False] * len(weights))
 
     def traced(self, part: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """Fuses elementwise functions, such as GELU, into the kernels that quantize their results. Called by `split_backward`.
+
+        Args:
+            part: A function of trees of arrays that is not jitted: the forward pass, dgrad (gradients of data) or wgrad
+                (delayed weight gradients) that `split_backward` made from `fn`.
+
+        Returns:
+            `fused(part)`: a function with the same arguments, and results that differ by rounding. On a device without the
+            quantization kernel, it calls `part` unchanged.
+        """
         return fused(part)
 
 
 @dataclass(frozen=True, eq=False)
 class FP8Trace:
-    """The trace of an `FP8Function` for arguments of given shapes, with its matmuls.
+    """The trace of an `FP8Function` for arguments of given shapes, with its matmuls. Made by `FP8Function.plan`.
 
     Attributes:
         config: The recipe.
-        closed: The trace.
-        block: Its jaxpr with the matmuls.
-        sites: The matmuls in the order of the equations.
-        products: The description of each matmul.
-        names: Names of all parameters.
-        structure: Tree structure of the result.
-        num_losses: Number of losses that are averaged into a batch's loss.
+        closed: The traced jaxpr with its constants.
+        block: The jaxpr of `closed` as a `jgraph.autodiff.find.Block`, which marks the matmuls that were found in it.
+        sites: The matmuls of data and a parameter, in the order of the equations; also those that are not in FP8.
+        products: The description of each matmul, in the order of `sites`.
+        names: Names of all parameters, such as `blocks/0/mlp/up/kernel`, in the order of `jax.tree.leaves`.
+        structure: Tree structure of the function's result.
+        num_losses: Number of losses that are averaged into a batch's loss. Each is differentiated separately. Delayed scaling
+            divides the amax of gradients by this number.
     """
 
     config: FP8Config
@@ -222,17 +322,32 @@ class FP8Trace:
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """Names of the parameters that are weights of FP8 matmuls."""
+        """Names of the parameters that are weights of FP8 matmuls, each once, in the order of their first use."""
         return tuple({self.weight_of(i): None for i, _, _ in self._entries()})
 
     def init(self) -> PyTree:
-        """Returns the state before the first step."""
+        """Creates the state before the first step.
+
+        Returns:
+            An `AmaxHistory` of zeros for delayed scaling, with a window [config.history, S, 3] for S executions of FP8 matmuls
+            per call. {} for current scaling.
+        """
         if not self._is_delayed:
             return {}
         return AmaxHistory.zeros(sum(stop - start for _, start, stop in self._entries()), self.config.history)
 
     def quantize(self, params: PyTree, state: PyTree) -> Weights:
-        """Quantizes the weights. Returns them in the order of the matmuls."""
+        """Quantizes the weights of all FP8 matmuls.
+
+        Args:
+            params: The tree of parameters, unsharded, in the dtypes they are trained in.
+            state: The state that `init` returned, or the gradient of the state of the previous step: an `AmaxHistory` for
+                delayed scaling, {} for current scaling.
+
+        Returns:
+            A list with an entry for each matmul, in the order of `sites`: the weight in FP8 with its transpose, scale and amax
+            (`FP8Array`), with leading axes for the enclosing scans; None for a matmul that is not in FP8.
+        """
         named = dict(zip(self.names, jax.tree.leaves(params), strict=True))
         return self.views(named, self.scales(named, state))
 
@@ -240,45 +355,62 @@ class FP8Trace:
     def scales(
         self, parts: Mapping[str, Array], state: PyTree, over_devices: Callable[[str, Array], Array] | None = None
     ) -> dict[str, Scale]:
-        """Computes the scales of the weights.
+        """Computes the scales of the weights of FP8 matmuls.
+
+        Current scaling computes a scale from the amax (largest magnitude) of the parameter. Delayed scaling computes it from
+        the amax history of the first matmul with the parameter.
 
         Args:
-            parts: The parameters by name, or their local shards.
-            state: The state before the step.
-            over_devices: Returns the amax of a parameter from its name and the amax of the local shard. None if `parts` are not
-                sharded.
+            parts: The parameters by name, or this device's shards of them.
+            state: The state that `init` returned, or the gradient of the state of the previous step: an `AmaxHistory` for
+                delayed scaling, {} for current scaling.
+            over_devices: `over_devices(name, amax)` is called with a parameter name and the amax of this device's shard, a
+                float32 scalar. It returns the maximum over the devices. None if `parts` are not sharded.
 
         Returns:
-            The scales, by parameter name.
+            A dict from each name in the attribute `weights` to its `Scale`. The field `amax` is always computed if
+            `over_devices` is given. Otherwise, it is None for delayed scaling if matmuls read the whole parameter, because
+            `views` then computes it.
         """
-        dtype, found = formats(self.config)[1], {}
+        dtype, scales = formats(self.config)[1], {}
         earlier = state.amax(self.config) if self._is_delayed else None
         for i, start, _ in self._entries():
-            if (name := self.weight_of(i)) in found:
+            if (name := self.weight_of(i)) in scales:
                 continue
             reads_all = math.prod(self.sites[i].lead) * self.sites[i].w_aval.size == parts[name].size
             largest: Any = None
             if earlier is None or over_devices is not None or not reads_all:
                 largest = amax(parts[name]) if over_devices is None else over_devices(name, amax(parts[name]))
             known, margin = (largest, 0) if earlier is None else (earlier[start, 1], self.config.margin)
-            found[name] = Scale(scale_for(known, dtype, margin), largest)
-        return found
+            scales[name] = Scale(scale_for(known, dtype, margin), largest)
+        return scales
 
     @scope("quantize")
     def cast(self, parts: Mapping[str, Array], scales: Mapping[str, Scale]) -> dict[str, Array]:
-        """Casts the weights, or their local shards, to FP8."""
+        """Casts the weights of FP8 matmuls to FP8.
+
+        Args:
+            parts: The parameters by name, or this device's shards of them.
+            scales: The result of the method `scales` for the same parameters.
+
+        Returns:
+            A dict from each name in `scales` to a float8_e4m3fn array with the shape of the entry in `parts`: the entry times
+            its scale, clipped and rounded.
+        """
         return {name: cast(parts[name], scale, formats(self.config)[1]) for name, (scale, _) in scales.items()}
 
     @scope("quantize")
     def views(self, arrays: Mapping[str, Array], scales: Mapping[str, Scale]) -> Weights:
-        """Computes the weight of every matmul from its parameter.
+        """Computes the quantized weight of every matmul from its parameter: a matrix in FP8, and its transpose.
 
         Args:
-            arrays: The parameters by name, unsharded, in their own dtype or from `cast`.
-            scales: Their scales.
+            arrays: The parameters with the names in `weights`, unsharded; in their own dtype, or in FP8 from `cast`. Other
+                names are not read.
+            scales: The result of the method `scales`. For arrays in FP8, no field `amax` may be None.
 
         Returns:
-            The weights in the order of the matmuls.
+            A list with an entry for each matmul, in the order of `sites`: an `FP8Array`, with leading axes for the enclosing
+            scans; None for a matmul that is not in FP8. The scale is NaN if the parameter is not finite.
         """
         dtype = formats(self.config)[1]
         matrices = self._weights([arrays[name] if name in scales else find.MISSING for name in self.names])
@@ -297,7 +429,21 @@ class FP8Trace:
         return views
 
     def taps(self, params: PyTree, state: PyTree, weights: Weights | None) -> list[Tap | None]:
-        """Returns the additional arguments of each FP8 matmul, else None. Quantizes `params` if `weights` is None."""
+        """Builds the additional arguments of the FP8 matmuls.
+
+        Args:
+            params: The tree of parameters, unsharded; only read if `weights` is None. Not differentiated.
+            state: The state that `init` returned, or the gradient of the state of the previous step. Its cotangent is not a
+                derivative: for delayed scaling, it is the state after the step.
+            weights: Quantized weights from `quantize` or `views`; None quantizes `params`.
+
+        Returns:
+            A list with an entry for each matmul, in the order of `sites`; None for a matmul that is not in FP8. An entry is a
+            `Tap`. Its field `weight` is the quantized weight. For delayed scaling, its field `scales` has the scales of data,
+            weight and output gradient, float32 [3], and its field `amax` is float32 zeros [3]. The matmul must return the amax
+            of these three arrays as the cotangent of the zeros. For current scaling, `scales` and `amax` are None. Arrays have
+            one leading axis per enclosing scan.
+        """
         weights = weights or self.quantize(*jax.lax.stop_gradient((params, state)))
         taps: list[Tap | None] = [None] * len(self.sites)
         scales, observed = [], []
@@ -306,21 +452,25 @@ class FP8Trace:
         for i, start, stop in self._entries():
             weight, lead = weights[i], self.sites[i].lead
             assert weight is not None, "FP8 matmuls have FP8 weights"
-            # A pipeline packs the weights of its devices into one array, so scalars arrive with another shape.
+            # A pipeline packs the weights of its devices into one array, which changes the shape of the scalars.
             weight = weight._replace(scale=weight.scale.reshape(lead), amax=weight.amax.reshape(lead))
             stacked = [jnp.stack(rows[start:stop]).reshape(*lead, 3) if rows else None for rows in (scales, observed)]
             taps[i] = Tap(weight, *stacked)
         return taps
 
     def apply(self, params: PyTree, state: PyTree, weights: Weights | None, *args: PyTree, uncast: bool = False) -> PyTree:
-        """Computes the function.
+        """Computes the function with FP8 matmuls. Differentiable in `params` and `args`.
 
         Args:
-            params: The parameters that were traced. The dtypes may be others; gradients have the dtypes of `params`.
-            state: As in `FP8Function.apply`.
-            weights: Weights from `views`, or None.
-            *args: The other arguments of the function.
-            uncast: Whether a matmul returns the gradient of its parameter without the casts between parameter and matmul.
+            params: Parameters with the traced shapes. Their dtypes may differ from the traced ones; gradients have the dtypes
+                of `params`.
+            state: The state that `init` returned, or the gradient of the state of the previous step. Its gradient is not a
+                derivative: it is the state after this call.
+            weights: Quantized weights from `quantize` or `views`, not differentiated; None quantizes `params`.
+            *args: The other arguments of the function, with the traced shapes.
+            uncast: Dtype of the gradient of a parameter that the function casts before an FP8 matmul, for example from float32
+                to bfloat16. True: the matmul returns it in the parameter's dtype. False: it is first rounded to the cast's
+                dtype.
 
         Returns:
             The result of the function.
@@ -330,7 +480,8 @@ class FP8Trace:
         whole = self._weights(leaves[: len(avals)]) if uncast else [None] * len(taps)
         given: list[tuple[Tap, Array | None] | None] = []
         for site, tap, w in zip(self.sites, taps, whole, strict=True):
-            # A weight that every iteration of a scan reads would be stacked once per iteration: accumulate in the scan instead.
+            # A weight that every iteration of a scan reads would be stacked once per iteration. Its gradient is accumulated in
+            # the scan instead.
             is_stacked = w is not None and w.size > leaves[min(site.params)].size
             given.append(None if tap is None else (tap, None if is_stacked else w))
 
@@ -345,7 +496,17 @@ class FP8Trace:
         return jax.tree.unflatten(self.structure, out)
 
     def weight_of(self, i: int) -> str:
-        """Returns the name of the parameter that is the weight of a matmul."""
+        """Returns the name of a matmul's parameter.
+
+        Args:
+            i: Index of a matmul in `sites`. Its weight must be computed from exactly one parameter, as in every FP8 matmul.
+
+        Returns:
+            The name, such as `blocks/0/mlp/up/kernel`.
+
+        Raises:
+            ValueError: If the weight is computed from several parameters.
+        """
         (index,) = self.sites[i].params
         return self.names[index]
 
@@ -354,12 +515,12 @@ class FP8Trace:
         return self.config.recipe == "delayed"
 
     def _weights(self, params: Sequence[Any]) -> list[Any]:
-        """Returns the weight of each matmul in the dtype of its parameter, with the lengths of the scans around it in front."""
+        """Returns the weight of each matmul in the dtype of its parameter, with leading axes for the enclosing scans."""
         given = [*params, *[find.MISSING] * (len(self.closed.jaxpr.invars) - len(params))]
         return find.run_weights(self.block, [find.MISSING] * len(self.closed.consts), given, keep_dtype=True)[1]
 
     def _entries(self) -> Iterator[tuple[int, int, int]]:
-        """Yields the index of each FP8 matmul with the range of its entries in a history, one per iteration of a scan."""
+        """Yields (index, start, stop) for each FP8 matmul: its range of entries in an amax history, one per scan iteration."""
         start = 0
         for i, product in enumerate(self.products):
             if not product.kept:
@@ -370,7 +531,7 @@ class FP8Trace:
 def _view(
     matrix: Callable[[Array], Array], scale: Array, dtype: DTypeLike, implementation: str, w: Array
 ) -> tuple[Any, Any, Any]:
-    """Returns a weight as rows and columns in FP8, with its amax unless `w` is in FP8."""
+    """Returns the FP8 rows and columns of a weight, and its amax. The amax is None if `w` already is in FP8."""
     rows_KN = matrix(w)
     if rows_KN.dtype == dtype:
         return rows_KN, rows_KN.T, None
@@ -382,33 +543,33 @@ def _products(sites: Sequence[DelayedProduct], names: Sequence[str], config: FP8
     kept = {name for pattern in config.keep for name in _matching(pattern, names)}
     numbers = {number for site in sites for p in site.params if (number := _block_number(names[p])) is not None}
     if config.blocks == "inner" and not numbers:
-        raise ConfigError("`fp8.blocks` is inner: must be all for parameters without numbered blocks", field="fp8.blocks")
+        raise ConfigError("`fp8.blocks` is inner: must be all for a model without numbered blocks", field="fp8.blocks")
     ends = {min(numbers), max(numbers)} if config.blocks == "inner" else set()
     uses: Counter[str] = Counter()
-    found = []
+    products = []
     for site in sites:
-        own = [names[p] for p in sorted(site.params)]
-        name = "+".join(own)
+        weights = [names[p] for p in sorted(site.params)]
+        name = "+".join(weights)
         uses[name] += 1
-        if not kept.isdisjoint(own):
+        if not kept.isdisjoint(weights):
             reason = "kept by `fp8.keep`"
         elif is_router(name):
             reason = "a router"
-        elif any(_block_number(path) in ends for path in own):
+        elif any(_block_number(path) in ends for path in weights):
             reason = "kept by `fp8.blocks`"
         else:
             reason = unsupported(site, config)
         label = name if uses[name] == 1 else f"{name}#{uses[name]}"
         sizes = layout_of(site).sizes if site.name in (GROUPED, "dot_general") else None
-        found.append(Product(label, sizes, math.prod(site.lead), reason, wgrad_precision(site, config)))
-    return tuple(found)
+        products.append(Product(label, sizes, math.prod(site.lead), reason, wgrad_precision(site, config)))
+    return tuple(products)
 
 
 def _matching(pattern: str, names: Sequence[str]) -> list[str]:
-    """Returns the names that a pattern of `keep` matches. Only the default patterns may match no name."""
+    """Returns the parameter names that a pattern of `keep` matches. Only a default pattern may match none."""
     return fnmatch.filter(names, pattern) if pattern in DEFAULT_KEEP else matching(pattern, names, field="fp8.keep")
 
 
 def _block_number(name: str) -> int | None:
-    """Returns the number of a parameter's block: the first number in its path."""
+    """Returns the first number in a parameter's path, the index of its block; None if there is no number."""
     return next((int(part) for part in name.split("/") if part.isdigit()), None)

@@ -1,1 +1,1 @@
-"""Where a training step's time goes: `python -m jgraph.profile`, or `profile` of a run. How: notes/guide/profiles.md."""
+"""Reports the time of each kernel of a training step: `python -m jgraph.profile`, or `profile` of a run."""

@@ -27,16 +27,18 @@ def show(
     program: File = None,
     steps: Count = None,
 ) -> None:
-    """Writes the report and prints a summary.
+    """Writes the report, profile.json and profile.html, and prints a summary.
 
     Args:
-        path: A run directory, a *.xplane.pb file, or a directory that contains one.
-        out: Directory to write to; by default that of the profile.
-        program: For a trace: file with the text of the program, as compiled.as_text() returns it.
-        steps: For a trace: number of equal steps in it.
+        path: A run directory with a profile, a *.xplane.pb file, or a directory that contains one. The newest one is read.
+        out: Directory to write to, created if missing; by default that of the profile. Existing reports are replaced.
+        program: For a trace, where it is required: file with the text of the program, as compiled.as_text() returns it.
+        steps: For a trace, where it is required: number of equal steps in it, at least 1.
 
     Raises:
-        JgraphError: If the profile cannot be read, or the report cannot be written.
+        ProfileError: If the profile is missing, damaged or of another program.
+        ConfigError: If `steps` is below 1; if `program` or `steps` is missing for a trace or given for a run; or if the report
+            cannot be written.
     """
     require(steps is None or steps >= 1, "steps", steps, "at least 1")
     # Imported here, because importing jax is slow.
@@ -46,16 +48,16 @@ def show(
     recorded = next((place for place in (path, path / "profile") if (place / "run.json").exists()), None)
     if recorded:
         if program or steps:
-            raise ConfigError(f"{path} determines both: omit `program` and `steps`", field="program")
-        profile, beside = report.of_run(recorded), recorded
+            raise ConfigError(f"{path} is a run: leave out `program` and `steps`, which it records", field="program")
+        profile, default_out = report.of_run(recorded), recorded
     else:
         file = find(path)
         if program is None or steps is None:
             missing = "program" if program is None else "steps"
             raise ConfigError(f"{file} is a trace, not a run: pass `program` and `steps`", field=missing)
         profile = report.of_trace(path, program=program, steps=steps)
-        beside = path if path.is_dir() else path.parent
-    out = out or beside
+        default_out = path if path.is_dir() else path.parent
+    out = out or default_out
     with os_errors("out", out):
         files = report.write(profile, out)
     for line in _summary(profile), f"written to {', '.join(map(str, files))}", *profile["about"]["notes"]:
@@ -63,7 +65,7 @@ def show(
 
 
 def _summary(profile: Mapping[str, Any]) -> str:
-    """Returns the time of a step, and the part of it that is attributed to categories."""
+    """Returns a line with the time of a step and the fraction of the busy time that is attributed to categories."""
     captured, named = profile["captured"], profile["uncaptured"]
     attributed = statistics.mean(rank["attributed"] for rank in named["ranks"])
     times = [f"{captured['step_ms']:.2f} ms a step in command buffers"] if captured else []

@@ -1,7 +1,7 @@
-"""Compares a pipeline step as it ran with the step as planned, action by action. Does not use JAX.
+"""Compares the measured actions of a pipeline step with the simulated ones. Does not use JAX.
 
-A trace has the kernels of forwards, dgrads and wgrads of a rank, but not their microbatches. Those follow from the schedule's
-order, because all actions of a kind run the same code and therefore the same number of kernels.
+A trace has the kernels of forwards, dgrads and wgrads of a rank, but not their microbatches. The order of the schedule gives
+the microbatches, because all actions of a kind run the same code and therefore the same number of kernels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,17 +29,24 @@ _MOST_SLOW = 10
 
 
 def measured(schedule: Schedule, ranks: Sequence[Kernels], runtime: Runtime) -> Simulation:
-    """Returns start and end of every action as it ran, in ms from the start of the first.
+    """Computes the measured start and end of every action of a pipeline step.
 
     An action lasts from the start of its first kernel to the end of its last.
 
     Args:
-        schedule: The schedule as the runtime runs it (`Pipeline.schedule`).
-        ranks: The kernels of each rank.
-        runtime: In the `aligned` runtime a rank also runs a tick's forward or dgrad if it is idle in that tick.
+        schedule: The schedule that the SPMD engine runs (`Pipeline.schedule`), which may differ from the requested one in the
+            order of wgrads.
+        ranks: The kernels of each rank: a mapping from the kind of the action (FORWARD, DGRAD, WGRAD) to the start and end in
+            ms of each kernel, float64 [n, 2], sorted by start.
+        runtime: The runtime of the SPMD engine. `aligned`: all ranks run the same kind of action in a tick, so a rank that is
+            idle in a tick also runs the forward or dgrad of that tick. `general`: an idle rank runs nothing.
+
+    Returns:
+        The start and end of every action in ms from the start of the first action.
 
     Raises:
-        ProfileError: If the number of ranks differs, or the kernels of a kind cannot be divided equally among its actions.
+        ProfileError: If the number of ranks is not that of the schedule, or the kernels of a kind cannot be divided equally
+            among its actions.
     """
     if len(ranks) != schedule.num_ranks:
         raise ProfileError(f"the trace has {len(ranks)} ranks, the schedule {schedule.num_ranks}: must be equal")
@@ -47,12 +54,12 @@ def measured(schedule: Schedule, ranks: Sequence[Kernels], runtime: Runtime) -> 
     lead_T = kinds_TP.min(1)  # another kind than wgrad, if any rank runs one
     starts, ends = [], []
     for r, (kernels, ticks) in enumerate(zip(ranks, schedule.ticks, strict=True)):
-        own_T = kinds_TP[:, r]
-        start_T, end_T = np.full(len(own_T), np.inf), np.full(len(own_T), -np.inf)
+        kinds_T = kinds_TP[:, r]
+        start_T, end_T = np.full(len(kinds_T), np.inf), np.full(len(kinds_T), -np.inf)
         for kind, parts in _PARTS.items():
-            runs = np.isin(own_T, parts)
+            runs = np.isin(kinds_T, parts)
             if runtime == "aligned" and kind != WGRAD:
-                runs = (lead_T == kind) & (own_T != WGRAD)
+                runs = (lead_T == kind) & (kinds_T != WGRAD)
             runs = np.flatnonzero(runs)
             times = np.asarray(kernels.get(kind, ()), float).reshape(-1, 2)
             if len(times) % max(len(runs), 1) or (len(times) == 0) != (len(runs) == 0):
@@ -71,31 +78,49 @@ def measured(schedule: Schedule, ranks: Sequence[Kernels], runtime: Runtime) -> 
 
 
 def costs(run: Simulation) -> dict[str, float]:
-    """Returns the median time in ms of an action, by kind."""
+    """Returns the median time in ms of an action, by kind. Kinds that the schedule lacks are absent.
+
+    Args:
+        run: A step with times in ms.
+
+    Returns:
+        A dict with some of the keys `forward`, `dgrad`, `wgrad` and `backward`.
+    """
     kinds, took = np.concatenate([order.kinds for order in run.schedule]), np.concatenate(run.ends) - np.concatenate(run.starts)
     return {KINDS[kind]: float(np.median(took[kinds == kind])) for kind in np.unique(kinds)}
 
 
 def planned(schedule: Schedule, costs_ms: Mapping[str, float], runtime: Runtime) -> Simulation:
-    """Simulates the step, with the cost of its kind for every action, and no time for transfers.
+    """Simulates a step. Every action takes the cost of its kind, and transfers take no time.
 
     Args:
         schedule: The schedule.
-        costs_ms: Time of an action in ms by kind.
-        runtime: Determines the ranks that wait for each other.
+        costs_ms: Time of an action in ms, by `forward`, `dgrad`, `wgrad` and `backward`. A kind that the schedule lacks may be
+            absent.
+        runtime: Determines which ranks wait for each other after each tick. `aligned`: all ranks. `general`: ranks that
+            exchange arrays.
+
+    Returns:
+        The simulated step, in ms.
     """
     return simulate(schedule, Costs(**costs_ms), execution=_EXECUTION[runtime])
 
 
 def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, Any]:
-    """Returns `pipeline` of profile.json: the step as planned, with the measured costs, and as it ran.
-
-    `slow_ms` of an action is its time above the median of its kind.
+    """Returns `pipeline` of profile.json: the measured step, and the step simulated with the measured costs.
 
     Args:
-        schedule: The schedule as the runtime runs it.
-        run: The step, from `measured`.
-        runtime: The runtime.
+        schedule: The schedule that the SPMD engine runs.
+        run: The measured step, in ms.
+        runtime: Determines which ranks wait for each other after each tick in the simulation. `aligned`: all ranks. `general`:
+            ranks that exchange arrays.
+
+    Returns:
+        A dict of JSON values: `schedule`, the name; `ranks`, `microbatches` and `chunks` per rank, numbers; `costs_ms`, the
+        median time by kind of action; `planned` and `measured`, each with `step_ms` and `bubble`, the idle fraction; `actions`,
+        dicts with `rank`, `kind`, `chunk`, `microbatch`, `planned_start_ms`, `planned_end_ms`, `start_ms`, `end_ms` and
+        `slow_ms`, the time above the median of the kind; and `slow`, indices into `actions` of at most 10 actions with
+        `slow_ms` > 0, the largest first.
     """
     costs_ms = costs(run)
     plan = planned(schedule, costs_ms, runtime)
@@ -103,12 +128,12 @@ def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, A
     for r, order in enumerate(schedule):
         columns = (plan.starts[r], plan.ends[r], run.starts[r], run.ends[r])
         for action, *times in zip(order, *columns, strict=True):
-            found: dict[str, float] = dict(
+            action_ms: dict[str, float] = dict(
                 zip(("planned_start_ms", "planned_end_ms", "start_ms", "end_ms"), times, strict=True)
             )
-            found["slow_ms"] = found["end_ms"] - found["start_ms"] - costs_ms[action.kind]
+            action_ms["slow_ms"] = action_ms["end_ms"] - action_ms["start_ms"] - costs_ms[action.kind]
             fields = {"rank": r, "kind": action.kind, "chunk": action.chunk, "microbatch": action.microbatch}
-            actions.append(fields | {name: round(float(ms), 4) for name, ms in found.items()})
+            actions.append(fields | {name: round(float(ms), 4) for name, ms in action_ms.items()})
     slowest = sorted(range(len(actions)), key=lambda i: -actions[i]["slow_ms"])[:_MOST_SLOW]
     return {
         "schedule": schedule.name,

@@ -1,8 +1,8 @@
 """Assigns each instruction of a compiled program to a category such as forward, dgrad or wgrad.
 
 The category comes from scopes of this library (`jgraph.scope`) and of JAX (`jvp`, `transpose`, `rematted_computation`).
-Collectives are recognized by opcode, copies by computing nothing. In a backward pass without a split, a matmul of two operands
-that depend on the batch is a wgrad. Names of kernels are not used.
+Collectives are recognized by opcode. Instructions that compute nothing are copies. In a backward pass without a split, a matmul
+of two operands that depend on the batch is a wgrad. Names of kernels are not used.
 """
 
 import re
@@ -49,7 +49,7 @@ class Purpose:
     """The purpose of an instruction.
 
     Attributes:
-        category: One of `CATEGORIES`.
+        category: One of `CATEGORIES`, such as `forward`, `optimizer` or `all-reduce`.
         action: The pipeline action that it belongs to: `forward`, `dgrad` or `wgrad`. Empty if none.
         is_work: True for matmuls and attention, which dominate the time of an action.
     """
@@ -60,7 +60,18 @@ class Purpose:
 
 
 def purposes(events: Events, program: Program) -> tuple[Purpose, ...]:
-    """Returns the purpose of each event."""
+    """Assigns a purpose to each event.
+
+    Args:
+        events: Events of one device.
+        program: The program that ran.
+
+    Returns:
+        One purpose per event, in the same order. Events of other programs have the category `other`.
+
+    Raises:
+        ProfileError: If the text of the program is damaged.
+    """
     known = {op: purpose_of(program, program.instructions[op]) for op in set(events.op) if op in program.instructions}
     return tuple(
         known.get(op) or purpose_of_hidden(op, scopes) if module == program.name else Purpose("other")
@@ -69,7 +80,18 @@ def purposes(events: Events, program: Program) -> tuple[Purpose, ...]:
 
 
 def purpose_of(program: Program, instruction: Instruction) -> Purpose:
-    """Returns the purpose of an instruction that launches a kernel."""
+    """Assigns a purpose to an instruction that launches a kernel.
+
+    Args:
+        program: The program.
+        instruction: An instruction of the program.
+
+    Returns:
+        The purpose. Its category is `other` if the names of the instruction have no known scope.
+
+    Raises:
+        ProfileError: If the text of the program is damaged.
+    """
     parts = list(program.inside(instruction))
     for part in parts:
         if collective := COLLECTIVES.get(re.sub(r"-(start|done|update)$", "", part.opcode)):
@@ -78,7 +100,7 @@ def purpose_of(program: Program, instruction: Instruction) -> Purpose:
     names = _names(parts) or (_inherited(program, instruction) if computes else [])
     matmul = program.matmul(instruction)
     is_work = matmul is not None or any(part.is_attention for part in parts)
-    # The last operation of a fusion is its purpose. XLA merged the ones before into it.
+    # The last operation of a fusion determines its purpose. XLA merged the earlier operations into it.
     main = next(filter(_by_scopes, (*names[:1], *names[:0:-1])), "")
     if matmul is not None:
         main = matmul.op_name or main
@@ -94,13 +116,14 @@ def purpose_of(program: Program, instruction: Instruction) -> Purpose:
 
 
 def purpose_of_hidden(op: str, scopes: str = "") -> Purpose:
-    """Returns the purpose of an instruction that is not in the program's text.
-
-    These are instructions inside the start of an asynchronous one.
+    """Assigns a purpose to an instruction that is not in the text of the program, inside an asynchronous start.
 
     Args:
-        op: The name of the instruction. XLA names a collective after JAX's primitive or its opcode.
-        scopes: JAX's name of the operation.
+        op: Name of the instruction. XLA names a collective after JAX's primitive or its opcode.
+        scopes: JAX's name of the operation, with its scopes. Empty if unknown.
+
+    Returns:
+        The purpose. Its category is that of a collective, else one from the scopes, else `other`.
     """
     stem = re.split(r"[.\d]", op.replace("_", "-"))[0].removesuffix("-start")
     category = COLLECTIVES.get(_PRIMITIVES.get(stem, stem))

@@ -24,10 +24,11 @@ class Step:
     """One step of a trace on one device.
 
     Attributes:
-        events: The events, in ms from the start of the step.
-        purposes: The purpose of each event.
-        ms: The time to the start of the next step, or to the last event if no other step was traced.
-        all_ms: The times of all steps of the trace.
+        events: The n events that begin in the step. Their times are in ms after the start of the step.
+        purposes: A tuple of n `Purpose`s, one per event. A purpose has the category of the event, such as `forward` or
+            `all-reduce`, and its pipeline action.
+        ms: Time in ms until the next step starts, or until the end of the last event if only one step was traced.
+        all_ms: Times in ms of all steps of the trace on this device, in order, a tuple of floats.
     """
 
     events: Events
@@ -37,22 +38,34 @@ class Step:
 
     @cached_property
     def own_ms(self) -> np.ndarray:
-        """The time in ms that each event owns, as from `owners`."""
+        """The time in ms that each event owns, float64 [n]. A property.
+
+        At each instant, only one of the running events owns the time: the one that began last. A collective owns only the time
+        when no other event runs. The sum is the time when at least one event runs.
+        """
         is_collective = np.array([purpose.category in _COMMUNICATION for purpose in self.purposes], bool)
         start, end, owner = owners(self.events, is_collective)
         return np.bincount(owner, end - start, len(self.events))
 
 
 def choose_step(trace: Trace, program: Program, count: int) -> dict[int, Step]:
-    """Returns the last step but one, or the only one, by device.
+    """Selects the step to report: the last step but one, or the only step.
 
-    The first steps are faster, on a GPU that was idle before. The last step is not followed by another. All devices start at
-    the earliest event of any of them.
+    The first steps are not used, because they are faster: the GPU was idle before. The last step is not used, because a step
+    ends when the next one starts. The step has the same start and end on all devices. It starts at the earliest event of any
+    device.
 
     Args:
-        trace: A trace of a run without command buffers.
+        trace: A trace of a run without command buffers (CUDA graphs).
         program: The program that ran.
-        count: The number of steps in the trace.
+        count: The number of equal steps in the trace.
+
+    Returns:
+        The step of each device, by device number.
+
+    Raises:
+        ProfileError: If the kernels have no instruction names because they ran in command buffers, the trace has no kernel of
+            the program, no instruction ran `count` times, or the text of the program is damaged.
     """
     of_program = {device: _of_program(events, program) for device, events in trace.devices.items()}
     bounds = {device: steps(events, count) for device, events in of_program.items()}
@@ -70,20 +83,29 @@ def choose_step(trace: Trace, program: Program, count: int) -> dict[int, Step]:
 
 
 def by_category(rank: int, step: Step) -> dict[str, Any]:
-    """Returns an entry of `uncaptured.ranks` of profile.json.
+    """Returns the entry of one device in `uncaptured.ranks` of profile.json.
+
+    The step ran without command buffers (CUDA graphs). An event is a kernel or a copy.
 
     Args:
         rank: The device number.
-        step: Its step.
+        step: The step on this device, from `choose_step`.
+
+    Returns:
+        A dict of JSON values: `rank`; `busy_ms`, the time when at least one event runs; `idle_ms`, the rest of the step;
+        `attributed`, the fraction of `busy_ms` outside the category `other`, 1 if nothing ran; and `categories`, a dict by
+        category, in display order. Each of its values is a dict of `ms`, the time that the events of the category own (see
+        `Step.own_ms`); `kernel_ms`, the sum of their durations; and `kernels`, their number. Categories without events are
+        absent.
     """
-    events, own = step.events, step.own_ms
+    events, own_ms = step.events, step.own_ms
     categories: dict[str, dict[str, float]] = {}
     for category in CATEGORIES:
         chosen = np.array([purpose.category == category for purpose in step.purposes], bool)
         if chosen.any():
             kernel_ms = float((events.end - events.start)[chosen].sum())
-            categories[category] = {"ms": float(own[chosen].sum()), "kernel_ms": kernel_ms, "kernels": int(chosen.sum())}
-    busy_ms = float(own.sum())
+            categories[category] = {"ms": float(own_ms[chosen].sum()), "kernel_ms": kernel_ms, "kernels": int(chosen.sum())}
+    busy_ms = float(own_ms.sum())
     other_ms = categories["other"]["ms"] if "other" in categories else 0.0
     return {
         "rank": rank,
@@ -95,17 +117,29 @@ def by_category(rank: int, step: Step) -> dict[str, Any]:
 
 
 def groups(step: Step, program: Program, device: Device | None) -> list[dict[str, Any]]:
-    """Returns `groups` of profile.json: groups of equal kernels, the furthest above its roofline first.
+    """Returns `groups` of profile.json: groups of equal kernels. The group that exceeds its roofline most is the first.
 
-    The roofline is the longer of two times: FLOPs at the matmul rate, and bytes at the copy rate (Williams et al., "Roofline",
-    doi:10.1145/1498765.1498785). For a collective it is bytes at the link rate.
+    Kernels are equal if they have the same category and label. The label is `Program.label` of the kernel's instruction, or the
+    name of a kernel without an instruction. The roofline of a group is the least time that its work takes: the time of its
+    FLOPs at the GPU's matmul rate, or the time of its bytes at the GPU's copy rate, whichever is longer (Williams et al.,
+    "Roofline", doi:10.1145/1498765.1498785). For a collective it is the time of its bytes at the link rate.
 
     Args:
         step: The step of one device.
         program: The program that ran.
-        device: The rates. None: no rooflines.
+        device: The GPU, which has the rates. If None, all rooflines are unknown.
+
+    Returns:
+        A list of one dict of JSON values per group: `label`; `category`; `source`, the source line of one operation of the
+        group, or an empty string; `count`, the number of events; `ms`, the time that the events own (see `Step.own_ms`);
+        `flops` and `bytes`, the sums over all events; `roofline_ms`, None if unknown; `bound`, the rate that determines the
+        roofline: `compute`, `memory` or `link`, or an empty string if unknown; `over_ms`, which is `ms` minus `roofline_ms`,
+        None if unknown. The list is sorted by `over_ms`, or by `ms` where `over_ms` is None, the largest first.
+
+    Raises:
+        ProfileError: If the text of the program is damaged.
     """
-    events, own, known = step.events, step.own_ms, program.instructions
+    events, own_ms, known = step.events, step.own_ms, program.instructions
     labels = {op: program.label(known[op]) for op in set(events.op) if op in known}
     members: dict[tuple[str, str], list[int]] = defaultdict(list)
     kernels: dict[str, Counter[str]] = defaultdict(Counter)
@@ -113,7 +147,7 @@ def groups(step: Step, program: Program, device: Device | None) -> list[dict[str
         # Remove the C++ arguments of a kernel.
         members[purpose.category, labels.get(op) or name.partition("(")[0] or name].append(i)
         kernels[op][name] += 1
-    # An instruction may launch several kernels and run several times. Its rarest kernel gives the number of runs.
+    # An instruction may launch several kernels and run several times. The count of its rarest kernel is the number of runs.
     runs = {op: min(names.values()) for op, names in kernels.items()}
     sources = {op: found.source for op, found in operations(program, list(kernels)).items() if found.source}
     rows = []
@@ -126,7 +160,7 @@ def groups(step: Step, program: Program, device: Device | None) -> list[dict[str
             else:
                 flops += program.flops(known[op]) * runs[op]
                 nbytes += program.nbytes(known[op]) * runs[op]
-        ms = float(own[found].sum())
+        ms = float(own_ms[found].sum())
         roofline_ms, bound = _roofline(device, flops, nbytes, category in _COMMUNICATION)
         row = {"label": label, "category": category, "source": next((sources[op] for op in ops if op in sources), "")}
         row |= {"count": len(found), "ms": ms, "flops": flops, "bytes": nbytes, "roofline_ms": roofline_ms, "bound": bound}
@@ -146,13 +180,24 @@ def _roofline(device: Device | None, flops: int, nbytes: int, communicates: bool
 
 
 def captured(trace: Trace, count: int) -> dict[str, Any]:
-    """Returns `captured` of profile.json.
+    """Returns `captured` of profile.json: the times of steps that ran in command buffers (CUDA graphs).
 
-    A step lasts until the start of the next one. If there are several, means exclude the last one, which has no next one.
+    A step lasts until the start of the next step. The last step lasts until the end of its last event. `step_ms`, `busy_ms` and
+    `idle_ms` are means over all steps but the last, or of the only step.
 
     Args:
         trace: A trace of a run with command buffers.
-        count: The number of steps in it.
+        count: The number of equal steps in the trace.
+
+    Returns:
+        A dict of JSON values: `steps_ms`, a list of the time of each step; `step_ms`, the mean time of a step; `launches`,
+        `updates` and `records`, the numbers of launches, updates and recordings of command buffers per step, summed over all
+        devices; `launch_ms` and `update_ms`, the time that the host takes for the launches and the updates of a step;
+        `busy_ms`, the time per step when at least one event runs, a mean over the devices; `idle_ms`, which is `step_ms` minus
+        `busy_ms`. Times are in ms.
+
+    Raises:
+        ProfileError: If no kernel ran `count` times.
     """
     launches = launches_of(trace.host)
     host = {name: sum(ms) / count for name, ms in trace.host.items()}
@@ -176,7 +221,18 @@ def captured(trace: Trace, count: int) -> dict[str, Any]:
 
 
 def timeline(chosen: Mapping[int, Step]) -> dict[str, Any]:
-    """Returns `timeline` of profile.json: every event of the step, by device and stream."""
+    """Returns `timeline` of profile.json: every event of the step, by device and stream.
+
+    Args:
+        chosen: The step of each device, by device number.
+
+    Returns:
+        A dict of JSON values: `names`, a list of the names of instructions, or of kernels that have no instruction;
+        `categories`, a list of all categories; and `tracks`, a list of one dict per device and stream. A track has `rank`, the
+        device number; `stream`, the name of the stream; and four lists with one entry per event, in the order of start:
+        `start_ms`, after the start of the step; `ms`, the duration; `name`, an index into `names`; and `category`, an index
+        into `categories`.
+    """
     names: dict[str, int] = {}
     tracks = []
     for rank, step in chosen.items():
@@ -193,7 +249,18 @@ def timeline(chosen: Mapping[int, Step]) -> dict[str, Any]:
 
 
 def action_kernels(step: Step) -> dict[str, np.ndarray]:
-    """Returns start and end in ms, [n, 2], of the matmuls and attention kernels by action, sorted by start."""
+    """Returns the times of the matmuls and attention kernels of a pipeline step, by pipeline action.
+
+    The actions are `forward`, `dgrad` (the gradients of activations) and `wgrad` (the gradients of weights). An instruction may
+    launch several kernels in one run. They count as one entry, from the start of the first to the end of the last.
+
+    Args:
+        step: The step on one device of the pipeline, from `choose_step`.
+
+    Returns:
+        A dict with some of the keys `forward`, `dgrad` and `wgrad`. A value is a float64 array [number of entries, 2], sorted
+        by start: the start and end of each entry, in ms after the start of the step. Actions without such kernels are absent.
+    """
     events = step.events
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     op, names = "", set()
@@ -215,10 +282,10 @@ def _of_program(events: Events, program: Program) -> Events:
     """Returns the events of the program. Raises ProfileError if there are none, or no event has an instruction."""
     if not any(events.op):
         raise ProfileError(
-            "the trace's kernels came out of CUDA graphs, which hide their instructions: trace a run with `graph` off"
+            "the kernels of the trace ran in CUDA graphs and have no instruction names: trace a run with `graph` off"
         )
-    own = np.array([module == program.name for module in events.module], bool)
-    if not own.any():
+    mask = np.array([module == program.name for module in events.module], bool)
+    if not mask.any():
         ran = ", ".join(dict.fromkeys(filter(None, events.module)))
-        raise ProfileError(f"the trace has nothing of the program {program.name}, but {ran}: pass the program that ran")
-    return events.where(own)
+        raise ProfileError(f"the trace has no kernel of the program {program.name}, but of {ran}: pass the program that ran")
+    return events.where(mask)

@@ -1,4 +1,4 @@
-"""Computes the FLOPs and bytes of a compiled program's instructions, and which of them depend on the batch.
+"""Computes the FLOPs and bytes of the instructions of a compiled program, and finds the instructions that depend on the batch.
 
 In a backward pass, a matmul of two operands that depend on the batch is a wgrad. One with an operand that depends on weights
 alone is a dgrad.
@@ -21,10 +21,21 @@ _Depends: TypeAlias = bool | list["_Depends"]
 
 
 class Program(HloModule):
-    """A compiled program with the work of its instructions."""
+    """The text of a compiled program, with the FLOPs and bytes of its instructions.
+
+    Create it with `Program.of(compiled.as_text())`. `instructions` is a dict of all `Instruction`s of the program by name. The
+    methods take one of its values as their argument. FLOPs and bytes are of one run of the instruction on one device.
+    """
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """Yields an instruction and the contents of a fusion, call or asynchronous start, outermost first."""
+        """Yields an instruction and, if it is a fusion, call or asynchronous start, the instructions inside it, recursively.
+
+        Args:
+            instruction: An instruction of this program, a value of `instructions`. It is yielded first.
+
+        Raises:
+            ProfileError: If the text of the program is damaged: a called computation is missing.
+        """
         yield instruction
         if instruction.opcode in ("fusion", "async-start", "call"):
             for name in instruction.called:
@@ -34,15 +45,41 @@ class Program(HloModule):
                     yield from self.inside(inner)
 
     def matmul(self, instruction: Instruction) -> Instruction | None:
-        """Returns the largest matmul in an instruction. None if it has none."""
+        """Returns the matmul or convolution with the most FLOPs among an instruction and those that `inside` yields for it.
+
+        None if there is none.
+
+        Args:
+            instruction: An instruction of this program, a value of `instructions`.
+
+        Raises:
+            ProfileError: If the text of the program is damaged: a called computation is missing.
+        """
         return max((inner for inner in self.inside(instruction) if inner.is_matmul), key=self._own_flops, default=None)
 
     def flops(self, instruction: Instruction) -> int:
-        """Counts the FLOPs of matmuls and attention, 2 for a multiplication with its addition."""
+        """Counts the FLOPs of the matmuls and attention in an instruction, also inside a fusion or call.
+
+        A multiplication and an addition are 2 FLOPs. A grouped matmul multiplies each row by the matrix of the row's group. It
+        counts as if every row belonged to a group. All other operations count as 0.
+
+        Args:
+            instruction: An instruction of this program, a value of `instructions`.
+
+        Raises:
+            ProfileError: If the text of the program is damaged: a called computation is missing.
+        """
         return sum(self._own_flops(inner) for inner in self.inside(instruction))
 
     def nbytes(self, instruction: Instruction) -> int:
-        """Counts bytes read and written. If a fusion slices or updates an array in place, counts only that part of it."""
+        """Counts the bytes that an instruction reads and writes.
+
+        If the instruction slices an array or updates it in place, only the sliced or updated part counts. Results of dtype int8
+        or uint8 do not count, because they are the workspace of a library.
+
+        Args:
+            instruction: An instruction of this program, a value of `instructions`.
+        """
         operands = self._operands(instruction)
         # Results of type byte are workspace of a library.
         written = sum(shape.nbytes for shape in instruction.shapes if shape.dtype not in ("s8", "u8"))
@@ -67,7 +104,17 @@ class Program(HloModule):
         return max(written, 0) + read
 
     def sent_bytes(self, instruction: Instruction) -> int:
-        """Estimates the bytes that a collective sends: the larger of operands and results, twice for an all-reduce."""
+        """Estimates the bytes that a collective, such as an all-gather, sends from one device.
+
+        The estimate is the total size of the operands or of the results, whichever is larger. For an all-reduce it is twice
+        that.
+
+        Args:
+            instruction: A collective of this program, a value of `instructions`.
+
+        Raises:
+            ProfileError: If the text of the program is damaged: a called computation is missing.
+        """
         operands = sum(shape.nbytes for operand in self._operands(instruction) for shape in operand.shapes)
         results = sum(shape.nbytes for shape in instruction.shapes)
         results -= operands if instruction.opcode.endswith("-start") else 0  # the operands are part of its result
@@ -75,7 +122,19 @@ class Program(HloModule):
         return max(operands, results) * (2 if is_all_reduce else 1)
 
     def label(self, instruction: Instruction) -> str:
-        """Returns a label that is equal for instructions with the same work and shapes."""
+        """Returns a label that is equal for instructions with the same work and shapes.
+
+        An instruction with a matmul or attention inside has a label such as
+        `matmul bf16[16,1024] x bf16[1024,64] -> bf16[16,64]` or `attention forward bf16[8,1024,12,64]`. The label of another
+        instruction is its kind and at most three result shapes, such as `transpose bf16[64,16]`. The kind is the opcode, or for
+        a fusion its name without the number.
+
+        Args:
+            instruction: An instruction of this program, a value of `instructions`.
+
+        Raises:
+            ProfileError: If the text of the program is damaged: a called computation is missing.
+        """
         if (matmul := self.matmul(instruction)) is not None:
             return f"matmul {self._shape(matmul, 0)} x {self._shape(matmul, 1)} -> {matmul.shapes[0]}"
         if attention := next((inner for inner in self.inside(instruction) if inner.is_attention), None):
@@ -128,7 +187,11 @@ class Program(HloModule):
 
     @cached_property
     def of_batch(self) -> set[str]:
-        """Names of instructions that depend on an argument that is not updated in place, hence on the batch."""
+        """The names of the instructions whose results depend on the batch, a set of str. A property.
+
+        Every argument of the program whose buffer no output reuses counts as a part of the batch. The state of a training step
+        is donated, so outputs reuse its buffers.
+        """
         found: set[str] = set()
         computation = self.computations[self.entry]
         updated = {int(parameter) for _, parameter, _ in self._aliases}
@@ -136,7 +199,7 @@ class Program(HloModule):
         return found
 
     def _spread(self, computation: Computation, arguments: Sequence[_Depends], found: set[str]) -> _Depends:
-        """Adds the names of instructions that depend on the batch to `found`. Returns whether the result does."""
+        """Adds the names of instructions that depend on the batch to `found`. Returns True if the result depends on it."""
         values: dict[str, _Depends] = {}
         numbers = {p.name: n for n, p in enumerate(computation.parameters())}
         for i in computation.instructions.values():

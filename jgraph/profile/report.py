@@ -25,13 +25,36 @@ _ABOUT = ("title", "device", "devices", "versions", "date", "flags", "memory", "
 
 
 def of_run(directory: Path) -> dict[str, Any]:
-    """Returns the contents of profile.json for a recording of `jgraph.train.profiling`.
+    """Computes the contents of profile.json from the recording that a run with `--profile` has made. Writes nothing.
+
+    If the forward and backward passes of a pipeline's microbatches cannot be told apart in the trace, `pipeline` is None and
+    an entry of `about.notes` has the reason.
 
     Args:
-        directory: The recording.
+        directory: Directory of the recording, `profile` in the run directory. It has run.json, program.txt.gz, and traces in
+            `uncaptured` and optionally `captured`.
+
+    Returns:
+        A dict of JSON values. Times are in ms.
+        - `format`: the version of the format.
+        - `title`: a line of text.
+        - `about`: a dict of `device`, its name; `devices`, their number; `versions`, of libraries by name; `date`, UTC in ISO
+          format; `flags`, a str of the settings that differ from the preset; and `notes`, a list of sentences.
+        - `captured`: the times of the steps with command buffers (CUDA graphs), from `attribution.captured`. None if there is
+          no such trace.
+        - `uncaptured`: the times of the steps without command buffers. A dict of `steps_ms`, all steps on the first device;
+          `step_ms`, the step that `attribution.choose_step` selects; and `ranks`, a list with the result of
+          `attribution.by_category` for this step on each device.
+        - `groups`: the groups of equal kernels of the first device, from `attribution.groups`.
+        - `roofline`: a dict of the GPU's rates and other properties. None if the GPU is unknown.
+        - `pipeline`: a dict of the actions of a pipeline, in the measured and in a simulated step. None without a pipeline.
+        - `memory`: bytes per device. A dict of `pools`, bytes by use; and the peaks `predicted_peak`, `compiled_peak` and
+          `measured_peak`, each None if unknown.
+        - `timeline`: all events of the selected step, from `attribution.timeline`.
 
     Raises:
-        ProfileError: If a file is missing or damaged, or the traces are of another program.
+        ProfileError: If a file is missing or damaged, the traces are of another program, or a device of the pipeline is not in
+            the trace.
     """
     try:
         about = json.loads((directory / "run.json").read_text())
@@ -63,15 +86,23 @@ def of_run(directory: Path) -> dict[str, Any]:
 
 
 def of_trace(path: Path, *, program: Path, steps: int) -> dict[str, Any]:
-    """Returns the contents of profile.json for a trace of any program.
+    """Computes the contents of profile.json from a trace of any JAX program. Writes nothing.
+
+    The program must have run without command buffers, because kernels in a CUDA graph have no names.
 
     Args:
-        path: A *.xplane.pb, or a directory that contains one.
-        program: A file with the text of the program, `compiled.as_text()`.
+        path: A *.xplane.pb file, or a directory. In a directory and below, reads the newest *.xplane.pb file.
+        program: A file with the text of the program, the result of `compiled.as_text()`.
         steps: The number of equal steps in the trace.
 
+    Returns:
+        A dict of JSON values with the keys of the result of `of_run`. `title` is the name of the trace file and the devices.
+        `about.versions`, `about.date`, `about.flags` and `about.notes` are empty. `captured` and `pipeline` are None. `memory`
+        has only `pools`, which is empty.
+
     Raises:
-        ProfileError: If there is no trace, a file is damaged, or the kernels have no names.
+        ProfileError: If there is no trace, a file is missing or damaged, the kernels have no names, the trace has no kernel of
+            the program, or no kernel ran `steps` times.
     """
     trace = read(path)
     try:
@@ -93,7 +124,19 @@ def of_trace(path: Path, *, program: Path, steps: int) -> dict[str, Any]:
 
 
 def write(profile: dict[str, Any], directory: Path) -> tuple[Path, Path]:
-    """Writes profile.json and profile.html into a directory. Returns their paths."""
+    """Writes profile.json and profile.html. Replaces existing files. The page needs no server and no other file.
+
+    Args:
+        profile: The contents of profile.json, from `of_run` or `of_trace`.
+        directory: The directory; created if missing.
+
+    Returns:
+        The paths of profile.json and of profile.html.
+
+    Raises:
+        OSError: If a file cannot be written.
+        ValueError: If `profile` has NaN or infinity, which JSON lacks.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     data, html = directory / "profile.json", directory / "profile.html"
     data.write_text(json.dumps(profile, allow_nan=False) + "\n")

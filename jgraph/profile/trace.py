@@ -1,7 +1,7 @@
-"""Reads a profiler's trace into arrays: the events of each device, and the host's events about command buffers.
+"""Reads a trace of the profiler into arrays: the events of each device, and the events of the host about command buffers.
 
-`jax.profiler` writes and reads traces. On a GPU an event is a kernel or copy of a stream, with its HLO instruction unless it
-ran in a CUDA graph. On a CPU an event is a thunk of XLA, on any thread.
+`jax.profiler` writes and reads traces. On a GPU, an event is a kernel or copy on a stream. It has its HLO instruction,
+unless it ran in a CUDA graph. On a CPU, an event is a thunk of XLA on any thread.
 """
 
 import re
@@ -25,16 +25,18 @@ _Row: TypeAlias = tuple[float, float, str, str, str, str, str]
 
 @dataclass(frozen=True)
 class Events:
-    """The n events of one device, sorted by start.
+    """The n events of one device, sorted by start. On a GPU an event is a kernel or copy, on a CPU a thunk of XLA.
+
+    `len(events)` is n.
 
     Attributes:
-        start: Start in ms after the first event of any device, float64 [n].
-        end: End in ms, float64 [n].
-        name: Names of the kernels.
-        op: Names of the HLO instructions. Empty if unknown.
-        scopes: JAX's names of the operations. Empty if unknown.
-        module: Names of the HLO modules.
-        stream: Names of the streams or threads.
+        start: Start of each event in ms, float64 [n]. From `read`, 0 is the start of the first event of any device.
+        end: End of each event in ms, float64 [n], in the same time.
+        name: Names of the kernels, copies or thunks. This and the following attributes are tuples of n str, one per event.
+        op: Names of the HLO instructions. An empty string if unknown, such as for a kernel in a CUDA graph.
+        scopes: JAX's names of the operations, such as `jit(step)/dot_general`. An empty string if unknown.
+        module: Names of the HLO modules (programs). An empty string if unknown.
+        stream: Names of the streams of the GPU, or of the threads of the CPU.
     """
 
     start: np.ndarray
@@ -49,25 +51,38 @@ class Events:
         return len(self.name)
 
     def where(self, mask: np.ndarray) -> "Events":
-        """Returns the events that a boolean mask [n] selects."""
+        """Returns the selected events, with the same times.
+
+        Args:
+            mask: bool [n], True for the events to select.
+        """
         chosen = np.flatnonzero(mask)
         texts = ([values[i] for i in chosen] for values in (self.name, self.op, self.scopes, self.module, self.stream))
         return Events(self.start[chosen], self.end[chosen], *map(tuple, texts))
 
     def between(self, start: float, stop: float) -> "Events":
-        """Returns the events that begin in an interval, clipped at its end. Times count from its start."""
+        """Selects the events that begin in an interval [start, stop).
+
+        Args:
+            start: Start of the interval in ms, in the time of `self.start`.
+            stop: End of the interval in ms.
+
+        Returns:
+            New events. Their times are in ms after `start`. An event that ends after `stop` is shortened to end at `stop`.
+        """
         found = self.where((self.start >= start) & (self.start < stop))
         return replace(found, start=found.start - start, end=np.minimum(found.end, stop) - start)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace.
+    """The events in a trace of JAX's profiler.
 
     Attributes:
-        device: The name of the GPU, `GPU` if the trace does not have it, or `CPU`.
-        devices: Events by device number.
-        host: Durations in ms by the name of a host event about command buffers, as from `graph_events`.
+        device: The name of the GPU, such as `NVIDIA H200`; `GPU` if the trace does not have it; or `CPU`.
+        devices: Events by device number. A device without events is absent.
+        host: Durations in ms of the host's events for command buffers (CUDA graphs): a list of floats by the name of the event,
+            such as `cuGraphLaunch` or `command_buffer::update`.
     """
 
     device: str
@@ -76,19 +91,32 @@ class Trace:
 
 
 def find(path: Path) -> Path:
-    """Returns the trace at a path: the file itself, or the newest one in a directory. Raises ProfileError if there is none."""
+    """Returns the path of a trace: the *.xplane.pb file itself, or the newest such file in a directory and below.
+
+    Args:
+        path: A file, which is returned without a check of its format, or a directory.
+
+    Raises:
+        ProfileError: If nothing is at the path, or the directory has no *.xplane.pb file.
+    """
     if not path.exists():
-        raise ProfileError(f"{path}: no such file or directory; must be, or contain, a *.xplane.pb")
+        raise ProfileError(f"{path}: no such file or directory; must be a *.xplane.pb, or a directory that contains one")
     if path.is_file():
         return path
     files = sorted(path.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
     if not files:
-        raise ProfileError(f"{path} has no trace: must be, or contain, a *.xplane.pb that jax.profiler has written")
+        raise ProfileError(f"{path} has no trace: must contain a *.xplane.pb, which jax.profiler writes")
     return files[-1]
 
 
 def read(path: Path) -> Trace:
-    """Reads the trace at a path, as `find` returns it.
+    """Reads a trace of JAX's profiler into arrays.
+
+    Args:
+        path: A *.xplane.pb file, or a directory. In a directory and below, reads the newest *.xplane.pb file.
+
+    Returns:
+        The trace: the events of each device, and the durations of the host's events for command buffers (CUDA graphs).
 
     Raises:
         ProfileError: If there is no trace, it is damaged, or no device ran anything.
@@ -103,7 +131,7 @@ def read(path: Path) -> Trace:
         raise
     except (RuntimeError, ValueError) as e:
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
-        raise ProfileError(f"{file} cannot be read as a trace ({reason}): damaged, truncated, or of another kind") from e
+        raise ProfileError(f"{file} cannot be read as a trace ({reason}): it is damaged, truncated or not a trace") from e
 
 
 def _trace(data: ProfileData, file: Path) -> Trace:
@@ -124,7 +152,7 @@ def _trace(data: ProfileData, file: Path) -> Trace:
                     rows[int(stats["device_ordinal"])].append(_row(event, line.name, stats))
     rows = {number: found for number, found in rows.items() if found}
     if not rows:
-        problem = "its GPUs ran nothing" if gpus else "it has no GPU and no CPU program in it"
+        problem = "no GPU ran a kernel" if gpus else "it has neither a GPU nor a CPU program"
         raise ProfileError(f"{file}: {problem}; trace at least one whole step, e.g. with `profile` 10:13")
     first = min(row[0] for found in rows.values() for row in found)
     devices = {}
@@ -141,12 +169,18 @@ def _row(event: Any, stream: str, stats: Mapping[str, Any]) -> _Row:
 
 
 def steps(events: Events, count: int) -> list[tuple[float, float]]:
-    """Returns start and end in ms of each of `count` equal steps.
+    """Finds the steps of a trace, by the instructions (or kernels without one) that ran `count` times: once per step.
 
-    Steps are found by the instructions that ran exactly `count` times: run k belongs to step k.
+    Args:
+        events: The events of one device.
+        count: Number of equal steps in the trace.
+
+    Returns:
+        A list of the start and end of each step, in order, in ms in the time of `events`. A step starts at the first start, and
+        ends at the last end, of the instructions that ran `count` times.
 
     Raises:
-        ProfileError: If there is no such instruction.
+        ProfileError: If no instruction or kernel ran `count` times.
     """
     runs: dict[str, list[int]] = defaultdict(list)
     for i, (name, op) in enumerate(zip(events.name, events.op, strict=True)):
@@ -154,7 +188,7 @@ def steps(events: Events, count: int) -> list[tuple[float, float]]:
     once = np.array([found for found in runs.values() if len(found) == count])
     if not len(once):
         raise ProfileError(
-            f"the trace does not have {count} steps: no kernel ran {count} times; pass their number", field="steps"
+            f"`steps` is {count}: must be the number of steps in the trace, but no kernel ran {count} times", field="steps"
         )
     return [(float(events.start[once[:, k]].min()), float(events.end[once[:, k]].max())) for k in range(count)]
 
@@ -162,15 +196,16 @@ def steps(events: Events, count: int) -> list[tuple[float, float]]:
 def owners(events: Events, is_collective: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Divides a device's busy time into consecutive pieces, each owned by one event.
 
-    The owner is the running event that began last, because thunks run inside thunks. A collective owns only the time that
-    nothing else covers, because collectives are meant to be hidden.
+    Of several running events, the one that began last is the owner. A collective owns only the time when no other event runs.
+    Of several collectives alone, the one that began last is the owner. Time when no event runs is in no piece.
 
     Args:
-        events: The events of the device.
-        is_collective: True for collectives, bool [n].
+        events: The n events of the device.
+        is_collective: bool [n], True for collectives.
 
     Returns:
-        Start in ms, end in ms and owner (an index of `events`) of each piece.
+        Three arrays with one element per piece, in the order of time: the start of the piece in ms, float64; its end in ms,
+        float64; and its owner, an int64 index into `events`. Times are in the time of `events`.
     """
     order = [(s, 1, i) for i, s in enumerate(events.start)] + [(e, 0, i) for i, e in enumerate(events.end)]
     pieces, active, ended, at = [], ([], []), set(), 0.0

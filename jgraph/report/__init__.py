@@ -1,1 +1,1 @@
-"""Runs side by side, on one page."""
+"""Compares runs on one HTML page."""

@@ -22,14 +22,14 @@ from jgraph.report.runs import compared
 def report(
     runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN [RUN ...]")], /, *, to: File = None
 ) -> None:
-    """Writes the page.
+    """Writes the HTML page and prints its path. Does not change the runs.
 
     Args:
-        runs: Run directories of `python -m jgraph.train`.
-        to: File to write; by default report.html in the first run directory.
+        runs: Run directories of `python -m jgraph.train`, at least one.
+        to: HTML file to write, replaced if it exists; by default report.html in the first run directory.
 
     Raises:
-        ConfigError: If a directory has no run, or the file cannot be written.
+        ConfigError: If there is no directory, a directory has no config.json, or the file cannot be written.
     """
     page, to = render("jgraph.report", compared(runs)), to or runs[0] / "report.html"
     with os_errors("to", to):

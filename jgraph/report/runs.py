@@ -21,10 +21,32 @@ _POINTS = 2000
 
 
 def compared(paths: Sequence[Path]) -> dict[str, Json]:
-    """Returns the data of the page; `runs` has one entry per path.
+    """Reads run directories and returns the data of the report page as JSON values. Writes nothing.
+
+    Args:
+        paths: Run directories of `python -m jgraph.train`, at least one. The runs may still be training.
+
+    Returns:
+        - `title`: the title of the page.
+        - `about`: {"date": the current UTC time in ISO format}.
+        - `runs`: one dict per path, in the order of `paths`:
+            - `name`: name of the directory, or its path if several have the same name.
+            - `state`: "finished" if all planned steps are done. Otherwise "running, or killed" if the run has a lock file, and
+              "stopped" if not.
+            - `done`: number of the last step in the log, 0 if there is none.
+            - `steps`: number of planned steps, None if unknown.
+            - `tokens_per_step`: number of tokens in a batch, None if unknown.
+            - `tokens_per_second`: median over the run, None if unknown.
+            - `curves`: dict by name of the metric: loss, eval_loss, learning_rate, grad_norm, tokens_per_second and
+              peak_memory_bytes, each only if it has a finite value. A value is a dict of lists of equal length: `step`,
+              `seconds` (training time), `value` (None for infinities and NaN) and `mean`. Of long curves only about 2000
+              points are selected by `thinned`, and `mean` is the mean of the points around each. Otherwise `mean` is None, not
+              a list.
+            - `samples`: generated texts, a list of dicts with the keys `step`, `prompt` and `text`.
+            - `config`: the settings as strings, by name, e.g. `model.num_heads`.
 
     Raises:
-        ConfigError: If there are no paths, or one of them is not a run directory.
+        ConfigError: If there are no paths, or one of them does not exist or has no config.json.
     """
     if not paths:
         raise ConfigError("`runs` is empty: must name at least one run directory", field="runs")
@@ -38,15 +60,17 @@ def compared(paths: Sequence[Path]) -> dict[str, Json]:
 def thinned(values: Sequence[float | None], most: int = _POINTS) -> list[tuple[int, float | None]]:
     """Selects the values of a curve to draw.
 
-    A curve with more than `most` values is divided into equal stretches. Each contributes its first value, its minimum, its
-    maximum and its first missing value. The last value of the curve is always included.
+    A curve with more than `most` values is divided into stretches of equal length; the last one may be shorter. Of each stretch
+    the first value, the minimum, the maximum and the first missing value are selected. The last value of the curve is always
+    selected. Of a curve with at most `most` values, all are selected, and each is a stretch of its own.
 
     Args:
-        values: The curve; None for missing values.
-        most: Approximate maximum number of values to select.
+        values: The values of the curve in order; None for a missing value.
+        most: Approximate maximum number of values to select. The default is 2000.
 
     Returns:
-        The index of each selected value, ascending, and the mean of its stretch.
+        One tuple (index in `values`, mean) per selected value, by ascending index. The mean is over the values of the stretch
+        that are present, and None if there are none.
     """
     size = 1 if len(values) <= most else math.ceil(4 * len(values) / most)
     selected: list[tuple[int, float | None]] = []

@@ -14,15 +14,16 @@ from jgraph.schedule.slots import check_sizes
 
 @dataclass(frozen=True)
 class Candidate:
-    """One candidate schedule and its simulated results.
+    """One candidate schedule of `best` and its simulated results.
 
     Attributes:
-        name: Name of the schedule, as in `generate`.
-        chunks: Number of chunks per rank, as in `generate`.
-        verdict: Short reason why the candidate won or lost.
+        name: Name of the schedule, one of `NAMES`.
+        chunks: Number of chunks (stages) per rank.
+        verdict: Short text for the user: why the candidate won or lost, such as `fastest that fits` or `3.1% slower`. The
+            message of the error if the schedule cannot be generated.
         makespan: Time of a step, in the unit of the costs. None if the schedule cannot be generated.
         bubble: Idle fraction of all ranks' time, from 0 to 1. None if the schedule cannot be generated.
-        peak_bytes: Peak memory of the fullest rank. None if the schedule cannot be generated.
+        peak_bytes: Peak bytes of the pools of the rank that needs the most. None if the schedule cannot be generated.
     """
 
     name: str
@@ -35,11 +36,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen schedule and the report.
+    """The result of `best`: the chosen schedule, and all candidates for a report.
 
     Attributes:
-        schedule: The fastest schedule that fits.
-        candidates: All candidates: the winner, then the others by time of a step, then the schedules that cannot be generated.
+        schedule: The fastest schedule that fits into memory.
+        candidates: The candidate of `schedule`, then the other candidates from the fastest to the slowest, then the schedules
+            that cannot be generated. A schedule that fails with the same message for several numbers of chunks occurs once.
     """
 
     schedule: Schedule
@@ -61,27 +63,33 @@ def best(
 ) -> Choice:
     """Simulates candidate schedules and returns the fastest schedule that fits into memory.
 
-    If several are equally fast, the one with the smallest peak memory wins.
+    Candidates are all pairs of a name and a number of chunks. Pairs that cannot be generated are reported and not chosen. Among
+    equally fast schedules, the schedule with the smallest peak memory wins.
 
     Args:
-        pp: Number of ranks of the pipeline.
-        microbatches: Number of microbatches per step.
-        costs: Costs of all layers of a rank. They are divided by the number of chunks.
-        sizes: Bytes per array in each pool (`slots.POOLS`), for all layers of a rank. They are divided by the number of chunks,
-            except those of `activation` and `gradient`, which do not depend on it.
-        memory_limit: Bytes available for the pools of a rank. None for no limit.
-        names: Names of the schedules to try.
-        chunks: Numbers of chunks per rank to try.
-        latency: Time of a transfer to another rank, as in `simulate`.
-        execution: How ranks synchronize, as in `simulate`.
-        head: Time added to every forward of the last stage, in the unit of the costs.
+        pp: Number of ranks of the pipeline, at least 1.
+        microbatches: Number of microbatches per step, at least 1.
+        costs: Time of a forward, dgrad, wgrad and full backward of all layers of a rank, for one microbatch, in any unit. The
+            times are divided by the number of chunks of a candidate.
+        sizes: Bytes of one array (the arrays of one microbatch) in each pool, for all layers of a rank. Keys are names in
+            `POOLS`; a missing pool counts as 0. The bytes are divided by the number of chunks of a candidate, except in the
+            pools `activation` and `gradient`. None counts no memory.
+        memory_limit: Bytes available for the pools of a rank, at least 0. None for no limit.
+        names: Names of the schedules to try, from `NAMES`.
+        chunks: Numbers of chunks (stages) per rank to try.
+        latency: Time of a transfer to another rank, in the unit of the costs, at least 0.
+        execution: Synchronization of ranks. `dataflow`: an action starts as soon as its rank is free and its input has arrived.
+            `neighbours`: a rank enters the next tick when it and the ranks that it exchanges arrays with have finished the
+            current tick. `lockstep`: a rank enters the next tick when all ranks have finished the current tick.
+        head: Time of the loss: added to every forward of the last stage, in the unit of the costs. It is not divided.
 
     Returns:
         The fastest schedule that fits, and all candidates.
 
     Raises:
-        OrderError: If an argument is invalid, no schedule can be generated, or none fits. In the last case the message names
+        OrderError: If an argument is invalid, no candidate can be generated, or none fits. In the last case the message names
             the schedule with the smallest peak memory and the bytes that are missing.
+        ConfigError: If `execution` is unknown.
     """
     sizes = dict(sizes or {})
     check_sizes(sizes)
@@ -101,19 +109,19 @@ def best(
             continue
         if schedule.num_chunks != count:
             continue
-        own = costs.per_chunk(count)
+        chunk_costs = costs.per_chunk(count)
         if head:
-            forward = own.table(schedule.num_stages)[FORWARD].tolist()
-            own = replace(own, forward=[*forward[:-1], forward[-1] + head])
-        run = simulate(schedule, own, latency=latency, execution=execution)
+            forward = chunk_costs.table(schedule.num_stages)[FORWARD].tolist()
+            chunk_costs = replace(chunk_costs, forward=[*forward[:-1], forward[-1] + head])
+        run = simulate(schedule, chunk_costs, latency=latency, execution=execution)
         share = {pool: size if pool in ("activation", "gradient") else size / count for pool, size in sizes.items()}
         peak = float(run.peak(share).max())
         # Rounded to 9 digits, so that floating-point error does not decide between equally fast schedules.
         time = float(f"{run.makespan:.9g}")
         found.append((time, peak, Candidate(name, count, "", run.makespan, run.bubble, peak), schedule))
     if not found:
-        why = next((c.verdict for c in refused.values()), "`names` and `chunks` select no schedule")
-        raise OrderError(f"no schedule can be generated: {why}", field="names")
+        reason = next((c.verdict for c in refused.values()), "`names` and `chunks` select no schedule")
+        raise OrderError(f"no schedule can be generated: {reason}", field="names")
     found.sort(key=lambda row: row[:2])
     fits = [row for row in found if row[1] <= limit]
     if not fits:

@@ -1,4 +1,4 @@
-"""Generates pipeline schedules by name, each from a closed formula: no search and no costs.
+"""Generates pipeline schedules by name, each from a closed formula, without search and costs.
 
 - gpipe: all forwards, then all backwards (Huang et al. 2019).
 - 1f1b: at most P - r microbatches in flight on rank r (PipeDream-Flush, Narayanan et al. 2021).
@@ -26,26 +26,31 @@ from jgraph.schedule.schedule import Schedule, loop, vee
 def generate(name: str, *, pp: int, microbatches: int, chunks: int = 1) -> Schedule:
     """Generates a pipeline schedule by name.
 
-    >>> jgraph.schedule.generate("zb-h1", pp=4, microbatches=16)
-    Schedule(zb-h1: 4 ranks, 4 stages, 16 microbatches, 51 ticks)
-
     Args:
-        name: One of `NAMES`.
-        pp: Number of ranks of the pipeline.
-        microbatches: Number of microbatches per step. dualpipe-v needs at least 2 * pp.
-        chunks: Number of stages per rank. zb-v and dualpipe-v always have 2; interleaved-1f1b needs at least 2; 1f1b, zb-h1 and
-            zb-h2 have 1.
+        name: One of `NAMES`: `gpipe`, `1f1b`, `interleaved-1f1b`, `zb-h1`, `zb-h2`, `zb-v`, `dualpipe-v` or `aligned`. gpipe,
+            1f1b and interleaved-1f1b have full backwards; zb-h1, zb-h2, zb-v and aligned have separate dgrads and wgrads;
+            dualpipe-v has both.
+        pp: Number of ranks of the pipeline, at least 1.
+        microbatches: Number of microbatches per step, at least 1; at least 2 * pp for dualpipe-v.
+        chunks: Number of chunks (stages) per rank. gpipe and aligned: any number. interleaved-1f1b: at least 2. 1f1b, zb-h1 and
+            zb-h2: only 1. zb-v and dualpipe-v: 1 and 2 are accepted, and the schedule has 2.
 
     Returns:
-        The schedule, a sequence with one `Order` per rank. `Order.to_list` returns the signed numbers of a rank.
+        The schedule, a sequence with one `Order` per rank. `Order.to_list` returns the signed numbers of a rank. Stages are
+        placed round-robin (stage s on rank s % pp), or in a V for zb-v and dualpipe-v (stages r and 2 * pp - 1 - r on rank r).
 
     Raises:
-        OrderError: If `name` is unknown, or the schedule does not support this number of ranks, microbatches or chunks.
+        OrderError: If `name` is unknown, a number is not an integer of at least 1, or the schedule does not support this number
+            of microbatches or chunks.
+
+    Examples:
+        >>> jgraph.schedule.generate("zb-h1", pp=4, microbatches=16)
+        Schedule(zb-h1: 4 ranks, 4 stages, 16 microbatches, 51 ticks)
     """
     if not isinstance(name, str) or name not in _GENERATORS:
-        raise OrderError(f"no schedule is called {name!r}; choose one of {', '.join(NAMES)}", field="name")
-    for what, value in (("pp", pp), ("microbatches", microbatches), ("chunks", chunks)):
-        check_integer(what, value)
+        raise OrderError(f"`name` is {name!r}: must be one of {', '.join(NAMES)}", field="name")
+    for argument, value in (("pp", pp), ("microbatches", microbatches), ("chunks", chunks)):
+        check_integer(argument, value)
     make, allowed = _GENERATORS[name]
     if name == "interleaved-1f1b" and chunks == 1:
         raise OrderError("interleaved-1f1b with chunks=1: needs at least 2 chunks per rank; use 1f1b for one", field="chunks")
@@ -61,11 +66,12 @@ def forward_sequence(bounds: Sequence[int], C: int) -> np.ndarray:
     A group passes through all chunks of the rank before the next group starts.
 
     Args:
-        bounds: First microbatch of each group, and the number of microbatches.
+        bounds: First microbatch of each group, ascending from 0, then the number of microbatches. Bounds of [0, 2, 4] are two
+            groups of two microbatches.
         C: Number of chunks per rank.
 
     Returns:
-        The chunks and the microbatches of the forwards, int [2, n].
+        The chunks (row 0) and the microbatches (row 1) of the n forwards in their order, int64 [2, n], 0-based.
     """
     pairs = [(c, m) for first, end in pairwise(bounds) for c in range(C) for m in range(first, end)]
     return np.array(pairs).T
@@ -75,13 +81,13 @@ def alternate(forwards: np.ndarray, C: int, warmup: int) -> tuple[np.ndarray, np
     """Interleaves forwards and full backwards one to one after a warm-up.
 
     Args:
-        forwards: Chunks of the forwards, int [n]. Backwards go through the chunks in reverse.
+        forwards: Chunk of each forward, int [n], 0-based. The k-th backward is of chunk C - 1 - forwards[k].
         C: Number of chunks per rank.
-        warmup: Number of forwards before the first backward, at most n.
+        warmup: Number of forwards before the first backward, from 0 to n.
 
     Returns:
-        The kinds and the chunks of all actions, int [2 * n]: `warmup` forwards, then one forward and one backward in turn, then
-        the remaining backwards.
+        The kinds (0 for a forward, 3 for a full backward) and the chunks of all actions, two integer arrays [2 * n]: `warmup`
+        forwards, then one forward and one backward in turn, then the remaining backwards.
     """
     n, backwards = len(forwards), C - 1 - forwards
     steady = np.stack([forwards[warmup:], backwards[: n - warmup]], 1).ravel()

@@ -1,7 +1,7 @@
 """Generates the order that Megatron-LM passes to Transformer Engine's `make_graphed_callables`, entry for entry.
 
-The rules are those of Megatron-LM d98e8a64, `transformer/cuda_graphs.py` and `pipeline_parallel/schedules.py`. The tests
-compare the orders with its output (tests/schedule/goldens/orders.json).
+Follows Megatron-LM d98e8a64, `transformer/cuda_graphs.py` and `pipeline_parallel/schedules.py`. The tests compare the orders
+with the output of Megatron-LM (tests/schedule/goldens/orders.json).
 """
 
 from collections.abc import Sequence
@@ -29,24 +29,28 @@ def megatron_order(
     """Returns Megatron-LM's order of one pipeline rank: 1F1B, or interleaved 1F1B if `vpp` is given.
 
     Args:
-        pp_size: Number of ranks on the pipeline axis. With one rank and no overlap there is nothing to interleave, so the order
-            has one microbatch.
-        pp_rank: Rank of the order, from 0 to pp_size - 1.
-        num_microbatches: Number of microbatches per step.
-        vpp: Number of chunks per rank (virtual pipeline size). None for no virtual pipeline.
+        pp_size: Number of ranks of the pipeline, at least 1. With one rank and without `overlap_moe_ep`, the order has one
+            microbatch, because there is nothing to interleave.
+        pp_rank: Index of the rank, from 0 to pp_size - 1.
+        num_microbatches: Number of microbatches per step, at least 1.
+        vpp: Number of chunks per rank (virtual pipeline size), at least 1. None for one chunk and the warm-up of 1F1B. With one
+            rank it must be 1 or None.
         microbatch_group_size: Number of microbatches that pass through a chunk before the next chunk starts. None for
-            `pp_size`. Smaller groups can deadlock, also a smaller last one: `Schedule` checks the orders of all ranks.
-        num_layers_per_chunk: Number of layers of each chunk; 0 is allowed. None for one layer each. Layers become entries of
-            the order only with `overlap_moe_ep`.
-        overlap_moe_ep: Overlaps the expert-parallel communication of a forward with a backward: every layer is its own chunk,
-            and forward and backward layers alternate.
-        delay_wgrad: Makes wgrads separate entries. Requires `overlap_moe_ep`, as upstream does.
+            `pp_size`. Smaller groups can deadlock, including a smaller last group: `Schedule` checks the orders of all ranks,
+            this function does not.
+        num_layers_per_chunk: Number of layers of each chunk of the rank, one integer >= 0 per chunk. None for one layer each.
+            With `overlap_moe_ep`, layers become entries of the order. Otherwise the numbers become
+            `Order.num_layers_per_chunk`, or one layer each if any of them is 0.
+        overlap_moe_ep: True to make every layer a chunk of its own, and to alternate the layers of a forward and of a backward.
+            Megatron-LM then overlaps the expert-parallel communication of one with the other.
+        delay_wgrad: True to make wgrads separate entries, False for full backwards. Requires `overlap_moe_ep`.
 
     Returns:
         The order of rank `pp_rank`.
 
     Raises:
-        OrderError: If an argument is invalid.
+        OrderError: If an argument is out of its range, `num_layers_per_chunk` has not one value per chunk or only zeros with
+            `overlap_moe_ep`, or `delay_wgrad` is True without `overlap_moe_ep`.
     """
     chunks = 1 if vpp is None else vpp
     group = pp_size if microbatch_group_size is None else microbatch_group_size
@@ -105,8 +109,8 @@ def _by_layer(order: Sequence[int | float], layers: tuple[int, ...], warmup: int
         if entry is None:
             return []
         chunk = int(abs(entry)) - 1
-        own = list(range(first[chunk] + 1, first[chunk + 1] + 1))
-        return own if entry > 0 else own[::-1]
+        numbers = list(range(first[chunk] + 1, first[chunk + 1] + 1))
+        return numbers if entry > 0 else numbers[::-1]
 
     forwards = [entry for entry in order if entry > 0]
     backwards = [entry for entry in order if entry < 0]

@@ -27,12 +27,13 @@ _CELL = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})")
 
 @dataclass(frozen=True)
 class Action:
-    """One forward, dgrad, wgrad or full backward.
+    """One action of a rank: a part of the computation of one stage for one microbatch.
 
     Attributes:
-        kind: One of `KINDS`.
+        kind: `forward`, `dgrad` (gradient of the stage's input), `wgrad` (gradients of the stage's parameters) or `backward` (a
+            full backward: dgrad and wgrad in one action).
         chunk: Index of the chunk on its rank, 0-based.
-        microbatch: Index of the microbatch, 0-based.
+        microbatch: Index of the microbatch in the step, 0-based.
     """
 
     kind: Kind
@@ -40,7 +41,7 @@ class Action:
     microbatch: int
 
     def __str__(self) -> str:
-        """Returns the action for messages, with the 1-based chunk of signed numbers."""
+        """Returns a text such as `dgrad of chunk 2, microbatch 0`: the chunk counts from 1, the microbatch from 0."""
         return f"{self.kind} of chunk {self.chunk + 1}, microbatch {self.microbatch}"
 
 
@@ -48,25 +49,29 @@ def check_integer(name: str, value: object, minimum: int = 1) -> None:
     """Checks that an argument is an integer of at least `minimum`.
 
     Args:
-        name: Name of the argument, for the error.
-        value: Value of the argument. Bools are not integers here.
+        name: Name of the argument. The message and the attribute `field` of the error contain it.
+        value: Value of the argument. NumPy integers are allowed. Bools are not integers here.
         minimum: Smallest allowed value.
 
     Raises:
-        OrderError: If `value` is not an integer, or smaller than `minimum`.
+        OrderError: If `value` is not an integer, or is smaller than `minimum`.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < minimum:
         raise OrderError(f"`{name}` is {value!r}: must be an integer >= {minimum}", field=name)
 
 
 def parse_cell(text: str) -> tuple[int, int, int]:
-    """Parses one cell of a schedule file: `5F3` is (FORWARD, 5, 3).
+    """Parses one cell of a schedule file: `5F3` is (0, 5, 3), the forward of stage 5 for microbatch 3.
+
+    Args:
+        text: The stage, one of the letters F (forward), I (dgrad), W (wgrad) and B (full backward), and the microbatch. Spaces
+            are not allowed.
 
     Returns:
-        The kind as index in `KINDS`, the stage and the microbatch.
+        The kind (0 forward, 1 dgrad, 2 wgrad, 3 full backward), the 0-based stage and the 0-based microbatch.
 
     Raises:
-        OrderError: If `text` is not an action.
+        OrderError: If `text` is not in this form, or a number has more than 9 digits.
     """
     match = _CELL.fullmatch(text)
     if match is None:
@@ -77,10 +82,10 @@ def parse_cell(text: str) -> tuple[int, int, int]:
 
 
 def show(value: object) -> str:
-    """Returns the repr of a value, cut to 40 characters, and its type."""
+    """Returns the repr of a value, cut to 40 characters, and the name of its type: `'abc' (str)`. Never raises."""
     try:
         text = repr(value)
-    except Exception:  # an arbitrary object may raise anything in __repr__; report the invalid order instead
+    except Exception:  # An arbitrary object may raise anything in __repr__. Report the invalid order instead.
         text = "an unprintable object"
     return f"{_cut(text)} ({type(value).__name__})"
 

@@ -1,4 +1,4 @@
-"""Reads schedules from PyTorch's CSV (a row per rank, a cell per tick). Reads and writes them as JSON with signed numbers."""
+"""Reads schedules from PyTorch's CSV (a row per rank, a cell per tick). Reads and writes JSON with signed numbers."""
 
 import json
 from dataclasses import replace
@@ -15,15 +15,21 @@ from jgraph.schedule.schedule import Schedule
 def from_csv(text: str) -> Schedule:
     """Parses a CSV table in PyTorch's format.
 
-    The column of a cell is its tick if all dependencies are met in an earlier column, as in tables with empty idle cells.
-    Otherwise columns give only the sequence, as in the compact tables that PyTorch writes.
+    Columns are ticks if every action is in a later column than the actions that it depends on. Such a table has empty cells for
+    idle ticks. Otherwise a row gives only the sequence of the actions, as in the compact tables that PyTorch writes, and
+    actions get the earliest possible ticks.
+
+    Args:
+        text: The content of a file: one row per rank, without a header, and one cell such as `5F3` per action, with or without
+            quotes. A cell has the stage, one of the letters F (forward), I (dgrad), W (wgrad) and B (full backward), and the
+            microbatch. Empty cells are idle.
 
     Returns:
-        The schedule.
+        The schedule, with the stages of the cells as its placement and the name `custom`.
 
     Raises:
-        OrderError: If the text is not such a table, or the schedule cannot run. `rank` is the row, and `position` the index
-            among its non-empty cells.
+        OrderError: If the text is empty, a row has no action, a cell has another form, or the schedule cannot run. The
+            attribute `rank` of the error is the row, and `position` the index among the non-empty cells of this row.
     """
     orders, placement, ticks = [], [], []
     for r, row in enumerate(text.splitlines()):
@@ -53,7 +59,7 @@ def from_csv(text: str) -> Schedule:
 
 
 def _order(kinds: np.ndarray, chunks: np.ndarray, microbatches: np.ndarray) -> Order:
-    """Returns the order with these microbatches, int [N]; raises OrderError if no choice of `wgrads` yields them."""
+    """Returns the order with the given microbatches, int [N]. Raises OrderError if no value of `wgrads` yields them."""
     order = Order(kinds, chunks)
     if (order.microbatches != microbatches).any():
         newest = replace(order, wgrads="newest")
@@ -67,10 +73,18 @@ def _order(kinds: np.ndarray, chunks: np.ndarray, microbatches: np.ndarray) -> O
 
 
 def to_json(schedule: Schedule) -> str:
-    """Formats a schedule as JSON: the name, the placement, the signed numbers of each rank and the ticks.
+    """Formats a schedule as JSON that `from_json` parses.
 
-    Full backwards of a chunk that also has separate wgrads are written as dgrad and wgrad. This lengthens the order, so the
-    ticks are omitted and the reader assigns the earliest ones. `wgrads` is written only if it is not the default.
+    Args:
+        schedule: The schedule. Numbers of layers per chunk are not written.
+
+    Returns:
+        The text of a JSON object, with one key per line. The keys are `name`, `placement` (for each rank the list of its
+        stages, 0-based), `orders` (for each rank a list of signed numbers: for the 1-based chunk c, c is its forward, -c its
+        dgrad or full backward, and -c-0.5 its wgrad) and `ticks` (for each rank the list of the ticks of its actions). The key
+        `wgrads` is added if the wgrads of the orders do not follow the rule `oldest`. In a chunk that also has separate wgrads,
+        full backwards are written as dgrad and wgrad. This lengthens the order, so `ticks` is then omitted, and `from_json`
+        assigns the earliest ticks.
     """
     numbers = [order.to_list() for order in schedule.orders]
     ticks = [t.tolist() for t in schedule.ticks]
@@ -83,14 +97,19 @@ def to_json(schedule: Schedule) -> str:
 def from_json(text: str) -> Schedule:
     """Parses a schedule from JSON.
 
-    The text is an object with `orders` and optionally `placement`, `ticks`, `wgrads` and `name`, or a list of orders. An order
-    is a list of signed numbers.
+    Args:
+        text: A JSON list of orders, one per rank, or a JSON object with the key `orders` and optionally `placement` (for each
+            rank the list of its stages, 0-based), `ticks` (for each rank the list of the ticks of its actions), `wgrads`
+            (`oldest` or `newest`, as in `Order`) and `name`. An order is a list of signed numbers: for the 1-based chunk c, c
+            is its forward, -c its dgrad or full backward, and -c-0.5 its wgrad.
 
     Returns:
-        The schedule.
+        The schedule. Without `placement`, chunk c of rank r is stage c * P + r for P ranks, all 0-based. Without `ticks`,
+        actions get the earliest possible ticks. Without `wgrads`, it is `oldest`. Without `name`, it is `custom`.
 
     Raises:
-        OrderError: If the text is not such JSON, or the schedule cannot run. `rank` and `position` locate the entry.
+        OrderError: If the text is not JSON of this form, has an unknown key, or the schedule cannot run. The attributes `rank`
+            and `position` of the error locate the entry in the orders.
     """
     try:
         body = json.loads(text)
@@ -126,11 +145,11 @@ def from_json(text: str) -> Schedule:
 
 
 def write(schedule: Schedule, path: str | Path) -> None:
-    """Writes a schedule to a file that `read` reads.
+    """Writes a schedule to a JSON file that `read` reads. Replaces an existing file.
 
     Args:
-        schedule: The schedule.
-        path: A path ending in `.json`.
+        schedule: The schedule. Numbers of layers per chunk are not written.
+        path: Path of the file, with the suffix `.json`. The folder must exist.
 
     Raises:
         OrderError: If the path has another suffix.
@@ -145,14 +164,17 @@ def read(path: str | Path, *, field: str = "") -> Schedule:
     """Reads a schedule file.
 
     Args:
-        path: A .json file with signed numbers, or a .csv file in PyTorch's format.
-        field: The argument that holds the path, for errors.
+        path: Path of a .json file with the content that `from_json` describes, or of a .csv file with the content that
+            `from_csv` describes: one row per rank and cells such as `5F3`.
+        field: Name of the argument through which the user gave the path. Error messages contain it. Empty for none.
 
     Returns:
         The schedule.
 
     Raises:
-        OrderError: If the file cannot be read or its schedule cannot run.
+        OrderError: If the path has another suffix, the file cannot be read, its content has another form, or its schedule
+            cannot run. If a single entry of the file is wrong, the attributes `rank` and `position` of the error locate it;
+            else they are None.
     """
     path = Path(path)
     named = f"`{field}` is {path}" if field else str(path)

@@ -1,7 +1,7 @@
 """The order of one rank: the sequence of its actions in a step. An `Order` is validated when it is constructed.
 
-Microbatches are implicit: the k-th forward, k-th dgrad and k-th wgrad of a chunk are those of microbatch k (first in, first
-out). With `wgrads="newest"`, a wgrad belongs to the newest pending dgrad of its chunk instead (last in, first out).
+Microbatches are implicit: the k-th forward, k-th dgrad and k-th wgrad of a chunk belong to microbatch k (first in, first out).
+With `wgrads="newest"`, a wgrad belongs to the newest pending dgrad of its chunk instead (last in, first out).
 """
 
 import math
@@ -23,19 +23,25 @@ _T = TypeVar("_T", bound=int)
 
 @dataclass(frozen=True, eq=False)
 class Order(Sequence[Action]):
-    """A validated sequence of the actions of one rank. `Order.parse` constructs one from signed numbers.
+    """A validated, immutable sequence of the N actions of one rank. `Order.parse` constructs one from signed numbers.
+
+    A sequence of `Action`. Two orders are equal if they have the same kinds, chunks, numbers of layers and microbatches.
 
     Attributes:
-        kinds: Index of each action's kind in `KINDS`, int8 [N].
-        chunks: Chunk of each action, int32 [N], 0-based. Every chunk of the rank appears.
-        num_layers_per_chunk: Number of layers of each chunk; () for one layer each. Must be 1 for a chunk with delayed wgrads,
-            because an entry names only the chunk and could not distinguish the wgrads of its layers.
-        wgrads: Which pending dgrad of a chunk a wgrad belongs to: `oldest`, as in Transformer Engine, or `newest`. The arrays
-            of the newest dgrad may still be in the carry of a program, so they need no slot.
-        microbatches: Microbatch of each action, int32 [N]. Computed from the other fields.
+        kinds: Kind of each action, int8 [N]: 0 forward, 1 dgrad, 2 wgrad, 3 full backward. The constructor copies the array and
+            makes the copy read-only.
+        chunks: Chunk of each action, int32 [N], 0-based, copied like `kinds`. Every chunk of the rank appears.
+        num_layers_per_chunk: Number of layers of each chunk; () for one layer each. Must be 1 for a chunk with separate wgrads,
+            because a wgrad names only the chunk and not one of its layers.
+        wgrads: The rule that assigns a microbatch to a wgrad. A dgrad is pending until its wgrad runs. With `oldest`, the rule
+            of Transformer Engine, a wgrad belongs to the oldest pending dgrad of its chunk; with `newest`, to the newest one.
+        microbatches: Microbatch of each action, int32 [N], 0-based. Computed from the other fields.
 
     Raises:
-        OrderError: If the order cannot run. `position` is the index of the first invalid entry.
+        OrderError: If the arrays have other dtypes, shapes or ranges, an action comes before an action that it depends on, an
+            action is missing, or chunks have different numbers of microbatches. The attribute `position` of the error is the
+            index of the first invalid entry.
+        ConfigError: If `wgrads` is unknown.
     """
 
     kinds: np.ndarray
@@ -68,21 +74,25 @@ class Order(Sequence[Action]):
     ) -> Self:
         """Parses Transformer Engine's signed numbers.
 
-        >>> jgraph.Order.parse([1, 1, -1, -1.5, -1, -1.5])
-        Order([1, 1, -1, -1.5, -1, -1.5]: 6 actions, 1 chunk)
-
         Args:
-            numbers: Entries of the order. `c` is the forward, `-c` the dgrad and `-c-0.5` the wgrad of chunk c, 1-based. If a
-                chunk has no wgrad entries, `-c` is its full backward. Forwards and dgrads must be integers, not floats.
-            num_layers_per_chunk: Number of layers, for all chunks or per chunk. None for one layer each.
-            delay_wgrad: Whether wgrads are separate entries, for all chunks or per chunk. None infers it from the entries.
+            numbers: Entries of the order. For the 1-based chunk c, `c` is its forward, `-c` its dgrad and `-c-0.5` its wgrad.
+                If a chunk has no wgrad entries, `-c` is its full backward. Forwards and dgrads must be integers, not floats.
+                Entries do not contain microbatches: actions of the same kind and chunk get microbatches 0, 1, 2 and so on.
+            num_layers_per_chunk: Number of layers, one integer >= 1 for all chunks or one per chunk. None for one layer each.
+            delay_wgrad: True if wgrads are separate entries, one bool for all chunks or one per chunk. It changes nothing in
+                the order, and is only compared with the entries. None omits this check.
 
         Returns:
-            The order.
+            The order, with `wgrads` set to `oldest`.
 
         Raises:
-            OrderError: If the order cannot run, or contradicts `delay_wgrad`. `position` is the index of the first invalid
-                entry.
+            OrderError: If an entry is not such a number, the order cannot run, the entries contradict `delay_wgrad`, or an
+                argument has another type or number of values. The attribute `position` of the error is the index of the first
+                invalid entry.
+
+        Examples:
+            >>> jgraph.Order.parse([1, 1, -1, -1.5, -1, -1.5])
+            Order([1, 1, -1, -1.5, -1, -1.5]: 6 actions, 1 chunk)
         """
         if (entries := _items(numbers)) is None:
             raise OrderError(f"an order must be a sequence of signed numbers, e.g. [1, -1]; got {show(numbers)}")
@@ -99,7 +109,7 @@ class Order(Sequence[Action]):
         return len(self.kinds)
 
     def __getitem__(self, index):
-        """Returns the action at an index, or a list of actions for a slice."""
+        """Returns the `Action` at an integer index, or a list of actions for a slice."""
         return self._actions[index]
 
     @cached_property
@@ -116,7 +126,7 @@ class Order(Sequence[Action]):
         return self.kinds.tobytes(), self.chunks.tobytes(), self.num_layers_per_chunk, self.microbatches.tobytes()
 
     def __eq__(self, other: object) -> bool:
-        """Compares kinds, chunks, layers and microbatches."""
+        """Returns True for an `Order` with the same kinds, chunks, layers and microbatches. `wgrads` is not compared."""
         return isinstance(other, Order) and self._key() == other._key()
 
     def __hash__(self) -> int:
@@ -125,7 +135,7 @@ class Order(Sequence[Action]):
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks of the rank."""
+        """Number of chunks (stages) of the rank."""
         return len(self.num_layers_per_chunk)
 
     @property
@@ -135,17 +145,18 @@ class Order(Sequence[Action]):
 
     @property
     def delay_wgrad(self) -> tuple[bool, ...]:
-        """For each chunk, True if any of its wgrads is a separate action."""
+        """A tuple with one bool per chunk: True if any wgrad of the chunk is a separate action."""
         return tuple(bool((self.kinds[self.chunks == c] == WGRAD).any()) for c in range(self.num_chunks))
 
     def check_delayed(self, wanted: Sequence[bool]) -> None:
-        """Checks that exactly the chunks with `wanted` have separate wgrad actions.
+        """Checks that exactly the wanted chunks have separate wgrad actions. Returns nothing.
 
         Args:
-            wanted: One bool per chunk.
+            wanted: One bool per chunk: True if the chunk must have separate wgrads, False if it must have none.
 
         Raises:
-            OrderError: If a chunk has wgrads although `wanted` is False, or has only full backwards although it is True.
+            OrderError: If a chunk has wgrads although its bool is False, or only full backwards although its bool is True. The
+                attribute `position` of the error is the index of the first such wgrad or full backward.
         """
         expected, has = np.array(wanted)[self.chunks], np.array(self.delay_wgrad)[self.chunks]
         wrong = np.flatnonzero(np.where(self.kinds == WGRAD, ~expected, (self.kinds == BACKWARD) & expected & ~has))
@@ -160,13 +171,13 @@ class Order(Sequence[Action]):
             raise OrderError.at(position, f"{problem}; {remedy}")
 
     def split(self, which: np.ndarray | None = None) -> "Order":
-        """Splits full backwards into a dgrad and a wgrad right after it.
+        """Splits full backwards into a dgrad, directly followed by a wgrad.
 
         Args:
-            which: Chunks to split, bool [C]. None for all.
+            which: bool array with one entry per chunk: True to split the full backwards of the chunk. None splits all.
 
         Returns:
-            The order with one more action per split backward.
+            A new order with one more action per split backward.
         """
         full = self.kinds == BACKWARD
         if which is not None:
@@ -176,9 +187,14 @@ class Order(Sequence[Action]):
         return Order(kinds, np.repeat(self.chunks, 1 + full), self.num_layers_per_chunk, self.wgrads)
 
     def to_list(self) -> list[int | float]:
-        """Returns the signed numbers of the order; inverts `parse`.
+        """Returns the signed numbers of the order, which `parse` reads.
 
-        Full backwards are split in chunks that also have separate wgrads, because signed numbers cannot mix both in a chunk.
+        In a chunk that also has separate wgrads, a full backward becomes a dgrad and a wgrad, because signed numbers cannot mix
+        both in a chunk. The numbers contain neither `num_layers_per_chunk` nor `wgrads`.
+
+        Returns:
+            A list of ints and floats. For the 1-based chunk c, the int c is its forward, the int -c its dgrad or full backward,
+            and the float -c-0.5 its wgrad.
         """
         order = self.split(np.array(self.delay_wgrad))
         chunks = (order.chunks + 1).tolist()
@@ -222,11 +238,11 @@ def one_each(name: str, value: object, count: int, kind: type[_T], *, of: str = 
     """Broadcasts an argument to one value per chunk.
 
     Args:
-        name: Name of the argument, for the error.
-        value: One value for all chunks, or a sequence with one value per chunk.
+        name: Name of the argument. The message and the attribute `field` of the error contain it.
+        value: One value for all chunks, or an ordered iterable with one value per chunk.
         count: Number of chunks.
-        kind: `bool`, or `int` for integers >= 1.
-        of: The owner of each value, for the error.
+        kind: Required type: `bool`, or `int` for integers from 1 to 2**31 - 1.
+        of: Singular noun for the thing that has one value each. The message contains it, for example "one per chunk".
 
     Returns:
         A tuple of `count` values of type `kind`.
@@ -246,7 +262,7 @@ def one_each(name: str, value: object, count: int, kind: type[_T], *, of: str = 
 
 
 def _check_arrays(kinds: np.ndarray, chunks: np.ndarray) -> None:
-    """Raises OrderError unless both are integer arrays [N] with N > 0, kinds are in range and chunks are 0 to C - 1."""
+    """Raises OrderError if the arrays are not integers of shape [N], N > 0, or a kind or chunk is out of range."""
     if not kinds.size:
         raise OrderError("the order is empty; add at least one forward and one backward, e.g. [1, -1]")
     integers = np.issubdtype(kinds.dtype, np.integer) and np.issubdtype(chunks.dtype, np.integer)
@@ -273,7 +289,7 @@ def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...], wgrad
         kinds: Index of each action's kind in `KINDS`, int8 [N].
         chunks: Chunk of each action, int32 [N].
         layers: Number of layers of each chunk.
-        wgrads: Which pending dgrad of a chunk a wgrad belongs to.
+        wgrads: As in `Order`.
 
     Returns:
         The microbatch of each action, int32 [N].

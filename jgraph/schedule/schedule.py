@@ -1,8 +1,8 @@
 """A pipeline schedule: one order per rank, the placement of the stages, and the tick of every action.
 
 Every action takes one tick, and a rank runs at most one action per tick. The result of an action is available from the next
-tick on. Without explicit ticks, every action gets the earliest possible one; these exist if and only if the schedule does not
-deadlock. A `Schedule` is validated when it is constructed.
+tick on. Without explicit ticks, every action gets the earliest possible tick. Such ticks exist if and only if the schedule does
+not deadlock. A `Schedule` is validated when it is constructed.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from jgraph.errors import OrderError
 from jgraph.schedule.action import DGRAD, FORWARD, WGRAD
 from jgraph.schedule.order import Order
 
-# Schedule tables have a row per tick. The limit keeps a large number in a file from exhausting memory.
+# Schedule tables have a row per tick. The limit prevents a large number in a file from exhausting memory.
 _SPARE_TICKS = 1000
 
 Placement = tuple[tuple[int, ...], ...]
@@ -30,33 +30,41 @@ def loop(pp: int, chunks: int) -> Placement:
         chunks: Number of chunks per rank.
 
     Returns:
-        The stages of each rank, ascending.
+        One tuple per rank with the stages of its chunks, ascending.
     """
     return tuple(tuple(c * pp + r for c in range(chunks)) for r in range(pp))
 
 
 def vee(pp: int) -> Placement:
-    """Returns the V-shaped placement with two chunks per rank: rank r has stages r and 2 * pp - 1 - r."""
+    """Returns the V-shaped placement of 2 * `pp` stages on `pp` ranks: rank r has the tuple of stages (r, 2 * pp - 1 - r)."""
     return tuple((r, 2 * pp - 1 - r) for r in range(pp))
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule(Sequence[Order]):
-    """A validated pipeline schedule, a sequence of one `Order` per rank.
+    """A validated, immutable pipeline schedule, a sequence of one `Order` per rank. Schedules are compared by identity.
 
-    >>> jgraph.Schedule((jgraph.Order.parse([1, 1, -1, -1]), jgraph.Order.parse([1, -1, 1, -1])), name="1f1b")
-    Schedule(1f1b: 2 ranks, 2 stages, 2 microbatches, 6 ticks)
+    Shapes of attributes and methods: P ranks, S stages, M microbatches; a rank has N actions, where N may differ between ranks.
+    Ranks, stages, microbatches and ticks are numbered from 0.
 
     Attributes:
-        orders: The order of each rank.
-        placement: The stages of each rank, ascending, one per chunk. () for the round-robin placement (`loop`).
-        ticks: The ticks of each rank's actions, int64 [N] per rank. () for the earliest possible ones.
+        orders: The order of each rank. All ranks have the same number of microbatches.
+        placement: The stages of each rank, ascending, one per chunk; each stage is on exactly one rank. () for the round-robin
+            placement: chunk c of rank r is stage c * P + r. The constructor replaces () by this placement.
+        ticks: The ticks of each rank's actions, integers [N] per rank, ascending. () for the earliest possible ticks. The
+            constructor stores read-only int64 copies.
         name: Name in messages and pictures.
-        num_stages: Number of stages over all ranks. Computed from `placement`.
+        num_stages: S, the number of stages over all ranks. Computed from `placement`.
 
     Raises:
-        OrderError: If the schedule deadlocks, the ticks violate a dependency, or the fields do not match each other. `rank` and
-            `position` locate the action.
+        OrderError: If the schedule deadlocks, the tick of an action is not after the ticks of all actions that it depends on, a
+            schedule of A actions over all ranks has more than 1000 + 10 * A ticks, or orders, placement and ticks do not match
+            each other. If a single action is wrong, the attributes `rank` and `position` of the error locate it; else they are
+            None.
+
+    Examples:
+        >>> jgraph.Schedule((jgraph.Order.parse([1, 1, -1, -1]), jgraph.Order.parse([1, -1, 1, -1])), name="1f1b")
+        Schedule(1f1b: 2 ranks, 2 stages, 2 microbatches, 6 ticks)
     """
 
     orders: tuple[Order, ...]
@@ -67,7 +75,7 @@ class Schedule(Sequence[Order]):
 
     def __post_init__(self):
         """Validates the schedule and computes the placement, the number of stages and the ticks."""
-        if not isinstance(self.orders, Sequence) or not self.orders or not all(isinstance(one, Order) for one in self.orders):
+        if not isinstance(self.orders, Sequence) or not self.orders or not all(isinstance(o, Order) for o in self.orders):
             problem = "`orders` must be a sequence of at least one Order; Order.parse constructs one from signed numbers"
             raise OrderError(problem, field="orders")
         placement = self.placement or loop(len(self.orders), self.orders[0].num_chunks)
@@ -97,14 +105,19 @@ class Schedule(Sequence[Order]):
         return f"Schedule({self})"
 
     def split(self) -> "Schedule":
-        """Splits every full backward into a dgrad and a wgrad right after it. The ticks become the earliest possible ones."""
+        """Returns a new schedule in which every full backward is replaced by a dgrad and, directly after it, a wgrad.
+
+        All actions get the earliest possible ticks. Placement and name are kept.
+        """
         return Schedule(tuple(order.split() for order in self.orders), self.placement, name=self.name)
 
     def newest_first(self) -> "Schedule":
-        """Assigns every wgrad to the newest pending dgrad of its rank, over all chunks. Ticks and kinds do not change.
+        """Returns a new schedule in which every wgrad belongs to the newest pending dgrad of its rank, over all chunks.
 
-        A wgrad right after a dgrad then belongs to that dgrad, so its stash needs no slot. Only dgrads with a wgrad in an
-        otherwise idle tick stay pending. Gradients are accumulated in a different order, which changes rounding.
+        A dgrad is pending until its wgrad runs. Only the chunks and microbatches of wgrads change, and `wgrads` of every order
+        becomes `newest`. Ticks, kinds, full backwards, placement and name stay the same. A wgrad directly after a dgrad then
+        belongs to this dgrad, so the program can pass the dgrad's stash on directly, without a slot. Weight gradients are
+        summed in a different order, which changes their rounding.
         """
         orders = []
         for order in self.orders:
@@ -134,7 +147,7 @@ class Schedule(Sequence[Order]):
 
     @property
     def num_ticks(self) -> int:
-        """Number of ticks of a step."""
+        """Number of ticks of a step: the last tick of any rank plus 1."""
         return int(max(t[-1] for t in self.ticks)) + 1
 
     @cached_property
@@ -144,7 +157,7 @@ class Schedule(Sequence[Order]):
 
     @cached_property
     def num_layers(self) -> list[int]:
-        """The number of layers of each stage."""
+        """The number of layers of each stage, a list with S entries, from `Order.num_layers_per_chunk`."""
         return self._by_stage([order.num_layers_per_chunk for order in self.orders]).tolist()
 
     def _by_stage(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
@@ -153,19 +166,20 @@ class Schedule(Sequence[Order]):
 
     @cached_property
     def stages(self) -> tuple[np.ndarray, ...]:
-        """The stage of each action, int [N] per rank."""
+        """The stage of each action: a tuple with one int64 array [N] per rank, in the sequence of the order."""
         return tuple(np.array(row)[order.chunks] for row, order in zip(self.placement, self.orders, strict=True))
 
     def when(self, times: Sequence[np.ndarray], kinds: tuple[int, ...], missing: float = -1) -> np.ndarray:
-        """Arranges the times of actions by stage and microbatch.
+        """Arranges the times of actions in a table by stage and microbatch.
 
         Args:
-            times: Time of each action, [N] per rank.
-            kinds: Kinds of actions to include, as indices in `KINDS`.
-            missing: Value for a stage and microbatch without such an action.
+            times: Time (or tick) of each action: one array [N] per rank, all of the same dtype.
+            kinds: The kinds of actions to include: 0 forward, 1 dgrad, 2 wgrad, 3 full backward. If a stage has several actions
+                of these kinds for a microbatch, the table has the time of the last one.
+            missing: Value for a stage and microbatch without such an action. The dtype of `times` must be able to hold it.
 
         Returns:
-            An array of shape [S, M] and the dtype of `times`.
+            A new array of shape [S, M] and the dtype of `times`: the time of the action by stage and microbatch.
         """
         table = np.full((self.num_stages, self.num_microbatches), missing, np.asarray(times[0]).dtype)
         for order, stages, time in zip(self.orders, self.stages, times, strict=True):
@@ -175,10 +189,16 @@ class Schedule(Sequence[Order]):
 
     @cached_property
     def links(self) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-        """Flat indices of the array that each action needs and of the array that it makes, two tuples of int [N] per rank.
+        """For each action, the number of the array that it reads from another stage, and of the array that it computes.
 
-        Index s * M + m is the activation that stage s makes for microbatch m, and (S + s) * M + m the gradient that it makes.
-        An action that needs no array of another stage has -1. Wgrads make the placeholder index 2 * S * M.
+        The arrays of a step are numbered: s * M + m is the output of stage s for microbatch m, computed by its forward, and
+        (S + s) * M + m is the gradient of the input of stage s for microbatch m, computed by its dgrad or full backward.
+
+        Returns:
+            The pair (reads, computes) of tuples, each with one int64 array [N] per rank. `reads` has the number of the array
+            that each action reads, or -1 if it reads none: wgrads, forwards of the first stage, and dgrads and full backwards
+            of the last stage. `computes` has the number of the array that each action computes, or 2 * S * M for wgrads, which
+            compute no array for another stage.
         """
         count, last = self.num_microbatches, self.num_stages - 1
         needs, makes = [], []
@@ -192,12 +212,17 @@ class Schedule(Sequence[Order]):
 
     @cached_property
     def home(self) -> np.ndarray:
-        """The rank that makes each array, indexed like `links`; -1 for the placeholder."""
+        """The rank that computes each array of a step, int64 [2 * S * M + 1].
+
+        Entry s * M + m is the rank that computes the output of stage s for microbatch m. Entry (S + s) * M + m is the rank that
+        computes the gradient of the input of stage s for microbatch m. The last entry is -1; its index 2 * S * M stands for no
+        array in `links`.
+        """
         return np.append(np.tile(np.repeat(self.rank_of_stage, self.num_microbatches), 2), -1)
 
 
 def _earliest(schedule: Schedule) -> tuple[np.ndarray, ...]:
-    """Returns the earliest ticks: each action runs as soon as its rank is free and the array that it needs is available.
+    """Computes the earliest ticks: each action runs as soon as its rank is free and the array that it reads is available.
 
     Returns:
         The tick of each action, int64 [N] per rank.
@@ -233,7 +258,7 @@ def _deadlock(schedule: Schedule, stuck: dict[int, tuple[int, int]]) -> OrderErr
 
     Args:
         schedule: The schedule, without ticks.
-        stuck: For each blocked rank, the position of its next action and the index (as in `links`) of the array it needs.
+        stuck: For each blocked rank, the position of its next action and the index (as in `links`) of the array that it reads.
 
     Returns:
         The error, with the position and the lowest rank of the cycle.
@@ -257,7 +282,7 @@ def _deadlock(schedule: Schedule, stuck: dict[int, tuple[int, int]]) -> OrderErr
 
 
 def _check_counts(schedule: Schedule) -> None:
-    """Raises OrderError unless orders and placement agree on chunks, and every stage is on exactly one rank."""
+    """Raises OrderError if orders and placement differ in chunks, or a stage is not on exactly one rank."""
     orders, placement = schedule.orders, schedule.placement
     if not isinstance(placement, Sequence) or not all(isinstance(row, (Sequence, np.ndarray)) for row in placement):
         raise OrderError("`placement` must have one row of stages per rank", field="placement")
@@ -277,7 +302,7 @@ def _check_counts(schedule: Schedule) -> None:
 
 
 def _check_rows(field: str, rows: Sequence[Any], orders: Sequence[Order]) -> None:
-    """Raises OrderError unless there is one row per order."""
+    """Raises OrderError if there is not one row per order."""
     if len(rows) != len(orders):
         raise OrderError(f"`{field}` has {len(rows)} rows for {len(orders)} orders; give one row per order", field=field)
 
@@ -289,8 +314,8 @@ def _check_ticks(schedule: Schedule) -> tuple[np.ndarray, ...]:
         The tick of each action, int64 [N] per rank.
 
     Raises:
-        OrderError: If the ticks of a rank do not ascend, an action needs an array that is not made in an earlier tick, or there
-            are far more ticks than actions.
+        OrderError: If the ticks of a rank do not ascend, an action reads an array that is not computed in an earlier tick, or
+            there are far more ticks than actions.
     """
     made, (all_needs, all_makes) = np.full(len(schedule.home), -1, np.int64), schedule.links
     _check_rows("ticks", schedule.ticks, schedule.orders)

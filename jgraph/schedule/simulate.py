@@ -1,4 +1,4 @@
-"""Simulates a schedule: the time of a step, the idle time and the memory use of each rank, from costs per action."""
+"""Simulates a schedule: computes the time of a step, and the idle time and memory use of each rank, from costs per action."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +17,16 @@ Execution = Literal["dataflow", "neighbours", "lockstep"]
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of the kinds of actions, in any unit of time: one number > 0 for all stages, or one per stage.
+    """Times of the actions of a stage for one microbatch, by kind of action, in any unit.
+
+    Each attribute is one number > 0 for all stages, or a sequence with one number per stage, from the first to the last stage.
+    The values are checked when they are used, not by the constructor.
 
     Attributes:
         forward: Time of a forward.
-        dgrad: Time of a dgrad.
-        wgrad: Time of a wgrad.
-        backward: Time of a full backward. None for the sum of dgrad and wgrad.
+        dgrad: Time of a dgrad, the gradient of the stage's input.
+        wgrad: Time of a wgrad, the gradients of the stage's parameters.
+        backward: Time of a full backward, which is dgrad and wgrad in one action. None for the sum of `dgrad` and `wgrad`.
     """
 
     forward: float | Sequence[float] = 1.0
@@ -32,7 +35,13 @@ class Costs:
     backward: float | Sequence[float] | None = None
 
     def table(self, num_stages: int) -> np.ndarray:
-        """Returns the costs by kind and stage, float64 [4, S].
+        """Returns the costs by kind and stage.
+
+        Args:
+            num_stages: S, the number of stages over all ranks.
+
+        Returns:
+            float64 [4, S]. The rows are forward, dgrad, wgrad and full backward.
 
         Raises:
             OrderError: If a cost is not a number > 0, or the number of values is not `num_stages`.
@@ -42,7 +51,15 @@ class Costs:
         return np.stack([np.broadcast_to(row, num_stages) for row in rows])
 
     def per_chunk(self, chunks: int) -> "Costs":
-        """Divides the costs of all layers of a rank by the number of chunks.
+        """Returns new costs, in which every time is divided by a number of chunks.
+
+        Use it on costs that are the times of all layers of a rank. The result has the times of one stage.
+
+        Args:
+            chunks: Number of chunks (stages) per rank.
+
+        Returns:
+            The costs. `backward` stays None if it is None.
 
         Raises:
             OrderError: If `chunks` is not an integer >= 1, or a cost is not a number > 0.
@@ -53,7 +70,7 @@ class Costs:
 
 
 def _times(kind: str, value: object, num_stages: int | None = None) -> np.ndarray:
-    """Validates the cost of a kind and returns it as float64 [] or [S]; raises OrderError."""
+    """Validates the cost of a kind, and returns it as float64 [] or [S]. Raises OrderError if it is invalid."""
     try:
         row = np.asarray(value, float)
     except (TypeError, ValueError):
@@ -61,7 +78,7 @@ def _times(kind: str, value: object, num_stages: int | None = None) -> np.ndarra
     fits = row.ndim < 2 if num_stages is None else row.shape in ((), (num_stages,))
     if isinstance(value, str) or not fits or not np.isfinite(row).all() or (row <= 0).any():
         stages = "per stage" if num_stages is None else f"for each of {num_stages} stages"
-        raise OrderError(f"`{kind}` is {value!r}: the cost must be one number > 0, or one {stages}", field=kind)
+        raise OrderError(f"`{kind}` is {value!r}: must be one number > 0, or one {stages}", field=kind)
     return row
 
 
@@ -69,10 +86,12 @@ def _times(kind: str, value: object, num_stages: int | None = None) -> np.ndarra
 class Simulation:
     """Start and end times of every action of a schedule, in the unit of the costs. Returned by `simulate`.
 
+    P is the number of ranks. A rank has N actions, where N may differ between ranks.
+
     Attributes:
         schedule: The simulated schedule.
-        starts: Start of each action, float64 [N] per rank. The step starts at 0.
-        ends: End of each action, float64 [N] per rank.
+        starts: Start of each action: one float64 array [N] per rank, in the sequence of its order. The step starts at 0.
+        ends: End of each action: one float64 array [N] per rank.
         latency: Time of a transfer to another rank.
     """
 
@@ -83,17 +102,17 @@ class Simulation:
 
     @property
     def makespan(self) -> float:
-        """The time from the start of the step to the end of its last action."""
+        """The time from the start of the step to the end of its last action, in the unit of the costs."""
         return float(max(end[-1] for end in self.ends))
 
     @property
     def busy(self) -> np.ndarray:
-        """The time that each rank computes, float64 [P]."""
+        """The sum of the durations of each rank's actions, float64 [P], in the unit of the costs."""
         return np.array([(end - start).sum() for start, end in zip(self.starts, self.ends, strict=True)])
 
     @property
     def idle(self) -> np.ndarray:
-        """The time that each rank is idle, float64 [P]."""
+        """The time that each rank is idle during the makespan, float64 [P], in the unit of the costs."""
         return self.makespan - self.busy
 
     @property
@@ -104,17 +123,19 @@ class Simulation:
     def peak(self, sizes: Mapping[str, float]) -> np.ndarray:
         """Returns the peak memory use of each rank, in bytes.
 
-        Can exceed the size of the slots if stages differ in cost: a received array counts from its arrival, but `assign` gives
-        it a slot only from the next tick on.
+        The result can be larger than the bytes of the slots that `jgraph.schedule.slots.assign` allocates, if stages differ in
+        cost. Here a received array counts from its arrival, while there it has a slot only from the next tick on.
 
         Args:
-            sizes: Bytes per array in each pool. Pools that are missing count as 0.
+            sizes: Bytes by pool, for the arrays of one stage and one microbatch. The pools are `forward_dgrad` and
+                `forward_wgrad` (residuals of a forward for its dgrad and its wgrad), `stash` (values that a dgrad keeps for its
+                wgrad), `activation` and `gradient` (arrays received from another stage). Missing pools count as 0.
 
         Returns:
-            The peak of each rank, float64 [P].
+            float64 [P]: for each rank, the maximum over the step of the bytes of its live arrays.
 
         Raises:
-            OrderError: If a pool is unknown or a size is negative.
+            OrderError: If a pool is unknown, or a size is not a finite number >= 0.
         """
         check_sizes(sizes)
         times, changes = [], []
@@ -132,26 +153,28 @@ class Simulation:
 def simulate(
     schedule: Schedule, costs: Costs | None = None, *, latency: float = 0.0, execution: Execution = "dataflow"
 ) -> Simulation:
-    """Simulates a schedule without a device: the times of all actions, the makespan and the idle time.
-
-    >>> jgraph.schedule.simulate(jgraph.schedule.generate("1f1b", pp=2, microbatches=4)).bubble
-    0.2
+    """Simulates a schedule without a device.
 
     Args:
         schedule: The schedule. Its ticks affect the times only with `neighbours` and `lockstep`.
-        costs: Time of each action of a stage. None for 1 per forward, dgrad and wgrad, and 2 per full backward.
+        costs: Time of each kind of action of a stage. None for 1 per forward, dgrad and wgrad, and 2 per full backward.
         latency: Time of a transfer to another rank, in the unit of the costs. The sender does not wait for it.
-        execution: How ranks synchronize. `dataflow`: an action starts as soon as its rank is free and its input has arrived.
-            `neighbours`: a rank enters the next tick when the ranks that it exchanges arrays with have finished this one, as
-            with a collective permute in every tick. `lockstep`: a rank enters the next tick when all ranks have finished this
-            one.
+        execution: Synchronization of ranks. `dataflow`: an action starts as soon as its rank is free and its input has arrived.
+            `neighbours`: a rank enters the next tick when it and the ranks that it exchanges arrays with have finished the
+            current tick, as with a collective permute in every tick. `lockstep`: a rank enters the next tick when all ranks
+            have finished the current tick.
 
     Returns:
-        The start and end of every action, with makespan, idle time and memory use as properties and methods.
+        A `Simulation` with the start and end of every action, in the unit of the costs. Its properties are the makespan, busy
+        and idle times and the bubble; its method `peak` returns the memory use.
 
     Raises:
-        OrderError: If a cost is not a number > 0, or `latency` is not a finite number >= 0.
-        ConfigError: If `execution` is not one of its choices.
+        OrderError: If a cost is not a number > 0 or has not one value per stage, or `latency` is not a finite number >= 0.
+        ConfigError: If `execution` is unknown.
+
+    Examples:
+        >>> jgraph.schedule.simulate(jgraph.schedule.generate("1f1b", pp=2, microbatches=4)).bubble
+        0.2
     """
     check_choice("execution", execution, get_args(Execution))
     if not isinstance(latency, (int, float)) or not 0 <= latency < float("inf"):

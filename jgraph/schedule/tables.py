@@ -1,6 +1,6 @@
-"""Tabulates a schedule by tick and rank for an SPMD program. Does not import jax.
+"""Tabulates a schedule by tick and rank for an SPMD program. Does not import JAX.
 
-A scan over the rows of `ScheduleTables` runs any schedule that transfers arrays only between neighbouring ranks. In an aligned
+A scan over the rows of `ScheduleTables` runs any schedule that transfers arrays only between neighboring ranks. In an aligned
 schedule all ranks run the same kind of action in a tick. `phases` groups its ticks into a few kinds of rounds, so that the
 program needs no branch.
 
@@ -31,13 +31,13 @@ _MAKERS = dict.fromkeys((*POOLS, "loss"), (FORWARD,)) | {"stash": (DGRAD,), "gra
 
 @dataclass(frozen=True)
 class TickTable:
-    """The action of each rank in each tick. All arrays are int32 [T, P].
+    """The action of each rank in each tick. All arrays are int32 [T, P], for T ticks and P ranks.
 
     Attributes:
-        kind: Index of the kind in `KINDS`, or `IDLE`.
-        stage: Stage of the action; -1 if idle.
-        chunk: Chunk of the action; -1 if idle.
-        microbatch: Microbatch of the action; -1 if idle.
+        kind: 0 forward, 1 dgrad, 2 wgrad, 3 full backward, 4 idle.
+        stage: Stage of the action, 0-based; -1 if idle.
+        chunk: Chunk of the action on its rank, 0-based; -1 if idle.
+        microbatch: Microbatch of the action, 0-based; -1 if idle.
     """
 
     kind: np.ndarray
@@ -48,20 +48,30 @@ class TickTable:
 
 @dataclass(frozen=True)
 class ScheduleTables:
-    """The actions of a schedule and the slots that they read and write. Arrays are int32 [T, P] unless noted.
+    """The actions of a schedule and the slots that they read and write. Arrays are int32 [T, P] for T ticks and P ranks.
+
+    A slot is memory for one array of a pool on a rank. The pools are `forward_dgrad` and `forward_wgrad` (residuals of a
+    forward for its dgrad and its wgrad), `stash` (values that a dgrad keeps for its wgrad), `activation` and `gradient` (arrays
+    received from another stage), and `loss` (dy, the gradient of the loss for the output of the last stage; it is kept from the
+    forward of the last stage to its dgrad).
 
     Attributes:
         table: Kind, stage, chunk and microbatch of each action.
-        reads: For each pool, the slot that the action may read; 0 if it reads none.
-        writes: For each pool written by actions, the slot. Never -1.
-        arrivals: For each source and each of the pools `activation` and `gradient`, the slot for the array that arrives at the
-            end of the tick. Never -1. Sources are the `previous` and the `next` rank of the ring, and a stage on the `same`
-            rank; sources without transfers are omitted.
-        enter: int32 [T], the microbatch with its forward of the first stage in this tick, or -1.
-        leave: int32 [T], the microbatch with its forward of the last stage in this tick, or -1.
-        back: int32 [T], the microbatch with its dgrad of the first stage in this tick, or -1.
-        slots: Number of slots of each pool. The additional pool `loss` holds dy of the last stage until its dgrad.
-        hops: For each neighbour, the (sender, receiver) pairs of ranks, as in `jax.lax.ppermute`.
+        reads: Maps each pool to the slot that has the array for the action's stage and microbatch; 0 if there is none.
+        writes: Maps each of the pools `forward_dgrad`, `forward_wgrad`, `stash` and `loss` that has slots to the slot that the
+            rank writes in the tick. It is never -1. For a rank whose action computes no array for the pool, it is a free or an
+            additional slot in the ticks that the argument `writing` of `tabulate` selects. In other ticks it may be a slot in
+            use, so the program must not write.
+        arrivals: Maps (source, pool) to the slot for the array that the rank receives at the end of the tick, where pool is
+            `activation` or `gradient`. The slots of a rank that receives nothing follow the rule of `writes`. The source is
+            `previous` or `next` for the previous or next rank of the ring, and `same` for another stage on the same rank. Pairs
+            without transfers have no key.
+        enter: int32 [T], the microbatch of a forward of the first stage in this tick; -1 for none.
+        leave: int32 [T], the microbatch of a forward of the last stage in this tick; -1 for none.
+        back: int32 [T], the microbatch of a dgrad or full backward of the first stage in this tick; -1 for none.
+        slots: Maps each pool to its number of slots, the same on every rank, including additional slots.
+        hops: Maps each of the sources `previous` and `next` that has transfers to the (sender, receiver) pairs of ranks. They
+            are the argument `perm` of `jax.lax.ppermute`.
     """
 
     table: TickTable
@@ -77,14 +87,15 @@ class ScheduleTables:
 
 @dataclass(frozen=True)
 class Phase:
-    """Consecutive rounds with the same kinds of actions.
+    """Consecutive rounds of an aligned schedule with the same kinds of actions. A round is at most three ticks.
 
     Attributes:
-        kinds: Kinds of actions in each tick of a round. A tick has two kinds if some ranks run a pending wgrad while the others
-            run the first kind.
-        first_tick: Index of the first tick of the first round.
+        kinds: One tuple per tick of a round, with the kinds of actions in this tick: `forward`, `dgrad` or `wgrad`. It has two
+            kinds, the second of them `wgrad`, if some ranks run a wgrad while others run the first kind. Else it has one kind.
+        first_tick: Index of the first tick of the first round, 0-based.
         rounds: Number of rounds.
-        is_handed: True if the wgrad follows its dgrad in the next tick on every rank, so the stash needs no slot.
+        is_handed: True if, in every round, all ranks run a dgrad in one tick and the wgrad of the same stage and microbatch in
+            the next tick. The stash of these dgrads then needs no slot.
     """
 
     kinds: tuple[tuple[Kind, ...], ...]
@@ -95,7 +106,7 @@ class Phase:
 
 @lru_cache(maxsize=8)
 def tick_table(schedule: Schedule) -> TickTable:
-    """Returns the action of each rank in each tick. Cached, because schedules are immutable."""
+    """Returns the action of each rank in each tick. Cached by the identity of the schedule: do not write to the arrays."""
     shape = (schedule.num_ticks, schedule.num_ranks)
     kind, stage, chunk, microbatch = (np.full(shape, fill, np.int32) for fill in (IDLE, -1, -1, -1))
     for r, (order, stages, ticks) in enumerate(zip(schedule.orders, schedule.stages, schedule.ticks, strict=True)):
@@ -106,21 +117,23 @@ def tick_table(schedule: Schedule) -> TickTable:
 
 @lru_cache(maxsize=8)
 def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
-    """Returns the tables of a schedule. Cached.
+    """Builds the tables of a schedule for an SPMD program. Cached by the identity of the schedule: do not write to the arrays.
 
     Args:
-        schedule: A schedule with consecutive stages on the same rank, or on neighbours in the ring.
-        writing: Which pools a rank writes although its action makes no array for them. `all`: dy of the loss and arrivals in
-            every tick, residuals and stash never. `makers`: every pool in the ticks where some rank makes an array for it,
-            except residuals and stash in ticks with a wgrad. With `makers`, a stash has no slot if all ranks run the wgrad
-            right after its dgrad.
+        schedule: A schedule with consecutive stages on the same rank, or on neighbors in the ring of ranks (rank r and
+            (r + 1) % P).
+        writing: Selects the ticks in which the program also writes to a pool on ranks whose action computes no array for it. In
+            these ticks such a rank gets a free slot, or an additional slot if none is free. `all` selects every tick for the
+            pools `loss`, `activation` and `gradient`, and no tick for the other pools. `makers` selects for each pool the ticks
+            in which some rank computes an array for it, but for residuals and stash no tick with a wgrad. With `makers`, a
+            stash also has no slot if all ranks run a wgrad in the tick directly after its dgrad.
 
     Returns:
-        The tables.
+        The tables. Do not write to their arrays.
 
     Raises:
-        OrderError: If consecutive stages are on ranks that are not neighbours.
-        ConfigError: If `writing` is not one of its choices.
+        OrderError: If consecutive stages are on ranks that are not neighbors.
+        ConfigError: If `writing` is unknown.
     """
     check_choice("writing", writing, get_args(Writing))
     table, ranges = tick_table(schedule), live_ranges(schedule)
@@ -143,7 +156,7 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
     slots = dict(counts)
 
     def fill_unused(pool: str, column: np.ndarray, delay: int) -> np.ndarray:
-        """Replaces -1 in a column of slots by a free or an additional slot; the write is `delay` ticks later."""
+        """Replaces -1 in a column of slots by a free or an additional slot. The write is `delay` ticks later."""
         makes = np.isin(kind, _MAKERS[pool]).any(1, keepdims=True)
         if pool in POOLS[:3]:
             makes &= (writing == "makers") & ~(kind == WGRAD).any(1, keepdims=True) & ~(handed[:, None] & (pool == "stash"))
@@ -185,15 +198,15 @@ def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.nda
 
     Args:
         schedule: The schedule.
-        table: Its actions.
+        table: The actions of the schedule.
         numbers: For each pool, the slot by stage and microbatch, int [S, M].
 
     Returns:
         For each source and pool with transfers, the slot of the array that arrives at the end of each tick, int32 [T, P], -1
-        for none. For each neighbour, the (sender, receiver) pairs of ranks.
+        without an arrival. For each neighbor, the (sender, receiver) pairs of ranks.
 
     Raises:
-        OrderError: If a transfer is between ranks that are not neighbours.
+        OrderError: If a transfer is between ranks that are not neighbors.
     """
     kind, stage, microbatch = table.kind, table.stage, table.microbatch
     ranks, home = schedule.num_ranks, schedule.rank_of_stage
@@ -204,7 +217,7 @@ def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.nda
     goes_to = stage[tick, sender] + np.where(up, 1, -1)
     receiver = home[goes_to]
     step = (receiver - sender) % ranks
-    # With two ranks, the other rank is both neighbours: activations come from `previous` and gradients from `next`.
+    # With two ranks, the other rank is both neighbors: activations come from `previous` and gradients from `next`.
     sources: dict[Source, np.ndarray] = {
         "previous": (step == 1) & (up | (ranks > 2)),
         "next": (step == ranks - 1) & (step > 0) & (~up | (ranks > 2)),
@@ -213,8 +226,8 @@ def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.nda
     distant = ~np.logical_or.reduce(list(sources.values()))
     if distant.any():
         i = int(np.argmax(distant))
-        problem = f" sends to rank {receiver[i]} (stage {goes_to[i]}), which is not its neighbour"
-        remedy = "place consecutive stages on the same rank or on neighbours"
+        problem = f" sends to rank {receiver[i]} (stage {goes_to[i]}), which is not its neighbor"
+        remedy = "place consecutive stages on the same rank or on neighbors"
         raise OrderError.of_rank(int(sender[i]), f"{problem}; {remedy}")
     found, hops = {}, {}
     for source, mask in sources.items():
@@ -231,10 +244,15 @@ def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.nda
 def phases(table: TickTable) -> tuple[Phase, ...]:
     """Groups the ticks of an aligned schedule into phases of equal rounds.
 
-    A round is a tick of forwards, a tick of dgrads and a tick of wgrads, in this order; each may be missing.
+    A schedule is aligned if, in every tick, all ranks that are not idle run the same kind of action, or a wgrad in its place. A
+    round is a tick of forwards, a tick of dgrads and a tick of wgrads, in this order; each may be missing.
+
+    Args:
+        table: The actions of a schedule without full backwards, from `tick_table` or the attribute `table` of `tabulate`'s
+            result.
 
     Returns:
-        The phases, in the order of their ticks.
+        The phases, in the order of their ticks. Together they cover every tick once.
 
     Raises:
         OrderError: If a tick is idle on all ranks, or has two kinds of actions besides wgrad.

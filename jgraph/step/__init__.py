@@ -1,4 +1,4 @@
-"""The training step for any loop: gradients of a strategy, clipping, an optax update, a gate for finite values."""
+"""The training step for any loop: gradients of a strategy, clipping, and an optax update that is applied only if finite."""
 
 from jgraph.step.compiled import CompiledStep as CompiledStep
 from jgraph.step.state import StepMetrics as StepMetrics, TrainState as TrainState

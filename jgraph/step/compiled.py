@@ -17,13 +17,17 @@ from jgraph.xla.explain import Memory
 
 @dataclass(frozen=True, eq=False)
 class CompiledStep:
-    """A compiled training step that updates its state in place. `print` it for a report. Made by `TrainStep.compile`.
+    """A compiled training step that updates its state in place. Made by `TrainStep.compile`. `print` shows a report.
 
     Attributes:
-        executable: The program of the update. For most strategies it is the whole step.
-        capture: Report on the command buffers of the program; None if the platform has none.
-        batch: Shapes and shardings of the batch that the step takes.
-        gradients: The part of the gradients that runs before the program.
+        executable: The compiled program of the update, `(state, inputs) -> (state, metrics)`. `inputs` is the result of
+            `gradients.run`. If `gradients` has no executables, this program also computes the gradients, and `inputs` is the
+            placed batch.
+        capture: Report on the command buffers (CUDA graphs) of `executable`; None if the platform has none, or XLA gave no
+            report.
+        batch: Shapes and shardings of the batch that the step takes (the result of `TrainStep.place`), a tree of
+            `jax.ShapeDtypeStruct`.
+        gradients: The separate executables that compute the gradients before `executable` runs. Only some pipelines have any.
     """
 
     executable: jax.stages.Compiled
@@ -32,17 +36,20 @@ class CompiledStep:
     gradients: GradientProgram
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepMetrics]:
-        """Runs a step.
+        """Runs a step. On GPUs, returns before the devices finish; on several CPU devices, waits for the results.
 
         Args:
-            state: Donated: do not use it again, its buffers hold the new state.
-            batch: A batch from `TrainStep.place`, of the size that the step was compiled for.
+            state: The state before the step. Donated: do not use it again, because its buffers hold the new state.
+            batch: A batch from `TrainStep.place`, with the shapes that the step was compiled for. Not donated. On one device,
+                `place` returns the batch itself.
 
         Returns:
-            The new state and the metrics of the step.
+            (state, metrics): the new state in the same buffers, and the metrics of the step as arrays on the devices.
 
         Raises:
-            ShapeError: If the step runs on a mesh and `batch` is not from `TrainStep.place`, or has another size.
+            ShapeError: If the step runs on a mesh, and `batch` is not from `TrainStep.place` or has another size.
+            TypeError: By JAX, if the structure, shapes or dtypes of the arguments differ from the compiled ones in another way.
+            ValueError: By JAX, if the shardings of the state differ from the compiled ones.
         """
         try:
             inputs = self.gradients.run(state.params, state.carry, state.step, batch)
@@ -54,16 +61,19 @@ class CompiledStep:
 
     @property
     def executables(self) -> Sequence[jax.stages.Compiled]:
-        """The executables that a step runs, in order."""
+        """New list of the executables that a step runs, in order: those of the gradients, if any, then `executable`."""
         return [*self.gradients.executables, self.executable]
 
     @property
     def memory(self) -> Memory | None:
-        """Bytes of device memory by XLA's account. None if XLA has none, or the step has several executables."""
+        """Device memory of the step in bytes, as XLA reports it.
+
+        None if XLA reports no memory, or if the gradients have executables of their own.
+        """
         return None if self.gradients.executables else Memory.of(self.executable)
 
     def as_text(self) -> str:
-        """Returns the text of the compiled program of the update."""
+        """Returns the optimized HLO text of `executable`, without other executables. "" if the platform provides no text."""
         return self.executable.as_text() or ""
 
     def __str__(self) -> str:
@@ -76,16 +86,16 @@ class CompiledStep:
 
 
 def _misplaced(batch: Tree, expected: Tree) -> str:
-    """Returns why a batch is not from `TrainStep.place`. Returns an empty string if it is, or on one device."""
+    """Returns the reason why a batch is not from `TrainStep.place`. Empty if it is, or if the step runs on one device."""
     if jax.tree.structure(batch) != jax.tree.structure(expected):
         return ""
-    for found, wanted in zip(jax.tree.leaves(batch), jax.tree.leaves(expected), strict=True):
-        if wanted.sharding is None:
+    for found, like in zip(jax.tree.leaves(batch), jax.tree.leaves(expected), strict=True):
+        if like.sharding is None:
             continue
         has = f"`batch` has an array of shape {list(np.shape(found))}"
-        if np.shape(found) != wanted.shape:
-            rows = wanted.shape[0] * wanted.shape[1]
-            return f"{has}: must have shape {list(wanted.shape)}, from {rows} rows; call `step.place(batch)`"
-        if isinstance(found, jax.Array) and not found.sharding.is_equivalent_to(wanted.sharding, found.ndim):
+        if np.shape(found) != like.shape:
+            rows = like.shape[0] * like.shape[1]
+            return f"{has}: must have shape {list(like.shape)}, from {rows} rows; call `step.place(batch)`"
+        if isinstance(found, jax.Array) and not found.sharding.is_equivalent_to(like.sharding, found.ndim):
             return f"{has} with another sharding than the step: call `step.place(batch)`"
     return ""

@@ -1,6 +1,6 @@
-"""Checks that an optax transform is elementwise: that it may see packed, padded and stacked parameters.
+"""Checks that an optax transform is elementwise, so that it may update packed, padded and stacked parameters.
 
-The check reads traces of the transform, and runs nothing. An expression describes how an output is computed from gradient,
+The check traces the transform without running it. An expression describes how an output is computed from gradient,
 parameter and state, without shapes. A transform is elementwise if its update has the same expression for a parameter of the
 model as for a packed array with this parameter, and no output mixes the elements of an array.
 """
@@ -26,37 +26,42 @@ Expression: TypeAlias = str | tuple[str, ...]
 _MAX_LEAVES = 8
 _MIXED = "mixed"  # the expression of values that depend on the layout of an array
 _SAME = ("broadcast_in_dim", "copy", "copy_p", "optimization_barrier", "reshape", "squeeze", "stop_gradient")
-_SETS = ("and", "concatenate", "or", "reduce_and", "reduce_or")  # of conditions on several arrays
+_SETS = ("and", "concatenate", "or", "reduce_and", "reduce_or")  # combine conditions on several arrays
 _MIXING = ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "iota", "rev", "scan", "sort", "while")
 
 
 def check_elementwise(declared: Elementwise, shapes: Tree) -> None:
-    """Checks that a transform is elementwise.
+    """Checks that a transform computes the same updates for packed parameters as for separate parameters.
+
+    Packed parameters are several parameters that share one array. Traces the transform, and runs nothing. Returns nothing.
 
     Args:
-        declared: The transform.
-        shapes: The model's parameters. A sample of them is traced.
+        declared: The transform to check.
+        shapes: Tree of arrays or shapes, the model's parameters. At most eight leaves, which differ in name and number of axes,
+            are traced, as float32. Without leaves, nothing is checked.
 
     Raises:
-        ConfigError: If updates differ between separate and packed parameters, or the transform fails.
+        ConfigError: If the updates differ between separate and packed parameters; if an element of an update or of the new
+            optimizer state depends on other elements of its array; if tracing the transform raises an error; or if the function
+            given to `elementwise` does not return a transform.
     """
-    own = _sample(shapes)
-    if not jax.tree.leaves(own):
+    sample = _sample(shapes)
+    if not jax.tree.leaves(sample):
         return
-    packing = Packing.of(own, small=2**62)
-    matrices = jax.tree_util.tree_map_with_path(lambda path, leaf: is_matrix(path_name(path), leaf), own)
+    packing = Packing.of(sample, small=2**62)
+    matrices = jax.tree_util.tree_map_with_path(lambda path, leaf: is_matrix(path_name(path), leaf), sample)
     try:
-        separate = _updates(make_transform(declared, matrices), own)
-        packed = _updates(make_transform(declared, packing.decay_mask()), jax.eval_shape(packing.pack, own))
+        separate = _updates(make_transform(declared, matrices), sample)
+        packed = _updates(make_transform(declared, packing.decay_mask()), jax.eval_shape(packing.pack, sample))
     except ConfigError:
         raise
-    except Exception as e:  # the transform's own, of any type
+    except Exception as e:  # a transform may raise any exception
         reason = next(iter(str(e).splitlines()), "") or type(e).__name__
         raise _not_elementwise(f"fails on parameters that share an array ({reason})") from e
-    together = dict(zip(sorted(name for name, _ in packing.groups), packed, strict=True))  # a dict's leaves are sorted
+    together = dict(zip(sorted(name for name, _ in packing.groups), packed, strict=True))  # JAX sorts the keys of a dict
     group_of = {i: name for name, indices in packing.groups for i in indices}
     if _MIXED in packed or any(separate[i] != together[name] for i, name in group_of.items()):
-        raise _not_elementwise("gives other updates to parameters that share an array than to separate ones")
+        raise _not_elementwise("computes other updates for parameters that share an array than for separate ones")
 
 
 def _sample(shapes: Tree) -> Tree:
@@ -70,23 +75,23 @@ def _sample(shapes: Tree) -> Tree:
 
 
 def _updates(transform: Any, params: Tree) -> list[Expression]:
-    """Returns the expressions of the updates, in the order of the leaves. An update is mixed if any new state is."""
+    """Returns the expressions of the updates, in the order of the leaves. All are `_MIXED` if an update or new state is."""
     start, state = jax.make_jaxpr(transform.init, return_shape=True)(params)
     value = jax.ShapeDtypeStruct((), jnp.float32)
     step, (updates, _) = jax.make_jaxpr(
         lambda grads, params, state, value: apply_transform(transform, grads, state, params, value=value), return_shape=True
     )(params, params, state, value)
-    if (found := jax.tree.structure(updates)) != (wanted := jax.tree.structure(params)):
-        raise ValueError(f"its updates are {found}, its parameters {wanted}")
-    count = wanted.num_leaves
-    given = _expressions(start.jaxpr, start.consts, ["parameter"] * count)
-    outputs = _expressions(step.jaxpr, step.consts, [*["gradient"] * count, *["parameter"] * count, *given, "loss"])
+    if (found := jax.tree.structure(updates)) != (expected := jax.tree.structure(params)):
+        raise ValueError(f"its updates have the structure {found}, its parameters {expected}")
+    count = expected.num_leaves
+    state_inputs = _expressions(start.jaxpr, start.consts, ["parameter"] * count)
+    outputs = _expressions(step.jaxpr, step.consts, [*["gradient"] * count, *["parameter"] * count, *state_inputs, "loss"])
     return [_MIXED] * count if _MIXED in outputs else outputs[:count]
 
 
-def _expressions(jaxpr: core.Jaxpr, consts: Sequence[Any], given: Sequence[Expression]) -> list[Expression]:
+def _expressions(jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Expression]) -> list[Expression]:
     """Returns the expression of every output of a jaxpr."""
-    known: dict[Any, Expression] = dict(zip(jaxpr.invars, given, strict=True))
+    known: dict[Any, Expression] = dict(zip(jaxpr.invars, inputs, strict=True))
     known |= {var: _constant(value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
 
     def read(atom: Any) -> Expression:
@@ -97,30 +102,30 @@ def _expressions(jaxpr: core.Jaxpr, consts: Sequence[Any], given: Sequence[Expre
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _of_equation(eqn: core.JaxprEqn, given: list[Expression]) -> Sequence[Expression]:
+def _of_equation(eqn: core.JaxprEqn, inputs: list[Expression]) -> Sequence[Expression]:
     """Returns the expression of every result of an equation."""
     name = eqn.primitive.name
     if name == "cond":
-        index, *operands = given
+        index, *operands = inputs
         branches = [_expressions(branch.jaxpr, branch.consts, operands) for branch in eqn.params["branches"]]
         return [_MIXED if _MIXED in (index, *each) else _digest(name, index, each) for each in zip(*branches, strict=True)]
     if name in (*replay.JITS, *replay.CHECKPOINTS, *replay.CUSTOM):
         inner = eqn.params["call_jaxpr" if name in replay.CUSTOM else "jaxpr"]
-        return _expressions(replay.body(eqn), getattr(inner, "consts", ()), given)
-    if _MIXED in given:
+        return _expressions(replay.body(eqn), getattr(inner, "consts", ()), inputs)
+    if _MIXED in inputs:
         return [_MIXED] * len(eqn.outvars)
-    if name in _SAME and len(given) == 1:
-        return given
+    if name in _SAME and len(inputs) == 1:
+        return inputs
     if name in _SETS:
         # Sorted and without duplicates: packed parameters have fewer arrays, in another order.
-        return [tuple(sorted({one for each in given for one in ((each,) if isinstance(each, str) else each)}))]
+        return [tuple(sorted({part for each in inputs for part in ((each,) if isinstance(each, str) else each)}))]
     shapes = {atom.aval.shape for atom in eqn.invars if atom.aval.size != 1}  # pyright: ignore[reportAttributeAccessIssue]
     results = {var.aval.shape for var in eqn.outvars}  # pyright: ignore[reportAttributeAccessIssue]
     if name in _MIXING or len(shapes) > 1 or (shapes and results != shapes):
         return [_MIXED] * len(eqn.outvars)
     # Parameters of other types describe shapes.
     choices = sorted((key, repr(v)) for key, v in eqn.params.items() if isinstance(v, bool | int | float | str | np.dtype))
-    return [_digest(name, choices, given, i) for i in range(len(eqn.outvars))]
+    return [_digest(name, choices, inputs, i) for i in range(len(eqn.outvars))]
 
 
 def _digest(*parts: Any) -> str:
@@ -136,7 +141,7 @@ def _constant(value: Any) -> Expression:
 
 def _not_elementwise(problem: str) -> ConfigError:
     return ConfigError(
-        f"`transform` is declared elementwise but {problem}: must be passed to `train_step` without `elementwise`; use "
-        "`clip_norm` to clip by the global norm, and a function of the matrices to mask weight decay",
+        f"`transform` is declared elementwise but {problem}: must be passed to `train_step` without `elementwise`; to "
+        "clip by the global norm, use `clip_norm`; to mask weight decay, pass a function of the matrices to `elementwise`",
         field="transform",
     )

@@ -60,50 +60,56 @@ def train_step(
     """Makes a training step: gradients of a loss over microbatches, clipping, an optax update, applied only if finite.
 
     The step is the jitted function that you would write around `jax.value_and_grad` and `optax.apply_updates`. It runs on the
-    devices of its strategy, and `compile` proves that it updates the state in place.
-
-    >>> def loss(params, batch, key):
-    ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
-    >>> params, batch = {"w": jnp.zeros((8, 1))}, {"x": jnp.ones((4, 8)), "y": jnp.ones((4, 1))}
-    >>> step = jgraph.train_step(loss, optax.sgd(0.1), jgraph.Replicated(None, params))
-    >>> run, state = step.compile(batch), step.init(params)
-    >>> state, metrics = run(state, batch)
-    >>> float(metrics.loss)
-    1.0
+    devices of its strategy, and `compile` proves that it updates the state in place. Does not compile the step.
 
     Args:
-        loss: `loss(params, batch, key)` of the model's own tree and a microbatch. Returns a scalar mean, or `jgraph.Loss`. With
-            carried state, it takes the state as a fourth argument and returns a `Loss` with the new state. `Pipelined` takes a
-            `jgraph.PipelineModel` instead. Collectives may reduce over `jgraph.BATCH_AXES` on every mesh.
+        loss: `loss(params, batch, key)`, with parameters in the model's own tree, a microbatch (leaves [rows, ...]) and a
+            random key. Returns a scalar mean, or `jgraph.Loss`. With carried state, it takes the state as a fourth argument and
+            returns a `Loss` with the new state. `Pipelined` takes a `jgraph.PipelineModel` instead. Collectives may reduce over
+            `jgraph.BATCH_AXES` on every mesh.
         transform: An optax transform. Its `update` gets the clipped gradient and the parameters, in float32 and in the model's
             own tree unless it is declared `jgraph.elementwise`. As extra arguments, if it takes them, it gets the loss as
             `value` and the clipped gradient as `grad`.
         strategy: `Replicated`, `FullySharded` or `Pipelined`.
-        num_microbatches: Slices of the batch. Their gradients are summed before the update.
-        clip_norm: Largest global norm of the gradient. Larger gradients are scaled down to it. None does not clip.
-        key: A random key or a seed. Each microbatch of a step and device gets a key that is folded from it.
+        num_microbatches: M, the number of microbatches of a batch. Their gradients are summed before the update.
+        clip_norm: Largest global L2 norm of the gradient. Larger gradients are scaled down to it. None does not clip.
+        key: A random key or an integer seed. Every step, microbatch and data rank gets its own key, folded from this one.
         params_dtype: Floating dtype of the parameters in the state.
         grads_dtype: Floating dtype of the sums of gradients over microbatches and devices.
-        read_dtype: Rounds the summed gradient to this floating dtype before the update; None does not round.
-        freeze: Shell patterns of the names of parameters that are not trained, e.g. `("embed*",)`.
-        carried: Shapes of the state that the model carries from step to step, such as running statistics. With `Pipelined`,
-            only layers carry state.
-        reductions: How carried state is reduced over microbatches and devices: `mean`, `sum`, `max`, `last`, `halt`, or a tree
-            of these like `carried`. `halt` is `max` for integers that stop the training: if one is positive before or after a
-            step, the step changes only these integers, which never decrease. `TrainStep.resumed` sets them to zero.
-        fp8: Recipe for matmuls with parameters in FP8, forward and backward. With `Pipelined`, only those of layers.
-        batch: Arrays or shapes of a whole batch. Required with `fp8`, to find the matmuls.
+        read_dtype: Rounds the mean gradient to this floating dtype before the update; None does not round.
+        freeze: Shell patterns of the names of parameters that are not trained, e.g. `("embed*",)`. `*` also matches `/`.
+        carried: Arrays or shapes of the mutable state of the model, such as running statistics; None for no state. With
+            `Pipelined`, only layers may have such state.
+        reductions: How carried state is reduced over microbatches and devices: `mean`, `sum`, `max`, `last` (of the last
+            microbatch and data rank), `halt`, or a tree of these like `carried`. `halt` is `max` for integers that stop the
+            training: if one is positive before or after a step, the step changes only these integers, which never decrease.
+            `TrainStep.resumed` sets them to zero.
+        fp8: Recipe for matmuls with parameters in FP8, forward and backward; None for no matmuls in FP8. With `Pipelined`, only
+            the matmuls of layers are in FP8.
+        batch: Arrays or shapes of a whole batch, leaves [B, ...], where B is the number of rows. Required with `fp8`, to find
+            the matmuls. Not read otherwise.
 
     Returns:
-        A `TrainStep`. `compile(batch)` makes the function `run(state, batch) -> (state, metrics)`, `init(params)` the first
-        state.
+        A `TrainStep`. Its `compile(batch)` returns the function `run(state, batch) -> (state, metrics)`, and its `init(params)`
+        returns the initial state.
 
     Raises:
-        ConfigError: If an argument has a value that is not allowed. `field` is its name.
+        ConfigError: If an argument has a value that is not allowed (`field` is its name): for example, a pattern of `freeze`
+            that matches no parameter, patterns that match all parameters, a transform that is declared elementwise and is not,
+            or a loss with other parameters than `loss(params, batch, key)`.
         ShapeError: If microbatches and devices cannot share the rows of `batch`.
         OrderError: If the layers of a pipeline do not make the stages of its schedule.
+
+    Examples:
+        >>> def loss(params, batch, key):
+        ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+        >>> params, batch = {"w": jnp.zeros((8, 1))}, {"x": jnp.ones((4, 8)), "y": jnp.ones((4, 1))}
+        >>> step = jgraph.train_step(loss, optax.sgd(0.1), jgraph.Replicated(None, params))
+        >>> run, state = step.compile(batch), step.init(params)
+        >>> state, metrics = run(state, batch)
+        >>> float(metrics.loss)
+        1.0
     """
-    check_transform(transform)
     checks.check_shapes(strategy)
     checks.check_count("num_microbatches", num_microbatches)
     checks.check_clip_norm(clip_norm)
@@ -111,26 +117,31 @@ def train_step(
     checks.check_fp8(fp8, batch)
     carried = {} if carried is None else carried
     reductions = checks.reductions_of(carried, reductions)
+    loss, key = checks.checked_loss(loss, carried), checks.random_key(key)
+    grads_dtype, params_dtype = checks.float_dtype("grads_dtype", grads_dtype), checks.float_dtype("params_dtype", params_dtype)
+    read_dtype = None if read_dtype is None else checks.float_dtype("read_dtype", read_dtype)
+    check_transform(transform)
     is_elementwise = isinstance(transform, Elementwise)
     if is_elementwise:
         check_elementwise(transform, strategy.shapes)
-    objective = Objective(
-        loss=checks.checked_loss(loss, carried),
-        num_microbatches=num_microbatches,
-        grads_dtype=checks.float_dtype("grads_dtype", grads_dtype),
-        packing="small" if is_elementwise else "nothing",
-        carried=carried,
-        reductions=reductions,
-        fp8=fp8,
-        batch=batch,
-    )
-    bound, names = strategy.bind(objective), leaf_names(strategy.shapes)
+    names = leaf_names(strategy.shapes)
     frozen = frozenset(name for pattern in freeze for name in matching(pattern, names, field="freeze"))
     if freeze and len(frozen) == len(names):
         patterns = " ".join(map(repr, freeze))
         raise ConfigError(
             f"`freeze` is {patterns}: must leave at least one parameter to train, but matches all {len(names)}", field="freeze"
         )
+    objective = Objective(
+        loss=loss,
+        num_microbatches=num_microbatches,
+        grads_dtype=grads_dtype,
+        packing="small" if is_elementwise else "nothing",
+        carried=carried,
+        reductions=reductions,
+        fp8=fp8,
+        batch=batch,
+    )
+    bound = strategy.bind(objective)
     return TrainStep(
         bound,
         make_transform(transform, bound.is_matrix) if is_elementwise else transform,
@@ -138,27 +149,30 @@ def train_step(
         objective=objective,
         sees="arrays" if is_elementwise else "tree",
         clip_norm=clip_norm,
-        key=checks.random_key(key),
-        params_dtype=checks.float_dtype("params_dtype", params_dtype),
-        read_dtype=None if read_dtype is None else checks.float_dtype("read_dtype", read_dtype),
+        key=key,
+        params_dtype=params_dtype,
+        read_dtype=read_dtype,
         frozen=frozen,
     )
 
 
 @dataclass(frozen=True, eq=False)
 class TrainStep:
-    """Compiles a training step, makes its state, places batches; holds no arrays. Made by `train_step`.
+    """Compiles a training step, makes its state and places its batches. Made by `train_step`. Does not hold the state.
+
+    In the methods, B is the number of rows of the whole batch, and M the number of microbatches.
 
     Attributes:
-        bound: The strategy with its objective.
+        bound: The strategy, bound to `objective`: it computes the gradients and stores the parameters as arrays.
         transform: The optax transform.
-        shapes: Shapes of the parameters, in the model's own tree.
+        shapes: Arrays or shapes of the parameters, in the model's own tree. Only shapes and dtypes are read.
         objective: The loss and the choices that the strategy needs.
-        sees: The layout that the transform gets: packed and sharded `arrays`, or the model's own `tree`.
-        clip_norm: Largest global norm of the gradient; None does not clip.
+        sees: The layout of the gradients and parameters that the transform gets. `arrays` is the layout of
+            `TrainState.params`, for a transform declared `jgraph.elementwise`. `tree` is the model's own tree.
+        clip_norm: Largest global L2 norm of the gradient; None does not clip.
         key: The random key of the run.
-        params_dtype: Dtype of the parameters in the state.
-        read_dtype: Gradients are rounded to this dtype before the update; None does not round.
+        params_dtype: Floating dtype of the parameters in the state.
+        read_dtype: The mean gradient is rounded to this floating dtype before the update. None does not round.
         frozen: Names of the parameters that are not trained.
     """
 
@@ -179,15 +193,27 @@ class TrainStep:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh of the strategy; None on one device."""
+        """The mesh of the strategy. None if the strategy has no mesh; the step then runs on one device."""
         return self.bound.mesh
 
     @property
     def num_devices(self) -> int:
+        """Number of devices of the mesh; 1 without a mesh."""
         return 1 if self.mesh is None else self.mesh.size
 
     def on(self, devices: Sequence[Any]) -> "TrainStep":
-        """Returns the same step over the same number of other devices, such as described ones (`jgraph.xla.aot`)."""
+        """Returns the same step on other devices, for example compile-only devices from `jgraph.xla.aot`. Moves no arrays.
+
+        Args:
+            devices: As many devices as the mesh has, in the row-major order of the mesh.
+
+        Returns:
+            A new step with a mesh of the same shape and axis names.
+
+        Raises:
+            AssertionError: If the step has no mesh.
+            ValueError: If the number of devices differs from the size of the mesh.
+        """
         assert self.mesh is not None, "a step on one device runs on the device of its arguments"
         return replace(
             self, bound=self.bound.on(Mesh(np.array(devices).reshape(self.mesh.devices.shape), self.mesh.axis_names))
@@ -196,16 +222,19 @@ class TrainStep:
     # --- State ---
 
     def init(self, params: Tree | Callable[[], Tree], carried: Tree = None, observed: Tree = None) -> TrainState:
-        """Makes the state before the first step, in one program, on the devices of the step.
+        """Makes the initial state (before the first step) in one compiled program, on the devices of the step.
 
         Args:
-            params: Floating arrays in the model's own tree, which are copied and cast to `params_dtype`. Or a function that
-                makes them, so that no device ever holds all of them.
-            carried: The carried state to start from, of the shapes and dtypes given to `train_step`.
-            observed: The observed state to start from; None for zeros.
+            params: Floating arrays in the model's own tree, which are copied and cast to `params_dtype`; not donated. Or a
+                function without arguments that returns them. It is traced into the program, whose results are sharded.
+            carried: The carried state to start from, of the shapes and dtypes given to `train_step`; copied. None if the step
+                carries no state.
+            observed: The observed state to start from (amax histories of FP8), like `TrainState.observed`; copied. None starts
+                from zeros.
 
         Returns:
-            The state. Its buffers are its own, because the first step donates them.
+            The state, with both counters 0 and the optimizer state from the `init` of the transform. It shares no buffer with
+            the arguments, because the first step donates it.
 
         Raises:
             ShapeError: If `params` or `carried` differ from the shapes given to the strategy and to `train_step`. The message
@@ -220,21 +249,39 @@ class TrainStep:
         return in_turn(jax.jit(self._init, out_shardings=self.shardings)(params, carried, observed))
 
     def lower_init(self, make: Callable[[], tuple[Tree, Tree]]) -> jax.stages.Lowered:
-        """Returns the lowered program of `init` with parameters and carried state from `make()`."""
+        """Lowers a program without arguments that makes the initial state. Does not compile or run it.
+
+        Args:
+            make: A function without arguments, which is traced. Returns (params, carried): the parameters in the model's own
+                tree, and the carried state, {} if there is none.
+
+        Returns:
+            The lowered program. Its result is the `TrainState` before the first step.
+
+        Raises:
+            ShapeError: If the results of `make` differ from the shapes given to the strategy and to `train_step`.
+        """
         return jax.jit(lambda: self._init(*make()), out_shardings=self.shardings).lower()
 
     @cached_property
     def state(self) -> TrainState:
-        """The state as `jax.ShapeDtypeStruct`s, with shardings if it is on several devices."""
+        """The shapes of the state: a `TrainState` of `jax.ShapeDtypeStruct`s, with shardings if there is a mesh.
+
+        Holds no arrays. Computed once.
+        """
         shapes = jax.eval_shape(self._init, self.shapes, self.objective.carried)
         return shapes if self.mesh is None else _placed(shapes, self.shardings)
 
     @cached_property
     def shardings(self) -> Any:
-        """The shardings of the state, a tree of NamedSharding; None on one device."""
+        """The shardings of the state, a `TrainState` of NamedShardings; None if the mesh is None. Computed once.
+
+        Raises:
+            ConfigError: If an elementwise transform has a moment with another shape than its parameter.
+        """
         if self.mesh is None:
             return None
-        # Explicit, because an update in place requires results with the shardings of the arguments.
+        # Explicit, because an update in place requires that results have the shardings of the arguments.
         state, replicated = jax.eval_shape(self._init, self.shapes, self.objective.carried), self._replicated
         params = self.bound.shardings(state.params)
         if self.sees == "arrays":
@@ -247,7 +294,11 @@ class TrainStep:
 
     @property
     def canonical(self) -> CanonicalLayout:
-        """Converts the state to and from the model's own tree, the format of checkpoints for any strategy."""
+        """An object that converts a `TrainState` to and from the canonical layout.
+
+        In the canonical layout, the parameters and the optimizer state are in the model's own tree, without packing, padding
+        and stacking. Checkpoints of every strategy have this layout.
+        """
         return CanonicalLayout(self.bound.pack, self.bound.unpack, self.state, self.mesh, self.sees)
 
     def _init(self, tree: Tree, carried: Tree, observed: Tree = None) -> TrainState:
@@ -263,64 +314,77 @@ class TrainStep:
         return TrainState(zero, zero.copy(), params, self.transform.init(seen), *rest)
 
     def resumed(self, state: TrainState) -> TrainState:
-        """Resets the carried arrays that halt to zero, in the same buffers.
+        """Sets the carried arrays with the reduction `halt` to zero, in the same buffers, so that training can go on.
 
         Args:
-            state: A halted state; donated. The index of the next batch is `state.step`.
+            state: A state after a halted step: at least one array with the reduction `halt` is positive, so steps change no
+                other leaf. The arrays with this reduction are donated: do not use `state` again. The other leaves are not
+                copied and become part of the result.
+
+        Returns:
+            The state to continue from. The index of the next batch is `state.step`, which does not count halted steps.
         """
         leaves, structure = jax.tree.flatten(state.carried)
         kinds = jax.tree.leaves(self.objective.reductions)
         flags = {i: leaves[i] for i, kind in enumerate(kinds) if kind == "halt"}
-        where = {i: flag.sharding for i, flag in flags.items()}
-        zeros = jax.jit(partial(jax.tree.map, jnp.zeros_like), donate_argnums=0, keep_unused=True, out_shardings=where)
+        shardings = {i: flag.sharding for i, flag in flags.items()}
+        zeros = jax.jit(partial(jax.tree.map, jnp.zeros_like), donate_argnums=0, keep_unused=True, out_shardings=shardings)
         leaves = dict(enumerate(leaves)) | in_turn(zeros(flags))
         return replace(state, carried=structure.unflatten(leaves.values()))
 
     # --- Batches ---
 
     def batch_rows(self, rows: int) -> np.ndarray:
-        """Returns the indices of the rows that this process passes to `place`, in ascending order.
+        """Lists the rows of a batch that this process passes to `place`.
 
-        Microbatch m consists of rows [m * B/M, (m + 1) * B/M) of the batch. Each data rank has an equal, consecutive part of
-        every microbatch.
-
-        >>> step = jgraph.train_step(lambda params, x, key: jnp.mean(x), optax.sgd(0.1), jgraph.Replicated(None, {}))
-        >>> step.batch_rows(4)
-        array([0, 1, 2, 3])
+        Microbatch m consists of rows [m * B/M, (m + 1) * B/M) of the batch. Each data rank (device with its own rows) has an
+        equal, consecutive part of every microbatch.
 
         Args:
             rows: B, the number of rows of the whole batch.
 
         Returns:
-            int64 indices in [0, B). A single process feeds all rows.
+            int64 indices in [0, B), ascending. A single process passes all rows.
 
         Raises:
-            ShapeError: If the number of microbatches times the number of data ranks does not divide `rows`.
+            ShapeError: If M times the number of data ranks does not divide `rows`.
+
+        Examples:
+            >>> step = jgraph.train_step(lambda params, x, key: jnp.mean(x), optax.sgd(0.1), jgraph.Replicated(None, {}))
+            >>> step.batch_rows(4)
+            array([0, 1, 2, 3])
         """
         return self.bound.batches.rows(rows)
 
     def place(self, batch: Tree) -> Tree:
-        """Reshapes a batch to microbatches and puts it on the devices of all processes. Sends no row to another process.
+        """Reshapes a batch to microbatches and copies it to the devices of this process. Sends no row to another process.
 
         Args:
-            batch: Leaves [B, ...]. With several processes, the rows that `batch_rows` lists for this process, in that order.
+            batch: Tree of NumPy or JAX arrays [B, ...]. With several processes, only the rows that `batch_rows` lists for this
+                process, in that order.
 
         Returns:
-            Arrays [M, B/M, ...] with the second axis sharded over the data ranks. On one device, `batch` itself.
+            The batch for a call of the compiled step. On a mesh, JAX arrays [M, B/M, ...] with the second axis sharded over the
+            data ranks (devices with their own rows). If the mesh is None, `batch` itself, unchanged and unchecked.
 
         Raises:
-            ShapeError: If microbatches and data ranks cannot share the rows.
+            ShapeError: If there is a mesh, and a leaf is not an array of numbers, or microbatches and data ranks cannot share
+                the rows equally.
         """
         return self.bound.batches.place(batch)
 
     def placed_shapes(self, batch: Tree) -> Tree:
-        """Returns the shapes and shardings of a batch from `place`, for programs that take one.
+        """Computes the shapes and shardings of a placed batch, to lower programs. Places nothing.
 
         Args:
-            batch: Arrays or shapes of a whole batch, [B, ...], or of a batch from `place`.
+            batch: Arrays or shapes of a whole batch, leaves [B, ...], or of a batch from `place`.
+
+        Returns:
+            A tree of `jax.ShapeDtypeStruct`. On a mesh, [M, B/M, ...] with shardings. If the mesh is None, the shapes of
+            `batch` itself, without shardings.
 
         Raises:
-            ShapeError: If microbatches and data ranks cannot share the rows.
+            ShapeError: If a leaf is not an array of numbers, or microbatches and data ranks cannot share the rows equally.
         """
         return self.bound.batches.placed_shapes(batch)
 
@@ -329,22 +393,26 @@ class TrainStep:
     def compile(
         self, batch: Tree, *, graph: Literal["auto", "off", "full"] = "auto", xla_options: Sequence[str] = ()
     ) -> CompiledStep:
-        """Compiles the step and proves that it updates the state in place.
+        """Compiles the step and proves that it updates the state in place. Does not run it.
 
         Args:
-            batch: Arrays or shapes of a whole batch, leaves [B, ...]. A batch from `place` works too.
-            graph: Command buffers (CUDA graphs): the default of XLA (`auto`), none (`off`), or as many as possible (`full`).
-            xla_options: Further XLA options as `name=value`, checked against the installed XLA. They override the chosen ones.
+            batch: Arrays or shapes of a whole batch, leaves [B, ...], or of a batch from `place`. Only shapes and dtypes are
+                read.
+            graph: Command buffers (CUDA graphs): the default of XLA (`auto`), none (`off`), or as many as possible (`full`). No
+                effect on a CPU.
+            xla_options: XLA options as `name=value`. Names are checked against the installed XLA. They override those of the
+                strategy.
 
         Returns:
             The compiled step, called as `run(state, batch) -> (state, metrics)`.
 
         Raises:
-            ConfigError: If `transform` requires another keyword argument than `value` and `grad`, or `xla_options` is a string.
-            ShapeError: If a leaf of `batch` is not an array, microbatches and devices cannot share its rows, or `loss` does not
-                return a scalar and the carried state.
-            CompilerOptionError: If XLA refuses an option.
-            DonationError: If a leaf of the state would be copied, or would change places with another.
+            ConfigError: If `transform` requires another keyword argument than `value` and `grad`, `graph` is unknown, or
+                `xla_options` is a string.
+            ShapeError: If a leaf of `batch` is not an array of numbers, microbatches and devices cannot share its rows, or
+                `loss` does not return a scalar and the carried state.
+            CompilerOptionError: If the installed XLA does not have an option of `xla_options`, or refuses its value.
+            DonationError: If the program copies a leaf of the state, or swaps the buffers of two leaves.
         """
         xla_options = checks.strings("xla_options", xla_options, example="name=value")
         options = self.options(jax.default_backend(), graph=graph, xla_options=xla_options)
@@ -357,24 +425,60 @@ class TrainStep:
     def options(
         self, platform: str, *, graph: Literal["auto", "off", "full"] = "auto", xla_options: Sequence[str] = ()
     ) -> dict[str, OptionValue]:
-        """Returns the XLA options of the compiled step on a platform. Takes `graph` and `xla_options` as `compile` does."""
+        """Returns the XLA options of the compiled step on a platform. Compiles nothing.
+
+        Args:
+            platform: `cpu`, or `gpu`/`cuda`.
+            graph: Command buffers (CUDA graphs): the default of XLA (`auto`), none (`off`), or as many as possible (`full`). No
+                effect on a CPU.
+            xla_options: More options as `name=value`. They override those of the strategy and of `graph`.
+
+        Returns:
+            A dict of option values by name, to be passed to `jax.stages.Lowered.compile`.
+
+        Raises:
+            ConfigError: If `graph` is unknown.
+            CompilerOptionError: If an option is not `name=value`, or the installed XLA does not have it.
+        """
         chosen = (*self.chosen_options(platform), *xla_options)
         return compiler_options(graph, chosen, platform=platform, num_devices=self.num_devices)
 
     def chosen_options(self, platform: str) -> tuple[str, ...]:
-        """Returns the XLA options that the strategy chooses on a platform. Leaves out options that the installed XLA lacks."""
+        """Returns the XLA options of the strategy, without those that the installed XLA does not have.
+
+        Args:
+            platform: `cpu`, or `gpu`/`cuda`.
+
+        Returns:
+            Options as `name=value`. Empty on a CPU.
+        """
         return known(self.bound.xla_options, platform)
 
     def lower(self, batch: Tree) -> jax.stages.Lowered:
-        """Returns the lowered step as one program. Takes a batch as `compile` does."""
+        """Lowers the step as one program that computes gradients and update. Does not compile or run it.
+
+        Args:
+            batch: Arrays or shapes of a whole batch, leaves [B, ...], or of a batch from `place`.
+
+        Returns:
+            The lowered program `(state, batch) -> (state, StepMetrics)`, where `batch` is from `place`. It donates the state.
+
+        Raises:
+            ShapeError: If a leaf of `batch` is not an array of numbers, or microbatches and data ranks cannot share its rows
+                equally.
+        """
         return self.jitted().lower(self.state, self.placed_shapes(batch))
 
     def jitted(self, gradients: GradientProgram | None = None) -> jax.stages.Wrapped:
-        """Returns the jitted `(state, inputs) -> (state, StepMetrics)`. Donates the state.
+        """Returns the jitted function `step(state, inputs) -> (state, StepMetrics)`, which donates `state`. Traces nothing.
 
         Args:
-            gradients: The compiled gradients; `inputs` is the result of its `run`. None computes them in the same program, and
-                `inputs` is a batch from `place`.
+            gradients: Compiled executables of the gradients; `inputs` is then the result of `gradients.run`. If None, the
+                function computes the gradients itself, and `inputs` is a batch from `place`.
+
+        Returns:
+            The function, from `jax.jit`. On a mesh, its results have the shardings `shardings` (state) and are replicated
+            (metrics).
         """
         gradients = gradients or GradientProgram(self.bound, None)
 
@@ -392,7 +496,12 @@ class TrainStep:
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
     def trained(self) -> Tree:
-        """Returns bool arrays like the parameters, False for frozen parameters. They are constants of the program."""
+        """Makes masks of the trained parameters. Under `jax.jit`, they become constants of the program.
+
+        Returns:
+            A tree with the structure and shapes of `TrainState.params` and bool arrays: True for elements of trained
+            parameters, False for elements of frozen parameters and for padding.
+        """
         leaves, structure = jax.tree.flatten(self.shapes)
         masks = [
             jnp.full(leaf.shape, name not in self.frozen) for name, leaf in zip(leaf_names(self.shapes), leaves, strict=True)
@@ -404,11 +513,15 @@ class TrainStep:
 
         Args:
             state: The state before the step.
-            sums: Loss, weight, metrics and carried state of the whole batch.
-            grads: The mean gradient, laid out like `state.params`.
+            sums: Sums over the whole batch: loss, weight (not None) and metrics. `sums.carried` is a `Carry` of the carried and
+                the observed state after the batch.
+            grads: The mean gradient over the batch, not yet clipped, with the structure and shapes of `state.params`.
 
         Returns:
-            The new state and the metrics of the step.
+            (state, metrics): the new state and the metrics of the step. If an array with the reduction `halt` is positive in
+            `state` or in `sums`, only the arrays with this reduction change, to the elementwise maximum of both. Otherwise, if
+            the loss or the gradient norm is not finite, `step` and `skipped` grow by 1, the arrays with the reduction `halt`
+            become the maximum of both, and no other leaf changes.
         """
         if self.read_dtype is not None:
             grads = optax.tree.cast(grads, self.read_dtype)
@@ -432,8 +545,8 @@ class TrainStep:
         if self.sees == "arrays":
             updates, opt_state = apply_transform(self.transform, scaled, state.opt_state, params32, value=loss)
         else:
-            tree, own = self.bound.unpack(scaled), self.bound.unpack(params32)
-            updates, opt_state = apply_transform(self.transform, tree, state.opt_state, own, value=loss)
+            tree, params_tree = self.bound.unpack(scaled), self.bound.unpack(params32)
+            updates, opt_state = apply_transform(self.transform, tree, state.opt_state, params_tree, value=loss)
             updates = self.bound.pack(updates)
         params = jax.tree.map(lambda p, u, old: (p + u).astype(old.dtype), params32, _where(mask, updates), state.params)
         new = (params, opt_state, carried, after.observed)

@@ -1,4 +1,4 @@
-"""Optax transforms in a training step: how they are declared, and which arguments they get.
+"""Declares, checks and applies the optax transform of a training step.
 
 A transform that is declared `elementwise` updates small parameters that share one array. `jgraph.step.probe` checks the
 declaration.
@@ -12,20 +12,20 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard
 import optax
 from jax import Array
 
-from jgraph.errors import ConfigError, require
+from jgraph.errors import ConfigError
 from jgraph.strategies.objective import Tree
 
-# optax.MultiSteps is no GradientTransformation.
+# optax.MultiSteps is not a GradientTransformation.
 Transform: TypeAlias = optax.GradientTransformation | optax.MultiSteps
-
-_TRANSFORM = "an optax transform, e.g. optax.adam(1e-3), or jgraph.elementwise of one"
 
 
 class Elementwise(NamedTuple):
-    """An optax transform that treats every element alike; made by `elementwise`.
+    """An optax transform that updates every element independently. Made by `elementwise`.
 
     Attributes:
-        make: Makes the transform from a tree of bools, True where an array holds matrices.
+        make: A function that returns the optax transform. Its argument is a tree of bools with the structure of the arrays that
+            the transform updates. A bool is True if its array holds matrices (parameters with at least two axes, except those
+            named `scale` or `bias`).
     """
 
     make: Callable[[Tree], Transform]
@@ -34,31 +34,48 @@ class Elementwise(NamedTuple):
 def elementwise(transform: Transform | Callable[[Tree], Transform]) -> Elementwise:
     """Declares that an optax transform updates every element independently of all others.
 
-    Small parameters then share one array, and the update takes a few kernels instead of one per parameter. SGD, Adam, AdamW
-    and Lion are elementwise. Muon, Adafactor, LAMB, `optax.clip_by_global_norm` and masks by path are not: pass those to
-    `train_step` without this function. `train_step` compares traces of the transform on separate and on packed parameters, and
-    raises a ConfigError if the updates differ.
-
-    >>> adamw = jgraph.elementwise(lambda matrices: optax.adamw(3e-4, weight_decay=0.1, mask=matrices))
+    Small parameters then share one array, and the update takes a few kernels instead of one per parameter. SGD, Adam, AdamW and
+    Lion are elementwise. Muon, Adafactor, LAMB, `optax.clip_by_global_norm` and masks by path are not: pass those to
+    `train_step` without this function. This function does not check the declaration. `train_step` compares traces of the
+    transform on separate and on packed parameters, and raises a ConfigError if the updates differ.
 
     Args:
-        transform: An optax transform, or a function that makes one from a tree of bools, True for arrays that hold matrices.
-            Use the function to exclude vectors from weight decay.
+        transform: An optax transform, or a function that makes one from a tree of bools. The tree has the structure of the
+            arrays that the transform updates, and is True for arrays that hold matrices: parameters with at least two axes,
+            except those named `scale` or `bias`. Use the function to exclude other parameters from weight decay. `train_step`
+            calls the function.
 
     Returns:
-        The declared transform, an argument of `train_step`.
+        The declared transform. Pass it to `train_step` as `transform`.
 
     Raises:
-        ConfigError: If `transform` is neither a transform nor a function.
+        ConfigError: If `transform` has no methods `init` and `update` and is not callable.
+
+    Examples:
+        >>> adamw = jgraph.elementwise(lambda matrices: optax.adamw(3e-4, weight_decay=0.1, mask=matrices))
     """
     if _is_transform(transform):
         return Elementwise(lambda is_matrix: transform)
-    require(callable(transform), "transform", repr(transform), _TRANSFORM)
+    if not callable(transform):
+        raise _not_a_transform(transform)
     return Elementwise(transform)  # pyright: ignore[reportArgumentType]
 
 
 def make_transform(declared: Elementwise, is_matrix: Tree) -> Transform:
-    """Returns the transform for arrays with these matrices. Raises ConfigError if the function makes something else."""
+    """Returns the optax transform of a declaration by `elementwise`, for a tree of arrays.
+
+    Args:
+        declared: The result of `elementwise`.
+        is_matrix: Tree of bools with the structure of the arrays that the transform updates, True for arrays that hold
+            matrices.
+
+    Returns:
+        If `elementwise` was given a transform, this transform. If it was given a function, the result of the function for
+        `is_matrix`.
+
+    Raises:
+        ConfigError: If the declared function does not return an object with the methods `init` and `update`.
+    """
     transform = declared.make(is_matrix)
     if not _is_transform(transform):
         raise ConfigError(
@@ -70,22 +87,28 @@ def make_transform(declared: Elementwise, is_matrix: Tree) -> Transform:
 
 
 def check_transform(transform: Any) -> None:
-    """Raises ConfigError unless `transform` is an optax transform, or is declared elementwise."""
-    require(isinstance(transform, Elementwise) or _is_transform(transform), "transform", repr(transform), _TRANSFORM)
+    """Raises ConfigError unless `transform` has the methods `init` and `update` of optax, or is an `Elementwise`."""
+    if not isinstance(transform, Elementwise) and not _is_transform(transform):
+        raise _not_a_transform(transform)
 
 
 def apply_transform(transform: Transform, grads: Tree, opt_state: Tree, params: Tree, *, value: Array) -> tuple[Tree, Tree]:
-    """Returns the updates and the new optimizer state.
+    """Calls the `update` of a transform. A pure function.
 
     Args:
-        transform: An optax transform. Its `update` gets the keyword arguments `value` and `grad` if it takes them.
-        grads: The gradient, also passed as `grad`.
-        opt_state: The optimizer state.
-        params: The parameters.
+        transform: An optax transform. Its `update` gets each of the keyword arguments `value` and `grad` if its signature has
+            this name or `**kwargs`.
+        grads: The gradient, a tree of arrays. The first argument of `update`, and its keyword argument `grad`.
+        opt_state: The optimizer state, from the `init` of the transform or an earlier call.
+        params: The parameters, with the structure of `grads`.
         value: The loss, a float32 scalar.
 
+    Returns:
+        (updates, new optimizer state). The updates have the structure of `grads` and are to be added to the parameters.
+
     Raises:
-        ConfigError: If `update` requires another keyword argument.
+        ConfigError: If `update` requires a keyword argument other than `value` and `grad`. Other errors of `update` pass
+            through.
     """
     takes = inspect.signature(transform.update).parameters
     any_name = any(p.kind is p.VAR_KEYWORD for p in takes.values())
@@ -97,10 +120,15 @@ def apply_transform(transform: Transform, grads: Tree, opt_state: Tree, params: 
             raise
         names = ", ".join(f"`{name}`" for name in missing)
         raise ConfigError(
-            f"`transform` requires the keyword argument {names}: must require no others than `value` (the loss) and `grad` "
+            f"`transform` requires the keyword argument {names}: must require only `value` (the loss) and `grad` "
             "(the gradient), because a step computes the loss once",
             field="transform",
         ) from e
+
+
+def _not_a_transform(value: Any) -> ConfigError:
+    must = "must be an optax transform, e.g. optax.adam(1e-3), or jgraph.elementwise of one"
+    return ConfigError(f"`transform` is {value!r}: {must}", field="transform")
 
 
 def _missing(message: str) -> list[str]:
@@ -115,14 +143,17 @@ def _is_transform(value: Any) -> TypeGuard[Transform]:
 
 
 def state_shardings(transform: Transform, opt_state: Tree, params: Tree, shardings: Tree, rest: Any) -> Tree:
-    """Returns the shardings of an optimizer state. Moments are sharded like their parameters.
+    """Computes the shardings of an optimizer state. Moments are sharded like their parameters.
 
     Args:
-        transform: The optimizer.
-        opt_state: Shapes of its state.
-        params: Shapes of the parameters.
-        shardings: Shardings of the parameters.
-        rest: Sharding of the other leaves, such as counters.
+        transform: The optax transform that made the state.
+        opt_state: Arrays or shapes of the optimizer state.
+        params: Arrays or shapes of the parameters that the transform updates.
+        shardings: Sharding of each parameter, a tree with the structure of `params`.
+        rest: Sharding of the other leaves of the state, such as counters.
+
+    Returns:
+        A tree of shardings with the structure of `opt_state`.
 
     Raises:
         ConfigError: If a moment has another shape than its parameter.
@@ -130,8 +161,8 @@ def state_shardings(transform: Transform, opt_state: Tree, params: Tree, shardin
 
     def of(leaf: Any, param: Any, sharding: Any) -> Any:
         if leaf.shape != param.shape:
-            kept = f"{leaf.dtype}{list(leaf.shape)} for a parameter of shape {list(param.shape)}"
-            raise ConfigError(f"the optimizer keeps {kept}: must have the shape of the parameter; see `fsdp`", field="fsdp")
+            state = f"{leaf.dtype}{list(leaf.shape)} for a parameter of shape {list(param.shape)}"
+            raise ConfigError(f"the optimizer state has {state}: must have the shape of the parameter", field="fsdp")
         return sharding
 
     return optax.tree_map_params(transform, of, opt_state, params, shardings, transform_non_params=lambda _: rest)

@@ -1,4 +1,4 @@
-"""Strategies: the placement of parameters on devices, and the computation of the gradients of a batch."""
+"""Strategies: place parameters on devices, and compute the gradients of a batch."""
 
 from jgraph.strategies.base import Strategy as Strategy
 from jgraph.strategies.fully_sharded import FullySharded as FullySharded

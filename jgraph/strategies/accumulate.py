@@ -1,4 +1,4 @@
-"""Gradients over the microbatches of a batch, summed in a dtype of choice."""
+"""Accumulates the gradients of microbatches in a chosen dtype."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,26 +22,36 @@ _UNROLLED_MICROBATCHES = 8
 def accumulate(
     sums_and_grads: MicrobatchFunction, num_microbatches: int, *, dtype: DTypeLike, reductions: Tree
 ) -> MicrobatchFunction:
-    """Returns `f(params, batch_M, key)`, which sums `sums_and_grads` over microbatches.
+    """Returns a function that calls `sums_and_grads` on each microbatch and sums the results. Traces nothing itself.
 
-    The leaves of `batch_M` have the shape [M, B/M, ...]. The key of microbatch m is folded from `key` and m.
+    The function is `f(params, batch_M, key) -> (sums, gradients)`. The leaves of `batch_M` have the shape [M, B/M, ...], where
+    M is the number of microbatches and B the number of rows. Microbatch m is index m of the first axis, and its key is
+    `jax.random.fold_in(key, m)`. Up to eight microbatches are unrolled; more run in a `lax.scan`.
 
     Args:
-        sums_and_grads: (params, batch, key) of a microbatch -> its loss and gradients, shaped as `params`.
+        sums_and_grads: `sums_and_grads(params, batch, key) -> (sums, gradients)` of a microbatch. The leaves of its batch are
+            [B/M, ...]. The sums are a `Loss`. The gradients have the structure and shapes of `params`.
         num_microbatches: M.
-        dtype: Dtype of the summed gradients. The gradients of a single microbatch are not cast.
-        reductions: Reductions of the carried state, a tree of names.
+        dtype: Dtype in which gradients are summed and returned if M is at least 2. If M is 1, this argument is not used, and
+            the gradients are returned in the dtypes from `sums_and_grads`.
+        reductions: How carried state is merged over microbatches. A tree with the structure of `Loss.carried`. Each leaf is
+            the name of a reduction. `max` and `halt` take the elementwise maximum, `sum` and `mean` the sum, and `last` the
+            state of the last microbatch.
+
+    Returns:
+        The function `f`. Its sums are a `Loss` with the sums over the microbatches and the merged carried state. Carried state
+        with the reduction `mean` is summed and not divided by M. Its gradients are sums over the microbatches, too.
     """
 
-    def over(params: Tree, batch_M: Tree, key: Array) -> tuple[Loss, Tree]:
-        def one(m: Any, batch: Tree) -> tuple[Loss, Tree]:
+    def accumulated(params: Tree, batch_M: Tree, key: Array) -> tuple[Loss, Tree]:
+        def microbatch(m: Any, batch: Tree) -> tuple[Loss, Tree]:
             return sums_and_grads(params, batch, jax.random.fold_in(key, m))
 
         if num_microbatches == 1:
-            return one(0, jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), batch_M))
+            return microbatch(0, jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), batch_M))
 
         def add(carry: tuple[Loss, Tree], this: tuple[Array, Tree]) -> tuple[tuple[Loss, Tree], None]:
-            sums, grads = one(*this)
+            sums, grads = microbatch(*this)
             with scope("wgrad"):
                 return (
                     merge(reductions, carry[0], sums),
@@ -49,10 +59,10 @@ def accumulate(
                 ), None
 
         first = jax.tree.map(lambda leaf: leaf[0], batch_M)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, 0, first)[0])
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(microbatch, 0, first)[0])
         main_grad = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
         unroll = num_microbatches if num_microbatches <= _UNROLLED_MICROBATCHES else 1
         start = replace(zeros, carried=before_any(reductions, zeros.carried))
         return jax.lax.scan(add, (start, main_grad), (jnp.arange(num_microbatches), batch_M), unroll=unroll)[0]
 
-    return over
+    return accumulated

@@ -23,14 +23,16 @@ Options: TypeAlias = Mapping[str, OptionValue]
 
 @dataclass(frozen=True, eq=False)
 class GradientProgram:
-    """Computes the gradients of a batch in two phases: executables that the host calls, and a part of the update's program.
+    """Computes the gradients of a batch in two phases.
 
-    This class has no executables: `run` returns the batch, and the update's program computes everything. A subclass with
-    executables overrides every method.
+    In the first phase, `run` calls separate executables. In the second phase, `gradients` is traced into the program of the
+    update (the program that also clips gradients and updates the state), and completes the results of `run`. This class has no
+    executables: `run` returns the batch, and `gradients` computes everything. A subclass with executables overrides every
+    method.
 
     Attributes:
         strategy: The bound strategy.
-        inputs: Shapes and shardings of the arrays that `run` returns.
+        inputs: Shapes and shardings of the arrays that `run` returns, a tree of `jax.ShapeDtypeStruct`. None if unknown.
     """
 
     strategy: "BoundStrategy"
@@ -38,34 +40,40 @@ class GradientProgram:
 
     @property
     def executables(self) -> Sequence[jax.stages.Compiled]:
-        """The executables that `run` calls, in order."""
+        """The executables that `run` calls, in order. In this class, ()."""
         return ()
 
     def run(self, params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
-        """Calls the executables on the host.
+        """Calls the executables. In this class, calls nothing and returns `batch` itself.
 
         Args:
-            params: The arrays of the state; not donated.
-            carry: Carried and observed state as the step begins; not donated.
-            step: Number of steps done, int32.
-            batch: A placed batch.
+            params: The parameters, `TrainState.params`; not donated.
+            carry: Carried and observed state (`TrainState.carry`) before the step; not donated.
+            step: Number of steps done, int32 scalar.
+            batch: A batch from `TrainStep.place`. On a mesh, leaves [M, B/M, ...] for M microbatches of a batch of B rows. If
+                the mesh is None, leaves [B, ...].
 
         Returns:
-            The inputs of the update's program.
+            The argument `inputs` of `gradients`, a tree of arrays.
         """
         return batch
 
     def gradients(self, params: Tree, carry: Carry, key: Array, inputs: Tree) -> tuple[Loss, Tree]:
-        """Computes the sums over the batch and the gradient of their mean. Traced in the update's program.
+        """Computes the sums over the batch and the gradient of the mean loss. Traced into the program of the update.
+
+        In this class, calls `loss_and_grads` of the strategy.
 
         Args:
-            params: The arrays of the state.
-            carry: Carried and observed state as the step begins.
+            params: The parameters, `TrainState.params`.
+            carry: Carried and observed state (`TrainState.carry`) before the step.
             key: Random key of the step.
             inputs: The result of `run`.
 
         Returns:
-            The sums, and the gradient in `grads_dtype`, laid out like `params`.
+            (sums, gradient). `sums` is a `Loss`: total, weight (never None) and metrics are float32 sums over the whole batch,
+            and `carried` is the `Carry` after the batch. `gradient` is the gradient of the mean loss, a tree with the structure
+            and shapes of `params`. Its dtype is `Objective.grads_dtype`; with one microbatch and no mesh, it may be the dtype
+            of `params` instead.
         """
         return self.strategy.loss_and_grads(params, self.strategy.batches.by_microbatch(inputs), key, carry)
 
@@ -74,8 +82,9 @@ class Pools(NamedTuple):
     """Predicted memory of one device during a step, besides parameters and optimizer state.
 
     Attributes:
-        sizes: Bytes by the name of a pool.
-        covers: Whether the pools are the `whole` step, or `some` of its temporary arrays.
+        sizes: Bytes by the name of a pool. A pool is a group of arrays with the same lifetime. An example is `main_grad`, the
+            summed gradients.
+        covers: `whole` if the pools are all temporary arrays of the step, `some` if there are others.
     """
 
     sizes: dict[str, int]
@@ -83,111 +92,202 @@ class Pools(NamedTuple):
 
 
 class BoundStrategy(Protocol):
-    """A strategy with an objective: converts between a model's own tree and the arrays of a step, and computes gradients.
+    """A strategy bound to an objective (a loss and the choices of a step).
+
+    Converts parameters between the model's own tree and the *arrays of a step*, which are packed, padded and sharded, and
+    computes gradients.
 
     Attributes:
         mesh: The devices; None for one device.
-        is_matrix: A tree of bools like the arrays, True for arrays that hold matrices. Weight decay applies to these.
-        batches: The layout of a batch.
-        observed: Shapes of the observed state.
-        xla_options: XLA options that the step needs, as `name=value`. Options that the installed XLA lacks are left out.
+        is_matrix: A tree with the structure of the arrays of a step and a bool for each array, True if it holds matrices.
+            Weight decay applies to these.
+        batches: Assigns the rows of a batch to microbatches and devices.
+        observed: Shapes of the observed state (amax histories of FP8); {} if there is none.
+        xla_options: XLA options that the step needs, as `name=value`. May have options that the installed XLA does not have.
     """
 
     @property
-    def mesh(self) -> Mesh | None: ...
+    def mesh(self) -> Mesh | None:
+        """The devices; None for one device."""
+        ...
+
     @property
-    def is_matrix(self) -> Tree: ...
+    def is_matrix(self) -> Tree:
+        """A tree with the structure of the arrays from `pack` and a bool for each array, True if it holds matrices.
+
+        Matrices are parameters with at least two axes, except those named `scale` or `bias`. Weight decay applies to them.
+        """
+        ...
+
     @property
-    def batches(self) -> BatchLayout: ...
+    def batches(self) -> BatchLayout:
+        """An object that assigns the rows of a batch to microbatches and devices."""
+        ...
+
     @property
-    def observed(self) -> Tree: ...
+    def observed(self) -> Tree:
+        """Shapes of the observed state (amax histories of FP8), a tree of `jax.ShapeDtypeStruct`; {} if there is none."""
+        ...
+
     @property
-    def xla_options(self) -> tuple[str, ...]: ...
+    def xla_options(self) -> tuple[str, ...]:
+        """XLA options that the step needs, as `name=value`. May have options that the installed XLA does not have.
+
+        `TrainStep.chosen_options` leaves those out.
+        """
+        ...
 
     def on(self, mesh: Mesh) -> "BoundStrategy":
-        """Returns the same strategy over other devices."""
+        """Returns a copy of the strategy for another mesh with the same shape and axis names. Moves no arrays."""
         ...
 
     def pack(self, tree: Tree) -> Tree:
-        """Returns the arrays of a model's tree."""
+        """Converts parameters from the model's own tree to the arrays of a step. A pure function, to be jitted.
+
+        Args:
+            tree: Arrays with the structure and shapes of the model's own tree: parameters, gradients, moments or bool masks.
+
+        Returns:
+            The arrays of a step, a tree: packed, padded and stacked as the strategy stores them. Padding is zero, or False in
+            masks.
+        """
         ...
 
     def unpack(self, params: Tree) -> Tree:
-        """Inverts `pack`, bit for bit."""
+        """Inverts `pack`, bit for bit. A pure function, to be jitted.
+
+        Args:
+            params: The arrays of a step, as `pack` returns them.
+
+        Returns:
+            Arrays in the model's own tree, without padding.
+        """
         ...
 
     def shardings(self, params: Tree) -> Tree:
-        """Returns the NamedSharding of every array; None on one device."""
+        """Returns the placement of the arrays of a step.
+
+        Args:
+            params: The arrays or their shapes, as `pack` returns them.
+
+        Returns:
+            A tree with the structure of `params` and the NamedSharding of each array, or None for each array if the mesh is
+            None.
+        """
         ...
 
     def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Tree]:
-        """Computes the sums over a batch and the gradient of their mean, as a pure function to be jitted.
+        """Computes the sums over a batch and the gradient of the mean loss, as a pure function to be jitted.
 
         Args:
             params: The arrays, as `pack` returns them.
-            batch: Leaves [M, B/M, ...]. On a mesh, the second axis is sharded over the data ranks.
-            key: Random key of the step.
-            carry: Carried and observed state as the step begins.
+            batch: Leaves [M, B/M, ...] for M microbatches of a batch of B rows, also if the mesh is None. On a mesh, the second
+                axis is sharded over the data ranks (devices with their own rows).
+            key: Random key of the step. Keys of microbatches and data ranks are folded from it.
+            carry: Carried and observed state (`TrainState.carry`) before the step.
 
         Returns:
-            The sums, and the gradient in `grads_dtype`, laid out like `params`.
+            (sums, gradient). `sums` is a `Loss`: total, weight (never None) and metrics are float32 sums over the whole batch,
+            and `carried` is the `Carry` after the batch. `gradient` is the gradient of the mean loss, a tree with the structure
+            and shapes of `params`. Its dtype is `Objective.grads_dtype`; with one microbatch and no mesh, it may be the dtype
+            of `params` instead.
         """
         ...
 
     def compile_gradients(self, params: Tree, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
-        """Compiles the executables of the gradients, if there are any.
+        """Compiles the separate executables of the gradients, if the strategy has any. Does not run them.
 
         Args:
-            params: Shapes and shardings of the arrays.
-            carry: Shapes and shardings of the carried and observed state.
-            batch: Shapes and shardings of a placed batch.
-            key: Random key of the run.
-            options: XLA options.
+            params: Shapes and shardings of the arrays of a step, a tree of `jax.ShapeDtypeStruct`.
+            carry: Shapes and shardings of the carried and observed state, a `Carry` of `jax.ShapeDtypeStruct`s.
+            batch: Shapes and shardings of a batch from `TrainStep.place`, a tree of `jax.ShapeDtypeStruct`.
+            key: Random key of the run. The key of each step is folded from it.
+            options: XLA options, values by name.
+
+        Returns:
+            An object that runs the executables. If there are none, a plain `GradientProgram` with `batch` as its `inputs`.
+
+        Raises:
+            CompilerOptionError: If XLA refuses an option.
+            DonationError: If an executable copies a buffer that it must update in place.
         """
         ...
 
     def predict_memory(self, batch: Tree) -> Pools:
-        """Predicts the memory of a step with batches of these shapes, [B, ...]."""
+        """Predicts the memory of one device during a step, besides parameters and optimizer state. Compiles nothing.
+
+        Args:
+            batch: Arrays or shapes of a whole batch, leaves [B, ...], where B is the number of rows.
+
+        Returns:
+            The bytes of each pool (`sizes`), and whether the pools are all temporary arrays of the step (`covers`).
+        """
         ...
 
     def describe(
         self, batch: Tree, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None
     ) -> list[str]:
-        """Returns lines for the log about a compiled step.
+        """Describes a compiled step for the log. Prints nothing.
 
         Args:
-            batch: Shapes of a whole batch, [B, ...].
+            batch: Shapes of a whole batch, leaves [B, ...].
             gradients: The compiled gradients.
             executables: All executables of the step.
-            memory: Memory of the step by XLA's account; None if unknown.
+            memory: Memory of the step, as reported by XLA; None if unknown.
+
+        Returns:
+            The lines, without line ends. Empty if there is nothing to report.
         """
         ...
 
     def profile_facts(self) -> dict[str, Any]:
-        """Returns facts about the strategy for the report of a profile, as JSON."""
+        """Returns facts about the strategy to be written into the report of a profile.
+
+        Returns:
+            A dict of JSON values by name; {} if there are none. A pipeline returns one entry `pipeline`, whose value is a dict
+            with the keys `runtime`, `schedule` and `devices`.
+        """
         ...
 
 
 class Strategy(Protocol):
-    """Places parameters on devices, and assigns computation to devices.
+    """How to place parameters and computation on devices. The argument `strategy` of `train_step`.
 
     Attributes:
-        shapes: Shapes of the parameters, in the model's own tree.
+        shapes: The parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree.
     """
 
     @property
-    def shapes(self) -> Tree: ...
+    def shapes(self) -> Tree:
+        """The parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree. Only shapes and dtypes are read."""
+        ...
 
     def bind(self, objective: Objective) -> BoundStrategy:
-        """Combines the strategy with a loss and the choices of a step.
+        """Binds the strategy to a loss and the choices of a step.
+
+        Args:
+            objective: The loss and the choices.
+
+        Returns:
+            The bound strategy.
 
         Raises:
-            ConfigError: If the strategy cannot compute the objective.
+            ConfigError: If the strategy cannot compute the objective, for example because of the kind of the loss.
+            ShapeError: If the objective has an FP8 recipe, and microbatches and devices cannot share the rows of its batch.
+            OrderError: If the layers of a pipeline do not make the stages of its schedule.
         """
         ...
 
 
 def summary(mesh: Mesh | None, shapes: Tree) -> str:
-    """Returns a mesh and the size of a tree of parameters in a few words."""
+    """Describes a mesh and the size of a model in a few words, for `repr`.
+
+    Args:
+        mesh: The devices; None for one device.
+        shapes: Arrays or shapes of the parameters.
+
+    Returns:
+        A text such as `fsdp=4, 1,024 parameters`; without a mesh, `one device, 1,024 parameters`.
+    """
     devices = "one device" if mesh is None else ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
     return f"{devices}, {sum(leaf.size for leaf in jax.tree.leaves(shapes)):,} parameters"

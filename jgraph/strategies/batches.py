@@ -1,4 +1,4 @@
-"""The layout of a batch: rows grouped by microbatch, each microbatch sharded over the data ranks."""
+"""The layout of a batch: rows are grouped by microbatch, and each microbatch is sharded over the data ranks."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,9 +21,9 @@ from jgraph.tree import path_name
 class BatchLayout:
     """Places the rows of a batch on devices.
 
-    Microbatch m of M consists of rows [m * B/M, (m + 1) * B/M) of the batch. Each data rank has an equal, consecutive part of
-    every microbatch. A placed batch has leaves [M, B/M, ...], with the second axis sharded over the data ranks. On one device,
-    a placed batch is the batch itself.
+    Microbatch m of M consists of rows [m * B/M, (m + 1) * B/M) of a batch of B rows. Each data rank (device with its own rows)
+    has an equal, consecutive part of every microbatch. A placed batch has leaves [M, B/M, ...], with the second axis sharded
+    over the data ranks. If `mesh` is None, there is one data rank, and a placed batch is the batch itself.
 
     Attributes:
         mesh: The devices; None for one device.
@@ -35,14 +35,20 @@ class BatchLayout:
 
     @property
     def sharding(self) -> NamedSharding | None:
-        """Sharding of the leaves of a placed batch. None on one device."""
+        """Sharding of the leaves of a placed batch: the second axis over the data ranks. None if `mesh` is None."""
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(None, batch_axes(self.mesh)))
 
     def rows(self, count: int) -> np.ndarray:
-        """Returns the indices of the rows that this process feeds, int64 in ascending order, of a batch of `count` rows.
+        """Lists the rows that this process must read from a batch.
+
+        Args:
+            count: B, the number of rows of the whole batch.
+
+        Returns:
+            int64 indices in [0, B), ascending: the rows of all devices of this process. All rows if `mesh` is None.
 
         Raises:
-            ShapeError: If the microbatches and data ranks cannot share the rows equally.
+            ShapeError: If M times the number of data ranks does not divide `count`.
         """
         self.microbatch(jax.ShapeDtypeStruct((count,), jnp.int32))  # raises ShapeError
         index_MB = np.arange(count).reshape(self.num_microbatches, -1)
@@ -52,36 +58,50 @@ class BatchLayout:
         return np.unique(np.concatenate([index_MB[part].ravel() for part in parts if part is not None]))
 
     def place(self, batch: Tree) -> Tree:
-        """Puts the rows of this process on its devices. Sends no row to another process.
+        """Copies the rows of this process to its devices. Sends no row to another process.
 
         Args:
-            batch: Leaves [B, ...]. With several processes, the rows that `rows` lists for this process.
+            batch: Tree of NumPy or JAX arrays [B, ...]. With several processes, only the rows that `rows` lists for this
+                process, in that order.
+
+        Returns:
+            The placed batch. On a mesh, JAX arrays [M, B/M, ...] with the sharding `sharding`, where B counts the rows of all
+            processes. If `mesh` is None, `batch` itself, unchanged and unchecked.
 
         Raises:
-            ShapeError: If the microbatches and data ranks cannot share the rows equally.
+            ShapeError: If there is a mesh, and a leaf is not an array of numbers, or the microbatches and data ranks cannot
+                share the rows equally.
         """
         sharding = self.sharding
         if sharding is None:
             return batch
-        own, total = self._data_ranks
-        self._share(batch, own, "data ranks of this process")
+        local, total = self._data_ranks
+        leaves, multiple = jax.tree.leaves(batch), self.num_microbatches * local
+        # `_share` raises the error. It is not called in every step, because it describes each leaf by its path.
+        if not leaves or not all(checks.has_rows(leaf, multiple) for leaf in leaves):
+            self._share(batch, local, "data ranks of this process")
 
         def place(leaf: Any) -> Array:
             rows = np.asarray(leaf)
             shape = (self.num_microbatches, len(rows) // self.num_microbatches, *rows.shape[1:])
-            whole = (shape[0], shape[1] * total // own, *shape[2:])
+            whole = (shape[0], shape[1] * total // local, *shape[2:])
             return jax.make_array_from_process_local_data(sharding, rows.reshape(shape), whole)
 
         return jax.tree.map(place, batch)
 
     def placed_shapes(self, batch: Tree) -> Tree:
-        """Returns the shapes and shardings of a placed batch.
+        """Computes the shapes and shardings of a placed batch. Places nothing.
 
         Args:
-            batch: Arrays or shapes of a whole batch, [B, ...], or of a placed batch.
+            batch: Arrays or shapes of a whole batch, leaves [B, ...]. Or those of a placed batch, with shardings, which may be
+                on another mesh of the same shape and axis names.
+
+        Returns:
+            A tree of `jax.ShapeDtypeStruct`. On a mesh, [M, B/M, ...] with the sharding `sharding`. If `mesh` is None, the
+            shapes of `batch`, without shardings.
 
         Raises:
-            ShapeError: If a leaf is not an array, or the microbatches and data ranks cannot share its rows equally.
+            ShapeError: If a leaf is not an array of numbers, or the microbatches and data ranks cannot share its rows equally.
         """
         sharding, num_microbatches = self.sharding, self.num_microbatches
 
@@ -89,9 +109,9 @@ class BatchLayout:
             where = getattr(leaf, "sharding", None)
             if sharding is None or not isinstance(where, NamedSharding):
                 return False
-            # Not the devices: a batch placed for one mesh also describes the batch of a mesh of other devices (`on`).
-            alike = (where.spec, where.mesh.shape) == (sharding.spec, sharding.mesh.shape)
-            return alike and leaf.shape[0] == num_microbatches
+            # Devices are not compared, because a batch placed on one mesh also describes the batch on another mesh (`on`).
+            is_same = (where.spec, where.mesh.shape) == (sharding.spec, sharding.mesh.shape)
+            return is_same and leaf.shape[0] == num_microbatches
 
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
             lead = (num_microbatches, leaf.shape[0] // num_microbatches)
@@ -104,18 +124,21 @@ class BatchLayout:
         return jax.tree.map(shape, batch)
 
     def microbatch(self, batch: Tree) -> Tree:
-        """Returns the shapes of one device's microbatch.
+        """Computes the shapes of the part of a microbatch that one data rank gets.
 
         Args:
             batch: Arrays or shapes of a whole batch, leaves [B, ...].
 
+        Returns:
+            A tree of `jax.ShapeDtypeStruct`, [B / (M * number of data ranks), ...], without shardings.
+
         Raises:
-            ShapeError: If a leaf is not an array, or the microbatches and data ranks cannot share its rows equally.
+            ShapeError: If a leaf is not an array of numbers, or the microbatches and data ranks cannot share its rows equally.
         """
         return self._share(batch, num_data_ranks(self.mesh), "data ranks")
 
     def _share(self, batch: Tree, ranks: int, what: str) -> Tree:
-        """Returns the shapes of a microbatch's rows on one of `ranks` ranks. `what` names the ranks in a message."""
+        """Returns the shapes of the rows of a microbatch on one of `ranks` ranks. `what` describes the ranks in the error."""
         checks.check_batch(batch)
 
         def share(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
@@ -130,18 +153,29 @@ class BatchLayout:
         return jax.tree_util.tree_map_with_path(share, batch)
 
     def by_microbatch(self, placed: Tree) -> Tree:
-        """Returns a placed batch with leaves [M, B/M, ...] on one device too. Called in the step's program."""
+        """Converts a placed batch to leaves [M, B/M, ...]. Can be traced.
+
+        If `mesh` is None, reshapes leaves [B, ...]. Otherwise, returns `placed` itself, which has these shapes already.
+        """
         if self.mesh is not None:
             return placed
         return by_microbatch(placed, self.num_microbatches)
 
     @cached_property
     def _data_ranks(self) -> tuple[int, int]:
-        """The number of data ranks that this process feeds, and the number of all."""
+        """The number of data ranks of this process, and the number of all data ranks."""
         total = num_data_ranks(self.mesh)
         return len(self.rows(self.num_microbatches * total)) // self.num_microbatches, total
 
 
 def by_microbatch(batch: Tree, num_microbatches: int) -> Tree:
-    """Returns the batch with leaves [M, B/M, ...] instead of [B, ...]."""
+    """Reshapes a batch to microbatches. A pure function of arrays.
+
+    Args:
+        batch: Leaves [B, ...].
+        num_microbatches: M. If it does not divide B, JAX raises an error.
+
+    Returns:
+        Leaves [M, B/M, ...]. Microbatch m has the rows [m * B/M, (m + 1) * B/M).
+    """
     return jax.tree.map(lambda leaf: jnp.reshape(leaf, (num_microbatches, -1, *leaf.shape[1:])), batch)

@@ -13,32 +13,51 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from jgraph.errors import ConfigError, ShapeError, check_choice, require
+from jgraph.errors import ConfigError, ShapeError, check_choice
 from jgraph.precision.config import FP8Config
 from jgraph.strategies.objective import Loss, Reduction, Tree
 from jgraph.tree import leaf_names
 
-_NOT_TRAINED = (
-    "parameters must be floating; pass other arrays as `carried` state, and keep floating ones that are not trained by `freeze`"
-)
+_NOT_TRAINED = "parameters must be floating; pass other arrays as `carried` state, and freeze floating arrays with `freeze`"
 
 # --- Single values ---
 
 
 def check_count(field: str, value: Any) -> None:
-    """Raises ConfigError unless `value` is a positive integer."""
-    fits = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    require(fits, field, _shown(value), "a positive integer")
+    """Checks that an argument is a positive integer, and no bool.
+
+    Args:
+        field: Name of the argument, for the error.
+        value: Its value.
+
+    Raises:
+        ConfigError: If `value` is not an integer, is a bool, or is less than 1.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"`{field}` is {_shown(value)}: must be a positive integer", field=field)
 
 
 def check_clip_norm(value: Any) -> None:
-    """Raises ConfigError unless `value` is a positive number or None."""
+    """Raises ConfigError unless `value`, the argument `clip_norm` of a step, is a positive number or None."""
     fits = value is None or (isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value) > 0)
-    require(fits, "clip_norm", _shown(value), "a positive number, or None to not clip")
+    if not fits:
+        must = "must be a positive number, or None to not clip"
+        raise ConfigError(f"`clip_norm` is {_shown(value)}: {must}", field="clip_norm")
 
 
 def float_dtype(field: str, value: Any) -> Any:
-    """Returns `value` as a dtype. Raises ConfigError unless it is a floating one."""
+    """Converts an argument to a floating dtype.
+
+    Args:
+        field: Name of the argument, for the error.
+        value: Its value, for example `jnp.float32` or "bfloat16".
+
+    Returns:
+        The dtype, a `numpy.dtype`.
+
+    Raises:
+        ConfigError: If `value` is None or not a floating dtype.
+    """
     try:
         dtype = None if value is None else jnp.dtype(value)
     except TypeError:
@@ -49,14 +68,34 @@ def float_dtype(field: str, value: Any) -> Any:
 
 
 def check_fp8(config: Any, batch: Tree) -> None:
-    """Raises ConfigError unless `config` is None, or a recipe and `batch` is given."""
-    fits = config is None or isinstance(config, FP8Config)
-    require(fits, "fp8", repr(config), "a jgraph.FP8Config, or None for no matmuls in FP8")
-    require(config is None or batch is not None, "batch", batch, "arrays or shapes of a whole batch with `fp8`")
+    """Checks the arguments `fp8` and `batch` of a step.
+
+    Args:
+        config: The argument `fp8`.
+        batch: The argument `batch`.
+
+    Raises:
+        ConfigError: If `config` is neither an `FP8Config` nor None, or `config` is set and `batch` is None.
+    """
+    if config is not None and not isinstance(config, FP8Config):
+        must = "must be a jgraph.FP8Config, or None for no matmuls in FP8"
+        raise ConfigError(f"`fp8` is {config!r}: {must}", field="fp8")
+    if config is not None and batch is None:
+        raise ConfigError("`batch` is None: must be arrays or shapes of a whole batch with `fp8`", field="batch")
 
 
 def random_key(value: Any) -> Array:
-    """Returns a random key from a key or a seed. Raises ConfigError for anything else."""
+    """Converts the argument `key` of a step to a random key.
+
+    Args:
+        value: An integer seed in [-2**63, 2**63), a key of `jax.random.key`, or a uint32 vector of `jax.random.PRNGKey`.
+
+    Returns:
+        For an integer, the key `jax.random.key(value)`. Otherwise, `value` itself.
+
+    Raises:
+        ConfigError: For any other value, such as an array of several keys.
+    """
     if isinstance(value, int | np.integer) and not isinstance(value, bool) and -(2**63) <= value < 2**63:
         return jax.random.key(int(value))
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
@@ -67,7 +106,19 @@ def random_key(value: Any) -> Array:
 
 
 def strings(field: str, value: Any, *, example: str) -> tuple[str, ...]:
-    """Returns a collection of strings as a tuple. Raises ConfigError for a single string and anything else."""
+    """Converts a collection of strings to a tuple.
+
+    Args:
+        field: Name of the argument, for the error.
+        value: Its value.
+        example: A valid element, for the error.
+
+    Returns:
+        A tuple of the strings, in the order of `value`.
+
+    Raises:
+        ConfigError: If `value` is a single string, or not a collection of strings.
+    """
     found = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
     if found is None or not all(isinstance(each, str) for each in found):
         raise ConfigError(f"`{field}` is {_shown(value)}: must be a sequence of strings, e.g. ({example!r},)", field=field)
@@ -78,7 +129,15 @@ def strings(field: str, value: Any, *, example: str) -> tuple[str, ...]:
 
 
 def check_shapes(strategy: Any) -> None:
-    """Raises ConfigError unless `strategy` has parameters, and all are floating arrays or shapes."""
+    """Checks the argument `strategy` of a step.
+
+    Args:
+        strategy: The argument. Only its attributes `bind` and `shapes` are read; `bind` is not called.
+
+    Raises:
+        ConfigError: If `strategy` is a class, lacks the method `bind` or the attribute `shapes`, or a leaf of `shapes` is not a
+            floating array or shape.
+    """
     if not callable(getattr(strategy, "bind", None)) or not hasattr(strategy, "shapes") or isinstance(strategy, type):
         must = "must be jgraph.Replicated, jgraph.FullySharded or jgraph.Pipelined"
         raise ConfigError(f"`strategy` is {_shown(strategy)}: {must}", field="strategy")
@@ -89,14 +148,31 @@ def check_shapes(strategy: Any) -> None:
 
 
 def check_params(tree: Tree, shapes: Tree) -> None:
-    """Raises ShapeError unless parameters are floating arrays with the structure and the shapes of the strategy."""
+    """Checks that parameters have the structure and shapes of `shapes`. Their dtypes may differ.
+
+    Args:
+        tree: Parameters in the model's own tree: arrays, shapes or Python numbers.
+        shapes: The attribute `shapes` of the strategy: arrays or shapes in the model's own tree.
+
+    Raises:
+        ShapeError: If the structure or a shape differs, or a leaf is not a floating array. The message has the path of the
+            leaf.
+    """
     _check_tree("`params`", tree, shapes, like="the `shapes` of the strategy", field="params", dtypes="floating")
 
 
 def check_carried(tree: Tree, shapes: Tree) -> None:
-    """Raises ShapeError unless carried state has the structure, shapes and dtypes that `train_step` was given."""
+    """Checks carried state against the argument `carried` of `train_step`.
+
+    Args:
+        tree: The carried state: arrays, shapes or Python numbers.
+        shapes: The arrays or shapes that were passed to `train_step`.
+
+    Raises:
+        ShapeError: If the structure, a shape or a dtype differs. The message has the path of the leaf.
+    """
     if not jax.tree.leaves(tree) and (names := leaf_names(shapes)):
-        must = f"must be the state to start from, since the step carries {', '.join(names)}"
+        must = f"must be the initial state, because the step carries {', '.join(names)}"
         raise ShapeError(f"`carried` is {tree!r}: {must}", field="carried")
     _check_tree("`carried`", tree, shapes, like="the `carried` of train_step", field="carried", dtypes="equal")
 
@@ -106,16 +182,22 @@ def reductions_of(carried: Tree, reductions: Tree) -> Tree:
 
     Args:
         carried: Arrays or shapes.
-        reductions: A name for all leaves, or a tree of names like `carried`.
+        reductions: `mean`, `sum`, `max`, `last` or `halt` for all leaves, or a tree with the structure of `carried` and one of
+            these names for each leaf.
+
+    Returns:
+        A tree with the structure of `carried` and one of these names for each leaf.
 
     Raises:
-        ConfigError: If `carried` has other leaves, a name is unknown, the trees differ, or a leaf that halts is no integer.
+        ConfigError: If a leaf of `carried` is not an array, a name is unknown, the trees differ, or a leaf with the reduction
+            `halt` is not an integer.
     """
     for name, leaf in _named(carried):
         if not _is_array(leaf):
             must = "must have arrays or jax.ShapeDtypeStruct"
             raise ConfigError(f"`carried` has {_shown(leaf)}{at(name)}: {must}", field="carried")
     if isinstance(reductions, str):
+        # The name is checked without carried state, too.
         check_choice("reductions", reductions, get_args(Reduction))
         reductions = jax.tree.map(lambda _: reductions, carried)
     if (problem := _difference("`reductions`", reductions, carried, like="`carried`")) is not None:
@@ -127,35 +209,38 @@ def reductions_of(carried: Tree, reductions: Tree) -> Tree:
     return reductions
 
 
-def _check_tree(what: str, tree: Tree, expected: Tree, *, like: str, field: str, dtypes: Literal["equal", "floating"]) -> None:
+def _check_tree(label: str, tree: Tree, expected: Tree, *, like: str, field: str, dtypes: Literal["equal", "floating"]) -> None:
     """Checks a tree of arrays against a tree of shapes.
 
     Args:
-        what: The tree, in messages.
+        label: The name of the tree in messages.
         tree: Arrays, shapes or Python numbers.
         expected: Shapes.
-        like: Name of `expected` in messages.
-        field: The argument at fault.
+        like: The name of `expected` in messages.
+        field: The invalid argument.
         dtypes: Whether dtypes must be `equal` to the expected ones or any `floating` ones.
 
     Raises:
         ShapeError: If the structure, a shape or a dtype differs. The message has the path of the leaf.
     """
-    if (problem := _difference(what, tree, expected, like=like)) is not None:
+    if (problem := _difference(label, tree, expected, like=like)) is not None:
         raise ShapeError(problem, field=field)
     for (name, leaf), must in zip(_named(tree), jax.tree.leaves(expected), strict=True):
-        (shape, dtype), found = _shape_and_dtype(leaf), f"{what} has {_shown(leaf)}{at(name)}"
+        (shape, dtype), found = _shape_and_dtype(leaf), f"{label} has {_shown(leaf)}{at(name)}"
         if dtype is None:
             raise ShapeError(f"{found}: must be an array", field=field)
         if dtypes == "floating" and not jnp.issubdtype(dtype, jnp.floating):
             raise ShapeError(f"{found}: {_NOT_TRAINED}", field=field)
         if shape != tuple(must.shape) or (dtypes == "equal" and dtype != _shape_and_dtype(must)[1]):
-            wanted = list(must.shape) if dtypes == "floating" else _shown(must)
-            raise ShapeError(f"{found}: must be {wanted}, as in {like}", field=field)
+            required = list(must.shape) if dtypes == "floating" else _shown(must)
+            raise ShapeError(f"{found}: must be {required}, as in {like}", field=field)
 
 
 def check_batch(batch: Tree) -> None:
-    """Raises ShapeError unless a batch is a tree of arrays or shapes."""
+    """Raises ShapeError unless each leaf of a batch is an array or shape with a dtype of numbers, bools or random keys.
+
+    Python numbers and None count as leaves that are not arrays. The numbers of rows are not checked.
+    """
     if batch is None:
         raise ShapeError("`batch` is None: must be a tree of arrays with rows as first axes", field="batch")
     for name, leaf in _named(batch):
@@ -166,25 +251,37 @@ def check_batch(batch: Tree) -> None:
         raise ShapeError(f"`batch` has {_shown(leaf)}{at(name)}: must have {must}", field="batch")
 
 
+def has_rows(leaf: Any, multiple: int) -> bool:
+    """Returns True if `leaf` is an array of numbers, and `multiple` divides the length of its first axis."""
+    return _is_array(leaf) and _is_numeric(leaf.dtype) and len(leaf.shape) > 0 and leaf.shape[0] % multiple == 0
+
+
 # --- The loss ---
 
 
 def check_function(loss: Any) -> None:
-    """Raises ConfigError unless `loss` is a function."""
-    require(callable(loss), "loss", _shown(loss), "a function of params, batch and key")
+    """Raises ConfigError unless `loss` is callable. Does not check its parameters."""
+    if not callable(loss):
+        raise ConfigError(f"`loss` is {_shown(loss)}: must be a function of params, batch and key", field="loss")
 
 
 def checked_loss(loss: Any, carried: Tree) -> Any:
-    """Adds checks of the result to a loss function. Other objects pass unchanged.
+    """Wraps a loss function with checks of its result. Calls nothing itself.
 
     Args:
-        loss: `loss(params, batch, key)`, or `loss(params, batch, key, carried)` if anything is carried.
-        carried: Shapes of the carried state.
+        loss: `loss(params, batch, key)`, or `loss(params, batch, key, carried)` if there is carried state. An object that is
+            not callable, such as a `PipelineModel`, is returned unchanged.
+        carried: Arrays or shapes of the carried state; {} if there is none.
+
+    Returns:
+        A function with the same arguments and results as `loss`. Python numbers in the carried state of its result are
+        converted to arrays. `loss` itself if it is not callable.
 
     Raises:
-        ConfigError: If the function does not take these arguments.
-        ShapeError: By the returned function, if the loss is no scalar or `Loss`, or its carried state differs from `carried` in
-            structure, shapes or dtypes.
+        ConfigError: If `loss` is callable and does not take these arguments.
+        ShapeError: When the returned function is called, if the result is neither a floating scalar nor a `Loss` with a
+            floating scalar total and a scalar weight, or the carried state in the result differs from `carried` in structure,
+            shapes or dtypes.
     """
     if not callable(loss):
         return loss
@@ -219,9 +316,9 @@ def _check_loss(found: Any) -> None:
     scalar, weight = (found.total, found.weight) if isinstance(found, Loss) else (found, None)
     shape, dtype = getattr(scalar, "shape", None), getattr(scalar, "dtype", None)
     if shape != () or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        what = type(scalar).__name__ if shape is None else f"{dtype}{list(shape)}"
+        description = type(scalar).__name__ if shape is None else f"{dtype}{list(shape)}"
         must = "must return a floating scalar, the mean, or jgraph.Loss(total, weight)"
-        raise ShapeError(f"`loss` returns {what}: {must}", field="loss")
+        raise ShapeError(f"`loss` returns {description}: {must}", field="loss")
     if weight is not None and (shape := jnp.shape(weight)) != ():
         raise ShapeError(f"`loss` returns a weight of shape {list(shape)}: must be a scalar, the sum of weights", field="loss")
 
@@ -229,17 +326,17 @@ def _check_loss(found: Any) -> None:
 # --- Descriptions ---
 
 
-def _difference(what: str, tree: Tree, expected: Tree, *, like: str) -> str | None:
-    """Returns a message on how the structures of two trees differ; None if they are equal."""
-    found, wanted = jax.tree.structure(tree), jax.tree.structure(expected)
-    if found == wanted:
+def _difference(label: str, tree: Tree, expected: Tree, *, like: str) -> str | None:
+    """Returns a message about the difference of two tree structures; None if they are equal."""
+    found, required = jax.tree.structure(tree), jax.tree.structure(expected)
+    if found == required:
         return None
     names, expected_names = leaf_names(tree), leaf_names(expected)
     if missing := [name for name in expected_names if name not in names]:
-        return f"{what} has no `{missing[0]}`: must have the leaves of {like}"
-    if more := [name for name in names if name not in expected_names]:
-        return f"{what} has `{more[0]}`, which is not in {like}: must have the same leaves"
-    return f"{what} is {found}: must be {wanted}, as in {like}"
+        return f"{label} has no `{missing[0]}`: must have the leaves of {like}"
+    if unknown := [name for name in names if name not in expected_names]:
+        return f"{label} has `{unknown[0]}`, which is not in {like}: must have the same leaves"
+    return f"{label} is {found}: must be {required}, as in {like}"
 
 
 def _named(tree: Tree) -> list[tuple[str, Any]]:
@@ -247,12 +344,12 @@ def _named(tree: Tree) -> list[tuple[str, Any]]:
 
 
 def at(name: str) -> str:
-    """Returns the place of a leaf for a message; nothing for a tree that is one leaf."""
+    """Returns the location of a leaf for a message: " at `w`" for the name `w`, "" for the empty name of a tree of one leaf."""
     return f" at `{name}`" if name else ""
 
 
 def _shown(value: Any) -> str:
-    """Returns a value in one short line; dtype and shape of an array."""
+    """Returns a short line that describes a value: the dtype and shape of an array, otherwise its `repr` or type."""
     if _is_array(value):
         shape, dtype = _shape_and_dtype(value)
         return f"{dtype}{list(shape)}"
@@ -266,7 +363,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _is_numeric(dtype: DTypeLike) -> bool:
-    """True for the dtypes of JAX arrays, random keys included."""
+    """True for the dtypes of JAX arrays, including random keys."""
     try:
         return any(jnp.issubdtype(dtype, kind) for kind in (np.number, np.bool_, jax.dtypes.extended))
     except TypeError:  # a dtype of another library
@@ -274,7 +371,7 @@ def _is_numeric(dtype: DTypeLike) -> bool:
 
 
 def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """Returns the shape and the dtype of an array or a number; None as dtype for anything else."""
+    """Returns the shape and the dtype of an array or a number. The dtype of other objects is None."""
     if _is_array(leaf):
         known = _is_numeric(leaf.dtype)
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True) if known else leaf.dtype

@@ -1,4 +1,4 @@
-"""Gradients over devices with different parts of the batch: replicated and fully sharded parameters."""
+"""Gradients with data parallelism: every device computes the whole model on its part of the batch."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,19 +26,20 @@ from jgraph.xla.explain import Memory
 
 @dataclass(frozen=True, eq=False)
 class DataParallel:
-    """A `BoundStrategy` over devices with different parts of the batch. Each device computes the whole model.
+    """The `BoundStrategy` of `Replicated` and `FullySharded`. Each device computes the whole model on its part of the batch.
 
-    With sharded parameters, each microbatch gathers parameters and reduce-scatters gradients over the axis `fsdp`, so that no
-    device holds a whole main_grad. Gradients are summed over the axis `data` once per step. Both sums are in `grads_dtype`.
+    With sharded parameters, each microbatch gathers parameters and reduce-scatters gradients over the axis `fsdp`, so no device
+    holds all summed gradients. Gradients are summed over the axis `data` once per step. Both sums are in the `grads_dtype` of
+    the objective.
 
     Attributes:
-        mesh: The devices; None for one.
-        objective: The choices of the step.
-        loss: The loss function.
-        packing: The packing of the parameters; packed arrays are then sharded.
-        shards: How each array is sharded over the axis `fsdp`; empty without this axis.
-        compute_dtype: As in `FullySharded`.
-        reshard_after_forward: As in `FullySharded`.
+        mesh: The devices; None for one device.
+        objective: The loss and the choices of the step.
+        loss: The loss function, with its FP8 matmuls if the objective has an FP8 recipe.
+        packing: Which parameters share an array. The arrays of a step are named; `shards` shards these arrays.
+        shards: How each array is sharded over the axis `fsdp`, by name; empty without this axis.
+        compute_dtype: Matrices other than those of routers are cast to this dtype before they are gathered. None does not cast.
+        reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying gathered.
     """
 
     mesh: Mesh | None
@@ -60,18 +61,23 @@ class DataParallel:
         alone: Collection[str] = (),
         **choices: Any,
     ) -> Self:
-        """Binds a loss function.
+        """Binds a loss function. With FP8, traces the loss to find the matmuls.
 
         Args:
-            mesh: The devices; None for one.
+            mesh: The devices; None for one device.
             shapes: Shapes of the parameters, in the model's own tree.
             objective: The loss function and the choices of the step.
-            shard: Shards the packed arrays; None replicates them.
-            alone: Names of parameters that must not be packed with others.
-            choices: The remaining attributes.
+            shard: A function from a dict of the shapes of the packed arrays by name to a dict of their shardings by name.
+                Called once. None replicates all arrays.
+            alone: Names of parameters that must not be packed with others. Not read if `shard` is None.
+            **choices: Values of the attributes `compute_dtype` and `reshard_after_forward`; their defaults if left out.
+
+        Returns:
+            The bound strategy.
 
         Raises:
-            ConfigError: If the loss is not a function, or no matmul of it can be in FP8.
+            ConfigError: If the loss is not a function, or `fp8` is set and the loss has no matmul that can be in FP8.
+            ShapeError: If `fp8` is set, and microbatches and data ranks cannot share the rows of the batch.
         """
         check_function(objective.loss)
         loss = _step_loss(objective, shapes, mesh)
@@ -86,30 +92,57 @@ class DataParallel:
 
     @property
     def is_matrix(self) -> Tree:
+        """A dict from the name of each array of a step to a bool, True if the array holds matrices."""
         return self.packing.decay_mask()
 
     @property
     def batches(self) -> BatchLayout:
+        """An object that assigns the rows of a batch to microbatches and to the devices of the mesh."""
         return BatchLayout(self.mesh, self.objective.num_microbatches)
 
     @property
     def observed(self) -> Tree:
+        """Shapes of the amax histories of FP8, a tree of `jax.ShapeDtypeStruct`; {} without FP8 or without histories."""
         return self.loss.observed
 
     @property
     def xla_options(self) -> tuple[str, ...]:
+        """XLA options as `name=value`. () without FP8, unless the mesh has the axis `fsdp` with several devices."""
         return sharding.xla_options(self.mesh, self.objective.fp8)
 
     def on(self, mesh: Mesh) -> Self:
+        """Returns a copy of the strategy for another mesh with the same shape and axis names. Moves no arrays."""
         return replace(self, mesh=mesh)
 
     def pack(self, tree: Tree) -> Tree:
+        """Packs small parameters into shared arrays, and pads sharded axes with zeros.
+
+        Args:
+            tree: Arrays with the structure and shapes of the model's own tree.
+
+        Returns:
+            A dict of arrays by name. A large parameter is an array with the name of the parameter, such as `blocks/0/kernel`.
+            Small parameters share arrays with names such as `small matrices (float32)`.
+        """
         return {name: self._shard(name).pad(leaf) for name, leaf in self.packing.pack(tree).items()}
 
     def unpack(self, params: Tree) -> Tree:
+        """Removes the padding and unpacks small parameters. Inverts `pack` bit for bit.
+
+        Args:
+            params: The dict of arrays by name, as `pack` returns it.
+
+        Returns:
+            Arrays in the model's own tree.
+        """
         return self.packing.unpack({name: self._shard(name).unpad(leaf) for name, leaf in params.items()})
 
     def shardings(self, params: Tree) -> Tree:
+        """Returns a dict with the NamedSharding of each array by name. The values are None if the mesh is None.
+
+        Args:
+            params: The dict of arrays or shapes by name, as `pack` returns it.
+        """
         if self.mesh is None:
             return jax.tree.map(lambda _: None, params)
         return {name: NamedSharding(self.mesh, spec) for name, spec in self._specs.items()}
@@ -124,9 +157,29 @@ class DataParallel:
     # --- Gradients ---
 
     def compile_gradients(self, params: Tree, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
+        """Compiles nothing, because the program of the update computes the gradients. Reads only `batch`.
+
+        Returns:
+            A `GradientProgram` without executables and with `batch` as its `inputs`.
+        """
         return GradientProgram(self, batch)
 
     def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Tree]:
+        """Computes the sums and the gradient, under `jax.shard_map` if there is a mesh. A pure function, to be jitted.
+
+        Args:
+            params: Dict of arrays by name, as `pack` returns it.
+            batch: Leaves [M, B/M, ...] for M microbatches of a batch of B rows, also if the mesh is None. On a mesh, the second
+                axis is sharded over the data ranks (devices with their own rows).
+            key: Random key of the step. Every data rank and microbatch gets its own key, folded from this one.
+            carry: Carried and observed state (`TrainState.carry`) before the step.
+
+        Returns:
+            (sums, gradient). `sums` is a `Loss`: total, weight (never None) and metrics are float32 sums over the whole batch,
+            and `carried` is the `Carry` after the batch. `gradient` is the gradient of the mean loss, a dict with the names and
+            shapes of `params`. Its dtype is `grads_dtype` of the objective; with one microbatch and no mesh, it is the dtype
+            of `params` instead.
+        """
         if self.mesh is None:
             return self._on_device(params, batch, key, carry)
         run = jax.shard_map(
@@ -139,7 +192,7 @@ class DataParallel:
         return run(params, batch, key, carry)
 
     def _on_device(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Tree]:
-        """Computes the sums and gradients of one device, and reduces them over the data ranks."""
+        """Computes the sums and gradients on one device, and reduces them over the data ranks."""
         objective, num_microbatches = self.objective, self.objective.num_microbatches
         axes, devices = ((), 1) if self.mesh is None else (batch_axes(self.mesh), self.mesh.size)
         if axes:
@@ -161,16 +214,16 @@ class DataParallel:
         state = (carry.model,) if jax.tree.leaves(carry.model) else ()
         first = jax.tree.map(lambda leaf: leaf[0], batch)
         tree = self.packing.unpack(params) if not shards else None
-        # Without shards, an FP8 matmul may return a weight gradient in bfloat16: half the bytes for the kernel that casts it.
-        # If gradients are summed over devices at once, they leave the matmul in the dtype of the sum.
-        sent = self.mesh is not None and objective.num_microbatches == 1 and objective.grads_dtype == jnp.float32
+        # Without shards, an FP8 matmul may return a weight gradient in bfloat16, which halves the bytes that the cast reads.
+        # If the gradients of a single microbatch are summed over devices, the matmul returns the dtype of the sum.
+        is_summed_directly = self.mesh is not None and objective.num_microbatches == 1 and objective.grads_dtype == jnp.float32
         prepared = self.loss.prepare(
             jax.eval_shape(self._whole, params),
             params if shards else dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)),
             carry.observed,
             (first, key, *state),
             over_devices=(lambda _, amax: jax.lax.pmax(amax, sharding.AXIS)) if shards else None,
-            uncast=bool(shards) or sent,
+            uncast=bool(shards) or is_summed_directly,
         )
 
         def loss(whole: Tree, observed: Tree, *args: Tree) -> Any:
@@ -192,7 +245,10 @@ class DataParallel:
 
         Args:
             loss: `loss(params, observed, batch, key)`.
-            replaced: Names of the parameters that the loss gathers itself. Their gradients are in the dtype of the sums.
+            replaced: Names of the parameters that the loss gathers itself. Their gradients have the dtype of the sums.
+
+        Returns:
+            The function of (params, observed, batch, key).
         """
         sums_dtype = self.objective.grads_dtype
 
@@ -220,12 +276,12 @@ class DataParallel:
         return differentiate
 
     def _gathered_dtypes(self, params: Tree) -> dict[str, Any]:
-        """Returns the dtypes of arrays during an all-gather."""
+        """Returns the dtypes in which arrays are gathered."""
         cast, matrices = self.compute_dtype, self.is_matrix
         return {name: cast if cast and matrices[name] and not is_router(name) else part.dtype for name, part in params.items()}
 
     def _whole(self, params: Tree) -> Tree:
-        """Returns the parameters as the loss function takes them."""
+        """Returns the gathered parameters in the model's own tree."""
         if not self.shards:
             return self.packing.unpack(params)
         return self.packing.unpack(sharding.gathered(params, self.shards, self._gathered_dtypes(params)))
@@ -233,6 +289,11 @@ class DataParallel:
     # --- Reports ---
 
     def predict_memory(self, batch: Tree) -> Pools:
+        """Predicts the bytes of main_grad (the summed gradient on one device) only. Does not read `batch`.
+
+        Returns:
+            Pools with one entry in `sizes`, `main_grad`, and with `covers` set to `some`: there are other temporary arrays.
+        """
         arrays = jax.eval_shape(self.pack, self.packing.treedef.unflatten(self.packing.leaves))
         ranks = self.mesh.shape.get(Axis.FSDP, 1) if self.mesh else 1
         size = sum(leaf.size // (1 if self._shard(name).axis is None else ranks) for name, leaf in arrays.items())
@@ -241,10 +302,12 @@ class DataParallel:
     def describe(
         self, batch: Tree, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None
     ) -> list[str]:
-        again = "; weights in FP8 stay gathered for the backward" * self.reshard_after_forward
-        return [line + again for line in self.loss.describe(executables)]
+        """Returns a list with one line that describes the FP8 matmuls, or [] without FP8. Reads only `executables`."""
+        note = "; weights in FP8 stay gathered for the backward" * self.reshard_after_forward
+        return [line + note for line in self.loss.describe(executables)]
 
     def profile_facts(self) -> dict[str, Any]:
+        """Returns {}: there are no facts about this strategy in the report of a profile."""
         return {}
 
 

@@ -15,24 +15,35 @@ from jgraph.strategies.sharding import FSDPChoices, ShardSpec, chosen_axes, shar
 
 @dataclass(frozen=True, eq=False)
 class FullySharded(FSDPChoices):
-    """Gives every device its part of each parameter and of the batch, as PyTorch's `fully_shard` does (ZeRO stage 3).
+    """Shards every parameter and the batch over the devices, as PyTorch's `fully_shard` does (ZeRO stage 3).
 
-    >>> mesh, shapes = jax.make_mesh((1,), ("fsdp",)), {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
-    >>> jgraph.FullySharded(mesh, shapes, shard_rules=("w=1",))
-    FullySharded(fsdp=1, 32 parameters)
+    A `strategy` of `train_step`.
 
     Attributes:
-        mesh: A mesh with the axis `fsdp`; may also have the axis `data`.
-        shapes: The parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree.
-        reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying
-            gathered. Weights in FP8 stay gathered.
-        shard_rules: Rules `PATTERN=AXIS`. A matching parameter is sharded along this axis. Other parameters are sharded by
-            `annotations`, or else by their shapes.
-        annotations: PartitionSpecs by the name of a parameter: Flax's partition names, from `functional(...).annotations`.
-        compute_dtype: Matrices other than routers are cast to this dtype before they are gathered. None does not cast.
-        experts: Number of devices that the experts of `jgraph.MoE` are spread over, a divisor of the size of `fsdp`. Tokens
-            are sent to the devices of their experts.
+        mesh: A mesh with the axis `fsdp`; may also have the axis `data`, over which parameters are replicated.
+        shapes: The parameters, floating arrays or `jax.ShapeDtypeStruct`s in the model's own tree. Only shapes and dtypes are
+            read.
+        reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying gathered.
+            Weights in FP8 stay gathered.
+        shard_rules: Rules `PATTERN=AXIS`, with a shell pattern of parameter names and the index of an axis. A matching
+            parameter is sharded along this axis. Other parameters are sharded by `annotations`, or else along their first axis
+            that the number of devices divides, or else along their longest axis, padded with zeros.
+        annotations: PartitionSpecs by the name of a parameter, None for no annotation: Flax's partition names, from
+            `functional(...).annotations`. The only allowed name is `fsdp`.
+        compute_dtype: Matrices other than those of routers are cast to this floating dtype before they are gathered. None does
+            not cast.
+        experts: Number of devices that the experts of `jgraph.MoE` are sharded over for the computation, a divisor of the size
+            of `fsdp`. Tokens are sent to the devices of their experts. 1 computes all experts on every device.
         shards: Shard `everything`, or only `experts` and replicate other parameters.
+
+    Raises:
+        ConfigError: If `mesh` lacks the axis `fsdp` or has other axes, `experts` is not a positive integer, `compute_dtype` is
+            not floating, or `shards` is unknown.
+
+    Examples:
+        >>> mesh, shapes = jax.make_mesh((1,), ("fsdp",)), {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+        >>> jgraph.FullySharded(mesh, shapes, shard_rules=("w=1",))
+        FullySharded(fsdp=1, 32 parameters)
     """
 
     mesh: Mesh
@@ -40,20 +51,33 @@ class FullySharded(FSDPChoices):
     reshard_after_forward: bool = False
 
     def __repr__(self) -> str:
-        how = ", resharded after forward" * self.reshard_after_forward + f", experts={self.experts}" * (self.experts > 1)
-        return f"FullySharded({summary(self.mesh, self.shapes)}{how})"
+        options = ", resharded after forward" * self.reshard_after_forward + f", experts={self.experts}" * (self.experts > 1)
+        return f"FullySharded({summary(self.mesh, self.shapes)}{options})"
 
     def __post_init__(self):
         object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.FSDP,), allows=(Axis.DATA,)))
         super().__post_init__()
 
     def bind(self, objective: Objective) -> DataParallel:
+        """Binds the strategy to a loss, and chooses the sharded axis of every parameter.
+
+        Args:
+            objective: The loss and the choices of the step.
+
+        Returns:
+            The bound strategy.
+
+        Raises:
+            ConfigError: If a rule or an annotation does not fit the parameters, the devices cannot share the experts, the loss
+                is not a function, or `fp8` is set and the loss has no matmul that can be in FP8.
+            ShapeError: If `fp8` is set, and microbatches and data ranks cannot share the rows of `batch` in the objective.
+        """
         ranks = self.mesh.shape[Axis.FSDP]
         axes, experts = chosen_axes(self.shapes, ranks, self)
 
         def shard(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ShardSpec]:
-            spread = dict.fromkeys(experts, self.experts)
-            return shard_specs(arrays, ranks, axes | experts, experts=spread, shards=self.shards)
+            expert_devices = dict.fromkeys(experts, self.experts)
+            return shard_specs(arrays, ranks, axes | experts, experts=expert_devices, shards=self.shards)
 
         return DataParallel.of(
             self.mesh,

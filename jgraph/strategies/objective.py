@@ -1,8 +1,8 @@
 """The objective of a training step: `loss(params, batch, key)` returns a mean, or a sum with its weight and metrics.
 
 With carried state, such as running statistics or the bias of a router, it is `loss(params, batch, key, carried)`, and its
-result has the state after the microbatch. Every microbatch starts from the state as the step begins. The results are reduced
-over microbatches and devices by the declared reductions. They become the state only if the update is applied.
+result has the state after the microbatch. Every microbatch starts from the state before the step. The resulting states are
+reduced over microbatches and devices, and replace the state if the update is applied.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,22 +21,25 @@ Tree: TypeAlias = Any  # a pytree of arrays, or of their shapes
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Loss:
-    """The result of a loss function: a sum with its weight, metrics and carried state.
+    """The result of a loss function: a sum with its weight, metrics and carried state. A pytree.
 
     A mean of means is wrong if microbatches or devices differ in the number of tokens with a loss, for example because of
-    padding. A step sums totals and weights over microbatches and devices, and minimizes the quotient. These sums are a `Loss`
-    too, in float32.
-
-    >>> def loss(params, batch, key):
-    ...     error = batch["weight"] * (batch["x"] @ params["w"] - batch["y"]) ** 2
-    ...     return jgraph.Loss(jnp.sum(error), jnp.sum(batch["weight"]), aux={"error": jnp.sum(error)})
+    padding. A step sums totals and weights over microbatches and devices, and minimizes their quotient. These sums are also a
+    `Loss`, in float32.
 
     Attributes:
-        total: Scalar, the sum of the losses, or their mean if `weight` is None.
-        weight: Scalar, the number of losses in the sum. None declares `total` a mean over the rows of the microbatch; all
-            microbatches then have the same weight.
-        aux: Tree of scalars, sums like `total`; `metrics.aux` has their means by the same weight.
-        carried: Carried state after the microbatch, like the carried state before it.
+        total: Floating scalar, the sum of the losses, or their mean if `weight` is None.
+        weight: Scalar, the number of losses in the sum. Not differentiated. None declares `total` a mean over the rows of the
+            microbatch; all microbatches then have the same weight.
+        aux: Tree of scalars, sums like `total` (means if `weight` is None). Not differentiated. `metrics.aux` of a step has the
+            sums over microbatches and devices, divided by the weight.
+        carried: Carried state (mutable state of the model) after the microbatch, with the structure, shapes and dtypes of the
+            state before it. Not differentiated. {} if there is none.
+
+    Examples:
+        >>> def loss(params, batch, key):
+        ...     error = batch["weight"] * (batch["x"] @ params["w"] - batch["y"]) ** 2
+        ...     return jgraph.Loss(jnp.sum(error), jnp.sum(batch["weight"]), aux={"error": jnp.sum(error)})
     """
 
     total: Array
@@ -50,12 +53,15 @@ Reduction: TypeAlias = Literal["max", "sum", "mean", "last", "halt"]
 
 
 class Carry(NamedTuple):
-    """State besides parameters and optimizer state. Also a tree of reductions of the same structure.
+    """State other than parameters and optimizer state: carried state and observed state.
+
+    A `Carry` may also hold the names of reductions in place of the arrays.
 
     Attributes:
-        model: The carried state of the model. A loss function returns it.
-        observed: State from the backward pass: amax histories of FP8. The cotangent of the state before a microbatch is the
-            state after it. Reduced by maximum.
+        model: The carried state of the model. A loss function returns it. {} if there is none.
+        observed: State that the backward pass computes: the amax histories of FP8 matmuls. {} if there are none. The step
+            differentiates the loss with respect to this state, and the resulting "gradient" is the new state. Over microbatches
+            and devices, the new states are reduced by maximum.
     """
 
     model: Tree
@@ -64,17 +70,19 @@ class Carry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """Holds a loss and the choices of a step that its strategy must know.
+    """The loss and the choices of a step that its strategy depends on. Made by `train_step`, which checks the values.
 
     Attributes:
-        loss: `loss(params, batch, key, *carried)`, or a `PipelineModel`.
-        num_microbatches: Slices of the batch.
-        grads_dtype: Dtype of sums of gradients over microbatches and devices.
-        packing: Whether `small` parameters share an array, or `nothing` does.
-        carried: Shapes of the model's carried state.
-        reductions: Reductions of the carried state over microbatches and devices, a tree of names like `carried`.
+        loss: `loss(params, batch, key)`, or `loss(params, batch, key, carried)` if there is carried state; or a
+            `PipelineModel`.
+        num_microbatches: Number of microbatches of a batch.
+        grads_dtype: Floating dtype of sums of gradients over microbatches and devices.
+        packing: `small` if small parameters share an array, `nothing` if every parameter has its own array.
+        carried: Arrays or shapes of the model's carried state; {} if there is none.
+        reductions: How carried state is reduced over microbatches and devices. A tree with the structure of `carried`. Each
+            leaf is the name of a reduction: `max`, `sum`, `mean`, `last` or `halt`.
         fp8: Recipe for matmuls in FP8; None for none.
-        batch: Arrays or shapes of a whole batch; required with `fp8`.
+        batch: Arrays or shapes of a whole batch, leaves [B, ...]; required with `fp8`, may be None without.
     """
 
     loss: Any
@@ -87,23 +95,47 @@ class Objective:
     batch: Tree = None
 
     def reductions_with(self, observed: Tree) -> Carry:
-        """Returns the reductions of the carried state and of an observed state of these shapes."""
+        """Returns the reductions of carried and observed state.
+
+        Args:
+            observed: Shapes of the observed state.
+
+        Returns:
+            A `Carry`: `model` is the attribute `reductions`, and `observed` is a tree like the argument with the name `max` in
+            place of each leaf.
+        """
         return Carry(self.reductions, jax.tree.map(lambda _: "max", observed))
 
     @property
     def loss_args(self) -> tuple[Tree, ...]:
-        """Shapes of the arguments of a loss function after the batch: the key, and the carried state if there is any."""
+        """Shapes of the arguments of the loss function after the batch.
+
+        (key,), or (key, carried) if there is carried state. The leaves are shapes or, in `carried`, the given arrays.
+        """
         key = jax.eval_shape(lambda: jax.random.key(0))
         return (key, self.carried) if jax.tree.leaves(self.carried) else (key,)
 
 
 def is_mean(found: Any) -> bool:
-    """Returns True if a loss function returned a mean over its rows, False if it returned a sum with a weight."""
+    """True if the result of a loss function is a mean over the rows of its batch, False if it is a sum with a weight.
+
+    Args:
+        found: The result of the loss function: a scalar, which is a mean, or a `Loss`, which is a mean if its weight is None.
+    """
     return not isinstance(found, Loss) or found.weight is None
 
 
 def summed(loss: LossFunction) -> Callable[..., tuple[Array, Loss]]:
-    """Returns `f(*args) -> (total, sums)` of a loss function, for `jax.value_and_grad(has_aux=True)`."""
+    """Converts a loss function for `jax.value_and_grad(has_aux=True)`. Calls nothing itself.
+
+    Args:
+        loss: A function that returns a scalar or a `Loss`.
+
+    Returns:
+        `f(*args) -> (total, sums)`, where `args` are the arguments of `loss`. `total` is the result of `loss`, or its
+        `Loss.total`, as a float32 scalar. `sums` is a `Loss` with the same total, and the weight and metrics in float32; its
+        weight is None if the result is a mean. Weight, metrics and carried state have no gradient.
+    """
 
     def of(*args: Any) -> tuple[Array, Loss]:
         found = loss(*args)
@@ -115,19 +147,51 @@ def summed(loss: LossFunction) -> Callable[..., tuple[Array, Loss]]:
 
 
 def merge(reductions: Tree, a: Loss, b: Loss) -> Loss:
-    """Merges the sums of two microbatches, `b` being the later one. `reductions` is a tree of names like the carried state."""
+    """Adds the sums of two microbatches, and merges their carried state.
+
+    Args:
+        reductions: Tree with the structure of the carried state. Each leaf is the name of a reduction: `max`, `sum`,
+            `mean`, `last` or `halt`.
+        a: Sums of the earlier microbatches.
+        b: Sums of the later microbatches.
+
+    Returns:
+        A `Loss` with the sums of totals, weights and metrics, and the carried state merged by `merged`. A weight that is None
+        in both stays None. Carried state with the reduction `mean` is summed; `reduced` divides it by the number of
+        microbatches later.
+    """
     total, weight, aux = jax.tree.map(jnp.add, (a.total, a.weight, a.aux), (b.total, b.weight, b.aux))
     return Loss(total, weight, aux, jax.tree.map(merged, reductions, a.carried, b.carried))
 
 
 def merged(kind: Reduction, a: Array, b: Array) -> Array:
-    """Merges a leaf of the carried state of two microbatches, `b` being the later one."""
-    how = {"max": jnp.maximum, "halt": jnp.maximum, "sum": jnp.add, "mean": jnp.add, "last": lambda a, b: b}
-    return how[kind](a, b)
+    """Merges a leaf of the carried state of two microbatches.
+
+    Args:
+        kind: The reduction of the leaf: `max`, `halt` (the maximum, too), `sum`, `mean` or `last`.
+        a: The leaf after the earlier microbatch.
+        b: The leaf after the later microbatch.
+
+    Returns:
+        The merged leaf: the elementwise maximum for `max` and `halt`, the sum for `sum` and `mean`, and `b` for `last`.
+        `reduced` divides the sum of a `mean` by the number of microbatches later.
+    """
+    functions = {"max": jnp.maximum, "halt": jnp.maximum, "sum": jnp.add, "mean": jnp.add, "last": lambda a, b: b}
+    return functions[kind](a, b)
 
 
 def before_any(reductions: Tree, shapes: Tree) -> Tree:
-    """Returns the identity of `merge` for carried state of these shapes."""
+    """Returns the carried state to start an accumulation from: merged with another state, it gives the other state.
+
+    Args:
+        reductions: Tree with the structure of the carried state. Each leaf is the name of a reduction: `max`, `sum`,
+            `mean`, `last` or `halt`.
+        shapes: Shapes and dtypes of the carried state.
+
+    Returns:
+        A tree like `shapes` of new arrays: minus infinity (or the lowest integer of an integer dtype) for the reductions `max`
+        and `halt`, and zeros for the others.
+    """
 
     def of(kind: Reduction, leaf: Any) -> Array:
         lowest = -jnp.inf if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.iinfo(leaf.dtype).min
@@ -137,14 +201,19 @@ def before_any(reductions: Tree, shapes: Tree) -> Tree:
 
 
 def finished(reductions: Tree, sums: Loss, count: int, axes: Sequence[str] = (), devices: int = 1) -> Loss:
-    """Returns the sums over all devices, with a weight, and the reduced carried state.
+    """Reduces the sums and the carried state over all devices. Called under `jax.shard_map` unless `axes` is empty.
 
     Args:
-        reductions: A tree of names like the carried state.
-        sums: Loss over the microbatches of this device.
+        reductions: Tree with the structure of the carried state. Each leaf is the name of a reduction: `max`, `sum`,
+            `mean`, `last` or `halt`.
+        sums: The sums over the microbatches of this device, and the carried state merged over them.
         count: Number of microbatches.
-        axes: Mesh axes to reduce over, under `jax.shard_map`.
-        devices: Number of devices along these axes.
+        axes: Mesh axes to reduce over. Empty if there is no mesh.
+        devices: Number of devices along these axes; 1 if `axes` is empty.
+
+    Returns:
+        A `Loss`, the same on all devices: the sums over all devices, and the reduced carried state. If `sums.weight` is None,
+        the weight is `count * devices` in float32.
     """
     total, weight, aux = sums.total, sums.weight, sums.aux
     if axes:
@@ -154,7 +223,21 @@ def finished(reductions: Tree, sums: Loss, count: int, axes: Sequence[str] = (),
 
 
 def reduced(reductions: Tree, carried: Tree, count: int, axes: Sequence[str]) -> Tree:
-    """Reduces carried state that is merged over `count` microbatches over mesh axes too."""
+    """Divides carried state with the reduction `mean` by the number of microbatches, and reduces all of it over mesh axes.
+
+    Called under `jax.shard_map` unless `axes` is empty.
+
+    Args:
+        reductions: Tree with the structure of the carried state. Each leaf is the name of a reduction: `max`, `sum`,
+            `mean`, `last` or `halt`.
+        carried: Carried state, merged over the microbatches of this device.
+        count: Number of microbatches.
+        axes: Mesh axes to reduce over. Empty if there is no mesh.
+
+    Returns:
+        The carried state, the same on all devices. Over the axes, `max` and `halt` take the maximum, `sum` the sum, `mean` the
+        mean, and `last` the state of the device with the highest index along `axes`.
+    """
     carried = jax.tree.map(lambda kind, leaf: leaf / count if kind == "mean" else leaf, reductions, carried)
     return jax.tree.map(lambda kind, leaf: _reduce(kind, leaf, axes), reductions, carried) if axes else carried
 
@@ -174,12 +257,32 @@ def _reduce(kind: Reduction, leaf: Array, axes: Sequence[str]) -> Array:
 
 
 def raised(reductions: Tree, flags: Tree, carried: Tree) -> Tree:
-    """Returns the carried state with the maximum of `carried` and `flags` for leaves that halt."""
+    """Takes the elementwise maximum of two carried states in the leaves with the reduction `halt`.
+
+    Args:
+        reductions: Tree with the structure of the carried state. Each leaf is the name of a reduction: `max`, `sum`,
+            `mean`, `last` or `halt`.
+        flags: A carried state. Only its leaves with the reduction `halt` are used.
+        carried: Another carried state with the same structure.
+
+    Returns:
+        A new tree: the maximum of both in leaves with the reduction `halt`, and the leaves of `carried` elsewhere.
+    """
     return jax.tree.map(lambda kind, a, b: jnp.maximum(a, b) if kind == "halt" else b, reductions, flags, carried)
 
 
 def halted(reductions: Tree, carried: Tree) -> Array | None:
-    """Returns the largest number in the leaves that halt and 0, int32; None if no leaf halts."""
+    """Returns the largest number in the leaves with the reduction `halt`.
+
+    Args:
+        reductions: Tree with the structure of the carried state. Each leaf is the name of a reduction: `max`, `sum`,
+            `mean`, `last` or `halt`.
+        carried: The carried state.
+
+    Returns:
+        An int32 scalar: the largest number, or 0 if all are negative. None if no leaf has the reduction `halt`. If it is
+        positive, the step must not change state other than these leaves.
+    """
     pairs = zip(jax.tree.leaves(reductions), jax.tree.leaves(carried), strict=True)
     found = [jnp.max(leaf, initial=0).astype(jnp.int32) for kind, leaf in pairs if kind == "halt"]
     return jnp.max(jnp.stack(found)) if found else None

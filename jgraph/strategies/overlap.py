@@ -31,12 +31,17 @@ def reduce_in_buckets(
     reduce: Callable[[str, Array], Array],
     dtype: Any,
 ) -> tuple[dict[str, Array], Aux]:
-    """Runs a backward pass and reduces each bucket of gradients as soon as it is complete.
+    """Runs a backward pass, and reduces gradients over devices while it runs. Traces `backward`, and replays the trace.
+
+    The gradients are grouped into buckets in the order in which the backward pass computes them. Each bucket except the last
+    one has at least 128 MiB in `dtype`. A bucket is reduced as soon as all its gradients are computed. The later equations of
+    the backward pass wait for the gradients of the bucket, and for the reduction of the bucket before it.
 
     Args:
-        backward: Maps `args` to gradients by parameter name, and auxiliary outputs.
-        args: Pytrees of arrays.
-        reduce: Reduces one named gradient over devices, for example by `lax.psum_scatter`.
+        backward: Maps `*args` to gradients by parameter name, and auxiliary outputs.
+        args: The arguments, pytrees of arrays.
+        reduce: Called once per gradient with (name, gradient in `dtype`), for example to call `lax.psum_scatter`. Returns the
+            reduced gradient.
         dtype: Gradients are cast to this dtype before they are reduced.
 
     Returns:

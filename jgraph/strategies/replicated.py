@@ -12,11 +12,15 @@ from jgraph.strategies.objective import Objective, Tree
 
 @dataclass(frozen=True, eq=False)
 class Replicated:
-    """Gives every device all parameters and its part of the batch, as PyTorch's DDP does. A `strategy` of `train_step`.
+    """Replicates all parameters and shards the batch over the devices, as PyTorch's DDP does. A `strategy` of `train_step`.
 
     Attributes:
-        mesh: A mesh with the axis `data`; None for one device.
-        shapes: The parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree.
+        mesh: A mesh with the axis `data` and no other axis; None for one device.
+        shapes: The parameters, floating arrays or `jax.ShapeDtypeStruct`s in the model's own tree. Only shapes and dtypes are
+            read.
+
+    Raises:
+        ConfigError: If `mesh` is not a mesh, or has other axes.
     """
 
     mesh: Mesh | None
@@ -30,4 +34,16 @@ class Replicated:
             object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.DATA,), allows=()))
 
     def bind(self, objective: Objective) -> DataParallel:
+        """Binds the strategy to a loss without sharding any parameter.
+
+        Args:
+            objective: The loss and the choices of the step.
+
+        Returns:
+            The bound strategy.
+
+        Raises:
+            ConfigError: If the loss is not a function, or `fp8` is set and the loss has no matmul that can be in FP8.
+            ShapeError: If `fp8` is set, and microbatches and data ranks cannot share the rows of `batch` in the objective.
+        """
         return DataParallel.of(self.mesh, self.shapes, objective)

@@ -38,21 +38,32 @@ _XLA_OPTIONS = (
 
 
 def xla_options(mesh: Mesh | None, fp8: FP8Config | None) -> tuple[str, ...]:
-    """Returns the XLA options of a step: for parameters that are sharded over several devices, and for matmuls in FP8."""
+    """Returns the XLA options of a step with sharded parameters or FP8 matmuls.
+
+    Args:
+        mesh: The devices; None for one device.
+        fp8: The FP8 recipe; None without FP8.
+
+    Returns:
+        Options as `name=value`. Empty if `fp8` is None and the mesh has no axis `fsdp` with several devices.
+    """
     sharded = _XLA_OPTIONS if mesh is not None and mesh.shape.get(AXIS, 1) > 1 else ()
     return (*sharded, *(FP8_XLA_OPTIONS if fp8 else ()))
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """The sharding of an array over N devices.
+    """The sharding of an array over the N devices of the mesh axis `fsdp`.
+
+    Each device has 1/N of the padded array, its *shard*.
 
     Attributes:
-        axis: The sharded axis; None if the array is replicated.
-        length: Length of this axis.
-        padded: Length of this axis with padding, a multiple of N.
-        groups: Number of groups of neighboring devices. A group gathers only its part of the array, such as the experts that
-            its tokens are sent to. With several groups there is no padding.
+        axis: Index of the sharded axis. None if the array is replicated.
+        length: Length of this axis without padding; 0 if the array is replicated.
+        padded: Length of this axis with padding at its end, a multiple of N; 0 if the array is replicated.
+        groups: Number of equal groups of consecutive devices. If 1, the group is all N devices, and `gather` returns the whole
+            array. If larger, `gather` returns only the shards of the own group, for example the experts that its tokens are
+            sent to, and there is no padding.
     """
 
     axis: int | None
@@ -61,40 +72,61 @@ class ShardSpec:
     groups: int = 1
 
     def spec(self, *, lead: Sequence[str | None] = ()) -> PartitionSpec:
-        """Returns the PartitionSpec of the padded array. `lead` has the mesh axes of additional leading axes."""
+        """Returns the PartitionSpec of the padded array: `fsdp` for the sharded axis, None for the axes before it.
+
+        Args:
+            lead: Entries for additional axes in front of the array, one each: the name of a mesh axis, or None for an axis that
+                is not sharded.
+        """
         return PartitionSpec(*lead) if self.axis is None else PartitionSpec(*lead, *[None] * self.axis, AXIS)
 
     def pad(self, whole: Array) -> Array:
-        """Pads the sharded axis with zeros."""
+        """Pads the sharded axis of a whole array with zeros at its end. Returns `whole` itself if there is no padding."""
         if self.padded == self.length:
             return whole
         return jnp.pad(whole, [(0, self.padded - self.length) if i == self.axis else (0, 0) for i in range(whole.ndim)])
 
     def unpad(self, padded: Array) -> Array:
-        """Inverts `pad`."""
+        """Inverts `pad`: removes the padding at the end of the sharded axis. Returns `padded` itself if there is none."""
         return padded if self.padded == self.length else lax.slice_in_dim(padded, 0, self.length, axis=self.axis or 0)
 
     # --- On one device, under `jax.shard_map` ---
 
     def gather(self, part: Array) -> Array:
-        """All-gathers the array over the device group, from the shards of its devices."""
+        """All-gathers the array over the devices of the own group. Called under `jax.shard_map`.
+
+        Args:
+            part: The shard of this device, with padding; the whole array if it is replicated. FP8 is sent as bytes.
+
+        Returns:
+            If `groups` is 1, the whole array without padding. Otherwise, the shards of the own group, joined along the sharded
+            axis. A replicated array is returned unchanged. The dtype is that of `part`.
+        """
         if self.axis is None or self._is_own:
             return part
-        how: dict[str, Any] = {"axis": self.axis, "tiled": True, "axis_index_groups": self._neighbours}
+        options: dict[str, Any] = {"axis": self.axis, "tiled": True, "axis_index_groups": self._neighbors}
         # FP8 is sent as bytes, because not every collective library supports it.
         is_fp8 = part.dtype.itemsize == 1
-        sent = lax.bitcast_convert_type(part, jnp.uint8) if is_fp8 else part
-        whole = self.unpad(lax.all_gather(sent, AXIS, **how))
+        payload = lax.bitcast_convert_type(part, jnp.uint8) if is_fp8 else part
+        whole = self.unpad(lax.all_gather(payload, AXIS, **options))
         return lax.bitcast_convert_type(whole, part.dtype) if is_fp8 else whole
 
     def scatter(self, whole: Array) -> Array:
-        """Reduce-scatters the gradient of a gathered array over the device group and returns the local shard."""
+        """Reduce-scatters the gradient of a gathered array over the own group of devices. Called under `jax.shard_map`.
+
+        Args:
+            whole: This device's gradient of the result of `gather`, with the same shape.
+
+        Returns:
+            This device's shard of the sum of the gradients over the group, with padding, in the dtype of `whole`. For a
+            replicated array, the whole sum over the axis `fsdp`. If each device is a group of its own, `whole` itself.
+        """
         if self.axis is None:
             return lax.psum(whole, AXIS)
         if self._is_own:
             return whole
-        how: dict[str, Any] = {"scatter_dimension": self.axis, "tiled": True, "axis_index_groups": self._neighbours}
-        return lax.psum_scatter(self.pad(whole), AXIS, **how)
+        options: dict[str, Any] = {"scatter_dimension": self.axis, "tiled": True, "axis_index_groups": self._neighbors}
+        return lax.psum_scatter(self.pad(whole), AXIS, **options)
 
     @property
     def _is_own(self) -> bool:
@@ -102,7 +134,7 @@ class ShardSpec:
         return self.groups > 1 and self.groups == lax.axis_size(AXIS)
 
     @property
-    def _neighbours(self) -> list[list[int]] | None:
+    def _neighbors(self) -> list[list[int]] | None:
         if self.groups == 1:
             return None
         size = lax.axis_size(AXIS) // self.groups
@@ -119,16 +151,22 @@ def shard_specs(
     experts: Mapping[str, int] = MappingProxyType({}),
     shards: Sharded = "everything",
 ) -> dict[str, ShardSpec]:
-    """Chooses the sharding of arrays: along the requested axis, else the first divisible axis, else the longest axis, padded.
+    """Chooses the sharded axis of each array: the requested axis, else the first divisible axis, else the longest axis.
+
+    An axis is divisible if `ranks` divides its length. Other axes are padded.
 
     Args:
         shapes: Arrays or shapes by name.
         ranks: Size of the mesh axis `fsdp`.
-        axes: Requested axes by the name of an array, as `asked_axes` returns them.
-        taken: Axes by the name of an array that are sharded over another mesh axis.
-        pads: Whether arrays may be padded. If not, an array without a divisible axis is replicated.
-        experts: Number of devices that experts are spread over, by the name of an array of experts. `axes` has their axis.
+        axes: Requested axes by the name of an array. Arrays without a requested axis have no entry.
+        taken: Axes that are sharded over another mesh axis, by the name of an array. They do not count as divisible axes.
+        pads: Whether the longest axis may be padded. If not, an array without a divisible or requested axis is replicated.
+        experts: For the name of each expert weight, the number of groups of devices (`ShardSpec.groups`). A group together
+            holds all experts that it computes. The expert axis must be the entry of this name in `axes`.
         shards: Shard `everything`, or only `experts` and replicate other arrays.
+
+    Returns:
+        A dict with the sharding of every array by name. Scalars are replicated.
 
     Raises:
         ConfigError: If an array does not have the requested axis.
@@ -153,7 +191,21 @@ def shard_specs(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FSDPChoices:
-    """The choices of a strategy with the axis `fsdp`. `FullySharded` documents them."""
+    """Choices of a strategy that shards parameters over the mesh axis `fsdp`. Base class of `FullySharded`.
+
+    Attributes:
+        shard_rules: Rules `PATTERN=AXIS`. A parameter whose name matches the shell pattern is sharded along the axis with this
+            index.
+        annotations: For each parameter name, the PartitionSpec of the model; None for no annotation. The axis at the place of
+            `fsdp` is sharded. Rules override annotations.
+        compute_dtype: Matrices other than those of routers are cast to this floating dtype before they are gathered. None does
+            not cast.
+        experts: Number of devices that the experts of a mixture-of-experts layer are sharded over for the computation.
+        shards: Shard `everything`, or only `experts` and replicate other parameters.
+
+    Raises:
+        ConfigError: If `experts` is not a positive integer, `compute_dtype` is not floating, or `shards` is unknown.
+    """
 
     shard_rules: tuple[str, ...] = ()
     annotations: Mapping[str, Any] = field(default_factory=dict)
@@ -169,19 +221,21 @@ class FSDPChoices:
 
 
 def chosen_axes(tree: Tree, ranks: int, choices: FSDPChoices) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns the axes to shard that the user, the model or the experts determine, by the names of parameters.
+    """Returns the sharded axes that the choices determine, by rules, by annotations of the model, or as axes of experts.
 
     Args:
-        tree: Shapes of the parameters.
+        tree: Arrays or shapes of the parameters.
         ranks: Size of the axis `fsdp`.
         choices: The choices of the strategy.
 
     Returns:
-        The axes from rules and annotations, and the axes of arrays of experts if experts are spread over devices.
+        (asked, experts), two dicts from the name of a parameter to the index of an axis. `asked` has the axes from rules and
+        annotations, and no entry for other parameters. `experts` has the axis over experts of each expert weight; it is empty
+        if `choices.experts` is 1 and `choices.shards` is `everything`.
 
     Raises:
-        ConfigError: If a rule or an annotation does not fit the parameters, the number of experts or of devices for them does
-            not fit `ranks`, there are no experts, or a rule requests another axis for them.
+        ConfigError: If a rule or an annotation does not fit the parameters; if `experts` does not divide `ranks`; if `ranks`
+            does not divide the number of experts; if the model has no experts; or if a rule requests another axis for experts.
     """
     names, devices = leaf_names(tree), choices.experts
     axes = asked_axes(names, choices.shard_rules, choices.annotations)
@@ -205,16 +259,19 @@ def chosen_axes(tree: Tree, ranks: int, choices: FSDPChoices) -> tuple[dict[str,
 
 
 def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the axis to shard of each parameter that a rule or an annotation of the model names.
+    """Returns the axis to shard of each parameter with a rule or an annotation of the model.
 
     Args:
         names: Names of all parameters.
-        rules: `PATTERN=AXIS` with shell patterns. Rules override the model's annotations.
+        rules: `PATTERN=AXIS`, with a shell pattern of names and the index of an axis. Rules override the model's annotations.
         specs: The model's annotations: a PartitionSpec or None by the name of a parameter.
+
+    Returns:
+        A dict from the name of a parameter to the index of its axis. Parameters without rule and annotation have no entry.
 
     Raises:
         ConfigError: If a rule has another form or matches nothing, two rules match a parameter with different axes, or a
-            partition name is not `fsdp`.
+            PartitionSpec has a name other than `fsdp` or has it twice.
     """
     axes: dict[str, int] = {}
     for name, spec in specs.items():
@@ -247,33 +304,38 @@ def value_and_grads(
     reshard_after_forward: bool,
     reduce: Literal["in buckets", "scheduled"],
 ) -> tuple[Aux, dict[str, Array], Tree]:
-    """Differentiates a loss of sharded parameters on one device, under `jax.shard_map`.
+    """Differentiates a loss with respect to sharded parameters on one device, under `jax.shard_map`.
 
     Args:
-        loss: Maps gathered parameters and `observed` to a scalar and auxiliary output.
-        parts: The shards of this device.
+        loss: `loss(whole, observed) -> (scalar, aux)`. `whole` is the dict of gathered parameters by name. The scalar is
+            floating; aux is not differentiated. Traced once.
+        parts: The shards of this device, by parameter name.
         shards: The sharding of each parameter.
-        dtypes: Dtypes that parameters are cast to before they are gathered.
-        observed: Observed state. The loss is differentiated with respect to it too.
-        grads_dtype: Dtype of gradients during the reduction.
+        dtypes: Dtype by parameter name, to which the parameter is cast before it is gathered.
+        observed: Observed state (amax histories of FP8) before the microbatch. The loss is also differentiated with respect to
+            this state.
+        grads_dtype: Dtype to which gradients are cast before they are summed over devices.
         reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying gathered.
-        reduce: Reduce gradients `in buckets` during the backward pass, or as XLA has `scheduled` the collectives.
+        reduce: `in buckets` sums groups of gradients over devices during the backward pass, in a fixed order. `scheduled` lets
+            XLA schedule the sum of each gradient.
 
     Returns:
-        The auxiliary output, the shards of the summed gradients, and the gradient of `observed` on this device.
+        (aux, gradients, observed): the auxiliary output of `loss`; a dict by parameter name with this device's shards of the
+        gradients, summed over the device group of the parameter (`ShardSpec.scatter`), in `grads_dtype`; and the gradient of
+        `observed` on this device. FP8 matmuls make this gradient the observed state after the microbatch.
     """
     whole = gathered(parts, shards, dtypes)
     value, pull_back, aux = jax.vjp(loss, whole, observed, has_aux=True)
     if reshard_after_forward:
-        # The barrier orders the second all-gather after the forward. Without it, XLA would merge the two.
-        again = gathered(lax.optimization_barrier((parts, value))[0], shards, dtypes)
-        pull_back = _replaced(pull_back, {id(array): again[name] for name, array in whole.items()})
+        # The barrier orders the second all-gather after the forward pass. Without it, XLA would merge the two.
+        regathered = gathered(lax.optimization_barrier((parts, value))[0], shards, dtypes)
+        pull_back = _replaced(pull_back, {id(array): regathered[name] for name, array in whole.items()})
 
     def add(name: str, whole: Array) -> Array:
         return shards[name].scatter(whole)
 
     if reduce == "in buckets":
-        grads, after = reduce_in_buckets(lambda back, one: back(one), (pull_back, jnp.ones_like(value)), add, grads_dtype)
+        grads, after = reduce_in_buckets(lambda vjp, seed: vjp(seed), (pull_back, jnp.ones_like(value)), add, grads_dtype)
     else:
         grads, after = pull_back(jnp.ones_like(value))
         grads = {name: add(name, gradient.astype(grads_dtype)) for name, gradient in grads.items()}
@@ -281,7 +343,17 @@ def value_and_grads(
 
 
 def gathered(parts: Mapping[str, Array], shards: Mapping[str, ShardSpec], dtypes: Mapping[str, Any]) -> dict[str, Array]:
-    """Casts and all-gathers parameters on one device, under `jax.shard_map`."""
+    """Casts and all-gathers parameters on one device, under `jax.shard_map`.
+
+    Args:
+        parts: The shards of this device, by parameter name.
+        shards: The sharding of each parameter.
+        dtypes: Dtype by parameter name, to which the parameter is cast before it is gathered.
+
+    Returns:
+        The gathered parameters by name, in `dtypes`, without padding. A parameter with several groups (`ShardSpec.groups`) has
+        only the shards of this device's group.
+    """
     return {name: shards[name].gather(part.astype(dtypes[name])) for name, part in parts.items()}
 
 

@@ -32,7 +32,7 @@ from jgraph.train.model import settings_of
 from jgraph.train.presets import PRESETS, preset
 
 _PROG = "python -m jgraph.train"
-# Errors in these fields can be caused by asking for more devices than there are.
+# An error in these fields can be the consequence of requesting more devices than exist.
 _LAYOUT_FIELDS = ("dp", "fsdp", "ep", "num_microbatches")
 # Flags of other trainers, with the flag of this command.
 ELSEWHERE = {
@@ -70,15 +70,18 @@ ELSEWHERE = {
 
 
 def main(argv: Sequence[str] | None = None, prog: str = _PROG) -> int:
-    """Runs the command.
+    """Runs the command `python -m jgraph.train`: parses the flags, trains, and prints progress to stdout and errors to stderr.
 
     Args:
-        argv: The arguments. Default: those of the process.
+        argv: The arguments without the name of the program; None for those of the process.
         prog: The command as the user starts it, for the usage line and errors.
 
     Returns:
-        The exit code, as in `jgraph.cli.run`. After Ctrl-C (130) and SIGTERM (143) the run is saved first; a second Ctrl-C
-        exits with 130 at once. If the devices do not respond for `hang_seconds`, the process ends with 75 inside this call.
+        The exit code: 0 if the run is finished or the help was printed; 1 if the loss or a gradient is not finite; 2 for
+            invalid
+        input, printed as one line to stderr; 130 after Ctrl-C and 143 after SIGTERM, when the run has been saved; 130 after a
+        second Ctrl-C, at once; 141 if the reader of stdout has closed it. If the devices do not finish a program within
+        `hang_seconds`, the process ends with 75 inside this call.
     """
     return cli.run(prog, functools.partial(_run, prog=prog), argv, FIELDS)
 
@@ -105,8 +108,8 @@ def _run(args: list[str], prog: str) -> int:
 def _check_device_count(args: Sequence[str]) -> None:
     """Checks that the devices the flags ask for exist.
 
-    Called when the batch or the experts cannot be divided over the devices, because too few devices is the cause to report
-    first. Does nothing in a run of several processes: the devices of the others are unknown until they are connected.
+    Called if the batch or the experts cannot be divided between the devices: if there are too few devices, that error is
+    reported instead. Does nothing in a run of several processes, because the devices of the others are not known yet.
 
     Args:
         args: The arguments, which `parse` has converted to their types.
@@ -121,28 +124,32 @@ def _check_device_count(args: Sequence[str]) -> None:
     for name in ("dp", "fsdp", "pp", "ep"):
         layout.add_argument(f"--{name}", type=int, default=1)
     layout.add_argument("--distributed.coordinator", dest="coordinator")
-    asked = layout.parse_known_args(args)[0]
-    if asked.coordinator or launcher(os.environ):
+    parsed = layout.parse_known_args(args)[0]
+    if parsed.coordinator or launcher(os.environ):
         return
     check_devices()
-    flags = " ".join(f"`{name}` {count}" for name in ("dp", "pp", "fsdp", "ep") if (count := getattr(asked, name)) > 1)
-    devices_of_ranks(max(asked.dp * asked.fsdp, asked.ep) * asked.pp, flags=flags)
+    flags = " ".join(f"`{name}` {count}" for name in ("dp", "pp", "fsdp", "ep") if (count := getattr(parsed, name)) > 1)
+    devices_of_ranks(max(parsed.dp * parsed.fsdp, parsed.ep) * parsed.pp, flags=flags)
 
 
 def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
-    """Parses the flags of a run.
+    """Parses the flags of a run. Trains nothing and writes no files.
+
+    The defaults are those of the flag `--preset`. With `--continue-from` and `--init-from`, the settings of the model are read
+    from the other run or folder. Imports the model class.
 
     Args:
-        args: The arguments.
+        args: The arguments without the name of the program.
         prog: The command as the user starts it, for the usage line.
 
     Returns:
-        The configuration, or None after --help.
+        The checked configuration. None after `--help`, which prints the help to stdout.
 
     Raises:
-        ConfigError: If the arguments cannot be parsed or the configuration is invalid.
+        ConfigError: If a flag is unknown or has a value that is not allowed, values exclude each other, the model class cannot
+            be imported, or the other run or folder cannot be read.
     """
-    # These flags decide which other flags exist and their defaults. tyro reports errors in all of them.
+    # These flags determine the other flags and their defaults. tyro parses them again and reports errors.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", nargs="?", default="", const="")
     first.add_argument("--model.module", nargs="?", dest="module")
@@ -175,8 +182,8 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
     field = ("model", settings or tyro.conf.Suppress[None], dataclasses.field())
     flags = dataclasses.make_dataclass("Flags", [field], bases=(TrainConfig,), frozen=True, kw_only=True)
     default = flags(**_shallow(base) | {"module": module, "model": model})
-    about = (__doc__ or "").format(presets=", ".join(PRESETS), preset=base.preset)
-    found = cli.parse(flags, prog, about, args, elsewhere=ELSEWHERE, default=default)
+    description = (__doc__ or "").format(presets=", ".join(PRESETS), preset=base.preset)
+    found = cli.parse(flags, prog, description, args, elsewhere=ELSEWHERE, default=default)
     return found and TrainConfig(**_shallow(found))
 
 

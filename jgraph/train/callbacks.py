@@ -25,31 +25,37 @@ from jgraph.tree import leaf_names
 
 
 class FirstStep(Callback):
-    """Calls a function after the first step."""
+    """Calls a function once, when the first step that the loop itself runs has finished.
+
+    Args:
+        act: The function, without arguments. Its result is ignored.
+    """
 
     def __init__(self, act: Callable[[], None]):
         self._act: Callable[[], None] | None = act
 
     def due(self, done: int) -> bool:
+        """Returns True until the function has been called, so that the loop waits for the first step. `done` is not used."""
         return self._act is not None
 
     def after(self, done: int, state: TrainState, metrics: StepMetrics | None) -> None:
+        """Calls the function, unless it has been called before or another callback ran the step (`metrics` is None)."""
         if self._act and metrics is not None:
             self._act()
             self._act = None
 
 
 class GradientChecks(Callback):
-    """Stops the run or warns if a loss or gradient is not finite, and warns of gradients that are zero.
+    """Checks every finished step: raises or warns if its loss or gradient is not finite, and warns of gradients of zero.
 
     Args:
-        setup: The setup of the run.
-        checkpoints: The checkpoints, for the error.
+        setup: The setup of the run. Its `on_nonfinite` chooses between an error (`stop`) and a warning (`skip`).
+        checkpoints: The checkpoints of the run. The error names the newest one.
         reporter: Prints warnings.
-        skipped: Number of updates that the run has skipped so far.
+        skipped: Number of updates that the run has skipped before this loop, because the loss or a gradient was not finite.
 
     Attributes:
-        skipped: Number of skipped updates.
+        skipped: Number of updates that the run has skipped so far, including this loop.
     """
 
     def __init__(self, setup: TrainSetup, checkpoints: Checkpoints, reporter: Reporter, skipped: int):
@@ -63,6 +69,20 @@ class GradientChecks(Callback):
             self._trained = {name for name, is_trained in zip(self._names, masks, strict=True) if is_trained}
 
     def finished(self, steps: Sequence[Numbered]) -> None:
+        """Checks the metrics of finished steps. Called by the loop for every step once.
+
+        If a loss or gradient is not finite and `on_nonfinite` is `stop`, raises an error. If `on_nonfinite` is `skip`, adds 1
+        to `skipped` and prints a warning. Prints a warning once per array whose gradient is zero everywhere. With delayed FP8
+        scaling, step 1 is not checked for gradients of zero.
+
+        Args:
+            steps: Pairs of the number of a step, from 1, and its metrics.
+
+        Raises:
+            NonFiniteError: If a loss or gradient is not finite and `on_nonfinite` is `stop`. Before it raises, the method waits
+                until the checkpoint that is being written, if any, is complete.
+            CheckpointError: In this case, if that checkpoint cannot be written.
+        """
         for number, metrics in steps:
             if problem := self.problem(metrics):
                 self._non_finite(number, problem)
@@ -71,21 +91,37 @@ class GradientChecks(Callback):
             for name in sorted(self.zeros(metrics) - self._warned):
                 self._warned.add(name)
                 self._reporter.warn(
-                    f"step {number}: the gradient of {name} is zero; if it is not to be trained, name it in `freeze`"
+                    f"step {number}: the gradient of {name} is zero; if it must not be trained, add the name to `freeze`"
                 )
 
     def zeros(self, metrics: StepMetrics) -> set[str]:
-        """Returns the names of the trained arrays with a gradient of zero."""
+        """Finds gradients of zero in the metrics of a step.
+
+        Args:
+            metrics: The metrics of a finished step.
+
+        Returns:
+            The arrays with a gradient of zero everywhere, each named by its path in `TrainState.params`, for example
+            "blocks/0/up/kernel". Leaves out arrays with only frozen parameters. Empty if there are none.
+        """
         return {name for name, square_sum in self._square_sums(metrics) if square_sum == 0} & self._trained
 
     def problem(self, metrics: StepMetrics) -> str:
-        """Describes the numbers of a step that are not finite. Empty if all are."""
+        """Describes the loss and the gradients of a step that are NaN or infinite.
+
+        Args:
+            metrics: The metrics of a finished step.
+
+        Returns:
+            For example "the loss is nan and the gradient of blocks/0/up/kernel is not finite". Also reports a norm of the
+            gradient that overflows float32. An empty string if everything is finite.
+        """
         problems = [] if np.isfinite(metrics.loss) else [f"the loss is {float(metrics.loss)}"]
         names = [name for name, square_sum in self._square_sums(metrics) if not np.isfinite(square_sum)]
         if names:
             problems.append(f"the gradient of {', '.join(names)} is not finite")
         elif not np.isfinite(metrics.grad_norm):
-            problems.append("the gradient's norm overflows")
+            problems.append("the norm of the gradient overflows float32")
         return " and ".join(problems)
 
     def _square_sums(self, metrics: StepMetrics) -> list[tuple[str, Any]]:
@@ -99,26 +135,26 @@ class GradientChecks(Callback):
         # The update was not applied, so the state is good, but it is not saved: the run should continue from an earlier step.
         self._checkpoints.wait()
         saved = self._checkpoints.latest_step
-        kept = "there is no checkpoint yet" if saved is None else f"the checkpoint of step {saved} is kept"
-        # The run directory of a checkpoint refuses another learning rate.
+        checkpoint_text = "there is no checkpoint yet" if saved is None else f"the checkpoint of step {saved} is kept"
+        # A run with a checkpoint cannot be resumed with another learning rate.
         over = "" if saved is None else " with `resume` off or another `run_dir`"
         raise NonFiniteError(
-            f"step {number}: {problem}; the run stops there and {kept}; "
-            f"try a lower `optimizer.learning_rate`{over}, or continue past it with `on_nonfinite` skip",
+            f"step {number}: {problem}; the run stops, and {checkpoint_text}; "
+            f"try a lower `optimizer.learning_rate`{over}, or leave out such updates with `on_nonfinite` skip",
             step=number,
         )
 
 
 class Metrics(Callback):
-    """Evaluates the model, and writes and prints the metrics of a step.
+    """Writes and prints the metrics every `log_every` steps, and evaluates the model every `eval_every` steps.
 
     Args:
         setup: The setup of the run.
-        log: Receives the entries.
-        reporter: Prints the entries.
-        clock: Measures the time of the steps.
-        checks: Counts skipped updates.
-        evaluate: Returns the held-out loss of a state.
+        log: Writes every entry to metrics.jsonl and passes it to the trackers.
+        reporter: Prints every entry and warnings.
+        clock: The clock of the loop, which measures the time of the steps. Every entry ends a lap of the clock.
+        checks: Counts the skipped updates and finds gradients of zero. Must come before this callback in `Loop.callbacks`.
+        evaluate: Returns the held-out loss of a state, in nats per token, as a float.
     """
 
     def __init__(
@@ -139,16 +175,39 @@ class Metrics(Callback):
         self._peak_flops = (peak_flops(self._device.device_kind) or 0) * setup.step.num_devices
 
     def due(self, done: int) -> bool:
+        """Returns True if `done` is 1, the last step, or a multiple of `log_every` or `eval_every`, which are positive."""
         return done == 1 or done % self._monitor.log_every == 0 or self._evaluates(done)
 
     def _evaluates(self, done: int) -> bool:
         return done == self._steps or done % self._monitor.eval_every == 0
 
     def after(self, done: int, state: TrainState, metrics: StepMetrics | None) -> None:
+        """Writes one entry to metrics.jsonl and the trackers, and prints it.
+
+        Before that, evaluates `state` if `done` is the last step or a multiple of `eval_every`.
+
+        The keys of an entry are "step", "loss" (nats per token), "grad_norm" (before clipping), "learning_rate",
+        "tokens_per_second", "step_time_ms", "mfu" (fraction of the peak FLOP/s of the devices; None if that is unknown),
+        "peak_memory_bytes" (of the first device of this process), "skipped" (number of skipped updates of the run), "seconds"
+        (time of all steps of the run, also before it was resumed), "zero_gradients" (number of arrays with a gradient of zero)
+        and, after an evaluation, "eval_loss" (nats per token). A model with `jgraph.MoE` layers adds the keys "moe_load",
+        "moe_max_load", "moe_entropy", "moe_balance_loss", "moe_z_loss" and "moe_dropped" of `jgraph.moe.statistics.summary`.
+
+        Also prints a warning, at most once per `jgraph.MoE` layer, if experts of the layer got no token for 100 steps.
+
+        Args:
+            done: Number of finished steps.
+            state: The state after these steps. Not donated.
+            metrics: The metrics of step `done`. None for a profiled step: nothing is written, because the profiler slows the
+                step down.
+
+        Raises:
+            ConfigError: If metrics.jsonl cannot be written.
+        """
         if metrics is None:
             return
         seconds, checks = self._clock.lap(), self._checks
-        # The learning rate does not count skipped updates, of which this step may be one.
+        # Skipped updates do not advance the learning rate schedule. The update of this step may have been skipped.
         updates = done - 1 - checks.skipped + bool(checks.problem(metrics))
         entry: dict[str, Any] = {
             "step": done,
@@ -168,26 +227,28 @@ class Metrics(Callback):
         if self._evaluates(done):
             entry["eval_loss"] = self._evaluate(state)
         self._log.add(entry)
-        self._reporter.progress(finite(entry))  # as in the file
+        self._reporter.progress(finite(entry))  # the same values as in metrics.jsonl
 
     def _warn_of_dead_experts(self, done: int, state: TrainState) -> None:
-        """Warns once of each layer with experts that have received no token for 100 steps."""
+        """Warns once per layer of experts that have received no token for 100 steps."""
         for layer, experts in statistics.dead_experts(state.carried).items():
             if layer not in self._warned:
                 self._warned.add(layer)
-                some = f"{', '.join(map(str, experts[:8]))}{', ...' * (len(experts) > 8)}"
-                advice = "a larger `model.moe.balance_loss` helps"
-                self._reporter.warn(f"step {done}: experts {some} of {layer} got no token for 100 steps; {advice}")
+                listed = f"{', '.join(map(str, experts[:8]))}{', ...' * (len(experts) > 8)}"
+                advice = "try a larger `model.moe.balance_loss`"
+                self._reporter.warn(f"step {done}: experts {listed} of {layer} got no token for 100 steps; {advice}")
 
 
 class SaveCheckpoints(Callback):
-    """Saves the state every few steps and at the end.
+    """Saves the state at each multiple of `checkpoint_every` steps and at the end of the loop.
+
+    If a profile runs over a multiple, the state is saved at the end of the profile instead.
 
     Args:
         setup: The setup of the run.
-        checkpoints: Writes the checkpoints.
-        watchdog: Watches the devices.
-        done: Number of steps already done.
+        checkpoints: Writes the checkpoints in the background.
+        watchdog: Watches the wait for the copy of the state on the devices.
+        done: Number of steps that were finished before the loop.
     """
 
     def __init__(self, setup: TrainSetup, checkpoints: Checkpoints, watchdog: Watchdog, done: int):
@@ -195,16 +256,45 @@ class SaveCheckpoints(Callback):
         self._checkpoints, self._watchdog, self._saved = checkpoints, watchdog, done
 
     def due(self, done: int) -> bool:
-        # A profile may run past a multiple of `checkpoint_every`.
+        """Returns True if a multiple of `checkpoint_every` is greater than the last saved step and at most `done`.
+
+        Until this object has saved a state, the last saved step is the number of steps that were finished before the loop.
+
+        Args:
+            done: Number of steps dispatched so far. May be larger than the multiple, because a profile runs several steps
+                between two calls.
+        """
         return done // self._every > self._saved // self._every
 
     def after(self, done: int, state: TrainState, metrics: StepMetrics | None) -> None:
+        """Saves the state after step `done`, unless the newest checkpoint is of this step.
+
+        Copies the state on the devices to the layout of the model's own tree, so the devices need memory for a second state
+        until the copy is on the host. The files are written in the background.
+
+        Args:
+            done: Number of finished steps.
+            state: The state after these steps. Neither donated nor deleted.
+            metrics: Not used.
+
+        Raises:
+            CheckpointError: If this or the previous checkpoint cannot be written.
+        """
         self.ended(done, state)
 
     def ended(self, done: int, state: TrainState) -> None:
+        """Saves the state at the end of the loop, in the same way as `after`, unless the newest checkpoint is of step `done`.
+
+        Args:
+            done: Number of finished steps.
+            state: The state after these steps. Neither donated nor deleted.
+
+        Raises:
+            CheckpointError: If this or the previous checkpoint cannot be written.
+        """
         if self._checkpoints.latest_step == done:
-            return  # saved after this step; converting the state again would take its memory a second time
-        canonical = self._watchdog.wait(lambda: f"the state after {done} steps, to save it", self._layout.of(state))
+            return  # saved by `after`; another conversion of the state would take memory for a second state
+        canonical = self._watchdog.wait(lambda: f"the state of step {done} for its checkpoint", self._layout.of(state))
         self._checkpoints.save(done, canonical)
         self._saved = done
         # Orbax holds the arrays until all files are written, and the next step needs the memory.

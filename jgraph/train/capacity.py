@@ -17,49 +17,70 @@ Numbered = tuple[int, StepMetrics]
 
 
 class Halt(NamedTuple):
-    """The number of the first halted step, and the largest number of rows that a device needed to send to another."""
+    """A step that changed nothing, because a device had to send another device more expert rows than the buffer holds.
+
+    Attributes:
+        number: Number of the first halted step, from 1.
+        needed: Largest number of rows (tokens times experts per token) that a device must send to one other device, in any
+            layer and microbatch of the halted steps.
+    """
 
     number: int
     needed: int
 
 
 def is_halted(metrics: StepMetrics) -> bool:
-    """True if a step halted. Waits for the step if it can halt."""
+    """Returns True if a step halted: it changed nothing, because an expert buffer was too small.
+
+    Args:
+        metrics: The metrics of the step, as numpy values or as arrays of a step that may be running. If `metrics.halted` is
+            None, the step cannot halt and is not waited for. Otherwise waits for the step.
+    """
     return metrics.halted is not None and int(metrics.halted) > 0
 
 
 def happened(steps: Sequence[Numbered]) -> tuple[list[Numbered], Halt | None]:
-    """Splits consecutive steps into the finished ones and the first halted one, if any."""
+    """Separates the steps before a halt from the halted steps. Waits for the steps that can halt.
+
+    The steps that were dispatched after a halted step are halted, too.
+
+    Args:
+        steps: Pairs of the number of a step, from 1, and its metrics, for consecutive steps.
+
+    Returns:
+        The pairs of the steps that did not halt, and a `Halt` that describes the first halted step. The `Halt` is None if no
+        step halted.
+    """
     done = [step for step in steps if not is_halted(step[1])]
     if len(done) == len(steps):
         return done, None
-    needed = steps[-1][1].halted  # it never decreases
+    needed = steps[-1][1].halted  # never decreases, so the last step has the largest number
     assert needed is not None, "only a step with this metric can halt"
     return done, Halt(steps[len(done)][0], int(needed))
 
 
 def grown(config: TrainConfig, halt: Halt) -> tuple[TrainConfig, str]:
-    """Increases the expert capacity until the rows of the halted step fit.
+    """Increases `model.moe.capacity`, the size of the expert buffers, until the rows of a halted step fit.
 
     Args:
-        config: The configuration of the run.
+        config: The configuration of the run. Not changed.
         halt: The halted step.
 
     Returns:
-        The new configuration, and a line that describes the change.
+        A copy of `config` with a larger `model.moe.capacity`, and a line that describes the change. Does not print the line.
 
     Raises:
-        ConfigError: If the model halted for another reason.
+        ConfigError: If the rows fit with the present capacity, so that the model halted for another reason.
     """
     moe: Any = getattr(config.model, "moe", None)
     devices = config.parallel.ep
     tokens = config.input.tokens_per_step // (config.input.num_microbatches * config.parallel.data_ranks)
     rows = tokens * getattr(moe, "experts_per_token", 1)  # per device, layer and microbatch
-    had = rows_per_pair(moe.capacity, rows, devices) if hasattr(moe, "capacity") else rows
-    if halt.needed <= had:
-        must = "set `halted` only if a device needs more rows than `model.moe.capacity` allows"
+    allowed = rows_per_pair(moe.capacity, rows, devices) if hasattr(moe, "capacity") else rows
+    if halt.needed <= allowed:
+        must = "halt a step only if a device needs more rows than `model.moe.capacity` allows"
         raise ConfigError(f"`module` is {config.module}: must {must} (step {halt.number} needs {halt.needed})", field="module")
     capacity = capacity_of(halt.needed, rows, devices)
-    overflow = f"a device needs {halt.needed} expert rows from another, and the capacity allows {had}"
+    overflow = f"a device sends {halt.needed} expert rows to another, but the capacity allows {allowed}"
     line = f"step {halt.number}: {overflow}; repeating the step with `model.moe.capacity` {capacity:g}"
     return config.changed(model=replace(config.model, moe=replace(moe, capacity=capacity))), line

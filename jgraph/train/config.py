@@ -1,7 +1,7 @@
 """Configuration of a run: one frozen dataclass per component, which checks its fields when it is created.
 
-A field has the name of its flag, and its docstring is the help text. `TrainConfig` checks what several components decide
-together. `TrainConfig.of` and `TrainConfig.changed` take fields by name and find their components, and config.json has the same
+A field has the name of its flag, and its docstring is the help text of the flag. `TrainConfig` checks constraints between
+components. `TrainConfig.of` and `TrainConfig.changed` take the fields of all components by name; config.json uses the same
 names. This module does not import jax, so that an invalid flag is reported at once.
 """
 
@@ -19,7 +19,10 @@ DtypeName: TypeAlias = Literal["bfloat16", "float32"]
 
 
 class DefaultSteps(int):
-    """A default number of steps. `TrainConfig` reduces it in short runs, unlike a number that the user set."""
+    """An int that marks a number of steps as a default, not set by the user.
+
+    `TrainConfig` reduces a default `optimizer.warmup_steps` that is greater than a tenth of `steps` to that tenth.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,12 @@ class InputConfig:
     token, the end of text, has no target."""
 
     def __post_init__(self):
-        """Checks the fields. Raises ConfigError."""
+        """Turns a string `data` into a tuple of one string, and checks the fields.
+
+        Raises:
+            ConfigError: If a field has the wrong type, a size is not positive, `data` is empty or has an empty string, or
+                `num_microbatches` does not divide `batch_size`.
+        """
         if isinstance(self.data, str):
             object.__setattr__(self, "data", (self.data,))
         check_types(self)
@@ -61,12 +69,12 @@ class InputConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Number of predicted tokens per step."""
+        """Number of predicted tokens per step, over all devices: `batch_size` x `seq_len`."""
         return self.batch_size * self.seq_len
 
     @property
     def microbatch_size(self) -> int:
-        """Sequences per microbatch, summed over devices."""
+        """Number of sequences per microbatch, over all devices: `batch_size` / `num_microbatches`."""
         return self.batch_size // self.num_microbatches
 
 
@@ -89,12 +97,17 @@ class ParallelConfig:
     """With `fsdp`: PATTERN=AXIS, the axis to shard the matching parameters along, e.g. '*/down/kernel=1'."""
 
     def __post_init__(self):
-        """Checks the fields. Raises ConfigError."""
+        """Checks the fields.
+
+        Raises:
+            ConfigError: If a field has the wrong type, a number of devices is not positive, `ep` does not divide `fsdp` (`dp`
+                if `fsdp` is 1), a rule is not PATTERN=AXIS, or an option of `fsdp` is set while `fsdp` is 1.
+        """
         check_types(self)
         require_positive(self, "dp fsdp ep pp")
-        among, ranks = ("fsdp", self.fsdp) if self.fsdp > 1 else ("dp", self.dp)
-        both = "; experts are sharded over devices of `fsdp` or `dp`" if ranks == 1 else ""
-        _must(self, "ep", ranks % self.ep == 0, f"a divisor of `{among}` {ranks}{both}")
+        divided, ranks = ("fsdp", self.fsdp) if self.fsdp > 1 else ("dp", self.dp)
+        hint = "; experts are sharded over devices of `fsdp` or `dp`" if ranks == 1 else ""
+        _must(self, "ep", ranks % self.ep == 0, f"a divisor of `{divided}` {ranks}{hint}")
         _must(self, "reshard_after_forward", self.fsdp > 1 or not self.reshard_after_forward, "False if `fsdp` is 1")
         _must(self, "shard_rules", self.fsdp > 1 or not self.shard_rules, "empty if `fsdp` is 1")
         for rule in self.shard_rules:
@@ -103,18 +116,21 @@ class ParallelConfig:
 
     @property
     def shards(self) -> int:
-        """Number of devices that parameters are sharded over; only those of experts if `fsdp` is 1."""
+        """Number of devices that parameters are sharded over: the larger of `fsdp` and `ep`.
+
+        If `fsdp` is 1, only the parameters of experts are sharded.
+        """
         return max(self.fsdp, self.ep)
 
     @property
     def data_ranks(self) -> int:
-        """Number of devices that each process a different shard of the batch, per pipeline rank."""
+        """Number of devices per pipeline rank that process different rows of each microbatch: `dp` x `fsdp`."""
         return self.dp * self.fsdp
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """Pipeline schedule and engine, with several pipeline ranks (`--pp`)."""
+    """Pipeline schedule and engine, for a run with several pipeline ranks (`--pp`)."""
 
     chunks: int = 1
     """Stages per pipeline rank."""
@@ -129,7 +145,12 @@ class PipelineConfig:
     """With `schedule` auto: GiB per device for arrays kept between forward, dgrad and wgrad. 0 means no limit."""
 
     def __post_init__(self):
-        """Checks the fields. Raises ConfigError."""
+        """Checks the fields. Does not check that `schedule` names a schedule.
+
+        Raises:
+            ConfigError: If a field has the wrong type, `chunks` is not positive or not allowed with `schedule`, or
+                `memory_limit` is negative, infinite, or set although `schedule` is not `auto`.
+        """
         check_types(self)
         require_positive(self, "chunks")
         _must(self, "memory_limit", 0 <= self.memory_limit < math.inf, "0 or positive")
@@ -156,11 +177,22 @@ class DtypeConfig:
     """If the two dtypes differ without `decoupled_grad`: raise an error, or cast the gradient to the parameter dtype."""
 
     def __post_init__(self):
-        """Checks the types of the fields. `check` checks the dtypes. Raises ConfigError."""
+        """Checks the types of the fields. Does not check that the dtypes fit together.
+
+        Raises:
+            ConfigError: If a field has the wrong type or is not one of its choices.
+        """
         check_types(self)
 
     def check(self) -> None:
-        """Checks that the optimizer can read the gradient. Called last, because a pipeline gives other advice."""
+        """Checks that parameters and gradients have the same dtype, or that an option handles the difference.
+
+        `TrainConfig` calls this method after the checks of a pipeline, because the messages of those checks give other advice.
+
+        Raises:
+            ConfigError: If `main_params_dtype` and `main_grads_dtype` differ, `decoupled_grad` is False and `on_dtype_mismatch`
+                is `error`.
+        """
         differ = self.main_params_dtype != self.main_grads_dtype and not self.decoupled_grad
         advice = f"set `decoupled_grad` (the optimizer reads {self.main_grads_dtype}) or `on_dtype_mismatch` copy"
         allowed = f"`main_params_dtype` {self.main_params_dtype}; or {advice} (casts the gradient)"
@@ -168,7 +200,11 @@ class DtypeConfig:
 
     @property
     def read_dtype(self) -> DtypeName:
-        """Dtype of the gradient passed to the optimizer. If it is `main_grads_dtype`, the accumulator itself is passed."""
+        """Dtype of the gradient that the optimizer gets, `bfloat16` or `float32`.
+
+        This is `main_grads_dtype` if `decoupled_grad` is True, and `main_params_dtype` otherwise. The optimizer gets the
+        gradient accumulator itself if that has this dtype, and otherwise a cast copy.
+        """
         if self.decoupled_grad or self.main_params_dtype == self.main_grads_dtype:
             return self.main_grads_dtype
         return self.main_params_dtype
@@ -192,7 +228,11 @@ class CompileConfig:
     saves memory, 11% more FLOPs."""
 
     def __post_init__(self):
-        """Checks the fields. Raises ConfigError."""
+        """Checks the fields. Does not check that XLA has the options.
+
+        Raises:
+            ConfigError: If a field has the wrong type, or an XLA option is not name=value.
+        """
         check_types(self)
         for option in self.xla_options:
             require("=" in option, "xla_options", option, "name=value")
@@ -209,10 +249,16 @@ class InitialConfig:
     """Start a new run at step 0 with the latest weights of another run directory, or with RUN/checkpoints/STEP. The settings of
     the model, the tokenizer and the default preset are those of the other run. Not needed to resume."""
     continue_with: Literal["weights", "optimizer"] = "weights"
-    """With `continue_from`: load the weights and other model state (`weights`), or the moments and step count of Adam, too."""
+    """With `continue_from`: `weights` loads the weights and the other state of the model. `optimizer` also loads the moments
+    and the step count of Adam."""
 
     def __post_init__(self):
-        """Checks the fields. Raises ConfigError."""
+        """Checks the fields. Does not look for the directories.
+
+        Raises:
+            ConfigError: If a field has the wrong type, `init_from` and `continue_from` are both set, or `continue_with` is
+                `optimizer` without `continue_from`.
+        """
         check_types(self)
         _must(self, "continue_from", not (self.continue_from and self.init_from), "empty if `init_from` is set")
         is_default = self.continue_with == "weights"
@@ -233,7 +279,11 @@ class OutputConfig:
     """Number of checkpoints to keep."""
 
     def __post_init__(self):
-        """Checks the fields. Raises ConfigError."""
+        """Checks the fields.
+
+        Raises:
+            ConfigError: If a field has the wrong type, or `checkpoint_every` or `checkpoint_keep` is not positive.
+        """
         check_types(self)
         require_positive(self, "checkpoint_every checkpoint_keep")
 
@@ -259,10 +309,15 @@ class MonitorConfig:
     """Action if the loss or a gradient is not finite: stop the run, or skip the update and count it."""
     hang_seconds: float = 1800.0
     """Exit with code 75 if the run waits this long for one program on the devices; 0 disables the check. Must be longer than
-    the slowest step, and than the delay of one process by another, for example while the other compiles."""
+    the slowest step, and longer than one process may wait for another, for example while the other compiles."""
 
     def __post_init__(self):
-        """Checks the fields. Raises ConfigError."""
+        """Checks the fields.
+
+        Raises:
+            ConfigError: If a field has the wrong type, a number of steps or batches is not positive, `sample_tokens` or
+                `hang_seconds` is negative, `hang_seconds` is infinite, or `profile` is not FIRST:STOP with FIRST < STOP.
+        """
         check_types(self)
         require_positive(self, "log_every eval_every eval_batches")
         _must(self, "sample_tokens", self.sample_tokens >= 0, "0 or positive")
@@ -275,7 +330,7 @@ class MonitorConfig:
 
     @property
     def profile_steps(self) -> tuple[int, int]:
-        """`profile` as (first, stop): steps first + 1 to stop are traced. (0, 0) without a profile."""
+        """`profile` as (first, stop): steps first + 1 to stop are traced. (0, 0) if `profile` is empty or not FIRST:STOP."""
         first, _, stop = self.profile.partition(":")
         return (int(first), int(stop)) if first.isdecimal() and stop.isdecimal() else (0, 0)
 
@@ -311,7 +366,13 @@ class OptimizerConfig:
     """Dtype of the second moment."""
 
     def __post_init__(self):
-        """Checks the fields. Raises ConfigError."""
+        """Checks the fields.
+
+        Raises:
+            ConfigError: If a field has the wrong type or is out of range: `learning_rate`, `eps` and `clip_norm` are positive,
+                `beta1` and `beta2` are in [0, 1), `final_learning_rate` is in [0, 1], and the others are not negative. Also if
+                `decay_steps` is set while `extend` is `cosine`.
+        """
         check_types(self, prefix="optimizer.")
         require_positive(self, "learning_rate eps clip_norm", prefix="optimizer.")
         _must(self, "optimizer.warmup_steps", self.warmup_steps >= 0, "0 or positive")
@@ -339,7 +400,13 @@ class DistributedConfig:
     """Index of this process, from 0."""
 
     def __post_init__(self):
-        """Checks the fields. Raises ConfigError."""
+        """Checks the fields.
+
+        Raises:
+            ConfigError: If a field has the wrong type, only some of `coordinator`, `num_processes` and `process_id` are set,
+                they are set while `setup` is `off`, `coordinator` is not HOST:PORT, or `process_id` is not in [0,
+                `num_processes`).
+        """
         check_types(self, prefix="distributed.")
         flags = {"coordinator": self.coordinator or None, "num_processes": self.num_processes, "process_id": self.process_id}
         given = [name for name, value in flags.items() if value is not None]
@@ -358,7 +425,10 @@ class DistributedConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Complete configuration of a run of `python -m jgraph.train`."""
+    """Complete configuration of a run of `python -m jgraph.train`. Immutable, with keyword arguments only.
+
+    `TrainConfig.of` takes the fields of all components by name. `python -m jgraph.train --help` describes every field.
+    """
 
     preset: str = ""
     """Named configuration. The other options override it."""
@@ -385,7 +455,16 @@ class TrainConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self):
-        """Checks what components decide together and fills in fields that depend on others. Raises ConfigError."""
+        """Checks constraints between components, and computes defaults that depend on other fields.
+
+        If `model` is None, imports the model class and sets `model` to its default settings, if the class has settings. Sets an
+        empty `output.run_dir` to runs/PRESET, or to runs/CLASS without a preset. Reduces a default
+        `optimizer.warmup_steps` to a tenth of `steps`.
+
+        Raises:
+            ConfigError: If a field has the wrong type or range, two settings exclude each other, or the model class cannot be
+                imported.
+        """
         check_types(self)
         _must(self, "module", self.module.count(":") == 1 and all(self.module.split(":")), "package.module:Class")
         if self.model is None and (kind := settings_of(self.module)) is not None:
@@ -419,10 +498,10 @@ class TrainConfig:
     def _check_batch(self) -> None:
         """Checks that the sequences of a microbatch can be divided between the data ranks. Raises ConfigError."""
         batch, dp, fsdp, rows = self.input, self.parallel.dp, self.parallel.fsdp, self.input.microbatch_size
-        of = f"`batch_size` {batch.batch_size}, `num_microbatches` {batch.num_microbatches}"
-        require(rows % dp == 0, "dp", dp, f"a divisor of the {rows} sequences of a microbatch ({of})")
-        shared = f"such that `dp` {dp} x `fsdp` divides the {rows} sequences of a microbatch ({of})"
-        require(rows // dp % fsdp == 0, "fsdp", fsdp, shared)
+        sizes = f"`batch_size` {batch.batch_size}, `num_microbatches` {batch.num_microbatches}"
+        require(rows % dp == 0, "dp", dp, f"a divisor of the {rows} sequences of a microbatch ({sizes})")
+        divisible = f"such that `dp` {dp} x `fsdp` divides the {rows} sequences of a microbatch ({sizes})"
+        require(rows // dp % fsdp == 0, "fsdp", fsdp, divisible)
         tokens = rows // dp // fsdp * batch.seq_len
         fewer = f"such that a device has fewer than 2**31 tokens per microbatch; with `seq_len` {batch.seq_len} it has {tokens}"
         require(tokens < 2**31, "batch_size", batch.batch_size, fewer)
@@ -455,68 +534,109 @@ class TrainConfig:
 
     @property
     def data_options(self) -> dict[str, Any]:
-        """Arguments of `jgraph.data.load`, except the data and the tokenizer."""
-        own, vocab_size = self.input, getattr(self.model, "vocab_size", None)
-        options = {"field": own.data_field, "documents": own.data_documents}
-        return options | {"seq_len": own.seq_len, "vocab_size": vocab_size}
+        """Keyword arguments of `jgraph.data.load`, except the data and the tokenizer.
+
+        A dict with the keys `field`, `documents`, `seq_len` and `vocab_size`. `vocab_size` is None if the settings of the model
+        have no such field.
+        """
+        batch, vocab_size = self.input, getattr(self.model, "vocab_size", None)
+        options = {"field": batch.data_field, "documents": batch.data_documents}
+        return options | {"seq_len": batch.seq_len, "vocab_size": vocab_size}
 
     @property
     def is_pipeline(self) -> bool:
-        """True if the step runs a pipeline schedule: with several ranks, or on one rank with a pipeline option set."""
-        own = self.pipeline
-        return (self.parallel.pp, own.chunks, own.schedule, own.pp_engine) != (1, 1, "aligned", "program")
+        """True if the step runs a pipeline schedule.
+
+        That is the case with several pipeline ranks (`pp`), or if `chunks`, `schedule` or `pp_engine` is not its default.
+        """
+        pipeline = self.pipeline
+        return (self.parallel.pp, pipeline.chunks, pipeline.schedule, pipeline.pp_engine) != (1, 1, "aligned", "program")
 
     @property
     def is_sharded(self) -> bool:
-        """True if the step uses `FullySharded`: for sharded parameters, or for dtypes other than float32."""
+        """True if the step uses the strategy `FullySharded`.
+
+        That is the case without a pipeline if `fsdp` or `ep` is greater than 1, or if the dtype of the main parameters or of
+        the gradient accumulator is not float32.
+        """
         dtypes = self.dtypes.main_params_dtype, self.dtypes.main_grads_dtype
         return not self.is_pipeline and (self.parallel.shards > 1 or dtypes != ("float32", "float32"))
 
     @property
     def is_delayed(self) -> bool:
-        """True if FP8 scales come from the amax of earlier steps (delayed scaling)."""
+        """True if matmuls run in FP8 with scales from the largest magnitudes of earlier steps (delayed scaling)."""
         return self.dtypes.precision == "fp8" and self.fp8.recipe == "delayed"
 
     @classmethod
     def of(cls, **values: Any) -> Self:
-        """Creates a configuration from fields of all components, by the names of their flags.
-
-        >>> TrainConfig.of(fsdp=2, batch_size=8).parallel.fsdp
-        2
+        """Creates a configuration from the fields of all components.
 
         Args:
-            values: Fields of `TrainConfig` and of its components. Names of `optimizer`, `fp8` and `distributed` are in these.
+            **values: Fields of `TrainConfig` and of its components `input`, `parallel`, `pipeline`, `dtypes`, `compile`,
+                `initial`, `output` and `monitor`. A field of a component is given by its own name, for example `batch_size=8`.
+                `optimizer`, `fp8` and `distributed` are given as an `OptimizerConfig`, `FP8Config` and `DistributedConfig`.
+                Fields that are not given have their defaults.
+
+        Returns:
+            The checked configuration.
 
         Raises:
-            ConfigError: If a value is invalid.
+            ConfigError: If a value is invalid, or values exclude each other.
+            TypeError: If a name is not that of a field.
+
+        Examples:
+            >>> TrainConfig.of(fsdp=2, batch_size=8).parallel.fsdp
+            2
         """
-        own, parts = _by_component(values)
-        return cls(**own, **{name: COMPONENTS[name](**part) for name, part in parts.items()})
+        top_level, parts = _by_component(values)
+        return cls(**top_level, **{name: COMPONENTS[name](**part) for name, part in parts.items()})
 
     def changed(self, **values: Any) -> Self:
-        """Returns a checked copy with other values of some fields, named as in `of`. Raises ConfigError."""
-        own, parts = _by_component(values)
-        return replace(self, **own, **{name: replace(getattr(self, name), **part) for name, part in parts.items()})
+        """Returns a checked copy with new values of some fields. Does not change this configuration.
+
+        Args:
+            **values: Fields of `TrainConfig` and of its components `input`, `parallel`, `pipeline`, `dtypes`, `compile`,
+                `initial`, `output` and `monitor`. A field of a component is given by its own name, for example `batch_size=8`.
+                `optimizer`, `fp8` and `distributed` are replaced as whole dataclasses.
+
+        Returns:
+            The new configuration. `model` and `run_dir` keep their values unless they are given, even if this configuration
+            derived them from its `module` or `preset`.
+
+        Raises:
+            ConfigError: If a value is invalid, or values exclude each other.
+            TypeError: If a name is not that of a field.
+        """
+        top_level, parts = _by_component(values)
+        return replace(self, **top_level, **{name: replace(getattr(self, name), **part) for name, part in parts.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields for config.json: those of `of`, with nested dictionaries for nested dataclasses."""
+        """Returns a copy of all fields as a dict that JSON can represent, the content of config.json.
+
+        Fields of the components `input`, `parallel`, `pipeline`, `dtypes`, `compile`, `initial`, `output` and `monitor` are at
+        the top level, for example "batch_size". `model`, `optimizer`, `fp8` and `distributed` are nested dicts; `model` is None
+        for a model without settings. Tuples stay tuples.
+        """
         nested = asdict(self)
         components = [nested.pop(name) for name in COMPONENTS]
         return nested | {name: value for component in components for name, value in component.items()}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, module: str = "") -> Self:
-        """Restores a configuration from JSON, the inverse of `to_dict`.
+        """Restores a configuration from JSON, the inverse of `to_dict`. Imports the model class, which runs its module.
 
         Args:
-            fields: The decoded JSON object.
-            module: Model class that the caller named; empty if the caller named none.
+            fields: The decoded JSON object of a config.json without "corpus" and "versions". Not changed. Lists become tuples.
+                "module", "model", "optimizer", "fp8" and "distributed" are required; other fields have defaults.
+            module: Model class that the caller trusts, as `package.module:Class`. Required for a class outside
+                `jgraph_models`, and may be empty otherwise.
 
         Returns:
-            The configuration.
+            The checked configuration.
 
         Raises:
-            ConfigError: If a field is missing, unknown or invalid, or the model class may not be imported (`check_import`).
+            ConfigError: If a required field is missing, a field is unknown or invalid, `module` is not the class in `fields`,
+                or the class is outside `jgraph_models` and `module` is empty. Also if the class cannot be imported.
         """
         try:
             fields = _with_tuples(fields)
@@ -549,12 +669,12 @@ FIELDS = frozenset(_COMPONENT_OF) | {field.name for field in fields(TrainConfig)
 
 def _by_component(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Separates fields of `TrainConfig` from those of its components."""
-    own: dict[str, Any] = {}
+    top_level: dict[str, Any] = {}
     parts: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        target = parts.setdefault(_COMPONENT_OF[name], {}) if name in _COMPONENT_OF else own
+        target = parts.setdefault(_COMPONENT_OF[name], {}) if name in _COMPONENT_OF else top_level
         target[name] = value
-    return own, parts
+    return top_level, parts
 
 
 def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Terminal output of a run: the header, progress lines, warnings and the summary."""
 
-from dataclasses import dataclass
+import contextlib
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,25 +11,28 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from jgraph.data import Corpus
 from jgraph.train.config import TrainConfig
 from jgraph.train.model import is_built_in
-from jgraph.train.presets import changed_settings
+from jgraph.train.presets import PRESETS
+from jgraph.train.rundir import differences
 
 
 @dataclass(frozen=True)
 class Summary:
-    """State of a run when `train` returns.
+    """The result of a run, as `train` returns it.
 
     Attributes:
-        outcome: `finished`, `already finished` or `stopped by SIGNAL`.
-        steps: Number of steps done, including skipped ones.
+        outcome: "finished", "already finished" (no step was needed) or "stopped by SIGTERM" (or another signal).
+        steps: Number of finished steps of the run, including those before it was resumed and those without an update.
         skipped: Number of steps without an update, because the loss or a gradient was not finite.
         tokens: Number of training tokens of all steps.
-        seconds: Duration of all steps, over all runs in the directory. Excludes compilation, evaluation and checkpoints.
-        train_loss: Loss of the last logged step in nats per token, or None if no step was logged.
-        heldout_loss: Loss of the last evaluation in nats per token, or None if there was none.
-        zlib_nats_per_token: Size of the same text under zlib, or None if tokens are not bytes.
+        seconds: Time of all steps in seconds, also before the run was resumed. Excludes compilation, evaluation, checkpoints
+            and profiled steps.
+        train_loss: Loss of the last logged step in nats per token; None if no step was logged or this loss is not finite.
+        heldout_loss: Loss of the last evaluation in nats per token; None if there was none or this loss is not finite.
+        zlib_nats_per_token: Size of the first 32 MiB of the text of the data, compressed by zlib at level 9, in nats per byte,
+            for comparison with the losses. None if tokens are not bytes or the data has several sources.
         run_dir: The run directory.
-        sample: A prompt and its continuation. Both are empty if no sample was generated.
-        stopped_by: Name of the signal that stopped the run, for example `SIGTERM`. Empty if the run is finished.
+        sample: A prompt and its continuation, as texts. Both are empty if no sample was generated.
+        stopped_by: Name of the signal that stopped the run, for example "SIGTERM". Empty if the run is finished.
     """
 
     outcome: str
@@ -45,12 +49,13 @@ class Summary:
 
 
 class Reporter:
-    """Prints the progress of a run. A context manager.
+    """Prints the header, progress, warnings and summary of a run to a console.
 
-    On a terminal it updates one live line. Elsewhere it prints one line per logged step.
+    A context manager: inside its `with` block, a live line at the bottom of a terminal shows the progress. On a console that is
+    not a terminal, every logged step is printed as a line of its own.
 
     Args:
-        console: The console to print to.
+        console: The console to print to. A quiet console prints nothing.
         steps: Number of steps of the run.
     """
 
@@ -68,26 +73,43 @@ class Reporter:
         self._task = self._live.add_task("", total=steps, numbers="compiling")
 
     def __enter__(self) -> Self:
-        """Starts the live line."""
+        """Shows the live line, if the console is a terminal. Returns the reporter itself."""
         self._live.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Stops the live line."""
+        """Stops updating the live line and restores the terminal. Does not suppress an exception."""
         self._live.stop()
 
     def line(self, text: str) -> None:
-        """Prints a line above the live line. Characters that the console cannot encode become `?`."""
+        """Prints a text as it is, without markup, above the live line. Characters that the console cannot encode become `?`.
+
+        Args:
+            text: One or several lines, without a line break at the end.
+        """
         text = text.encode(self._console.encoding, errors="replace").decode(self._console.encoding)
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """Prints a warning."""
+        """Prints the line "warning: TEXT" above the live line.
+
+        Args:
+            text: The warning, one line.
+        """
         self.line(f"warning: {text}")
 
     def progress(self, entry: dict[str, Any]) -> None:
-        """Shows an entry of metrics.jsonl."""
-        # Evaluations are printed on a terminal, too, because the live line does not keep them.
+        """Shows the step, losses, speed, peak memory and skipped updates of an entry of metrics.jsonl.
+
+        On a terminal, updates the live line, and prints a line of its own if the entry has "eval_loss". Elsewhere, prints a
+        line for every entry.
+
+        Args:
+            entry: The entry, with the keys "step", "loss" (nats per token), "tokens_per_second", "step_time_ms", "mfu"
+                (fraction of the peak FLOP/s, or None), "peak_memory_bytes" and "skipped". After an evaluation also "eval_loss".
+                Losses and speeds may be None and are then shown as `?`. Other keys are ignored.
+        """
+        # On a terminal, evaluations are printed too, because the next step overwrites the live line.
         if self._live.disable or "eval_loss" in entry:
             self.line(f"step {entry['step']}/{self._steps}  {_numbers(entry)}")
         numbers = _numbers({key: value for key, value in entry.items() if key != "eval_loss"})
@@ -96,14 +118,16 @@ class Reporter:
     def begins(self, config: TrainConfig, *, parameters: int, corpus: Corpus, devices: str) -> None:
         """Prints the run header: model, data, batch, learning rate, and every setting that differs from the preset.
 
+        For a configuration without a preset, prints every setting that differs from the defaults.
+
         Args:
             config: The configuration of the run.
-            parameters: Number of parameters.
-            corpus: The training data.
-            devices: Number and kind of the devices.
+            parameters: Number of parameters of the model.
+            corpus: The training data. Its name and numbers of tokens are printed.
+            devices: Number and kind of the devices as a text, for example "8 NVIDIA H100 devices".
         """
         batch, optimizer = config.input, config.optimizer
-        sizes, changed = map(_settings, changed_settings(config))
+        sizes, changed = map(_settings, _changed_settings(config))
         slices = f" in {batch.num_microbatches} microbatches" if batch.num_microbatches > 1 else ""
         warmup = f" after {optimizer.warmup_steps} warmup steps" if optimizer.warmup_steps else ""
         final = f"{optimizer.learning_rate * optimizer.final_learning_rate:.3g}"
@@ -112,7 +136,7 @@ class Reporter:
                 "model": f"{config.module.rpartition(':')[2]}, {parameters:,} parameters{sizes and ', '}{sizes}",
                 "data": f"{corpus.name}, {len(corpus.train):,} training tokens, {len(corpus.heldout):,} held-out tokens",
                 "batch": f"{batch.batch_size} sequences of {batch.seq_len} tokens per step{slices}, on {devices}",
-                "rate": f"learning rate {optimizer.learning_rate:.3g}{warmup}, cosine decay to {final} "
+                "optimizer": f"AdamW, learning rate {optimizer.learning_rate:.3g}{warmup}, then cosine decay to {final} "
                 f"at step {optimizer.decay_steps or config.steps}",
                 "settings": f"{f'preset {config.preset}' if config.preset else 'defaults'}, "
                 + (f"changed: {changed}" if changed else "unchanged"),
@@ -121,18 +145,23 @@ class Reporter:
         )
 
     def summary(self, summary: Summary, module: str) -> None:
-        """Prints the result of a run of the model class `module`."""
+        """Prints the result of a run. If it has a sample text, also prints that text and the command that generates more text.
+
+        Args:
+            summary: The result of the run.
+            module: Model class of the run, as `package.module:Class`. The command names it if it is outside `jgraph_models`.
+        """
         seconds, zlib = summary.seconds, summary.zlib_nats_per_token
         rate = f", {summary.tokens / seconds:,.0f} tokens/s" if seconds else ""
         rows = {
             "status": f"{summary.outcome} at step {summary.steps}/{self._steps}",
             "loss": f"{_number(summary.train_loss, '.4f')} nats/token in the last logged step",
             "held out": f"{_number(summary.heldout_loss, '.4f')} nats/token"
-            + ("" if zlib is None else f" (zlib -9 compresses the same text to {zlib:.4f})"),
-            "tokens": f"{summary.tokens:,} in {seconds:.1f} s{rate}",
+            + ("" if zlib is None else f" (zlib -9 compresses the same text to {zlib:.4f} nats/token)"),
+            "tokens": f"{summary.tokens:,} in {seconds:.1f} s of training steps{rate}",
         }
         if summary.skipped:
-            rows["skipped"] = f"{summary.skipped} updates with a loss or gradient that was not finite"
+            rows["skipped"] = f"{summary.skipped} updates, because the loss or a gradient was not finite"
         rows["output"] = f"{summary.run_dir}: config.json, metrics.jsonl, checkpoints/"
         self._rows(rows)
         if any(summary.sample):
@@ -154,10 +183,32 @@ def _numbers(entry: dict[str, Any]) -> str:
     parts.append(f"{_number(entry['step_time_ms'], '.1f')} ms/step")
     if entry["mfu"] is not None:
         parts.append(f"MFU {entry['mfu']:.1%}")
-    parts.append(f"{entry['peak_memory_bytes'] / 2**30:.2f} GiB")
+    parts.append(f"{entry['peak_memory_bytes'] / 2**30:.2f} GiB peak")
     if entry["skipped"]:
-        parts.append(f"{entry['skipped']} skipped")
+        parts.append(f"{entry['skipped']} updates skipped")
     return "  ".join(parts)
+
+
+def _changed_settings(config: TrainConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Finds the settings of a run that are not defaults.
+
+    Args:
+        config: The configuration of a run.
+
+    Returns:
+        Two dicts from the dotted name of a setting, such as "moe.capacity" or "optimizer.beta1", to its value. The first has
+        the settings of the model that differ from the defaults of their dataclass, or all settings if the dataclass has fields
+        without a default. The second has the settings outside `model` and `distributed` that differ from the preset
+        `config.preset`, or from the defaults of `TrainConfig` without a preset.
+    """
+    model: Any = config.model
+    base = PRESETS[config.preset] if config.preset else TrainConfig(module=config.module)
+    base = base.changed(model=model, distributed=config.distributed)
+    defaults: dict[str, Any] = {}
+    with contextlib.suppress(TypeError):  # some settings have no default
+        defaults = {} if model is None else asdict(type(model)())
+    sizes = {} if model is None else differences(asdict(model), defaults)
+    return sizes, differences(config.to_dict(), base.to_dict())
 
 
 def _settings(fields: dict[str, Any]) -> str:

@@ -23,9 +23,9 @@ from jgraph.train.setup import TrainSetup
 from jgraph.train.validation import evaluator, heldout
 from jgraph.train.watchdog import Watchdog
 
-_LONGEST, _ROWS = 1024, 8  # default sizes of a batch for a folder
-# Settings of a run that its evaluations depend on. The others have their defaults, so that any devices can be used.
-_KEPT = "module seq_len batch_size num_microbatches eval_batches data data_field data_documents"
+_LONGEST, _ROWS = 1024, 8  # for a folder: maximum tokens per sequence, and sequences per batch
+# An evaluation uses these settings of the run. All others have their defaults, so that any number of devices can be used.
+_SETTINGS = "module seq_len batch_size num_microbatches eval_batches data data_field data_documents"
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,17 @@ class Evaluation:
     """The result of an evaluation.
 
     Attributes:
-        source: The model.
-        data: The text. Its held-out part was predicted.
-        fingerprint: The fingerprint of the text.
+        source: "RUN after STEP steps", or the path of the Hugging Face folder.
+        data: Name of the data. The model predicted tokens of its held-out part.
+        fingerprint: SHA-256 of the data, 64 hexadecimal digits.
         batches: Number of batches.
-        batch_size: Sequences per batch.
+        batch_size: Sequences per batch, over all devices.
         seq_len: Predicted tokens per sequence.
         devices: Number of devices.
-        tokens: Number of predicted tokens.
-        bytes: Bytes of text in these tokens, without end-of-text tokens; None if unknown.
-        loss: Loss in nats per token.
+        tokens: Number of predicted tokens, over all batches.
+        bytes: Number of bytes of the text of the predicted tokens, in UTF-8 without end-of-text tokens; None if the tokenizer
+            is unknown.
+        loss: Mean loss over all predicted tokens, in nats per token.
     """
 
     source: str
@@ -58,12 +59,12 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss."""
+        """Perplexity per token: e to the power of the loss in nats."""
         return float(np.exp(self.loss))
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Loss in bits per byte of text, which is comparable between tokenizers. None if `bytes` is unknown."""
+        """Loss in bits per byte of text, which is comparable between tokenizers. None if `bytes` is None or 0."""
         return self.loss / math.log(2) * self.tokens / self.bytes if self.bytes else None
 
 
@@ -71,7 +72,7 @@ class _Model(NamedTuple):
     """A model to evaluate.
 
     Attributes:
-        source: The run or folder.
+        source: The run and its step, or the folder.
         config: Configuration of the evaluation.
         tokenizer: The tokenizer.json, or None.
         reads_text: Whether the model can be evaluated on text.
@@ -85,33 +86,42 @@ class _Model(NamedTuple):
     state: Callable[[TrainSetup], TrainState]
 
 
-def evaluate(path: str | Path, step: int | None = None, *, module: str = "", **asked: Any) -> Evaluation:
-    """Evaluates the model of a run directory or of a Hugging Face folder, as a run does while it trains.
+def evaluate(path: str | Path, step: int | None = None, *, module: str = "", **overrides: Any) -> Evaluation:
+    """Evaluates the model of a run directory or of a Hugging Face folder on held-out text. Changes no files of the run.
+
+    For a run, the defaults select the same batches that the run evaluates while it trains.
 
     Args:
-        path: The run directory or folder. The run may use any number of devices and may still be training.
-        step: Step of the run's checkpoint; None for the newest.
-        module: Model class of the run; required for a class outside `jgraph_models`, as in `load`.
-        asked: `data`, `batch_size`, `seq_len`, `eval_batches`, `dp`, `fsdp` of `TrainConfig`; defaults to those of the run.
+        path: A run directory, or a folder with the config.json and safetensors files of a model. The run may have used any
+            number of devices and may still be training.
+        step: Number of finished steps of the run's checkpoint; None for the newest. Must be None for a folder.
+        module: Model class of the run, as `package.module:Class`. Required for a class outside `jgraph_models`, because loading
+            imports the module and so runs its code. Must be empty for a folder.
+        **overrides: Fields of `TrainConfig` that replace the settings of the evaluation. `data`: names of corpora, files or
+            directories, required for a folder. `batch_size`: sequences per batch. `seq_len`: predicted tokens per sequence.
+            `eval_batches`: largest number of batches. `dp`, `fsdp`: number of devices. The defaults are the settings of the
+            run, but on one device. For a folder they are 8 sequences of at most 1024 tokens and 16 batches.
 
     Returns:
-        The loss and the evaluated text.
+        The loss, and the size of the evaluated text.
 
     Raises:
-        ConfigError: If an argument has a wrong value, or the run's class may not be imported.
-        DataError: If the text cannot be read.
-        CheckpointError: If there is no such checkpoint, or it is damaged.
+        ConfigError: If an argument has a value that is not allowed, there are too few devices, or `path` is neither a run nor a
+            folder. Also if `module` is another class than that of the run, or is empty for a class outside `jgraph_models`.
+        TypeError: If an override is not the name of a field.
+        DataError: If the data cannot be read, or is text and the model has no tokenizer.
+        CheckpointError: If the run does not have the checkpoint, or the checkpoint is damaged.
     """
     path = checked(path)
     if not is_folder(path):
         saved = SavedRun(path, step, module=module)
         try:
-            return _evaluated(_of_run(saved), asked)
+            return _evaluated(_of_run(saved), overrides)
         finally:
             saved.close()
-    if "data" not in asked:
+    if "data" not in overrides:
         raise ConfigError("`data` is missing: must be given for a Hugging Face folder", field="data")
-    return _evaluated(_of_folder(*open_folder(path, step, module)), asked)
+    return _evaluated(_of_folder(*open_folder(path, step, module)), overrides)
 
 
 def _of_run(saved: SavedRun) -> _Model:
@@ -120,12 +130,12 @@ def _of_run(saved: SavedRun) -> _Model:
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), like.params)
         return setup.inference_state(**saved.place(params=params, carried=like.carried))
 
-    model, kept = saved.config.model, _kept(saved.config)
+    model, settings = saved.config.model, _settings(saved.config)
     if saved.config.dtypes.precision == "fp8" and (in_fp8 := getattr(model, "in_fp8", None)):
         model = in_fp8()
     reads_text = tokenizer_of(saved).name != "numbers"
     source = f"{saved.path} after {saved.step} steps"
-    return _Model(source, TrainConfig.of(**kept, model=model), tokenizer_kept(saved), reads_text, state)
+    return _Model(source, TrainConfig.of(**settings, model=model), tokenizer_kept(saved), reads_text, state)
 
 
 def _of_folder(folder: Folder, config: TrainConfig) -> _Model:
@@ -139,16 +149,16 @@ def _of_folder(folder: Folder, config: TrainConfig) -> _Model:
     return _Model(str(folder.path), sizes, file if file.exists() else None, file.exists(), state)
 
 
-def _evaluated(model: _Model, asked: dict[str, Any]) -> Evaluation:
-    fields = _kept(model.config) | {"model": model.config.model}
-    if "batch_size" in asked:
+def _evaluated(model: _Model, overrides: dict[str, Any]) -> Evaluation:
+    fields = _settings(model.config) | {"model": model.config.model}
+    if "batch_size" in overrides:
         fields["num_microbatches"] = 1
-    # Checked before the batch: too few devices is the cause to report first.
-    ranks = {name: count for name in ("dp", "fsdp") if isinstance(count := asked.get(name), int) and count > 1}
+    # Checked before the batch size: too few devices must be reported first.
+    ranks = {name: count for name in ("dp", "fsdp") if isinstance(count := overrides.get(name), int) and count > 1}
     devices_of_ranks(math.prod(ranks.values()), flags=" ".join(f"`{name}` {count}" for name, count in ranks.items()))
-    config = TrainConfig.of(**fields | asked)
+    config = TrainConfig.of(**fields | overrides)
     if not model.reads_text and is_text(config.input.data):
-        must = f"directories of token files, as {model.source} has no tokenizer that reads text"
+        must = f"directories of token files, because {model.source} has no tokenizer for text"
         raise DataError(f"`data` is {' '.join(config.input.data)}: must be {must}")
     corpus = load(config.input.data, tokenizer=model.tokenizer, **config.data_options)
     setup, batches = TrainSetup.of(config), heldout(config, corpus)
@@ -168,9 +178,9 @@ def _evaluated(model: _Model, asked: dict[str, Any]) -> Evaluation:
     )
 
 
-def _kept(config: TrainConfig) -> dict[str, Any]:
+def _settings(config: TrainConfig) -> dict[str, Any]:
     fields = config.to_dict()
-    return {name: fields[name] for name in _KEPT.split()}
+    return {name: fields[name] for name in _SETTINGS.split()}
 
 
 def _bytes(corpus: Corpus, batches: list[np.ndarray], file: Path | None) -> int | None:
@@ -179,14 +189,14 @@ def _bytes(corpus: Corpus, batches: list[np.ndarray], file: Path | None) -> int 
     if corpus.train.dtype == np.uint8:
         return sum(len(row) - 1 for row in rows)
     try:
-        own = Tokenizer.of_file(file) if file else None
+        tokenizer = Tokenizer.of_file(file) if file else None
     except DataError:  # the tokenizers package is not installed
-        own = None
-    if own is None:
+        tokenizer = None
+    if tokenizer is None:
         return None
 
     def size(ids: list[int]) -> int:
-        return len(own.decode([token for token in ids if token not in own.ends]).encode())
+        return len(tokenizer.decode([token for token in ids if token not in tokenizer.ends]).encode())
 
     # Decoded with the token before them, because a tokenizer may decode the first token of a text differently.
     return sum(size(row) - size(row[:1]) for row in rows)

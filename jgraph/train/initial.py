@@ -38,98 +38,167 @@ _COPIED = f"{TOKENIZER_FILE} tokenizer_config.json special_tokens_map.json gener
 
 
 def names_of(module: str, *, field: str) -> HuggingFace:
-    """Returns the map from parameters to Hugging Face tensors. Raises ConfigError if the model class has none."""
+    """Imports a model class and returns its map between parameter names and Hugging Face tensors.
+
+    Args:
+        module: The model class, as `package.module:Class`.
+        field: Name of the caller's argument that requires the map, for the error.
+
+    Returns:
+        The attribute `hugging_face` of the class.
+
+    Raises:
+        ConfigError: If the class cannot be imported, or its attribute `hugging_face` is missing or not a `HuggingFace`.
+    """
     names = getattr(find_model(module), "hugging_face", None)
     if not isinstance(names, HuggingFace):
         raise ConfigError(
-            f"`module` is {module}: must have hugging_face, a jgraph.interop.HuggingFace, for `{field}`", field="module"
+            f"`module` is {module}: must have the attribute hugging_face, a HuggingFace, for `{field}`", field="module"
         )
     return names
 
 
 def with_settings_of(module: str, model: Any, init_from: str, run_dir: str) -> Any:
-    """Returns model settings with the sizes of a folder. If it has been removed, reads the copy in the run directory."""
+    """Returns model settings with the sizes in the config.json of a Hugging Face folder. Reads no tensors.
+
+    Args:
+        module: The model class, as `package.module:Class`.
+        model: Settings of the model. The result has their values in the fields that config.json does not determine. Not
+            changed.
+        init_from: Path of the folder. If it has been removed, the copy of its config.json in the run directory is read.
+        run_dir: Path of the run directory, which need not exist.
+
+    Returns:
+        A copy of `model` with the fields that config.json determines.
+
+    Raises:
+        ConfigError: If the class cannot be imported or has no attribute `hugging_face`. Also if the folder does not exist, or
+            its config.json is missing, damaged or describes a model that the class does not support.
+    """
     copy = RunDir(Path(run_dir)).origin
     path = copy if not Path(init_from).exists() and (copy / CONFIG_FILE).exists() else Path(init_from)
     return Folder(path, field="init_from").settings(names_of(module, field="init_from"), model)
 
 
 def run_of(continue_from: str) -> tuple[Path, int | None]:
-    """Splits RUN/checkpoints/STEP into the run directory and the step. The step is None for RUN alone."""
+    """Splits RUN/checkpoints/STEP into the run directory and the step. Does not look for the files.
+
+    Args:
+        continue_from: RUN/checkpoints/STEP, or RUN alone.
+
+    Returns:
+        The run directory, and the number of steps of the checkpoint. None instead of the number for RUN alone.
+    """
     path = Path(continue_from)
     is_step = path.parent.name == "checkpoints" and path.name.isdecimal()
     return (path.parents[1], int(path.name)) if is_step else (path, None)
 
 
 def config_of_run(continue_from: str, run_dir: str, *, module: str = "") -> TrainConfig:
-    """Returns the saved configuration of the run named by `continue_from`.
+    """Returns the saved configuration of the run named by `continue_from`. Imports its model class.
 
-    Reads the configuration of the run in `run_dir` instead if the other run has been removed.
+    If that run has been removed and `run_dir` holds a run, reads the configuration of the run in `run_dir` instead.
 
     Args:
-        continue_from: The other run.
-        run_dir: Directory of the run that starts from it.
-        module: Model class that the caller named; empty if the caller named none.
+        continue_from: Directory of the other run, or RUN/checkpoints/STEP.
+        run_dir: Directory of the run that starts with the weights of the other run.
+        module: Model class that the caller trusts, as `package.module:Class`. Required for a class outside `jgraph_models`,
+            and may be empty otherwise.
+
+    Returns:
+        The configuration in config.json.
 
     Raises:
-        ConfigError: As `RunDir.saved_config`.
+        ConfigError: If there is no run, its config.json is damaged or from another version, `module` is another class than the
+            saved one, or `module` is empty for a class outside `jgraph_models`.
     """
-    there, here = RunDir(run_of(continue_from)[0]), RunDir(Path(run_dir))
-    is_gone = not there.path.exists() and here.config.exists()
-    if not is_gone and not there.path.exists() and download_hint(continue_from):
+    source, target = RunDir(run_of(continue_from)[0]), RunDir(Path(run_dir))
+    is_removed = not source.path.exists() and target.config.exists()
+    if not is_removed and not source.path.exists() and download_hint(continue_from):
         raise ConfigError(
             f"`continue_from` is {continue_from}: no such run directory; for a model of the Hugging Face Hub, use `init_from`",
             field="continue_from",
         )
-    return (here if is_gone else there).saved_config(field="continue_from", module=module)
+    return (target if is_removed else source).saved_config(field="continue_from", module=module)
 
 
 def check_alike(here: Any, there: Any, as_it: str, prefix: str = "model.") -> None:
-    """Checks that model settings are those of the initial weights, except for a few that may differ.
+    """Checks that the model settings of a run equal those of its initial weights.
+
+    `compute_dtype`, and `balance_loss`, `z_loss` and `bias_rate` of `moe`, may differ. Nested dataclasses of the same type are
+    compared field by field.
 
     Args:
-        here: Settings of the run.
-        there: Settings of the initial weights.
-        as_it: Names the source in the error.
-        prefix: Prefix of the field names.
+        here: Settings of the run, a dataclass; None for a model without settings, which is not checked.
+        there: Settings of the initial weights, with the same fields.
+        as_it: Names the source of the expected value, for the error, for example "as in `init_from` folder".
+        prefix: Text before the field names in the error.
 
     Raises:
         ConfigError: For the first setting that differs.
     """
     for field in dataclasses.fields(here) if here is not None else ():
-        name, (ours, theirs) = f"{prefix}{field.name}", (getattr(settings, field.name) for settings in (here, there))
-        if dataclasses.is_dataclass(ours) and type(ours) is type(theirs):
-            check_alike(ours, theirs, as_it, f"{name}.")
+        name, (value, expected) = f"{prefix}{field.name}", (getattr(settings, field.name) for settings in (here, there))
+        if dataclasses.is_dataclass(value) and type(value) is type(expected):
+            check_alike(value, expected, as_it, f"{name}.")
         elif name not in _FREE:
-            require(ours == theirs, name, ours, f"{theirs}, {as_it}, or left out")
+            require(value == expected, name, value, f"{expected}, {as_it}, or left out")
 
 
-def tokenizer_of(config: TrainConfig, run_dir: RunDir) -> Path | None:
-    """Returns the tokenizer.json for text in `data`. None means bytes."""
+def tokenizer_of(config: TrainConfig, copies: Path | None = None) -> Path | None:
+    """Returns the path of the tokenizer.json that belongs to the initial weights. The run tokenizes text in `data` with it.
+
+    Args:
+        config: The configuration of the run.
+        copies: Directory with the copied files of the source, if the run resumes. None reads the source itself.
+
+    Returns:
+        The path. None if the weights are random or their source has no tokenizer.json; text is then read as bytes.
+    """
     if (source := _source(config.initial)) is None:
         return None
-    path = (run_dir.origin if run_dir.resumes(config.output) else source) / TOKENIZER_FILE
+    path = (copies or source) / TOKENIZER_FILE
     return path if path.exists() else None
 
 
 def tokenizer_warning(config: TrainConfig) -> str:
-    """Returns a warning if the data may have other tokens than the initial weights, or an empty string."""
+    """Returns a warning if the data may have other token ids than the initial weights were trained on.
+
+    Args:
+        config: The configuration of the run. Reads the tokenizer.json of the weights and of token files in `data`.
+
+    Returns:
+        One line, if text is read as bytes although the weights have a larger vocabulary, or if token files were made with
+        another tokenizer.json than that of the weights. Otherwise an empty string, also for random weights.
+    """
     if (source := _source(config.initial)) is None:
         return ""
     name, path = ("init_from", config.initial.init_from) if config.initial.init_from else ("continue_from", source.parent)
     data = config.input.data
-    own, of_data, shown = source / TOKENIZER_FILE, tokenizer_file(data), " ".join(data)
-    # A run without a tokenizer has read bytes if its vocabulary has no more than 256 tokens.
+    of_weights, of_data, shown = source / TOKENIZER_FILE, tokenizer_file(data), " ".join(data)
+    # A run without a tokenizer was trained on bytes if its vocabulary has at most 256 tokens.
     reads_bytes = not config.initial.init_from and getattr(config.model, "vocab_size", 0) <= 256
-    if not own.exists() and not reads_bytes and is_text(data):
+    if not of_weights.exists() and not reads_bytes and is_text(data):
         return f"`{name}` {path} has no {TOKENIZER_FILE}: `data` {shown} is read as bytes"
-    if own.exists() and of_data and own.read_bytes() != of_data.read_bytes():
+    if of_weights.exists() and of_data and of_weights.read_bytes() != of_data.read_bytes():
         return f"`data` {shown} was made with another {TOKENIZER_FILE} than `{name}` {path} has"
     return ""
 
 
 def copy_files(config: TrainConfig, run_dir: RunDir) -> None:
-    """Copies the small files of the initial weights, and the tokenizer of token files, into the run directory."""
+    """Copies the small files of the initial weights, and the tokenizer of token files, into `origin/` of the run directory.
+
+    Of a Hugging Face folder, or of `origin/` of another run, the files are config.json, tokenizer.json, tokenizer_config.json,
+    special_tokens_map.json, generation_config.json and chat_template.jinja. Missing files are left out. The tokenizer.json of
+    token files in `data` is copied if the weights have none.
+
+    Args:
+        config: The configuration of the run.
+        run_dir: The run directory, which must exist. An existing `origin/` is deleted first.
+
+    Raises:
+        ConfigError: If a file cannot be copied.
+    """
     shutil.rmtree(run_dir.origin, ignore_errors=True)
     folder = _source(config.initial)
     sources = [] if folder is None else [folder / name for name in (CONFIG_FILE, *_COPIED.split())]
@@ -137,19 +206,36 @@ def copy_files(config: TrainConfig, run_dir: RunDir) -> None:
         if source is None:
             continue
         copy = run_dir.origin / source.name
-        if source.exists() and not copy.exists():  # the folder's tokenizer precedes that of the data
+        if source.exists() and not copy.exists():  # the tokenizer of the weights has priority over that of the data
             with os_errors("run_dir", copy):
                 run_dir.origin.mkdir(exist_ok=True)
                 shutil.copyfile(source, copy)
 
 
 def copied_folder(run_dir: RunDir) -> Folder | None:
-    """Returns the copied files with the config.json of the initial weights, or None if there is no config.json."""
+    """Opens `origin/` of a run directory as a Hugging Face folder without tensors.
+
+    A run copies the small files of its initial weights, such as config.json and the tokenizer, to this directory.
+
+    Args:
+        run_dir: The run directory.
+
+    Returns:
+        The folder; None if `origin/` has no config.json, because the initial weights are not of a Hugging Face folder.
+    """
     return Folder(run_dir.origin, field="run") if (run_dir.origin / CONFIG_FILE).exists() else None
 
 
 def copied_files(run_dir: RunDir) -> list[Path]:
-    """Returns the copied files except config.json."""
+    """Lists the files that a run has copied from its initial weights or its token files, except config.json.
+
+    Args:
+        run_dir: The run directory.
+
+    Returns:
+        The paths in `origin/` of those of tokenizer.json, tokenizer_config.json, special_tokens_map.json,
+        generation_config.json and chat_template.jinja that exist, in this order. Empty if the run has copied none.
+    """
     return [path for name in _COPIED.split() if (path := run_dir.origin / name).exists()]
 
 
@@ -162,13 +248,15 @@ def _source(initial: InitialConfig) -> Path | None:
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Weights for the first state of a run.
+    """An opened source of weights for the first state of a run. Made by `initial_weights`.
 
     Attributes:
-        about: The source, for the line that the run prints.
-        step: Step of the other run's checkpoint; None for a folder.
-        load: Returns the first state, on the devices of the run and in its dtypes.
-        close: Releases the files.
+        about: Name of the source, for the line that the run prints.
+        step: Number of steps of the other run's checkpoint; None for a Hugging Face folder.
+        load: Takes the setup of the run. Reads the weights and returns the state before the first step. Its arrays have the
+            layout, dtypes and devices of the step. With `continue_with` `optimizer`, the state also has the moments and the
+            step count of Adam from the other run; otherwise they are new.
+        close: Closes the checkpoint and ends its threads. Does nothing for a folder.
     """
 
     about: str
@@ -177,31 +265,31 @@ class InitialWeights:
     close: Callable[[], None] = lambda: None
 
 
-def initial_weights(config: TrainConfig, run_dir: RunDir) -> InitialWeights | None:
-    """Opens the source of the initial weights.
+def initial_weights(config: TrainConfig) -> InitialWeights | None:
+    """Opens the source of the initial weights and checks that its model has the settings of the run. Loads no weights.
 
     Args:
-        config: The configuration of the run.
-        run_dir: The directory of the run.
+        config: The configuration of a new run. `init_from` names a Hugging Face folder, `continue_from` another run.
 
     Returns:
-        The weights; None if they are random, or if the run resumes from its own checkpoint.
+        The source; the caller must call `close`. None if the weights are random.
 
     Raises:
-        ConfigError: If there is no such folder or run, or its model differs from that of the configuration.
-        CheckpointError: If the other run has no such checkpoint.
+        ConfigError: If the folder or run does not exist or is damaged, or its model differs from that of the configuration.
+            Also if `run_dir` is the directory in `continue_from`, or the tensors of the folder are not those of the model.
+        CheckpointError: If the other run does not have the checkpoint, or the list of its arrays is damaged.
     """
-    asked = config.initial
-    if run_dir.resumes(config.output) or not (asked.init_from or asked.continue_from):
+    initial = config.initial
+    if not (initial.init_from or initial.continue_from):
         return None
-    if asked.init_from:
+    if initial.init_from:
         names = names_of(config.module, field="init_from")
-        folder = Folder(Path(asked.init_from), field="init_from")
-        theirs = folder.settings(names, config.model)
-        folder.check(names, theirs)
-        check_alike(config.model, theirs, f"as `init_from` {asked.init_from} has it")
-        return InitialWeights(asked.init_from, None, partial(_of_folder, folder))
-    path, step = run_of(asked.continue_from)
+        folder = Folder(Path(initial.init_from), field="init_from")
+        settings = folder.settings(names, config.model)
+        folder.check(names, settings)
+        check_alike(config.model, settings, f"as in `init_from` {initial.init_from}")
+        return InitialWeights(initial.init_from, None, partial(_of_folder, folder))
+    path, step = run_of(initial.continue_from)
     if path.resolve() == Path(config.output.run_dir).resolve():
         raise ConfigError(
             f"`run_dir` is {config.output.run_dir}: must be another directory than `continue_from`", field="run_dir"
@@ -209,20 +297,20 @@ def initial_weights(config: TrainConfig, run_dir: RunDir) -> InitialWeights | No
     saved = SavedRun(path, step, module=config.module, field="continue_from")
     with contextlib.ExitStack() as on_error:
         on_error.callback(saved.close)
-        check_alike(config.model, saved.config.model, f"as `continue_from` {asked.continue_from} has it")
+        check_alike(config.model, saved.config.model, f"as in `continue_from` {initial.continue_from}")
         on_error.pop_all()
     about = f"{path} after {saved.step} steps"
     return InitialWeights(about, saved.step, partial(_of_run, saved), saved.close)
 
 
 def _of_folder(folder: Folder, setup: TrainSetup) -> TrainState:
-    """Returns the first state with the parameters of a folder. The carried state is the model's initial one."""
+    """Makes the initial state with the parameters of a folder. The model initializes its carried state."""
     parts = names_of(setup.config.module, field="init_from").parts(setup.config.model)
     return setup.step.init(load(folder, parts, setup.step.canonical.shapes().params), setup.new_carried())
 
 
 def _of_run(saved: SavedRun, setup: TrainSetup) -> TrainState:
-    """Returns the first state with the weights of another run, and with its optimizer state if the configuration says so.
+    """Makes the initial state with the weights of another run, and with its optimizer state if `continue_with` is `optimizer`.
 
     Takes over the FP8 amax histories if the recipe is the same. Otherwise the histories start empty. Adam's count for bias
     correction is taken over with its moments. The count of the learning rate starts at 0.

@@ -34,13 +34,14 @@ class Loaded:
     """A model with its parameters and tokenizer on one device. Made by `jgraph.load`.
 
     Attributes:
-        model: The model as pure functions.
-        params: Parameters in the model's own tree.
-        carried: The carried state of the model.
-        tokenizer: `encode` and `decode`.
+        model: The model as pure functions of its parameters.
+        params: Parameters in the model's own tree, a nested dict of arrays. The dtype is that of the run's checkpoint. For a
+            folder it is bfloat16 if config.json has this dtype, else float32.
+        carried: Mutable state of the model, such as running statistics; empty if it has none.
+        tokenizer: Its `encode` converts a text to token ids, and its `decode` token ids to a text.
         config: The configuration of the run. For a folder, a default configuration with the settings of its model.
-        window: Largest number of tokens that the model was trained on; None if unknown.
-        source: The run and step, or the folder.
+        window: Longest sequence that the model was trained on, in tokens; None if a folder does not state it.
+        source: "RUN after STEP steps", or the path of the folder.
     """
 
     model: FunctionalModel = field(repr=False)
@@ -57,35 +58,52 @@ class Loaded:
         return f"{name} of {self.source}: {size:,} parameters, tokenizer {self.tokenizer.name}, window {self.window}"
 
     def generate(self, prompts: str | Sequence[str], **settings: Any) -> Any:
-        """Generates text.
+        """Continues one or several texts by sampling tokens.
 
         Args:
-            prompts: A text, or several to continue at once.
-            settings: Arguments of `stream`.
+            prompts: A text, or several texts to continue at once. Each must have from 1 to `window` tokens.
+            **settings: `stop`: texts that end a continuation, default none. `max_tokens`: largest number of new tokens, default
+                128. `temperature`: divides the logits, default 1; 0 selects the most likely token. `top_k`: samples from this
+                many of the most likely tokens, default 0 for all. `top_p`: samples from the most likely tokens with this total
+                probability, default 1 for all. `key`: seed or random key, default 0. `window`: largest number of tokens that a
+                token attends to, default `self.window`; None for no limit.
 
         Returns:
-            The new text, or a list of new texts for a list of prompts.
+            The new text (str), or a list of new texts in the order of `prompts` if these are several. A new text has neither
+            the prompt nor the `stop` text or end-of-text token that ended it.
+
+        Raises:
+            ConfigError: If an argument has a value that is not allowed, or a prompt has no token or more than `window` tokens.
+            DataError: If the model has no tokenizer that converts text to token ids.
         """
-        several = [prompts] if isinstance(prompts, str) else list(prompts)
-        texts = ["" for _ in several]
-        for number, piece in self.stream(several, **settings):
+        batch = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts = ["" for _ in batch]
+        for number, piece in self.stream(batch, **settings):
             texts[number] += piece
         return texts[0] if isinstance(prompts, str) else texts
 
     def stream(self, prompts: Sequence[str], *, stop: Sequence[str] = (), **settings: Any) -> Iterator[tuple[int, str]]:
-        """Generates text for several prompts at once.
+        """Continues several texts at once, and yields their new text in pieces as it is generated.
+
+        The call checks the arguments. The programs are compiled when the iterator is first advanced.
 
         Args:
-            prompts: The texts to continue.
-            stop: Texts that end a continuation. They are not part of it, nor are end-of-text tokens.
-            settings: `max_tokens`, `temperature`, `top_k`, `top_p`, `key`, `window` of `jgraph.generate`.
+            prompts: The texts to continue. Each must have from 1 to `window` tokens.
+            stop: Non-empty texts that end a continuation. Neither these texts nor end-of-text tokens are returned.
+            **settings: `max_tokens`: largest number of new tokens per text, default 128. `temperature`: divides the logits,
+                default 1; 0 selects the most likely token. `top_k`: samples from this many of the most likely tokens, default 0
+                for all. `top_p`: samples from the most likely tokens with this total probability, default 1 for all. `key`:
+                seed or random key, default 0. `window`: largest number of tokens that a token attends to, default
+                `self.window`; None for no limit.
 
         Yields:
-            The index of a prompt and a piece of its new text.
+            The index in `prompts` and the next piece of the new text of this prompt. Pieces of different prompts alternate. The
+            new text of a prompt is the concatenation of its pieces.
 
         Raises:
-            ConfigError: If an argument has a value that is not allowed.
-            DataError: If there is no tokenizer.
+            ConfigError: If an argument has a value that is not allowed, or a prompt has no token or more than `window` tokens.
+                The call raises it, not the iterator.
+            DataError: If the model has no tokenizer that converts text to token ids. The call raises it, not the iterator.
         """
         require(all(stop), "stop", "an empty text", "a text")
         rows = [self.tokenizer.encode(prompt) for prompt in prompts]
@@ -110,33 +128,50 @@ def load(path: str | Path, step: int | None = None, *, module: str = "") -> Load
     """Loads the model of a run directory or of a Hugging Face folder onto the first device.
 
     Args:
-        path: The run directory or folder. The run may use any number of devices and may still be training.
-        step: Step of the run's checkpoint; None for the newest.
+        path: A run directory, or a folder with the config.json and safetensors files of a model. The run may use any number of
+            devices and may still be training.
+        step: Number of steps of the run's checkpoint; None for the newest. Must be None for a folder.
         module: Model class of the run, as `package.module:Class`. Required for a class outside `jgraph_models`: loading imports
-            the module and so runs its code.
+            the module and so runs its code. Must be empty for a folder.
 
     Returns:
-        The model with its parameters.
+        The model with its parameters and its tokenizer. If the tokenizer is unknown, token ids are decoded to numbers.
 
     Raises:
-        ConfigError: If there is neither a run nor a folder, or the run's class may not be imported.
-        CheckpointError: If there is no such checkpoint, or it is damaged.
+        ConfigError: If there is neither a run nor a folder, `step` or `module` is given for a folder, or `module` is not the
+            class of the run. Also if `module` is empty for a class outside `jgraph_models`, or the folder is damaged.
+        CheckpointError: If the run does not have the checkpoint, or the checkpoint is damaged.
+        DataError: If the tokenizer.json is damaged, or the package `tokenizers` is not installed.
     """
     path = checked(path)
     return _of_folder(path, step, module) if is_folder(path) else _of_run(path, step, module)
 
 
 def checked(path: str | Path) -> Path:
-    """Returns the path of a run or a folder. Raises ConfigError if it is neither."""
+    """Checks that a path is a directory with a config.json, as a run directory and a Hugging Face folder are.
+
+    Args:
+        path: The path.
+
+    Returns:
+        The same path as a `Path`.
+
+    Raises:
+        ConfigError: If the path does not exist or has no config.json. The message names the argument `run`.
+    """
     check_exists(path, field="run")
     if not (Path(path) / "config.json").exists():
-        must = "a run directory or a Hugging Face folder, which have a config.json"
+        must = "a run directory or a Hugging Face folder, with a config.json"
         raise ConfigError(f"`run` is {path}: must be {must}", field="run")
     return Path(path)
 
 
 def is_folder(path: Path) -> bool:
-    """Returns True if the directory is a Hugging Face folder."""
+    """Returns True if a directory is a Hugging Face folder: if its config.json has the key "architectures".
+
+    Args:
+        path: The directory. The result is False for a run directory, and if config.json is missing or damaged.
+    """
     try:
         fields = json.loads((path / "config.json").read_text())
     except (OSError, ValueError, RecursionError):
@@ -155,13 +190,33 @@ def _of_run(path: Path, step: int | None, module: str) -> Loaded:
 
 
 def tokenizer_kept(saved: SavedRun) -> Path | None:
-    """Returns the tokenizer.json in the run directory or beside its token files."""
+    """Returns the path of the tokenizer.json of a run.
+
+    Args:
+        saved: The run.
+
+    Returns:
+        The copy in `origin/` of the run directory, else the file in the first directory of token files in the run's `data`.
+        None if neither exists.
+    """
     files = (saved.dir.origin / TOKENIZER_FILE, tokenizer_file(saved.config.input.data))
     return next((file for file in files if file and file.exists()), None)
 
 
 def tokenizer_of(saved: SavedRun) -> Tokenizer:
-    """Returns the tokenizer of a run. An unknown one shows tokens as numbers."""
+    """Returns the tokenizer of a run.
+
+    Args:
+        saved: The run.
+
+    Returns:
+        The tokenizer of the tokenizer.json in the run directory or in the directory of its token files. Without this file, the
+        tokenizer of bytes if the run was trained on text or has a vocabulary of at most 256 tokens. Otherwise a tokenizer that
+        decodes token ids to numbers, with an `encode` that raises DataError.
+
+    Raises:
+        DataError: If the tokenizer.json is damaged, or the package `tokenizers` is not installed.
+    """
     vocab_size = getattr(saved.config.model, "vocab_size", 256)
     if file := tokenizer_kept(saved):
         folder = copied_folder(saved.dir)
@@ -172,18 +227,20 @@ def tokenizer_of(saved: SavedRun) -> Tokenizer:
 
 
 def open_folder(path: Path, step: int | None, module: str) -> tuple[Folder, TrainConfig]:
-    """Opens a Hugging Face folder.
+    """Opens a Hugging Face folder of a GPT of `jgraph_models`. Reads config.json and the names and shapes of the tensors.
 
     Args:
-        path: The folder.
+        path: The folder, with config.json and safetensors files.
         step: Must be None, because a folder has no checkpoints.
         module: Must be empty, because config.json defines the model.
 
     Returns:
-        The folder, and a configuration with its model, which computes in the dtype of the folder.
+        The folder, and a default configuration with the settings of its model. `compute_dtype` of these settings is bfloat16 if
+        config.json has this dtype, else float32.
 
     Raises:
-        ConfigError: If an argument is wrong or the folder cannot be read.
+        ConfigError: If `step` or `module` is given, a file is missing or damaged, the model is not supported, or the tensors
+            are not those that config.json requires.
     """
     require(step is None, "step", step, "left out for a Hugging Face folder")
     require(not module, "module", module, "left out for a Hugging Face folder")
@@ -195,9 +252,22 @@ def open_folder(path: Path, step: int | None, module: str) -> tuple[Folder, Trai
 
 
 def place_folder(folder: Folder, config: TrainConfig, like: Tree) -> Tree:
-    """Loads the parameters of a folder, checked by `open_folder`, with the shardings of `like`."""
+    """Loads the parameters of a Hugging Face folder onto devices.
+
+    Args:
+        folder: The folder, from `open_folder`.
+        config: The configuration, from `open_folder`.
+        like: `jax.ShapeDtypeStruct`s in the model's own tree. Their shapes and shardings are used, and their dtypes ignored. A
+            leaf without a sharding goes to the first device.
+
+    Returns:
+        The parameters, a tree like `like`, in the dtype `config.model.compute_dtype`: bfloat16 or float32.
+
+    Raises:
+        ConfigError: If a tensor cannot be read.
+    """
     parts = names_of(config.module, field="run").parts(config.model)
-    # In the dtype of the folder, because inference does not accumulate updates, which need float32.
+    # In the dtype of the folder: only updates need parameters in float32.
     dtype = jnp.dtype(config.model.compute_dtype)
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), like)
     return load_folder(folder, parts, like)

@@ -1,4 +1,4 @@
-"""The lock of a run directory."""
+"""Locks a run directory, so that only one run writes to it."""
 
 import contextlib
 import errno
@@ -16,17 +16,20 @@ from jgraph.train.rundir import RunDir
 
 @contextlib.contextmanager
 def locked(run_dir: RunDir, warn: Callable[[str], object]) -> Iterator[None]:
-    """Creates a run directory and locks it against other processes.
+    """Creates a run directory if it is missing, and locks it against other processes inside the `with` block. Does not wait.
 
-    The operating system releases the lock when the process ends. The lock file contains the id and the host of the process. On
-    a file system without locks, this text alone decides.
+    Writes the file `lock` with the id and the host of this process, as JSON. At the end of the block, deletes this file, and
+    deletes the run directory if no other file is in the directory. The operating system releases the lock if the process is
+    killed. On a file system that does not support locks, the content of the file decides: the directory counts as locked while
+    the process in the file lives, and always if that process is on another machine.
 
     Args:
-        run_dir: The run directory. Call `RunDir.check` first, because this function creates a file in it.
-        warn: Called with a warning if a process on another machine did not release the lock.
+        run_dir: The run directory. Call its method `check` before, because `check` rejects a directory with unknown files.
+        warn: Called with one line if the file system supports locks and no process holds this one, but the file names a process
+            on another machine. The block then runs.
 
     Raises:
-        ConfigError: If another process holds the lock, or the directory cannot be written.
+        ConfigError: At the start of the block, if another process holds the lock, or the directory or file cannot be written.
     """
     path = run_dir.lock_file
     with os_errors("run_dir", run_dir.path):
@@ -34,10 +37,10 @@ def locked(run_dir: RunDir, warn: Callable[[str], object]) -> Iterator[None]:
     with os_errors("run_dir", path):
         file = _open_locked(path)
     try:
-        if (left := _holder(file)) and left["host"] != socket.gethostname():
+        if (previous := _holder(file)) and previous["host"] != socket.gethostname():
             warn(
-                f"`run_dir` is {run_dir.path}: process {left['pid']} on {left['host']} wrote there and did not exit cleanly; "
-                "if it still runs there, stop one of the two"
+                f"`run_dir` is {run_dir.path}: process {previous['pid']} on {previous['host']} did not release this directory; "
+                "if that process is still running, stop one of the two"
             )
         with os_errors("run_dir", path):
             file.truncate(0)
@@ -75,9 +78,9 @@ def _open_locked(path: Path) -> TextIO:
 
 def _held(path: Path, file: TextIO, advice: str) -> ConfigError:
     holder = _holder(file)
-    who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
+    process = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
     file.close()
-    message = f"`run_dir` is {path.parent}: {who} is writing there; {advice}, or name another `run_dir`"
+    message = f"`run_dir` is {path.parent}: {process} is writing there; {advice}, or name another `run_dir`"
     return ConfigError(message, field="run_dir")
 
 

@@ -23,44 +23,97 @@ _RUN_AHEAD = 4
 
 
 class Callback:
-    """Acts between the steps of a loop. The methods of this class do nothing."""
+    """Acts between the steps of a `Loop`. The methods of this base class do nothing, so a subclass overrides some of them.
+
+    Steps are counted from 1, and "done" is the number of finished or dispatched steps. In a distributed run, every process
+    calls the same methods at the same steps.
+    """
 
     def instead(self, done: int, state: TrainState) -> tuple[TrainState, list[StepMetrics]] | None:
-        """Runs steps in place of the loop, without its clock. `state` is donated. Returns None to leave them to the loop."""
+        """Runs one or more steps in place of the loop. Called before every step that the loop would run.
+
+        The loop's clock does not measure these steps. This method may run steps only while no dispatched step is unfinished.
+        That is certain before the first step of the loop, and if `due(done)` of this callback returned True, because the loop
+        has then waited for step `done`.
+
+        Args:
+            done: Number of steps dispatched so far.
+            state: The state after these steps. Donated if this method runs steps.
+
+        Returns:
+            None to let the loop run the next step. Otherwise the state after the steps that this method ran, and the metrics of
+            each of these steps in order.
+        """
         return None
 
     def finished(self, steps: Sequence[Numbered]) -> None:
-        """Receives the numbers and metrics of finished steps. Every step is passed once, in order."""
+        """Receives the metrics of finished steps. Called whenever the loop has waited for its dispatched steps, before `after`.
+
+        Over all calls, receives every step once and in order, also steps that a callback ran (`instead`). Halted steps, which
+        changed nothing because an expert buffer was too small, are left out. May raise an exception to end the run.
+
+        Args:
+            steps: Pairs of the number of a step, from 1, and its metrics as numpy values. May be empty.
+        """
 
     def due(self, done: int) -> bool:
-        """True if `after` is to be called after step `done`. The loop waits for the devices first."""
+        """Returns True if the loop must wait for step `done` and then call `after`. Called once a step is dispatched.
+
+        Also called after steps that a callback ran (`instead`). If one of the steps halted, `after` is not called.
+
+        Args:
+            done: Number of steps dispatched so far.
+        """
         return False
 
     def after(self, done: int, state: TrainState, metrics: StepMetrics | None) -> None:
-        """Acts after step `done`. `metrics` is None if the step ran in place of the loop."""
+        """Acts after step `done`. Called if `due(done)` was True, when step `done` has finished and no other step is running.
+
+        Args:
+            done: Number of finished steps.
+            state: The state after these steps. This method must not donate `state`. The next step donates `state`, so a
+                reference that is kept after the call is invalid.
+            metrics: The metrics of step `done` as numpy values; None if a callback ran that step (`instead`).
+        """
 
     def recompiled(self, setup: TrainSetup, step: CompiledStep, done: int) -> None:
-        """Receives the new step after a halt."""
+        """Receives a step that the loop compiled, before its first use.
+
+        Called after a step halted because an expert buffer was too small: the new step has larger buffers. Also called before
+        the first step if the loop was given no compiled step.
+
+        Args:
+            setup: The setup of the compiled step. After a halt, its expert capacity is larger.
+            step: The compiled step.
+            done: Number of finished steps.
+        """
 
     def ended(self, done: int, state: TrainState) -> None:
-        """Acts at the end of the loop."""
+        """Acts at the end of the loop. Called once, when all steps have finished, after the last step or a stop signal.
+
+        Not called if the loop ends with an exception.
+
+        Args:
+            done: Number of finished steps.
+            state: The state after these steps. This method must not donate `state`.
+        """
 
 
 @dataclass
 class Loop:
-    """Runs steps to the end or to a stop signal.
+    """Runs steps until `config.steps` of the setup or a stop signal, at most four steps ahead of the devices.
 
     Attributes:
-        setup: The setup of `step`.
-        step: The compiled step. None means that it must be compiled.
-        compile: Compiles the step of a setup.
-        grow: Returns the setup with more expert capacity after a halt.
-        batches: The batch of every step, indexed from 0, as numpy arrays.
+        setup: The setup of `step`. Replaced after a halt: a step that changed nothing, because an expert buffer was too small.
+        step: The compiled step; None if it must be compiled before the next step. Set to None after a halt.
+        compile: Takes a setup. Compiles and returns its step.
+        grow: Takes a `Halt`, the first halted step and the number of rows it needs. Returns a setup with more expert capacity.
+        batches: The batch of every step as numpy arrays [B, ...], indexed from 0. B is the number of rows of this process.
         callbacks: Called in this order.
-        stops: True if the loop must stop after a number of steps.
+        stops: Takes the number of dispatched steps. Returns True if the loop must stop before the next step.
         clock: Measures the time of the steps.
         watchdog: Watches every wait for the devices.
-        pending: Numbers and metrics of the steps that have been dispatched and not looked at.
+        pending: Number (from 1) and metrics of each dispatched step that the callbacks have not received yet.
     """
 
     setup: TrainSetup
@@ -75,20 +128,24 @@ class Loop:
     pending: list[Numbered] = field(default_factory=list)
 
     def run(self, done: int, state: TrainState) -> tuple[int, TrainState]:
-        """Runs the loop.
+        """Runs the steps after `done`, calls the callbacks, and waits for the last step.
+
+        If a step halts because an expert buffer was too small, compiles a step with larger buffers and repeats the halted
+        steps.
 
         Args:
-            done: Number of steps already done.
-            state: The state after them. Donated.
+            done: Number of steps already finished.
+            state: The state after these steps. Donated if a step runs.
 
         Returns:
-            The number of steps done, and the state after them.
+            The number of finished steps, including the first `done`, and the state after these steps. The number is less than
+            `config.steps` if a stop signal ended the loop.
         """
         place, steps = self.setup.step.place, self.setup.config.steps
         while done < steps and not self.stops(done):
             step = self.step or self._compile(done)
-            if (others := self._instead(done, state)) is not None:
-                done, state = others
+            if (ran := self._instead(done, state)) is not None:
+                done, state = ran
                 continue
             self.clock.start()
             batch = self.batches[done]
@@ -128,18 +185,18 @@ class Loop:
         return done, state
 
     def _instead(self, done: int, state: TrainState) -> tuple[int, TrainState] | None:
-        """Lets a callback run the next steps, if one does. Returns the steps done and the state after them."""
+        """Lets a callback run the next steps. Returns the steps done and the state after them, or None if no callback did."""
         for callback in self.callbacks:
-            if (others := callback.instead(done, state)) is not None:
-                state, metrics = others
+            if (ran := callback.instead(done, state)) is not None:
+                state, metrics = ran
                 steps, halt = happened(list(enumerate(jax.device_get(metrics), done + 1)))
                 self._finish(steps)
                 done += len(steps)
                 if halt:
                     done, state = self._halted(halt, state)
-                for one in self.callbacks:
-                    if one.due(done):
-                        one.after(done, state, None)
+                for other in self.callbacks:
+                    if other.due(done):
+                        other.after(done, state, None)
                 return done, state
         return None
 
@@ -170,21 +227,26 @@ class Loop:
 
 
 def agreed_stop(stop: StopRequest, watchdog: Watchdog, every: int) -> Callable[[int], bool]:
-    """Returns a function that is True if any process has received a stop signal.
+    """Returns a function that reports a stop signal of any process to all processes, at the same step.
 
-    Collective: every process must call it at the same steps. It asks the other processes every `every` steps only, when no
-    device is busy, because that takes a message to each of them.
+    A single process checks its own signal at every step. Several processes exchange their signals only if the number of
+    dispatched steps is a multiple of `every`.
 
     Args:
-        stop: The signal of this process. Receives the signal of the other processes.
+        stop: The signal of this process. If another process has received a signal, its name is written to `stop.name`.
         watchdog: Watches the wait for the other processes.
-        every: Number of steps.
+        every: Number of steps between exchanges of stop signals in a run of several processes, for example `log_every`: the
+            loop then waits for the devices at these steps anyway.
+
+    Returns:
+        A function from the number of dispatched steps to a bool: True if any process has received SIGTERM or SIGINT. With
+        several processes, False at steps without an exchange. Collective: every process must call it with the same numbers.
     """
 
     def stops(done: int) -> bool:
         if jax.process_count() > 1 and done % every:
             return False
-        with watchdog.over(lambda: f"the processes' stop signals after step {done}"):
+        with watchdog.over(lambda: f"the exchange of stop signals after step {done}"):
             number = max(all_gather_scalar(signal.Signals[stop.name] if stop.name else 0))
         if number:
             stop.name = signal.Signals(number).name

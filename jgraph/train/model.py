@@ -15,19 +15,29 @@ from jgraph.errors import ConfigError, JgraphError, require
 
 
 def find_model(name: str) -> Any:
-    """Imports the class `package.module:Class`. Raises ConfigError if it cannot be imported."""
+    """Imports a model class.
+
+    Args:
+        name: The class, as `package.module:Class`. Importing runs the code of the module.
+
+    Returns:
+        The class, of any type.
+
+    Raises:
+        ConfigError: If the module or the class does not exist, or the code of the module raises an exception.
+    """
     module, _, class_name = name.partition(":")
-    with model_errors(name, "be package.module:Class of something that can be imported from here"):
+    with model_errors(name, "be package.module:Class, with a module that can be imported from here"):
         return getattr(importlib.import_module(module), class_name)
 
 
 def is_class_name(name: object) -> bool:
-    """Returns True for a string of the form `package.module:Class`."""
+    """Returns True if `name` is a string of the form `package.module:Class`. Does not import the class."""
     return isinstance(name, str) and re.fullmatch(r"[\w.]+:\w+", name) is not None
 
 
 def is_built_in(name: str) -> bool:
-    """Returns True if the class `package.module:Class` is in `jgraph_models`."""
+    """Returns True if the class `name`, as `package.module:Class`, is in the package `jgraph_models`. Does not import it."""
     return re.split(r"[.:]", name)[0] == "jgraph_models"
 
 
@@ -38,11 +48,11 @@ def check_import(saved: str, named: str) -> None:
     `jgraph_models` must therefore be named by the caller too.
 
     Args:
-        saved: Class in the saved configuration.
-        named: Class that the caller named; empty if the caller named none.
+        saved: Class in the saved configuration, as `package.module:Class`.
+        named: Class that the caller named, in the same form; empty if the caller named none.
 
     Raises:
-        ConfigError: If the caller named another class, or none for a class outside `jgraph_models`.
+        ConfigError: If `named` is another class than `saved`, or is empty for a class outside `jgraph_models`.
     """
     if is_built_in(saved):
         require(named in ("", saved), "module", named, f"{saved}, as in the run's config.json, or left out")
@@ -55,7 +65,14 @@ def check_import(saved: str, named: str) -> None:
 
 
 def settings_of(name: str) -> type | None:
-    """Returns the type of the first constructor argument of a model if it is a dataclass, else None.
+    """Imports a model class and returns the dataclass of its settings.
+
+    Args:
+        name: The class, as `package.module:Class`.
+
+    Returns:
+        The annotated type of the first argument of the constructor, if it is a dataclass. None if it is another type, or has no
+        annotation that can be evaluated.
 
     Raises:
         ConfigError: If the model class cannot be imported.
@@ -71,7 +88,18 @@ def settings_of(name: str) -> type | None:
 
 
 def settings_from(kind: type, fields: dict[str, Any]) -> Any:
-    """Restores a dataclass, perhaps with nested dataclasses, from its `dataclasses.asdict` after JSON."""
+    """Restores model settings from a dict, the inverse of `dataclasses.asdict`. Supports one level of nested dataclasses.
+
+    Args:
+        kind: The dataclass.
+        fields: Its fields by name, as decoded from JSON, with a dict for a nested dataclass. Lists stay lists. Not changed.
+
+    Returns:
+        An instance of `kind`.
+
+    Raises:
+        TypeError: If a field is unknown, or a field without a default is missing.
+    """
     hints = typing.get_type_hints(kind)
     return kind(
         **{
@@ -95,7 +123,17 @@ def _described(error: Exception) -> str:
 
 @contextlib.contextmanager
 def model_errors(name: str, must: str) -> Iterator[None]:
-    """Converts exceptions of a user's model into a ConfigError of one line with the place in the user's code."""
+    """Converts exceptions of a user's model inside the `with` block into a ConfigError of one line.
+
+    The message has the type and first line of the exception, and the file and line of the user's code that raised it.
+
+    Args:
+        name: The model class, as `package.module:Class`.
+        must: The requirement that the class does not meet, for the message, for example `have loss(tokens_BS)`.
+
+    Raises:
+        ConfigError: If the block raises an `Exception` that is not a JgraphError. A JgraphError is raised unchanged.
+    """
     try:
         yield
     except JgraphError:

@@ -12,12 +12,17 @@ Tree = Any
 
 
 def adamw(config: OptimizerConfig, steps: int, *, decay_mask: Tree) -> optax.GradientTransformation:
-    """Returns AdamW (Loshchilov & Hutter, arXiv:1711.05101). The training step clips the gradient.
+    """Returns AdamW (Loshchilov & Hutter, arXiv:1711.05101) with a learning rate schedule. Does not clip the gradient.
 
     Args:
-        config: The hyperparameters.
-        steps: Number of steps of the run.
-        decay_mask: Tree like the parameters. Weight decay applies where it is True.
+        config: The hyperparameters. `clip_norm` is not used, because the training step clips the gradient.
+        steps: Number of steps of the run. The cosine decay ends there, unless `config.decay_steps` is set.
+        decay_mask: Tree of bools, or a function from the parameters to one, with the structure of the parameters. Weight decay
+            applies to the arrays where it is True.
+
+    Returns:
+        The optax transform. Its `update` takes float32 gradients and parameters, and returns the change to add to the
+        parameters: the negative learning rate is already applied. Its state has the moments in the dtypes of `config`.
     """
     moments = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
     return optax.chain(
@@ -28,7 +33,17 @@ def adamw(config: OptimizerConfig, steps: int, *, decay_mask: Tree) -> optax.Gra
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Returns the learning rate by step: linear warmup, cosine decay, then the final rate."""
+    """Returns the learning rate schedule: linear warmup, cosine decay, then a constant rate.
+
+    Args:
+        config: The hyperparameters.
+        steps: Number of steps of the run. The cosine ends there, unless `config.decay_steps` is set.
+
+    Returns:
+        A function from the number of updates applied before a step (an int or an integer scalar array) to the learning rate of
+        that step. The rate rises linearly from `learning_rate` / `warmup_steps` to `learning_rate`, and then falls to
+        `learning_rate` x `final_learning_rate`. If `warmup_steps` is 0, the rate starts at `learning_rate`.
+    """
     return optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / max(1, config.warmup_steps),  # the first step has a positive rate
         peak_value=config.learning_rate,
@@ -39,7 +54,15 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def restart_schedule(opt_state: Tree) -> Tree:
-    """Resets the step count of the learning rate. Keeps the moments of Adam and their count."""
+    """Resets the step count of the learning rate schedule, so that the schedule starts over.
+
+    Args:
+        opt_state: State of the optax transform `adamw`, as arrays. Not changed.
+
+    Returns:
+        A copy of the tree with a count of 0 in each `optax.ScaleByScheduleState`. The moments of Adam and their count for bias
+        correction are the same arrays as in `opt_state`.
+    """
 
     def begin(state: Any) -> Any:
         return jax.tree.map(jnp.zeros_like, state) if isinstance(state, optax.ScaleByScheduleState) else state
@@ -48,18 +71,28 @@ def restart_schedule(opt_state: Tree) -> Tree:
 
 
 def moments_in(adam: optax.GradientTransformation, first: Any, second: Any) -> optax.GradientTransformation:
-    """Stores the moments of Adam in other dtypes and computes in float32. Optax has an option for the first moment only."""
+    """Wraps Adam so that it stores its moments in other dtypes and computes in float32. Optax has this for one moment only.
 
-    def kept(state: optax.ScaleByAdamState) -> optax.ScaleByAdamState:
+    Args:
+        adam: `optax.scale_by_adam` with moments in the dtype of the parameters, float32.
+        first: Dtype of the first moment in the state, for example "bfloat16".
+        second: Dtype of the second moment in the state.
+
+    Returns:
+        The transform. Its state is an `optax.ScaleByAdamState`. `update` casts gradients and moments to float32, and returns
+        float32 updates.
+    """
+
+    def stored(state: optax.ScaleByAdamState) -> optax.ScaleByAdamState:
         return state._replace(mu=optax.tree.cast(state.mu, first), nu=optax.tree.cast(state.nu, second))
 
     def init(params: Tree) -> optax.ScaleByAdamState:
-        return kept(adam.init(params))  # pyright: ignore[reportArgumentType]
+        return stored(adam.init(params))  # pyright: ignore[reportArgumentType]
 
     def update(updates: Tree, state: Any, params: Tree = None):
         # XLA fuses the casts into the kernel that reads and writes the moments.
-        whole = state._replace(mu=optax.tree.cast(state.mu, jnp.float32), nu=optax.tree.cast(state.nu, jnp.float32))
-        updates, new = adam.update(optax.tree.cast(updates, jnp.float32), whole, params)
-        return updates, kept(new)  # pyright: ignore[reportArgumentType]
+        state32 = state._replace(mu=optax.tree.cast(state.mu, jnp.float32), nu=optax.tree.cast(state.nu, jnp.float32))
+        updates, new = adam.update(optax.tree.cast(updates, jnp.float32), state32, params)
+        return updates, stored(new)  # pyright: ignore[reportArgumentType]
 
     return optax.GradientTransformation(init, update)

@@ -37,11 +37,17 @@ _PROFILED = "xla_enable_command_buffers_during_profiling=true"
 
 
 def profiled(config: TrainConfig, platform: str) -> TrainConfig:
-    """Returns a configuration whose step keeps its command buffers under a profiler.
+    """Returns a configuration. Its compiled step uses command buffers (CUDA graphs) also while a profiler runs.
+
+    Without this configuration, XLA does not use command buffers under a profiler.
 
     Args:
-        config: The configuration of the run.
-        platform: The platform that the step is compiled for.
+        config: The configuration of the run. Not changed.
+        platform: The platform that the step is compiled for: `cpu` or `gpu`.
+
+    Returns:
+        A copy of `config` with an additional XLA option. `config` itself if the step has no command buffers, because the
+        platform is not `gpu` or `graph` is `off`.
     """
     if platform != "gpu" or config.compile.graph == "off":
         return config
@@ -49,15 +55,22 @@ def profiled(config: TrainConfig, platform: str) -> TrainConfig:
 
 
 class Profile(Callback):
-    """Traces the steps of `--profile` and writes the report.
+    """Traces the steps that the flag `--profile` names, once per run, and writes a report of their kernels.
+
+    Replaces the directory `profile/` of the run directory. Its files are profile.html and profile.json (the report), captured/
+    (trace with command buffers, if the step has any), uncaptured/ (trace without), program.txt.gz (text of the compiled
+    program) and run.json (description of the run). Processes other than process 0 write to a temporary directory and make no
+    report.
+
+    Creating this object compiles the step without command buffers, if the step has any.
 
     Args:
-        setup: The setup of the run.
-        step: The compiled step of the run.
-        batches: Returns the placed batch of a step, indexed from 0.
-        run_dir: The run directory. An existing profile in it is replaced.
-        watchdog: Watches the devices.
-        reporter: Prints the path of the report.
+        setup: The setup of the run. Its `profile` must not be empty.
+        step: The compiled step of the run, from a configuration that `profiled` returned.
+        batches: Takes the index of a step, from 0, and returns the batch of this step on the devices.
+        run_dir: The run directory.
+        watchdog: Watches the waits for the devices.
+        reporter: Prints the path of the report, and warnings.
     """
 
     def __init__(
@@ -73,7 +86,7 @@ class Profile(Callback):
         self._first: int | None = first
         self._count = stop - first
         self._batches, self._watchdog, self._reporter = batches, watchdog, reporter
-        # Every process runs the steps, but only the trace of the first is reported.
+        # Every process runs the steps, but only the trace of process 0 is reported.
         path = run_dir.path / "profile" if is_process_zero() else tempfile.mkdtemp(prefix="jgraph-profile-")
         self._directory = Path(path)
         self._compile(setup, step)
@@ -86,20 +99,53 @@ class Profile(Callback):
         self._uncaptured = plain.compile_step() if has_graph else step
 
     def recompiled(self, setup: TrainSetup, step: CompiledStep, done: int) -> None:
+        """Uses a new compiled step for the profile. Also compiles a version of it without command buffers, if it has any.
+
+        The first traced step is then at least step `done` + 1. If too few steps are left, prints a warning, compiles nothing
+        and makes no profile. Does nothing if the profile has been made.
+
+        Args:
+            setup: The setup of the compiled step.
+            step: The compiled step, with command buffers if the run uses them.
+            done: Number of finished steps.
+        """
         if self._first is None:
             return
         self._first, needed = max(self._first, done), 2 * self._count + 2
         if self._first + needed <= setup.config.steps:
             self._compile(setup, step)
         else:
-            self._reporter.warn(f"no profile: from step {self._first} on, fewer than {needed} steps are left")
+            self._reporter.warn(f"no profile: it takes {needed} steps, and fewer are left after step {self._first}")
             self._first = None
 
     def due(self, done: int) -> bool:
+        """Returns True if the next step is the first one to trace, so that the loop waits for the devices before it.
+
+        Args:
+            done: Number of steps dispatched so far.
+        """
         return done == self._first
 
     def instead(self, done: int, state: TrainState) -> tuple[TrainState, list[StepMetrics]] | None:
-        """Runs 2 x `count` + 1 steps, or `count` if there are no command buffers."""
+        """Runs and traces the steps of the profile in place of the loop, and writes and prints the report.
+
+        For `profile` FIRST:STOP, N = STOP - FIRST. If the step has command buffers, runs 2N + 1 steps: N with command buffers,
+        1 without to load this program, and N without. Otherwise runs N steps. The steps train the model like all others.
+
+        If one of the steps halts, because an expert buffer was too small, writes no report. The steps are traced again after
+        the loop has compiled a step with larger buffers. If the trace cannot be analyzed, prints a warning.
+
+        Args:
+            done: Number of finished steps.
+            state: The state after these steps. Donated if steps are run.
+
+        Returns:
+            None if step `done` + 1 is not the first one to trace. Otherwise the state after the steps, and the metrics of each
+            of them in order.
+
+        Raises:
+            ConfigError: If a file of the profile cannot be written.
+        """
         if done != self._first:
             return None
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -116,8 +162,8 @@ class Profile(Callback):
         with os_errors("run_dir", self._directory):
             with gzip.open(self._directory / "program.txt.gz", "wt") as file:
                 file.write(self._uncaptured.as_text())
-            about = _about(self._setup, self._uncaptured) | {"steps": self._count}
-            (self._directory / "run.json").write_text(json.dumps(about, indent=2) + "\n")
+            facts = _about(self._setup, self._uncaptured) | {"steps": self._count}
+            (self._directory / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
         if not is_halted(metrics[-1]):
             self._first = None
             self._report(f"steps {done + 1} to {done + len(metrics)}")
@@ -128,10 +174,10 @@ class Profile(Callback):
         begin = len(metrics)
         for number in range(done + begin + 1, done + begin + count + 1):
             annotation = jax.profiler.StepTraceAnnotation("train", step_num=number)
-            with annotation, self._watchdog.over(lambda number=number: f"step {number}, a profile's", step):
-                state, one = step(state, self._batches(number - 1))
-            metrics.append(one)
-        which = f"steps {done + begin + 1} to {done + len(metrics)}, a profile's"
+            with annotation, self._watchdog.over(lambda number=number: f"step {number} (profiled)", step):
+                state, step_metrics = step(state, self._batches(number - 1))
+            metrics.append(step_metrics)
+        which = f"steps {done + begin + 1} to {done + len(metrics)} (profiled)"
         self._watchdog.wait(lambda: which, metrics[begin:], step)
         return jax.block_until_ready(state)
 
@@ -141,18 +187,18 @@ class Profile(Callback):
         try:
             profile = report.of_run(self._directory)
             with os_errors("run_dir", self._directory):
-                written = report.write(profile, self._directory)
-            self._reporter.line(f"profile of {which}: {', '.join(map(str, written))}")
+                data, page = report.write(profile, self._directory)
+            self._reporter.line(f"profile of {which}: open {page} in a browser; {data} has the data as JSON")
         except ProfileError as e:
             self._reporter.warn(f"no profile: {e}")
 
 
 def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
-    """Returns the facts of the run for the report."""
+    """Returns the description of the run for the report: devices, versions, flags, memory."""
     config, devices = setup.config, jax.local_devices()[: setup.step.num_devices]
     kind = devices[0].device_kind
     tokens = f"{config.input.batch_size} x {config.input.seq_len} tokens a step"
-    about = {
+    facts = {
         "title": f"{config.preset}, {tokens}, {setup.step.num_devices} x {kind}",
         "device": kind,
         "devices": setup.step.num_devices,
@@ -161,7 +207,7 @@ def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
         "flags": _flags(config),
         "memory": _memory(setup, compiled) | {"measured_peak": peak_memory_bytes(devices[0]) or None},
     }
-    return about | setup.step.bound.profile_facts()
+    return facts | setup.step.bound.profile_facts()
 
 
 def _memory(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
@@ -176,19 +222,19 @@ def _memory(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
         ]
         return sum(math.prod(shard) * leaf.dtype.itemsize for shard, leaf in zip(shards, jax.tree.leaves(tree), strict=True))
 
-    held = {"parameters": size(setup.step.state.params), "optimizer": size(setup.step.state.opt_state)}
+    state_bytes = {"parameters": size(setup.step.state.params), "optimizer": size(setup.step.state.opt_state)}
     found = setup.step.bound.predict_memory(batch_shapes(setup.config.input, setup.config.input.batch_size))
     pools = {name.replace("forward_", "residuals to "): size for name, size in found.sizes.items()}
-    predicted = sum((*held.values(), *pools.values())) if found.covers == "whole" else None
+    predicted = sum((*state_bytes.values(), *pools.values())) if found.covers == "whole" else None
     if (memory := compiled.memory) is not None:
         pools["temporaries"] = max(0, memory.temporaries - sum(pools.values()))
-    pools = {name: size for name, size in (held | pools).items() if size}
+    pools = {name: size for name, size in (state_bytes | pools).items() if size}
     return {"pools": pools, "predicted_peak": predicted, "compiled_peak": memory.total if memory else None}
 
 
 def _flags(config: TrainConfig) -> str:
     """Returns the settings that differ from the preset, with their values."""
-    base, own = (flatten(one.to_dict()) for one in (PRESETS.get(config.preset, config), config))
-    differ = {name: value for name, value in own.items() if value != base.get(name) and name != "run_dir"}
+    base, fields = (flatten(c.to_dict()) for c in (PRESETS.get(config.preset, config), config))
+    differ = {name: value for name, value in fields.items() if value != base.get(name) and name != "run_dir"}
     words = (f"{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}" for name, value in differ.items())
     return " ".join([f"preset {config.preset}", *words])

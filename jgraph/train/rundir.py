@@ -1,4 +1,4 @@
-"""The run directory: its files, and the rules for resuming the run in it."""
+"""The files of a run directory, and the settings that may change when its run is resumed."""
 
 import contextlib
 import dataclasses
@@ -14,22 +14,25 @@ from jgraph.train.config import COMPONENTS, DefaultSteps, OutputConfig, TrainCon
 from jgraph.train.model import is_class_name
 
 ORIGIN = "origin"
-"""Directory of the files that came with the initial weights or the data."""
+"""Subdirectory with copies of the small files of the initial weights and the data, such as a tokenizer."""
 
 
 class RunDir:
-    """Paths of a run under one directory, which need not exist yet.
+    """Reads and writes the files of a run under one directory, which need not exist yet. Opens no file when it is created.
 
     Attributes:
         path: The directory.
-        config: The configuration, `config.json`.
-        metrics: The logged steps, `metrics.jsonl`.
-        checkpoints: The checkpoints, `checkpoints/`.
-        lock_file: Process that writes in the directory, `lock`.
-        origin: Files that came with the initial weights or the data, such as a tokenizer, `origin/`.
-        samples: Texts generated at the end of the run, `samples.jsonl`.
-        tensorboard: Event files, `tensorboard/`.
-        wandb: The id of the run in Weights & Biases, `wandb.json`.
+        config: Path of `config.json`, the configuration as one JSON object.
+        metrics: Path of `metrics.jsonl`, one JSON object per logged step.
+        checkpoints: Path of `checkpoints/`, with one directory per checkpoint, named by the number of finished steps.
+        lock_file: Path of `lock`, the id and host of the process that writes to the directory.
+        origin: Path of `origin/`, copies of the small files of the initial weights and the data, such as a tokenizer.
+        samples: Path of `samples.jsonl`, one JSON object per text that a run generated at its end.
+        tensorboard: Path of `tensorboard/`, TensorBoard event files.
+        wandb: Path of `wandb.json`, the id of the run in Weights & Biases.
+
+    Args:
+        path: The directory. It need not exist.
     """
 
     def __init__(self, path: Path):
@@ -40,25 +43,47 @@ class RunDir:
         self.samples, self.tensorboard, self.wandb = path / "samples.jsonl", path / "tensorboard", path / "wandb.json"
 
     def has_checkpoint(self) -> bool:
-        """True if there is a complete checkpoint, damaged or not."""
+        """Returns True if `checkpoints/` has a completely written checkpoint. Does not check its data."""
         return self.last_checkpoint() is not None
 
     def last_checkpoint(self) -> int | None:
-        """Returns the step of the newest complete checkpoint, damaged or not; None if there is none."""
-        there = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
-        return max((int(path.name) for path in there if path.name.isdecimal()), default=None)
+        """Returns the step of the newest completely written checkpoint, or None if there is none. Does not check its data."""
+        paths = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        return max((int(path.name) for path in paths if path.name.isdecimal()), default=None)
 
     def resumes(self, output: OutputConfig) -> bool:
-        """True if a run with these settings resumes from a checkpoint in this directory."""
+        """Returns True if `output.resume` is True and `checkpoints/` has a completely written checkpoint, damaged or not.
+
+        Such a run resumes from a checkpoint of this directory.
+
+        Args:
+            output: The settings of the run.
+        """
         return output.resume and self.has_checkpoint()
 
     def resumed(self, config: TrainConfig) -> TrainConfig:
-        """Returns the configuration to resume with: the learning rate schedule continues that of the saved run.
+        """Adapts the learning rate schedule of a configuration to the saved run that it resumes.
 
-        Returns `config` unchanged if there is no checkpoint to resume from.
+        Changes only `extend`, `decay_steps` and a default `warmup_steps` of `optimizer`:
+
+        - If `steps` is that of the saved run and the saved `extend` is `no`, `extend` becomes `no`.
+        - If `steps` is that of the saved run and the saved `extend` is not `no`, `extend` becomes the saved one, and a
+          `decay_steps` of 0 becomes the saved one. If the given `extend` is neither `no` nor the saved one, nothing changes.
+        - If `steps` differs and `extend` is `constant`, a `decay_steps` of 0 becomes the step where the saved cosine ends.
+        - If `steps` differs and `extend` is `no`, the method `check` rejects the result.
+
+        A default `warmup_steps` becomes the saved one if that is at most `steps`, except in the first case and if nothing
+        changes. Does not check the other settings.
+
+        Args:
+            config: The configuration that the user asked for.
+
+        Returns:
+            A copy of `config` with the adapted `optimizer`. `config` itself if nothing changes because there is no config.json
+            or no checkpoint, or `output.resume` is False.
 
         Raises:
-            ConfigError: If the saved run has another model class. It is not imported.
+            ConfigError: If config.json is damaged, or the saved run has another model class, which is not imported.
         """
         if not (self.config.exists() and self.resumes(config.output)):
             return config
@@ -69,27 +94,38 @@ class RunDir:
         return _resumed(config, before)
 
     def check(self, config: TrainConfig, fingerprint: str) -> None:
-        """Checks that a run may write in this directory.
+        """Checks that a run may write in this directory. Writes nothing.
+
+        A new or empty directory is accepted, and with `output.resume` False any run directory. With `output.resume` True, the
+        directory may hold the same run, or a run that stopped before its first checkpoint.
 
         Args:
-            config: The configuration of the run.
-            fingerprint: The fingerprint of its data.
+            config: The configuration of the run, as `resumed` returns it.
+            fingerprint: Hash of the data (`Corpus.fingerprint`). The first 12 characters are compared.
 
         Raises:
-            ConfigError: If the path is a file, is not a run directory, or holds another run that `resume` would continue.
+            ConfigError: If the path is a file, or a directory with files but no config.json. With `output.resume` True, also if
+                config.json is damaged, or the saved run has other data or another value of a setting that may not change. The
+                message lists these settings.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise self._error("a file; name a directory")
+            raise self._error("must be a directory, not a file")
         if not self.config.exists():
             if self.path.is_dir() and any(path != self.lock_file for path in self.path.iterdir()):
-                raise self._error("not empty, and not a run directory (no config.json); name a new or empty one")
+                raise self._error("must be a new or empty directory, or a run directory; this one has files but no config.json")
             return
         if config.output.resume and not self._is_free() and (differing := self._differences(config, fingerprint)):
             advice = "use another `run_dir`, or `resume` off to start over and replace that run"
             raise self._error(f"holds a run of another configuration: {'; '.join(differing)}; {advice}")
 
     def reset(self) -> None:
-        """Removes checkpoints, metrics and samples, so that the run starts over. The config stays until `write` replaces it."""
+        """Deletes checkpoints/, metrics.jsonl, samples.jsonl, wandb.json and tensorboard/, so that the run starts over.
+
+        Keeps config.json, origin/ and the lock. Missing files are ignored.
+
+        Raises:
+            ConfigError: If a file or the checkpoints cannot be deleted.
+        """
         # Renamed first: half-removed checkpoints must not look like damaged ones.
         removed = self.path / "checkpoints.removed"
         shutil.rmtree(removed, ignore_errors=True)
@@ -102,13 +138,27 @@ class RunDir:
         shutil.rmtree(self.tensorboard, ignore_errors=True)
 
     def add_sample(self, step: int, prompt: str, text: str) -> None:
-        """Adds a text generated after `step` steps. Texts of this step and later ones are dropped."""
-        kept = [sample for sample in self.read_samples() if sample["step"] < step]
-        lines = [json.dumps(sample) + "\n" for sample in (*kept, {"step": step, "prompt": prompt, "text": text})]
+        """Adds a generated text to samples.jsonl. Removes the texts of this step and of later steps, and damaged lines.
+
+        Args:
+            step: Number of finished steps of the model that generated the text.
+            prompt: The prompt.
+            text: The generated text, without the prompt.
+
+        Raises:
+            ConfigError: If the file cannot be written.
+        """
+        earlier = [sample for sample in self.read_samples() if sample["step"] < step]
+        lines = [json.dumps(sample) + "\n" for sample in (*earlier, {"step": step, "prompt": prompt, "text": text})]
         replace_text(self.samples, "".join(lines))
 
     def read_samples(self) -> list[dict[str, Any]]:
-        """Returns the generated texts, each with "step", "prompt" and "text". Damaged lines are skipped."""
+        """Reads samples.jsonl.
+
+        Returns:
+            One dict per text, in the order of the file, with the keys "step" (int), "prompt" and "text" (str). Empty if there
+            is no file. Damaged lines are skipped.
+        """
         samples: list[dict[str, Any]] = []
         for line in self.samples.read_text(errors="replace").splitlines() if self.samples.exists() else ():
             with contextlib.suppress(ValueError, RecursionError, TypeError, KeyError):
@@ -117,7 +167,16 @@ class RunDir:
         return samples
 
     def write(self, config: TrainConfig, corpus: dict[str, Any], versions: dict[str, str]) -> None:
-        """Writes config.json atomically: the fields of the configuration, "corpus" and "versions"."""
+        """Creates the directory and writes config.json atomically.
+
+        Args:
+            config: The configuration of the run. Its fields are the top level of the file.
+            corpus: Description of the data, the field "corpus" of the file; must be representable in JSON.
+            versions: Version by name of package, the field "versions" of the file.
+
+        Raises:
+            ConfigError: If the directory or the file cannot be written.
+        """
         with os_errors("run_dir", self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         replace_json(self.config, config.to_dict() | {"corpus": corpus, "versions": versions})
@@ -126,11 +185,16 @@ class RunDir:
         return ConfigError(f"`run_dir` is {self.path}: {wrong}", field="run_dir")
 
     def _is_free(self) -> bool:
-        """True if the run there stopped before its first checkpoint, so that another run may replace it."""
+        """True if the run stopped before its first checkpoint, so that another run may replace it."""
         return not self.has_checkpoint() and {"preset", "corpus", "versions"} <= self.fields().keys()
 
     def fields(self) -> dict[str, Any]:
-        """Returns the fields of config.json. Raises ConfigError if the file is damaged."""
+        """Returns the JSON object in config.json: the fields of the configuration, "corpus" and "versions".
+
+        Raises:
+            ConfigError: If the file is damaged or is not a JSON object.
+            FileNotFoundError: If there is no such file.
+        """
         try:
             fields = json.loads(self.config.read_text())
             if not isinstance(fields, dict):
@@ -141,43 +205,68 @@ class RunDir:
         return fields
 
     def saved_config(self, *, field: str, module: str = "") -> TrainConfig:
-        """Returns the configuration of the saved run.
+        """Returns the configuration of the saved run. Imports its model class, which runs the code of the module.
 
         Args:
-            field: Argument that named the directory, for errors.
-            module: Model class that the caller named; empty if the caller named none.
+            field: Name of the caller's argument that holds the directory, for errors.
+            module: Model class that the caller trusts, as `package.module:Class`. Required for a class outside
+                `jgraph_models`, and may be empty otherwise.
+
+        Returns:
+            The configuration, without the description of the data and the versions.
 
         Raises:
-            ConfigError: If there is no run, or as `TrainConfig.from_dict`.
+            ConfigError: If there is no config.json, it is damaged, or its fields are not those of this version of jgraph. Also
+                if `module` is another class than the saved one, or is empty for a class outside `jgraph_models`.
         """
         if not self.config.exists():
             must = "be a run directory, with a config.json and checkpoints/"
-            wrong = f"must {must}" if self.path.exists() else "no such directory"
-            raise ConfigError(f"`{field}` is {self.path}: {wrong}", field=field)
+            problem = f"must {must}" if self.path.exists() else "no such directory"
+            raise ConfigError(f"`{field}` is {self.path}: {problem}", field=field)
         fields = self.fields()
-        own = {name: value for name, value in fields.items() if name not in ("corpus", "versions")}
-        return TrainConfig.from_dict(own, module=module)
+        settings = {name: value for name, value in fields.items() if name not in ("corpus", "versions")}
+        return TrainConfig.from_dict(settings, module=module)
 
     def _differences(self, config: TrainConfig, fingerprint: str) -> list[str]:
         """Returns one text for each difference from the run in this directory."""
         # JSON turns tuples into lists, as in the file.
-        here, there = flatten(json.loads(json.dumps(config.to_dict()))), _flat_fields(self.fields(), config)
-        had = str(there.get("corpus.fingerprint"))[:12]
-        there = {name: value for name, value in there.items() if name.partition(".")[0] not in ("corpus", "versions")}
-        differing = _differences(here, there, self.last_checkpoint() or 0)
-        if fingerprint[:12] != had:
+        new, saved = flatten(json.loads(json.dumps(config.to_dict()))), _flat_fields(self.fields(), config)
+        saved_fingerprint = str(saved.get("corpus.fingerprint"))[:12]
+        saved = {name: value for name, value in saved.items() if name.partition(".")[0] not in ("corpus", "versions")}
+        differing = _differences(new, saved, self.last_checkpoint() or 0)
+        if fingerprint[:12] != saved_fingerprint:
             text = f"the text of `data` {' '.join(config.input.data)}"
-            differing.append(f"{text} has fingerprint {fingerprint[:12]} and had {had}")
+            differing.append(f"{text} has fingerprint {fingerprint[:12]} and had {saved_fingerprint}")
         return differing
 
 
 def replace_json(path: Path, fields: dict[str, Any]) -> None:
-    """Replaces a JSON file of the run directory, as `replace_text`."""
+    """Writes a JSON file of the run directory atomically, indented by 2. Replaces an existing file.
+
+    Writes PATH.tmp first and renames it.
+
+    Args:
+        path: The file. Its directory must exist.
+        fields: The JSON object to write.
+
+    Raises:
+        ConfigError: If the file cannot be written.
+    """
     replace_text(path, json.dumps(fields, indent=2) + "\n")
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces a file of the run directory atomically. Raises ConfigError if it cannot be written."""
+    """Writes a text file of the run directory atomically. Replaces an existing file.
+
+    Writes PATH.tmp first and renames it.
+
+    Args:
+        path: The file. Its directory must exist.
+        text: The whole new content.
+
+    Raises:
+        ConfigError: If the file cannot be written.
+    """
     scratch = path.with_name(path.name + ".tmp")
     with os_errors("run_dir", path):
         scratch.write_text(text)
@@ -185,12 +274,25 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the packages that affect the compiled step."""
+    """Returns the installed versions of the packages that affect the compiled step.
+
+    Returns:
+        A dict with the keys "jax", "jaxlib", "flax" and "optax", for example `{"jax": "0.7.0", ...}`.
+    """
     return {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
 
 
 def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens nested dictionaries to dotted names."""
+    """Flattens nested dicts to one dict with dotted names.
+
+    Args:
+        fields: A dict with string keys, perhaps with nested dicts. Not changed.
+        prefix: Text before every name of the result.
+
+    Returns:
+        A new dict, for example `{"optimizer.beta1": 0.9}` for `{"optimizer": {"beta1": 0.9}}`. An empty nested dict leaves no
+        entry.
+    """
     flat: dict[str, Any] = {}
     for name, value in fields.items():
         flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -218,27 +320,35 @@ def _flat_fields(fields: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
 def _defaults(config: Any) -> dict[str, Any]:
     """Returns the constant defaults of a dataclass."""
     defaults = {field.name: field.default for field in dataclasses.fields(config) if field.default is not dataclasses.MISSING}
-    nested = {name: vars(own) for name, own in defaults.items() if dataclasses.is_dataclass(own)}
+    nested = {name: vars(value) for name, value in defaults.items() if dataclasses.is_dataclass(value)}
     return defaults | nested
 
 
 def differences(fields: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields, by dotted name, with a value that differs from `base`.
+    """Returns the fields of a configuration that differ from another configuration.
 
-    Leaves out default numbers of steps, because they follow from other fields.
+    Args:
+        fields: Fields by name. The fields of a nested dict are compared one by one.
+        base: The fields to compare with, in the same form.
+
+    Returns:
+        A dict from the dotted name, such as "optimizer.beta1", to the value in `fields`, for each field that is missing in
+        `base` or has another value there. Leaves out numbers of steps that are a `DefaultSteps`, because they depend on other
+        fields.
     """
-    here, base = flatten(fields), flatten(base)
-    here = {name: value for name, value in here.items() if not isinstance(value, DefaultSteps)}
-    return {name: value for name, value in here.items() if name not in base or base[name] != value}
+    flat, base = flatten(fields), flatten(base)
+    flat = {name: value for name, value in flat.items() if not isinstance(value, DefaultSteps)}
+    return {name: value for name, value in flat.items() if name not in base or base[name] != value}
 
 
 class Rule(NamedTuple):
     """States whether settings may change when a run is resumed.
 
     Attributes:
-        fields: Names of the settings, separated by spaces. The name of a nested configuration covers the fields without a rule
-            of their own.
-        may: `yes`; `no`; or `by extend`, which requires `optimizer.extend`.
+        fields: Names of the settings, separated by spaces. The name of a nested configuration, such as `optimizer`, stands for
+            its fields without a rule of their own.
+        may: `yes`: these settings may change. `no`: a change is an error. `by extend`: they may change only if
+            `optimizer.extend` is `cosine` or `constant`.
         why: The reason, for the table in the guide.
     """
 
@@ -268,13 +378,14 @@ _BY_FIELD = {name: rule for rule in RULES for name in rule.fields.split()}
 
 
 def rule_of(name: str) -> Rule:
-    """Returns the rule of a setting.
+    """Returns the rule that states whether a setting may change when a run is resumed.
 
     Args:
-        name: The dotted name, for example `optimizer.beta1`.
+        name: The dotted name of the setting, for example `optimizer.beta1`.
 
     Returns:
-        The rule of the name, else of its first part. Unknown settings may not change.
+        The rule in `RULES` for the name, else for the part before the first dot. For an unknown setting, a new rule with `may`
+        `no`.
     """
     return _BY_FIELD.get(name) or _BY_FIELD.get(name.partition(".")[0], Rule(name, "no", "unknown"))
 
@@ -295,7 +406,7 @@ def _resumed(config: TrainConfig, before: dict[str, Any]) -> TrainConfig:
     flags, saved_extend = config.optimizer, before.get("optimizer.extend", "no")
     saved_decay = before.get("optimizer.decay_steps", 0)
     if "steps" not in before:
-        return config  # `before` is not a run's configuration
+        return config  # the config.json is not from a run
     if config.steps == before["steps"]:
         if saved_extend == "no":
             return dataclasses.replace(config, optimizer=dataclasses.replace(flags, extend="no"))
@@ -315,48 +426,48 @@ def _resumed(config: TrainConfig, before: dict[str, Any]) -> TrainConfig:
     return dataclasses.replace(config, optimizer=optimizer)
 
 
-def _differences(here: dict[str, Any], before: dict[str, Any], done: int) -> list[str]:
+def _differences(new: dict[str, Any], before: dict[str, Any], done: int) -> list[str]:
     """Lists the settings that prevent a run from being resumed.
 
     Args:
-        here: The configuration that `_resumed` returned, flattened to dotted names.
+        new: The configuration that `_resumed` returned, flattened to dotted names.
         before: The saved configuration, flattened to dotted names.
         done: Number of steps already done.
 
     Returns:
         One text per setting, with its new and its saved value.
     """
-    names = [name for name in here | before if here.get(name) != before.get(name) and rule_of(name).may != "yes"]
-    if _is_extended(here, before, done):
-        return [_difference(name, here, before) for name in names if rule_of(name).may != "by extend"]
-    # The schedule follows from the steps. If those are refused, it is not reported as well.
+    names = [name for name in new | before if new.get(name) != before.get(name) and rule_of(name).may != "yes"]
+    if _is_extended(new, before, done):
+        return [_difference(name, new, before) for name in names if rule_of(name).may != "by extend"]
+    # The schedule depends on the number of steps. If that number is not allowed, only the number is reported.
     derived, reason = set(), ""
-    if here.get("steps") != before.get("steps"):
-        if here["steps"] < done:
+    if new.get("steps") != before.get("steps"):
+        if new["steps"] < done:
             reason = f" ({done} are done)"
-        elif here["steps"] < _warmup(before):
+        elif new["steps"] < _warmup(before):
             reason = f" (the warmup takes {_warmup(before)})"
-        elif here["optimizer.extend"] == "no":
+        elif new["optimizer.extend"] == "no":
             reason = " (set `optimizer.extend` to cosine or constant to choose the learning rate of the new steps)"
         if reason:
             derived |= {"optimizer.extend", "optimizer.decay_steps"}
-        if here["steps"] < _warmup(before):
+        if new["steps"] < _warmup(before):
             derived.add("optimizer.warmup_steps")
-    return [_difference(name, here, before) + reason * (name == "steps") for name in names if name not in derived]
+    return [_difference(name, new, before) + reason * (name == "steps") for name in names if name not in derived]
 
 
-def _difference(name: str, here: dict[str, Any], before: dict[str, Any]) -> str:
-    now, saved = ("empty" if (value := fields.get(name, "absent")) == "" else value for fields in (here, before))
+def _difference(name: str, new: dict[str, Any], before: dict[str, Any]) -> str:
+    now, saved = ("empty" if (value := fields.get(name, "absent")) == "" else value for fields in (new, before))
     return f"`{name}` is {now} and was {saved}"
 
 
-def _is_extended(here: dict[str, Any], before: dict[str, Any], done: int) -> bool:
+def _is_extended(new: dict[str, Any], before: dict[str, Any], done: int) -> bool:
     """True if the number of steps changes in a way that `_resumed` allows."""
     steps = before.get("steps")
     ends = {"cosine": 0, "constant": before.get("optimizer.decay_steps", 0) or steps}
-    has_schedule = ends.get(here["optimizer.extend"]) == here["optimizer.decay_steps"]
+    has_schedule = ends.get(new["optimizer.extend"]) == new["optimizer.decay_steps"]
     fewest = max(done, _warmup(before))
-    return has_schedule and steps is not None and here["steps"] != steps and here["steps"] >= fewest
+    return has_schedule and steps is not None and new["steps"] != steps and new["steps"] >= fewest
 
 
 def _warmup(before: dict[str, Any]) -> int:

@@ -18,22 +18,28 @@ Tree = Any
 
 
 class SavedRun:
-    """Reads the configuration and the parameters of a saved run.
+    """Reads the configuration and the arrays of one checkpoint of a saved run. Writes nothing. The run may still be training.
+
+    Creating this object reads config.json, imports the model class, and opens the checkpoint, but reads no arrays. In a
+    distributed program, every process must create it and call its methods in the same order.
 
     Attributes:
-        path: The run directory.
+        dir: The files of the run directory.
+        path: Path of the run directory.
         config: The configuration of the run.
-        step: Step of the checkpoint.
+        step: Number of finished steps of the checkpoint.
 
     Args:
-        path: The run directory.
-        step: Step of the checkpoint; None for the newest.
-        module: Model class that the caller named. A class outside `jgraph_models` is imported only if it is named here.
-        field: Argument that named the directory, for errors.
+        path: Path of the run directory.
+        step: Number of finished steps of the checkpoint; None for the newest checkpoint.
+        module: Model class that the caller trusts, as `package.module:Class`. Required for a class outside `jgraph_models`,
+            and may be empty otherwise.
+        field: Name of the caller's argument that holds the directory, for errors.
 
     Raises:
-        ConfigError: If there is no run, it was written by another version, or its model class may not be imported.
-        CheckpointError: If there is no such checkpoint, or, from `read`, it is damaged.
+        ConfigError: If there is no config.json, it is damaged or from another version, `module` is another class than the saved
+            one, or `module` is empty for a class outside `jgraph_models`.
+        CheckpointError: If the run does not have the checkpoint, or the list of arrays in the checkpoint is damaged.
     """
 
     def __init__(self, path: Path, step: int | None = None, *, module: str = "", field: str = "run"):
@@ -44,21 +50,42 @@ class SavedRun:
 
     @cached_property
     def model(self) -> FunctionalModel:
-        """The model as pure functions."""
+        """The model as pure functions of its parameters. The first access traces the construction of the model.
+
+        Raises:
+            ConfigError: If the model cannot be built.
+        """
         return functional_model(self.config)
 
     def read(self, name: str) -> np.ndarray:
-        """Returns the saved parameter of a name."""
+        """Reads one parameter. Collective: every process must call this method with the same name.
+
+        Args:
+            name: Path of the parameter in the model's own tree, for example "blocks/0/up/kernel".
+
+        Returns:
+            The whole parameter as a numpy array on the host of every process, in the dtype of the checkpoint.
+
+        Raises:
+            KeyError: If the model has no parameter of this name.
+            CheckpointError: If the data of the parameter is damaged, or the checkpoint does not have the parameter.
+        """
         return self._reader.read(self._leaves[name])
 
     def place(self, **like: Tree) -> dict[str, Tree]:
-        """Reads parts of the state with other dtypes and shardings. Collective: every process must call it.
+        """Reads parts of the saved state onto devices. Collective: every process must call this method with the same shapes.
 
         Args:
-            like: `params`, `carried`, `observed` or `opt_state` as shapes with the dtypes and shardings to use.
+            **like: Any of `params`, `carried` (mutable state of the model), `observed` (FP8 amax histories) and `opt_state`, as
+                trees of `jax.ShapeDtypeStruct` in the structure of the checkpoint. The shape of a leaf must be the saved shape.
+                Its dtype may differ from the saved dtype: the array is then cast. A leaf without a sharding goes to the
+                first device.
 
         Returns:
-            The parts by name.
+            The trees by the names of the arguments, as arrays with the dtypes and shardings of `like`.
+
+        Raises:
+            CheckpointError: If the checkpoint does not have a leaf, a leaf has another shape, or its data is damaged.
         """
         paths, structure = jax.tree_util.tree_flatten_with_path(like)
         names = [f".{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in paths]
@@ -67,7 +94,7 @@ class SavedRun:
         return structure.unflatten(leaves)
 
     def close(self) -> None:
-        """Stops the threads of the reader."""
+        """Closes the checkpoint and ends the threads that read it. No array can be read afterwards."""
         self._reader.close()
 
     @cached_property

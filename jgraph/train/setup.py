@@ -1,4 +1,4 @@
-"""From a configuration to the functions of a run: the model, its strategy and its training step."""
+"""Builds the functions of a run from its configuration: the model, its strategy and its training step."""
 
 import contextlib
 import inspect
@@ -37,15 +37,15 @@ from jgraph.xla.options import OptionValue
 Tree: TypeAlias = Any
 
 
-# Compared by identity: two setups are different programs, and functions bound to one are static arguments of a jit.
+# eq=False: setups are compared by identity, because methods of a setup are static arguments of jitted functions.
 @dataclass(frozen=True, eq=False)
 class TrainSetup:
     """A model and its training step, without arrays. Made by `TrainSetup.of`.
 
     Attributes:
         config: The configuration of the run.
-        model: The model as pure functions.
-        step: The training step.
+        model: The model as pure functions of its parameters.
+        step: Compiles the training step, makes its state and places its batches.
     """
 
     config: TrainConfig
@@ -54,27 +54,37 @@ class TrainSetup:
 
     @classmethod
     def of(cls, config: TrainConfig) -> "TrainSetup":
-        """Imports the model and traces its construction. Computes nothing on a device, except with `schedule` auto.
+        """Imports the model class, traces its construction and chooses the strategy. Compiles nothing.
+
+        Computes nothing on a device, except with `schedule` auto, which compiles and times a layer of the model. All processes
+        of a distributed run must call this method with the same configuration.
 
         Args:
             config: The configuration of the run.
 
+        Returns:
+            The setup.
+
         Raises:
-            ConfigError: If the model cannot be built, there are too few devices, or the model has no pipeline.
-            OrderError: If there is no such schedule.
+            ConfigError: If the model class cannot be imported or built, or there are fewer devices than `dp` x `fsdp` x `pp`.
+                Also if the model does not support a setting: a pipeline, `remat`, FP8, `ep` or separate documents.
+            OrderError: If no valid pipeline schedule of the name `schedule` exists for this number of ranks, chunks and
+                microbatches, or the schedule in the file cannot run.
         """
         model = functional_model(config)
         mesh = _mesh(config.parallel, is_pipeline=config.is_pipeline, is_sharded=config.is_sharded)
         with _errors_by_flag(config):
+            fp8, batch = fp8_recipe(config), batch_shapes(config.input, config.input.batch_size)
             if config.is_pipeline:
                 assert mesh is not None, "a pipeline has a mesh"
                 loss = _pipeline_model(config)
                 strategy: Strategy = _pipelined(config, mesh, model, loss)
             else:
                 loss, strategy = _mean_loss(model), _data_parallel(config, mesh, model)
+            transform = elementwise(lambda is_matrix: adamw(config.optimizer, config.steps, decay_mask=is_matrix))
             step = train_step(
                 loss,
-                elementwise(lambda is_matrix: adamw(config.optimizer, config.steps, decay_mask=is_matrix)),
+                transform,
                 strategy,
                 num_microbatches=config.input.num_microbatches,
                 clip_norm=config.optimizer.clip_norm,
@@ -85,33 +95,64 @@ class TrainSetup:
                 freeze=config.freeze,
                 carried=model.carried,
                 reductions=model.reductions,
-                fp8=fp8_recipe(config),
-                batch=batch_shapes(config.input, config.input.batch_size),
+                fp8=fp8,
+                batch=batch,
             )
         return cls(config, model, step)
 
     def batch(self) -> Tree:
-        """Returns the shapes of a placed batch: int32 tokens, or a dict as `jgraph.data.apart` returns it."""
+        """Returns the shapes and shardings of a batch on the devices of the step.
+
+        With B sequences, M microbatches and T predicted tokens per sequence, the leading axes are [M, B/M] on a mesh and [B] on
+        one device without a mesh.
+
+        Returns:
+            A `jax.ShapeDtypeStruct` of int32 tokens [..., T + 1]. With `data_documents` `separate`, a dict with the keys
+            "tokens", "starts" (int32 [..., T]: position in its row of the first token of the same document) and "weights"
+            (float32 [..., T]: loss weight of each prediction).
+        """
         return self.step.placed_shapes(batch_shapes(self.config.input, self.config.input.batch_size))
 
     def compile_step(self) -> CompiledStep:
-        """Compiles the step. Raises as `TrainStep.compile`."""
+        """Compiles the step for the batch and with the compile options of the configuration. Does not run it.
+
+        Returns:
+            The compiled step, called as `run(state, batch) -> (state, metrics)`. A call donates the state.
+
+        Raises:
+            ConfigError: If the step does not support a setting of the configuration.
+            ShapeError: If microbatches and devices cannot share the rows of the batch, or the loss is not a scalar.
+            CompilerOptionError: If XLA refuses an option of `xla_options`.
+            DonationError: If the program does not update the state in place.
+        """
         with _errors_by_flag(self.config):
-            how = self.config.compile
-            return self.step.compile(self.batch(), graph=how.graph, xla_options=how.xla_options)
+            compile_config = self.config.compile
+            return self.step.compile(self.batch(), graph=compile_config.graph, xla_options=compile_config.xla_options)
 
     def options(self, platform: str) -> dict[str, OptionValue]:
-        """Returns all options with which the step is compiled on a platform."""
+        """Returns the XLA options that the step is compiled with. Compiles nothing.
+
+        Args:
+            platform: `cpu` or `gpu`.
+
+        Returns:
+            Values by name of the XLA option: the options for the setting `graph`, those of the strategy of the step, and those
+            in the setting `xla_options`, which override the others.
+
+        Raises:
+            CompilerOptionError: If the installed XLA does not have an option.
+        """
         return self.step.options(platform, graph=self.config.compile.graph, xla_options=self.config.compile.xla_options)
 
     def compile_init(self) -> Callable[[], TrainState]:
-        """Starts to compile the program that makes the first state, in a thread.
+        """Starts to compile the program that makes the initial state, in another thread. Returns without waiting for it.
 
         Returns:
-            A function that waits for the program and runs it.
+            A function without arguments that waits for the program, runs it and returns the state before the first step. If
+            the compilation fails, this function raises the error.
         """
         lowered = self.step.lower_init(self.model.init)
-        # It runs once, and random numbers make much code: 27 s to compile for GPT 1.3B on an H200, 14 s unoptimized.
+        # Not optimized, because it runs once: for GPT 1.3B on an H200 it compiles in 27 s, without optimizations in 14 s.
         options: Any = {"xla_backend_optimization_level": 0} if jax.default_backend() == "gpu" else {}
         thread = ThreadPoolExecutor(1)
         compiling = thread.submit(lowered.compile, options)
@@ -119,26 +160,51 @@ class TrainSetup:
         return lambda: in_turn(compiling.result()())
 
     def init(self) -> TrainState:
-        """Returns the state before the first step."""
+        """Compiles and runs the program that makes the state before the first step.
+
+        Returns:
+            The state with randomly initialized parameters, in the layout of the step and on its devices.
+        """
         return self.compile_init()()
 
     def new_carried(self) -> Tree:
-        """Returns the model's initial carried state, sharded as in a checkpoint."""
+        """Computes the model's initial carried state, such as running statistics. Computes no parameters.
+
+        Returns:
+            A tree like `model.carried`, with the shardings that its leaves have in a checkpoint. Empty if the model has no
+            carried state.
+        """
         return self.model.new_state(jax.tree.map(lambda leaf: leaf.sharding, self.step.canonical.shapes().carried))
 
     def inference_state(self, params: Tree, carried: Tree) -> TrainState:
-        """Returns a state without optimizer state.
+        """Makes a state for inference, without optimizer state. The training step cannot run on it.
 
         Args:
-            params: Parameters in the model's own tree.
-            carried: The model's carried state.
+            params: Parameters in the model's own tree, of any dtype. Not donated.
+            carried: The model's carried state, like `model.carried`. Not copied.
+
+        Returns:
+            The state. Its parameters have the layout of the step and the dtypes of `params`. `carried` is the argument,
+            `opt_state` is (), `observed` is {}, and the counters `step` and `skipped` are 0.
         """
-        where, zero = None if self.step.mesh is None else self.step.shardings.params, jnp.zeros((), jnp.int32)
-        return TrainState(zero, zero, in_turn(jax.jit(self.step.bound.pack, out_shardings=where)(params)), (), carried)
+        shardings, zero = None if self.step.mesh is None else self.step.shardings.params, jnp.zeros((), jnp.int32)
+        return TrainState(zero, zero, in_turn(jax.jit(self.step.bound.pack, out_shardings=shardings)(params)), (), carried)
 
 
 def functional_model(config: TrainConfig) -> FunctionalModel:
-    """Returns the configured model as pure functions. Raises ConfigError if it cannot be built."""
+    """Imports the model class and returns the configured model as pure functions. Only traces its construction.
+
+    Args:
+        config: The configuration of the run. `module`, `model`, `seed` and the sizes of the batch are used. With `precision`
+            fp8, the settings become the result of their method `in_fp8`, if they have one. Without a pipeline, `remat` is set
+            as an attribute of the model.
+
+    Returns:
+        The model. Its functions take parameters in the model's own tree.
+
+    Raises:
+        ConfigError: If the class cannot be imported or built, or `remat` is set and the model has no attribute `remat`.
+    """
     found = find_model(config.module)
     call: Callable[..., Any] = found
     settings: list[Any] = [] if config.model is None else [config.model]
@@ -161,7 +227,17 @@ def functional_model(config: TrainConfig) -> FunctionalModel:
 
 
 def batch_shapes(batch: InputConfig, *lead: int) -> Tree:
-    """Returns the shapes of token rows with the leading dimensions `lead`."""
+    """Returns the shapes of a batch.
+
+    Args:
+        batch: The configuration of the batch. Its `seq_len` is T, the number of predicted tokens per row.
+        *lead: Leading dimensions, for example B rows, or M microbatches of B/M rows.
+
+    Returns:
+        A `jax.ShapeDtypeStruct` of int32 tokens [*lead, T + 1]. With `data_documents` `separate`, a dict with the keys "tokens"
+        (the same), "starts" (int32 [*lead, T]: position in its row of the first token of the same document) and "weights"
+        (float32 [*lead, T]: loss weight of each prediction).
+    """
     T = batch.seq_len
     kinds = {"tokens": (T + 1, jnp.int32), "starts": (T, jnp.int32), "weights": (T, jnp.float32)}
     shapes = {name: jax.ShapeDtypeStruct((*lead, n), dtype) for name, (n, dtype) in kinds.items()}
@@ -169,7 +245,18 @@ def batch_shapes(batch: InputConfig, *lead: int) -> Tree:
 
 
 def fp8_recipe(config: TrainConfig) -> FP8Config | None:
-    """Returns the FP8 recipe, or None in bf16. Raises ConfigError for a GPU without FP8."""
+    """Returns the settings of FP8 matmuls, and checks that the GPU has them.
+
+    Args:
+        config: The configuration of the run.
+
+    Returns:
+        `config.fp8`, or None if `precision` is bf16. Starts the JAX backend only if `precision` is fp8.
+
+    Raises:
+        ConfigError: If `precision` is fp8, `fp8.emulate` is False, and the first device is a GPU that is not known to have FP8
+            matmuls.
+    """
     if config.dtypes.precision == "bf16":
         return None
     name = jax.devices()[0].device_kind
@@ -207,7 +294,7 @@ def _mesh(parallel: ParallelConfig, *, is_pipeline: bool, is_sharded: bool) -> M
     devices = devices_of_ranks(ranks, flags=flags or "a pipeline")
     if len(devices) == 1 and not needs_mesh:
         return None
-    # The last axis has the most traffic, so its devices are neighbours.
+    # The last mesh axis has the most traffic, so its devices are neighbors.
     axes = {Axis.DATA.value: parallel.data_ranks // parallel.shards}
     if is_pipeline:
         axes[Axis.PIPE.value] = parallel.pp
@@ -258,11 +345,11 @@ def _pipeline_model(config: TrainConfig) -> PipelineModel:
     if make is None:
         message = f"must be 1 for {config.module}, which has no pipeline_model(config, ranks)"
         raise ConfigError(f"`pp` is {pp}: {message}", field="pp")
-    pieces = make(config.model, pp)
-    if config.input.data_documents == "separate" and pieces.context is None:
-        message = f"must be joined for {config.module}, whose pipeline_model has no context for its layers"
+    pipeline = make(config.model, pp)
+    if config.input.data_documents == "separate" and pipeline.context is None:
+        message = f"must be joined for {config.module}: its pipeline_model passes no context to the layers"
         raise ConfigError(f"`data_documents` is separate: {message}", field="data_documents")
-    return pieces
+    return pipeline
 
 
 def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: PipelineModel) -> Pipelined:

@@ -7,12 +7,15 @@ from typing import Any, Self
 
 
 class StopRequest:
-    """Records SIGTERM and SIGINT. A context manager that restores the previous handlers.
+    """Records SIGTERM and SIGINT inside a `with` block, in place of ending the process.
 
-    Does nothing outside the main thread, because Python delivers signals only there.
+    The block replaces the signal handlers of the process and restores them at its end. A second signal is ignored if it is
+    SIGTERM, and raises KeyboardInterrupt if it is SIGINT (Ctrl-C). The `with` statement returns this object. In a thread
+    other than the main thread, the block replaces no handlers, because Python allows that only in the main thread.
 
     Attributes:
-        name: Name of the first signal, for example `SIGTERM`. Empty before a signal.
+        name: Name of the first signal, "SIGTERM" or "SIGINT". Empty before a signal. The training loop also writes the name of
+            a signal that another process has received.
     """
 
     def __init__(self):
@@ -30,7 +33,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # A second Ctrl-C does not wait for the checkpoint.
+        # The second Ctrl-C ends the run at once, without a checkpoint.
         if self.name and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.name = self.name or signal.Signals(number).name

@@ -23,7 +23,7 @@ from jgraph.processes import all_gather_scalar, all_or_raise, connect, is_proces
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
 from jgraph.train import callbacks, capacity, profiling, trackers, validation
-from jgraph.train.config import InputConfig, OutputConfig, TrainConfig
+from jgraph.train.config import InputConfig, TrainConfig
 from jgraph.train.console import Reporter, Summary
 from jgraph.train.initial import InitialWeights, copy_files, initial_weights, tokenizer_of, tokenizer_warning
 from jgraph.train.lock import locked
@@ -37,24 +37,40 @@ from jgraph.xla import cache, compiler_options
 
 
 def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], str]], object]) -> Summary:
-    """Trains until `config.steps` or a stop signal, from the last checkpoint in the run directory.
+    """Trains a model until `config.steps`, SIGTERM or SIGINT, and saves the state at the end.
 
-    In a distributed run, every process calls this function. Process 0 writes and prints; all stop and fail together.
+    Starts from the newest checkpoint in the run directory that is not damaged. Without a checkpoint, or if `resume` is False,
+    starts from `init_from`, `continue_from` or random weights. If `resume` is False, deletes the checkpoints and metrics in the
+    directory.
+
+    Locks the run directory. Writes config.json, metrics.jsonl and checkpoints/ in it, and the other files that the
+    configuration asks for. Prints a header, progress lines, warnings and the summary. After the last step, generates a sample
+    text unless `sample_tokens` is 0.
+
+    In a distributed run, every process calls this function with the same configuration, except for
+    `distributed.process_id`. Only process 0 prints and writes metrics; every process writes its shards of a checkpoint. All
+    processes stop at the same step, and all fail if one fails.
 
     Args:
         config: The configuration of the run.
         console: The console to print to.
-        end: Ends the process, from any thread, if the devices hang. Takes a function that returns the error message.
+        end: Called from another thread if the devices do not finish a program within `hang_seconds`. Its argument is a function
+            that removes the lock and returns the error message, one line. `end` must end the process, because the thread that
+            waits for a hung device cannot be interrupted.
 
     Returns:
-        The summary that was printed.
+        The result of the run. A run that is already finished returns its result without training.
 
     Raises:
-        JgraphError: If the configuration, the data or the run directory cannot be used.
-        NonFiniteError: If the loss or a gradient is not finite, unless `on_nonfinite` is `skip`.
-        KeyboardInterrupt: On a second SIGINT.
+        ConfigError: If a setting cannot be used: for example, another run holds the directory, there are too few devices, or
+            the batch does not fit into memory.
+        DataError: If the data cannot be read.
+        CheckpointError: If every checkpoint is damaged, a checkpoint does not fit the model, or the disk is full.
+        JgraphError: For the other errors of the model, the schedule or the compilation. The errors above derive from it too.
+        NonFiniteError: If the loss or a gradient is not finite, unless `on_nonfinite` is `skip`. The state is not saved then.
+        KeyboardInterrupt: On a second SIGINT, at once and without a checkpoint.
     """
-    began = time.perf_counter()
+    start = time.perf_counter()
     # Checked before a backend starts, which is slow. Platform "gpu", so that a CPU rejects the same options.
     compiler_options(config.compile.graph, config.compile.xla_options, platform="gpu")
     trackers.check_installed(config.monitor.log)
@@ -63,23 +79,25 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
     run_dir = RunDir(Path(config.output.run_dir))
     with all_or_raise(), os_errors("run_dir", run_dir.path, "read"):
         config = run_dir.resumed(config)
+        resumes = run_dir.resumes(config.output)
     reporter = Reporter(console if is_process_zero() else Console(quiet=True), config.steps)
-    with contextlib.ExitStack() as held:
-        compiles = held.enter_context(cache.watch())
+    with contextlib.ExitStack() as stack:
+        compiles = stack.enter_context(cache.watch())
         with all_or_raise():
-            cache_line = _enable_cache(config.compile.compile_cache)
             rows = config.input.batch_size // jax.process_count()
             _check_memory(config.input, rows * (config.input.seq_len + 1) * np.dtype(np.int32).itemsize, "its tokens")
-            weights, tokenizer = initial_weights(config, run_dir), tokenizer_of(config, run_dir)
+            cache_line = _enable_cache(config.compile.compile_cache)
+            weights = None if resumes else initial_weights(config)
+            tokenizer = tokenizer_of(config, run_dir.origin if resumes else None)
             warning = tokenizer_warning(config) if weights else ""
             if weights:
-                held.callback(weights.close)
+                stack.callback(weights.close)
             corpus = load(config.input.data, tokenizer=tokenizer, **config.data_options)
             with os_errors("run_dir", run_dir.path, "read"):  # `locked` names the files that it writes
                 run_dir.check(config, corpus.fingerprint)
                 if is_process_zero():
-                    held.enter_context(locked(run_dir, reporter.warn))
-                    # Another process may have written there before this one held the lock.
+                    stack.enter_context(locked(run_dir, reporter.warn))
+                    # Another process may have written to the directory before this one stack the lock.
                     run_dir.check(config, corpus.fingerprint)
             setup = TrainSetup.of(config)
             # Traced now, because they run long after the start.
@@ -93,16 +111,16 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
         if warning:
             reporter.warn(warning)
         if no_sample:
-            reporter.warn(f"no sample at the end: {no_sample}; set `sample_tokens` to 0 to disable samples")
-        stop = held.enter_context(StopRequest())
-        held.enter_context(_memory_errors(config.input, config.output, run_dir))
+            reporter.warn(f"no sample at the end: {no_sample}; set `sample_tokens` to 0 to turn off samples and this warning")
+        stop = stack.enter_context(StopRequest())
+        stack.enter_context(_memory_errors(config.input, run_dir))
 
         def hung(wait: Wait) -> None:
             end(partial(_last_words, wait, config, run_dir, reporter))
 
-        watchdog = held.enter_context(Watchdog(config.monitor.hang_seconds, hung))
+        watchdog = stack.enter_context(Watchdog(config.monitor.hang_seconds, hung))
         started = callbacks.FirstStep(
-            lambda: reporter.line(f"first step finished {time.perf_counter() - began:.1f} s after the start; {compiles}")
+            lambda: reporter.line(f"first step finished {time.perf_counter() - start:.1f} s after the start; {compiles}")
         )
         run = _Run(config, setup, corpus, weights, run_dir, reporter, watchdog, stop, started)
         return run.run(samples=bool(config.monitor.sample_tokens) and not no_sample)
@@ -110,7 +128,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
 
 @dataclass
 class _Run:
-    """A run whose configuration has been checked.
+    """A run with a checked configuration.
 
     Attributes:
         config: The configuration of the run, as config.json stores it.
@@ -118,10 +136,10 @@ class _Run:
         corpus: The data.
         weights: The initial weights; None if they are random.
         run_dir: The locked run directory.
-        reporter: Prints.
+        reporter: Prints lines, warnings and the summary.
         watchdog: Watches the devices.
         stop: The stop signal of this process.
-        started: Prints after the first step.
+        started: Prints the time until the first step has finished.
     """
 
     config: TrainConfig
@@ -135,7 +153,7 @@ class _Run:
     started: Callback
 
     def run(self, *, samples: bool) -> Summary:
-        """Trains and returns the summary. `samples` is True to generate text at the end."""
+        """Trains, prints and returns the summary. Generates text after the last step if `samples` is True."""
         config, corpus, run_dir, reporter = self.config, self.corpus, self.run_dir, self.reporter
         shapes, output = self.setup.step.canonical.shapes(), config.output
         if config.monitor.profile:
@@ -152,8 +170,8 @@ class _Run:
             rows=setup.step.batch_rows(config.input.batch_size),
         )
         step, init = None, setup.init
-        # Process 0 decides, because it may already write where another process reads.
-        if begins := not all_gather_scalar(run_dir.resumes(output))[0]:
+        # Process 0 decides, because it may write checkpoints while another process looks for them.
+        if is_new := not all_gather_scalar(run_dir.resumes(output))[0]:
             with all_or_raise():
                 check_space(run_dir.path.absolute(), shapes, output.checkpoint_keep + 1)
             # Both programs compile at once, and before the directory changes: an error must not replace an earlier run.
@@ -161,8 +179,8 @@ class _Run:
             step = self.compile(setup)
         with all_or_raise():
             if is_process_zero():
-                self._write(begins=begins)
-        wait = partial(self.watchdog.wait, lambda: "checksums of the state, to save it")
+                self._write(is_new=is_new)
+        wait = partial(self.watchdog.wait, lambda: "the checksums of the state for a checkpoint")
         checkpoints = Checkpoints(run_dir.checkpoints, output.checkpoint_keep, warn=reporter.warn, wait=wait)
         try:
             with all_or_raise():
@@ -170,7 +188,7 @@ class _Run:
             done, state = _start(setup, init, checkpoints, shapes)
             outcome = "already finished"
             if done >= config.steps:
-                reporter.line(f"this run is finished: {done} of `steps` {config.steps}; to add steps, see `optimizer.extend`")
+                reporter.line(f"this run is finished: {done} of {config.steps} steps; to train longer, see `optimizer.extend`")
             else:
                 self._print_start(done, batches)
                 done, state = self._loop(done, state, step or self.compile(setup), Ahead(batches), checkpoints)
@@ -195,16 +213,16 @@ class _Run:
             self.reporter.line(line)
         return step
 
-    def _write(self, *, begins: bool) -> None:
-        """Writes the files of a run that begins or resumes."""
+    def _write(self, *, is_new: bool) -> None:
+        """Writes config.json, and for a new run the files of its initial weights. `is_new` is False if the run resumes."""
         config, corpus = self.config, self.corpus
         if not config.output.resume:
             self.run_dir.reset()
-        about = {"name": corpus.name, "fingerprint": corpus.fingerprint}
-        about |= {"train_tokens": len(corpus.train), "heldout_tokens": len(corpus.heldout)}
+        corpus_fields = {"name": corpus.name, "fingerprint": corpus.fingerprint}
+        corpus_fields |= {"train_tokens": len(corpus.train), "heldout_tokens": len(corpus.heldout)}
         machine = {"python": platform.python_version(), "device": jax.devices()[0].device_kind}
-        self.run_dir.write(config, about, versions() | machine)
-        if begins:
+        self.run_dir.write(config, corpus_fields, versions() | machine)
+        if is_new:
             copy_files(config, self.run_dir)
 
     def _print_start(self, done: int, batches: Batches) -> None:
@@ -215,7 +233,7 @@ class _Run:
             optimizer = " and the optimizer state" * (config.initial.continue_with == "optimizer")
             self.reporter.line(f"started with the weights{optimizer} of {self.weights.about}")
         epochs = ", ".join(f"{times:.3g} of {name}" for name, times in batches.epochs(config.steps))
-        self.reporter.line(f"epochs in this run: {epochs}")
+        self.reporter.line(f"epochs: {epochs} in {config.steps} steps")
 
     def _loop(
         self, done: int, state: TrainState, step: CompiledStep, batches: Ahead, checkpoints: Checkpoints
@@ -233,7 +251,7 @@ class _Run:
             started = trackers.start(monitor.log, run_dir, done) if is_process_zero() else []
         seconds = [entry["seconds"] for entry in read_metrics(run_dir.metrics) if "seconds" in entry]
         clock = StepClock(seconds[-1] if seconds else 0.0)
-        skipped = int(watchdog.wait(lambda: "the first state", state.skipped))
+        skipped = int(watchdog.wait(lambda: "the initial state", state.skipped))
         path = run_dir.metrics if is_process_zero() else Path(os.devnull)
         with contextlib.closing(MetricsLog(path, done=done, trackers=started)) as log, reporter:
             evaluate = validation.evaluator(setup, validation.heldout(setup.config, self.corpus), watchdog)
@@ -292,12 +310,12 @@ class _Run:
         return summary
 
 
-def _enable_cache(where: str) -> str:
+def _enable_cache(setting: str) -> str:
     """Enables the compilation cache. Returns a line about it, or an empty string if it is off."""
-    if where == "off":
+    if setting == "off":
         return ""
-    directory = cache.enable(Path(where) if where else None, field="compile_cache")
-    return f"compile cache: {directory}" if directory else ""
+    directory = cache.enable(Path(setting) if setting else None, field="compile_cache")
+    return f"compile cache: {directory} (later runs load their programs from it)" if directory else ""
 
 
 def _devices(setup: TrainSetup) -> str:
@@ -316,42 +334,45 @@ def _last_words(wait: Wait, config: TrainConfig, run_dir: RunDir, reporter: Repo
 
 
 @contextlib.contextmanager
-def _memory_errors(batch: InputConfig, output: OutputConfig, run_dir: RunDir) -> Iterator[None]:
-    """Converts an out-of-memory error of a device into a ConfigError."""
+def _memory_errors(batch: InputConfig, run_dir: RunDir) -> Iterator[None]:
+    """Converts an out-of-memory error of a device into a ConfigError about the batch size."""
     try:
         yield
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
             raise
-        over = ", with `resume` off or another `run_dir`" if run_dir.resumes(output) else ""
-        must = f"must fit the memory of a {jax.local_devices()[0].device_kind}"
-        raise _too_large(batch, must, f"{over} ({str(e).splitlines()[0]})") from e
+        new_run = ", with `resume` off or another `run_dir`" if run_dir.has_checkpoint() else ""
+        must = f"must fit into the memory of a {jax.local_devices()[0].device_kind}"
+        raise _too_large(batch, must, f"{new_run} ({str(e).splitlines()[0]})") from e
 
 
-def _check_memory(batch: InputConfig, needed: int, what: str) -> None:
-    """Raises ConfigError if `what`, which grows with the batch, needs more bytes than this machine has."""
+def _check_memory(batch: InputConfig, needed: int, name: str) -> None:
+    """Raises ConfigError if arrays that grow with the batch need more bytes than this machine has. `name` is their name."""
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > available:
         raise _too_large(
-            batch, f"{what} of {needed / 2**30:,.1f} GiB must fit the {available / 2**30:,.1f} GiB of this machine"
+            batch, f"{name} of {needed / 2**30:,.1f} GiB must fit into the {available / 2**30:,.1f} GiB of this machine"
         )
 
 
-def _too_large(batch: InputConfig, must: str, more: str = "") -> ConfigError:
+def _too_large(batch: InputConfig, must: str, advice: str = "") -> ConfigError:
     sizes = f"`batch_size` is {batch.batch_size} in `num_microbatches` {batch.num_microbatches}"
-    return ConfigError(f"{sizes}: {must}; take a smaller batch or more microbatches{more}", field="batch_size")
+    return ConfigError(f"{sizes}: {must}; use a smaller batch or more microbatches{advice}", field="batch_size")
 
 
 def _start(
     setup: TrainSetup, init: Callable[[], TrainState], checkpoints: Checkpoints, shapes: TrainState
 ) -> tuple[int, TrainState]:
-    """Returns the steps done and the state after them: restored, or the first. A function, to free the restored arrays."""
+    """Returns the number of steps done and the state after them.
+
+    Restores the newest checkpoint, or makes the initial state. A separate function, so that the restored arrays are freed.
+    """
     saved = checkpoints.restore_latest(shapes)
     return (0, init()) if saved is None else (saved[0], setup.step.canonical.back(saved[1]))
 
 
 def _check_processes_agree(config: TrainConfig, fingerprint: str, source_step: int | None) -> None:
-    """Raises ConfigError if another process would compute another step or write elsewhere.
+    """Raises ConfigError if a process has another configuration or other data than process 0.
 
     Args:
         config: The configuration of the run.
@@ -364,6 +385,6 @@ def _check_processes_agree(config: TrainConfig, fingerprint: str, source_step: i
     if differing:
         raise ConfigError(
             f"process {differing[0]} was started with other flags or another text of `data` than process 0: "
-            "only `distributed.process_id` may differ",
+            "all flags except `distributed.process_id` must be the same",
             field="distributed.process_id",
         )

@@ -1,4 +1,4 @@
-"""Ends a run if its devices hang, with one line about the likely cause.
+"""Ends a run if its devices hang, with an error message of one line about the likely cause.
 
 A thread that waits for a hung device in the runtime cannot be interrupted. Another thread therefore counts the time of every
 wait. Compiling, reading data and writing files do not count.
@@ -17,15 +17,17 @@ from jgraph.xla.hlo import HloModule
 
 T = TypeVar("T")
 
-_TICKS = 20  # fewest ticks of a time limit
+_TICKS = 20  # at least this many ticks per time limit
 
 
 class Wait(NamedTuple):
     """A wait for the devices.
 
     Attributes:
-        about: Returns a description such as `step 12`.
-        program: The compiled program, or None if it is unknown.
+        about: Returns a name of the program that is waited for, such as "step 12", for the error message. Called only if the
+            wait takes too long.
+        program: The compiled program, with a method `as_text()`. `hang_message` lists its collectives. None if it is
+            unknown.
     """
 
     about: Callable[[], str]
@@ -33,13 +35,17 @@ class Wait(NamedTuple):
 
 
 class Watchdog:
-    """Calls a function from another thread if one wait for the devices takes too long. A context manager.
+    """Calls a function from another thread if one wait for the devices takes too long.
 
-    Every wait counts from zero: the devices do not hang as long as programs finish.
+    A context manager: it watches inside its `with` block. The time of each wait is compared with the limit on its own; the
+    times of several waits are not added. Time during which the process is suspended does not count.
+
+    The methods `over` and `wait` mark the waits. Only these are watched.
 
     Args:
-        seconds: The time limit; 0 for none.
-        hung: Called once, with the wait. The wait may never end.
+        seconds: The time limit of one wait; 0 for none.
+        hung: Called at most once, from the thread of the watchdog, with the wait that took too long. That wait may never end,
+            so this function should end the process. Its result is ignored.
     """
 
     def __init__(self, seconds: float, hung: Callable[[Wait], object]):
@@ -57,7 +63,14 @@ class Watchdog:
 
     @contextlib.contextmanager
     def over(self, about: Callable[[], str], program: Any = None) -> Iterator[None]:
-        """Watches its block, which dispatches a program or waits for one. The arguments are those of `Wait`."""
+        """Watches a `with` block that dispatches a program or waits for one. Blocks must not be nested.
+
+        Args:
+            about: Returns a name of the program, such as "step 12", for the error message. Called only if the block takes too
+                long.
+            program: The compiled program, with a method `as_text()`. `hang_message` lists its collectives. None if it is
+                unknown.
+        """
         self._wait = Wait(about, program)
         try:
             yield
@@ -65,15 +78,17 @@ class Watchdog:
             self._wait = None
 
     def wait(self, about: Callable[[], str], arrays: T, program: Any = None) -> T:
-        """Waits for arrays one by one, so that each finished one is progress.
+        """Waits for arrays one by one. The time limit applies to the wait for each array.
 
         Args:
-            about: As in `Wait`.
+            about: Returns a name of the program that computes the arrays, such as "step 12", for the error message. Called only
+                if a wait takes too long.
             arrays: A tree of arrays.
-            program: As in `Wait`.
+            program: The compiled program, with a method `as_text()`. `hang_message` lists its collectives. None if it is
+                unknown.
 
         Returns:
-            `arrays`.
+            `arrays` itself, still on the devices.
         """
         for leaf in jax.tree.leaves(arrays):
             with self.over(about, program):
@@ -92,36 +107,37 @@ class Watchdog:
 
 
 def hang_message(wait: Wait, config: TrainConfig, run_dir: RunDir) -> str:
-    """Describes a hang in one line: the unfinished program, its collectives, the last checkpoint, and the next command.
+    """Returns the error message for devices that hang: the unfinished program, its collectives, and how to resume.
 
     Args:
-        wait: The wait that took too long.
+        wait: The wait that took too long. Its `about` is called.
         config: The configuration of the run.
-        run_dir: The directory of the run.
+        run_dir: The run directory. Read to name the newest checkpoint.
+
+    Returns:
+        The message, one line without a line break. Does not print it.
     """
     suspects, captured = "", False
     with contextlib.suppress(Exception):  # the text of the program may be unavailable
         suspects, captured = _suspects(wait.program)
-    who = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
-    parts = [
-        f"{who}{wait.about()}: handed over and not done after {config.monitor.hang_seconds:g} s, so the devices hang{suspects}"
-    ]
-    again = f"the same command{'' if config.output.resume else ', without `resume` off,'}"
+    process = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
+    parts = [f"{process}{wait.about()} did not finish within {config.monitor.hang_seconds:g} s: the devices hang{suspects}"]
+    again = f"run the same command again{'' if config.output.resume else ', without `resume` off,'}"
     if (saved := run_dir.last_checkpoint()) is None:
-        parts.append(f"there is no whole checkpoint: {again} starts from the beginning")
+        parts.append(f"there is no complete checkpoint: {again} to start from the beginning")
     else:
-        parts.append(f"the last whole checkpoint is {run_dir.checkpoints / str(saved)}: {again} goes on from there")
+        parts.append(f"{again} to resume from the last complete checkpoint, {run_dir.checkpoints / str(saved)}")
     if captured:
-        parts.append("`graph` auto leaves collectives outside command buffers")
-    return "; ".join([*parts, "if it may take that long, give more `hang_seconds`"])
+        parts.append("`graph` auto keeps collectives outside command buffers")
+    return "; ".join([*parts, "if a program may take this long, raise `hang_seconds`"])
 
 
 def _suspects(program: Any) -> tuple[str, bool]:
-    """Describes the collectives of a compiled program, and returns True if command buffers contain them."""
+    """Describes the collectives of a compiled program for the error message. Also returns True if they are captured."""
     found = HloModule(program.as_text()).collectives if program else {}
     if not found:
         return "", False
     kinds = ", ".join(f"{count} {kind}{f' over {groups}' if groups else ''}" for (kind, groups), count in found.items())
     capture = getattr(program, "capture", None)
-    where = "" if capture is None else f" {'in' if capture.holds_collectives else 'out'}side command buffers"
-    return f", perhaps in one of its collectives{where}: {kinds}", capture is not None and capture.holds_collectives
+    location = "" if capture is None else f" {'in' if capture.holds_collectives else 'out'}side command buffers"
+    return f", perhaps in one of its collectives{location}: {kinds}", capture is not None and capture.holds_collectives

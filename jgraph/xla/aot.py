@@ -43,21 +43,27 @@ GPUS = tuple(device.aot for device in DEVICES if device.aot)
 def devices(count: int = 1, *, gpu: str = "h200", directory: Path | None = None) -> list[Device]:
     """Returns compile-only GPUs of one host. `jax.devices()` does not change.
 
+    The first call loads NVIDIA's PJRT plugin into the process, and sets the environment variable MOSAIC_GPU_RUNTIME_LIB_PATH if
+    it is unset.
+
     Args:
-        count: The number of GPUs. Every call returns the same ones.
-        gpu: One of `GPUS`.
-        directory: Where the plugin is installed. Default: the environment or the cache.
+        count: The number of GPUs, at least 1. Calls with the same arguments return the same devices.
+        gpu: Model of GPU: `h200`, `h100` or `b200`.
+        directory: The directory that was passed to `install`. None: the packages of the Python environment, then the cache.
+
+    Returns:
+        `count` instances of `jax.Device`, for meshes and shardings. They cannot hold arrays.
 
     Raises:
-        TargetError: If there is no description of the GPU, the plugin is not installed, or it does not match this jaxlib.
+        TargetError: If the GPU is unknown, NVIDIA's PJRT plugin is not installed, or it does not match this jaxlib.
     """
     if gpu not in GPUS:
         raise TargetError(f"no GPU is described as {gpu!r}: take one of {', '.join(GPUS)}", field="gpu")
     library = find_library(directory)
     if library is None:
-        where = directory or cache_directory()
+        place = directory or cache_directory()
         raise TargetError(
-            f"no CUDA plugin for jaxlib {version()} in the environment or in {where}; run python -m jgraph.aot install"
+            f"no CUDA plugin for jaxlib {version()} in the environment or in {place}; run python -m jgraph.aot install"
         )
     return list(_compile_only_devices(str(library), gpu, count))
 
@@ -68,20 +74,22 @@ def compile_for(
     gpu: str = "h200",
     compiler_options: Mapping[str, OptionValue] | None = None,
 ) -> tuple[jax.stages.Compiled, CaptureReport]:
-    """Compiles a jitted function for an absent GPU.
+    """Compiles a jitted function for a GPU that is not present. Does not run the function.
 
     Args:
-        jitted: From `jax.jit`.
-        args: Its arguments, as for `placed`.
-        gpu: One of `GPUS`.
-        compiler_options: XLA options, from `jgraph.xla.compiler_options`.
+        jitted: The result of `jax.jit`.
+        args: The positional arguments of `jitted`: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`. Only shapes and dtypes
+            are used. A ShapeDtypeStruct with a sharding keeps it. All other leaves count as arrays on one GPU.
+        gpu: Model of GPU: `h200`, `h100` or `b200`.
+        compiler_options: XLA options by name, from `jgraph.xla.compiler_options`. None for XLA's defaults.
 
     Returns:
-        The compiled program and its capture report.
+        The compiled program, which cannot be called here, and the report of its command buffers.
 
     Raises:
         CompilerOptionError: If XLA refuses an option.
-        TargetError: If `devices` raises it, or compiling the program needs a GPU.
+        TargetError: If the GPU is unknown, its compiler is not installed or does not match this jaxlib, compiling the program
+            needs a GPU, or XLA writes no dump of its thunks because XLA_FLAGS disables it.
     """
     avals = placed(args, gpu=gpu)
     with lowering_for(gpu):
@@ -90,12 +98,18 @@ def compile_for(
 
 
 def placed(args: PyTree, *, gpu: str = "h200") -> PyTree:
-    """Returns the shapes of arguments, placed on an absent GPU. Raises TargetError as `devices` does.
+    """Converts arguments to shapes with a sharding on a GPU that is not present. Moves no data.
 
     Args:
-        args: Pytrees of arrays, numbers or `jax.ShapeDtypeStruct`. Only shapes and dtypes are used. A ShapeDtypeStruct with a
-            sharding keeps it. Everything else is placed on the first device.
-        gpu: One of `GPUS`.
+        args: A pytree of arrays, numbers or `jax.ShapeDtypeStruct`. Only shapes and dtypes are used. A ShapeDtypeStruct with a
+            sharding keeps it. All other leaves get a sharding on the GPU `devices(gpu=gpu)[0]`.
+        gpu: Model of GPU: `h200`, `h100` or `b200`.
+
+    Returns:
+        A tree like `args` of `jax.ShapeDtypeStruct` with shardings.
+
+    Raises:
+        TargetError: If the GPU is unknown, its compiler is not installed, or it does not match this jaxlib.
     """
     sharding = jax.sharding.SingleDeviceSharding(devices(gpu=gpu)[0])
 
@@ -111,7 +125,19 @@ def placed(args: PyTree, *, gpu: str = "h200") -> PyTree:
 def compile_lowered(
     lowered: jax.stages.Lowered, compiler_options: Mapping[str, OptionValue]
 ) -> tuple[jax.stages.Compiled, CaptureReport]:
-    """Compiles a program that was lowered for `placed` arguments. Returns and raises the same as `compile_for`."""
+    """Compiles a program for a GPU that is not present.
+
+    Args:
+        lowered: The program, lowered inside `lowering_for` with the shapes that `placed` returns.
+        compiler_options: XLA options by name, from `jgraph.xla.compiler_options`.
+
+    Returns:
+        The compiled program, which cannot be called here, and the report of its command buffers.
+
+    Raises:
+        CompilerOptionError: If XLA refuses an option.
+        TargetError: If compiling the program needs a GPU, or XLA writes no dump of its thunks because XLA_FLAGS disables it.
+    """
     with _needs_no_gpu(), for_elsewhere():
         compiled, report = compile_and_report(lowered, compiler_options, platform="gpu")
     if report is None:
@@ -121,13 +147,20 @@ def compile_lowered(
 
 @contextlib.contextmanager
 def lowering_for(gpu: str) -> Iterator[None]:
-    """Traces and lowers for an absent GPU. Put it around `.trace(...)` and `.lower(...)` with `placed` arguments.
+    """Makes JAX trace and lower for a GPU that is not present, inside a `with` block.
 
-    A Pallas kernel is chosen by the abstract device of the current mesh, so this sets that device and keeps the axes of the
-    mesh.
+    Call `.trace(...)` and `.lower(...)` of the jitted function in the block, with the shapes that `placed` returns. The block
+    sets the abstract device of the current mesh to this GPU, which selects the Pallas kernels. It keeps the axes of the mesh.
+
+    Args:
+        gpu: Model of GPU: `h200`, `h100` or `b200`.
+
+    Yields:
+        None, once.
 
     Raises:
-        TargetError: If lowering needs a GPU.
+        TargetError: If the GPU is unknown, its compiler is not installed or does not match this jaxlib, or the block raises a
+            RuntimeError because lowering needs a GPU.
     """
     mesh = jax.sharding.get_abstract_mesh()
     device = jax.sharding.AbstractDevice(devices(gpu=gpu)[0].device_kind, None, "cuda")
@@ -138,7 +171,7 @@ def lowering_for(gpu: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _needs_no_gpu() -> Iterator[None]:
-    """Converts errors from programs that only a GPU's own software can lower or compile into a TargetError."""
+    """Converts errors of programs that cannot be lowered or compiled without a GPU into a TargetError."""
     try:
         yield
     except RuntimeError as e:
@@ -149,30 +182,44 @@ def _needs_no_gpu() -> Iterator[None]:
 
 
 def cache_directory() -> Path:
-    """Returns the default directory of the plugin, one for each jaxlib version."""
+    """Returns the default directory to install to, one for each jaxlib version: `~/.cache/jgraph/target/jax-VERSION`.
+
+    $XDG_CACHE_HOME replaces `~/.cache`. Does not create the directory.
+    """
     return user_cache() / "target" / f"jax-{version()}"
 
 
 def find_library(directory: Path | None = None) -> Path | None:
-    """Returns the plugin's shared library in `directory`. Default: in the environment (on a GPU machine) or the cache."""
+    """Finds the shared library of NVIDIA's PJRT plugin, `xla_cuda_plugin.so`. Does not load it.
+
+    Args:
+        directory: The directory that was passed to `install`, the only place to search. None: the directories of `sys.path`,
+            then `cache_directory()`.
+
+    Returns:
+        The path of the file. None if it is not found.
+    """
     places = [directory] if directory else [*map(Path, sys.path), cache_directory()]
     found = (place / "jax_plugins" / name / _LIBRARY for place in places for name in ("xla_cuda13", "xla_cuda12"))
     return next((library for library in found if library.is_file()), None)
 
 
 def install(directory: Path | None = None) -> Path:
-    """Installs the plugin and Mosaic's library for the installed jaxlib, with pip, unless the plugin is found.
+    """Installs NVIDIA's PJRT plugin and the library of Pallas Mosaic for the installed jaxlib, unless the plugin is found.
 
-    Several processes may call it at once.
+    Runs `pip install --target` with a download of 133 MB. Several processes may call it at once. If it fails, it leaves no
+    files.
 
     Args:
-        directory: An absent or empty directory. Default: `cache_directory()`.
+        directory: An absent or empty directory, which is created with its parents. None: `cache_directory()`, and nothing is
+            installed if the plugin is in the Python environment.
 
     Returns:
-        The plugin's shared library.
+        The path of the plugin's shared library, `xla_cuda_plugin.so`.
 
     Raises:
-        TargetError: If there is no plugin for this machine, pip fails, or the directory contains other files.
+        TargetError: If the machine does not run Linux on x86-64 or arm64, pip fails, or the directory contains other files.
+        ConfigError: If the parent of the directory cannot be created or written.
     """
     if library := find_library(directory):
         return library
@@ -195,7 +242,7 @@ def install(directory: Path | None = None) -> Path:
     if library := find_library(final):
         return library
     raise TargetError(
-        f"`directory` {final} holds something else than the plugin: choose another, or empty it", field="directory"
+        f"`directory` is {final}, which has other files than the plugin: must be empty or absent", field="directory"
     )
 
 
@@ -233,5 +280,5 @@ def _load_plugin(library: str) -> object:
 
 
 def version() -> str:
-    """Returns the version of jaxlib. The plugin must have the same."""
+    """Returns the version of the installed jaxlib, e.g. `0.11.2`. The plugin must have the same version."""
     return importlib.metadata.version("jaxlib")

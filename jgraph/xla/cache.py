@@ -1,7 +1,7 @@
 """Keeps compiled programs on disk, so that the next process does not compile them again.
 
-JAX stores the executables. This module stores the capture report of each one, which XLA writes only while it compiles. The dump
-directory of XLA is no part of JAX's cache key, so every compilation can use a new one.
+JAX stores the executables. This module stores the capture report of each executable, because XLA dumps the thunks only when it
+compiles. The dump directory is not part of JAX's cache key, so every compilation can use a new directory.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 @dataclass
 class Compiles:
-    """Programs that JAX compiled.
+    """Counts of the programs that JAX compiled or loaded. `str` formats them as one line for the log.
 
     Attributes:
-        programs: The number of programs.
-        hits: The number of programs loaded from the compilation cache.
-        seconds: Compile time, summed over threads.
+        programs: The number of programs that were compiled or loaded from JAX's compilation cache.
+        hits: The number of programs loaded from the cache.
+        seconds: Time in seconds to compile and load all of them, summed over threads.
     """
 
     programs: int = 0
@@ -42,29 +42,32 @@ class Compiles:
 
     def __str__(self) -> str:
         return (
-            f"compiled {self.programs} XLA programs in {self.seconds:.1f} s (summed over threads), "
-            f"{self.hits} of them loaded from the compile cache"
+            f"jitted programs: {self.programs - self.hits} compiled and {self.hits} loaded from the compile cache "
+            f"in {self.seconds:.1f} s (sum over threads)"
         )
 
 
 def user_cache() -> Path:
-    """Returns this library's directory in the user's cache."""
+    """Returns `$XDG_CACHE_HOME/jgraph`, or `~/.cache/jgraph` if the variable is unset or empty. Does not create it."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jgraph"
 
 
 def enable(directory: Path | None = None, *, field: str = "directory") -> str:
-    """Enables JAX's persistent compilation cache in this process, for programs of every size.
+    """Enables JAX's persistent compilation cache in this process, for programs of every size and compilation time.
+
+    Creates the directory, readable by this user only, and changes `jax.config`.
 
     Args:
-        directory: Where programs are stored. Anybody who can write there can run code in every process that reads it. Default:
-            JAX's configured directory, otherwise a directory in the user's cache.
-        field: The name of the argument that holds the directory, for errors.
+        directory: Directory for compiled programs. Anybody who can write there can run code in every process that reads it.
+            None: `jax.config.jax_compilation_cache_dir` if set (a path or URL), otherwise `~/.cache/jgraph/compiled`, with
+            $XDG_CACHE_HOME in place of `~/.cache` if set.
+        field: The name of the caller's argument that contains the directory, for the error.
 
     Returns:
-        The path or URL of the cache.
+        The absolute path or the URL of the cache.
 
     Raises:
-        ConfigError: If the directory cannot be created or written.
+        ConfigError: If the directory cannot be created or written. The directory of a URL is not checked.
     """
     place = str(directory or _CONFIG.jax_compilation_cache_dir or user_cache() / "compiled")
     if "://" not in place:
@@ -81,12 +84,16 @@ def enable(directory: Path | None = None, *, field: str = "directory") -> str:
 
 @contextlib.contextmanager
 def watch() -> Iterator[Compiles]:
-    """Counts the programs that JAX compiles inside the block, on all threads.
+    """Counts the programs that JAX compiles or loads from its cache inside a `with` block, on all threads.
 
-    >>> with watch() as compiles:
-    ...     compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
-    >>> compiles.programs
-    1
+    Yields:
+        The counts. They start at 0, grow during the block, and stay fixed after it.
+
+    Examples:
+        >>> with watch() as compiles:
+        ...     compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
+        >>> compiles.programs
+        1
     """
     found, lock = Compiles(), threading.Lock()
 
@@ -107,21 +114,33 @@ def watch() -> Iterator[Compiles]:
 
 @contextlib.contextmanager
 def for_elsewhere() -> Iterator[None]:
-    """Suppresses JAX's warning that it cannot read a cached program for an absent device. JAX compiles it again."""
+    """Suppresses JAX's warning "Error reading persistent compilation cache entry" inside a `with` block.
+
+    Put it around compilation for a device that is not present. JAX cannot load a cached program for such a device: it warns
+    and compiles again. Filters of the `warnings` module are restored at the end of the block.
+
+    Yields:
+        None, once.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
         yield
 
 
 def report_file(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, options: Mapping[str, object]) -> Path | None:
-    """Returns the path of a program's capture report, whether it exists or not. None without a local cache.
+    """Returns the path of the JSON file for the capture report of a program: the command buffers that XLA built for it.
 
-    The name hashes the inputs of JAX's own key: the program without source lines, options except dumps, versions and devices.
+    The name is a hash of the inputs of JAX's own cache key: the program without source lines, options, versions, XLA_FLAGS and
+    devices. Creates nothing.
 
     Args:
         lowered: The program before compilation.
-        compiled: The program.
-        options: XLA options without those for dumps.
+        compiled: The same program after compilation.
+        options: The XLA options that it was compiled with, by name, without those for dumps.
+
+    Returns:
+        `capture/HASH.json` in JAX's compilation cache directory; the file need not exist. None if JAX's compilation cache is
+        off or at a URL, or the program has neither arguments nor results.
     """
     directory = _CONFIG.jax_compilation_cache_dir
     shardings = jax.tree.leaves((compiled.output_shardings, compiled.input_shardings))

@@ -1,4 +1,4 @@
-"""Reports the thunks that XLA captured in command buffers, and why it left others outside.
+"""Reports the thunks that XLA captured in command buffers, and why others were not captured.
 
 XLA builds command buffers from thunks, the steps of an executable, after the last HLO pass, so the compiled text does not show
 them. XLA dumps the thunk sequence before and after into the directory `xla_dump_to`. This module reads that dump.
@@ -36,7 +36,7 @@ _KINDS_OF_COMMAND = {
     "Recv Send",
 }
 _COMMAND_OF_KIND = {kind: command for command, kinds in _KINDS_OF_COMMAND.items() for kind in kinds.split()}
-# Thunks that join or group others and run no work on the device. XLA records them if it records their contents.
+# Thunks that join or group other thunks and run nothing on the device. XLA records them if it records their contents.
 _BOOKKEEPING = {"AsyncStart", "AsyncDone", "Sequential", "WaitForStreams"}
 _SEPARATE = "put it first or last in the program, or in a program of its own, so that the rest stays in one piece"
 _FFT = "write a short transform as a matmul, or put it first or last in the program"
@@ -61,15 +61,19 @@ _UNKNOWN = _Why("XLA gives no reason", "TF_CPP_VMODULE=command_buffer_conversion
 
 @dataclass(frozen=True)
 class Outside:
-    """Thunks of one kind that run outside command buffers, for one reason.
+    """Thunks of one kind that run outside command buffers, for one reason. `str` formats them as text.
+
+    A thunk is XLA's unit of execution, such as a kernel or a collective. A command buffer is XLA's name for a CUDA graph.
 
     Attributes:
-        kind: XLA's name of the thunk without its `k`, e.g. `Fft`. Thunks inside a loop or branch that cannot be captured are
-            counted as `While` or `Conditional`.
+        kind: XLA's name of the kind of thunk without the leading `k`, e.g. `Fft`. If a loop or branch cannot be captured, the
+            thunks inside it have the kind `While` or `Conditional`.
         count: The number of thunks. A thunk in a loop counts once.
-        reason: Why they were not captured.
-        remedy: How to capture them: arguments of `compiler_options`, XLA options, or a change of the program.
-        ops: Their distinct operations, in order. For thunks inside a loop or branch, the loop or branch.
+        reason: Why XLA did not capture them, a phrase.
+        remedy: How to capture them: arguments of `jgraph.xla.compiler_options` in backticks, XLA options, or a change of the
+            program. Empty if there is none.
+        ops: The distinct operations of these thunks, in program order. For the kinds `While` and `Conditional`: the loop or
+            branch itself. Empty if unknown.
     """
 
     kind: str
@@ -90,13 +94,15 @@ class Outside:
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """The thunks of a compiled program.
+    """Counts of the thunks of a compiled program inside and outside command buffers. `str` formats the report.
+
+    A thunk is XLA's unit of execution, such as a kernel or a collective. A command buffer is XLA's name for a CUDA graph.
 
     Attributes:
         command_buffers: The number of command buffers.
-        captured: The number of thunks inside them.
-        total: The number of thunks.
-        outside: The thunks outside of command buffers, by kind and reason.
+        captured: The number of thunks inside command buffers.
+        total: The number of thunks. Thunks that contain or group others, such as loops, are not counted themselves.
+        outside: The thunks outside command buffers, one entry per kind, reason and remedy, sorted by these.
     """
 
     command_buffers: int
@@ -106,7 +112,7 @@ class CaptureReport:
 
     @property
     def holds_collectives(self) -> bool:
-        """True if there are command buffers and no collective is outside of them."""
+        """True if there is at least one command buffer and every collective of the program, if any, is inside one."""
         collective = (_COMMAND_OF_KIND.get(outside.kind, "").startswith("COLLECTIVES") for outside in self.outside)
         return self.command_buffers > 0 and not any(collective)
 
@@ -118,22 +124,23 @@ class CaptureReport:
 def compile_and_report(
     lowered: jax.stages.Lowered, compiler_options: Mapping[str, OptionValue], *, platform: str | None = None
 ) -> tuple[jax.stages.Compiled, CaptureReport | None]:
-    """Compiles a program and reports its command buffers.
+    """Compiles a program and reports its command buffers. Does not run it.
 
-    XLA dumps the thunks into a temporary directory, which is removed. For a program in JAX's persistent compilation cache, the
-    report is the one stored when the program was compiled (`jgraph.xla.cache`).
+    XLA dumps the thunks into a temporary directory, which is removed. If JAX's persistent compilation cache is on, the report
+    is stored in the directory `capture` of the cache. For a program that JAX loads from the cache, the stored report is
+    returned.
 
     Args:
         lowered: The program, from `jax.jit(f).lower(...)`.
-        compiler_options: XLA options, from `jgraph.xla.compiler_options`.
-        platform: The platform of `lowered`: `cpu`, or `gpu`/`cuda`. Default: that of the default backend.
+        compiler_options: XLA options by name, from `jgraph.xla.compiler_options`. Not mutated.
+        platform: The platform of `lowered`: `cpu`, `gpu` or `cuda`. None: the platform of JAX's default backend.
 
     Returns:
-        The compiled program and its report. The report is None on a platform without command buffers, or if XLA dumps no thunks
-        because options disable dumps or the cache has the program without a report.
+        (compiled program, report). The report is None in three cases: the platform is neither `gpu` nor `cuda`, options or
+        XLA_FLAGS disable XLA's dumps, or JAX loads the program from its cache and the cache has no report of it.
 
     Raises:
-        CompilerOptionError: If XLA refuses an option.
+        CompilerOptionError: If XLA refuses an option. Other errors of compilation pass.
     """
     options: dict[str, Any] = dict(compiler_options)
     if (platform or jax.default_backend()) not in ("gpu", "cuda"):
@@ -201,10 +208,14 @@ def _read_dump(directory: Path, module: str, compiled: jax.stages.Compiled) -> C
 
 
 def thunk_instructions(metadata: bytes) -> dict[_ThunkKey, str]:
-    """Maps the number and kind of a thunk, e.g. `(7, "kFft")`, to the name of its instruction.
+    """Reads the HLO instruction of each thunk from a dump of XLA.
 
     Args:
-        metadata: XLA's `thunk_metadata.pb`, a list of (1: (1: instruction, 3: number), 2: kind).
+        metadata: The bytes of XLA's file `thunk_metadata.pb`, a protocol buffer. Empty bytes if there is no such file.
+
+    Returns:
+        A dict. Its keys are tuples (number, kind) of the thunks, its values the names of their HLO instructions, e.g.
+        {(7, "kFft"): "fft.0"}. Thunks without a number are left out.
     """
     names: dict[_ThunkKey, str] = {}
     for thunk in _protobuf.submessages(_protobuf.fields(metadata), 1):
@@ -215,12 +226,17 @@ def thunk_instructions(metadata: bytes) -> dict[_ThunkKey, str]:
 
 
 def report_of(thunks: str, config: str, ops: Mapping[_ThunkKey, Op]) -> CaptureReport:
-    """Returns the report of one dump.
+    """Returns the report of one dump of XLA.
 
     Args:
-        thunks: XLA's `thunk_sequence_after_thunk_passes.txt`, or `thunk_sequence.txt` if the former does not exist.
-        config: XLA's `config.pbtxt` of the same module, with the commands that it may capture.
-        ops: The known operations of the thunks.
+        thunks: The text of XLA's `thunk_sequence_after_thunk_passes.txt`, or of `thunk_sequence.txt` if the former does not
+            exist.
+        config: The text of XLA's `config.pbtxt` of the same module, with the kinds of thunks that XLA may capture.
+        ops: The operations of the thunks. Keys are tuples (number, kind) of the thunks, e.g. (7, "kFft"). The operation of a
+            thunk that is missing here is unknown in the report.
+
+    Returns:
+        The report, with the reason and the remedy for each thunk outside command buffers.
     """
     size = re.search(r"^\s*xla_gpu_graph_min_graph_size: (\d+)", config, re.MULTILINE)
     rules = _Rules(
@@ -312,14 +328,14 @@ def _walk(thunks: Sequence[_Thunk]) -> Iterator[_Thunk]:
 
 @dataclass(frozen=True)
 class _Rules:
-    """XLA's rules for capture that matter to users."""
+    """The rules by which XLA captures thunks, as far as they matter to users."""
 
     commands: frozenset[str]
     min_size: int
     unrolls: bool
 
     def outside(self, blocks: list[list[_Thunk]], around: tuple[_Thunk, _Why] | None = None) -> Iterator[tuple[_Thunk, _Why]]:
-        """Yields every leaf outside of command buffers and why, or `around` if the enclosing loop prevents its capture."""
+        """Yields every leaf outside command buffers with the reason. If an enclosing loop is the reason, yields `around`."""
         remedy = "`xla_options` xla_gpu_graph_min_graph_size=1, or `graph` full"
         too_few = _Why(f"fewer than {self.min_size} in a row", remedy)
         for block in blocks:

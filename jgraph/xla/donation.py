@@ -20,13 +20,13 @@ _Leaf: TypeAlias = jax.ShapeDtypeStruct  # or jax.stages.ArgInfo, which also has
 
 @dataclass(frozen=True)
 class Donation:
-    """A donated leaf and the output in its buffer.
+    """A donated argument leaf and the output of the program that reuses its buffer. `str` formats both in one line.
 
     Attributes:
-        leaf: The path of the leaf, e.g. `state['w']`.
-        array: Its dtype and shape, e.g. `float32[8,8]`.
-        nbytes: Its size in bytes.
-        output: The path of the output in its buffer. Empty if the donation was dropped.
+        leaf: The path of the argument leaf, e.g. `state['w']`.
+        array: The dtype and shape of the leaf, e.g. `float32[8,8]`.
+        nbytes: The size of the whole array in bytes, counted once if it is replicated.
+        output: The path of the output in the buffer of the leaf, e.g. `result[0]['w']`. Empty if the donation was dropped.
         reason: Why the donation was dropped. Empty if it was not.
     """
 
@@ -41,10 +41,17 @@ class Donation:
 
 
 def alias_map(compiled: jax.stages.Compiled) -> dict[int, int]:
-    """Maps the flat index of an output leaf to that of the argument leaf in the same buffer. Works on every platform.
+    """Reads from a compiled program which outputs are written into the buffers of donated arguments.
 
-    Outputs with a new buffer are absent. Arguments are counted as the program takes them: without `keep_unused=True` in
-    `jax.jit`, unused arguments are not counted.
+    Works on every platform. Does not run the program.
+
+    Args:
+        compiled: The program, from `jax.jit(f).lower(...).compile()`.
+
+    Returns:
+        A dict. A key is the index of an output leaf, and its value is the index of the argument leaf whose buffer it reuses.
+        Both count the leaves in the order of `jax.tree.leaves`, from 0. Outputs with a new buffer are absent. Unused arguments
+        are not counted, because JAX removes them, unless `jax.jit` has `keep_unused=True`.
     """
     text = compiled.as_text()
     assert text is not None, "XLA keeps the text of compiled programs"
@@ -52,14 +59,16 @@ def alias_map(compiled: jax.stages.Compiled) -> dict[int, int]:
 
 
 def check_identity(compiled: jax.stages.Compiled, state: PyTree) -> None:
-    """Checks that every leaf of the state is updated in place.
+    """Checks that a compiled program updates every leaf of a donated state in place. Does not run the program.
 
     Args:
-        compiled: From `jax.jit(f, donate_argnums=0, keep_unused=True)`, with the state as argument 0 and output 0.
+        compiled: The compiled program of `jax.jit(f, donate_argnums=0, keep_unused=True)`. The first argument of `f` is the
+            state. `f` must return the new state, or a tuple that starts with the new state.
         state: A pytree with the structure of the state. Only its structure is used, so leaves may be shapes.
 
     Raises:
-        DonationError: If a leaf gets a new buffer, or the buffer of another leaf, so that each call swaps them.
+        DonationError: If a leaf of the state is written to a new buffer, or to the buffer of another leaf, so that each call
+            swaps buffers. Its attribute `leaves` has the paths of these leaves.
     """
     names = [jax.tree_util.keystr(path) or "the state" for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
     aliases = alias_map(compiled)
@@ -81,12 +90,20 @@ def check_identity(compiled: jax.stages.Compiled, state: PyTree) -> None:
 
 
 def donations(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, names: Sequence[str]) -> tuple[Donation, ...]:
-    """Returns every donated leaf of a program, in order. Works on every platform.
+    """Lists the donated arguments of a program and the outputs that reuse their buffers. Does not run the program.
+
+    Works on every platform.
 
     Args:
-        lowered: The program before compilation, with or without `keep_unused=True`.
-        compiled: The program.
-        names: The paths of all argument leaves, donated or not.
+        lowered: The program before compilation, of a `jax.jit` with or without `keep_unused=True`.
+        compiled: The same program after compilation.
+        names: One name for each argument leaf, donated or not, in the order of `jax.tree.leaves`.
+
+    Returns:
+        One `Donation` for each donated leaf, in the order of the arguments. Empty if nothing is donated.
+
+    Raises:
+        ValueError: If the number of names is not the number of argument leaves.
     """
     infos = jax.tree.leaves(lowered.args_info)
     outputs = jax.tree_util.tree_flatten_with_path(lowered.out_info)[0]

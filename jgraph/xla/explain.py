@@ -19,21 +19,21 @@ from jgraph.xla.hlo import HloModule, Instruction
 from jgraph.xla.options import OptionValue
 
 _MOST_SHOWN = 8
-_HOW = (
+_GRAPH_NOTE = (
     "`graph` full is compiler_options=jgraph.xla.compiler_options('full', platform='gpu'); "
-    "`xla_options` name=value are further entries of it"
+    "`xla_options` name=value are more entries of this dictionary"
 )
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Device memory of a program in bytes, as reported by XLA.
+    """Memory of a program on one device in bytes, as reported by XLA. `str` formats it in one line.
 
     Attributes:
-        arguments: Size of the arguments.
-        outputs: Size of the outputs.
+        arguments: Size of all arguments, including donated ones.
+        outputs: Size of all outputs, including those in donated buffers.
         aliased: Size of the outputs in donated buffers.
-        temporaries: Peak size of everything else.
+        temporaries: Peak size of the buffers that are neither arguments nor outputs.
     """
 
     arguments: int
@@ -43,14 +43,21 @@ class Memory:
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> "Memory | None":
-        """Returns the memory of a program. None if XLA does not report it."""
+        """Reads XLA's memory analysis of a compiled program. Does not run the program.
+
+        Args:
+            compiled: The program, from `jax.jit(f).lower(...).compile()`.
+
+        Returns:
+            The memory. None if XLA does not report it.
+        """
         found = compiled.memory_analysis()
         names = ("argument", "output", "alias", "temp")
         return None if found is None else cls(*(getattr(found, f"{name}_size_in_bytes") for name in names))
 
     @property
     def total(self) -> int:
-        """Peak memory, with each buffer counted once."""
+        """Peak memory in bytes: arguments + outputs - aliased + temporaries, so that each buffer counts once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
     def __str__(self) -> str:
@@ -60,11 +67,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class FP8Products:
-    """FP8 matmuls in a program compiled for a GPU.
+    """Counts of FP8 matmuls in a program compiled for a GPU. `str` formats them in one line.
 
     Attributes:
-        products: The number of matmuls with FP8 operands.
-        transposes: The number of transposes of FP8 arrays that XLA added. Each is a pass over memory.
+        products: The number of matmul calls with two FP8 operands, such as those of cuBLASLt.
+        transposes: The number of transpose instructions with an FP8 result, which XLA added. Each is a pass over memory.
     """
 
     products: int
@@ -72,7 +79,17 @@ class FP8Products:
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> "FP8Products":
-        """Counts the FP8 matmuls of a program."""
+        """Counts the FP8 matmuls in the text of a compiled program. Does not run the program.
+
+        Args:
+            compiled: The program, from `jax.jit(f).lower(...).compile()`.
+
+        Returns:
+            The counts, both 0 for a program without FP8 arrays.
+
+        Raises:
+            ProfileError: If the text of the program cannot be parsed.
+        """
         text = compiled.as_text() or ""
         if "f8e" not in text:  # parsing a whole program takes seconds
             return cls(0, 0)
@@ -82,8 +99,7 @@ class FP8Products:
             return name in instructions and instructions[name].shapes[0].dtype.startswith("f8")
 
         def is_matmul(call: Instruction) -> bool:
-            # A custom call with an FP8 result is a kernel that quantizes into a pool.
-            return call.opcode == "custom-call" and not is_fp8(call.name) and sum(map(is_fp8, call.operands)) == 2
+            return call.opcode == "custom-call" and sum(map(is_fp8, call.operands)) == 2
 
         transposes = sum(i.opcode == "transpose" and is_fp8(i.name) for i in instructions.values())
         return cls(sum(map(is_matmul, instructions.values())), transposes)
@@ -98,12 +114,13 @@ class Explanation:
 
     Attributes:
         name: The name of the function.
-        device: XLA's name of the GPU or CPU it was compiled for.
-        capture: The thunks inside and outside of command buffers. None if unknown; `notes` has the reason.
-        donations: Every donated leaf and the output in its buffer.
-        memory: Device memory. None if XLA does not report it.
-        fp8: The FP8 matmuls.
-        notes: Limits of the report.
+        device: JAX's `device_kind` of the GPU or CPU that the function was compiled for.
+        capture: The thunks (XLA's units of execution, such as kernels) inside and outside of command buffers (XLA's name for
+            CUDA graphs). None if unknown; `notes` has the reason.
+        donations: One entry per donated argument leaf, with the output that reuses its buffer.
+        memory: Device memory in bytes. None if XLA does not report it.
+        fp8: Counts of the FP8 matmuls.
+        notes: Sentences about the limits of the report.
     """
 
     name: str
@@ -116,11 +133,15 @@ class Explanation:
 
     @property
     def dropped(self) -> tuple[Donation, ...]:
-        """Donated leaves with a buffer that no output uses."""
+        """The entries of `donations` without an output: JAX or XLA dropped the donation, so it saves no memory."""
         return tuple(donation for donation in self.donations if not donation.output)
 
     def to_json(self) -> str:
-        """Returns the fields as a JSON object, with `total` in memory."""
+        """Returns the report as the text of a JSON object.
+
+        The keys are name, device, capture, donations, memory, fp8 and notes. Nested dataclasses are objects with their fields
+        as keys; `memory` also has the key total. None becomes null.
+        """
         fields = dataclasses.asdict(self)
         if self.memory is not None:
             fields["memory"]["total"] = self.memory.total
@@ -136,7 +157,7 @@ class Explanation:
         if self.fp8.products:
             lines.append(str(self.fp8))
         if self.capture is not None and any("`graph` full" in o.remedy for o in self.capture.outside):
-            lines.append(f"note: {_HOW}")
+            lines.append(f"note: {_GRAPH_NOTE}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -149,32 +170,35 @@ def explain(
 ) -> Explanation:
     """Compiles a function and reports its command buffers, donated buffers and memory. Does not run it.
 
-    >>> report = jgraph.explain(lambda state, x: state + x, jnp.zeros(4), jnp.ones(4), donate_argnums=0)  # print it
-    >>> report.dropped  # donated leaves that no output reuses
-    ()
-
     Args:
         fn: A function, or the result of `jax.jit`. With `target`, bind static arguments by `functools.partial`.
-        args: Its positional arguments: pytrees of arrays or `jax.ShapeDtypeStruct`. Only shapes and dtypes are used.
-        donate_argnums: Donated arguments of a function that is not jitted, as for `jax.jit`.
-        target: `h200`, `h100` or `b200` to compile for that GPU without having one. Default: JAX's default device.
-        compiler_options: XLA options, from `jgraph.xla.compiler_options`.
+        *args: The positional arguments of `fn`: pytrees of arrays or `jax.ShapeDtypeStruct`. Only the shapes,
+            dtypes and shardings of arrays are used, and no array is donated. A static argument of a jitted `fn` is its value.
+        donate_argnums: Indices of the positional arguments to donate. Only for a function that is not jitted; a jitted function
+            has the `donate_argnums` that were passed to `jax.jit`.
+        target: `h200`, `h100` or `b200` to compile for that GPU without having one. None: the first of `jax.devices()`.
+        compiler_options: XLA options by name, from `jgraph.xla.compiler_options`. None for XLA's defaults.
 
     Returns:
-        The report. It replaces JAX's warnings about donations.
+        The report; `print` shows it as text. JAX's warning about donations that were not usable is suppressed.
 
     Raises:
         ConfigError: If `fn` is not a function, or `donate_argnums` is passed for a jitted function.
         CompilerOptionError: If XLA refuses an option.
         TargetError: If the target is unknown, its compiler is not installed, or compiling the program needs a GPU.
+
+    Examples:
+        >>> report = jgraph.explain(lambda state, x: state + x, jnp.zeros(4), jnp.ones(4), donate_argnums=0)  # print it
+        >>> report.dropped  # donated leaves that no output reuses
+        ()
     """
     if not callable(fn):
-        raise ConfigError(f"explain takes a function, not {type(fn).__name__}", field="fn")
+        raise ConfigError(f"`fn` is {type(fn).__name__}: must be a function", field="fn")
     jitted: Any = fn
     if not isinstance(fn, jax.stages.Wrapped):
         jitted = jax.jit(fn, donate_argnums=donate_argnums)
     elif donate_argnums not in ((), []):
-        raise ConfigError("explain got donate_argnums for a jitted function: give them to jax.jit", field="donate_argnums")
+        raise ConfigError("`donate_argnums` must be left out for a jitted function: pass it to jax.jit", field="donate_argnums")
     with warnings.catch_warnings(), aot.lowering_for(target) if target else contextlib.nullcontext():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         traced = jitted.trace(*(aot.placed(args, gpu=target) if target else args))

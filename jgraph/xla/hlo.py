@@ -45,7 +45,12 @@ _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape and dtype of an array, e.g. `bf16[16,1024]`."""
+    """The shape and dtype of an array. `str` formats them as XLA does, e.g. `bf16[16,1024]`.
+
+    Attributes:
+        dtype: XLA's name of the dtype, e.g. `bf16`, `f32`, `s32`, `pred` or `f8e4m3fn`.
+        dims: The sizes of the axes; empty for a scalar.
+    """
 
     dtype: str
     dims: tuple[int, ...]
@@ -57,7 +62,7 @@ class Shape:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes, without padding."""
+        """The number of bytes of the elements, without padding. 0 for tokens and opaque values."""
         bits = _BITS[self.dtype] if self.dtype in _BITS else int((re.findall(r"\d+", self.dtype) or ["8"])[0])
         return self.size * bits // 8
 
@@ -67,14 +72,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a program.
+    """One HLO instruction: one line of the text of a program.
 
     Attributes:
-        name: XLA's name, without `%`.
+        name: XLA's name of the instruction, without `%`, e.g. `fusion.3`.
         opcode: XLA's opcode, e.g. `fusion`.
-        shapes: The shapes of the results.
-        operands: The names of the operands.
-        text: The line.
+        shapes: The shapes of the arrays in the result. Several if it is a tuple. If the result has no array, one
+            shape with the dtype `token`.
+        operands: The operands in order, as names of the instructions that compute them.
+        text: The whole line.
     """
 
     name: str
@@ -91,49 +97,69 @@ class Instruction:
 
     @property
     def called(self) -> tuple[str, ...]:
-        """The names of the computations that it calls."""
+        """The names of the computations that this instruction calls: of a fusion, loop, branch or reduction. Empty if none."""
         branches = _BRANCHES.search(self.text)
         return (*_CALLED.findall(self.text), *(re.findall(r"[\w.\-]+", branches[1]) if branches else ()))
 
     @property
     def target(self) -> str:
-        """The target of a custom call. Empty for other opcodes."""
+        """The name of the function that a custom call runs, e.g. `__cublas$gemm`. Empty for other opcodes."""
         found = re.search(r'custom_call_target="([^"]*)"', self.text)
         return found[1] if found else ""
 
     @property
     def is_matmul(self) -> bool:
-        """True for a matmul or convolution, including those of cuBLAS."""
+        """True for a matmul or convolution, including custom calls of cuBLAS. False for a fusion that contains one."""
         return self.opcode in ("dot", "convolution") or "$matmul" in self.target or "$gemm" in self.target
 
     @property
     def is_attention(self) -> bool:
-        """True for cuDNN's fused attention."""
+        """True for a custom call of cuDNN's fused attention, forward or backward."""
         return "fmha" in self.target
 
 
 @dataclass(frozen=True)
 class Computation:
-    """Instructions by name, in the order of the schedule. The last one is the root."""
+    """A function of a program: the entry computation, or the body of a fusion, loop, branch or reduction.
+
+    Attributes:
+        name: XLA's name of the computation, without `%`.
+        instructions: Instructions by name, in the order of the text, which is the order of execution. The last one is the root
+            and computes the result.
+    """
 
     name: str
     instructions: Mapping[str, Instruction]
 
     def parameters(self) -> list[Instruction]:
-        """Returns the parameters in the order of their numbers."""
+        """Returns the instructions with the opcode `parameter`, in the order of the arguments of this computation."""
         found = [i for i in self.instructions.values() if i.opcode == "parameter"]
         return sorted(found, key=lambda i: int(re.findall(r"parameter\((\d+)\)", i.text)[0]))
 
 
 @dataclass(frozen=True)
 class HloModule:
-    """A compiled program. Each part of `text` is parsed on first use."""
+    """A parsed compiled program. Each part is parsed on first use.
+
+    Attributes:
+        text: The HLO text of the program, the result of `jax.stages.Compiled.as_text()`.
+    """
 
     text: str = field(repr=False)
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Parses the whole text. Raises ProfileError if it is truncated or has no entry computation."""
+        """Parses the instructions of a program at once, so that errors are found now.
+
+        Args:
+            text: The HLO text of the program, the result of `jax.stages.Compiled.as_text()`.
+
+        Returns:
+            The program.
+
+        Raises:
+            ProfileError: If the text is truncated or damaged, or has no entry computation.
+        """
         module = cls(text)
         if module.entry not in module.computations:
             raise ProfileError("the text does not contain a complete program")
@@ -141,19 +167,23 @@ class HloModule:
 
     @property
     def name(self) -> str:
-        """The name of the program in profiles."""
+        """The name of the program, e.g. `jit_step`, which profiles show. Empty if the text has none."""
         found = re.match(r"HloModule ([\w.\-]+)", self.text)
         return found[1] if found else ""
 
     @property
     def entry(self) -> str:
-        """The name of the entry computation."""
+        """The name of the computation that runs first, without `%`. Empty if the text has none."""
         found = re.search(r"^ENTRY %?([\w.\-]+) \(", self.text, re.MULTILINE)
         return found[1] if found else ""
 
     @cached_property
     def computations(self) -> dict[str, Computation]:
-        """All computations by name. Raises ProfileError if the text is truncated."""
+        """All computations that have instructions, by name, in the order of the text.
+
+        Raises:
+            ProfileError: If the text is truncated, or an instruction cannot be parsed.
+        """
         computations: dict[str, dict[str, Instruction]] = {}
         current = None
         for line in self.text.splitlines():
@@ -169,12 +199,23 @@ class HloModule:
 
     @cached_property
     def instructions(self) -> dict[str, Instruction]:
-        """All instructions by name. Names are unique in a program."""
+        """The instructions of all computations by name. Names are unique in a program.
+
+        Raises:
+            ProfileError: If the text is truncated, or an instruction cannot be parsed.
+        """
         return {name: i for computation in self.computations.values() for name, i in computation.instructions.items()}
 
     @property
     def collectives(self) -> Counter[tuple[str, str]]:
-        """Counts collectives by kind and by device groups in XLA's notation. Counts only the start of asynchronous ones."""
+        """The number of collectives by (kind, device groups). An asynchronous collective counts once.
+
+        The kind is a key of `COLLECTIVES`, such as `all-gather`. The device groups are in XLA's notation, e.g. `{{0,1},{2,3}}`;
+        empty if the instruction has none. A collective in a loop counts once.
+
+        Raises:
+            ProfileError: If the text is truncated, or an instruction cannot be parsed.
+        """
         found: Counter[tuple[str, str]] = Counter()
         for instruction in self.instructions.values():
             if (kind := instruction.opcode.removesuffix("-start")) in COLLECTIVES:
@@ -184,7 +225,12 @@ class HloModule:
 
     @property
     def aliases(self) -> dict[int, int]:
-        """Maps the flat index of an output leaf to that of the argument leaf in the same buffer. Tokens are not counted."""
+        """The outputs that reuse the buffers of donated arguments.
+
+        A key is the index of an output leaf, and its value is the index of the argument leaf whose buffer it reuses. Both count
+        the leaves of the compiled program from 0, without the tokens of JAX's ordered effects. Outputs with a new buffer are
+        absent.
+        """
         tokens = _TOKENS.match(self.text)
         arguments, outputs = (text.count("token") for text in tokens.groups()) if tokens else (0, 0)
         # JAX passes flat leaves, so a path has at most one index: none for a single output or a separate parameter, one for an
@@ -198,7 +244,15 @@ class HloModule:
         return re.findall(_ENTRY, found[1]) if found else []
 
     def calls(self, instruction: Instruction) -> Iterator[tuple[str, str]]:
-        """Yields (file, line) of each call on the stack of an operation, innermost first."""
+        """Yields the Python calls that traced an instruction, innermost first.
+
+        Args:
+            instruction: An instruction of this program.
+
+        Yields:
+            (path of the file, number of the line as text) of each call. Nothing if the program has no source lines, or XLA
+            added the instruction.
+        """
         files, locations, frames = (self._tables.get(name, {}) for name in ("FileNames", "FileLocations", "StackFrames"))
         found = re.search(r"stack_frame_id=(\d+)", instruction.text)
         frame = int(found[1]) if found else 0
@@ -228,14 +282,14 @@ class HloModule:
 
 @dataclass(frozen=True)
 class Op:
-    """An operation of a compiled program.
+    """The origin of an instruction of a compiled program. `str` formats it as `NAME at FILE:LINE`.
 
     Attributes:
-        instruction: XLA's name, e.g. `fft.0`.
-        name: JAX's name, e.g. `jit(step)/fft`. Empty for operations that XLA added. A fusion has the name of its root.
-        source: `file:line` of the innermost call in the user's code, relative to the working directory if the file is inside
-            it. Empty if the program has no source lines.
-        target: The target of a custom call.
+        instruction: XLA's name of the instruction, e.g. `fft.0`.
+        name: JAX's name, e.g. `jit(step)/fft`. Empty for instructions that XLA added. A fusion has the name of its root.
+        source: `file:line` of the innermost call in the user's code, otherwise in jgraph, otherwise in a library. Relative to
+            the working directory if the file is inside it. Empty if the program has no source lines.
+        target: The name of the function that a custom call runs. Empty for other instructions.
     """
 
     instruction: str
@@ -250,7 +304,18 @@ class Op:
 
 
 def operations(module: HloModule, instructions: Collection[str]) -> dict[str, Op]:
-    """Returns operations by the name of their instruction. Omits names that the program does not have."""
+    """Looks up JAX's name and the source line of instructions.
+
+    Args:
+        module: The compiled program.
+        instructions: Names of instructions, e.g. `fft.0`.
+
+    Returns:
+        One `Op` by the name of each instruction. Names that the program does not have are left out.
+
+    Raises:
+        ProfileError: If the text of the program is truncated, or an instruction cannot be parsed.
+    """
     found = {name: module.instructions[name] for name in instructions if name in module.instructions}
     return {name: Op(name, found[name].op_name, _source(module, found[name]), found[name].target) for name in found}
 
@@ -260,8 +325,8 @@ def _source(module: HloModule, instruction: Instruction) -> str:
     calls = [(Path(file), line) for file, line in module.calls(instruction)]
     if not calls:
         return ""
-    (path, line), here = min(calls, key=lambda call: _distance(call[0])), Path.cwd()
-    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
+    (path, line), cwd = min(calls, key=lambda call: _distance(call[0])), Path.cwd()
+    return f"{path.relative_to(cwd) if path.is_relative_to(cwd) else path}:{line}"
 
 
 def _distance(path: Path) -> int:

@@ -27,12 +27,14 @@ _FIRST = ("command_buffer::initialize", "command_buffer::record", "command_buffe
 
 @dataclass
 class Launches:
-    """Command buffer events on all devices of this process. All 0 on a CPU.
+    """Counts of command buffer events on all devices of this process. A command buffer is XLA's name for a CUDA graph.
+
+    All counts are 0 on a CPU.
 
     Attributes:
-        launches: Graph launches.
-        updates: Recordings into an existing graph, because an array has moved.
-        records: New graphs.
+        launches: The number of graph launches.
+        updates: The number of times that an existing graph was recorded again, because an array has another address.
+        records: The number of graphs that were created.
     """
 
     launches: int
@@ -48,16 +50,21 @@ class Launches:
 
 @contextlib.contextmanager
 def count_launches() -> Iterator[Launches]:
-    """Counts graph launches inside the block, on all devices of this process.
+    """Counts launches of CUDA graphs inside a `with` block, on all devices of this process.
+
+    Runs JAX's profiler, which writes to a temporary directory that is removed, so do not measure time inside the block. Waits
+    for all live arrays at the end of the block. Example:
 
         with count_launches() as count:
             state, metrics = step(state, batch)
         assert (count.launches, count.updates) == (1, 0)
 
-    Waits for all live arrays at the end of the block. Do not measure time inside it, because the profiler is running.
+    Yields:
+        The counts, which are set when the block ends without an exception.
 
     Raises:
-        JgraphError: If a profiler is already running, or the counts are read inside the block.
+        JgraphError: If a profiler is already running when the block begins. Also, from the attributes of the result, if the
+            counts are read inside the block.
     """
     count = Launches.__new__(Launches)
     with tempfile.TemporaryDirectory(prefix="jgraph-launches-") as directory:
@@ -75,14 +82,26 @@ def count_launches() -> Iterator[Launches]:
 
 
 def profiler_options() -> jax.profiler.ProfileOptions:
-    """Returns options that record devices and XLA's host events, but not Python calls, which would slow down the program."""
+    """Returns options for `jax.profiler.start_trace` that record devices and XLA's host events, but not Python calls.
+
+    Recording Python calls would slow down the program.
+    """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     return options
 
 
 def graph_events(profile: ProfileData) -> dict[str, list[float]]:
-    """Maps the names of host events about command buffers to the durations of their occurrences, in ms."""
+    """Reads the host events about command buffers from a recorded profile.
+
+    Args:
+        profile: A `jax.profiler.ProfileData`.
+
+    Returns:
+        The durations in ms of all occurrences of each event, by its name without arguments, e.g. `cuGraphLaunch` or
+        `command_buffer::update`. Only names that start with `cuGraph` or `command_buffer::`. The result is a `defaultdict`, so
+        an event that did not occur has an empty list.
+    """
     found: dict[str, list[float]] = defaultdict(list)
     for plane in profile.planes:
         for line in plane.lines if plane.name.startswith("/host:") else ():
@@ -94,10 +113,15 @@ def graph_events(profile: ProfileData) -> dict[str, list[float]]:
 
 
 def launches_of(events: Mapping[str, Sequence[float]]) -> Launches:
-    """Counts the launches in a profile.
+    """Counts launches, updates and new graphs in the events of a profile.
+
+    Calls of the CUDA driver are counted where the profile has them, otherwise XLA's events.
 
     Args:
-        events: From `graph_events`.
+        events: Durations of events by name, from `graph_events`. Only their number is used.
+
+    Returns:
+        The counts.
     """
     count = {name: len(durations) for name, durations in events.items()}
     first = sum(count.get(name, 0) for name in _FIRST)

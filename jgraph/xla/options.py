@@ -1,4 +1,4 @@
-"""XLA options of a compiled program: command buffers, and options of the user with names that are checked before compilation.
+"""XLA options of a compiled program: command buffers, and the user's options. Checks names of options before compilation.
 
 XLA reports a wrong name only during compilation and does not list the valid ones. Names change between releases, so they are
 read from the installed library.
@@ -54,18 +54,22 @@ def compiler_options(
     """Returns XLA options for `jax.jit(compiler_options=...)` or `Lowered.compile`. Does not start a backend or import JAX.
 
     Args:
-        graph: The command buffers (CUDA graphs) that XLA records. `auto`: XLA's default. `off`: none. `full`: every thunk, or
-            on several devices every thunk except loops and branches, because CUDA cannot combine them with collectives.
-        xla_options: More options as `name=value`. They override those of `graph`.
-        platform: `cpu`, or `gpu`/`cuda`. `graph` has no effect on a CPU.
-        num_devices: The number of devices of the program.
+        graph: The command buffers (CUDA graphs) that XLA records. `auto`: XLA's default. `off`: none. `full`: every thunk (unit
+            of execution, such as a kernel) that XLA has a command for. On one device these include loops and branches; on
+            several devices they include collectives instead, because CUDA cannot combine the two.
+        xla_options: Further options as texts `name=value`, e.g. `xla_gpu_graph_min_graph_size=1`. A later one overrides an
+            earlier one and those of `graph`.
+        platform: `cpu`, `gpu` or `cuda`. `graph` has no effect on a CPU.
+        num_devices: The number of devices that run the program.
 
     Returns:
-        A dictionary of option values by name.
+        A new dictionary of option values by name. In `xla_options`, the values true, false, 1 and 0 of bool options become
+        bools, if the installed XLA lists its options; all other values stay strings.
 
     Raises:
-        ConfigError: If `graph` is not one of the three.
-        CompilerOptionError: If the installed XLA does not have an option. XLA checks values when it compiles.
+        ConfigError: If `graph` is not `auto`, `off` or `full`.
+        CompilerOptionError: If an option is not `name=value`, or the installed XLA does not have it. Values are not checked
+            here; XLA checks them when it compiles.
     """
     check_choice("graph", graph, get_args(_Graph))
     options = _graph_options(graph, num_devices) if platform in ("gpu", "cuda") else {}
@@ -78,16 +82,30 @@ def compiler_options(
 
 
 def known(options: Sequence[str], platform: str) -> tuple[str, ...]:
-    """Returns the `name=value` options that the installed XLA has. Returns none unless the platform is `gpu` or `cuda`."""
+    """Selects the options that the installed XLA has. Does not check their values.
+
+    Args:
+        options: Options as texts `name=value`.
+        platform: `cpu`, `gpu` or `cuda`.
+
+    Returns:
+        The texts with a name that exists, in the same order. Empty on a CPU, or if the library does not list its options.
+    """
     installed = installed_options() or {} if platform in ("gpu", "cuda") else {}
     return tuple(option for option in options if option.partition("=")[0] in installed)
 
 
 @contextlib.contextmanager
 def option_errors() -> Iterator[None]:
-    """Converts XLA's error about an option into a CompilerOptionError. Other errors pass.
+    """Converts XLA's error about an option into a CompilerOptionError inside a `with` block. Other errors pass.
 
-    XLA checks the values. If the installed library does not list its options, XLA checks the names too.
+    Put it around compilation. XLA checks the values of options there. It also checks the names.
+
+    Yields:
+        None, once.
+
+    Raises:
+        CompilerOptionError: If XLA refuses an option inside the block.
     """
     try:
         yield
@@ -99,7 +117,15 @@ def option_errors() -> Iterator[None]:
 
 @functools.cache
 def installed_options() -> Mapping[str, _Option] | None:
-    """Returns every option of the installed XLA by name, or None if the library does not list them. Takes 30 ms once."""
+    """Returns every option of the installed XLA by name. Takes 30 ms in the first call; the result is cached.
+
+    The options are the fields of XLA's DebugOptions, read from the shared library of jaxlib.
+
+    Returns:
+        A read-only mapping from the name to a description with the attributes `is_bool`, `repeated` (several values, separated
+        by commas) and `values` (names of the values of an enum). None if jaxlib is not installed or its library does not list
+        the options.
+    """
     descriptor = _debug_options_descriptor()
     if descriptor is None:
         return None

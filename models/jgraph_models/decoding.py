@@ -1,10 +1,10 @@
-"""Generates text with a GPT, one token at a time, with a cache of keys and values.
+"""Decodes with a GPT one token at a time, with a cache of keys and values.
 
-Computes the logits of `GPT.logits` with other layouts. The matmuls of a single token are bound by reading the weights, so
-weights are cast once, and the contracted axis of every matrix is the last: a kernel reads contiguous rows.
+Computes the same logits as `GPT.logits` with different layouts. The matmuls of a single token are bound by reading the weights.
+The weights are therefore cast once, and the contracted axis of every matrix is the last, so that rows are contiguous.
 """
 
-# B batch, T prompt, C slots of the cache, D model, F output of a matmul, H query heads, G key/value heads, R = H / G,
+# B batch, T prompt, C slots of the cache, D model, F output features, H query heads, G key/value heads, R = H / G,
 # E = 2G keys and values, K head size, V vocabulary
 
 from collections.abc import Callable
@@ -26,12 +26,19 @@ Tree = Any
 
 
 def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], kernel_of: Callable[[GPTConfig], Any]) -> Decoder:
-    """Returns the decoder of a GPT.
+    """Makes the decoder of a GPT: three pure functions that generate text with a cache of keys and values.
 
     Args:
         config: Settings of the model.
-        rotary_of: `rotary_of(config, length)` returns the rotary tables.
-        kernel_of: `kernel_of(config)` returns the attention kernel for a prompt.
+        rotary_of: `rotary_of(config, length)` returns the rotary tables of positions 0 to length - 1: cosines and signed sines,
+            float32 [length, 1, K] for heads of size K. Called when `prefill` is traced.
+        kernel_of: `kernel_of(config)` returns the argument `implementation` of `jax.nn.dot_product_attention` for the prompt,
+            such as `xla` or `cudnn`. Called for each layer when `prefill` is traced.
+
+    Returns:
+        The decoder. `prepare(params, carried)` takes the parameters in the tree of `GPT`, and raises ConfigError if a router
+        has a bias and `carried` is empty. The cache is a dict with `layers`, one array [B, E, C, K] per layer (B texts, E
+        heads: first the keys, then the values, C slots, head size K), and the `rotary` tables.
     """
     dtype = jnp.dtype(config.compute_dtype)
     H, G, K = config.num_heads, config.num_kv_heads, config.head_size
@@ -40,8 +47,8 @@ def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], ke
     def prepare(params: Tree, carried: Tree) -> Tree:
         def ready(path: Any, leaf: Array) -> Array:
             name = path[-1].key
-            as_it_is = name in ("scale", "router_DE")
-            return leaf.T.astype(dtype) if name == "kernel" else leaf if as_it_is else leaf.astype(dtype)
+            unchanged = name in ("scale", "router_DE")
+            return leaf.T.astype(dtype) if name == "kernel" else leaf if unchanged else leaf.astype(dtype)
 
         layers = by_layer(config, params)
         embedding_VD = params["embedding_VD"].astype(dtype)
@@ -50,8 +57,8 @@ def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], ke
             weights["head_VD"] = params["head_DV"].T.astype(dtype)
         weights["layers"] = [jax.tree_util.tree_map_with_path(ready, layer) for layer in layers]
         if mixture is not None:
-            own = [layer["mlp"] for layer in by_layer(config, carried)] if carried else [mixture.state()] * len(layers)
-            weights["layers"] = [layer | {"state": state} for layer, state in zip(weights["layers"], own, strict=True)]
+            states = [layer["mlp"] for layer in by_layer(config, carried)] if carried else [mixture.state()] * len(layers)
+            weights["layers"] = [layer | {"state": state} for layer, state in zip(weights["layers"], states, strict=True)]
         return weights
 
     def prefill(weights: Tree, tokens_BT: Array, lengths_B: Array, *, slots: int, length: int) -> tuple[Array, Tree]:
@@ -91,17 +98,17 @@ def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], ke
 
     def block(layer: Tree, x: Array, attend: Any) -> Array:
         """Applies attention and MLP to tokens [..., D]. `attend` takes queries, keys and values [..., heads, K]."""
-        own = layer["attention"]
-        qkv = linear(x, **own["qkv"], normed=layer["attention_norm"]).reshape(*x.shape[:-1], -1, K)
+        attention = layer["attention"]
+        qkv = linear(x, **attention["qkv"], normed=layer["attention_norm"]).reshape(*x.shape[:-1], -1, K)
         q, k, v = jnp.split(qkv, [H, H + G], axis=-2)
         if config.qk_norm == "head":
-            q, k = norm(q, own["q_norm"]), norm(k, own["k_norm"])
-        x = linear(attend(q, k, v).reshape(*x.shape[:-1], -1), **own["out"], bias=x)
+            q, k = norm(q, attention["q_norm"]), norm(k, attention["k_norm"])
+        x = linear(attend(q, k, v).reshape(*x.shape[:-1], -1), **attention["out"], bias=x)
         if mixture is not None:
             return x + mixture(layer["mlp"], layer["state"], norm(x, layer["mlp_norm"]))
-        own, activation = layer["mlp"], _gated if config.mlp == "swiglu" else jax.nn.gelu
-        hidden = linear(x, **own["up"], normed=layer["mlp_norm"], activation=activation)
-        return linear(hidden, **own["down"], bias=x)
+        mlp, activation = layer["mlp"], _gated if config.mlp == "swiglu" else jax.nn.gelu
+        hidden = linear(x, **mlp["up"], normed=layer["mlp_norm"], activation=activation)
+        return linear(hidden, **mlp["down"], bias=x)
 
     def linear(
         x: Array,
@@ -112,36 +119,36 @@ def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], ke
         activation: Any = None,
         dtype: Any = dtype,
     ) -> Array:
-        """Applies a matrix [F, D] to tokens [..., D], after an optional norm; adds `bias` at the end."""
+        """Multiplies tokens [..., D] by a matrix [F, D], after an optional norm. Applies the activation, then adds `bias`."""
         parts = 2 if activation is _gated else 1
 
-        def of_one(x: Array, kernel: Array, bias: Array | None, normed: Tree | None) -> Array:
+        def single(x: Array, kernel: Array, bias: Array | None, normed: Tree | None) -> Array:
             scale_D, add_F = normed and normed["scale"], None if bias is None else bias.reshape(-1)
             before: Any = {"scale_D": scale_D, "epsilon": config.norm_eps}
             y_F = matvec(x.reshape(-1), kernel, **before, activation=activation, parts=parts, add_F=add_F, dtype=dtype)
             return y_F.reshape(*x.shape[:-1], -1)
 
-        def of_any(x: Array, kernel: Array, bias: Array | None, normed: Tree | None) -> Array:
+        def general(x: Array, kernel: Array, bias: Array | None, normed: Tree | None) -> Array:
             x = norm(x, normed) if normed else x
             y = jnp.einsum("...d,fd->...f", x, kernel, preferred_element_type=jnp.float32)
             y = (activation(*jnp.split(y, parts, axis=-1)) if activation else y).astype(dtype)
             return y if bias is None else y + bias
 
         if x.size > x.shape[-1] or not fits(x.reshape(-1), kernel, parts):
-            return of_any(x, kernel, bias, normed)
-        return jax.lax.platform_dependent(x, kernel, bias, normed, cuda=of_one, default=of_any)
+            return general(x, kernel, bias, normed)
+        return jax.lax.platform_dependent(x, kernel, bias, normed, cuda=single, default=general)
 
-    def norm(x: Array, own: Tree) -> Array:
+    def norm(x: Array, params: Tree) -> Array:
         x32 = x.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.norm_eps) * own["scale"].astype(jnp.float32)
-        return (x32 * scale).astype(dtype)
+        root = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.norm_eps)
+        return (x32 * (root * params["scale"].astype(jnp.float32))).astype(dtype)
 
     def logits(weights: Tree, x_BD: Array) -> Array:
         head_VD = weights["head_VD" if config.head == "untied" else "embedding_VD"]
         return linear(x_BD, head_VD, normed=weights["norm"], dtype=jnp.float32)
 
     def read(q_BHK: Array, kv_BECK: Array, positions_B: Array) -> Array:
-        """Attends to the slots up to each text's position, or to all slots if the position exceeds the last one."""
+        """Attends to the slots up to the position of each text, or to all slots if the position is beyond the last slot."""
         q_BGRK = q_BHK.reshape(-1, G, H // G, K)
         k_BGCK, v_BGCK = kv_BECK[:, :G], kv_BECK[:, G:]
         scores_BGRC = K**-0.5 * _contract("bgrk,bgck->bgrc", q_BGRK, k_BGCK)
@@ -153,13 +160,22 @@ def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], ke
 
 
 def by_layer(config: GPTConfig, tree: Tree) -> list[Tree]:
-    """Returns the parameters or the mutable state of each layer."""
+    """Splits parameters or mutable state by layer.
+
+    Args:
+        config: Settings of the model. With `scan_layers`, `blocks` of the tree has stacked leaves [layers, ...], else one tree
+            per layer.
+        tree: Parameters or mutable state in the tree of `GPT`, with the key `blocks`.
+
+    Returns:
+        A list with one tree per block, from the first to the last. Leaves are slices of stacked leaves, else the same arrays.
+    """
     blocks, numbers = tree["blocks"], range(config.num_layers)
     return [jax.tree.map(lambda leaf, i=i: leaf[i], blocks) if config.scan_layers else blocks[i] for i in numbers]
 
 
 class _Mixture:
-    """The mixture of experts of the training layer in evaluation mode, as a function of parameters and state."""
+    """`jgraph.MoE` in evaluation mode, as a function of parameters and state."""
 
     def __init__(self, config: GPTConfig):
         moe = nnx.eval_shape(lambda: jgraph.MoE(config.d_model, config.d_ff, config.moe, rngs=nnx.Rngs(0)))
@@ -173,14 +189,15 @@ class _Mixture:
         """Returns a state of zeros for a router without a bias. Raises ConfigError for a router with a bias."""
         shapes = nnx.to_pure_dict(self._shapes)
         if "bias_E" in shapes:
-            raise ConfigError("`carried` is empty: must be the model's state, which has the router's bias", field="carried")
+            message = "`carried` is empty: must be the mutable state of the model, because it has the bias of the router"
+            raise ConfigError(message, field="carried")
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def _write_to_cache(kv_BECK: Array, new_BEK: Array, positions_B: Array) -> Array:
-    """Writes the keys and values of each text's newest token into the ring buffer, at slot position % C.
+    """Writes the keys and values of the newest token of each text into the ring buffer, at slot position % C.
 
-    In a text of more than C tokens, this overwrites the oldest. Other slots are not recomputed.
+    In a text of more than C tokens, this overwrites the oldest token. Other slots do not change.
     """
     slots_B = positions_B % kv_BECK.shape[2]
     if len(positions_B) == 1:
@@ -190,12 +207,12 @@ def _write_to_cache(kv_BECK: Array, new_BEK: Array, positions_B: Array) -> Array
 
 
 def _gated(gate: Array, up: Array) -> Array:
-    """Applies SwiGLU to the outputs of its matmuls."""
+    """Computes SwiGLU from the results of its two matmuls."""
     return jax.nn.silu(gate) * up
 
 
 def _contract(subscripts: str, x: Array, y: Array) -> Array:
-    """Computes an einsum in float32. On NVIDIA GPUs it is a sum of products, which XLA fuses with surrounding operations."""
+    """Computes an einsum in float32. On NVIDIA GPUs, as a sum of products, which XLA fuses with surrounding operations."""
 
     def by_sum(x: Array, y: Array) -> Array:
         inputs, out = subscripts.split("->")
@@ -203,9 +220,9 @@ def _contract(subscripts: str, x: Array, y: Array) -> Array:
         (summed,) = (set(of_x) | set(of_y)) - set(out)
         axes = out + summed if of_y.endswith(summed) else out[:-1] + summed + out[-1]
 
-        def aligned(array: Array, own: str) -> Array:
-            array = jnp.transpose(array.astype(jnp.float32), [own.index(axis) for axis in axes if axis in own])
-            return jnp.expand_dims(array, [i for i, axis in enumerate(axes) if axis not in own])
+        def aligned(array: Array, letters: str) -> Array:
+            array = jnp.transpose(array.astype(jnp.float32), [letters.index(axis) for axis in axes if axis in letters])
+            return jnp.expand_dims(array, [i for i, axis in enumerate(axes) if axis not in letters])
 
         return jnp.sum(aligned(x, of_x) * aligned(y, of_y), axis=axes.index(summed))
 

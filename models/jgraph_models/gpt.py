@@ -34,14 +34,24 @@ _GELU_CUBIC = 0.044715
 
 
 class GPT(nnx.Module):
-    """A GPT. Train it with `loss(batch)`, use it with `logits(tokens_BT)`. Weights are float32, activations `compute_dtype`."""
+    """A GPT. `loss(batch)` trains it, `logits(tokens_BT)` evaluates it. Weights are float32, activations `compute_dtype`.
+
+    Args:
+        config: Settings of the model, stored as the attribute `config`.
+        rngs: Random streams of Flax for the initial weights; the stream `params` is used.
+
+    Attributes:
+        hugging_face: Maps models of this class to Hugging Face folders and back.
+        remat: Activations to recompute in the backward pass: `nothing`, or the whole `layer` except its input. The trainer sets
+            it before the model is traced.
+    """
 
     hugging_face = HUGGING_FACE
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.remat: Literal["nothing", "layer"] = "nothing"  # set by the trainer
-        self.blocks: Any  # a list of blocks, or a block of stacked layers
+        self.remat: Literal["nothing", "layer"] = "nothing"  # Set by the trainer.
+        self.blocks: Any  # A list of blocks, or one block with stacked layers.
         init = nnx.initializers.normal(_INIT_SCALE)
         self.embedding_VD = nnx.Param(init(rngs.params(), (config.vocab_size, config.d_model), jnp.float32))
         if config.scan_layers:
@@ -54,19 +64,39 @@ class GPT(nnx.Module):
 
     @staticmethod
     def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
-        """Returns the model for a pipeline."""
+        """Makes the GPT for a pipeline. Embedding and head are sharded over the ranks along the vocabulary.
+
+        Args:
+            config: Settings of the model.
+            ranks: Number of ranks. If it does not divide the vocabulary, the vocabulary is padded with zeros.
+
+        Returns:
+            The model as embedding, layers and head. Its parameters have the same tree as `GPT`.
+        """
         return pipeline_model(config, ranks)
 
     def cached_decoder(self) -> Decoder:
-        """Returns the decoder, which generates text with a cache of keys and values."""
+        """Returns the functions that generate text with a cache of keys and values, for `jgraph.generate`.
+
+        The functions take the parameters as an argument, so the weights of this object are not part of the result.
+        """
         return decoder(self.config, rotary_of, _library_attention)
 
     def loss(self, batch: Any) -> Array:
-        """Returns the mean next-token loss in nats, scalar float32.
+        """Computes the mean next-token loss.
 
         Args:
-            batch: int32 ids [B, S], with S - 1 predictions per row; or a dict with `tokens`, `starts` and `weights`, to
-                separate documents (`jgraph.data`).
+            batch: int32 token ids [B, S], B sequences with S - 1 predictions each. Or a dict for separate documents, from
+                `jgraph.data`: `tokens`, int32 [B, S]; `starts`, int32 [B, S - 1], the position in its sequence of the first
+                token of each token's document; and `weights`, float32 [B, S - 1], a factor of the loss of each prediction.
+
+        Returns:
+            The mean loss of all B * (S - 1) predictions in nats, a float32 scalar. With `weights`, each loss is multiplied by
+            its factor before the mean.
+
+        Raises:
+            ConfigError: If `loss_chunk` does not divide B * (S - 1), or `attention` is a kernel that does not support the
+                device, the sizes or separate documents.
         """
         tokens_BS, starts_BT, weights_BT = _unpacked(batch)
         x_BTD, labels_BT = self.hidden(tokens_BS[:, :-1], starts_BT), tokens_BS[:, 1:]
@@ -74,27 +104,38 @@ class GPT(nnx.Module):
         return jgraph.cross_entropy(x_BTD, self.output(), labels_BT, chunk=chunk, weights_BT=weights_BT)
 
     def logits(self, tokens_BT: Array) -> Array:
-        """Returns the float32 logits (B, T, V) of the token after each position."""
+        """Computes the logits of the token after each position.
+
+        Args:
+            tokens_BT: int32 token ids [B, T] in [0, V): B sequences of T tokens, each of one document.
+
+        Returns:
+            float32 [B, T, V] for a vocabulary of V = `config.vocab_size` tokens.
+        """
         return jnp.matmul(self.hidden(tokens_BT), self.output(), preferred_element_type=jnp.float32)
 
     def hidden(self, tokens_BT: Array, starts_BT: Array | None = None) -> Array:
-        """Returns the normalized hidden states (B, T, D) that the head reads, in `compute_dtype`.
+        """Computes the normalized hidden states for the head.
 
         Args:
-            tokens_BT: int32 ids.
-            starts_BT: Start of each token's document in its row. Tokens attend within their document. None for one document.
+            tokens_BT: int32 token ids [B, T]: B sequences of T tokens.
+            starts_BT: int32 [B, T], index in the sequence of the first token of each token's document. Tokens attend only
+                within their document. None for one document per sequence.
+
+        Returns:
+            [B, T, D] in `compute_dtype`, after the last norm, for a model of width D.
         """
-        # Rows are gathered in float32 and then cast, so that the gradient of repeated tokens is summed in float32.
+        # Gathered in float32 and then cast, so that the gradients of repeated tokens are summed in float32.
         x_BTD = self.embedding_VD[...].astype(jnp.float32)[tokens_BT].astype(self.config.compute_dtype)
         rotary_T1K = rotary_of(self.config, tokens_BT.shape[1])
         if self.config.scan_layers:
 
-            def one(x_BTD: Array, block: Block) -> Array:
+            def apply(x_BTD: Array, block: Block) -> Array:
                 return block(x_BTD, rotary_T1K, starts_BT)
 
-            # XLA cannot merge the recomputation with the forward pass across a loop.
-            one = nnx.remat(one, prevent_cse=False) if self.remat == "layer" else one
-            x_BTD = nnx.scan(one, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BTD, self.blocks)
+            # prevent_cse is not needed, because XLA cannot merge the recomputation with the forward pass across a loop.
+            apply = nnx.remat(apply, prevent_cse=False) if self.remat == "layer" else apply
+            x_BTD = nnx.scan(apply, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BTD, self.blocks)
         else:
             add_BTD, kernel = None, norm_kernel(self.config)
 
@@ -108,13 +149,26 @@ class GPT(nnx.Module):
         return self.norm(x_BTD)
 
     def output(self) -> Array:
-        """Returns the output projection (D, V) in `compute_dtype`."""
+        """Returns the output projection [D, V] in `compute_dtype`, the transposed embedding if `config.head` is tied.
+
+        D is the width of the model and V the size of the vocabulary.
+        """
         weights_DV = self.embedding_VD[...].T if self.config.head == "tied" else self.head_DV[...]
         return weights_DV.astype(self.config.compute_dtype)
 
 
 def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
-    """Returns a GPT for a pipeline. Each rank has 1/ranks of the vocabulary, padded with zeros if it is indivisible."""
+    """Makes a GPT for a pipeline. Embedding and head are sharded over the ranks along the vocabulary.
+
+    Args:
+        config: Settings of the model.
+        ranks: Number of ranks. If it does not divide the vocabulary, the vocabulary is padded with zeros.
+
+    Returns:
+        The model as embedding, layers and head. Its parameters and mutable state have the same trees as those of `GPT`, and its
+        batches are those of `GPT.loss`: token ids [B, S], or a dict with `tokens`, `starts` and `weights`. Its functions need
+        the mesh axis `pipe`.
+    """
     block, _, state = nnx.split(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))), nnx.Param, ...)
     norm, _ = nnx.split(nnx.eval_shape(lambda: _norm(config, nnx.Rngs(0))), nnx.Param)
     padding = -config.vocab_size % ranks
@@ -123,9 +177,9 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
         return split_embedding(outer["embedding_VD"], _unpacked(batch)[0][:, :-1], config.compute_dtype)
 
     def layer(params: Any, x_BTD: Array, starts_BT: Array | None = None, *carried: Any) -> Any:
-        own = nnx.merge(block, params, *carried or [state])
-        x_BTD = own(x_BTD, rotary_of(config, x_BTD.shape[1]), starts_BT)
-        return (x_BTD, nnx.to_pure_dict(nnx.state(own, nnx.Not(nnx.Param)))) if carried else x_BTD
+        module = nnx.merge(block, params, *carried or [state])
+        x_BTD = module(x_BTD, rotary_of(config, x_BTD.shape[1]), starts_BT)
+        return (x_BTD, nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))) if carried else x_BTD
 
     def head(outer: Any, x_BTD: Array, batch: Any) -> Array:
         tokens_BS, _, weights_BT = _unpacked(batch)
@@ -171,7 +225,12 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
 
 
 class Block(nnx.Module):
-    """Attention and MLP. Each reads a norm of the residual stream and adds to the stream."""
+    """A transformer block: attention and MLP (or `jgraph.MoE`), each of a norm of the residual stream and added to the stream.
+
+    Args:
+        config: Settings of the model.
+        rngs: Random streams of Flax for the initial weights.
+    """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -185,13 +244,37 @@ class Block(nnx.Module):
             self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x_BTD: Array, rotary_T1K: Rotary, starts_BT: Array | None = None) -> Array:
+        """Applies the block to B sequences of T tokens.
+
+        Args:
+            x_BTD: Residual stream [B, T, D] in `compute_dtype`, for a model of width D.
+            rotary_T1K: Rotary tables of T positions and heads of size K, from `rotary_of(config, T)`.
+            starts_BT: int32 [B, T], index in the sequence of the first token of each token's document. Tokens attend only
+                within their document. None for one document per sequence.
+
+        Returns:
+            The residual stream after the block, like `x_BTD`.
+        """
         x_BTD, add_BTD = self.parts(x_BTD, None, rotary_T1K, starts_BT, norm_kernel(self.config))
         return x_BTD + add_BTD
 
     def parts(
         self, x_BTD: Array, add_BTD: Array | None, rotary_T1K: Rotary, starts_BT: Array | None, norm: Norm
     ) -> tuple[Array, Array]:
-        """Applies the block to a residual stream and a term that is not added yet. Returns the same two."""
+        """Applies the block to a residual stream with a pending term, so that a kernel can fuse the sum and the next norm.
+
+        Args:
+            x_BTD: Residual stream [B, T, D] in `compute_dtype`: B sequences of T tokens, width D.
+            add_BTD: Pending term to be added to the stream, like `x_BTD`; None for no term.
+            rotary_T1K: Rotary tables of T positions and heads of size K, from `rotary_of(config, T)`.
+            starts_BT: int32 [B, T], index in the sequence of the first token of each token's document. Tokens attend only
+                within their document. None for one document per sequence.
+            norm: Kernel of the norms: `fused` for `jgraph.rms_norm`, which also adds the term, or `xla`.
+
+        Returns:
+            The residual stream without the result of the MLP, and the result of the MLP as the pending term. Both are like
+            `x_BTD`.
+        """
         x_BTD, normed_BTD = _add_and_norm(self.attention_norm, x_BTD, add_BTD, norm)
         attended_BTD = self.attention(normed_BTD, rotary_T1K, starts_BT)
         x_BTD, normed_BTD = _add_and_norm(self.mlp_norm, x_BTD, attended_BTD, norm)
@@ -199,7 +282,12 @@ class Block(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal grouped-query attention with one fused projection: H query, G key and G value heads, in this order."""
+    """Causal grouped-query attention with one fused projection to H query, G key and G value heads, in this order.
+
+    Args:
+        config: Settings of the model.
+        rngs: Random streams of Flax for the initial weights.
+    """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -210,6 +298,21 @@ class Attention(nnx.Module):
         self.out = _linear(config, config.num_heads * K, config.d_model, rngs, residual=True)
 
     def __call__(self, x_BTD: Array, rotary_T1K: Rotary, starts_BT: Array | None = None) -> Array:
+        """Computes attention of B sequences of T tokens.
+
+        Args:
+            x_BTD: Normalized residual stream [B, T, D] in `compute_dtype`, for a model of width D.
+            rotary_T1K: Rotary tables of T positions and heads of size K, from `rotary_of(config, T)`.
+            starts_BT: int32 [B, T], index in the sequence of the first token of each token's document. Tokens attend only
+                within their document. None for one document per sequence.
+
+        Returns:
+            The term for the residual stream, like `x_BTD`.
+
+        Raises:
+            ConfigError: If `config.attention` is cudnn or fused and `starts_BT` is given, or is cudnn and the device, the sizes
+                or the dtype are not supported.
+        """
         config = self.config
         B, T, _ = x_BTD.shape
         qkv_BTHK = self.qkv(x_BTD).reshape(B, T, -1, config.head_size)
@@ -222,7 +325,7 @@ class Attention(nnx.Module):
         if config.qk_norm == "head":
             q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
         with jgraph.scope("attention"):
-            # The rotation encodes distances, so positions need not restart at each document.
+            # The rotary embedding encodes distances, so positions need not restart at each document.
             rotated = rotate(q_BTHK, rotary_T1K), rotate(k_BTGK, rotary_T1K), v_BTGK
             if starts_BT is None:
                 y_BTHK = jax.nn.dot_product_attention(*rotated, is_causal=True, implementation=kernel)
@@ -232,7 +335,12 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """An MLP with GELU (tanh form) or SwiGLU."""
+    """An MLP with GELU (tanh form) or SwiGLU, as `config.mlp` selects.
+
+    Args:
+        config: Settings of the model.
+        rngs: Random streams of Flax for the initial weights.
+    """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -241,6 +349,7 @@ class MLP(nnx.Module):
         self.down = _linear(config, config.d_ff, config.d_model, rngs, residual=True)
 
     def __call__(self, x_BTD: Array) -> Array:
+        """Computes the term for the residual stream [B, T, D] from the normalized stream `x_BTD`, both in `compute_dtype`."""
         if self.config.mlp == "gelu":
             return self.down(gelu(self.up(x_BTD)))
         gate_BTF, up_BTF = jnp.split(self.up(x_BTD), 2, axis=-1)
@@ -251,19 +360,36 @@ def _add_and_norm(norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None, kernel
     """Adds a term to the residual stream. Returns the sum and its norm."""
     if kernel == "fused":
         assert norm.scale is not None
-        scale_D = norm.scale[...].astype(x_BTD.dtype)  # like RMSNorm; on several devices it is gathered in this dtype
+        scale_D = norm.scale[...].astype(x_BTD.dtype)  # Like RMSNorm. On several devices, it is gathered in this dtype.
         return jgraph.rms_norm(x_BTD, scale_D, add=add_BTD, epsilon=norm.epsilon)
     x_BTD = x_BTD if add_BTD is None else x_BTD + add_BTD
     return x_BTD, norm(x_BTD)
 
 
 def norm_kernel(config: GPTConfig) -> Norm:
-    """Returns the kernel for the norms of the residual stream."""
+    """Returns the kernel for the norms of the residual stream: `xla` if `config.norm` is xla, else `fused`.
+
+    `fused` is `jgraph.rms_norm`, which uses XLA on devices without the kernel.
+    """
     return "xla" if config.norm == "xla" else "fused"
 
 
 def attention_kernel(config: GPTConfig, length: int) -> Literal["cudnn", "fused", "xla"]:
-    """Returns the attention kernel for a sequence length. Raises ConfigError like `_library_attention`."""
+    """Selects the attention kernel.
+
+    Args:
+        config: Settings of the model; `attention` is the request.
+        length: Number of tokens per sequence.
+
+    Returns:
+        `fused` for `jgraph.kernels.rotary_attention`, which also rotates queries and keys; or `cudnn` or `xla`, the argument
+        `implementation` of `jax.nn.dot_product_attention`. `fused` and `xla` are returned as requested. `auto` selects `fused`
+        on devices and for sizes with this kernel, else `cudnn` on a GPU in bfloat16, else `xla`.
+
+    Raises:
+        ConfigError: If `cudnn` is requested without a GPU, or `cudnn` is requested or selected for a head size that is larger
+            than 128 or not a multiple of 8.
+    """
     if config.attention == "fused":
         return "fused"
     if config.attention == "auto" and config.can_fuse_attention:
@@ -274,7 +400,7 @@ def attention_kernel(config: GPTConfig, length: int) -> Literal["cudnn", "fused"
 
 
 def _document_kernel(config: GPTConfig) -> Literal["auto", "xla"]:
-    """Returns the implementation of `document_attention`. Raises ConfigError if the settings name another kernel."""
+    """Returns the implementation of `document_attention`. Raises ConfigError if `attention` is cudnn or fused."""
     if config.attention in ("cudnn", "fused"):
         message = f"`model.attention` is {config.attention}: must be auto or xla for separate documents"
         raise ConfigError(message, field="model.attention")
@@ -282,13 +408,13 @@ def _document_kernel(config: GPTConfig) -> Literal["auto", "xla"]:
 
 
 def _library_attention(config: GPTConfig) -> Literal["cudnn", "xla"]:
-    """Returns the kernel of `jax.nn.dot_product_attention`. Raises ConfigError if cuDNN or the device does not support it."""
+    """Returns the implementation of `jax.nn.dot_product_attention`. Raises ConfigError if cuDNN is not supported."""
     if config.attention in ("fused", "xla"):
         return "xla"
     is_gpu = jax.default_backend() == "gpu"
     if config.attention == "cudnn" and not is_gpu:
         kind = jax.devices()[0].device_kind
-        raise ConfigError(f"`model.attention` is cudnn: must be auto or xla on this device, a {kind}", field="model.attention")
+        raise ConfigError(f"`model.attention` is cudnn: must be auto or xla on a {kind} device", field="model.attention")
     if not is_gpu or config.compute_dtype != "bfloat16":
         return "xla"
     config.check_cudnn()
@@ -296,7 +422,15 @@ def _library_attention(config: GPTConfig) -> Literal["cudnn", "xla"]:
 
 
 def rotary_of(config: GPTConfig, length: int) -> Rotary:
-    """Returns the rotary tables of a model for sequences of `length` tokens."""
+    """Computes the rotary tables of a model.
+
+    Args:
+        config: Settings of the model: the size K of a head, and the base and scaling of the frequencies.
+        length: T, the number of tokens per sequence.
+
+    Returns:
+        Cosines and signed sines of all positions, two NumPy arrays, float32 [T, 1, K].
+    """
     scaling = None
     if config.rope_scaling == "llama3":
         factors = config.rope_factor, config.rope_low_freq_factor, config.rope_high_freq_factor
@@ -305,16 +439,16 @@ def rotary_of(config: GPTConfig, length: int) -> Rotary:
 
 
 def _unpacked(batch: Any) -> tuple[Array, Array | None, Array | None]:
-    """Returns tokens, document starts and weights of a batch; None for the last two if documents are not separate."""
+    """Returns tokens, document starts and weights of a batch. The last two are None if documents are not separate."""
     return (batch["tokens"], batch["starts"], batch["weights"]) if isinstance(batch, dict) else (batch, None, None)
 
 
 @jax.custom_vjp
 def gelu(x: Array) -> Array:
-    """Returns GELU in its tanh form (Hendrycks & Gimpel, arXiv:1606.08415), elementwise, in the dtype of x.
+    """Computes GELU in its tanh form (Hendrycks & Gimpel, arXiv:1606.08415), elementwise, in the shape and dtype of x.
 
-    The operations are in the order that XLA recognizes after a matmul: it fuses them as an epilogue that stores `x` and
-    `gelu(x)` at once. The gradient reads `x` only.
+    x is a floating array of any shape. The function supports reverse-mode differentiation only. XLA recognizes this order of
+    operations after a matmul, and fuses them into an epilogue that stores both `x` and `gelu(x)`. The gradient reads only `x`.
     """
     return x * (0.5 * (1 + jnp.tanh(_GELU_SCALE * (x + _GELU_CUBIC * (x * (x * x))))))
 
@@ -322,8 +456,8 @@ def gelu(x: Array) -> Array:
 def _gelu_backward(x: Array, dy: Array) -> tuple[Array]:
     x32 = x.astype(jnp.float32)
     square = x32 * x32
-    # 0.5 * (1 + tanh(z)) is sigmoid(2z). A division would make this kernel compute-bound. The square of a reciprocal square
-    # root needs a fraction of the instructions (90 -> 82 us per layer of GPT 124M on an H200).
+    # 0.5 * (1 + tanh(z)) is sigmoid(2z). A division would make this kernel compute-bound. The squared reciprocal square root
+    # needs a fraction of the instructions (90 -> 82 us per layer of GPT 124M on an H200).
     root = jax.lax.rsqrt(1 + jnp.exp(-2 * _GELU_SCALE * x32 * (1 + _GELU_CUBIC * square)))
     sigmoid = root * root
     slope = sigmoid * (1 + (1 - sigmoid) * (2 * _GELU_SCALE) * x32 * (1 + 3 * _GELU_CUBIC * square))

@@ -1,4 +1,4 @@
-"""Sizes and numerics of a GPT. No jax here, so that a wrong flag is reported at once."""
+"""Sizes and numerics of a GPT. Does not import JAX, so that `--help` and wrong flags need no JAX."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -12,38 +12,42 @@ _DENSE = MoEConfig()
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Sizes and numerics of a decoder."""
+    """Sizes and numerics of a GPT.
+
+    Raises:
+        ConfigError: If a setting has another type or an unsupported value, or two settings contradict each other.
+    """
 
     num_layers: int = 4
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     d_model: int = 128
     """Width of the residual stream."""
     num_heads: int = 4
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: int = 4
-    """Key and value heads; must divide num_heads (grouped-query attention when smaller)."""
+    """Number of key and value heads; must divide num_heads. A smaller number is grouped-query attention."""
     head_dim: int = 0
     """Width of a head; 0 for d_model / num_heads."""
     d_ff: int = 512
     """Hidden width of the MLP."""
     vocab_size: int = 256
-    """Rows of the embedding; token ids must be smaller."""
+    """Number of token ids."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
     """Activation of the MLP; swiglu has a third matrix."""
     moe: MoEConfig = _DENSE
-    """Mixtures of experts in place of every MLP; experts are swiglu."""
+    """Settings of the mixtures of experts that replace every MLP; experts are swiglu."""
     head: Literal["tied", "untied"] = "tied"
-    """Whether the output projection is the embedding (tied) or another matrix (untied)."""
+    """Output projection: the embedding (tied) or a separate matrix (untied)."""
     attention_bias: Literal["none", "qkv"] = "none"
-    """Whether queries, keys and values have a bias, as in Qwen2."""
+    """Bias of attention: none, or a bias of queries, keys and values (qkv), as in Qwen2."""
     qk_norm: Literal["none", "head"] = "none"
-    """Whether the queries and keys of each head are normalized before the rotation, as in Qwen3."""
+    """Norm of queries and keys: none, or a norm of each head before the rotary embedding (head), as in Qwen3."""
     attention: Literal["auto", "cudnn", "fused", "xla"] = "auto"
     """Attention kernel. fused is one kernel with the rotary embedding, on Hopper in bfloat16 for sequences of 64 or 128 tokens
     and heads of 64 or 128, and xla elsewhere. auto is fused there, cudnn on an NVIDIA GPU in bfloat16, and xla elsewhere."""
     norm: Literal["auto", "fused", "xla"] = "auto"
-    """RMSNorm of the residual stream. fused adds to the stream in the same kernel, on GPUs with one. auto is fused, or xla in
-    FP8, where the quantization kernels compute the norms."""
+    """RMSNorm of the residual stream. fused adds to the stream in the same kernel on GPUs with this kernel. auto is fused, or
+    xla in FP8, where the quantization kernels compute the norms."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of activations and of the copy of the weights in each step; the weights are float32."""
     scan_layers: bool = False
@@ -51,7 +55,7 @@ class GPTConfig:
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     rope_scaling: Literal["none", "llama3"] = "none"
-    """How the rotary frequencies are lowered for sequences longer than those of the first training: not, or as in Llama 3.1."""
+    """Scaling of the rotary frequencies for sequences longer than in pretraining: none, or as in Llama 3.1 (llama3)."""
     rope_factor: float = 8.0
     """With llama3: divisor of low frequencies."""
     rope_low_freq_factor: float = 1.0
@@ -59,7 +63,7 @@ class GPTConfig:
     rope_high_freq_factor: float = 4.0
     """With llama3: frequencies with at least this number of turns are unchanged; in between, the divisor changes gradually."""
     rope_original_length: int = 8192
-    """With llama3: sequence length of the first training, in tokens."""
+    """With llama3: sequence length of pretraining, in tokens."""
     norm_eps: float = 1e-5
     """Added to the mean square in RMSNorm."""
     loss_chunk: int = 0
@@ -72,16 +76,16 @@ class GPTConfig:
         require(self.loss_chunk >= 0, "model.loss_chunk", self.loss_chunk, "0 or positive")
         if self.moe.num_experts:
             require(self.mlp == "swiglu", "model.mlp", self.mlp, "swiglu with `model.moe.num_experts`")
-        heads, groups, own = self.num_heads, self.num_kv_heads, self.head_dim
-        require(own >= 0 and own % 2 == 0, "model.head_dim", own, "even, or 0")
-        require(own > 0 or self.d_model % heads == 0, "model.num_heads", heads, f"a divisor of `model.d_model` {self.d_model}")
+        heads, groups, size = self.num_heads, self.num_kv_heads, self.head_dim
+        require(size >= 0 and size % 2 == 0, "model.head_dim", size, "even, or 0")
+        require(size > 0 or self.d_model % heads == 0, "model.num_heads", heads, f"a divisor of `model.d_model` {self.d_model}")
         require(self.head_size % 2 == 0, "model.num_heads", heads, f"such that the head size {self.head_size} is even")
         require(heads % groups == 0, "model.num_kv_heads", groups, f"a divisor of `model.num_heads` {heads}")
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
         require(low < high, "model.rope_low_freq_factor", low, f"below `model.rope_high_freq_factor` {high}")
         for name in _SCALING_FIELDS.split() if self.rope_scaling == "none" else ():
-            value, usual = getattr(self, name), type(self).__dataclass_fields__[name].default
-            require(value == usual, f"model.{name}", value, f"{usual} where `model.rope_scaling` is none")
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            require(value == default, f"model.{name}", value, f"{default} where `model.rope_scaling` is none")
         if self.attention == "cudnn":
             self.check_cudnn()
         if self.attention == "fused":
@@ -90,26 +94,43 @@ class GPTConfig:
 
     @property
     def head_size(self) -> int:
-        """Width of a head."""
+        """Width of a head: `head_dim`, or `d_model / num_heads` if `head_dim` is 0."""
         return self.head_dim or self.d_model // self.num_heads
 
     @property
     def can_fuse_attention(self) -> bool:
-        """True if queries, keys and values have the same number of heads and are not normalized after the projection."""
+        """True if `num_kv_heads` is `num_heads` and `qk_norm` is none, which the fused attention kernel needs.
+
+        The kernel also needs a supported device, dtype, sequence length and head size, which are not checked here.
+        """
         return self.num_heads == self.num_kv_heads and self.qk_norm == "none"
 
     def in_fp8(self) -> "GPTConfig":
-        """Returns the settings for matmuls in FP8. Their quantization kernels compute the norms, so `norm` auto is xla."""
+        """Returns the settings for FP8: a copy with `norm` xla if `norm` is auto, else the same object.
+
+        With FP8, the quantization kernels compute the norms.
+        """
         return replace(self, norm="xla") if self.norm == "auto" else self
 
     def chunk_of(self, num_tokens: int) -> int:
-        """Returns `loss_chunk`. Raises ConfigError if it does not divide the tokens of a microbatch."""
+        """Returns `loss_chunk`, the tokens per chunk of the loss; 0 leaves the choice to `jgraph.cross_entropy`.
+
+        Args:
+            num_tokens: Number of predicted tokens of a microbatch on a device.
+
+        Raises:
+            ConfigError: If `loss_chunk` is not 0 and does not divide `num_tokens`.
+        """
         allowed = f"a divisor of the {num_tokens} tokens of a microbatch, or 0"
         require(not self.loss_chunk or num_tokens % self.loss_chunk == 0, "model.loss_chunk", self.loss_chunk, allowed)
         return self.loss_chunk
 
     def check_cudnn(self) -> None:
-        """Raises ConfigError if cuDNN attention does not support the sizes (head size a multiple of 8, at most 128; 16-bit)."""
+        """Checks that cuDNN attention supports the sizes and the dtype. Does not check the device.
+
+        Raises:
+            ConfigError: If the head size is not a multiple of 8 or is larger than 128, or `compute_dtype` is not bfloat16.
+        """
         require(
             self.head_size % 8 == 0 and self.head_size <= 128,
             "model.head_dim" if self.head_dim else "model.num_heads",
@@ -125,15 +146,18 @@ class GPTConfig:
         )
 
     def flops(self, sequences: int, length: int) -> float:
-        """Returns the FLOPs of loss and gradients: 6·N·tokens + 6·L·d·T·tokens.
+        """Computes the FLOPs of loss and gradients: 6·N·tokens + 6·L·d·T·tokens.
 
         N is the number of matmul weights per token (attention, MLP or experts and router, head; not the embedding look-up).
-        Each has one multiply-add forward and two backward. The second term is causal attention, which needs half of the T x T
-        scores: L layers, d = num_heads * head_size, T = length. Recomputation and elementwise operations are not counted.
+        Each weight has one multiply-add forward and two backward. The second term is causal attention, which needs half of the
+        T x T scores: L layers, d = num_heads * head_size, T = length. Recomputation and elementwise operations do not count.
 
         Args:
             sequences: Number of sequences.
-            length: Tokens of a sequence.
+            length: Number of predicted tokens per sequence, T.
+
+        Returns:
+            The number of FLOPs of all sequences.
         """
         width = self.num_heads * self.head_size
         attention = self.d_model * (width + 2 * self.num_kv_heads * self.head_size) + width * self.d_model

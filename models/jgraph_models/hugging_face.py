@@ -1,4 +1,4 @@
-"""Maps Llama, Qwen and Mixtral to Hugging Face folders and back: config.json and tensors. No jax here."""
+"""Maps Llama, Qwen and Mixtral to Hugging Face folders and back: config.json and tensors. Does not import JAX."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -67,7 +67,7 @@ _MIXTURES = {
 }
 _ARCHITECTURES = _DENSE | _MIXTURES
 _TYPES = {name.removesuffix("ForCausalLM").lower().replace("moe", "_moe"): name for name in _ARCHITECTURES}
-# Features that these models lack: allowed values of a field of config.json. The field may be missing.
+# Allowed values of fields of config.json, for features that these models do not support. A field may be missing.
 _MUST: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -83,51 +83,81 @@ _MUST: dict[str, tuple[Any, ...]] = {
 
 
 def tensors(config: GPTConfig) -> Iterator[tuple[str, Part]]:
-    """Yields every tensor of a model with the name of its parameter, layer by layer."""
+    """Yields (parameter name, `Part`) for every tensor of a model in a Hugging Face folder, layer by layer.
+
+    The tensors outside of the layers come first. A `Part` has the name and shape of the tensor in the folder, and the position
+    of the tensor in the parameter; the parts of a parameter fill it.
+
+    Args:
+        config: Settings of the model, with `mlp` swiglu.
+
+    Yields:
+        The name of the parameter in the tree of `GPT`, with `/` between keys, such as `blocks/0/attention/qkv/kernel`, or
+        `blocks/attention/qkv/kernel` with `scan_layers`; and the tensor. Mixtures of experts have the tensor names of Mixtral
+        if `qk_norm` is none, else of Qwen3.
+    """
     K, E = config.head_size, config.moe.num_experts
     widths = {"D": config.d_model, "V": config.vocab_size, "F": config.moe.d_ff or config.d_ff if E else config.d_ff, "K": K}
     widths |= {"Q": config.num_heads * K, "G": config.num_kv_heads * K, "E": E}
 
-    def of(own: str, names: Mapping[str, str], layer: int | None = None) -> Iterator[Part]:
+    def parts_of(param: str, names: Mapping[str, str], layer: int | None = None) -> Iterator[Part]:
         prefix = "" if layer is None else f"model.layers.{layer}."
         lead = (layer,) if layer is not None and config.scan_layers else ()
-        order = "transposed" if own.endswith(_TRANSPOSED) else "same"
+        order = "transposed" if param.endswith(_TRANSPOSED) else "same"
 
-        def one(expert: tuple[int, ...] = ()) -> tuple[Part, ...]:
+        def parts(expert: tuple[int, ...] = ()) -> tuple[Part, ...]:
             shapes = {prefix + name.format(*expert): tuple(widths[axis] for axis in axes) for name, axes in names.items()}
             return side_by_side(shapes, order=order, lead=(*lead, *expert))
 
         if any("{}" in name for name in names):
             for expert in range(E):
-                yield from one((expert,))
+                yield from parts((expert,))
         else:
-            yield from one()
+            yield from parts()
 
     absent = ("head_DV",) * (config.head == "tied") + ("attention/qkv/bias",) * (config.attention_bias == "none")
     absent += ("attention/q_norm/scale", "attention/k_norm/scale") * (config.qk_norm == "none")
     mixture = _MIXTRAL if config.qk_norm == "none" else _QWEN3_MOE
     outer, block = (
-        {own: names for own, names in all_names.items() if own not in absent}
+        {param: names for param, names in all_names.items() if param not in absent}
         for all_names in (_OUTER, _BLOCK | (mixture if E else _MLP))
     )
-    for own, names in outer.items():
-        yield from ((own, part) for part in of(own, names))
+    for param, names in outer.items():
+        yield from ((param, part) for part in parts_of(param, names))
     for layer in range(config.num_layers):
-        for own, names in block.items():
-            name = f"blocks/{own}" if config.scan_layers else f"blocks/{layer}/{own}"
-            yield from ((name, part) for part in of(own, names, layer))
+        for param, names in block.items():
+            name = f"blocks/{param}" if config.scan_layers else f"blocks/{layer}/{param}"
+            yield from ((name, part) for part in parts_of(param, names, layer))
 
 
 def ignored(config: GPTConfig) -> tuple[str, ...]:
-    """Returns patterns of tensors that a folder may contain in addition: constants, and a tied head."""
+    """Returns shell patterns of the names of additional tensors that a folder may contain and that are not read.
+
+    Args:
+        config: Settings of the model.
+
+    Returns:
+        A pattern for the rotary frequencies, which are constants; and the name of the head if the head is tied.
+    """
     return ("*.rotary_emb.inv_freq", *["lm_head.weight"] * (config.head == "tied"))
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a model that a config.json determines.
+    """Reads the settings of a model from the content of a config.json of transformers 4 or 5.
+
+    Supports the architectures LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, MixtralForCausalLM and
+    Qwen3MoeForCausalLM. Does not read tensors.
+
+    Args:
+        config: The parsed JSON object. It is not changed.
+
+    Returns:
+        Values by field name of `GPTConfig`, only for fields that config.json determines; `moe` is a dict by field name of
+        `MoEConfig`.
 
     Raises:
-        ConfigError: If it describes another architecture or a feature these models lack, or a field is missing or wrong.
+        ConfigError: If the architecture or a feature (such as sliding windows or quantized weights) is not supported, or a
+            field is missing or has another type or range.
     """
     names = strings(config, "architectures") or [_TYPES.get(string(config, "model_type", ""), "missing")]
     if len(names) != 1 or names[0] not in _ARCHITECTURES:
@@ -152,15 +182,15 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moe_settings(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    # Mixtral has one width, that of an expert, and normalizes weights. In Qwen3, the number of experts has two names.
-    width, own, is_normalized, experts = integer(config, "intermediate_size"), 0, True, "num_local_experts"
+    # Mixtral has one width, the width of an expert, and normalizes weights. Qwen3 has two names for the number of experts.
+    width, expert_width, is_normalized, experts = integer(config, "intermediate_size"), 0, True, "num_local_experts"
     if architecture != "MixtralForCausalLM":
-        own, is_normalized = integer(config, "moe_intermediate_size"), boolean(config, "norm_topk_prob", False)
+        expert_width, is_normalized = integer(config, "moe_intermediate_size"), boolean(config, "norm_topk_prob", False)
         experts = experts if experts in config else "num_experts"
     return {
         "num_experts": integer(config, experts),
         "experts_per_token": integer(config, "num_experts_per_tok"),
-        "d_ff": 0 if own == width else own,
+        "d_ff": 0 if expert_width == width else expert_width,
         "shared_experts": 0,
         "router": "softmax-topk",
         "weights": "normalized" if is_normalized else "as-they-are",
@@ -170,7 +200,7 @@ def _moe_settings(config: Mapping[str, Any], architecture: str) -> dict[str, Any
 
 
 def _rotary_settings(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    # transformers 5 has one group of fields. Earlier versions have the base outside of it, and other names.
+    # transformers 5 has one group of fields. Earlier versions have the base outside of the group, and different names.
     rope = mapping(config, "rope_parameters") or mapping(config, "rope_scaling")
     kind = string(rope, "rope_type", string(rope, "type", "default"))
     default = 1e6 if architecture == "MixtralForCausalLM" else 1e4
@@ -187,26 +217,33 @@ def _rotary_settings(config: Mapping[str, Any], architecture: str) -> dict[str, 
 
 
 def config(settings: GPTConfig, base: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config.json of a model, for transformers 4 and 5.
+    """Builds the config.json of a model, for transformers 4 and 5. Writes no file.
 
     Args:
         settings: Settings of the model.
-        base: A config.json with the other fields.
+        base: The content of another config.json, for the fields that the settings do not determine, such as special tokens; {}
+            for none. It is not changed.
+
+    Returns:
+        A new dict, the content of config.json: `base` without `rope_parameters`, with the fields of the architecture and the
+        settings added or replaced. `rope_scaling` is None unless the setting is llama3.
 
     Raises:
-        ConfigError: If no architecture has these settings.
+        ConfigError: If no supported architecture has these settings: `mlp` must be swiglu; `attention_bias` must be none with
+            `qk_norm` head or experts; and experts need the router softmax-topk or topk-softmax, no shared experts, a
+            `weights_scale` of 1, and, with `qk_norm` none, the router topk-softmax or normalized weights.
     """
     if settings.mlp != "swiglu":
         raise ConfigError(f"`model.mlp` is {settings.mlp}: must be swiglu in a Hugging Face folder", field="model.mlp")
-    apart = {"attention_bias": settings.attention_bias, "qk_norm": settings.qk_norm}
+    features = {"attention_bias": settings.attention_bias, "qk_norm": settings.qk_norm}
     among, besides = (_MIXTURES, " and `model.moe.num_experts`") if settings.moe.num_experts else (_DENSE, "")
-    if apart not in among.values():
+    if features not in among.values():
         raise ConfigError(
             f"`model.attention_bias` is {settings.attention_bias}: must be none in a Hugging Face folder with `model.qk_norm` "
             f"{settings.qk_norm}{besides}",
             field="model.attention_bias",
         )
-    kind = next(kind for kind, name in _TYPES.items() if among.get(name) == apart)
+    kind = next(kind for kind, name in _TYPES.items() if among.get(name) == features)
     found: dict[str, Any] = {"architectures": [_TYPES[kind]], "model_type": kind, "hidden_act": "silu"}
     found |= {theirs: getattr(settings, own) for own, theirs in (_SIZES | _EPSILON).items()}
     found["intermediate_size"] = settings.d_ff
@@ -220,15 +257,15 @@ def config(settings: GPTConfig, base: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moe_config(moe: MoEConfig, d_ff: int, kind: str) -> dict[str, Any]:
-    there = "in a Hugging Face folder"
-    require(moe.router != "sigmoid", "model.moe.router", moe.router, f"softmax-topk or topk-softmax {there}")
-    require(moe.shared_experts == 0, "model.moe.shared_experts", moe.shared_experts, f"0 {there}")
-    require(moe.weights_scale == 1, "model.moe.weights_scale", moe.weights_scale, f"1 {there}")
-    # A softmax over the chosen experts equals a softmax over all, divided by the sum of the chosen.
+    context = "in a Hugging Face folder"
+    require(moe.router != "sigmoid", "model.moe.router", moe.router, f"softmax-topk or topk-softmax {context}")
+    require(moe.shared_experts == 0, "model.moe.shared_experts", moe.shared_experts, f"0 {context}")
+    require(moe.weights_scale == 1, "model.moe.weights_scale", moe.weights_scale, f"1 {context}")
+    # A softmax over the selected experts equals a softmax over all experts, divided by the sum over the selected experts.
     is_normalized = moe.router == "topk-softmax" or moe.weights == "normalized"
     found = {"num_experts_per_tok": moe.experts_per_token, "router_aux_loss_coef": moe.balance_loss}
     if kind == "mixtral":
-        require(is_normalized, "model.moe.weights", moe.weights, f"normalized {there} with `model.qk_norm` none")
+        require(is_normalized, "model.moe.weights", moe.weights, f"normalized {context} with `model.qk_norm` none")
         return found | {"num_local_experts": moe.num_experts, "intermediate_size": moe.d_ff or d_ff}
     found |= {"num_experts": moe.num_experts, "moe_intermediate_size": moe.d_ff or d_ff, "norm_topk_prob": is_normalized}
     return found | {"decoder_sparse_step": 1, "mlp_only_layers": []}

@@ -1,7 +1,7 @@
-"""Named configurations of training runs.
+"""Named configurations of training runs. `PRESETS` maps the name of each to its `TrainConfig`.
 
-`gpt-*` have the sizes of GPT-3 (arXiv:2005.14165, table 2.1). `llama3-*` and `qwen3-*` have those of meta-llama's Llama-3.2-1B
-and Llama-3.1-8B, and Qwen's Qwen3-0.6B, Qwen3-8B and Qwen3-30B-A3B, from their config.json on the Hugging Face hub.
+`gpt-*` have the sizes of GPT-3 (arXiv:2005.14165, table 2.1). `llama3-*` and `qwen3-*` have the sizes of meta-llama's
+Llama-3.2-1B and Llama-3.1-8B, and Qwen's Qwen3-0.6B, Qwen3-8B and Qwen3-30B-A3B, from config.json on the Hugging Face hub.
 """
 
 from typing import Any
@@ -51,7 +51,7 @@ def _run(preset: str, model: GPTConfig, *, batch_size: int, seq_len: int, peak: 
 def _tiny(preset: str, model: GPTConfig, *, batch_size: int) -> TrainConfig:
     return TrainConfig.of(
         preset=preset,
-        # Takes less than two minutes on two CPU cores. In this time many small steps learn more than few large ones.
+        # Takes less than two minutes on two CPU cores. In this time, many small steps reach a lower loss than few large steps.
         steps=900,
         batch_size=batch_size,
         seq_len=128,
@@ -71,7 +71,7 @@ PRESETS: dict[str, TrainConfig] = {
         _tiny(
             "gpt-moe-tiny",
             GPTConfig(compute_dtype="float32", mlp="swiglu", moe=MoEConfig(num_experts=4, experts_per_token=2, d_ff=256)),
-            # On a CPU every expert multiplies every row. Half the batch takes about as long as cpu-tiny.
+            # On a CPU, every expert multiplies every row, so that half the batch takes about as long as cpu-tiny.
             batch_size=4,
         ),
         TrainConfig.of(

@@ -1,4 +1,4 @@
-"""Stages to split, one of each kind."""
+"""Defines example stages for the tests of `split_backward`."""
 
 # B batch, T sequence, D model, F hidden
 
@@ -22,7 +22,7 @@ B, T, D, F, V, LAYERS = 2, 16, 32, 64, 40, 3
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage with arguments, and the number of leaves of params that are delayed by default."""
+    """A stage, its arguments, and the number of parameter leaves that are delayed by default."""
 
     run: Callable[..., Any]
     params: Any
@@ -222,7 +222,7 @@ def weight_in_pieces() -> Stage:
     return Stage(run, {"w": normal(2, D * 2 * F, scale=0.2)}, hidden(), delayed=1)
 
 
-def weight_normalised() -> Stage:
+def normalized_weight() -> Stage:
     """A normalized weight; its gradient passes through the norm."""
 
     def run(p, x):
@@ -276,7 +276,7 @@ STAGES: dict[str, Callable[[], Stage]] = {
     "trees": trees,
     "weight on the left": weight_on_the_left,
     "weight in pieces": weight_in_pieces,
-    "weight normalised": weight_normalised,
+    "normalized weight": normalized_weight,
     "vmap": mapped,
     "cond": branching,
 }

@@ -1,4 +1,4 @@
-"""`has_aux`: forward returns aux, and the backward pass does not depend on it."""
+"""Tests `has_aux`: forward returns aux, and the backward pass does not depend on it."""
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,17 @@ from tests.autodiff.stages import D, hidden, mlp_params, normal
 
 
 def observed(params, x, history):
-    """An MLP with an aux that needs matmuls and a scan of its own."""
+    """An MLP with an aux value computed by separate matmuls and a separate scan."""
     up = x @ params["up"]
     largest = jnp.stack([jnp.max(jnp.abs(leaf)) for leaf in (x, params["up"], up)])
     seen = (x @ params["probe"]).mean() + (up @ params["down"]).max()
     total, each = jax.lax.scan(lambda total, row: (total + row.sum(), row.max()), 0.0, params["down"])
-    aux = {"history": jnp.concatenate([history[3:], largest]), "seen": seen + total, "each": each, "again": params["up"]}
+    aux = {"history": jnp.concatenate([history[3:], largest]), "seen": seen + total, "each": each, "params": params["up"]}
     return x + jax.nn.gelu(up) @ params["down"] + params["bias"], aux
 
 
 def layers(params, x, history):
-    """Two such layers in a scan."""
+    """Two `observed` layers in a scan."""
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, 0.5 * leaf]), params)
 
     def one(x, own):
@@ -46,7 +46,7 @@ def kept(spec):
 
 @pytest.mark.once
 @pytest.mark.parametrize("name", STAGES)
-def test_an_aux_adds_no_flops_and_no_kept_bytes(name):
+def test_aux_adds_no_flops_and_no_residual_bytes(name):
     stage, x = STAGES[name], hidden()
     with_aux = jgraph.split_backward(stage, has_aux=True)
     without = jgraph.split_backward(lambda *args: stage(*args)[0])
@@ -68,12 +68,14 @@ def test_aux_and_gradients_equal_those_of_vjp(name):
     y, residuals, aux = split.forward(PARAMS, x, HISTORY)
     dx, early, stash = split.dgrad(PARAMS, residuals, y)
     grads = split.merge(early, split.wgrad(PARAMS, residuals, stash))
-    wanted, pull_back, seen = jax.vjp(lambda params, x: stage(params, x, HISTORY), PARAMS, x, has_aux=True)
-    for a, b in zip(jax.tree.leaves((y, aux, grads, dx)), jax.tree.leaves((wanted, seen, *pull_back(wanted))), strict=True):
+    expected, pull_back, expected_aux = jax.vjp(lambda params, x: stage(params, x, HISTORY), PARAMS, x, has_aux=True)
+    for a, b in zip(
+        jax.tree.leaves((y, aux, grads, dx)), jax.tree.leaves((expected, expected_aux, *pull_back(expected))), strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
-def test_a_stage_that_returns_no_pair_is_refused_with_has_aux():
+def test_has_aux_needs_a_stage_that_returns_a_pair():
     with pytest.raises(SplitError) as error:
         jgraph.split_backward(lambda params, x: x, has_aux=True).forward({}, hidden())
     assert error.value.field == "has_aux"

@@ -1,4 +1,4 @@
-"""Options of `split_backward`, and the errors of wrong arguments."""
+"""Tests options of `split_backward` and errors of invalid arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def run(split, params, x, *extra):
     return residuals, stash, early, split.wgrad(params, residuals, stash), dx
 
 
-def test_patterns_choose_what_is_delayed():
+def test_patterns_select_the_delayed_parameters():
     for delay, late in ((None, ["down", "up"]), (("up",), ["up"]), ("*", None), ((), [])):
         split = jgraph.split_backward(mlp, delay=delay)
         if late is None:
@@ -50,20 +50,20 @@ def test_a_parameter_that_cannot_be_delayed_is_named_with_the_primitive_that_rea
 
 
 def test_a_pattern_that_matches_nothing_is_refused():
-    with pytest.raises(SplitError, match=r"`delay` has 'kernel', which matches no parameter; there are bias, down, up"):
+    with pytest.raises(SplitError, match=r"`delay` has 'kernel', which matches no parameter: must match one of bias, down, up"):
         jgraph.split_backward(mlp, delay="kernel").forward(mlp_params(), hidden())
 
 
 def test_wide_recomputes_matmuls_that_widen_by_four():
     params, x = {"up": normal(2, D, 4 * D, scale=0.2), "down": normal(3, 4 * D, D, scale=0.1)}, hidden()
     stage = lambda p, x: x + jax.nn.gelu(x @ p["up"]) @ p["down"]  # noqa: E731
-    kept, again = (jgraph.split_backward(stage, recompute=which) for which in ("elementwise", "wide"))
+    saved, recomputed = (jgraph.split_backward(stage, recompute=which) for which in ("elementwise", "wide"))
     wide = (*x.shape[:-1], 4 * D)
-    for split, count in ((kept, 1), (again, 0)):
+    for split, count in ((saved, 1), (recomputed, 0)):
         residuals = split.spec(params, x).residuals
         assert [leaf.shape for leaf in (*residuals.dgrad, *residuals.wgrad)].count(wide) == count
-    found, wanted = (run(split, params, x)[2:] for split in (again, kept))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.max(np.abs(b))), found, wanted)
+    found, expected = (run(split, params, x)[2:] for split in (recomputed, saved))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.max(np.abs(b))), found, expected)
 
 
 CHOICES = [{"recompute": "all"}, {"recompute": ["all"]}, {"delay": 3}, {"delay": [3]}]
@@ -101,10 +101,10 @@ def test_dy_must_have_the_structure_and_shapes_of_y():
 def test_parts_of_different_splits_do_not_mix():
     one, other = jgraph.split_backward(mlp), jgraph.split_backward(mlp)
     residuals, stash, *_ = run(one, mlp_params(), hidden())
-    with pytest.raises(SplitError, match="residuals come from another split_backward"):
+    with pytest.raises(SplitError, match="`residuals` comes from another split_backward"):
         other.wgrad(mlp_params(), residuals, stash)
     theirs = run(other, mlp_params(), hidden())[1]
-    with pytest.raises(SplitError, match="stash come from another split_backward"):
+    with pytest.raises(SplitError, match="`stash` comes from another split_backward"):
         one.wgrad(mlp_params(), residuals, theirs)
 
 
@@ -112,7 +112,7 @@ def test_parts_of_different_shapes_do_not_mix():
     split = jgraph.split_backward(mlp)
     residuals, *_ = run(split, mlp_params(), hidden())
     stash = run(split, mlp_params(), hidden()[:1])[1]
-    with pytest.raises(SplitError, match="stash belongs to residuals of other shapes"):
+    with pytest.raises(SplitError, match="`stash` belongs to residuals of other shapes"):
         split.wgrad(mlp_params(), residuals, stash)
 
 
@@ -121,5 +121,5 @@ def test_a_donated_stash_is_refused():
     residuals, stash, *_ = run(split, mlp_params(), hidden())
     for leaf in stash.arrays:
         leaf.delete()
-    with pytest.raises(SplitError, match="stash were donated to an earlier call"):
+    with pytest.raises(SplitError, match="`stash` is deleted, because an earlier call donated it"):
         split.wgrad(mlp_params(), residuals, stash)

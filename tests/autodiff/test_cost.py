@@ -1,4 +1,4 @@
-"""Counts the FLOPs of forward, dgrad and wgrad, and the arrays that are kept."""
+"""Tests the FLOPs of forward, dgrad and wgrad, and the sizes of residuals and stashes."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def shape(*dims, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
-def test_an_mlp_costs_a_third_each():
+def test_forward_dgrad_and_wgrad_of_an_mlp_have_equal_flops():
     N, D, F = 512, 1024, 4096
     params = {"up": shape(D, F), "down": shape(F, D), "bias": shape(D)}
     forward, dgrad, wgrad, joint = parts(mlp, params, shape(1, N, D))
@@ -45,7 +45,7 @@ def test_an_mlp_costs_a_third_each():
     assert dgrad + wgrad <= 1.005 * (joint - forward)
 
 
-def test_a_gpt_block_has_the_flops_of_theory():
+def test_a_gpt_block_has_the_expected_flops():
     T, D, F = 256, 1024, 4096
     settings = config(d_model=D, d_ff=F, num_heads=8, num_kv_heads=8)
     graph, params = nnx.split(nnx.eval_shape(lambda: Block(settings, rngs=nnx.Rngs(0))))
@@ -60,7 +60,7 @@ def test_a_gpt_block_has_the_flops_of_theory():
     assert dgrad + wgrad <= 1.005 * (joint - forward)
 
 
-def test_experts_have_the_flops_and_arrays_of_theory():
+def test_experts_have_the_expected_flops_and_saved_arrays():
     stage, rows = STAGES["grouped experts"](), 2 * 2 * 16
     # On a CPU each of the three experts multiplies all rows. up counts as two matmuls of this size, down as one.
     product = 3 * 2 * rows * 32 * 64
@@ -103,14 +103,14 @@ def leaves(arrays) -> list[tuple[tuple[int, ...], str]]:
     return sorted((leaf.shape, str(leaf.dtype)) for leaf in arrays)
 
 
-def test_a_gelu_keeps_its_input_only():
+def test_a_gelu_saves_only_its_input():
     spec = jgraph.split_backward(mlp).spec(mlp_params(), hidden())
     assert leaves(spec.residuals.dgrad) == []
     assert leaves(spec.residuals.wgrad) == [((2, 16, 32), "float32"), ((2, 16, 64), "float32")]
     assert leaves(spec.stash.arrays) == [((2, 16, 32), "float32"), ((2, 16, 64), "float32")]
 
 
-def test_a_gpt_block_keeps_the_arrays_that_theory_lists():
+def test_a_gpt_block_saves_the_expected_arrays():
     stage = gpt_block(compute_dtype="bfloat16")
     spec = jgraph.split_backward(stage.run).spec(stage.params, hidden().astype(jnp.bfloat16))
     B, T, D, F, heads, K = 2, 16, 32, 64, 4, 8
@@ -127,9 +127,9 @@ def test_a_gpt_block_keeps_the_arrays_that_theory_lists():
         [
             ((B, T, D), low),  # x, to recompute the output of the first norm
             ((B, T), high),  # mean square of that norm
-            ((B, heads, K, 1, T), low),  # attention's output
+            ((B, heads, K, 1, T), low),  # output of attention
             ((B, T, D), low),  # output projection of attention
-            ((B, T), high),  # the second norm's mean square
+            ((B, T), high),  # mean square of the second norm
             ((B, T, F), low),  # the pre-activation, to recompute the GELU
         ]
     )
@@ -143,7 +143,7 @@ def test_a_gpt_block_keeps_the_arrays_that_theory_lists():
 
 @pytest.mark.parametrize("recompute", ["elementwise", pytest.param("nothing", marks=pytest.mark.once)])
 @pytest.mark.parametrize("name", ["mlp", "gpt block", "scan", "weight in pieces", "checkpoint", "nnx.scan"])
-def test_every_kept_array_depends_on_the_microbatch(name, recompute):
+def test_every_saved_array_depends_on_the_microbatch(name, recompute):
     stage = STAGES[name]()
     split = jgraph.split_backward(stage.run, recompute=recompute)
     kept = []
@@ -177,7 +177,7 @@ def kept_bytes(policy) -> int:
     return nbytes["forward_dgrad"] + nbytes["forward_wgrad"]
 
 
-def test_the_checkpoint_policy_of_a_stage_decides_which_arrays_are_kept():
+def test_the_checkpoint_policy_of_a_stage_selects_the_saved_arrays():
     policies = jax.checkpoint_policies
     everything, products, nothing = map(kept_bytes, (None, policies.dots_saveable, policies.nothing_saveable))
     assert nothing == 2 * 16 * 32 * 4  # the input

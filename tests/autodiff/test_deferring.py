@@ -1,4 +1,4 @@
-"""wgrads can run later, in any order."""
+"""Tests that wgrads can run later and in any order."""
 
 import jax
 import jax.numpy as jnp
@@ -60,13 +60,13 @@ def test_wgrads_in_any_order_give_the_undelayed_sum(sequence):
         assert float(jnp.abs(ours - theirs).max()) <= bound
 
 
-def test_the_same_order_gives_the_same_bits():
+def test_the_same_order_gives_bitwise_equal_gradients():
     sequence = [("F", m) for m in range(5)] + [("I", m) for m in range(5)] + [("W", m) for m in (3, 0, 4, 1, 2)]
     for first, second in zip(jax.tree.leaves(play(sequence)), jax.tree.leaves(play(sequence)), strict=True):
         np.testing.assert_array_equal(first, second)
 
 
-def test_the_undelayed_sum_equals_that_of_jax_vjp():
+def test_the_undelayed_sum_equals_the_sum_of_jax_vjp():
     total = play([(kind, m) for m in range(MICROBATCHES) for kind in "FIW"])
     parts = [gradients_by_vjp(Stage(mlp, PARAMS, x), mlp(PARAMS, x))[0] for x in XS]
     for ours, theirs in zip(jax.tree.leaves(total), jax.tree.leaves(jax.tree.map(lambda *g: sum(g), *parts)), strict=True):
@@ -109,7 +109,7 @@ def test_main_grad_stays_float32_and_in_place(dtype):
     assert {out: arg for out, arg in alias_map(compiled).items() if out < 3} == {0: 0, 1: 1, 2: 2}
 
 
-def test_a_weight_scaled_after_its_cast_has_the_gradient_of_both():
+def test_the_gradient_of_a_scaled_weight_includes_scale_and_cast():
     def run(p, x):
         return x @ (p["w"].astype(jnp.bfloat16) * jnp.bfloat16(0.75))
 

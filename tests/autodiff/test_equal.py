@@ -56,11 +56,11 @@ SUMS_IN_ANOTHER_ORDER = (
     "gpt block",
     "gpt block, swiglu",
     "nnx.scan",
-    "weight normalised",
+    "normalized weight",
 )
 
 
-def test_in_float32_the_weight_gradients_of_an_mlp_are_those_of_the_same_matmul():
+def test_float32_weight_gradients_of_an_mlp_equal_the_explicit_matmul():
     params, x, dy = mlp_params(), hidden(), normal(9, *hidden().shape)
     split = jgraph.split_backward(mlp)
     gradients, dx = split_gradients(split, params, x, (), dy)
@@ -126,12 +126,12 @@ def test_a_stage_may_close_over_arrays_and_over_tracers():
         stage = Stage(lambda p, x: mlp(p, x * scale) + shift, params, x)
         split = jgraph.split_backward(stage.run)
         first = split_gradients(split, params, x, (), x)
-        again = split_gradients(split, params, x, (), x)
-        return first, again, gradients_by_vjp(stage, x)
+        second = split_gradients(split, params, x, (), x)
+        return first, second, gradients_by_vjp(stage, x)
 
-    first, again, reference = jax.jit(outer)(jnp.float32(0.7))
+    first, second, reference = jax.jit(outer)(jnp.float32(0.7))
     assert_close(first, reference)
-    assert_close(again, reference)
+    assert_close(second, reference)
 
 
 def test_one_split_serves_many_shapes():

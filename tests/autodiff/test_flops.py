@@ -1,4 +1,4 @@
-"""FLOPs of matmuls, compared with arithmetic."""
+"""Tests FLOP counts of matmuls against closed formulas."""
 
 import jax
 import jax.numpy as jnp

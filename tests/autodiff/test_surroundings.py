@@ -1,4 +1,4 @@
-"""Stages with sharded arrays, complex numbers and callbacks."""
+"""Tests stages with sharded arrays, complex numbers and callbacks."""
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,8 @@ def on(mesh, *spec):
 @pytest.mark.parametrize("jitted", [False, True])
 def test_arrays_on_automatic_axes_have_the_gradients_of_one_device(where, jitted):
     mesh, params, x = mesh_of(AxisType.Auto), mlp_params(), hidden()
-    places = {"up": on(mesh, None, "data"), "down": on(mesh, "data"), "bias": on(mesh)}
-    placed = jax.device_put(params, places if where == "weights" else on(mesh)) if where != "x only" else params
+    shardings = {"up": on(mesh, None, "data"), "down": on(mesh, "data"), "bias": on(mesh)}
+    placed = jax.device_put(params, shardings if where == "weights" else on(mesh)) if where != "x only" else params
     placed_x = np.asarray(x) if where == "params only" else jax.device_put(x, on(mesh, "data" if where == "batch" else None))
     split = jgraph.split_backward(mlp)
 
@@ -117,7 +117,7 @@ WRAPS = {
 @pytest.mark.parametrize(
     ("kind", "wrap"), [*((kind, wrap) for kind in ("debug", "io") for wrap in WRAPS), ("ordered", "plain"), ("ordered", "scan")]
 )
-def test_callbacks_run_once_in_forward_with_its_values_and_change_no_gradient(kind, wrap):
+def test_callbacks_run_once_in_forward_and_do_not_change_gradients(kind, wrap):
     seen = []
 
     def note(x):
@@ -173,7 +173,7 @@ loud.defvjp(loud_forward, lambda _, dy: (dy * 2,))
 
 
 @pytest.mark.parametrize("stage", [reads_io, lambda p, x: mlp(p, loud(x))], ids=["a result", "a custom_vjp"])
-def test_callbacks_that_would_run_on_other_values_are_refused(stage):
+def test_callbacks_with_a_result_or_in_a_custom_vjp_are_refused(stage):
     with pytest.raises(SplitError, match="a callback must return nothing") as error:
         jgraph.split_backward(stage).forward(mlp_params(), hidden())
     assert "\n" not in str(error.value)

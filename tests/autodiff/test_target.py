@@ -1,4 +1,4 @@
-"""Compiles forward, dgrad and wgrad for an H200 that is not present."""
+"""Tests forward, dgrad and wgrad compiled for an H200 target."""
 
 import re
 
@@ -49,14 +49,14 @@ def test_wgrad_adds_to_main_grad_inside_the_matmul(h200):
         assert "output_to_operand_aliasing" in product
 
 
-def test_a_gelu_is_the_epilogue_of_a_matmul_with_a_kept_output(h200):
+def test_a_gelu_is_the_epilogue_of_a_matmul_with_a_saved_output(h200):
     split = jgraph.split_backward(lambda p, x: x + gelu(x @ p["up"]) @ p["down"])
     args = {name: shape(*PARAMS[name].shape, dtype=jnp.bfloat16) for name in ("up", "down")}, SPEC.y
     compiled, _ = compile_for(jax.jit(split.forward), *args, compiler_options={"xla_gpu_enable_triton_gemm": False})
     assert '"epilogue":"GELU_AUX"' in compiled.as_text()
 
 
-def test_each_part_is_captured_whole(h200):
+def test_each_part_is_fully_captured(h200):
     options = {"xla_gpu_graph_min_graph_size": 1}
     for run, *args in (
         (jax.jit(SPLIT.forward), PARAMS, shape(1, N, D, dtype=jnp.bfloat16)),

@@ -1,7 +1,7 @@
-"""A chain of small callables, and plain runs that every order must equal.
+"""A chain of small callables and two reference runs for orders.
 
-`plain` is jax.vjp, callable by callable, microbatch by microbatch. `one_by_one` is the same with graphed callables: the same
-executables in the plainest order, so that what an order gives must be the same bits.
+`reference` applies jax.vjp to every callable and microbatch in turn. `single_calls` does the same with graphed callables. It
+uses the same executables as an order, so the results of an order must equal it bit for bit.
 """
 
 import functools
@@ -16,12 +16,12 @@ D, H, B = 4, 8, 3
 
 
 def stage(params, x):
-    """A weight that is delayed, one that is not (the bias), a residual connection."""
+    """A residual block with two delayed matmuls and a bias, which is not delayed."""
     return x + jnp.tanh(x @ params["w"] + params["b"]) @ params["v"]
 
 
 def make_params(seed, dtype=jnp.float32):
-    rng = np.random.default_rng(seed)  # no program to compile where tests are only collected
+    rng = np.random.default_rng(seed)  # NumPy, so that collecting the tests compiles no program
     shapes = {"w": (D, H), "b": (H,), "v": (H, D)}
     return {name: jnp.asarray(0.5 * rng.standard_normal(shape), dtype) for name, shape in shapes.items()}
 
@@ -45,15 +45,15 @@ def loss_fn(y, target):
 
 @functools.cache
 def _jitted(fn):
-    """Forward and backward of a callable, each a program of its own."""
+    """Returns jitted forward and backward functions of `fn`."""
     return jax.jit(lambda params, x: jax.vjp(fn, params, x)), jax.jit(lambda vjp, dy: vjp(dy))
 
 
 _LOSS = jax.jit(jax.value_and_grad(loss_fn))
 
 
-def plain(fns, params, xs, loss_args):
-    """Losses, outputs, and gradients summed over the microbatches in their order."""
+def reference(fns, params, xs, loss_args):
+    """Returns the losses, the outputs and the gradients summed over microbatches, computed by jax.vjp."""
     losses, outputs, sums = [], [], [jax.tree.map(jnp.zeros_like, p) for p in params]
     for x, args in zip(xs, loss_args, strict=True):
         vjps, y = [], x
@@ -69,8 +69,8 @@ def plain(fns, params, xs, loss_args):
     return losses, outputs, sums
 
 
-def one_by_one(graphed, params, xs, loss_args):
-    """As `plain`, with single calls; gradients as `run` gives them."""
+def single_calls(graphed, params, xs, loss_args):
+    """Returns the same as `reference`, computed by single calls. The gradients have the types that `run` returns."""
     losses, outputs, sums = [], [], [jax.tree.map(jnp.zeros_like, p) for p in params]
     graphed.zero_grads()
     for x, args in zip(xs, loss_args, strict=True):
@@ -88,7 +88,7 @@ def one_by_one(graphed, params, xs, loss_args):
 
 
 def _add(total, gradient):
-    """What main_grad holds is a sum already."""
+    """Returns a copy of a `Borrowed` gradient, because main_grad is already a sum."""
     return gradient.copy() if isinstance(gradient, jgraph.Borrowed) else total + gradient
 
 
@@ -100,13 +100,13 @@ UPDATE = jax.jit(sgd)
 
 
 def assert_same_bits(one, other):
-    """Equal structure once handles are arrays, and equal bits."""
+    """Checks that all leaves are equal bit for bit. Reads handles as arrays."""
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 def assert_close(one, other):
-    """Equal to the rounding of float32 sums."""
+    """Checks that all leaves are equal up to the rounding of float32 sums."""
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-6, atol=2e-6 * float(np.abs(np.asarray(b)).max()))
 

@@ -1,4 +1,4 @@
-"""Single calls: numbers, who owns what they give, and every way to call them wrongly."""
+"""Single calls of graphed callables: values, ownership of the results, and errors for wrong calls."""
 
 import gc
 
@@ -24,67 +24,67 @@ def build(**kwargs):
     return graphed[0], params[0]
 
 
-def truth(params, x=X, dy=DY):
+def reference(params, x=X, dy=DY):
     y, vjp = jax.vjp(chain.stage, params, x)
     grads, dx = vjp(dy)
     return y, grads, dx
 
 
-def test_forward_and_backward_are_those_of_jax_vjp():
+def test_forward_and_backward_equal_jax_vjp():
     call, params = build()
     y = call(params, X)
     grads, dx = call.backward(DY)
-    chain.assert_close((y, grads, dx), truth(params))
+    chain.assert_close((y, grads, dx), reference(params))
 
 
-def test_dgrad_now_and_wgrad_later_are_the_backward():
+def test_dgrad_followed_by_wgrad_equals_the_backward():
     call, params = build(delay_wgrad=True)
     y = call(params, X)
     dx = call.dgrad(DY)
     grads = call.wgrad()
-    chain.assert_close((y, grads, dx), truth(params))
+    chain.assert_close((y, grads, dx), reference(params))
     assert isinstance(grads["w"], jgraph.Borrowed)
     assert isinstance(grads["b"], jax.Array)
 
 
-def test_wgrads_of_experts_may_come_later():
+def test_wgrads_of_grouped_matmuls_can_be_delayed():
     params, x = grouped_params(), hidden()
     call = jgraph.make_graphed_callables(grouped_mlp, params, (x,), delay_wgrad=True)[0]
-    for _ in range(2):  # main_grad adds up
+    for _ in range(2):  # main_grad accumulates
         y = call(params, x)
         dx = call.dgrad(x)
         grads = call.wgrad()
-    wanted, vjp = jax.vjp(grouped_mlp, params, x)
-    chain.assert_close((y, dx, grads), (wanted, vjp(x)[1], jax.tree.map(lambda g: 2 * g, vjp(x)[0])))
+    expected, vjp = jax.vjp(grouped_mlp, params, x)
+    chain.assert_close((y, dx, grads), (expected, vjp(x)[1], jax.tree.map(lambda g: 2 * g, vjp(x)[0])))
     assert all(isinstance(grad, jgraph.Borrowed) for grad in grads.values())
 
 
-def test_microbatches_are_first_in_first_out():
+def test_microbatches_are_processed_first_in_first_out():
     call, params = build(delay_wgrad=True, order=[1, 1, 1, -1, -1, -1, -1.5, -1.5, -1.5])
     xs = [X, OTHER, X + 1]
     for x in xs:
         call(params, x)
     for x in xs:
-        chain.assert_close(call.dgrad(DY), truth(params, x)[2])
+        chain.assert_close(call.dgrad(DY), reference(params, x)[2])
     total = jax.tree.map(jnp.zeros_like, params)
     for x in xs:
-        total = jax.tree.map(jnp.add, total, truth(params, x)[1])
+        total = jax.tree.map(jnp.add, total, reference(params, x)[1])
         grads = call.wgrad()
-        chain.assert_close(grads["w"].value, total["w"])  # main_grad adds up
-        chain.assert_close(grads["b"], truth(params, x)[1]["b"])  # an owned one is of its microbatch
+        chain.assert_close(grads["w"].value, total["w"])  # main_grad accumulates
+        chain.assert_close(grads["b"], reference(params, x)[1]["b"])  # an owned gradient belongs to one microbatch
 
 
-def test_parameters_may_have_none_in_their_places():
+def test_parameters_may_contain_none():
     params = {**chain.make_params(0), "absent": None}
     for kwargs in ({}, {"param_grads": "aliased"}, {"delay_wgrad": True}):
         call = jgraph.make_graphed_callables(chain.stage, params, (X,), **kwargs)[0]
         call(params, X)
         grads, dx = call.backward(DY)
-        chain.assert_close((grads, dx), truth(params)[1:])
+        chain.assert_close((grads, dx), reference(params)[1:])
         assert grads["absent"] is None
 
 
-def test_an_x_of_integers_has_no_gradient():
+def test_an_integer_x_has_no_gradient():
     table = {"e": jnp.arange(12.0).reshape(4, 3)}
     graphed = jgraph.make_graphed_callables(
         lambda params, tokens: params["e"][tokens], table, (jax.ShapeDtypeStruct((2,), jnp.int32),)
@@ -96,10 +96,10 @@ def test_an_x_of_integers_has_no_gradient():
     np.testing.assert_array_equal(grads["e"][0], [0, 0, 0])
 
 
-# Owned
+# Owned gradients
 
 
-def test_gradients_kept_by_the_caller_survive_the_next_replay():
+def test_retained_gradients_survive_the_next_replay():
     call, params = build()
     call(params, X)
     kept, _ = call.backward(DY)
@@ -110,10 +110,10 @@ def test_gradients_kept_by_the_caller_survive_the_next_replay():
     for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(new), strict=True):
         assert a.unsafe_buffer_pointer() != b.unsafe_buffer_pointer()
     total = jax.tree.map(jnp.add, kept, new)
-    chain.assert_close(total, jax.tree.map(jnp.add, truth(params)[1], truth(params, OTHER)[1]))
+    chain.assert_close(total, jax.tree.map(jnp.add, reference(params)[1], reference(params, OTHER)[1]))
 
 
-def test_gradients_of_a_run_survive_the_next_run():
+def test_retained_gradients_survive_the_next_run():
     graphed, _ = chain.build(2, order=[1, 2, -2, -1], reuse_buffers=True)
     xs, loss_args = chain.batches(1)
     kept = graphed.run(None, xs, chain.loss_fn, loss_args=loss_args).grads
@@ -122,7 +122,7 @@ def test_gradients_of_a_run_survive_the_next_run():
     chain.assert_same_bits(kept, before)
 
 
-# Aliased
+# Aliased gradients
 
 
 @pytest.mark.parametrize("delay", [False, True])
@@ -139,7 +139,7 @@ def test_aliased_gradients_keep_their_address(delay):
 
 
 @pytest.mark.parametrize("join", ["segments", "nothing"])
-def test_main_grad_keeps_its_address_over_runs_and_starts_from_zero(join):
+def test_main_grad_keeps_its_address_across_runs_and_starts_at_zero(join):
     graphed, _ = chain.build(2, order=[1, 2, -2, -1, -2.5, -1.5] * 2, delay_wgrad=True, reuse_buffers=True)
     xs, loss_args = chain.batches(2)
     seen = []
@@ -152,14 +152,14 @@ def test_main_grad_keeps_its_address_over_runs_and_starts_from_zero(join):
             np.testing.assert_array_equal(value, first_value)
 
 
-def test_the_compiled_programs_say_that_main_grad_is_updated_in_place():
+def test_the_compiled_program_aliases_main_grad_to_its_output():
     call, _ = build(delay_wgrad=True)
     assert len(call.parts["wgrad"].adds) == 2
     assert alias_map(call.parts["wgrad"].compiled) == {0: 0, 1: 1}
     assert alias_map(call.parts["forward"].compiled) == {}
 
 
-def test_a_stale_handle_says_whose_it_was_what_ended_it_and_how_to_keep_it():
+def test_the_error_of_a_stale_handle_names_its_owner_the_update_and_copy():
     call, params = build(param_grads="aliased")
     call(params, X)
     old, _ = call.backward(DY)
@@ -177,10 +177,10 @@ def test_a_stale_handle_says_whose_it_was_what_ended_it_and_how_to_keep_it():
     with pytest.raises(OwnershipError, match="stale"):
         np.asarray(old["w"])
     assert "updated in place" in repr(old["w"])
-    chain.assert_close(kept, truth(params)[1]["w"])
+    chain.assert_close(kept, reference(params)[1]["w"])
 
 
-def test_zero_grads_reset_and_runs_end_handles():
+def test_zero_grads_run_and_reset_invalidate_handles():
     graphed, params = chain.build(1, order=[1, -1], param_grads="aliased")
     for end, word in (
         (graphed.zero_grads, "set to zero"),
@@ -194,15 +194,15 @@ def test_zero_grads_reset_and_runs_end_handles():
             _ = old["w"].value
 
 
-def test_a_tree_with_handles_goes_into_a_jitted_function_as_arrays():
+def test_a_jitted_function_accepts_a_tree_of_handles():
     call, params = build(param_grads="aliased")
     call(params, X)
     grads, _ = call.backward(DY)
     new = jax.jit(lambda p, g: jax.tree.map(lambda a, b: a - b, p, g))(params, grads)
-    chain.assert_close(new, jax.tree.map(jnp.subtract, params, truth(params)[1]))
+    chain.assert_close(new, jax.tree.map(jnp.subtract, params, reference(params)[1]))
 
 
-def test_reading_a_handle_through_numpy_does_not_keep_the_buffer_from_being_updated_in_place():
+def test_a_numpy_view_of_a_handle_does_not_prevent_the_update_in_place():
     call, params = build(param_grads="aliased")
     call(params, X)
     grads, _ = call.backward(DY)
@@ -213,7 +213,7 @@ def test_reading_a_handle_through_numpy_does_not_keep_the_buffer_from_being_upda
     chain.assert_close(2 * view, again["w"].value)
 
 
-def test_an_accumulator_cannot_be_an_argument():
+def test_a_handle_to_main_grad_is_refused_as_an_argument():
     square = {"w": jnp.eye(chain.D)}
     graphed = jgraph.make_graphed_callables(
         lambda p, x: x @ p["w"], square, (square["w"],), order=[1, -1], param_grads="aliased"
@@ -233,10 +233,10 @@ def test_an_accumulator_cannot_be_an_argument():
     graphed[0].backward(square["w"])
 
 
-# Policy
+# State fixed at build time
 
 
-def test_what_a_caller_changes_after_the_build_changes_nothing():
+def test_changes_to_the_argument_lists_after_the_build_have_no_effect():
     delay, fns, params = [True], [chain.stage], [chain.make_params(0)]
     graphed = jgraph.make_graphed_callables(fns, params, [(X,)], order=[1, -1, -1.5], delay_wgrad=delay)
     parts = graphed[0].parts
@@ -251,7 +251,7 @@ def test_what_a_caller_changes_after_the_build_changes_nothing():
     assert graphed[0].parts is parts
 
 
-def test_replays_trace_nothing_and_compile_nothing():
+def test_a_replay_neither_traces_nor_compiles():
     traces = []
 
     def counted(params, x):
@@ -273,18 +273,18 @@ def test_replays_trace_nothing_and_compile_nothing():
     assert (len(traces), len(compiled)) == counts
 
 
-def test_what_the_callers_context_says_holds_while_building():
-    # jax keeps such settings by thread.
+def test_the_build_uses_the_jax_config_of_the_calling_thread():
+    # These settings of JAX are thread-local.
     with jax.default_matmul_precision("highest"):
         call, _ = build()
     assert "operand_precision={highest,highest}" in call.parts["forward"].compiled.as_text()
 
 
-# The pool
+# Donation
 
 
-def test_the_callers_arrays_are_never_donated_and_never_change():
-    """A hundred steps with reused buffers, garbage collection forced and the pages of freed buffers written over."""
+def test_the_callers_arrays_are_never_donated_or_changed():
+    """Runs 100 steps with reused buffers, forced garbage collection and new arrays that overwrite freed memory."""
 
     def masked(params, x, segments):
         return chain.stage(params, x) * (segments > 0)[:, None]
@@ -330,7 +330,7 @@ def test_the_residuals_of_a_run_are_donated_to_their_last_consumer():
 # Wrong calls
 
 
-def test_every_mismatch_is_listed_with_its_path():
+def test_an_argument_error_lists_every_mismatch_with_its_path():
     call, params = build()
     wrong = {"w": params["w"].astype(jnp.bfloat16), "v": params["v"], "extra": X}
     with pytest.raises(CallableError) as error:
@@ -338,24 +338,24 @@ def test_every_mismatch_is_listed_with_its_path():
     assert error.value.mismatches == (
         "params/b is missing",
         "params/w is bfloat16[4, 8], built for float32[4, 8]",
-        "params/extra is not known",
+        "params/extra is unexpected",
         "x is float32[2, 4], built for float32[3, 4]",
     )
     assert all(text in str(error.value) for text in error.value.mismatches)
-    y = call(params, X)  # and nothing was left pending by the failed call
+    y = call(params, X)  # the refused call left no pending microbatch
     call.backward(jnp.ones_like(y))
-    with pytest.raises(CallableError, match="backward has no forward"):
+    with pytest.raises(CallableError, match="backward has no preceding forward"):
         call.backward(DY)
 
 
-def test_another_device_is_a_mismatch():
+def test_params_on_another_device_are_refused():
     call, params = build()
     there = jax.device_put(params, jax.devices()[1])
     with pytest.raises(CallableError, match=r"params/b is on .*1, built for .*0"):
         call(there, X)
 
 
-def test_a_sharded_array_is_a_mismatch():
+def test_a_sharded_array_is_refused():
     call, params = build()
     mesh = jax.make_mesh((3,), ("p",), devices=jax.devices()[:3])
     spread = jax.device_put(X, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("p")))
@@ -363,53 +363,53 @@ def test_a_sharded_array_is_a_mismatch():
         call(params, spread)
 
 
-def test_a_wrong_dy_is_a_mismatch_and_the_microbatch_still_waits():
+def test_a_refused_dy_leaves_the_microbatch_pending():
     call, params = build()
     call(params, X)
     for wrong, text in (
         (DY[:1], r"dy is float32\[1, 4\]"),
-        ({"y": DY}, "dy/y is not known"),
+        ({"y": DY}, "dy/y is unexpected"),
         (DY.astype(jnp.bfloat16), "bfloat16"),
     ):
         with pytest.raises(CallableError, match=text):
             call.backward(wrong)
-    chain.assert_close(call.backward(DY)[1], truth(params)[2])
+    chain.assert_close(call.backward(DY)[1], reference(params)[2])
 
 
 def scaled(params, x, *, scale):
     return chain.stage(params, x) * scale
 
 
-def test_a_missing_or_unknown_keyword_is_refused():
+def test_a_missing_or_unknown_keyword_argument_is_refused():
     params, scale = chain.make_params(0), jnp.float32(2)
     graphed = jgraph.make_graphed_callables(scaled, params, (X,), sample_kwargs={"scale": scale})
     chain.assert_close(graphed[0](params, X, scale=scale), 2 * chain.stage(params, X))
     with pytest.raises(CallableError, match="scale is missing"):
         graphed[0](params, X)
-    with pytest.raises(CallableError, match="mask is not known"):
+    with pytest.raises(CallableError, match="mask is unexpected"):
         graphed[0](params, X, scale=scale, mask=X)
     with pytest.raises(CallableError, match="1 arguments after x, built for 0"):
         graphed[0](params, X, X, scale=scale)
 
 
-def test_a_numpy_array_may_be_written_to_after_the_call():
+def test_a_numpy_input_may_be_overwritten_after_the_call():
     call, params = build()
     x = np.array(X)
     call(params, x)
     x[:] = 0
-    chain.assert_close(call.backward(DY)[0], truth(params)[1])
+    chain.assert_close(call.backward(DY)[0], reference(params)[1])
 
 
-def test_an_input_that_the_caller_deleted_before_the_backward_is_told_so():
+def test_backward_reports_an_input_deleted_by_the_caller():
     call, params = build()
     x = jnp.array(X)
     call(params, x)
     x.delete()
-    with pytest.raises(OwnershipError, match=r"backward needs 1 arrays of this microbatch.*x, dy or extra.*keep them"):
+    with pytest.raises(OwnershipError, match=r"backward needs 1 arrays of this microbatch.*keep x, dy and extra"):
         call.backward(DY)
 
 
-def test_parameters_donated_before_the_backward_are_told_so():
+def test_backward_reports_parameters_donated_by_the_caller():
     call, params = build()
     call(params, X)
     jax.jit(lambda p: jax.tree.map(lambda a: a + 1, p), donate_argnums=0)(params)
@@ -417,51 +417,51 @@ def test_parameters_donated_before_the_backward_are_told_so():
         call.backward(DY)
 
 
-@pytest.mark.parametrize("what", ["inputs", "loss_args", "params"])
-def test_a_run_is_told_which_of_its_arguments_was_deleted(what):
+@pytest.mark.parametrize("argument", ["inputs", "loss_args", "params"])
+def test_run_names_the_argument_deleted_by_the_caller(argument):
     graphed, params = chain.build(1, order=[1, -1], reuse_buffers=True)
     x, target = jnp.array(X), jnp.array(DY)
-    {"inputs": x, "loss_args": target, "params": params[0]["w"]}[what].delete()
-    with pytest.raises(CallableError, match=rf"{what}\[0\]/?.* was donated or deleted by the caller"):
+    {"inputs": x, "loss_args": target, "params": params[0]["w"]}[argument].delete()
+    with pytest.raises(CallableError, match=rf"{argument}\[0\]/?.* was donated or deleted by the caller"):
         graphed.run(None, [x], chain.loss_fn, loss_args=[(target,)], params=params)
 
 
-def test_parts_out_of_turn_are_refused():
+def test_dgrad_and_wgrad_out_of_order_are_refused():
     call, params = build(delay_wgrad=True)
-    with pytest.raises(CallableError, match="dgrad has no forward to belong to"):
+    with pytest.raises(CallableError, match="dgrad has no preceding forward"):
         call.dgrad(DY)
     call(params, X)
-    with pytest.raises(CallableError, match="wgrad has no dgrad to belong to"):
+    with pytest.raises(CallableError, match="wgrad has no preceding dgrad"):
         call.wgrad()
     whole, _ = build()
     with pytest.raises(CallableError, match=r"delay_wgrad=False; call backward"):
         whole.dgrad(DY)
 
 
-def test_a_whole_backward_does_not_overtake_a_wgrad_that_waits():
+def test_backward_is_refused_while_a_delayed_wgrad_is_pending():
     call, params = build(delay_wgrad=True)
     call(params, X)
     call.dgrad(DY)
     call(params, OTHER)
-    with pytest.raises(CallableError, match="1 microbatches wait for their wgrad and must go first"):
+    with pytest.raises(CallableError, match="1 microbatches wait for their wgrad, which must run first"):
         call.backward(DY)
-    chain.assert_close(call.wgrad()["w"].value, truth(params)[1]["w"])
-    chain.assert_close(call.backward(DY)[1], truth(params, OTHER)[2])
+    chain.assert_close(call.wgrad()["w"].value, reference(params)[1]["w"])
+    chain.assert_close(call.backward(DY)[1], reference(params, OTHER)[2])
 
 
-def test_complex_parameters_are_refused_when_it_is_built():
-    with pytest.raises(CallableError, match="params/w is complex64; give its real and imaginary parts"):
+def test_the_build_refuses_complex_parameters():
+    with pytest.raises(CallableError, match="params/w is complex64; pass its real and imaginary parts"):
         jgraph.make_graphed_callables(chain.stage, {**chain.make_params(0), "w": jnp.ones((chain.D, chain.D), complex)}, (X,))
 
 
-def product(params, x):
+def matmul(params, x):
     return x @ params["w"]
 
 
 @pytest.mark.parametrize("place", ["x", "dy"])
-def test_the_array_of_main_grad_cannot_come_back_as_an_argument(place):
+def test_the_array_of_main_grad_is_refused_as_an_argument(place):
     eye = jnp.eye(chain.D)
-    graphed = jgraph.make_graphed_callables(product, {"w": eye}, (eye,), order=[1, -1, -1.5], delay_wgrad=True)
+    graphed = jgraph.make_graphed_callables(matmul, {"w": eye}, (eye,), order=[1, -1, -1.5], delay_wgrad=True)
     call, params = graphed[0], {"w": eye + 1}
     call(params, eye)
     call.dgrad(eye)
@@ -476,7 +476,7 @@ def test_the_array_of_main_grad_cannot_come_back_as_an_argument(place):
         call.wgrad()
 
 
-def test_a_run_waits_for_no_microbatch_of_single_calls():
+def test_run_is_refused_while_microbatches_of_single_calls_are_pending():
     graphed, params = chain.build(1, order=[1, -1])
     graphed[0](params[0], X)
     with pytest.raises(CallableError, match="callable 0 has 1 microbatches that wait"):
@@ -495,7 +495,7 @@ class Dense(nnx.Module):
         return self.drop(self.linear(x), rngs=key)
 
 
-def test_an_nnx_module_is_a_callable_and_its_dropout_key_an_argument():
+def test_an_nnx_module_takes_its_dropout_key_as_an_argument():
     module, key = Dense(nnx.Rngs(0)), jax.random.key(3)
     params = nnx.state(module, nnx.Param)
     graphed = jgraph.make_graphed_callables(module, params, (X,), sample_kwargs={"key": key})
@@ -509,7 +509,7 @@ def test_an_nnx_module_is_a_callable_and_its_dropout_key_an_argument():
     chain.assert_close(grads, expected)
 
 
-def test_a_linen_module_is_a_callable():
+def test_a_linen_module_can_be_graphed():
     module = linen.Dense(5)
     params = module.init(jax.random.key(0), X)
     graphed = jgraph.make_graphed_callables(module, params, (X,))
@@ -519,7 +519,7 @@ def test_a_linen_module_is_a_callable():
     chain.assert_close((y, grads, dx), (module.apply(params, X), *expected))
 
 
-def test_a_module_in_another_mode_than_it_is_built_for_is_refused():
+def test_a_module_in_another_mode_than_the_build_is_refused():
     module, key = Dense(nnx.Rngs(0)), jax.random.key(0)
     params, kwargs = nnx.state(module, nnx.Param), {"sample_kwargs": {"key": key}}
     with pytest.raises(CallableError, match=r"drop has deterministic=False, .*training=False; call \.eval\(\)"):
@@ -534,16 +534,16 @@ def test_a_module_in_another_mode_than_it_is_built_for_is_refused():
         inference[0].backward(DY)
 
 
-def test_a_module_with_variables_that_a_call_would_change_is_refused():
+def test_a_module_with_mutable_state_is_refused():
     module = nnx.BatchNorm(chain.D, rngs=nnx.Rngs(0))
     with pytest.raises(CallableError, match=r"callable 0 has variables besides its parameters \(BatchStat\)"):
         jgraph.make_graphed_callables(module, nnx.state(module, nnx.Param), (X,))
 
 
-# Reset, failure
+# Reset and failures
 
 
-def test_reset_frees_memory_and_use_after_it_is_refused():
+def test_reset_frees_all_memory_and_later_calls_are_refused():
     gc.collect()
     before = len(jax.live_arrays())
     graphed, params = chain.build(2, order=[1, 2, -2, -1], reuse_buffers=True, param_grads="aliased")
@@ -567,7 +567,7 @@ def test_reset_frees_memory_and_use_after_it_is_refused():
     assert len(jax.live_arrays()) - before == len(jax.tree.leaves(params))
 
 
-def test_a_build_that_fails_half_way_leaves_nothing_behind():
+def test_a_failed_build_leaves_no_arrays_and_no_config_changes():
     def broken(params, x):
         raise RuntimeError("no")
 
@@ -581,7 +581,7 @@ def test_a_build_that_fails_half_way_leaves_nothing_behind():
     assert dict(jax.config.values) == config
 
 
-def test_a_run_that_fails_half_way_leaves_main_grad_usable(monkeypatch):
+def test_a_failed_run_leaves_main_grad_usable(monkeypatch):
     graphed, _ = chain.build(1, order=[1, -1], param_grads="aliased")
     graphed.run(None, [X], chain.loss_fn, loss_args=[(DY,)])
     with pytest.raises(CallableError, match=r"inputs\[0\] is float32\[2, 4\]"):
@@ -597,7 +597,7 @@ def noisy(params, x, *, key):
     return chain.stage(params, x) * jax.random.bernoulli(key, 0.5, x.shape)
 
 
-def test_a_runs_keys_are_folded_by_step_microbatch_and_callable():
+def test_run_folds_the_key_by_step_microbatch_and_callable():
     params, key = tuple(map(chain.make_params, range(2))), jax.random.key(7)
     graphed = jgraph.make_graphed_callables(
         (noisy,) * 2, params, chain.sample(2), sample_kwargs=({"key": key},) * 2, order=[1, 1, 2, 2, -2, -1, -2, -1]
@@ -619,7 +619,7 @@ def test_a_runs_keys_are_folded_by_step_microbatch_and_callable():
     chain.assert_same_bits(runs[0].grads, runs[2].grads)
 
 
-def test_a_layers_key_is_the_one_that_a_pipeline_program_folds_from_its_steps_key():
+def test_fold_key_equals_three_folds_by_step_microbatch_and_layer():
     key = jax.random.key(7)
     in_a_step = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 3), 1), 2)
     assert jgraph.fold_key(key, step=3, microbatch=1, layer=2) == in_a_step

@@ -1,4 +1,4 @@
-"""Which forward a backward belongs to: evaluations, microbatches that are dropped or named, threads, transformations."""
+"""Pending microbatches of graphed callables: evaluation, selection, dropping, threads, and JAX transformations."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,18 +24,18 @@ def build(**kwargs):
     return graphed[0], params[0]
 
 
-def truth(params, x):
-    """Gradients of the parameters, and dx."""
+def reference(params, x):
+    """Returns the parameter gradients and dx."""
     return jax.vjp(chain.stage, params, x)[1](DY)
 
 
-def elsewhere(use, *args):
-    """What a call gives in another thread."""
+def in_another_thread(use, *args):
+    """Returns the result of a call in another thread."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(use, *args).result()
 
 
-# Evaluations
+# Evaluation
 
 
 @pytest.mark.parametrize(
@@ -43,17 +43,17 @@ def elsewhere(use, *args):
     [{}, {"delay_wgrad": True}, {"param_grads": "aliased"}],
     ids=["owned", "delayed", "aliased"],
 )
-def test_an_evaluation_between_forward_and_backward_keeps_nothing(kwargs):
+def test_evaluate_between_forward_and_backward_saves_no_residuals(kwargs):
     call, params = build(**kwargs)
     call(params, X)
     y = call.evaluate(params, OTHER)
     assert isinstance(y, jax.Array)
     chain.assert_close(y, chain.stage(params, OTHER))
-    chain.assert_close(call.backward(DY), truth(params, X))
+    chain.assert_close(call.backward(DY), reference(params, X))
     assert call.pending == ()
 
 
-def test_an_evaluation_compiles_nothing():
+def test_evaluate_does_not_compile():
     compiled = []
     listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
     call, params = build()
@@ -63,21 +63,21 @@ def test_an_evaluation_compiles_nothing():
     assert not compiled
 
 
-# Which one
+# Selecting a microbatch
 
 
-def test_a_forward_too_many_is_noticed_at_the_next_backward():
+def test_the_next_backward_reports_an_extra_forward():
     call, params = build()
     call(params, OTHER)  # should have been an evaluation
     call(params, X)
     with pytest.raises(CallableError, match=r"2 microbatches wait .*\(0, 1\).*`microbatch`.*drop"):
         call.backward(DY)
     call.drop(0)
-    chain.assert_close(call.backward(DY), truth(params, X))
+    chain.assert_close(call.backward(DY), reference(params, X))
 
 
 @pytest.mark.parametrize("kwargs", [{"order": ORDER}, {"order": DELAYED, "delay_wgrad": True}], ids=["whole", "delayed"])
-def test_more_microbatches_than_the_order_ever_has_are_noticed(kwargs):
+def test_more_pending_microbatches_than_the_order_allows_are_refused(kwargs):
     call, params = build(**kwargs)
     part = call.dgrad if "delay_wgrad" in kwargs else call.backward
     for x in (OTHER, X, X):
@@ -89,26 +89,26 @@ def test_more_microbatches_than_the_order_ever_has_are_noticed(kwargs):
     assert len(call.pending) == (2 if "delay_wgrad" in kwargs else 1)
 
 
-def test_a_backward_may_say_which_forward_it_belongs_to():
+def test_backward_and_dgrad_accept_a_microbatch_number():
     call, params = build(order=DELAYED, delay_wgrad=True)
     call(params, X)
     first = call.pending[-1]
     call(params, OTHER)
     second = call.pending[-1]
-    chain.assert_close(call.dgrad(DY, microbatch=second), truth(params, OTHER)[1])
-    chain.assert_close(call.dgrad(DY, microbatch=first), truth(params, X)[1])
+    chain.assert_close(call.dgrad(DY, microbatch=second), reference(params, OTHER)[1])
+    chain.assert_close(call.dgrad(DY, microbatch=first), reference(params, X)[1])
     assert set(call.pending) == {first, second}
     grads = call.wgrad(microbatch=first)
-    chain.assert_close(grads, truth(params, X)[0])
+    chain.assert_close(grads, reference(params, X)[0])
     call.wgrad(microbatch=second)
     call(params, X)
     third = call.pending[-1]
     call(params, OTHER)
-    chain.assert_close(call.backward(DY, microbatch=call.pending[-1])[1], truth(params, OTHER)[1])
-    chain.assert_close(call.backward(DY, microbatch=third)[1], truth(params, X)[1])
+    chain.assert_close(call.backward(DY, microbatch=call.pending[-1])[1], reference(params, OTHER)[1])
+    chain.assert_close(call.backward(DY, microbatch=third)[1], reference(params, X)[1])
 
 
-def test_a_microbatch_that_does_not_wait_is_refused():
+def test_a_microbatch_that_is_not_pending_is_refused():
     call, params = build(delay_wgrad=True)
     call(params, X)
     for part in (lambda: call.dgrad(DY, microbatch=3), lambda: call.drop(3), lambda: call.dgrad(DY, microbatch="first")):
@@ -122,7 +122,7 @@ def test_a_microbatch_that_does_not_wait_is_refused():
 
 @pytest.mark.parametrize("restart", ["run", "zero_grads", "zero_grads of all"])
 @pytest.mark.parametrize("after", ["forward", "dgrad"])
-def test_a_step_does_not_start_while_microbatches_of_the_last_one_wait(restart, after):
+def test_a_new_step_is_refused_while_microbatches_are_pending(restart, after):
     graphed, params = chain.build(1, order=[1, -1, -1.5], delay_wgrad=True, reuse_buffers=True)
     call = graphed[0]
     starts = {
@@ -142,27 +142,27 @@ def test_a_step_does_not_start_while_microbatches_of_the_last_one_wait(restart, 
 # Threads
 
 
-def test_another_thread_is_refused_while_microbatches_of_this_one_wait():
+def test_another_thread_is_refused_while_microbatches_are_pending():
     call, params = build(delay_wgrad=True)
     call(params, X)
     for use in (lambda: call(params, OTHER), lambda: call.dgrad(DY), lambda: call.backward(DY), call.zero_grads):
         with pytest.raises(CallableError, match=r"callable 0 .*thread"):
-            elsewhere(use)
+            in_another_thread(use)
     call.dgrad(DY)
     with pytest.raises(CallableError, match=r"callable 0 .*thread"):
-        elsewhere(call.wgrad)
+        in_another_thread(call.wgrad)
     call.wgrad()
-    elsewhere(call, params, OTHER)  # a thread may go on where another has finished
+    in_another_thread(call, params, OTHER)  # allowed, because no microbatch of the first thread is pending
     with pytest.raises(CallableError, match=r"callable 0 .*thread"):
         call.dgrad(DY)
     call.drop()
-    chain.assert_close(elsewhere(call.evaluate, params, X), chain.stage(params, X))
+    chain.assert_close(in_another_thread(call.evaluate, params, X), chain.stage(params, X))
 
 
-def test_two_threads_on_one_callable_get_an_error_or_the_right_gradient():
+def test_concurrent_calls_raise_an_error_or_return_correct_gradients():
     call, params = build()
     inputs = [X * (m + 1) for m in range(2)]
-    expected = [np.asarray(truth(params, x)[1]) for x in inputs]
+    expected = [np.asarray(reference(params, x)[1]) for x in inputs]
 
     def gradients(m):
         found = []
@@ -175,45 +175,45 @@ def test_two_threads_on_one_callable_get_an_error_or_the_right_gradient():
         return found
 
     with ThreadPoolExecutor(2) as pool:
-        for found, wanted in zip(pool.map(gradients, range(2)), expected, strict=True):
+        for found, expected_dx in zip(pool.map(gradients, range(2)), expected, strict=True):
             for dx in found:
-                chain.assert_close(dx, wanted)
+                chain.assert_close(dx, expected_dx)
 
 
-def test_a_call_while_another_thread_is_in_one_is_refused():
+def test_a_call_during_a_call_of_another_thread_is_refused():
     params = chain.make_params(0)
     call = jgraph.make_graphed_callables(chain.stage, params, (X,))[0]
     with call.waiting, pytest.raises(CallableError, match=r"callable 0 .*thread"):
-        elsewhere(lambda: call(params, X))
+        in_another_thread(lambda: call(params, X))
 
 
-def test_two_threads_do_not_run_at_once():
+def test_run_and_calls_are_refused_during_a_run_of_another_thread():
     found = []
     graphed, params = chain.build(2, order=[1, 2, -2, -1])
 
-    def loss(y):  # traced by a run in progress
+    def loss(y):  # traced during the run
         for use in (lambda: graphed.run(None, [X], jnp.sum), lambda: graphed[1](params[1], X)):
             with pytest.raises(CallableError, match="thread") as error:
-                elsewhere(use)
+                in_another_thread(use)
             found.append(error)
         return jnp.sum(y)
 
     graphed.run(None, [X], loss)
     assert found
-    elsewhere(lambda: graphed.run(None, [X], jnp.sum))
+    in_another_thread(lambda: graphed.run(None, [X], jnp.sum))
 
 
-def test_each_callable_may_be_called_by_its_own_thread():
+def test_different_threads_may_call_different_callables():
     graphed, params = chain.build(2, order=[1, 2, -2, -1])
     y = graphed[0](params[0], X)
-    chain.assert_close(elsewhere(graphed[1], params[1], y), chain.stage(params[1], y))
+    chain.assert_close(in_another_thread(graphed[1], params[1], y), chain.stage(params[1], y))
 
 
-# What the caller changes meanwhile
+# Arrays that the caller changes or donates
 
 
 def aligned(array):
-    """A numpy array that a device array on the CPU could share."""
+    """Returns a copy of `array` in NumPy memory that is aligned enough for a JAX CPU array to share it."""
     raw = np.empty(array.nbytes + 64, np.uint8)
     start = -raw.ctypes.data % 64
     out = raw[start : start + array.nbytes].view(np.float32).reshape(array.shape)
@@ -222,7 +222,7 @@ def aligned(array):
 
 
 @pytest.mark.parametrize("part", ["backward", "dgrad"])
-def test_numpy_parameters_may_be_written_to_after_the_forward(part):
+def test_numpy_parameters_may_be_overwritten_after_the_forward(part):
     call, params = build(delay_wgrad=part == "dgrad")
     given = jax.tree.map(lambda leaf: aligned(np.asarray(leaf)), params)
     call(given, aligned(np.asarray(X)))
@@ -233,15 +233,15 @@ def test_numpy_parameters_may_be_written_to_after_the_forward(part):
     else:
         dx = call.dgrad(DY)
         grads = call.wgrad()
-    chain.assert_close((grads, dx), truth(params, X))
+    chain.assert_close((grads, dx), reference(params, X))
 
 
-def test_a_numpy_dy_may_be_written_to_before_the_wgrad():
-    def product(params, x):
+def test_a_numpy_dy_may_be_overwritten_before_the_wgrad():
+    def matmul(params, x):
         return x @ params["w"]  # the stash is dy itself
 
     params = {"w": jnp.ones((chain.D, chain.D))}
-    graphed = jgraph.make_graphed_callables(product, params, (X,), delay_wgrad=True)
+    graphed = jgraph.make_graphed_callables(matmul, params, (X,), delay_wgrad=True)
     dy = aligned(np.asarray(DY))
     graphed[0](params, X)
     graphed[0].dgrad(dy)
@@ -249,8 +249,8 @@ def test_a_numpy_dy_may_be_written_to_before_the_wgrad():
     chain.assert_close(graphed[0].wgrad()["w"], X.T @ DY)
 
 
-def test_numpy_arrays_that_are_placed_or_played_are_copied():
-    # On the CPU jax.device_put may share their memory, and what runs may read it later.
+def test_place_and_run_copy_numpy_arrays():
+    # On CPUs jax.device_put may share the memory of a NumPy array, and a program may read it later.
     graphed, params = chain.build(1, order=[1, -1])
     weights = jax.tree.map(lambda leaf: aligned(np.asarray(leaf)), params)
     placed = graphed.place(weights)
@@ -281,7 +281,7 @@ def donate(array):
 
 
 @pytest.mark.parametrize("delay", [False, True], ids=["whole", "delayed"])
-def test_a_sum_that_the_caller_donated_is_an_error_until_all_start_anew(delay):
+def test_a_donated_main_grad_is_an_error_until_zero_grads(delay):
     call, params = build(param_grads="aliased", delay_wgrad=delay)
     call(params, X)
     grads, _ = call.backward(DY)
@@ -291,15 +291,15 @@ def test_a_sum_that_the_caller_donated_is_an_error_until_all_start_anew(delay):
         with pytest.raises(OwnershipError, match=r"main_grad of callable 0, 'w', was donated or deleted.*zero_grads") as error:
             use()
         assert error.value.owner == "main_grad of callable 0"
-    chain.assert_close(grads["v"].value, truth(params, X)[0]["v"])  # nothing was done to the others
+    chain.assert_close(grads["v"].value, reference(params, X)[0]["v"])  # other gradients are unchanged
     call.drop()
     call.zero_grads()
     call(params, X)
-    chain.assert_close(call.backward(DY), truth(params, X))
+    chain.assert_close(call.backward(DY), reference(params, X))
 
 
 @pytest.mark.parametrize("join", ["segments", "nothing"])
-def test_a_run_makes_donated_sums_anew(join):
+def test_run_reallocates_a_donated_main_grad(join):
     graphed, _ = chain.build(1, order=[1, -1], param_grads="aliased")
     loss_args = [(DY,)]
     first = graphed.run(None, [X], chain.loss_fn, loss_args=loss_args, join=join)
@@ -311,7 +311,7 @@ def test_a_run_makes_donated_sums_anew(join):
 # Transformations
 
 
-def shapes(fn):
+def abstract(fn):
     return lambda *args: jax.eval_shape(fn, *args)
 
 
@@ -319,12 +319,12 @@ TRANSFORMATIONS = {
     "jit": jax.jit,
     "grad": lambda fn: jax.grad(lambda *args: jnp.sum(fn(*args))),
     "vmap": lambda fn: lambda *args: jax.vmap(fn)(*(jax.tree.map(lambda leaf: leaf[None], a) for a in args)),
-    "eval_shape": shapes,
+    "eval_shape": abstract,
 }
 
 
 @pytest.mark.parametrize("transform", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
-def test_a_graphed_callable_in_a_transformation_says_so(transform):
+def test_a_graphed_callable_inside_a_jax_transformation_raises_an_error(transform):
     graphed, params = chain.build(1, order=[1, -1], param_grads="aliased")
     call = graphed[0]
     call(params[0], X)
@@ -346,12 +346,12 @@ def test_a_graphed_callable_in_a_transformation_says_so(transform):
         assert "\n" not in str(error.value), name
 
 
-def test_a_backward_that_was_refused_in_a_transformation_still_waits():
+def test_a_backward_refused_in_a_transformation_leaves_the_microbatch_pending():
     call, params = build(param_grads="aliased")
     call(params, X)
     with pytest.raises(CallableError):
         jax.jit(lambda dy: call.backward(dy)[1])(DY)
-    chain.assert_close(call.backward(DY), truth(params, X))
+    chain.assert_close(call.backward(DY), reference(params, X))
     with pytest.raises(CallableError, match=r"jax\.jit, jax\.grad"):
         jax.jit(lambda x: (call.zero_grads(), x))(X)
-    chain.assert_close(call.main_grad, truth(params, X)[0])
+    chain.assert_close(call.main_grad, reference(params, X)[0])

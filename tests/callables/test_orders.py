@@ -1,4 +1,4 @@
-"""Whole orders: any legal one gives what the plain run gives, in the buffers that its slots allow."""
+"""Whole orders: every legal order equals the reference run and uses no more buffers than its slots."""
 
 import functools
 import gc
@@ -42,45 +42,45 @@ def build(order, **kwargs):
 
 
 @functools.cache
-def alone(count, delay, param_grads="owned"):
-    """Callables without an order, for the plain run."""
+def without_order(count, delay, param_grads="owned"):
+    """Returns callables without an order, for single calls."""
     return chain.build(count, delay_wgrad=delay, param_grads=param_grads)[0]
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("param_grads", ["owned", "aliased"])
-def test_an_order_gives_the_bits_of_the_plain_run_over_three_optimizer_steps(order, param_grads):
+def test_an_order_equals_single_calls_bit_for_bit_over_three_optimizer_steps(order, param_grads):
     graphed, params = build(order, reuse_buffers=True, param_grads=param_grads)
     xs, loss_args = chain.batches(order.count(1))
-    plain, one_by_one = params, alone(max(order), has_wgrads(order), param_grads)
+    expected, calls = params, without_order(max(order), has_wgrads(order), param_grads)
     for _ in range(3):
         run = graphed.run(None, xs, chain.loss_fn, params=params, loss_args=loss_args, outputs="keep", join="nothing")
-        losses, outputs, sums = chain.one_by_one(one_by_one, plain, xs, loss_args)
+        losses, outputs, sums = chain.single_calls(calls, expected, xs, loss_args)
         chain.assert_same_bits((run.losses, run.outputs, run.grads), (losses, outputs, sums))
-        params, plain = chain.UPDATE(params, run.grads), chain.UPDATE(plain, tuple(sums))
-    chain.assert_same_bits(params, plain)
+        params, expected = chain.UPDATE(params, run.grads), chain.UPDATE(expected, tuple(sums))
+    chain.assert_same_bits(params, expected)
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_an_order_in_segments_gives_what_jax_gives(order):
+def test_an_order_in_segments_equals_plain_jax(order):
     graphed, _ = build(order, reuse_buffers=True)
     xs, loss_args = chain.batches(order.count(1))
     run = graphed.run(None, xs, chain.loss_fn, loss_args=loss_args, outputs="keep", join="segments")
-    chain.assert_close((run.losses, run.outputs, run.grads), chain.plain(*chain.make_chain(max(order)), xs, loss_args))
+    chain.assert_close((run.losses, run.outputs, run.grads), chain.reference(*chain.make_chain(max(order)), xs, loss_args))
     assert run.grads[0]["b"].dtype == jnp.float32
 
 
 @pytest.mark.parametrize(("order", "params"), OVERLAPPED.values(), ids=OVERLAPPED)
 @pytest.mark.parametrize("reuse", [False, True], ids=["own buffers", "reused buffers"])
-def test_the_overlapped_order_of_upstream_plays_in_full(order, params, reuse):
+def test_the_overlapped_orders_of_megatron_equal_single_calls_bit_for_bit(order, params, reuse):
     graphed, weights = build(order, reuse_buffers=reuse)
     xs, loss_args = chain.batches(params["num_microbatches"])
     run = graphed.run(None, xs, chain.loss_fn, loss_args=loss_args, join="nothing")
-    losses, _, sums = chain.one_by_one(alone(max(order), True), weights, xs, loss_args)
+    losses, _, sums = chain.single_calls(without_order(max(order), True), weights, xs, loss_args)
     chain.assert_same_bits((run.losses, run.grads), (losses, sums))
 
 
-def test_there_is_an_overlapped_order_with_wgrads():
+def test_the_goldens_contain_overlapped_orders_with_wgrads():
     assert OVERLAPPED
 
 
@@ -99,7 +99,7 @@ SCHEDULES = {
     [*((SCHEDULES[name], True) for name in SCHEDULES), (SCHEDULES["interleaved"], False), (SCHEDULES["zb-v"], False)],
     ids=[*SCHEDULES, "interleaved, own buffers", "zb-v, own buffers"],
 )
-def test_a_schedule_over_several_devices_gives_the_bits_of_one(schedule, reuse):
+def test_a_schedule_on_several_devices_equals_one_device_bit_for_bit(schedule, reuse):
     delay = any(schedule[0].delay_wgrad)
     devices = jax.devices()[: schedule.num_ranks]
     spread, params = chain.build(4, devices=devices, reuse_buffers=reuse, order=schedule, delay_wgrad=delay)
@@ -107,7 +107,7 @@ def test_a_schedule_over_several_devices_gives_the_bits_of_one(schedule, reuse):
     placed = spread.place(params)
     for _ in range(3):
         run = spread.run(None, xs, chain.loss_fn, params=placed, loss_args=loss_args, outputs="keep", join="nothing")
-        losses, outputs, sums = chain.one_by_one(alone(4, delay), params, xs, loss_args)
+        losses, outputs, sums = chain.single_calls(without_order(4, delay), params, xs, loss_args)
         chain.assert_same_bits((run.losses, run.outputs, run.grads), (losses, outputs, sums))
         for i, grads in enumerate(run.grads):
             rank = int(schedule.rank_of_stage[i])
@@ -118,7 +118,7 @@ def test_a_schedule_over_several_devices_gives_the_bits_of_one(schedule, reuse):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_joined_segments_give_the_same_with_fewer_executables(schedule):
+def test_joined_segments_use_fewer_executables_and_equal_plain_jax(schedule):
     devices = jax.devices()[: schedule.num_ranks]
     graphed, params = chain.build(
         4, order=schedule, delay_wgrad=any(schedule[0].delay_wgrad), devices=devices, reuse_buffers=True
@@ -126,12 +126,12 @@ def test_joined_segments_give_the_same_with_fewer_executables(schedule):
     xs, loss_args = chain.batches(schedule.num_microbatches)
     given = {"params": graphed.place(params), "loss_args": loss_args, "outputs": "keep"}
     run = graphed.run(None, xs, chain.loss_fn, **given)
-    chain.assert_close((run.losses, run.outputs, run.grads), chain.plain(*chain.make_chain(4), xs, loss_args))
+    chain.assert_close((run.losses, run.outputs, run.grads), chain.reference(*chain.make_chain(4), xs, loss_args))
     joined = len(next(iter(graphed._plans.values())).instructions)
     assert joined < sum(map(len, schedule))
 
 
-def test_one_device_and_no_transfers_are_one_executable():
+def test_an_order_on_one_device_is_one_executable():
     graphed, _ = build([1, 2, -2, -1, -2.5, -1.5])
     xs, loss_args = chain.batches(1)
     graphed.run(None, xs, chain.loss_fn, loss_args=loss_args)
@@ -139,7 +139,7 @@ def test_one_device_and_no_transfers_are_one_executable():
     assert len(plan.instructions) == 1
 
 
-def test_a_rounds_forward_dgrad_and_wgrad_are_one_executable_in_the_steady_state():
+def test_a_steady_state_round_of_an_aligned_schedule_is_one_executable():
     schedule = generate("aligned", pp=4, microbatches=16, chunks=1)
     graphed, params = chain.build(4, order=schedule, delay_wgrad=True, devices=jax.devices()[:4])
     xs, loss_args = chain.batches(16)
@@ -153,7 +153,7 @@ def test_a_rounds_forward_dgrad_and_wgrad_are_one_executable_in_the_steady_state
 
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 10_000))
-def test_random_schedules_with_random_placements_play(seed):
+def test_random_schedules_with_random_placements_equal_plain_jax(seed):
     rng = np.random.default_rng(seed)
     schedule = random_schedule(rng, most_ranks=3, most_chunks=2, most_microbatches=3)
     count = schedule.num_stages
@@ -171,11 +171,11 @@ def test_random_schedules_with_random_placements_play(seed):
     )
     xs, loss_args = chain.batches(schedule.num_microbatches)
     run = graphed.run(None, xs, chain.loss_fn, params=graphed.place(params), loss_args=loss_args, join="segments")
-    losses, _, sums = chain.plain(*chain.make_chain(count), xs, loss_args)
+    losses, _, sums = chain.reference(*chain.make_chain(count), xs, loss_args)
     chain.assert_close((run.losses, run.grads), (losses, sums))
 
 
-def test_uneven_chunks_of_several_layers_play():
+def test_chunks_with_different_numbers_of_layers_equal_plain_jax():
     order = [1, 1, 2, 2, -2, -1, -2, -1]
     fns, params = chain.make_chain(4)
     graphed = jgraph.make_graphed_callables(
@@ -183,13 +183,13 @@ def test_uneven_chunks_of_several_layers_play():
     )
     xs, loss_args = chain.batches(2)
     run = graphed.run(None, xs, chain.loss_fn, loss_args=loss_args, join="nothing")
-    losses, _, sums = chain.plain(fns, params, xs, loss_args)
+    losses, _, sums = chain.reference(fns, params, xs, loss_args)
     chain.assert_close((run.losses, run.grads), (losses, sums))
 
 
 @pytest.mark.parametrize("join", ["segments", "nothing"])
-def test_many_arrays_of_one_shape_are_sent_at_once(join):
-    """More than there are send_buffers: none may be written twice by one executable, or before it was read."""
+def test_more_equal_arrays_than_send_buffers_can_be_transferred_at_once(join):
+    """No executable may write a send buffer twice, or before the buffer was read."""
     schedule = generate("aligned", pp=2, microbatches=4, chunks=1)
 
     def wide(params, x):
@@ -216,15 +216,15 @@ def test_many_arrays_of_one_shape_are_sent_at_once(join):
             np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5, atol=1e-5 * float(np.abs(b).max()))
 
 
-def test_run_takes_another_order_than_the_one_it_was_built_with():
+def test_run_accepts_another_order_than_the_build():
     graphed, _ = build([1, 2, -2, -1])
     xs, loss_args = chain.batches(3)
     run = graphed.run([1, 2, -2, -1] * 3, xs, chain.loss_fn, loss_args=loss_args)
-    chain.assert_close(run.grads, chain.plain(*chain.make_chain(2), xs, loss_args)[2])
+    chain.assert_close(run.grads, chain.reference(*chain.make_chain(2), xs, loss_args)[2])
 
 
-def watched(graphed, schedule, params, xs, loss_args, monkeypatch):
-    """How many arrays live after each instruction, beyond those there were before; and the plan."""
+def live_counts(graphed, schedule, params, xs, loss_args, monkeypatch):
+    """Returns the number of new live arrays after each instruction, and the plan."""
     counts, plans, original = [], [], _group.play
 
     def play(plan, registers):
@@ -241,21 +241,21 @@ def watched(graphed, schedule, params, xs, loss_args, monkeypatch):
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_the_buffers_that_live_are_those_that_the_order_has_slots_for(order, monkeypatch):
-    """`jax.live_arrays` against `assign`: the residuals, the stash, and what passes between callables."""
+def test_live_arrays_match_the_slots_of_the_order(order, monkeypatch):
+    """Compares `jax.live_arrays` with `assign`: residuals, stash, activations and their gradients."""
     graphed, params = build(order, reuse_buffers=True, param_grads="aliased")
     xs, loss_args = chain.batches(order.count(1))
-    graphed.run(None, xs, chain.loss_fn, loss_args=loss_args, join="nothing")  # main_grad exists from now on
-    counts, plan = watched(graphed, None, params, xs, loss_args, monkeypatch)
+    graphed.run(None, xs, chain.loss_fn, loss_args=loss_args, join="nothing")  # allocates main_grad
+    counts, plan = live_counts(graphed, None, params, xs, loss_args, monkeypatch)
     schedule = graphed.schedule
     live = live_by_slots(schedule, graphed)
     num_losses = np.cumsum([any(t.kind == "loss" for t in i.executable.io.tasks) for i in plan.instructions])
     assert counts == [a + b for a, b in zip(live, num_losses.tolist(), strict=True)]
-    assert counts[-1] == schedule.num_microbatches  # the losses alone are left
+    assert counts[-1] == schedule.num_microbatches  # only the losses remain
 
 
 def live_by_slots(schedule, graphed):
-    """Arrays that are live after each action, from the slots' live ranges and the arrays of each pool."""
+    """Returns the number of live arrays after each action, from the live ranges and the arrays of each pool."""
     from jgraph.schedule.slots import live_ranges
 
     ranges = live_ranges(schedule)
@@ -275,7 +275,7 @@ def live_by_slots(schedule, graphed):
                 for m in range(schedule.num_microbatches):
                     if pool in sizes:
                         count += sizes[pool] * int(0 <= born[s, m] <= tick < died[s, m])
-        # x is kept as a residual until wgrad, dy as the stash: an array that passes on lives until then.
+        # x is a residual and dy is in the stash, so an array passed between callables lives until the wgrad.
         wgrad = ranges["forward_wgrad"][1]
         for s in range(1, schedule.num_stages):
             made = ranges["activation"][0][s] - 1
@@ -293,21 +293,21 @@ def test_reused_buffers_do_not_grow_with_the_number_of_microbatches(microbatches
     graphed, params = build(order, reuse_buffers=True, param_grads="aliased")
     xs, loss_args = chain.batches(microbatches)
     graphed.run(None, xs, chain.loss_fn, loss_args=loss_args, join="nothing")
-    counts, _ = watched(graphed, None, params, xs, loss_args, monkeypatch)
+    counts, _ = live_counts(graphed, None, params, xs, loss_args, monkeypatch)
     assert max(c - m // 6 for m, c in enumerate(counts)) == MOST_OF_ONE_MICROBATCH
 
 
 MOST_OF_ONE_MICROBATCH = 8
 
 
-def test_without_reuse_every_microbatch_has_buffers_of_its_own(monkeypatch):
+def test_without_reuse_every_microbatch_has_its_own_buffers(monkeypatch):
     peaks = []
     for microbatches in (2, 4):
         order = [1, -1, -1.5] * microbatches
         graphed, params = build(order, param_grads="aliased")
         xs, loss_args = chain.batches(microbatches)
         graphed.run(None, xs, chain.loss_fn, loss_args=loss_args, join="nothing")
-        counts, _ = watched(graphed, None, params, xs, loss_args, monkeypatch)
+        counts, _ = live_counts(graphed, None, params, xs, loss_args, monkeypatch)
         peaks.append(counts[-2])
     assert peaks[1] >= 2 * peaks[0] - 2
 
@@ -321,8 +321,8 @@ def test_without_reuse_every_microbatch_has_buffers_of_its_own(monkeypatch):
         (True, True, "aliased", "segments"),
     ],
 )
-def test_a_runs_sums_of_bfloat16_gradients_are_float32(delay, reuse, param_grads, join):
-    """256 + 1 is 256 in bfloat16, so a sum in it would stay where it began."""
+def test_run_accumulates_bfloat16_gradients_in_float32(delay, reuse, param_grads, join):
+    """256 + 1 is 256 in bfloat16, so a bfloat16 sum would stay at 256."""
 
     def linear(params, x):
         return x @ params["w"] + params["b"]
@@ -345,7 +345,7 @@ def scaled_sum(y, scale):
 
 
 def shifted(params, x):
-    """A layer that has nothing to delay."""
+    """A layer without a matmul, so it has no wgrad to delay."""
     return x * params["scale"] + params["b"]
 
 
@@ -355,12 +355,12 @@ def with_and_without():
 
 
 @pytest.mark.parametrize(("join", "reuse"), [("segments", True), ("nothing", False)])
-def test_a_chunk_without_wgrads_plays_beside_one_with(join, reuse):
+def test_chunks_with_and_without_wgrads_can_be_mixed(join, reuse):
     fns, params = with_and_without()
     graphed = jgraph.make_graphed_callables(
         fns, params, chain.sample(2), order=[1, 2, -2, -1, -1.5] * 2, delay_wgrad=[True, False], reuse_buffers=reuse
     )
     xs, loss_args = chain.batches(2)
     run = graphed.run(None, xs, chain.loss_fn, loss_args=loss_args, join=join)
-    losses, _, sums = chain.plain(fns, params, xs, loss_args)
+    losses, _, sums = chain.reference(fns, params, xs, loss_args)
     chain.assert_close((run.losses, run.grads), (losses, sums))

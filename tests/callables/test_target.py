@@ -1,4 +1,4 @@
-"""What the executables are on an H200, compiled without one: captured whole, main_grad in place."""
+"""Executables of graphed callables compiled for an H200: fully captured, with main_grad updated in place."""
 
 import functools
 
@@ -31,7 +31,7 @@ def blocks(count, device, **kwargs):
 
 
 @pytest.mark.parametrize("delay", [pytest.param(False, marks=pytest.mark.once), True])
-def test_every_part_of_a_block_is_one_command_buffer(h200, delay):
+def test_every_executable_of_a_block_is_one_command_buffer(h200, delay):
     graphed = blocks(1, h200[0], delay_wgrad=delay)
     reports = dict(graphed.reports())
     assert set(reports) == ({"forward_0", "dgrad_0", "wgrad_0"} if delay else {"forward_0", "backward_0"})
@@ -41,7 +41,7 @@ def test_every_part_of_a_block_is_one_command_buffer(h200, delay):
         assert report.outside == ()
 
 
-def test_main_grad_is_updated_in_place_on_the_target(h200):
+def test_main_grad_is_updated_in_place_on_an_h200(h200):
     graphed = blocks(1, h200[0], param_grads="aliased")
     parts = graphed[0].parts
     assert len(parts["backward"].adds) == 6
@@ -50,20 +50,20 @@ def test_main_grad_is_updated_in_place_on_the_target(h200):
 
 @pytest.mark.long
 @pytest.mark.once
-def test_a_joined_order_is_one_command_buffer(h200):
+def test_a_joined_order_is_one_command_buffer_on_an_h200(h200):
     graphed = blocks(2, h200[0], order=[1, 2, -2, -1, -2.5, -1.5], delay_wgrad=True, reuse_buffers=True)
     plan = graphed._plan(graphed.schedule, half_square, (), outputs="drop", join="segments")
     (instruction,) = plan.instructions
     assert instruction.executable.report.command_buffers == 1
     assert instruction.executable.report.captured == instruction.executable.report.total
     count = len(instruction.executable.io.sums)
-    assert count == 8  # four products a block; the norms' gradients are owned
+    assert count == 8  # four matmuls per block; gradients of the norms are owned
     aliases = alias_map(instruction.executable.compiled)
     assert {out: aliases[out] for out in range(count)} == {i: i for i in range(count)}
 
 
 @pytest.mark.long
-def test_every_product_of_two_ranks_is_in_fp8_and_gelu_is_computed_where_it_is_quantized(h200):
+def test_every_matmul_of_two_ranks_is_fp8_and_gelu_is_fused_into_quantization(h200):
     params = {"up": jax.ShapeDtypeStruct((64, 192), jnp.float32), "down": jax.ShapeDtypeStruct((192, 64), jnp.float32)}
     x = jax.ShapeDtypeStruct((128, 64), jnp.bfloat16)
 
@@ -88,10 +88,10 @@ def test_every_product_of_two_ranks_is_in_fp8_and_gelu_is_computed_where_it_is_q
         assert {kind: FP8Products.of(part.compiled).products for kind, part in parts.items()} == dict.fromkeys(parts, 2)
         assert set(parts) == {"forward", "dgrad", "wgrad"}
         is_written = " tanh(" in "".join(part.compiled.as_text() for part in parts.values())
-        assert is_written == (jax.__version_info__ < (0, 11))  # which has no kernel to compute it in
+        assert is_written == (jax.__version_info__ < (0, 11))  # JAX before 0.11 has no kernel to fuse it into
 
 
-def test_every_instruction_has_an_executable_of_its_own(h200):
+def test_every_instruction_has_its_own_executable(h200):
     params = jax.eval_shape(functools.partial(chain.make_params, 0))
     graphed = jgraph.make_graphed_callables(chain.stage, params, (chain.sample(1)[0][0],), order=[1, -1] * 2, devices=[h200[0]])
     args = (jax.ShapeDtypeStruct((chain.B, chain.D), jnp.float32),)

@@ -28,16 +28,16 @@ def assert_same(a, b):
 
 
 @pytest.fixture
-def warned() -> list[str]:
+def warnings() -> list[str]:
     return []
 
 
 @pytest.fixture
-def open_checkpoints(tmp_path, warned):
+def open_checkpoints(tmp_path, warnings):
     opened = []
 
     def open_(keep: int = 2) -> Checkpoints:
-        opened.append(Checkpoints(tmp_path / "checkpoints", keep, warn=warned.append))
+        opened.append(Checkpoints(tmp_path / "checkpoints", keep, warn=warnings.append))
         return opened[-1]
 
     yield open_
@@ -111,11 +111,11 @@ def test_a_state_is_restored_bit_for_bit(open_checkpoints, directory):
     assert_same(state, make_state(2))
 
 
-def test_an_empty_directory_restores_none(open_checkpoints):
+def test_restoring_from_an_empty_directory_returns_none(open_checkpoints):
     assert open_checkpoints().restore_latest(make_state()) is None
 
 
-def test_only_the_last_checkpoints_take_space(open_checkpoints, tmp_path):
+def test_only_the_last_checkpoints_are_kept(open_checkpoints, tmp_path):
     checkpoints = open_checkpoints(keep=2)
     for step in range(1, 6):
         checkpoints.save(step, make_state(step))
@@ -141,18 +141,18 @@ def test_the_state_can_be_donated_while_it_is_written(open_checkpoints):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_restored(open_checkpoints, directory, warned, damage):
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_restored(open_checkpoints, directory, warnings, damage):
     damage(directory / "2")
     checkpoints = open_checkpoints()
     step, state = checkpoints.restore_latest(make_state())
     assert step == 1
     assert_same(state, make_state(1))
-    assert len(warned) == 1
-    assert str(directory / "2") in warned[0]
-    assert "\n" not in warned[0]
+    assert len(warnings) == 1
+    assert str(directory / "2") in warnings[0]
+    assert "\n" not in warnings[0]
 
 
-def test_a_run_can_save_again_where_a_checkpoint_was_damaged(open_checkpoints, directory, warned):
+def test_a_run_can_replace_a_damaged_checkpoint(open_checkpoints, directory, warnings):
     flip_a_byte(directory / "2")
     checkpoints = open_checkpoints()
     checkpoints.restore_latest(make_state())
@@ -160,10 +160,10 @@ def test_a_run_can_save_again_where_a_checkpoint_was_damaged(open_checkpoints, d
     checkpoints.close()
     assert (directory / "damaged-2").is_dir()
     assert_same(open_checkpoints().restore_latest(make_state())[1], make_state(22))
-    assert len(warned) == 1
+    assert len(warnings) == 1
 
 
-def test_if_all_are_damaged_the_error_names_each_and_none_is_moved(open_checkpoints, directory, warned):
+def test_if_every_checkpoint_is_damaged_the_error_names_all_and_moves_none(open_checkpoints, directory, warnings):
     flip_a_byte(directory / "1")
     delete_largest(directory / "2")
     with pytest.raises(CheckpointError, match="every checkpoint is damaged") as e:
@@ -173,23 +173,23 @@ def test_if_all_are_damaged_the_error_names_each_and_none_is_moved(open_checkpoi
     assert "`resume` off" in str(e.value)
     assert (directory / "1").is_dir()
     assert (directory / "2").is_dir()
-    assert not warned
+    assert not warnings
 
 
-def test_a_state_of_other_shapes_is_refused_with_the_differing_leaves(open_checkpoints, directory):
+def test_a_state_with_other_shapes_is_refused_with_the_differing_leaves(open_checkpoints, directory):
     other = make_state() | {"a": jnp.zeros((300, 41))}
     with pytest.raises(CheckpointError, match=r"does not fit.*'a'.*float32\[300, 40\].*float32\[300, 41\]"):
         open_checkpoints().restore_latest(other)
 
 
-def test_leftovers_of_an_interrupted_save_are_ignored_and_removed(open_checkpoints, directory, warned):
+def test_leftovers_of_an_interrupted_save_are_ignored_and_removed(open_checkpoints, directory, warnings):
     shutil.copytree(directory / "2", directory / "3.orbax-checkpoint-tmp")
     checkpoints = open_checkpoints()
     assert checkpoints.restore_latest(make_state())[0] == 2
     checkpoints.save(3, make_state(3))
     checkpoints.close()
     assert not list(directory.glob("*tmp*"))
-    assert not warned
+    assert not warnings
 
 
 def test_saving_the_newest_step_again_has_no_effect(open_checkpoints, directory):
@@ -251,10 +251,10 @@ def test_a_single_leaf_is_read_bit_for_bit(directory):
 
 
 def test_a_leaf_with_a_wrong_checksum_is_refused(open_checkpoints, tmp_path, monkeypatch):
-    of = store.checksums
+    original = store.checksums
     checkpoints = open_checkpoints()
     with monkeypatch.context() as patch:
-        patch.setattr(store, "checksums", lambda *args: [checksum ^ 1 for checksum in of(*args)])
+        patch.setattr(store, "checksums", lambda *args: [checksum ^ 1 for checksum in original(*args)])
         checkpoints.save(1, make_state())
     checkpoints.wait()
     with (

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 
 def story(seed: int, *, words: int = 60) -> str:
-    """A document of made-up words, its own for every seed."""
+    """Returns a document of random words, unique for each seed."""
     choices = random.Random(seed).choices(("red", "green", "blue", "cat", "dog", "ran", "far", "home.", "ünïcode"), k=words)
     return " ".join([*choices, str(seed)])
 
@@ -25,7 +25,7 @@ def text_file(tmp_path, stories) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer_file(tmp_path_factory, stories) -> Path:
-    """A byte-level BPE of 300 ids with an end-of-text token."""
+    """Writes a byte-level BPE tokenizer with 300 ids and an end-of-text token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -34,7 +34,7 @@ def tokenizer_file(tmp_path_factory, stories) -> Path:
         vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(stories, trainer)
-    # As files for BERT-like models do; making token files must not obey it.
+    # Tokenizers of BERT-like models enable truncation. Making token files must ignore it.
     tokenizer.enable_truncation(8)
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     tokenizer.save(str(path))

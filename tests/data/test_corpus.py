@@ -22,7 +22,7 @@ def token_directory(tmp_path, text_file, tokenizer_file):
 
 
 @pytest.mark.parametrize("name", CORPORA)
-def test_named_corpora_open_the_same_each_time(name):
+def test_a_named_corpus_is_the_same_each_time_it_is_opened(name):
     first, second = open_corpus(name), open_corpus(name)
     assert first.fingerprint == second.fingerprint
     assert np.array_equal(first.train[:], second.train[:])
@@ -30,7 +30,7 @@ def test_named_corpora_open_the_same_each_time(name):
     assert first.vocab_size == 256
 
 
-def test_python_docs_has_all_topics_once():
+def test_python_docs_has_each_topic_once():
     from pydoc_data.topics import topics
 
     corpus = open_corpus("python-docs")
@@ -41,12 +41,12 @@ def test_python_docs_has_all_topics_once():
     assert 1.4 < corpus.zlib_nats_per_token < 1.8
 
 
-def test_synthetic_is_the_same_on_every_machine():
+def test_synthetic_has_a_fixed_fingerprint():
     corpus = open_corpus("synthetic")
     assert corpus.fingerprint == "c4ae420ed81171a78f8ff6721bb40c42857e4c496b425424a3b1b9ef118d6448"
 
 
-def test_synthetic_has_the_entropy_it_states():
+def test_synthetic_has_the_documented_entropy():
     text = bytes(open_corpus("synthetic").train[:])
     pairs = Counter(pairwise(text))
     triples = Counter(zip(text, text[1:], text[2:], strict=False))
@@ -56,7 +56,7 @@ def test_synthetic_has_the_entropy_it_states():
     assert measured == pytest.approx(1.75 * math.log(2), abs=0.01)
 
 
-def test_text_file_is_split_by_document(text_file, stories):
+def test_a_text_file_is_split_by_document_hash(text_file, stories):
     corpus = open_corpus(text_file)
     heldout, train = (corpus.decode(side[:]).split("\n")[:-1] for side in (corpus.heldout, corpus.train))
     assert sorted(heldout + train) == sorted(stories)
@@ -66,7 +66,7 @@ def test_text_file_is_split_by_document(text_file, stories):
     assert {int(hashlib.sha256(story.encode()).hexdigest(), 16) < limit for story in train} == {False}
 
 
-def test_order_of_documents_does_not_matter_and_their_boundaries_do(tmp_path, stories):
+def test_the_fingerprint_depends_on_document_boundaries_but_not_on_their_order(tmp_path, stories):
     paths = [tmp_path / name for name in ("forward", "backward", "joined")]
     paths[0].write_text("\n<|endoftext|>\n".join(stories))
     paths[1].write_text("\n<|endoftext|>\n".join(reversed(stories)))
@@ -76,20 +76,20 @@ def test_order_of_documents_does_not_matter_and_their_boundaries_do(tmp_path, st
     assert np.array_equal(forward.train[:], backward.train[:])
 
 
-def test_plain_text_of_one_piece_is_held_out_in_part(tmp_path):
+def test_part_of_a_text_without_separators_is_held_out(tmp_path):
     path = tmp_path / "plain.txt"
     path.write_text("".join(f"line {i}\n" for i in range(200)))
     corpus = open_corpus(path)
     assert 0 < corpus.heldout_documents < corpus.train_documents
 
 
-def test_bytes_that_are_no_text_decode_to_replacement_characters(text_file):
+def test_invalid_utf8_bytes_decode_to_replacement_characters(text_file):
     assert (
         open_corpus(text_file).decode(np.array([104, 105, 0xC3, 300])) == "hi\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}"
     )
 
 
-def test_token_directory_is_mapped_and_not_read(token_directory):
+def test_a_token_directory_is_memory_mapped(token_directory):
     corpus = open_corpus(token_directory, vocab_size=512)
     assert np.shares_memory(corpus.heldout[:5], corpus.heldout[2:9])
     assert not corpus.heldout[:5].flags.writeable
@@ -98,7 +98,7 @@ def test_token_directory_is_mapped_and_not_read(token_directory):
     assert corpus.zlib_nats_per_token is None
 
 
-def test_opening_a_token_directory_does_not_look_at_the_tokens(token_directory):
+def test_opening_a_token_directory_does_not_read_the_tokens(token_directory):
     fingerprint = open_corpus(token_directory, vocab_size=512).fingerprint
     for path in token_directory.glob("*.bin"):
         contents = path.read_bytes()
@@ -106,25 +106,25 @@ def test_opening_a_token_directory_does_not_look_at_the_tokens(token_directory):
     assert open_corpus(token_directory, vocab_size=512).fingerprint == fingerprint
 
 
-def test_token_directory_decodes_through_its_tokenizer(token_directory, stories):
+def test_a_token_directory_decodes_with_its_tokenizer(token_directory, stories):
     corpus = open_corpus(token_directory, vocab_size=512)
     documents = corpus.decode(corpus.train[:]).split("<|endoftext|>")[:-1]
     assert set(documents) < set(stories)
     assert len(documents) == corpus.train_documents
 
 
-def test_text_read_through_a_tokenizer_is_what_its_token_files_hold(token_directory, text_file, tokenizer_file):
+def test_text_read_with_a_tokenizer_equals_its_token_files(token_directory, text_file, tokenizer_file):
     files = open_corpus(token_directory, vocab_size=None)
     text = load(str(text_file), seq_len=16, vocab_size=None, tokenizer=tokenizer_file)
     np.testing.assert_array_equal(text.train, files.train[:])
     np.testing.assert_array_equal(text.heldout, files.heldout[:])
     assert text.decode(text.heldout[:9]) == files.decode(files.heldout[:9])
     assert (text.vocab_size, text.zlib_nats_per_token) == (files.vocab_size, None)
-    assert text.fingerprint != open_corpus(text_file).fingerprint, "other tokens are another text"
+    assert text.fingerprint != open_corpus(text_file).fingerprint, "different tokens have a different fingerprint"
 
 
 @pytest.mark.parametrize("absent", ["file", "library"])
-def test_token_directory_without_tokenizer_decodes_to_numbers(token_directory, monkeypatch, absent):
+def test_a_token_directory_without_tokenizer_decodes_to_numbers(token_directory, monkeypatch, absent):
     if absent == "file":
         (token_directory / "tokenizer.json").unlink()
     else:
@@ -132,98 +132,98 @@ def test_token_directory_without_tokenizer_decodes_to_numbers(token_directory, m
     assert open_corpus(token_directory, vocab_size=512).decode([3, 14, 15]) == "3 14 15"
 
 
-def test_unknown_name_is_refused_with_the_names():
+def test_an_unknown_corpus_is_refused_with_the_valid_names():
     with pytest.raises(DataError, match=r"`data` is pyton-docs: .*python-docs, python-source, synthetic"):
         open_corpus("pyton-docs")
 
 
-def test_a_path_opens_the_file_that_has_the_name_of_a_corpus(tmp_path, text_file, monkeypatch):
+def test_a_path_opens_a_file_with_the_same_name_as_a_corpus(tmp_path, text_file, monkeypatch):
     text_file.rename(tmp_path / "synthetic")
     monkeypatch.chdir(tmp_path)
     assert open_corpus("./synthetic").fingerprint != open_corpus("synthetic").fingerprint
 
 
-def test_missing_file_is_refused(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"`data` is .*absent.txt: no such file or directory"):
         open_corpus(tmp_path / "absent.txt")
 
 
 @pytest.mark.parametrize("contents", [b"", b" \n\n"])
-def test_empty_file_is_refused(tmp_path, contents):
+def test_an_empty_file_is_refused(tmp_path, contents):
     path = tmp_path / "empty.txt"
     path.write_bytes(contents)
     with pytest.raises(DataError, match=r"`data` is .*empty.txt: the file is empty"):
         open_corpus(path)
 
 
-def test_text_of_one_repeated_document_is_refused(tmp_path):
+def test_a_text_with_one_repeated_document_is_refused(tmp_path):
     path = tmp_path / "same.txt"
     path.write_bytes(b"same\n<|endoftext|>\n" * 3)
-    with pytest.raises(DataError, match=r"`data` is .*same.txt: the text has 3 documents, none different"):
+    with pytest.raises(DataError, match=r"`data` is .*same.txt: the text has 3 documents, but no two different"):
         open_corpus(path)
 
 
-def test_text_shorter_than_a_sequence_is_refused_with_sizes(text_file):
+def test_a_text_shorter_than_a_sequence_is_refused_with_its_sizes(text_file):
     corpus = open_corpus(text_file)
     sizes = f"{len(corpus.train)} tokens to train on and {len(corpus.heldout)} held out"
     with pytest.raises(DataError, match=f"{sizes}, `seq_len` 99999 needs at least 100000 of each"):
         open_corpus(text_file, seq_len=99_999)
 
 
-def test_unreadable_file_is_a_data_error():
+def test_an_unreadable_file_raises_a_data_error():
     with pytest.raises(DataError, match=r"`data` is xxx.*: cannot be read"):
         open_corpus("x" * 5000)
 
 
-def test_byte_beyond_the_vocabulary_is_refused_and_the_largest_one_accepted(text_file):
+def test_a_byte_outside_the_vocabulary_is_refused_and_the_largest_id_is_accepted(text_file):
     largest = max(text_file.read_bytes())
     open_corpus(text_file, vocab_size=largest + 1)
     with pytest.raises(DataError, match=f"`model.vocab_size` is {largest}: .* needs at least {largest + 1} token ids"):
         open_corpus(text_file, vocab_size=largest)
 
 
-def test_token_files_of_a_larger_vocabulary_are_refused(token_directory):
+def test_token_files_with_a_larger_vocabulary_are_refused(token_directory):
     with pytest.raises(DataError, match=r"`model.vocab_size` is 256: `data` .*tokens needs at least 300 token ids"):
         open_corpus(token_directory)
 
 
-def test_single_token_file_is_refused_with_its_directory(token_directory):
+def test_a_single_token_file_is_refused_with_its_directory(token_directory):
     with pytest.raises(DataError, match=r"a single token file; name its directory, .*tokens"):
         open_corpus(token_directory / "heldout-00000.bin")
 
 
-def test_directory_without_files_is_refused(tmp_path):
+def test_a_directory_without_files_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"`data` is .*: has no files; .* with python -m jgraph.data make"):
         open_corpus(tmp_path)
 
 
-def test_directory_without_one_side_is_refused(token_directory):
+def test_a_directory_without_held_out_files_is_refused(token_directory):
     (token_directory / "heldout-00000.bin").unlink()
     with pytest.raises(DataError, match=r"has no heldout-\*.bin file"):
         open_corpus(token_directory)
 
 
-def test_directory_with_a_stranger_is_refused(token_directory):
+def test_a_directory_with_an_unexpected_file_is_refused(token_directory):
     (token_directory / "val.bin").write_bytes(b"")
     with pytest.raises(DataError, match=r"val.bin is neither train-\*.bin nor heldout-\*.bin"):
         open_corpus(token_directory)
 
 
-def test_directory_with_a_truncated_file_is_refused(token_directory):
+def test_a_directory_with_a_truncated_file_is_refused(token_directory):
     path = token_directory / "train-00000.bin"
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"`data` is .*train-00000.bin: has \d+ bytes where \d+ tokens need \d+: truncated"):
+    with pytest.raises(DataError, match=r"`data` is .*train-00000.bin: has \d+ bytes, but \d+ tokens need \d+: truncated"):
         open_corpus(token_directory, vocab_size=512)
 
 
-def test_files_of_different_tokenizers_are_refused(token_directory):
+def test_files_with_different_vocabularies_are_refused(token_directory):
     write_tokens(token_directory / "train-00001.bin", [np.arange(9)], vocab_size=9)
     with pytest.raises(DataError, match=r"train-00001.bin has a vocabulary of 9 .* must come from one tokenizer"):
         open_corpus(token_directory, vocab_size=512)
 
 
 @pytest.mark.parametrize("read", ["bytes", "text through a tokenizer", "token files"])
-def test_documents_are_told_apart_in_every_span(text_file, tokenizer_file, token_directory, stories, read):
+def test_document_boundaries_are_found_in_every_span(text_file, tokenizer_file, token_directory, stories, read):
     data = token_directory if read == "token files" else text_file
     tokenizer = tokenizer_file if read == "text through a tokenizer" else None
     corpus = load(str(data), seq_len=16, vocab_size=512, tokenizer=tokenizer, documents="separate")
@@ -238,7 +238,7 @@ def test_documents_are_told_apart_in_every_span(text_file, tokenizer_file, token
 
 
 @pytest.mark.parametrize("missing", ["lines that separate", "the index"])
-def test_data_that_does_not_say_where_documents_end_is_refused(tmp_path, token_directory, missing):
+def test_separate_documents_need_document_boundaries(tmp_path, token_directory, missing):
     data = token_directory
     if missing == "the index":
         (token_directory / "heldout.ends").unlink()

@@ -12,7 +12,7 @@ def heldout_of(documents: list[bytes], fraction: float = 0.1) -> set[bytes]:
     return set(by_hash[: count_heldout([digest(document) for document in by_hash], fraction)])
 
 
-def test_endoftext_lines_separate_documents_and_belong_to_none():
+def test_endoftext_lines_separate_documents_and_are_not_part_of_them():
     assert cut(b"a\nb\n<|endoftext|>\nc <|endoftext|> c\r\n<|endoftext|>\r\n\n<|endoftext|>") == [b"a\nb", b"c <|endoftext|> c"]
 
 
@@ -28,18 +28,18 @@ def test_short_text_without_separators_is_cut_into_about_eight_blocks():
 
 
 @given(st.text(alphabet="aé€😀", min_size=1, max_size=400))
-def test_characters_of_a_text_without_line_ends_are_not_cut_in_two(text):
+def test_characters_are_not_cut_in_a_text_without_line_ends(text):
     assert "".join(document.decode() for document in cut(text.encode())) == text
 
 
-def test_appended_text_changes_no_earlier_block_but_the_last():
+def test_appending_text_changes_only_the_last_block():
     text = b"".join(b"line %d\n" % i for i in range(30_000))
     before = cut(text)
     assert cut(text + b"more\n" * 9000)[: len(before) - 1] == before[:-1]
 
 
 @given(DOCUMENTS, st.sampled_from([1e-9, 0.1, 0.5, 1 - 1e-9]))
-def test_a_document_is_held_out_or_trained_on_but_never_both(documents, fraction):
+def test_held_out_and_training_documents_are_disjoint(documents, fraction):
     by_hash = sorted(documents, key=digest)
     count = count_heldout([digest(document) for document in by_hash], fraction)
     assert 0 < count < len(documents)
@@ -47,20 +47,20 @@ def test_a_document_is_held_out_or_trained_on_but_never_both(documents, fraction
 
 
 @given(st.randoms(use_true_random=False))
-def test_added_documents_move_none_of_those_before(random):
+def test_adding_documents_does_not_move_existing_documents(random):
     documents = [b"%d" % i for i in range(100)]
     added = [random.randbytes(6) for _ in range(50)]
     assert heldout_of(documents + added) & set(documents) == heldout_of(documents)
 
 
-def test_about_the_fraction_that_was_asked_for_is_held_out():
+def test_about_the_requested_fraction_is_held_out():
     documents = [b"%d" % i for i in range(4000)]
     assert len(heldout_of(documents, 0.25)) == pytest.approx(1000, abs=100)
 
 
 @pytest.mark.parametrize("documents", [[], [b"one"], [b"same", b"same"]])
 def test_fewer_than_two_different_documents_are_refused(documents):
-    with pytest.raises(DataError, match=f"has {len(documents)} documents, none different"):
+    with pytest.raises(DataError, match=f"has {len(documents)} documents, but no two different"):
         count_heldout(sorted(digest(document) for document in documents))
 
 

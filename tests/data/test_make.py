@@ -15,7 +15,7 @@ from jgraph.errors import ConfigError, DataError
 
 @pytest.fixture
 def make(tmp_path, text_file, tokenizer_file):
-    """Makes token files and gives the directory; keyword arguments replace the usual ones."""
+    """Returns a function that makes token files and returns their directory. Keyword arguments override defaults."""
 
     def make(*, texts=(text_file,), tokenizer=tokenizer_file, out=tmp_path / "tokens", **options):
         make_token_files(texts, tokenizer, out, **options)
@@ -34,19 +34,19 @@ def assert_one_line(captured, *parts):
     assert not captured.out
 
 
-def test_documents_are_whole_whatever_truncation_the_tokenizer_asks_for(make, stories, tokenizer_file):
+def test_documents_are_not_truncated_by_the_tokenizer(make, stories, tokenizer_file):
     folder = make()
     reader = Tokenizer.from_file(str(tokenizer_file))
     text = "".join(reader.decode(all_tokens(folder, side), skip_special_tokens=False) for side in ("train", "heldout"))
     assert sorted(text.split("<|endoftext|>")[:-1]) == sorted(stories)
 
 
-def test_held_out_documents_are_those_of_the_same_text_read_as_bytes(make, text_file):
+def test_tokenized_and_byte_level_text_have_the_same_held_out_documents(make, text_file):
     tokens, as_bytes = (load(str(data), seq_len=4, vocab_size=512) for data in (make(), text_file))
     assert tokens.decode(tokens.heldout[:]).replace("<|endoftext|>", "\n") == as_bytes.decode(as_bytes.heldout[:])
 
 
-def test_shards_close_with_a_document_and_make_no_difference(make, tmp_path):
+def test_shards_end_at_document_boundaries_and_do_not_change_the_tokens(make, tmp_path):
     one, many = make(), make(out=tmp_path / "many", shard_tokens=300)
     headers = [read_header(path) for path in sorted(many.glob("train-*.bin"))]
     assert len(headers) > 3
@@ -56,14 +56,14 @@ def test_shards_close_with_a_document_and_make_no_difference(make, tmp_path):
     assert all(tokens[-1] == 0 for tokens in map(read_tokens, many.glob("*.bin")))
 
 
-def test_an_id_beyond_the_tokenizers_vocabulary_is_refused_before_it_is_stored_as_another(make, tmp_path, monkeypatch):
+def test_an_id_outside_the_vocabulary_is_refused_and_not_stored(make, tmp_path, monkeypatch):
     monkeypatch.setattr(Encoder, "encode", lambda self, documents: (np.array([3, 65_536 + 3]) for _ in documents))
     with pytest.raises(DataError, match=r"token 1 is 65539: must be in \[0, 300\)"):
         make()
     assert not (tmp_path / "tokens").exists()
 
 
-def test_order_of_the_files_makes_no_difference(make, tmp_path, stories):
+def test_the_order_of_the_files_does_not_change_the_tokens(make, tmp_path, stories):
     texts = [tmp_path / f"{i}.txt" for i in range(len(stories))]
     for path, story in zip(texts, stories, strict=True):
         path.write_text(story)
@@ -72,7 +72,7 @@ def test_order_of_the_files_makes_no_difference(make, tmp_path, stories):
     assert sum(read_header(path).num_documents for path in forward.glob("*.bin")) == len(stories)
 
 
-def test_end_of_text_written_inside_a_document_is_only_text(make, tmp_path):
+def test_end_of_text_inside_a_document_is_encoded_as_text(make, tmp_path):
     path = tmp_path / "tricky.txt"
     path.write_text("\n<|endoftext|>\n".join(f"say <|endoftext|> {i}" for i in range(30)))
     assert (all_tokens(make(texts=[path]), "train") == 0).sum() == sum(
@@ -80,7 +80,7 @@ def test_end_of_text_written_inside_a_document_is_only_text(make, tmp_path):
     )
 
 
-def test_tokenizer_without_end_of_text_puts_a_newline_between_documents(make, tmp_path, text_file):
+def test_a_tokenizer_without_end_of_text_separates_documents_with_a_newline(make, tmp_path, text_file):
     path = tmp_path / "chars.json"
     characters = sorted(set(text_file.read_text()) | {"\n"})
     Tokenizer(models.BPE({character: i for i, character in enumerate(characters)}, [])).save(str(path))
@@ -88,14 +88,14 @@ def test_tokenizer_without_end_of_text_puts_a_newline_between_documents(make, tm
     assert (corpus.heldout[:] == characters.index("\n")).sum() == corpus.heldout_documents
 
 
-def test_vocabulary_beyond_65536_takes_four_bytes(make, tmp_path, text_file):
+def test_a_vocabulary_above_65536_uses_four_bytes_per_token(make, tmp_path, text_file):
     path = tmp_path / "large.json"
     words = [*sorted(set(text_file.read_text()) | {"\n"}), *(f"word{i}" for i in range(65_536))]
     Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [])).save(str(path))
     assert read_header(make(tokenizer=path) / "train-00000.bin").bytes_per_token == 4
 
 
-def test_interrupted_make_leaves_nothing(make, tmp_path, monkeypatch):
+def test_an_interrupted_make_leaves_no_files(make, tmp_path, monkeypatch):
     before = set(tmp_path.iterdir())
     calls = []
 
@@ -112,32 +112,32 @@ def test_interrupted_make_leaves_nothing(make, tmp_path, monkeypatch):
     assert set(tmp_path.iterdir()) == before
 
 
-def test_empty_directory_is_used_and_a_full_one_refused(make, tmp_path):
+def test_an_empty_output_directory_is_used_and_a_nonempty_one_is_refused(make, tmp_path):
     (tmp_path / "tokens").mkdir()
     make()
-    with pytest.raises(DataError, match=r"`out` is .*tokens: it exists and is not an empty directory"):
+    with pytest.raises(DataError, match=r"`out` is .*tokens: must not exist, or be an empty directory"):
         make()
 
 
-def test_missing_library_is_told_with_the_install_command(make, monkeypatch):
+def test_a_missing_tokenizers_library_raises_an_error_with_the_install_command(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(DataError, match=r"pip install 'jgraph\[tokenizers\]'"):
         make()
 
 
-def test_file_that_is_no_tokenizer_is_refused(make, text_file):
+def test_a_file_that_is_not_a_tokenizer_is_refused(make, text_file):
     with pytest.raises(DataError, match=r"stories.txt: is not a tokenizer.json"):
         make(tokenizer=text_file)
 
 
-def test_text_that_the_tokenizer_cannot_encode_is_refused_with_its_name(make, tmp_path):
+def test_text_that_the_tokenizer_cannot_encode_is_refused_with_its_file_name(make, tmp_path):
     path = tmp_path / "two-words.json"
     Tokenizer(models.WordLevel({"\n": 0, "hello": 1}, unk_token="[UNK]")).save(str(path))
     with pytest.raises(DataError, match=r"`text` is .*stories.txt: the tokenizer cannot encode this text: .*UNK"):
         make(tokenizer=path)
 
 
-def test_text_that_is_not_utf8_is_refused_with_its_name(make, tmp_path, text_file):
+def test_text_that_is_not_utf8_is_refused_with_its_file_name(make, tmp_path, text_file):
     path = tmp_path / "latin.txt"
     path.write_bytes(b"caf\xe9 au lait " * 100)
     with pytest.raises(DataError, match=r"`text` is .*latin.txt: not UTF-8"):
@@ -158,13 +158,13 @@ def test_a_named_corpus_is_tokenized(make):
     assert (made.train_documents, made.heldout_documents) == (named.train_documents, named.heldout_documents)
 
 
-def test_empty_text_is_refused(make, tmp_path):
+def test_an_empty_text_is_refused(make, tmp_path):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(DataError, match=r"`text` is .*empty.txt: the file is empty"):
         make(texts=[tmp_path / "empty.txt"])
 
 
-def test_command_line_makes_verifies_and_shows(tmp_path, text_file, tokenizer_file, capsys):
+def test_the_command_line_makes_verifies_and_shows_token_files(tmp_path, text_file, tokenizer_file, capsys):
     out = tmp_path / "tokens"
     assert main(["make", "--text", str(text_file), "--tokenizer", str(tokenizer_file), "--out", str(out)]) == 0
     made = capsys.readouterr().out
@@ -178,13 +178,13 @@ def test_command_line_makes_verifies_and_shows(tmp_path, text_file, tokenizer_fi
     assert all(f"{path.name}: {verify(path).num_tokens:,} tokens" in verified for path in out.glob("*.bin"))
 
 
-def test_command_line_shows_what_zlib_needs(capsys):
+def test_the_command_line_shows_the_zlib_baseline(capsys):
     assert main(["show", "python-docs"]) == 0
     assert re.search(r"zlib -9 +1\.\d\d\d nats per token", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("name", ["heldout-00000.bin", "train.ends"])
-def test_damaged_file_fails_verification_in_one_line(make, capsys, name):
+def test_a_damaged_file_fails_verification_with_a_one_line_error(make, capsys, name):
     path = make() / name
     path.write_bytes(path.read_bytes()[:-2] + b"\1\0")
     assert main(["verify", str(path.parent)]) == 2
@@ -192,7 +192,7 @@ def test_damaged_file_fails_verification_in_one_line(make, capsys, name):
     assert re.fullmatch(rf"jgraph\.data: error: .*{name}: SHA-256 [^\n]+\n", captured.err)
 
 
-def test_every_document_ends_where_the_files_say(make):
+def test_the_index_matches_the_document_ends_in_the_token_files(make):
     corpus = load(str(make(shard_tokens=300)), seq_len=4, vocab_size=512)
     for source in (*corpus.sources, *corpus.heldout_sources):
         starts, lengths = source.index.spans(np.arange(len(source.index)))
@@ -200,21 +200,21 @@ def test_every_document_ends_where_the_files_say(make):
         assert np.flatnonzero(source.tokens[:] == 0).tolist() == (starts + lengths - 1).tolist()
 
 
-def test_ends_of_other_token_files_are_refused_with_what_to_do(make):
+def test_an_index_of_other_token_files_is_refused_with_a_remedy(make):
     folder = make(shard_tokens=300)
     (folder / "train-00001.bin").unlink()
-    with pytest.raises(DataError, match=r"train.ends: has the ends of \d+ documents .* remove it"):
+    with pytest.raises(DataError, match=r"train.ends: has the ends of \d+ documents, .* remove it"):
         load(str(folder), seq_len=4, vocab_size=512)
 
 
-def test_missing_text_is_told_in_one_line(tmp_path, tokenizer_file, capsys):
+def test_a_missing_text_prints_a_one_line_error(tmp_path, tokenizer_file, capsys):
     arguments = ["--text", str(tmp_path / "none"), "--tokenizer", str(tokenizer_file), "--out", str(tmp_path / "tokens")]
     assert main(["make", *arguments]) == 2
     assert_one_line(capsys.readouterr(), "--text is", "no such file")
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "expected"),
     [
         ([], "make"),
         (["bogus"], "bogus"),
@@ -223,23 +223,23 @@ def test_missing_text_is_told_in_one_line(tmp_path, tokenizer_file, capsys):
         (["make"], "--text"),
     ],
 )
-def test_wrong_arguments_are_told_in_one_line(args, said, capsys):
+def test_wrong_arguments_print_a_one_line_error(args, expected, capsys):
     assert main(args) == 2
-    assert_one_line(capsys.readouterr(), said)
+    assert_one_line(capsys.readouterr(), expected)
 
 
-def test_unknown_corpus_is_told_in_one_line_and_exit_code_2():
+def test_an_unknown_corpus_prints_a_one_line_error_and_exits_with_2():
     command = [sys.executable, "-m", "jgraph.data", "show", "synthetics"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert re.fullmatch(r"jgraph\.data: error: [^\n]+not one of the corpora [^\n]+, synthetic\n", done.stderr)
 
 
-def test_help_documents_the_header(capsys):
+def test_the_help_documents_the_file_header(capsys):
     assert main(["--help"]) == 0
     assert "magic, the bytes JGTOKENS" in capsys.readouterr().out
 
 
-def test_reading_needs_neither_the_tokenizers_library_nor_the_command_line():
+def test_importing_the_reader_imports_neither_tokenizers_nor_tyro():
     code = "import sys, jgraph.data; print({'tokenizers', 'tyro'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

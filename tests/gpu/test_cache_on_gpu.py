@@ -1,4 +1,4 @@
-"""A second start on a GPU: the program comes out of the cache, with the same report, aliases and memory."""
+"""A second process on a GPU loads the program from the cache, with the same capture report, aliases and memory."""
 
 import json
 import subprocess
@@ -24,13 +24,13 @@ print(json.dumps([compiles.hits, [repr(report), alias_map(compiled), str(Memory.
 """
 
 
-def test_a_second_start_hits_and_has_the_report_aliases_and_memory_of_the_first(tmp_path):
+def test_a_second_process_loads_the_program_with_its_report_aliases_and_memory(tmp_path):
     def start():
         done = subprocess.run([sys.executable, "-c", START, str(tmp_path)], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    (first, told), (second, again) = start(), start()
-    assert (first, second) == (0, 1)
-    assert again == told
-    assert "Fft" in told[0]
+    (first_hits, expected), (second_hits, found) = start(), start()
+    assert (first_hits, second_hits) == (0, 1)
+    assert found == expected
+    assert "Fft" in expected[0]

@@ -1,4 +1,4 @@
-"""Graphed callables on a GPU: against torch.cuda.make_graphed_callables, and what their command buffers do at run time."""
+"""Graphed callables on a GPU: equality with torch.cuda.make_graphed_callables, and command buffers at run time."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def build(params, **kwargs):
 
 
 def replay(graphed, params, x, dy):
-    """y, gradients and dx of single calls."""
+    """Calls every callable once. Returns y, the parameter gradients and dx."""
     y = jnp.asarray(x)
     for call, p in zip(graphed, params, strict=True):
         y = call(p, y)
@@ -58,7 +58,7 @@ def replay(graphed, params, x, dy):
 
 
 class TorchStages:
-    """The same stages, graphed by PyTorch."""
+    """The same stages as graphed callables of PyTorch."""
 
     def __init__(self):
         torch = pytest.importorskip("torch")
@@ -78,8 +78,8 @@ class TorchStages:
         self.graphed = torch.cuda.make_graphed_callables(tuple(self.stages), samples)
 
     def replay(self, x, dy):
-        given = self.torch.tensor(x, device="cuda", requires_grad=True)
-        y = given
+        inputs = self.torch.tensor(x, device="cuda", requires_grad=True)
+        y = inputs
         for call in self.graphed:
             y = call(y)
         for s in self.stages:
@@ -87,7 +87,7 @@ class TorchStages:
                 p.grad = None
         y.backward(self.torch.tensor(dy, device="cuda"))
         grads = [{name: p.grad.cpu().numpy() for name, p in s.named_parameters()} for s in self.stages]
-        return y.detach().cpu().numpy(), grads, given.grad.cpu().numpy()
+        return y.detach().cpu().numpy(), grads, inputs.grad.cpu().numpy()
 
 
 def assert_close(one, other):
@@ -95,9 +95,9 @@ def assert_close(one, other):
         np.testing.assert_allclose(np.asarray(a), b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
 
 
-@pytest.mark.filterwarnings("default")  # PyTorch's own, which it gives once a process
+@pytest.mark.filterwarnings("default")  # PyTorch warns once per process
 @pytest.mark.parametrize("kwargs", [{}, {"param_grads": "aliased"}, {"delay_wgrad": True}], ids=["owned", "aliased", "delayed"])
-def test_replays_give_what_torchs_graphed_callables_give(params, kwargs):
+def test_replays_equal_the_graphed_callables_of_torch(params, kwargs):
     theirs = TorchStages()
     graphed = build(params, **kwargs)
     for seed in range(3):
@@ -107,7 +107,7 @@ def test_replays_give_what_torchs_graphed_callables_give(params, kwargs):
         graphed.zero_grads()
 
 
-def test_gradients_kept_by_the_caller_survive_on_the_device(params):
+def test_retained_gradients_survive_later_replays(params):
     graphed = build(params)
     kept = replay(graphed, params, *batch(0))[1]
     before = jax.tree.map(np.array, kept)
@@ -126,7 +126,7 @@ def test_main_grad_keeps_its_device_address(params):
     assert len(addresses) == 1
 
 
-def test_an_order_in_one_executable_is_one_graph_launch_and_steady_steps_update_none(params):
+def test_an_order_in_one_executable_is_one_launch_and_steady_steps_update_no_graph(params):
     order = [1, 2, 3, -3, -2, -1, -3.5, -2.5, -1.5]
     graphed = build(params, order=order, delay_wgrad=True, reuse_buffers=True, param_grads="aliased")
     x, dy = map(jnp.asarray, batch(0))
@@ -147,7 +147,7 @@ def product(y, dy):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "aligned", "zb-v"])
-def test_a_schedule_over_several_gpus_gives_what_one_gives(name):
+def test_a_schedule_on_several_gpus_has_the_results_of_one(name):
     ranks = min(4, len(jax.devices()))
     if ranks < 2:
         pytest.skip("needs two GPUs")

@@ -1,4 +1,4 @@
-"""A folder of Qwen3 0.6B's shape on a GPU: into a run, interrupted, gone on with, asked for text, out again, and loaded.
+"""A folder with the shapes of Qwen3 0.6B on a GPU is trained, interrupted, resumed, sampled, exported and loaded.
 
 XLA_PYTHON_CLIENT_PREALLOCATE=false pytest -n 2 -m gpu -rP tests/gpu/test_folders_on_gpu.py
 """
@@ -41,16 +41,16 @@ PROMPT, NEW = "def __init__(self, ", 64
 
 
 @contextlib.contextmanager
-def told(what):
-    """Prints how long it took, and keeps to itself what is printed meanwhile."""
-    start, inside = time.monotonic(), io.StringIO()
-    with contextlib.redirect_stdout(inside):
-        yield inside
-    print(f"{time.monotonic() - start:6.1f} s: {what}", flush=True)
+def timed(label):
+    """Prints the duration of a block. Captures and yields the output of the block."""
+    start, output = time.monotonic(), io.StringIO()
+    with contextlib.redirect_stdout(output):
+        yield output
+    print(f"{time.monotonic() - start:6.1f} s: {label}", flush=True)
 
 
 def make(path):
-    """A folder of random weights in bfloat16."""
+    """Writes a folder of random bfloat16 weights."""
     model = jgraph.functional(lambda: GPT(CONFIG, rngs=nnx.Rngs(0)))
     params = jax.device_get(jax.jit(lambda: model.init()[0])())
     arrays = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
@@ -59,7 +59,7 @@ def make(path):
 
 
 def interrupt(run, flags):
-    """Begins a run in a process of its own, and tells it to stop when it has logged step `STOPPED`."""
+    """Starts a run in another process and interrupts it after it logs step `STOPPED`."""
     process = subprocess.Popen(
         [sys.executable, "-m", "jgraph.train", *flags], cwd=tiny.ROOT, stdout=subprocess.DEVNULL, text=True
     )
@@ -75,8 +75,8 @@ def logits(loaded, params, tokens_BT):
     return np.asarray(jax.jit(lambda params: loaded.model.evaluate("logits", params, {}, tokens_BT))(params))
 
 
-def launched(loaded, monkeypatch):
-    """Greedy text, and the CUDA graphs launched meanwhile: XLA has none under a profiler if it is not told to."""
+def generate_and_count(loaded, monkeypatch):
+    """Returns greedy text and the CUDA graph launches. XLA launches none under a profiler without the option."""
     module, option = importlib.import_module("jgraph.inference.generate"), "xla_enable_command_buffers_during_profiling"
     choices = {"static_argnames": ("decoder", "where"), "donate_argnums": 0, "keep_unused": True}
     token = jax.jit(module._next_token.__wrapped__, **choices, compiler_options={option: True})
@@ -88,45 +88,45 @@ def launched(loaded, monkeypatch):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_a_folder_is_trained_gone_on_with_sampled_and_exported_with_the_same_logits(precision, tmp_path, monkeypatch):
+def test_a_folder_is_trained_resumed_sampled_and_exported_with_the_same_logits(precision, tmp_path, monkeypatch):
     theirs, run, ours = (tmp_path / name for name in ("theirs", "run", "ours"))
-    with told("a folder written"):
+    with timed("write the folder"):
         make(theirs)
     flags = [*FLAGS, "--init-from", str(theirs), "--run-dir", str(run), "--precision", precision]
-    with told("begun with it, and interrupted"):
+    with timed("train and interrupt"):
         interrupt(run, flags)
-    begun = len(tiny.entries(run))
-    with told("gone on with to the end"):
+    num_before = len(tiny.entries(run))
+    with timed("resume to the end"):
         assert main(flags) == 0
     entries = tiny.entries(run)
     for entry in entries:
         print(
             *(f"{name} {entry[name]:,.4g}" for name in ("step", "loss", "tokens_per_second", "mfu") if entry[name] is not None)
         )
-    assert STOPPED <= entries[begun - 1]["step"] < entries[begun]["step"], "none twice: it has gone on"
+    assert STOPPED <= entries[num_before - 1]["step"] < entries[num_before]["step"], "the run resumes and repeats no step"
     assert entries[-1]["loss"] < entries[0]["loss"] - 3
 
-    with told("sampled") as printed:
+    with timed("sample") as printed:
         assert sample.main([str(run), "--prompt", PROMPT, "--temperature", "0", "--max-tokens", str(NEW)]) == 0
-    with told("exported"):
+    with timed("export"):
         assert export.main([str(run), "--to", str(ours), "--dtype", "float32"]) == 0
-    with told("both loaded"):
+    with timed("load run and export"):
         loaded, folder = jgraph.load(run), jgraph.load(ours)
-    text, count = launched(loaded, monkeypatch)
+    text, count = generate_and_count(loaded, monkeypatch)
     print(f"{text!r}: {count}")
     assert printed.getvalue() == PROMPT + text + "\n"
-    assert count.launches >= NEW - 1, "a CUDA graph a token"
+    assert count.launches >= NEW - 1, "one CUDA graph per token"
 
     tokens_BT = np.asarray(loaded.tokenizer.encode(PROMPT * 4))[None, :64]
-    of_run = logits(loaded, loaded.params, tokens_BT)
-    np.testing.assert_array_equal(logits(loaded, folder.params, tokens_BT), of_run)
+    run_logits = logits(loaded, loaded.params, tokens_BT)
+    np.testing.assert_array_equal(logits(loaded, folder.params, tokens_BT), run_logits)
     with jax.default_matmul_precision("highest"):
         exact = logits(folder, folder.params, tokens_BT)
-    print(f"logits up to {np.abs(of_run).max():.3g}, in float32 {np.abs(exact - of_run).max():.3g} from those of the run")
+    print(f"largest logit {np.abs(run_logits).max():.3g}, largest difference to float32 {np.abs(exact - run_logits).max():.3g}")
     if find_spec("transformers"):
         torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
-        with told("loaded by transformers"), torch.no_grad():
+        with timed("load with transformers"), torch.no_grad():
             model = transformers.AutoModelForCausalLM.from_pretrained(ours, dtype=torch.float32)
-            of_theirs = model(torch.tensor(tokens_BT)).logits.numpy()
-        print(f"of transformers, in float32: {np.abs(exact - of_theirs).max():.3g} from ours")
-        np.testing.assert_allclose(exact, of_theirs, rtol=1e-3, atol=1e-3)
+            their_logits = model(torch.tensor(tokens_BT)).logits.numpy()
+        print(f"largest difference to transformers in float32: {np.abs(exact - their_logits).max():.3g}")
+        np.testing.assert_allclose(exact, their_logits, rtol=1e-3, atol=1e-3)

@@ -1,4 +1,4 @@
-"""What only a GPU can show of FP8: how far its sums are from the numbers' own, and a captured step that goes on and on."""
+"""FP8 on a GPU: the error of matmul sums, and a captured step that runs a thousand times."""
 
 from dataclasses import replace
 
@@ -24,15 +24,15 @@ M, K, N = 512, 2048, 1024
 SOAKED = 1000
 RECIPES = [FP8Config(), FP8Config(recipe="delayed")]
 
-# Times 2**-13 |a| |b|, what 14 bits of a sum leave open, for operands of both signs. Fast: the tensor cores sum all K numbers
-# so. Full: they sum 128 or so, which are added up in float32. Seen on an H200: 4.3, and 0.35 and 0.66; on a CPU all are
-# float32's.
+# Allowed errors for operands of both signs, as multiples of 2**-13 |a| |b|, the error of a sum with 14 bits.
+# Fast: tensor cores sum all K terms with 14 bits. Full: they sum about 128 terms, and the partial sums are added in float32.
+# Measured on an H200: y 4.3, dx 0.35, dw 0.66. On a CPU all sums are in float32.
 FAST, FULL = 8, 1
 SUMS = {"y": FAST, "dx": FULL, "dw": FULL}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_product_and_its_gradients_are_those_of_the_rounded_operands_within_what_their_sums_leave_open(dtype):
+def test_a_matmul_and_its_gradients_differ_from_exact_sums_by_accumulation_errors_only(dtype):
     w = jax.random.normal(jax.random.key(0), (K, N))
     x, dy = (jax.random.normal(jax.random.key(i), shape).astype(dtype) for i, shape in ((1, (M, K)), (2, (M, N))))
     stage = jgraph.fp8(lambda w, x: x @ w.astype(x.dtype))
@@ -47,14 +47,14 @@ def test_a_product_and_its_gradients_are_those_of_the_rounded_operands_within_wh
     if on_gpu:
         assert FP8Products.of(compiled) == FP8Products(products=3, transposes=0)
     multiples = {}
-    for name, found, (wanted, magnitude) in zip(SUMS, compiled(w, x, dy), expected(x, w, dy), strict=True):
-        end = 2.0**-8 * np.abs(wanted) if dtype == "bfloat16" else 0.0  # what is rounded after the sum
-        multiples[name] = np.max((np.abs(np.asarray(found, np.float64) - wanted) - end) / (2.0**-13 * magnitude))
+    for name, found, (exact, magnitude) in zip(SUMS, compiled(w, x, dy), expected(x, w, dy), strict=True):
+        rounding = 2.0**-8 * np.abs(exact) if dtype == "bfloat16" else 0.0  # of the result
+        multiples[name] = np.max((np.abs(np.asarray(found, np.float64) - exact) - rounding) / (2.0**-13 * magnitude))
     print({name: f"{multiple:.3f}" for name, multiple in multiples.items()})
     assert all(multiples[name] <= allowed for name, allowed in SUMS.items()), multiples
 
 
-def test_experts_in_fp8_are_as_near_to_those_in_bfloat16_as_plain_rounding_is():
+def test_experts_in_fp8_differ_from_bfloat16_by_rounding_only():
     config, x = jgraph.MoEConfig(num_experts=8), jax.random.normal(jax.random.key(1), (2048, 512), "bfloat16")
     graph, params, state = nnx.split(jgraph.MoE(512, 1024, config, rngs=nnx.Rngs(0)), nnx.Param, ...)
     params, state = nnx.to_pure_dict(params), nnx.to_pure_dict(state)
@@ -69,34 +69,34 @@ def test_experts_in_fp8_are_as_near_to_those_in_bfloat16_as_plain_rounding_is():
     plain, ours = run(stage.fn), run(lambda params, x, state: stage.apply(params, {}, x, state))
     if jax.default_backend() == "gpu":
         assert FP8Products.of(ours) == FP8Products(products=4, transposes=0)
-    wanted, found = (jax.tree.leaves(jax.device_get(one(params, x))) for one in (plain, ours))
-    apart = [
+    reference, found = (jax.tree.leaves(jax.device_get(one(params, x))) for one in (plain, ours))
+    errors = [
         np.linalg.norm(np.float64(a) - np.float64(b)) / np.linalg.norm(np.float64(b))
-        for a, b in zip(found, wanted, strict=True)
+        for a, b in zip(found, reference, strict=True)
     ]
-    print([f"{one:.4f}" for one in apart])
-    # E4M3 rounds by 0.027 of a number in the mean; up to four operands are rounded on the way, and SwiGLU adds to it.
-    assert max(apart) < 0.1
+    print([f"{error:.4f}" for error in errors])
+    # The mean relative rounding error of E4M3 is 0.027. Up to four operands are rounded, and SwiGLU increases the error.
+    assert max(errors) < 0.1
 
 
 @pytest.mark.parametrize("fp8", RECIPES, ids=lambda fp8: fp8.recipe)
-def test_a_thousand_captured_steps_do_not_hang_or_grow_and_the_loss_falls(fp8):
-    step = Step.of(small(precision="fp8", fp8=fp8), tell=lambda **row: None)
+def test_a_thousand_captured_steps_do_not_hang_or_use_more_memory_and_the_loss_falls(fp8):
+    step = Step.of(small(precision="fp8", fp8=fp8), report=lambda **row: None)
     step.run()
     step.wait()
     before = step.result()
-    first, *told = soak(step.run, step.wait, step.devices, step.result, steps=SOAKED, hang_seconds=60)
-    assert [one["done"] for one in told] == [SOAKED * tenth // 10 for tenth in range(1, 11)]
+    first, *rows = soak(step.run, step.wait, step.devices, step.result, steps=SOAKED, hang_seconds=60)
+    assert [row["done"] for row in rows] == [SOAKED * tenth // 10 for tenth in range(1, 11)]
     if jax.default_backend() == "gpu":
-        assert max(one["device_bytes"] for one in told) <= first["first_device_bytes"]
-    assert {one["skipped"] for one in told} == {0}
-    assert np.isfinite([one["loss"] for one in told]).all()
-    assert told[-1]["loss"] < before["loss"] / 2
+        assert max(row["device_bytes"] for row in rows) <= first["first_device_bytes"]
+    assert {row["skipped"] for row in rows} == {0}
+    assert np.isfinite([row["loss"] for row in rows]).all()
+    assert rows[-1]["loss"] < before["loss"] / 2
 
 
 @pytest.mark.parametrize("fp8", RECIPES, ids=lambda fp8: fp8.recipe)
-def test_capturing_the_step_changes_no_bit_of_its_losses(fp8):
-    # Without what adds up atomically, in any order: the embedding's gradient, and that of cuDNN's attention.
+def test_capture_changes_no_bit_of_the_losses(fp8):
+    # Excludes atomic additions, which run in any order: in the embedding's gradient and in cuDNN attention.
     config = small(precision="fp8", fp8=fp8, freeze=("embedding_VD",))
     config = replace(config, model=replace(config.model, attention="xla"))
     captured, on = losses(config, steps=20)

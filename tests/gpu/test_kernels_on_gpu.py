@@ -1,4 +1,4 @@
-"""What only a GPU can show of the kernels: that what is compiled gives the bits of plain jax, NaN included, and is captured."""
+"""Kernels on a GPU: compiled kernels match plain JAX, NaN included, and are captured."""
 
 import functools
 
@@ -39,19 +39,19 @@ def captured(fn, *args):
 
 @pytest.mark.parametrize("source", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_kernel_gives_the_bits_of_plain_jax_and_is_captured(source, dtype):
+def test_the_quantization_kernel_has_the_bits_of_plain_jax_and_is_captured(source, dtype):
     scale = jnp.float32(0.7)
-    # The last has a width of an odd number of tiles.
+    # The width of the last shape is an odd number of tiles.
     for shape, odd in (((2048, 1024), True), ((2048, 1024), False), ((256, 192), False)):
         x = values(shape, source, odd)
         compiled = captured(functools.partial(cast_transpose, dtype=dtype, implementation="mosaic"), x, scale)
-        wanted = jax.jit(functools.partial(cast_transpose, dtype=dtype, implementation="xla"))(x, scale)
+        expected = jax.jit(functools.partial(cast_transpose, dtype=dtype, implementation="xla"))(x, scale)
         for _ in range(3):
-            assert_same(compiled(x, scale), wanted)
+            assert_same(compiled(x, scale), expected)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_what_the_kernel_computes_is_within_one_step_of_fp8(name):
+def test_functions_computed_in_the_quantization_kernel_are_within_one_step_of_fp8(name):
     fn, scale = steps(name), jnp.float32(4)
     inputs = inputs_of(name, (2048, 1024))
     compiled = captured(lambda x, scale: cast_transpose(Computed(fn, x), scale, implementation="mosaic"), inputs, scale)
@@ -68,19 +68,19 @@ KERNELS = {
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_kernel_is_as_near_to_float32_as_plain_jax_is(kernel):
+def test_a_kernel_is_as_close_to_float32_as_plain_jax(kernel):
     run, args = KERNELS[kernel][0], KERNELS[kernel][1]()
     exact = jax.jit(functools.partial(run, implementation="xla"))(*(x.astype(jnp.float32) for x in args))
     compiled = captured(functools.partial(run, implementation="mosaic"), *args)
     plain = jax.jit(functools.partial(run, implementation="xla"))(*args)
     for _ in range(3):
-        for one, other, wanted in zip(compiled(*args), plain, exact, strict=True):
-            off = [float(jnp.linalg.norm(part.astype(jnp.float32) - wanted)) for part in (one, other)]
-            assert off[0] <= 1.1 * off[1] + 1e-5 * float(jnp.linalg.norm(wanted))
+        for one, other, expected in zip(compiled(*args), plain, exact, strict=True):
+            errors = [float(jnp.linalg.norm(part.astype(jnp.float32) - expected)) for part in (one, other)]
+            assert errors[0] <= 1.1 * errors[1] + 1e-5 * float(jnp.linalg.norm(expected))
 
 
 @pytest.mark.parametrize(("length", "size"), [(2048, 128), (1000, 64)])
-def test_attention_within_documents_is_as_near_to_float32_as_plain_jax_is(length, size):
+def test_attention_within_documents_is_as_close_to_float32_as_plain_jax(length, size):
     args = documents.arrays(length, size)
     with jax.default_matmul_precision("highest"):
         exact = jax.jit(functools.partial(documents.run, implementation="xla"))(
@@ -88,9 +88,9 @@ def test_attention_within_documents_is_as_near_to_float32_as_plain_jax_is(length
         )
     compiled = captured(functools.partial(documents.run, implementation="mosaic"), *args)
     plain = jax.jit(functools.partial(documents.run, implementation="xla"))(*args)
-    for one, other, wanted in zip(compiled(*args), plain, exact, strict=True):
-        off = [float(jnp.linalg.norm(part.astype(jnp.float32) - wanted)) for part in (one, other)]
-        assert off[0] <= 1.1 * off[1] + 1e-5 * float(jnp.linalg.norm(wanted))
+    for one, other, expected in zip(compiled(*args), plain, exact, strict=True):
+        errors = [float(jnp.linalg.norm(part.astype(jnp.float32) - expected)) for part in (one, other)]
+        assert errors[0] <= 1.1 * errors[1] + 1e-5 * float(jnp.linalg.norm(expected))
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "tiles"])
@@ -99,29 +99,29 @@ def test_every_group_of_rows_is_multiplied_with_its_own_matrix(case, implementat
     args = grouped.arrays(grouped.SIZES[case], jnp.bfloat16, 320, 448)
     run = functools.partial(grouped.run, implementation=implementation)
     compiled = captured(run, *args) if implementation == "mosaic" else jax.jit(run)  # a loop is captured in pieces
-    wanted = grouped.loop(*args)
+    expected = grouped.loop(*args)
     for _ in range(3):
-        grouped.assert_near(compiled(*args), wanted)
+        grouped.assert_near(compiled(*args), expected)
 
 
-def test_groups_beyond_one_round_of_the_blocks_are_multiplied_and_added_in_place():
+def test_groups_in_several_waves_of_blocks_are_multiplied_and_added_in_place():
     sizes = jax.random.randint(jax.random.key(1), (64,), 0, 500)
     args = grouped.arrays(sizes, jnp.bfloat16, 512, 1408, 32768)
     grouped.assert_near(jax.jit(functools.partial(grouped.run, implementation="mosaic"))(*args), grouped.loop(*args))
     x, _, _, dy, add = args
-    wanted = jnp.asarray(grouped.loop(*args)[-1])
+    expected = jnp.asarray(grouped.loop(*args)[-1])
     address = add.unsafe_buffer_pointer()
     found = jax.jit(
         functools.partial(grouped.grouped_wgrad, dtype=jnp.float32, implementation="mosaic"), donate_argnames="add_GKN"
     )(x, dy, sizes, add_GKN=add)
     assert found.unsafe_buffer_pointer() == address
-    assert float(jnp.max(jnp.abs(found - wanted))) <= 1e-5 * float(jnp.max(jnp.abs(wanted)))
+    assert float(jnp.max(jnp.abs(found - expected))) <= 1e-5 * float(jnp.max(jnp.abs(expected)))
 
 
 @pytest.mark.parametrize("dtypes", grouped.FP8 if jax.__version_info__ >= (0, 12) else grouped.FP8[:1])
-def test_groups_of_fp8_rows_are_multiplied_by_both_layouts_of_weights(dtypes):
+def test_groups_of_fp8_rows_are_multiplied_with_both_weight_layouts(dtypes):
     for sizes in grouped.SIZES.values():
-        args, wanted = grouped.in_fp8(sizes, dtypes, 384, 512)
+        args, expected = grouped.in_fp8(sizes, dtypes, 384, 512)
         compiled = captured(functools.partial(grouped.run_fp8, implementation="mosaic"), *args)
         for _ in range(3):
-            grouped.assert_fp8(compiled(*args), wanted)
+            grouped.assert_fp8(compiled(*args), expected)

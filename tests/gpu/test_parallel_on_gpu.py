@@ -1,4 +1,4 @@
-"""Pipelines and sharded state on several GPUs: the losses of one, captured as `--graph` says, and steps that do not hang."""
+"""Pipelines and sharded state on several GPUs: the losses of one GPU, capture by the mode of `--graph`, and no hangs."""
 
 import functools
 import math
@@ -29,7 +29,7 @@ CONFIG = TrainConfig.of(
 
 @functools.cache
 def losses(config):
-    """Of so many steps, and what of a step is captured."""
+    """Returns the losses of `STEPS` steps and the capture report."""
     setup = TrainSetup.of(config)
     with jax.default_matmul_precision("highest"):
         step = setup.compile_step()
@@ -57,10 +57,10 @@ def losses(config):
     ],
     ids=str,
 )
-def test_several_gpus_train_as_one_does(fields, graph):
+def test_several_gpus_have_the_losses_of_one(fields, graph):
     ranks = math.prod(fields.get(axis, 1) for axis in ("dp", "fsdp", "pp"))
     if len(jax.devices()) < ranks:
-        pytest.skip(f"needs {ranks} GPUs, {len(jax.devices())} are here")
+        pytest.skip(f"needs {ranks} GPUs, found {len(jax.devices())}")
     values, report = losses(CONFIG.changed(graph=graph, **fields))
     alone, _ = losses(CONFIG)
     np.testing.assert_allclose(values, alone, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""A run on a GPU profiles itself: both traces, and nearly every kernel with a category."""
+"""A run on a GPU records a profile with and without capture. Nearly every kernel has a category."""
 
 import json
 
@@ -10,7 +10,7 @@ from tests.profile.checks import check
 pytestmark = pytest.mark.gpu
 
 
-def test_a_captured_run_is_profiled_both_ways(tmp_path):
+def test_a_captured_run_is_profiled_with_and_without_capture(tmp_path):
     assert tiny.train(tmp_path / "run", "--steps", "12", "--profile", "3:6") == 0
     profile = json.loads((tmp_path / "run" / "profile" / "profile.json").read_text())
     check(profile)

@@ -1,4 +1,4 @@
-"""What only a GPU can show of the split: cuDNN attention, and wgrads that add onto main_grad inside cuBLASLt."""
+"""`split_backward` on a GPU: cuDNN attention, and wgrads that cuBLASLt adds to main_grad."""
 
 import re
 
@@ -25,7 +25,7 @@ def block():
     return (lambda p, x: nnx.merge(graph, p)(x, table)), params, x, dy
 
 
-def test_gradients_are_those_of_jax_vjp_with_cudnn_attention():
+def test_gradients_equal_jax_vjp_with_cudnn_attention():
     stage, params, x, dy = block()
     assert attention_kernel(CONFIG, 512) == "cudnn"
     split = jgraph.split_backward(stage)
@@ -39,24 +39,24 @@ def test_gradients_are_those_of_jax_vjp_with_cudnn_attention():
     theirs = jax.jit(lambda params, x, dy: jax.vjp(stage, params, x)[1](dy))(params, x, dy)
     for a, b in zip(jax.tree.leaves(ours(params, x, dy)), jax.tree.leaves(theirs), strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        # jax.vjp rounds a weight's gradient to bfloat16 (2**-9), ours stays float32.
+        # jax.vjp rounds weight gradients to bfloat16 (2**-9). split_backward keeps float32.
         assert np.linalg.norm(a - b) <= 2**-7 * np.linalg.norm(b)
 
 
-def test_wgrad_adds_onto_main_grad_inside_the_product():
+def test_wgrad_is_added_to_main_grad_inside_the_matmul():
     stage, params, x, _ = block()
     split = jgraph.split_backward(stage)
     spec = split.spec(params, x)
     main_grad = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
     lowered = jax.jit(split.accumulate, donate_argnums=0).lower(main_grad, params, spec.residuals, spec.stash)
-    # Triton's products do the same in their epilogue, where the text does not show it.
+    # Triton matmuls also add in their epilogue, but the program text does not show it.
     text = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
-    products = re.findall(r"f32\[\d+,\d+\].*custom_call_target=\"__cublas\$lt\$matmul\".*", text)
-    assert len(products) == len(spec.delayed) == 4
-    assert all('"beta":1' in product for product in products)
+    matmuls = re.findall(r"f32\[\d+,\d+\].*custom_call_target=\"__cublas\$lt\$matmul\".*", text)
+    assert len(matmuls) == len(spec.delayed) == 4
+    assert all('"beta":1' in product for product in matmuls)
 
 
-def test_each_part_is_captured_whole():
+def test_forward_dgrad_and_wgrad_are_captured_completely():
     stage, params, x, dy = block()
     split = jgraph.split_backward(stage)
     spec = split.spec(params, x)

@@ -1,4 +1,4 @@
-"""What only a GPU can show: cuDNN attention inside the captured step, and that capturing changes no number."""
+"""The captured step on a GPU: cuDNN attention is captured, and capture does not change the losses."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 
 def small(**changes):
-    """Two layers of the launch-bound preset."""
+    """Returns the launch-bound preset with two layers."""
     config = preset("launch-bound")
     return config.changed(model=replace(config.model, num_layers=2), **changes)
 
@@ -40,23 +40,23 @@ def test_the_default_step_with_cudnn_attention_is_one_command_buffer():
     assert report.outside == ()
 
 
-def test_capturing_the_step_changes_its_losses_by_rounding_only():
+def test_capture_changes_the_losses_by_rounding_only():
     captured, on = losses(small())
     uncaptured, off = losses(small(graph="off"))
     assert on.captured
     assert not off.captured
-    # The order of atomic additions into the embedding's gradient is free: float32 rounding, through eight bfloat16 steps.
+    # Atomic additions into the embedding's gradient run in any order, so float32 rounding differs in eight bfloat16 steps.
     np.testing.assert_allclose(captured, uncaptured, rtol=1e-3)
 
 
-def test_graph_full_runs_a_loop_over_microbatches_to_the_same_losses():
+def test_graph_full_runs_a_loop_over_microbatches_with_the_same_losses():
     config = small(batch_size=16, num_microbatches=16)
     looped, report = losses(config.changed(graph="full"))
     assert report.command_buffers >= 1
     np.testing.assert_allclose(looped, losses(config)[0], rtol=1e-3)
 
 
-def test_the_state_stays_at_its_addresses_from_step_to_step():
+def test_the_state_keeps_its_addresses_over_steps():
     setup = TrainSetup.of(small())
     step = setup.compile_step()
     tokens_BS = np.zeros((2, 129), np.int32)

@@ -1,4 +1,4 @@
-"""`python -m jgraph.evaluate`: the numbers of a run's own evaluations, of any run or folder, over any devices."""
+"""`python -m jgraph.evaluate`: the losses of a run's own evaluations, for any run or folder, on any devices."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from jgraph.train import evaluation
 from jgraph.train.config import TrainConfig
 from tests import tiny
 from tests.interop.test_interop import MIXTRAL, byte_tokenizer, make
-from tests.train.test_continued import written
+from tests.train.test_continued import write_run
 
 pytestmark = [pytest.mark.once, pytest.mark.long]
 SIZES = ("--num-microbatches", "2", "--eval-batches", "3", "--sample-tokens", "0", "--steps", "2")
@@ -30,14 +30,14 @@ def run_dir(tmp_path_factory):
     return path
 
 
-def test_it_tells_what_the_run_did_over_its_devices_and_over_others(run_dir):
+def test_evaluate_has_the_loss_of_the_run_on_its_devices_and_on_others(run_dir):
     expected = tiny.entries(run_dir)[-1]["eval_loss"]
     assert evaluation.evaluate(run_dir, fsdp=2).loss == expected
-    for asked in ({}, {"dp": 2}):
-        assert evaluation.evaluate(run_dir, **asked).loss == pytest.approx(expected, rel=1e-6)
+    for layout in ({}, {"dp": 2}):
+        assert evaluation.evaluate(run_dir, **layout).loss == pytest.approx(expected, rel=1e-6)
 
 
-def test_it_prints_and_writes_loss_perplexity_and_bits_per_byte(run_dir, tmp_path, capsys):
+def test_the_command_prints_and_writes_loss_perplexity_and_bits_per_byte(run_dir, tmp_path, capsys):
     flags = (
         "--data",
         "synthetic",
@@ -59,7 +59,7 @@ def test_it_prints_and_writes_loss_perplexity_and_bits_per_byte(run_dir, tmp_pat
         assert text in out
 
 
-def test_a_folder_is_evaluated_through_its_tokenizer(tmp_path):
+def test_a_folder_is_evaluated_with_its_tokenizer(tmp_path):
     make(tmp_path / "folder", MIXTRAL)
     byte_tokenizer().save(str(tmp_path / "folder" / "tokenizer.json"))
     found = evaluation.evaluate(tmp_path / "folder", data="python-docs", batch_size=4, seq_len=32, eval_batches=2)
@@ -71,9 +71,9 @@ def test_a_folder_is_evaluated_through_its_tokenizer(tmp_path):
     assert (found.tokens, found.bytes) == (256, 256)
 
 
-def test_a_model_is_evaluated_with_what_it_carries(tmp_path):
+def test_a_model_is_evaluated_with_its_carried_state(tmp_path):
     config = TrainConfig.of(module="tests.own:Normed", batch_size=4, seq_len=16, eval_batches=1, run_dir=str(tmp_path / "run"))
-    written(tmp_path / "run", config)
+    write_run(tmp_path / "run", config)
     loaded = jgraph.load(tmp_path / "run", module=config.module)
     (batch,) = heldout_batches(
         load_corpus("python-docs", seq_len=16, vocab_size=None).heldout, batch_size=4, seq_len=16, limit=1
@@ -82,18 +82,18 @@ def test_a_model_is_evaluated_with_what_it_carries(tmp_path):
     assert evaluation.evaluate(tmp_path / "run", module=config.module).loss == pytest.approx(expected, rel=1e-6)
 
 
-def test_bytes_are_those_of_the_text_that_is_predicted(tmp_path):
+def test_bytes_are_counted_over_the_predicted_text(tmp_path):
     file = tmp_path / "tokenizer.json"
     tokenizers.Tokenizer(models.WordLevel({"a": 0, "€": 1, "three": 2, "</s>": 3}, unk_token="a")).save(str(file))
     corpus = types.SimpleNamespace(name="text", train=np.zeros(9, np.uint16))
     rows = [np.array([[2, 0, 1, 3, 2], [3, 2, 3, 0, 0]])]
-    decoded = (len(" a € three"), len("three a a"))  # it puts a blank between two
+    decoded = (len(" a € three"), len("three a a"))  # the tokenizer joins tokens with blanks
     assert evaluation._bytes(corpus, rows, file) == decoded[0] + 2 + decoded[1]
     assert evaluation._bytes(corpus, rows, None) is None
 
 
 @pytest.mark.parametrize(
-    ("where", "asked", "kind", "field"),
+    ("source", "options", "kind", "field"),
     [
         ("none", {}, ConfigError, "run"),
         ("folder", {}, ConfigError, "data"),
@@ -102,10 +102,10 @@ def test_bytes_are_those_of_the_text_that_is_predicted(tmp_path):
         ("run", {"fsdp": 16}, ConfigError, "dp"),  # too few devices, before a batch of 4
     ],
 )
-def test_what_cannot_be_evaluated_is_told_in_one_line(run_dir, tmp_path, where, asked, kind, field):
-    if where == "folder":
+def test_wrong_arguments_are_refused_in_one_line(run_dir, tmp_path, source, options, kind, field):
+    if source == "folder":
         make(tmp_path / "folder")
     with pytest.raises(kind) as error:
-        evaluation.evaluate(run_dir if where == "run" else tmp_path / where, **asked)
+        evaluation.evaluate(run_dir if source == "run" else tmp_path / source, **options)
     assert error.value.field == field
     assert "\n" not in str(error.value)

@@ -112,7 +112,7 @@ def test_draws_of_a_text_use_different_keys():
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.long, pytest.mark.once] * (kind != "llama")) for kind in MODELS]
 )
-def test_greedy_text_with_a_cache_equals_that_without_and_that_of_each_prompt(kind):
+def test_greedy_text_is_the_same_with_and_without_a_cache_and_for_single_prompts(kind):
     model, params = gpt(**MODELS[kind])
     choices = {"max_tokens": 12, "temperature": 0, "carried": with_biases(model.new_state())}
     found = rows(jgraph.generate(model, params, PROMPTS, **choices))
@@ -142,7 +142,7 @@ def test_a_model_with_router_biases_needs_its_state():
 
 @pytest.mark.long
 @pytest.mark.once
-def test_sampled_text_with_a_cache_equals_that_without():
+def test_sampled_text_is_the_same_with_and_without_a_cache():
     model, params = gpt()
     choices = {"max_tokens": 12, "temperature": 0.7, "top_k": 9, "top_p": 0.8, "key": 5}
     found = rows(jgraph.generate(model, params, PROMPTS, **choices))
@@ -187,7 +187,7 @@ def test_a_token_updates_cache_and_position_in_place():
     check_identity(compiled, carry)
 
 
-def test_a_second_call_traces_nothing():
+def test_a_second_call_does_not_trace_again():
     traces = []
     decoder = generating.windowed(lambda weights, tokens_BT: traces.append(1) or jax.nn.one_hot(tokens_BT, V))
     for _ in range(2):
@@ -206,7 +206,7 @@ def test_weights_are_cast_before_the_first_token():
 # --- The end of a text ---
 
 
-def test_a_stop_token_ends_its_text_only_and_is_not_returned(counting):
+def test_a_stop_token_ends_only_its_text_and_is_not_returned(counting):
     params, prompts = {"step": jnp.array(3)}, [[5], [1, 2, 3]]
     whole = [expected(3, prompt, 20, 99) for prompt in prompts]
     stop = [token for token in whole[0] if token not in whole[1][:8]][:1]

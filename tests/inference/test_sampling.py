@@ -73,9 +73,9 @@ def test_draws_have_the_probabilities_of_the_kept_tokens(top_k, top_p):
     drawn = jax.jit(draw)(jnp.broadcast_to(LOGITS, (count, len(LOGITS))), sampling, keys)
     shares = np.bincount(np.asarray(drawn), minlength=len(LOGITS)) / count
     allowed = reference(LOGITS, 1.0, top_k, top_p)
-    wanted = np.where(allowed, np.exp(LOGITS), 0)
+    expected = np.where(allowed, np.exp(LOGITS), 0)
     assert not shares[~allowed].any()
-    np.testing.assert_allclose(shares, wanted / wanted.sum(), atol=5 * 0.5 / count**0.5)
+    np.testing.assert_allclose(shares, expected / expected.sum(), atol=5 * 0.5 / count**0.5)
 
 
 # --- At the limits of float32 ---

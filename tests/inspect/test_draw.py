@@ -136,9 +136,9 @@ def test_extreme_times_are_drawn(costs, latency):
     assert max(map(len, plain(run).splitlines())) <= 100
 
 
-def luminance(colour: str) -> float:
+def luminance(color: str) -> float:
     """Returns the relative luminance of WCAG 2.2."""
-    parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    parts = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
@@ -152,10 +152,10 @@ def test_text_has_sufficient_contrast_on_every_color(chunks):
 
 
 def test_every_kind_and_chunk_has_a_distinct_color():
-    colours = [draw.tint(kind, chunk, 4) for kind in draw.COLORS for chunk in range(4)]
-    for a, b in combinations(colours, 2):
-        apart = [abs(int(a[i : i + 2], 16) - int(b[i : i + 2], 16)) for i in (1, 3, 5)]
-        assert max(apart) > 20, (a, b)
+    colors = [draw.tint(kind, chunk, 4) for kind in draw.COLORS for chunk in range(4)]
+    for a, b in combinations(colors, 2):
+        differences = [abs(int(a[i : i + 2], 16) - int(b[i : i + 2], 16)) for i in (1, 3, 5)]
+        assert max(differences) > 20, (a, b)
     assert [draw.tint(kind, 0, 4) for kind in draw.COLORS] == list(draw.COLORS.values())
 
 
@@ -169,12 +169,12 @@ def test_cells_have_the_color_of_their_kind_and_chunk_and_show_the_microbatch():
             found.append(
                 (style.bgcolor.name.upper(), style.color and style.color.name, text.plain[span.start : span.end].strip())
             )
-    want = [
+    expected_cells = [
         (draw.tint(action_kind, chunk, 2), draw.TEXT, str(m))
         for order in run.schedule
         for action_kind, chunk, m in zip(order.kinds.tolist(), order.chunks.tolist(), order.microbatches.tolist(), strict=True)
     ]
-    assert found == want
+    assert found == expected_cells
 
 
 @pytest.mark.parametrize("cells", ["colors", "letters"])

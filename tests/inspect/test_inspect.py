@@ -1,4 +1,4 @@
-"""python -m jgraph.inspect: what it prints and writes; bad input is exit code 2 and one line."""
+"""`python -m jgraph.inspect`: its output. Bad input ends with exit code 2 and one line."""
 
 import dataclasses
 import json
@@ -21,14 +21,14 @@ SMALL = ["schedule", "zb-h1", "--pp", "3", "--microbatches", "4"]
 
 @pytest.fixture(autouse=True)
 def _pipe(monkeypatch):
-    """As if the output went to a pipe, whatever this terminal is."""
+    """Makes the command print as to a pipe, on any terminal."""
     for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "COLORTERM", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
-def told(capsys):
-    """Runs the command; returns what it prints."""
+def printed(capsys):
+    """Returns a function that runs the command and returns its output."""
 
     def run(*args: str) -> str:
         assert main(args) == 0
@@ -41,7 +41,7 @@ def told(capsys):
 
 @pytest.fixture
 def refused(capsys):
-    """Runs the command with bad input; returns the one line on stderr, after the program's name."""
+    """Returns a function that runs the command with bad input and returns the error line without the program's name."""
 
     def run(*args: str) -> str:
         assert main(args) == 2
@@ -59,8 +59,8 @@ def one_line(stderr: str) -> str:
     return lines[0].removeprefix("jgraph.inspect: error: ")
 
 
-def test_the_timeline_a_table_and_a_summary_are_printed(told):
-    out = told(*SMALL)
+def test_the_timeline_a_table_and_a_summary_are_printed(printed):
+    out = printed(*SMALL)
     run = simulate(generate("zb-h1", pp=3, microbatches=4))
     slots = assign(run.schedule)
     assert re.search(r"^rank 0 F0 +F1 +F2 +", out, re.M)
@@ -72,32 +72,32 @@ def test_the_timeline_a_table_and_a_summary_are_printed(told):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_name_is_drawn(told, name):
+def test_every_schedule_is_drawn(printed, name):
     chunks = ("--chunks", "2") if name == "interleaved-1f1b" else ()
-    assert "makespan" in told("schedule", name, "--pp", "2", "--microbatches", "4", *chunks)
+    assert "makespan" in printed("schedule", name, "--pp", "2", "--microbatches", "4", *chunks)
 
 
 @pytest.mark.parametrize("width", [60, 100, 200])
 @pytest.mark.parametrize("pp", [4, 64])
-def test_no_line_is_wider_than_the_console(told, monkeypatch, width, pp):
+def test_no_line_is_wider_than_the_console(printed, monkeypatch, width, pp):
     monkeypatch.setenv("COLUMNS", str(width))
-    out = told("schedule", "zb-v", "--pp", str(pp), "--microbatches", "130", "--costs", "1,1.1,0.8")
+    out = printed("schedule", "zb-v", "--pp", str(pp), "--microbatches", "130", "--costs", "1,1.1,0.8")
     assert max(map(len, out.splitlines())) <= width
     assert len(out.splitlines()) < 60 + 3 * pp
     assert f"\n {pp - 1:>3} " in out  # the last rank's row of the table
 
 
-def test_in_a_pipe_there_are_letters_and_no_escape_codes(told):
-    out = told(*SMALL)
+def test_output_to_a_pipe_has_letters_and_no_escape_codes(printed):
+    out = printed(*SMALL)
     assert "\x1b" not in out
     assert "F0" in out
     assert "·" in out
 
 
-def test_on_a_terminal_with_enough_colours_cells_have_them(told, monkeypatch):
+def test_cells_are_colored_on_a_terminal_with_enough_colors(printed, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLORTERM", "truecolor")
-    out = told(*SMALL)
+    out = printed(*SMALL)
     # #56B4E9 and #E69F00, with black text.
     assert "\x1b[38;2;0;0;0;48;2;86;180;233m" in out
     assert "\x1b[38;2;0;0;0;48;2;230;159;0m" in out
@@ -105,11 +105,11 @@ def test_on_a_terminal_with_enough_colours_cells_have_them(told, monkeypatch):
 
 
 @pytest.mark.parametrize("setting", [{"NO_COLOR": "1", "COLORTERM": "truecolor"}, {"TERM": "xterm"}, {"TERM": "dumb"}])
-def test_without_colours_or_with_too_few_there_are_letters(told, monkeypatch, setting):
+def test_cells_are_letters_on_a_terminal_without_enough_colors(printed, monkeypatch, setting):
     monkeypatch.setenv("FORCE_COLOR", "1")
     for name, value in setting.items():
         monkeypatch.setenv(name, value)
-    assert "F0" in told(*SMALL)
+    assert "F0" in printed(*SMALL)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def test_without_colours_or_with_too_few_there_are_letters(told, monkeypatch, se
         ("zb-v", 2, 4, 2, "dataflow"),
     ],
 )
-def test_the_numbers_are_those_of_the_library(told, name, pp, microbatches, chunks, execution):
+def test_the_printed_numbers_equal_the_simulation(printed, name, pp, microbatches, chunks, execution):
     flags = ["--pp", str(pp), "--microbatches", str(microbatches), "--chunks", str(chunks), "--latency", "0.25"]
-    out = told("schedule", name, *flags, "--costs", "1,1.5,0.75")
+    out = printed("schedule", name, *flags, "--costs", "1,1.5,0.75")
     schedule = generate(name, pp=pp, microbatches=microbatches, chunks=chunks)
     run = simulate(schedule, Costs(1 / chunks, 1.5 / chunks, 0.75 / chunks), latency=0.25, execution=execution)
     assert f"makespan {run.makespan:.6g}, bubble {run.bubble:.1%}, {schedule.num_ticks} ticks, {execution}\n" in out
@@ -131,11 +131,11 @@ def test_the_numbers_are_those_of_the_library(told, name, pp, microbatches, chun
         assert re.search(rf"^ +{r} +{re.escape(f'{run.idle[r]:.4g}')} ", out, re.M)
 
 
-def test_the_execution_can_be_chosen(told):
+def test_the_execution_can_be_chosen(printed):
     spans = {}
     for execution in ("dataflow", "neighbours", "lockstep"):
         found = re.search(
-            rf"^makespan (.+), bubble .*, {execution}$", told(*SMALL, "--costs", "1,2,3", "--execution", execution), re.M
+            rf"^makespan (.+), bubble .*, {execution}$", printed(*SMALL, "--costs", "1,2,3", "--execution", execution), re.M
         )
         assert found
         spans[execution] = float(found[1])
@@ -143,10 +143,10 @@ def test_the_execution_can_be_chosen(told):
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".json"])
-def test_a_schedule_from_a_file_has_the_numbers_of_the_one_by_name(told, tmp_path, suffix):
+def test_a_schedule_from_a_file_is_printed_like_a_named_schedule(printed, tmp_path, suffix):
     file = tmp_path / f"mine{suffix}"
     file.write_text({".csv": to_csv, ".json": to_json}[suffix](generate("zb-v", pp=3, microbatches=5)))
-    assert told("schedule", str(file)) == told("schedule", "zb-v", "--pp", "3", "--microbatches", "5")
+    assert printed("schedule", str(file)) == printed("schedule", "zb-v", "--pp", "3", "--microbatches", "5")
 
 
 BAD = [
@@ -182,11 +182,11 @@ BAD = [
 
 
 @pytest.mark.parametrize(("args", "parts"), BAD, ids=[" ".join(args) or "nothing" for args, _ in BAD])
-def test_bad_input_is_refused_in_one_line_that_names_it(refused, tmp_path, monkeypatch, args, parts):
+def test_bad_input_is_refused_in_one_line_with_its_name(refused, tmp_path, monkeypatch, args, parts):
     monkeypatch.chdir(tmp_path)
     line = refused(*args)
     missing = [part for part in parts if part not in line]
-    assert not missing, f"{line!r} does not say {missing}"
+    assert not missing, f"{line!r} lacks {missing}"
     assert not list(tmp_path.iterdir())
 
 
@@ -201,30 +201,30 @@ def test_bad_input_is_refused_in_one_line_that_names_it(refused, tmp_path, monke
         ("a.json", "\udcff", ["a.json", "utf-8"]),
     ],
 )
-def test_a_broken_file_is_refused_with_the_place(refused, tmp_path, name, text, parts):
+def test_a_broken_file_is_refused_with_the_position_of_the_error(refused, tmp_path, name, text, parts):
     (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
     line = refused("schedule", str(tmp_path / name))
     missing = [part for part in parts if part not in line]
-    assert not missing, f"{line!r} does not say {missing}"
+    assert not missing, f"{line!r} lacks {missing}"
 
 
 @pytest.mark.parametrize("given", [["--pp", "2"], ["--microbatches", "2"], ["--chunks", "1"]])
-def test_a_file_is_refused_with_sizes(refused, tmp_path, given):
+def test_a_schedule_file_and_a_size_flag_are_refused_together(refused, tmp_path, given):
     file = tmp_path / "a.json"
     write(generate("1f1b", pp=2, microbatches=2), file)
-    assert refused("schedule", str(file), *given) == f"{file} determines the schedule: omit {given[0]}"
+    assert refused("schedule", str(file), *given) == f"{file} has the whole schedule: leave out {given[0]}"
 
 
-def test_help_says_what_the_costs_are_and_which_names_there_are(told):
-    words = " ".join(re.sub("[│╭╮╰╯─]", " ", told("schedule", "--help")).split())
+def test_help_explains_the_costs_and_lists_the_schedules(printed):
+    words = " ".join(re.sub("[│╭╮╰╯─]", " ", printed("schedule", "--help")).split())
     assert "--costs" in words
     assert "ALL layers of a rank for one microbatch" in words
     for name in NAMES:
         assert name in words
 
 
-def test_help_names_the_subcommands_and_shows_how_to_call_them(told):
-    out = told("--help")
+def test_help_lists_the_subcommands_and_has_an_example(printed):
+    out = printed("--help")
     assert "• schedule" in out
     assert "• capture" in out
     assert "\n    python -m jgraph.inspect schedule zb-h1 --pp 4 --microbatches 8\n" in out
@@ -258,7 +258,7 @@ def test_a_process_ends_with_code_2_and_one_line():
     assert result.stdout == ""
 
 
-def test_an_output_that_has_no_dots_gets_question_marks():
+def test_unencodable_characters_are_printed_as_question_marks():
     command = [sys.executable, "-X", "utf8=0", "-m", "jgraph.inspect", *SMALL]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, env={"PYTHONIOENCODING": "ascii", "PATH": ""})
     assert result.returncode == 0, result.stderr
@@ -297,7 +297,7 @@ number = 3
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """A module of the user's, called `mine`; gives its file."""
+    """Writes the user module `mine`. Returns its file."""
     (tmp_path / "mine.py").write_text(MINE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -305,19 +305,19 @@ def mine(tmp_path, monkeypatch):
     sys.modules.pop("mine", None)
 
 
-def test_a_function_of_the_users_is_explained_with_what_it_donates(told, mine):
-    out = told("capture", "mine:in_place")
+def test_a_user_function_is_reported_with_its_donations(printed, mine):
+    out = printed("capture", "mine:in_place")
     assert out.startswith("mine:in_place, <lambda> on cpu\n")
     assert "donated: 1 leaf of 12 B: 1 reused" in out
     assert "  state float32[3] -> result[0]\n" in out
     assert "there are no command buffers on a cpu" in out
 
 
-def test_a_preset_by_name_is_its_training_step_at_the_sizes_that_are_given(told, monkeypatch):
+def test_a_preset_is_compiled_as_its_training_step_with_the_given_sizes(printed, monkeypatch):
     small = {"num_layers": 1, "d_model": 32, "num_heads": 2, "num_kv_heads": 2, "d_ff": 64, "vocab_size": 128}
     config = PRESETS["gpt-124m"]
     monkeypatch.setitem(PRESETS, "gpt-124m", dataclasses.replace(config, model=dataclasses.replace(config.model, **small)))
-    out = told("capture", "gpt-124m", "--batch-size", "2", "--seq-len", "16")
+    out = printed("capture", "gpt-124m", "--batch-size", "2", "--seq-len", "16")
     assert out.startswith("training step of gpt-124m (jgraph_models.gpt:GPT), 2 x 16 tokens, on cpu\n")
     assert re.search(r"donated: \d+ leaves of .*, 0 dropped", out)
 
@@ -325,10 +325,10 @@ def test_a_preset_by_name_is_its_training_step_at_the_sizes_that_are_given(told,
 @pytest.mark.target
 @pytest.mark.long
 @pytest.mark.once
-def test_a_model_with_a_preset_is_compiled_for_a_gpu_that_is_not_here(told, h200, tmp_path):
+def test_a_model_with_a_preset_is_compiled_for_a_gpu_that_is_not_present(printed, h200, tmp_path):
     file = tmp_path / "report.json"
     small = ["--preset", "cpu-tiny", "--batch-size", "2", "--seq-len", "32"]
-    out = told("capture", "jgraph_models.gpt:GPT", *small, "--target", "h200", "--json", str(file))
+    out = printed("capture", "jgraph_models.gpt:GPT", *small, "--target", "h200", "--json", str(file))
     found = re.search(r"command buffers: 1, captured (\d+) of (\d+) thunks", out)
     assert found
     assert found[1] == found[2]
@@ -340,12 +340,12 @@ def test_a_model_with_a_preset_is_compiled_for_a_gpu_that_is_not_here(told, h200
 
 
 @pytest.mark.target
-def test_what_stays_outside_is_printed_with_the_line_of_the_users_file(told, h200, mine):
-    out = told("capture", "mine:fft", "--target", "h200", "--graph", "full")
+def test_an_uncaptured_operation_is_printed_with_its_line_in_the_user_file(printed, h200, mine):
+    out = printed("capture", "mine:fft", "--target", "h200", "--graph", "full")
     (line,) = (i for i, code in enumerate(MINE.splitlines(), 1) if "jnp.fft.fft" in code)
     assert "outside: 1 Fft: XLA has no command for it" in out
     assert re.search(rf"/fft at mine\.py:{line}\n", out)
-    off = told("capture", "mine:fft", "--target", "h200", "--graph", "off")
+    off = printed("capture", "mine:fft", "--target", "h200", "--graph", "off")
     assert "captured 0 of" in off
     assert "command buffers are off: --graph auto or full" in off
 
@@ -364,8 +364,8 @@ BAD_CAPTURES = [
     (["gpt_124m"], ["'gpt_124m' is neither MODULE:NAME nor a preset", "gpt-124m"]),
     (["jgraph_models.gpt:GPT"], ["jgraph_models.gpt:GPT is a class", "--preset", "gpt-124m"]),
     (["jgraph_models.gpt:GPT", "--preset", "gpt-9"], ["--preset is gpt-9", "gpt-124m"]),
-    (["gpt-124m", "--preset", "cpu-tiny"], ["gpt-124m is a preset: omit --preset cpu-tiny"]),
-    (["mine:option", "--seq-len", "8"], ["mine:option", "omit --seq-len"]),
+    (["gpt-124m", "--preset", "cpu-tiny"], ["gpt-124m is a preset: leave out --preset cpu-tiny"]),
+    (["mine:option", "--seq-len", "8"], ["mine:option", "leave out --seq-len"]),
     (["gpt-124m", "--batch-size", "0"], ["--batch-size is 0", "at least 1"]),
     (["mine:option", "--xla-options", "xla_nope=1"], ["xla_nope"]),
     (["mine:option", "--graph", "most"], ["--graph", "most", "auto", "full"]),
@@ -376,16 +376,16 @@ BAD_CAPTURES = [
 
 
 @pytest.mark.parametrize(("args", "parts"), BAD_CAPTURES, ids=[" ".join(args) or "nothing" for args, _ in BAD_CAPTURES])
-def test_what_cannot_be_captured_is_refused_in_one_line(refused, mine, args, parts):
+def test_wrong_arguments_of_capture_are_refused_in_one_line(refused, mine, args, parts):
     mine.with_name("broken.py").write_text("1 / 0\n")
     mine.with_name("exits.py").write_text("import sys\nsys.exit(3)\n")
     line = refused("capture", *args)
     missing = [part for part in parts if part not in line]
-    assert not missing, f"{line!r} does not say {missing}"
+    assert not missing, f"{line!r} lacks {missing}"
 
 
-def test_help_of_capture_says_what_can_be_named(told):
-    words = " ".join(re.sub("[│╭╮╰╯─]", " ", told("capture", "--help")).split())
+def test_help_of_capture_lists_its_arguments(printed):
+    words = " ".join(re.sub("[│╭╮╰╯─]", " ", printed("capture", "--help")).split())
     for part in ("MODULE:CLASS with --preset", "(fn, args, donate_argnums)", "--target", "h200, h100 or b200", "--json"):
         assert part in words
 

@@ -27,7 +27,6 @@ from jgraph.moe import MoEConfig
 from jgraph.train.config import TrainConfig
 from jgraph.train.initial import initial_weights, tokenizer_warning
 from jgraph.train.presets import preset
-from jgraph.train.rundir import RunDir
 from jgraph.train.setup import TrainSetup
 from jgraph.tree import leaf_names
 from jgraph_models.gpt import GPT, GPTConfig
@@ -136,12 +135,14 @@ def test_settings_survive_config_json(config):
     found = HUGGING_FACE.settings(json.loads(json.dumps(HUGGING_FACE.config(config, {}))))
     assert replaced(config, found) == config
     free = {"attention", "norm", "compute_dtype", "scan_layers", "loss_chunk"}
-    assert found.keys() == {field.name for field in dataclasses.fields(config)} - free, "and config.json determines the others"
+    assert found.keys() == {field.name for field in dataclasses.fields(config)} - free, (
+        "config.json determines all other fields"
+    )
     trained_by = {"z_loss", "bias_rate", "capacity", "overflow"}
     assert not config.moe.num_experts or found["moe"].keys() == {*vars(config.moe)} - trained_by
 
 
-def test_a_written_config_keeps_other_fields_of_the_first():
+def test_an_exported_config_keeps_other_fields_of_the_original():
     base = {"eos_token_id": 7, "rope_parameters": {"rope_theta": 1.0}, "hidden_size": 1}
     written = HUGGING_FACE.config(LLAMA, base)
     assert (written["eos_token_id"], written["hidden_size"], "rope_parameters" in written) == (7, 32, False)
@@ -171,7 +172,7 @@ def test_the_number_of_experts_has_two_names():
     ("name", "setting", "default"),
     [("norm_topk_prob", "weights", "as-they-are"), ("router_aux_loss_coef", "balance_loss", 0.001)],
 )
-def test_a_mixtures_missing_field_has_the_default_of_transformers(name, setting, default):
+def test_a_missing_field_of_a_mixture_has_the_default_of_transformers(name, setting, default):
     other = dataclasses.replace(QWEN3_MOE, moe=dataclasses.replace(QWEN3_MOE.moe, weights="normalized", balance_loss=0.5))
     written = HUGGING_FACE.config(other, {})
     for missing in ({name: None}, {}):
@@ -293,7 +294,7 @@ WRONG_MIXTURE = {
 
 
 @pytest.mark.parametrize("wrong", WRONG | WRONG_MIXTURE)
-def test_a_wrong_folder_is_refused_with_its_problem(wrong, tmp_path):
+def test_a_wrong_folder_is_refused_with_the_reason(wrong, tmp_path):
     edit, message = (WRONG | WRONG_MIXTURE)[wrong]
     config = QWEN3_MOE if wrong in WRONG_MIXTURE else LLAMA
     make(tmp_path / "f", config)
@@ -335,7 +336,7 @@ WRONG_ROPE = {name: ("x", -1, True, [1], 10**400) for name in SCALED if name != 
 
 
 @pytest.mark.parametrize("name", WRONG_VALUES)
-def test_a_field_of_config_json_with_a_wrong_type_or_value_is_refused_by_its_name(name, unbuilt):
+def test_a_field_of_config_json_with_a_wrong_type_or_value_is_refused_with_its_name(name, unbuilt):
     written = json.loads((unbuilt / CONFIG_FILE).read_text())
     for value in WRONG_VALUES[name]:
         (unbuilt / CONFIG_FILE).write_text(json.dumps(written | {"dtype": None} | {name: value}))
@@ -346,7 +347,7 @@ def test_a_field_of_config_json_with_a_wrong_type_or_value_is_refused_by_its_nam
 
 
 @pytest.mark.parametrize("name", WRONG_ROPE)
-def test_a_field_of_rope_scaling_with_a_wrong_type_or_value_is_refused_by_its_name(name):
+def test_a_field_of_rope_scaling_with_a_wrong_type_or_value_is_refused_with_its_name(name):
     written = HUGGING_FACE.config(LLAMA, {})
     assert HUGGING_FACE.settings(written | {"rope_scaling": SCALED})["rope_original_length"] == 64
     for value in WRONG_ROPE[name]:
@@ -357,7 +358,7 @@ def test_a_field_of_rope_scaling_with_a_wrong_type_or_value_is_refused_by_its_na
 
 @pytest.mark.parametrize("command", ["sample", "evaluate", "train"])
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"num_hidden_layers": 1_000_000}, "has no tensor model.layers.2."),
         ({"num_experts": 1_000_000}, "mlp.gate.weight has shape [3, 32]: must be [1000000, 32]"),
@@ -365,7 +366,7 @@ def test_a_field_of_rope_scaling_with_a_wrong_type_or_value_is_refused_by_its_na
     ],
     ids=["layers", "experts", "vocabulary"],
 )
-def test_a_folder_with_contradicting_sizes_is_refused_before_a_model_is_built(command, changes, told, unbuilt, capsys):
+def test_a_folder_with_contradicting_sizes_is_refused_before_a_model_is_built(command, changes, message, unbuilt, capsys):
     edit_config(**changes)(unbuilt)
     began = time.process_time()
     act = {
@@ -376,7 +377,7 @@ def test_a_folder_with_contradicting_sizes_is_refused_before_a_model_is_built(co
     assert act(str(unbuilt)) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert told in err
+    assert message in err
     assert time.process_time() - began < 5, "a million layers take minutes"
 
 
@@ -466,19 +467,19 @@ def train(run_dir, *flags):
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
-        (("--model.d-model", "64"), "--model.d-model is 64: must be 32, as --init-from"),
-        (("--model.moe.num-experts", "2"), "--model.moe.num-experts is 2: must be 0, as --init-from"),
-        (("--model.module", "tests.own:Normed"), "--model.module is tests.own:Normed: must have hugging_face"),
+        (("--model.d-model", "64"), "--model.d-model is 64: must be 32, as in --init-from"),
+        (("--model.moe.num-experts", "2"), "--model.moe.num-experts is 2: must be 0, as in --init-from"),
+        (("--model.module", "tests.own:Normed"), "--model.module is tests.own:Normed: must have the attribute hugging_face"),
     ],
 )
-def test_a_flag_that_contradicts_the_folder_is_refused_in_one_line(flags, told, tmp_path, capsys):
+def test_a_flag_that_contradicts_the_folder_is_refused_in_one_line(flags, message, tmp_path, capsys):
     make(tmp_path / "f")
     assert train(tmp_path / "run", "--init-from", str(tmp_path / "f"), *flags) == 2
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", 1)
-    assert told in err
+    assert message in err
     assert not (tmp_path / "run").exists()
 
 
@@ -486,13 +487,13 @@ def test_a_folder_does_not_determine_how_a_router_is_trained(tmp_path):
     make(tmp_path / "f", MIXTRAL)
     model = dataclasses.replace(MIXTRAL, moe=dataclasses.replace(MIXTRAL.moe, balance_loss=0.5, z_loss=0.1))
     config = TrainConfig.of(init_from=str(tmp_path / "f"), model=model)
-    assert initial_weights(config, RunDir(tmp_path / "run")) is not None
+    assert initial_weights(config) is not None
 
 
-def test_a_mixture_begins_with_the_weights_of_a_folder_and_initial_state(tmp_path):
+def test_a_mixture_starts_with_the_weights_of_a_folder_and_the_initial_state(tmp_path):
     folder, arrays = make(tmp_path / "f", MIXTRAL)
     config = TrainConfig.of(model=MIXTRAL, fsdp=2, batch_size=2, seq_len=16, init_from=str(folder.path))
-    setup, weights = TrainSetup.of(config), initial_weights(config, RunDir(tmp_path / "run"))
+    setup, weights = TrainSetup.of(config), initial_weights(config)
     assert weights
     state = weights.load(setup)
     params, began = setup.step.canonical.of(state).params, setup.model.init()[1]
@@ -514,7 +515,7 @@ def test_a_folder_that_lacks_a_tensor_leaves_no_run_directory(tmp_path, capsys):
 
 
 def byte_tokenizer():
-    """Returns a tokenizer with a token for each byte, with other ids."""
+    """Returns a tokenizer with one token per byte. Token ids differ from byte values."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -527,7 +528,7 @@ UNCHANGED = ("--freeze", "[!n]*", "--optimizer.learning-rate", "1e-30")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Returns the directory and flags of a two-step run that begins with a bfloat16 folder and changes no weight."""
+    """Returns the directory and flags of a two-step run that starts from a bfloat16 folder and changes no weight."""
     path = tmp_path_factory.mktemp("interop")
     make(path / "folder", dtype="bfloat16")
     byte_tokenizer().save(str(path / "folder" / "tokenizer.json"))
@@ -601,15 +602,15 @@ def test_data_with_another_tokenizer_is_reported(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [(("--to", "{run}"), "--to is "), (("--to", "{out}", "--step", "7"), "--step is 7: must be one of 1, 2")],
 )
-def test_an_impossible_export_is_refused_in_one_line(run, flags, told, tmp_path, capsys):
+def test_an_impossible_export_is_refused_in_one_line(run, flags, message, tmp_path, capsys):
     path, _ = run
     places = {"run": path / "run", "out": tmp_path / "out"}
     assert export.main([str(path / "run"), *(flag.format(**places) for flag in flags)]) == 2
     err = capsys.readouterr().err
-    assert (len(err.splitlines()), told in err) == (1, True)
+    assert (len(err.splitlines()), message in err) == (1, True)
     assert not (tmp_path / "out").exists()
 
 

@@ -1,4 +1,4 @@
-"""Grouped products against a loop over the groups in float32; kernels compiled for an H200."""
+"""Grouped matmuls: compares them with a loop over the groups in float64, and compiles the kernels for an H200."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def arrays(sizes, dtype, K=64, N=128, M=ROWS):
 
 
 def run(x, weights, sizes, dy, add, **how):
-    """Returns the product, the gradients of its two arguments, and the weight gradient as float32 and added onto another."""
+    """Returns y, dx, dw, dw in float32, and the sum of `add` and dw in float32."""
     y, pull = jax.vjp(lambda x, weights: grouped_dot(x, weights, sizes, **how), x, weights)
     dw = grouped_wgrad(x, dy, sizes, dtype=jnp.float32, **how)
     return y, *pull(dy), dw, grouped_wgrad(x, dy, sizes, dtype=jnp.float32, add_GKN=add, **how)
@@ -50,9 +50,9 @@ def loop(x, weights, sizes, dy, add):
     return y, dx, dw, dw, dw + add
 
 
-def assert_near(found, wanted):
-    for name, one, other in zip(("y", "dx", "dw", "dw in float32", "sum"), found, wanted, strict=True):
-        # One rounding of the result, and sums in another order.
+def assert_near(found, expected):
+    for name, one, other in zip(("y", "dx", "dw", "dw in float32", "sum"), found, expected, strict=True):
+        # One rounding of the result, and another order of summation.
         atol = 1e-5 * np.abs(other).max()
         np.testing.assert_allclose(
             np.asarray(one, np.float64), other, rtol=float(jnp.finfo(one.dtype).eps), atol=atol, err_msg=name
@@ -61,7 +61,7 @@ def assert_near(found, wanted):
 
 @pytest.mark.parametrize("implementation", ["tiles", "xla"])
 @pytest.mark.parametrize(("case", "dtype"), [*((case, "float32") for case in SIZES), ("some", "bfloat16")])
-def test_every_group_is_multiplied_with_its_own_matrix(case, dtype, implementation):
+def test_every_group_is_multiplied_by_its_own_matrix(case, dtype, implementation):
     args = arrays(SIZES[case], dtype)
     found = jax.jit(run, static_argnames="implementation")(*args, implementation=implementation)
     assert [one.dtype for one in found] == [dtype] * 3 + ["float32"] * 2
@@ -71,10 +71,10 @@ def test_every_group_is_multiplied_with_its_own_matrix(case, dtype, implementati
 
 @needs_mosaic
 @pytest.mark.long
-def test_the_kernels_bodies_multiply_every_group_with_its_own_matrix(monkeypatch):
-    monkeypatch.setattr(_grouped_mosaic, "_BLOCKS", 2)  # so that a block has several tiles
+def test_the_interpreted_kernels_multiply_every_group_by_its_own_matrix(monkeypatch):
+    monkeypatch.setattr(_grouped_mosaic, "_BLOCKS", 2)  # gives each block several tiles
     jax.clear_caches()
-    # Groups within a tile, over several, with a slab of their own; a last tile of fewer columns; rows beyond.
+    # Groups inside a tile and across tiles, a smaller last tile of columns, and rows beyond the groups.
     args = arrays((30, 0, 150, 7, 41), jnp.bfloat16, 128, 320, 256)
     assert_near(run(*args, implementation="mosaic"), loop(*args))
 
@@ -88,20 +88,20 @@ def in_fp8(sizes, dtypes, K, N, M=ROWS):
     x, dy, one = x.astype(dtypes[0]), dy.astype(dtypes[0]), jnp.float32(1)
     found = cast_transpose(weights.reshape(-1, N), one, dtypes[1])
     G, rows = len(sizes), found.rows.reshape(weights.shape)
-    wanted = loop(x.astype("float32"), rows.astype("float32"), sizes, dy.astype("float32"), add)
-    return (x, dy, rows, found.columns.reshape(N, G, K), sizes, jnp.float32(0.25)), [one / 4 for one in wanted[:2]]
+    expected = loop(x.astype("float32"), rows.astype("float32"), sizes, dy.astype("float32"), add)
+    return (x, dy, rows, found.columns.reshape(N, G, K), sizes, jnp.float32(0.25)), [one / 4 for one in expected[:2]]
 
 
 def run_fp8(x, dy, rows, columns, sizes, scale, **how):
-    """Returns the product and the gradient of its rows."""
+    """Returns y and dx."""
     y = grouped_dot_fp8(x, columns, sizes, scale, order="NGK", **how)
     return y, grouped_dot_fp8(dy, rows, sizes, scale, order="GNK", **how)
 
 
-def assert_fp8(found, wanted):
-    for one, other in zip(found, wanted, strict=True):
+def assert_fp8(found, expected):
+    for one, other in zip(found, expected, strict=True):
         assert one.dtype == jnp.bfloat16
-        # One rounding of the result, and sums of about 14 bits.
+        # One rounding of the result, and accumulation in about 14 bits.
         atol = 2**-10 * np.abs(other).max()
         np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=float(jnp.finfo(one.dtype).eps), atol=atol)
 
@@ -109,20 +109,20 @@ def assert_fp8(found, wanted):
 @pytest.mark.parametrize("dtypes", FP8)
 @pytest.mark.parametrize("implementation", ["tiles", "xla"])
 def test_fp8_rows_are_multiplied_by_both_layouts_of_quantized_weights(implementation, dtypes):
-    args, wanted = in_fp8(SIZES["beyond"], dtypes, 64, 128)
-    assert_fp8(run_fp8(*args, implementation=implementation), wanted)
+    args, expected = in_fp8(SIZES["beyond"], dtypes, 64, 128)
+    assert_fp8(run_fp8(*args, implementation=implementation), expected)
 
 
 @needs_mosaic
 @pytest.mark.long
-def test_the_kernels_body_multiplies_fp8_by_both_layouts(monkeypatch):
+def test_the_interpreted_kernel_supports_both_layouts_of_fp8_weights(monkeypatch):
     monkeypatch.setattr(_grouped_mosaic, "_BLOCKS", 2)
     jax.clear_caches()
-    args, wanted = in_fp8((30, 0, 150, 7, 41), FP8[0], 256, 384, 256)
-    assert_fp8(run_fp8(*args, implementation="mosaic"), wanted)
+    args, expected = in_fp8((30, 0, 150, 7, 41), FP8[0], 256, 384, 256)
+    assert_fp8(run_fp8(*args, implementation="mosaic"), expected)
 
 
-def test_what_cannot_be_multiplied_in_fp8_is_refused_by_its_name():
+def test_unsupported_fp8_arguments_are_refused_by_name():
     (x, _, rows, columns, sizes, scale), _ = in_fp8(SIZES["some"], FP8[0], 64, 128)
     for field, changed in [
         ("x_MK", {"x_MK": x.astype("float32")}),
@@ -144,7 +144,7 @@ def test_what_cannot_be_multiplied_in_fp8_is_refused_by_its_name():
 @needs_mosaic
 @pytest.mark.target
 @pytest.mark.parametrize("dtypes", FP8 if jax.__version_info__ >= (0, 12) else FP8[:1])
-def test_fp8_products_forward_and_backward_are_a_kernel_each_on_an_h200(h200, dtypes):
+def test_fp8_forward_and_dgrad_are_one_kernel_each_on_an_h200(h200, dtypes):
     args, _ = in_fp8((512,) * 8, dtypes, 256, 384, 4096)
     args = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in args]
     compiled, report = aot.compile_for(jax.jit(run_fp8), *args, compiler_options={"xla_gpu_graph_min_graph_size": 1})
@@ -152,7 +152,7 @@ def test_fp8_products_forward_and_backward_are_a_kernel_each_on_an_h200(h200, dt
     assert compiled.as_text().count("mosaic_gpu") >= 2
 
 
-def test_rows_beyond_the_sizes_do_not_reach_a_weight_gradient():
+def test_rows_beyond_the_group_sizes_do_not_affect_the_weight_gradient():
     x, _, sizes, dy, add = arrays(SIZES["beyond"], jnp.float32)
     beyond = jnp.arange(ROWS)[:, None] >= sum(SIZES["beyond"])
     for x_used in (x, jnp.where(beyond, jnp.nan, x)):
@@ -160,7 +160,7 @@ def test_rows_beyond_the_sizes_do_not_reach_a_weight_gradient():
         np.testing.assert_allclose(found, loop(x, add, sizes, dy, add)[-1], rtol=1e-5, atol=1e-3)
 
 
-def test_what_cannot_be_multiplied_is_refused_by_its_name():
+def test_unsupported_grouped_arguments_are_refused_by_name():
     x, weights, sizes, dy, add = arrays(SIZES["some"], jnp.float32)
     products = [
         ("x_MK", x[0], weights, sizes),
@@ -190,13 +190,13 @@ def test_what_cannot_be_multiplied_is_refused_by_its_name():
 
 
 @pytest.mark.target
-def test_a_gpu_gets_a_kernel_or_a_loop_over_tiles(h200):
+def test_the_implementation_depends_on_gpu_shape_and_dtype(h200):
     def choose(shape, dtype):
         return grouped._chosen("auto", shape, jax.ShapeDtypeStruct(shape[:2], dtype))
 
     assert choose((4096, 128, 192), "bfloat16") == "xla"
     newest = "mosaic" if jax.__version_info__ >= (0, 11) else "tiles"
-    for gpu, shape, dtype, wanted in [
+    for gpu, shape, dtype, expected in [
         ("h200", (4096, 128, 192), "bfloat16", newest),
         ("h100", (4096, 128, 192), "bfloat16", newest),
         ("b200", (4096, 128, 192), "bfloat16", "tiles"),
@@ -205,12 +205,12 @@ def test_a_gpu_gets_a_kernel_or_a_loop_over_tiles(h200):
         ("h200", (4096, 96, 192), "bfloat16", "tiles"),
     ]:
         with aot.lowering_for(gpu):
-            assert choose(shape, dtype) == wanted
+            assert choose(shape, dtype) == expected
 
 
 @needs_mosaic
 @pytest.mark.target
-def test_forward_and_backward_are_three_kernels_on_an_h200_and_the_sum_is_added_in_place(h200):
+def test_forward_and_backward_are_three_kernels_that_accumulate_in_place_on_an_h200(h200):
     def program(x, weights, sizes, dy, add):
         y, pull = jax.vjp(lambda x: grouped_dot(x, weights, sizes), x)
         return y, *pull(dy), grouped_wgrad(x, dy, sizes, dtype=jnp.float32, add_GKN=add)
@@ -223,6 +223,6 @@ def test_forward_and_backward_are_three_kernels_on_an_h200_and_the_sum_is_added_
     assert len(kernels) == 3
     assert "{2}: (4, {}, may-alias)" in compiled.as_text()
     assert "ragged" not in compiled.as_text()
-    # No kernel for tables of tiles, and no copy of weights or of the sum.
+    # No kernel computes tables of tiles, and neither the weights nor the sum are copied.
     assert report.total == 3
     assert compiled.memory_analysis().temp_size_in_bytes < 1000

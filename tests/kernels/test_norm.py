@@ -1,4 +1,4 @@
-"""The residual stream's norm: the kernel's body, interpreted on the CPU, against plain jax, and plain jax against Flax's."""
+"""RMS norm with a residual sum: compares the kernel, interpreted on the CPU, with plain JAX, and plain JAX with Flax."""
 
 import jax
 import jax.numpy as jnp
@@ -29,34 +29,36 @@ def run(x, add, dx, dy, scale, **how):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_plain_jax_gives_what_flax_gives(dtype):
+def test_plain_jax_equals_flax(dtype):
     x, add, *_, scale = arrays((3, 5, 32), dtype)
     module = nnx.RMSNorm(32, epsilon=1e-5, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
     module.scale[...] = scale
     new, y = jgraph.rms_norm(x, scale, add=add, epsilon=1e-5)
     np.testing.assert_array_equal(new, x + add)
-    for found, wanted in ((y, module(x + add)), (jgraph.rms_norm(x, scale, epsilon=1e-5)[1], module(x))):
-        assert found.dtype == wanted.dtype
+    for found, expected in ((y, module(x + add)), (jgraph.rms_norm(x, scale, epsilon=1e-5)[1], module(x))):
+        assert found.dtype == expected.dtype
         # One rounding of the result.
-        np.testing.assert_allclose(found.astype(jnp.float32), wanted.astype(jnp.float32), rtol=float(2 * jnp.finfo(dtype).eps))
+        np.testing.assert_allclose(
+            found.astype(jnp.float32), expected.astype(jnp.float32), rtol=float(2 * jnp.finfo(dtype).eps)
+        )
 
 
 @needs_mosaic
 @pytest.mark.parametrize(("shape", "adds"), [((2, 8, 256), True), ((2, 8, 256), False), ((8, 768), True)])
-def test_the_kernel_is_as_near_to_float32_as_plain_jax_is(shape, adds, monkeypatch):
-    monkeypatch.setattr(norm, "_BLOCKS", 2)  # so that a block backward has two steps
+def test_the_kernel_is_as_accurate_as_plain_jax(shape, adds, monkeypatch):
+    monkeypatch.setattr(norm, "_BLOCKS", 2)  # gives each backward block two steps
     jax.clear_caches()
     x, add, *rest = arrays(shape)
     add = add if adds else None
     found, plain = (run(x, add, *rest, **how) for how in ({"implementation": "mosaic"}, {}))
     exact = run(*jax.tree.map(lambda array: array.astype(jnp.float32), (x, add, *rest)))
-    for one, other, wanted in zip(found, plain, exact, strict=True):
+    for one, other, expected in zip(found, plain, exact, strict=True):
         assert one.dtype == other.dtype
-        off = [float(jnp.linalg.norm(part.astype(jnp.float32) - wanted)) for part in (one, other)]
-        assert off[0] <= 1.1 * off[1] + 1e-5 * float(jnp.linalg.norm(wanted))
+        off = [float(jnp.linalg.norm(part.astype(jnp.float32) - expected)) for part in (one, other)]
+        assert off[0] <= 1.1 * off[1] + 1e-5 * float(jnp.linalg.norm(expected))
 
 
-def test_what_cannot_be_normed_is_refused():
+def test_unsupported_norm_arguments_are_refused():
     x, add, _, _, scale = arrays((4, 256))
     for wrong, field in [
         ((x, scale[1:], add), "scale_D"),
@@ -91,5 +93,5 @@ def test_the_kernel_is_chosen_and_captured_on_an_h200(h200):
     assert (report.command_buffers, report.captured) == (1, report.total)
     kernels = [line for line in compiled.as_text().splitlines() if "mosaic_gpu" in line and "custom-call(" in line]
     assert len(kernels) == 2
-    # The partial gradients of the scale are small beside the arrays.
+    # The partial gradients of the scale are much smaller than x.
     assert compiled.memory_analysis().temp_size_in_bytes < 16384 * 768 * 2 / 8

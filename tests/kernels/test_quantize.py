@@ -1,4 +1,4 @@
-"""Kernels' own bodies, interpreted on the CPU, against plain jax; plain jax against numpy's FP8."""
+"""Quantization: compares the kernels, interpreted on the CPU, with plain JAX, and plain JAX with the FP8 types of ml_dtypes."""
 
 import functools
 
@@ -17,14 +17,14 @@ from jgraph.xla import aot
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2")
 needs_mosaic = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="Mosaic of jax 0.10 cannot compile the kernel, so nothing there chooses it"
+    jax.__version_info__ < (0, 11), reason="Mosaic of jax 0.10 cannot compile the kernel, so it is never chosen"
 )
 ODD = (0.0, -0.0, np.inf, -np.inf, np.nan, 448, 449, 464, 465, -1e30, 57344, 61440, 6e4, 1e-40)
 ODD += (2**-9, 2**-10, 1.5 * 2**-10, 2**-16, 2**-17)
 
 
 def values(shape, dtype, odd=True):
-    """Returns numbers of all magnitudes of FP8 and some beyond, with special values in random places."""
+    """Returns values over and beyond the range of FP8, with special values at random positions."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal(shape) * 2.0 ** rng.integers(-20, 18, shape)
     if odd:
@@ -36,8 +36,8 @@ def bits(x):
     return np.atleast_1d(np.asarray(x)).view(np.uint8)
 
 
-def assert_same(found, wanted):
-    for a, b in zip(found, wanted, strict=True):
+def assert_same(found, expected):
+    for a, b in zip(found, expected, strict=True):
         a, b = np.asarray(a), np.asarray(b)
         assert a.dtype == b.dtype
         nan = np.isnan(b.astype(np.float32))
@@ -47,13 +47,13 @@ def assert_same(found, wanted):
 
 @pytest.mark.parametrize("source", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_plain_jax_rounds_to_nearest_even_clips_and_keeps_nan(source, dtype):
+def test_plain_jax_rounds_to_nearest_even_clips_and_preserves_nan(source, dtype):
     x, target = values((64, 48), source), getattr(ml_dtypes, dtype)
     rows, columns, amax = cast_transpose(x, jnp.float32(0.375), dtype, implementation="xla")
     scaled = np.asarray(x, np.float32) * np.float32(0.375)
     top = float(ml_dtypes.finfo(target).max)
-    wanted = np.clip(scaled, -top, top).astype(target)
-    assert_same((rows, columns, amax), (wanted, wanted.T, np.float32(np.nan)))
+    expected = np.clip(scaled, -top, top).astype(target)
+    assert_same((rows, columns, amax), (expected, expected.T, np.float32(np.nan)))
     finite = values((64, 48), source, odd=False)
     amax = cast_transpose(finite, jnp.float32(3), dtype, implementation="xla").amax
     assert amax == np.abs(np.asarray(finite, np.float32)).max()
@@ -63,12 +63,12 @@ def test_plain_jax_rounds_to_nearest_even_clips_and_keeps_nan(source, dtype):
 @pytest.mark.parametrize("source", ["bfloat16", "float32"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "odd"), [((256, 192), True), ((128, 64), False)])
-def test_the_kernel_s_body_gives_the_bits_of_plain_jax(source, dtype, shape, odd):
+def test_the_interpreted_kernel_equals_plain_jax_bit_for_bit(source, dtype, shape, odd):
     x, scale = values(shape, source, odd), jnp.float32(0.7)
     found = cast_transpose(x, scale, dtype, implementation="mosaic")
-    wanted = cast_transpose(x, scale, dtype, implementation="xla")
-    # On a CPU the maximum in a kernel's body may lose a NaN; tests/gpu looks at it on a GPU.
-    assert_same(found[:2] if odd else found, wanted[:2] if odd else wanted)
+    expected = cast_transpose(x, scale, dtype, implementation="xla")
+    # On CPUs the maximum of an interpreted kernel may lose a NaN. tests/gpu checks it on a GPU.
+    assert_same(found[:2] if odd else found, expected[:2] if odd else expected)
 
 
 def steps(name):
@@ -96,28 +96,28 @@ def inputs_of(name, shape=(256, 192)):
     )
 
 
-def assert_within_one_step(found, wanted):
-    """FP8 numbers of one sign have the order of their bits."""
-    for a, b in zip(found[:2], wanted[:2], strict=True):
+def assert_within_one_step(found, expected):
+    """Checks that FP8 values differ by at most one step. FP8 values of one sign are ordered like their bits."""
+    for a, b in zip(found[:2], expected[:2], strict=True):
         a, b = bits(a).astype(int), bits(b).astype(int)
         ordered = [np.where(x >= 128, 128 - x, x) for x in (a, b)]
         assert np.abs(ordered[0] - ordered[1]).max() <= 1
-    np.testing.assert_allclose(found.amax, wanted.amax, rtol=1e-5)
+    np.testing.assert_allclose(found.amax, expected.amax, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_is_quantized_as_its_result_would_be(name):
+def test_quantizing_a_function_equals_quantizing_its_result(name):
     fn, scale = steps(name), jnp.float32(4)
     inputs = inputs_of(name)
     result = fn(*inputs)
-    wanted = {
+    expected = {
         "gelu": lambda x: jax.nn.gelu(x),
         "swiglu": lambda x, y, z: jax.nn.silu(x) * y * z,
         "erf": lambda x: x * jax.lax.erf(x),
         "norm": lambda x, mean, root, scale: (x - mean) * (root * scale),
         "roots": lambda x, y: -jnp.maximum(jax.lax.rsqrt(abs(x) + 1), y),
     }[name](*(x.astype(jnp.float32) for x in inputs))
-    np.testing.assert_allclose(result, wanted, rtol=2e-4, atol=1e-5)
+    np.testing.assert_allclose(result, expected, rtol=2e-4, atol=1e-5)
     found = cast_transpose(Computed(fn, inputs), scale, implementation="xla")
     assert_same(found, cast_transpose(result, scale, implementation="xla"))
 
@@ -125,20 +125,20 @@ def test_a_function_is_quantized_as_its_result_would_be(name):
 @needs_mosaic
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("want", ["both", "amax"])
-def test_the_kernel_computes_what_it_quantizes(name, want):
+def test_the_kernel_computes_the_function_that_it_quantizes(name, want):
     fn, scale = steps(name), jnp.float32(4)
     found = cast_transpose(Computed(fn, inputs_of(name)), scale, want=want, implementation="mosaic")
-    wanted = cast_transpose(Computed(fn, inputs_of(name)), scale, implementation="xla")
+    expected = cast_transpose(Computed(fn, inputs_of(name)), scale, implementation="xla")
     if want == "both":
-        assert_within_one_step(found, wanted)
+        assert_within_one_step(found, expected)
     else:
         assert found[:2] == (None, None)
-        np.testing.assert_allclose(found.amax, wanted.amax, rtol=1e-5)
+        np.testing.assert_allclose(found.amax, expected.amax, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", ["xla", pytest.param("mosaic", marks=needs_mosaic)])
 @pytest.mark.parametrize("want", ["rows", "columns"])
-def test_only_what_is_wanted_is_written(kernel, want):
+def test_only_the_requested_outputs_are_written(kernel, want):
     x, scale = values((128, 64), "bfloat16", odd=False), jnp.float32(1)
     both = cast_transpose(x, scale, implementation="xla")
     found = cast_transpose(x, scale, want=want, implementation=kernel)
@@ -148,7 +148,7 @@ def test_only_what_is_wanted_is_written(kernel, want):
     assert_same((kept[0], found.amax), (kept[1], both.amax))
 
 
-def test_what_cannot_be_quantized_is_refused_by_its_name():
+def test_unsupported_quantize_arguments_are_refused_by_name():
     x, scale = jnp.ones((32, 16)), jnp.float32(1)
     wrong = {
         "x_MN": [(x[:8], scale), (x[0], scale), (x.astype(jnp.float16), scale)],
@@ -168,12 +168,12 @@ def test_what_cannot_be_quantized_is_refused_by_its_name():
         assert error.value.field == field
 
 
-def test_plain_jax_serves_where_there_is_no_fp8():
+def test_plain_jax_is_used_on_devices_without_fp8():
     assert choose((128, 128)) == "xla"
 
 
 @pytest.mark.target
-def test_the_kernel_is_chosen_for_the_gpu_that_is_compiled_for(h200):
+def test_the_kernel_is_chosen_for_the_compilation_target(h200):
     with aot.lowering_for("h200"):
         assert choose((128, 192)) == ("mosaic" if jax.__version_info__ >= (0, 11) else "xla")
         assert choose((144, 192)) == "xla"
@@ -182,11 +182,11 @@ def test_the_kernel_is_chosen_for_the_gpu_that_is_compiled_for(h200):
 @needs_mosaic
 @pytest.mark.target
 @pytest.mark.parametrize(("source", "dtype"), [("bfloat16", "float8_e5m2"), ("float32", "float8_e4m3fn")])
-def test_the_kernel_is_captured_on_an_h200_and_its_outputs_are_not_copied(h200, source, dtype):
+def test_the_kernel_is_captured_on_an_h200_without_output_copies(h200, source, dtype):
     fn = functools.partial(cast_transpose, dtype=dtype, implementation="mosaic")
     args = jax.ShapeDtypeStruct((256, 320), source), jax.ShapeDtypeStruct((), jnp.float32)
     compiled, report = aot.compile_for(jax.jit(fn), *args, compiler_options={"xla_gpu_graph_min_graph_size": 1})
-    # The kernel, and the maximum over its blocks.
+    # The kernel and the maximum over its blocks.
     assert (report.command_buffers, report.captured, report.total) == (1, 2, 2)
     assert "copy(" not in compiled.as_text()
 
@@ -194,7 +194,7 @@ def test_the_kernel_is_captured_on_an_h200_and_its_outputs_are_not_copied(h200, 
 @needs_mosaic
 @pytest.mark.target
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_what_the_kernel_computes_is_compiled_for_an_h200(h200, name):
+def test_the_kernel_with_a_function_compiles_for_an_h200(h200, name):
     args = inputs_of(name), jnp.float32(1)
 
     def fn(inputs, scale):
@@ -206,7 +206,7 @@ def test_what_the_kernel_computes_is_compiled_for_an_h200(h200, name):
 
 @needs_mosaic
 @pytest.mark.target
-def test_a_program_around_the_kernel_is_explained_as_one_command_buffer(h200):
+def test_explain_reports_one_command_buffer_for_a_program_with_the_kernel(h200):
     def program(x, w):
         rows, _, amax = cast_transpose(jnp.tanh(x @ w), jnp.float32(2))
         return jnp.sin(jnp.tanh(rows.astype(jnp.bfloat16) @ w) @ w) / amax.astype(jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""SwiGLU of weighted rows: the kernel's body, interpreted on the CPU, against plain jax."""
+"""SwiGLU of weighted rows: compares the kernel, interpreted on the CPU, with plain JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernel
 
 
 def arrays(rows, hidden):
-    """Rows with both halves, weights, and the gradient of the result."""
+    """Returns rows with gate and up halves, row weights, and the output gradient."""
     both, dy = (jax.random.normal(jax.random.key(i), (rows, n), jnp.bfloat16) for i, n in enumerate((2 * hidden, hidden)))
     return both, jax.random.uniform(jax.random.key(2), (rows,)), dy
 
@@ -23,7 +23,7 @@ def run(both, weights, dy, **how):
     return result, *vjp(dy)
 
 
-def test_a_gate_of_zero_closes_and_a_weight_multiplies():
+def test_a_zero_gate_gives_zero_and_the_weight_scales_the_row():
     both = jnp.asarray([[0.0, 1.0, 5.0, 2.0]])
     np.testing.assert_allclose(swiglu(both, 3.0), [[0, 3 * 2 * jax.nn.silu(1.0)]])
     np.testing.assert_allclose(weighted_swiglu(both, jnp.asarray([3.0])), swiglu(both, 3.0))
@@ -31,17 +31,17 @@ def test_a_gate_of_zero_closes_and_a_weight_multiplies():
 
 @needs_mosaic
 @pytest.mark.parametrize("hidden", [128, 768])
-def test_the_kernel_is_as_near_to_float32_as_plain_jax_is(hidden):
+def test_the_kernel_is_as_accurate_as_plain_jax(hidden):
     args = arrays(8, hidden)
     found, plain = (run(*args, **how) for how in ({"implementation": "mosaic"}, {}))
     exact = run(*(array.astype(jnp.float32) for array in args))
-    for one, other, wanted in zip(found, plain, exact, strict=True):
+    for one, other, expected in zip(found, plain, exact, strict=True):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        off = [float(jnp.linalg.norm(part.astype(jnp.float32) - wanted)) for part in (one, other)]
-        assert off[0] <= 1.1 * off[1] + 1e-5 * float(jnp.linalg.norm(wanted))
+        off = [float(jnp.linalg.norm(part.astype(jnp.float32) - expected)) for part in (one, other)]
+        assert off[0] <= 1.1 * off[1] + 1e-5 * float(jnp.linalg.norm(expected))
 
 
-def test_what_cannot_be_computed_is_refused():
+def test_unsupported_swiglu_arguments_are_refused():
     both, weights, _ = arrays(8, 128)
     for args, how, field in [
         ((both, weights[1:]), {}, "weights_R"),

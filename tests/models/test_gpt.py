@@ -77,7 +77,7 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_logits():
 
 @pytest.fixture(scope="module")
 def scanned_and_unrolled():
-    """Returns (loss, gradients) of both with the same weights; gradients of blocks are stacked."""
+    """Returns (loss, gradients) of both models with the same weights. Gradients of blocks are stacked."""
 
     def stacked(tree):
         return tree | {
@@ -91,12 +91,12 @@ def scanned_and_unrolled():
     return loss_and_grads(scanned, stacked(params)), (loss, stacked(grads))
 
 
-def test_scanned_layers_have_the_loss_of_unrolled_ones(scanned_and_unrolled):
+def test_scanned_layers_have_the_loss_of_unrolled_layers(scanned_and_unrolled):
     (scanned, _), (unrolled, _) = scanned_and_unrolled
     assert scanned == pytest.approx(float(unrolled), rel=1e-6)
 
 
-def test_scanned_layers_have_the_gradients_of_unrolled_ones(scanned_and_unrolled):
+def test_scanned_layers_have_the_gradients_of_unrolled_layers(scanned_and_unrolled):
     (_, scanned), (_, unrolled) = scanned_and_unrolled
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max()), scanned, unrolled)
 
@@ -135,7 +135,7 @@ def test_grouped_query_attention_equals_repeated_keys_and_values():
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_attention_depends_on_distances_only():
+def test_attention_depends_only_on_relative_positions():
     """The logits of a text that repeats one token are the same at every position."""
     logits = GPT(CONFIG, rngs=nnx.Rngs(0)).logits(np.full((1, 12), 7, np.int32))
     np.testing.assert_allclose(logits, jnp.broadcast_to(logits[:, :1], logits.shape), rtol=1e-5, atol=1e-6)
@@ -179,7 +179,7 @@ def test_a_head_size_that_cudnn_does_not_support_is_refused(monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.parametrize("scan_layers", [False, True])
-def test_remat_keeps_less_and_has_the_same_gradients(scan_layers):
+def test_remat_saves_fewer_residuals_and_has_the_same_gradients(scan_layers):
     def trained(remat):
         model = GPT(replace(num_layers=4, scan_layers=scan_layers), rngs=nnx.Rngs(0))
         model.remat = remat
@@ -217,7 +217,7 @@ def test_a_preset_has_the_published_number_of_parameters(preset, published):
     assert count(1) + (config.num_layers - 1) * layer == pytest.approx(published, rel=0.015)
 
 
-def test_a_tied_head_has_no_matrix():
+def test_a_tied_head_has_no_parameter():
     untied, tied = split(CONFIG)[1], split(replace(head="tied"))[1]
     assert untied.keys() - tied.keys() == {"head_DV"}
 

@@ -1,4 +1,4 @@
-"""Experts over devices: the exchange of rows, and the shardings of a strategy."""
+"""Tests experts sharded over devices: the exchange of rows and the parameter shardings."""
 
 import re
 
@@ -19,7 +19,7 @@ from jgraph.strategies.sharding import ShardSpec
 
 pytestmark = pytest.mark.long
 
-# N tokens of a device
+# N tokens per device, D model, F hidden, E experts
 DEVICES, N, D, F, E = 4, 12, 4, 6, 8
 ARGS = ["x", "logits", "up", "down"]
 
@@ -72,16 +72,16 @@ def sent(logits, config, group, capacity):
     return kept.reshape(len(logits), -1), rows
 
 
-def assert_same_with_gradients(ours, wanted, given):
+def assert_same_with_gradients(ours, expected, given):
     seed = np.random.default_rng(1).standard_normal(given["x"].shape).astype("f")
 
     def gradients(of):
         return jax.jit(jax.value_and_grad(lambda args: jnp.sum(of(*args) * seed)))([given[name] for name in ARGS])
 
-    (value, grads), (wanted_value, wanted_grads) = gradients(ours), gradients(wanted)
-    np.testing.assert_allclose(value, wanted_value, rtol=1e-5)
-    for name, got, want in zip(ARGS, grads, wanted_grads, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6, err_msg=name)
+    (value, grads), (expected_value, expected_grads) = gradients(ours), gradients(expected)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    for name, actual, grad in zip(ARGS, grads, expected_grads, strict=True):
+        np.testing.assert_allclose(actual, grad, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def assert_same_with_gradients(ours, wanted, given):
         ("empty experts", 4),
     ],
 )
-def test_experts_over_devices_have_the_results_and_gradients_of_one_device(kind, group):
+def test_sharded_experts_have_the_results_and_gradients_of_one_device(kind, group):
     config = jgraph.MoEConfig(num_experts=E, capacity=float(group))
     given, run = arrays(kind), over_devices(group, config)
     assert_same_with_gradients(lambda *args: run(*args)[0], lambda *args: plain(*args, config), given)
@@ -113,7 +113,7 @@ def test_rows_beyond_the_capacity_are_counted_and_dropped(group):
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_rows_up_to_the_capacity_are_sent_and_one_more_is_dropped(more):
+def test_rows_up_to_the_capacity_are_sent_and_one_additional_row_is_dropped(more):
     config = jgraph.MoEConfig(num_experts=E, experts_per_token=1, capacity=1.0)
     given = arrays(tokens=16)
     first_half = np.tile(np.arange(16) < 8 + more, DEVICES)  # these tokens go to the first of two devices
@@ -200,8 +200,8 @@ REFUSED = {
         "experts",
         {"experts": 2, "shapes": {"up_EDF2": jax.ShapeDtypeStruct((6, D, 2 * F), "f")}},
     ),
-    "another axis of experts": ("shard_rules", {"experts": 2, "shard_rules": ("moe/up*=1",)}),
-    "another choice of what is sharded": ("shards", {"shards": "nothing"}),
+    "a rule for another axis of experts": ("shard_rules", {"experts": 2, "shard_rules": ("moe/up*=1",)}),
+    "an unknown value of shards": ("shards", {"shards": "nothing"}),
 }
 
 

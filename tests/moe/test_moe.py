@@ -1,4 +1,4 @@
-"""The MoE layer and its functions."""
+"""Tests the MoE layer and its functions."""
 
 from itertools import pairwise
 
@@ -64,9 +64,9 @@ LOGITS = np.log(np.array([[0.4, 0.3, 0.2, 0.1]], np.float32))
 ROUTERS = {
     "softmax-topk": ({}, [4 / 7, 3 / 7]),
     "softmax-topk, scaled": ({"weights_scale": 7.0}, [4, 3]),
-    "softmax-topk, as they are": ({"weights": "as-they-are"}, [0.4, 0.3]),
+    "softmax-topk, not normalized": ({"weights": "as-they-are"}, [0.4, 0.3]),
     "topk-softmax": ({"router": "topk-softmax", "weights": "as-they-are"}, [4 / 7, 3 / 7]),
-    "sigmoid, as they are": ({"router": "sigmoid", "weights": "as-they-are"}, [0.4 / 1.4, 0.3 / 1.3]),
+    "sigmoid, not normalized": ({"router": "sigmoid", "weights": "as-they-are"}, [0.4 / 1.4, 0.3 / 1.3]),
 }
 
 
@@ -79,7 +79,7 @@ def test_each_router_computes_its_weights(kind):
     np.testing.assert_array_equal(found.counts, [1, 1, 0, 0])
 
 
-def test_a_bias_changes_the_choice_and_not_the_weights():
+def test_a_bias_changes_the_selected_experts_but_not_the_weights():
     config = jgraph.MoEConfig(num_experts=4, router="sigmoid", weights="as-they-are")
     found = _router.route(jnp.asarray(LOGITS), config, jnp.asarray([0.0, 0, 0, 1]))
     np.testing.assert_array_equal(found.experts, [[3, 0]])
@@ -159,7 +159,7 @@ def test_copies_are_added_in_float32():
     assert gradient.item() == 258
 
 
-def test_no_gradient_of_the_layer_scatters():
+def test_gradients_of_the_layer_use_no_scatter_add():
     graph, params, state = split(layer())
     grad = jax.grad(lambda p, x: jnp.sum(nnx.merge(graph, p, state)(x)), (0, 1))
     text = str(jax.make_jaxpr(grad)(params, rows(2, 3, D)))
@@ -188,8 +188,8 @@ def test_attached_losses_are_scaled_by_their_coefficient_and_weight():
 
     assert np.abs(gradient(1.0)).max() > 0
     assert not np.any(gradient(1.0, balance_loss=0.0))
-    thrice, weighed = gradient(1.0, balance_loss=0.0, z_loss=1.5), gradient(3.0, balance_loss=0.0, z_loss=0.5)
-    np.testing.assert_allclose(weighed, thrice, rtol=1e-5)
+    coefficient, weight = gradient(1.0, balance_loss=0.0, z_loss=1.5), gradient(3.0, balance_loss=0.0, z_loss=0.5)
+    np.testing.assert_allclose(weight, coefficient, rtol=1e-5)
 
 
 def test_evaluation_changes_no_state_and_attaches_no_loss():

@@ -1,4 +1,4 @@
-"""Compiles experts over two H200s that are not present: the overlap of all-to-alls."""
+"""Tests that all-to-alls overlap with matmuls in a program compiled for two H200 targets."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from jgraph.xla.hlo import COLLECTIVES, HloModule
 pytestmark = [
     pytest.mark.target,
     pytest.mark.long,
-    pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="grouped products are kernels from jax 0.11 on"),
+    pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="grouped matmuls are kernels since jax 0.11"),
 ]
 
 
 def overlaps(module: HloModule) -> Iterator[tuple[str, str, bool]]:
-    """Yields kind, result and whether a matmul or kernel is scheduled before its end, of each asynchronous collective."""
+    """Yields (kind, result, is_hidden) of each asynchronous collective. Hidden: it overlaps a matmul or kernel."""
 
     def inside(instruction):
         called = (module.computations[name] for name in instruction.called)
@@ -50,6 +50,6 @@ def test_two_microbatches_overlap_their_exchanges_with_matmuls(h200):
         lowered = step.lower(setup.batch())
     compiled, _ = aot.compile_lowered(lowered, options)
     found = [(kind, is_hidden) for kind, result, is_hidden in overlaps(HloModule.of(compiled.as_text())) if "bf16" in result]
-    # Two forward and two backward, for each layer and microbatch.
+    # Two forward and two backward all-to-alls per layer and microbatch.
     assert [kind for kind, _ in found] == ["all-to-all"] * 16
     assert sum(is_hidden for _, is_hidden in found) >= 10

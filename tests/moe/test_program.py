@@ -1,4 +1,4 @@
-"""Compiles an MoE layer for an H200 that is not present: one command buffer without host work."""
+"""Tests that an MoE layer compiled for an H200 target is one command buffer."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jgraph.xla import aot, explain
 
 @pytest.mark.target
 @pytest.mark.long
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="grouped products are kernels from jax 0.11 on")
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="grouped matmuls are kernels since jax 0.11")
 @pytest.mark.parametrize("format", [None, "e4m3" if jax.__version_info__ < (0, 12) else "hybrid"])
 def test_a_layer_and_its_gradients_are_a_single_command_buffer(h200, format):
     config = jgraph.MoEConfig(num_experts=8, z_loss=0.001)

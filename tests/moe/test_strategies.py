@@ -1,4 +1,4 @@
-"""Every strategy computes the same gradients, including the router's losses, and the same router statistics."""
+"""Tests that every strategy computes the same gradients, including router losses, and the same statistics."""
 
 from functools import cache
 
@@ -27,7 +27,7 @@ def normed(x):
 
 
 class Stack(nnx.Module):
-    """Layers of experts in a residual stream."""
+    """A residual network of MoE layers."""
 
     def __init__(self, rngs):
         init = nnx.initializers.normal(0.7)
@@ -104,9 +104,9 @@ def mesh(**axes):
     return jax.make_mesh(tuple(axes.values()), tuple(axes))
 
 
-SPREAD = "fsdp and data, experts over 2 of 4, gathered again"
-PIPED = "pipe and fsdp, experts over 2, layers again"
-ONCE = ("data", "fsdp", SPREAD, "pipe, aligned", PIPED, "pipe by the host")
+SPREAD = "fsdp and data, experts over 2 of 4, resharded"
+PIPED = "pipe and fsdp, experts over 2, remat"
+ONCE = ("data", "fsdp", SPREAD, "pipe, aligned", PIPED, "pipe, dispatch engine")
 CASES = {
     "microbatches": ({}, 4, "", {}),
     "data": ({"data": 4}, 2, "", {}),
@@ -118,10 +118,10 @@ CASES = {
         "",
         {"experts": 2, "reshard_after_forward": True},
     ),
-    # Three layers: the last stage is padded.
+    # Three layers on two stages: the last stage is padded.
     "pipe, aligned": ({"pipe": 2}, 4, "aligned", {}),
     PIPED: ({"pipe": 2, "fsdp": 2}, 2, "zb-h1", {"remat": "layer", "experts": 2}),
-    "pipe by the host": ({"pipe": 2}, 4, "1f1b", {"engine": "dispatch"}),
+    "pipe, dispatch engine": ({"pipe": 2}, 4, "1f1b", {"engine": "dispatch"}),
 }
 
 
@@ -149,11 +149,11 @@ def test_every_layout_has_the_same_gradient_including_the_routers_losses(case):
     state, _ = run(state, step.place(batch()))
     after = jax.device_get(step.canonical.of(state))
     grads = jax.tree.map(np.subtract, before, after.params)
-    wanted, counts = plain(microbatches)
-    for (path, got), want in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=2e-6, err_msg=jax.tree_util.keystr(path))
-    error = optax.tree.norm(jax.tree.map(np.subtract, grads, wanted))
-    assert error < 1e-6 * optax.tree.norm(wanted)
+    expected, counts = plain(microbatches)
+    for (path, actual), grad in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(actual, grad, rtol=1e-4, atol=2e-6, err_msg=jax.tree_util.keystr(path))
+    error = optax.tree.norm(jax.tree.map(np.subtract, grads, expected))
+    assert error < 1e-6 * optax.tree.norm(expected)
     for i, own in enumerate(after.carried["layers"].values()):
         np.testing.assert_array_equal(own["tokens_E"], counts[i])
 

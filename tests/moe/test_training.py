@@ -1,4 +1,4 @@
-"""Runs of a mixture of experts: logs, warnings, other devices, FP8 and checkpoints."""
+"""Tests MoE training runs: logs, warnings, several devices, FP8 and checkpoints."""
 
 import re
 import shutil
@@ -30,8 +30,8 @@ FLAGS = """
 
 def test_routers_are_logged_and_dead_experts_are_warned_about_once(tmp_path, capsys):
     assert main([*FLAGS.split(), "--run-dir", str(tmp_path)]) == 0
-    told = "".join(capsys.readouterr())
-    assert told.count("of blocks/0/mlp got no token for 100 steps") == 1
+    output = "".join(capsys.readouterr())
+    assert output.count("of blocks/0/mlp got no token for 100 steps") == 1
     for entry in tiny.entries(tmp_path):
         assert len(entry["moe_load"]) == 512
         assert sum(entry["moe_load"]) == 512
@@ -57,7 +57,7 @@ def test_a_nan_router_is_reported_in_one_line(tmp_path, capsys):
 # --- Over several devices ---
 
 ROWS, MICROBATCHES, VOCAB = 8, 2, 61
-ONE, SHARDED, REPLICATED, PIPES = "one device", "fsdp 4, ep 2, layers again", "dp 4, ep 2", "pp 2, fsdp 2, ep 2"
+ONE, SHARDED, REPLICATED, PIPES = "one device", "fsdp 4, ep 2, remat", "dp 4, ep 2", "pp 2, fsdp 2, ep 2"
 SPREAD = {
     SHARDED: {"fsdp": 4, "ep": 2, "remat": "layer"},
     REPLICATED: {"dp": 4, "ep": 2},
@@ -74,7 +74,7 @@ def compiled(layout):
         num_microbatches=MICROBATCHES,
         seq_len=16,
         model=GPTConfig(
-            num_layers=3,  # one of two stages is padded
+            num_layers=3,  # the second stage is padded
             d_model=16,
             num_heads=2,
             num_kv_heads=2,
@@ -95,11 +95,11 @@ def trained(layout, state, steps):
     """Returns the state after `steps`, and their losses and gradient norms. Donates `state`."""
     setup, step = compiled(layout)
     tokens = (np.random.default_rng(0).geometric(0.1, 4000) % VOCAB).astype(np.uint8)
-    batches, told = Batches(tokens, batch_size=ROWS, seq_len=16, seed=0), []
+    batches, metrics_by_step = Batches(tokens, batch_size=ROWS, seq_len=16, seed=0), []
     for i in steps:
         state, metrics = step(state, setup.step.place(batches[i]))
-        told.append((float(metrics.loss), float(metrics.grad_norm)))
-    return state, told
+        metrics_by_step.append((float(metrics.loss), float(metrics.grad_norm)))
+    return state, metrics_by_step
 
 
 def canonical(layout, state):
@@ -108,10 +108,10 @@ def canonical(layout, state):
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=[] if name == SHARDED else [pytest.mark.once]) for name in SPREAD])
-def test_twenty_steps_over_devices_equal_those_on_one(layout):
-    one, wanted = trained(ONE, compiled(ONE)[0].init(), range(20))
+def test_twenty_steps_on_several_devices_equal_one_device(layout):
+    one, expected = trained(ONE, compiled(ONE)[0].init(), range(20))
     state, found = trained(layout, compiled(layout)[0].init(), range(20))
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
     ours, theirs = summary(canonical(layout, state).carried), summary(canonical(ONE, one).carried)
     assert ours["moe_dropped"] == 0
     for name in ("moe_balance_loss", "moe_z_loss", "moe_entropy"):
@@ -123,25 +123,25 @@ def test_twenty_steps_over_devices_equal_those_on_one(layout):
 def test_a_step_exchanges_rows_without_host_callbacks():
     text = compiled(REPLICATED)[1].as_text()
     assert "callback" not in text
-    # Rows out, rows back, and weights with counts; forward and backward; three layers.
+    # Three all-to-alls (rows out, rows back, weights with counts), forward and backward, in three layers.
     assert len(re.findall(r" all-to-all(-start)?\(", text)) == 3 * 2 * 3 * MICROBATCHES
 
 
 @pytest.mark.long
 @pytest.mark.once
 def test_a_checkpoint_moves_to_other_devices_bit_for_bit(tmp_path):
-    one, wanted = trained(ONE, compiled(ONE)[0].init(), range(3))
-    state, told, saved = compiled(REPLICATED)[0].init(), [], None
+    one, expected = trained(ONE, compiled(ONE)[0].init(), range(3))
+    state, found, saved = compiled(REPLICATED)[0].init(), [], None
     for i, layout in enumerate((REPLICATED, ONE, PIPES)):
         if i:
             state = restored(tmp_path / str(i), compiled(layout)[0])
             assert_same_bits(canonical(layout, state), saved)
         state, more = trained(layout, state, [i])
-        told, saved = told + more, canonical(layout, state)
+        found, saved = found + more, canonical(layout, state)
         checkpoints = Checkpoints(tmp_path / str(i + 1), 1)
         checkpoints.save(i + 1, compiled(layout)[0].step.canonical.of(state))
         checkpoints.close()
-    np.testing.assert_allclose(told, wanted, rtol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
     one = canonical(ONE, one)
     for (path, a), b in zip(
         jax.tree.leaves_with_path((saved.params, saved.carried)), jax.tree.leaves((one.params, one.carried)), strict=True

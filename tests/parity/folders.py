@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, as folders."""
+"""Folders with tiny random models of transformers."""
 
 import functools
 import sys
@@ -10,7 +10,7 @@ import torch
 
 KINDS = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 _SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-# The base is small and the original length short, so that of four frequencies one stays, one is between, and two are low.
+# The small base and the short original length make one of four frequencies high, one medium and two low.
 _SCALED = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 16}
 _SCALED |= {"low_freq_factor": 0.5, "high_freq_factor": 2.0}
 _PLAIN = {"rope_type": "default", "rope_theta": 100.0}
@@ -18,7 +18,7 @@ _PLAIN = {"rope_type": "default", "rope_theta": 100.0}
 
 @functools.cache
 def transformers() -> Any:
-    """The library, imported when it is used: it takes its time, and warns."""
+    """Imports the library on first use, because the import is slow and emits warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import transformers
@@ -42,14 +42,14 @@ def _config(kind: str) -> Any:
 
 
 def model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A model whose every weight matters: activations of order one, no norm that does nothing, no bias of zero."""
+    """Returns a model with activations of order one, random norm scales and nonzero biases, so every weight has an effect."""
     torch.manual_seed(0)
-    made = transformers().AutoModelForCausalLM.from_config(_config(kind), attn_implementation="eager")
+    built = transformers().AutoModelForCausalLM.from_config(_config(kind), attn_implementation="eager")
     with torch.no_grad():
-        for name, p in made.named_parameters():
+        for name, p in built.named_parameters():
             noise = torch.randn(p.shape)
             p.copy_(noise / p.shape[-1] ** 0.5 if p.ndim > 1 else (0.5 * noise if name.endswith("bias") else 1 + 0.2 * noise))
-    return made.to(dtype)
+    return built.to(dtype)
 
 
 def save(kind: str, path: Path, dtype: torch.dtype = torch.float32, **choices) -> Path:
@@ -62,13 +62,13 @@ def load(path: Path) -> Any:
 
 
 def balance_loss(model: Any, router_logits: torch.Tensor) -> torch.Tensor:
-    """The load-balancing loss of a layer of experts, by its router's logits."""
+    """Returns the load-balancing loss of an MoE layer, computed from its router logits."""
     own = sys.modules[type(model).__module__].load_balancing_loss_func
     return own((router_logits,), model.num_experts, model.num_experts_per_tok)
 
 
 def as_saved(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a model as its folder names them, which has every expert by itself."""
+    """Renames tensors of a model to the names in its folder, and splits them by expert."""
     is_mixtral = model.config.model_type == "mixtral"
     gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
     found = {}

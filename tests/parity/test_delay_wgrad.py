@@ -1,4 +1,4 @@
-"""The split against a PyTorch layer that delays its weight gradient."""
+"""Compares `split_backward` with a PyTorch layer that delays its weight gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def close(ours, theirs) -> bool:
 
 
 def torch_dgrads():
-    """The layer after all microbatches' backward passes, and their dx."""
+    """Runs all backward passes. Returns the layer and the dx of every microbatch."""
     layer = DelayedLinear(torch.tensor(WEIGHT), torch.tensor(BIAS))
     gradients = []
     for x, dy in zip(XS, DYS, strict=True):
@@ -45,7 +45,7 @@ def our_dgrads():
     return rows
 
 
-def test_dgrad_comes_first_with_the_bias_and_without_the_weight():
+def test_dgrad_returns_dx_and_the_bias_gradient_but_no_weight_gradient():
     layer, gradients = torch_dgrads()
     rows = our_dgrads()
     assert layer.weight.grad is None
@@ -55,7 +55,7 @@ def test_dgrad_comes_first_with_the_bias_and_without_the_weight():
     assert close(sum(early["bias"] for _, _, early, _ in rows), layer.bias.grad)
 
 
-def test_wgrads_come_after_in_the_order_of_the_dgrads():
+def test_wgrads_accumulate_in_the_order_of_the_dgrads():
     layer, _ = torch_dgrads()
     main_grad = {"weight": jnp.zeros_like(PARAMS["weight"]), "bias": None}
     for residuals, _, _, stash in our_dgrads():
@@ -64,7 +64,7 @@ def test_wgrads_come_after_in_the_order_of_the_dgrads():
         assert close(main_grad["weight"], layer.main_grad)
 
 
-def test_the_comparison_notices_a_queue_that_is_a_stack_and_one_that_forgets():
+def test_the_comparison_detects_a_reversed_queue_and_a_missing_wgrad():
     layer, _ = torch_dgrads()
     residuals, _, _, stash = our_dgrads()[0]
     layer.backward_dw(newest=True)
@@ -74,7 +74,7 @@ def test_the_comparison_notices_a_queue_that_is_a_stack_and_one_that_forgets():
     assert not close(total, layer.main_grad)
 
 
-def test_the_sum_is_that_of_undelayed_autograd():
+def test_the_sum_of_delayed_wgrads_equals_plain_autograd():
     plain = torch.nn.Linear(32, 24)
     plain.weight.data, plain.bias.data = torch.tensor(WEIGHT), torch.tensor(BIAS)
     for x, dy in zip(XS, DYS, strict=True):

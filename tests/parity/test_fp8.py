@@ -1,4 +1,4 @@
-"""FP8 against PyTorch: torchao's emulated float8 linear for current scaling, Transformer Engine's formulas for delayed."""
+"""Compares FP8 with PyTorch: current scaling with torchao, delayed scaling with the formulas of Transformer Engine."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def arrays(seed):
     return (rng.normal(size=shape).astype(np.float32) for shape in ((ROWS, D), (D, F), (ROWS, F)))
 
 
-def test_current_scaling_is_torchaos_tensorwise_recipe():
+def test_current_scaling_equals_the_tensorwise_recipe_of_torchao():
     from torchao.float8.config import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
@@ -42,8 +42,8 @@ def test_current_scaling_is_torchaos_tensorwise_recipe():
     stage = jgraph.fp8(linear)
     y, pull_back = jax.vjp(lambda w, x: stage.apply(w, {}, x), jnp.asarray(w), jnp.asarray(x))
     dw, dx = pull_back(jnp.asarray(dy))
-    for found, wanted in ((y, y_torch), (dx, x_torch.grad), (dw, peer.weight.grad.T)):
-        np.testing.assert_allclose(found, wanted.detach().numpy(), rtol=1e-4, atol=1e-3)
+    for found, expected in ((y, y_torch), (dx, x_torch.grad), (dw, peer.weight.grad.T)):
+        np.testing.assert_allclose(found, expected.detach().numpy(), rtol=1e-4, atol=1e-3)
 
 
 def power_of_two(ratio):
@@ -51,7 +51,7 @@ def power_of_two(ratio):
 
 
 class Delayed:
-    """One tensor's delayed scaling: its history of amaxes, and the scale that the next step quantizes by."""
+    """Delayed scaling of one tensor: its amax history and the scale of the next step."""
 
     def __init__(self, dtype, history, algorithm, margin):
         self.dtype, self.algorithm, self.margin = dtype, algorithm, margin
@@ -73,9 +73,9 @@ class Delayed:
 
 
 @pytest.mark.parametrize(("algorithm", "margin"), [("max", 0), ("most_recent", 1)])
-def test_delayed_scaling_follows_transformer_engines_formulas_amax_for_amax(algorithm, margin):
+def test_delayed_scaling_has_the_amax_history_of_transformer_engine(algorithm, margin):
     rng, (_, w, _) = np.random.default_rng(1), arrays(1)
-    sizes = np.exp(np.cumsum(rng.normal(size=STEPS)))  # inputs that grow and shrink from step to step
+    sizes = np.exp(np.cumsum(rng.normal(size=STEPS)))  # the magnitude of the inputs changes at every step
     batches = [(size * rng.normal(size=(ROWS, D)).astype(np.float32)).astype(np.float32) for size in sizes]
 
     stage = jgraph.fp8(linear, FP8Config(recipe="delayed", history=8, amax=algorithm, margin=margin))
@@ -94,9 +94,9 @@ def test_delayed_scaling_follows_transformer_engines_formulas_amax_for_amax(algo
         found.append(np.asarray(state.window[0, 0]))
 
     scalings = [Delayed(dtype, 8, algorithm, margin) for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2)]
-    wanted = []
+    expected = []
     for batch, w in zip(batches, weights, strict=True):
-        x, (of_x, of_w, of_dy) = torch.tensor(batch), scalings
-        of_dy((of_x(x) @ of_w(torch.tensor(w))) / x.square().mean())
-        wanted.append([scaling.update() for scaling in scalings])
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+        x, (scale_x, scale_w, scale_dy) = torch.tensor(batch), scalings
+        scale_dy((scale_x(x) @ scale_w(torch.tensor(w))) / x.square().mean())
+        expected.append([scaling.update() for scaling in scalings])
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

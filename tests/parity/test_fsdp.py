@@ -1,4 +1,4 @@
-"""Our step with sharded state against PyTorch's own `fully_shard`: two processes there, two devices of one process here."""
+"""Compares `FullySharded` on two devices of one process with PyTorch's `fully_shard` in two processes."""
 
 import dataclasses
 import itertools
@@ -31,8 +31,8 @@ from tests.parity.test_gpt import (  # noqa: E402
     Arrays,
     assert_agrees,
     learning_rate,
-    played,
     references,
+    run_steps,
     tokens,
     torch_training,
 )
@@ -41,20 +41,20 @@ pytestmark = pytest.mark.parity
 
 RANKS = 2
 TIMEOUT_S = 120
-# So small a model is packed into two arrays, and those are cut. With rules parameters stay apart, as large ones do: here the
-# embedding, 61 rows on two devices, and every matrix by its outputs, as fully_shard shards them.
+# By default, all parameters of a model this small are packed into two arrays, which are sharded. Shard rules keep parameters
+# separate, like large parameters: the embedding (61 rows on two devices), and every matrix by its outputs as in fully_shard.
 LAYOUTS = {
     "packed": {"reshard_after_forward": False},
     "apart": {"reshard_after_forward": True, "shard_rules": ("embedding_VD=0", "*/kernel=1")},
 }
 
 
-# --- PyTorch's side ---
+# --- PyTorch ---
 
 
 @pytest.fixture(scope="module")
 def fully_sharded(tmp_path_factory) -> dict[tuple[str, str], Arrays]:
-    """What `fully_shard` makes of each case and dtype, all in one start of the processes: that is what takes time."""
+    """Returns the results of `fully_shard` for each case and dtype. Starts the processes once, because the start is slow."""
     folder = tmp_path_factory.mktemp("fully_shard")
     rates = np.array([learning_rate(step, STEPS) for step in range(STEPS)])
     paths = {}
@@ -68,7 +68,7 @@ def fully_sharded(tmp_path_factory) -> dict[tuple[str, str], Arrays]:
 
 
 def run_processes(folder: Path, arguments: list[str]) -> None:
-    """Runs the script as every rank; none is left, and if one fails, what all have said is told."""
+    """Runs the script on every rank and ends all processes. On failure, raises an error with the logs of all ranks."""
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     logs = [folder / f"{rank}.log" for rank in range(RANKS)]
     processes = []
@@ -78,7 +78,7 @@ def run_processes(folder: Path, arguments: list[str]) -> None:
             with log.open("w") as out:
                 processes.append(subprocess.Popen(command, cwd=tiny.ROOT, env=environ, stdout=out, stderr=out))
         deadline = time.monotonic() + TIMEOUT_S
-        # Until all are done or one has failed, which the others would wait for.
+        # Stop if one process failed, because the others would wait for it.
         while {process.poll() for process in processes} in ({None}, {None, 0}) and time.monotonic() < deadline:
             time.sleep(0.05)
     finally:
@@ -89,11 +89,11 @@ def run_processes(folder: Path, arguments: list[str]) -> None:
     assert codes == [0] * RANKS, "\n".join([f"exit codes {codes}", *(log.read_text() for log in logs)])
 
 
-# --- Our side ---
+# --- jgraph ---
 
 
 def our_training(case: str, dtype: str, layout: str) -> Arrays:
-    """Loss and gradient norm of each step and every weight after the last, by the step that a run with --fsdp 2 does."""
+    """Trains with the step of `--fsdp 2`. Returns the losses, the gradient norms and the final weights."""
     model = dataclasses.replace(CASES[case], compute_dtype=dtype)
     setup = TrainSetup.of(
         TrainConfig.of(
@@ -109,33 +109,33 @@ def our_training(case: str, dtype: str, layout: str) -> Arrays:
     )
     assert setup.step.num_devices == RANKS
     state = setup.step.init(weights.tree(model, weights.draw(model)))
-    metrics, state = played(setup.step, state, STEPS)
+    metrics, state = run_steps(setup.step, state, STEPS)
     return metrics | weights.named(setup.step.bound.unpack(state.params))
 
 
-# --- They agree ---
+# --- Comparison ---
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_fully_shard_trains_as_pytorch_does_on_one_device(case, fully_sharded):
+def test_fully_shard_equals_pytorch_on_one_device(case, fully_sharded):
     assert_agrees(fully_sharded[case, "float32"], *references(torch_training, case))
 
 
 @pytest.mark.parametrize(("case", "layout"), [(GELU, "packed"), (GELU, "apart"), (SWIGLU, "apart")])
-def test_losses_norms_and_every_weight_after_ten_steps_are_those_of_fully_shard(case, layout, fully_sharded):
+def test_losses_norms_and_weights_after_ten_steps_equal_fully_shard(case, layout, fully_sharded):
     ours = our_training(case, "float32", layout)
     assert_agrees(ours, fully_sharded[case, "float32"], torch_training(case, torch.float64))
 
 
 @pytest.mark.parametrize(("case", "layout"), [(GELU, "apart"), (SWIGLU, "packed")])
-def test_in_bfloat16_losses_and_norms_are_those_of_fully_shard_but_for_rounding(case, layout, fully_sharded):
+def test_bfloat16_losses_and_norms_equal_fully_shard_up_to_rounding(case, layout, fully_sharded):
     ours, theirs = our_training(case, "bfloat16", layout), fully_sharded[case, "bfloat16"]
-    truth = torch_training(case, torch.float64)
+    float64 = torch_training(case, torch.float64)
     for name in ("losses", "gradient norms"):
-        # The largest error of ten steps is some 0.003 nats (0.0006 of the loss) and 0.006 to 0.012 of the norm (0.004 of it),
-        # by fully_shard, by PyTorch on one device and by us alike, and any two differ by 0.4 to 1.8 times that. Weights tell
-        # less: the worst of a vector of 32 was off by 3.9 times PyTorch's.
-        rounding, error = (np.abs(result[name] - truth[name]).max() for result in (theirs, ours))
+        # Over ten steps, the largest error is about 0.003 nats for the loss (0.0006 relative) and 0.006 to 0.012 for the norm
+        # (0.004 relative). It is the same for fully_shard, PyTorch on one device, and jgraph. Two of them differ by 0.4 to 1.8
+        # times this error. Weights are a weaker check: the worst entry of a vector of 32 had 3.9 times PyTorch's error.
+        rounding, error = (np.abs(result[name] - float64[name]).max() for result in (theirs, ours))
         assert np.abs(ours[name] - theirs[name]).max() <= ROUNDING * rounding, name
-        # In float32 it would be a thousand times less.
+        # A float32 computation would have a thousandth of this error.
         assert error >= rounding / 10, f"{name}: too close to float64 for a computation in bfloat16"

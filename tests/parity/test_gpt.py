@@ -1,4 +1,4 @@
-"""Our GPT and our step against the same written with PyTorch: float32, with PyTorch's float64 as the referee."""
+"""Compares the GPT and its training step with PyTorch in float32. PyTorch in float64 is the reference."""
 
 import dataclasses
 import functools
@@ -29,35 +29,35 @@ pytestmark = pytest.mark.parity
 
 Arrays = dict[str, np.ndarray]
 
-# Neither the epsilon nor the rotary base is the default, and both are large enough that the default in their place would show.
+# The epsilon and the rotary base differ enough from their defaults that the tests detect an ignored setting.
 _MODEL = GPTConfig(
     num_layers=2, d_model=32, num_heads=4, num_kv_heads=4, d_ff=64, vocab_size=61, norm_eps=1e-3, rope_theta=100.0,
     compute_dtype="float32", loss_chunk=16,
 )  # fmt: skip
 CASES = {
     "gelu, tied, MHA": _MODEL,
-    # Of its four frequencies one stays as it is, one is divided, and two are in between.
+    # One of its four frequencies is unchanged, one is divided, and two are interpolated.
     "swiglu, untied, GQA": dataclasses.replace(
         _MODEL, mlp="swiglu", head="untied", num_kv_heads=2, rope_scaling="llama3", rope_original_length=64
     ),
 }
 GELU, SWIGLU = CASES
-# Of the ten steps some are clipped and some are not: clipping all alike would hardly show behind Adam, which ignores scale.
+# Only some of the ten steps are clipped. Adam ignores the gradient scale, so clipping all steps alike would hardly change them.
 OPTIMIZER = OptimizerConfig(learning_rate=5e-3, warmup_steps=3, weight_decay=0.5, clip_norm=2.6)
 STEPS, MICROBATCHES, BATCH, LENGTH = 10, 2, 4, 16
 
 RTOL = 1e-5
-# Where ours and PyTorch's float32 differ by more than RTOL, both are sums rounded in another order, and float64 is the truth.
-# PyTorch's largest error over an array is then a sample of what rounding does there, and ours may be of that size too: the
-# largest of some thousand rounding errors varies by less than 4 from one order to another (found: 1.0 for gradients, 1.8 for
+# If jgraph and PyTorch in float32 differ by more than RTOL, both sums are rounded in different orders, and float64 is the
+# reference. PyTorch's largest error over an array then measures the rounding error, and jgraph's error may have the same size.
+# The largest of about a thousand rounding errors varies by less than 4 between orders (measured: 1.0 for gradients, 1.8 for
 # weights after ten steps).
 ROUNDING = 4
-# A wrong layer has to miss by this much more than is allowed.
+# A wrong layer must exceed the allowed error by this factor.
 CAUGHT = 100
 
 
 def misses(ours: Arrays, torch32: Arrays, torch64: Arrays) -> dict[str, float]:
-    """For each array, its worst element's distance from the truth as a multiple of what is allowed; at most 1 is agreement."""
+    """Returns the largest error of each array relative to the allowed error. Arrays agree up to 1."""
     assert ours.keys() == torch32.keys() == torch64.keys()
     return {name: _miss(ours[name], torch32[name], torch64[name]) for name in ours}
 
@@ -75,15 +75,15 @@ def _miss(ours: np.ndarray, torch32: np.ndarray, torch64: np.ndarray) -> float:
 
 def assert_agrees(ours: Arrays, torch32: Arrays, torch64: Arrays) -> None:
     wrong = {name: miss for name, miss in misses(ours, torch32, torch64).items() if not miss <= 1}
-    assert not wrong, f"beyond rounding, in multiples of what is allowed: {wrong}"
+    assert not wrong, f"errors beyond rounding, relative to the allowed error: {wrong}"
 
 
 def assert_caught(ours: Arrays, torch32: Arrays, torch64: Arrays) -> None:
-    """The comparison fails, and not by a hair."""
+    """Checks that the comparison fails by more than the factor `CAUGHT`."""
     with pytest.raises(AssertionError, match="beyond rounding"):
         assert_agrees(ours, torch32, torch64)
     worst = max(misses(ours, torch32, torch64).values())
-    print(f"missed by {worst:.3g} times what is allowed")
+    print(f"error: {worst:.3g} times the allowed error")
     assert worst > CAUGHT
 
 
@@ -91,7 +91,7 @@ def tokens(steps: int = 1) -> np.ndarray:
     return np.random.default_rng(1).integers(0, 61, (steps, BATCH, LENGTH + 1)).astype(np.int32)
 
 
-# --- PyTorch's side ---
+# --- PyTorch ---
 
 
 def numpy(tensor) -> np.ndarray:
@@ -100,7 +100,7 @@ def numpy(tensor) -> np.ndarray:
 
 @functools.cache
 def torch_pass(case: str, dtype: torch.dtype) -> Arrays:
-    """Logits, loss and every gradient."""
+    """Returns the logits, the loss and every gradient of one pass."""
     model = weights.torch_model(CASES[case], weights.draw(CASES[case]), dtype)
     tokens_BS = torch.tensor(tokens()[0], dtype=torch.int64)
     loss = model.loss(tokens_BS)
@@ -111,9 +111,9 @@ def torch_pass(case: str, dtype: torch.dtype) -> Arrays:
 
 @functools.cache
 def torch_training(case: str, dtype: torch.dtype, steps: int = STEPS) -> Arrays:
-    """Loss and gradient norm of each step and every weight after the last."""
+    """Trains a model. Returns the losses, the gradient norms and the final weights."""
     model = weights.torch_model(CASES[case], weights.draw(CASES[case]), dtype)
-    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is is_matrix] for is_matrix in (True, False))
     adamw = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": OPTIMIZER.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
@@ -134,7 +134,7 @@ def torch_training(case: str, dtype: torch.dtype, steps: int = STEPS) -> Arrays:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Linear from peak / warm-up to the peak over the warm-up, then half a cosine down to a fraction of the peak."""
+    """Linear warm-up from peak / warmup to the peak, then cosine decay to a fraction of the peak."""
     peak, warmup = OPTIMIZER.learning_rate, OPTIMIZER.warmup_steps
     if step < warmup:
         return peak * (1 / warmup + (1 - 1 / warmup) * step / warmup)
@@ -146,11 +146,11 @@ def references(compute, case: str, *args: int) -> tuple[Arrays, Arrays]:
     return compute(case, torch.float32, *args), compute(case, torch.float64, *args)
 
 
-# --- Our side ---
+# --- jgraph ---
 
 
 def new_pass(config: GPTConfig):
-    """Jitted params -> (logits, loss, gradients); traced anew for each call, so that what is patched in the meantime counts."""
+    """Returns a jitted (params, tokens) -> (logits, loss, gradients). It is traced anew, so that it uses patched functions."""
     graphdef = nnx.split(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))), nnx.Param)[0]
 
     @jax.jit
@@ -171,14 +171,14 @@ def our_pass(config: GPTConfig, arrays: Arrays, run=None) -> Arrays:
 
 
 def our_training(config: GPTConfig, *, settings=OPTIMIZER, decay_vectors=False, before=lambda state: state, scale=1) -> Arrays:
-    """As the trainer does it: packed parameters, our optimizer, our step.
+    """Trains like `jgraph.train`: with packed parameters, its optimizer and its step.
 
     Args:
-        config: of the model.
-        settings: of the optimizer.
-        decay_vectors: whether to get wrong what weight decay applies to.
-        before: changes the state before the first step.
-        scale: multiplies the loss that is differentiated.
+        config: Configuration of the model.
+        settings: Configuration of the optimizer.
+        decay_vectors: Whether to apply weight decay to vectors, which is an error.
+        before: Function that changes the state before the first step.
+        scale: Factor of the differentiated loss.
     """
     graphdef = nnx.split(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))), nnx.Param)[0]
     params = weights.tree(config, weights.draw(config))
@@ -191,13 +191,13 @@ def our_training(config: GPTConfig, *, settings=OPTIMIZER, decay_vectors=False, 
 
     choices = {"num_microbatches": MICROBATCHES, "clip_norm": settings.clip_norm}
     step = train_step(loss, elementwise(transform), Replicated(None, params), **choices)
-    metrics, state = played(step, before(step.init(params)), STEPS)
+    metrics, state = run_steps(step, before(step.init(params)), STEPS)
     return metrics | weights.named(step.bound.unpack(state.params))
 
 
-def played(step, state, steps: int):
-    """Losses and gradient norms of so many steps, and the state after them."""
-    # Optimized a little, unlike the suite's other programs, whose roundings add up to 1.2 of what is allowed after ten steps.
+def run_steps(step, state, steps: int):
+    """Runs `steps` steps. Returns the losses and gradient norms, and the final state."""
+    # Other tests compile with optimization level 0. Its rounding reaches 1.2 times the allowed error after ten steps.
     run = step.compile(step.place(tokens()[0]), xla_options=("xla_backend_optimization_level=1",))
     losses, norms = [], []
     for tokens_BS in tokens(steps):
@@ -208,42 +208,42 @@ def played(step, state, steps: int):
 
 
 def our_pipeline(config: GPTConfig, steps: int, schedule: str) -> Arrays:
-    """The same over two ranks, each with a layer and half of the vocabulary, which is padded."""
+    """Trains the same model on two pipeline ranks. Each rank has one layer and half of the padded vocabulary."""
     params = weights.tree(config, weights.draw(config))
     mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "pipe"))
     parts = gpt.pipeline_model(config, 2)
     strategy = Pipelined(mesh, params, generate(schedule, pp=2, microbatches=MICROBATCHES))
     transform = elementwise(lambda is_matrix: adamw(OPTIMIZER, steps, decay_mask=is_matrix))
     step = train_step(parts, transform, strategy, num_microbatches=MICROBATCHES, clip_norm=OPTIMIZER.clip_norm)
-    metrics, state = played(step, step.init(params), steps)
+    metrics, state = run_steps(step, step.init(params), steps)
     return metrics | weights.named(step.bound.unpack(state.params))
 
 
-# --- They agree ---
+# --- Comparison ---
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_loss_and_every_gradient_are_those_of_pytorch(case):
+def test_logits_loss_and_every_gradient_equal_pytorch(case):
     assert_agrees(our_pass(CASES[case], weights.draw(CASES[case])), *references(torch_pass, case))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_weight_after_ten_steps_is_that_of_pytorch(case):
+def test_every_weight_after_ten_steps_equals_pytorch(case):
     assert_agrees(our_training(CASES[case]), *references(torch_training, case))
 
 
 @pytest.mark.parametrize(("case", "schedule"), [(GELU, "aligned"), (SWIGLU, "1f1b")])
-def test_a_pipelines_losses_and_weights_over_twenty_steps_are_those_of_pytorch(case, schedule):
+def test_pipeline_losses_and_weights_over_twenty_steps_equal_pytorch(case, schedule):
     assert_agrees(our_pipeline(CASES[case], 20, schedule), *references(torch_training, case, 20))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_some_of_the_ten_steps_are_clipped_and_some_are_not(case):
+def test_only_some_of_the_ten_steps_are_clipped(case):
     clipped = torch_training(case, torch.float64)["gradient norms"] > OPTIMIZER.clip_norm
     assert 2 <= clipped.sum() <= STEPS - 2
 
 
-# --- And would not if something were wrong: mistakes that a port makes ---
+# --- Typical porting errors are detected ---
 
 
 def edit(arrays: Arrays, name: str, change) -> Arrays:
@@ -251,7 +251,7 @@ def edit(arrays: Arrays, name: str, change) -> Arrays:
 
 
 def with_heads(change):
-    """Changes the query and key heads of every block."""
+    """Returns a mutation that applies `change` to the query and key heads of every block."""
 
     def mutate(arrays: Arrays, config: GPTConfig) -> Arrays:
         def one(matrix):
@@ -269,13 +269,13 @@ def queries_and_keys_swapped(by_head, config):
     return np.concatenate([by_head[config.num_heads :], by_head[: config.num_heads]])
 
 
-def rotated_the_other_way(by_head, config):
-    # Turning by minus the angle is turning by the angle with the halves of each head swapped.
+def rotated_by_the_negative_angle(by_head, config):
+    # Rotation by the negative angle equals rotation by the angle with the halves of each head swapped.
     return np.roll(by_head, config.head_size // 2, axis=1)
 
 
 def rotated_in_interleaved_pairs(by_head, config):
-    # Neighbours (2i, 2i+1) as pairs are the pairs (i, i + K/2) of permuted heads.
+    # The interleaved pairs (2i, 2i+1) are the pairs (i, i + K/2) of permuted heads.
     return np.concatenate([by_head[:, ::2], by_head[:, 1::2]], axis=1)
 
 
@@ -284,8 +284,8 @@ def without_the_root_of_the_head_size(by_head, config):
     return by_head
 
 
-def query_heads_dealt_out_in_turn(by_head, config):
-    # Head h reading key h mod G instead of h // (H / G).
+def query_heads_grouped_by_modulo(by_head, config):
+    # Head h reads key head h mod G instead of h // (H / G).
     order = np.arange(config.num_heads).reshape(-1, config.num_kv_heads).T.ravel()
     by_head[: config.num_heads] = by_head[order]
     return by_head
@@ -309,10 +309,10 @@ def scale_dropped(name):
 
 WEIGHTS = {
     "queries and keys swapped": (GELU, with_heads(queries_and_keys_swapped)),
-    "rotary the other way": (GELU, with_heads(rotated_the_other_way)),
+    "rotary by the negative angle": (GELU, with_heads(rotated_by_the_negative_angle)),
     "rotary in interleaved pairs": (GELU, with_heads(rotated_in_interleaved_pairs)),
     "attention without 1/sqrt(K)": (GELU, with_heads(without_the_root_of_the_head_size)),
-    "query heads dealt out in turn": (SWIGLU, with_heads(query_heads_dealt_out_in_turn)),
+    "query heads grouped by modulo": (SWIGLU, with_heads(query_heads_grouped_by_modulo)),
     "blocks swapped": (GELU, blocks_swapped),
     "gate and up swapped": (SWIGLU, gate_and_up_swapped),
     "attention norm without its scale": (GELU, scale_dropped("0.attention_norm.scale")),
@@ -322,11 +322,11 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("mutation", WEIGHTS)
-def test_weights_in_the_wrong_place_are_caught(mutation):
+def test_misplaced_weights_are_detected(mutation):
     case, mutate = WEIGHTS[mutation]
     arrays = mutate(weights.draw(CASES[case]), CASES[case])
     ours, torch32, torch64 = (
-        {name: value for name, value in result.items() if "gradient" not in name}  # which would be in the wrong place as well
+        {name: value for name, value in result.items() if "gradient" not in name}  # the gradients would be misplaced as well
         for result in (our_pass(CASES[case], arrays), *references(torch_pass, case))
     )
     assert_caught(ours, torch32, torch64)
@@ -335,7 +335,7 @@ def test_weights_in_the_wrong_place_are_caught(mutation):
 @pytest.mark.parametrize(
     "mutation", [{"rope_theta": 10_000.0}, {"norm_eps": 1e-5}], ids=["default rotary base", "default epsilon"]
 )
-def test_a_setting_that_is_not_passed_on_is_caught(mutation):
+def test_an_ignored_setting_is_detected(mutation):
     config = dataclasses.replace(CASES[GELU], **mutation)
     assert_caught(our_pass(config, weights.draw(config)), *references(torch_pass, GELU))
 
@@ -349,22 +349,20 @@ def with_exact_gelu(monkeypatch):
     monkeypatch.setattr(gpt, "gelu", lambda x: jax.nn.gelu(x, approximate=False))
 
 
-def with_a_head_that_is_not_tied(monkeypatch):
+def with_an_untied_head(monkeypatch):
     output = gpt.GPT.output
     monkeypatch.setattr(gpt.GPT, "output", lambda model: jax.lax.stop_gradient(output(model)))
 
 
-@pytest.mark.parametrize(
-    "mutate", [without_mask, with_exact_gelu, with_a_head_that_is_not_tied], ids=lambda mutate: mutate.__name__
-)
-def test_a_layer_that_computes_something_else_is_caught(mutate, monkeypatch):
+@pytest.mark.parametrize("mutate", [without_mask, with_exact_gelu, with_an_untied_head], ids=lambda mutate: mutate.__name__)
+def test_a_wrong_layer_is_detected(mutate, monkeypatch):
     mutate(monkeypatch)
     ours = our_pass(CASES[GELU], weights.draw(CASES[GELU]), new_pass(CASES[GELU]))
     assert_caught(ours, *references(torch_pass, GELU))
 
 
 def without_bias_correction(state):
-    """As if a million steps had been done: 1 - beta**count is 1."""
+    """Sets the step count of Adam to one million, so that 1 - beta**count is 1."""
 
     def one(node):
         return node._replace(count=jnp.full_like(node.count, 10**6)) if isinstance(node, optax.ScaleByAdamState) else node
@@ -385,7 +383,7 @@ TRAINING = {
 
 
 @pytest.mark.parametrize("mutation", TRAINING)
-def test_a_wrong_update_is_caught_by_the_weights(mutation):
+def test_a_wrong_update_is_detected_in_the_weights(mutation):
     ours, torch32, torch64 = (
         {name: value for name, value in result.items() if name not in ("losses", "gradient norms")}
         for result in (our_training(CASES[GELU], **TRAINING[mutation]), *references(torch_training, GELU))

@@ -1,4 +1,4 @@
-"""Graphed callables against a model of Transformer Engine's, and against the faults that it had."""
+"""Compares graphed callables with a model of Transformer Engine, with and without its former faults."""
 
 import json
 from collections import deque
@@ -18,8 +18,8 @@ from tests.parity.torch_graphed import Graphed, Weak, exact_step  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
-# B batch, D model. The loss is scaled so that gradients are about one when eight microbatches have been added up.
-# A small rate: at 0.5 rounding alone moved an output by 1.04e-6 in three steps on one kind of CPU, and 1e-6 is what is allowed.
+# B batch, D model. The loss is scaled so that the sum of the gradients of eight microbatches is about one.
+# The rate is small: at 0.5, rounding changed an output by 1.04e-6 in three steps on one CPU, and the tolerance is 1e-6.
 B, D, SCALE, RATE = 2, 8, 1 / 16, 1 / 8
 GOLDENS = json.loads((Path(__file__).parents[1] / "schedule/goldens/orders.json").read_text())
 ORDERS = {
@@ -29,7 +29,7 @@ ORDERS = {
     "without_delay": [1, 2, 1, -2, 2, -1, -2, -1],
     "one_chunk_delayed": [1, 2, 1, -2, 2, -1, -2, -1.5, -1, -1.5],
 }
-# Orders in which a buffer that a wgrad still needs is taken by another forward or dgrad, if its dgrad released it.
+# In these orders, a forward or dgrad overwrites an input of a later wgrad if the dgrad releases the buffer.
 HAZARDS = ("min_input_hazard", "min_grad_output_hazard", "two_dgrads_then_two_wgrads", "pp4_r1_vp2_overlap_wgrad_uneven")
 
 
@@ -47,7 +47,7 @@ def update(params, grads, rate):
 
 
 class Ours:
-    """jgraph by the methods of the model."""
+    """jgraph with the methods of the upstream model."""
 
     tensor = staticmethod(jnp.array)
 
@@ -88,7 +88,7 @@ class Ours:
 
 
 def data(order, seed=0):
-    """Parameters of the callables, and xs, targets and masks of the microbatches."""
+    """Returns the parameters of the callables, and the inputs, targets and masks of the microbatches."""
     rng, shape = np.random.default_rng(seed), (order.count(1), B, D)
     params = [{"w": rng.normal(size=(D, D)) / np.sqrt(D), "b": rng.normal(size=D)} for _ in range(max(order))]
     arrays = rng.normal(size=shape), rng.normal(size=shape), rng.random(shape) < 0.7
@@ -100,7 +100,7 @@ def delays(order):
 
 
 def array(x):
-    """What a handle reads now; a tensor as it is."""
+    """Returns the current value of a handle. Returns a tensor unchanged."""
     return getattr(x, "value", x)
 
 
@@ -132,14 +132,14 @@ def close(ours, theirs):
 
 
 def fails(check, *args):
-    """Whether the check notices."""
+    """Checks that `check` raises AssertionError, and returns True."""
     with pytest.raises(AssertionError):
         check(*args)
     return True
 
 
 def step(system, order, xs, targets, masks=()):
-    """One step, call by call: gradients as they were returned, by callable; numbers of y and dx, by microbatch."""
+    """Runs one step with single calls. Returns gradients by callable, and copies of y and dx by microbatch."""
     given, ys, dxs = [[] for _ in range(max(order))], [], []
     inputs, dys = [deque(map(system.tensor, xs)), *([deque() for _ in given])], [deque() for _ in given]
     system.zero_grads()
@@ -167,7 +167,7 @@ def step(system, order, xs, targets, masks=()):
 
 
 def owned(system, given):
-    """Sums of the gradients that are the caller's, as they read now."""
+    """Returns the sums of the owned gradients from their current values."""
     return [
         {name: sum(numbers(call[name]) for call in calls) for name in ("w", "b") if main[name] is None}
         for main, calls in zip(system.main_grad, given, strict=True)
@@ -175,18 +175,18 @@ def owned(system, given):
 
 
 def totals(system, given):
-    """Gradients of a step, as numbers: the caller's sums, and what was added up in main_grad."""
+    """Returns copies of the gradients of a step: the sums of owned gradients, and main_grad."""
     added = [{name: numbers(total) for name, total in main.items() if total is not None} for main in system.main_grad]
     return [sums | more for sums, more in zip(owned(system, given), added, strict=True)]
 
 
-# One callable and two microbatches, for calls without an order.
+# Data for calls without an order: one callable and two microbatches.
 PARAMS, XS, TARGETS, MASKS = data([1, 1])
 EXACT = [exact_step(PARAMS, XS[[m]], TARGETS[[m]], scale=SCALE)[0] for m in range(2)]
 
 
 def call(system, m, delayed=False):
-    """Forward and backward of microbatch m: its gradients."""
+    """Runs forward and backward of microbatch m. Returns its gradients."""
     y = system.forward(0, system.tensor(XS[m]))
     dy = SCALE * (array(y) - system.tensor(TARGETS[m]))
     if not delayed:
@@ -230,25 +230,25 @@ def check_same_address(system):
     assert {name: address(g) for name, g in second.items()} == before
 
 
-def test_returns_owned_parameter_grads():
+def test_returned_parameter_grads_are_owned_by_the_caller():
     check_owned(Ours(PARAMS, [False]))
     check_owned(Graphed(PARAMS, [False]))
     assert fails(check_owned, Graphed(PARAMS, [False], param_grads="static"))
 
 
-def test_accumulates_owned_parameter_grads():
+def test_owned_parameter_grads_can_be_summed_over_replays():
     check_sum_by_the_caller(Ours(PARAMS, [False]))
     check_sum_by_the_caller(Graphed(PARAMS, [False]))
     assert fails(check_sum_by_the_caller, Graphed(PARAMS, [False], param_grads="static"))
 
 
-def test_preserves_the_alias_of_skipped_parameter_grads():
+def test_delayed_parameter_grads_alias_main_grad():
     check_alias(Ours(PARAMS, [True]))
     check_alias(Graphed(PARAMS, [True]))
     assert fails(check_alias, Graphed(PARAMS, [True], param_grads="cloned"))
 
 
-def test_owned_grads_beside_skipped_ones_are_kept():
+def test_owned_grads_survive_next_to_delayed_grads():
     def check(system):
         first = call(system, 0, delayed=True)["b"]
         call(system, 1, delayed=True)
@@ -259,14 +259,14 @@ def test_owned_grads_beside_skipped_ones_are_kept():
     assert fails(check, Graphed(PARAMS, [True], param_grads="static"))
 
 
-def test_can_skip_the_clone_of_parameter_grads():
+def test_aliased_parameter_grads_keep_their_address():
     check_same_address(Ours(PARAMS, [False], param_grads="aliased"))
     check_same_address(Graphed(PARAMS, [False], param_grads="static"))
     assert fails(check_same_address, Ours(PARAMS, [False]))
     assert fails(check_same_address, Graphed(PARAMS, [False]))
 
 
-def test_a_grad_without_a_clone_raises_after_the_next_replay_where_upstreams_reads_other_numbers():
+def test_a_stale_aliased_grad_raises_while_upstream_returns_wrong_values():
     ours, theirs = Ours(PARAMS, [False], param_grads="aliased"), Graphed(PARAMS, [False], param_grads="static")
     first, theirs_first = call(ours, 0), call(theirs, 0)
     assert close(first, theirs_first)
@@ -279,7 +279,7 @@ def test_a_grad_without_a_clone_raises_after_the_next_replay_where_upstreams_rea
 
 
 @pytest.mark.parametrize("delayed", [True, False])
-def test_snapshots_the_clone_policy(delayed):
+def test_the_clone_policy_is_fixed_at_build_time(delayed):
     def check(make):
         flags = [delayed]
         system = make(flags)
@@ -291,7 +291,7 @@ def test_snapshots_the_clone_policy(delayed):
     assert fails(check, lambda flags: Graphed(PARAMS, flags, policy="replayed"))
 
 
-def test_snapshots_the_policy_for_orders_given_later():
+def test_the_clone_policy_is_fixed_for_later_orders():
     order, flags = [1, -1, -1.5], [True]
     ours = Ours(PARAMS, flags, order=order)
     flags[0] = False
@@ -300,7 +300,7 @@ def test_snapshots_the_policy_for_orders_given_later():
 
 
 def run_masked(order):
-    """Plays `order` with reused buffers. Returns the masks that it was given and its gradients."""
+    """Runs `order` with reused buffers. Returns its masks and its gradients."""
     masks = list(map(jnp.array, MASKS))
     graphed = Ours(PARAMS, delays(order), order=order, masked=True, reuse=True).graphed
     loss_args = [(jnp.array(target),) for target in TARGETS]
@@ -309,22 +309,22 @@ def run_masked(order):
 
 
 @pytest.mark.parametrize("order", [[1, 1, -1, -1], [1, 1, -1, -1, -1.5, -1.5]], ids=["whole", "delayed"])
-def test_a_stray_tensor_of_the_caller_is_never_reused(order):
+def test_an_extra_tensor_of_the_caller_is_never_reused(order):
     def check(system):
         masks = [system.tensor(mask) for mask in MASKS]
         step(system, order, XS, TARGETS, deque(masks))
-        assert all(np.array_equal(numbers(mask), wanted) for mask, wanted in zip(masks, MASKS, strict=True))
+        assert all(np.array_equal(numbers(mask), expected) for mask, expected in zip(masks, MASKS, strict=True))
 
     delayed = delays(order)
     check(Ours(PARAMS, delayed, order=order, masked=True))
     masks, _ = run_masked(order)
-    assert all(np.array_equal(mask, wanted) for mask, wanted in zip(masks, MASKS, strict=True))
+    assert all(np.array_equal(mask, expected) for mask, expected in zip(masks, MASKS, strict=True))
     check(Graphed(PARAMS, delayed, microbatches=2, reuse=True))
     assert fails(check, Graphed(PARAMS, delayed, microbatches=2, reuse=True, weak="any"))
 
 
 @pytest.mark.parametrize("order", [[1, 1, -1, -1], [1, 1, -1, -1, -1.5, -1.5]], ids=["whole", "delayed"])
-def test_a_stray_tensor_that_the_caller_dropped_is_held_until_it_was_read_last(order):
+def test_an_extra_tensor_dropped_by_the_caller_lives_until_its_last_read(order):
     def check(system):
         given, _, _ = step(system, order, XS, TARGETS, deque(map(system.tensor, MASKS)))
         assert close(totals(system, given), exact_step(PARAMS, XS, TARGETS, MASKS, scale=SCALE))
@@ -336,7 +336,7 @@ def test_a_stray_tensor_that_the_caller_dropped_is_held_until_it_was_read_last(o
     assert fails(check, Graphed(PARAMS, delayed, microbatches=2, reuse=True, weak="any"))
 
 
-def test_a_reused_buffer_lives_until_the_wgrad_that_reads_it():
+def test_a_reused_buffer_lives_until_its_wgrad():
     order = ORDERS["min_grad_output_hazard"]
     params, xs, targets, _ = data(order)
 
@@ -351,7 +351,7 @@ def test_a_reused_buffer_lives_until_the_wgrad_that_reads_it():
 
     check(Graphed(params, delays(order), reuse=True))
     assert fails(check, Graphed(params, delays(order), reuse=True, release="dgrad"))
-    # jgraph reuses buffers in `run` only: an early release would give other gradients.
+    # jgraph reuses buffers only in `run`. An early release would change the gradients.
     graphed = Ours(params, delays(order), order=order, reuse=True).graphed
     done = graphed.run(None, list(map(jnp.array, xs)), loss, loss_args=[(jnp.array(t),) for t in targets])
     assert close(done.grads, exact_step(params, xs, targets, scale=SCALE))
@@ -359,7 +359,7 @@ def test_a_reused_buffer_lives_until_the_wgrad_that_reads_it():
 
 @cache
 def upstream(name):
-    """Three steps of the model without reuse: (gradients, ys, dxs) of each, and the parameters at the end."""
+    """Runs three steps of the upstream model without reuse. Returns (gradients, ys, dxs) per step, and the final parameters."""
     order = ORDERS[name]
     params, xs, targets, _ = data(order)
     model, steps = Graphed(params, delays(order), microbatches=len(xs)), []
@@ -376,7 +376,7 @@ def ours(name, reuse, param_grads):
 
 
 def check_three_steps(system, name):
-    """Numbers of every step are upstream's; what the caller kept reads the same after the last."""
+    """Checks that every step equals upstream, and that retained gradients are unchanged after the last step."""
     order = ORDERS[name]
     _, xs, targets, _ = data(order)
     steps, params = upstream(name)
@@ -398,7 +398,7 @@ POLICY = pytest.mark.parametrize("param_grads", ["owned", "aliased"])
 
 
 @EVERY
-def test_the_models_gradients_are_exact_with_and_without_reuse(name):
+def test_the_upstream_model_has_exact_gradients_with_and_without_reuse(name):
     params, xs, targets, _ = data(ORDERS[name])
     (gradients, _, _), *_ = upstream(name)[0]
     assert close(gradients, exact_step(params, xs, targets, scale=SCALE))
@@ -407,14 +407,14 @@ def test_the_models_gradients_are_exact_with_and_without_reuse(name):
 
 @EVERY
 @POLICY
-def test_three_steps_of_an_order_call_by_call(name, param_grads):
+def test_three_steps_of_single_calls_equal_upstream(name, param_grads):
     check_three_steps(ours(name, False, param_grads), name)
 
 
 @EVERY
 @REUSE
 @POLICY
-def test_three_steps_of_an_order_in_one_run_each(name, reuse, param_grads):
+def test_three_steps_of_run_equal_upstream(name, reuse, param_grads):
     system = ours(name, reuse, param_grads)
     graphed, weights = system.graphed, system.params
     _, xs, targets, _ = data(ORDERS[name])
@@ -430,7 +430,7 @@ def test_three_steps_of_an_order_in_one_run_each(name, reuse, param_grads):
 
 
 @pytest.mark.parametrize("name", HAZARDS)
-def test_the_comparison_notices_buffers_released_by_a_dgrad(name):
+def test_the_comparison_detects_buffers_released_by_a_dgrad(name):
     params, xs, _, _ = data(ORDERS[name])
     assert fails(
         check_three_steps, Graphed(params, delays(ORDERS[name]), microbatches=len(xs), reuse=True, release="dgrad"), name
@@ -438,6 +438,6 @@ def test_the_comparison_notices_buffers_released_by_a_dgrad(name):
 
 
 @EVERY
-def test_the_comparison_notices_returned_grads_that_are_static(name):
+def test_the_comparison_detects_static_returned_grads(name):
     params, xs, _, _ = data(ORDERS[name])
     assert fails(check_three_steps, Graphed(params, delays(ORDERS[name]), microbatches=len(xs), param_grads="static"), name)

@@ -1,4 +1,4 @@
-"""Our GPT with the weights of a folder against transformers with the same: logits and every gradient, on the CPU in float32."""
+"""Compares the logits and gradients of the GPT with transformers for the same folder, on the CPU in float32."""
 
 import jax
 import numpy as np
@@ -25,7 +25,7 @@ TOKENS = np.random.default_rng(0).integers(0, 61, (2, 25)).astype(np.int32)
 
 
 def ours(config, params):
-    """Logits, and gradients by name."""
+    """Returns the logits, and the gradients by name."""
     model = jgraph.functional(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))
     state, key = model.new_state(), jax.random.key(0)
 
@@ -39,7 +39,7 @@ def ours(config, params):
 
 
 def theirs(model):
-    """Logits, and gradients by name."""
+    """Returns the logits, and the gradients by name."""
     tokens = torch.tensor(TOKENS, dtype=torch.int64)
     routers = {"output_router_logits": True} if hasattr(model.config, "num_experts_per_tok") else {}
     found = model(tokens[:, :-1], **routers)
@@ -51,8 +51,8 @@ def theirs(model):
     return found.logits.detach().numpy(), {name: grad.numpy() for name, grad in folders.as_saved(model, grads).items()}
 
 
-def opened(path, **changes):
-    """A folder as our settings and parameters."""
+def load_folder(path, **changes):
+    """Returns the configuration, the map of tensors and the parameters of a folder."""
     folder = Folder(path, field="init_from")
     config = folder.settings(HUGGING_FACE, GPTConfig(compute_dtype="float32", **changes))
     parts = HUGGING_FACE.parts(config)
@@ -64,8 +64,8 @@ def opened(path, **changes):
 @pytest.mark.parametrize(
     ("kind", "layers"), [*zip(folders.KINDS, ("unrolled", "unrolled", "scanned", "unrolled", "scanned"), strict=True)]
 )
-def test_logits_and_every_gradient_are_those_of_transformers(kind, layers, tmp_path):
-    config, parts, params = opened(folders.save(kind, tmp_path), scan_layers=layers == "scanned")
+def test_logits_and_every_gradient_equal_transformers(kind, layers, tmp_path):
+    config, parts, params = load_folder(folders.save(kind, tmp_path), scan_layers=layers == "scanned")
     (logits, grads), (their_logits, their_grads) = ours(config, params), theirs(folders.load(tmp_path))
     np.testing.assert_allclose(logits, their_logits, rtol=1e-5, atol=1e-5)
     for name, own_parts in parts.items():
@@ -75,10 +75,10 @@ def test_logits_and_every_gradient_are_those_of_transformers(kind, layers, tmp_p
             of_part = of_part.T if part.order == "transposed" else of_part
             atol = 1e-5 * np.abs(theirs_of_part).max()
             np.testing.assert_allclose(of_part, theirs_of_part, rtol=1e-5, atol=atol, err_msg=part.tensor)
-    assert not their_grads, "and there are no others"
+    assert not their_grads, "no other gradients remain"
 
 
-def test_a_mixture_that_was_in_no_folder_is_the_same_model_in_transformers(tmp_path):
+def test_a_new_moe_model_has_the_same_logits_in_transformers(tmp_path):
     moe = MoEConfig(num_experts=4, experts_per_token=2, d_ff=24, router="topk-softmax", weights="as-they-are")
     sizes = {"num_layers": 1, "d_model": 32, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 61}
     config = GPTConfig(**sizes, mlp="swiglu", moe=moe, compute_dtype="float32")

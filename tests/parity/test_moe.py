@@ -1,4 +1,4 @@
-"""Our layer of experts against transformers' Mixtral, Qwen3 and DeepSeek-V3: outputs, every gradient, the balance loss."""
+"""Compares `MoE` with Mixtral, Qwen3 and DeepSeek-V3 of transformers: outputs, every gradient, and the balance loss."""
 
 from functools import partial
 
@@ -34,7 +34,7 @@ SETTINGS = {
 
 
 def block(kind):
-    """A block of transformers, and the balance loss of its router's logits."""
+    """Returns a block of transformers, and the function for the balance loss of its router logits."""
     library = transformers().models
     if kind == "mixtral":
         module = library.mixtral.modeling_mixtral
@@ -51,8 +51,8 @@ def block(kind):
     return library.deepseek_v3.modeling_deepseek_v3.DeepseekV3MoE(config), None
 
 
-def drawn(kind):
-    """Parameters under our names, x, and what its outputs are multiplied by; expert 2 gets no token."""
+def draw(kind):
+    """Returns parameters with the names of jgraph, x, and the output gradient. No token selects expert 2."""
     rng = np.random.default_rng(0)
     shapes = {"router_DE": (D, E), "up_EDF2": (E, D, 2 * F), "down_EFD": (E, F, D)}
     if kind == "deepseek":
@@ -64,24 +64,24 @@ def drawn(kind):
 
 
 def theirs(kind):
-    """Output, balance loss, and gradients under our names."""
-    params, x, seed = drawn(kind)
-    made, balance = block(kind)
-    places = {"router_DE": made.gate.weight, "up_EDF2": made.experts.gate_up_proj, "down_EFD": made.experts.down_proj}
+    """Returns the output, the balance loss, and the gradients with the names of jgraph."""
+    params, x, seed = draw(kind)
+    peer, balance = block(kind)
+    places = {"router_DE": peer.gate.weight, "up_EDF2": peer.experts.gate_up_proj, "down_EFD": peer.experts.down_proj}
     if kind == "deepseek":
         both = torch.tensor(params["shared_up_DF2"].T).chunk(2)
-        shared = made.shared_experts
+        shared = peer.shared_experts
         state = zip(("gate_proj", "up_proj", "down_proj"), (*both, torch.tensor(params["shared_down_FD"].T)), strict=True)
         shared.load_state_dict({f"{name}.weight": weight for name, weight in state})
-        made.gate.e_score_correction_bias.copy_(torch.tensor(bias()))
+        peer.gate.e_score_correction_bias.copy_(torch.tensor(bias()))
     with torch.no_grad():
         for name, place in places.items():
             place.copy_(torch.tensor(params[name]).mT)
     x = torch.tensor(x, requires_grad=True)
-    y = made(x)
+    y = peer(x)
     loss, found = (y * torch.tensor(seed)).sum(), 0.0
     if balance is not None:
-        found = balance((made.gate(x.reshape(-1, D))[0],))
+        found = balance((peer.gate(x.reshape(-1, D))[0],))
         loss = loss + BALANCE * found
         found = found.item()
     loss.backward()
@@ -97,8 +97,8 @@ def bias():
 
 
 def ours(kind):
-    """The same."""
-    params, x, seed = drawn(kind)
+    """Returns the results of `theirs`, computed by jgraph."""
+    params, x, seed = draw(kind)
     config = jgraph.MoEConfig(num_experts=E, experts_per_token=K, **({"balance_loss": BALANCE} | SETTINGS[kind]))
     graph, _, state = nnx.split(jgraph.MoE(D, F, config, rngs=nnx.Rngs(0)), nnx.Param, ...)
     state = nnx.to_pure_dict(state)
@@ -121,7 +121,7 @@ def ours(kind):
 
 
 def compare(kind, found):
-    """Raises AssertionError where ours is not theirs, up to float32's rounding."""
+    """Raises AssertionError if the results differ by more than float32 rounding."""
     (y, balance, grads), (y_, balance_, grads_) = found, theirs(kind)
     np.testing.assert_allclose(y, y_, rtol=0, atol=1e-6 * np.abs(y_).max())
     np.testing.assert_allclose(balance, balance_, rtol=1e-6)
@@ -131,12 +131,12 @@ def compare(kind, found):
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_a_layer_is_that_of_transformers(kind):
+def test_an_moe_layer_equals_transformers(kind):
     compare(kind, ours(kind))
 
 
 def twice(original, experts_NK, counts_E):
-    """A token's row stands where another's should."""
+    """Dispatches the row of one token twice, in place of another row."""
     order = original(experts_NK, counts_E)
     return order._replace(source=order.source.at[0].set(order.source[1]))
 
@@ -167,7 +167,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_layer_with_a_fault_is_not(fault, monkeypatch):
+def test_a_faulty_moe_layer_is_detected(fault, monkeypatch):
     place, name, mutant = FAULTS[fault]
     monkeypatch.setattr(place, name, partial(mutant, getattr(place, name)))
     with pytest.raises(AssertionError):

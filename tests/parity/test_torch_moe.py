@@ -1,4 +1,4 @@
-"""The peer's mixture of experts against a plain loop over tokens and experts: float32, with float64 as the referee."""
+"""Compares the MoE layer of the PyTorch peer in float32 with a loop over tokens and experts in float64."""
 
 from dataclasses import replace
 
@@ -21,8 +21,8 @@ from tests.parity import weights  # noqa: E402
 pytestmark = [pytest.mark.parity, pytest.mark.once]
 
 
-def looped(moe: MoE, x_BTD):
-    """Every token through each of its experts, one after the other, in float64."""
+def loop(moe: MoE, x_BTD):
+    """Computes the output, the balance loss and the token counts by a loop over tokens and experts, in float64."""
     x_ND, k, E = x_BTD.flatten(0, 1), moe.config.experts_per_token, moe.config.num_experts
     router, up, down = (p.double() for p in (moe.router, moe.up, moe.down))
     probabilities_NE = (x_ND @ router).softmax(-1)
@@ -40,8 +40,8 @@ def looped(moe: MoE, x_BTD):
     return torch.stack(rows).view_as(x_BTD), E * (fractions_E * probabilities_NE.mean(0)).sum(), counts
 
 
-def passed(moe: MoE, call, x_BTD):
-    """Output, balance loss and every gradient, in float64."""
+def forward_and_backward(moe: MoE, call, x_BTD):
+    """Returns the output, the balance loss and every gradient, cast to float64."""
     x_BTD = x_BTD.clone().requires_grad_()
     moe.zero_grad()
     y_BTD, balance, *_ = call(x_BTD)
@@ -55,21 +55,21 @@ def passed(moe: MoE, call, x_BTD):
 
 
 @pytest.mark.parametrize("weights", ["normalized", "as-they-are"])
-def test_the_peers_experts_are_those_of_a_plain_loop_where_one_gets_nothing(weights):
+def test_the_experts_of_the_peer_equal_a_loop_with_an_unused_expert(weights):
     config = MoEConfig(num_experts=5, experts_per_token=2, weights=weights)
     moe, generator = MoE(16, 8, config), torch.Generator().manual_seed(0)
     for p in moe.parameters():
         torch.nn.init.normal_(p, std=p.shape[-2] ** -0.5, generator=generator)
     x_BTD = torch.randn(2, 7, 16, generator=generator)
-    with torch.no_grad():  # nobody takes the third: it is far below all others
+    with torch.no_grad():  # no token selects expert 2: its logits are far below the others
         x_BTD[..., 0] = 1
         moe.router[:, 2] = 0
         moe.router[0, 2] = -20
-    referee = passed(moe, lambda x_BTD: looped(moe, x_BTD), x_BTD.double())
-    assert looped(moe, x_BTD.double())[2][2] == 0
-    assert not referee["gradient of up"][2].any()
-    for name, one in passed(moe, moe, x_BTD).items():
-        torch.testing.assert_close(one, referee[name], rtol=1e-5, atol=1e-5 * float(referee[name].abs().max()))
+    exact = forward_and_backward(moe, lambda x_BTD: loop(moe, x_BTD), x_BTD.double())
+    assert loop(moe, x_BTD.double())[2][2] == 0
+    assert not exact["gradient of up"][2].any()
+    for name, one in forward_and_backward(moe, moe, x_BTD).items():
+        torch.testing.assert_close(one, exact[name], rtol=1e-5, atol=1e-5 * float(exact[name].abs().max()))
 
 
 MODEL = GPTConfig(
@@ -78,13 +78,13 @@ MODEL = GPTConfig(
 )  # fmt: skip
 
 
-def made():
-    """A model in bfloat16 and tokens for it."""
+def make_model():
+    """Returns a bfloat16 model and a batch of tokens."""
     torch.manual_seed(0)
     return GPT(MODEL), torch.randint(0, 61, (2, 9))
 
 
-def test_the_peer_trains_the_same_model_as_ours():
+def test_the_gradients_of_jgraph_and_the_peer_are_equal():
     config = replace(MODEL, compute_dtype="float32")
     tokens_BS, arrays = np.random.default_rng(1).integers(0, 61, (2, 17)), weights.draw(config)
     model = jgraph.functional(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))
@@ -101,29 +101,29 @@ def test_the_peer_trains_the_same_model_as_ours():
         np.testing.assert_allclose(ours[name], p.grad.numpy(), rtol=1e-4, atol=1e-5 * float(p.grad.abs().max()), err_msg=name)
 
 
-def test_the_peers_loss_has_what_its_layers_are_out_of_balance():
-    model, tokens_BS = made()
+def test_the_loss_of_the_peer_includes_the_balance_loss_of_every_layer():
+    model, tokens_BS = make_model()
     (logits_BTV, balance), labels_BT = model(tokens_BS[:, :-1]), tokens_BS[:, 1:]
-    (x_BTD, rotary_TK), apart = model.embed(tokens_BS[:, :-1]), 0.0
+    (x_BTD, rotary_TK), by_layer = model.embed(tokens_BS[:, :-1]), 0.0
     for block in model.blocks:
         x_BTD, one = block(x_BTD, rotary_TK)
-        apart += one.detach()
-    assert balance.detach() == apart == pytest.approx(2 * 2, rel=0.1)  # of two layers, each near k
+        by_layer += one.detach()
+    assert balance.detach() == by_layer == pytest.approx(2 * 2, rel=0.1)  # the sum over two layers; each is near k
     plain = torch.nn.functional.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten())
     torch.testing.assert_close(model.loss(tokens_BS), plain + 0.5 * balance)
 
 
-def test_the_peers_step_is_told_nothing_by_the_device():
-    with FakeTensorMode():  # raises where a number is asked for, or a shape depends on one
-        model, tokens_BS = made()
+def test_the_step_of_the_peer_reads_no_value_from_the_device():
+    with FakeTensorMode():  # raises if Python reads a value, or a shape depends on one
+        model, tokens_BS = make_model()
         model.loss(tokens_BS).backward()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function:DeprecationWarning")  # torch's own, as it compiles one
-def test_the_peers_gradients_are_those_of_it_compiled_whole():
-    model, tokens_BS = made()
+@pytest.mark.filterwarnings("ignore:.*torch.autograd.function.Function:DeprecationWarning")  # torch emits it while it compiles
+def test_the_compiled_peer_has_the_gradients_of_the_eager_peer():
+    model, tokens_BS = make_model()
     with torch.no_grad():
-        model.loss(tokens_BS)  # makes the rotary table, outside of what is compiled
+        model.loss(tokens_BS)  # creates the rotary table before compilation
     gradients = []
     for call in (model.loss, torch.compile(model.loss, backend="aot_eager", fullgraph=True)):
         model.zero_grad()

@@ -1,4 +1,4 @@
-"""A linear layer in PyTorch that queues its weight gradient, as Transformer Engine's `delay_wgrad_compute` does."""
+"""A linear layer in PyTorch that queues its weight gradient like `delay_wgrad_compute` of Transformer Engine."""
 
 from collections import deque
 
@@ -20,7 +20,10 @@ class _Delayed(torch.autograd.Function):
 
 
 class DelayedLinear(torch.nn.Module):
-    """`backward()` gives dx and the bias's gradient; `backward_dw()` the weight's, of the oldest backward pass still queued."""
+    """A linear layer with a queue of delayed weight gradients.
+
+    `backward()` computes dx and the bias gradient. `backward_dw()` computes the weight gradient of the oldest queued backward.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor):
         super().__init__()

@@ -1,11 +1,11 @@
-"""The parity GPT trained by PyTorch's own `fully_shard`, on the CPU, a process a rank: the reference of `test_fsdp.py`.
+"""Trains the GPT of the parity tests with PyTorch's `fully_shard` on the CPU. `test_fsdp.py` runs one process per rank.
 
     OMP_NUM_THREADS=1 python -m tests.parity.torch_fsdp RANK RANKS RENDEZVOUS RUN.npz...
 
-RENDEZVOUS is a file that is not there yet; each RUN.npz is replaced by what came of it. See `write` for what is in one.
+RENDEZVOUS is the path of a file that does not exist yet. Each RUN.npz is an input from `write`; the results replace it.
 """
 
-# B batch, S sequence and its next token
+# B batch, S sequence with the next token
 
 import dataclasses
 import json
@@ -29,14 +29,14 @@ Arrays = dict[str, np.ndarray]
 
 
 def write(path: Path, model: GPTConfig, optimizer: OptimizerConfig, microbatches: int, arrays: Arrays) -> None:
-    """A run to do.
+    """Writes the input of a training run.
 
     Args:
-        path: of the file.
-        model: its compute dtype is that of the gathered parameters; gradients are reduced in float32 whatever it is.
-        optimizer: all but the learning rate.
-        microbatches: of a step.
-        arrays: `learning_rates` (steps,), `tokens` (steps, B, S), and the weights under PyTorch's names.
+        path: Path of the file.
+        model: Model configuration. Gathered parameters have its compute dtype. Gradients are always reduced in float32.
+        optimizer: Optimizer configuration. The learning rate is ignored.
+        microbatches: Microbatches per step.
+        arrays: `learning_rates` (steps,), `tokens` (steps, B, S), and the weights with PyTorch's names.
     """
     settings = {"model": dataclasses.asdict(model), "optimizer": dataclasses.asdict(optimizer), "microbatches": microbatches}
     save(path, {"settings": np.array(json.dumps(settings))} | arrays)
@@ -48,17 +48,17 @@ def main(rank: int, ranks: int, rendezvous: Path, paths: list[Path]) -> None:
     for path in paths:
         with np.load(path) as run:
             result = train(rank, ranks, **json.loads(str(run["settings"])), arrays={k: run[k] for k in run if k != "settings"})
-        dist.barrier()  # all have read what the first replaces
+        dist.barrier()  # rank 0 replaces the file only after all ranks have read it
         if rank == 0:
             save(path, result)
     dist.destroy_process_group()
 
 
 def train(rank: int, ranks: int, model: dict, optimizer: dict, microbatches: int, arrays: Arrays) -> Arrays:
-    """Loss and gradient norm of each step and every weight after the last, on every rank."""
+    """Trains on every rank. Returns the losses, the gradient norms and the final weights."""
     steps_BS, rates = torch.tensor(arrays.pop("tokens"), dtype=torch.int64), arrays.pop("learning_rates").tolist()
     gpt, settings = sharded(settings_from(GPTConfig, model), arrays, ranks), OptimizerConfig(**optimizer)
-    matrices, vectors = ([p for p in gpt.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
+    matrices, vectors = ([p for p in gpt.parameters() if (p.ndim > 1) is is_matrix] for is_matrix in (True, False))
     adamw = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         betas=(settings.beta1, settings.beta2),
@@ -72,7 +72,7 @@ def train(rank: int, ranks: int, model: dict, optimizer: dict, microbatches: int
         loss = torch.zeros(())
         for part_BS in tokens_BS.chunk(microbatches):
             part = gpt.loss(part_BS.chunk(ranks)[rank]) / microbatches
-            part.backward()  # reduce-scatters the mean over the ranks, and adds it to what is there
+            part.backward()  # reduce-scatters the mean over the ranks and accumulates it
             loss += part.detach()
         norms.append(full(torch.nn.utils.clip_grad_norm_(gpt.parameters(), settings.clip_norm)))
         adamw.step()
@@ -83,13 +83,13 @@ def train(rank: int, ranks: int, model: dict, optimizer: dict, microbatches: int
 
 
 def sharded(config: GPTConfig, weights: Arrays, ranks: int) -> GPT:
-    """The GPT with these weights, every block and then what is left of it a group of its own."""
+    """Returns the GPT with these weights. Each block and the rest of the model are separate `fully_shard` groups."""
     gpt = GPT(config)
     gpt.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
     policy = MixedPrecisionPolicy(
         param_dtype=None if config.compute_dtype == "float32" else getattr(torch, config.compute_dtype),
         reduce_dtype=torch.float32,
-        cast_forward_inputs=False,  # the rotary tables, which a block is given, stay float32
+        cast_forward_inputs=False,  # keep the rotary tables in float32
     )
     mesh = init_device_mesh("cpu", (ranks,))
     for module in (*gpt.blocks, gpt):

@@ -1,7 +1,7 @@
-"""What Transformer Engine's make_graphed_callables does with its buffers, in PyTorch on a CPU, with the faults it had by name.
+"""A model of the buffers of Transformer Engine's make_graphed_callables, in PyTorch on the CPU, with optional former faults.
 
-A CUDA graph reads and writes fixed addresses, so a replay overwrites what the one before it returned. Here a replay is a
-method that writes into static buffers with `copy_`. Read: TransformerEngine #2376, #2937, Megatron-LM #3970.
+A CUDA graph reads and writes fixed addresses, so a replay overwrites the results of the previous replay. Here a replay is a
+method that writes to static buffers with `copy_`. Sources: TransformerEngine #2376, #2937, Megatron-LM #3970.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Buffer:
-    """Static memory, and how often it went from one holder to the next."""
+    """A static buffer and a count of its writes and releases."""
 
     def __init__(self, tensor: Tensor, pool: "Pool"):
         self.tensor, self.pool, self.uses = tensor, pool, 0
@@ -27,7 +27,7 @@ class Buffer:
 
 
 class Pool:
-    """Buffers of one kind: one per callable and microbatch, or with `reuse` whichever was released first."""
+    """Buffers of one kind: one per callable and microbatch. With `reuse`, the first released buffer is used again."""
 
     def __init__(self, reuse: bool):
         self.reuse = reuse
@@ -45,7 +45,7 @@ class Pool:
 
 
 class Weak:
-    """An address without a hold on its memory: `value` is whatever is there by now."""
+    """A weak reference to a buffer. `value` is the current content of the buffer."""
 
     def __init__(self, buffer: Buffer):
         self.buffer, self._uses = buffer, buffer.uses
@@ -75,19 +75,19 @@ class _Pending:
 
 
 class Graphed:
-    """Callables, 0-based, of which each microbatch's forward and backward are graphs of their own; first in, first out.
+    """Callables with one forward and one backward graph per microbatch. Microbatches are processed first in, first out.
 
     Args:
         params: {"w", "b"} of each callable, as numpy arrays.
-        delayed: for each callable, whether the gradient of w waits for `wgrad` and is added to `main_grad`. The list stays
-            the caller's: it is the flag `skip_backward_post_hook` on the parameters.
-        microbatches: how many graphs each callable has; the same ones are replayed in every step.
-        reuse: whether buffers are shared by those that do not need them at the same time.
-        param_grads: "owned" are clones, but for delayed ones, which are main_grad itself. Before #2937: "static" buffers.
-            "cloned" cuts delayed ones off from main_grad as well.
-        policy: whether `delayed` says what is cloned when "built", or, a fault, when "replayed".
-        release: last consumer of what a wgrad reads: that "wgrad", or, before #2376, its "dgrad" already.
-        weak: whose memory is used again: the "pool"'s own, or, before #3970, that of "any" tensor that a graph has read.
+        delayed: For each callable, whether `wgrad` computes the gradient of w and adds it to `main_grad`. The list is not
+            copied. It models the flag `skip_backward_post_hook` of the parameters.
+        microbatches: Number of graphs per callable. Every step replays the same graphs.
+        reuse: Whether buffers are reused after their release.
+        param_grads: "owned" returns clones of undelayed gradients, and main_grad itself for delayed gradients. "static" (before
+            #2937) returns static buffers. "cloned" also clones delayed gradients.
+        policy: Time at which `delayed` is read: "built" or "replayed". Only "replayed" is a fault.
+        release: Action that releases the inputs of a wgrad: the "wgrad", or before #2376 its "dgrad".
+        weak: Memory that is reused: buffers of the "pool", or before #3970 "any" tensor that a graph has read.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Graphed:
         return Weak(y_BD)
 
     def backward(self, c: int, dy: Tensor | Weak) -> tuple[dict, Tensor | Weak]:
-        """Gradients of the parameters, and dx."""
+        """Returns the parameter gradients and dx."""
         dx = self.dgrad(c, dy)
         return self.wgrad(c), dx
 
@@ -146,7 +146,7 @@ class Graphed:
         if c > 0:
             return Weak(dx)
         dx.release()
-        return dx.tensor.clone()  # sent away before the buffer is written again
+        return dx.tensor.clone()  # copied before the buffer is overwritten
 
     def wgrad(self, c: int) -> dict:
         call = self._dgrads[c].popleft()
@@ -166,7 +166,7 @@ class Graphed:
                 total["w"].zero_()
 
     def sgd(self, grads: list[dict], rate: float) -> None:
-        """In place: a graph reads its parameters where they were when it was captured."""
+        """Updates the parameters in place, because a graph reads them at their captured addresses."""
         for stage, gradients in zip(self.params, grads, strict=True):
             for name, value in stage.items():
                 value -= rate * torch.as_tensor(gradients[name])
@@ -192,7 +192,7 @@ def _dz(call: _Pending) -> Tensor:
 
 
 def exact_step(params: list[dict], xs, targets, masks=None, *, scale: float) -> list[dict]:
-    """Gradients of the sum over microbatches of scale |y - target|² / 2, by torch.autograd in float64, as numpy arrays."""
+    """Returns the gradients of the sum over microbatches of scale |y - target|² / 2, by torch.autograd in float64."""
     leaves = [{name: torch.tensor(value, dtype=torch.float64, requires_grad=True) for name, value in p.items()} for p in params]
     for m, (x, target) in enumerate(zip(xs, targets, strict=True)):
         mask = None if masks is None else torch.tensor(masks[m], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""One set of weights for both GPTs: arrays under PyTorch's names, each matrix (outputs, inputs) as PyTorch keeps it."""
+"""Shared weights of both GPTs: arrays with PyTorch's names and PyTorch's matrix layout (outputs, inputs)."""
 
 import jax
 import numpy as np
@@ -12,12 +12,12 @@ PyTree = object
 
 
 def shapes(config: GPTConfig) -> PyTree:
-    """Our parameters as a tree of `jax.ShapeDtypeStruct`."""
+    """Returns the parameters of the JAX model as a tree of `jax.ShapeDtypeStruct`."""
     return nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))), nnx.Param))
 
 
 def draw(config: GPTConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    """Float32 weights under which every part matters: activations of order one, and no two entries of a norm's scale alike."""
+    """Returns random float32 weights with activations of order one and different entries in every norm scale."""
     rng = np.random.default_rng(seed)
     weights = {}
     for name, shape in named(shapes(config), lambda leaf: np.zeros(leaf.shape)).items():
@@ -27,7 +27,7 @@ def draw(config: GPTConfig, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def named(params: PyTree, convert=np.asarray) -> dict[str, np.ndarray]:
-    """Our tree -> {PyTorch's name: array}."""
+    """Converts a JAX parameter tree to {PyTorch name: array}."""
     arrays = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         name, transposed = _torch_name(path)
@@ -36,26 +36,26 @@ def named(params: PyTree, convert=np.asarray) -> dict[str, np.ndarray]:
 
 
 def tree(config: GPTConfig, weights: dict[str, np.ndarray]) -> PyTree:
-    """Inverse of `named`, float32. Fresh arrays: a step may take their buffers."""
+    """Inverts `named`. Returns new float32 arrays, because a step may donate them."""
 
     def leaf(path, shape):
         name, transposed = _torch_name(path)
         array = weights[name].T if transposed else weights[name]
-        assert array.shape == shape.shape, f"{name} is {array.shape}, ours {shape.shape}"
+        assert array.shape == shape.shape, f"{name} is {array.shape}, expected {shape.shape}"
         return jax.numpy.array(array)
 
     return jax.tree_util.tree_map_with_path(leaf, shapes(config))
 
 
 def torch_model(config: GPTConfig, weights: dict[str, np.ndarray], dtype: torch.dtype) -> torch_gpt.GPT:
-    """PyTorch's GPT with these weights; loading is strict, so that none is left as it was."""
+    """Returns the PyTorch GPT with these weights. Strict loading checks that every weight is set."""
     model = (torch_moe if config.moe.num_experts else torch_gpt).GPT(config)
     model.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
     return model.to(dtype)
 
 
 def _torch_name(path: tuple) -> tuple[str, bool]:
-    """(`blocks.0.attention.qkv.kernel`) -> (`blocks.0.qkv.weight`, transposed)."""
+    """Converts a path such as `blocks.0.attention.qkv.kernel` to (`blocks.0.qkv.weight`, whether it is transposed)."""
     name = jax.tree_util.keystr(path, simple=True, separator=".").replace(".attention.", ".")
     if name.endswith(".kernel"):
         return name.replace(".mlp.", ".").replace(".kernel", ".weight"), True

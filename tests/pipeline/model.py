@@ -1,4 +1,4 @@
-"""A small pipeline model, the same model on one device, and their comparison."""
+"""A small pipeline model, the same model on one device, and functions that compare them."""
 
 # D model, F hidden, V vocabulary, B batch, T sequence, L layers, M microbatches, P ranks
 
@@ -21,7 +21,7 @@ D, F, V, B, T = 8, 16, 12, 4, 3
 
 
 def layer(p: Tree, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
-    """Norm, MLP, and dropout if there is a key. It is no identity for zero parameters, so that tests detect padding."""
+    """Applies norm, MLP, and dropout if `key` is given. It is not the identity for zero parameters, so tests detect padding."""
     h = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6).astype(x.dtype) * p["norm"].astype(x.dtype)
     u = jax.nn.gelu(h @ p["up"])
     if key is not None:
@@ -34,7 +34,7 @@ def embed(outer: Tree, inputs: Tree) -> jax.Array:
 
 
 def head(outer: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
-    """Mean cross-entropy, with the table of the embedding."""
+    """Returns the mean cross-entropy. The logits use the embedding table."""
     logits = (x * outer["scale"].astype(x.dtype)) @ outer["table"].T.astype(x.dtype)
     log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -jnp.mean(jnp.take_along_axis(log_p, inputs["labels"][..., None], -1))
@@ -45,7 +45,7 @@ PARTS = PipelineModel(embed, layer, head)
 
 @cache
 def params(L: int) -> tuple[Tree, list[Tree]]:
-    """Returns the parameters of embedding and head, and of each layer."""
+    """Returns the parameters of embedding and head, and the parameters of each layer."""
     rng = np.random.default_rng(L)
 
     def normal(*shape: int, scale: float = 1.0, mean: float = 0.0) -> jax.Array:
@@ -79,7 +79,7 @@ def _gradient(loss: Any) -> Any:
     return jax.jit(jax.value_and_grad(loss, (0, 1)))
 
 
-def plain(
+def one_device(
     outer: Tree,
     layers: Sequence[Tree],
     inputs: Tree,
@@ -88,7 +88,7 @@ def plain(
     key: jax.Array | None = None,
     loss: Any = plain_loss,
 ) -> tuple[Any, Tree]:
-    """Returns loss and gradients on one device, microbatch by microbatch and data rank by data rank, summed in float64."""
+    """Returns the loss and gradients of one device. Sums microbatches and data ranks one by one in float64."""
     M = len(inputs["tokens"])
     total = None
     for d in range(dp):
@@ -103,8 +103,8 @@ def plain(
 
 @cache
 def expected(L: int, M: int, dp: int = 1, dropout: int | None = None) -> tuple[Any, Tree]:
-    """Returns `plain` for parameters and a batch of these sizes. `dropout` is the seed of the key."""
-    return plain(*params(L), batch(M), dp=dp, key=None if dropout is None else jax.random.key(dropout))
+    """Returns `one_device` for parameters and a batch of these sizes. `dropout` is the seed of the key."""
+    return one_device(*params(L), batch(M), dp=dp, key=None if dropout is None else jax.random.key(dropout))
 
 
 def mesh(P: int, dp: int = 1) -> Mesh:
@@ -120,19 +120,19 @@ def placed(pipe: Pipeline, outer: Tree, layers: Sequence[Tree]) -> Tree:
     return jax.device_put(stacked, pipe.shardings(stacked))
 
 
-def piped(pipe: Pipeline, *, dropout: int | None = None, given: Tree | None = None) -> tuple[Any, Tree]:
-    """Returns loss and gradients of a pipeline, like `expected`. `given` replaces `params`."""
+def run_pipeline(pipe: Pipeline, *, dropout: int | None = None, given: Tree | None = None) -> tuple[Any, Tree]:
+    """Returns the loss and gradients of a pipeline. `given` replaces `params`."""
     keys = () if dropout is None else (jax.random.key(dropout),)
     run = jax.jit(pipe.loss_and_grads)
     inputs = batch(pipe.schedule.num_microbatches)
     loss, grads = run(placed(pipe, *(given or params(pipe.layout.num_layers))), inputs, *keys)
-    # Copied to the host, because every slice of an array on several devices would be compiled.
+    # Copied to the host first, because each slice of an array on several devices would be compiled.
     loss, grads = jax.device_get((loss, grads))
     return loss, pipe.unstack(grads)
 
 
-def played(pipe: Pipeline) -> tuple[Any, Tree]:
-    """Returns loss and gradients of the engine `dispatch`, in the second of two steps with different batches."""
+def run_dispatched(pipe: Pipeline) -> tuple[Any, Tree]:
+    """Runs two steps of the dispatch engine with different batches. Returns the loss and gradients of the second step."""
     M, key = pipe.schedule.num_microbatches, jax.random.key(0)
     stacked, unpack = placed(pipe, *params(pipe.layout.num_layers)), lambda params: params
     batches = jax.device_put([batch(M, seed) for seed in (1, 0)], NamedSharding(pipe.mesh, PartitionSpec(None, "data")))
@@ -146,7 +146,7 @@ def played(pipe: Pipeline) -> tuple[Any, Tree]:
 
 
 def assert_same(got: tuple[Any, Tree], want: tuple[Any, Tree], *, within: float = 1e-6) -> None:
-    """Compares the loss, and every gradient up to `within` of the largest one."""
+    """Compares the loss and every gradient, up to `within` times the largest gradient."""
     (loss, grads), (want_loss, want_grads) = got, want
     np.testing.assert_allclose(loss, want_loss, rtol=within)
     largest = max(np.abs(g).max() for g in jax.tree.leaves(want_grads))

@@ -1,7 +1,7 @@
-"""Loss and gradients of every schedule equal those of the model on one device, up to float32 rounding.
+"""The loss and gradients of every schedule equal the model on one device, up to float32 rounding.
 
-The bound is 1e-6 of the largest gradient; found were at most 2e-7. Sums over microbatches are in another order than the
-reference's, which is in float64.
+The tolerance is 1e-6 of the largest gradient. The largest measured error is 2e-7. The reference sums microbatches in float64
+and in another order.
 """
 
 from functools import reduce
@@ -18,8 +18,8 @@ from tests.schedule.strategies import delayed_ticks, random_schedule, to_csv
 
 pytestmark = pytest.mark.long
 
-# (ranks, chunks, microbatches). Each schedule with ranks in the middle and a steady state; one rank, and no steady state, of
-# every kind: one chunk and several, whole backwards and split ones. Slots of every size are for tests of the tables.
+# (ranks, chunks, microbatches). Every schedule is tested with inner ranks and a steady state. One rank, and schedules without a
+# steady state, are tested with one and several chunks, and with whole and split backwards. test_tables.py covers more sizes.
 ALIGNED = [(1, 1, 4), (2, 1, 2), (2, 2, 7), (4, 1, 13)]
 GENERAL = {
     "aligned": [(1, 1, 1), (2, 2, 7)],
@@ -41,17 +41,17 @@ DISPATCHED = [
 
 @pytest.mark.once
 @pytest.mark.parametrize(("name", "P", "C", "M", "runtime"), GRID)
-def test_loss_and_gradients_are_those_of_one_device(name, P, C, M, runtime):
+def test_loss_and_gradients_equal_one_device(name, P, C, M, runtime):
     schedule = generate(name, pp=P, microbatches=M, chunks=C)
     pipe = model.pipeline(schedule, P * C, runtime=runtime)
-    model.assert_same(model.piped(pipe), model.expected(P * C, M))
+    model.assert_same(model.run_pipeline(pipe), model.expected(P * C, M))
 
 
 @pytest.mark.once
 @pytest.mark.parametrize(("name", "P", "C", "M"), DISPATCHED)
-def test_those_of_executables_that_the_host_hands_over_are_too(name, P, C, M):
+def test_loss_and_gradients_of_the_dispatch_engine_equal_one_device(name, P, C, M):
     pipe = model.pipeline(generate(name, pp=P, microbatches=M, chunks=C), P * C)
-    model.assert_same(model.played(pipe), model.expected(P * C, M))
+    model.assert_same(model.run_dispatched(pipe), model.expected(P * C, M))
 
 
 @pytest.mark.once
@@ -59,25 +59,25 @@ def test_those_of_executables_that_the_host_hands_over_are_too(name, P, C, M):
     ("P", "C", "M", "runtime"),
     [(4, 1, 3, "aligned"), (3, 2, 1, "aligned"), (2, 3, 3, "aligned"), (3, 2, 1, "general")],
 )
-def test_fewer_microbatches_than_ranks_and_more_chunks_are_right_too(P, C, M, runtime):
+def test_few_microbatches_and_many_chunks_equal_one_device(P, C, M, runtime):
     pipe = model.pipeline(generate("aligned", pp=P, microbatches=M, chunks=C), P * C, runtime=runtime)
-    model.assert_same(model.piped(pipe), model.expected(P * C, M))
+    model.assert_same(model.run_pipeline(pipe), model.expected(P * C, M))
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("runtime", ["aligned", "general"])
-def test_a_rank_that_waits_while_others_do_dgrads_adds_nothing(runtime):
+def test_an_idle_rank_does_not_contribute_to_the_gradients(runtime):
     order = Order.parse([1, 1, -1, -1, -1.5, -1.5])
-    # In tick 4 the first rank has a gradient to go on with, and waits.
+    # In tick 4 the first rank is idle, although its next gradient is available.
     schedule = Schedule((order, order), ticks=(np.array([0, 1, 5, 6, 7, 8]), np.array([1, 2, 3, 4, 7, 8])))
-    model.assert_same(model.piped(model.pipeline(schedule, 2, runtime=runtime)), model.expected(2, 2))
+    model.assert_same(model.run_pipeline(model.pipeline(schedule, 2, runtime=runtime)), model.expected(2, 2))
 
 
 @pytest.mark.once
-def test_seven_layers_on_six_stages_are_right():
+def test_seven_layers_on_six_stages_equal_one_device():
     pipe = model.pipeline(generate("aligned", pp=3, microbatches=4, chunks=2), 7, runtime="aligned")
     assert not pipe.layout.is_even
-    model.assert_same(model.piped(pipe), model.expected(7, 4))
+    model.assert_same(model.run_pipeline(pipe), model.expected(7, 4))
 
 
 @pytest.mark.parametrize(
@@ -88,34 +88,34 @@ def test_seven_layers_on_six_stages_are_right():
         ("1f1b", 1, 5, "general", "layer"),
     ],
 )
-def test_dropout_in_backward_is_that_of_forward(name, C, L, runtime, remat):
+def test_backward_uses_the_dropout_mask_of_forward(name, C, L, runtime, remat):
     pipe = model.pipeline(generate(name, pp=2, microbatches=4, chunks=C), L, runtime=runtime, remat=remat)
-    model.assert_same(model.piped(pipe, dropout=5), model.expected(L, 4, dropout=5))
+    model.assert_same(model.run_pipeline(pipe, dropout=5), model.expected(L, 4, dropout=5))
 
 
 @pytest.mark.once
-def test_two_keys_give_different_losses():
+def test_different_keys_give_different_losses():
     pipe = model.pipeline(generate("1f1b", pp=2, microbatches=2), 2)
-    (one, _), (other, _), (none, _) = (model.piped(pipe, dropout=seed) for seed in (5, 6, None))
+    (one, _), (other, _), (none, _) = (model.run_pipeline(pipe, dropout=seed) for seed in (5, 6, None))
     assert len({float(one), float(other), float(none)}) == 3
 
 
 @pytest.mark.once
 @pytest.mark.parametrize(("name", "C", "runtime"), [("aligned", 1, "aligned"), ("zb-v", 2, "general")])
-def test_a_layer_made_again_in_its_backward_gives_the_same_gradients(name, C, runtime):
+def test_recomputed_layers_have_the_same_gradients(name, C, runtime):
     pipe = model.pipeline(generate(name, pp=2, microbatches=4, chunks=C), 4, runtime=runtime, remat="layer")
-    model.assert_same(model.piped(pipe), model.expected(4, 4))
+    model.assert_same(model.run_pipeline(pipe), model.expected(4, 4))
 
 
 @pytest.mark.once
 @pytest.mark.parametrize(("name", "dp", "P"), [("aligned", 2, 2), ("1f1b", 2, 1)])
-def test_data_ranks_share_a_microbatch_and_drop_out_each_on_its_own(name, dp, P):
+def test_data_ranks_split_a_microbatch_and_draw_different_dropout_masks(name, dp, P):
     pipe = model.pipeline(generate(name, pp=P, microbatches=4), P, dp=dp)
-    model.assert_same(model.piped(pipe, dropout=5), model.expected(P, 4, dp, dropout=5))
+    model.assert_same(model.run_pipeline(pipe, dropout=5), model.expected(P, 4, dp, dropout=5))
 
 
-def users_schedule(seed: int) -> Schedule:
-    """A random one with pauses, on several ranks with equal numbers of stages."""
+def schedule_with_idle_ticks(seed: int) -> Schedule:
+    """Returns a random schedule with idle ticks, on several ranks with equal numbers of stages."""
     rng = np.random.default_rng(seed)
     while True:
         schedule = delayed_ticks(rng, random_schedule(rng, most_ranks=3))
@@ -125,22 +125,22 @@ def users_schedule(seed: int) -> Schedule:
 
 @pytest.mark.once
 @pytest.mark.parametrize("seed", [1])
-def test_a_schedule_from_a_users_csv_is_played(seed, tmp_path):
-    (tmp_path / "own.csv").write_text(to_csv(users_schedule(seed)))
+def test_a_schedule_from_a_csv_file_equals_one_device(seed, tmp_path):
+    (tmp_path / "own.csv").write_text(to_csv(schedule_with_idle_ticks(seed)))
     schedule = read(tmp_path / "own.csv")
     pipe = model.pipeline(schedule, schedule.num_stages, runtime="general")
-    model.assert_same(model.piped(pipe), model.expected(schedule.num_stages, schedule.num_microbatches))
-    model.assert_same(model.played(pipe), model.expected(schedule.num_stages, schedule.num_microbatches))
+    model.assert_same(model.run_pipeline(pipe), model.expected(schedule.num_stages, schedule.num_microbatches))
+    model.assert_same(model.run_dispatched(pipe), model.expected(schedule.num_stages, schedule.num_microbatches))
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("seed", [5])
-def test_a_schedule_from_a_users_json_is_played(seed, tmp_path):
-    # Signed numbers cannot say that a chunk has both whole and split backwards.
-    write(users_schedule(seed).split(), tmp_path / "own.json")
+def test_a_schedule_from_a_json_file_equals_one_device(seed, tmp_path):
+    # Orders of signed numbers cannot mix whole and split backwards of one chunk.
+    write(schedule_with_idle_ticks(seed).split(), tmp_path / "own.json")
     schedule = read(tmp_path / "own.json")
     pipe = model.pipeline(schedule, schedule.num_stages, runtime="general")
-    model.assert_same(model.piped(pipe), model.expected(schedule.num_stages, schedule.num_microbatches))
+    model.assert_same(model.run_pipeline(pipe), model.expected(schedule.num_stages, schedule.num_microbatches))
 
 
 def routed_layer(p, x):
@@ -152,8 +152,8 @@ def routed_loss(outer, layers, inputs, key):
 
 
 @pytest.mark.parametrize(("name", "runtime", "remat"), [("aligned", "aligned", "nothing"), ("zb-h1", "general", "layer")])
-def test_layers_with_experts_give_the_gradients_of_one_device(name, runtime, remat):
+def test_layers_with_experts_have_the_gradients_of_one_device(name, runtime, remat):
     given = model.params(2)[0], [grouped_params(seed=3 * i, width=model.D) for i in range(2)]
     parts = PipelineModel(model.embed, routed_layer, model.head)
     pipe = model.pipeline(generate(name, pp=2, microbatches=3), 2, parts=parts, runtime=runtime, remat=remat)
-    model.assert_same(model.piped(pipe, given=given), model.plain(*given, model.batch(3), loss=routed_loss))
+    model.assert_same(model.run_pipeline(pipe, given=given), model.one_device(*given, model.batch(3), loss=routed_loss))

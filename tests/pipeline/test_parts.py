@@ -26,11 +26,11 @@ def test_unstack_is_the_inverse_of_stack(name, P, C, L):
     jax.tree.map(np.testing.assert_array_equal, pipe.unstack(pipe.stack(outer, layers)), (outer, layers))
 
 
-def test_first_stages_take_the_layers_that_are_over_and_the_others_are_padded():
+def test_first_stages_take_the_extra_layers_and_other_stages_are_padded():
     layout = StageAssignment(vee(2), 6)
     assert layout.placement == ((0, 3), (1, 2))
     assert layout.layers_per_stage == 2
-    assert layout.layers().tolist() == [[[0, 1], [5, 5]], [[2, 3], [4, 4]]]  # padding has the first layer of its stage
+    assert layout.layers().tolist() == [[[0, 1], [5, 5]], [[2, 3], [4, 4]]]  # padding repeats the first layer of its stage
     assert layout.active().tolist() == [[[True, True], [True, False]], [[True, True], [True, False]]]
     stacked = layout.stack([np.full(1, i + 1.0) for i in range(6)])
     values = [[leaf.ravel().tolist() for leaf in chunk] for chunk in stacked]
@@ -40,12 +40,12 @@ def test_first_stages_take_the_layers_that_are_over_and_the_others_are_padded():
 @pytest.mark.parametrize(
     ("name", "runtime"), [("aligned", "aligned"), ("1f1b", "general"), ("zb-v", "general"), ("gpipe", "general")]
 )
-def test_auto_takes_the_aligned_runtime_where_it_can(name, runtime):
+def test_auto_selects_the_aligned_runtime_for_aligned_schedules(name, runtime):
     schedule = generate(name, pp=1, microbatches=2) if name == "gpipe" else generate(name, pp=2, microbatches=4)
     assert model.pipeline(schedule, 4).runtime == runtime
 
 
-# --- Embedding and head that the ranks share by collectives: each rank has V / P rows of the table. ---
+# --- Embedding and head sharded over the ranks: each rank has V / P rows of the table. ---
 
 
 def own_rows(table, ids):
@@ -55,7 +55,7 @@ def own_rows(table, ids):
     return jnp.clip(local, 0, rows - 1), (local >= 0) & (local < rows)
 
 
-def test_a_head_with_the_loss_of_all_ranks_is_differentiated_on_one():
+def test_a_head_sharded_over_ranks_has_the_gradients_of_one_device():
     rng = np.random.default_rng(0)
     y, w, labels = rng.standard_normal((1, 4, 3), np.float32), rng.standard_normal((3, 5), np.float32), np.arange(4)[None]
 
@@ -64,8 +64,8 @@ def test_a_head_with_the_loss_of_all_ranks_is_differentiated_on_one():
 
     end = End.of(head, jax.typeof(w), lambda outer: outer, {"": 1}, y, labels)
     found = jax.jit(jax.value_and_grad(lambda w, y: end([w], y, labels), argnums=(0, 1)))(w, y)
-    wanted = jax.value_and_grad(partial(head, axis=None), argnums=(0, 1))(w, y, labels)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, wanted)
+    expected = jax.value_and_grad(partial(head, axis=None), argnums=(0, 1))(w, y, labels)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
 
 
 def shared_embed(outer, inputs):
@@ -94,53 +94,53 @@ SHARED = PipelineModel(shared_embed, model.layer, shared_head, sharded={"table":
         pytest.param("zb-v", 2, 2, "general", marks=pytest.mark.once),
     ],
 )
-def test_gradients_of_ends_shared_by_psum_are_right(name, P, C, runtime):
+def test_embedding_and_head_sharded_over_ranks_have_correct_gradients(name, P, C, runtime):
     pipe = model.pipeline(generate(name, pp=P, microbatches=5, chunks=C), 4, parts=SHARED, runtime=runtime)
     stacked = model.placed(pipe, *model.params(4))
     assert pipe.specs(stacked)["outer"] == {"table": PartitionSpec("pipe"), "scale": PartitionSpec()}
     assert stacked["outer"]["table"].addressable_shards[0].data.shape == (model.V // P, model.D)
-    model.assert_same(model.piped(pipe), model.expected(4, 5))
+    model.assert_same(model.run_pipeline(pipe), model.expected(4, 5))
 
 
-def test_shared_ends_go_with_data_ranks():
+def test_sharded_embedding_and_head_work_with_data_ranks():
     pipe = model.pipeline(generate("1f1b", pp=2, microbatches=4), 2, dp=2, parts=SHARED)
-    model.assert_same(model.piped(pipe, dropout=5), model.expected(2, 4, 2, 5))
+    model.assert_same(model.run_pipeline(pipe, dropout=5), model.expected(2, 4, 2, 5))
 
 
 # --- Errors ---
 
 
 def test_fewer_layers_than_stages_are_refused():
-    with pytest.raises(OrderError, match=r"7 layers do not make 8 stages \(4 ranks x 2 chunks\)"):
+    with pytest.raises(OrderError, match=r"7 layers for 8 stages \(4 ranks x 2 chunks\)"):
         model.pipeline(generate("aligned", pp=4, microbatches=4, chunks=2), 7)
 
 
-def test_ranks_with_unequal_numbers_of_stages_are_refused():
+def test_ranks_with_different_numbers_of_stages_are_refused():
     orders = (Order.parse([1, 2, -2, -1]), Order.parse([1, -1]))
     with pytest.raises(OrderError, match="the ranks have 2, 1 stages"):
         model.pipeline(Schedule(orders, ((0, 2), (1,))), 3)
 
 
 def test_a_mesh_with_another_number_of_ranks_is_refused():
-    with pytest.raises(ConfigError, match="the schedule has 4 ranks, but `pp` is 2") as caught:
+    with pytest.raises(ConfigError, match="`pp` is 2: must be the 4 ranks of the schedule") as caught:
         Pipeline.of(model.PARTS, generate("1f1b", pp=4, microbatches=4), model.mesh(2), num_layers=4)
     assert caught.value.field == "pp"
 
 
-def test_a_schedule_whose_ranks_do_different_things_is_refused_by_the_aligned_runtime():
+def test_the_aligned_runtime_refuses_a_tick_with_different_actions():
     with pytest.raises(OrderError, match="tick 3 has forward and backward"):
         model.pipeline(generate("1f1b", pp=2, microbatches=4), 2, runtime="aligned")
 
 
-def test_backwards_that_are_not_split_are_refused_by_the_aligned_runtime():
-    with pytest.raises(OrderError, match="gpipe has backwards that are not split"):
+def test_the_aligned_runtime_refuses_whole_backwards():
+    with pytest.raises(OrderError, match="gpipe has combined backwards"):
         model.pipeline(generate("gpipe", pp=1, microbatches=2), 1, runtime="aligned")
 
 
-def test_a_shared_leaf_that_does_not_divide_is_refused():
+def test_a_sharded_axis_not_divisible_by_the_ranks_is_refused():
     pipe = model.pipeline(generate("1f1b", pp=8, microbatches=8), 8, parts=SHARED)
     outer, layers = model.params(8)
-    with pytest.raises(ConfigError, match="axis 0 of table has 12 rows for 8 ranks: must be divisible"):
+    with pytest.raises(ConfigError, match="shards table along axis 0 of length 12: must be a multiple of `pp` 8"):
         pipe.specs(pipe.stack(outer, layers))
 
 
@@ -148,22 +148,22 @@ def test_a_shared_leaf_that_does_not_divide_is_refused():
     ("change", "made"),
     [(lambda y: y[..., :4], r"float32\(4, 3, 4\)"), (lambda y: y.astype(jnp.bfloat16), r"bfloat16\(4, 3, 8\)")],
 )
-def test_a_layer_that_changes_shape_or_dtype_is_refused(change, made):
+def test_a_layer_with_another_output_shape_or_dtype_is_refused(change, made):
     parts = PipelineModel(model.embed, lambda p, x: change(model.layer(p, x)), model.head)
     pipe = model.pipeline(generate("1f1b", pp=2, microbatches=2), 2, parts=parts)
-    with pytest.raises(ShapeError, match=rf"a layer makes {made} of float32\(4, 3, 8\); it must keep them"):
-        model.piped(pipe)
+    with pytest.raises(ShapeError, match=rf"`layer` returns {made} for x of float32\(4, 3, 8\): must return"):
+        model.run_pipeline(pipe)
 
 
-def test_a_sharded_path_that_is_no_parameter_is_refused():
+def test_an_unknown_sharded_parameter_is_refused():
     parts = PipelineModel(model.embed, model.layer, model.head, sharded={"embeding": 0})
     pipe = model.pipeline(generate("1f1b", pp=2, microbatches=2), 2, parts=parts)
     with pytest.raises(ConfigError, match=r"PipelineModel.sharded has 'embeding': must be one of "):
-        model.piped(pipe)
+        model.run_pipeline(pipe)
 
 
-def test_a_mesh_of_jax_make_mesh_will_do():
+def test_a_mesh_from_jax_make_mesh_is_accepted():
     schedule = generate("1f1b", pp=2, microbatches=2)
     mesh = jax.make_mesh((1, 2), ("data", "pipe"), devices=jax.devices()[:2])
     pipe = Pipeline.of(model.PARTS, schedule, mesh, num_layers=2)
-    model.assert_same(model.piped(pipe), model.expected(2, 2))
+    model.assert_same(model.run_pipeline(pipe), model.expected(2, 2))

@@ -1,4 +1,4 @@
-"""Carried state in a pipeline equals the carried state of one device with the same microbatches."""
+"""The carried state of a pipeline equals one device with the same microbatches."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from jgraph.step import train_step
 from jgraph.strategies import Loss, Replicated
 from tests.pipeline.test_pipelined_step import LAYERS, MICROBATCHES, MODEL as PLAIN, WIDTH, embed, head, new_params, shapes
 
-# One array for all layers, which `split_carried` splits. `counts` starts from a value that no maximum of zeros has.
+# One array for all layers, which `split_carried` splits. `counts` starts below zero, so a maximum with zeros is detected.
 CARRIED = {
     "largest": jnp.full(LAYERS, -9.0),
     "counts": jnp.full((LAYERS, 2), -5, jnp.int32),
@@ -28,9 +28,9 @@ REDUCTIONS = {"largest": "max", "counts": "max", "sum": "sum", "mean": "mean", "
 
 
 def layer(params, x, carried):
-    """Reads its state, so forward and gradient of every microbatch must see the state as the step begins."""
-    y = x + jnp.tanh((x / jnp.mean(carried["mean"])) @ params["kernel"])  # has no derivative at the zeros of padding
-    largest = -jnp.max(jnp.abs(x))  # so that a maximum which began at zero would show
+    """Reads its state, so forward and backward of every microbatch must use the state at the start of the step."""
+    y = x + jnp.tanh((x / jnp.mean(carried["mean"])) @ params["kernel"])  # no derivative at the zeros of padding
+    largest = -jnp.max(jnp.abs(x))  # negative, so that a maximum with an initial zero is detected
     after = {
         "largest": largest,
         "counts": carried["counts"] + jnp.round(jnp.stack([10 * largest, jnp.sum(x)])).astype(jnp.int32),
@@ -85,7 +85,7 @@ def one_device(num_microbatches: int, loss: Any = whole):
 
 
 def trained(step, rows, steps: int = 2):
-    # Compiling proves that the state, carried state included, is updated in place.
+    # `compile` checks that the state, including carried state, is updated in place.
     run, state = step.compile(rows), step.init(new_params, CARRIED)
     for _ in range(steps):
         state, _ = run(state, step.place(rows))
@@ -93,8 +93,8 @@ def trained(step, rows, steps: int = 2):
     return jax.device_get(step.canonical.of(state))
 
 
-def assert_same(state, wanted):
-    for (path, a), b in zip(jax.tree.leaves_with_path((state.carried, state.params)), jax.tree.leaves(wanted), strict=True):
+def assert_same(state, expected):
+    for (path, a), b in zip(jax.tree.leaves_with_path((state.carried, state.params)), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=jax.tree_util.keystr(path))
 
@@ -103,7 +103,7 @@ PIPE, DATA, FSDP = ("pipe", 2), ("data", 2), ("fsdp", 2)
 LONG = pytest.mark.long
 
 
-# Five layers: stages are uneven throughout. With eight devices, none is to spare.
+# Five layers make all stages uneven. Two cases use all eight devices.
 @pytest.mark.parametrize(
     ("schedule", "axes", "choices"),
     [
@@ -118,7 +118,7 @@ LONG = pytest.mark.long
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_pipeline_carries_what_one_device_carries(schedule, axes, choices):
+def test_the_carried_state_of_a_pipeline_equals_one_device(schedule, axes, choices):
     ranks = int(np.prod([size for name, size in axes if name != "pipe"]))
     rows = batch()
     assert_same(trained(step_of(schedule, *axes, **choices), rows), carried_and_params(one_device(MICROBATCHES * ranks), rows))
@@ -131,7 +131,7 @@ def carried_and_params(step, rows):
 
 @pytest.mark.long
 @pytest.mark.parametrize("choices", [{}, pytest.param({"remat": "layer"}, marks=pytest.mark.once)], ids=str)
-def test_a_layer_takes_a_key_and_then_its_state(choices):
+def test_a_layer_can_take_a_key_and_carried_state(choices):
     rows = batch()
     step = step_of("zb-h1", PIPE, model=replace(MODEL, layer=keyed, takes_key=True), **choices)
     loss = one_device(MICROBATCHES, lambda *args: whole(*args, with_key=True))
@@ -148,7 +148,7 @@ def test_both_engines_draw_the_same_random_numbers_on_every_data_rank():
     assert_same(host, (program.carried, program.params))
 
 
-def test_a_step_that_is_not_applied_leaves_the_state_as_it_is():
+def test_a_skipped_step_does_not_change_the_carried_state():
     rows = batch()
     rows["y"][:] = np.nan
     state = trained(step_of("zb-h1", PIPE), rows, steps=1)
@@ -158,7 +158,7 @@ def test_a_step_that_is_not_applied_leaves_the_state_as_it_is():
 
 
 @pytest.mark.once
-def test_a_carried_state_goes_on_elsewhere_bit_for_bit():
+def test_carried_state_moves_between_layouts_bit_for_bit():
     first, second = step_of("aligned", PIPE), one_device(MICROBATCHES)
     state = trained(first, batch(), steps=1)
     for step in (second, first):
@@ -172,13 +172,13 @@ def test_a_carried_state_goes_on_elsewhere_bit_for_bit():
 TWO = {"a": jnp.zeros((LAYERS, 2)), "b": jnp.zeros((LAYERS, 2))}
 
 
-def in_one(carried):
-    """Both arrays of a layer side by side."""
+def concatenated(carried):
+    """Concatenates both arrays of each layer."""
     return list(jnp.concatenate([carried["a"], carried["b"]], 1))
 
 
-def one_each(carried):
-    """The first half of the layers have the one, the others the other."""
+def one_array_per_layer(carried):
+    """Returns `a` for the first layers and `b` for the others."""
     return [*carried["a"], *carried["b"]]
 
 
@@ -187,23 +187,23 @@ def without_head(carried):
 
 
 REFUSED = {
-    "of the head": (CARRIED | {"head": jnp.zeros(3)}, "mean", {"split_carried": without_head}, "carried"),
+    "state of the head": (CARRIED | {"head": jnp.zeros(3)}, "mean", {"split_carried": without_head}, "carried"),
     "too few layers": (CARRIED, "mean", {"split_carried": lambda carried: split_carried(carried)[1:]}, "carried"),
     "no list of layers": (CARRIED, "mean", {"split_carried": lambda carried: carried}, "carried"),
     "a reduction for some layers": (
         {"a": jnp.zeros((2, 3)), "b": jnp.zeros((LAYERS - 2, 3))},
         {"a": "max", "b": "sum"},
         {
-            "split_carried": one_each,
+            "split_carried": one_array_per_layer,
             "join_carried": lambda layers: {"a": jnp.stack(layers[:2]), "b": jnp.stack(layers[2:])},
         },
         "carried",
     ),
-    "two reductions in an array": (
+    "two reductions in one array": (
         TWO,
         {"a": "max", "b": "sum"},
         {
-            "split_carried": in_one,
+            "split_carried": concatenated,
             "join_carried": lambda layers: dict(zip("ab", jnp.split(jnp.stack(layers), 2, 1), strict=True)),
         },
         "reductions",
@@ -212,7 +212,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_state_that_the_layers_do_not_share_evenly_is_refused(name):
+def test_carried_state_with_an_invalid_split_over_layers_is_refused(name):
     carried, reductions, functions, field = REFUSED[name]
     strategy = Pipelined(jax.make_mesh((2,), ("pipe",)), shapes(), generate("1f1b", pp=2, microbatches=MICROBATCHES))
     given = {"carried": carried, "reductions": reductions, "num_microbatches": MICROBATCHES}
@@ -222,7 +222,7 @@ def test_state_that_the_layers_do_not_share_evenly_is_refused(name):
 
 
 @pytest.mark.parametrize("change", [lambda x, carried: x, lambda x, carried: (x, carried | {"sum": carried["sum"][:1]})])
-def test_a_layer_that_does_not_give_its_state_back_is_refused(change):
+def test_a_layer_with_a_missing_or_reshaped_state_is_refused(change):
     model = replace(MODEL, layer=lambda params, x, carried: change(x, carried))
     with pytest.raises(ShapeError):
         step_of("1f1b", PIPE, model=model).lower(batch())

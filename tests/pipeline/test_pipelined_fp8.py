@@ -1,4 +1,4 @@
-"""A pipeline with products in FP8 takes the steps of one device in FP8: losses, and histories amax for amax."""
+"""An FP8 pipeline equals one device with FP8: losses, parameters, and amax histories."""
 
 import re
 from dataclasses import replace
@@ -35,7 +35,7 @@ def new_params(layers=LAYERS, stacked=False):
     def normal(*shape):
         return 0.1 * rng.standard_normal(shape, np.float32)
 
-    # Every layer's numbers are larger than those of the one before, so that one layer's amax in the place of another shows.
+    # Each layer has larger parameters than the previous layer, so the tests detect a swapped amax.
     own = [{"up": (1 + i / 2) * normal(D, F), "down": (1 + i) * normal(F, D), "bias": normal(F)} for i in range(layers)]
     blocks = jax.tree.map(lambda *leaves: np.stack(leaves), *own) if stacked else own
     return {"embed": normal(8, D), "blocks": blocks, "head": normal(D, 4)}
@@ -46,7 +46,7 @@ def embed(outer, batch):
 
 
 def embed16(outer, batch):
-    """Computes the same by a matmul of sizes that FP8 allows. It must not be in FP8."""
+    """Computes `embed` by a matmul with sizes that FP8 supports. It must not be quantized."""
     x, w = batch["x"], outer["embed"]
     return jnp.concatenate([x, jnp.zeros_like(x)], 1) @ jnp.concatenate([w, jnp.zeros_like(w)])
 
@@ -56,7 +56,7 @@ def layer(params, x):
 
 
 def keyed(params, x, key, carried):
-    """Drops out and counts."""
+    """Applies dropout and counts the steps in the carried state."""
     return layer(params, x * jax.random.bernoulli(key, 0.7, x.shape)), carried + 1
 
 
@@ -102,7 +102,7 @@ def batch_of(rows):
     return {"x": rng.standard_normal((rows, 8), np.float32), "y": rng.standard_normal((rows, 4), np.float32)}
 
 
-def given(kind):
+def parts_for(kind):
     """Returns the pipeline's model, the loss of one device, and the carried state."""
     return {
         "plain": (MODEL, whole, None),
@@ -116,18 +116,18 @@ def shapes(kind, layers=LAYERS):
     return jax.eval_shape(lambda: jax.tree.map(jnp.asarray, new_params(layers, stacked=kind == "stacked")))
 
 
-def piped(
+def pipeline_step(
     schedule="zb-h1", axes=(PIPE,), config=DELAYED, kind="plain", chunks=1, rows=M * B, microbatches=M, layers=LAYERS, **choices
 ):
     mesh = jax.make_mesh(tuple(size for _, size in axes), tuple(name for name, _ in axes))
     order = generate(schedule, pp=mesh.shape["pipe"], microbatches=microbatches, chunks=chunks)
-    model, _, carried = given(kind)
+    model, _, carried = parts_for(kind)
     strategy = Pipelined(mesh, shapes(kind, layers), order, **choices)
     return train_step(model, SGD, strategy, num_microbatches=microbatches, carried=carried, fp8=config, batch=batch_of(rows))
 
 
 def one_device(config=DELAYED, kind="plain", microbatches=M, rows=M * B):
-    _, loss, carried = given(kind)
+    _, loss, carried = parts_for(kind)
     strategy = Replicated(None, shapes(kind))
     return train_step(loss, SGD, strategy, num_microbatches=microbatches, carried=carried, fp8=config, batch=batch_of(rows))
 
@@ -136,11 +136,11 @@ SGD = jgraph.elementwise(optax.sgd(0.01))
 
 
 def trained(step, kind="plain", rows=M * B, steps=2, state=None):
-    """Returns losses and norms of gradients, and the state in the model's own tree."""
+    """Trains a model. Returns the losses and gradient norms, and the canonical state."""
     batch = batch_of(rows)
     params = new_params(stacked=kind == "stacked")
     run, numbers = step.compile(batch), []
-    state = step.init(params, given(kind)[2]) if state is None else state
+    state = step.init(params, parts_for(kind)[2]) if state is None else state
     for _ in range(steps):
         state, metrics = run(state, step.place(batch))
         numbers.append((float(metrics.loss), float(metrics.grad_norm)))
@@ -152,10 +152,10 @@ def expected(config, kind, microbatches, rows):
     return trained(one_device(config, kind, microbatches, rows), kind, rows)
 
 
-def assert_same(found, wanted, carried_rtol=0.0):
-    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=carried_rtol), found[1].carried, wanted[1].carried)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found[1].params, wanted[1].params)
+def assert_same(found, reference, carried_rtol=0.0):
+    np.testing.assert_allclose(found[0], reference[0], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=carried_rtol), found[1].carried, reference[1].carried)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found[1].params, reference[1].params)
 
 
 @pytest.mark.parametrize(
@@ -171,19 +171,19 @@ def assert_same(found, wanted, carried_rtol=0.0):
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "recipe", ""),
 )
-def test_a_pipeline_in_fp8_takes_the_steps_of_one_device_in_fp8(schedule, axes, config, choices):
+def test_the_steps_of_an_fp8_pipeline_equal_one_device(schedule, axes, config, choices):
     ranks, kind = int(np.prod([size for name, size in axes if name != "pipe"])), choices.get("kind", "plain")
     rows = ranks * M * B
-    found = trained(piped(schedule, tuple(axes), config, rows=rows, **choices), kind, rows)
+    found = trained(pipeline_step(schedule, tuple(axes), config, rows=rows, **choices), kind, rows)
     if config.recipe == "delayed" and ranks > 1:
         assert_same(found, expected(config, kind, 1, rows), carried_rtol=1e-6)
     else:  # with the same number of rows per microbatch and device, because current scaling uses their amax
         assert_same(found, expected(config, kind, ranks * M, rows))
 
 
-def test_products_that_widen_by_four_are_made_again_if_asked_for():
+def test_remat_wide_recomputes_matmuls_that_widen_by_four():
     def kept(remat):
-        step = piped(remat=remat)
+        step = pipeline_step(remat=remat)
         batch_M = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((M, B, *leaf.shape[1:]), leaf.dtype), batch_of(M * B))
         slots = slot_bytes(step.bound.pipeline, step.bound.shapes, batch_M, layers=1)
         return slots["forward_dgrad"] + slots["forward_wgrad"], slots["stash"]
@@ -195,13 +195,13 @@ def test_products_that_widen_by_four_are_made_again_if_asked_for():
 
 @pytest.mark.long
 @pytest.mark.once
-def test_what_idle_ranks_compute_reaches_no_history(monkeypatch):
+def test_results_of_idle_ranks_do_not_reach_the_amax_histories(monkeypatch):
     monkeypatch.setattr(jax.lax, "empty", garbage)
-    assert_same(trained(piped("aligned")), expected(DELAYED, "plain", M, M * B))
+    assert_same(trained(pipeline_step("aligned")), expected(DELAYED, "plain", M, M * B))
 
 
-def test_a_skipped_step_leaves_the_histories_as_they_were():
-    step, batch = piped(), batch_of(M * B)
+def test_a_skipped_step_does_not_change_the_amax_histories():
+    step, batch = pipeline_step(), batch_of(M * B)
     run = step.compile(batch)
     state, _ = run(step.init(new_params()), step.place(batch))
     before = jax.device_get(state.carried)
@@ -212,12 +212,12 @@ def test_a_skipped_step_leaves_the_histories_as_they_were():
 
 @pytest.mark.long
 @pytest.mark.once
-def test_a_run_goes_on_on_one_device_and_back_bit_for_bit():
+def test_an_fp8_run_moves_to_one_device_and_back_bit_for_bit():
     kind = "stacked"
-    pipeline, alone = piped("aligned", kind=kind), one_device(kind=kind)
-    wanted, after = trained(alone, kind, steps=3)
+    pipeline, single = pipeline_step("aligned", kind=kind), one_device(kind=kind)
+    numbers, after = trained(single, kind, steps=3)
     state = trained(pipeline, kind, steps=1)[1]
-    for step, losses in ((alone, wanted[1:2]), (pipeline, wanted[2:])):
+    for step, losses in ((single, numbers[1:2]), (pipeline, numbers[2:])):
         where = jax.tree.map(lambda s: s.sharding, step.canonical.shapes())
         moved = step.canonical.back(jax.device_put(state, where))
         again = jax.device_get(step.canonical.of(moved))
@@ -229,35 +229,37 @@ def test_a_run_goes_on_on_one_device_and_back_bit_for_bit():
 
 @pytest.mark.long
 @pytest.mark.once
-def test_a_run_goes_on_with_the_other_engine():
-    wanted, after = expected(DELAYED, "plain", M, M * B)
-    host, program = piped("gpipe", kind="embed16", **DISPATCH), piped("gpipe")
+def test_an_fp8_run_resumes_with_the_other_engine():
+    numbers, after = expected(DELAYED, "plain", M, M * B)
+    host, program = pipeline_step("gpipe", kind="embed16", **DISPATCH), pipeline_step("gpipe")
     found, state = trained(host, steps=1)
     where = jax.tree.map(lambda s: s.sharding, program.canonical.shapes())
     more, state = trained(program, steps=1, state=program.canonical.back(jax.device_put(state, where)))
-    assert_same((found + more, state), (wanted, after))
+    assert_same((found + more, state), (numbers, after))
 
 
 @pytest.fixture(scope="module")
-def hosted():
-    rows = 96  # so that no array of data has the shape of a weight
-    return piped("gpipe", microbatches=2, rows=rows, layers=2, remat="wide", **DISPATCH).compile(batch_of(rows))
+def dispatch_step():
+    rows = 96  # so that no activation has the shape of a weight
+    return pipeline_step("gpipe", microbatches=2, rows=rows, layers=2, remat="wide", **DISPATCH).compile(batch_of(rows))
 
 
 @pytest.mark.once
-def test_a_product_that_is_made_again_does_not_wait_with_the_other_engine(hosted):
-    stages = hosted.gradients.dispatched.stages
+def test_the_dispatch_engine_does_not_save_recomputed_matmuls(dispatch_step):
+    stages = dispatch_step.gradients.dispatched.stages
     assert not [leaf for stage in stages for leaf in stage.shaped.residuals.avals if F in leaf.shape]
 
 
 @pytest.mark.once
-def test_a_weight_waits_for_a_steps_stages_in_fp8_alone(hosted):
-    weights = [leaf for leaf in hosted.gradients.dispatched.buffers["begun"] if leaf is not None and leaf.size == 2 * D * F]
+def test_the_dispatch_engine_stores_quantized_weights_only_in_fp8(dispatch_step):
+    weights = [
+        leaf for leaf in dispatch_step.gradients.dispatched.buffers["begun"] if leaf is not None and leaf.size == 2 * D * F
+    ]
     assert [leaf.dtype for leaf in weights] == [jnp.float8_e4m3fn] * 4  # rows and columns
 
 
 def quantizations(jaxpr, times=1):
-    """Returns how often a traced program makes an array of a weight's shape in FP8, turns of loops counted."""
+    """Counts the FP8 casts to the shape of a weight in a traced program, including loop iterations."""
     found = 0
     for eqn in jaxpr.eqns:
         out = eqn.outvars[0].aval if eqn.primitive.name == "convert_element_type" else None
@@ -269,17 +271,17 @@ def quantizations(jaxpr, times=1):
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("aligned", 1), pytest.param("zb-v", 2, marks=pytest.mark.once)])
-def test_a_rank_quantizes_each_of_its_weights_once_a_step(schedule, chunks):
+def test_a_rank_quantizes_each_of_its_weights_once_per_step(schedule, chunks):
     places = chunks * -(-LAYERS // (2 * chunks))
     for microbatches in (4, 8):
-        rows = microbatches * 48  # so that no array of data has the shape of a weight
-        step = piped(schedule, chunks=chunks, microbatches=microbatches, rows=rows)
+        rows = microbatches * 48  # so that no activation has the shape of a weight
+        step = pipeline_step(schedule, chunks=chunks, microbatches=microbatches, rows=rows)
         traced = step.jitted().trace(step.state, step.placed_shapes(batch_of(rows)))
         assert quantizations(traced.jaxpr.jaxpr) == 2 * places
 
 
-def test_sharded_weights_are_gathered_as_bytes_alone():
-    text = piped("aligned", (PIPE, FSDP), rows=2 * M * B, layers=2).compile(batch_of(2 * M * B)).as_text()
+def test_sharded_weights_of_a_pipeline_are_gathered_only_in_fp8():
+    text = pipeline_step("aligned", (PIPE, FSDP), rows=2 * M * B, layers=2).compile(batch_of(2 * M * B)).as_text()
     gathered = re.findall(r"= \(?(\w+)\[([\d,]*)\]\S* all-gather", text)
     weights = [dtype for dtype, shape in gathered if shape in (f"{D},{F}", f"{F},{D}")]
     assert weights == ["u8", "u8"]
@@ -287,9 +289,9 @@ def test_sharded_weights_are_gathered_as_bytes_alone():
 
 @pytest.mark.long
 @pytest.mark.once
-def test_a_pattern_that_means_every_layer_keeps_a_product_in_all():
+def test_a_keep_pattern_can_exclude_one_matmul_of_every_layer():
     config = replace(DELAYED, keep=("*embed*", "*head*", "blocks/*/up"))
-    step = piped(config=config)
+    step = pipeline_step(config=config)
     assert step.bound.observed.used.shape == (LAYERS, 3)
     assert_same(trained(step), expected(config, "plain", M, M * B))
 
@@ -299,9 +301,9 @@ def test_a_pattern_that_means_every_layer_keeps_a_product_in_all():
     [(replace(CURRENT, keep=("blocks/1/*",)), "fp8.keep"), (replace(CURRENT, blocks="inner"), "fp8.blocks")],
     ids=["keep", "blocks"],
 )
-def test_a_recipe_that_means_only_some_layers_is_refused_by_its_name(config, field):
+def test_an_fp8_recipe_for_some_layers_is_refused_with_its_field(config, field):
     with pytest.raises(ConfigError) as error:
-        piped(config=config)
+        pipeline_step(config=config)
     assert error.value.field == field
 
 
@@ -309,7 +311,7 @@ def test_a_recipe_that_means_only_some_layers_is_refused_by_its_name(config, fie
 
 
 def linear(config, microbatches=8):
-    """A step on two ranks of stages that are two linear layers, and its batch by microbatch; activations are bfloat16."""
+    """Returns a step on two ranks with two linear layers per stage and bfloat16 activations, and its batch by microbatch."""
     matrices = replace(
         MODEL,
         embed=lambda outer, batch: embed(outer, batch).astype(jnp.bfloat16),
@@ -322,7 +324,7 @@ def linear(config, microbatches=8):
 
 
 @pytest.mark.parametrize("config", [CURRENT, DELAYED], ids=["current", "delayed"])
-def test_of_linear_layers_a_byte_an_element_waits_and_is_predicted(config):
+def test_linear_layers_save_one_byte_per_element_as_predicted(config):
     (plain, batch_M, _), (step, _, _) = linear(None), linear(config)
     wide, narrow = (slot_bytes(one.bound.pipeline, one.bound.shapes, batch_M) for one in (plain, step))
     waiting = {
@@ -338,7 +340,7 @@ def test_of_linear_layers_a_byte_an_element_waits_and_is_predicted(config):
 
 @pytest.mark.long
 @pytest.mark.once
-def test_microbatches_that_wait_take_the_bytes_predicted():
+def test_pending_microbatches_use_the_predicted_memory():
     found = []
     for microbatches in (4, 36):
         step, batch_M, batch = linear(DELAYED, microbatches)
@@ -348,7 +350,7 @@ def test_microbatches_that_wait_take_the_bytes_predicted():
     assert compiled_many - compiled_few == pytest.approx(many - few, rel=0.02)
 
 
-def test_without_histories_a_pipeline_takes_those_before_any_step():
+def test_a_pipeline_without_histories_uses_the_initial_histories():
     step, batch_M, _ = linear(DELAYED)
     *_, history = jax.eval_shape(step.bound.pipeline.step, step.bound.shapes, batch_M)
     assert history.window.shape == (3, 2 * 2, 3)
@@ -357,9 +359,9 @@ def test_without_histories_a_pipeline_takes_those_before_any_step():
 @pytest.mark.long
 @pytest.mark.once
 @pytest.mark.parametrize("kind", ["plain", "stacked"])
-def test_a_layer_in_fp8_is_measured(monkeypatch, kind):
+def test_autotuning_measures_an_fp8_layer(monkeypatch, kind):
     monkeypatch.setattr(autotune, "_SECONDS", 0.001)
-    step = piped(kind=kind)
+    step = pipeline_step(kind=kind)
     batch_M = jax.tree.map(lambda leaf: leaf.reshape(M, B, -1), batch_of(M * B))
     parts = autotune.measure(step.bound.pipeline, step.bound.shapes, batch_M)
     assert min(parts.forward, parts.dgrad, parts.wgrad) > 0

@@ -1,4 +1,4 @@
-"""A pipeline in a user's own loop equals a plain loop, for a model of three functions."""
+"""A pipeline step with a model of three functions equals a step on one device."""
 
 from dataclasses import replace
 
@@ -62,14 +62,14 @@ def shapes():
 
 
 def trained(step, batch):
-    """The parameters after three steps, in the model's own tree."""
+    """Runs three steps. Returns the parameters in the model's own tree, and the last metrics."""
     run, state = step.compile(batch), step.init(new_params)
     for _ in range(3):
         state, metrics = run(state, step.place(batch))
     return step.canonical.of(state).params, metrics
 
 
-# Muon sees the model's own tree, though the layers lie stacked by rank.
+# Muon sees the model's own tree, although the layers are stacked by rank.
 TRANSFORMS = {"adam": elementwise(optax.adam(1e-2)), "muon": optax.contrib.muon(1e-2)}
 FOUR, DATA, FSDP = {"pipe": 4}, {"data": 2, "pipe": 2}, {"pipe": 2, "fsdp": 2}
 
@@ -100,19 +100,19 @@ def expected():
         pytest.param(FOUR, "zb-h1", "dispatch", "muon", marks=pytest.mark.once),
     ],
 )
-def test_a_pipeline_takes_the_steps_of_one_device(axes, schedule, engine, transform, expected, batch):
+def test_the_steps_of_a_pipeline_equal_one_device(axes, schedule, engine, transform, expected, batch):
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes))
     order = generate(schedule, pp=mesh.shape["pipe"], microbatches=MICROBATCHES)
     strategy = Pipelined(mesh, shapes(), order, engine=engine)
     step = train_step(MODEL, TRANSFORMS[transform], strategy, num_microbatches=MICROBATCHES, clip_norm=1.0)
     params, metrics = trained(step, batch)
-    own, wanted = expected(transform, batch)
-    assert metrics.loss == pytest.approx(float(wanted.loss), rel=1e-5)
-    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(own), strict=True):
+    expected_params, expected_metrics = expected(transform, batch)
+    assert metrics.loss == pytest.approx(float(expected_metrics.loss), rel=1e-5)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(expected_params), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_what_does_not_go_with_a_pipeline_is_refused_by_its_name():
+def test_arguments_unsupported_in_a_pipeline_are_refused_by_name():
     schedule = generate("1f1b", pp=2, microbatches=MICROBATCHES)
     strategy = Pipelined(jax.make_mesh((2,), ("pipe",)), shapes(), schedule)
     refused = {
@@ -127,7 +127,7 @@ def test_what_does_not_go_with_a_pipeline_is_refused_by_its_name():
         assert error.value.field == field
 
 
-def test_the_replicas_of_a_dispatched_pipeline_draw_different_random_numbers():
+def test_replicas_of_the_dispatch_engine_draw_different_random_numbers():
     def layer(params, x, key, carried):
         drawn = jax.random.uniform(key)
         return x @ params["kernel"], {"largest": drawn, "least": -drawn}

@@ -1,4 +1,4 @@
-"""Pools: unwritten slots may have any values, and on a GPU they are not initialized."""
+"""Pools are not initialized on GPUs, so unwritten slots may have any value."""
 
 from typing import Any
 
@@ -32,44 +32,44 @@ def garbage(shape, dtype):
         ("1f1b", 3, 1, 2, "general"),
     ],
 )
-def test_what_is_read_before_it_is_written_reaches_no_result(monkeypatch, name, P, C, M, runtime):
+def test_uninitialized_slots_do_not_affect_the_results(monkeypatch, name, P, C, M, runtime):
     monkeypatch.setattr(_runtime.lax, "empty", garbage)
     pipe = model.pipeline(generate(name, pp=P, microbatches=M, chunks=C), P * C, runtime=runtime)
-    model.assert_same(model.piped(pipe, dropout=3), model.expected(P * C, M, dropout=3))
+    model.assert_same(model.run_pipeline(pipe, dropout=3), model.expected(P * C, M, dropout=3))
 
 
 @pytest.mark.once
 @pytest.mark.target
-def test_a_pipeline_reserves_its_pools_without_clearing_them(h200):
-    pipe = on_target(model.PARTS, "aligned", layers=2)
-    text = compiled(pipe, jax.eval_shape(pipe.stack, *model.params(2)), model.batch(4)).as_text() or ""
+def test_a_pipeline_allocates_its_pools_without_initializing_them(h200):
+    pipe = pipeline_for_h200(model.PARTS, "aligned", layers=2)
+    text = compile_pipeline(pipe, jax.eval_shape(pipe.stack, *model.params(2)), model.batch(4)).as_text() or ""
     assert 'custom_call_target="AllocateBuffer"' in text
 
 
 @pytest.mark.once
 @pytest.mark.target
 @pytest.mark.parametrize("name", ["aligned", "zb-h1"])
-def test_a_program_takes_the_memory_that_is_predicted(h200, name):
+def test_a_pipeline_uses_at_most_the_predicted_memory(h200, name):
     def layer(params, x):
         return x + jax.nn.gelu(x @ params["up"]) @ params["down"]
 
     N, D, F = 4096, 1024, 4096
     parts = PipelineModel(lambda _, x: x, layer, lambda _, y, x: jnp.mean(jnp.square(y.astype(jnp.float32))))
-    pipe = on_target(parts, name, layers=4)
+    pipe = pipeline_for_h200(parts, name, layers=4)
     one = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in (("up", (D, F)), ("down", (F, D)))}
     params, inputs = jax.eval_shape(pipe.stack, {}, [one] * 4), jax.ShapeDtypeStruct((4, N, D), jnp.bfloat16)
-    memory: Any = compiled(pipe, params, inputs).memory_analysis()
+    memory: Any = compile_pipeline(pipe, params, inputs).memory_analysis()
     predicted = sum(bytes_per_rank(pipe, params, inputs).values())
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes <= 1.1 * predicted
 
 
-def on_target(parts: PipelineModel, name: str, layers: int) -> Pipeline:
-    """A pipeline of two GPUs that are not here."""
+def pipeline_for_h200(parts: PipelineModel, name: str, layers: int) -> Pipeline:
+    """Returns a pipeline for two GPUs that need not be present."""
     mesh = Mesh(np.array(aot.devices(2)).reshape(1, 2), ("data", "pipe"))
     return Pipeline.of(parts, generate(name, pp=2, microbatches=4), mesh, num_layers=layers)
 
 
-def compiled(pipe: Pipeline, params, inputs) -> jax.stages.Compiled:
+def compile_pipeline(pipe: Pipeline, params, inputs) -> jax.stages.Compiled:
     params = jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), params, pipe.shardings(params)
     )

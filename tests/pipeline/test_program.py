@@ -14,20 +14,20 @@ from jgraph.schedule import generate, phases, tabulate
 from jgraph.schedule.action import WGRAD
 from tests.pipeline import model
 
-P, M = 4, 12  # enough microbatches to repeat rounds of all three kinds
+P, M = 4, 12  # enough microbatches to repeat all three kinds of rounds
 SCHEDULE = generate("aligned", pp=P, microbatches=M)
 COLUMNS = tabulate(SCHEDULE.newest_first(), writing="makers")
 
 
 class Hlo:
-    """Operations of a compiled program by the computation they are in."""
+    """The operations of a compiled program, by computation."""
 
     def __init__(self, text: str):
         self.bodies: dict[str, list[str]] = {}
         for block in re.split(r"\n(?=\S.*\{\n)", text):
             header, _, body = block.partition("{\n")
             name = "ENTRY" if header.startswith("ENTRY") else header.split()[0] if header.split() else ""
-            # Loops of a number of turns that is known only at run time have another name here.
+            # Loops with a trip count known only at run time are renamed to act_where.
             lines = (
                 line if "known_trip_count" in line else line.replace(" while(", " act_where(") for line in body.splitlines()
             )
@@ -45,7 +45,7 @@ class Hlo:
         return total
 
     def loops(self) -> list[tuple[int, str]]:
-        """(rounds, body) of the program's own loops, in the order of their rounds in time."""
+        """Returns (trip count, body) of the loops over rounds, in execution order."""
         lines = [line for line in self.bodies["ENTRY"] if " while(" in line]
         found = [re.search(r'body=(%[\w.\-]+).*"known_trip_count":\{"n":"(\d+)"\}', line) for line in lines]
         return [(int(match[2]), match[1]) for match in found if match]
@@ -69,15 +69,15 @@ def steady_body() -> str:
     return body
 
 
-def choices() -> tuple[int, int]:
-    """How many actions of the program's text not all ranks do, and how many of its ticks are another code in other rounds."""
+def count_branches() -> tuple[int, int]:
+    """Counts the actions that only some ranks do, and the ticks with embedding or head in only some rounds."""
     actions = count = 0
     for phase in phases(COLUMNS.table):
         for j in range(len(phase.kinds)):
             ticks = phase.first_tick + j + len(phase.kinds) * np.arange(phase.rounds)
             wgrads = COLUMNS.table.kind[ticks] == WGRAD
             actions += len(phase.kinds[j]) * bool(wgrads.any() and not wgrads.all())
-            # Embedding and head are a branch where only some rounds of a phase have them.
+            # Embedding and head need a branch if only some rounds of a phase have them.
             for numbers in (COLUMNS.enter, COLUMNS.leave, COLUMNS.back):
                 has = numbers[ticks] >= 0
                 count += bool(has.any() and not has.all())
@@ -89,20 +89,20 @@ def test_every_phase_of_several_rounds_is_one_loop():
     assert sorted(n for n, _ in program().loops()) == sorted(rounds)
 
 
-def test_in_a_steady_round_all_ranks_do_the_same():
+def test_a_steady_round_has_no_branches():
     assert program().count("conditional", steady_body()) == 0
     assert program().count("act_where", steady_body()) == 0
 
 
-def test_the_program_has_a_loop_of_one_turn_only_where_ranks_differ():
-    actions, branches = choices()
-    # Forwards and wgrads, once in a loop and once alone; dgrads and wgrads.
+def test_only_actions_that_differ_between_ranks_have_a_conditional_loop():
+    actions, branches = count_branches()
+    # Forwards and wgrads inside and outside a loop; dgrads and wgrads.
     assert (actions, branches) == (6, 0)
     assert program().count("act_where") == actions
     assert program().count("conditional") == branches
 
 
-def test_a_steady_round_has_the_products_of_one_forward_dgrad_wgrad_and_head():
+def test_a_steady_round_has_the_matmuls_of_one_forward_dgrad_wgrad_and_head():
     outer, layers = model.params(P)
     x = jnp.zeros((model.B, model.T, model.D))
     inputs = jax.tree.map(lambda leaf: leaf[0], model.batch(M))
@@ -115,13 +115,13 @@ def test_a_steady_round_has_the_products_of_one_forward_dgrad_wgrad_and_head():
         "wgrad": hlo(split.wgrad, layers[0], residuals, stash),
         "head": hlo(jax.value_and_grad(model.head, (0, 1)), outer, x, inputs),
     }
-    products = {name: part.count("dot") for name, part in parts.items()}
-    assert products == {"forward": 2, "dgrad": 2, "wgrad": 2, "head": 3}
-    assert program().count("dot", steady_body()) == sum(products.values())
+    matmuls = {name: part.count("dot") for name, part in parts.items()}
+    assert matmuls == {"forward": 2, "dgrad": 2, "wgrad": 2, "head": 3}
+    assert program().count("dot", steady_body()) == sum(matmuls.values())
 
 
-def started(monkeypatch, pipe) -> dict:
-    """The pools of a rank at the start of the program, as shapes."""
+def initial_pools(monkeypatch, pipe) -> dict:
+    """Returns the shapes of the pools of a rank at the start of the program."""
     seen = []
     start = RankRuntime.start
     monkeypatch.setattr(RankRuntime, "start", lambda runtime: seen.append(start(runtime)) or seen[-1])
@@ -145,9 +145,9 @@ def nbytes(pool) -> int:
         ("gpipe", 1, "general"),
     ],
 )
-def test_pools_take_the_bytes_of_their_slots_and_no_more(monkeypatch, name, C, runtime):
+def test_pools_have_exactly_the_bytes_of_their_slots(monkeypatch, name, C, runtime):
     pipe = model.pipeline(generate(name, pp=P, microbatches=M, chunks=C), P * C, runtime=runtime)
-    pools = started(monkeypatch, pipe)
+    pools = initial_pools(monkeypatch, pipe)
     slots = tabulate(pipe.schedule, writing="makers" if runtime == "aligned" else "all").slots
     x = jax.ShapeDtypeStruct((model.B, model.T, model.D), jnp.float32)
     one = split_backward(model.layer).spec(model.params(1)[1][0], x).nbytes()
@@ -156,7 +156,7 @@ def test_pools_take_the_bytes_of_their_slots_and_no_more(monkeypatch, name, C, r
     assert [pool for pool, n in slots.items() if n == 0] == (["stash"] if name == "gpipe" else [])
 
 
-def test_of_a_layer_that_is_made_again_nothing_is_kept_but_its_input(monkeypatch):
-    pools = started(monkeypatch, model.pipeline(SCHEDULE, P, remat="layer"))
+def test_a_recomputed_layer_saves_only_its_input(monkeypatch):
+    pools = initial_pools(monkeypatch, model.pipeline(SCHEDULE, P, remat="layer"))
     held = [leaf.shape[1:] for pool in ("forward_dgrad", "forward_wgrad") for leaf in pools[pool].leaves]
     assert held == [(model.B, model.T, model.D)]

@@ -1,4 +1,4 @@
-"""Heads and layers without a derivative at zero: results of idle ranks and of padding reach no gradient."""
+"""Heads and layers without a derivative at zero. Results of idle ranks and padded layers must not reach the gradients."""
 
 from functools import cache
 from typing import Any, cast
@@ -20,7 +20,7 @@ M = 5
 
 
 def unit(x: jax.Array, axis: int = -1) -> jax.Array:
-    """0 / 0 at zero."""
+    """Normalizes x to unit length. The result is 0 / 0 at zero."""
     return x / jnp.linalg.norm(x, axis=axis, keepdims=True)
 
 
@@ -29,12 +29,12 @@ def unit_head(outer: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
 
 
 def biased_head(outer: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
-    """Has a gradient even where x is zero."""
+    """Has a nonzero gradient at x = 0."""
     return model.head(outer, x + outer["scale"], inputs)
 
 
 def shared_head(outer: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
-    """`unit_head`, with a part of the rows on each rank."""
+    """Computes `unit_head` with a part of the rows on each rank."""
     ranks = lax.axis_size("pipe")
 
     def own(whole: jax.Array) -> jax.Array:
@@ -45,7 +45,7 @@ def shared_head(outer: Tree, x: jax.Array, inputs: Tree) -> jax.Array:
 
 
 def weight_normalized(p: Tree, x: jax.Array) -> jax.Array:
-    """0 / 0 where the parameters are zeros, as padding is."""
+    """A layer with normalized weights. It is 0 / 0 for zero parameters, such as padding."""
     return 0.9 * x + jax.nn.gelu((x * p["norm"]) @ unit(p["up"], 0)) @ unit(p["down"], 0)
 
 
@@ -69,7 +69,7 @@ def expected(layer: Any, head: Any, L: int) -> tuple[Any, Tree]:
             x = layer(p, x)
         return head(outer, x, inputs)
 
-    return model.plain(*model.params(L), model.batch(M), loss=loss)
+    return model.one_device(*model.params(L), model.batch(M), loss=loss)
 
 
 LAYOUTS = {
@@ -88,24 +88,24 @@ def pipeline(layout: str, parts: PipelineModel, **choices: Any) -> Pipeline:
 
 @pytest.mark.parametrize("layout", ["aligned", "general, uneven"])
 @pytest.mark.parametrize("kind", PLAIN)
-def test_gradients_are_those_of_one_device(kind, layout):
+def test_gradients_of_functions_singular_at_zero_equal_one_device(kind, layout):
     layer, head = PLAIN[kind]
     pipe = pipeline(layout, PipelineModel(model.embed, layer, head))
-    model.assert_same(model.piped(pipe), expected(layer, head, pipe.layout.num_layers))
+    model.assert_same(model.run_pipeline(pipe), expected(layer, head, pipe.layout.num_layers))
 
 
 @pytest.mark.parametrize("layout", ["aligned, uneven", "general, uneven"])
-def test_a_head_that_ranks_share_sees_the_last_stages_output_on_all_of_them(layout):
+def test_a_sharded_head_receives_the_output_of_the_last_stage_on_every_rank(layout):
     pipe = pipeline(layout, PipelineModel(model.embed, weight_normalized, shared_head))
-    model.assert_same(model.piped(pipe), expected(weight_normalized, unit_head, pipe.layout.num_layers))
+    model.assert_same(model.run_pipeline(pipe), expected(weight_normalized, unit_head, pipe.layout.num_layers))
 
 
-def test_a_padded_layer_may_be_made_again_in_its_backward():
+def test_a_padded_layer_can_be_recomputed():
     pipe = pipeline("general, uneven", PipelineModel(model.embed, weight_normalized, model.head), remat="layer")
-    model.assert_same(model.piped(pipe), expected(weight_normalized, model.head, pipe.layout.num_layers))
+    model.assert_same(model.run_pipeline(pipe), expected(weight_normalized, model.head, pipe.layout.num_layers))
 
 
-def test_padding_has_gradients_of_zero():
+def test_padded_layers_have_zero_gradients():
     pipe = pipeline("aligned, uneven", PipelineModel(model.embed, weight_normalized, unit_head))
     params = model.placed(pipe, *model.params(pipe.layout.num_layers))
     _, grads = jax.device_get(jax.jit(pipe.loss_and_grads)(params, model.batch(M)))

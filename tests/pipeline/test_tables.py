@@ -1,6 +1,6 @@
-"""Plays schedule tables with names in place of arrays: every rank runs every write of every tick, like the program.
+"""Simulates schedule tables with names in place of arrays. Like the program, every rank does every write of every tick.
 
-A name is (pool, stage, microbatch). An unused result is None, and may overwrite only free slots.
+A name is (pool, stage, microbatch). An unused result is None and may overwrite only free slots.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ from tests.schedule.strategies import delayed_ticks, schedules
 
 Name = tuple[str, int, int] | None
 
-# (pools that each kind of action reads, pools with entries that it frees)
+# (pools read by an action, pools with an entry freed by the action)
 FINDS = {
     FORWARD: ((), ()),
     DGRAD: (("forward_dgrad", "forward_wgrad"), ("forward_dgrad",)),
@@ -27,18 +27,18 @@ FINDS = {
     IDLE: ((), ()),
 }
 MAKES = {FORWARD: ("forward_dgrad", "forward_wgrad"), DGRAD: ("stash",), WGRAD: (), BACKWARD: (), IDLE: ()}
-# Pools that an action may write to, on this rank or another one.
+# Pools that an action may write to, on this rank or on another rank.
 SENDS = {FORWARD: ("activation", "loss"), DGRAD: ("gradient",), WGRAD: (), BACKWARD: ("gradient",), IDLE: ()}
 
 
-def play(schedule: Schedule, cs: ScheduleTables, writing: Writing) -> None:
-    """Fails where a name is not found, or is overwritten before its last use."""
+def simulate(schedule: Schedule, cs: ScheduleTables, writing: Writing) -> None:
+    """Simulates a schedule. Fails if a name is not found, or is overwritten before its last use."""
     table, last, home = cs.table, schedule.num_stages - 1, schedule.rank_of_stage
     pools: list[dict[str, list[Name]]] = [{pool: [None] * count for pool, count in cs.slots.items()} for _ in schedule]
     awaited: set[Name] = set()
     used = 0
-    # Stashes that go from hand to hand are in no pool.
-    handed = [writing == "makers" and hands_on(table, t) for t in range(len(table.kind))]
+    # A stash passed directly from dgrad to wgrad is not stored in a pool.
+    passed = [writing == "makers" and passes_stash(table, t) for t in range(len(table.kind))]
 
     def write(pool: str, r: int, slot: int, name: Name) -> None:
         assert slot >= 0
@@ -66,7 +66,7 @@ def play(schedule: Schedule, cs: ScheduleTables, writing: Writing) -> None:
                 finds, ends = (*finds, dy), (*ends, dy)
                 assert s > 0 or cs.back[t] == m
                 sent[r] = "gradient", s - 1, m
-            if kind == WGRAD and t > 0 and handed[t - 1]:
+            if kind == WGRAD and t > 0 and passed[t - 1]:
                 finds = ends = ("forward_wgrad",)
             for pool in finds:
                 assert pools[r][pool][cs.reads[pool][t, r]] == (pool, s, m), (t, r, kind)
@@ -74,10 +74,10 @@ def play(schedule: Schedule, cs: ScheduleTables, writing: Writing) -> None:
             used += len(ends)
             for pool, column in cs.writes.items():
                 made = pool in MAKES[kind] or (pool == "loss" and kind == FORWARD and s == last)
-                in_hand = pool == "stash" and handed[t]
+                in_hand = pool == "stash" and passed[t]
                 # If only some ranks do an action, only these write its residuals and stash.
-                alone = pool in POOLS[:3] and (writing == "all" or (table.kind[t] == WGRAD).any())
-                if not in_hand and (made or not alone):
+                only_makers = pool in POOLS[:3] and (writing == "all" or (table.kind[t] == WGRAD).any())
+                if not in_hand and (made or not only_makers):
                     writes.append((pool, r, int(column[t, r]), (pool, s, m) if made else None))
         # The program reads, then writes, then receives.
         for (source, pool), column in cs.arrivals.items():
@@ -91,12 +91,12 @@ def play(schedule: Schedule, cs: ScheduleTables, writing: Writing) -> None:
     assert not awaited
     split = int((table.kind == WGRAD).sum())
     S, M = schedule.num_stages, schedule.num_microbatches
-    # Residuals twice and stash where split; activations and gradients between stages; the loss's dy.
-    assert used == 2 * S * M + split - len(schedule) * sum(handed) + 2 * (S - 1) * M + M
+    # Two residual pools, the stash of split backwards, activations and gradients between stages, and the dy of the loss.
+    assert used == 2 * S * M + split - len(schedule) * sum(passed) + 2 * (S - 1) * M + M
 
 
-def hands_on(table: TickTable, t: int) -> bool:
-    """Whether every rank does a dgrad in this tick and its wgrad in the next."""
+def passes_stash(table: TickTable, t: int) -> bool:
+    """Returns whether every rank does a dgrad in tick `t` and its wgrad in the next tick."""
     if t + 1 == len(table.kind) or {*table.kind[t]} != {DGRAD} or {*table.kind[t + 1]} != {WGRAD}:
         return False
     return bool((table.stage[t] == table.stage[t + 1]).all() and (table.microbatch[t] == table.microbatch[t + 1]).all())
@@ -104,7 +104,7 @@ def hands_on(table: TickTable, t: int) -> bool:
 
 def check(schedule: Schedule, writing: Writing) -> None:
     cs = tabulate(schedule, writing=writing)
-    play(schedule, cs, writing)
+    simulate(schedule, cs, writing)
     for numbers in (cs.enter, cs.leave, cs.back):
         assert sorted(numbers[numbers >= 0]) == list(range(schedule.num_microbatches))
     for pairs in cs.hops.values():
@@ -112,7 +112,7 @@ def check(schedule: Schedule, writing: Writing) -> None:
         assert len(set(senders)) == len(senders)
         assert len(set(receivers)) == len(receivers)
     for pool, counts in assign(schedule).counts.items():
-        # At most one more, for an unused result while all slots are in use. Fewer if stashes are passed directly.
+        # At most one extra slot for an unused result. Fewer slots if stashes are passed directly.
         least = 0 if (pool, writing) == ("stash", "makers") else counts.max()
         most = counts.max() + (pool in POOLS[3:] or writing == "makers")
         assert least <= cs.slots[pool] <= most
@@ -122,13 +122,13 @@ def check(schedule: Schedule, writing: Writing) -> None:
 @pytest.mark.parametrize("C", [1, 2, 3])
 @pytest.mark.parametrize("P", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_read_is_there_and_what_is_idle_overwrites_nothing(name, P, C):
+def test_every_read_finds_its_array_and_idle_ranks_overwrite_only_free_slots(name, P, C):
     played, own = 0, 2 if name == "interleaved-1f1b" else 1
     for M in (1, P, 2 * P, 2 * P + 1):
         try:
             schedule = generate(name, pp=P, microbatches=M, chunks=C)
         except OrderError as error:
-            # Some schedules do not exist: too few microbatches, other numbers of chunks.
+            # Some schedules do not support this number of microbatches or chunks.
             assert "needs at least" in str(error) or own != C  # noqa: PT017
             continue
         check(schedule, "all")
@@ -138,7 +138,7 @@ def test_what_is_read_is_there_and_what_is_idle_overwrites_nothing(name, P, C):
 
 
 @pytest.mark.parametrize(("P", "M", "held", "waiting"), [(1, 4, 1, 0), (2, 16, 3, 2), (4, 16, 7, 6)])
-def test_an_aligned_pipeline_has_slots_for_what_waits_and_no_more(P, M, held, waiting):
+def test_an_aligned_pipeline_has_one_slot_per_pending_array(P, M, held, waiting):
     slots = tabulate(generate("aligned", pp=P, microbatches=M).newest_first(), writing="makers").slots
     assert slots["forward_dgrad"] == slots["forward_wgrad"] == held
     assert slots["stash"] == waiting
@@ -146,17 +146,17 @@ def test_an_aligned_pipeline_has_slots_for_what_waits_and_no_more(P, M, held, wa
 
 @given(schedules(), st.integers(0, 2**32 - 1), st.sampled_from(["all", "makers"]))
 @settings(derandomize=True, deadline=None, max_examples=100)
-def test_random_schedules_with_pauses_are_played_too(schedule, seed, writing):
+def test_random_schedules_with_idle_ticks_are_valid(schedule, seed, writing):
     try:
         tabulate(schedule)
     except OrderError:
-        assume(False)  # stages that follow each other are on ranks that are no neighbours
+        assume(False)  # consecutive stages are not on neighboring ranks
     check(schedule, writing)
     check(delayed_ticks(np.random.default_rng(seed), schedule), writing)
 
 
-def test_stages_on_ranks_that_are_no_neighbours_are_refused():
+def test_consecutive_stages_on_distant_ranks_are_refused():
     schedule = generate("1f1b", pp=4, microbatches=4)
     moved = Schedule(tuple(schedule.orders[s] for s in (0, 2, 1, 3)), ((0,), (2,), (1,), (3,)))
-    with pytest.raises(OrderError, match="not its neighbour"):
+    with pytest.raises(OrderError, match="not its neighbor"):
         tabulate(moved)

@@ -1,4 +1,4 @@
-"""Steps of an optimizer on a pipeline's gradients, and gradients of a model that computes in bfloat16."""
+"""Optimizer steps with the gradients of a pipeline, and gradients of a bfloat16 model."""
 
 from functools import cache
 
@@ -19,7 +19,7 @@ OPTIMIZERS = {"sgd": optax.sgd(0.1, momentum=0.9), "adamw": optax.adamw(1e-2)}
 
 
 def trained(optimizer: optax.GradientTransformationExtraArgs, params, gradients):
-    """Parameters after STEPS steps, each with a batch of its own."""
+    """Returns the parameters after STEPS steps with different batches."""
 
     @jax.jit
     def update(params, state, grads):
@@ -33,28 +33,29 @@ def trained(optimizer: optax.GradientTransformationExtraArgs, params, gradients)
 
 
 @cache
-def trained_plainly(optimizer: str):
+def trained_on_one_device(optimizer: str):
     def gradients(params, inputs):
         outer, layers = params
-        return jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), model.plain(outer, layers, inputs)[1])
+        return jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), model.one_device(outer, layers, inputs)[1])
 
     return jax.device_get(trained(OPTIMIZERS[optimizer], model.params(L), gradients))
 
 
 @pytest.mark.parametrize(("name", "C", "runtime"), [("aligned", 1, "aligned"), ("zb-v", 2, "general"), ("1f1b", 1, "general")])
-def test_weights_after_ten_steps_are_those_of_one_device(name, C, runtime):
+def test_weights_after_ten_steps_equal_one_device(name, C, runtime):
     pipe = model.pipeline(generate(name, pp=2, microbatches=M, chunks=C), L, runtime=runtime)
     run = jax.jit(pipe.loss_and_grads)
     start = model.placed(pipe, *model.params(L))
     for optimizer in OPTIMIZERS:
         end = trained(OPTIMIZERS[optimizer], start, lambda params, inputs: run(params, inputs)[1])
-        assert_same_weights(pipe.unstack(jax.device_get(end)), trained_plainly(optimizer))
+        assert_same_weights(pipe.unstack(jax.device_get(end)), trained_on_one_device(optimizer))
 
 
 def assert_same_weights(got, want) -> None:
     for w, before, g in zip(*map(jax.tree.leaves, (want, model.params(L), got)), strict=True):
-        # Gradients differ by 1e-7 of the largest. Adam divides each by its own size, so where one is small its step differs by
-        # more: 1e-3 of a step of 1e-2, where it is 1e-4 of the largest. Found were 6e-7 of the largest weight.
+        # Gradients differ by 1e-7 of the largest gradient. Adam divides each gradient by its magnitude, so small gradients have
+        # larger errors: a gradient of 1e-4 of the largest changes its step of 1e-2 by 1e-3 of the step. The largest measured
+        # error is 6e-7 of the largest weight.
         np.testing.assert_allclose(g, w, rtol=0, atol=1e-5 * np.abs(w).max())
         assert np.abs(w - before).max() > 1e-2
 
@@ -68,7 +69,7 @@ def cast(tree):
 
 @cache
 def plain_in_bfloat16():
-    """Gradients of one device that computes in bfloat16, cast to float32 before they are added."""
+    """Returns the gradients of one device in bfloat16. They are cast to float32 before the sum."""
 
     def loss(outer, layers, inputs):
         x = LOW.embed(outer, inputs)
@@ -86,13 +87,13 @@ def distance(a, b) -> float:
 
 
 @pytest.mark.parametrize(("name", "C"), [("aligned", 1), ("zb-v", 2), ("1f1b", 1)])
-def test_bfloat16_gives_float32_gradients_as_close_as_one_device_does(name, C):
+def test_bfloat16_pipelines_have_float32_gradients_as_accurate_as_one_device(name, C):
     pipe = model.pipeline(generate(name, pp=2, microbatches=M, chunks=C), L, parts=LOW, compute_dtype=jnp.bfloat16)
-    loss, grads = model.piped(pipe)
+    loss, grads = model.run_pipeline(pipe)
     want_loss, want = model.expected(L, M)
     assert loss.dtype == np.float32
     np.testing.assert_allclose(loss, want_loss, rtol=2**-8)
     for g, plain, w in zip(*map(jax.tree.leaves, (grads, plain_in_bfloat16(), want)), strict=True):
         assert g.dtype == np.float32
-        # Above the least, it was bfloat16 indeed.
+        # The lower bound checks that the computation was in bfloat16.
         assert 2**-12 < distance(g, w) < 1.25 * distance(plain, w)

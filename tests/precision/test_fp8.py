@@ -1,4 +1,4 @@
-"""Matmuls are found in the trace, and agree with a plain emulation of FP8, forward and backward."""
+"""`jgraph.fp8` finds the matmuls in a trace. They agree with a NumPy emulation of FP8, forward and backward."""
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +35,9 @@ def expected(x, w, dy):
     return [(a @ b, np.abs(a) @ np.abs(b)) for a, b in ((x, w), (dy, w.T), (x.T, dy))]
 
 
-def check(found, wanted):
+def check(found, exact):
     # Results are bfloat16 (8 bits). A matmul accumulates in float32 on a CPU and in 14 bits on a GPU.
-    for a, (b, magnitude) in zip(found, wanted, strict=True):
+    for a, (b, magnitude) in zip(found, exact, strict=True):
         np.testing.assert_array_less(np.abs(np.asarray(a, np.float64) - b), 2.0**-8 * np.abs(b) + 2.0**-13 * magnitude + 1e-30)
 
 
@@ -58,7 +58,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_product_and_its_gradients_are_those_of_rounded_operands(way):
+def test_a_matmul_and_its_gradients_use_quantized_operands(way):
     fn, place = WAYS[way]
     w_DF, x_BD, dy_BF = normal(0, D, F), normal(1, B, D, dtype=jnp.bfloat16), normal(2, B, F, dtype=jnp.bfloat16)
     stage = jgraph.fp8(fn)
@@ -68,15 +68,15 @@ def test_a_product_and_its_gradients_are_those_of_rounded_operands(way):
     check((y, dx, dw), expected(x_BD, w_DF, dy_BF))
 
 
-def test_a_bf16_wgrad_reads_the_operands_as_they_are():
+def test_a_bf16_wgrad_uses_unquantized_operands():
     w, x, dy = normal(0, D, F), normal(1, B, D, dtype=jnp.bfloat16), normal(2, B, F, dtype=jnp.bfloat16)
     stage = jgraph.fp8(WAYS["matmul"][0], FP8Config(wgrad="bf16"))
     dw = jax.vjp(lambda w: stage.apply(w, {}, x), w)[1](dy)[0]
-    wanted = jax.vjp(lambda w: x @ w.astype(x.dtype), w)[1](dy)[0]
-    np.testing.assert_allclose(dw, wanted, rtol=2**-8)
+    exact = jax.vjp(lambda w: x @ w.astype(x.dtype), w)[1](dy)[0]
+    np.testing.assert_allclose(dw, exact, rtol=2**-8)
 
 
-def test_the_format_e4m3_rounds_gradients_finer():
+def test_the_e4m3_format_rounds_gradients_less_than_hybrid():
     w, x, dy = normal(0, D, F), normal(1, B, D), normal(2, B, F)
 
     def error(format):
@@ -104,14 +104,14 @@ def quantized(config, fn=block, params=PARAMS, x=X):
     return [product.name for product in jgraph.fp8(fn, config).plan(params, x).products if not product.kept]
 
 
-def test_the_head_is_kept_by_default_and_other_layers_by_pattern():
+def test_keep_excludes_the_head_by_default_and_other_layers_by_pattern():
     assert "head" not in quantized(FP8Config())
     assert "head" in quantized(FP8Config(keep=()))
     assert quantized(FP8Config(keep=("*down",))) == [*(f"blocks/{i}/up" for i in range(3)), "head"]
 
 
-def test_a_grouped_product_and_its_dgrad_are_those_of_rounded_operands_and_its_wgrad_reads_them_as_they_are():
-    sizes = (20, 0, 9)  # and three rows without a group
+def test_a_grouped_matmul_quantizes_forward_and_dgrad_but_not_wgrad():
+    sizes = (20, 0, 9)  # three rows have no group
     w_GDF, x_BD, dy_BF = normal(0, 3, D, F), normal(1, B, D, dtype=jnp.bfloat16), normal(2, B, F, dtype=jnp.bfloat16)
 
     def run(w, x):
@@ -129,8 +129,8 @@ def test_a_grouped_product_and_its_dgrad_are_those_of_rounded_operands_and_its_w
 
 
 @pytest.mark.parametrize("kind", ["plain", "grouped"])
-def test_a_second_step_of_delayed_scaling_on_the_same_arrays_is_a_step_of_current_scaling(kind):
-    # No operand fits the scale of another.
+def test_delayed_scaling_on_constant_arrays_equals_current_scaling(kind):
+    # The operands have very different magnitudes, so each needs its own scale.
     x, dy = normal(1, B, D, scale=2.0**20), normal(2, B, F, scale=2.0**-20)
     w = normal(0, D, F) if kind == "plain" else normal(0, 2, D, F)
 
@@ -146,11 +146,11 @@ def test_a_second_step_of_delayed_scaling_on_the_same_arrays_is_a_step_of_curren
     _, state = step(delayed, jgraph.fp8(run, delayed).init(w, x))
     assert state.window[0, 0].tolist() == [float(jnp.max(jnp.abs(operand))) for operand in (x, w, dy)]
     found, _ = step(delayed, state)
-    wanted, _ = step(FP8Config(format="e4m3"), {})
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    exact, _ = step(FP8Config(format="e4m3"), {})
+    jax.tree.map(np.testing.assert_array_equal, found, exact)
 
 
-def test_the_report_counts_a_grouped_product_without_its_wgrad():
+def test_the_report_counts_a_grouped_matmul_without_its_wgrad():
     params, x = {"in": normal(0, 32, 32), "experts": grouped_params()}, normal(1, B, 32)
 
     def products_in(format):
@@ -172,22 +172,22 @@ def test_the_report_counts_a_grouped_product_without_its_wgrad():
     assert needs == {"a grouped product, which needs `fp8.format` e4m3 before jax 0.12" if old else ""}
 
 
-def test_a_router_stays_as_it_is():
+def test_a_router_is_not_quantized():
     params = {"up": normal(0, D, F), "moe": {"router": normal(1, F, 16)}}
     assert quantized(FP8Config(), lambda p, x: x @ p["up"] @ p["moe"]["router"], params) == ["up"]
 
 
-def test_first_and_last_block_can_be_kept():
+def test_inner_blocks_exclude_the_first_and_last_block():
     assert quantized(FP8Config(blocks="inner")) == ["blocks/1/up", "blocks/1/down"]
 
 
-def test_a_pattern_that_keeps_nothing_is_refused():
+def test_a_keep_pattern_without_a_match_is_refused():
     with pytest.raises(ConfigError) as error:
         quantized(FP8Config(keep=("*attention*",)))
     assert error.value.field == "fp8.keep"
 
 
-def test_inner_blocks_need_numbers():
+def test_inner_blocks_require_numbered_layers():
     with pytest.raises(ConfigError) as error:
         quantized(FP8Config(blocks="inner"), lambda w, x: x @ w["w"], {"w": normal(0, D, F)}, normal(1, B, D))
     assert error.value.field == "fp8.blocks"
@@ -202,13 +202,13 @@ def test_inner_blocks_need_numbers():
         (lambda p, x: x * p["w"][0, 0], "no matrix"),
     ],
 )
-def test_a_function_without_a_product_for_fp8_is_refused_with_the_reason(fn, why):
+def test_a_function_without_an_fp8_matmul_is_refused_with_the_reason(fn, why):
     with pytest.raises(ConfigError, match=why) as error:
         jgraph.fp8(fn).init({"w": normal(0, D, F)}, normal(1, B, D))
     assert error.value.field == "fn"
 
 
-def test_a_weight_used_twice_has_an_amax_for_each_use():
+def test_a_weight_used_twice_has_one_amax_per_use():
     def twice(w, x):
         return (100 * jnp.tanh(x @ w)) @ w
 
@@ -219,7 +219,7 @@ def test_a_weight_used_twice_has_an_amax_for_each_use():
 
 
 @pytest.mark.long
-def test_every_turn_of_a_scan_has_an_amax_of_its_own():
+def test_every_scan_iteration_has_its_own_amax():
     def layers(w, x):
         return jnp.sum(jax.lax.scan(lambda x, w: (10 * x @ w, None), x, w)[0])
 
@@ -230,7 +230,7 @@ def test_every_turn_of_a_scan_has_an_amax_of_its_own():
     assert state.window[0, :, 2].tolist() == [100, 10, 1]
 
 
-def test_delayed_scaling_survives_a_spike_in_an_activation_and_recovers():
+def test_delayed_scaling_recovers_from_an_activation_spike():
     w, x = {"w": normal(0, D, F)}, normal(1, B, D)
     stage = jgraph.fp8(lambda p, x: jnp.mean((x @ p["w"]) ** 2), FP8Config(recipe="delayed", history=2))
 
@@ -247,34 +247,34 @@ def test_delayed_scaling_survives_a_spike_in_an_activation_and_recovers():
 
 
 @pytest.mark.parametrize("operand", ["w", "x"])
-def test_a_margin_leaves_room_for_an_operand_that_grows(operand):
+def test_a_margin_leaves_room_for_a_growing_operand(operand):
     w, x = normal(0, D, F), normal(1, B, D)
     larger = {"w": (3 * w, x), "x": (w, 3 * x)}[operand]
 
     def error(margin):
         stage = jgraph.fp8(lambda w, x: x @ w, FP8Config(recipe="delayed", margin=margin))
         state = jax.grad(lambda state: jnp.sum(stage.apply(w, state, x)))(stage.init(w, x))
-        wanted = larger[1] @ larger[0]
-        return jnp.linalg.norm(stage.apply(larger[0], state, larger[1]) - wanted) / jnp.linalg.norm(wanted)
+        exact = larger[1] @ larger[0]
+        return jnp.linalg.norm(stage.apply(larger[0], state, larger[1]) - exact) / jnp.linalg.norm(exact)
 
     assert error(margin=2) < 0.05 < error(margin=0)
 
 
-def test_arrays_near_the_smallest_normal_number_get_the_largest_scale_that_has_an_inverse():
+def test_tiny_arrays_get_the_largest_invertible_scale():
     w, x = 2.0**100 * normal(0, D, F), 2.0**-124 * normal(1, B, D)
-    stage, wanted = jgraph.fp8(lambda w, x: x @ w), x @ w
-    assert jnp.linalg.norm(stage.apply(w, {}, x) - wanted) < 0.05 * jnp.linalg.norm(wanted)
+    stage, exact = jgraph.fp8(lambda w, x: x @ w), x @ w
+    assert jnp.linalg.norm(stage.apply(w, {}, x) - exact) < 0.05 * jnp.linalg.norm(exact)
     (weight,) = stage.quantize(2.0**-124 * normal(0, D, F), {}, x)
     assert float(weight.scale) == 2.0**126
 
 
-def test_current_scaling_survives_a_spike_at_once():
+def test_current_scaling_adapts_to_a_spike_immediately():
     w, x = normal(0, D, F), normal(1, B, D).at[0, 0].set(1e4)
     stage = jgraph.fp8(lambda w, x: jnp.mean((x @ w) ** 2))
     assert abs(float(stage.apply(w, {}, x) / jnp.mean((x @ w) ** 2)) - 1) < 0.05
 
 
-def test_any_flax_module_takes_part_as_it_is():
+def test_a_flax_module_needs_no_changes_for_fp8():
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.attention = nnx.MultiHeadAttention(4, D, decode=False, rngs=rngs)

@@ -1,4 +1,4 @@
-"""Elementwise functions between two FP8 matmuls are computed in the quantization kernels only."""
+"""Elementwise functions between two FP8 matmuls are computed only in the quantization kernels."""
 
 import functools
 
@@ -17,11 +17,11 @@ from tests.kernels.test_quantize import assert_within_one_step
 pytestmark = pytest.mark.long
 
 fuse = functools.partial(fused, implementation="xla")
-WRITTEN = {"tanh", "exp", "logistic", "erf", "erfc", "max", "integer_pow", "square"}
+ACTIVATIONS = {"tanh", "exp", "logistic", "erf", "erfc", "max", "integer_pow", "square"}
 
 
 def primitives(fn, *args):
-    """Returns the primitives in `WRITTEN` that are computed outside of the kernels."""
+    """Returns the primitives in `ACTIVATIONS` that are computed outside the kernels."""
 
     def of(jaxpr):
         for eqn in jaxpr.eqns:
@@ -30,7 +30,7 @@ def primitives(fn, *args):
                 yield from of(getattr(inner, "jaxpr", inner))
             yield eqn.primitive.name
 
-    return set(of(jax.make_jaxpr(fn)(*args).jaxpr)) & WRITTEN
+    return set(of(jax.make_jaxpr(fn)(*args).jaxpr)) & ACTIVATIONS
 
 
 def values(i, shape=(128, 64), dtype=jnp.float32):
@@ -60,14 +60,14 @@ def quantized(fn):
         lambda x: jnp.tanh(x.reshape(2, 64, 64) * jnp.cos(x.reshape(2, 64, 64).sum(2))[..., None]),
     ],
 )
-def test_an_activation_is_computed_where_it_is_quantized(fn):
+def test_an_activation_is_fused_into_its_quantization(fn):
     x = values(0)
     assert primitives(quantized(fn), x)
     assert not primitives(fuse(quantized(fn)), x)
     assert_within_one_step(fuse(quantized(fn))(x), quantized(fn)(x))
 
 
-def test_a_function_of_several_arrays_is_one():
+def test_a_function_of_several_arrays_is_fused():
     def swiglu(x, y):
         return jax.nn.silu(x) * y
 
@@ -76,34 +76,36 @@ def test_a_function_of_several_arrays_is_one():
     assert_within_one_step(fuse(quantized(swiglu))(x, y), quantized(swiglu)(x, y))
 
 
-def test_what_somebody_else_needs_is_written_as_it_was():
+def test_an_array_with_another_reader_is_still_written():
     def both(x):
         y = jnp.tanh(jax.lax.optimization_barrier(x))
         return jgraph.kernels.cast_transpose(y, jnp.float32(16)), y.sum()
 
     assert primitives(fuse(both), values(0)) == {"tanh"}
-    found, wanted = fuse(both)(values(0)), both(values(0))
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    found, unfused = fuse(both)(values(0)), both(values(0))
+    jax.tree.map(np.testing.assert_array_equal, found, unfused)
 
 
 @pytest.mark.parametrize(
     "fn",
     [
-        lambda x: jnp.tanh(x) * jnp.arange(128.0 * 64).reshape(128, 64),  # no other equation needs it
-        lambda x: jnp.tanh(x.reshape(2, 64, 64) * jnp.cos(x.reshape(2, 64, 64).sum((0, 2)))[None, :, None]),  # no whole column
+        # An array without another reader would have to be written.
+        lambda x: jnp.tanh(x) * jnp.arange(128.0 * 64).reshape(128, 64),
+        # The factor is not a column with one value per row.
+        lambda x: jnp.tanh(x.reshape(2, 64, 64) * jnp.cos(x.reshape(2, 64, 64).sum((0, 2)))[None, :, None]),
         lambda x: jnp.tanh(jnp.sort(x)),  # sort is not elementwise
         lambda x: jnp.tanh(x).T,
         lambda x: jnp.where(x > 0, jnp.tanh(x), x),
-        lambda x: sum(jnp.tanh(jax.lax.optimization_barrier(x + i)) for i in range(5)),  # more than fit
+        lambda x: sum(jnp.tanh(jax.lax.optimization_barrier(x + i)) for i in range(5)),  # more inputs than a kernel supports
     ],
 )
-def test_what_a_kernel_cannot_compute_is_left_as_it_was(fn):
+def test_an_unsupported_function_is_not_fused(fn):
     x = values(0)
     assert primitives(fuse(quantized(fn)), x) >= {"tanh"}
     jax.tree.map(np.testing.assert_array_equal, fuse(quantized(fn))(x), quantized(fn)(x))
 
 
-def test_a_function_of_somebody_else_is_not_taken_for_one_of_ours():
+def test_user_functions_with_the_names_of_kernel_functions_are_not_fused():
     @jax.jit
     def amax(x):
         return jnp.tanh(x).max(1)
@@ -121,25 +123,25 @@ def test_a_function_of_somebody_else_is_not_taken_for_one_of_ours():
 
 @pytest.mark.parametrize("want", ["rows", "columns", "amax"])
 @pytest.mark.parametrize("shape", [(128, 64), (64, 64)])
-def test_only_what_is_wanted_comes_out(want, shape):
+def test_a_fused_kernel_returns_only_the_requested_outputs(want, shape):
     def program(x):
         return jgraph.kernels.cast_transpose(jnp.tanh(jax.lax.optimization_barrier(x)), jnp.float32(16), want=want)
 
     assert not primitives(fuse(program), values(0, shape))
-    found, wanted = fuse(program)(values(0, shape)), program(values(0, shape))
-    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, wanted)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a.astype(float), b.astype(float), rtol=0.13), found, wanted)
+    found, unfused = fuse(program)(values(0, shape)), program(values(0, shape))
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, unfused)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a.astype(float), b.astype(float), rtol=0.13), found, unfused)
 
 
-def test_a_scalar_that_is_computed_is_not_read():
+def test_a_runtime_scalar_is_not_fused():
     def program(x, scale):
         return quantized(lambda x: jnp.tanh(x) * scale)(x)
 
-    found, wanted = fuse(program)(values(0), jnp.float32(2)), program(values(0), jnp.float32(2))
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    found, unfused = fuse(program)(values(0), jnp.float32(2)), program(values(0), jnp.float32(2))
+    jax.tree.map(np.testing.assert_array_equal, found, unfused)
 
 
-def test_a_norm_reads_what_is_written_for_others():
+def test_a_fused_norm_reads_the_residual_written_for_other_readers():
     def residual(x, y):
         h = (x + y).astype(jnp.bfloat16)
         norm = jnp.tanh(h * jnp.cos(jnp.sum(h, 1, keepdims=True, dtype=jnp.float32)))
@@ -147,8 +149,8 @@ def test_a_norm_reads_what_is_written_for_others():
 
     x, y = values(0), values(1)
     assert "tanh" not in primitives(fuse(residual), x, y)
-    (found, h), (wanted, expected) = fuse(residual)(x, y), residual(x, y)
-    assert_within_one_step(found, wanted)
+    (found, h), (unfused, expected) = fuse(residual)(x, y), residual(x, y)
+    assert_within_one_step(found, unfused)
     np.testing.assert_array_equal(h, expected)
 
 
@@ -164,7 +166,7 @@ class MLP(nnx.Module):
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 @pytest.mark.parametrize("activation", [nnx.gelu, nnx.silu, nnx.relu])
-def test_an_activation_and_its_gradient_are_never_written(recipe, activation):
+def test_an_activation_and_its_gradient_are_never_written_to_memory(recipe, activation):
     graph, params = nnx.split(MLP(activation, nnx.Rngs(0)))
     x = values(0, (2, 64, 64), jnp.bfloat16)
     stage = jgraph.fp8(lambda params, x: nnx.merge(graph, params)(x), jgraph.FP8Config(recipe=recipe, history=2))
@@ -179,15 +181,15 @@ def test_an_activation_and_its_gradient_are_never_written(recipe, activation):
     left = of_loss | ({"max"} if activation is nnx.relu else set())
     assert primitives(plain, params, state) > primitives(fuse(plain), params, state)
     assert primitives(fuse(plain), params, state) <= left
-    (value, grads), (expected, wanted) = fuse(plain)(params, state), plain(params, state)
+    (value, grads), (expected, unfused) = fuse(plain)(params, state), plain(params, state)
     np.testing.assert_allclose(value, expected, rtol=1e-2)
-    for a, b in zip(jax.tree.leaves(grads[0]), jax.tree.leaves(wanted[0]), strict=True):
+    for a, b in zip(jax.tree.leaves(grads[0]), jax.tree.leaves(unfused[0]), strict=True):
         # Some values round differently, because the activation is not rounded to bfloat16 first.
         assert jnp.linalg.norm(a - b) <= 0.1 * jnp.linalg.norm(b)
 
 
 @pytest.mark.parametrize(("recipe", "remat"), [("current", False), ("delayed", True)])
-def test_the_parts_of_a_split_compute_what_they_quantize_in_the_kernel(monkeypatch, recipe, remat):
+def test_the_parts_of_a_split_fuse_activations_into_quantization(monkeypatch, recipe, remat):
     graph, params = nnx.split(MLP(nnx.gelu, nnx.Rngs(0)))
     x = values(0, (4, 64, 64), jnp.bfloat16)
 
@@ -216,7 +218,7 @@ def test_the_parts_of_a_split_compute_what_they_quantize_in_the_kernel(monkeypat
         assert jnp.linalg.norm(a - b) <= 0.1 * jnp.linalg.norm(b)
 
 
-def test_nothing_is_traced_again_where_there_is_no_kernel():
+def test_a_function_is_not_retraced_without_a_kernel():
     calls = []
 
     def fn(x):

@@ -16,22 +16,22 @@ DTYPES = (E4M3, E4M3, E5M2)
 
 @settings(deadline=None)
 @given(st.floats(2.0**-100, 2.0**100, width=32), st.sampled_from([E4M3, E5M2]))
-def test_a_scale_is_the_largest_power_of_two_that_fits(amax, dtype):
+def test_a_scale_is_the_largest_power_of_two_in_range(amax, dtype):
     scale = float(scale_for(jnp.float32(amax), dtype))
     assert np.frexp(scale)[0] == 0.5
     assert amax * scale <= float(jnp.finfo(dtype).max) < 2 * amax * scale
 
 
-def test_a_margin_leaves_powers_of_two_free():
+def test_a_margin_divides_the_scale_by_a_power_of_two():
     assert float(scale_for(jnp.float32(3), E4M3, 2)) == float(scale_for(jnp.float32(3), E4M3)) / 4
 
 
-def test_zeros_have_the_scale_1():
+def test_the_scale_of_zeros_is_one():
     assert float(scale_for(jnp.float32(0), E4M3)) == 1
 
 
 @pytest.mark.parametrize("amax", [np.inf, np.nan])
-def test_an_array_that_is_not_finite_is_read_as_nan_so_that_the_finite_gate_sees_it(amax):
+def test_the_checked_scale_of_a_nonfinite_array_is_nan(amax):
     assert np.isnan(checked_scale(scale_for(jnp.float32(amax), E4M3), jnp.float32(amax)))
     assert float(checked_scale(jnp.float32(2), jnp.float32(5))) == 2
 
@@ -51,7 +51,7 @@ def run(config, amaxes, num_losses=1):
     return np.stack(found), history
 
 
-def test_the_scale_of_a_step_comes_from_the_steps_before_it():
+def test_the_scale_of_a_step_depends_on_earlier_steps_only():
     amaxes = jnp.array([1.0, 100.0, 1.0, 1.0, 1.0])[:, None, None] * jnp.ones((1, 3))
     by_max, history = run(FP8Config(recipe="delayed", history=2), amaxes)
     assert by_max[:, 0, 0].tolist() == [1, 256, 4, 4, 256]
@@ -61,7 +61,7 @@ def test_the_scale_of_a_step_comes_from_the_steps_before_it():
 
 
 @pytest.mark.parametrize("num_losses", [1, 2, 3, 6, 8])
-def test_an_output_gradient_is_stored_for_the_mean_of_all_losses_and_scaled_for_its_own(num_losses):
+def test_the_amax_of_output_gradients_is_stored_for_the_mean_of_all_losses(num_losses):
     amax = jnp.array([1.0, 3.0, 3.5 * num_losses])  # 3.5 scales to the largest E5M2 value
     scales, history = run(FP8Config(recipe="delayed", history=2), jnp.stack([amax] * 2)[:, None], num_losses)
     np.testing.assert_allclose(history.window[:, 0], [[1, 3, 3.5]] * 2, rtol=1e-6)
@@ -70,13 +70,13 @@ def test_an_output_gradient_is_stored_for_the_mean_of_all_losses_and_scaled_for_
     assert scales[1, 0, :2].tolist() == [256, 128]
 
 
-def test_an_amax_of_zero_leaves_the_scale_as_it_was():
+def test_a_zero_amax_does_not_change_the_scale():
     amaxes = jnp.array([1.0, 0.0, 0.0])[:, None, None] * jnp.ones((1, 3))
     scales, _ = run(FP8Config(recipe="delayed", history=1), amaxes)
     assert scales[:, 0, 0].tolist() == [1, 256, 256]
 
 
-def test_the_histories_of_microbatches_have_their_maximum():
+def test_the_histories_of_microbatches_are_combined_by_maximum():
     config = FP8Config(recipe="delayed", history=3)
     amaxes = jnp.arange(1.0, 13).reshape(2, 2, 3)
     history = AmaxHistory(jnp.arange(18.0).reshape(3, 2, 3), jnp.ones((2, 3)))
@@ -87,7 +87,7 @@ def test_the_histories_of_microbatches_have_their_maximum():
 @pytest.mark.parametrize(
     ("field", "value"), [("recipe", "dynamic"), ("history", 0), ("margin", -1), ("keep", "head"), ("blocks", "some")]
 )
-def test_a_recipe_that_cannot_be_is_refused_by_its_field(field, value):
+def test_an_invalid_recipe_is_refused_with_its_field(field, value):
     with pytest.raises(ConfigError) as error:
         FP8Config(**{field: value})
     assert error.value.field == f"fp8.{field}"

@@ -38,7 +38,7 @@ def strategy(name, **options):
     return jgraph.FullySharded(Mesh(np.array(jax.devices()[:2]), ("fsdp",)), PARAMS, **options)
 
 
-def made(name, config=DELAYED, microbatches=1, loss=loss, transform=ADAMW, **options):
+def make_step(name, config=DELAYED, microbatches=1, loss=loss, transform=ADAMW, **options):
     return jgraph.train_step(
         loss,
         transform,
@@ -58,8 +58,8 @@ def trained(step, steps=3, batch=BATCH):
 
 
 @pytest.mark.parametrize("config", [FP8Config(), DELAYED], ids=["current", "delayed"])
-def test_losses_fall_as_they_do_in_bfloat16(config):
-    losses, _ = trained(made("one", config), 8)
+def test_losses_decrease_as_in_bfloat16(config):
+    losses, _ = trained(make_step("one", config), 8)
     plain, _ = trained(jgraph.train_step(loss, ADAMW, strategy("one")), 8)
     assert losses[0] != plain[0]
     np.testing.assert_allclose(losses, plain, rtol=0.02)
@@ -73,8 +73,8 @@ def in_float32(params, batch, key):
 
 
 @cache
-def alone():
-    return trained(made("one", loss=in_float32, transform=SGD))[1].observed.window
+def one_device():
+    return trained(make_step("one", loss=in_float32, transform=SGD))[1].observed.window
 
 
 @pytest.mark.parametrize(
@@ -87,20 +87,20 @@ def alone():
         ("fsdp", 2, {"compute_dtype": jnp.bfloat16}),
     ],
 )
-def test_histories_are_the_same_on_every_strategy(name, microbatches, options):
-    found = trained(made(name, microbatches=microbatches, loss=in_float32, transform=SGD, **options))[1].observed.window
-    np.testing.assert_allclose(found, alone(), rtol=1e-6)
+def test_amax_histories_are_equal_on_every_strategy(name, microbatches, options):
+    found = trained(make_step(name, microbatches=microbatches, loss=in_float32, transform=SGD, **options))[1].observed.window
+    np.testing.assert_allclose(found, one_device(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["mean", "sum"])
-def test_histories_of_a_loss_object_do_not_depend_on_devices_and_microbatches(weighted):
+def test_amax_histories_of_a_loss_object_do_not_depend_on_devices_and_microbatches(weighted):
     def of_rows(params, batch, key):
         mean, rows = loss(params, batch, key), len(batch["x"])
         return jgraph.Loss(rows * mean, rows) if weighted else jgraph.Loss(mean, aux={"mean": mean})
 
-    wanted = trained(made("one", loss=of_rows), 1)[1].observed.window
-    found = trained(made("dp", microbatches=2, loss=of_rows), 1)[1].observed.window
-    np.testing.assert_allclose(found, wanted, rtol=1e-2)
+    expected = trained(make_step("one", loss=of_rows), 1)[1].observed.window
+    found = trained(make_step("dp", microbatches=2, loss=of_rows), 1)[1].observed.window
+    np.testing.assert_allclose(found, expected, rtol=1e-2)
 
 
 class Experts(nnx.Module):
@@ -116,7 +116,7 @@ class Experts(nnx.Module):
 
 @pytest.mark.long
 @pytest.mark.once
-def test_histories_of_experts_over_devices_are_those_of_one_device():
+def test_amax_histories_of_sharded_experts_equal_one_device():
     model = jgraph.functional(lambda: Experts(nnx.Rngs(0)))
 
     def loss(params, batch, key, carried):
@@ -134,7 +134,7 @@ def test_histories_of_experts_over_devices_are_those_of_one_device():
 
 
 def norms(step, state, batches):
-    """Returns the gradient norm of a step on each batch, and the state after them."""
+    """Runs one step per batch. Returns the gradient norms and the final state."""
     run, found = step.compile(BATCH), []
     for batch in batches:
         state, metrics = run(state, step.place(batch))
@@ -146,7 +146,7 @@ def norms(step, state, batches):
 def interrupted(tmp_path_factory):
     """Saves a run on one device three steps after an outlier. Returns its checkpoints and the gradient norms that follow."""
     directory, outlier = tmp_path_factory.mktemp("interrupted"), BATCH | {"y": BATCH["y"].at[5, 5].set(1e10)}
-    step = made("one", FP8Config(recipe="delayed"), loss=in_float32, transform=SGD)
+    step = make_step("one", FP8Config(recipe="delayed"), loss=in_float32, transform=SGD)
     before, state = norms(step, step.init(PARAMS), [BATCH, outlier, BATCH, BATCH, BATCH])
     assert abs(before[-1] / before[0] - 1) > 0.02  # the outlier coarsens the gradients of later steps
     checkpoints = jgraph.Checkpoints(directory, keep=1)
@@ -168,28 +168,28 @@ def mesh(**axes):
     ],
     ids=["data=8", "data=2 fsdp=4", "data=2, 4 microbatches"],
 )
-def test_a_run_resumes_on_other_devices_with_the_gradient_norms_it_would_have_had(interrupted, strategy, microbatches):
-    directory, wanted = interrupted
+def test_a_run_resumes_on_other_devices_with_the_same_gradient_norms(interrupted, strategy, microbatches):
+    directory, expected = interrupted
     config = FP8Config(recipe="delayed")
     step = jgraph.train_step(in_float32, SGD, strategy, num_microbatches=microbatches, fp8=config, batch=BATCH)
     checkpoints = jgraph.Checkpoints(directory, keep=1)
     _, state = checkpoints.restore_latest(step.canonical.shapes())
     checkpoints.close()
     found, _ = norms(step, step.canonical.back(state), [BATCH] * 3)
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "microbatches"), [("one", 4), ("dp", 2), ("fsdp", 2)])
-def test_the_amax_of_a_step_is_the_largest_of_all_microbatches_and_devices(name, microbatches):
-    step = made(name, microbatches=microbatches)
+def test_the_amax_of_a_step_is_the_maximum_over_microbatches_and_devices(name, microbatches):
+    step = make_step(name, microbatches=microbatches)
     run, state = step.compile(BATCH), step.init(PARAMS)
     for first, last in ((30, -50), (-60, 40)):
         state, _ = run(state, step.place(BATCH | {"x": BATCH["x"].at[0, 0].set(first).at[-1, 0].set(last)}))
     assert state.observed.window[:2, 0, 0].tolist() == [60, 50]
 
 
-def test_a_skipped_step_leaves_the_history_as_it_was():
-    step = made("one")
+def test_a_skipped_step_does_not_change_the_amax_history():
+    step = make_step("one")
     run, state = step.compile(BATCH), step.init(PARAMS)
     state, _ = run(state, BATCH)
     before = jax.tree.map(np.array, state.carried)
@@ -207,18 +207,18 @@ def quantizations(step):
 
 
 @pytest.mark.parametrize("name", ["one", "dp"])
-def test_weights_are_quantized_once_a_step_however_many_microbatches_there_are(name):
-    assert quantizations(made(name)) == 2
-    assert quantizations(made(name, microbatches=4)) == 2
+def test_weights_are_quantized_once_per_step(name):
+    assert quantizations(make_step(name)) == 2
+    assert quantizations(make_step(name, microbatches=4)) == 2
 
 
-def test_sharded_weights_are_gathered_as_bytes():
-    text = made("fsdp", FP8Config(), compute_dtype=jnp.bfloat16).compile(BATCH).as_text()
+def test_sharded_weights_are_gathered_in_fp8():
+    text = make_step("fsdp", FP8Config(), compute_dtype=jnp.bfloat16).compile(BATCH).as_text()
     gathered = re.findall(r"= \(?(\w+\[[\d,]*\])\S* all-gather", text)
     assert sorted(gathered) == [f"u8[{D},{F}]", f"u8[{F},{D}]"]
 
 
-def test_the_loss_may_carry_state_of_its_own():
+def test_an_fp8_loss_may_have_carried_state():
     def counting(params, batch, key, carried):
         return jgraph.Loss(loss(params, batch, key), carried={"seen": carried["seen"] + 1})
 
@@ -231,7 +231,7 @@ def test_the_loss_may_carry_state_of_its_own():
     assert float(state.observed.window[0, 0, 0]) > 0
 
 
-def test_a_step_in_fp8_needs_the_shapes_of_a_batch():
+def test_an_fp8_step_requires_a_batch():
     with pytest.raises(ConfigError) as error:
         jgraph.train_step(loss, optax.sgd(0.1), strategy("one"), fp8=DELAYED)
     assert error.value.field == "batch"
@@ -240,7 +240,7 @@ def test_a_step_in_fp8_needs_the_shapes_of_a_batch():
 @pytest.mark.parametrize(
     ("other", "field"), [(lambda params, batch, key: jnp.sum(params["blocks"][0]["up"]), "loss"), ("no function", "loss")]
 )
-def test_a_step_in_fp8_names_its_own_argument_where_nothing_can_be(other, field):
+def test_an_fp8_step_without_an_fp8_matmul_names_the_loss_argument(other, field):
     with pytest.raises(ConfigError) as error:
-        made("one", loss=other)
+        make_step("one", loss=other)
     assert error.value.field == field

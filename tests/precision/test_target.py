@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.target, pytest.mark.long]
 
 CONFIG = GPTConfig(num_layers=1, d_model=128, num_heads=2, num_kv_heads=2, d_ff=512, vocab_size=256, attention="xla")
 TOKENS = jax.ShapeDtypeStruct((8, 129), jnp.int32)
-PRODUCTS = 4  # linears of a block
+MATMULS = 4  # linear layers of a block
 
 
 HAS_KERNEL = jax.__version_info__ >= (0, 11)
@@ -50,7 +50,7 @@ def explained(step):
 
 @pytest.mark.once
 @pytest.mark.parametrize(("recipe", "microbatches"), [("current", 1), ("delayed", 2)])
-def test_the_step_is_one_command_buffer_with_every_product_in_fp8_and_no_transpose_by_xla(h200, recipe, microbatches):
+def test_an_fp8_step_is_one_command_buffer_with_every_linear_layer_in_fp8(h200, recipe, microbatches):
     model, loss = model_and_loss()
     step = jgraph.train_step(
         loss,
@@ -62,13 +62,13 @@ def test_the_step_is_one_command_buffer_with_every_product_in_fp8_and_no_transpo
     )
     report = explained(step)
     assert (report.capture.command_buffers, report.capture.outside) == (1, ())
-    assert report.fp8.products == 3 * PRODUCTS * microbatches
+    assert report.fp8.products == 3 * MATMULS * microbatches
     assert (report.fp8.transposes == 0) == HAS_KERNEL
     assert not report.dropped
 
 
-@pytest.mark.skipif(not HAS_KERNEL, reason="there is no kernel to compute it in")
-def test_gelu_and_its_gradient_are_computed_where_they_are_quantized(h200):
+@pytest.mark.skipif(not HAS_KERNEL, reason="JAX before 0.11 has no kernel to fuse it into")
+def test_gelu_and_its_gradient_are_fused_into_quantization(h200):
     model, loss = model_and_loss()
     step = jgraph.train_step(loss, optax.sgd(1e-3), jgraph.Replicated(None, model.shapes), fp8=FP8Config(), batch=TOKENS)
     tokens = step.placed_shapes(TOKENS)
@@ -77,8 +77,8 @@ def test_gelu_and_its_gradient_are_computed_where_they_are_quantized(h200):
         assert "tanh" not in str(jax.make_jaxpr(step.jitted())(step.state, tokens))
 
 
-@pytest.mark.skipif(not HAS_KERNEL, reason="there is no kernel to compute it in")
-def test_a_pipelines_stages_compute_gelu_where_they_quantize_it(h200):
+@pytest.mark.skipif(not HAS_KERNEL, reason="JAX before 0.11 has no kernel to fuse it into")
+def test_pipeline_stages_fuse_gelu_into_quantization(h200):
     def traced(step):
         return str(jax.make_jaxpr(step.jitted())(step.state, step.placed_shapes(TOKENS)))
 
@@ -89,16 +89,16 @@ def test_a_pipelines_stages_compute_gelu_where_they_quantize_it(h200):
 
 
 @pytest.mark.once
-def test_a_bf16_wgrad_leaves_two_products_of_three_in_fp8(h200):
+def test_with_a_bf16_wgrad_two_of_three_matmuls_are_fp8(h200):
     model, loss = model_and_loss()
     strategy = jgraph.Replicated(None, model.shapes)
     step = jgraph.train_step(loss, optax.sgd(1e-3), strategy, fp8=FP8Config(wgrad="bf16"), batch=TOKENS)
-    assert explained(step).fp8.products == 2 * PRODUCTS
+    assert explained(step).fp8.products == 2 * MATMULS
 
 
 @pytest.mark.once
 @pytest.mark.parametrize(("name", "microbatches"), [("dp", 1), ("fsdp", 2)])
-def test_wgrads_that_are_summed_over_devices_come_out_of_products_in_fp8_in_the_dtype_of_the_sums(h200, name, microbatches):
+def test_fp8_wgrads_summed_over_devices_have_the_dtype_of_the_sum(h200, name, microbatches):
     model, loss = model_and_loss()
     devices = np.array(jax.devices()[:2])
     strategy = {
@@ -119,17 +119,17 @@ def test_wgrads_that_are_summed_over_devices_come_out_of_products_in_fp8_in_the_
     compiled, _ = aot.compile_for(step.jitted(), step.state, tokens, compiler_options=options)
     module = HloModule.of(compiled.as_text())
     found = [i for i in module.instructions.values() if i.target == "__cublas$lt$matmul$f8"]
-    assert len(found) == 3 * PRODUCTS * microbatches
+    assert len(found) == 3 * MATMULS * microbatches
     wgrads = [i for i in found if i.shapes[0].dtype == "f32"]
-    assert len(wgrads) == PRODUCTS * microbatches
-    # Nor is any other array of a weight's shape cast, where FP8 is not made of it.
+    assert len(wgrads) == MATMULS * microbatches
+    # No other array with the shape of a weight is cast from bfloat16 to float32.
     shapes = {i.shapes[0].dims for i in wgrads}
     casts = [i for i in module.instructions.values() if i.opcode == "convert" and i.shapes[0].dims in shapes]
     assert not [i for i in casts if i.shapes[0].dtype == "f32" and module.instructions[i.operands[0]].shapes[0].dtype == "bf16"]
 
 
 def pipelined(fp8):
-    config = replace(CONFIG, num_layers=2)  # a rank has one
+    config = replace(CONFIG, num_layers=2)  # one layer per rank
     model, _ = model_and_loss(config)
     mesh, schedule = Mesh(np.array(jax.devices()[:2]), ("pipe",)), generate("zb-h1", pp=2, microbatches=4)
     strategy = jgraph.Pipelined(mesh, model.shapes, schedule, compute_dtype=jnp.bfloat16)
@@ -137,14 +137,14 @@ def pipelined(fp8):
     return jgraph.train_step(pieces, optax.sgd(1e-3), strategy, num_microbatches=4, fp8=fp8, batch=TOKENS)
 
 
-def test_a_pipelines_loop_has_its_products_in_fp8(h200):
+def test_every_matmul_in_the_loop_of_a_pipeline_is_fp8(h200):
     report = explained(pipelined(FP8Config(recipe="delayed")))
-    assert report.fp8.products == 3 * PRODUCTS
+    assert report.fp8.products == 3 * MATMULS
     assert (report.fp8.transposes == 0) == HAS_KERNEL
 
 
 @pytest.mark.parametrize("wgrad", ["fp8", pytest.param("bf16", marks=pytest.mark.once)])
-def test_a_split_stage_has_its_products_in_fp8_and_no_others_and_adds_onto_main_grad_inside_them(h200, wgrad):
+def test_a_split_stage_has_only_fp8_matmuls_that_accumulate_main_grad(h200, wgrad):
     def stage(params, x):
         return x + jax.nn.gelu(x @ params["up"].astype(x.dtype)) @ params["down"].astype(x.dtype)
 
@@ -155,7 +155,7 @@ def test_a_split_stage_has_its_products_in_fp8_and_no_others_and_adds_onto_main_
     given = params, state, jax.eval_shape(fp8.quantize, params, state, x)
     split = jgraph.split_backward(fp8)
     here = split.spec(given, x)
-    with aot.lowering_for("h200"):  # where other kernels are used
+    with aot.lowering_for("h200"):  # the trace for an H200 uses other kernels
         spec = split.spec(given, x)
     assert spec.residuals.trace is not here.residuals.trace
     parts = {

@@ -14,27 +14,27 @@ from tests.train.test_pipeline_training import config_of
 RUN = ("--data", "synthetic", "--batch-size", "8", "--checkpoint-every", "3", "--sample-tokens", "0")
 
 
-def test_a_recipe_without_its_precision_is_refused():
+def test_an_fp8_recipe_without_fp8_precision_is_refused():
     with pytest.raises(ConfigError) as error:
         TrainConfig.of(fp8=FP8Config(margin=1))
     assert error.value.field == "fp8.margin"
 
 
 @pytest.mark.once
-def test_a_run_says_what_is_in_fp8_and_that_a_cpu_emulates_it(tmp_path, capsys):
+def test_a_run_logs_the_fp8_matmuls_and_the_emulation_on_cpus(tmp_path, capsys):
     assert tiny.train(tmp_path, *RUN, "--steps", "2", "--precision", "fp8") == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "fp8 (current scaling): 4 of 4 matmuls with parameters; emulated in bfloat16" in out
 
 
-def test_a_model_without_a_product_for_fp8_is_refused_in_one_line_with_its_flag(tmp_path, capsys):
+def test_a_model_without_an_fp8_matmul_is_refused_with_the_precision_flag(tmp_path, capsys):
     assert tiny.train(tmp_path, *RUN, "--precision", "fp8", "--model.d-model", "24", "--model.d-ff", "40") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--precision is fp8" in line
     assert "not all multiples of 16" in line
 
 
-def test_a_gpu_without_fp8_needs_to_be_told_to_emulate(monkeypatch):
+def test_a_gpu_without_fp8_requires_the_emulate_option(monkeypatch):
     from jgraph.train import setup
 
     monkeypatch.setattr(setup.jax, "default_backend", lambda: "gpu")
@@ -45,14 +45,14 @@ def test_a_gpu_without_fp8_needs_to_be_told_to_emulate(monkeypatch):
 
 
 @pytest.mark.once
-def test_a_run_that_gathers_again_says_that_weights_in_fp8_stay(tmp_path, capsys):
+def test_a_run_logs_that_reshard_after_forward_does_not_reshard_fp8_weights(tmp_path, capsys):
     assert tiny.train(tmp_path, *RUN, "--steps", "1", "--precision", "fp8", "--fsdp", "2", "--reshard-after-forward") == 0
     assert "weights in FP8 stay gathered for the backward" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.long
 @pytest.mark.once
-def test_a_run_of_a_users_model_resumes_with_delayed_scaling(tmp_path, monkeypatch, capsys):
+def test_a_run_of_a_user_model_resumes_with_delayed_scaling(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text("from jgraph_models.gpt import GPT as Model\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     flags = (*RUN, "--model.module", "mine:Model", "--precision", "fp8", "--fp8.recipe", "delayed", "--steps", "1")
@@ -62,7 +62,7 @@ def test_a_run_of_a_users_model_resumes_with_delayed_scaling(tmp_path, monkeypat
 
 @pytest.mark.long
 @pytest.mark.once
-def test_a_schedule_is_measured_with_layers_in_fp8(monkeypatch):
+def test_auto_measures_schedules_with_fp8_layers(monkeypatch):
     monkeypatch.setattr(autotune, "_SECONDS", 0.001)
     fp8 = FP8Config(recipe="delayed")
     setup = TrainSetup.of(config_of(pp=2, schedule="auto", precision="fp8", fp8=fp8, num_layers=3, num_microbatches=2))
@@ -70,13 +70,13 @@ def test_a_schedule_is_measured_with_layers_in_fp8(monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_either_engine_of_a_pipeline_takes_a_recipe(recipe):
+def test_the_dispatch_engine_accepts_every_fp8_recipe(recipe):
     config = TrainConfig.of(precision="fp8", fp8=FP8Config(recipe=recipe), pp=2, num_microbatches=4, pp_engine="dispatch")
     assert config.pipeline.pp_engine == "dispatch"
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--fp8.keep", "blocks/0/*"), ("--fp8.blocks", "inner")])
-def test_a_pipeline_refuses_a_recipe_for_some_layers_in_one_line_with_its_flag(tmp_path, capsys, flag, value):
+def test_a_pipeline_refuses_an_fp8_recipe_for_some_layers_with_its_flag(tmp_path, capsys, flag, value):
     pipeline = ("--pp", "2", "--num-microbatches", "2", "--model.num-layers", "3")
     assert tiny.train(tmp_path, *RUN, *pipeline, "--precision", "fp8", flag, value) == 2
     (line,) = capsys.readouterr().err.splitlines()

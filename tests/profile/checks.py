@@ -1,4 +1,4 @@
-"""What holds of any report."""
+"""Checks of a profile report."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 from jgraph.profile._categories import CATEGORIES
 
-# The kernels of a tiny model leave much of a step idle; of what is busy nearly all must have a category.
+# The kernels of a tiny model leave most of a step idle. Nearly all of the busy time must have a category.
 LEAST_ATTRIBUTED = 0.97
 
 

@@ -5,7 +5,7 @@ from tests.profile import recordings
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory):
-    """name -> the directory of a stored recording, unpacked once."""
+    """Returns a function that unpacks a stored recording once and returns its directory."""
     unpacked = {}
 
     def of(name):

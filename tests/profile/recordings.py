@@ -1,7 +1,7 @@
-"""Recordings that `--profile 4:6` made on H200s (jax 0.11.2, 2026-11-21), of the preset launch-bound with few layers.
+"""Recordings by `--profile 4:6` on H200 GPUs (jax 0.11.2, 2026-11-21), of the preset launch-bound with few layers.
 
-`one`: 2 layers on one GPU, both ways. `pipeline`: 4 layers, --pp 4 --num-microbatches 4 --batch-size 8. `sharded`: 2 layers,
---fsdp 4 --batch-size 8. Of the latter two only the trace without capture is kept.
+`one`: 2 layers on one GPU, with and without capture. `pipeline`: 4 layers, --pp 4 --num-microbatches 4 --batch-size 8.
+`sharded`: 2 layers, --fsdp 4 --batch-size 8. The last two recordings have only the trace without capture.
 """
 
 import tarfile
@@ -12,7 +12,7 @@ NAMES = ("one", "pipeline", "sharded")
 
 
 def unpack(name: str, into: Path) -> Path:
-    """The directory that a recorder left."""
+    """Unpacks a recording. Returns its directory."""
     with tarfile.open(TRACES / f"{name}.tar.xz") as archive:
         archive.extractall(into, filter="data")
     return into / name

@@ -1,4 +1,4 @@
-"""Profiles as a run would leave them, without a run: for tests of what reads them."""
+"""Synthetic profiles, for tests of the code that reads profiles."""
 
 from itertools import accumulate, chain
 from typing import Any
@@ -23,12 +23,12 @@ _GIB = 1 << 30
 
 
 def profile(ranks: int = 1, *, events: int = 400, microbatches: int = 16) -> dict[str, Any]:
-    """A profile in format 4; of several ranks, with a pipeline and its transfers.
+    """Returns a profile in format 4. A profile of several ranks has a pipeline and its transfers.
 
     Args:
-        ranks: devices.
-        events: kernels in the timeline, over all ranks, as many on each stream.
-        microbatches: of the pipeline.
+        ranks: Number of devices.
+        events: Number of kernels in the timeline over all ranks, divided evenly among the streams.
+        microbatches: Number of microbatches of the pipeline.
     """
     rng = np.random.default_rng(ranks)
     pipeline = _pipeline(ranks, microbatches) if ranks > 1 else None
@@ -152,7 +152,7 @@ def _pipeline(ranks: int, microbatches: int) -> dict[str, Any]:
 
 
 def _tracks(ranks: int, events: int, step: float, rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Two streams a rank: kernels with now and then a gap, most of them far shorter than the mean."""
+    """Returns two streams per rank: kernels with gaps between them, most of them much shorter than the mean."""
     tracks = []
     for i in range(2 * ranks):
         count = events * (i + 1) // (2 * ranks) - events * i // (2 * ranks)

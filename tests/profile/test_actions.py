@@ -1,4 +1,4 @@
-"""Runs of a pipeline are simulated, cut into kernels as a trace would have them, and read back."""
+"""Simulated pipeline runs are converted to the kernels of a trace and read back."""
 
 import json
 from itertools import pairwise
@@ -43,9 +43,9 @@ def run_of(schedule, runtime):
 
 
 def kernels(run, runtime, count=3):
-    """What each rank would have run: `count` kernels an action, of a backward as many for dgrad and for wgrad, in turn."""
+    """Returns the kernels of each rank, `count` per action. A backward has `count` of dgrad and of wgrad, alternating."""
     kinds, schedule = tick_table(run.schedule).kind, run.schedule
-    begin = np.full(len(kinds), np.inf)  # of each tick, on whichever rank
+    begin = np.full(len(kinds), np.inf)  # the first start of each tick on any rank
     for ticks, starts in zip(schedule.ticks, run.starts, strict=True):
         np.minimum.at(begin, ticks, starts)
     ranks = []
@@ -58,15 +58,15 @@ def kernels(run, runtime, count=3):
                 found[halves[i % len(halves)]].append(piece)
         if runtime == "aligned":
             for tick in np.flatnonzero(kinds[:, r] == IDLE):
-                # A rank that has nothing to do in a tick does what the others do, but for a wgrad.
+                # A rank that is idle in a tick runs the actions of the other ranks, except for wgrads.
                 for kind in {int(kind) for kind in kinds[tick]} - {IDLE, WGRAD}:
                     found[kind] += [(begin[tick] + 0.1 * j, begin[tick] + 0.1 * j + 0.05) for j in range(count)]
         ranks.append({kind: np.array(sorted(times)).reshape(-1, 2) for kind, times in found.items()})
     return ranks
 
 
-def with_a_slow_one(schedule, runtime, rank, position, more):
-    """As it would run in ticks if one action took `more`."""
+def with_a_slow_action(schedule, runtime, rank, position, more):
+    """Simulates a run in ticks with one action that takes `more` longer."""
     took = [np.array([COSTS[action.kind] for action in order]) for order in schedule]
     took[rank][position] += more
     home = schedule.rank_of_stage
@@ -87,22 +87,22 @@ def with_a_slow_one(schedule, runtime, rank, position, more):
 
 
 @cases
-def test_kernels_are_read_back_as_the_actions_that_ran(name, P, M, chunks, runtime):
+def test_kernels_are_read_back_as_the_simulated_actions(name, P, M, chunks, runtime):
     run = run_of(schedule_of(name, P, M, chunks, runtime), runtime)
     read = actions.measured(run.schedule, kernels(run, runtime), runtime)
     for found, expected in ((read.starts, run.starts), (read.ends, run.ends)):
-        for row, wanted in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(row, wanted)
+        for row, expected_row in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(row, expected_row)
     assert actions.costs(read) == {kind: COSTS[kind] for kind in actions.costs(read)}
     assert (read.makespan, read.bubble) == (run.makespan, pytest.approx(run.bubble))
 
 
-def test_an_action_ends_with_its_last_kernel_whichever_started_last():
+def test_an_action_ends_with_the_kernel_that_ends_last():
     run = run_of(generate("zb-h1", pp=2, microbatches=4), "general")
     ranks = kernels(run, "general")
-    for products in ranks:
-        for times in products.values():
-            times[::3, 1] = times[2::3, 1]  # of three, the first runs beside the others and is through last
+    for kernels_by_kind in ranks:
+        for times in kernels_by_kind.values():
+            times[::3, 1] = times[2::3, 1]  # the first of three kernels runs beside the others and ends last
             times[2::3, 1] -= 0.01
     read = actions.measured(run.schedule, ranks, "general")
     np.testing.assert_array_equal(np.concatenate(read.ends), np.concatenate(run.ends))
@@ -111,7 +111,7 @@ def test_an_action_ends_with_its_last_kernel_whichever_started_last():
 def test_time_begins_with_the_first_action():
     run = run_of(schedule_of("aligned", 4, 6, 1, "aligned"), "aligned")
     later = [{kind: times + 1234.5 for kind, times in rank.items()} for rank in kernels(run, "aligned")]
-    # An idle rank begins before the others; what it makes is of no action.
+    # An idle rank starts before the others. Its kernels belong to no action.
     later[3][FORWARD][:3] -= 0.25
     read = actions.measured(run.schedule, later, "aligned")
     np.testing.assert_allclose(np.concatenate(read.starts), np.concatenate(run.starts))
@@ -121,7 +121,7 @@ def test_time_begins_with_the_first_action():
 def test_without_a_slow_action_the_step_runs_as_planned(name, P, M, chunks, runtime):
     run = run_of(schedule_of(name, P, M, chunks, runtime), runtime)
     plan = actions.planned(run.schedule, actions.costs(run), runtime)
-    played = with_a_slow_one(run.schedule, runtime, 0, 0, more=0.0)
+    played = with_a_slow_action(run.schedule, runtime, 0, 0, more=0.0)
     np.testing.assert_array_equal(np.concatenate(plan.starts), np.concatenate(played.starts))
     np.testing.assert_array_equal(np.concatenate(plan.starts), np.concatenate(run.starts))
 
@@ -132,7 +132,7 @@ def test_a_slow_action_is_listed_and_actions_that_wait_for_it_are_not(name, P, M
     for _ in range(20):
         rank = int(rng.integers(P))
         position = int(rng.integers(len(schedule[rank])))
-        run = with_a_slow_one(schedule, runtime, rank, position, more=50.0)
+        run = with_a_slow_action(schedule, runtime, rank, position, more=50.0)
         listed = actions.report(schedule, actions.measured(schedule, kernels(run, runtime), runtime), runtime)
         (first,) = (listed["actions"][i] for i in listed["slow"])
         slow = schedule[rank][position]
@@ -142,7 +142,7 @@ def test_a_slow_action_is_listed_and_actions_that_wait_for_it_are_not(name, P, M
 
 @pytest.mark.parametrize(("kind", "word"), [(FORWARD, "forward"), (DGRAD, "dgrad"), (WGRAD, "wgrad")])
 @pytest.mark.parametrize("runtime", ["aligned", "general"])
-def test_kernels_that_cannot_be_shared_out_are_refused_with_their_numbers(kind, word, runtime):
+def test_kernels_that_do_not_match_the_actions_are_refused_with_their_counts(kind, word, runtime):
     schedule = schedule_of("aligned", 2, 4, 1, runtime)
     ranks = kernels(run_of(schedule, runtime), runtime)
     ran, does = len(ranks[1][kind]) - 1, len(ranks[1][kind]) // 3
@@ -154,30 +154,30 @@ def test_kernels_that_cannot_be_shared_out_are_refused_with_their_numbers(kind, 
         actions.measured(schedule, ranks, runtime)
 
 
-def test_a_trace_of_another_number_of_ranks_is_refused():
+def test_a_trace_with_another_number_of_ranks_is_refused():
     run = run_of(generate("zb-h1", pp=2, microbatches=4), "general")
     with pytest.raises(ProfileError, match="the trace has 1 ranks, the schedule 2"):
         actions.measured(run.schedule, kernels(run, "general")[:1], "general")
 
 
 @cases
-def test_the_report_is_json_of_the_agreed_form(name, P, M, chunks, runtime):
+def test_the_report_is_json_with_the_expected_fields(name, P, M, chunks, runtime):
     schedule = schedule_of(name, P, M, chunks, runtime)
-    run = with_a_slow_one(schedule, runtime, 0, 3, more=0.75)
-    said = json.loads(json.dumps(actions.report(schedule, run, runtime), allow_nan=False))
-    assert list(said) == ["schedule", "ranks", "microbatches", "chunks", "costs_ms", "planned", "measured", "actions", "slow"]
-    assert (said["schedule"], said["ranks"], said["microbatches"], said["chunks"]) == (name, P, M, chunks)
-    assert set(said["actions"][0]) == {
+    run = with_a_slow_action(schedule, runtime, 0, 3, more=0.75)
+    found = json.loads(json.dumps(actions.report(schedule, run, runtime), allow_nan=False))
+    assert list(found) == ["schedule", "ranks", "microbatches", "chunks", "costs_ms", "planned", "measured", "actions", "slow"]
+    assert (found["schedule"], found["ranks"], found["microbatches"], found["chunks"]) == (name, P, M, chunks)
+    assert set(found["actions"][0]) == {
         *("rank", "kind", "chunk", "microbatch", "planned_start_ms", "planned_end_ms", "start_ms", "end_ms"),
         "slow_ms",
     }
-    kinds = {action["kind"] for action in said["actions"]}
-    assert kinds == set(said["costs_ms"])
-    each = [(a["rank"], a["kind"], a["chunk"], a["microbatch"]) for a in said["actions"]]
+    kinds = {action["kind"] for action in found["actions"]}
+    assert kinds == set(found["costs_ms"])
+    each = [(a["rank"], a["kind"], a["chunk"], a["microbatch"]) for a in found["actions"]]
     assert each == [(r, a.kind, a.chunk, a.microbatch) for r, order in enumerate(schedule) for a in order]
-    assert said["planned"]["step_ms"] == max(action["planned_end_ms"] for action in said["actions"])
-    assert said["measured"]["step_ms"] == max(action["end_ms"] for action in said["actions"])
-    busy = sum(action["end_ms"] - action["start_ms"] for action in said["actions"])
-    assert said["measured"]["bubble"] == pytest.approx(1 - busy / P / said["measured"]["step_ms"], abs=1e-4)
-    assert said["planned"]["bubble"] == pytest.approx(run_of(schedule, runtime).bubble)
-    assert [said["actions"][i]["slow_ms"] for i in said["slow"]] == [0.75]
+    assert found["planned"]["step_ms"] == max(action["planned_end_ms"] for action in found["actions"])
+    assert found["measured"]["step_ms"] == max(action["end_ms"] for action in found["actions"])
+    busy = sum(action["end_ms"] - action["start_ms"] for action in found["actions"])
+    assert found["measured"]["bubble"] == pytest.approx(1 - busy / P / found["measured"]["step_ms"], abs=1e-4)
+    assert found["planned"]["bubble"] == pytest.approx(run_of(schedule, runtime).bubble)
+    assert [found["actions"][i]["slow_ms"] for i in found["slow"]] == [0.75]

@@ -24,12 +24,12 @@ TABLES = """Object.fromEntries([...document.querySelectorAll("table")].map((tabl
   (row) => [...row.querySelectorAll(".number")].map((cell) => [Number(cell.dataset.value ?? NaN), cell.textContent]))]))"""
 
 
-def see(tmp_path: Path, data: dict[str, Any], expression: str, **how: Any) -> Any:
-    """As `browser.see`, of the page of a profile."""
-    return browser.see(tmp_path, render("jgraph.profile", data), expression, **how)
+def see(tmp_path: Path, data: dict[str, Any], expression: str, **options: Any) -> Any:
+    """Calls `browser.see` with the page of a profile."""
+    return browser.see(tmp_path, render("jgraph.profile", data), expression, **options)
 
 
-def test_the_page_names_nothing_outside_of_itself():
+def test_the_page_has_no_external_references():
     text = render("jgraph.profile", profile(4))
     assert not re.findall(r"https?:|@import|\bimport\s*\(|fetch\(|XMLHttpRequest", text)
     assert set(re.findall(r"url\(([^)]*)\)", text)) <= {"#idle"}
@@ -37,7 +37,7 @@ def test_the_page_names_nothing_outside_of_itself():
 
 
 @pytest.mark.parametrize("name", ["</script><script>alert(1)</script>", "<!--<script>", "\u2028 ' \" & \\", "𝛁·ü"])
-def test_any_name_comes_out_of_the_page_as_it_went_in(name):
+def test_special_characters_in_names_are_preserved(name):
     data = profile(4)
     data["title"] = data["groups"][0]["label"] = data["timeline"]["names"][0] = name
     text = render("jgraph.profile", data)
@@ -46,17 +46,17 @@ def test_any_name_comes_out_of_the_page_as_it_went_in(name):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_numbers_that_json_does_not_have_are_refused(value):
+def test_nonfinite_numbers_are_refused(value):
     with pytest.raises(ValueError, match="not JSON compliant"):
         render("jgraph.profile", profile() | {"captured": {"step_ms": value}})
 
 
-def test_actions_have_the_colours_of_pictures_of_schedules():
-    colours = dict(re.findall(r"\b(forward|dgrad|wgrad): \"(#\w{6})\"", render("jgraph.profile", profile())))
-    assert colours == {KINDS[kind]: colour for kind, colour in COLORS.items() if KINDS[kind] != "backward"}
+def test_actions_have_the_colors_of_schedule_timelines():
+    colors = dict(re.findall(r"\b(forward|dgrad|wgrad): \"(#\w{6})\"", render("jgraph.profile", profile())))
+    assert colors == {KINDS[kind]: color for kind, color in COLORS.items() if KINDS[kind] != "backward"}
 
 
-def test_text_can_be_read_in_light_and_in_dark():
+def test_text_has_enough_contrast_in_light_and_dark():
     for of in browser.themes(render("jgraph.profile", profile())):
         pairs = [(text, ground) for text in ("ink", "muted", "accent") for ground in ("page", "panel")]
         assert min(browser.contrast(of[text], of[ground]) for text, ground in pairs) >= 4.5
@@ -74,7 +74,7 @@ def test_text_can_be_read_in_light_and_in_dark():
     ],
     ids=["all", "one-gpu", "nothing", "captured", "uncaptured"],
 )
-def test_panels_are_there_where_there_is_something_to_show(tmp_path, ranks, changes, shown):
+def test_only_panels_with_content_are_shown(tmp_path, ranks, changes, shown):
     sizes = "[...document.querySelectorAll('section')].map((panel) => panel.offsetHeight - panel.firstChild.offsetHeight)"
     requests = "performance.getEntriesByType('resource').map((entry) => entry.name)"
     titles, heights, requested = see(tmp_path, profile(ranks) | changes, f"[{TITLES}, {sizes}, {requests}]")
@@ -132,7 +132,7 @@ def test_tables_have_the_numbers_of_the_profile(tmp_path, ranks):
             name
         )
     for value, text in (cell for rows in tables.values() for row in rows for cell in row):
-        # As it is shown: a percentage, GiB, or the number itself.
+        # The cell shows a percentage, GiB or the number itself.
         scale = 0.01 if text.endswith("%") else 2**30 if value and value > 1e6 else 1
         shown = None if text == NOTHING else float(text.removesuffix(" %").replace(",", "")) * scale
         assert shown == (None if value is None else pytest.approx(value, abs=0.0505 * scale, rel=1e-3))
@@ -140,7 +140,7 @@ def test_tables_have_the_numbers_of_the_profile(tmp_path, ranks):
 
 @browser.needed
 @pytest.mark.parametrize("flags", [(), browser.DARK], ids=["light", "dark"])
-def test_a_page_of_1000_pixels_does_not_scroll_sideways_and_its_boxes_can_be_read(tmp_path, flags):
+def test_the_page_fits_a_width_of_1000_pixels_and_its_boxes_are_readable(tmp_path, flags):
     data = profile(4)
     data["groups"][0] |= {"label": "fusion_" * 40, "source": "models/" * 30}
     data["title"] = data["about"]["flags"] = "x" * 300
@@ -153,14 +153,14 @@ def test_a_page_of_1000_pixels_does_not_scroll_sideways_and_its_boxes_can_be_rea
       const inside = text.getBBox().width <= box.getBoundingClientRect().width;
       return text.style.fill ? [[...texts, inside]] : [];
     })"""
-    width, seen, dark, boxes = see(
+    width, scroll_width, dark, boxes = see(
         tmp_path,
         data,
         f"[innerWidth, document.documentElement.scrollWidth, matchMedia('(prefers-color-scheme: dark)').matches, {pairs}]",
         flags=flags,
     )
     assert (width, dark) == (1000, bool(flags))
-    assert seen <= width
+    assert scroll_width <= width
     assert len(boxes) > 100
     black_or_white = {"rgb(0, 0, 0)": "#000000", "rgb(255, 255, 255)": "#ffffff"}
     assert min(browser.contrast(fill, black_or_white[text]) for fill, text, _ in boxes) >= 4.5
@@ -168,7 +168,7 @@ def test_a_page_of_1000_pixels_does_not_scroll_sideways_and_its_boxes_can_be_rea
 
 
 @browser.needed
-def test_boxes_of_the_pipeline_are_to_scale_in_the_colours_of_their_chunks(tmp_path):
+def test_boxes_of_the_pipeline_are_to_scale_and_have_the_colors_of_their_chunks(tmp_path):
     data = profile(4)
     pipeline = data["pipeline"]
     pipeline["chunks"] = 2
@@ -192,7 +192,7 @@ def test_boxes_of_the_pipeline_are_to_scale_in_the_colours_of_their_chunks(tmp_p
 
 
 @browser.needed
-def test_arrows_go_from_box_to_box_and_slow_actions_lead_to_theirs(tmp_path):
+def test_arrow_keys_move_between_boxes_and_slow_actions_link_to_their_boxes(tmp_path):
     data = profile(4)
     first = next(action for action in data["pipeline"]["actions"] if action["rank"] == 0)
     slowest = data["pipeline"]["actions"][data["pipeline"]["slow"][0]]
@@ -245,9 +245,9 @@ def test_tables_are_sorted_by_their_headers_and_all_groups_are_shown_on_demand(t
 
 
 @browser.needed
-def test_the_timeline_draws_every_event_in_its_colour_and_the_longest_of_those_within_a_pixel(tmp_path):
+def test_the_timeline_draws_events_in_their_color_and_the_longest_event_of_a_pixel(tmp_path):
     data = profile()
-    # A thousand kernels on some eight pixels; one in the middle is longer than the others.
+    # A thousand kernels on about eight pixels. One in the middle is longer than the others.
     short = {"start_ms": [10 + 0.001 * i for i in range(1000)], "ms": [0.0002] * 1000, "name": [0] * 1000}
     short["ms"][500], categories = 0.0008, [0] * 500 + [5] + [0] * 499
     tracks = [
@@ -256,7 +256,7 @@ def test_the_timeline_draws_every_event_in_its_colour_and_the_longest_of_those_w
         {"rank": 0, "stream": "c", "start_ms": [], "ms": [], "name": [], "category": []},
     ]
     data["timeline"]["tracks"] = tracks
-    colours, height = see(
+    colors, height = see(
         tmp_path,
         data,
         """[[[0.1, 13], [0.22, 13], [0.9, 13], [0.102, 35], [0.105001, 35], [0.5, 35]].map(([share, y]) => {
@@ -265,22 +265,22 @@ def test_the_timeline_draws_every_event_in_its_colour_and_the_longest_of_those_w
         }), canvas.height]""",
         before='const canvas = document.querySelector("canvas"); const pen = canvas.getContext("2d");',
     )
-    page_colours = dict(re.findall(r"\b(\w+): \"(#\w{6})\"", render("jgraph.profile", data)))
+    page_colors = dict(re.findall(r"\b(\w+): \"(#\w{6})\"", render("jgraph.profile", data)))
 
     def opaque(category):
-        return [*bytes.fromhex(page_colours[category][1:]), 255]
+        return [*bytes.fromhex(page_colors[category][1:]), 255]
 
-    assert colours[0] == opaque("wgrad")
-    assert colours[2] == opaque("dgrad")
-    assert colours[1][3] == colours[5][3] == 0
-    assert colours[3][:3] == pytest.approx(opaque("forward")[:3], abs=3)
-    assert colours[4][:3] == pytest.approx(opaque("loss")[:3], abs=3)
-    assert 0 < colours[3][3] < 255
+    assert colors[0] == opaque("wgrad")
+    assert colors[2] == opaque("dgrad")
+    assert colors[1][3] == colors[5][3] == 0
+    assert colors[3][:3] == pytest.approx(opaque("forward")[:3], abs=3)
+    assert colors[4][:3] == pytest.approx(opaque("loss")[:3], abs=3)
+    assert 0 < colors[3][3] < 255
     assert height == 2 * 22 + 22
 
 
 @browser.needed
-def test_the_timeline_is_zoomed_and_moved_by_keys(tmp_path):
+def test_keys_zoom_and_move_the_timeline(tmp_path):
     data = profile()
     track = {"rank": 0, "stream": "a", "name": [0, 1, 2], "category": [0, 1, 2]}
     apart, nested = (
@@ -314,7 +314,7 @@ def test_the_timeline_is_zoomed_and_moved_by_keys(tmp_path):
 
 
 @browser.needed
-def test_a_name_is_never_markup(tmp_path):
+def test_names_are_escaped(tmp_path):
     data = profile(4)
     name = "<img src=x onerror='throw 1'><b>bold</b>"
     data["title"] = data["groups"][0]["label"] = data["about"]["notes"][0] = data["pipeline"]["schedule"] = name
@@ -326,5 +326,5 @@ def test_a_name_is_never_markup(tmp_path):
 
 @browser.needed
 def test_a_page_of_50_000_events_opens_within_3_seconds(tmp_path):
-    # No virtual time here: what is measured is the clock, from the start of the navigation to the last panel.
+    # Measured in real time, from the start of the navigation to the last panel.
     assert see(tmp_path, profile(events=50_000), "Number(document.documentElement.dataset.ready)") < 3000

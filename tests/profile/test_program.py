@@ -1,4 +1,4 @@
-"""What is read off the text of a compiled program: work, bytes, and what depends on the batch."""
+"""The text of a compiled program: FLOPs, bytes, categories, and arrays that depend on the batch."""
 
 import gzip
 
@@ -60,8 +60,8 @@ def compiled(fn, *args, donate):
     return Program.of(text)
 
 
-def products(program):
-    """How many there are of each category; a fusion and the product in it count once."""
+def matmuls(program):
+    """Returns the number of matmuls per category. A fusion and its matmul count once."""
     found = [purpose_of(program, i).category for i in program.instructions.values() if i.is_matmul]
     return {category: found.count(category) for category in sorted(set(found))}
 
@@ -73,33 +73,33 @@ def test_the_entry_and_all_instructions_are_found(program):
     assert [str(shape) for shape in program.instructions["made"].shapes] == ["f32[1,64]", "f32[1,256]"]
 
 
-def test_of_a_slice_in_a_fusion_only_the_slice_is_read(program):
+def test_a_slice_in_a_fusion_reads_only_the_bytes_of_the_slice(program):
     row, index = 256 * 4, 4
     assert program.nbytes(program.instructions["sliced"]) == row + index + row
 
 
-def test_of_an_update_in_a_fusion_only_the_part_is_written(program):
+def test_an_update_in_a_fusion_writes_only_the_bytes_of_the_update(program):
     row, index = 256 * 4, 4
     assert program.nbytes(program.instructions["new"]) == row + index + row
 
 
-def test_a_fusion_has_the_flops_of_the_products_in_it(program):
+def test_a_fusion_has_the_flops_of_its_matmuls(program):
     assert program.flops(program.instructions["made"]) == 2 * 256 * 64
     assert program.label(program.instructions["made"]) == "matmul f32[1,256] x f32[256,64] -> f32[1,64]"
 
 
-def test_what_only_moves_is_a_copy_and_a_product_has_its_own_cause(program):
+def test_data_movement_and_matmuls_have_different_categories(program):
     categories = {name: purpose_of(program, program.instructions[name]).category for name in ("sliced", "made", "new", "all")}
     assert categories == {"sliced": "copies", "made": "forward", "new": "copies", "all": "all-reduce"}
 
 
-def test_what_is_updated_in_place_is_no_batch(program):
-    assert {"w", "n", "sliced"} <= program.of_batch  # by its index
+def test_an_array_that_is_updated_in_place_does_not_depend_on_the_batch(program):
+    assert {"w", "n", "sliced"} <= program.of_batch  # sliced depends on the index n
     assert "state" not in program.of_batch
 
 
 @pytest.mark.parametrize("unroll", [1, 4])
-def test_gradients_of_weights_and_activations_are_told_apart_in_a_joint_backward(unroll):
+def test_dgrad_and_wgrad_are_distinguished_in_a_joint_backward(unroll):
     def loss(weights, x):
         for w in weights:
             x = jnp.tanh(x @ w)
@@ -114,18 +114,18 @@ def test_gradients_of_weights_and_activations_are_told_apart_in_a_joint_backward
 
     weights = [jnp.ones((128, 128))] * 3
     xs = jnp.ones((4, 64, 128))
-    # The gradient of the first layer's input is not asked for.
+    # The gradient of the first layer's input is not computed.
     expected = {"dgrad": 2 * unroll, "forward": 3 * unroll, "wgrad": 3 * unroll}
-    assert products(compiled(step, weights, xs, donate=0)) == expected
+    assert matmuls(compiled(step, weights, xs, donate=0)) == expected
 
 
-def test_the_products_of_a_step_for_an_h200_are_those_of_its_model(recorded):
+def test_the_flops_of_an_h200_step_equal_the_flops_of_its_model(recorded):
     with gzip.open(recorded("one") / "program.txt.gz", "rt") as file:
         program = Program.of(file.read())
     layers, width, ff, vocabulary, tokens, length, heads = 2, 256, 1024, 8192, 256, 128, 4
     by_layer = 2 * tokens * (3 * width * width + width * width + 2 * width * ff)
     head = 2 * tokens * width * vocabulary
-    # Forward, dgrad and wgrad of every product; of attention two products and five, half of each under the causal mask.
+    # Every matmul has forward, dgrad and wgrad. Attention has two matmuls forward and five backward, halved by the causal mask.
     attention = (2 + 5) * 2 * (tokens // length) * heads * length * length * (width // heads) // 2
     entry = program.computations[program.entry].instructions.values()
     assert sum(map(program.flops, entry)) == 3 * (layers * by_layer + head) + layers * attention
@@ -143,12 +143,12 @@ def test_the_products_of_a_step_for_an_h200_are_those_of_its_model(recorded):
         ("loop_add_fusion", "other"),
     ],
 )
-def test_a_collective_that_the_text_hides_is_told_by_its_instruction(op, category):
+def test_a_collective_missing_from_the_text_is_recognized_by_its_instruction(op, category):
     assert purpose_of_hidden(op).category == category
 
 
 @pytest.mark.parametrize("part", ["dispatch", "combine"])
-def test_rows_that_a_layer_of_experts_gathers_are_its_work_and_no_copy(part):
+def test_a_gather_of_expert_rows_is_dispatch_or_combine_and_not_a_copy(part):
     text = f"""HloModule jit_step
 
 ENTRY %main (x: bf16[8,256], places: s32[16]) -> bf16[16,256] {{
@@ -161,7 +161,7 @@ ENTRY %main (x: bf16[8,256], places: s32[16]) -> bf16[16,256] {{
     assert purpose_of(program, program.instructions["rows"]).category == part
 
 
-def test_what_xla_made_by_itself_is_for_what_it_was_made_of():
+def test_an_instruction_without_metadata_has_the_category_of_its_operands():
     text = """HloModule jit_step
 
 ENTRY %main (x: f32[8,256]) -> f32[8] {
@@ -184,7 +184,7 @@ ENTRY %main (x: f32[8,256]) -> f32[8] {
         ("dot_fp8", "s32[8] f32[1] f8e4m3fn[96,64] f8e4m3fn[256,8,64]", "bf16[96,256]"),
     ],
 )
-def test_a_kernel_of_grouped_products_has_the_flops_of_all_its_rows(call, operands, result):
+def test_a_grouped_matmul_kernel_has_the_flops_of_all_its_rows(call, operands, result):
     given = [f"  %a{i} = {shape} parameter({i})" for i, shape in enumerate(operands.split())]
     names = ", ".join(f"%a{i}" for i in range(len(given)))
     made = f'  ROOT %y = {result} custom-call({names}), custom_call_target="mosaic_gpu_v2"'

@@ -1,4 +1,4 @@
-"""Recordings of H200s and of this machine become reports whose numbers add up."""
+"""Reports of recordings from H200 GPUs and from this machine are consistent."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ def reports(recorded):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_time_of_an_h200s_step_is_given_out_once(name, reports):
+def test_the_time_of_an_h200_step_is_attributed_once(name, reports):
     check(reports[name])
 
 
@@ -33,7 +33,7 @@ def test_the_time_of_an_h200s_step_is_given_out_once(name, reports):
     ("name", "collectives"),
     [("one", set()), ("pipeline", {"transfer", "all-reduce"}), ("sharded", {"all-gather", "reduce-scatter", "all-reduce"})],
 )
-def test_every_cause_of_a_step_is_found_and_no_other(name, collectives, reports):
+def test_a_step_has_exactly_the_expected_categories(name, collectives, reports):
     recompute = {"recompute"} if name == "pipeline" else set()
     for rank in reports[name]["uncaptured"]["ranks"]:
         assert set(rank["categories"]) - {"other", "control"} == COMPUTE | collectives | recompute
@@ -47,7 +47,7 @@ def test_a_captured_step_is_one_launch(reports):
     assert 0 < found["launch_ms"] < found["step_ms"]
 
 
-def test_a_pipelines_actions_are_those_of_its_schedule(reports):
+def test_a_pipeline_has_the_actions_of_its_schedule(reports):
     found = reports["pipeline"]["pipeline"]
     of_rank = {(action["kind"], action["microbatch"]) for action in found["actions"] if action["rank"] == 2}
     assert of_rank == {(kind, m) for kind in ("forward", "dgrad", "wgrad") for m in range(4)}
@@ -61,31 +61,31 @@ def test_a_pipelines_actions_are_those_of_its_schedule(reports):
         assert starts == sorted(starts)
 
 
-def test_rooflines_are_below_what_was_measured(reports):
+def test_rooflines_are_below_the_measured_times(reports):
     known = [group for group in reports["one"]["groups"] if group["roofline_ms"] is not None]
-    products = [group for group in known if group["label"].startswith("matmul")]
-    assert sum(group["count"] for group in products) >= 3 * (2 * 4 + 1)
-    assert all(0 < group["roofline_ms"] < group["ms"] for group in products)
+    matmuls = [group for group in known if group["label"].startswith("matmul")]
+    assert sum(group["count"] for group in matmuls) >= 3 * (2 * 4 + 1)
+    assert all(0 < group["roofline_ms"] < group["ms"] for group in matmuls)
     assert known == sorted(known, key=lambda group: -group["over_ms"])
 
 
-def test_memory_is_told_by_pool(reports):
+def test_memory_is_reported_by_pool(reports):
     pools = reports["pipeline"]["memory"]["pools"]
     assert {"parameters", "optimizer", "main_grad", "stash"} <= set(pools)
     assert pools["optimizer"] > 1.9 * pools["parameters"]
 
 
-def test_a_trace_of_graphs_says_what_to_do(recorded, tmp_path, capsys):
+def test_a_trace_of_cuda_graphs_is_refused_with_a_remedy(recorded, tmp_path, capsys):
     program = tmp_path / "step.txt"
     program.write_text(gzip.decompress((recorded("one") / "program.txt.gz").read_bytes()).decode())
     assert main([str(recorded("one") / "captured"), "--program", str(program), "--steps", "2"]) == 2
-    said = capsys.readouterr().err
-    assert "came out of CUDA graphs" in said
-    assert "`graph` off" in said
-    assert said.count("\n") == 1
+    err = capsys.readouterr().err
+    assert "ran in CUDA graphs" in err
+    assert "`graph` off" in err
+    assert err.count("\n") == 1
 
 
-def test_a_bare_trace_and_its_program_give_the_same_causes(recorded, reports, tmp_path, capsys):
+def test_a_trace_and_a_program_have_the_same_report_as_the_recording(recorded, reports, tmp_path, capsys):
     program = tmp_path / "step.txt"
     program.write_text(gzip.decompress((recorded("one") / "program.txt.gz").read_bytes()).decode())
     trace = next((recorded("one") / "uncaptured").glob("*.xplane.pb"))
@@ -99,12 +99,12 @@ def test_a_bare_trace_and_its_program_give_the_same_causes(recorded, reports, tm
 def test_a_program_that_did_not_run_is_refused(recorded, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("HloModule jit_other\n\nENTRY %main (x: f32[]) -> f32[] {\n  ROOT %x = f32[] parameter(0)\n}\n")
-    with pytest.raises(ProfileError, match=r"nothing of the program jit_other, but .*jit_step"):
+    with pytest.raises(ProfileError, match=r"no kernel of the program jit_other, but .*jit_step"):
         report.of_trace(recorded("one") / "uncaptured", program=other, steps=2)
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["nowhere"], "nowhere: no such file or directory"),
         (["tests", "--steps", "0"], "--steps is 0"),
@@ -114,14 +114,14 @@ def test_a_program_that_did_not_run_is_refused(recorded, tmp_path):
         ([], "required"),
     ],
 )
-def test_what_cannot_be_profiled_is_told_in_one_line(argv, said, capsys):
+def test_wrong_arguments_are_refused_in_one_line(argv, message, capsys):
     assert main(argv) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
 
 
-def test_a_recording_that_was_cut_off_is_refused(recorded, tmp_path):
+def test_an_incomplete_recording_is_refused(recorded, tmp_path):
     (tmp_path / "run.json").write_text((recorded("one") / "run.json").read_text())
     with pytest.raises(ProfileError, match="has no complete recording"):
         report.of_run(tmp_path)
@@ -129,7 +129,7 @@ def test_a_recording_that_was_cut_off_is_refused(recorded, tmp_path):
 
 @pytest.fixture
 def copied(recorded, tmp_path):
-    """A recording of the test's own, to be damaged; the traces are the stored ones."""
+    """Returns a function that copies a recording, so that a test can damage it. Traces are links."""
 
     def of(name):
         for part in recorded(name).iterdir():
@@ -153,14 +153,14 @@ def test_a_recording_without_a_field_is_refused_with_its_name(copied, name, chan
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "1", "", "{", "[" * 100_000, '{"a":' * 100_000])
-def test_a_recording_whose_json_is_none_is_refused(copied, text):
+def test_a_recording_with_invalid_json_is_refused(copied, text):
     directory = copied("one")
     (directory / "run.json").write_text(text)
     with pytest.raises(ProfileError, match="has no complete recording"):
         report.of_run(directory)
 
 
-def test_a_recorded_pipeline_of_a_device_that_was_not_traced_is_refused(copied):
+def test_a_recorded_pipeline_on_an_untraced_device_is_refused(copied):
     directory = copied("pipeline")
     about = json.loads((directory / "run.json").read_text())
     about["pipeline"] |= {"devices": [0, 1, 2, 99]}
@@ -195,7 +195,7 @@ def without_anything(text):
 
 
 @pytest.mark.parametrize("damage", [cut_in_a_line, cut_before_the_end, without_a_computation, without_anything])
-def test_the_text_of_a_program_that_is_cut_or_damaged_is_refused(recorded, tmp_path, damage):
+def test_a_truncated_or_damaged_program_text_is_refused(recorded, tmp_path, damage):
     text = gzip.decompress((recorded("one") / "program.txt.gz").read_bytes()).decode()
     program = tmp_path / "step.txt"
     program.write_text(damage(text))
@@ -212,7 +212,7 @@ def test_the_text_of_a_program_that_is_cut_or_damaged_is_refused(recorded, tmp_p
         ),
     ],
 )
-def test_a_run_profiles_itself_and_goes_on(flags, tmp_path, capsys):
+def test_a_run_records_a_profile_and_continues(flags, tmp_path, capsys):
     assert tiny.train(tmp_path / "run", "--steps", "8", "--profile", "2:4", *flags) == 0
     assert "profile of steps 3 to 4" in capsys.readouterr().out
     written = tmp_path / "run" / "profile"
@@ -230,7 +230,7 @@ def test_a_run_profiles_itself_and_goes_on(flags, tmp_path, capsys):
 
 
 @pytest.mark.once
-def test_a_profiled_run_trains_as_any_other(tmp_path):
+def test_a_profiled_run_has_the_same_losses(tmp_path):
     assert tiny.train(tmp_path / "a", "--steps", "7") == 0
     assert tiny.train(tmp_path / "b", "--steps", "7", "--profile", "1:3") == 0
     plain, profiled = tiny.losses(tmp_path / "a"), tiny.losses(tmp_path / "b")
@@ -238,19 +238,19 @@ def test_a_profiled_run_trains_as_any_other(tmp_path):
 
 
 @pytest.mark.parametrize("window", ["3", "3:", "5:3", "a:b", "-1:2", "8:10"])
-def test_a_window_that_cannot_be_profiled_is_refused(window, tmp_path):
+def test_an_invalid_window_is_refused(window, tmp_path):
     with pytest.raises(ConfigError) as error:
         TrainConfig.of(steps=12, run_dir=str(tmp_path), profile=window)
     assert error.value.field == "profile"
 
 
-def test_a_run_that_is_too_short_for_its_window_is_told_the_steps_it_needs(tmp_path):
+def test_a_run_that_is_too_short_for_its_window_is_refused_with_the_needed_steps(tmp_path):
     with pytest.raises(ConfigError, match="at least 14 steps"):
         TrainConfig.of(steps=13, run_dir=str(tmp_path), profile="8:10")
     TrainConfig.of(steps=14, run_dir=str(tmp_path), profile="8:10")
 
 
-def test_a_window_that_is_past_is_told(tmp_path, capsys):
+def test_a_window_before_the_resumed_step_is_reported(tmp_path, capsys):
     assert tiny.train(tmp_path, "--steps", "5", "--checkpoint-every", "3") == 0
     (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace('"steps": 5', '"steps": 9'))
     capsys.readouterr()

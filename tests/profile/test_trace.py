@@ -1,4 +1,4 @@
-"""Traces as arrays: steps, time that is given out once, files that are no traces."""
+"""Traces as arrays: steps, attribution of time, and invalid files."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ PROGRAM = Program("HloModule jit_step\n")
 
 
 def events(rows):
-    """From (start, end, op)."""
+    """Returns events from rows of (start, end, op)."""
     rows = sorted(rows)
     start, end, op = zip(*rows, strict=True)
     texts = tuple(op), tuple(op), ("",) * len(rows), ("jit_step",) * len(rows), ("stream",) * len(rows)
@@ -30,7 +30,7 @@ INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.boolea
 
 
 @given(INTERVALS)
-def test_time_is_given_out_once(rows):
+def test_time_is_attributed_once(rows):
     found = events([(start, start + length, str(i)) for i, (start, length, _) in enumerate(rows)])
     yields = np.array([rows[int(op)][2] for op in found.op], bool)
     ticks = np.arange(60) + 0.5
@@ -38,19 +38,19 @@ def test_time_is_given_out_once(rows):
     own = shares(found, yields)
     assert own.sum() == pytest.approx(covered)
     assert (own <= found.end - found.start + 1e-9).all()
-    # Collectives have what nothing else covers, and no more.
+    # Collectives get only time that no other event covers.
     others = ((found.start[:, None] < ticks) & (ticks < found.end[:, None]) & ~yields[:, None]).any(0).sum()
     assert own[yields].sum() == pytest.approx(covered - others)
 
 
-def test_what_runs_within_something_has_its_own_time():
+def test_the_time_of_a_nested_event_is_not_counted_for_the_outer_event():
     loop, body, gather = 0, 1, 2
     found = events([(0, 10, "while"), (2, 5, "body"), (4, 12, "all-gather")])
     own = shares(found, np.array([False, False, True]))
     assert (own[loop], own[body], own[gather]) == (7, 3, 2)
 
 
-def test_steps_are_found_by_what_runs_once_in_each():
+def test_steps_are_found_by_an_event_that_runs_once_per_step():
     found = events(
         [
             row
@@ -59,11 +59,11 @@ def test_steps_are_found_by_what_runs_once_in_each():
         ]
     )
     assert steps(found, 3) == [(0, 1), (10, 11), (20, 21)]
-    with pytest.raises(ProfileError, match="does not have 4 steps: no kernel ran 4 times"):
+    with pytest.raises(ProfileError, match="must be the number of steps in the trace, but no kernel ran 4 times"):
         steps(found, 4)
 
 
-def test_of_several_steps_the_last_but_one_is_shown_with_what_comes_before_the_next():
+def test_the_last_step_but_one_is_chosen_with_its_events_before_the_next_step():
     rows = [(0, 4, "a"), (10, 15, "a"), (16, 18, "copy"), (20, 26, "a"), (30, 37, "a")]
     one, other = events(rows), events([(start + 1, end + 1, op) for start, end, op in rows if op == "a"])
     chosen = choose_step(Trace("CPU", {0: one, 1: other}, {}), PROGRAM, 4)
@@ -75,12 +75,12 @@ def test_of_several_steps_the_last_but_one_is_shown_with_what_comes_before_the_n
 
 
 def test_a_path_without_a_trace_is_refused(tmp_path):
-    with pytest.raises(ProfileError, match=r"has no trace: must be, or contain, a \*\.xplane\.pb"):
+    with pytest.raises(ProfileError, match=r"has no trace: must contain a \*\.xplane\.pb"):
         read(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["cut", "foreign"])
-def test_a_damaged_trace_is_refused_by_name(damage, recorded, tmp_path):
+def test_a_damaged_trace_is_refused_with_its_name(damage, recorded, tmp_path):
     whole = next(recorded("one").rglob("uncaptured/*.xplane.pb")).read_bytes()
     file = tmp_path / "bad.xplane.pb"
     file.write_bytes(whole[: len(whole) // 2] if damage == "cut" else b"once upon a time" * 100)
@@ -88,8 +88,8 @@ def test_a_damaged_trace_is_refused_by_name(damage, recorded, tmp_path):
         read(file)
 
 
-def test_a_trace_of_nothing_is_refused(tmp_path):
+def test_an_empty_trace_is_refused(tmp_path):
     file = tmp_path / "empty.xplane.pb"
     file.write_bytes(b"")
-    with pytest.raises(ProfileError, match="it has no GPU and no CPU program in it"):
+    with pytest.raises(ProfileError, match="it has neither a GPU nor a CPU program"):
         read(file)

@@ -1,4 +1,4 @@
-"""The page of runs side by side: what it reads of their directories, and what a browser shows of it."""
+"""The report of several runs: the data read from run directories, and the page in a browser."""
 
 import json
 from typing import Any
@@ -18,13 +18,13 @@ TITLES = "[...document.querySelectorAll('h2')].map((title) => title.textContent)
 
 
 def entry(step: int, **numbers: Any) -> dict[str, Any]:
-    usual = {"loss": 6.0 / step, "grad_norm": 1.0, "learning_rate": 0.01, "mfu": None, "seconds": 0.5 * step}
-    return {"step": step, **usual, "tokens_per_second": 1000.0, "peak_memory_bytes": 2**30, **numbers}
+    defaults = {"loss": 6.0 / step, "grad_norm": 1.0, "learning_rate": 0.01, "mfu": None, "seconds": 0.5 * step}
+    return {"step": step, **defaults, "tokens_per_second": 1000.0, "peak_memory_bytes": 2**30, **numbers}
 
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """Makes a run directory."""
+    """Returns a function that writes a run directory."""
 
     def make(name: str, entries: list[dict[str, Any]], *, samples: bool = True, **fields: Any):
         run_dir = RunDir(tmp_path / name)
@@ -40,20 +40,20 @@ def run_dir(tmp_path):
 
 @pytest.fixture
 def two(run_dir):
-    """Two runs of 20 steps, one with another learning rate and a loss that was not a number."""
+    """Returns two runs of 20 steps. The second has another learning rate and a NaN loss."""
     first = [entry(step) for step in (1, 10)] + [entry(20, eval_loss=0.5)]
     second = [entry(1), entry(10, loss=None), entry(15, eval_loss=0.7), entry(20, eval_loss=None)]
     return [run_dir("a", first), run_dir("b", second, optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2))]
 
 
-def see(tmp_path, paths, expression, **how):
-    return browser.see(tmp_path, render("jgraph.report", compared(paths)), expression, **how)
+def see(tmp_path, paths, expression, **options):
+    return browser.see(tmp_path, render("jgraph.report", compared(paths)), expression, **options)
 
 
-# --- What is read ---
+# --- Data ---
 
 
-def test_a_run_s_curves_have_its_entries_and_are_null_where_a_number_was_not_finite(two):
+def test_curves_have_the_entries_of_a_run_and_null_for_nonfinite_values(two):
     first, second = compared(two)["runs"]
     assert first["curves"]["loss"] == {"step": [1, 10, 20], "seconds": [0.5, 5.0, 10.0], "value": [6.0, 0.6, 0.3], "mean": None}
     assert second["curves"]["loss"]["value"] == [6.0, None, 0.4, 0.3]
@@ -63,25 +63,25 @@ def test_a_run_s_curves_have_its_entries_and_are_null_where_a_number_was_not_fin
     assert (first["config"]["optimizer.learning_rate"], first["config"]["versions.jax"]) == ("0.0003", "0.10.2")
 
 
-def test_a_run_with_other_settings_or_without_an_entry_is_shown_as_far_as_it_went(run_dir):
+def test_runs_with_unknown_settings_or_without_entries_are_shown(run_dir):
     earlier = run_dir("earlier", [{"step": 1, "loss": 5.0, "own": 10**400}, {"step": 10, "loss": 1e999}], samples=False)
     RunDir(earlier).config.write_text('{"steps": 10, "batch_size": null, "optimizer": {"beta1": NaN}}')
-    begun = run_dir("begun", [], samples=False)
-    (begun / "lock").touch()
-    runs = compared([earlier, begun])["runs"]
+    started = run_dir("started", [], samples=False)
+    (started / "lock").touch()
+    runs = compared([earlier, started])["runs"]
     assert [(run["state"], run["done"]) for run in runs] == [("finished", 10), ("running, or killed", 0)]
     assert runs[0]["curves"] == {"loss": {"step": [1, 10], "seconds": [None, None], "value": [5.0, None], "mean": None}}
     assert (runs[0]["tokens_per_step"], runs[0]["config"]["optimizer.beta1"]) == (None, "NaN")
     assert runs[1]["curves"] == {}
 
 
-def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path, two):
+def test_runs_with_the_same_name_are_named_by_their_paths(tmp_path, two):
     (tmp_path / "other").mkdir()
     moved = two[1].rename(tmp_path / "other" / "a")
     assert [run["name"] for run in compared([two[0], moved])["runs"]] == [str(two[0]), str(moved)]
 
 
-def test_a_long_curve_keeps_its_ends_its_extremes_and_what_is_missing():
+def test_a_thinned_curve_keeps_its_ends_its_extremes_and_its_gaps():
     values: list[float | None] = [1.0 + (i % 7) / 100 for i in range(100_000)]
     values[12_345], values[54_321], values[77_777] = 9.0, -9.0, None
     kept = thinned(values)
@@ -96,7 +96,7 @@ def test_a_long_curve_keeps_its_ends_its_extremes_and_what_is_missing():
 # --- The command ---
 
 
-def test_the_command_writes_one_file_that_has_everything(tmp_path, two, capsys):
+def test_the_command_writes_one_self_contained_file(tmp_path, two, capsys):
     assert main([*map(str, two)]) == 0
     assert str(two[0] / "report.html") in capsys.readouterr().out
     page = (two[0] / "report.html").read_text()
@@ -107,7 +107,7 @@ def test_the_command_writes_one_file_that_has_everything(tmp_path, two, capsys):
 
 
 @pytest.mark.parametrize("name", ["absent", "empty"])
-def test_what_is_no_run_is_refused(tmp_path, two, name):
+def test_a_path_without_a_run_is_refused(tmp_path, two, name):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="does not exist" if name == "absent" else "config.json") as error:
         compared([two[0], tmp_path / name])
@@ -115,7 +115,7 @@ def test_what_is_no_run_is_refused(tmp_path, two, name):
 
 
 @pytest.mark.parametrize("arguments", [[], ["--to", "no/such/folder/x.html"]])
-def test_a_wrong_command_is_told_in_a_line(two, capsys, arguments):
+def test_wrong_arguments_are_refused_in_one_line(two, capsys, arguments):
     assert main([*arguments, *(map(str, two) if arguments else ())]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
@@ -123,27 +123,27 @@ def test_a_wrong_command_is_told_in_a_line(two, capsys, arguments):
 # --- The page ---
 
 
-def test_curves_and_text_can_be_told_from_the_ground_in_light_and_in_dark(two):
-    for colours in browser.themes(render("jgraph.report", compared(two))):
-        runs = [colour for name, colour in colours.items() if name.startswith("run-")]
+def test_curves_and_text_have_enough_contrast_in_light_and_dark(two):
+    for colors in browser.themes(render("jgraph.report", compared(two))):
+        runs = [color for name, color in colors.items() if name.startswith("run-")]
         assert len(set(runs)) == 8
-        assert min(browser.contrast(colour, colours[ground]) for colour in runs for ground in ("page", "panel")) >= 3
+        assert min(browser.contrast(color, colors[ground]) for color in runs for ground in ("page", "panel")) >= 3
         pairs = [(text, ground) for text in ("ink", "muted", "accent") for ground in ("page", "panel")]
-        assert min(browser.contrast(colours[text], colours[ground]) for text, ground in pairs) >= 4.5
+        assert min(browser.contrast(colors[text], colors[ground]) for text, ground in pairs) >= 4.5
 
 
 @browser.needed
-def test_panels_are_there_where_there_is_something_to_show(tmp_path, two, run_dir):
-    begun = run_dir("begun", [], samples=False)
+def test_only_panels_with_content_are_shown(tmp_path, two, run_dir):
+    started = run_dir("started", [], samples=False)
     one = run_dir("one", [entry(1)], samples=False)
     assert see(tmp_path, two, TITLES) == PANELS
-    assert see(tmp_path, [begun], TITLES) == ["Runs", "Configuration"]
+    assert see(tmp_path, [started], TITLES) == ["Runs", "Configuration"]
     titles, dots = see(tmp_path, [one], f"[{TITLES}, document.querySelectorAll('[data-curve=loss] circle').length]")
     assert (titles, dots) == (["Runs", "Curves", "Configuration"], 1)
 
 
 @browser.needed
-def test_the_page_has_the_runs_numbers_and_the_fields_that_differ(tmp_path, two):
+def test_the_page_has_the_numbers_of_the_runs_and_the_fields_that_differ(tmp_path, two):
     before = """const rows = (id) => [...document.querySelectorAll(`#${id} tbody tr`)];
       const texts = (rows) => rows.map((row) => [...row.cells].map((cell) => cell.textContent));
       const fields = rows("configuration-table");
@@ -152,10 +152,10 @@ def test_the_page_has_the_runs_numbers_and_the_fields_that_differ(tmp_path, two)
       const shown = fields.filter((row) => row.offsetHeight).length;"""
     expression = "[texts(rows('runs-table')), differing, shown, document.querySelector('#samples pre').textContent]"
     runs, differing, fields, sample = see(tmp_path, two, expression, before=before)
-    usual = ["finished", "20", "20", "0.3000"]
+    summary = ["finished", "20", "20", "0.3000"]
     assert runs == [
-        ["a", *usual, "0.5000", "0.5000", "1,000", "10.0", "1.00", "cpu"],
-        ["b", *usual, "0.7000", "0.7000", "1,000", "10.0", "1.00", "cpu"],
+        ["a", *summary, "0.5000", "0.5000", "1,000", "10.0", "1.00", "cpu"],
+        ["b", *summary, "0.7000", "0.7000", "1,000", "10.0", "1.00", "cpu"],
     ]
     assert differing == [["optimizer.learning_rate", "0.0003", "0.001"]]
     assert fields > 50
@@ -173,7 +173,7 @@ CHART = """const chart = () => document.querySelector("[data-curve=loss] svg");
 
 
 @browser.needed
-def test_curves_are_to_scale_with_gaps_and_follow_what_is_chosen(tmp_path, two):
+def test_curves_are_to_scale_with_gaps_and_follow_the_controls(tmp_path, two):
     before = f"""{CHART}
       const seen = [lines().map(xs)];
       change("[value=tokens]", (input) => (input.checked = true));
@@ -187,20 +187,20 @@ def test_curves_are_to_scale_with_gaps_and_follow_what_is_chosen(tmp_path, two):
     steps, tokens, logs, smooth, hidden = see(tmp_path, two, "seen", before=before)
     (first, second), up = steps, [y for *_, y in steps[0]]
     assert [pen for pen, *_ in first] == ["M", "L", "L"]
-    assert [pen for pen, *_ in second] == ["M", "M", "L"], "where the loss was not a number there is a gap"
+    assert [pen for pen, *_ in second] == ["M", "M", "L"], "the NaN loss leaves a gap"
     xs = [x for _, x, _ in first]
     assert (xs[1] - xs[0]) / (xs[2] - xs[0]) == pytest.approx(9 / 19, abs=2e-3)
     assert (up[1] - up[0]) / (up[2] - up[0]) == pytest.approx(5.4 / 5.7, abs=2e-2)
-    assert tokens == steps, "the batch is the same at every step"
+    assert tokens == steps, "every step has the same number of tokens"
     ys = [y for *_, y in logs[0]]
     assert (ys[1] - ys[0]) / (ys[2] - ys[0]) == pytest.approx(2.3026 / 2.9957, abs=2e-2)
     assert smooth[0][0] == logs[0][0]
-    assert smooth[0][2][2] < logs[0][2][2], "what was higher before pulls the last point up"
+    assert smooth[0][2][2] < logs[0][2][2], "smoothing moves the last point up"
     assert hidden == smooth[1:]
 
 
 @browser.needed
-def test_arrows_go_from_entry_to_entry_and_tell_every_run_s_value(tmp_path, two):
+def test_arrow_keys_move_between_entries_and_show_the_value_of_every_run(tmp_path, two):
     before = f"""{CHART} {browser.KEY}
       const tips = [];
       chart().focus();
@@ -226,7 +226,7 @@ def test_arrows_go_from_entry_to_entry_and_tell_every_run_s_value(tmp_path, two)
 
 @browser.needed
 @pytest.mark.parametrize("flags", [(), browser.DARK], ids=["light", "dark"])
-def test_names_are_never_markup_and_a_page_of_1000_pixels_does_not_scroll_sideways(tmp_path, run_dir, flags):
+def test_names_are_escaped_and_the_page_fits_a_width_of_1000_pixels(tmp_path, run_dir, flags):
     name = "<img src=x onerror='throw 1'><b>bold<"
     path = run_dir(name + "x" * 150, [entry(1), entry(20, eval_loss=3.0)], data=f"</script>{name}")
     RunDir(path).add_sample(30, f"</script>{name}", "y" * 2000)
@@ -234,8 +234,8 @@ def test_names_are_never_markup_and_a_page_of_1000_pixels_does_not_scroll_sidewa
     expression = """[innerWidth, document.documentElement.scrollWidth, document.querySelectorAll("b, img").length,
       document.body.innerText.split("onerror").length, performance.getEntriesByType("resource").length,
       matchMedia("(prefers-color-scheme: dark)").matches, document.querySelectorAll("[stroke-dasharray='6 3']").length > 0]"""
-    width, needed, elements, named, asked, dark, dashed = see(tmp_path, [path, *others], expression, flags=flags)
+    width, scroll_width, elements, name_count, requests, dark, dashed = see(tmp_path, [path, *others], expression, flags=flags)
     assert (width, dark, dashed) == (1000, bool(flags), True)
-    assert needed <= width
-    assert (elements, asked) == (0, 0)
-    assert named > 5
+    assert scroll_width <= width
+    assert (elements, requests) == (0, 0)
+    assert name_count > 5

@@ -167,7 +167,7 @@ def kinds_and_chunks(numbers: list[int | float]) -> list[tuple[int, int]] | None
 def can_run(rows: list[list[tuple[int, int]] | None], placement: tuple[tuple[int, ...], ...]) -> bool:
     """True if lists of (kind, chunk) per rank form a complete step without deadlock.
 
-    Every rank runs its next action as soon as it is ready, until all are finished or all are blocked. Microbatches go first
+    Every rank runs its next action as soon as it is ready, until every rank is finished or blocked. Microbatches go first
     in, first out.
     """
     home = {stage: r for r, stages in enumerate(placement) for stage in stages}
@@ -203,7 +203,7 @@ def can_run(rows: list[list[tuple[int, int]] | None], placement: tuple[tuple[int
 
 
 def ticks_are_valid(schedule: Schedule, ticks: list[np.ndarray]) -> bool:
-    """True if the ticks ascend on every rank and every array is made in an earlier tick than its use."""
+    """True if the ticks ascend on every rank and every array is produced in an earlier tick than it is used."""
     made: dict[tuple[int, int, int], int] = {}
     rows = counted(schedule)
     for row, own in zip(rows, ticks, strict=True):

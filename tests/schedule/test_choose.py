@@ -1,4 +1,4 @@
-"""`best` chooses a schedule."""
+"""Tests that `best` selects the fastest schedule within the memory limit."""
 
 import re
 
@@ -37,7 +37,7 @@ LIMIT = 600.0
 
 
 @pytest.mark.parametrize("limit", [530, 560, LIMIT, 700, 1100, None])
-def test_the_fastest_schedule_within_the_limit_wins(limit):
+def test_best_selects_the_fastest_schedule_within_the_limit(limit):
     choice = best(**STEP, memory_limit=limit)
     winner = choice.candidates[0]
     fits = [time for time, peak in ALL.values() if limit is None or peak <= limit]
@@ -136,7 +136,7 @@ def test_equally_fast_schedules_are_ranked_by_peak_memory():
     assert len({other.verdict for other in others}) > 1
 
 
-def test_without_sizes_and_limit_the_fastest_schedule_wins():
+def test_without_sizes_and_limit_best_selects_the_fastest_schedule():
     winner = best(pp=4, microbatches=16, costs=COSTS).candidates[0]
     assert winner.makespan == pytest.approx(min(time for time, _ in ALL.values()), rel=1e-9)
     assert winner.peak_bytes == 0
@@ -167,7 +167,7 @@ def test_if_nothing_fits_the_error_names_the_smallest_schedule_and_the_missing_b
     [
         ({"microbatches": 4, "names": ("dualpipe-v",)}, "no schedule can be generated: dualpipe-v on 4 ranks needs at least 8"),
         ({"names": ("1f1b",), "chunks": (2,)}, "no schedule can be generated: 1f1b with chunks=2: supports only 1 chunk"),
-        ({"names": ("fastest",)}, "no schedule is called 'fastest'"),
+        ({"names": ("fastest",)}, "`name` is 'fastest': must be one of"),
         ({"pp": 0}, "`pp` is 0"),
         ({"microbatches": True}, "`microbatches` is True"),
         ({"chunks": (0,)}, "`chunks` is 0"),

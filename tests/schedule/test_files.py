@@ -32,13 +32,13 @@ def test_csv_round_trips(name, pp, chunks):
 @pytest.mark.parametrize(("name", "pp", "chunks"), CASES)
 def test_json_round_trips_orders_ticks_and_name(name, pp, chunks):
     schedule = generate(name, pp=pp, microbatches=7, chunks=chunks)
-    again = from_json(to_json(schedule))
+    restored = from_json(to_json(schedule))
     if name == "dualpipe-v":
         # Signed numbers cannot mix full and split backwards in a chunk, so all of them come back split.
-        assert any(all(order.delay_wgrad) for order in again.orders) == (pp > 1)
-        schedule, again = schedule.split(), again.split()
-    assert same(again, schedule)
-    assert again.name == schedule.name == name
+        assert any(all(order.delay_wgrad) for order in restored.orders) == (pp > 1)
+        schedule, restored = schedule.split(), restored.split()
+    assert same(restored, schedule)
+    assert restored.name == schedule.name == name
 
 
 def test_files_keep_the_later_ticks_of_aligned_schedules():
@@ -65,13 +65,13 @@ def test_a_csv_has_a_row_per_rank_and_a_cell_per_tick():
 def test_random_schedules_round_trip_in_both_formats(schedule):
     assert same(from_csv(to_csv(schedule)), schedule)
     assert to_csv(from_csv(to_csv(schedule))) == to_csv(schedule)
-    again = from_json(to_json(schedule))
-    assert again.split().orders == schedule.split().orders
-    assert again.placement == schedule.placement
+    restored = from_json(to_json(schedule))
+    assert restored.split().orders == schedule.split().orders
+    assert restored.placement == schedule.placement
     mixed = any(
         (order.kinds[order.chunks == c] == 3).any() for order in schedule.orders for c in np.flatnonzero(order.delay_wgrad)
     )
-    assert mixed or same(again, schedule)
+    assert mixed or same(restored, schedule)
 
 
 @pytest.mark.parametrize(("name", "pp", "chunks"), [case for case in CASES if case[1] > 1])
@@ -240,7 +240,7 @@ def test_a_truncated_file_is_refused_unless_the_rest_is_a_schedule(tmp_path, suf
             taken.append(end)
         except OrderError:
             continue
-    # Truncation may remove idle cells, the line end, or whole rows of the table if the remaining ranks have the first stages.
+    # Truncation may remove idle cells, the line end, or whole rows if the remaining ranks have the first stages.
     rows = [row.strip(",") for row in text.splitlines()]
     for end in taken:
         kept = [row.strip(",") for row in text[:end].splitlines()]
@@ -274,10 +274,10 @@ def test_a_corrupted_file_gives_a_schedule_or_an_order_error(schedule, suffix, d
     start, length = data.draw(st.integers(0, len(text))), data.draw(st.integers(0, 5))
     text = text[:start] + data.draw(TEXT) + text[start + length :]
     try:
-        again = read_text(text)
+        restored = read_text(text)
     except OrderError:
         return
-    assert same(from_csv(to_csv(again)), again)
+    assert same(from_csv(to_csv(restored)), restored)
 
 
 VALUES = st.recursive(

@@ -15,7 +15,7 @@ CASES = json.loads((Path(__file__).parent / "goldens/orders.json").read_text())[
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_the_order_equals_upstreams(case):
+def test_the_order_equals_the_upstream_order(case):
     params = dict(case["params"])
     order = megatron_order(params.pop("pp_size"), params.pop("pp_rank"), params.pop("num_microbatches"), **params)
     assert order.to_list() == case["expect"].get("overlap_order", case["expect"]["order"])

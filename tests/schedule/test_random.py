@@ -30,7 +30,7 @@ def parse(rows: list[list[int | float]], placement: tuple[tuple[int, ...], ...])
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_random_valid_schedules_are_accepted_and_run_without_a_clash(part):
+def test_random_valid_schedules_are_accepted_and_pass_the_referee(part):
     rng = np.random.default_rng([1, part])
     seen, uses = 0, 0
     for _ in range(LEGAL // PARTS):
@@ -122,7 +122,7 @@ def test_random_ticks_are_refused_exactly_if_an_array_is_used_too_early():
 
 @given(schedules())
 @settings(derandomize=True, deadline=None, max_examples=150)
-def test_schedules_drawn_by_hypothesis_run_without_a_clash(schedule):
+def test_schedules_drawn_by_hypothesis_pass_the_referee(schedule):
     referee(schedule)
 
 

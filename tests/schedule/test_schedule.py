@@ -63,7 +63,7 @@ def test_a_rank_outside_the_cycle_is_not_reported():
     assert "rank 0 at" not in str(caught.value)
 
 
-def test_exactly_the_deadlocks_of_all_orders_of_three_ranks_are_refused():
+def test_all_deadlocks_of_three_ranks_and_only_deadlocks_are_refused():
     rows = [[1, 1, 1, -1, -1, -1], [1, 1, -1, 1, -1, -1], [1, 1, -1, -1, 1, -1], [1, -1, 1, 1, -1, -1], [1, -1, 1, -1, 1, -1]]
     seen = Counter()
     for step in itertools.product(rows, repeat=3):
@@ -169,8 +169,8 @@ def test_a_wgrad_may_be_at_any_tick_after_its_dgrad():
 @pytest.mark.parametrize("name", NAMES)
 def test_the_ticks_of_a_generated_schedule_are_valid_ticks(name):
     schedule = generate(name, pp=3, microbatches=6, chunks=2 if name == "interleaved-1f1b" else 1)
-    again = Schedule(schedule.orders, schedule.placement, schedule.ticks)
-    assert [t.tolist() for t in again.ticks] == [t.tolist() for t in schedule.ticks]
+    copy = Schedule(schedule.orders, schedule.placement, schedule.ticks)
+    assert [t.tolist() for t in copy.ticks] == [t.tolist() for t in schedule.ticks]
 
 
 def test_split_keeps_name_and_placement_and_uses_the_earliest_ticks():

@@ -1,4 +1,4 @@
-"""Plausible mistakes in the arguments of a training step: one error each, which names the argument and the leaf."""
+"""Tests that invalid arguments of a training step raise an error with the names of the argument and the leaf."""
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def assert_refused(call, field, *words):
 
 # --- Parameters and carried state of `init` ---
 
-NOT_LIKE_THE_PARAMETERS = {
+INVALID_PARAMETERS = {
     "another shape": (with_leaf(PARAMS, "layer/w", jnp.ones((6, 3))), "`layer/w`", "float32[6, 3]", "[6, 2]"),
     "a missing leaf": ({"layer": {"w": PARAMS["layer"]["w"]}}, "`layer/b`"),
     "another leaf": (with_leaf(PARAMS, "head", jnp.ones(3)), "`head`"),
@@ -63,31 +63,31 @@ NOT_LIKE_THE_PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("case", NOT_LIKE_THE_PARAMETERS)
-def test_init_refuses_parameters_that_are_not_like_the_strategys(case):
-    params, *words = NOT_LIKE_THE_PARAMETERS[case]
+@pytest.mark.parametrize("case", INVALID_PARAMETERS)
+def test_init_refuses_parameters_that_do_not_match_the_strategy(case):
+    params, *words = INVALID_PARAMETERS[case]
     assert_refused(lambda: step_of().init(params), "params", "`params`", *words)
 
 
-def test_init_refuses_a_function_that_makes_other_parameters():
-    params, *words = NOT_LIKE_THE_PARAMETERS["another shape"]
+def test_init_refuses_a_function_that_returns_mismatched_parameters():
+    params, *words = INVALID_PARAMETERS["another shape"]
     assert_refused(lambda: step_of().init(lambda: params), "params", *words)
 
 
-def test_init_takes_floats_of_any_precision():
+def test_init_accepts_floats_of_any_precision():
     low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
     state = step_of().init(low)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"float32"}
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_])
-def test_a_strategy_of_parameters_that_are_not_floating_is_refused(dtype):
+def test_a_strategy_with_parameters_that_are_not_floats_is_refused(dtype):
     params = with_leaf(PARAMS, "layer/b", jnp.zeros(2, dtype))
     words = "`layer/b`", jnp.dtype(dtype).name, "`carried`", "`freeze`"
     assert_refused(lambda: step_of(strategy=one_device(params)), "strategy", *words)
 
 
-NOT_LIKE_THE_CARRIED_STATE = {
+INVALID_CARRIED = {
     "nothing": (None, "stats/count"),
     "a missing leaf": ({"stats": {"mean": jnp.zeros(2)}}, "`stats/count`"),
     "another shape": (with_leaf(CARRIED, "stats/mean", jnp.zeros(3)), "`stats/mean`", "float32[3]", "float32[2]"),
@@ -95,24 +95,24 @@ NOT_LIKE_THE_CARRIED_STATE = {
 }
 
 
-@pytest.mark.parametrize("case", NOT_LIKE_THE_CARRIED_STATE)
-def test_init_refuses_carried_state_that_is_not_like_the_steps(case):
-    carried, *words = NOT_LIKE_THE_CARRIED_STATE[case]
+@pytest.mark.parametrize("case", INVALID_CARRIED)
+def test_init_refuses_carried_state_that_does_not_match_the_step(case):
+    carried, *words = INVALID_CARRIED[case]
     assert_refused(lambda: carrying_step().init(PARAMS, carried), "carried", "`carried`", *words)
 
 
-def test_init_refuses_carried_state_of_a_step_that_carries_nothing():
+def test_init_refuses_carried_state_for_a_step_without_carried_state():
     assert_refused(lambda: step_of().init(PARAMS, CARRIED), "carried", "`stats/count`")
 
 
-def test_init_takes_numbers_as_carried_scalars():
+def test_init_accepts_python_numbers_as_carried_scalars():
     state = carrying_step().init(PARAMS, with_leaf(CARRIED, "stats/count", 3))
     assert state.carried["stats"]["count"] == 3
 
 
 # --- The loss ---
 
-RETURNED = {
+INVALID_RETURNS = {
     "nothing": ({}, "stats/count"),
     "a missing leaf": ({"stats": {"mean": jnp.zeros(2)}}, "`stats/count`"),
     "another leaf": (with_leaf(CARRIED, "more", jnp.zeros(())), "`more`"),
@@ -122,35 +122,35 @@ RETURNED = {
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("case", RETURNED)
-def test_a_loss_that_returns_other_carried_state_is_refused_when_the_step_is_compiled(case, num_microbatches):
-    carried, *words = RETURNED[case]
+@pytest.mark.parametrize("case", INVALID_RETURNS)
+def test_a_loss_that_returns_mismatched_carried_state_is_refused_at_compile_time(case, num_microbatches):
+    carried, *words = INVALID_RETURNS[case]
     step = carrying_step(lambda *args: jgraph.Loss(loss(*args[:3]), carried=carried), num_microbatches=num_microbatches)
     assert_refused(lambda: step.compile(BATCH), "loss", "`loss`", *words)
 
 
-def test_a_loss_that_returns_a_mean_instead_of_its_carried_state_is_refused():
+def test_a_loss_that_does_not_return_its_carried_state_is_refused():
     step = carrying_step(lambda *args: loss(*args[:3]))
     assert_refused(lambda: step.compile(BATCH), "loss", "jgraph.Loss", "stats/count")
 
 
-def test_a_loss_that_carries_undeclared_state_is_refused():
+def test_a_loss_that_returns_undeclared_carried_state_is_refused():
     step = step_of(lambda *args: jgraph.Loss(loss(*args), carried=CARRIED))
     assert_refused(lambda: step.compile(BATCH), "loss", "`stats/count`")
 
 
-def test_a_loss_may_return_numbers_as_carried_scalars():
+def test_a_loss_may_return_python_numbers_as_carried_scalars():
     step = carrying_step(lambda *args: jgraph.Loss(loss(*args[:3]), carried=with_leaf(args[3], "stats/count", 3)))
     state, _ = step.compile(BATCH)(step.init(PARAMS, CARRIED), BATCH)
     assert state.carried["stats"]["count"] == 3
 
 
-def test_a_weight_that_is_no_scalar_is_refused():
+def test_a_weight_that_is_not_a_scalar_is_refused():
     step = step_of(lambda *args: jgraph.Loss(loss(*args), weight=jnp.ones(8)))
     assert_refused(lambda: step.compile(BATCH), "loss", "weight", "[8]")
 
 
-LOSSES = {
+INVALID_LOSSES = {
     "no function": (lambda: step_of(None), "None"),
     "a pipeline's model on one device": (lambda: step_of(jgraph.PipelineModel(loss, loss, loss)), "PipelineModel"),
     "too few arguments": (lambda: step_of(lambda params, batch: 0.0), "(params, batch, key)"),
@@ -159,15 +159,15 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("case", LOSSES)
-def test_a_loss_that_cannot_be_called_by_a_step_is_refused_when_the_step_is_made(case):
-    call, *words = LOSSES[case]
+@pytest.mark.parametrize("case", INVALID_LOSSES)
+def test_a_loss_with_a_wrong_signature_is_refused_when_the_step_is_created(case):
+    call, *words = INVALID_LOSSES[case]
     assert_refused(call, "loss", "`loss`", *words)
 
 
 # --- The batch ---
 
-BATCHES = {
+INVALID_BATCHES = {
     "a float": (BATCH | {"scale": 0.5}, "0.5", "`scale`"),
     "an integer": (BATCH | {"scale": 2}, "2", "`scale`"),
     "a string": (BATCH | {"name": "train"}, "'train'", "`name`"),
@@ -178,13 +178,13 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("case", BATCHES)
-def test_a_batch_with_a_leaf_that_has_no_rows_to_share_is_refused(case):
-    batch, *words = BATCHES[case]
+@pytest.mark.parametrize("case", INVALID_BATCHES)
+def test_a_batch_leaf_that_cannot_be_split_into_microbatches_is_refused(case):
+    batch, *words = INVALID_BATCHES[case]
     assert_refused(lambda: step_of(num_microbatches=2).compile(batch), "batch", "`batch`", *words)
 
 
-def test_a_leaf_may_be_none():
+def test_a_batch_leaf_may_be_none():
     step_of().lower(BATCH | {"mask": None})
 
 
@@ -241,20 +241,20 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_an_argument_is_refused_by_its_name(mistake):
+def test_an_invalid_argument_is_refused_by_its_name(mistake):
     call, field, *words = MISTAKES[mistake]
     assert_refused(call, field, f"`{field}`", *words)
 
 
 @pytest.mark.parametrize("key", [np.int64(3), jax.random.PRNGKey(3), jax.random.key(3)], ids=["int64", "raw", "typed"])
-def test_a_seed_and_keys_of_both_kinds_are_taken(key):
+def test_a_seed_a_raw_key_and_a_typed_key_are_accepted(key):
     def noisy(params, batch, key):
         return loss(params, batch, key) + jax.random.normal(key)
 
     step_of(noisy, key=key).lower(BATCH)
 
 
-def test_compiler_options_of_a_callable_are_a_mapping():
+def test_compiler_options_of_a_graphed_callable_must_be_a_mapping():
     with pytest.raises(jgraph.CallableError, match="`compiler_options` is list: must be") as error:
         jgraph.make_graphed_callables(lambda w, x: x @ w, jnp.ones((2, 3)), (jnp.ones((4, 2)),), compiler_options=["a=b"])
     assert error.value.field == "compiler_options"
@@ -270,19 +270,19 @@ def test_a_line_search_is_refused_because_it_needs_the_loss_function(declare):
     )
 
 
-def test_a_transform_that_needs_another_function_is_refused_by_its_name():
+def test_a_transform_that_needs_an_unavailable_argument_is_refused_with_its_name():
     transform = contrib.sam(SGD, optax.chain(contrib.normalize(), SGD), opaque_mode=True)
     assert_refused(lambda: step_of(transform=transform).lower(BATCH), "transform", "`grad_fn`", "`value`")
 
 
-def test_a_transform_without_extra_arguments_gets_none():
+def test_a_transform_without_extra_arguments_is_accepted():
     def update(updates, state, params=None):
         return updates, state
 
     step_of(transform=optax.GradientTransformation(lambda params: (), update)).lower(BATCH)
 
 
-def test_other_errors_of_a_transform_stay_as_they_are():
+def test_other_errors_of_a_transform_propagate_unchanged():
     def update(updates, state, params=None):
         raise TypeError("of its own")
 

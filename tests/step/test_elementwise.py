@@ -1,4 +1,4 @@
-"""`jgraph.elementwise` accepts transforms that may see packed parameters, and refuses others before anything compiles."""
+"""Tests that `jgraph.elementwise` accepts elementwise transforms and refuses all others before compiling."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ SHAPES = {
 
 
 def make(transform):
-    """A step with a transform that is declared elementwise; compiles nothing."""
+    """Creates a step with a transform declared elementwise. Compiles nothing."""
     loss = lambda params, batch, key: jnp.float32(0)  # noqa: E731
     return jgraph.train_step(loss, jgraph.elementwise(transform), jgraph.Replicated(None, SHAPES))
 
@@ -85,14 +85,14 @@ def test_an_elementwise_transform_is_accepted(name):
 
 
 @pytest.mark.parametrize("name", COUPLED)
-def test_a_transform_that_is_not_elementwise_is_refused_when_the_step_is_made(name):
+def test_a_transform_that_is_not_elementwise_is_refused_when_the_step_is_created(name):
     with pytest.raises(jgraph.ConfigError, match="without `elementwise`") as error:
         make(COUPLED[name])
     assert error.value.field == "transform"
     assert "\n" not in str(error.value)
 
 
-def test_every_transform_that_is_refused_works_without_the_declaration():
+def test_a_refused_transform_works_without_the_declaration():
     loss = lambda params, batch, key: jnp.mean((batch @ params["w"]) ** 2)  # noqa: E731
     params, batch = {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}, jnp.ones((2, 4))
     step = jgraph.train_step(loss, COUPLED["clipping by the global norm"], jgraph.Replicated(None, params))
@@ -100,7 +100,7 @@ def test_every_transform_that_is_refused_works_without_the_declaration():
     assert not jnp.array_equal(step.canonical.of(state).params["w"], params["w"])
 
 
-def test_the_check_of_a_transform_compiles_nothing():
+def test_checking_a_transform_compiles_nothing():
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
     try:
@@ -110,23 +110,23 @@ def test_the_check_of_a_transform_compiles_nothing():
     assert not [name for name in compiled if "backend_compile" in name]
 
 
-def test_a_transform_is_checked_where_jax_has_no_cpu(monkeypatch):
+def test_a_transform_is_checked_without_a_cpu_backend(monkeypatch):
     def unknown(*args, **kwargs):
         raise RuntimeError("Unknown backend cpu")
 
     monkeypatch.setattr(jax, "local_devices", unknown)
     make(optax.adam(1e-3))
-    with pytest.raises(jgraph.ConfigError, match="gives other updates"):
+    with pytest.raises(jgraph.ConfigError, match="computes other updates"):
         make(COUPLED["clipping by the global norm"])
 
 
 @pytest.mark.parametrize("transform", ["adam", 3, None])
-def test_elementwise_takes_a_transform_or_a_function(transform):
+def test_elementwise_needs_a_transform_or_a_function(transform):
     with pytest.raises(jgraph.ConfigError, match="must be an optax transform") as error:
         jgraph.elementwise(transform)
     assert error.value.field == "transform"
 
 
-def test_a_function_of_the_matrices_must_make_a_transform():
+def test_a_function_of_the_matrices_must_return_a_transform():
     with pytest.raises(jgraph.ConfigError, match="`transform` returns 3: must make an optax transform"):
         make(lambda matrices: 3)

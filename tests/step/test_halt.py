@@ -1,4 +1,4 @@
-"""A step that halts and later steps change nothing. A replay from there equals a run without a halt."""
+"""Tests that a halted step and all later steps change nothing, and that a replay equals a run without a halt."""
 
 from dataclasses import replace
 from functools import partial
@@ -22,24 +22,26 @@ from tests.step.test_train_step import errors, new_params, strategy
 
 pytestmark = pytest.mark.long
 
-STEPS, PLANTED, NEEDED, ROOM, LARGE = 6, 3, 7, 4, 10
+STEPS, PLANTED, NEEDED, SMALL, LARGE = 6, 3, 7, 4, 10
 ROWS = 16
 CARRIED = {"overflow": jnp.int32(0), "seen": jnp.float32(0)}
 REDUCTIONS = {"overflow": "halt", "seen": "sum"}
 
 
-def counted(carried, needed, room):
-    """Returns the carried state after a microbatch with `needed` of `room` places. Drops the old flag, like a layer."""
-    return {"overflow": jnp.where(needed > room, needed, 0), "seen": carried["seen"] + jnp.sum(needed)}
+def counted(carried, needed, capacity):
+    """Returns the carried state after a microbatch with `needed` rows. Overwrites the flag."""
+    return {"overflow": jnp.where(needed > capacity, needed, 0), "seen": carried["seen"] + jnp.sum(needed)}
 
 
-def loss(params, batch, key, carried, *, room):
-    noise = 1 + 0.1 * jax.random.normal(key)  # so that the replay must use the random numbers of the step
-    return Loss(noise * jnp.sum(errors(params, batch)), len(batch["x"]), {}, counted(carried, jnp.sum(batch["needs"]), room))
+def loss(params, batch, key, carried, *, capacity):
+    noise = 1 + 0.1 * jax.random.normal(key)  # the replay must use the same random numbers
+    return Loss(
+        noise * jnp.sum(errors(params, batch)), len(batch["x"]), {}, counted(carried, jnp.sum(batch["needs"]), capacity)
+    )
 
 
 def batches():
-    """Makes batches. The last row of batch PLANTED needs more than ROOM, on one device and in one microbatch."""
+    """Makes batches. The last row of batch PLANTED needs more than SMALL, on one device and in one microbatch."""
     found = []
     for number in range(1, STEPS + 1):
         rng, needs = np.random.default_rng(number), np.zeros(ROWS, np.int32)
@@ -49,13 +51,13 @@ def batches():
     return found
 
 
-def step_of(name: str, room: int, num_microbatches: int = 1) -> TrainStep:
+def step_of(name: str, capacity: int, num_microbatches: int = 1) -> TrainStep:
     given = {"carried": CARRIED, "reductions": REDUCTIONS, "num_microbatches": num_microbatches, "clip_norm": 1.0}
-    return train_step(partial(loss, room=room), elementwise(optax.adam(1e-2)), strategy(name), **given)
+    return train_step(partial(loss, capacity=capacity), elementwise(optax.adam(1e-2)), strategy(name), **given)
 
 
 def run(step: TrainStep, state: TrainState, rows: list):
-    """The state after steps that are handed over one after another, and all metrics."""
+    """Runs one step per batch in `rows`. Returns the final state and the metrics of all steps."""
     compiled, found = step.compile(rows[0]), []
     for batch in rows:
         state, metrics = compiled(state, step.place(batch))
@@ -73,12 +75,12 @@ def canonical(step, state):
 
 
 def check_replay(small: TrainStep, large: TrainStep, rows: list, params, carried):
-    """Checks that a run with `small` halts at PLANTED, and that `large` then continues like a run of its own."""
+    """Checks that a run with `small` halts at PLANTED, and that `large` then continues like a run without a halt."""
     expected, curve = run(large, large.init(params, carried), rows)
     assert [int(metrics.halted) for metrics in curve] == [0] * STEPS
     good, _ = run(small, small.init(params, carried), rows[: PLANTED - 1])
     good = canonical(small, good)
-    # Like a host that reads the metrics late: the steps after the halted step need no room.
+    # Like a host that reads the metrics late. The steps after the halted step would fit.
     state, begun = run(small, small.init(params, carried), rows)
     assert [int(metrics.halted) for metrics in begun] == [0] * (PLANTED - 1) + [NEEDED] * (STEPS - PLANTED + 1)
     assert (int(state.step), int(state.skipped)) == (PLANTED - 1, 0)
@@ -99,20 +101,20 @@ def check_replay(small: TrainStep, large: TrainStep, rows: list, params, carried
         ("data 2 x fsdp 2", 2),
     ],
 )
-def test_a_step_that_halts_changes_nothing_until_it_is_replayed(name, num_microbatches):
-    small, large = (step_of(name, room, num_microbatches) for room in (ROOM, LARGE))
+def test_a_halted_step_changes_nothing_until_it_is_replayed(name, num_microbatches):
+    small, large = (step_of(name, capacity, num_microbatches) for capacity in (SMALL, LARGE))
     check_replay(small, large, batches(), new_params(), CARRIED)
 
 
-def layer(params, x, carried, *, room):
-    return pipelined.layer(params, x), counted(carried, NEEDED * jnp.sum(jnp.abs(x[:, 0]) > 50, dtype=jnp.int32), room)
+def layer(params, x, carried, *, capacity):
+    return pipelined.layer(params, x), counted(carried, NEEDED * jnp.sum(jnp.abs(x[:, 0]) > 50, dtype=jnp.int32), capacity)
 
 
-def model(room: int) -> PipelineModel:
+def model(capacity: int) -> PipelineModel:
     layers = range(pipelined.LAYERS)
     return replace(
         pipelined.MODEL,
-        layer=partial(layer, room=room),
+        layer=partial(layer, capacity=capacity),
         split_carried=lambda carried: [jax.tree.map(lambda leaf, i=i: leaf[i], carried) for i in layers],
         join_carried=lambda each: jax.tree.map(lambda *leaves: jnp.stack(leaves), *each),
     )
@@ -136,14 +138,14 @@ def test_a_layer_of_a_pipeline_halts_all_ranks(schedule, axes, engine):
     carried = jax.tree.map(lambda leaf: jnp.stack([leaf] * pipelined.LAYERS), CARRIED)
     given = {"carried": carried, "reductions": REDUCTIONS, "num_microbatches": count}
     transform, where = elementwise(optax.adam(1e-2)), Pipelined(mesh, pipelined.shapes(), order, engine=engine)
-    small, large = (train_step(model(room), transform, where, **given) for room in (ROOM, LARGE))
+    small, large = (train_step(model(capacity), transform, where, **given) for capacity in (SMALL, LARGE))
     check_replay(small, large, rows, pipelined.new_params, carried)
 
 
 @pytest.mark.once
-def test_a_step_that_halts_leaves_histories_of_fp8_as_they_are():
+def test_a_halted_step_does_not_change_amax_histories():
     def counting(params, batch, key, carried):
-        return Loss(precision.loss(params, batch, key), carried=counted(carried, batch["needs"][0], ROOM))
+        return Loss(precision.loss(params, batch, key), carried=counted(carried, batch["needs"][0], SMALL))
 
     rows = [precision.BATCH | {"needs": np.full(precision.ROWS, needs, np.int32)} for needs in (0, NEEDED)]
     given = {"carried": CARRIED, "reductions": REDUCTIONS, "fp8": precision.DELAYED, "batch": rows[0]}
@@ -154,14 +156,14 @@ def test_a_step_that_halts_leaves_histories_of_fp8_as_they_are():
     assert_same(canonical(step, step.resumed(state)), canonical(step, good))
 
 
-def test_a_step_that_halts_is_not_one_that_was_skipped():
-    step, rows = step_of("one device", ROOM), batches()[PLANTED - 1]
+def test_a_halted_step_does_not_count_as_skipped():
+    step, rows = step_of("one device", SMALL), batches()[PLANTED - 1]
     state, _ = run(step, step.init(new_params(), CARRIED), [rows | {"y": np.full_like(rows["y"], np.nan)}])
     assert (int(state.step), int(state.skipped), int(state.carried["overflow"])) == (0, 0, NEEDED)
 
 
-def test_what_halted_a_state_is_made_zero_where_it_lies():
-    step, rows = step_of("data 4", ROOM), batches()[PLANTED - 1]
+def test_resuming_resets_the_halt_flag_in_place():
+    step, rows = step_of("data 4", SMALL), batches()[PLANTED - 1]
     state, _ = run(step, step.init(new_params(), CARRIED), [rows])
     flag, other = state.carried["overflow"], state.carried["seen"]
     places = [shard.data.unsafe_buffer_pointer() for shard in flag.addressable_shards]
@@ -171,10 +173,10 @@ def test_what_halted_a_state_is_made_zero_where_it_lies():
     assert after.carried["seen"] is other
 
 
-def test_a_step_that_cannot_halt_has_nothing_for_it():
-    """One choice for each array between the old and the new one, one for the counter, and no result more."""
+def test_a_step_without_a_halt_reduction_has_no_halting_code():
+    """Counts one select per carried array, plus one in the loss, and no additional output."""
     given = {"carried": CARRIED, "reductions": {"overflow": "max", "seen": "sum"}}
-    step = train_step(partial(loss, room=LARGE), optax.sgd(0.1), strategy("one device"), **given)
+    step = train_step(partial(loss, capacity=LARGE), optax.sgd(0.1), strategy("one device"), **given)
     lowered = step.lower(batches()[0])
     metrics = lowered.out_info[1]
     assert metrics.halted is None
@@ -182,11 +184,11 @@ def test_a_step_that_cannot_halt_has_nothing_for_it():
     without = train_step(lambda *args: errors(args[0], args[1]).sum(), optax.sgd(0.1), strategy("one device"))
     own = lowered.as_text().count("stablehlo.select")
     others = without.lower(batches()[0]).as_text().count("stablehlo.select")
-    assert own - others == len(CARRIED) + 1  # one is the loss's own
+    assert own - others == len(CARRIED) + 1  # one is in the loss
 
 
 @pytest.mark.parametrize("reductions", ["halt", {"overflow": "halt", "seen": "halt"}], ids=str)
-def test_only_integers_halt(reductions):
+def test_a_halt_reduction_needs_integers(reductions):
     with pytest.raises(ConfigError, match="must be integers") as error:
         train_step(loss, optax.sgd(0.1), strategy("one device"), carried=CARRIED, reductions=reductions)
     assert error.value.field == "reductions"

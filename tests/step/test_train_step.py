@@ -1,4 +1,4 @@
-"""A step for a user's own loop: every strategy equals a plain loop of jax and optax."""
+"""Tests that a step with any strategy equals a plain loop of JAX and optax."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jgraph.strategies import FullySharded, Loss, Replicated
 
 ROWS, STEPS = 16, 3
 STRATEGIES = ["one device", "data 4", "fsdp 4", "fsdp 4, resharding", "data 2 x fsdp 2"]
-# Neither 10 nor 3 is divisible by four devices.
+# 10 and 3 are not divisible by four devices.
 SHAPES = {"up": (6, 10), "bias": (10,), "down": (10, 3)}
 
 
@@ -28,7 +28,7 @@ def shapes():
 @pytest.fixture
 def batch():
     rng = np.random.default_rng(1)
-    # Rows differ in weight, so that a mean of means would be another number.
+    # Rows have different weights, so that a mean of means is a different number.
     weight = (np.arange(ROWS) % 5 != 0).astype(np.float32) * np.linspace(1, 3, ROWS, dtype=np.float32)
     return {"x": rng.standard_normal((ROWS, 6), np.float32), "y": rng.standard_normal((ROWS, 3), np.float32), "w": weight}
 
@@ -58,7 +58,7 @@ def strategy(name):
 
 
 def trained(step, batch, *, steps=STEPS, carried=None):
-    """The state after some steps, and the metrics of the last."""
+    """Returns the state after `steps` steps and the metrics of the last step."""
     run, state = step.compile(batch), step.init(new_params(), carried)
     for _ in range(steps):
         state, metrics = run(state, step.place(batch))
@@ -67,7 +67,7 @@ def trained(step, batch, *, steps=STEPS, carried=None):
 
 
 def plain(transform, loss, batch, *, steps=STEPS):
-    """Returns the results of the same loss and optimizer in a loop without this library."""
+    """Returns the parameters and the loss of the same training in a loop without jgraph."""
     params, transform = new_params(), optax.with_extra_args_support(transform)
     state = transform.init(params)
     for _ in range(steps):
@@ -83,7 +83,7 @@ def assert_close(actual, expected):
 
 
 def by_name(params):
-    """Decays and moves `down` alone."""
+    """Selects only `down`."""
     return {name: name == "down" for name in params}
 
 
@@ -95,7 +95,7 @@ TRANSFORMS = {
     "polyak's rate": optax.polyak_sgd(0.1),
     "l-bfgs": optax.lbfgs(1e-2, linesearch=None),
 }
-# A plateau after every step: the rate is halved for the second step and again for the third.
+# Every step counts as a plateau: the learning rate is halved for the second and the third step.
 PLATEAU = optax.chain(optax.adam(1e-1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=1.0))
 ACCUMULATED = optax.MultiSteps(optax.adam(1e-2), 2)
 
@@ -112,7 +112,7 @@ ACCUMULATED = optax.MultiSteps(optax.adam(1e-2), 2)
         pytest.param("one device", "l-bfgs", marks=pytest.mark.once),
     ],
 )
-def test_any_transform_sees_the_models_own_tree(name, transform, batch):
+def test_any_transform_gets_the_parameter_tree_of_the_model(name, transform, batch):
     own = TRANSFORMS[transform]
     step = train_step(mean, own, strategy(name), num_microbatches=2)
     state, metrics = trained(step, batch)
@@ -122,7 +122,7 @@ def test_any_transform_sees_the_models_own_tree(name, transform, batch):
 
 
 @pytest.mark.parametrize("declare", [lambda transform: transform, elementwise], ids=["plain", "elementwise"])
-def test_a_transform_gets_the_loss_and_the_gradient_that_it_asks_for(declare, batch):
+def test_a_transform_gets_the_loss_and_gradient_as_extra_arguments(declare, batch):
     step = train_step(mean, declare(PLATEAU), strategy("fsdp 4"), num_microbatches=2)
     state, _ = trained(step, batch)
     params, _ = plain(PLATEAU, lambda p, b: mean(p, b, None), batch)
@@ -131,7 +131,7 @@ def test_a_transform_gets_the_loss_and_the_gradient_that_it_asks_for(declare, ba
     assert not np.allclose(params["up"], unscaled["up"], rtol=1e-2)
 
 
-def test_gradients_are_accumulated_over_steps(batch):
+def test_gradients_are_accumulated_over_steps_by_optax(batch):
     step = train_step(mean, elementwise(ACCUMULATED), strategy("fsdp 4"))
     state, _ = trained(step, batch)
     params, _ = plain(ACCUMULATED.gradient_transformation(), lambda p, b: mean(p, b, None), batch)
@@ -140,7 +140,7 @@ def test_gradients_are_accumulated_over_steps(batch):
 
 @pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.once), 4])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_sum_and_its_weight_are_the_mean_over_the_whole_batch(name, num_microbatches, batch):
+def test_a_weighted_loss_is_the_mean_over_the_whole_batch(name, num_microbatches, batch):
     adamw = elementwise(lambda matrices: optax.adamw(1e-2, mask=matrices))
     step = train_step(weighted, adamw, strategy(name), num_microbatches=num_microbatches)
     state, metrics = trained(step, batch)
@@ -155,7 +155,7 @@ def test_a_sum_and_its_weight_are_the_mean_over_the_whole_batch(name, num_microb
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_metrics_of_the_loss_are_weighted_means_over_microbatches_and_devices(name, batch):
+def test_aux_metrics_are_weighted_means_over_microbatches_and_devices(name, batch):
     _, metrics = trained(train_step(weighted, optax.sgd(0.0), strategy(name), num_microbatches=2), batch, steps=1)
     large = np.asarray(errors(new_params(), batch)) > 1
     assert metrics.aux["large"] == pytest.approx(float(np.sum(large * batch["w"]) / np.sum(batch["w"])))
@@ -168,7 +168,7 @@ REDUCTIONS = {kind: kind for kind in CARRIED}
 
 
 def carrying(params, batch, key, carried):
-    """Carries, of each kind, the first column of x."""
+    """Adds the sum of the first column of x to each carried value."""
     row = jnp.sum(batch["x"][:, 0])
     return Loss(jnp.sum(errors(params, batch)), len(batch["x"]), {}, {kind: carried[kind] + row for kind in carried})
 
@@ -181,7 +181,7 @@ def test_carried_state_is_reduced_over_microbatches_and_devices_as_declared(name
     step = train_step(
         carrying, optax.sgd(0.0), strategy(name), num_microbatches=num_microbatches, carried=CARRIED, reductions=REDUCTIONS
     )
-    start = {kind: jnp.float32(-10) for kind in CARRIED}  # a maximum that began at zero would show
+    start = {kind: jnp.float32(-10) for kind in CARRIED}  # a maximum that starts at zero would be wrong
     state, _ = trained(step, batch, steps=1, carried=start)
     parts = np.asarray(batch["x"][:, 0]).reshape(num_microbatches, step.num_devices, -1).sum(-1) - 10
     expected = {"max": parts.max(), "sum": parts.sum(), "mean": parts.mean(), "last": parts[-1, -1]}
@@ -189,7 +189,7 @@ def test_carried_state_is_reduced_over_microbatches_and_devices_as_declared(name
         assert state.carried[kind] == pytest.approx(float(value), rel=1e-5), kind
 
 
-def test_carried_state_stays_as_it_is_where_the_update_is_not_applied(batch):
+def test_a_skipped_update_does_not_change_the_carried_state(batch):
     step = train_step(carrying, optax.sgd(1.0), strategy("one device"), carried=CARRIED)
     state, _ = trained(step, batch | {"y": np.full((ROWS, 3), np.nan, np.float32)}, steps=1, carried=CARRIED)
     assert (int(state.skipped), int(state.step)) == (1, 1)
@@ -204,7 +204,7 @@ def noisy(params, batch, key):
     return mean(params, batch, key) + 0 * jnp.sum(params["bias"]) + jax.random.normal(key)
 
 
-def test_every_step_microbatch_and_device_has_a_key_of_its_own(batch):
+def test_every_step_microbatch_and_device_has_a_different_random_key(batch):
     def spread(params, batch, key):
         drawn = jax.random.normal(key)
         return Loss(0 * jnp.sum(params["bias"]), 1.0, {"drawn": drawn, "squares": drawn**2})
@@ -216,12 +216,12 @@ def test_every_step_microbatch_and_device_has_a_key_of_its_own(batch):
         state, metrics = run(state, step.place(batch))
         jax.block_until_ready(state)
         drawn.append((float(metrics.aux["drawn"]), float(metrics.aux["squares"])))
-    # The mean of eight equal numbers squared is the mean of their squares.
+    # If all eight numbers were equal, the squared mean would equal the mean of the squares.
     assert all(abs(average**2 - squares) > 1e-3 for average, squares in drawn)
     assert drawn[0] != drawn[1]
 
 
-def test_the_same_seed_gives_the_same_steps(batch):
+def test_the_same_seed_gives_the_same_losses(batch):
     losses = [
         float(trained(train_step(noisy, optax.sgd(0.1), strategy("one device"), key=seed), batch)[1].loss) for seed in (5, 5, 6)
     ]
@@ -231,7 +231,7 @@ def test_the_same_seed_gives_the_same_steps(batch):
 # --- Checks and errors ---
 
 
-def test_a_transform_that_changes_a_dtype_is_found_when_the_step_is_compiled(batch):
+def test_a_transform_that_changes_a_dtype_is_refused_at_compile_time(batch):
     def update(updates, state, params=None):
         return updates, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state)
 
@@ -243,14 +243,14 @@ def test_a_transform_that_changes_a_dtype_is_found_when_the_step_is_compiled(bat
 
 @pytest.mark.parametrize(("name", "other"), [("one device", "fsdp 4"), ("data 2 x fsdp 2", "one device"), ("fsdp 4", "data 4")])
 @pytest.mark.parametrize("transform", ["adamw, elementwise", pytest.param("muon", marks=pytest.mark.once)])
-def test_a_state_goes_on_under_another_strategy(name, other, transform, batch):
+def test_a_canonical_state_moves_to_another_strategy_unchanged(name, other, transform, batch):
     own = TRANSFORMS[transform]
     first, second = (train_step(mean, own, strategy(each)) for each in (name, other))
     state, _ = trained(first, batch, steps=1)
     canonical = jax.tree.map(np.asarray, first.canonical.of(state))
     moved = second.canonical.back(jax.device_put(canonical, jax.tree.map(lambda s: s.sharding, second.canonical.shapes())))
-    again = second.canonical.of(moved)
-    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(canonical), strict=True):
+    restored = second.canonical.of(moved)
+    for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(canonical), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -264,30 +264,30 @@ def test_a_state_goes_on_under_another_strategy(name, other, transform, batch):
         ({"freeze": ("*",)}, "freeze"),
     ],
 )
-def test_an_argument_that_cannot_be_is_refused_by_its_name(arguments, field):
+def test_an_invalid_argument_is_refused_by_its_name(arguments, field):
     with pytest.raises(ConfigError) as error:
         train_step(mean, optax.sgd(0.1), strategy("one device"), **arguments)
     assert error.value.field == field
 
 
-def test_a_mesh_with_other_axes_is_refused():
+def test_a_mesh_with_unknown_axes_is_refused():
     with pytest.raises(ConfigError) as error:
         FullySharded(jax.make_mesh((4,), ("model",)), shapes())
     assert error.value.field == "mesh"
 
 
-def test_a_loss_that_is_no_scalar_is_refused(batch):
+def test_a_loss_that_is_not_a_scalar_is_refused(batch):
     with pytest.raises(ShapeError):
         train_step(lambda params, batch, key: errors(params, batch), optax.sgd(0.1), strategy("one device")).compile(batch)
 
 
-def test_rows_that_devices_and_microbatches_cannot_share_are_refused(batch):
+def test_a_batch_that_devices_and_microbatches_do_not_divide_is_refused(batch):
     step = train_step(mean, optax.sgd(0.1), strategy("data 4"), num_microbatches=3)
     with pytest.raises(ShapeError):
         step.compile(batch)
 
 
-def test_a_strategy_and_its_step_say_in_a_line_what_they_are():
+def test_the_repr_of_a_strategy_and_a_step_is_one_line():
     shapes = {"w": jax.ShapeDtypeStruct((1000, 3), jnp.float32)}
     mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
     sharded = FullySharded(mesh, shapes, reshard_after_forward=True)

@@ -1,4 +1,4 @@
-"""A loss that reduces over `jgraph.BATCH_AXES` is the same function of the whole batch on every layout."""
+"""Tests that a loss that reduces over `jgraph.BATCH_AXES` has the same value on every layout."""
 
 from dataclasses import replace
 from functools import partial
@@ -71,8 +71,8 @@ def trained(layout, model, **choices):
     return metrics, state.params, state.carried
 
 
-def assert_same(found, wanted):
-    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+def assert_same(found, expected):
+    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
@@ -94,7 +94,7 @@ def test_a_batch_norm_over_the_batch_axes_trains_the_same_on_every_layout(kind, 
     assert_same(trained(layout, MODELS[kind](BATCH_AXES)), on_one_device[kind])
 
 
-def test_a_batch_norm_over_the_batch_axes_is_a_plain_one_on_one_device(on_one_device):
+def test_a_batch_norm_over_the_batch_axes_equals_a_plain_batch_norm_on_one_device(on_one_device):
     assert_same(on_one_device["nnx"], trained("one device", MODELS["nnx"](None)))
 
 
@@ -110,8 +110,8 @@ def test_a_batch_norm_normalizes_over_the_rows_of_each_device_by_default(axis_na
 
 
 @pytest.mark.long
-def test_products_in_fp8_are_found_where_a_batch_norm_reduces_over_the_batch_axes():
-    def products(layout, axis_name):
+def test_fp8_finds_matmuls_in_a_model_that_reduces_over_the_batch_axes():
+    def train_in_fp8(layout, axis_name):
         model = jgraph.functional(lambda: Wide(axis_name, nnx.Rngs(0)))
         step = step_of(layout, model, fp8=jgraph.FP8Config(recipe="delayed", emulate=True), batch=WIDE)
         run, state = step.compile(WIDE), step.init(*model.init())
@@ -119,10 +119,10 @@ def test_products_in_fp8_are_found_where_a_batch_norm_reduces_over_the_batch_axe
         state, metrics = run(state, step.place(WIDE))
         return jax.tree.map(np.shape, before), float(metrics.loss)
 
-    (wanted, _), (one, loss), (four, other) = (
-        products(*case) for case in (("one device", None), ("one device", BATCH_AXES), ("data 4", BATCH_AXES))
+    (expected, _), (one, loss), (four, other) = (
+        train_in_fp8(*case) for case in (("one device", None), ("one device", BATCH_AXES), ("data 4", BATCH_AXES))
     )
-    assert one == four == wanted
+    assert one == four == expected
     assert other == pytest.approx(loss, rel=0.05)
 
 
@@ -138,7 +138,7 @@ class Wide(nnx.Module):
 WIDE = np.random.default_rng(0).standard_normal((64, 32), np.float32)
 
 
-def test_grouped_products_have_gradients_where_a_loss_reduces_over_a_missing_axis():
+def test_grouped_matmuls_have_gradients_if_the_loss_reduces_over_a_missing_axis():
     def loss(reduce, params, batch, key):
         return reduce(jnp.mean(jgraph.grouped_dot(batch, params["w"], jnp.array([6, 10])) ** 2))
 
@@ -147,8 +147,8 @@ def test_grouped_products_have_gradients_where_a_loss_reduces_over_a_missing_axi
         jgraph.train_step(partial(loss, reduce), optax.sgd(0.1), jgraph.Replicated(None, params))
         for reduce in (lambda x: lax.pmean(x, BATCH_AXES), lambda x: x)
     )
-    found, wanted = (step.compile(BATCH["x"])(step.init(params), BATCH["x"])[0] for step in (reducing, plain))
-    assert_same(found.params, wanted.params)
+    found, expected = (step.compile(BATCH["x"])(step.init(params), BATCH["x"])[0] for step in (reducing, plain))
+    assert_same(found.params, expected.params)
 
 
 # --- Pipelines ---
@@ -170,7 +170,7 @@ def head(outer, x, batch):
     return plain.head(outer, x / (1 + batch_mean(x**2)), batch)
 
 
-PIECES = replace(
+MODEL = replace(
     plain.MODEL,
     embed=lambda outer, batch: plain.embed(outer, batch) * batch_mean(batch["x"])[0],
     layer=layer,
@@ -180,12 +180,12 @@ PIECES = replace(
 )
 
 
-def pieces_in_turn(params, batch, key, carried):
-    x, after = PIECES.embed(params, batch), []
-    for own, state in zip(params["layers"], PIECES.split_carried(carried), strict=True):
-        x, state = PIECES.layer(own, x, state)
+def sequential_loss(params, batch, key, carried):
+    x, after = MODEL.embed(params, batch), []
+    for own, state in zip(params["layers"], MODEL.split_carried(carried), strict=True):
+        x, state = MODEL.layer(own, x, state)
         after.append(state)
-    return jgraph.Loss(PIECES.head(params, x, batch), carried=PIECES.join_carried(after))
+    return jgraph.Loss(MODEL.head(params, x, batch), carried=MODEL.join_carried(after))
 
 
 def rows():
@@ -197,7 +197,7 @@ def pipelined(schedule, sizes, **choices):
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes))
     order = generate(schedule, pp=sizes["pipe"], microbatches=plain.MICROBATCHES)
     strategy = jgraph.Pipelined(mesh, plain.shapes(), order, **choices)
-    return jgraph.train_step(PIECES, optax.sgd(0.1), strategy, num_microbatches=plain.MICROBATCHES, carried=CARRIED)
+    return jgraph.train_step(MODEL, optax.sgd(0.1), strategy, num_microbatches=plain.MICROBATCHES, carried=CARRIED)
 
 
 def run_twice(step):
@@ -211,10 +211,10 @@ def run_twice(step):
 
 
 @pytest.fixture(scope="module")
-def in_turn():
+def sequential():
     strategy = jgraph.Replicated(None, plain.shapes())
     choices = {"num_microbatches": plain.MICROBATCHES, "carried": CARRIED}
-    return run_twice(jgraph.train_step(pieces_in_turn, optax.sgd(0.1), strategy, **choices))
+    return run_twice(jgraph.train_step(sequential_loss, optax.sgd(0.1), strategy, **choices))
 
 
 @pytest.mark.long
@@ -227,8 +227,8 @@ def in_turn():
     ],
     ids=["data", "fsdp", "dispatch"],
 )
-def test_the_pieces_of_a_pipeline_reduce_over_the_batch_axes(schedule, sizes, choices, in_turn):
-    assert_same(run_twice(pipelined(schedule, sizes, **choices)), in_turn)
+def test_pipeline_stages_reduce_over_the_batch_axes(schedule, sizes, choices, sequential):
+    assert_same(run_twice(pipelined(schedule, sizes, **choices)), sequential)
 
 
 def test_the_dispatch_engine_refuses_a_model_that_reduces_over_replicas():
@@ -238,7 +238,7 @@ def test_the_dispatch_engine_refuses_a_model_that_reduces_over_replicas():
     assert error.value.field == "engine"
 
 
-# --- Refusals, calls outside a step ---
+# --- Errors, and calls outside a step ---
 
 
 @pytest.mark.parametrize("layout", ["one device", "data 4", "data 2 x fsdp 2"])
@@ -248,7 +248,7 @@ def test_an_axis_name_other_than_the_batch_axes_is_refused(layout):
     assert error.value.field == "axis_name"
 
 
-def test_an_undefined_name_in_a_loss_is_still_a_name_error():
+def test_an_undefined_name_in_a_loss_raises_a_name_error():
     step = jgraph.train_step(lambda *_: missing, optax.sgd(0.1), jgraph.Replicated(None, {"w": jnp.ones(3)}))  # noqa: F821
     with pytest.raises(NameError, match="'missing' is not defined"):
         step.compile(BATCH)
@@ -262,7 +262,7 @@ def test_a_functional_model_can_reduce_over_the_batch_axes_outside_a_step(kind):
     assert_same(*(model.evaluate("loss", params, carried, BATCH) for model in (reducing, other)))
 
 
-def test_a_linen_model_with_a_mean_over_the_batch_axes_can_be_initialized_and_evaluated():
+def test_a_linen_model_that_reduces_over_the_batch_axes_can_be_initialized_and_evaluated():
     class Averaged(LinenNormed):
         def loss(self, batch, train):
             return lax.pmean(super().loss(batch, train), BATCH_AXES)

@@ -1,4 +1,4 @@
-"""Runs on exactly as many CPU devices as they have ranks: there is no thread to spare, so two programs at once would hang."""
+"""Tests runs with one CPU device per rank. No thread is free, so two concurrent programs would deadlock."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests import tiny
 
 pytestmark = pytest.mark.long
 
-# Few log lines, so that only the loop itself waits for a step.
+# Few log lines, so that only the training loop waits for steps.
 FLAGS = (
     *("--data", "synthetic", "--model.num-layers", "2", "--model.vocab-size", "257"),
     *("--batch-size", "16", "--num-microbatches", "4", "--steps", "12", "--log-every", "100"),
@@ -18,11 +18,11 @@ FLAGS = (
     ("num_devices", "flags"),
     [
         pytest.param(2, "--fsdp 2 --profile 6:8", marks=pytest.mark.once),
-        # Fails on jax 0.12: its partitioner warns on stderr about the generated text at the end. To be fixed.
+        # Fails on jax 0.12: its partitioner warns on stderr when the run generates text at the end.
         pytest.param(4, "--pp 2 --fsdp 2 --schedule zb-v --model.num-layers 4", marks=pytest.mark.once),
     ],
 )
-def test_a_run_trains_evaluates_and_saves_with_a_device_for_each_rank_and_no_more(tmp_path, num_devices, flags):
+def test_a_run_trains_evaluates_and_saves_with_one_device_per_rank(tmp_path, num_devices, flags):
     process = tiny.start(tmp_path / "run", *FLAGS, *flags.split(), num_devices=num_devices)
     # XLA gives up after 40 s in a collective.
     code, _, err = tiny.finish(process, seconds=120)

@@ -1,4 +1,4 @@
-"""Sharded state: equality with one device, bytes per device, dtypes, updates and errors."""
+"""Tests sharded state: equality with one device, bytes per device, dtypes, updates and errors."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ NORMS = "blocks/*_norm/scale"
 
 
 class Named(GPT):
-    """A GPT with a partition name for one of its matrices."""
+    """A GPT with a partition name on one matrix per block."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
@@ -49,7 +49,7 @@ class Named(GPT):
 
 
 class Unused(GPT):
-    """A GPT with a matrix that its loss does not read."""
+    """A GPT with a matrix that is not used by the loss."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
@@ -57,7 +57,7 @@ class Unused(GPT):
 
 
 def config(**fields: Any) -> TrainConfig:
-    # Large steps bring a model to where rounding is amplified, on one device as on many.
+    # Clip the gradients: large steps amplify rounding errors.
     made = config_of(**{"num_layers": LAYERS, "steps": STEPS, "num_microbatches": 2, "seed": 2} | fields)
     return made.changed(optimizer=dataclasses.replace(made.optimizer, clip_norm=0.1, learning_rate=3e-3))
 
@@ -67,7 +67,7 @@ def on_one_device(head: str = "tied", freeze: tuple[str, ...] = ()) -> Trained:
     return trained(config(head=head, freeze=freeze))
 
 
-# --- The numbers of one device ---
+# --- Equality with one device ---
 
 
 @pytest.mark.parametrize(
@@ -86,16 +86,16 @@ def on_one_device(head: str = "tied", freeze: tuple[str, ...] = ()) -> Trained:
     ],
     ids=lambda fields: " ".join(f"{name}={value}" for name, value in fields.items()),
 )
-def test_weights_after_ten_steps_are_those_of_one_device(fields):
+def test_weights_after_ten_steps_equal_the_weights_on_one_device(fields):
     ours, theirs = trained(config(**fields)), on_one_device(fields.get("head", "tied"), fields.get("freeze", ()))
-    # Clipped, every step of them.
+    # Every step was clipped.
     assert min(theirs.grad_norms) > 0.1
     assert_same(ours, theirs)
     if fields == {"fsdp": 2}:
         assert_evaluated_as(ours, theirs)
 
 
-def test_a_frozen_parameter_stays_as_it_is_and_every_other_changes_in_every_step():
+def test_only_frozen_parameters_stay_unchanged_in_each_step():
     setup = TrainSetup.of(config(fsdp=2, freeze=("embedding_VD", NORMS)))
     step, unpack = setup.step.jitted(), jax.jit(setup.step.bound.unpack)
     state = setup.init()
@@ -110,24 +110,24 @@ def test_a_frozen_parameter_stays_as_it_is_and_every_other_changes_in_every_step
 
 
 @pytest.mark.once
-def test_a_zero_gradient_is_counted_and_told_once_and_freezing_ends_it(tmp_path, capsys):
+def test_a_zero_gradient_is_counted_and_warned_about_once_unless_frozen(tmp_path, capsys):
     module = ("--model.module", f"{__name__}:Unused", "--optimizer.weight-decay", "0", "--steps", "3")
-    assert tiny.train(tmp_path / "told", *module, "--fsdp", "2") == 0
+    assert tiny.train(tmp_path / "warned", *module, "--fsdp", "2") == 0
     assert capsys.readouterr().out.count("the gradient of unused_DD is zero") == 1
-    assert {entry["zero_gradients"] for entry in tiny.entries(tmp_path / "told")} == {1}
+    assert {entry["zero_gradients"] for entry in tiny.entries(tmp_path / "warned")} == {1}
     assert tiny.train(tmp_path / "frozen", *module, "--freeze", "unused_DD") == 0
     assert "is zero" not in capsys.readouterr().out
     assert {entry["zero_gradients"] for entry in tiny.entries(tmp_path / "frozen")} == {0}
 
 
 @pytest.mark.once
-def test_a_gradient_that_is_zero_before_an_amax_is_known_is_not_told(tmp_path, capsys):
+def test_the_first_fp8_step_is_exempt_from_the_zero_gradient_warning(tmp_path, capsys):
     module = ("--model.module", f"{__name__}:Unused", "--optimizer.weight-decay", "0", "--steps", "2")
     assert tiny.train(tmp_path, *module, "--precision", "fp8", "--fp8.recipe", "delayed") == 0
     assert "step 2: the gradient of unused_DD is zero" in capsys.readouterr().out
 
 
-def test_a_nan_on_one_device_is_seen_by_all_and_the_update_left_out():
+def test_a_nan_on_one_device_skips_the_update_on_all_devices():
     setup = TrainSetup.of(config(fsdp=2))
     step = setup.compile_step()
     state = setup.init()
@@ -141,21 +141,21 @@ def test_a_nan_on_one_device_is_seen_by_all_and_the_update_left_out():
         np.testing.assert_array_equal(leaf, before[name])
 
 
-# --- Where it is ---
+# --- Placement ---
 
 
 @pytest.mark.parametrize("fields", [{"fsdp": 4}, {"fsdp": 2, "pp": 2}])
-def test_a_device_has_its_share_of_parameters_and_moments(fields):
+def test_each_device_stores_its_shard_of_parameters_and_moments(fields):
     setup = TrainSetup.of(config(**fields))
     state = setup.init()
     for tree in (state.params, state.opt_state):
         leaves = jax.tree.leaves(tree)
         whole = sum(leaf.nbytes for leaf in leaves)
         on_first = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
-        assert on_first <= 1.02 * whole / 4  # and padding, and in a pipeline the last norm, which all its ranks have
+        assert on_first <= 1.02 * whole / 4  # plus padding, and in a pipeline the final norm, which is replicated
 
 
-def test_a_pipeline_predicts_the_same_pools_and_what_it_gathers():
+def test_a_sharded_pipeline_predicts_the_same_pools_plus_gathered_weights():
     predicted = []
     for rows, fields in ((2, {}), (4, {"fsdp": 2})):
         form = TrainSetup.of(config(pp=2, **fields)).step.bound
@@ -166,7 +166,7 @@ def test_a_pipeline_predicts_the_same_pools_and_what_it_gathers():
     assert predicted[0] == predicted[1]
 
 
-def test_what_no_axis_divides_is_padded_and_unpadded():
+def test_a_parameter_that_the_axis_does_not_divide_is_padded_and_unpadded():
     setup = TrainSetup.of(config(fsdp=4, shard_rules=("embedding_VD=0",)))
     params = setup.init().params
     vocab_size = setup.config.model.vocab_size
@@ -177,7 +177,7 @@ def test_what_no_axis_divides_is_padded_and_unpadded():
 
 
 @pytest.mark.parametrize(
-    ("shape", "asked", "cut"),
+    ("shape", "rules", "expected"),
     [
         ((6, 8), {}, ShardSpec(0, 6, 6)),
         ((5, 8), {}, ShardSpec(1, 8, 8)),
@@ -186,11 +186,11 @@ def test_what_no_axis_divides_is_padded_and_unpadded():
         ((), {}, ShardSpec(None)),
     ],
 )
-def test_the_axis_that_is_cut_is_the_one_asked_for_else_the_first_divisible_else_the_longest(shape, asked, cut):
-    assert fsdp.shard_specs({"w": jax.ShapeDtypeStruct(shape, jnp.float32)}, 2, asked) == {"w": cut}
+def test_the_sharded_axis_is_the_requested_or_first_divisible_or_longest_axis(shape, rules, expected):
+    assert fsdp.shard_specs({"w": jax.ShapeDtypeStruct(shape, jnp.float32)}, 2, rules) == {"w": expected}
 
 
-def test_a_model_may_say_where_it_is_cut_and_rules_come_before_it():
+def test_rules_override_the_partition_names_of_a_model():
     named = config(fsdp=2, module=f"{__name__}:Named")
     assert dict(TrainSetup.of(named).step.bound.shards)["blocks/0/mlp/up/kernel"] == ShardSpec(1, 64, 64)
     ruled = named.changed(shard_rules=("blocks/0/*/kernel=0",))
@@ -199,7 +199,7 @@ def test_a_model_may_say_where_it_is_cut_and_rules_come_before_it():
 
 
 def axes_in_a_pipeline(**fields: Any) -> dict[str, int]:
-    """Which axis of each parameter is sharded over fsdp, the axes of ranks not counted, by its name in the pipeline."""
+    """Maps each parameter name in the pipeline to its axis sharded over fsdp, not counting the rank axis."""
     form = TrainSetup.of(config(**{"fsdp": 2, "pp": 2} | fields)).step.bound
     assert isinstance(form, BoundPipeline)
     specs = form.pipeline.specs(form.shapes)
@@ -208,7 +208,7 @@ def axes_in_a_pipeline(**fields: Any) -> dict[str, int]:
     return {path_name(path): spec.index("fsdp") - lead[path[0].key] for path, spec in named if "fsdp" in spec}
 
 
-def test_a_pipeline_is_cut_as_rules_by_the_models_names_say():
+def test_shard_rules_of_a_pipeline_use_the_parameter_names_of_the_model():
     plain, ruled = axes_in_a_pipeline(), axes_in_a_pipeline(shard_rules=("blocks/*/mlp/*/kernel=1",))
     mlp = {"layers/0/0/mlp/up/kernel", "layers/0/0/mlp/down/kernel"}
     assert {name: plain[name] for name in mlp} == dict.fromkeys(mlp, 0)
@@ -216,17 +216,17 @@ def test_a_pipeline_is_cut_as_rules_by_the_models_names_say():
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
-def test_rules_in_a_pipeline_count_a_models_axes_as_the_model_does(scan_layers):
+def test_shard_rules_of_a_pipeline_use_the_axis_numbers_of_the_model(scan_layers):
     made = config(fsdp=2, pp=2, num_layers=3)
     model = dataclasses.replace(made.model, scan_layers=scan_layers)
     rule = "blocks/mlp/up/kernel=2" if scan_layers else "blocks/[01]/mlp/up/kernel=1"
     form = TrainSetup.of(made.changed(model=model, shard_rules=(rule,))).step.bound
     assert isinstance(form, BoundPipeline)
     specs = form.pipeline.specs(form.shapes)["layers"][0]
-    assert [place["mlp"]["up"]["kernel"] for place in specs] == [PartitionSpec("pipe", None, "fsdp")] * 2
+    assert [spec["mlp"]["up"]["kernel"] for spec in specs] == [PartitionSpec("pipe", None, "fsdp")] * 2
 
 
-def test_a_pipeline_is_cut_as_its_model_says_and_rules_come_before_it():
+def test_rules_override_the_partition_names_of_a_model_in_a_pipeline():
     named = {"num_layers": 2, "module": f"{__name__}:Named"}
     assert axes_in_a_pipeline(**named)["layers/0/0/mlp/up/kernel"] == 1
     assert axes_in_a_pipeline(shard_rules=("*/up/kernel=0",), **named)["layers/0/0/mlp/up/kernel"] == 0
@@ -235,24 +235,24 @@ def test_a_pipeline_is_cut_as_its_model_says_and_rules_come_before_it():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"shard_rules": ("embedding_VD=0",)},  # which the pipeline shards
+        {"shard_rules": ("embedding_VD=0",)},  # the pipeline shards this axis
         {"shard_rules": ("*/up/kernel=0",), "fsdp": 3, "batch_size": 12},  # 32 rows
         {"shard_rules": ("*/up/kernel=2",)},
-        {"shard_rules": ("blocks/0/*/up/kernel=0", "blocks/1/*/up/kernel=1")},  # one array, on two ranks
+        {"shard_rules": ("blocks/0/*/up/kernel=0", "blocks/1/*/up/kernel=1")},  # one array on two ranks
         {"shard_rules": ("nothing=0",)},
     ],
     ids=lambda fields: " ".join(fields["shard_rules"]),
 )
-def test_a_rule_that_a_pipeline_cannot_follow_is_refused_in_one_line(fields):
+def test_a_shard_rule_that_a_pipeline_cannot_apply_is_refused_in_one_line(fields):
     with pytest.raises(ConfigError) as error:
         axes_in_a_pipeline(**fields)
     assert error.value.field == "shard_rules"
     assert "\n" not in str(error.value)
 
 
-def test_an_axis_that_counts_layers_is_refused_in_a_pipeline():
+def test_sharding_the_layer_axis_is_refused_in_a_pipeline():
     made = config(fsdp=2, pp=2, shard_rules=("blocks/mlp/up/kernel=0",))
-    with pytest.raises(ConfigError, match="the ranks share the layers") as error:
+    with pytest.raises(ConfigError, match="this axis of layers is divided among the ranks of a pipeline") as error:
         TrainSetup.of(made.changed(model=dataclasses.replace(made.model, scan_layers=True)))
     assert error.value.field == "shard_rules"
 
@@ -277,7 +277,7 @@ FLOAT, LOW = "float32", "bfloat16"
         (LOW, LOW, True, "error", LOW),
     ],
 )
-def test_the_optimizer_reads_the_accumulator_or_a_cast_of_it_or_nothing_runs(params, grads, decoupled, mismatch, reads):
+def test_dtypes_decide_if_the_optimizer_reads_main_grad_or_a_cast(params, grads, decoupled, mismatch, reads):
     fields = {
         "main_params_dtype": params,
         "main_grads_dtype": grads,
@@ -297,7 +297,7 @@ def test_the_optimizer_reads_the_accumulator_or_a_cast_of_it_or_nothing_runs(par
     assert {leaf.dtype for leaf in jax.tree.leaves(sums)} == {jnp.dtype(grads)}
 
 
-def test_a_gradient_is_rounded_where_it_is_copied_and_nowhere_else():
+def test_a_gradient_is_rounded_only_by_the_cast_to_the_read_dtype():
     exact = {"w": jnp.asarray([1.0, 1 + 2**-12, 3.0], jnp.float32)}
     read = []
     spy = optax.GradientTransformation(
@@ -317,8 +317,8 @@ def test_a_gradient_is_rounded_where_it_is_copied_and_nowhere_else():
     np.testing.assert_array_equal(run(jnp.bfloat16), np.asarray(exact["w"].astype(jnp.bfloat16), np.float32))
 
 
-def test_main_grads_are_summed_in_their_own_dtype():
-    # 256 + 1 is 256 in bfloat16, so four microbatches of 1 after one of 256 only count in float32.
+def test_main_grads_are_accumulated_in_their_dtype():
+    # 256 + 1 rounds to 256 in bfloat16, so adding 1 three times has an effect only in float32.
     def sums_and_grads(params, tokens_BS, key):
         grads = jax.tree.map(lambda p: tokens_BS[0, 0].astype(jnp.float32) * jnp.ones_like(p), params)
         return Loss(jnp.zeros(())), grads
@@ -331,7 +331,7 @@ def test_main_grads_are_summed_in_their_own_dtype():
         np.testing.assert_array_equal(np.asarray(grads["w"], np.float32), np.float32(total))
 
 
-# 256 on one device and 1 on the other, of a product in bfloat16; there their sum would be 256.
+# The gradient is 256 on one device and 1 on the other. Their sum would be 256 in bfloat16.
 
 
 def product(params, tokens_BS):
@@ -352,7 +352,7 @@ def test_replicas_sum_their_gradients_in_float32(num_microbatches):
 
 @pytest.mark.parametrize(("dtype", "total"), [(FLOAT, 257), (LOW, 256)])
 @pytest.mark.parametrize(("reshard_after_forward", "reduce"), [(False, "scheduled"), (True, "in buckets")])
-def test_parts_of_gradients_are_sums_over_devices_in_their_own_dtype(dtype, total, reshard_after_forward, reduce):
+def test_gradient_shards_are_summed_over_devices_in_grads_dtype(dtype, total, reshard_after_forward, reduce):
     def local(parts, tokens_BS):
         dtypes, choices = {"w": jnp.dtype(LOW)}, {"grads_dtype": dtype, "reshard_after_forward": reshard_after_forward}
         choices |= {"reduce": reduce}
@@ -369,7 +369,7 @@ def test_parts_of_gradients_are_sums_over_devices_in_their_own_dtype(dtype, tota
 
 @pytest.mark.parametrize(("first", "second"), [(LOW, FLOAT), (FLOAT, LOW)])
 @pytest.mark.once
-def test_moments_are_kept_in_their_dtypes_and_the_step_updates_them_in_place(first, second):
+def test_moments_have_their_configured_dtypes_and_are_updated_in_place(first, second):
     made = config(fsdp=2, main_params_dtype=LOW, decoupled_grad=True)
     moments = dataclasses.replace(made.optimizer, first_moment_dtype=first, second_moment_dtype=second)
     run = trained(made.changed(optimizer=moments))
@@ -379,7 +379,7 @@ def test_moments_are_kept_in_their_dtypes_and_the_step_updates_them_in_place(fir
     np.testing.assert_allclose(run.losses, on_one_device().losses, rtol=0.02)
 
 
-# --- The program for four H200s ---
+# --- Programs for four H200s ---
 
 
 def on_target(made: TrainConfig) -> TrainSetup:
@@ -402,7 +402,7 @@ def compile_on_target(graph: str = "auto", *, num_layers: int = 2, **fields: Any
 
 
 @pytest.mark.target
-def test_full_is_one_command_buffer_with_the_collectives_in_it(h200):
+def test_graph_full_captures_collectives_in_one_command_buffer(h200):
     _, report = compile_on_target("full", num_layers=1)
     assert (report.command_buffers, report.captured, report.outside) == (1, report.total, ())
     _, report = compile_on_target("auto", num_layers=1)
@@ -410,7 +410,7 @@ def test_full_is_one_command_buffer_with_the_collectives_in_it(h200):
     assert {outside.remedy for outside in report.outside if outside.kind == "AllGather"} == {"`graph` full"}
 
 
-def test_on_gpus_the_fastest_options_come_before_the_users_which_win():
+def test_user_options_override_the_default_options_for_gpus():
     threshold = "xla_gpu_all_gather_combine_threshold_bytes"
     setup = TrainSetup.of(config(fsdp=2, xla_options=(f"{threshold}=7",)))
     options = setup.options("gpu")
@@ -421,7 +421,7 @@ def test_on_gpus_the_fastest_options_come_before_the_users_which_win():
 
 
 @pytest.mark.parametrize("fields", [{}, {"precision": "fp8"}], ids=["bf16", "fp8"])
-def test_a_users_loop_compiles_with_the_options_of_the_command_line(fields):
+def test_a_custom_loop_uses_the_same_xla_options_as_the_command_line(fields):
     setup = TrainSetup.of(config(fsdp=2, **fields))
     mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
 
@@ -437,7 +437,7 @@ def test_a_users_loop_compiles_with_the_options_of_the_command_line(fields):
 
 @pytest.mark.once
 @pytest.mark.target
-def test_gradients_in_fp8_are_summed_over_devices_while_the_dgrads_of_earlier_layers_are_computed(h200, monkeypatch):
+def test_fp8_gradient_reductions_overlap_with_the_dgrads_of_earlier_layers(h200, monkeypatch):
     monkeypatch.setattr(overlap, "_BUCKET_BYTES", 2**20)
     layers, tokens = 3, 2 * 96
     options = ("xla_gpu_enable_triton_gemm=false",)  # its matmuls are fusions
@@ -453,26 +453,26 @@ def test_gradients_in_fp8_are_summed_over_devices_while_the_dgrads_of_earlier_la
 
     program = list(in_order(module.entry))
     first = next(i for i, instruction in enumerate(program) if instruction.opcode.startswith("reduce-scatter"))
-    behind = [i for i in program[first:] if i.is_matmul and i.shapes[0].dims[0] == tokens]
-    assert len(behind) >= 4 * (layers - 1)
+    after = [i for i in program[first:] if i.is_matmul and i.shapes[0].dims[0] == tokens]
+    assert len(after) >= 4 * (layers - 1)
 
 
 @pytest.mark.once
 @pytest.mark.target
-def test_gathered_again_the_layers_do_not_all_stay(h200):
-    # Activations enough that the peak is in the backward; without the option all of so small a model would be gathered at once.
+def test_resharding_after_forward_frees_the_gathered_layers(h200):
+    # Enough activations put the peak in the backward pass. Without the option XLA would gather this small model at once.
     sizes = {"batch_size": 16, "seq_len": 512, "xla_options": ("xla_gpu_all_gather_combine_threshold_bytes=1",)}
-    kept, again = (
-        compile_on_target(num_layers=3, reshard_after_forward=again, **sizes)[0].memory_analysis().temp_size_in_bytes
-        for again in (False, True)
+    kept, resharded = (
+        compile_on_target(num_layers=3, reshard_after_forward=reshard, **sizes)[0].memory_analysis().temp_size_in_bytes
+        for reshard in (False, True)
     )
     layer_bytes = 2 * 12 * 512 * 512
-    assert kept - again > 1.5 * layer_bytes
+    assert kept - resharded > 1.5 * layer_bytes
 
 
 @pytest.mark.once
 @pytest.mark.target
-def test_a_cast_of_the_gradient_takes_a_share_of_memory_at_most(h200):
+def test_casting_the_gradient_needs_at_most_one_shard_of_memory(h200):
     common = {"main_params_dtype": LOW, "num_layers": 1, "num_microbatches": 1}
     temporary = {
         name: compile_on_target(**common, **fields)[0].memory_analysis().temp_size_in_bytes
@@ -483,11 +483,11 @@ def test_a_cast_of_the_gradient_takes_a_share_of_memory_at_most(h200):
 
 
 @pytest.mark.once
-def test_a_pipeline_trains_parameters_in_bfloat16_as_one_device_does():
+def test_a_pipeline_with_bfloat16_parameters_has_the_losses_of_one_device():
     fields = {"on_dtype_mismatch": "copy", "main_params_dtype": LOW, "steps": 4}
     ours, theirs = trained(config(pp=2, **fields)), trained(config(**fields))
     assert {leaf.dtype for leaf in jax.tree.leaves(ours.state.params)} == {jnp.dtype(LOW)}
-    # Rounding of an update to bfloat16 may fall either way.
+    # An update may round to either neighboring bfloat16 value.
     np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-4)
 
 
@@ -510,7 +510,7 @@ def test_a_pipeline_trains_parameters_in_bfloat16_as_one_device_does():
         ({"freeze": ("head_DV",)}, "`freeze` has 'head_DV', which matches no parameter: must match one of blocks/0"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(fields, message):
+def test_an_invalid_configuration_is_refused_in_one_line(fields, message):
     with pytest.raises(ConfigError, match=message) as error:
         TrainSetup.of(config(**fields))
     assert "\n" not in str(error.value)
@@ -521,9 +521,9 @@ def test_partition_names_other_than_fsdp_are_refused():
         fsdp.asked_axes(["w"], [], {"w": PartitionSpec(None, "model")})
 
 
-def test_an_optimizer_whose_state_is_not_shaped_as_its_parameters_is_refused():
+def test_optimizer_state_must_have_the_shapes_of_the_parameters():
     params = {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32)}
     transform = optax.adafactor(1e-3, min_dim_size_to_factor=8)
     state = jax.eval_shape(transform.init, params)
-    with pytest.raises(ConfigError, match=r"keeps float32\[256\] for a parameter of shape \[256, 256\].* see `fsdp`"):
+    with pytest.raises(ConfigError, match=r"has float32\[256\] for a parameter of shape \[256, 256\]: must have the shape"):
         state_shardings(transform, state, params, params, None)

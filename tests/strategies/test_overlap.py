@@ -1,4 +1,4 @@
-"""Gradients reduced in buckets: equality with any other order, for every kind of gradient."""
+"""Tests that gradients reduced in buckets are correct, and the order of the reductions."""
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ def loss(params, x):
     return jnp.sum(x), jnp.max(x)
 
 
-@pytest.mark.parametrize("enough", [1, 100, 2**30])
-def test_every_gradient_is_summed_once_and_the_rest_is_returned(monkeypatch, enough):
-    monkeypatch.setattr(overlap, "_BUCKET_BYTES", enough)
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 2**30])
+def test_every_gradient_is_reduced_once_and_the_aux_value_is_returned(monkeypatch, bucket_bytes):
+    monkeypatch.setattr(overlap, "_BUCKET_BYTES", bucket_bytes)
     backward, summed, x = jax.grad(loss, has_aux=True), [], jnp.ones((2, 4))
 
     def add(name, gradient):
@@ -27,14 +27,14 @@ def test_every_gradient_is_summed_once_and_the_rest_is_returned(monkeypatch, eno
         return 2 * gradient
 
     sums, largest = jax.jit(lambda *args: overlap.reduce_in_buckets(backward, args, add, jnp.float32))(PARAMS, x)
-    grads, same = backward(PARAMS, x)
+    grads, expected_largest = backward(PARAMS, x)
     assert sorted(summed) == sorted(PARAMS)
-    assert largest == same
+    assert largest == expected_largest
     for name, gradient in grads.items():
         np.testing.assert_allclose(sums[name], 2 * gradient, rtol=1e-6)
 
 
-def test_what_comes_after_a_gradient_waits_for_it_and_for_the_sum_before(monkeypatch):
+def test_the_backward_pass_waits_for_each_gradient_and_the_previous_reduction(monkeypatch):
     monkeypatch.setattr(overlap, "_BUCKET_BYTES", 1)
     backward, summed = (
         jax.grad(lambda params, x: (jnp.sum(jnp.tanh(x @ params["a"]) @ params["b"] @ params["c"]), ()), has_aux=True),
@@ -53,5 +53,5 @@ def test_what_comes_after_a_gradient_waits_for_it_and_for_the_sum_before(monkeyp
     sums = [eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "sin"]
     assert summed == ["c", "b", "a"]
     assert [[v in eqn.invars for v in sums] for eqn in barriers] == [[False] * 3, [True, False, False], [False, True, False]]
-    # The rows that the layer below is differentiated by.
+    # Arrays of shape (2, 4) are the output gradients of the previous layer.
     assert [(2, 4) in [v.aval.shape for v in eqn.invars] for eqn in barriers] == [True, True, False]

@@ -1,4 +1,4 @@
-"""A strategy with an axis of its own trains, compiles in place and is saved like the library's strategies."""
+"""Tests that a strategy with a custom mesh axis trains like the strategies of the library."""
 
 from pathlib import Path
 
@@ -31,17 +31,17 @@ def trained(strategy, transform, steps=3):
 
 
 @pytest.mark.parametrize("transform", [optax.adam(0.1), jgraph.elementwise(optax.adam(0.1))], ids=["tree", "elementwise"])
-def test_parameters_sharded_over_an_own_axis_train_as_on_one_device(transform):
+def test_parameters_sharded_over_a_custom_axis_train_as_on_one_device(transform):
     mesh = Mesh(np.array(jax.devices()[:2]), (partitioned.AXIS,))
     strategy = partitioned.Partitioned(mesh, PARAMS)
     losses, state = trained(strategy, transform)
-    wanted, other = trained(jgraph.Replicated(None, PARAMS), transform)
-    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+    expected, other = trained(jgraph.Replicated(None, PARAMS), transform)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, other.params)
     bound = jgraph.train_step(loss, transform, strategy).bound
     assert bound.shardings(bound.pack(PARAMS))["up"].spec == jax.sharding.PartitionSpec(None, "toy")
 
 
-def test_no_file_of_the_library_knows_the_own_axis():
+def test_the_library_does_not_know_the_custom_axis():
     sources = Path(jgraph.__file__).parent.rglob("*.py")
     assert not [path for path in sources if f'"{partitioned.AXIS}"' in path.read_text()]

@@ -1,4 +1,4 @@
-"""Every layout cuts a batch into the same microbatches, sends no row between devices, and refuses a batch not placed."""
+"""Tests that every layout has the same microbatches, sends no rows between devices and needs a placed batch."""
 
 import re
 from functools import cache
@@ -28,7 +28,7 @@ DATA, SHARDED, PIPED, BY_HOST = "data", "data and fsdp", "pipe, data and fsdp", 
 
 
 def batch():
-    """Returns int8 rows, a dtype that nothing else in a step has."""
+    """Returns int8 rows. No other array of the step has this dtype."""
     return np.random.default_rng(0).integers(-9, 9, (ROWS, WIDTH)).astype(np.int8)
 
 
@@ -65,7 +65,7 @@ LAYOUTS = [DATA, SHARDED, PIPED, BY_HOST]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_data_rank_has_a_consecutive_part_of_every_microbatch(layout):
+def test_every_data_rank_has_consecutive_rows_of_every_microbatch(layout):
     step, rows = step_on(layout), batch()
     placed = step.place({"x": rows})["x"]
     np.testing.assert_array_equal(np.asarray(placed).reshape(rows.shape), rows)
@@ -80,11 +80,11 @@ def test_a_single_process_feeds_all_rows(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_that_microbatches_and_data_ranks_cannot_share_are_refused(layout):
+def test_a_batch_that_microbatches_and_data_ranks_do_not_divide_is_refused(layout):
     step = step_on(layout)
-    for refused in (lambda: step.batch_rows(12), lambda: step.place(np.zeros((12, WIDTH))), lambda: step.place(np.zeros(()))):
+    for call in (lambda: step.batch_rows(12), lambda: step.place(np.zeros((12, WIDTH))), lambda: step.place(np.zeros(()))):
         with pytest.raises(ShapeError, match="must be divisible by num_microbatches 2 x 4 data ranks"):
-            refused()
+            call()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -96,7 +96,7 @@ def test_a_step_sends_no_row_between_devices(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_batch_that_was_not_placed_is_refused_and_costs_no_state(layout):
+def test_a_batch_that_is_not_placed_is_refused_and_the_state_is_not_donated(layout):
     step, run = compiled(layout)
     state, rows = step.init(PARAMS), batch()
     placed = step.place(rows)
@@ -109,10 +109,10 @@ def test_a_batch_that_was_not_placed_is_refused_and_costs_no_state(layout):
     assert np.isfinite(metrics.loss)
 
 
-def test_a_step_is_compiled_from_a_placed_batch_too():
+def test_a_step_can_be_compiled_from_a_placed_batch():
     step, rows = step_on(DATA), batch()
     placed = step.place(rows)
     _, metrics = step.compile(placed)(step.init(PARAMS), placed)
     one = step_on("")
-    _, wanted = one.compile(rows)(one.init(PARAMS), rows)
-    assert metrics.loss == pytest.approx(float(wanted.loss), rel=1e-6)
+    _, expected = one.compile(rows)(one.init(PARAMS), rows)
+    assert metrics.loss == pytest.approx(float(expected.loss), rel=1e-6)

@@ -1,4 +1,4 @@
-"""Collectives of parameters and gradients in a step compiled for H200s: their number, sizes and dtypes."""
+"""Tests the number, sizes and dtypes of parameter and gradient collectives in a step compiled for H200s."""
 
 import dataclasses
 import math
@@ -17,13 +17,13 @@ from jgraph_models.gpt import GPTConfig
 pytestmark = [pytest.mark.long, pytest.mark.once]
 
 FLOAT, LOW = "f32", "bf16"
-# 61 divides no number of parameters, so a collective of activations is known by its size.
+# No parameter size is divisible by 61, so a collective of activations is identified by its size.
 SEQ, WIDTH, SMALL = 61, 512, 4096
 LOW_SUMS = {"main_grads_dtype": "bfloat16", "decoupled_grad": True}
 
 
 def setup_of(**fields: Any) -> TrainSetup:
-    """One of few layers, over H200s."""
+    """Returns the setup of a small model on H200 targets."""
     sizes = {"num_heads": 4, "num_kv_heads": 4, "d_ff": 2048, "vocab_size": 512, "attention": "xla"}
     model = GPTConfig(num_layers=fields.get("pp", 1), d_model=WIDTH, **sizes)
     fields = {"steps": 4, "seq_len": SEQ, "batch_size": 4 * fields.get("num_microbatches", 1)} | fields
@@ -32,7 +32,7 @@ def setup_of(**fields: Any) -> TrainSetup:
 
 
 def collectives(setup: TrainSetup) -> list[tuple[str, str, int]]:
-    """(kind, dtype, elements of the result) of all of the compiled step; one of two dtypes is two here."""
+    """Lists (kind, dtype, number of elements) of all collectives. A collective of two dtypes has two entries."""
     compiled, _ = aot.compile_lowered(setup.step.lower(setup.batch()), setup.options("gpu"))
     found = []
     for instruction in Program.of(compiled.as_text()).instructions.values():
@@ -47,7 +47,7 @@ def collectives(setup: TrainSetup) -> list[tuple[str, str, int]]:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"dp": 2, "num_microbatches": 9}, {("all-reduce", FLOAT): 1}),  # a loop
+        ({"dp": 2, "num_microbatches": 9}, {("all-reduce", FLOAT): 1}),  # microbatches in a loop
         ({"dp": 2, "num_microbatches": 2} | LOW_SUMS, {("all-reduce", LOW): 1}),
         ({"fsdp": 4, "reshard_after_forward": True}, {("all-gather", LOW): 2, ("reduce-scatter", FLOAT): 1}),
         ({"fsdp": 2, "dp": 2}, {("all-gather", LOW): 1, ("reduce-scatter", FLOAT): 1, ("all-reduce", FLOAT): 1}),
@@ -55,7 +55,7 @@ def collectives(setup: TrainSetup) -> list[tuple[str, str, int]]:
             {"fsdp": 2, "dp": 2} | LOW_SUMS,
             {("all-gather", LOW): 1, ("reduce-scatter", LOW): 1, ("all-reduce", LOW): 1},
         ),
-        # Matrices of the layers are gathered in the compute dtype, embedding and vectors in their own.
+        # Matrices of layers are gathered in the compute dtype, the embedding and vectors in their own dtype.
         (
             {"pp": 2, "fsdp": 2, "dp": 2, "num_microbatches": 2},
             {("all-gather", LOW): 1, ("all-gather", FLOAT): 1, ("reduce-scatter", FLOAT): 1, ("all-reduce", FLOAT): 1},
@@ -63,21 +63,21 @@ def collectives(setup: TrainSetup) -> list[tuple[str, str, int]]:
     ],
     ids=lambda value: " ".join(f"{name}={field}" for name, field in value.items() if isinstance(name, str)),
 )
-def test_gradients_are_summed_over_devices_in_main_grads_dtype_once_a_step(h200, fields, expected):
+def test_gradients_are_reduced_once_per_step_in_main_grads_dtype(h200, fields, expected):
     setup = setup_of(**fields)
     config, params = setup.config, setup.step.state.params
     own = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(params))
     activations = config.input.microbatch_size // config.parallel.data_ranks * SEQ * WIDTH
     sizes: dict[tuple[str, str], list[int]] = {}
     for kind, dtype, elements in collectives(setup):
-        # The ranks of a pipeline share the vocabulary, and sum partial results of the size of activations.
+        # Pipeline ranks shard the vocabulary and all-reduce partial results with the size of activations.
         if config.parallel.pp > 1 and kind == "all-reduce" and elements % activations == 0:
             continue
         if elements > SMALL:
             sizes.setdefault((kind, dtype), []).append(elements)
-        else:  # norms, losses, and in a pipeline the gradient of the last norm
+        else:  # norms, losses, and in a pipeline the gradient of the final norm
             assert (kind, dtype) == ("all-reduce", FLOAT), (kind, dtype, elements)
     assert {found: len(each) for found, each in sizes.items()} == expected
-    # Sums of all gradients, beside the loss and the gradient of the last norm.
+    # Each reduction has all gradients, plus the loss and the gradient of the final norm.
     sums = [elements for (kind, _), each in sizes.items() if kind != "all-gather" for elements in each]
     assert all(abs(elements - own) <= WIDTH for elements in sums), (sums, own)

@@ -1,4 +1,4 @@
-"""Bad input: exit code 2 and one line that names the flag, the value and what is allowed; never a traceback."""
+"""Bad input ends with exit code 2 and one line with the flag, the value and the allowed values. No traceback is printed."""
 
 import importlib
 import re
@@ -28,7 +28,7 @@ from tests import tiny
 
 @pytest.fixture
 def refused(capsys, tmp_path):
-    """Runs tiny flags and more; returns the one line on stderr, after the program's name."""
+    """Returns a function that runs tiny flags and more, and returns the one line on stderr without the program's name."""
 
     def run(*flags: str) -> str:
         assert tiny.train(tmp_path / "run", *flags) == 2
@@ -46,7 +46,7 @@ def one_line(stderr: str) -> str:
 
 def assert_names(line: str, *parts: str):
     missing = [part for part in parts if part not in line]
-    assert not missing, f"{line!r} does not say {missing}"
+    assert not missing, f"{line!r} lacks {missing}"
 
 
 def test_an_unknown_preset_is_refused_with_the_list_of_presets(refused):
@@ -58,7 +58,7 @@ def test_an_unknown_flag_is_refused_with_the_closest_one(refused):
 
 
 @pytest.mark.parametrize(
-    ("flag", "here"),
+    ("flag", "suggestion"),
     [
         ("--lr=1", "--optimizer.learning-rate"),
         ("--max_steps", "--steps"),
@@ -66,14 +66,14 @@ def test_an_unknown_flag_is_refused_with_the_closest_one(refused):
         ("--output-dir", "--run-dir"),
     ],
 )
-def test_what_other_trainers_call_a_flag_is_refused_with_its_name_here(refused, flag, here):
-    assert_names(refused(flag), flag.partition("=")[0], f"use {here}")
+def test_a_flag_of_another_trainer_is_refused_with_the_corresponding_flag(refused, flag, suggestion):
+    assert_names(refused(flag), flag.partition("=")[0], f"use {suggestion}")
 
 
-def test_every_name_here_of_another_trainers_flag_is_a_flag(capsys):
+def test_every_suggestion_for_a_flag_of_another_trainer_exists(capsys):
     assert parse(["--help"]) is None
     flags = set(re.findall(r"--[a-z0-9.-]+", capsys.readouterr().out))
-    assert {re.split(r"[ ,]", here)[0] for here in ELSEWHERE.values()} <= flags
+    assert {re.split(r"[ ,]", suggestion)[0] for suggestion in ELSEWHERE.values()} <= flags
     assert not flags & set(ELSEWHERE)
 
 
@@ -108,7 +108,7 @@ def token_directory(tmp_path):
 
 
 @pytest.mark.parametrize("side", ["train", "heldout"])
-def test_a_token_file_with_ids_beyond_its_vocabulary_is_refused_with_the_first_of_them(refused, token_directory, side):
+def test_a_token_file_with_ids_beyond_its_vocabulary_is_refused_with_the_first_bad_id(refused, token_directory, side):
     path = token_directory / f"{side}-0.bin"
     contents = bytearray(path.read_bytes())
     contents[128:] = b"\xff\xff" * 20_000
@@ -122,7 +122,7 @@ def test_an_empty_data_file_is_refused(refused, tmp_path):
     assert_names(refused("--data", str(tmp_path / "empty.txt")), "--data", "empty.txt", "empty")
 
 
-def test_data_shorter_than_a_sequence_is_refused_with_what_is_needed(refused, tmp_path):
+def test_data_shorter_than_a_sequence_is_refused_with_the_needed_length(refused, tmp_path):
     (tmp_path / "short.txt").write_text("one line\nand another\n" * 3)
     assert_names(refused("--data", str(tmp_path / "short.txt")), "--data", "short.txt", "--seq-len 32", "at least 33")
 
@@ -151,7 +151,7 @@ def test_freezing_every_parameter_is_refused(refused, tmp_path, patterns):
 
 
 @pytest.mark.parametrize(
-    ("flags", "asked"),
+    ("flags", "need"),
     [
         (("--fsdp", "16"), "--fsdp 16 needs 16"),
         (("--dp", "16"), "--dp 16 needs 16"),
@@ -161,35 +161,35 @@ def test_freezing_every_parameter_is_refused(refused, tmp_path, patterns):
         (("--pp", "16", "--num-microbatches", "16"), "--pp 16 needs 16"),
     ],
 )
-def test_too_few_devices_are_reported_before_a_batch_that_cannot_be_divided(refused, flags, asked):
-    assert refused(*flags) == f"{asked} devices, but only {jax.device_count()} are available"
+def test_too_few_devices_are_reported_before_an_indivisible_batch(refused, flags, need):
+    assert refused(*flags) == f"{need} devices, but only {jax.device_count()} are available"
 
 
-def test_a_batch_is_blamed_if_there_are_enough_devices(refused):
+def test_an_indivisible_batch_is_refused_if_there_are_enough_devices(refused):
     assert_names(refused("--fsdp", "8"), "--fsdp is 8", "--batch-size 4")
 
 
-def test_devices_of_other_processes_are_not_counted_before_they_are_connected(refused):
+def test_the_number_of_devices_is_not_checked_before_processes_connect(refused):
     processes = ("--distributed.coordinator", "host:1", "--distributed.num-processes", "2", "--distributed.process-id", "0")
     assert_names(refused("--fsdp", "16", *processes), "--fsdp is 16", "--batch-size 4")
 
 
-def test_a_batch_that_microbatches_do_not_divide_is_refused(refused):
+def test_a_number_of_microbatches_that_does_not_divide_the_batch_is_refused(refused):
     assert_names(refused("--num-microbatches", "3"), "--num-microbatches", "is 3", "divisor of --batch-size 4")
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ("--batch-size 100000000", "with --seq-len 32 it has 3200000000"),
         ("--batch-size 1000000000000 --num-microbatches 1000000000", "its tokens of"),
         ("--batch-size 60000000 --model.module tests.faulty:Bigram", " GiB of this machine"),
     ],
 )
-def test_a_batch_that_fits_no_machine_is_refused_by_its_flag(refused, tmp_path, flags, told):
+def test_a_batch_too_large_for_any_machine_is_refused_with_its_flag(refused, tmp_path, flags, message):
     line = refused(*flags.split())
     assert line.startswith("--batch-size is ")
-    assert told in line
+    assert message in line
     assert not (tmp_path / "run").exists()
 
 
@@ -206,7 +206,7 @@ WRITING = {
 
 
 @pytest.mark.parametrize("name", WRITING)
-def test_an_output_that_cannot_be_written_is_told_with_its_flag(tmp_path, capsys, name):
+def test_an_output_that_cannot_be_written_is_refused_with_its_flag(tmp_path, capsys, name):
     module, flag, args = WRITING[name]
     RunDir(tmp_path).write(TrainConfig(), {}, {})
     (tmp_path / "text.txt").write_text("some text, and more of it\n" * 9)
@@ -217,7 +217,7 @@ def test_an_output_that_cannot_be_written_is_told_with_its_flag(tmp_path, capsys
     assert re.match(rf"jgraph\.\w+: error: {flag}(:| is) /proc/none.* cannot be written.*No such file or directory", err)
 
 
-def test_a_disk_that_is_full_is_told_with_the_file_and_its_flag(tmp_path, capsys):
+def test_a_full_disk_is_reported_with_the_file_and_its_flag(tmp_path, capsys):
     RunDir(tmp_path).write(TrainConfig(), {}, {})
     (tmp_path / "text.txt").write_text("some text, and more of it\n" * 99)
     Tokenizer(models.BPE({character: i for i, character in enumerate(string.printable)}, [])).save(f"{tmp_path}/bpe")
@@ -234,7 +234,7 @@ def test_a_disk_that_is_full_is_told_with_the_file_and_its_flag(tmp_path, capsys
         assert capsys.readouterr().err.startswith(error)
 
 
-def test_a_full_disk_behind_standard_output_is_told_in_a_line():
+def test_a_full_disk_behind_standard_output_is_reported_in_one_line():
     command = [sys.executable, "-m", "jgraph.inspect", "schedule", "1f1b", "--pp", "2", "--microbatches", "2"]
     with open("/dev/full", "w") as full:
         process = subprocess.run(command, cwd=tiny.ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
@@ -246,7 +246,7 @@ def test_a_vocabulary_smaller_than_a_token_id_is_refused(refused):
     assert_names(refused("--model.vocab-size", "64"), "--model.vocab-size", "64", "--data python-docs", "at least")
 
 
-def test_a_head_size_that_cudnn_refuses_is_refused(refused):
+def test_a_head_size_without_cudnn_support_is_refused(refused):
     line = refused("--model.attention", "cudnn", "--model.d-model", "40")
     assert_names(line, "--model.num-heads", "head size 20", "multiple of 8", "--model.attention xla")
 
@@ -283,11 +283,11 @@ def test_a_run_directory_of_another_text_is_refused(refused, tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--no-resume"])
-def test_a_directory_that_holds_something_else_is_refused_and_left_alone(refused, tmp_path, flag):
+def test_a_directory_with_other_files_is_refused_and_not_changed(refused, tmp_path, flag):
     mine = tmp_path / "run" / "checkpoints" / "thesis.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    assert_names(refused(flag), "--run-dir", str(tmp_path / "run"), "not empty", "name a new or empty one")
+    assert_names(refused(flag), "--run-dir", str(tmp_path / "run"), "must be a new or empty directory", "no config.json")
     assert mine.read_text() == "mine"
 
 
@@ -304,7 +304,7 @@ def test_too_little_space_is_refused_with_both_sizes_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_directory_that_cannot_be_made_is_refused(refused, tmp_path):
+def test_a_file_in_place_of_the_run_directory_is_refused(refused, tmp_path):
     (tmp_path / "file").touch()
     assert_names(refused("--run-dir", str(tmp_path / "file")), "--run-dir", "a file")
 
@@ -324,18 +324,18 @@ def test_a_model_that_cannot_be_trained_is_refused(refused, tmp_path, name):
     assert not (tmp_path / "run").exists()
 
 
-def test_an_error_in_a_model_s_code_is_told_with_its_place(refused):
+def test_an_error_in_model_code_is_reported_with_its_file(refused):
     assert_names(refused("--model.module", "tests.odd:BadLoss"), "TypeError", "tests/odd.py:")
     assert_names(refused("--model.module", "tests.unimportable:GPT"), "ZeroDivisionError: no such luck", "unimportable.py:3")
 
 
 @pytest.mark.parametrize("pipeline", [(), ("--schedule", "1f1b")])
-def test_a_chunk_of_the_loss_that_does_not_divide_the_tokens_is_refused_by_its_flag(refused, pipeline):
+def test_a_loss_chunk_that_does_not_divide_the_tokens_is_refused_with_its_flag(refused, pipeline):
     assert_names(refused("--model.loss-chunk", "7", *pipeline), "--model.loss-chunk is 7: must be a divisor of the ")
 
 
 @pytest.mark.parametrize("platform", ["cuda", "abacus"])
-def test_a_platform_that_is_not_here_is_refused_in_a_line(tmp_path, monkeypatch, platform):
+def test_a_missing_platform_is_refused_in_one_line(tmp_path, monkeypatch, platform):
     monkeypatch.setenv("JAX_PLATFORMS", platform)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     code, _, err = tiny.finish(tiny.start(tmp_path / "run"), seconds=120)
@@ -344,7 +344,7 @@ def test_a_platform_that_is_not_here_is_refused_in_a_line(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("module", ["jgraph.train", "jgraph.inspect", "jgraph.aot", "jgraph"])
-def test_a_pipe_that_nobody_reads_ends_a_command_without_a_word(tmp_path, module):
+def test_a_closed_output_pipe_ends_a_command_silently(tmp_path, module):
     command = {
         "jgraph.train": [*tiny.FLAGS, "--run-dir", str(tmp_path / "run"), "--steps", "3", "--data", "synthetic"],
         "jgraph.inspect": ["schedule", "1f1b", "--pp", "4", "--microbatches", "8"],
@@ -370,19 +370,19 @@ def test_help_is_grouped_names_the_presets_and_does_not_import_jax():
         assert text in result.stdout
 
 
-def test_every_preset_parses_to_itself_with_a_run_directory_of_its_name():
+def test_every_preset_parses_to_itself_with_a_run_directory_named_after_it():
     for name, config in PRESETS.items():
         assert parse(["--preset", name]) == parse([f"--preset={name}"]) == config
         assert config.output.run_dir == f"runs/{name}"
 
 
-def test_a_flag_overrides_the_preset_wherever_it_stands():
+def test_a_flag_overrides_the_preset_in_any_order():
     config = parse(["--steps", "7", "--preset", "gpt-124m", "--model.num-layers", "2", "--run-dir", "elsewhere"])
     assert config is not None
     assert (config.steps, config.model.num_layers, config.model.d_model, config.output.run_dir) == (7, 2, 768, "elsewhere")
 
 
-def test_a_presets_warmup_shrinks_with_the_run_and_one_that_is_given_does_not():
+def test_the_warmup_of_a_preset_shrinks_with_the_run_and_a_given_warmup_does_not():
     shrunk, given = parse(["--steps", "7"]), parse(["--steps", "60", "--optimizer.warmup-steps", "60"])
     assert shrunk is not None
     assert given is not None
@@ -392,7 +392,7 @@ def test_a_presets_warmup_shrinks_with_the_run_and_one_that_is_given_does_not():
     assert error.value.field == "optimizer.warmup_steps"
 
 
-def test_a_message_that_is_no_box_is_passed_on_in_one_line(monkeypatch, capsys):
+def test_a_parser_message_without_a_box_is_printed_in_one_line(monkeypatch, capsys):
     def refuse(*args, **kwargs):
         print("plain\nwords", file=sys.stderr)
         raise SystemExit(2)
@@ -402,7 +402,7 @@ def test_a_message_that_is_no_box_is_passed_on_in_one_line(monkeypatch, capsys):
     assert one_line(capsys.readouterr().err) == "plain words"
 
 
-def test_a_device_that_is_too_small_is_told_in_one_line(refused, monkeypatch):
+def test_too_little_device_memory_is_reported_in_one_line(refused, monkeypatch):
     def exhausted(setup):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.")
 

@@ -13,7 +13,7 @@ from jgraph_models.gpt import GPTConfig
 
 NAN, INF = float("nan"), float("inf")
 
-# What cannot work -> field that is blamed, and what the message must say.
+# Cases: wrong fields, the field that the error names, and its message.
 MODEL = [
     ({"num_layers": 0}, "model.num_layers", "`model.num_layers` is 0: must be positive"),
     ({"d_model": -128}, "model.d_model", "`model.d_model` is -128: must be positive"),
@@ -146,35 +146,35 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("kind", "fields", "field", "message"), WRONG, ids=[f"{w[2]}-{i}" for i, w in enumerate(WRONG)])
-def test_a_value_that_cannot_work_is_refused_with_its_name_and_what_is_allowed(kind, fields, field, message):
+def test_a_wrong_value_is_refused_with_its_field_and_the_allowed_values(kind, fields, field, message):
     with pytest.raises(ConfigError) as error:
         getattr(kind, "of", kind)(**fields)
     assert (error.value.field, str(error.value)) == (field, message)
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(8, 0), (60, 6), (1000, 100), (100_000, 100)])
-def test_a_warmup_that_nobody_asked_for_is_at_most_a_tenth_of_the_run(steps, warmup):
+def test_the_default_warmup_is_at_most_a_tenth_of_the_run(steps, warmup):
     assert TrainConfig.of(steps=steps).optimizer.warmup_steps == warmup
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_presets_warmup_shrinks_with_the_run_and_else_stays(name):
+def test_the_warmup_of_a_preset_shrinks_only_with_a_shorter_run(name):
     assert preset(name).optimizer.warmup_steps == {"cpu-tiny": 50, "gpt-moe-tiny": 50, "launch-bound": 100}.get(name, 500)
     assert preset(name).changed(steps=80).optimizer.warmup_steps == 8
 
 
-def test_a_warmup_of_the_whole_run_is_taken_if_asked_for():
+def test_a_warmup_of_the_whole_run_is_allowed():
     assert TrainConfig.of(steps=8, optimizer=OptimizerConfig(warmup_steps=8)).optimizer.warmup_steps == 8
 
 
-@pytest.mark.parametrize("asked", [{}, {"decoupled_grad": True}, {"on_dtype_mismatch": "copy"}])
-def test_sums_of_gradients_in_bfloat16_are_refused_in_a_pipeline_before_any_other_advice(asked):
+@pytest.mark.parametrize("fields", [{}, {"decoupled_grad": True}, {"on_dtype_mismatch": "copy"}])
+def test_bfloat16_main_grads_in_a_pipeline_are_refused_before_other_checks(fields):
     with pytest.raises(ConfigError, match="must be float32 in a pipeline") as error:
-        TrainConfig.of(pp=2, main_grads_dtype="bfloat16", **asked)
+        TrainConfig.of(pp=2, main_grads_dtype="bfloat16", **fields)
     assert error.value.field == "main_grads_dtype"
 
 
-def test_gathering_again_is_refused_in_a_pipeline_with_what_helps_instead():
+def test_reshard_after_forward_in_a_pipeline_is_refused_and_remat_suggested():
     with pytest.raises(ConfigError, match="`remat` layer") as error:
         TrainConfig.of(pp=2, fsdp=2, reshard_after_forward=True)
     assert error.value.field == "reshard_after_forward"
@@ -186,7 +186,7 @@ def test_the_dispatch_engine_refuses_experts_with_data_parallelism():
     assert error.value.field == "pp_engine"
 
 
-def test_wide_products_are_made_again_in_a_pipeline_alone():
+def test_remat_wide_is_allowed_only_in_a_pipeline():
     with pytest.raises(ConfigError) as error:
         TrainConfig.of(remat="wide")
     assert error.value.field == "remat"
@@ -216,17 +216,17 @@ def test_a_config_cannot_be_changed_after_its_checks(kind):
         (TrainConfig, {"seed": 2**32 - 1, "sample_tokens": 0, "num_microbatches": 32, "xla_options": ("a=b=c",)}),
     ],
 )
-def test_what_lies_just_inside_the_limits_is_taken(kind, fields):
+def test_values_at_the_limits_are_allowed(kind, fields):
     config = getattr(kind, "of", kind)(**fields)
-    taken = getattr(config, "to_dict", lambda: vars(config))()
-    assert {name: taken[name] for name in fields} == fields
+    found = getattr(config, "to_dict", lambda: vars(config))()
+    assert {name: found[name] for name in fields} == fields
 
 
-def test_an_error_of_the_configuration_is_one_of_the_family():
+def test_config_error_is_a_jgraph_error():
     assert issubclass(ConfigError, JgraphError)
 
 
-def test_tokens_of_a_step_are_those_that_are_predicted():
+def test_tokens_per_step_counts_predicted_tokens():
     assert TrainConfig.of(batch_size=4, seq_len=32, num_microbatches=2).input.tokens_per_step == 128
 
 
@@ -236,7 +236,7 @@ def test_the_run_directory_follows_the_preset_unless_named():
 
 
 def through_json(config):
-    """The fields as `config.json` gives them back."""
+    """Returns the fields after a round trip through JSON, as in `config.json`."""
     return json.loads(json.dumps(config.to_dict()))
 
 
@@ -247,7 +247,7 @@ def test_a_config_survives_json(name):
 
 
 @pytest.mark.parametrize("section", ["model", "optimizer", None])
-def test_a_saved_config_with_a_field_of_another_version_is_refused_by_its_name(section):
+def test_a_saved_config_with_a_field_of_another_version_is_refused_with_its_name(section):
     saved = through_json(TrainConfig())
     (saved[section] if section else saved)["wheels"] = 4
     with pytest.raises(ConfigError, match=r"does not fit this version of jgraph: .*'wheels'"):
@@ -261,7 +261,7 @@ def test_a_saved_config_without_its_model_is_refused():
         TrainConfig.from_dict(saved)
 
 
-def test_a_saved_config_with_a_value_that_cannot_work_is_refused_by_its_field():
+def test_a_saved_config_with_a_wrong_value_is_refused_with_its_field():
     with pytest.raises(ConfigError, match="`steps` is 0") as error:
         TrainConfig.from_dict(through_json(TrainConfig()) | {"steps": 0})
     assert error.value.field == "steps"
@@ -270,26 +270,26 @@ def test_a_saved_config_with_a_value_that_cannot_work_is_refused_by_its_field():
 # --- Presets ---
 
 
-def test_the_presets_that_outsiders_rely_on_are_there():
+def test_documented_presets_exist():
     assert {"cpu-tiny", "launch-bound", "gpt-124m", "gpt-350m", "gpt-1b3", "gpt-7b"} <= set(PRESETS)
     assert {"llama3-1b", "llama3-8b", "qwen3-0.6b", "qwen3-8b"} <= set(PRESETS)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_carries_its_own_name(name):
+def test_a_preset_stores_its_name(name):
     assert preset(name).preset == name
 
 
-def test_a_configuration_without_a_preset_claims_none():
+def test_a_configuration_without_a_preset_has_an_empty_preset_name():
     assert (TrainConfig().preset, TrainConfig().output.run_dir) == ("", "runs/GPT")
 
 
 @pytest.mark.parametrize("name", sorted(set(PRESETS) - {"cpu-tiny", "gpt-moe-tiny"}))
-def test_a_preset_for_a_gpu_has_sizes_that_cudnn_takes(name):
+def test_a_preset_for_a_gpu_has_sizes_that_cudnn_supports(name):
     assert preset(name).model.check_cudnn() is None
 
 
-def test_an_unknown_preset_is_refused_with_the_names_there_are():
+def test_an_unknown_preset_is_refused_with_the_known_names():
     with pytest.raises(ConfigError) as error:
         preset("gpt-5")
     assert error.value.field == "preset"

@@ -1,4 +1,4 @@
-"""Runs that begin with another run's weights: which state they begin with, on any devices, and what is refused."""
+"""Runs with `continue_from`: their initial state on any devices, and configurations that are refused."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ FIELDS = {"num_layers": 4, "num_microbatches": 2}
 
 
 def random_state(setup):
-    """A state in the canonical layout that could be of any run, with every leaf another."""
+    """Returns a state in the canonical layout with different random values in every leaf."""
     random = np.random.default_rng(0)
 
     def leaf(like):
@@ -42,8 +42,8 @@ def random_state(setup):
     return jax.tree.map(leaf, setup.step.canonical.shapes())
 
 
-def written(path, config):
-    """Writes a run that is over, without training it; returns its state."""
+def write_run(path, config):
+    """Writes the directory of a finished run without training. Returns its state."""
     setup = TrainSetup.of(config)
     state = random_state(setup)
     RunDir(path).write(config, CORPUS, {})
@@ -53,10 +53,10 @@ def written(path, config):
     return state
 
 
-def begun(path, config, **fields):
-    """The canonical state before the first step of a run that begins with the one at a path."""
+def initial_state(path, config, **fields):
+    """Returns the canonical initial state of a run that continues from the run at `path`."""
     config = config.changed(continue_from=str(path), run_dir=f"{path}-more", **fields)
-    weights = initial_weights(config, RunDir(path.with_name("more")))
+    weights = initial_weights(config)
     assert weights is not None
     setup = TrainSetup.of(config)
     try:
@@ -66,15 +66,15 @@ def begun(path, config, **fields):
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory):
+def finished(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "one"
-    return path, written(path, config_of(**FIELDS))
+    return path, write_run(path, config_of(**FIELDS))
 
 
 @pytest.mark.parametrize("layout", [{}, {"fsdp": 2, "dp": 2}, {"pp": 2}])
-def test_a_run_may_begin_with_the_optimizers_state_of_another_bit_for_bit(one, layout):
-    path, there = one
-    here = begun(path, config_of(**FIELDS), continue_with="optimizer", **layout)
+def test_the_optimizer_state_of_another_run_is_loaded_bit_for_bit(finished, layout):
+    path, there = finished
+    here = initial_state(path, config_of(**FIELDS), continue_with="optimizer", **layout)
     assert_same_bits(here.params, there.params)
     (adam, decay, rate), (their_adam, _, _) = here.opt_state, there.opt_state
     assert_same_bits(adam, their_adam)
@@ -82,52 +82,52 @@ def test_a_run_may_begin_with_the_optimizers_state_of_another_bit_for_bit(one, l
     assert (int(rate.count), int(here.step), int(here.skipped)) == (0, 0, 0)
 
 
-def test_a_run_may_begin_with_the_weights_alone_in_another_dtype(one):
-    path, there = one
-    here = begun(path, config_of(**FIELDS), main_params_dtype="bfloat16", main_grads_dtype="bfloat16")
+def test_weights_alone_are_loaded_in_another_dtype(finished):
+    path, there = finished
+    here = initial_state(path, config_of(**FIELDS), main_params_dtype="bfloat16", main_grads_dtype="bfloat16")
     assert_same_bits(here.params, jax.tree.map(lambda leaf: leaf.astype("bfloat16"), there.params))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves((here.opt_state, here.step)))
 
 
 @pytest.mark.parametrize("before", [{"fsdp": 2}, {"pp": 2, "fsdp": 2}])
-def test_a_run_over_several_devices_goes_on_as_one_on_one_device(tmp_path, before):
-    there = written(tmp_path / "run", config_of(**FIELDS, **before))
-    here = begun(tmp_path / "run", config_of(**FIELDS), continue_with="optimizer")
+def test_a_run_on_several_devices_can_be_continued_on_one(tmp_path, before):
+    there = write_run(tmp_path / "run", config_of(**FIELDS, **before))
+    here = initial_state(tmp_path / "run", config_of(**FIELDS), continue_with="optimizer")
     assert_same_bits((here.params, here.opt_state[0]), jax.device_get((there.params, there.opt_state[0])))
 
 
 @pytest.mark.parametrize("which", ["weights", "optimizer"])
-def test_what_a_model_carries_comes_with_its_weights(tmp_path, which):
+def test_carried_state_is_loaded_with_the_weights(tmp_path, which):
     config = TrainConfig.of(module="tests.own:Normed", batch_size=4, seq_len=16)
-    there = written(tmp_path / "run", config)
-    assert_same_bits(begun(tmp_path / "run", config, continue_with=which).carried, there.carried)
+    there = write_run(tmp_path / "run", config)
+    assert_same_bits(initial_state(tmp_path / "run", config, continue_with=which).carried, there.carried)
 
 
 @pytest.mark.parametrize("which", ["weights", "optimizer"])
-def test_histories_of_fp8_go_on_where_the_recipe_is_the_same(tmp_path, which):
+def test_amax_histories_are_loaded_only_with_the_same_recipe(tmp_path, which):
     config = config_of(**FIELDS, precision="fp8", fp8=DELAYED)
-    there = written(tmp_path / "run", config)
-    assert_same_bits(begun(tmp_path / "run", config, continue_with=which).carried, there.carried)
-    other = begun(tmp_path / "run", config, continue_with=which, fp8=dataclasses.replace(DELAYED, margin=1))
+    there = write_run(tmp_path / "run", config)
+    assert_same_bits(initial_state(tmp_path / "run", config, continue_with=which).carried, there.carried)
+    other = initial_state(tmp_path / "run", config, continue_with=which, fp8=dataclasses.replace(DELAYED, margin=1))
     assert jax.tree.structure(other.carried) == jax.tree.structure(there.carried)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(other.carried))
 
 
-def test_a_run_in_fp8_begins_with_one_that_was_not_and_the_other_way_round(one, tmp_path):
-    path, there = one
-    here = begun(path, config_of(**FIELDS), precision="fp8", fp8=DELAYED, continue_with="optimizer")
+def test_a_run_can_switch_fp8_on_or_off_when_it_continues_another(finished, tmp_path):
+    path, there = finished
+    here = initial_state(path, config_of(**FIELDS), precision="fp8", fp8=DELAYED, continue_with="optimizer")
     assert_same_bits(here.params, there.params)
-    written(tmp_path / "run", config_of(**FIELDS, precision="fp8", fp8=DELAYED))
-    assert begun(tmp_path / "run", config_of(**FIELDS), continue_with="optimizer").carried == {}
+    write_run(tmp_path / "run", config_of(**FIELDS, precision="fp8", fp8=DELAYED))
+    assert initial_state(tmp_path / "run", config_of(**FIELDS), continue_with="optimizer").carried == {}
 
 
-def test_weights_of_other_bits_than_were_saved_are_not_begun_with(tmp_path, monkeypatch):
-    of = store.checksums
+def test_weights_with_a_wrong_checksum_are_refused(tmp_path, monkeypatch):
+    original = store.checksums
     with monkeypatch.context() as patch:
-        patch.setattr(store, "checksums", lambda *args: [checksum ^ 1 for checksum in of(*args)])
-        written(tmp_path / "run", config_of(**FIELDS))
+        patch.setattr(store, "checksums", lambda *args: [checksum ^ 1 for checksum in original(*args)])
+        write_run(tmp_path / "run", config_of(**FIELDS))
     with pytest.raises(CheckpointError, match="has checksum") as error:
-        begun(tmp_path / "run", config_of(**FIELDS))
+        initial_state(tmp_path / "run", config_of(**FIELDS))
     assert error.value.field == "continue_from"
 
 
@@ -137,32 +137,32 @@ def test_weights_of_other_bits_than_were_saved_are_not_begun_with(tmp_path, monk
         ({"continue_from": "RUN/checkpoints/5"}, "continue_from"),
         ({"continue_from": "RUN/none"}, "continue_from"),
         ({"continue_from": "RUN/checkpoints/7", "run_dir": "RUN"}, "run_dir"),
-        ({"module": "tests.odd:Mute"}, "module"),
+        ({"module": "tests.odd:WithoutLogits"}, "module"),
         ({"model": config_of(num_layers=2).model}, "model.num_layers"),
         ({"init_from": "folder"}, "continue_from"),
         ({"continue_from": "", "continue_with": "optimizer"}, "continue_with"),
     ],
 )
-def test_what_cannot_be_begun_with_is_refused_by_its_name(one, fields, field):
-    path, _ = one
-    told = {name: value.replace("RUN", str(path)) if isinstance(value, str) else value for name, value in fields.items()}
-    fields = {"continue_from": str(path)} | told
+def test_a_run_that_cannot_be_continued_is_refused_with_the_field_to_change(finished, fields, field):
+    path, _ = finished
+    changes = {name: value.replace("RUN", str(path)) if isinstance(value, str) else value for name, value in fields.items()}
+    fields = {"continue_from": str(path)} | changes
     with pytest.raises((ConfigError, CheckpointError)) as error:
-        initial_weights(config_of(**FIELDS).changed(**fields), RunDir(path / "new"))
+        initial_weights(config_of(**FIELDS).changed(**fields))
     assert error.value.field == field
     assert "\n" not in str(error.value)
 
 
-def test_another_compute_dtype_is_a_matter_of_precision(one):
+def test_another_compute_dtype_is_allowed(finished):
     config = config_of(**FIELDS)
     model = dataclasses.replace(config.model, compute_dtype="bfloat16")
-    weights = initial_weights(config.changed(model=model, continue_from=str(one[0])), RunDir(one[0] / "new"))
+    weights = initial_weights(config.changed(model=model, continue_from=str(finished[0])))
     assert weights is not None
     weights.close()
 
 
-def test_the_model_is_that_of_the_run_and_all_else_as_flags_say(one, tmp_path):
-    path, _ = one
+def test_the_model_comes_from_the_run_and_other_settings_from_flags(finished, tmp_path):
+    path, _ = finished
     flags = ["--run-dir", str(tmp_path / "new"), "--steps", "5"]
     config = parse(["--continue-from", str(path / "checkpoints" / "7"), *flags])
     assert config.model == config_of(**FIELDS).model
@@ -172,20 +172,19 @@ def test_the_model_is_that_of_the_run_and_all_else_as_flags_say(one, tmp_path):
     assert error.value.field == "continue_from"
 
 
-def test_the_tokenizer_travels_with_the_weights(tmp_path):
+def test_the_tokenizer_is_copied_with_the_weights(tmp_path):
     first, second = RunDir(tmp_path / "first"), RunDir(tmp_path / "second")
     first.origin.mkdir(parents=True)
     for name in ("config.json", "tokenizer.json", "generation_config.json"):
         (first.origin / name).write_text(json.dumps(name))
     config = TrainConfig.of(continue_from=str(first.path))
     second.path.mkdir()
-    assert tokenizer_of(config, second) == first.origin / "tokenizer.json"
+    assert tokenizer_of(config) == first.origin / "tokenizer.json"
     copy_files(config, second)
     assert {path.name: path.read_bytes() for path in second.origin.iterdir()} == {
         path.name: path.read_bytes() for path in first.origin.iterdir()
     }
-    (second.checkpoints / "1").mkdir(parents=True)
-    assert tokenizer_of(config, second) == second.origin / "tokenizer.json"
+    assert tokenizer_of(config, second.origin) == second.origin / "tokenizer.json"
 
 
 # --- Runs ---
@@ -193,8 +192,8 @@ def test_the_tokenizer_travels_with_the_weights(tmp_path):
 FLAGS = ("--eval-every", "100", "--sample-tokens", "0", "--steps", "2", "--model.compute-dtype", "float32")
 
 
-def test_a_run_begins_where_another_ended_over_any_devices_and_goes_on_without_it(tmp_path, capsys):
-    """From one device to two and back, with other data, rate and batch."""
+def test_a_run_continues_another_on_other_devices_and_resumes_without_it(tmp_path, capsys):
+    """Continues from one device on two and back, with other data, learning rate and batch size."""
     assert tiny.train(tmp_path / "0", *FLAGS) == 0
     begin = (*FLAGS, "--data", "synthetic", "--optimizer.learning-rate", "2e-3", "--batch-size", "8", "--checkpoint-every", "1")
     for number, layout in enumerate((("--fsdp", "2"), ()), 1):
@@ -212,7 +211,7 @@ def test_a_run_begins_where_another_ended_over_any_devices_and_goes_on_without_i
     assert tiny.losses(last) == losses
 
 
-def test_a_run_goes_on_twice_as_long_then_on_other_text_is_evaluated_and_both_are_in_one_report(tmp_path, capsys):
+def test_a_run_can_be_extended_continued_on_other_data_evaluated_and_reported(tmp_path, capsys):
     first, second = tmp_path / "first", tmp_path / "second"
     flags = ("--fsdp", "2", "--pp", "2", "--model.num-layers", "2", "--num-microbatches", "2", "--eval-every", "20")
     assert tiny.train(first, *flags, "--steps", "20") == 0
@@ -221,8 +220,8 @@ def test_a_run_goes_on_twice_as_long_then_on_other_text_is_evaluated_and_both_ar
     assert tiny.train(second, *flags, "--steps", "10", "--continue-from", str(first), "--data", "synthetic") == 0
     assert f"started with the weights of {first} after 40 steps" in capsys.readouterr().out
     assert evaluate.main([str(second), "--json", str(tmp_path / "numbers.json")]) == 0
-    told = json.loads((tmp_path / "numbers.json").read_text())
-    assert told["loss"] == pytest.approx(tiny.entries(second)[-1]["eval_loss"], rel=1e-5)
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    assert numbers["loss"] == pytest.approx(tiny.entries(second)[-1]["eval_loss"], rel=1e-5)
     assert report.main([str(first), str(second), "--to", str(tmp_path / "both.html")]) == 0
     page = (tmp_path / "both.html").read_text()
     assert all(name in page for name in ("first", "second", "continue_from", "synthetic"))

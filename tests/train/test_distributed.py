@@ -1,4 +1,4 @@
-"""Several devices and several processes: the numbers of one, one voice, one end."""
+"""Runs on several devices and processes have the results of one device, print once, and stop together."""
 
 import json
 import os
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.long
 
 FLAGS = (*tiny.FLAGS, "--model.compute-dtype", "float32", "--num-microbatches", "2", "--optimizer.eps", "1e-3")
 
-# --- Which process this is ---
+# --- Process settings ---
 
 WRONG = [
     (
@@ -76,7 +76,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("fields", "field", "message"), WRONG)
-def test_processes_that_cannot_be_are_refused_with_the_flag_to_change(fields, field, message):
+def test_wrong_process_settings_are_refused_with_the_field_to_change(fields, field, message):
     with pytest.raises(ConfigError) as error:
         DistributedConfig(**fields)
     assert (error.value.field, str(error.value)) == (f"distributed.{field}", message)
@@ -92,14 +92,14 @@ STEP = {"SLURM_NTASKS": "4", "SLURM_PROCID": "1", "SLURM_STEP_NODELIST": "node[1
         (STEP, "slurm"),
         (STEP | {"SLURM_STEP_NUM_TASKS": "4"}, "slurm"),
         (STEP | {"SLURM_NTASKS": "1"}, None),
-        # The shell of an allocation for four tasks, and a script of sbatch.
+        # The shell of an allocation with four tasks, and an sbatch script.
         (STEP | {"SLURM_STEP_NUM_TASKS": "1"}, None),
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "ompi"),
         ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
     ],
 )
-def test_slurm_and_open_mpi_are_known_by_their_environment(environ, found):
+def test_slurm_and_open_mpi_are_detected_from_the_environment(environ, found):
     assert launcher(environ) == found
 
 
@@ -111,14 +111,14 @@ def test_open_mpi_5_needs_flags(monkeypatch):
     assert not jax.distributed.is_initialized()
 
 
-def test_a_port_that_is_taken_is_refused():
+def test_a_port_in_use_is_refused():
     with socket.create_server(("", 0)) as server:
         coordinator = f"localhost:{server.getsockname()[1]}"
         with pytest.raises(ConfigError, match="must have a port that is free on this machine"):
             connect(coordinator=coordinator, num_processes=2, process_id=0)
 
 
-def test_a_process_that_finds_no_other_says_so_in_one_line():
+def test_a_failed_connection_is_reported_in_one_line():
     code = """if True:
         from jgraph.train.config import DistributedConfig
         from jgraph.processes import connect
@@ -140,7 +140,7 @@ def test_a_process_that_finds_no_other_says_so_in_one_line():
 
 
 @pytest.mark.parametrize("dp", [0, 3, 4])
-def test_ranks_that_a_microbatch_cannot_be_spread_over_are_refused(dp):
+def test_a_number_of_data_ranks_that_does_not_divide_a_microbatch_is_refused(dp):
     with pytest.raises(ConfigError, match=f"`dp` is {dp}: must be") as error:
         TrainConfig.of(batch_size=12, num_microbatches=6, dp=dp)
     assert error.value.field == "dp"
@@ -153,7 +153,7 @@ def test_more_ranks_than_devices_are_refused():
 
 
 def weights_and_losses(dp: int) -> tuple[list[np.ndarray], list[float]]:
-    """Five steps of a small model on some tokens."""
+    """Trains a small model for five steps. Returns its weights and losses."""
     config = TrainConfig.of(
         steps=5,
         batch_size=16,
@@ -161,7 +161,7 @@ def weights_and_losses(dp: int) -> tuple[list[np.ndarray], list[float]]:
         seq_len=16,
         dp=dp,
         model=GPTConfig(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_ff=64, vocab_size=64, compute_dtype="float32"),
-        # With AdamW's usual eps, rounding decides the sign of an update whose gradient is nearly zero.
+        # With AdamW's default eps, rounding decides the sign of an update if the gradient is nearly zero.
         optimizer=OptimizerConfig(eps=1e-3, warmup_steps=1, learning_rate=1e-2),
     )
     setup = TrainSetup.of(config)
@@ -176,10 +176,10 @@ def weights_and_losses(dp: int) -> tuple[list[np.ndarray], list[float]]:
     return jax.device_get(jax.tree.leaves(state.params)), losses
 
 
-def test_replicas_compute_what_one_device_does():
-    (weights, losses), (wanted, wanted_losses) = weights_and_losses(4), weights_and_losses(1)
-    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
-    for ours, theirs in zip(weights, wanted, strict=True):
+def test_replicas_have_the_weights_and_losses_of_one_device():
+    (weights, losses), (expected, expected_losses) = weights_and_losses(4), weights_and_losses(1)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
+    for ours, theirs in zip(weights, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
@@ -192,12 +192,12 @@ def free_port() -> int:
 
 
 def start(run_dir, *flags: str, odd_flags: tuple[str, ...] = ()) -> list[subprocess.Popen[str]]:
-    """A tiny run of replicas, as `start_two`."""
+    """Starts a tiny data-parallel run of two processes. Arguments as for `start_two`."""
     return start_two(*FLAGS, "--run-dir", str(run_dir), "--dp", "2", *flags, odd_flags=odd_flags)
 
 
 def start_two(*flags: str, odd_flags: tuple[str, ...] = ()) -> list[subprocess.Popen[str]]:
-    """A run of two processes with a device each; `odd_flags` are for the second alone."""
+    """Starts a run of two processes with one device each. Only the second process gets `odd_flags`."""
     environ = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     address = ("--distributed.coordinator", f"localhost:{free_port()}", "--distributed.num-processes", "2")
     return [
@@ -217,15 +217,15 @@ def start_two(*flags: str, odd_flags: tuple[str, ...] = ()) -> list[subprocess.P
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each."""
+    """Returns exit code, stdout and stderr of each process."""
     try:
-        said = [process.communicate(timeout=120) for process in processes]
+        outputs = [process.communicate(timeout=120) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    # Gloo, which carries what CPUs say to each other, tells on stdout that it is there.
-    outs = ["".join(line for line in out.splitlines(True) if not line.startswith("[Gloo]")) for out, _ in said]
-    return [(process.returncode, out, err) for process, out, (_, err) in zip(processes, outs, said, strict=True)]
+    # Gloo, which implements collectives between CPUs, prints to stdout when it connects.
+    outs = ["".join(line for line in out.splitlines(True) if not line.startswith("[Gloo]")) for out, _ in outputs]
+    return [(process.returncode, out, err) for process, out, (_, err) in zip(processes, outs, outputs, strict=True)]
 
 
 def assert_same_losses(run_dir, other):
@@ -252,7 +252,7 @@ def amax_history(run_dir):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run of one process on two devices."""
+    """Trains one process on two devices. Returns the run directory and the flags."""
     run_dir = tmp_path_factory.mktemp("whole")
     recipe = ("--precision", "fp8", "--fp8.recipe", "delayed", "--fp8.history", "4")
     flags = (*recipe, "--sample-tokens", "8", "--steps", "8", "--eval-every", "5", "--checkpoint-every", "4")
@@ -261,7 +261,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.once
-def test_two_processes_train_in_fp8_and_go_on_as_one_with_two_devices_does(whole, tmp_path):
+def test_two_processes_train_in_fp8_and_resume_like_one_process_with_two_devices(whole, tmp_path):
     (code, out, err), quiet = finish(start(tmp_path / "run", *whole[1]))
     assert (code, err) == (0, "")
     assert quiet == (0, "", "")
@@ -280,7 +280,7 @@ def test_two_processes_train_in_fp8_and_go_on_as_one_with_two_devices_does(whole
 
 
 @pytest.mark.once
-def test_two_processes_share_experts_and_train_as_one_device_does(tmp_path):
+def test_two_processes_with_sharded_experts_have_the_losses_of_one_device(tmp_path):
     mixture = ("--model.mlp", "swiglu", "--model.moe.num-experts", "4", "--model.moe.d-ff", "16", "--model.moe.capacity", "2")
     losses = ("--model.moe.balance-loss", "0.1", "--model.moe.z-loss", "0.01")
     flags = (*FLAGS, *mixture, *losses, "--steps", "3", "--sample-tokens", "0", "--run-dir")
@@ -300,7 +300,7 @@ PLACING = """if True:
 
     process = int(sys.argv[2])
     connect(coordinator=sys.argv[1], num_processes=2, process_id=process)
-    # The processes' devices alternate along the axis: each feeds two parts of every microbatch, which are not consecutive.
+    # Devices of the two processes alternate along the axis, so each feeds two separate parts of every microbatch.
     devices = np.array(jax.devices()).reshape(2, 2).T.ravel()
     strategy = jgraph.Replicated(jax.sharding.Mesh(devices, ("data",)), {"w": np.float32(0)})
 
@@ -319,7 +319,7 @@ PLACING = """if True:
 
 
 @pytest.mark.once
-def test_processes_with_alternating_devices_feed_the_rows_that_the_step_lists():
+def test_processes_with_alternating_devices_feed_the_rows_listed_by_the_step():
     environ = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
     address, how = f"localhost:{free_port()}", {"cwd": tiny.ROOT, "env": environ, "text": True}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -327,26 +327,26 @@ def test_processes_with_alternating_devices_feed_the_rows_that_the_step_lists():
         subprocess.Popen([sys.executable, "-c", PLACING, address, str(process)], **how, **pipes) for process in range(2)
     ]
     squares = (sum(range(8)) ** 2 + sum(range(8, 16)) ** 2) / 2
-    wanted = [
+    expected = [
         [[0, 1, 4, 5, 8, 9, 12, 13], [[0, 1, 8, 9], [4, 5, 12, 13]], squares],
         [[2, 3, 6, 7, 10, 11, 14, 15], [[2, 3, 10, 11], [6, 7, 14, 15]], squares],
     ]
-    for (code, out, err), found in zip(finish(processes), wanted, strict=True):
+    for (code, out, err), found in zip(finish(processes), expected, strict=True):
         assert (code, out, err) == (0, f"found: {found}\n", "")
 
 
 @pytest.mark.once
-def test_two_processes_replay_a_step_without_room_as_one_does(tmp_path):
+def test_two_processes_replay_a_halted_step_with_the_losses_of_one(tmp_path):
     small, large, flags = tmp_path / "small", tmp_path / "large", ("--dp", "2", "--log-every", "14")
     assert main([*capacity.flags_of(large, 1.0), *flags]) == 0
     (code, out, err), quiet = finish(start_two(*capacity.flags_of(small, 0.25), *flags))
     assert (code, err, quiet) == (0, "", (0, "", ""))
-    assert capacity.told(out)
+    assert capacity.replay_lines(out)
     assert_same_losses(small, large)
 
 
 @pytest.mark.once
-def test_a_signal_to_one_process_stops_both_at_a_step_that_is_saved(tmp_path):
+def test_a_signal_to_one_process_stops_both_at_the_same_saved_step(tmp_path):
     processes = start(tmp_path / "run", "--steps", "100000", "--log-every", "3", "--checkpoint-every", "100000")
     tiny.wait_for(lambda: tiny.num_lines(tmp_path / "run" / "metrics.jsonl") > 3, process=processes[1])
     processes[1].send_signal(signal.SIGTERM)
@@ -359,7 +359,7 @@ def test_a_signal_to_one_process_stops_both_at_a_step_that_is_saved(tmp_path):
 
 
 @pytest.mark.once
-def test_an_error_of_one_process_ends_both_in_a_line(tmp_path):
+def test_an_error_in_one_process_ends_both_with_one_line_each(tmp_path):
     (code, out, err), (other_code, other_out, other_err) = finish(start(tmp_path / "run", odd_flags=("--data", "no/such")))
     assert (code, out, err) == (
         2,
@@ -372,12 +372,12 @@ def test_an_error_of_one_process_ends_both_in_a_line(tmp_path):
 
 
 @pytest.mark.once
-def test_processes_with_other_flags_are_refused(tmp_path):
+def test_processes_with_different_flags_are_refused(tmp_path):
     for code, _, err in finish(start(tmp_path / "run", odd_flags=("--seed", "1"))):
         assert code == 2
         assert "process 1 was started with other flags" in err
 
 
-def test_which_process_a_run_was_survives_the_saved_config():
+def test_process_settings_survive_the_saved_config():
     config = TrainConfig.of(distributed=DistributedConfig(coordinator="a:1", num_processes=2, process_id=1))
     assert TrainConfig.from_dict(config.to_dict()) == config

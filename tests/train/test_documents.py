@@ -1,4 +1,4 @@
-"""Documents apart: packed rows give the loss and the gradients of each document alone in a padded row, in every layout."""
+"""Packed rows have the loss and gradients of separate documents in padded rows, in every layout."""
 
 import dataclasses
 import shutil
@@ -22,7 +22,7 @@ from tests import tiny
 CONFIG = GPTConfig(
     num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, d_ff=48, vocab_size=31, qk_norm="head", compute_dtype="float32"
 )
-# Of every row: documents of one token, of two, and one that the row cuts off.
+# Document lengths in each row: some have one or two tokens, and the end of a row cuts off its last document.
 LENGTHS = [[9, 1, 2, 5], [17], [4, 4, 9], [1, 1, 8, 7]]
 ROWS, S = len(LENGTHS), 17
 TOKENS = np.random.default_rng(0).integers(0, 31, (ROWS, S)).astype(np.int32)
@@ -37,7 +37,7 @@ def packed(lengths=LENGTHS) -> dict[str, np.ndarray]:
 
 
 def padded_loss(model: GPT) -> jax.Array:
-    """Each document alone in a row of its own, the mean over what it predicts; the model knows of no others there."""
+    """Returns the mean loss over all predicted tokens with each document alone in a padded row."""
     ends = [(row, *np.cumsum([0, *own])[i : i + 2]) for row, own in enumerate(LENGTHS) for i in range(len(own))]
     tokens, counts = np.zeros((len(ends), S), np.int32), np.zeros((len(ends), S - 1), bool)
     for i, (row, start, stop) in enumerate(ends):
@@ -51,7 +51,7 @@ def padded_loss(model: GPT) -> jax.Array:
 @pytest.fixture(scope="module")
 def weights() -> Any:
     graphdef, params = nnx.split(GPT(CONFIG, rngs=nnx.Rngs(0)), nnx.Param)
-    # Larger than at the start of a training, so that it matters who sees whom.
+    # Large weights, so that attention to another document changes the loss.
     return graphdef, jax.tree.map(lambda leaf: 4 * leaf if leaf.ndim > 1 else leaf, nnx.to_pure_dict(params))
 
 
@@ -62,27 +62,27 @@ def padded(weights) -> Any:
 
 
 @pytest.fixture(scope="module")
-def of_packed(weights) -> Any:
+def loss_and_grads(weights) -> Any:
     graphdef, _ = weights
     return jax.jit(jax.value_and_grad(lambda params, batch: nnx.merge(graphdef, params).loss(batch)))
 
 
-def assert_same(found, wanted):
-    np.testing.assert_allclose(found[0], wanted[0], rtol=2e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6 * np.abs(b).max()), found[1], wanted[1])
+def assert_same(found, expected):
+    np.testing.assert_allclose(found[0], expected[0], rtol=2e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6 * np.abs(b).max()), found[1], expected[1])
 
 
-def test_packed_rows_give_loss_and_gradients_of_documents_in_padded_rows(weights, padded, of_packed):
-    assert_same(of_packed(weights[1], packed()), padded)
+def test_packed_rows_have_the_loss_and_gradients_of_padded_rows(weights, padded, loss_and_grads):
+    assert_same(loss_and_grads(weights[1], packed()), padded)
 
 
 @pytest.mark.parametrize("wrong", ["a boundary one token early", "a boundary one token late", "every target counts"])
-def test_that_comparison_sees_what_could_go_wrong(weights, padded, of_packed, wrong):
-    by = {"early": -1, "late": 1}.get(wrong.split()[-1], 0)
-    batch = packed([[9 + by, 1, 2, 5 - by], *LENGTHS[1:]])
+def test_the_comparison_detects_wrong_boundaries_and_weights(weights, padded, loss_and_grads, wrong):
+    shift = {"early": -1, "late": 1}.get(wrong.split()[-1], 0)
+    batch = packed([[9 + shift, 1, 2, 5 - shift], *LENGTHS[1:]])
     if wrong == "every target counts":
         batch["weights"] = np.ones_like(batch["weights"])
-    assert abs(float(of_packed(weights[1], batch)[0]) - float(padded[0])) > 1e-4
+    assert abs(float(loss_and_grads(weights[1], batch)[0]) - float(padded[0])) > 1e-4
 
 
 def config_of(**fields: Any) -> TrainConfig:
@@ -103,7 +103,7 @@ def config_of(**fields: Any) -> TrainConfig:
     ],
     ids=lambda layout: " ".join(f"{name}={value}" for name, value in layout.items()),
 )
-def test_every_layout_gives_the_loss_and_the_gradients_of_padded_rows(weights, padded, layout):
+def test_every_layout_has_the_loss_and_the_gradients_of_padded_rows(weights, padded, layout):
     setup = TrainSetup.of(config_of(**layout))
     step, state = setup.compile_step(), setup.step.init(weights[1])
     held = jax.jit(partial(validation.loss, setup))(state, validation.place_whole(setup, packed()))
@@ -114,7 +114,7 @@ def test_every_layout_gives_the_loss_and_the_gradients_of_padded_rows(weights, p
     np.testing.assert_allclose(metrics.grad_square_sums, sums, rtol=5e-5)
 
 
-def test_a_loop_over_layers_gives_the_same(weights, padded):
+def test_scanned_layers_have_the_same_loss(weights, padded):
     _, params = weights
     blocks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["blocks"].values())
     graphdef, _ = nnx.split(GPT(dataclasses.replace(CONFIG, scan_layers=True), rngs=nnx.Rngs(0)), nnx.Param)
@@ -123,7 +123,7 @@ def test_a_loop_over_layers_gives_the_same(weights, padded):
 
 
 @pytest.mark.parametrize("attention", ["cudnn", "fused"])
-def test_an_attention_kernel_without_documents_is_refused(attention):
+def test_an_attention_kernel_without_document_support_is_refused(attention):
     config = dataclasses.replace(CONFIG, attention=attention, num_kv_heads=4, qk_norm="none", compute_dtype="bfloat16")
     with pytest.raises(ConfigError) as error:
         validation.check_loss(TrainSetup.of(config_of(model=config)))
@@ -131,7 +131,7 @@ def test_an_attention_kernel_without_documents_is_refused(attention):
 
 
 @pytest.mark.parametrize(("layout", "field"), [({}, "module"), ({"pp": 2, "num_microbatches": 4}, "data_documents")])
-def test_a_model_that_knows_nothing_of_documents_is_refused(layout, field):
+def test_a_model_without_document_support_is_refused(layout, field):
     with pytest.raises(ConfigError) as error:
         validation.check_loss(TrainSetup.of(config_of(module="tests.own:Stacked", model=None, **layout)))
     assert error.value.field == field
@@ -139,7 +139,7 @@ def test_a_model_that_knows_nothing_of_documents_is_refused(layout, field):
 
 @pytest.mark.long
 @pytest.mark.once
-def test_a_run_goes_on_with_the_losses_of_one_that_was_never_stopped(tmp_path):
+def test_a_run_resumes_with_the_losses_of_an_uninterrupted_run(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n<|endoftext|>\n".join(f"{i} " * (3 + i % 9) for i in range(400)))
     flags = (

@@ -1,4 +1,4 @@
-"""What a run survives: signals, kill -9, damaged checkpoints, numbers that are not finite."""
+"""Runs survive signals, kill -9, damaged checkpoints and nonfinite losses."""
 
 import hashlib
 import json
@@ -29,8 +29,8 @@ SHORT = ("--steps", "12", "--eval-every", "6", "--checkpoint-every", "4")
 
 
 @pytest.mark.once
-def test_a_run_that_is_stopped_and_killed_goes_on_with_the_same_losses(tmp_path):
-    # So often that it may be killed while it saves.
+def test_a_stopped_and_killed_run_resumes_with_the_same_losses(tmp_path):
+    # Frequent checkpoints, so that a signal may arrive during a save.
     flags = ("--steps", "160", "--eval-every", "80", "--checkpoint-every", "5")
     assert tiny.train(tmp_path / "whole", *flags) == 0
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -54,14 +54,14 @@ def test_a_run_that_is_stopped_and_killed_goes_on_with_the_same_losses(tmp_path)
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory):
-    """A run of twelve steps."""
+    """Returns the directory of a run with twelve steps."""
     run_dir = tmp_path_factory.mktemp("short")
     assert tiny.train(run_dir, *SHORT) == 0
     return run_dir
 
 
 @pytest.mark.once
-def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(short, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_named_and_the_run_resumes_from_the_previous_one(short, tmp_path, capsys):
     shutil.copytree(short, tmp_path / "run")
     truncate(tmp_path / "run" / "checkpoints" / "12")
     capsys.readouterr()
@@ -73,7 +73,7 @@ def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(s
 
 
 @pytest.mark.once
-def test_when_every_checkpoint_is_damaged_one_line_says_what_to_do(short, tmp_path, capsys):
+def test_if_every_checkpoint_is_damaged_one_line_suggests_no_resume(short, tmp_path, capsys):
     shutil.copytree(short, tmp_path / "run")
     for step in ("8", "12"):
         flip_a_byte(tmp_path / "run" / "checkpoints" / step)
@@ -87,7 +87,7 @@ def test_when_every_checkpoint_is_damaged_one_line_says_what_to_do(short, tmp_pa
     assert tiny.train(tmp_path / "run", *SHORT, "--no-resume") == 0
 
 
-def test_a_run_that_failed_before_its_first_checkpoint_starts_over_with_what_its_message_advises(tmp_path, capsys):
+def test_a_run_that_failed_before_its_first_checkpoint_starts_over_with_a_lower_rate(tmp_path, capsys):
     flags = ("--steps", "8", "--optimizer.warmup-steps", "0")
     assert tiny.train(tmp_path / "run", *flags, "--optimizer.learning-rate", "1e30") == 1
     err = capsys.readouterr().err
@@ -98,7 +98,7 @@ def test_a_run_that_failed_before_its_first_checkpoint_starts_over_with_what_its
     assert json.loads((tmp_path / "run" / "config.json").read_text())["optimizer"]["learning_rate"] == 0.01
 
 
-def test_a_first_step_that_does_not_fit_the_memory_leaves_room_for_a_smaller_batch(tmp_path, capsys, monkeypatch):
+def test_a_run_out_of_memory_in_its_first_step_starts_over_with_a_smaller_batch(tmp_path, capsys, monkeypatch):
     def exhausted(*arguments):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99 bytes.")
 
@@ -106,11 +106,11 @@ def test_a_first_step_that_does_not_fit_the_memory_leaves_room_for_a_smaller_bat
         patch.setattr(Loop, "run", exhausted)
         assert tiny.train(tmp_path / "run", "--steps", "2") == 2
     assert (tmp_path / "run" / "config.json").exists()
-    assert "take a smaller batch or more microbatches (RESOURCE_EXHAUSTED" in capsys.readouterr().err
+    assert "use a smaller batch or more microbatches (RESOURCE_EXHAUSTED" in capsys.readouterr().err
     assert tiny.train(tmp_path / "run", "--steps", "2", "--batch-size", "2") == 0
 
 
-def test_a_second_run_in_the_directory_is_refused_and_the_first_loses_nothing(tmp_path, capsys):
+def test_a_second_run_in_the_directory_is_refused_and_the_first_is_not_affected(tmp_path, capsys):
     process = tiny.start(tmp_path / "run", *LONG)
     tiny.wait_for(lambda: tiny.num_lines(tmp_path / "run" / "metrics.jsonl") > 5, process=process)
     second = tiny.train(tmp_path / "run", *LONG)
@@ -126,7 +126,7 @@ def test_a_second_run_in_the_directory_is_refused_and_the_first_loses_nothing(tm
 
 @pytest.fixture
 def poisoned(tmp_path) -> tuple[str, ...]:
-    """Flags for the faulty model and a text in which one training document has the token that it chokes on."""
+    """Returns flags for the faulty model and for a text with its bad token in one training document."""
     documents = [f"{i} lazy dogs jump over {i * i} quick brown foxes, and {i + 1} foxes sleep." for i in range(200)]
     poison = next(i for i, text in enumerate(documents) if hashlib.sha256((text + chr(POISON)).encode()).digest()[0] > 128)
     documents[poison] += chr(POISON)
@@ -141,11 +141,11 @@ def poisoned_steps(path: str, steps: int) -> list[int]:
     return [step for step in range(1, steps + 1) if np.any(batches[step - 1] == POISON)]
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, poisoned, capsys):
+def test_a_nonfinite_loss_stops_the_run_and_names_the_step(tmp_path, poisoned, capsys):
     flags = (*poisoned, "--steps", "120", "--checkpoint-every", "5", "--log-every", "7")
     first = poisoned_steps(poisoned[1], 120)[0]
-    assert first > 5, "the test needs a checkpoint before it"
-    for _ in range(2):  # the second time it resumes, and meets the same batch
+    assert first > 5, "the test needs a checkpoint before the bad step"
+    for _ in range(2):  # the second run resumes and reads the same batch
         assert tiny.train(tmp_path / "run", *flags) == 1
         err = capsys.readouterr().err
         assert len(err.splitlines()) == 1
@@ -156,7 +156,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, po
         assert max(steps) == (first - 1) // 5 * 5
 
 
-def test_skipping_counts_the_bad_steps_and_goes_on_from_where_a_run_stopped(tmp_path, poisoned, capsys):
+def test_skip_resumes_a_stopped_run_and_counts_the_bad_steps(tmp_path, poisoned, capsys):
     flags = (*poisoned, "--steps", "120", "--checkpoint-every", "5")
     bad = poisoned_steps(poisoned[1], 120)
     assert tiny.train(tmp_path / "run", *flags) == 1
@@ -169,16 +169,16 @@ def test_skipping_counts_the_bad_steps_and_goes_on_from_where_a_run_stopped(tmp_
     assert [entry["step"] for entry in entries if entry["loss"] is None] == bad
     assert [entry["skipped"] for entry in entries] == [sum(step <= i for step in bad) for i in range(1, 121)]
     assert entries[-1]["loss"] < entries[0]["loss"]
-    # A skipped update is none for the optimizer: the next one has its learning rate.
+    # A skipped update does not advance the schedule: the next update has the same learning rate.
     rates = {entry["step"]: entry["learning_rate"] for entry in entries}
     assert [rates[step + 1] for step in bad if step < 120] == [rates[step] for step in bad if step < 120]
     assert len(set(rates.values())) > 60
 
 
-def test_skipped_steps_still_count_after_a_resume(tmp_path, poisoned, capsys):
+def test_the_count_of_skipped_steps_survives_a_resume(tmp_path, poisoned, capsys):
     flags = (*poisoned, "--steps", "120", "--checkpoint-every", "5", "--on-nonfinite", "skip")
     bad = poisoned_steps(poisoned[1], 120)
-    assert any(step <= 115 for step in bad), "the test needs one before the checkpoint"
+    assert any(step <= 115 for step in bad), "the test needs a skipped step before the checkpoint"
     assert tiny.train(tmp_path / "run", *flags) == 0
     whole = [entry["skipped"] for entry in tiny.entries(tmp_path / "run")]
     (tmp_path / "run" / "checkpoints" / "120").rename(tmp_path / "aside")
@@ -191,19 +191,19 @@ def test_skipped_steps_still_count_after_a_resume(tmp_path, poisoned, capsys):
 
 
 @pytest.mark.once
-def test_a_run_whose_devices_hang_ends_by_itself_and_goes_on_with_the_same_losses(tmp_path, poisoned):
+def test_a_run_with_hanging_devices_ends_by_itself_and_resumes_with_the_same_losses(tmp_path, poisoned):
     flags = (*poisoned[:-1], "tests.faulty:Hanging", "--steps", "30", "--checkpoint-every", "5", "--dp", "2")
     hangs = poisoned_steps(poisoned[1], 30)[0]
-    assert hangs > 5, "the test needs a checkpoint before it"
+    assert hangs > 5, "the test needs a checkpoint before the bad step"
     assert tiny.train(tmp_path / "whole", *flags) == 0
     process = tiny.start(tmp_path / "run", *flags, "--hang-seconds", "6", num_devices=2, JGRAPH_TESTS_HANG="1")
     code, _, err = tiny.finish(process, seconds=120)
     line = next(line for line in err.splitlines() if line.startswith("jgraph.train: error: "))
     assert code == 75
     assert f"step {hangs}" in line
-    groups = ("{{0,1}}", "mesh['data'=2] {'data'}")  # of XLA of before and after jax 0.12
+    groups = ("{{0,1}}", "mesh['data'=2] {'data'}")  # printed by XLA before and after jax 0.12
     assert any(f"collectives: 1 all-reduce over {group};" in line for group in groups)
-    assert f"the last whole checkpoint is {tmp_path / 'run' / 'checkpoints' / str((hangs - 1) // 5 * 5)}" in line
+    assert f"the last complete checkpoint, {tmp_path / 'run' / 'checkpoints' / str((hangs - 1) // 5 * 5)};" in line
     assert "--hang-seconds" in line
     assert [entry["step"] for entry in tiny.entries(tmp_path / "run")] == list(range(1, hangs))
     assert not (tmp_path / "run" / "lock").exists()
@@ -244,23 +244,23 @@ limited(resource.RLIM_INFINITY)
 
 
 @pytest.mark.once
-def test_a_file_that_cannot_be_written_is_named_in_one_line_with_its_flag(tmp_path):
+def test_a_failed_write_is_reported_in_one_line_with_the_file_and_flag(tmp_path):
     environ = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     process = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path)], cwd=tiny.ROOT, env=environ, capture_output=True, text=True, timeout=200
     )
     config, metrics, *checkpoints = process.stderr.splitlines()
     assert process.returncode == 0, process.stderr
-    told = "jgraph.train: error: --run-dir is {}: cannot be written (File too large)"
-    assert config == told.format(tmp_path / "config" / "config.json")
-    assert metrics == told.format(tmp_path / "metrics" / "metrics.jsonl")
-    assert "\n" in (tmp_path / "metrics" / "metrics.jsonl").read_text(), "some entries had room"
+    message = "jgraph.train: error: --run-dir is {}: cannot be written (File too large)"
+    assert config == message.format(tmp_path / "config" / "config.json")
+    assert metrics == message.format(tmp_path / "metrics" / "metrics.jsonl")
+    assert "\n" in (tmp_path / "metrics" / "metrics.jsonl").read_text(), "some entries were written"
     assert len(checkpoints) == 3, "one line each, and no traceback of Orbax"
     for step, line in enumerate(checkpoints):
         assert f"checkpoints in {tmp_path / str(step)} cannot be written: a file is larger than" in line
 
 
-def test_the_second_ctrl_c_does_not_wait_and_the_handlers_come_back():
+def test_the_second_ctrl_c_interrupts_at_once_and_the_handlers_are_restored():
     before = signal.getsignal(signal.SIGINT)
     with StopRequest() as stop:
         assert stop.name == ""

@@ -1,4 +1,4 @@
-"""A run's model, loaded and asked for text: whatever devices it was on, by code and by the command line."""
+"""Models of runs are loaded from any layout and generate text, by code and by the command line."""
 
 import io
 import re
@@ -32,11 +32,11 @@ def loaded(run_dir):
     return jgraph.load(run_dir)
 
 
-# --- Loaded ---
+# --- Loading ---
 
 
 @pytest.mark.long
-def test_a_run_of_any_layout_is_loaded_whole_onto_one_device(run_dir, loaded, tmp_path):
+def test_a_run_of_any_layout_is_loaded_onto_one_device(run_dir, loaded, tmp_path):
     flags = shlex.split("--steps 4 --sample-tokens 0 --fsdp 2 --pp 2 --model.num-layers 2 --num-microbatches 2")
     assert tiny.train(tmp_path / "spread", *flags) == 0
     spread = jgraph.load(tmp_path / "spread")
@@ -47,25 +47,25 @@ def test_a_run_of_any_layout_is_loaded_whole_onto_one_device(run_dir, loaded, tm
         assert len(one.tokenizer.encode(one.generate("The ", max_tokens=5))) >= 1
 
 
-def test_what_is_loaded_is_what_the_run_saved(run_dir, loaded):
+def test_load_reads_the_requested_step(run_dir, loaded):
     batch = np.asarray(loaded.tokenizer.encode("The with statement is used to wrap"))[None, :33].astype(np.int32)
     earlier = jgraph.load(run_dir, step=2)
     losses = [float(one.model.evaluate("loss", one.params, {}, batch)) for one in (earlier, loaded)]
-    assert losses[1] < losses[0]  # it goes on learning
+    assert losses[1] < losses[0]  # training reduces the loss
 
 
-def test_it_says_what_it_is(run_dir, loaded):
+def test_the_repr_names_run_step_parameters_tokenizer_and_window(run_dir, loaded):
     parameters = sum(leaf.size for leaf in jax.tree.leaves(loaded.params))
     assert repr(loaded) == f"GPT of {run_dir} after 4 steps: {parameters:,} parameters, tokenizer bytes, window 32"
 
 
-def test_several_texts_are_those_of_each_alone(loaded):
+def test_a_batch_of_prompts_has_the_texts_of_separate_prompts(loaded):
     prompts = ["The ", "An iterator is"]
     choices = {"max_tokens": 8, "temperature": 0}
     assert loaded.generate(prompts, **choices) == [loaded.generate(prompt, **choices) for prompt in prompts]
 
 
-def test_pieces_of_a_stream_are_the_text(loaded):
+def test_the_pieces_of_a_stream_join_to_the_generated_text(loaded):
     pieces = list(loaded.stream(["The ", "def"], max_tokens=20, key=3))
     texts = ["".join(piece for number, piece in pieces if number == own) for own in range(2)]
     assert texts == loaded.generate(["The ", "def"], max_tokens=20, key=3)
@@ -77,7 +77,7 @@ def test_a_stop_text_ends_the_continuation(loaded):
     assert loaded.generate("The ", max_tokens=28, key=3, stop=[stop]) == whole[: whole.index(stop)]
 
 
-def test_a_model_of_your_own_comes_with_its_running_statistics_and_needs_logits_for_text(tmp_path):
+def test_a_user_model_is_loaded_with_running_statistics_and_needs_logits_for_text(tmp_path):
     flags = "--model.module tests.own:Normed --steps 2 --batch-size 4 --seq-len 16 --eval-batches 1 --sample-tokens 0"
     assert main([*shlex.split(flags), "--run-dir", str(tmp_path / "own")]) == 0
     loaded = jgraph.load(tmp_path / "own", module="tests.own:Normed")
@@ -88,21 +88,21 @@ def test_a_model_of_your_own_comes_with_its_running_statistics_and_needs_logits_
 
 
 @pytest.mark.parametrize(("step", "kind"), [(None, ConfigError), (3, CheckpointError)])
-def test_what_is_not_there_is_told_in_one_line(run_dir, tmp_path, step, kind):
+def test_a_missing_run_or_step_is_refused_in_one_line(run_dir, tmp_path, step, kind):
     with pytest.raises(kind) as error:
         jgraph.load(run_dir if step else tmp_path / "none", step=step)
     assert error.value.field == ("step" if step else "run")
     assert "\n" not in str(error.value)
 
 
-def test_a_text_needs_a_tokenizer():
+def test_encoding_a_text_needs_a_tokenizer():
     numbers = Tokenizer.of_numbers("runs/first has no tokenizer")
     assert numbers.decode([5, 17]) == "5 17 "
     with pytest.raises(DataError):
         numbers.encode("text")
 
 
-# --- Text as it comes ---
+# --- Streamed text ---
 
 
 def streamed(ids, stop=()):
@@ -110,15 +110,15 @@ def streamed(ids, stop=()):
     return [*(text.push(token) for token in ids), text.finish()]
 
 
-def test_a_character_is_told_when_its_last_byte_is_there():
+def test_a_character_is_streamed_after_its_last_byte():
     assert streamed("aé€b".encode()) == ["a", "", "é", "", "", "€", "b", ""]
 
 
-def test_bytes_that_are_no_text_do_not_keep_the_rest():
+def test_invalid_utf8_does_not_hold_back_the_rest():
     assert "".join(streamed(b"a\xffb\xe2\x82")) == "a\ufffdb\ufffd"
 
 
-def test_what_may_begin_a_stop_text_is_kept_back_and_told_if_it_was_none():
+def test_a_possible_start_of_a_stop_text_is_held_back_until_it_is_decided():
     assert streamed(b"ab12x", stop=["123"]) == ["a", "b", "", "", "12x", ""]
     assert streamed(b"ab123x", stop=["123", "zz"]) == ["a", "b", "", "", "", "", ""]
 
@@ -130,7 +130,7 @@ def run(*args):
     return sample.main([str(arg) for arg in args])
 
 
-def test_prompts_are_printed_with_their_continuations_and_standard_input_is_one(run_dir, loaded, capsys, monkeypatch):
+def test_prompts_and_standard_input_are_printed_with_their_continuations(run_dir, loaded, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def f")))
     assert run(run_dir, "--prompt", "The ", "--prompt", "-", "--max-tokens", 6, "--temperature", 0) == 0
     first, second = loaded.generate(["The ", "def f"], max_tokens=6, temperature=0)
@@ -162,7 +162,7 @@ def test_a_temperature_that_is_zero_in_float32_is_greedy(run_dir, loaded, capsys
         ("--step", ["--prompt", "x", "--step", "3"]),
     ],
 )
-def test_a_wrong_flag_is_told_in_one_line_with_its_name(run_dir, capsys, flag, args):
+def test_a_wrong_flag_is_refused_in_one_line_with_its_name(run_dir, capsys, flag, args):
     assert run(run_dir, *args) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -170,7 +170,7 @@ def test_a_wrong_flag_is_told_in_one_line_with_its_name(run_dir, capsys, flag, a
     assert err.count("\n") == 1
 
 
-def test_loading_an_id_of_the_hugging_face_hub_is_refused_with_the_command_to_download_it():
+def test_loading_an_id_of_the_hugging_face_hub_is_refused_with_the_download_command():
     with pytest.raises(ConfigError, match=r"no such folder; .* hf download Qwen/Qwen3-0\.6B --local-dir") as error:
         jgraph.load("Qwen/Qwen3-0.6B")
     assert error.value.field == "run"

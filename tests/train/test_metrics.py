@@ -19,32 +19,32 @@ def test_flops_are_six_per_matrix_weight_and_token_plus_causal_attention(sizes):
     model = nnx.eval_shape(lambda: GPT(config.model, rngs=nnx.Rngs(0)))
     params = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     weights = sum(leaf.size for leaf in params if leaf.ndim > 1)
-    if config.model.head == "untied":  # then the embedding is a matrix that only looks up
+    if config.model.head == "untied":  # the embedding is then used for lookup only
         weights -= config.model.vocab_size * config.model.d_model
     tokens = config.input.batch_size * config.input.seq_len
     attention = 6 * config.model.num_layers * config.model.d_model * config.input.seq_len * tokens
     assert config.model.flops(config.input.batch_size, config.input.seq_len) == 6 * weights * tokens + attention
 
 
-def test_gpt_124m_is_counted_as_by_hand():
+def test_the_flops_of_gpt_124m_equal_a_count_by_hand():
     per_token = 6 * (12 * 12 * 768**2 + 768 * 50304) + 6 * 12 * 768 * 1024
     assert preset("gpt-124m").model.flops(16, 1024) == per_token * 16 * 1024
 
 
-def test_peak_memory_is_the_device_s_count_or_the_process_s_size():
+def test_peak_memory_is_read_from_the_device_or_else_from_the_process():
     gpu = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 123})
     assert peak_memory_bytes(gpu) == 123
     assert 2**20 < peak_memory_bytes(jax.local_devices(backend="cpu")[0]) < 2**40
 
 
-def test_entries_are_readable_at_once_and_what_is_not_finite_is_null(tmp_path):
+def test_entries_are_flushed_at_once_and_nonfinite_values_are_null(tmp_path):
     log = MetricsLog(tmp_path / "m.jsonl", done=0)
     log.add({"step": 1, "loss": float("nan"), "mfu": None, "skipped": 0})
     assert json.loads((tmp_path / "m.jsonl").read_text()) == {"step": 1, "loss": None, "mfu": None, "skipped": 0}
     log.close()
 
 
-def test_a_resumed_log_drops_what_comes_after_the_checkpoint_and_half_a_line(tmp_path):
+def test_a_resumed_log_drops_entries_after_the_checkpoint_and_a_partial_line(tmp_path):
     path = tmp_path / "m.jsonl"
     entries = [{"step": step, "learning_rate": 0.1} for step in range(1, 5)]
     path.write_text("".join(json.dumps(entry) + "\n" for entry in entries) + '{"step": 5, "lo')
@@ -69,7 +69,7 @@ def test_a_resumed_log_drops_what_comes_after_the_checkpoint_and_half_a_line(tmp
         "\udcff",
     ],
 )
-def test_a_line_that_is_no_entry_is_left_out_and_dropped(tmp_path, line):
+def test_an_invalid_line_is_skipped_by_readers_and_removed_by_writers(tmp_path, line):
     path = tmp_path / "m.jsonl"
     path.write_bytes(f'{{"step": 0}}\n{line}\n{{"step": 2, "own": [1e999]}}\n'.encode(errors="surrogateescape"))
     assert [entry["step"] for entry in read_metrics(path)] == [0, 2]
@@ -81,7 +81,7 @@ def test_a_missing_file_has_no_entries(tmp_path):
     assert read_metrics(tmp_path / "none.jsonl") == []
 
 
-def test_the_clock_counts_only_what_is_between_start_and_stop(monkeypatch):
+def test_the_clock_counts_only_time_between_start_and_stop(monkeypatch):
     now = iter([0.0, 1.0, 10.0, 12.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
     clock = StepClock(seconds=100.0)
@@ -93,7 +93,7 @@ def test_the_clock_counts_only_what_is_between_start_and_stop(monkeypatch):
     assert clock.lap() == 1.0
 
 
-def test_the_clock_counts_of_steps_together_only_the_share_of_those_that_were_done(monkeypatch):
+def test_the_clock_counts_only_the_share_of_completed_steps(monkeypatch):
     now = iter([0.0, 6.0, 10.0, 12.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
     clock = StepClock()

@@ -1,4 +1,4 @@
-"""Models that are not the library's, through the command line."""
+"""User models in the command line."""
 
 import contextlib
 import io
@@ -38,7 +38,7 @@ def run(run_dir, module, *flags):
     ],
     ids=["NNX, one", "NNX, fsdp", "Linen, dp"],
 )
-def test_a_model_with_dropout_and_running_statistics_learns_and_goes_on_as_if_never_stopped(tmp_path, module, strategy):
+def test_a_model_with_dropout_and_running_statistics_learns_and_resumes_exactly(tmp_path, module, strategy):
     settings = ("--model.width", "8", "--model.rate", "0.1", "--checkpoint-every", "10", "--checkpoint-keep", "3", *strategy)
     assert run(tmp_path, module, *settings) == 0
     losses = tiny.losses(tmp_path)
@@ -51,7 +51,7 @@ def test_a_model_with_dropout_and_running_statistics_learns_and_goes_on_as_if_ne
 
 @pytest.mark.long
 @pytest.mark.once
-def test_a_batch_norm_over_the_batch_axes_has_the_same_losses_over_any_devices(tmp_path):
+def test_a_batch_norm_over_the_batch_axes_has_the_same_losses_on_any_devices(tmp_path):
     layouts = {"one": (), "data": ("--dp", "4"), "fsdp": ("--fsdp", "4")}
     for name, flags in layouts.items():
         assert run(tmp_path / name, "Synced", "--steps", "3", "--model.width", "8", "--model.rate", "0", *flags) == 0
@@ -68,12 +68,12 @@ def test_running_statistics_of_layers_are_the_same_in_a_pipeline(tmp_path):
     assert run(tmp_path / "one", "Stacked", *settings) == 0
     assert run(tmp_path / "two", "Stacked", *settings, "--pp", "2", "--schedule", "auto") == 0
     one, two = (np.array(tiny.losses(tmp_path / name), float) for name in ("one", "two"))
-    # The last has a held-out loss too, which reads the statistics.
+    # The last entry also has a held-out loss, which uses the running statistics.
     assert np.isfinite(one[-1]).all()
     np.testing.assert_allclose(two, one, rtol=1e-4)
 
 
-def test_settings_of_a_model_are_flags_with_their_help(capsys):
+def test_model_settings_are_flags_with_help(capsys):
     assert main(["--model.module", "tests.own:Normed", "--help"]) == 0
     out = capsys.readouterr().out
     assert "--model.width" in out
@@ -87,25 +87,25 @@ def test_a_model_without_settings_can_be_trained_and_has_no_flags(tmp_path, caps
     assert "--model.width" in capsys.readouterr().err
 
 
-def test_a_model_that_says_nothing_of_pipelines_is_refused_in_one_with_its_flag(tmp_path, capsys):
+def test_a_model_without_pipeline_support_is_refused_with_the_flag(tmp_path, capsys):
     assert run(tmp_path / "run", "Normed", "--pp", "2", "--num-microbatches", "4") == 2
     assert "--pp is 2: must be 1 for tests.own:Normed" in capsys.readouterr().err
 
 
-def test_a_model_that_says_nothing_of_making_layers_again_is_refused(tmp_path, capsys):
+def test_a_model_without_remat_support_is_refused_with_the_flag(tmp_path, capsys):
     assert run(tmp_path, "Normed", "--remat", "layer") == 2
     assert "--remat is layer: must be nothing for tests.own:Normed" in capsys.readouterr().err
 
 
 @pytest.mark.long
 @pytest.mark.once
-def test_the_dispatch_engine_is_refused_by_its_flag_for_a_model_that_reduces_over_replicas(tmp_path, capsys):
+def test_the_dispatch_engine_is_refused_for_a_model_that_reduces_over_replicas(tmp_path, capsys):
     flags = ("--pp", "2", "--dp", "2", "--num-microbatches", "2", "--pp-engine", "dispatch")
     assert run(tmp_path, "StackedWithMean", *flags) == 2
     assert "--pp-engine is dispatch: must be program" in capsys.readouterr().err
 
 
-# --- Code that a run directory names is not run ---
+# --- Modules that a run directory names are not imported ---
 
 STRANGER = """
 from pathlib import Path
@@ -117,7 +117,7 @@ OF_STRANGER = ("--steps", "2", "--data", "synthetic", "--model.mlp", "swiglu", "
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of a model in `stranger.py`, a file in the run directory; and the output of the training."""
+    """Trains a model of `stranger.py` and copies that file into the run directory. Returns the directory and the output."""
     path = tmp_path_factory.mktemp("runs") / "of a stranger"
     modules = path.with_name("modules")
     modules.mkdir()
@@ -134,7 +134,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def stranger(trained, tmp_path, monkeypatch):
-    """A copy of that run, whose directory is the current one and the first on `sys.path`."""
+    """Copies that run. The copy is the working directory and the first entry of `sys.path`."""
     path = tmp_path / "run"
     shutil.copytree(trained[0], path)
     monkeypatch.chdir(path)
@@ -158,7 +158,7 @@ def command(name, path, *flags):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_does_not_import_the_module_that_a_run_directory_names(stranger, capsys, name):
+def test_a_command_does_not_import_the_module_named_by_a_run_directory(stranger, capsys, name):
     assert command(name, stranger) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
@@ -167,7 +167,7 @@ def test_a_command_does_not_import_the_module_that_a_run_directory_names(strange
     assert not stranger.with_name("out").exists()
 
 
-def test_a_run_is_loaded_only_by_a_caller_who_names_its_module(stranger):
+def test_a_run_is_loaded_only_if_the_caller_names_its_module(stranger):
     for module in ("", "stranger:Other"):
         with pytest.raises(ConfigError, match="pass `module` stranger:Model") as error:
             jgraph.load(stranger, module=module)
@@ -178,7 +178,7 @@ def test_a_run_is_loaded_only_by_a_caller_who_names_its_module(stranger):
 
 
 @pytest.mark.long
-def test_every_command_takes_a_module_that_its_caller_names(trained, stranger, capsys):
+def test_every_command_imports_a_module_named_by_its_caller(trained, stranger, capsys):
     given = ("--model.module", "stranger:Model")
     for name in COMMANDS:
         same = OF_STRANGER + tuple(tiny.FLAGS) if name == "train that resumes" else ()
@@ -193,7 +193,7 @@ def test_a_report_needs_no_module(stranger):
 
 
 @pytest.mark.parametrize("module", ["stranger:Model; rm -rf .", "stranger:Model\x1b[2J", 5, None, {"a": 1}, ""])
-def test_a_module_that_is_no_name_is_not_offered_as_a_flag(stranger, capsys, module):
+def test_an_invalid_module_name_is_not_suggested_as_a_flag(stranger, capsys, module):
     fields = json.loads((stranger / "config.json").read_text())
     (stranger / "config.json").write_text(json.dumps(fields | {"module": module}))
     for name in COMMANDS:
@@ -202,7 +202,7 @@ def test_a_module_that_is_no_name_is_not_offered_as_a_flag(stranger, capsys, mod
         assert (err.count("\n"), "pass --model.module" in err, "\x1b" in err) == (1, False, False), err
 
 
-def test_a_built_in_model_takes_no_other_module(tmp_path, capsys):
+def test_a_run_of_a_built_in_model_refuses_another_module(tmp_path, capsys):
     config = TrainConfig.of(run_dir=str(tmp_path / "run"))
     RunDir(tmp_path / "run").write(config, {}, {})
     assert sample.main([str(tmp_path / "run"), "--prompt", "x", "--model.module", "tests.unimportable:GPT"]) == 2

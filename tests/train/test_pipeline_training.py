@@ -1,4 +1,4 @@
-"""Training as a pipeline: the numbers of one device, whatever ranks and schedule; what cannot be is refused in a line."""
+"""Pipelines have the training results of one device for any ranks and schedule. Wrong configurations are refused."""
 
 import dataclasses
 import functools
@@ -25,12 +25,12 @@ from tests.schedule.strategies import to_csv
 
 pytestmark = pytest.mark.long
 
-VOCAB = 61  # of no number of ranks a multiple
+VOCAB = 61  # prime, so no number of ranks divides it
 MICROBATCHES = 4
 
 
 class Unsplit(GPT):
-    """A model that says nothing of pipelines."""
+    """A model without pipeline support."""
 
     pipeline_model = None
 
@@ -49,20 +49,20 @@ def config_of(*, num_layers: int = 5, head: Any = "tied", module: str = "jgraph_
             head=head,
             compute_dtype="float32",
         ),
-        # With AdamW's usual eps, rounding decides the sign of an update whose gradient is nearly zero.
+        # With AdamW's default eps, rounding decides the sign of an update if the gradient is nearly zero.
         optimizer=OptimizerConfig(eps=1e-3, warmup_steps=1, learning_rate=1e-2),
     )
 
 
 def batches_of(config: TrainConfig) -> Batches:
-    # Some ids are more frequent than others, so that there is something to learn; all are there.
+    # A skewed distribution, so that the model can learn. All ids occur.
     tokens = np.random.default_rng(0).geometric(0.1, 4000) % VOCAB
     return Batches(tokens.astype(np.uint8), batch_size=config.input.batch_size, seq_len=config.input.seq_len, seed=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """An setup, its state after all steps, and what the steps said."""
+    """A setup, its state after all steps, and the losses and gradient norms of the steps."""
 
     setup: TrainSetup
     state: TrainState
@@ -70,14 +70,14 @@ class Trained:
     grad_norms: list[float]
 
     def weights(self) -> dict[str, np.ndarray]:
-        """As the model has them, by name."""
+        """Returns the parameters in the model's layout, by name."""
         tree = jax.device_get(jax.jit(self.setup.step.bound.unpack)(self.state.params))
         return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def trained(config: TrainConfig) -> Trained:
     setup, batches = TrainSetup.of(config), batches_of(config)
-    # It also proves that every leaf of the state is updated in place.
+    # compile_step also checks that every leaf of the state is updated in place.
     step = setup.compile_step()
     state, losses, grad_norms = setup.init(), [], []
     for i in range(config.steps):
@@ -103,7 +103,7 @@ def assert_same(ours: Trained, theirs: Trained):
 
 
 def assert_evaluated_as(ours: Trained, theirs: Trained):
-    """Loss of a batch, and logits of one row as for a sample, which cannot be spread over replicas."""
+    """Compares the loss of a batch and the logits of one row, which cannot be sharded over replicas."""
     batch = batches_of(ours.setup.config)[0].astype(np.int32)
     held, one = (
         [
@@ -123,11 +123,11 @@ def staged(config: TrainConfig) -> tuple[TrainSetup, BoundPipeline]:
     return setup, setup.step.bound
 
 
-# --- The numbers of one device ---
+# --- Equality with one device ---
 
 
 @pytest.mark.once
-def test_a_pipeline_trains_and_is_evaluated_as_one_device_does():
+def test_a_pipeline_has_the_losses_weights_and_evaluation_of_one_device():
     ours = trained(config_of(pp=2, dp=2, chunks=1, schedule="zb-h1", num_layers=3, head="untied"))
     assert isinstance(ours.setup.step.bound, BoundPipeline)
     pipeline = ours.setup.step.bound.pipeline
@@ -136,14 +136,14 @@ def test_a_pipeline_trains_and_is_evaluated_as_one_device_does():
     assert all(leaf.sharding.device_set == set(jax.devices()[:4]) for leaf in jax.tree.leaves(ours.state))
     assert_same(ours, of_one_device(3, "untied"))
     assert_evaluated_as(ours, of_one_device(3, "untied"))
-    # What pads the vocabulary and the layers is not in the model's tree: packing makes it anew, of zeros.
-    form = ours.setup.step.bound
-    again = jax.jit(lambda params: form.pack(form.unpack(params)))(ours.state.params)
+    # The model's tree has no padding of vocabulary and layers. pack restores the padding with zeros.
+    bound = ours.setup.step.bound
+    again = jax.jit(lambda params: bound.pack(bound.unpack(params)))(ours.state.params)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(ours.state.params), jax.device_get(again))
 
 
 @pytest.mark.once
-def test_sharded_stages_with_biases_and_norms_of_heads_do_so_too():
+def test_sharded_stages_with_biases_and_head_norms_have_the_results_of_one_device():
     model = dataclasses.replace(
         config_of(num_layers=2, head="untied").model,
         mlp="swiglu",
@@ -160,24 +160,24 @@ def test_sharded_stages_with_biases_and_norms_of_heads_do_so_too():
 
 
 @pytest.mark.once
-def test_a_schedule_from_a_file_is_the_pipelines(tmp_path):
+def test_a_pipeline_uses_the_schedule_from_a_file(tmp_path):
     path, schedule = tmp_path / "schedule.csv", generate("1f1b", pp=2, microbatches=MICROBATCHES)
     path.write_text(to_csv(schedule))
-    _, form = staged(config_of(pp=2, schedule=str(path)))
-    assert [order.to_list() for order in form.pipeline.schedule] == [order.to_list() for order in schedule]
+    _, bound = staged(config_of(pp=2, schedule=str(path)))
+    assert [order.to_list() for order in bound.pipeline.schedule] == [order.to_list() for order in schedule]
 
 
-# --- The schedule that is measured ---
+# --- Schedule `auto` ---
 
 
 @pytest.fixture
-def hasty(monkeypatch):
-    """Measures for a moment only."""
+def short_measurements(monkeypatch):
+    """Shortens every measurement."""
     monkeypatch.setattr(autotune, "_SECONDS", 0.001)
 
 
 @pytest.mark.once
-def test_auto_takes_a_schedule_that_fits_and_trains(hasty):
+def test_auto_chooses_a_schedule_that_fits_and_trains(short_measurements):
     ours = trained(config_of(pp=2, schedule="auto", num_layers=3, head="untied"))
     assert isinstance(ours.setup.step.bound, BoundPipeline)
     assert ours.setup.step.bound.pipeline.schedule.name in NAMES
@@ -191,22 +191,22 @@ def shapes_of(config: TrainConfig) -> jax.ShapeDtypeStruct:
 
 
 @pytest.mark.once
-def test_a_choice_is_of_what_is_measured_and_under_the_limit(hasty):
+def test_auto_uses_measured_times_and_respects_the_memory_limit(short_measurements):
     config = config_of(pp=2, num_layers=4)
-    _, form = staged(config)
+    _, bound = staged(config)
     shared = []
 
     def share(value: float) -> float:
         shared.append(value)
         return 1e-3
 
-    parts = autotune.measure(form.pipeline, form.shapes, shapes_of(config), share=share)
+    parts = autotune.measure(bound.pipeline, bound.shapes, shapes_of(config), share=share)
     assert (parts.forward, parts.dgrad, parts.wgrad, parts.head) == (1e-3, 1e-3, 1e-3, 0.0)
     assert len(shared) == 3
     assert all(value > 0 for value in shared)
 
     def chosen(limit: float | None):
-        return choose(form.pipeline, form.shapes, shapes_of(config), parts=parts, memory_limit=limit)
+        return choose(bound.pipeline, bound.shapes, shapes_of(config), parts=parts, memory_limit=limit)
 
     free = chosen(None)
     assert {candidate.name for candidate in free.candidates} <= set(NAMES)
@@ -221,25 +221,25 @@ def test_a_choice_is_of_what_is_measured_and_under_the_limit(hasty):
 
 
 @pytest.mark.once
-def test_without_layers_for_two_chunks_only_one_is_tried():
+def test_auto_tries_one_chunk_if_there_are_too_few_layers_for_two():
     config = config_of(pp=2, num_layers=3)
-    _, form = staged(config)
+    _, bound = staged(config)
     parts = autotune.Parts(1e-3, 1e-3, 1e-3)
-    found = choose(form.pipeline, form.shapes, shapes_of(config), parts=parts, memory_limit=None)
+    found = choose(bound.pipeline, bound.shapes, shapes_of(config), parts=parts, memory_limit=None)
     assert {candidate.chunks for candidate in found.candidates if candidate.peak_bytes is not None} == {1}
 
 
 @pytest.mark.once
-def test_auto_with_the_dispatch_engine_times_the_loss(hasty):
+def test_auto_with_the_dispatch_engine_times_the_loss(short_measurements):
     setup = TrainSetup.of(config_of(pp=2, schedule="auto", pp_engine="dispatch", num_layers=2))
     assert isinstance(setup.step.bound, BoundPipeline)
     assert setup.step.bound.engine == "dispatch"
-    _, form = staged(config_of(pp=2, num_layers=2))
-    parts = autotune.measure(form.pipeline, form.shapes, shapes_of(setup.config), engine="dispatch")
+    _, bound = staged(config_of(pp=2, num_layers=2))
+    parts = autotune.measure(bound.pipeline, bound.shapes, shapes_of(setup.config), engine="dispatch")
     assert parts.head > 0
 
 
-# --- What is refused ---
+# --- Errors ---
 
 
 def refused(error: type[Exception], message: str, **fields: Any) -> Exception:
@@ -263,7 +263,7 @@ def refused(error: type[Exception], message: str, **fields: Any) -> Exception:
         ),
     ],
 )
-def test_what_cannot_be_a_pipeline_is_refused_with_the_flag_to_change(field, message, fields):
+def test_a_wrong_pipeline_is_refused_with_the_field_to_change(field, message, fields):
     error = refused(ConfigError, message, **{"pp": 2} | fields)
     assert isinstance(error, ConfigError)
     assert error.field == field
@@ -273,7 +273,7 @@ def test_what_cannot_be_a_pipeline_is_refused_with_the_flag_to_change(field, mes
 @pytest.mark.parametrize(
     ("message", "fields"),
     [
-        (r"3 layers do not make 4 stages \(2 ranks x 2 chunks\); take fewer ranks", {"schedule": "zb-v", "num_layers": 3}),
+        (r"3 layers for 4 stages \(2 ranks x 2 chunks\): every stage needs a layer", {"schedule": "zb-v", "num_layers": 3}),
         ("zb-h1 with chunks=2: supports only 1 chunk per rank", {"schedule": "zb-h1", "chunks": 2}),
         (r"`schedule` is no/such\.csv: cannot be read as a schedule \(No such", {"schedule": "no/such.csv"}),
         (
@@ -282,15 +282,15 @@ def test_what_cannot_be_a_pipeline_is_refused_with_the_flag_to_change(field, mes
         ),
     ],
 )
-def test_what_is_no_schedule_for_the_model_is_refused(hasty, message, fields):
+def test_a_schedule_that_does_not_fit_the_model_is_refused(short_measurements, message, fields):
     refused(OrderError, message, pp=2, **fields)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(4, MICROBATCHES), (2, 6)])
-def test_a_file_for_another_pipeline_is_refused(tmp_path, ranks, microbatches):
+def test_a_schedule_file_for_another_pipeline_is_refused(tmp_path, ranks, microbatches):
     path = tmp_path / "schedule.csv"
     path.write_text(to_csv(generate("1f1b", pp=ranks, microbatches=microbatches)))
-    message = f"`schedule` .*schedule.csv is for {ranks} ranks and {microbatches} microbatches: must be for `pp` 2 and "
+    message = f"`schedule` .*schedule.csv has {ranks} ranks and {microbatches} microbatches: must have `pp` 2 and "
     error = refused(ConfigError, message + "`num_microbatches` 4", pp=2, schedule=str(path))
     assert isinstance(error, ConfigError)
     assert error.field == "schedule"
@@ -304,7 +304,7 @@ def test_a_file_for_another_pipeline_is_refused(tmp_path, ranks, microbatches):
         (("--schedule", "no/such.csv"), "--schedule is no/such.csv: cannot be read as a schedule (No such"),
     ],
 )
-def test_a_run_without_its_schedule_ends_in_a_line(tmp_path, capsys, flags, message):
+def test_a_run_with_a_missing_schedule_ends_with_one_line(tmp_path, capsys, flags, message):
     assert tiny.train(tmp_path / "run", "--pp", "2", "--model.num-layers", "2", *flags) == 2
     err = capsys.readouterr().err
     assert err.startswith("jgraph.train: error: ")
@@ -323,7 +323,7 @@ FLAGS = (
 
 
 @pytest.mark.once
-def test_a_run_tells_of_its_pipeline_and_goes_on_as_if_it_had_not_stopped(tmp_path: Path, capsys):
+def test_a_run_prints_its_pipeline_and_resumes_with_the_same_losses(tmp_path: Path, capsys):
     run_dir = tmp_path / "run"
     assert tiny.train(run_dir, *FLAGS) == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -347,6 +347,6 @@ def test_a_run_tells_of_its_pipeline_and_goes_on_as_if_it_had_not_stopped(tmp_pa
         ({"schedule": "mine.csv", "chunks": 2}, "`chunks` is 2: must be 1 with `schedule` mine.csv"),
     ],
 )
-def test_a_flag_that_would_do_nothing_is_refused(fields, message):
+def test_a_field_without_effect_is_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
         TrainConfig.of(**fields)

@@ -1,4 +1,4 @@
-"""Checkpoints over other devices than they were saved from: the losses go on, and no bit is lost on the way there and back."""
+"""Checkpoints are restored on other devices: training continues with the same losses, and a round trip is exact."""
 
 import dataclasses
 import functools
@@ -45,7 +45,7 @@ def compiled(mesh: str) -> tuple[TrainSetup, Any]:
 
 
 def trained(mesh: str, state: TrainState, steps: range) -> tuple[TrainState, list[float]]:
-    """The state after some steps, and their losses. The state that is given is donated."""
+    """Returns the state after `steps` and their losses. Donates `state`."""
     setup, step = compiled(mesh)
     batches, losses = batches_of(setup.config), []
     for i in steps:
@@ -56,7 +56,7 @@ def trained(mesh: str, state: TrainState, steps: range) -> tuple[TrainState, lis
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Trains on a mesh, once, and tells where it saved what it had on the way, and the losses from there on."""
+    """Returns a function that trains once per mesh. It returns a checkpoint directory and the losses after the checkpoint."""
 
     @functools.cache
     def save(mesh: str) -> tuple[Path, list[float]]:
@@ -91,44 +91,44 @@ def assert_same_bits(ours: Any, theirs: Any):
 
 
 @pytest.mark.parametrize(("before", "after"), [once(PP, "chunks=2"), ("fsdp=2", PP), once(ONE, "fsdp=2")])
-def test_what_was_saved_on_one_mesh_goes_on_on_another(saved, capfd, before, after):
+def test_a_checkpoint_resumes_on_another_mesh_with_the_same_losses(saved, capfd, before, after):
     state = restored(saved(before)[0], compiled(after)[0])
     _, losses = trained(after, state, range(SAVED, STEPS))
     np.testing.assert_allclose(losses, saved(ONE)[1], rtol=1e-5)
-    # Of what it finds wasteful, XLA's partitioner tells at length.
+    # XLA's partitioner prints warnings about inefficient resharding to stderr.
     assert capfd.readouterr().err == ""
 
 
-def test_on_the_same_mesh_it_goes_on_bit_for_bit(saved):
+def test_a_checkpoint_resumes_on_the_same_mesh_bit_for_bit(saved):
     directory, losses = saved(PP)
     assert trained(PP, restored(directory, compiled(PP)[0]), range(SAVED, STEPS))[1] == losses
 
 
 @pytest.mark.parametrize("fields", [{"fsdp": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"pp": 4, "chunks": 2}])
-def test_every_bit_of_a_state_survives_the_way_there_and_back(fields):
+def test_conversion_to_the_canonical_state_and_back_keeps_every_bit(fields):
     setup = TrainSetup.of(config_of(num_layers=9, num_microbatches=2, **fields))
     shapes = setup.step.canonical.shapes()
     ranks = setup.step.num_devices // fields.get("dp", 1)
     # No device holds more than its share.
     assert {leaf.size // math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(shapes.params)} == {ranks}
     random = np.random.default_rng(0)
-    # Negative zeros, subnormals, infinities, NaNs that carry something: whatever float32 can be.
-    portable = jax.tree.map(
+    # Random bits include negative zeros, subnormals, infinities and NaNs with payloads.
+    canonical = jax.tree.map(
         lambda leaf: jax.device_put(
             random.integers(0, 2**32, leaf.shape, np.uint32).view(leaf.dtype) if leaf.ndim else np.zeros((), leaf.dtype),
             leaf.sharding,
         ),
         shapes,
     )
-    state = setup.step.canonical.back(portable)
+    state = setup.step.canonical.back(canonical)
     again = setup.step.canonical.of(state)
-    assert_same_bits(again, portable)
+    assert_same_bits(again, canonical)
     assert_same_bits(setup.step.canonical.back(again), state)
-    for tree, said in ((again, shapes), (state, setup.step.state)):
-        jax.tree.map(lambda leaf, said: assert_lies_as(leaf, said.sharding), tree, said)
+    for tree, expected in ((again, shapes), (state, setup.step.state)):
+        jax.tree.map(lambda leaf, like: assert_sharding(leaf, like.sharding), tree, expected)
 
 
-def assert_lies_as(leaf: jax.Array, sharding: jax.sharding.Sharding):
+def assert_sharding(leaf: jax.Array, sharding: jax.sharding.Sharding):
     assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 

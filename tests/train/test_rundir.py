@@ -1,4 +1,4 @@
-"""Whose a run directory is: which configuration may go on there, and which process may write."""
+"""Run directories: which configurations can resume in them, and which process can write to them."""
 
 import dataclasses
 import fcntl
@@ -78,7 +78,7 @@ FIXED = {
 
 
 def config_with(name: str, base: TrainConfig) -> TrainConfig:
-    """Another value of one field, whether or not it could be trained with."""
+    """Returns `base` with another value of one field, valid or not."""
 
     def changed(config, path: list[str]):
         value = getattr(config, path[0])
@@ -100,14 +100,14 @@ def config_with(name: str, base: TrainConfig) -> TrainConfig:
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """Of a run with a checkpoint."""
+    """Returns the directory of a run with a checkpoint."""
     run_dir = RunDir(tmp_path / "run")
     run_dir.write(TrainConfig(), CORPUS, {})
     (run_dir.checkpoints / "4").mkdir(parents=True)
     return run_dir
 
 
-def test_every_field_either_may_change_when_a_run_goes_on_or_may_not():
+def test_every_field_is_either_free_or_fixed_when_a_run_resumes():
     names = set(flatten(TrainConfig().to_dict()))
     assert names == FREE | FIXED
     assert not FREE & FIXED
@@ -117,45 +117,45 @@ def test_every_field_either_may_change_when_a_run_goes_on_or_may_not():
     assert {name.partition(".")[0] for name in ruled} == FIELDS
 
 
-def test_the_guide_has_the_table():
+def test_the_guide_has_the_table_of_rules():
     page = (tiny.ROOT / "notes" / "guide" / "runs.md").read_text()
     rows = [f"| {', '.join(f'`{flag(name)}`' for name in rule.fields.split())} | {rule.may} | {rule.why} |" for rule in RULES]
     assert "\n".join(rows) in page
 
 
 @pytest.mark.parametrize("name", sorted(FREE - {"resume"}))
-def test_a_field_that_leaves_the_numbers_as_they_are_may_change(run_dir, name):
+def test_a_free_field_may_change(run_dir, name):
     run_dir.check(config_with(name, TrainConfig()), FINGERPRINT)
 
 
 @pytest.mark.parametrize("name", sorted(FIXED))
-def test_a_field_that_the_numbers_depend_on_may_not_change(run_dir, name):
+def test_a_fixed_field_may_not_change(run_dir, name):
     with pytest.raises(ConfigError, match=f"`{name}` is ") as error:
         run_dir.check(config_with(name, TrainConfig()), FINGERPRINT)
     assert error.value.field == "run_dir"
 
 
 @pytest.mark.parametrize("name", ["seed", "optimizer.learning_rate", "preset"])
-def test_a_directory_without_a_checkpoint_is_free_for_another_configuration(run_dir, name):
+def test_a_directory_without_a_checkpoint_accepts_another_configuration(run_dir, name):
     (run_dir.checkpoints / "4").rename(run_dir.checkpoints / "4.orbax-checkpoint-tmp")
     run_dir.check(config_with(name, TrainConfig()), FINGERPRINT)
 
 
-# --- Other steps ---
+# --- Changed number of steps ---
 
 
 @pytest.fixture
-def begun(run_dir):
-    """Goes on in the directory of a run of 200 steps, 4 of which are done; returns the rate by step."""
+def resumed_rate(run_dir):
+    """Returns a function that resumes a run of 200 steps after step 4. It returns the learning rate by step."""
 
-    def go_on(steps: int, **fields):
+    def resume(steps: int, **fields):
         config = run_dir.resumed(TrainConfig.of(steps=steps, optimizer=OptimizerConfig(**fields)))
         run_dir.check(config, FINGERPRINT)
         run_dir.write(config, CORPUS, {})
         return learning_rate(config.optimizer, config.steps)
 
     run_dir.write(TrainConfig.of(steps=200), CORPUS, {})
-    return go_on
+    return resume
 
 
 RATE = learning_rate(TrainConfig.of(steps=200).optimizer, 200)
@@ -165,31 +165,31 @@ def assert_rate(rate, expected, steps=(0, 19, 20, 150, 200, 300, 390, 400)):
     assert [float(rate(step)) for step in steps] == [float(expected(step)) for step in steps]
 
 
-def test_more_steps_at_a_constant_rate_follow_the_old_cosine_to_its_end(begun):
-    for fields in ({"extend": "constant"}, {"extend": "constant"}, {}):  # the same command again, and without the flag
-        assert_rate(begun(400, **fields), RATE)
-    assert_rate(begun(600, extend="constant"), RATE)
+def test_extension_at_a_constant_rate_keeps_the_old_cosine(resumed_rate):
+    for fields in ({"extend": "constant"}, {"extend": "constant"}, {}):  # twice with the flag, then without it
+        assert_rate(resumed_rate(400, **fields), RATE)
+    assert_rate(resumed_rate(600, extend="constant"), RATE)
     assert float(RATE(400)) == pytest.approx(3e-5)
 
 
-def test_more_steps_along_a_cosine_follow_that_of_them_all_with_the_old_warm_up(begun):
+def test_extension_along_a_cosine_spans_all_steps_and_keeps_the_old_warmup(resumed_rate):
     long = learning_rate(OptimizerConfig(warmup_steps=20), 400)
     for fields in ({"extend": "cosine"}, {"extend": "cosine"}, {}):
-        assert_rate(begun(400, **fields), long)
-    assert_rate(begun(600, extend="constant"), long)
+        assert_rate(resumed_rate(400, **fields), long)
+    assert_rate(resumed_rate(600, extend="constant"), long)
 
 
-def test_where_the_steps_are_those_of_before_there_is_nothing_to_extend(begun):
-    assert_rate(begun(200, extend="constant"), RATE)
-    assert_rate(begun(200, extend="cosine"), RATE)
+def test_extend_has_no_effect_on_the_same_number_of_steps(resumed_rate):
+    assert_rate(resumed_rate(200, extend="constant"), RATE)
+    assert_rate(resumed_rate(200, extend="cosine"), RATE)
     with pytest.raises(ConfigError, match=r"`optimizer\.warmup_steps` is 10 and was 20"):
-        begun(200, extend="cosine", warmup_steps=10)
+        resumed_rate(200, extend="cosine", warmup_steps=10)
 
 
 @pytest.mark.parametrize("steps", [400, 100])
-def test_other_steps_need_a_word_on_the_rate(begun, steps):
+def test_another_number_of_steps_needs_extend(resumed_rate, steps):
     with pytest.raises(ConfigError, match=f"`steps` is {steps} and was 200 .*`optimizer.extend` to cosine or constant"):
-        begun(steps)
+        resumed_rate(steps)
 
 
 @pytest.mark.parametrize(
@@ -201,16 +201,16 @@ def test_other_steps_need_a_word_on_the_rate(begun, steps):
         (2, "no", "4 are done"),
     ],
 )
-def test_fewer_steps_than_the_saved_warmup_are_refused_without_blaming_the_warmup(begun, steps, extend, reason):
+def test_fewer_steps_than_the_saved_warmup_are_refused_as_a_wrong_number_of_steps(resumed_rate, steps, extend, reason):
     with pytest.raises(ConfigError) as error:
-        begun(steps, extend=extend)
+        resumed_rate(steps, extend=extend)
     assert f": `steps` is {steps} and was 200 ({reason}); use another" in str(error.value)
 
 
-def test_fewer_steps_than_before_are_a_run_cut_short_but_not_below_those_done(begun):
-    assert_rate(begun(50, extend="constant"), RATE, range(50))
+def test_a_run_can_be_shortened_but_not_below_its_completed_steps(resumed_rate):
+    assert_rate(resumed_rate(50, extend="constant"), RATE, range(50))
     with pytest.raises(ConfigError, match=r"`steps` is 3 and was 50 \(4 are done"):
-        begun(3, extend="constant", warmup_steps=0)
+        resumed_rate(3, extend="constant", warmup_steps=0)
 
 
 @pytest.mark.parametrize(
@@ -223,13 +223,13 @@ def test_fewer_steps_than_before_are_a_run_cut_short_but_not_below_those_done(be
         (600, {"extend": "constant", "learning_rate": 1e-4}, "optimizer.learning_rate"),
     ],
 )
-def test_a_run_of_more_steps_stays_what_it_became(begun, steps, fields, named):
-    begun(400, extend="constant")
+def test_settings_of_an_extended_run_are_fixed(resumed_rate, steps, fields, named):
+    resumed_rate(400, extend="constant")
     with pytest.raises(ConfigError, match=f"`{named}` is "):
-        begun(steps, **fields)
+        resumed_rate(steps, **fields)
 
 
-def test_a_run_that_an_earlier_version_began_goes_on(run_dir):
+def test_a_run_of_an_earlier_version_resumes(run_dir):
     saved = json.loads(run_dir.config.read_text())
     del (
         saved["model"]["qk_norm"],
@@ -237,12 +237,12 @@ def test_a_run_that_an_earlier_version_began_goes_on(run_dir):
         saved["precision"],
         saved["optimizer"]["extend"],
         saved["data_shuffle"],
-    )  # which it did not have
+    )  # fields that the earlier version lacks
     run_dir.config.write_text(json.dumps(saved))
     run_dir.check(TrainConfig(), FINGERPRINT)
 
 
-def test_a_directory_with_a_config_file_of_something_else_is_not(run_dir):
+def test_a_directory_with_the_config_file_of_another_program_is_refused(run_dir):
     (run_dir.checkpoints / "4").rmdir()
     run_dir.config.write_text('{"architectures": ["GPT"]}')
     with pytest.raises(ConfigError) as error:
@@ -262,12 +262,12 @@ def test_a_damaged_config_file_is_refused(run_dir, text):
 
 
 @pytest.fixture
-def told() -> list[str]:
+def warnings() -> list[str]:
     return []
 
 
-def test_a_second_process_is_refused_and_told_of_the_first(tmp_path, told):
-    with locked(RunDir(tmp_path / "run"), told.append):
+def test_a_second_process_is_refused_with_the_id_and_host_of_the_first(tmp_path, warnings):
+    with locked(RunDir(tmp_path / "run"), warnings.append):
         code = f"""if True:
             from pathlib import Path
             from jgraph.train.lock import locked
@@ -278,26 +278,26 @@ def test_a_second_process_is_refused_and_told_of_the_first(tmp_path, told):
             except ValueError as e:
                 print(e)
         """
-        said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tiny.ROOT).stdout
-    assert f"process {os.getpid()} on {socket.gethostname()} is writing there" in said
-    assert len(said.splitlines()) == 1
-    assert told == []
+        output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tiny.ROOT).stdout
+    assert f"process {os.getpid()} on {socket.gethostname()} is writing there" in output
+    assert len(output.splitlines()) == 1
+    assert warnings == []
 
 
-def test_who_ends_leaves_nothing_behind(tmp_path, told):
+def test_the_lock_and_an_empty_run_directory_are_removed_at_the_end(tmp_path, warnings):
     for _ in range(2):
-        with locked(RunDir(tmp_path / "run"), told.append):
+        with locked(RunDir(tmp_path / "run"), warnings.append):
             assert (tmp_path / "run").is_dir()
     assert not (tmp_path / "run").exists()
-    with pytest.raises(ZeroDivisionError), locked(RunDir(tmp_path / "run"), told.append):
+    with pytest.raises(ZeroDivisionError), locked(RunDir(tmp_path / "run"), warnings.append):
         raise ZeroDivisionError
     assert not (tmp_path / "run").exists()
-    assert told == []
+    assert warnings == []
 
 
 @pytest.fixture
-def left(tmp_path):
-    """Leaves a lock as a killed process does."""
+def stale_lock(tmp_path):
+    """Returns a function that writes the lock file of a killed process."""
 
     def leave(pid: int, host: str) -> RunDir:
         (tmp_path / "run").mkdir()
@@ -313,23 +313,23 @@ def dead_pid() -> int:
     return process.pid
 
 
-def test_the_lock_of_a_process_that_was_killed_is_taken(left, told):
-    run_dir = left(dead_pid(), socket.gethostname())
+def test_the_lock_of_a_killed_process_is_taken_over(stale_lock, warnings):
+    run_dir = stale_lock(dead_pid(), socket.gethostname())
     run_dir.check(TrainConfig(), FINGERPRINT)
-    with locked(run_dir, told.append):
+    with locked(run_dir, warnings.append):
         assert json.loads(run_dir.lock_file.read_text())["pid"] == os.getpid()
-    assert told == []
+    assert warnings == []
 
 
-def test_a_lock_left_on_another_machine_is_taken_and_told_of(left, told):
-    with locked(left(1, "elsewhere"), told.append):
+def test_a_lock_of_another_machine_is_taken_over_with_a_warning(stale_lock, warnings):
+    with locked(stale_lock(1, "elsewhere"), warnings.append):
         pass
-    assert len(told) == 1
-    assert "process 1 on elsewhere" in told[0]
+    assert len(warnings) == 1
+    assert "process 1 on elsewhere" in warnings[0]
 
 
 @pytest.mark.parametrize("then", ["removed", "replaced"])
-def test_a_lock_file_that_its_owner_removes_at_the_same_time_is_made_again(tmp_path, told, monkeypatch, then):
+def test_a_lock_file_removed_by_its_owner_at_the_same_time_is_created_again(tmp_path, warnings, monkeypatch, then):
     run_dir, flock, calls = RunDir(tmp_path / "run"), fcntl.flock, []
 
     def while_the_owner_ends(file, operation):
@@ -341,16 +341,16 @@ def test_a_lock_file_that_its_owner_removes_at_the_same_time_is_made_again(tmp_p
         flock(file, operation)
 
     monkeypatch.setattr("fcntl.flock", while_the_owner_ends)
-    with locked(run_dir, told.append):
+    with locked(run_dir, warnings.append):
         assert json.loads(run_dir.lock_file.read_text())["pid"] == os.getpid()
-        with pytest.raises(ConfigError, match="is writing there"), locked(RunDir(tmp_path / "run"), told.append):
+        with pytest.raises(ConfigError, match="is writing there"), locked(RunDir(tmp_path / "run"), warnings.append):
             pass
-    assert told == []
+    assert warnings == []
 
 
 @pytest.fixture
 def without_locks(monkeypatch):
-    """As a disk is that knows no locks."""
+    """Simulates a file system without locks."""
 
     def flock(file, operation):
         raise OSError(38, "Function not implemented")
@@ -359,18 +359,18 @@ def without_locks(monkeypatch):
 
 
 @pytest.mark.parametrize("holder", [(os.getpid(), socket.gethostname()), (1, "elsewhere")])
-def test_where_the_disk_knows_no_locks_the_lock_s_text_refuses(without_locks, left, told, holder):
-    run_dir = left(*holder)
+def test_without_file_locks_the_owner_in_the_lock_file_is_respected(without_locks, stale_lock, warnings, holder):
+    run_dir = stale_lock(*holder)
     with (
         pytest.raises(ConfigError, match=f"process {holder[0]} on {holder[1]} .* remove ") as error,
-        locked(run_dir, told.append),
+        locked(run_dir, warnings.append),
     ):
         pass
     assert error.value.field == "run_dir"
     assert run_dir.lock_file.exists()
 
 
-def test_where_the_disk_knows_no_locks_a_dead_process_s_is_taken(without_locks, left, told):
-    with locked(left(dead_pid(), socket.gethostname()), told.append):
+def test_without_file_locks_the_lock_file_of_a_dead_process_is_taken_over(without_locks, stale_lock, warnings):
+    with locked(stale_lock(dead_pid(), socket.gethostname()), warnings.append):
         pass
-    assert told == []
+    assert warnings == []

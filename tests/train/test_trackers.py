@@ -1,4 +1,4 @@
-"""Entries in TensorBoard's event files and in a run of Weights & Biases, which no test reaches: a fake takes its place."""
+"""Entries in TensorBoard event files and in Weights & Biases. A fake replaces the wandb package."""
 
 import importlib.util
 import json
@@ -19,7 +19,7 @@ from tests import tiny
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """What stands for the package: `runs` are the arguments of `init`, `logged` the entries."""
+    """Replaces the package by a fake. `runs` has the arguments of each `init`, `logged` has the entries."""
     fake = ModuleType("wandb")
     fake.__spec__ = ModuleSpec("wandb", None)
     fake.runs, fake.logged, fake.finished = [], [], 0
@@ -28,10 +28,10 @@ def wandb(monkeypatch):
     def finish():
         fake.finished += 1
 
-    def init(**how):
-        fake.runs.append(how)
+    def init(**kwargs):
+        fake.runs.append(kwargs)
         define = {"define_metric": lambda name, step_metric=None: None, "log": fake.logged.append, "finish": finish}
-        return SimpleNamespace(id=how["id"] or "new", **define)
+        return SimpleNamespace(id=kwargs["id"] or "new", **define)
 
     fake.init = init
     monkeypatch.setitem(sys.modules, "wandb", fake)
@@ -40,15 +40,15 @@ def wandb(monkeypatch):
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """A run directory with a configuration."""
+    """Returns a run directory with a configuration."""
     run_dir = RunDir(tmp_path / "run")
     run_dir.write(TrainConfig(), {}, {})
     return run_dir
 
 
 def shown(directory: Path) -> list[tuple[int, str, float]]:
-    """Step, name and value of what TensorBoard shows: a file that starts at a step hides what older ones have from there on."""
-    from tensorboardX.proto.event_pb2 import Event  # here, since it imports torch where that is installed
+    """Returns the (step, name, value) tuples in TensorBoard. A file hides older entries from its first step on."""
+    from tensorboardX.proto.event_pb2 import Event  # imported here because it imports torch if installed
 
     found = []
     for path in sorted(directory.iterdir()):
@@ -63,7 +63,7 @@ def shown(directory: Path) -> list[tuple[int, str, float]]:
     return found
 
 
-def test_a_run_gives_its_entries_to_every_tracker_as_metrics_jsonl_has_them(tmp_path, wandb):
+def test_every_tracker_gets_the_entries_of_metrics_jsonl(tmp_path, wandb):
     assert tiny.train(tmp_path / "run", "--steps", "2", "--log", "tensorboard", "wandb") == 0
     entries = tiny.entries(tmp_path / "run")
     numbers = [{name: value for name, value in entry.items() if value is not None} for entry in entries]
@@ -72,11 +72,11 @@ def test_a_run_gives_its_entries_to_every_tracker_as_metrics_jsonl_has_them(tmp_
     events = shown(tmp_path / "run" / "tensorboard")
     assert [event[:2] for event in events] == [one[:2] for one in expected]
     assert [event[2] for event in events] == pytest.approx([one[2] for one in expected])
-    (how,) = wandb.runs
-    assert (how["name"], how["config"]["steps"], wandb.finished) == ("run", 2, 1)
+    (kwargs,) = wandb.runs
+    assert (kwargs["name"], kwargs["config"]["steps"], wandb.finished) == ("run", 2, 1)
 
 
-def test_events_after_the_last_checkpoint_of_a_run_that_goes_on_are_hidden(run_dir):
+def test_events_after_the_checkpoint_of_a_resumed_run_are_hidden(run_dir):
     for done, losses in ((0, [5.0, 4.0, 3.0]), (2, [2.0])):
         log = TensorBoard(run_dir, done)
         for step, loss in enumerate(losses, done + 1):
@@ -85,17 +85,17 @@ def test_events_after_the_last_checkpoint_of_a_run_that_goes_on_are_hidden(run_d
     assert shown(run_dir.tensorboard) == [(1, "loss", 5.0), (2, "loss", 4.0), (3, "loss", 2.0)]
 
 
-def test_a_run_that_goes_on_is_the_same_one_of_wandb_and_one_that_starts_over_is_another(run_dir, wandb):
+def test_a_resumed_run_keeps_its_wandb_run_and_a_restarted_run_gets_a_new_one(run_dir, wandb):
     Wandb(run_dir, 0).close()
     assert json.loads(run_dir.wandb.read_text()) == {"id": "new"}
     Wandb(run_dir, 2).close()
     run_dir.reset()
     Wandb(run_dir, 2).close()
-    assert [(how["id"], how["resume"]) for how in wandb.runs] == [(None, None), ("new", "allow"), (None, None)]
+    assert [(kwargs["id"], kwargs["resume"]) for kwargs in wandb.runs] == [(None, None), ("new", "allow"), (None, None)]
 
 
-def test_a_wandb_that_cannot_start_is_told_as_an_error_of_the_flag(run_dir, wandb, monkeypatch):
-    def refuse(**how):
+def test_a_failed_start_of_wandb_is_a_config_error_of_log(run_dir, wandb, monkeypatch):
+    def refuse(**kwargs):
         raise wandb.Error("no api key")
 
     monkeypatch.setattr(wandb, "init", refuse)
@@ -105,9 +105,9 @@ def test_a_wandb_that_cannot_start_is_told_as_an_error_of_the_flag(run_dir, wand
 
 
 @pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
-def test_a_tracker_that_is_not_installed_is_told_before_anything_slow(tmp_path, monkeypatch, capsys, name, package):
+def test_a_tracker_that_is_not_installed_is_refused_before_the_run_starts(tmp_path, monkeypatch, capsys, name, package):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda wanted, *rest: None if wanted == package else find(wanted, *rest))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module, *rest: None if module == package else find(module, *rest))
     with pytest.raises(ConfigError, match=rf"jgraph\[{name}\]") as error:
         check_installed((name,))
     assert error.value.field == "log"
@@ -116,7 +116,7 @@ def test_a_tracker_that_is_not_installed_is_told_before_anything_slow(tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
-def test_another_tracker_is_refused():
+def test_an_unknown_tracker_is_refused():
     with pytest.raises(ConfigError) as error:
         TrainConfig.of(log=("comet",))  # pyright: ignore[reportArgumentType]
     assert error.value.field == "log"

@@ -1,4 +1,4 @@
-"""Who is told of devices that hang, when, and in which words. No test waits for more than a fraction of a second."""
+"""Reports of the watchdog on devices that hang, and the message. No test waits longer than a fraction of a second."""
 
 import threading
 import time
@@ -37,57 +37,57 @@ PARTLY = CaptureReport(1, 3, 4, (Outside("AllReduce", 1, "COLLECTIVES is off by 
 
 
 @pytest.fixture
-def told():
-    """Waits that a watchdog told of, and the event of the first one."""
+def reports():
+    """Collects the waits that a watchdog reports. Sets the event at the first report."""
     return SimpleNamespace(waits=[], event=threading.Event())
 
 
 @pytest.fixture
-def watchdog(told):
+def watchdog(reports):
     def hung(wait: Wait) -> None:
-        told.waits.append(wait)
-        told.event.set()
+        reports.waits.append(wait)
+        reports.event.set()
 
     with Watchdog(0.2, hung) as watchdog:
         yield watchdog
 
 
-def test_a_wait_longer_than_the_limit_is_told_of_once_with_what_was_waited_for(watchdog, told):
+def test_a_wait_longer_than_the_limit_is_reported_once_with_its_program(watchdog, reports):
     program = object()
     with watchdog.over(lambda: "step 3", program):
-        assert told.event.wait(60)
+        assert reports.event.wait(60)
         time.sleep(0.3)
-    ((what, of),) = [(wait.about(), wait.program) for wait in told.waits]
-    assert (what, of) == ("step 3", program)
+    ((description, reported),) = [(wait.about(), wait.program) for wait in reports.waits]
+    assert (description, reported) == ("step 3", program)
 
 
-def test_waits_that_end_and_what_is_no_wait_are_not_told_of_however_long_together(watchdog, told):
+def test_short_waits_and_time_without_a_wait_are_not_reported(watchdog, reports):
     for number in range(8):
         with watchdog.over(f"step {number}".__str__):
             time.sleep(0.05)
     time.sleep(0.4)
     assert watchdog.wait(lambda: "an array", jnp.ones(2)).sum() == 2
-    assert not told.waits
+    assert not reports.waits
 
 
-def test_arrays_that_come_one_after_the_other_are_progress_though_all_take_longer(watchdog, told):
+def test_each_array_that_arrives_restarts_the_limit(watchdog, reports):
     def slow() -> SimpleNamespace:
         return SimpleNamespace(block_until_ready=lambda: time.sleep(0.05))
 
     watchdog.wait(lambda: "steps 0 to 9", {"losses": [slow() for _ in range(10)]})
-    assert not told.waits
+    assert not reports.waits
 
 
-def test_a_wait_that_raises_is_over(watchdog, told):
+def test_an_exception_ends_a_wait(watchdog, reports):
     with pytest.raises(KeyError), watchdog.over(lambda: "step 0"):
         raise KeyError
     time.sleep(0.4)
-    assert not told.waits
+    assert not reports.waits
 
 
-def test_without_a_limit_nothing_watches(told):
+def test_without_a_limit_no_thread_is_started(reports):
     before = threading.active_count()
-    with Watchdog(0, told.waits.append):
+    with Watchdog(0, reports.waits.append):
         assert threading.active_count() == before
 
 
@@ -98,13 +98,13 @@ def message(run_dir, capture=None, **fields) -> str:
 
 def test_a_message_names_steps_seconds_collectives_and_their_devices(tmp_path):
     line = message(tmp_path)
-    assert "steps 4 to 6: handed over and not done after 3 s" in line
+    assert "steps 4 to 6 did not finish within 3 s: the devices hang" in line
     assert "1 all-gather over [1,2]<=[2], 2 all-reduce over {{0,1},{2,3}}, 1 collective-permute over {{0,1},{1,0}}, " in line
     assert "1 all-to-all over mesh['data'=2,'pipe'=2] {'pipe'}; " in line
     assert "command buffers" not in line
 
 
-def test_a_message_says_whether_command_buffers_hold_the_collectives_and_how_to_do_without(tmp_path):
+def test_a_message_names_the_graph_option_only_if_collectives_are_captured(tmp_path):
     captured, partly = message(tmp_path, CAPTURED), message(tmp_path, PARTLY)
     assert "collectives inside command buffers" in captured
     assert "`graph` auto" in captured
@@ -112,17 +112,17 @@ def test_a_message_says_whether_command_buffers_hold_the_collectives_and_how_to_
     assert "`graph`" not in partly
 
 
-def test_a_message_names_the_last_whole_checkpoint_and_not_one_half_written(tmp_path):
-    assert "there is no whole checkpoint: the same command starts" in message(tmp_path)
+def test_a_message_names_the_last_complete_checkpoint(tmp_path):
+    assert "there is no complete checkpoint: run the same command again to start" in message(tmp_path)
     for name in ("9", "10", "11.orbax-checkpoint-tmp"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert f"{tmp_path / 'checkpoints' / '10'}: the same command goes on" in message(tmp_path)
-    assert "the same command, without `resume` off, goes on" in message(tmp_path, resume=False)
+    assert f"again to resume from the last complete checkpoint, {tmp_path / 'checkpoints' / '10'};" in message(tmp_path)
+    assert "the same command again, without `resume` off, to resume" in message(tmp_path, resume=False)
 
 
-def test_a_text_that_cannot_be_had_leaves_the_rest_of_the_message(tmp_path):
+def test_a_message_omits_a_program_text_that_is_not_available(tmp_path):
     def broken():
         raise RuntimeError
 
     wait = Wait(lambda: "step 1", SimpleNamespace(as_text=broken, capture=None))
-    assert "step 1: handed over" in hang_message(wait, TrainConfig.of(hang_seconds=3), RunDir(tmp_path))
+    assert "step 1 did not finish" in hang_message(wait, TrainConfig.of(hang_seconds=3), RunDir(tmp_path))

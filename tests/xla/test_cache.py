@@ -1,4 +1,4 @@
-"""Second starts: jax's persistent compilation cache, and the capture report beside it."""
+"""Tests that a second process reuses the compiled program and the capture report of JAX's persistent cache."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from jgraph.xla import CaptureReport, Op, Outside, cache
 
 REPORT = CaptureReport(1, 7, 9, (Outside("Fft", 2, "no command", "rewrite it", (Op("fft.0", "jit(step)/fft", "a.py:3"),)),))
 
-# One start of a process. XLA tells of thunks only on a GPU, and only where it compiles; here a stand-in does.
+# Runs in a new process. XLA dumps thunks only when it compiles for a GPU, so `_read_dump` is replaced.
 START = f"""
 import json, sys
 from pathlib import Path
@@ -26,8 +26,8 @@ x, y = jnp.ones(8), jnp.ones((8, 8))
 lowered = jax.jit(lambda x, y: (x + 1, y @ y), donate_argnums=0).lower(x, y)
 with cache.watch() as compiles:
     compiled, found = compile_and_report(lowered, {{"xla_cpu_enable_fast_math": False}}, platform="gpu")
-told = [repr(found), alias_map(compiled), str(Memory.of(compiled)), str(compiled(x, y))]
-print(json.dumps([compiles.programs, compiles.hits, compiles.seconds > 0, told]))
+results = [repr(found), alias_map(compiled), str(Memory.of(compiled)), str(compiled(x, y))]
+print(json.dumps([compiles.programs, compiles.hits, compiles.seconds > 0, results]))
 """
 
 
@@ -38,19 +38,19 @@ def start(directory, argument, code):
     return json.loads(done.stdout)
 
 
-def test_a_second_start_hits_and_has_the_report_aliases_and_memory_of_the_first(tmp_path):
-    *first, told = start(tmp_path, "compiles", START)
+def test_a_second_process_hits_the_cache_and_gets_the_same_report_aliases_and_memory(tmp_path):
+    *first, results = start(tmp_path, "compiles", START)
     assert first == [1, 0, True]
-    assert told[0] == repr(REPORT)
-    *second, again = start(tmp_path, "hits", START)
+    assert results[0] == repr(REPORT)
+    *second, repeated = start(tmp_path, "hits", START)
     assert second == [1, 1, True]
-    assert again == told
+    assert repeated == results
     (report,) = (tmp_path / "capture").iterdir()
     report.write_text('{"outside": [{"ops": 3}]}')
     assert start(tmp_path, "hits", START)[3][0] == "None"
 
 
-# Compiles a program three times with different settings, each with a report of its own, then all three again from the cache.
+# Compiles a program with three settings, each with its own report, then reads all three from the cache.
 SETTINGS = f"""
 import json, os, sys
 from dataclasses import replace
@@ -73,7 +73,7 @@ print(json.dumps([first, [buffers(None, *each) for each in settings]]))
 """
 
 
-def test_a_second_start_has_the_report_of_its_own_compiler_options_and_xla_flags(tmp_path):
+def test_cached_reports_are_keyed_by_compiler_options_and_xla_flags(tmp_path):
     assert start(tmp_path, "", SETTINGS) == [[1, 2, 3], [1, 2, 3]]
 
 
@@ -89,14 +89,14 @@ print(json.dumps([str(report)]))
 
 
 @pytest.mark.target
-def test_what_is_compiled_for_a_gpu_that_is_not_here_is_compiled_again_in_silence(h200, tmp_path):
+def test_a_target_program_is_recompiled_without_warnings_and_has_one_cached_report(h200, tmp_path):
     first = start(tmp_path, "", AOT_START)
     assert "Fft" in first[0]
     assert start(tmp_path, "", AOT_START) == first
     assert len(list((tmp_path / "capture").iterdir())) == 1
 
 
-def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
+def test_an_unwritable_cache_directory_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError) as error:
         cache.enable(tmp_path / "file" / "inside")

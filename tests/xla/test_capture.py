@@ -16,7 +16,7 @@ DEFAULT = """
 """
 FULL = DEFAULT.replace("size: 5", "size: 1") + "  xla_gpu_enable_command_buffer: WHILE\n"
 
-# Excerpts of real dumps, without the sizes of shared memory; jax 0.10 and 0.12 agree. A scan, and a product after it:
+# Excerpts of real dumps without shared memory sizes; jax 0.10 and 0.12 agree. A scan followed by a matmul:
 LOOP_OUTSIDE = """\
 001: kCopy          [source       | next=003 (2)] kCopy
 002: kCopy          [source       | next=003 (1)] kCopy
@@ -32,7 +32,7 @@ condition:
     009: kCustomKernel [prev=008 (1) | sink        ] loop_reduce_fusion_3 grid: [256, 1, 1] threads: [128, 1, 1]
 """  # noqa: W291
 
-# The same loop in --graph full; `condition:` is at the margin at any depth.
+# The same loop with --graph full. `condition:` is never indented.
 LOOP_INSIDE = """\
 000: kCommandBuffer [source | sink] 
     001: kCopy         [source       | next=003 (2)] kCopy
@@ -58,7 +58,7 @@ condition:
         012: kCustomKernel [prev=008 (2) | next=013 (1)] gemm_fusion_dot grid: [2048, 1, 1] threads: [64, 1, 1]
 """  # noqa: W291
 
-# Both versions: the first thunk of a kSequential stands behind it.
+# Both versions print the first thunk of a kSequential on the same line.
 SOLVE = """\
 003: kCustomKernel [prev=002 (1) | next=006 (1)] input_transpose_fusion_1 grid: [64, 1, 1] threads: [128, 1, 1]
 006: kSequential   [prev=003 (1) | next=007 (1)]   004: kCopy            [source       | next=005 (1)] kCopy
@@ -84,7 +84,7 @@ def counts(report):
     return {o.kind: o.count for o in report.outside}
 
 
-def test_thunks_of_an_uncaptured_loop_are_counted_with_the_flag_that_captures_it():
+def test_an_uncaptured_loop_is_counted_and_its_remedy_names_the_flag():
     report = report_of(LOOP_OUTSIDE, DEFAULT, {})
     assert (report.command_buffers, report.captured, report.total) == (1, 2, 8)
     assert Outside("While", 4, "WHILE is off by default", "`graph` full") in report.outside
@@ -93,17 +93,17 @@ def test_thunks_of_an_uncaptured_loop_are_counted_with_the_flag_that_captures_it
     assert "xla_gpu_graph_min_graph_size=1" in copies.remedy
 
 
-def test_a_captured_loop_leaves_nothing_outside():
+def test_a_captured_loop_leaves_no_thunk_outside():
     assert report_of(LOOP_INSIDE, FULL, {}) == CaptureReport(command_buffers=1, captured=4, total=4)
 
 
-def test_a_loop_that_slices_by_its_counter_says_what_would_capture_it():
+def test_a_loop_that_slices_by_its_counter_suggests_unrolling():
     report = report_of(SLICING_LOOP, FULL, {})
     assert (report.command_buffers, report.captured, report.total) == (1, 2, 3)
     assert "xla_gpu_command_buffer_unroll_loops=true" in report.outside[0].remedy
 
 
-def test_a_loop_around_something_that_cannot_be_recorded_names_it():
+def test_a_loop_names_the_unrecordable_thunk_in_its_body():
     report = report_of(FFT_IN_LOOP, FULL, {})
     assert counts(report) == {"While": 1, "Fft": 1}
     assert "holds Fft" in next(o.reason for o in report.outside if o.kind == "While")
@@ -115,19 +115,19 @@ def test_thunks_on_one_line_are_all_counted():
     assert counts(report) == {"CustomKernel": 2, "Sequential": 1, "TriangularSolve": 1}
 
 
-def test_what_has_no_command_says_so():
+def test_a_thunk_without_a_command_reports_that_reason():
     assert "XLA has no command for it" in next(o.reason for o in report_of(FFT, FULL, {}).outside if o.kind == "Fft")
 
 
-def test_with_command_buffers_off_that_is_the_reason():
+def test_disabled_command_buffers_are_reported_as_the_reason():
     assert {o.reason for o in report_of(FFT, "", {}).outside} == {"command buffers are off"}
 
 
-def test_recordable_thunks_that_xla_left_out_are_not_given_a_made_up_reason():
+def test_a_recordable_thunk_outside_for_an_unknown_reason_suggests_xla_logging():
     assert "makes XLA log one" in report_of("001: kCopy [source | sink] kCopy\n", FULL, {}).outside[0].remedy
 
 
-def test_a_report_reads_as_one_line_and_more_for_each_thing_outside_with_its_places():
+def test_a_report_prints_a_summary_and_lists_each_outside_thunk_with_its_operations():
     ops = (Op("copy.1"), Op("fft.0", "jit(f)/fft", "model.py:7"))
     report = CaptureReport(1, 248, 250, (Outside("Copy", 1, "no"), Outside("Fft", 1, "no", "yes", ops)))
     assert str(report).splitlines() == [
@@ -139,7 +139,7 @@ def test_a_report_reads_as_one_line_and_more_for_each_thing_outside_with_its_pla
     ]
 
 
-def test_of_many_places_the_first_few_are_printed_and_the_rest_counted():
+def test_a_long_operation_list_prints_the_first_three_and_counts_the_rest():
     ops = tuple(Op(f"fft.{i}", "jit(f)/fft", f"model.py:{i}") for i in range(9))
     lines = str(Outside("Fft", 9, "no", "", ops)).splitlines()
     assert lines[1:] == [
@@ -150,21 +150,21 @@ def test_of_many_places_the_first_few_are_printed_and_the_rest_counted():
     ]
 
 
-def test_thunks_outside_have_the_operation_of_their_number_and_kind_and_a_loop_speaks_for_what_it_holds():
+def test_outside_thunks_map_to_operations_by_number_and_kind_and_a_loop_covers_its_body():
     loop, fft = Op("while.8", "jit(f)/while", "model.py:3"), Op("fft.0", "jit(f)/fft", "model.py:4")
     ops = {(2, "kWhile"): loop, (7, "kFft"): fft, (5, "kCopy"): Op("not this one")}
     report = report_of(FFT_IN_LOOP, FULL, ops)
     assert {o.kind: o.ops for o in report.outside} == {"While": (loop,), "Fft": (fft,)}
 
 
-# Made up: on an H200, jax 0.11 reported both as kCustomCall and neither as recordable.
+# Written by hand: on an H200, jax 0.11 reported both as kCustomCall and neither as recordable.
 CALLS = """\
 001: kCustomCall    [source       | next=002 (1)] xla_ffi_python_gpu_callback
 002: kCustomCall    [prev=001 (1) | sink        ] cusolver_geqrf_ffi
 """
 
 
-def test_calls_of_python_and_of_a_solver_have_different_remedies():
+def test_python_callbacks_and_solver_calls_have_different_remedies():
     ops = {
         (1, "kCustomCall"): Op("custom-call.1", "jit(f)/debug_callback"),
         (2, "kCustomCall"): Op("custom-call.2", "jit(f)/geqrf"),
@@ -175,7 +175,7 @@ def test_calls_of_python_and_of_a_solver_have_different_remedies():
     assert "COMMAND_BUFFER_COMPATIBLE" in remedies["jit(f)/geqrf"]
 
 
-# A kernel of Pallas' Mosaic on jax 0.12: alone in a program; and in a loop that slices an array by its counter.
+# A Pallas Mosaic kernel on jax 0.12: in a program of two kernels, and in a loop that slices an array by its counter.
 MOSAIC = """\
 001: kCustomCall   [source       | next=002 (1)] kCustomCall
 002: kCustomKernel [prev=001 (1) | sink        ] input_reduce_fusion grid: [1, 1, 1] threads: [32, 1, 1]
@@ -192,12 +192,12 @@ condition:
 """  # noqa: W291
 
 
-def test_a_kernel_of_mosaic_stays_outside_only_for_want_of_neighbours():
+def test_a_mosaic_kernel_stays_outside_only_if_its_sequence_is_too_short():
     ops = {(1, "kCustomCall"): Op("cast_transpose.1", "jit(f)/cast_transpose", target="mosaic_gpu_v2")}
     assert {o.reason for o in report_of(MOSAIC, DEFAULT, ops).outside} == {"fewer than 5 in a row"}
 
 
-def test_a_call_that_nobody_knows_may_lack_neighbours_too():
+def test_an_unknown_custom_call_may_also_be_in_a_sequence_that_is_too_short():
     (call,) = (o for o in report_of(MOSAIC, DEFAULT, {}).outside if o.kind == "CustomCall")
     assert "handler" in call.reason
     assert "fewer than 5 in a row" in call.reason
@@ -205,12 +205,12 @@ def test_a_call_that_nobody_knows_may_lack_neighbours_too():
     assert "in a row" not in call.reason
 
 
-def test_a_loop_is_not_held_back_by_a_call_that_is_captured_inside():
+def test_a_captured_call_in_its_body_is_not_a_reason_for_a_loop_to_stay_outside():
     (loop,) = report_of(MOSAIC_IN_LOOP, FULL, {}).outside
     assert loop.reason == "the loop slices an array by its counter"
 
 
-def test_all_that_keeps_a_loop_outside_is_told_with_every_remedy():
+def test_every_reason_for_an_uncaptured_loop_is_reported_with_its_remedy():
     report = report_of(SLICING_LOOP, DEFAULT, {})
     (loop,) = (o for o in report.outside if o.kind == "While")
     assert loop.reason == "WHILE is off by default and the loop slices an array by its counter"
@@ -226,7 +226,7 @@ def test_a_cpu_program_compiles_without_a_report_or_a_dump(tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-# --- On the target, where XLA itself writes the dump. ---
+# --- On a compile-only target: XLA writes the dump. ---
 
 
 def compile_step(step, *args, graph="auto", extra=(), **jit_kwargs):
@@ -245,7 +245,7 @@ X = jax.ShapeDtypeStruct((32, 64), jnp.float32)
 
 
 @pytest.mark.target
-def test_a_step_that_xla_captures_whole_has_nothing_outside(h200):
+def test_a_fully_captured_step_has_no_outside_thunks(h200):
     _, report = compile_step(mlp, WEIGHTS, X)
     assert report.command_buffers == 1
     assert report.captured == report.total >= 4
@@ -253,7 +253,7 @@ def test_a_step_that_xla_captures_whole_has_nothing_outside(h200):
 
 
 @pytest.mark.target
-def test_graph_off_captures_nothing_and_says_so(h200):
+def test_graph_off_captures_nothing_and_reports_the_reason(h200):
     _, report = compile_step(mlp, WEIGHTS, X, graph="off")
     assert (report.command_buffers, report.captured) == (0, 0)
     assert sum(o.count for o in report.outside) == report.total >= 4
@@ -261,17 +261,17 @@ def test_graph_off_captures_nothing_and_says_so(h200):
 
 
 @pytest.mark.target
-def test_the_dump_is_removed(h200, tmp_path, monkeypatch):
+def test_the_temporary_dump_is_removed(h200, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     compile_step(mlp, WEIGHTS, X)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.target
-def test_a_dump_that_the_user_asked_for_is_kept(h200, tmp_path):
+def test_a_dump_requested_by_the_user_is_kept(h200, tmp_path):
     _, report = compile_step(mlp, WEIGHTS, X, extra=[f"xla_dump_to={tmp_path}"])
     assert report.captured == report.total
     assert list(tmp_path.glob("*jit_mlp.thunk_sequence.txt"))
-    # Of two programs of one name, the one just compiled counts.
+    # Two programs have the same name: the report describes the newer one.
     _, report = compile_step(mlp, WEIGHTS, X, graph="off", extra=[f"xla_dump_to={tmp_path}"])
     assert report.captured == 0

@@ -1,4 +1,4 @@
-"""The program of a token, compiled for an H200 that is not here: one command buffer, updated in place, few kernels a layer."""
+"""Tests the decoding step compiled for an H200 target: one command buffer, in-place cache, few kernels per layer."""
 
 import dataclasses
 from functools import partial
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.target, pytest.mark.long]
 
 
 def compiled(preset, rows, num_layers, sampling):
-    """(program, capture report, shapes of the carry) for prompts of at most 128 tokens and 256 more."""
+    """Returns the program, its capture report and the carry's shapes, for 128 prompt tokens and 256 new tokens."""
     config = dataclasses.replace(presets.preset(preset).model, attention="xla", num_layers=num_layers)
     model = jgraph.functional(lambda: GPT(config, rngs=nnx.Rngs(0)))
     weights = jax.eval_shape(model.decoder.prepare, model.shapes, {})
@@ -37,13 +37,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_token_is_a_single_command_buffer_that_updates_its_cache_in_place(h200, case):
+def test_a_decoding_step_is_one_command_buffer_and_updates_its_cache_in_place(h200, case):
     preset, rows, sampling = CASES[case]
     program, report, carry = compiled(preset, rows, 2, sampling)
     assert (report.command_buffers, report.captured, report.outside) == (1, report.total, ())
     check_identity(program, carry)
 
 
-def test_a_layer_of_one_text_takes_few_kernels_and_splits_no_product(h200):
+def test_a_layer_needs_at_most_seven_kernels_for_one_prompt(h200):
     totals = [compiled("gpt-1b3", 1, layers, {})[1].total for layers in (2, 4)]
     assert (totals[1] - totals[0]) / 2 <= 7

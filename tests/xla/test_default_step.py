@@ -1,6 +1,6 @@
-"""The step of a training run, compiled for an H200 that is not here: what of it is one command buffer, updated in place.
+"""Tests capture and donation of the training step compiled for an H200 target.
 
-With XLA's attention, since cuDNN's cannot be compiled without a GPU.
+Uses XLA's attention, because cuDNN's attention cannot be compiled without a GPU.
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ pytestmark = [pytest.mark.target, pytest.mark.long]
 
 
 def config_of(preset, **changes):
-    """The preset with XLA's attention, as the GPU would run it otherwise; changes are of the model."""
+    """Returns the preset with XLA's attention and with `changes` to the model configuration."""
     config = presets.preset(preset)
     return config.changed(model=dataclasses.replace(config.model, attention="xla", **changes))
 
 
 def compile_step(config, graph="auto", num_microbatches=1):
-    """(compiled step, capture report, shapes of the state) of the trainer's own step, with the preset's XLA options."""
+    """Returns the compiled training step, its capture report and the state's shapes, with the preset's XLA options."""
     setup = TrainSetup.of(config.changed(graph=graph, num_microbatches=num_microbatches))
     options = compiler_options(graph, config.compile.xla_options, platform="gpu")
     state, tokens_BS = (setup.step.state, setup.batch())
@@ -39,7 +39,7 @@ CASES = {
 @pytest.mark.parametrize(
     "case", [pytest.param(name, marks=pytest.mark.once) if "swiglu" not in name else name for name in CASES]
 )
-def test_the_default_step_is_a_single_command_buffer_that_updates_its_state_in_place(h200, case):
+def test_the_default_step_is_one_command_buffer_and_updates_its_state_in_place(h200, case):
     compiled, report, state = compile_step(CASES[case])
     assert (report.command_buffers, report.captured, report.outside) == (1, report.total, ())
     assert report.total > 20
@@ -57,20 +57,20 @@ def test_four_microbatches_are_unrolled_into_the_same_command_buffer(h200):
 
 
 @pytest.mark.once
-def test_sixteen_microbatches_are_a_loop_around_a_command_buffer_and_the_report_says_what_captures_it(h200):
-    # One command buffer before the loop, one that is its body, one after it.
+def test_sixteen_microbatches_compile_to_a_loop_and_the_report_suggests_graph_full(h200):
+    # Three command buffers: before the loop, in its body and after it.
     compiled, report, state = compile_step(SMALL, num_microbatches=16)
     assert (report.command_buffers, report.captured) == (3, report.total - 1)
     (outside,) = report.outside
     assert (outside.kind, outside.count) == ("While", 1)
-    # From jax 0.11 on norms are kernels, which XLA lets read their scales out of a packed array.
+    # Since jax 0.11 norms are kernels, and XLA lets them read their scales from a packed array.
     assert outside.reason.startswith("WHILE is off by default")
     assert "`graph` full" in outside.remedy
     check_identity(compiled, state)
 
 
-def test_a_full_graph_captures_the_loop_of_sixteen_microbatches(h200):
-    # Its slice by the counter is part of a fusion; as a thunk of its own it would keep the loop outside.
+def test_graph_full_captures_the_loop_of_sixteen_microbatches(h200):
+    # The slice by the counter is fused. A separate slice thunk would keep the loop outside.
     compiled, report, state = compile_step(SMALL, graph="full", num_microbatches=16)
     assert (report.command_buffers, report.captured, report.outside) == (1, report.total, ())
     check_identity(compiled, state)

@@ -40,10 +40,10 @@ def _at_the_root(monkeypatch):
     monkeypatch.chdir(HERE.parents[2])
 
 
-# --- Donations, which are the same on every platform. ---
+# --- Donations: the same on every platform. ---
 
 
-def test_every_donated_leaf_is_named_with_the_output_that_takes_its_buffer():
+def test_each_donated_leaf_is_listed_with_the_output_that_reuses_its_buffer():
     report = explain(update, STATE, X, donate_argnums=0)
     assert {d.leaf: d.output for d in report.donations} == {f"state['{k}']": f"result[0]['{k}']" for k in STATE}
     assert report.dropped == ()
@@ -53,11 +53,11 @@ def test_every_donated_leaf_is_named_with_the_output_that_takes_its_buffer():
 def test_a_jitted_function_keeps_its_own_donations():
     assert len(explain(jax.jit(update, donate_argnums=0), STATE, X).donations) == 3
     assert explain(jax.jit(update), STATE, X).donations == ()
-    with pytest.raises(ConfigError, match=r"give them to jax\.jit"):
+    with pytest.raises(ConfigError, match=r"pass it to jax\.jit"):
         explain(jax.jit(update), STATE, X, donate_argnums=0)
 
 
-def test_a_leaf_that_stopped_fitting_is_dropped_or_takes_the_buffer_of_the_next_and_jax_does_not_warn_besides():
+def test_a_leaf_without_a_matching_output_is_reported_as_dropped_without_a_jax_warning():
     def step(state, x):
         new, loss = update(state, x)
         return {**new, "m": new["m"].astype(jnp.bfloat16)}, loss
@@ -70,7 +70,7 @@ def test_a_leaf_that_stopped_fitting_is_dropped_or_takes_the_buffer_of_the_next_
     assert "state['m'] float32[9] -> result[0]['v']\n" in str(report)
 
 
-def test_why_a_donation_was_dropped_is_said_for_each():
+def test_each_dropped_donation_has_a_reason():
     def step(state, scratch, unused):
         return {"a": state["a"].astype(jnp.bfloat16)}, scratch.sum()
 
@@ -82,12 +82,12 @@ def test_why_a_donation_was_dropped_is_said_for_each():
     }
 
 
-def test_an_unused_argument_does_not_shift_the_others():
+def test_an_unused_argument_does_not_shift_other_donations():
     found = by_leaf(explain(lambda unused, a, b: (a * 2, b + 1), array(3), array(4), array(5), donate_argnums=(1, 2)))
     assert {leaf: d.output for leaf, d in found.items()} == {"a": "result[0]", "b": "result[1]"}
 
 
-def test_tokens_of_ordered_effects_do_not_shift_arguments_or_outputs():
+def test_ordered_effect_tokens_do_not_shift_arguments_or_outputs():
     def step(state, x):
         jax.debug.print("{}", x.sum(), ordered=True)
         return update(state, x)
@@ -97,7 +97,7 @@ def test_tokens_of_ordered_effects_do_not_shift_arguments_or_outputs():
     }
 
 
-def test_states_that_change_places_have_the_outputs_that_take_their_buffers():
+def test_swapped_arguments_map_to_the_outputs_that_reuse_their_buffers():
     report = explain(lambda a, b: (b["x"] * 2, {"x": a["x"] + 1}), {"x": array(8)}, {"x": array(4)}, donate_argnums=(0, 1))
     assert {d.leaf: d.output for d in report.donations} == {"a['x']": "result[1]['x']", "b['x']": "result[0]"}
 
@@ -105,7 +105,7 @@ def test_states_that_change_places_have_the_outputs_that_take_their_buffers():
 # --- The report. ---
 
 
-def test_on_a_cpu_the_report_has_memory_and_donations_and_says_what_it_lacks():
+def test_the_cpu_report_has_memory_and_donations_and_notes_the_missing_capture():
     report = explain(update, STATE, X, donate_argnums=0)
     assert report.capture is None
     assert report.memory.arguments == 4 * (9 + 9 + 64 * 64 + 32 * 64)
@@ -118,7 +118,7 @@ def test_on_a_cpu_the_report_has_memory_and_donations_and_says_what_it_lacks():
     assert "note: there are no command buffers on a cpu" in str(report)
 
 
-def test_a_step_with_grouped_products_updates_its_experts_in_place():
+def test_a_step_with_grouped_matmuls_updates_its_experts_in_place():
     def step(state, x):
         gradients = jax.grad(lambda w: jnp.sum(grouped_dot(x, w, jnp.array([20, 0, 12]))))(state["w"])
         return {"w": state["w"] - gradients}
@@ -128,7 +128,7 @@ def test_a_step_with_grouped_products_updates_its_experts_in_place():
     assert (report.dropped, report.capture) == ((), None)
 
 
-def test_the_report_is_json_with_the_fields_of_the_report():
+def test_the_json_report_has_every_field():
     report = explain(update, STATE, X, donate_argnums=0)
     fields = json.loads(report.to_json())
     assert set(fields) == {"name", "device", "capture", "donations", "memory", "fp8", "notes"}
@@ -142,14 +142,14 @@ def test_the_report_is_json_with_the_fields_of_the_report():
     assert fields["memory"]["total"] == report.memory.total
 
 
-def test_of_many_leaves_in_place_the_first_are_printed_and_the_rest_counted():
+def test_a_long_donation_list_prints_the_first_leaves_and_counts_the_rest():
     report = explain(lambda s: [leaf + 1 for leaf in s], [array(3)] * 20, donate_argnums=0)
     assert "donated: 20 leaves of 240 B: 20 reused, 0 dropped" in str(report)
     assert "  and 12 more" in str(report)
     assert len(report.donations) == 20
 
 
-def test_flags_in_a_remedy_are_translated_for_callers_of_the_function():
+def test_a_graph_flag_in_a_remedy_is_printed_with_the_equivalent_compiler_options():
     def printed(remedy):
         return str(Explanation("f", "gpu", CaptureReport(0, 0, 1, (Outside("While", 1, "off", remedy),)), (), None))
 
@@ -157,25 +157,25 @@ def test_flags_in_a_remedy_are_translated_for_callers_of_the_function():
     assert "compiler_options=" not in printed("rewrite it")
 
 
-def test_what_is_no_function_is_refused():
-    with pytest.raises(ConfigError, match="takes a function, not int"):
+def test_an_argument_that_is_not_a_function_is_refused():
+    with pytest.raises(ConfigError, match="`fn` is int: must be a function"):
         explain(3)
 
 
-def test_a_wrong_option_and_a_wrong_target_are_errors_of_the_family():
+def test_an_invalid_option_and_an_invalid_target_raise_library_errors():
     with pytest.raises(CompilerOptionError, match="xla_nope"):
         explain(jnp.sin, 1.0, compiler_options={"xla_nope": 1})
     with pytest.raises(TargetError, match="take one of h200, h100, b200"):
         explain(jnp.sin, 1.0, target="tpu")
 
 
-def test_names_are_a_convenience_of_the_report_and_partial_functions_have_none():
+def test_a_partial_function_gets_a_generic_name():
     report = explain(functools.partial(lambda k, s: s * k, 2), array(3), donate_argnums=0)
     assert [d.output for d in report.donations] == ["result"]
     assert report.name == "partial"
 
 
-# --- On the target. ---
+# --- On a compile-only target. ---
 
 
 def mlp(w, x):
@@ -192,7 +192,7 @@ W = array(64, 64)
 
 
 @pytest.mark.target
-def test_what_stays_outside_is_told_with_its_operation_and_line(h200):
+def test_an_outside_thunk_is_reported_with_its_operation_and_source_line(h200):
     report = explain(lambda w, x: mlp(w, spectrum(mlp(w, x))), W, X, target="h200")
     assert (report.capture.command_buffers, report.capture.captured) == (2, report.capture.total - 1)
     (fft,) = report.capture.outside
@@ -205,7 +205,7 @@ def test_what_stays_outside_is_told_with_its_operation_and_line(h200):
 
 
 @pytest.mark.target
-def test_a_loop_outside_is_told_by_its_own_line_and_the_remedy_brings_it_in(h200):
+def test_an_outside_loop_is_reported_by_its_source_line_and_its_remedy_captures_it(h200):
     def decay(w, x):
         return jax.lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: jnp.tanh(x @ w), x)  # the line of the loop
 
@@ -220,23 +220,23 @@ def test_a_loop_outside_is_told_by_its_own_line_and_the_remedy_brings_it_in(h200
 
 
 @pytest.mark.target
-def test_two_remedies_of_a_slicing_loop_are_both_needed(h200):
+def test_a_slicing_loop_needs_both_suggested_remedies(h200):
     def scan(stacked, x):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stacked)[0]
 
-    def held_back(graph, extra=()):
+    def remedies(graph, extra=()):
         options = compiler_options(graph, extra, platform="gpu")
         report = explain(scan, array(4, 64, 64), X, target="h200", compiler_options=options)
         return {o.remedy for o in report.capture.outside if o.kind == "While"}
 
     unroll = "xla_gpu_command_buffer_unroll_loops=true"
-    assert any("`graph` full" in remedy and unroll in remedy for remedy in held_back("auto"))
-    assert any(unroll in remedy for remedy in held_back("full"))
-    assert held_back("full", [unroll]) == set()
+    assert any("`graph` full" in remedy and unroll in remedy for remedy in remedies("auto"))
+    assert any(unroll in remedy for remedy in remedies("full"))
+    assert remedies("full", [unroll]) == set()
 
 
 @pytest.mark.target
-def test_too_short_a_row_comes_in_with_the_option_that_is_named(h200):
+def test_a_short_kernel_sequence_is_captured_with_the_suggested_option(h200):
     report = explain(jnp.sin, X, target="h200")
     assert [o.reason for o in report.capture.outside] == ["fewer than 5 in a row"]
     assert "xla_gpu_graph_min_graph_size=1" in report.capture.outside[0].remedy
@@ -245,7 +245,7 @@ def test_too_short_a_row_comes_in_with_the_option_that_is_named(h200):
 
 
 @pytest.mark.target
-def test_donations_and_memory_are_those_of_the_target(h200):
+def test_donations_and_memory_describe_the_target(h200):
     report = explain(update, STATE, X, donate_argnums=0, target="h200")
     assert "H200" in report.device
     assert [d.output for d in report.donations] == [f"result[0]['{k}']" for k in STATE]

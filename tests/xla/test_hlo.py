@@ -12,7 +12,7 @@ from jgraph.xla.hlo import HloModule, Op, operations
 HERE = Path(__file__)
 LIBRARY = sysconfig.get_paths()["purelib"]
 
-# As jax 0.10 and 0.12 write it: a caller is one less than its number, and the first frame names itself.
+# Tables as jax 0.10 and 0.12 write them: parent_frame_id is the parent's id plus one, and the root frame's own id.
 TABLES = f"""\
 HloModule jit_step, is_scheduled=true
 
@@ -50,36 +50,36 @@ def only(text):
 
 
 @pytest.mark.parametrize(("frame", "line"), [(1, 30), (2, 12), (3, 12), (4, 30)])
-def test_a_program_has_a_stack_of_which_the_users_innermost_call_counts(frame, line):
+def test_the_source_line_is_the_innermost_frame_in_user_code(frame, line):
     assert only(program(f', metadata={{op_name="jit(step)/fft" stack_frame_id={frame}}}')).source == f"/home/me/train.py:{line}"
 
 
 @pytest.mark.parametrize(("only_frame", "source"), [("2", f"{LIBRARY}/flax/linear.py:99"), ("3", "jgraph/train/step.py:7")])
-def test_where_no_call_is_the_users_the_innermost_is_told(only_frame, source, monkeypatch):
+def test_without_a_user_frame_the_innermost_frame_is_the_source_line(only_frame, source, monkeypatch):
     monkeypatch.chdir(HERE.parents[2])
     tables = TABLES.replace("1 {file_location_id=1", f"1 {{file_location_id={int(only_frame) + 1}")
     assert only(program(', metadata={op_name="jit(step)/fft" stack_frame_id=1}', tables)).source == source
 
 
 @pytest.mark.parametrize("metadata", ["", ', metadata={scheduling_name="fft.0.0"}', ", metadata={stack_frame_id=77}"])
-def test_an_operation_that_xla_made_has_neither_name_nor_line(metadata):
+def test_an_operation_generated_by_xla_has_no_name_and_no_source_line(metadata):
     assert only(program(metadata)) == Op("fft.0.0")
     assert str(only(program(metadata))) == "fft.0.0"
 
 
-def test_quotes_in_a_name_are_those_that_the_user_wrote():
+def test_escaped_quotes_in_an_operation_name_are_unescaped():
     assert only(program(r""", metadata={op_name="state[\'w\']" stack_frame_id=1}""")).name == "state['w']"
 
 
-def test_instructions_that_are_not_asked_for_or_not_there_are_left_out():
+def test_missing_and_unrequested_instructions_are_omitted():
     assert operations(HloModule(program("")), {"fft.0.0", "fft.1"}) == {"fft.0.0": Op("fft.0.0")}
     assert operations(HloModule(program("")), set()) == {}
 
 
-def test_a_program_of_the_installed_jax_leads_back_to_this_file(monkeypatch):
+def test_source_lines_are_found_in_a_program_of_the_installed_jax(monkeypatch):
     monkeypatch.chdir(HERE.parents[2])
 
-    # A persistent cache may have the program of another checkout, which names other lines. The constant makes it a new one.
+    # The constant makes the program unique to this file: a persistent cache may hold the program of another checkout.
     own = zlib.crc32(f"{HERE}{HERE.read_text()}".encode()) % 1000
 
     def step(x):
@@ -91,7 +91,7 @@ def test_a_program_of_the_installed_jax_leads_back_to_this_file(monkeypatch):
     assert f"tests/xla/test_hlo.py:{line}" in {op.source for op in operations(HloModule(text), names).values()}
 
 
-def test_thunks_are_named_by_number_and_kind():
+def test_thunk_instructions_are_keyed_by_number_and_kind():
     # Two thunks of jax 0.12: ("gemm_fusion_dot_general.7", 1, "kCustomKernel"); a kSequential has no name and no number.
     first = b"\x0a\x1d\x0a\x19gemm_fusion_dot_general.7\x18\x01\x12\x0dkCustomKernel"
     data = b"\x0a" + bytes([len(first)]) + first + b"\x0a\x0f\x0a\x00\x12\x0bkSequential"

@@ -23,11 +23,11 @@ def test_a_cpu_gets_no_graph_options(graph, lowered):
     assert compiler_options(graph, platform="cpu") == {}
 
 
-def test_auto_leaves_the_default_of_xla():
+def test_auto_keeps_the_defaults_of_xla():
     assert compiler_options("auto", platform="gpu") == {}
 
 
-def test_full_captures_loops_and_single_kernels_but_no_collectives():
+def test_full_captures_loops_and_single_kernels_but_not_collectives():
     found = compiler_options("full", platform="cuda")
     commands = str(found[COMMANDS]).split(",")
     assert {"FUSION", "WHILE", "CONDITIONAL", "CONVOLUTION", "DYNAMIC_SLICE_FUSION"} <= set(commands)
@@ -35,7 +35,7 @@ def test_full_captures_loops_and_single_kernels_but_no_collectives():
     assert found[SIZE] == 1
 
 
-def test_full_on_several_devices_captures_collectives_and_no_branches():
+def test_full_on_several_devices_captures_collectives_but_not_branches():
     found = compiler_options("full", platform="gpu", num_devices=4)
     commands = set(str(found[COMMANDS]).split(","))
     assert {"FUSION", "COLLECTIVES", "CUBLASLT"} <= commands
@@ -45,7 +45,7 @@ def test_full_on_several_devices_captures_collectives_and_no_branches():
     assert (small in found) == (small in (installed_options() or {}))
 
 
-def test_a_wrong_graph_is_refused_with_its_field_and_the_choices():
+def test_an_invalid_graph_value_is_refused_with_the_valid_choices():
     with pytest.raises(ConfigError, match="must be one of auto, off, full") as error:
         compiler_options("on", platform="cpu")
     assert error.value.field == "graph"
@@ -63,13 +63,13 @@ def test_a_wrong_graph_is_refused_with_its_field_and_the_choices():
         ("xla_dump_hlo_pass_re=a=b", "a=b"),
     ],
 )
-def test_an_extra_option_is_a_string_that_xla_parses_or_a_bool(text, value):
+def test_extra_options_become_strings_or_bools(text, value):
     found = compiler_options("auto", [text], platform="cpu")
     assert found == {text.partition("=")[0]: value}
     assert type(*found.values()) is type(value)
 
 
-def test_an_extra_option_wins_over_the_graph():
+def test_an_extra_option_overrides_the_graph_setting():
     assert compiler_options("full", [f"{SIZE}=9"], platform="gpu")[SIZE] == "9"
 
 
@@ -81,7 +81,7 @@ def test_an_extra_option_wins_over_the_graph():
         ("xla_dump_to", "'xla_dump_to': must be name=value"),
     ],
 )
-def test_an_extra_option_that_xla_would_refuse_is_refused_by_name(text, message):
+def test_an_invalid_extra_option_is_refused_by_name(text, message):
     with pytest.raises(CompilerOptionError, match=message) as error:
         compiler_options("auto", [text], platform="cpu")
     assert error.value.field == "xla_options"
@@ -97,7 +97,7 @@ def test_an_extra_option_that_xla_would_refuse_is_refused_by_name(text, message)
         ("xla_backend_extra_options=a", "is not a valid message value"),
     ],
 )
-def test_a_value_that_xla_refuses_is_an_error_of_ours_when_it_compiles(text, message, lowered):
+def test_an_invalid_option_value_raises_a_library_error_at_compile_time(text, message, lowered):
     with pytest.raises(CompilerOptionError, match=message) as error:
         compile_and_report(lowered, compiler_options("auto", [text], platform="cpu"))
     assert error.value.field == "xla_options"
@@ -113,35 +113,35 @@ def test_a_value_that_xla_refuses_is_an_error_of_ours_when_it_compiles(text, mes
         ("xla_disable_hlo_passes", False, True),
     ],
 )
-def test_the_installed_xla_tells_its_options_with_their_types(name, is_bool, repeated):
+def test_installed_options_have_their_types(name, is_bool, repeated):
     option = options.installed_options()[name]
     assert (option.is_bool, option.repeated) == (is_bool, repeated)
 
 
-def test_the_last_option_of_the_descriptor_is_read_as_well():
-    # Added to the end of DebugOptions long ago and kept there; a walk that stops early would miss it.
+def test_the_last_option_of_the_descriptor_is_read():
+    # This option is at the end of DebugOptions. A parser that stops early would miss it.
     assert "xla_backend_extra_options" in options.installed_options()
     assert len(options.installed_options()) > 250
 
 
-def test_the_descriptor_is_needed_as_long_as_jax_publishes_no_list():
-    """When this fails, jaxlib shows every option as an attribute: read the names there and drop the descriptor."""
+def test_jax_has_no_public_list_of_compiler_options():
+    """If this fails, jaxlib exposes every option as an attribute: read the names there and drop the descriptor."""
     from jaxlib import _jax
 
     assert not hasattr(_jax.DebugOptions, COMMANDS)
     assert not hasattr(jax, "compiler_options")
 
 
-def test_the_check_starts_no_backend():
+def test_checking_options_starts_no_backend():
     code = "from jgraph.xla import options; options.compiler_options('full', ['xla_nope=1'], platform='gpu')"
-    # A platform that cannot start: touching a backend would be another error.
+    # The platform does not exist, so starting a backend would raise another error.
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={"JAX_PLATFORMS": "no_such_platform"}, check=False
     )
     assert run.stderr.splitlines()[-1].startswith("jgraph.errors.CompilerOptionError: `xla_options` names xla_nope")
 
 
-def test_without_a_descriptor_xla_itself_is_the_judge(lowered, monkeypatch):
+def test_without_a_descriptor_xla_refuses_unknown_options(lowered, monkeypatch):
     monkeypatch.setattr(options, "installed_options", lambda: None)
     found = compiler_options("auto", ["xla_nope=1"], platform="cpu")
     with pytest.raises(CompilerOptionError, match="No such compile option: 'xla_nope'"):
@@ -149,22 +149,22 @@ def test_without_a_descriptor_xla_itself_is_the_judge(lowered, monkeypatch):
     assert "WHILE" in str(compiler_options("full", platform="gpu")[COMMANDS])
 
 
-def test_other_compile_errors_pass_unchanged():
+def test_other_compile_errors_propagate_unchanged():
     with pytest.raises(RuntimeError, match="out of memory"), options.option_errors():
         raise RuntimeError("out of memory")
 
 
-def test_a_library_without_a_descriptor_gives_no_list(monkeypatch):
+def test_a_missing_library_has_no_descriptor(monkeypatch):
     monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
     assert options._debug_options_descriptor() is None
 
 
 @pytest.mark.target
 @pytest.mark.parametrize("graph", ["auto", "off", "full"])
-def test_xla_takes_what_a_graph_choice_says(graph, h200):
+def test_xla_accepts_the_options_of_each_graph_value(graph, h200):
     found = compiler_options(graph, platform="gpu")
     _, report = aot.compile_for(jax.jit(lambda x: x + 1), jnp.ones(3), compiler_options=found)
-    # One kernel: recorded only where single kernels are.
+    # The program has one kernel. Only `full` records single kernels.
     assert (report.captured, report.total) == (1 if graph == "full" else 0, 1)
 
 

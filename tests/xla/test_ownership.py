@@ -23,18 +23,18 @@ def test_a_state_updated_in_place_passes():
     assert check_identity(program, STATE) is None
 
 
-def test_shapes_are_enough_to_name_the_leaves():
+def test_the_check_accepts_shapes_instead_of_arrays():
     program = compiled(lambda state: (update(state), 0), STATE)
     assert check_identity(program, jax.eval_shape(lambda: STATE)) is None
 
 
-def test_a_single_array_is_a_state_too():
+def test_a_single_array_is_a_valid_state():
     program = compiled(lambda w: w + 1, jnp.ones(8))
     assert alias_map(program) == {0: 0}
     assert check_identity(program, jnp.ones(8)) is None
 
 
-def test_an_unused_leaf_passed_through_keeps_its_place():
+def test_an_unchanged_leaf_keeps_its_buffer():
     program = compiled(lambda state: ({**state, "b": state["b"] * 2}, 0), STATE)
     assert check_identity(program, STATE) is None
 
@@ -45,14 +45,14 @@ def test_an_unused_leaf_passed_through_keeps_its_place():
     [lambda w: w.astype(jnp.bfloat16), lambda w: w[:4]],
     ids=["dtype", "shape"],
 )
-def test_a_leaf_that_changes_is_named(change):
+def test_a_leaf_that_changes_its_shape_or_dtype_is_named(change):
     program = compiled(lambda state: ({**update(state), "w": change(state["w"])}, 0), STATE)
     with pytest.raises(DonationError, match=r"1 of 3 leaves .*\['w'\]; check that shape, dtype and layout") as error:
         check_identity(program, STATE)
     assert error.value.leaves == ("['w']",)
 
 
-def test_leaves_returned_in_the_other_order_are_reported_with_their_partners():
+def test_swapped_leaves_are_reported_with_the_buffers_that_they_reuse():
     state = (jnp.ones(8), jnp.ones(4))
     program = compiled(lambda s: ((s[1] + 1, s[0] + 1), 0), state)
     assert alias_map(program) == {0: 1, 1: 0}
@@ -64,7 +64,7 @@ def test_leaves_returned_in_the_other_order_are_reported_with_their_partners():
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_a_leaf_that_no_longer_fits_leaves_its_buffer_to_the_next_of_its_shape():
+def test_the_buffer_of_a_mismatched_leaf_goes_to_the_next_leaf_of_its_shape():
     state = {"m": jnp.ones(8), "v": jnp.ones(8)}
     program = compiled(lambda s: ({"m": s["m"].astype(jnp.bfloat16), "v": s["v"] + 1}, 0), state)
     with pytest.raises(
@@ -74,7 +74,7 @@ def test_a_leaf_that_no_longer_fits_leaves_its_buffer_to_the_next_of_its_shape()
     assert error.value.leaves == ("['m']", "['v']")
 
 
-def test_a_buffer_from_outside_the_state_is_reported_by_its_number():
+def test_a_buffer_from_another_argument_is_reported_by_its_leaf_index():
     program = (
         jax.jit(lambda w, x: (x + 1, w.sum()), donate_argnums=1, keep_unused=True).lower(jnp.ones(8), jnp.ones(8)).compile()
     )
@@ -100,20 +100,20 @@ def test_a_state_that_is_not_donated_is_refused():
     ],
     ids=["none", "single output", "several", "arguments in one tuple"],
 )
-def test_the_header_of_a_program_is_read_up_to_the_end_of_the_aliases(entry, found):
-    # What follows also holds braces, and must not be taken for aliases.
+def test_aliases_are_parsed_from_the_module_header(entry, found):
+    # The rest of the header also has braces, which are not aliases.
     layout = "entry_computation_layout={(f32[8]{0})->f32[8]{0}}"
     header = f"HloModule jit_step, is_scheduled=true, {entry}{layout}, other={{ {{7}}: (7, {{}}) }}"
     assert HloModule(header).aliases == found
 
 
 @pytest.mark.target
-def test_aliases_are_read_from_a_program_for_a_gpu(h200):
+def test_aliases_are_parsed_from_a_gpu_program(h200):
     program, _ = aot.compile_for(jax.jit(lambda s: (update(s), s["w"].sum()), donate_argnums=0, keep_unused=True), STATE)
     assert check_identity(program, STATE) is None
 
 
-def test_tokens_before_arguments_and_outputs_are_not_counted():
+def test_tokens_do_not_shift_argument_and_output_indices():
     layout = "entry_computation_layout={(token[], f32[3]{0}, f32[4]{0})->(token[], f32[3]{0}, f32[4]{0})}"
     header = f"HloModule jit_step, input_output_alias={{ {{1}}: (1, {{}}, may-alias), {{2}}: (2, {{}}, may-alias) }}, {layout}"
     assert HloModule(header).aliases == {0: 0, 1: 1}

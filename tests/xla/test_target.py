@@ -31,7 +31,7 @@ def state():
 
 
 @pytest.mark.target
-def test_attention_without_cudnn_is_one_command_buffer(h200):
+def test_xla_attention_is_one_command_buffer(h200):
     def step(w, x_BTHK):
         def loss(w):
             q = x_BTHK @ w
@@ -47,7 +47,7 @@ def test_attention_without_cudnn_is_one_command_buffer(h200):
 
 
 @pytest.mark.target
-def test_the_device_is_an_h200_that_is_not_among_the_devices_of_jax(h200):
+def test_the_target_h200_is_not_in_jax_devices(h200):
     assert "H200" in h200[0].device_kind
     assert {d.platform for d in jax.devices()} == {"cpu"}
     assert jax.jit(jnp.sin)(0.0) == 0
@@ -55,7 +55,7 @@ def test_the_device_is_an_h200_that_is_not_among_the_devices_of_jax(h200):
 
 @pytest.mark.target
 @pytest.mark.parametrize("first", ["jax.devices()", "aot.devices()"])
-def test_the_plugin_leaves_the_cpu_backend_alone_before_and_after(h200, first):
+def test_the_plugin_does_not_affect_the_cpu_backend(h200, first):
     code = f"import jax; from jgraph.xla import aot; {first}; aot.devices(); print(jax.devices(), jax.numpy.ones(2) + 1)"
     env = {"PATH": "/usr/bin:/bin", "HOME": str(aot.Path.home()), "JAX_PLATFORMS": ""}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
@@ -65,7 +65,7 @@ def test_the_plugin_leaves_the_cpu_backend_alone_before_and_after(h200, first):
 
 @pytest.mark.target
 @pytest.mark.parametrize(("gpu", "capability"), [("h200", "9.0"), ("h100", "9.0"), ("b200", "10.0")])
-def test_every_gpu_that_is_described_compiles_a_train_step_whole(h200, gpu, capability, state):
+def test_each_described_gpu_compiles_a_fully_captured_training_step(h200, gpu, capability, state):
     (device,) = aot.devices(gpu=gpu)
     assert gpu.upper() in device.device_kind
     assert str(device.compute_capability).startswith(capability)
@@ -75,7 +75,7 @@ def test_every_gpu_that_is_described_compiles_a_train_step_whole(h200, gpu, capa
     assert check_identity(compiled, state) is None
 
 
-def test_every_description_is_offered_and_others_are_refused_by_name():
+def test_every_gpu_description_is_listed_and_unknown_names_are_refused():
     files = Path(aot.__file__).parent.glob("*.textproto")
     assert {file.stem for file in files} == set(aot.GPUS)
     with pytest.raises(TargetError, match="no GPU is described as 'a100': take one of h200, h100, b200"):
@@ -83,7 +83,7 @@ def test_every_description_is_offered_and_others_are_refused_by_name():
 
 
 @pytest.mark.target
-def test_a_mesh_of_several_devices_can_be_compiled_for(h200):
+def test_a_program_compiles_for_a_mesh_of_several_target_devices(h200):
     mesh = jax.sharding.Mesh(aot.devices(2), ("data",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     compiled, _ = aot.compile_for(jax.jit(lambda x: x.sum()), jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding))
@@ -91,7 +91,7 @@ def test_a_mesh_of_several_devices_can_be_compiled_for(h200):
 
 
 @pytest.mark.target
-def test_arguments_may_be_python_numbers_and_keys(h200):
+def test_arguments_may_be_python_numbers_and_prng_keys(h200):
     def noise(key, scale):
         return jax.random.normal(key, (8,)) * scale
 
@@ -100,7 +100,7 @@ def test_arguments_may_be_python_numbers_and_keys(h200):
 
 
 @pytest.mark.target
-def test_a_program_that_needs_a_gpu_to_compile_says_so_in_a_line(h200):
+def test_a_program_that_needs_a_gpu_to_compile_raises_a_one_line_error(h200):
     with pytest.raises(TargetError, match=r"cannot be compiled without a GPU: .*cusolver.*") as error:
         aot.compile_for(jax.jit(lambda x: jnp.linalg.qr(x)[0]), jnp.ones((8, 8)))
     assert "\n" not in str(error.value)
@@ -122,31 +122,31 @@ aot.compile_for(jax.jit(mosaic_gpu.kernel(double, out_type=x, grid=(1,), grid_na
 
 
 @pytest.mark.target
-def test_a_kernel_of_mosaic_without_its_library_names_the_command_that_brings_it(h200):
-    # In a process of its own: once loaded, the library stays.
+def test_a_mosaic_kernel_without_its_library_raises_an_error_with_the_install_command(h200):
+    # Runs in a new process, because a loaded library stays loaded.
     run = subprocess.run([sys.executable, "-c", WITHOUT_MOSAIC], capture_output=True, text=True, check=False)
     assert "TargetError: kernels of Mosaic need" in run.stderr
     assert run.stderr.rstrip().endswith("run python -m jgraph.aot install")
 
 
 @pytest.mark.target
-def test_an_option_that_xla_refuses_is_an_option_error(h200):
+def test_an_option_unknown_to_xla_raises_an_option_error(h200):
     with pytest.raises(CompilerOptionError, match="xla_nope"):
         aot.compile_for(jax.jit(jnp.sin), 1.0, compiler_options={"xla_nope": 1})
 
 
 @pytest.mark.target
-def test_a_program_without_a_dump_is_refused(h200):
+def test_compiling_without_a_dump_is_refused(h200):
     with pytest.raises(TargetError, match="dumped no thunks"):
         aot.compile_for(jax.jit(jnp.sin), 1.0, compiler_options={"xla_enable_dumping": False})
 
 
-def test_without_the_plugin_the_command_that_installs_it_is_named(tmp_path):
+def test_a_missing_plugin_raises_an_error_with_the_install_command(tmp_path):
     with pytest.raises(TargetError, match=r"in .*nothing; run python -m jgraph.aot install"):
         aot.devices(directory=tmp_path / "nothing")
 
 
-def test_a_library_that_is_no_plugin_is_refused(tmp_path):
+def test_a_library_that_is_not_a_plugin_is_refused(tmp_path):
     library = tmp_path / "jax_plugins" / "xla_cuda13" / "xla_cuda_plugin.so"
     library.parent.mkdir(parents=True)
     library.write_text("no library")
@@ -154,7 +154,7 @@ def test_a_library_that_is_no_plugin_is_refused(tmp_path):
         aot.devices(directory=tmp_path)
 
 
-def test_the_cache_follows_the_convention_and_is_apart_for_each_version(monkeypatch, tmp_path):
+def test_the_plugin_cache_follows_xdg_and_is_separate_for_each_jax_version(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert aot.cache_directory() == tmp_path / "jgraph" / "target" / f"jax-{jax.__version__}"
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -167,7 +167,7 @@ MOSAIC = "jax_cuda13_plugin/libmosaic_gpu_runtime.so"
 
 @pytest.fixture
 def pip(monkeypatch):
-    """Stands for pip: writes both libraries where the real one would, or fails."""
+    """Replaces pip with a fake that writes both libraries, or fails with `error`."""
 
     def fake(command, **kwargs):
         fake.runs += 1
@@ -196,7 +196,7 @@ def test_installing_twice_downloads_once(pip, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["plugin"]
 
 
-def test_installing_at_the_same_time_leaves_one_whole_plugin(pip, tmp_path):
+def test_concurrent_installs_leave_one_complete_plugin(pip, tmp_path):
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(lambda _: aot.install(tmp_path / "plugin"), range(8)))
     assert found == {aot.find_library(tmp_path / "plugin")}
@@ -204,21 +204,21 @@ def test_installing_at_the_same_time_leaves_one_whole_plugin(pip, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["plugin"]
 
 
-def test_a_failed_download_leaves_nothing_behind_and_says_what_pip_said(pip, tmp_path):
+def test_a_failed_download_leaves_no_files_and_reports_the_error_of_pip(pip, tmp_path):
     pip.error = "no network"
     with pytest.raises(TargetError, match="no network"):
         aot.install(tmp_path / "plugin")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_holds_something_else_is_not_touched(pip, tmp_path):
+def test_a_directory_with_other_files_is_refused_and_unchanged(pip, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(TargetError, match="holds something else"):
+    with pytest.raises(TargetError, match="has other files than the plugin"):
         aot.install(tmp_path)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
-def test_the_command_line_answers_in_one_line(tmp_path):
+def test_the_command_line_prints_a_one_line_error(tmp_path):
     run = subprocess.run(
         [sys.executable, "-m", "jgraph.aot", "show", "--directory", str(tmp_path)],
         capture_output=True,
@@ -231,7 +231,7 @@ def test_the_command_line_answers_in_one_line(tmp_path):
 
 
 @pytest.mark.skipif(bool(importlib.util.find_spec("jax_plugins")), reason="the environment has a plugin of its own")
-def test_private_functions_are_needed_while_the_public_one_wants_a_registered_plugin():
-    """When this fails, jax describes a GPU from a library alone: use that in `_compile_only_devices`."""
+def test_the_public_topology_function_requires_a_registered_plugin():
+    """If this fails, jax can describe a GPU from a library alone: use that in `_compile_only_devices`."""
     with pytest.raises(NotImplementedError, match="topology not implemented for cuda"):
         topologies.get_topology_desc("", "cuda", target_config="", topology="1x1x1")
