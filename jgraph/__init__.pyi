@@ -35,4 +35,5 @@ from .step.train_step import train_step as train_step
 from .strategies import FullySharded as FullySharded, Loss as Loss, Replicated as Replicated
 from .train.loaded import load as load
 from .xla.explain import explain as explain
-from .xla.jit import jit as jit
+from .xla.jit import Jitted as Jitted, jit as jit
+from .xla.options import compiler_options as compiler_options
