@@ -211,10 +211,13 @@ def report(
     """Compiles a traced function and reports as `explain` does.
 
     Args:
-        traced: The function, from `jax.jit(fn).trace(...)`.
-        compiler_options: XLA options.
+        traced: The function, from `jax.jit(fn).trace(...)`. With `target`, from arguments that `aot.placed` places on it.
+        compiler_options: XLA options by name.
         name: The name of the function in the report.
         target: The GPU to compile for, as in `explain`.
+
+    Returns:
+        The report.
     """
     device = aot.devices(gpu=target)[0] if target else jax.devices()[0]
     with warnings.catch_warnings(), aot.lowering_for(target) if target else contextlib.nullcontext():
@@ -243,7 +246,15 @@ def _notes(capture: CaptureReport | None, target: str | None) -> Iterator[str]:
 
 
 def argument_names(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> list[str]:
-    """Returns the paths of argument leaves, e.g. `state['w']`, or `args[0]['w']` if the function has no argument names."""
+    """Returns the paths of argument leaves, e.g. `state['w']`, or `args[0]['w']` if the function has no argument names.
+
+    Args:
+        traced: The trace of the function.
+        lowered: The result of `traced.lower()`.
+
+    Returns:
+        One path per leaf, in the order of the leaves.
+    """
     infos, _ = jax.tree_util.tree_flatten_with_path(lowered.args_info)
     names = traced.jaxpr.jaxpr.debug_info.arg_names
     if names is not None and len(names) == len(infos) and all(names):

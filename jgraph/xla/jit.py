@@ -74,16 +74,40 @@ class Jitted(Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
-        """Traces the function for some arguments, as `jax.jit(fn).trace` does."""
+        """Traces the function for some arguments, as `jax.jit(fn).trace` does. Does not compile it.
+
+        Args:
+            *args: Positional arguments of the function. Leaves may be `jax.ShapeDtypeStruct`, except static arguments.
+            **kwargs: Keyword arguments of the function.
+
+        Returns:
+            The trace.
+        """
         with self._tracing():
             return self._jitted.trace(*args, **kwargs)
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
-        """Lowers the function for some arguments, as `jax.jit(fn).lower` does."""
+        """Lowers the function for some arguments, as `jax.jit(fn).lower` does. Does not compile it.
+
+        Args:
+            *args: Positional arguments of the function. Leaves may be `jax.ShapeDtypeStruct`, except static arguments.
+            **kwargs: Keyword arguments of the function.
+
+        Returns:
+            The program, with the XLA options of this function. Its method `compile` compiles it.
+        """
         return self.trace(*args, **kwargs).lower()
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """Returns the shapes and dtypes of the result, as `jax.jit(fn).eval_shape` does."""
+        """Computes the shapes and dtypes of the result, as `jax.jit(fn).eval_shape` does.
+
+        Args:
+            *args: Positional arguments of the function. Leaves may be `jax.ShapeDtypeStruct`, except static arguments.
+            **kwargs: Keyword arguments of the function.
+
+        Returns:
+            A pytree of `jax.ShapeDtypeStruct` with the structure of the result.
+        """
         return self._nested.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
@@ -94,7 +118,14 @@ class Jitted(Generic[P, R]):
     def report(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
         """Compiles the function for some arguments, and reports command buffers, donations and memory. Does not run it.
 
-        Compiles once more than a call does, because XLA writes command buffers down only if an option asks for it.
+        A GPU program is compiled again, because XLA reports command buffers only with an option for dumps.
+
+        Args:
+            *args: Positional arguments of the function. Leaves may be `jax.ShapeDtypeStruct`, except static arguments.
+            **kwargs: Keyword arguments of the function.
+
+        Returns:
+            The report; `print` shows it as text.
         """
         return report(self.trace(*args, **kwargs), self._options, name=_name(self))
 
@@ -195,8 +226,8 @@ class _UncheckedError(Exception):
 def _forget_failed_call(jitted: Any) -> None:
     """Removes the entry of a call that raised from the cache of calls of a function from `jax.jit`.
 
-    JAX dispatches a signature in Python from then on if its first call raised. The public `clear_cache` removes that entry, too,
-    but also the traces, so other signatures would compile again. Therefore this function uses a private name of JAX.
+    If the first call of a signature raises, JAX dispatches all later calls of this signature in Python. The public
+    `clear_cache` also removes the traces, so that other signatures compile again. Therefore this function uses a private name.
     """
     getattr(jitted, "_clear_cache", jitted.clear_cache)()
 
