@@ -1,18 +1,16 @@
 """Attributes the time of a traced step to categories, ranks, source lines, scopes, and groups of equal kernels."""
 
-import contextlib
-import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from jgraph.device import Device
-from jgraph.errors import ProfileError
 from jgraph.profile._categories import CATEGORIES, Purpose, purposes, scope_of
+from jgraph.profile._steps import find_steps, name_captured, programs_of
 from jgraph.profile.program import Program
 from jgraph.profile.trace import Events, Trace, owners, steps
 from jgraph.xla.hlo import COLLECTIVES, Instruction, operations
@@ -20,7 +18,6 @@ from jgraph.xla.launches import launches_of
 
 _COMMUNICATION = frozenset(COLLECTIVES.values())
 _MOST_HIDING = 3
-_Bounds: TypeAlias = Mapping[int, list[tuple[float, float]]]
 
 
 @dataclass(frozen=True)
@@ -109,9 +106,9 @@ def choose_step(trace: Trace, program: Program | None = None, count: int | None 
         ProfileError: If the trace has no kernel of the program, no instruction ran `count` times, or the text of a program is
             damaged.
     """
-    programs = _programs(trace, program)
-    trace = replace(trace, devices={device: _name_captured(events, programs) for device, events in trace.devices.items()})
-    bounds, found_by = _find_steps(trace, programs, program, count)
+    programs = programs_of(trace, program)
+    trace = replace(trace, devices={device: name_captured(events, programs) for device, events in trace.devices.items()})
+    bounds, found_by = find_steps(trace, programs, program, count)
     count = len(next(iter(bounds.values())))
     k = max(count - 2, 0)
     start = min(found[k][0] for found in bounds.values())
@@ -272,15 +269,16 @@ def graphs(step: Step) -> list[dict[str, Any]]:
         `named_ms`, the part of `ms` in kernels with the name of an instruction. Empty without graphs.
     """
     events, rows, launches = step.events, dict[str, dict[str, Any]](), set[str]()
+    new = {"launches": 0, "count": 0, "ms": 0.0, "named_ms": 0.0}
     for i, launch in enumerate(events.graph):
         if not launch:
             continue
         graph, took = launch.partition("/")[0], float(events.end[i] - events.start[i])
-        row = rows.setdefault(graph, {"graph": graph, "module": events.module[i], "launches": 0, "count": 0, "ms": 0.0})
+        row = rows.setdefault(graph, dict(new, graph=graph, module=events.module[i]))
         row["launches"] += launch not in launches
         row["count"] += 1
         row["ms"] += took
-        row["named_ms"] = row.get("named_ms", 0.0) + (took if events.op[i] else 0.0)
+        row["named_ms"] += took if events.op[i] else 0.0
         launches.add(launch)
     return list(rows.values())
 
@@ -365,11 +363,6 @@ def timeline(chosen: Mapping[int, Step]) -> dict[str, Any]:
     return {"names": list(names), "categories": list(CATEGORIES), "tracks": tracks}
 
 
-def name_of(module: str) -> str:
-    """Returns the name of a module without its number: `jit_step` for `jit_step(3)`."""
-    return module.partition("(")[0]
-
-
 def action_kernels(step: Step) -> dict[str, np.ndarray]:
     """Returns the times of the matmuls and attention kernels of a pipeline step, by pipeline action.
 
@@ -398,80 +391,3 @@ def action_kernels(step: Step) -> dict[str, np.ndarray]:
             times.append((start, end))
             op, names = events.op[i], {events.name[i]}
     return {action: np.array(times) for action, times in found.items()}
-
-
-def _programs(trace: Trace, program: Program | None) -> dict[str, Program]:
-    """Returns the programs that ran, by module. Raises ProfileError if `program` did not."""
-    ops: dict[str, set[str]] = defaultdict(set)
-    for events in trace.devices.values():
-        for module, op in zip(events.module, events.op, strict=True):
-            ops[module].add(op)
-    ran = dict.fromkeys(map(name_of, filter(None, ops)))
-    if program and program.name not in ran:
-        others = ", ".join(ran)
-        raise ProfileError(f"the trace has no kernel of the program {program.name}, but of {others}: pass the program that ran")
-    stored: dict[str, list[tuple[str, Program]]] = defaultdict(list)
-    for module, proto in trace.programs.items():
-        # Another version of XLA may have written the program.
-        with contextlib.suppress(ProfileError):
-            if name_of(module) in ran:
-                stored[name_of(module)].append((module, Program.of_proto(proto)))
-    if program:
-        stored[program.name] = [(program.name, program)]
-
-    def fit(module: str, candidate: tuple[str, Program]) -> tuple[int, bool]:
-        return len(ops[module].intersection(candidate[1].instructions)), candidate[0] == module
-
-    # An executable from the compilation cache has another number in its events.
-    found = {module: max(stored[name_of(module)], key=partial(fit, module)) for module in ops if stored.get(name_of(module))}
-    return {module: chosen for module, (_, chosen) in found.items()}
-
-
-def _name_captured(events: Events, programs: Mapping[str, Program]) -> Events:
-    """Gives kernels in CUDA graphs the instruction with the name of the kernel. XLA replaces `.` in names of kernels by `_`."""
-    if not any(events.graph):
-        return events
-    ops = {module: {re.sub(r"\W", "_", op): op for op in program.instructions} for module, program in programs.items()}
-    given = zip(events.op, events.module, events.name, events.graph, strict=True)
-    return replace(events, op=tuple(ops.get(of, {}).get(name, "") if graph else op for op, of, name, graph in given))
-
-
-def _find_steps(
-    trace: Trace, programs: Mapping[str, Program], program: Program | None, count: int | None
-) -> tuple[_Bounds, str]:
-    """Returns the start and end of each step by device, and `Step.found_by`."""
-    ms: dict[str, float] = defaultdict(float)
-    for events in trace.devices.values():
-        for module, took in zip(events.module, events.end - events.start, strict=True):
-            ms[name_of(module)] += took
-    every = {module for events in trace.devices.values() for module in events.module} - {""} or {""}
-    name = program.name if program else max(map(name_of, every), key=ms.__getitem__)
-    # A function that was compiled several times is several modules.
-    executions = {module: _executions(trace, module, programs) for module in every if name_of(module) == name}
-    main = max(executions, key=executions.__getitem__)
-    if count:
-        return _bounds(trace, {main}, count), ""
-    annotated = f"{trace.annotated} steps, marked by jax.profiler.StepTraceAnnotation."
-    repeated = f"{executions[main]} steps: the executions of {name}, the program with the longest time."
-    rules = ({main}, trace.annotated, annotated), (every, trace.annotated, annotated), ({main}, executions[main], repeated)
-    for modules, number, found_by in rules:
-        with contextlib.suppress(ProfileError):
-            if number > 1:
-                return _bounds(trace, modules, number), found_by
-    return _bounds(trace, every, 1), "The whole trace is one step, because no program was repeated."
-
-
-def _executions(trace: Trace, module: str, programs: Mapping[str, Program]) -> int:
-    """Counts the executions of a module: the runs of its rarest instruction outside of loops and branches."""
-    events = next(events for events in trace.devices.values() if module in events.module)
-    given = zip(events.module, events.op, events.name, strict=True)
-    runs = Counter(op or name for of, op, name in given if of == module)
-    program = programs.get(module)
-    entry = program.computations[program.entry].instructions if program and program.entry else {}
-    return min([number for op, number in runs.items() if op in entry] or runs.values())
-
-
-def _bounds(trace: Trace, modules: Collection[str], count: int) -> _Bounds:
-    """Returns the start and end of each step by device, from the events of some modules. Raises ProfileError as `steps`."""
-    masks = {device: np.array([of in modules for of in events.module]) for device, events in trace.devices.items()}
-    return {device: steps(trace.devices[device].where(mask), count) for device, mask in masks.items() if mask.any()}

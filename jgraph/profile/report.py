@@ -14,6 +14,7 @@ from jgraph.device import find as find_device
 from jgraph.errors import ProfileError
 from jgraph.page import render
 from jgraph.profile import _actions, attribution
+from jgraph.profile._steps import name_of
 from jgraph.profile.attribution import Step
 from jgraph.profile.program import Program
 from jgraph.profile.trace import read
@@ -114,7 +115,7 @@ def of_trace(path: Path, *, program: Path | None = None, steps: int | None = Non
         raise ProfileError(message, field="program") from e
     chosen = attribution.choose_step(trace, given, steps)
     first, devices = next(iter(chosen.values())), len(trace.devices)
-    ms = {row["name"]: row["ms"] for row in attribution.totals(first, list(map(attribution.name_of, first.events.module)))}
+    ms = {row["name"]: row["ms"] for row in attribution.totals(first, list(map(name_of, first.events.module)))}
     title = f"{next(filter(None, ms), 'no program')}, {devices} x {trace.device}"
     about = {"title": title, "device": trace.device, "devices": devices, "versions": trace.versions, "date": "", "flags": ""}
     found = _report(about, chosen) | {"captured": None, "memory": {"pools": {}}}
@@ -124,7 +125,7 @@ def of_trace(path: Path, *, program: Path | None = None, steps: int | None = Non
 def _notes(step: Step, device: str, graphs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns sentences on a trace: the rule that found the steps, missing programs, and CUDA graphs."""
     notes = [step.found_by] if step.found_by else []
-    missing = dict.fromkeys(attribution.name_of(module) for module in step.events.module if module not in {"", *step.programs})
+    missing = dict.fromkeys(name_of(module) for module in step.events.module if module not in {"", *step.programs})
     if missing:
         notes.append(
             f"The trace does not have the text of {', '.join(missing)}, so its kernels have no source lines and rooflines. "
@@ -139,8 +140,8 @@ def _notes(step: Step, device: str, graphs: Sequence[Mapping[str, Any]]) -> list
         )
     elif device != "CPU":
         notes.append(
-            "No kernel ran in a CUDA graph. By default, XLA does not use CUDA graphs while a profiler runs, so a step with many "
-            "short kernels takes longer than without the profiler."
+            "No kernel ran in a CUDA graph. By default, XLA does not use CUDA graphs while a profiler runs, so a step with "
+            "many short kernels takes longer than without the profiler."
         )
     return notes
 
