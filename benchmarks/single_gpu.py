@@ -17,7 +17,7 @@ from jgraph.train.config import TrainConfig
 
 # The first variant runs in every round. max-autotune compiles for minutes and may reach --timeout: its row then has an error.
 COMPILED = ("torch compile", "torch compile + CUDA graph", "torch compile max-autotune + CUDA graph")
-PLAIN = ("jax same", "jax same flatten", "jax stock", "jax stock flatten")
+PLAIN = ("jax same", "jax same nnx", "jax same flatten", "jax stock", "jax stock flatten")
 VARIANTS = ("jgraph", "jgraph graph=off", *PLAIN, "torch eager", "torch CUDA graph", *COMPILED)
 
 
@@ -29,7 +29,7 @@ class Options(TraceOptions):
     """Presets to time."""
     variants: tuple[str, ...] = VARIANTS
     """Variants of each preset. All are compared with the first. `jgraph NAME=VALUE` sets graph, a model setting, an XLA option,
-    or the FP8 recipe: `fp8=delayed`, `fp8=current:e4m3`."""
+    or the FP8 recipe: `fp8=delayed`, `fp8=current:e4m3`. `benchmarks/peers/plain_jax.py` describes `jax` variants."""
 
 
 def works(options: Options) -> Iterator[Work]:
