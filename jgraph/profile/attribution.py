@@ -1,7 +1,7 @@
 """Attributes the time of a traced step to categories, ranks, source lines, scopes, and groups of equal kernels."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,7 @@ from jgraph.profile._categories import CATEGORIES, Purpose, purposes, scope_of
 from jgraph.profile._steps import find_steps, name_captured, programs_of
 from jgraph.profile.program import Program
 from jgraph.profile.trace import Events, Trace, owners, steps
-from jgraph.xla.hlo import COLLECTIVES, Instruction, operations
+from jgraph.xla.hlo import COLLECTIVES, Instruction, Op, operations
 from jgraph.xla.launches import launches_of
 
 _COMMUNICATION = frozenset(COLLECTIVES.values())
@@ -65,12 +65,12 @@ class Step:
     @cached_property
     def sources(self) -> tuple[str, ...]:
         """The source line of each event as `file:line`, empty if unknown. A property."""
-        return self._describe(lambda program, instruction: operations(program, [instruction.name])[instruction.name].source)
+        return self._describe(lambda program, instruction: _first(op.source for op in _parts(program, instruction)))
 
     @cached_property
     def scopes(self) -> tuple[str, ...]:
         """The path of named scopes of each event, such as `decoder/layer`. Empty outside of scopes. A property."""
-        names = self._describe(lambda _, instruction: instruction.op_name)
+        names = self._describe(lambda program, instruction: _first(op.name for op in _parts(program, instruction)))
         return tuple(scope_of(name or given) for name, given in zip(names, self.events.scopes, strict=True))
 
     def _describe(self, describe: Callable[[Program, Instruction], str]) -> tuple[str, ...]:
@@ -80,6 +80,18 @@ class Step:
             if instruction := module in self.programs and self.programs[module].instructions.get(op):
                 found[module, op] = describe(self.programs[module], instruction)
         return tuple(found.get(event, "") for event in events)
+
+
+def _parts(program: Program, instruction: Instruction) -> list[Op]:
+    """Returns an instruction and those inside it. The root of a fusion, which determines its purpose, is the second."""
+    first, *inner = program.inside(instruction)
+    names = [part.name for part in reversed(inner) if part.opcode not in ("parameter", "constant")]
+    return list(operations(program, [first.name, *names]).values())
+
+
+def _first(texts: Iterable[str]) -> str:
+    """Returns the first text that is not empty."""
+    return next(filter(None, texts), "")
 
 
 def choose_step(trace: Trace, program: Program | None = None, count: int | None = None) -> dict[int, Step]:
@@ -202,7 +214,7 @@ def groups(step: Step, device: Device | None) -> list[dict[str, Any]]:
                 nbytes += program.nbytes(program.instructions[op]) * runs[module, op]
         ms = float(step.own_ms[found].sum())
         roofline_ms, bound = _roofline(device, flops, nbytes, category in _COMMUNICATION)
-        row = {"label": label, "category": category, "source": next(filter(None, (step.sources[i] for i in found)), "")}
+        row = {"label": label, "category": category, "source": _first(step.sources[i] for i in found)}
         row |= {"count": len(found), "ms": ms, "flops": flops, "bytes": nbytes, "roofline_ms": roofline_ms, "bound": bound}
         rows.append(row | {"over_ms": None if roofline_ms is None else ms - roofline_ms})
     return sorted(rows, key=lambda row: -(row["ms"] if row["over_ms"] is None else row["over_ms"]))
