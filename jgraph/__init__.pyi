@@ -29,6 +29,7 @@ from .packing import Packing as Packing
 from .pipeline import Pipelined as Pipelined, PipelineModel as PipelineModel, split_embedding as split_embedding
 from .precision.config import FP8Config as FP8Config
 from .precision.transform import fp8 as fp8
+from .profile.record import record as record
 from .schedule import Order as Order, Schedule as Schedule
 from .scopes import scope as scope
 from .step import elementwise as elementwise
