@@ -41,7 +41,7 @@ def test_a_loop_of_two_programs_becomes_a_page(programs, tmp_path, monkeypatch):
     assert found["about"]["notes"] == ["3 steps, marked by jax.profiler.StepTraceAnnotation."]
     assert len(found["uncaptured"]["steps_ms"]) == 3
     assert {"layer", ""} >= {row["name"] for row in found["scopes"]} >= {"layer"}
-    assert any(row["name"].startswith("tests/profile/test_record.py:") for row in found["lines"])
+    assert any("profile/test_record.py:" in row["name"] for row in found["lines"])
     matmuls = [group for group in found["groups"] if group["label"].startswith("matmul")]
     assert sum(group["count"] for group in matmuls) == 3  # forward and wgrad of the step, forward of the evaluation
     assert {group["category"] for group in matmuls} == {"forward", "wgrad", "other"}
