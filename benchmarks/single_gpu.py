@@ -8,6 +8,7 @@ python -m benchmarks run single_gpu --presets launch-bound --variants jgraph "jg
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from benchmarks.peers import plain_jax
 from benchmarks.rows import Row, ratio, row_name, spread, step_flops
 from benchmarks.runner import Benchmark, TraceOptions, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
@@ -57,6 +58,8 @@ def candidate(variant: str, config: TrainConfig, options: TraceOptions) -> Candi
         request = {"variant": variant, "config": config.to_dict()}
         return Candidate(row, "benchmarks.peers.single_gpu", request, gpus=1)
     if system == "jax":
+        if any(word in plain_jax.OWN for word in settings.split()):
+            row["system"] = "jax + jgraph"
         return Candidate(row, "benchmarks.peers.plain_jax", {"variant": settings.split(), "config": config.to_dict()})
     config = config.changed(graph="auto")
     for text in settings.split():
@@ -94,6 +97,9 @@ def section(name: str, result: Row) -> Section:
             "time / jgraph": lambda row: ratio(row, ours),
             "TFLOP/s": lambda row: f"{flops / row['ms'] / 1e9:.0f}",
             "MFU": mfu(flops),
+            "arrays": number("arrays", ".0f"),
+            "kernels": number("kernels", ".0f"),
+            "host, ms": number("host_ms", ".2f"),
             **{name: COLUMNS[name] for name in ("peak memory, GB", "power, W", "clock, MHz")},
         },
         notes=ours.get("capture") or "",

@@ -25,13 +25,18 @@ from .mesh import BATCH_AXES as BATCH_AXES
 from .modules import Decoder as Decoder, functional as functional
 from .moe import MoEConfig as MoEConfig
 from .moe._layer import MoE as MoE
+from .packing import Packing as Packing
 from .pipeline import Pipelined as Pipelined, PipelineModel as PipelineModel, split_embedding as split_embedding
 from .precision.config import FP8Config as FP8Config
 from .precision.transform import fp8 as fp8
+from .profile.record import record as record
 from .schedule import Order as Order, Schedule as Schedule
 from .scopes import scope as scope
 from .step import elementwise as elementwise
+from .step.packed import packed as packed
 from .step.train_step import train_step as train_step
 from .strategies import FullySharded as FullySharded, Loss as Loss, Replicated as Replicated
 from .train.loaded import load as load
 from .xla.explain import explain as explain
+from .xla.jit import Jitted as Jitted, jit as jit
+from .xla.options import compiler_options as compiler_options

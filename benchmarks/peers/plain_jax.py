@@ -11,6 +11,8 @@ Further words change one thing each, and combine:
 
 - `nnx`: the state is a nested `nnx.State`. By default it is a pure dict, which needs less host time per call.
 - `flatten`: the optimizer is wrapped in `optax.flatten`, so that a step has fewer arrays.
+- `packed`: the optimizer is wrapped in `jgraph.packed`. `params`: the parameters are packed with `jgraph.Packing`.
+- `jit`: the step is compiled by `jgraph.jit` instead of `jax.jit`.
 - `off`: no command buffers. `tuned`: the XLA options that MaxText's GPU scripts set. `NAME=VALUE`: an XLA option.
 
 The step is called through `jax.jit`. A call of `lower().compile()` takes as long on the host: 570 us and 600 us for 224 leaves,
@@ -30,8 +32,9 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+import jgraph
 from benchmarks.peers.protocol import answer, read_request, take_turns
-from benchmarks.programs.step import compiled_bytes, first_devices, make_stepper
+from benchmarks.programs.step import compiled_bytes, first_devices, make_stepper, measure, step_size
 from benchmarks.rows import Row
 from jgraph.train.config import TrainConfig
 from jgraph.train.metrics import peak_memory_bytes
@@ -44,7 +47,8 @@ from jgraph_models.gpt import GPT, rotary_of
 
 Tree = Any
 
-MODELS, WORDS = ("same", "stock"), ("nnx", "flatten", "off", "tuned")
+OWN = ("packed", "params", "jit")  # words that use jgraph
+MODELS, WORDS = ("same", "stock"), ("nnx", "flatten", *OWN, "off", "tuned")
 
 # From MaxText/configs/a3/llama_2_7b/1vm.sh, without options that set XLA's default and without `xla_gpu_graph_level=0`, which
 # disables command buffers: the word `off` does that. Options that the installed XLA no longer has are left out.
@@ -97,14 +101,21 @@ def plain_step(config: TrainConfig, words: Sequence[str], mesh: Mesh | None = No
     model = replace(config.model, **stock_kernels(config, platform)) if "stock" in words else config.model
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: GPT(model, rngs=nnx.Rngs(config.seed))))
     as_tree = (lambda state: state) if "nnx" in words else nnx.to_pure_dict
-    transform = optimizer(config, is_flat="flatten" in words)
+
+    def make_params() -> Tree:
+        return as_tree(nnx.split(GPT(model, rngs=nnx.Rngs(config.seed)))[1])
+
+    # Without the word `params`, no parameter is small, so packing changes nothing.
+    packing = jgraph.Packing.of(jax.eval_shape(make_params), small=2**19 if "params" in words else 0)
+    transform = optimizer(config, words, packing)
 
     def init() -> Tree:
-        params = as_tree(nnx.split(GPT(model, rngs=nnx.Rngs(config.seed)))[1])
+        params = make_params()
+        params = packing.pack(params) if "params" in words else params
         return params, transform.init(params)
 
     def loss(params: Tree, tokens_BS: Array) -> Array:
-        gpt = nnx.merge(graphdef, params)
+        gpt = nnx.merge(graphdef, packing.unpack(params) if "params" in words else params)
         return stock_loss(gpt, tokens_BS, mesh) if "stock" in words else gpt.loss(tokens_BS)
 
     split = loss if mesh is None or "stock" in words else over_batch(loss, mesh, model.compute_dtype)
@@ -122,12 +133,13 @@ def plain_step(config: TrainConfig, words: Sequence[str], mesh: Mesh | None = No
         shardings = jax.tree.map(partial(sharding_of, mesh), shapes)
         shapes = jax.tree.map(lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes, shardings)
         tokens_BS = jax.ShapeDtypeStruct(tokens_BS.shape, jnp.int32, sharding=NamedSharding(mesh, P(mesh.axis_names)))
-    jitted = jax.jit(
-        step,
-        donate_argnums=0,
-        out_shardings=None if mesh is None else (shardings, NamedSharding(mesh, P())),
-        compiler_options=options or None,
-    )
+    settings: Any = {"donate_argnums": 0}
+    if mesh is not None:
+        settings["out_shardings"] = shardings, NamedSharding(mesh, P())
+    if "jit" in words:
+        jitted: Any = jgraph.jit(step, xla_options=[f"{name}={value}" for name, value in options.items()], **settings)
+    else:
+        jitted = jax.jit(step, compiler_options=options or None, **settings)
     return PlainStep(jax.jit(init, out_shardings=shardings), jitted, shapes, tokens_BS)
 
 
@@ -159,12 +171,31 @@ def stock_kernels(config: TrainConfig, platform: str) -> dict[str, str]:
     return {"norm": "xla", "attention": "cudnn" if platform == "gpu" and is_long else "xla"}
 
 
-def optimizer(config: TrainConfig, *, is_flat: bool) -> optax.GradientTransformation:
-    """Returns clipping and AdamW. With `is_flat`, weight decay also applies to vectors: one vector holds all parameters."""
-    decay_mask = True if is_flat else lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)
-    update = adamw(config.optimizer, config.steps, decay_mask=decay_mask)
-    transform = optax.chain(optax.clip_by_global_norm(config.optimizer.clip_norm), update)
-    return optax.flatten(transform) if is_flat else transform
+def optimizer(config: TrainConfig, words: Sequence[str], packing: jgraph.Packing) -> optax.GradientTransformation:
+    """Returns clipping and AdamW. With the word `flatten`, weight decay also applies to vectors: one vector holds everything.
+
+    Args:
+        config: Config of the run.
+        words: The variant.
+        packing: Packing of the parameters, for the word `params`.
+
+    Returns:
+        The transform.
+    """
+
+    def update(decay_mask: Any) -> Any:
+        return adamw(config.optimizer, config.steps, decay_mask=decay_mask)
+
+    clip_norm = config.optimizer.clip_norm
+    if "packed" in words:
+        return jgraph.packed(update, clip_norm=clip_norm)
+    decay_mask: Any = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)  # noqa: E731
+    if "params" in words:
+        decay_mask = packing.decay_mask()
+    if "flatten" in words:
+        decay_mask = True
+    transform = optax.chain(optax.clip_by_global_norm(clip_norm), update(decay_mask))
+    return optax.flatten(transform) if "flatten" in words else transform
 
 
 def stock_loss(gpt: GPT, tokens_BS: Array, mesh: Mesh | None) -> Array:
@@ -241,7 +272,8 @@ def time_plain_jax(request: Row) -> None:
     state = plain.init()
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, plain.tokens_BS.shape).astype(np.int32)
     tokens_BS = jax.device_put(tokens, plain.tokens_BS.sharding)
-    answer(**compiled_bytes(plain.step.lower(state, tokens_BS).compile()))
+    compiled = plain.step.lower(state, tokens_BS).compile()
+    answer(**compiled_bytes(compiled), **step_size(compiled, state))
 
     def advance() -> Array:
         nonlocal state
@@ -252,7 +284,7 @@ def time_plain_jax(request: Row) -> None:
     run()
     wait()
     answer(loss=float(latest[0]), peak_bytes=max(map(peak_memory_bytes, devices)))
-    take_turns(lambda timer: timer.on_platform(run, wait, devices[0].platform))
+    take_turns(partial(measure, run, wait, devices[0].platform))
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def compile_for(
         args: The positional arguments of `jitted`: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`. Only shapes and dtypes
             are used. A ShapeDtypeStruct with a sharding keeps it. All other leaves count as arrays on one GPU.
         gpu: Model of GPU: `h200`, `h100` or `b200`.
-        compiler_options: XLA options by name, from `jgraph.xla.compiler_options`. None for XLA's defaults.
+        compiler_options: XLA options by name, from `jgraph.compiler_options`. None for XLA's defaults.
 
     Returns:
         The compiled program, which cannot be called here, and the report of its command buffers.
@@ -129,7 +129,7 @@ def compile_lowered(
 
     Args:
         lowered: The program, lowered inside `lowering_for` with the shapes that `placed` returns.
-        compiler_options: XLA options by name, from `jgraph.xla.compiler_options`.
+        compiler_options: XLA options by name, from `jgraph.compiler_options`.
 
     Returns:
         The compiled program, which cannot be called here, and the report of its command buffers.

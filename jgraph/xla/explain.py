@@ -20,7 +20,7 @@ from jgraph.xla.options import OptionValue
 
 _MOST_SHOWN = 8
 _GRAPH_NOTE = (
-    "`graph` full is compiler_options=jgraph.xla.compiler_options('full', platform='gpu'); "
+    "`graph` full is compiler_options=jgraph.compiler_options('full', platform='gpu'); "
     "`xla_options` name=value are more entries of this dictionary"
 )
 
@@ -177,7 +177,7 @@ def explain(
         donate_argnums: Indices of the positional arguments to donate. Only for a function that is not jitted; a jitted function
             has the `donate_argnums` that were passed to `jax.jit`.
         target: `h200`, `h100` or `b200` to compile for that GPU without having one. None: the first of `jax.devices()`.
-        compiler_options: XLA options by name, from `jgraph.xla.compiler_options`. None for XLA's defaults.
+        compiler_options: XLA options by name, from `jgraph.compiler_options`. None for XLA's defaults.
 
     Returns:
         The report; `print` shows it as text. JAX's warning about donations that were not usable is suppressed.
@@ -199,17 +199,36 @@ def explain(
         jitted = jax.jit(fn, donate_argnums=donate_argnums)
     elif donate_argnums not in ((), []):
         raise ConfigError("`donate_argnums` must be left out for a jitted function: pass it to jax.jit", field="donate_argnums")
-    device = aot.devices(gpu=target)[0] if target else jax.devices()[0]
     with warnings.catch_warnings(), aot.lowering_for(target) if target else contextlib.nullcontext():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         traced = jitted.trace(*(aot.placed(args, gpu=target) if target else args))
+    return report(traced, compiler_options or {}, name=getattr(fn, "__name__", type(fn).__name__), target=target)
+
+
+def report(
+    traced: jax.stages.Traced, compiler_options: Mapping[str, OptionValue], *, name: str, target: str | None = None
+) -> Explanation:
+    """Compiles a traced function and reports as `explain` does.
+
+    Args:
+        traced: The function, from `jax.jit(fn).trace(...)`. With `target`, from arguments that `aot.placed` places on it.
+        compiler_options: XLA options by name.
+        name: The name of the function in the report.
+        target: The GPU to compile for, as in `explain`.
+
+    Returns:
+        The report.
+    """
+    device = aot.devices(gpu=target)[0] if target else jax.devices()[0]
+    with warnings.catch_warnings(), aot.lowering_for(target) if target else contextlib.nullcontext():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         lowered = traced.lower()
-    compiled, capture = (aot.compile_lowered if target else compile_and_report)(lowered, compiler_options or {})
+    compiled, capture = (aot.compile_lowered if target else compile_and_report)(lowered, compiler_options)
     return Explanation(
-        name=getattr(fn, "__name__", type(fn).__name__),
+        name=name,
         device=device.device_kind + (", which is not here" if target else ""),
         capture=capture,
-        donations=donations(lowered, compiled, _argument_names(traced, lowered)),
+        donations=donations(lowered, compiled, argument_names(traced, lowered)),
         memory=Memory.of(compiled),
         fp8=FP8Products.of(compiled),
         notes=tuple(_notes(capture, target)),
@@ -226,8 +245,16 @@ def _notes(capture: CaptureReport | None, target: str | None) -> Iterator[str]:
         yield f"there are no command buffers on a {platform}: use target='h200' for the report of a GPU"
 
 
-def _argument_names(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> list[str]:
-    """Returns the paths of argument leaves, e.g. `state['w']`, or `args[0]['w']` if the function has no argument names."""
+def argument_names(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> list[str]:
+    """Returns the paths of argument leaves, e.g. `state['w']`, or `args[0]['w']` if the function has no argument names.
+
+    Args:
+        traced: The trace of the function.
+        lowered: The result of `traced.lower()`.
+
+    Returns:
+        One path per leaf, in the order of the leaves.
+    """
     infos, _ = jax.tree_util.tree_flatten_with_path(lowered.args_info)
     names = traced.jaxpr.jaxpr.debug_info.arg_names
     if names is not None and len(names) == len(infos) and all(names):
