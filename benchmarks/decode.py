@@ -2,11 +2,11 @@
 
     python -m benchmarks run decode
 
-`jax scan` and `jax loop` are the layers of the model with XLA norms, library attention and a static cache: one jitted program that
-scans over the tokens, or a Python loop around a jitted step. `torch loop` is the same model in plain PyTorch with a static cache and `torch.compile(mode="reduce-overhead")`. `transformers`
-is `generate` with a static cache and compilation, on a Llama of the same size. `tuned` adds the coordinate descent tuning of
-Inductor. The time includes the prompt. The lower bound reads each weight matrix once per token at the copy bandwidth of the
-GPU.
+`jax scan` and `jax loop` are the layers of the model with XLA norms, library attention and a static cache: one jitted program
+that scans over the tokens, or a Python loop around a jitted step. `torch loop` is the same model in plain PyTorch with a
+static cache and `torch.compile(mode="reduce-overhead")`. `transformers` is `generate` with a static cache and compilation, on
+a Llama of the same size. `tuned` adds the coordinate descent tuning of Inductor. The time includes the prompt. The lower
+bound reads each weight matrix once per token at the copy bandwidth of the GPU.
 """
 
 from collections.abc import Iterator

@@ -55,8 +55,8 @@ class Options(MultiGPUOptions, SoakOptions, TraceOptions):
     work: tuple[WorkName, ...] = ("gpt-1b3", "gpt-7b")
     """Presets to train."""
     plain: tuple[str, ...] = ("same", "stock", "same tuned", "stock tuned")
-    """Plain JAX variants: NamedSharding of the state and the partitioner, as `benchmarks/peers/plain_jax.py` describes. Works with
-    experts skip them. Pass the flag without values to skip plain JAX."""
+    """Plain JAX variants: NamedSharding of the state and the partitioner, as `benchmarks/peers/plain_jax.py` describes. Works
+    with experts skip them. Pass the flag without values to skip plain JAX."""
     peers: tuple[str, ...] = ("compile", "compile:reshard", "eager")
     """PyTorch variants: `eager` or `compile` (each block and the loss), with suffixes. `:reshard` frees parameters after the
     forward. `:float8` uses torchao float8 with an FP8 all-gather. `:cudnn` prefers cuDNN attention. `:graph` replicates the

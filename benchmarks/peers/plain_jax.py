@@ -2,8 +2,8 @@
 
 A variant is a list of words. The first is the model:
 
-- `same`: the model and the loss of jgraph with their kernels. The partitioner cannot split Pallas kernels, so on several devices
-  the loss runs in `jax.shard_map` over the batch, and the partitioner gathers the parameters in the compute dtype.
+- `same`: the model and the loss of jgraph with their kernels. The partitioner cannot split Pallas kernels, so on several
+  devices the loss runs in `jax.shard_map` over the batch, and the partitioner gathers the parameters in the compute dtype.
 - `stock`: XLA norms, library attention and the cross-entropy of optax over float32 logits. On several devices the partitioner
   shards everything. Sharding constraints keep the activations sharded over the batch.
 
@@ -76,13 +76,13 @@ class PlainStep:
         init: Makes the state: the parameters and the state of the optimizer.
         step: `step(state, tokens_BS) -> (state, loss)`, jitted. Donates the state.
         state: Shapes of the state, with shardings on a mesh.
-        tokens_BS: Shape of a batch, with its sharding on a mesh.
+        batch: Shape of the token ids [B, S], with its sharding on a mesh.
     """
 
     init: Callable[[], Tree]
     step: jax.stages.Wrapped
     state: Tree
-    tokens_BS: jax.ShapeDtypeStruct
+    batch: jax.ShapeDtypeStruct
 
 
 def plain_step(config: TrainConfig, words: Sequence[str], mesh: Mesh | None = None, *, platform: str = "cpu") -> PlainStep:
@@ -158,7 +158,7 @@ def xla_options(words: Sequence[str], platform: str) -> dict[str, Any]:
     """
     model, *others = words or ("",)
     named = [word for word in others if "=" in word]
-    if model not in MODELS or (unknown := set(others) - {*WORDS, *named}):
+    if model not in MODELS or set(others) - {*WORDS, *named}:
         allowed = f"{' or '.join(MODELS)}, then any of {', '.join(WORDS)} and XLA options NAME=VALUE"
         raise SystemExit(f"unknown variant {' '.join(words)!r} of jax: use {allowed}")
     tuned = known(TUNED, platform) if "tuned" in others else ()
@@ -270,8 +270,8 @@ def time_plain_jax(request: Row) -> None:
     plain = plain_step(config, words, mesh, platform=devices[0].platform)
     answer(device=f"{len(devices)} x {devices[0].device_kind}")
     state = plain.init()
-    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, plain.tokens_BS.shape).astype(np.int32)
-    tokens_BS = jax.device_put(tokens, plain.tokens_BS.sharding)
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, plain.batch.shape).astype(np.int32)
+    tokens_BS = jax.device_put(tokens, plain.batch.sharding)
     compiled = plain.step.lower(state, tokens_BS).compile()
     answer(**compiled_bytes(compiled), **step_size(compiled, state))
 

@@ -1,7 +1,7 @@
 """Plain JAX peer: greedy generation with Flax layers, library attention and a static KV cache that is updated in place.
 
-Variants: `scan` is one jitted program with `jax.lax.scan` over the tokens. `loop` calls a jitted step with a donated cache for each
-token and reads all tokens at the end.
+Variants: `scan` is one jitted program with `jax.lax.scan` over the tokens. `loop` calls a jitted step with a donated cache for
+each token and reads all tokens at the end.
 """
 
 from collections.abc import Callable

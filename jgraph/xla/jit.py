@@ -194,6 +194,7 @@ def jit(
         donation: `error` raises a DonationError if the program does not reuse the buffer of a donated leaf, before the program
             runs. `warn` warns instead, once per signature. `ignore` does not check.
         **jit_options: Other arguments of `jax.jit`, such as `donate_argnums`, `static_argnums` and `out_shardings`.
+            `compiler_options` are added to the options of `graph` and `xla_options`, and override them.
 
     Returns:
         A `Jitted` function with the signature of `fn`, or a decorator if `fn` is left out. `jitted.report(*args)` compiles the
@@ -211,7 +212,7 @@ def jit(
         [1. 1.]
     """
     check_choice("donation", donation, get_args(OnDropped))
-    options = compiler_options(graph, xla_options)
+    options = compiler_options(graph, xla_options) | (jit_options.pop("compiler_options", None) or {})
 
     def make(fn: Callable[P, R]) -> Jitted[P, R]:
         return Jitted(fn, options, donation, jit_options)

@@ -11,7 +11,6 @@ from flax import nnx
 
 import jgraph
 
-
 LAYER = {"kernel": (4, 3), "bias": (3,)}
 
 

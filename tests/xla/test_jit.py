@@ -200,6 +200,12 @@ def test_shardings_and_static_arguments_pass_to_jax_jit():
     np.testing.assert_array_equal(state, [2, 2, 2, 2])
 
 
+def test_compiler_options_of_jax_jit_override_the_others():
+    options = {"xla_cpu_enable_fast_math": True}
+    assert jgraph.jit(update, xla_options=["xla_cpu_enable_fast_math=false"], compiler_options=options)._options == options
+    assert jgraph.jit(update, compiler_options=None)._options == {}
+
+
 @pytest.mark.parametrize("argument", ["graph", "donation"])
 def test_an_unknown_choice_is_refused(argument):
     with pytest.raises(jgraph.ConfigError, match=f"`{argument}` is 'maybe'"):
