@@ -78,8 +78,9 @@ def compile_for(
 
     Args:
         jitted: The result of `jax.jit`.
-        args: The positional arguments of `jitted`: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`. Only shapes and dtypes
-            are used. A ShapeDtypeStruct with a sharding keeps it. All other leaves count as arrays on one GPU.
+        args: The positional arguments of `jitted`: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`, and static arguments.
+            Only the shapes and dtypes of arrays are used. A ShapeDtypeStruct with a sharding keeps it. All other arrays are
+            compiled for one GPU.
         gpu: Model of GPU: `h200`, `h100` or `b200`.
         compiler_options: XLA options by name, from `jgraph.xla.compiler_options`. None for XLA's defaults.
 
@@ -91,35 +92,68 @@ def compile_for(
         TargetError: If the GPU is unknown, its compiler is not installed or does not match this jaxlib, compiling the program
             needs a GPU, or XLA writes no dump of its thunks because XLA_FLAGS disables it.
     """
-    avals = placed(args, gpu=gpu)
     with lowering_for(gpu):
-        lowered = jitted.lower(*avals)
+        lowered = jitted.lower(*uncommitted(args))
     return compile_lowered(lowered, compiler_options or {})
 
 
-def placed(args: PyTree, *, gpu: str = "h200") -> PyTree:
-    """Converts arguments to shapes with a sharding on a GPU that is not present. Moves no data.
+def uncommitted(args: PyTree) -> PyTree:
+    """Replaces arrays that are committed to present devices by their shapes, so that JAX may lower for other devices.
 
     Args:
-        args: A pytree of arrays, numbers or `jax.ShapeDtypeStruct`. Only shapes and dtypes are used. A ShapeDtypeStruct with a
-            sharding keeps it. All other leaves get a sharding on the GPU `devices(gpu=gpu)[0]`.
-        gpu: Model of GPU: `h200`, `h100` or `b200`.
+        args: A pytree with leaves of any type.
 
     Returns:
-        A tree like `args` of `jax.ShapeDtypeStruct` with shardings.
+        A tree like `args`. Committed arrays are instances of `jax.ShapeDtypeStruct` without a sharding. All other leaves are
+        the same objects. `args` itself if no array is committed.
+    """
+
+    def is_committed(leaf: Any) -> bool:
+        return isinstance(leaf, jax.Array) and leaf.committed
+
+    def shape_of(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type) if is_committed(leaf) else leaf
+
+    # Unflattening copies modules, so shared parts of a Flax model would become different ones.
+    return jax.tree.map(shape_of, args) if any(map(is_committed, jax.tree.leaves(args))) else args
+
+
+def is_on_mesh(args: PyTree) -> bool:
+    """True if an array of `args` is on a mesh of present devices. Such a program often names the mesh in its shardings."""
+    leaves = (leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array))
+    return any(isinstance(leaf.sharding, jax.sharding.NamedSharding) for leaf in leaves)
+
+
+def released(jitted: jax.stages.Wrapped, args: Sequence[PyTree]) -> tuple[jax.stages.Wrapped, Sequence[PyTree]]:
+    """Releases a program of one device from that device, so that it can be lowered for another. Call it in `lowering_for`.
+
+    Lowering alone cannot do this: shardings on a mesh of present devices, of `jax.jit` or in the function, choose the device.
+    `jax.export` drops them.
+
+    Args:
+        jitted: The result of `jax.jit`.
+        args: Its positional arguments.
+
+    Returns:
+        (jitted function, shapes of its arguments). The function has the same donated arguments, and no static ones.
 
     Raises:
-        TargetError: If the GPU is unknown, its compiler is not installed, or it does not match this jaxlib.
+        TargetError: If the program is for several devices.
     """
-    sharding = jax.sharding.SingleDeviceSharding(devices(gpu=gpu)[0])
+    leaves, structure = jax.tree.flatten(jitted.trace(*args).args_info)
+    exported = jax.export.export(jitted, platforms=["cuda"])(*args)
+    if exported.nr_devices > 1:
+        raise TargetError(
+            f"the program is for {exported.nr_devices} present devices: build its mesh from "
+            f"jgraph.xla.aot.devices({exported.nr_devices}) and pass shapes with shardings on this mesh"
+        )
 
-    def place(leaf: Any) -> jax.ShapeDtypeStruct:
-        if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None:
-            return leaf
-        aval: Any = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+    def call(*leaves: Any) -> Any:
+        args, kwargs = jax.tree.unflatten(structure, leaves)
+        return exported.call(*args, **kwargs)
 
-    return jax.tree.map(place, args)
+    donated = [i for i, leaf in enumerate(leaves) if leaf.donated]
+    return jax.jit(call, donate_argnums=donated), [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def compile_lowered(
@@ -128,7 +162,7 @@ def compile_lowered(
     """Compiles a program for a GPU that is not present.
 
     Args:
-        lowered: The program, lowered inside `lowering_for` with the shapes that `placed` returns.
+        lowered: The program, lowered inside `lowering_for`.
         compiler_options: XLA options by name, from `jgraph.xla.compiler_options`.
 
     Returns:
@@ -140,6 +174,9 @@ def compile_lowered(
     """
     with _needs_no_gpu(), for_elsewhere():
         compiled, report = compile_and_report(lowered, compiler_options, platform="gpu")
+    devices_ = {d for sharding in jax.tree.leaves(compiled.input_shardings) for d in sharding.device_set}
+    if report is None and any(d.platform == "cpu" for d in devices_):
+        raise TargetError("the program names present devices in its shardings: pass arguments on their mesh (jax.device_put)")
     if report is None:
         raise TargetError("XLA dumped no thunks; remove dump options (xla_dump_..., xla_enable_dumping) from XLA_FLAGS")
     return compiled, report
@@ -149,8 +186,9 @@ def compile_lowered(
 def lowering_for(gpu: str) -> Iterator[None]:
     """Makes JAX trace and lower for a GPU that is not present, inside a `with` block.
 
-    Call `.trace(...)` and `.lower(...)` of the jitted function in the block, with the shapes that `placed` returns. The block
-    sets the abstract device of the current mesh to this GPU, which selects the Pallas kernels. It keeps the axes of the mesh.
+    Call `.trace(...)` and `.lower(...)` of the jitted function in the block, with arguments from `uncommitted`. The block makes
+    this GPU the default device, for arguments without a sharding. It sets the abstract device of the current mesh to this GPU,
+    which selects the Pallas kernels, and keeps the axes of the mesh.
 
     Args:
         gpu: Model of GPU: `h200`, `h100` or `b200`.
@@ -163,9 +201,10 @@ def lowering_for(gpu: str) -> Iterator[None]:
             RuntimeError because lowering needs a GPU.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    device = jax.sharding.AbstractDevice(devices(gpu=gpu)[0].device_kind, None, "cuda")
-    mesh = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=device)
-    with _needs_no_gpu(), jax.sharding.use_abstract_mesh(mesh):
+    device = devices(gpu=gpu)[0]
+    kind = jax.sharding.AbstractDevice(device.device_kind, None, "cuda")
+    mesh = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=kind)
+    with _needs_no_gpu(), jax.default_device(device), jax.sharding.use_abstract_mesh(mesh):
         yield
 
 

@@ -171,7 +171,8 @@ def explain(
     """Compiles a function and reports its command buffers, donated buffers and memory. Does not run it.
 
     Args:
-        fn: A function, or the result of `jax.jit`. With `target`, bind static arguments by `functools.partial`.
+        fn: A function, or a jitted function: the result of `jax.jit`, Flax's `nnx.jit`, Equinox's `filter_jit`, or another
+            wrapper of `jax.jit` with a method `lower`.
         *args: The positional arguments of `fn`: pytrees of arrays or `jax.ShapeDtypeStruct`. Only the shapes,
             dtypes and shardings of arrays are used, and no array is donated. A static argument of a jitted `fn` is its value.
         donate_argnums: Indices of the positional arguments to donate. Only for a function that is not jitted; a jitted function
@@ -195,15 +196,17 @@ def explain(
     if not callable(fn):
         raise ConfigError(f"`fn` is {type(fn).__name__}: must be a function", field="fn")
     jitted: Any = fn
-    if not isinstance(fn, jax.stages.Wrapped):
+    if not hasattr(fn, "lower"):
         jitted = jax.jit(fn, donate_argnums=donate_argnums)
     elif donate_argnums not in ((), []):
         raise ConfigError("`donate_argnums` must be left out for a jitted function: pass it to jax.jit", field="donate_argnums")
     device = aot.devices(gpu=target)[0] if target else jax.devices()[0]
     with warnings.catch_warnings(), aot.lowering_for(target) if target else contextlib.nullcontext():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        traced = jitted.trace(*(aot.placed(args, gpu=target) if target else args))
-        lowered = traced.lower()
+        args = aot.uncommitted(args) if target else args
+        traced = jitted.trace(*args) if hasattr(jitted, "trace") else None
+        lowered = jitted.lower(*args) if traced is None else traced.lower()
+    lowered = getattr(lowered, "lowered", lowered)  # nnx.jit and filter_jit wrap the stages of JAX
     compiled, capture = (aot.compile_lowered if target else compile_and_report)(lowered, compiler_options or {})
     return Explanation(
         name=getattr(fn, "__name__", type(fn).__name__),
@@ -226,10 +229,11 @@ def _notes(capture: CaptureReport | None, target: str | None) -> Iterator[str]:
         yield f"there are no command buffers on a {platform}: use target='h200' for the report of a GPU"
 
 
-def _argument_names(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> list[str]:
+def _argument_names(traced: jax.stages.Traced | None, lowered: jax.stages.Lowered) -> list[str]:
     """Returns the paths of argument leaves, e.g. `state['w']`, or `args[0]['w']` if the function has no argument names."""
     infos, _ = jax.tree_util.tree_flatten_with_path(lowered.args_info)
-    names = traced.jaxpr.jaxpr.debug_info.arg_names
+    jaxpr: Any = getattr(traced, "jaxpr", None)  # wrappers of jax.jit may lack it
+    names = jaxpr and jaxpr.jaxpr.debug_info.arg_names
     if names is not None and len(names) == len(infos) and all(names):
         return list(names)
     return [("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in infos]
