@@ -31,7 +31,10 @@ from .precision.transform import fp8 as fp8
 from .schedule import Order as Order, Schedule as Schedule
 from .scopes import scope as scope
 from .step import elementwise as elementwise
+from .step.packed import packed as packed
 from .step.train_step import train_step as train_step
 from .strategies import FullySharded as FullySharded, Loss as Loss, Replicated as Replicated
 from .train.loaded import load as load
 from .xla.explain import explain as explain
+from .xla.jit import Jitted as Jitted, jit as jit
+from .xla.options import compiler_options as compiler_options

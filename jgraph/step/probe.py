@@ -141,7 +141,7 @@ def _constant(value: Any) -> Expression:
 
 def _not_elementwise(problem: str) -> ConfigError:
     return ConfigError(
-        f"`transform` is declared elementwise but {problem}: must be passed to `train_step` without `elementwise`; to "
-        "clip by the global norm, use `clip_norm`; to mask weight decay, pass a function of the matrices to `elementwise`",
+        f"`transform` must update each element independently, but {problem}: leave out `elementwise` or `packed`; to clip by "
+        "the global norm, use `clip_norm`; to mask weight decay, pass a function of the matrices",
         field="transform",
     )

@@ -171,7 +171,7 @@ def explain(
     """Compiles a function and reports its command buffers, donated buffers and memory. Does not run it.
 
     Args:
-        fn: A function, or a jitted function: the result of `jax.jit`, Flax's `nnx.jit`, Equinox's `filter_jit`, or another
+        fn: A function, or a jitted function: from `jax.jit`, `jgraph.jit`, Flax's `nnx.jit`, Equinox's `filter_jit`, or another
             wrapper of `jax.jit` with a method `lower`.
         *args: The positional arguments of `fn`: pytrees of arrays or `jax.ShapeDtypeStruct`. Only the shapes,
             dtypes and shardings of arrays are used, and no array is donated. A static argument of a jitted `fn` is its value.
@@ -200,19 +200,56 @@ def explain(
         jitted = jax.jit(fn, donate_argnums=donate_argnums)
     elif donate_argnums not in ((), []):
         raise ConfigError("`donate_argnums` must be left out for a jitted function: pass it to jax.jit", field="donate_argnums")
-    device = aot.devices(gpu=target)[0] if target else jax.devices()[0]
     with warnings.catch_warnings(), aot.lowering_for(target) if target else contextlib.nullcontext():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        args = aot.uncommitted(args) if target else args
-        traced = jitted.trace(*args) if hasattr(jitted, "trace") else None
-        lowered = jitted.lower(*args) if traced is None else traced.lower()
+        lowered, names = _lower(jitted, args, target)
+    return _report(lowered, names, compiler_options or {}, name=getattr(fn, "__name__", type(fn).__name__), target=target)
+
+
+def report(traced: jax.stages.Traced, compiler_options: Mapping[str, OptionValue], *, name: str) -> Explanation:
+    """Compiles a traced function and reports as `explain` does.
+
+    Args:
+        traced: The function, from `jax.jit(fn).trace(...)`.
+        compiler_options: XLA options by name.
+        name: The name of the function in the report.
+
+    Returns:
+        The report.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        lowered = traced.lower()
+    return _report(lowered, argument_names(traced, lowered), compiler_options, name=name)
+
+
+def _lower(jitted: Any, args: Sequence[PyTree], target: str | None) -> tuple[jax.stages.Lowered, list[str]]:
+    """Lowers a jitted function. Returns the program and the paths of its argument leaves."""
+    traced = jitted.trace(*(aot.uncommitted(args) if target else args)) if hasattr(jitted, "trace") else None
+    if target and isinstance(traced, jax.stages.Traced) and aot.is_on_mesh(args):
+        names = argument_names(traced, traced)
+        jitted, shapes = aot.released(jitted, args)
+        return jitted.lower(*shapes), names
+    lowered = jitted.lower(*(aot.uncommitted(args) if target else args)) if traced is None else traced.lower()
     lowered = getattr(lowered, "lowered", lowered)  # nnx.jit and filter_jit wrap the stages of JAX
-    compiled, capture = (aot.compile_lowered if target else compile_and_report)(lowered, compiler_options or {})
+    return lowered, argument_names(traced, lowered)
+
+
+def _report(
+    lowered: jax.stages.Lowered,
+    names: Sequence[str],
+    compiler_options: Mapping[str, OptionValue],
+    *,
+    name: str,
+    target: str | None = None,
+) -> Explanation:
+    device = aot.devices(gpu=target)[0] if target else jax.devices()[0]
+    compiled, capture = (aot.compile_lowered if target else compile_and_report)(lowered, compiler_options)
     return Explanation(
-        name=getattr(fn, "__name__", type(fn).__name__),
+        name=name,
         device=device.device_kind + (", which is not here" if target else ""),
         capture=capture,
-        donations=donations(lowered, compiled, _argument_names(traced, lowered)),
+        donations=donations(lowered, compiled, names),
         memory=Memory.of(compiled),
         fp8=FP8Products.of(compiled),
         notes=tuple(_notes(capture, target)),
@@ -229,10 +266,18 @@ def _notes(capture: CaptureReport | None, target: str | None) -> Iterator[str]:
         yield f"there are no command buffers on a {platform}: use target='h200' for the report of a GPU"
 
 
-def _argument_names(traced: jax.stages.Traced | None, lowered: jax.stages.Lowered) -> list[str]:
-    """Returns the paths of argument leaves, e.g. `state['w']`, or `args[0]['w']` if the function has no argument names."""
+def argument_names(traced: jax.stages.Traced | None, lowered: jax.stages.Lowered | jax.stages.Traced) -> list[str]:
+    """Returns the paths of argument leaves, e.g. `state['w']`, or `args[0]['w']` if the function has no argument names.
+
+    Args:
+        traced: The trace of the function. None, or a wrapper without the attribute `jaxpr`, if it is unknown.
+        lowered: The result of `traced.lower()`, or another stage with the attribute `args_info`.
+
+    Returns:
+        One path per leaf, in the order of the leaves.
+    """
     infos, _ = jax.tree_util.tree_flatten_with_path(lowered.args_info)
-    jaxpr: Any = getattr(traced, "jaxpr", None)  # wrappers of jax.jit may lack it
+    jaxpr: Any = getattr(traced, "jaxpr", None)
     names = jaxpr and jaxpr.jaxpr.debug_info.arg_names
     if names is not None and len(names) == len(infos) and all(names):
         return list(names)

@@ -20,7 +20,7 @@ from jgraph.errors import CompilerOptionError, check_choice
 from jgraph.xla import _protobuf
 
 OptionValue: TypeAlias = str | bool | int | float
-_Graph = Literal["auto", "off", "full"]
+Graph: TypeAlias = Literal["auto", "off", "full"]
 
 _COMMAND_BUFFER = "xla_gpu_enable_command_buffer"
 _MIN_GRAPH_SIZE = "xla_gpu_graph_min_graph_size"
@@ -49,9 +49,9 @@ class _Option:
 
 
 def compiler_options(
-    graph: str, xla_options: Sequence[str] = (), *, platform: str, num_devices: int = 1
+    graph: str = "auto", xla_options: Sequence[str] = (), *, platform: str | None = None, num_devices: int | None = None
 ) -> dict[str, OptionValue]:
-    """Returns XLA options for `jax.jit(compiler_options=...)` or `Lowered.compile`. Does not start a backend or import JAX.
+    """Returns XLA options for `jax.jit(compiler_options=...)` or `Lowered.compile`.
 
     Args:
         graph: The command buffers (CUDA graphs) that XLA records. `auto`: XLA's default. `off`: none. `full`: every thunk (unit
@@ -59,8 +59,9 @@ def compiler_options(
             several devices they include collectives instead, because CUDA cannot combine the two.
         xla_options: Further options as texts `name=value`, e.g. `xla_gpu_graph_min_graph_size=1`. A later one overrides an
             earlier one and those of `graph`.
-        platform: `cpu`, `gpu` or `cuda`. `graph` has no effect on a CPU.
-        num_devices: The number of devices that run the program.
+        platform: `cpu`, `gpu` or `cuda`. `graph` has no effect on a CPU. None for the default backend of JAX, which starts.
+        num_devices: The number of devices that run the program. None for all devices of the default backend if `platform` is
+            None, otherwise one.
 
     Returns:
         A new dictionary of option values by name. In `xla_options`, the values true, false, 1 and 0 of bool options become
@@ -70,9 +71,16 @@ def compiler_options(
         ConfigError: If `graph` is not `auto`, `off` or `full`.
         CompilerOptionError: If an option is not `name=value`, or the installed XLA does not have it. Values are not checked
             here; XLA checks them when it compiles.
+
+    Examples:
+        >>> step = jax.jit(lambda x: 2 * x, compiler_options=jgraph.compiler_options("full"))
     """
-    check_choice("graph", graph, get_args(_Graph))
-    options = _graph_options(graph, num_devices) if platform in ("gpu", "cuda") else {}
+    check_choice("graph", graph, get_args(Graph))
+    if platform is None:
+        import jax  # here, because importing JAX is slow and `platform` makes it unnecessary
+
+        platform, num_devices = jax.default_backend(), num_devices or jax.device_count()
+    options = _graph_options(graph, num_devices or 1) if platform in ("gpu", "cuda") else {}
     for text in xla_options:
         name, equals, value = text.strip().partition("=")
         if not equals:

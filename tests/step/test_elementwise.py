@@ -86,7 +86,7 @@ def test_an_elementwise_transform_is_accepted(name):
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_a_transform_that_is_not_elementwise_is_refused_when_the_step_is_created(name):
-    with pytest.raises(jgraph.ConfigError, match="without `elementwise`") as error:
+    with pytest.raises(jgraph.ConfigError, match="leave out `elementwise`") as error:
         make(COUPLED[name])
     assert error.value.field == "transform"
     assert "\n" not in str(error.value)

@@ -1,0 +1,253 @@
+"""`jax.jit` with command-buffer options, a check that XLA reuses donated buffers, and a report of the compiled program.
+
+JAX traces a function once per signature: the structure, shapes and dtypes of its arguments. The first trace of a signature
+raises an error inside `jax.jit`, so that nothing runs. The program is then compiled ahead of time and its donations are
+checked. Later calls use the trace and the executable that JAX has cached, and take the same path as calls of `jax.jit`.
+"""
+
+import contextlib
+import functools
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args, overload
+
+import jax
+from jax.core import eval_context
+from jax.extend.core import get_opaque_trace_state
+
+from jgraph.errors import DonationError, check_choice
+from jgraph.xla.donation import Donation, donations
+from jgraph.xla.explain import Explanation, argument_names, report
+from jgraph.xla.options import Graph, OptionValue, compiler_options, option_errors
+
+P = ParamSpec("P")
+R = TypeVar("R")
+OnDropped = Literal["error", "warn", "ignore"]
+
+
+class Jitted(Generic[P, R]):
+    """A function that is compiled at its first call. Made by `jgraph.jit`.
+
+    Has the methods `trace`, `lower`, `eval_shape` and `clear_cache` of a function from `jax.jit`. `lower(...).compile()` does
+    not check donations.
+    """
+
+    def __init__(self, fn: Callable[P, R], options: dict[str, OptionValue], donation: OnDropped, jit_options: dict[str, Any]):
+        functools.update_wrapper(self, fn)
+        self._donation: OnDropped = donation
+        self._options = options
+        # Tracing runs in the thread of the caller.
+        self._thread = threading.local()
+
+        @functools.wraps(fn)
+        def stopped(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not getattr(self._thread, "traces", False):
+                raise _UncheckedError
+            return fn(*args, **kwargs)
+
+        self._jitted: Any = jax.jit(stopped, compiler_options=options or None, **jit_options)
+        self._nested: Any = jax.jit(fn, **jit_options)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls the function. Compiles the program and checks its donations if the signature of the arguments is new.
+
+        Raises:
+            DonationError: If the program does not reuse the buffer of a donated leaf. Nothing has run, and no array is donated.
+            CompilerOptionError: If XLA refuses the value of an option.
+        """
+        # JAX refuses XLA options inside another transformation. Without options, the check of every call is not needed.
+        if self._options and not _is_outside_transformations():
+            return self._nested(*args, **kwargs)
+        try:
+            return self._jitted(*args, **kwargs)
+        except _UncheckedError:
+            _forget_failed_call(self._jitted)
+        if not _is_outside_transformations() or jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            return self._nested(*args, **kwargs)
+        self._check(*args, **kwargs)
+        with self._tracing():
+            return self._jitted(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
+        """Traces the function for some arguments, as `jax.jit(fn).trace` does. Does not compile it.
+
+        Args:
+            *args: Positional arguments of the function. Leaves may be `jax.ShapeDtypeStruct`, except static arguments.
+            **kwargs: Keyword arguments of the function.
+
+        Returns:
+            The trace.
+        """
+        with self._tracing():
+            return self._jitted.trace(*args, **kwargs)
+
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
+        """Lowers the function for some arguments, as `jax.jit(fn).lower` does. Does not compile it.
+
+        Args:
+            *args: Positional arguments of the function. Leaves may be `jax.ShapeDtypeStruct`, except static arguments.
+            **kwargs: Keyword arguments of the function.
+
+        Returns:
+            The program, with the XLA options of this function. Its method `compile` compiles it.
+        """
+        return self.trace(*args, **kwargs).lower()
+
+    def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Computes the shapes and dtypes of the result, as `jax.jit(fn).eval_shape` does.
+
+        Args:
+            *args: Positional arguments of the function. Leaves may be `jax.ShapeDtypeStruct`, except static arguments.
+            **kwargs: Keyword arguments of the function.
+
+        Returns:
+            A pytree of `jax.ShapeDtypeStruct` with the structure of the result.
+        """
+        return self._nested.eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """Forgets all traces and executables, as `jax.jit(fn).clear_cache` does."""
+        self._jitted.clear_cache()
+        self._nested.clear_cache()
+
+    def report(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
+        """Compiles the function for some arguments, and reports command buffers, donations and memory. Does not run it.
+
+        A GPU program is compiled again, because XLA reports command buffers only with an option for dumps.
+
+        Args:
+            *args: Positional arguments of the function. Leaves may be `jax.ShapeDtypeStruct`, except static arguments.
+            **kwargs: Keyword arguments of the function.
+
+        Returns:
+            The report; `print` shows it as text.
+        """
+        return report(self.trace(*args, **kwargs), self._options, name=_name(self))
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """Lets this thread trace the function inside a `with` block."""
+        self._thread.traces = True
+        try:
+            yield
+        finally:
+            self._thread.traces = False
+
+    def _check(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Compiles the program for new arguments. Raises DonationError if it does not reuse the buffer of a donated leaf."""
+        with warnings.catch_warnings(), option_errors():
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            traced = self.trace(*args, **kwargs)
+            lowered = traced.lower()
+            compiled = lowered.compile()
+        if self._donation == "ignore":
+            return
+        dropped = [found for found in donations(lowered, compiled, argument_names(traced, lowered)) if not found.output]
+        if dropped and self._donation == "error":
+            # The next call must check again.
+            self._jitted.clear_cache()
+            raise DonationError(_message(self, dropped), leaves=tuple(found.leaf for found in dropped))
+        if dropped:
+            warnings.warn(_message(self, dropped), stacklevel=3)
+
+
+@overload
+def jit(
+    fn: Callable[P, R],
+    *,
+    graph: Graph = ...,
+    xla_options: Sequence[str] = ...,
+    donation: OnDropped = ...,
+    **jit_options: Any,
+) -> Jitted[P, R]: ...
+
+
+@overload
+def jit(
+    *, graph: Graph = ..., xla_options: Sequence[str] = ..., donation: OnDropped = ..., **jit_options: Any
+) -> Callable[[Callable[P, R]], Jitted[P, R]]: ...
+
+
+def jit(
+    fn: Callable[..., Any] | None = None,
+    *,
+    graph: Graph = "auto",
+    xla_options: Sequence[str] = (),
+    donation: OnDropped = "error",
+    **jit_options: Any,
+) -> Any:
+    """Compiles a function as `jax.jit` does, and checks that XLA reuses the buffers of donated arguments.
+
+    Works as a decorator, on functions and methods. Under `jax.jit`, `jax.grad` and other transformations, it behaves as
+    `jax.jit(fn)` without XLA options. With the same XLA options, results are bitwise equal to those of `jax.jit`.
+
+    Args:
+        fn: A function of pytrees of arrays. Leave it out to decorate a function.
+        graph: The command buffers (CUDA graphs) that XLA records: `auto`, `off` or `full`, as in `jgraph.compiler_options`. Has
+            no effect on a CPU.
+        xla_options: More XLA options, as texts `name=value`.
+        donation: `error` raises a DonationError if the program does not reuse the buffer of a donated leaf, before the program
+            runs. `warn` warns instead, once per signature. `ignore` does not check.
+        **jit_options: Other arguments of `jax.jit`, such as `donate_argnums`, `static_argnums` and `out_shardings`.
+
+    Returns:
+        A `Jitted` function with the signature of `fn`, or a decorator if `fn` is left out. `jitted.report(*args)` compiles the
+        program and reports command buffers, donations and memory.
+
+    Raises:
+        ConfigError: If `graph` or `donation` is not one of its values.
+        CompilerOptionError: If an XLA option is not `name=value`, or the installed XLA does not have it.
+
+    Examples:
+        >>> @jgraph.jit(donate_argnums=0)
+        ... def step(state, x):
+        ...     return state + x
+        >>> print(step(jnp.zeros(2), jnp.ones(2)))
+        [1. 1.]
+    """
+    check_choice("donation", donation, get_args(OnDropped))
+    options = compiler_options(graph, xla_options)
+
+    def make(fn: Callable[P, R]) -> Jitted[P, R]:
+        return Jitted(fn, options, donation, jit_options)
+
+    return make if fn is None else make(fn)
+
+
+class _UncheckedError(Exception):
+    """Stops the trace of a new signature, so that its program is checked before it runs."""
+
+
+def _forget_failed_call(jitted: Any) -> None:
+    """Removes the entry of a call that raised from the cache of calls of a function from `jax.jit`.
+
+    If the first call of a signature raises, JAX dispatches all later calls of this signature in Python. The public
+    `clear_cache` also removes the traces, so that other signatures compile again. Therefore this function uses a private name.
+    """
+    getattr(jitted, "_clear_cache", jitted.clear_cache)()
+
+
+def _is_outside_transformations() -> bool:
+    """Returns False while JAX traces or transforms the calling code. Costs less than looking for tracers in the arguments."""
+    return get_opaque_trace_state(convention="nnx") == _state_outside_transformations()
+
+
+@functools.cache
+def _state_outside_transformations() -> Any:
+    with eval_context():
+        return get_opaque_trace_state(convention="nnx")
+
+
+def _message(function: Any, dropped: Sequence[Donation]) -> str:
+    leaves = "; ".join(map(str, dropped))
+    count = "1 donated leaf" if len(dropped) == 1 else f"{len(dropped)} donated leaves"
+    return f"XLA does not reuse {count} of {_name(function)}: {leaves}; do not donate such an array, or return one like it"
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", "the function")
