@@ -93,7 +93,9 @@ def compile_for(
             needs a GPU, or XLA writes no dump of its thunks because XLA_FLAGS disables it.
     """
     with lowering_for(gpu):
-        lowered = jitted.lower(*uncommitted(args))
+        traced = jitted.trace(*uncommitted(args))
+        with jax.default_device(devices(gpu=gpu)[0]):
+            lowered = traced.lower()
     return compile_lowered(lowered, compiler_options or {})
 
 
@@ -186,9 +188,10 @@ def compile_lowered(
 def lowering_for(gpu: str) -> Iterator[None]:
     """Makes JAX trace and lower for a GPU that is not present, inside a `with` block.
 
-    Call `.trace(...)` and `.lower(...)` of the jitted function in the block, with arguments from `uncommitted`. The block makes
-    this GPU the default device, for arguments without a sharding. It sets the abstract device of the current mesh to this GPU,
-    which selects the Pallas kernels, and keeps the axes of the mesh.
+    Call `.trace(...)` and `.lower(...)` of the jitted function in the block, with arguments from `uncommitted`. The block sets
+    the abstract device of the current mesh to this GPU, which selects the Pallas kernels. It keeps the axes of the mesh. If no
+    argument has a sharding, call `.lower()` of the trace in `jax.default_device(devices(gpu=gpu)[0])`. A trace in it fails if
+    the function computes constants, which this GPU cannot do.
 
     Args:
         gpu: Model of GPU: `h200`, `h100` or `b200`.
@@ -201,10 +204,9 @@ def lowering_for(gpu: str) -> Iterator[None]:
             RuntimeError because lowering needs a GPU.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    device = devices(gpu=gpu)[0]
-    kind = jax.sharding.AbstractDevice(device.device_kind, None, "cuda")
-    mesh = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=kind)
-    with _needs_no_gpu(), jax.default_device(device), jax.sharding.use_abstract_mesh(mesh):
+    device = jax.sharding.AbstractDevice(devices(gpu=gpu)[0].device_kind, None, "cuda")
+    mesh = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=device)
+    with _needs_no_gpu(), jax.sharding.use_abstract_mesh(mesh):
         yield
 
 

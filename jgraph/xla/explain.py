@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from jgraph.errors import ConfigError
 from jgraph.tree import PyTree
@@ -225,14 +226,45 @@ def report(traced: jax.stages.Traced, compiler_options: Mapping[str, OptionValue
 
 def _lower(jitted: Any, args: Sequence[PyTree], target: str | None) -> tuple[jax.stages.Lowered, list[str]]:
     """Lowers a jitted function. Returns the program and the paths of its argument leaves."""
-    traced = jitted.trace(*(aot.uncommitted(args) if target else args)) if hasattr(jitted, "trace") else None
+    if not hasattr(jitted, "trace"):
+        jitted, names, args = _as_jax_jit(jitted, args)
+        return _lower(jitted, args, target)[0], names
+    traced, names = jitted.trace(*(aot.uncommitted(args) if target else args)), None
     if target and isinstance(traced, jax.stages.Traced) and aot.is_on_mesh(args):
         names = argument_names(traced, traced)
         jitted, shapes = aot.released(jitted, args)
-        return jitted.lower(*shapes), names
-    lowered = jitted.lower(*(aot.uncommitted(args) if target else args)) if traced is None else traced.lower()
-    lowered = getattr(lowered, "lowered", lowered)  # nnx.jit and filter_jit wrap the stages of JAX
-    return lowered, argument_names(traced, lowered)
+        traced = jitted.trace(*shapes)
+    with jax.default_device(aot.devices(gpu=target)[0]) if target else contextlib.nullcontext():
+        lowered = traced.lower()
+    lowered = getattr(lowered, "lowered", lowered)  # nnx.jit wraps the stages of JAX
+    return lowered, names or argument_names(traced, lowered)
+
+
+def _as_jax_jit(wrapper: Any, args: Sequence[PyTree]) -> tuple[jax.stages.Wrapped, list[str], list[Any]]:
+    """Converts a jitted function that takes leaves of any type, such as that of Equinox, to one of arrays only.
+
+    Returns:
+        (jitted function with the same donated arrays, path of each array, arrays).
+    """
+    paths, structure = jax.tree_util.tree_flatten_with_path(args)
+    leaves = [leaf for _, leaf in paths]
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)]
+
+    def call(*arrays: Any) -> Any:
+        given = dict(zip(at, arrays, strict=True))
+        result = wrapper(*jax.tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)]))
+        return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else None, result)
+
+    arrays = [leaves[i] for i in at]
+    jaxpr = jax.jit(call).trace(*aot.uncommitted(arrays)).jaxpr.jaxpr
+    is_donated = {
+        variable: donated
+        for equation in jaxpr.eqns
+        for variable, donated in zip(equation.invars, equation.params.get("donated_invars", ()), strict=False)
+    }
+    donated = [i for i, variable in enumerate(jaxpr.invars) if is_donated.get(variable)]
+    names = ["args" + jax.tree_util.keystr(paths[i][0]) for i in at]
+    return jax.jit(call, donate_argnums=donated), names, arrays
 
 
 def _report(

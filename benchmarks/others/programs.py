@@ -1,0 +1,218 @@
+"""The programs. Each function runs a training loop from the source of another project, with small sizes and synthetic data.
+
+Data sets and TensorFlow are replaced by mocks. The model, the loss, the step and the loop are those of the project.
+"""
+
+import importlib
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from benchmarks.others.watch import watched
+
+STEPS = 3
+
+
+class Done(Exception):
+    """Raised by synthetic data after `STEPS` batches, to leave a training loop."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program.
+
+    Attributes:
+        package: The package on PyPI that has the version of the program.
+        source: Path of the program in the repository of its project, or in the package.
+        revision: Commit of the repository. Empty for a program in the package.
+        wrapper: Qualified name of the decorator of the step.
+        steps: Names of the function that is jitted.
+        line: The line of the program that adopts jgraph.
+        run: Runs the program. Takes the folder with sources of all projects.
+    """
+
+    package: str
+    source: str
+    revision: str
+    wrapper: str
+    steps: tuple[str, ...]
+    line: str
+    run: Callable[[Path], None]
+
+
+def _mocked(*names: str) -> None:
+    for name in names:
+        sys.modules[name] = mock.MagicMock()
+
+
+def _batches(make: Callable[[int], Any], count: int = STEPS) -> Iterator[Any]:
+    yield from map(make, range(count))
+    raise Done
+
+
+def _tokens(i: int, shape: tuple[int, ...], vocab: int) -> np.ndarray:
+    return np.random.default_rng(i).integers(1, vocab, shape).astype(np.int32)
+
+
+def _digits(i: int, size: int = 64, shape: tuple[int, ...] = (28, 28, 1)) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(i)
+    return generator.random((size, *shape), np.float32), generator.integers(0, 10, size)
+
+
+def _source(root: Path, folder: str) -> None:
+    sys.path.insert(0, str(root / folder))
+
+
+def _notebook(file: Path, edits: dict[str, str], names: dict[str, Any]) -> None:
+    """Executes the code cells of a notebook, except those that show an error on purpose."""
+    for cell in json.loads(file.read_text())["cells"]:
+        code = "".join(cell["source"])
+        if cell["cell_type"] == "code" and not code.startswith("# This is an error!"):
+            for old, new in edits.items():
+                code = code.replace(old, new)
+            exec(compile(code, str(file), "exec"), names)
+
+
+def flax_mnist(root: Path) -> None:
+    _mocked("tensorflow", "tensorflow_datasets", "flax.metrics.tensorboard")
+    _source(root, "flax/examples/mnist")
+    train: Any = importlib.import_module("train")
+    make = lambda i: dict(zip(("image", "label"), _digits(i), strict=True))  # noqa: E731
+    train.get_datasets = lambda config: (mock.Mock(as_numpy_iterator=lambda: _batches(make)), None)
+    config = importlib.import_module("configs.default").get_config()
+    train.train_and_evaluate(config, tempfile.mkdtemp())
+
+
+def flax_lm1b(root: Path) -> None:
+    importlib.import_module("flax.training.checkpoints")  # looks for TensorFlow
+    _mocked("tensorflow", "clu", "input_pipeline")
+    _source(root, "flax/examples/lm1b")
+    train: Any = importlib.import_module("train")
+    encoder = mock.MagicMock(vocab_size=lambda: 256)
+    data = _batches(lambda i: {"inputs": _tokens(i, (4, 64), 256)})
+    train.input_pipeline.get_datasets.return_value = (data, None, None, encoder)
+    config = importlib.import_module("configs.default").get_config()
+    small = {"num_layers": 2, "emb_dim": 64, "qkv_dim": 64, "mlp_dim": 128, "num_heads": 4, "max_eval_target_length": 64}
+    config.update(small | {"max_target_length": 64, "restore_checkpoints": False, "vocab_path": "/tmp/vocab"})
+    train.train_and_evaluate(config, tempfile.mkdtemp())
+
+
+def flax_gemma(root: Path) -> None:
+    _mocked("clu", "input_pipeline", "tokenizer", "sampler", "grain")
+    _source(root, "flax/examples/gemma")
+    train: Any = importlib.import_module("train")
+    encoder = mock.MagicMock(vocab_size=lambda: 256, pad_id=lambda: 0)
+
+    def make(i: int) -> dict[str, np.ndarray]:
+        tokens, positions = _tokens(i, (4, 64), 256), np.tile(np.arange(64, dtype=np.int32), (4, 1))
+        ones = np.ones_like(tokens)
+        return {"inputs": tokens, "targets": tokens, "inputs_position": positions, "inputs_segmentation": ones}
+
+    train.input_pipeline.get_datasets.return_value = (_batches(make), None, encoder)
+    config = importlib.import_module("configs.tiny").get_config()
+    train.train_and_evaluate(config, tempfile.mkdtemp())
+
+
+class _Loader(list[Any]):
+    """A data loader of PyTorch with two batches."""
+
+    def __init__(self, shape: tuple[int, ...], size: int):
+        batches = [_digits(i, size, shape) for i in range(2)]
+        super().__init__([mock.Mock(numpy=lambda array=array: array) for array in batch] for batch in batches)
+
+
+def _torch(shape: tuple[int, ...]) -> None:
+    _mocked("torch", "torchvision", "torchvision.transforms")
+    sys.modules["torch"].Tensor = _Loader  # Equinox asks whether arrays are tensors
+    sys.modules["torch"].utils.data.DataLoader = lambda dataset, batch_size, **_: _Loader(shape, batch_size)
+
+
+def equinox_mnist(root: Path) -> None:
+    _torch((1, 28, 28))
+    _notebook(root / "equinox/docs/examples/mnist.ipynb", {"STEPS = 300": f"STEPS = {STEPS}"}, {})
+
+
+def equinox_vit(root: Path) -> None:
+    _torch((3, 32, 32))
+    edits = {"num_steps = 100000": f"num_steps = {STEPS}", "num_layers = 6": "num_layers = 2", "= 512": "= 64"}
+    edits |= {"batch_size = 64": "batch_size = 4", "len(test_dataset)": "0"}
+    _notebook(root / "equinox/docs/examples/vision_transformer.ipynb", edits, {})
+
+
+def diffrax_ode(root: Path) -> None:
+    _mocked("matplotlib", "matplotlib.pyplot")
+    edits = {"= main()": f"= main(plot=False, steps_strategy=({STEPS},), length_strategy=(0.1,))"}
+    _notebook(root / "diffrax/docs/examples/neural_ode.ipynb", edits, {})
+
+
+def numpyro_vae(root: Path) -> None:
+    _mocked("matplotlib", "matplotlib.pyplot", "numpyro.examples.datasets")
+    datasets: Any = sys.modules["numpyro.examples.datasets"]
+    import jax.numpy as jnp
+
+    images = jnp.asarray(_digits(0, 64 * 8, (28, 28))[0]).reshape(8, 64, 28, 28)
+    datasets.load_dataset = lambda *args, **kwargs: (lambda: (8, jnp.arange(8)), lambda i, order: (images[order[i]], None))
+    _source(root, "numpyro/examples")
+    vae: Any = importlib.import_module("vae")
+    args = mock.Mock(hidden_dim=64, z_dim=8, learning_rate=1e-3, batch_size=64, num_epochs=STEPS)
+    vae.main(args)
+
+
+def haiku_mnist(root: Path) -> None:
+    _mocked("tensorflow_datasets")
+    _source(root, "haiku/examples")
+    mnist: Any = importlib.import_module("mnist")
+    mnist.load_dataset = lambda split, **_: _batches(lambda i: mnist.Batch(*_digits(i)), STEPS + 1)
+    mnist.main(None)
+
+
+_FLAX, _EQUINOX, _DIFFRAX, _NUMPYRO, _HAIKU = "18f8f311", "9336d82", "5ea5fcb", "0b935d48", "f4d858a"
+_EQX_LINE = "`eqx.filter_jit(f)` to `eqx.filter_jit(f, compiler_options=...)`"
+
+PROGRAMS = {
+    "Flax mnist": Program("flax", "examples/mnist/train.py", _FLAX, "flax.nnx.jit", ("train_step",), "", flax_mnist),
+    "Flax lm1b": Program("flax", "examples/lm1b/train.py", _FLAX, "jax.jit", ("train_step",), "", flax_lm1b),
+    "Flax gemma": Program("flax", "examples/gemma/train.py", _FLAX, "jax.jit", ("jax_train_step",), "", flax_gemma),
+    "Equinox MNIST": Program(
+        "equinox", "docs/examples/mnist.ipynb", _EQUINOX, "equinox.filter_jit", ("make_step",), "", equinox_mnist
+    ),
+    "Equinox ViT": Program(
+        "equinox", "docs/examples/vision_transformer.ipynb", _EQUINOX, "equinox.filter_jit", ("step_model",), "", equinox_vit
+    ),
+    "Diffrax neural ODE": Program(
+        "diffrax", "docs/examples/neural_ode.ipynb", _DIFFRAX, "equinox.filter_jit", ("make_step",), "", diffrax_ode
+    ),
+    "NumPyro VAE": Program("numpyro", "examples/vae.py", _NUMPYRO, "jax.jit", ("epoch_train",), "", numpyro_vae),
+    "Haiku MNIST": Program("dm-haiku", "examples/mnist.py", _HAIKU, "jax.jit", ("update",), "", haiku_mnist),
+}
+
+
+def watch(name: str, root: Path, uses_jgraph: bool) -> dict[str, Any]:
+    """Runs a program until its synthetic data end.
+
+    Args:
+        name: Its name in `PROGRAMS`.
+        root: The folder with sources of all projects.
+        uses_jgraph: False explains the step. True replaces `jax.jit` by `jgraph.jit` for it.
+
+    Returns:
+        The fields of `Seen`, and `failed`, the error that ended the program early. Empty if there was none.
+    """
+    program, failed = PROGRAMS[name], ""
+    with watched(program.wrapper, program.steps, uses_jgraph=uses_jgraph) as seen:
+        try:
+            program.run(root)
+        except Done:
+            pass
+        except Exception as e:
+            traceback.print_exc()
+            failed = f"{type(e).__name__}: {str(e).partition(chr(10))[0][:200]}"
+    return {"reports": seen.reports, "sums": seen.sums, "failed": failed}

@@ -1,0 +1,121 @@
+"""Watches one jitted function of an unmodified program: explains it before its first call, and records its results."""
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+
+import jgraph
+
+TARGET = "h200"
+GRAPHS = ("auto", "full")
+
+
+@dataclass
+class Seen:
+    """The reports of a step by name of `graph`, and one list of numbers per call: the sums of its results."""
+
+    reports: dict[str, Any] = field(default_factory=dict)
+    sums: list[list[float]] = field(default_factory=list)
+
+
+class Watched:
+    """A jitted function that explains itself before its first call, and records the sums of all arrays after each call."""
+
+    def __init__(self, jitted: Any, seen: Seen, explain: bool):
+        self._jitted, self._seen, self._explain = jitted, seen, explain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+            return self._jitted(*args, **kwargs)
+        if self._explain and not self._seen.reports:
+            self._seen.reports = {graph: _explained(self._jitted, args, kwargs, graph) for graph in GRAPHS}
+        result = self._jitted(*args, **kwargs)
+        # Flax's nnx.jit updates its arguments.
+        arrays = [leaf for leaf in jax.tree.leaves((result, args)) if isinstance(leaf, jax.Array) and not leaf.is_deleted()]
+        numbers = [array for array in arrays if jax.numpy.issubdtype(array.dtype, jax.numpy.number)]
+        self._seen.sums.append([float(np.asarray(array, np.float64).sum()) for array in numbers])
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jitted, name)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+
+def _explained(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], graph: str) -> dict[str, Any]:
+    if kwargs:
+        return {"failed": f"keyword arguments {', '.join(kwargs)}"}
+    try:
+        options = jgraph.compiler_options(graph, platform="gpu", num_devices=1)
+        report = jgraph.explain(jitted, *args, target=TARGET, compiler_options=options)
+    except Exception as e:
+        return {"failed": f"{type(e).__name__}: {str(e).partition(chr(10))[0][:200]}"}
+    print(report)
+    assert report.capture is not None and report.memory is not None
+    return {
+        "buffers": report.capture.command_buffers,
+        "captured": report.capture.captured,
+        "total": report.capture.total,
+        "outside": [{"kind": o.kind, "count": o.count, "reason": o.reason} for o in report.capture.outside],
+        "donated": len(report.donations),
+        "dropped": [str(donation) for donation in report.dropped],
+        "memory": report.memory.total,
+    }
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__name__", getattr(getattr(fn, "func", None), "__name__", ""))
+
+
+def _decorator(jit: Callable[..., Any], made: Callable[..., Any], steps: tuple[str, ...]) -> Callable[..., Any]:
+    """Returns a replacement of `jit`: `made` for functions named in `steps`, `jit` for others."""
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if not args:
+            return functools.partial(replacement, **kwargs)
+        return (made if _name(args[0]) in steps else jit)(*args, **kwargs)
+
+    return replacement
+
+
+@contextlib.contextmanager
+def watched(wrapper: str, steps: tuple[str, ...], *, uses_jgraph: bool) -> Iterator[Seen]:
+    """Watches functions that are jitted inside a `with` block.
+
+    Args:
+        wrapper: The qualified name of the decorator, e.g. `equinox.filter_jit`.
+        steps: Names of the functions.
+        uses_jgraph: False explains the function. True replaces `jax.jit` by `jgraph.jit` for it.
+
+    Yields:
+        The record, filled by the calls of the function.
+    """
+    seen, jax_jit, is_making = Seen(), jax.jit, False
+
+    def checked(fn: Any, **kwargs: Any) -> Any:
+        nonlocal is_making
+        if is_making:  # jgraph.jit calls jax.jit
+            return jax_jit(fn, **kwargs)
+        is_making = True
+        try:
+            return jgraph.jit(fn, **kwargs)
+        finally:
+            is_making = False
+
+    module, _, attribute = wrapper.rpartition(".")
+    with contextlib.ExitStack() as stack:
+        if uses_jgraph:
+            stack.enter_context(mock.patch.object(jax, "jit", _decorator(jax_jit, checked, steps)))
+        owner = importlib.import_module(module)
+        outer = getattr(owner, attribute)
+        made = lambda fn, *args, **kwargs: Watched(outer(fn, *args, **kwargs), seen, not uses_jgraph)  # noqa: E731
+        stack.enter_context(mock.patch.object(owner, attribute, _decorator(outer, made, steps)))
+        yield seen
