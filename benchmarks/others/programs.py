@@ -5,6 +5,7 @@ Data sets and TensorFlow are replaced by mocks. The model, the loss, the step an
 
 import importlib
 import json
+import os
 import sys
 import tempfile
 import traceback
@@ -97,6 +98,7 @@ def flax_lm1b(root: Path) -> None:
     _source(root, "flax/examples/lm1b")
     train: Any = importlib.import_module("train")
     encoder = mock.MagicMock(vocab_size=lambda: 256)
+    encoder.tokenize.return_value.numpy.return_value = np.ones(4, np.int32)
     data = _batches(lambda i: {"inputs": _tokens(i, (4, 64), 256)})
     train.input_pipeline.get_datasets.return_value = (data, None, None, encoder)
     config = importlib.import_module("configs.default").get_config()
@@ -174,6 +176,16 @@ def haiku_mnist(root: Path) -> None:
     mnist.main(None)
 
 
+def maxtext(root: Path) -> None:
+    train: Any = importlib.import_module("maxtext.trainers.pre_train.train")
+    base = Path(importlib.import_module("maxtext").__file__ or "").parent / "configs/base.yml"
+    small = "base_num_decoder_layers=2 base_emb_dim=64 base_mlp_dim=128 base_num_query_heads=4 base_num_kv_heads=4 head_dim=16"
+    data = f"dataset_type=synthetic per_device_batch_size=2 max_target_length=64 vocab_size=256 steps={STEPS}"
+    place = f"run_name=x base_output_directory={tempfile.mkdtemp()} hardware=cpu skip_jax_distributed_system=true"
+    off = "enable_checkpointing=false enable_goodput_recording=false log_config=false attention=dot_product"
+    train.main(["train.py", str(base), *" ".join((small, data, place, off)).split()])
+
+
 _FLAX, _EQUINOX, _DIFFRAX, _NUMPYRO, _HAIKU = "18f8f311", "9336d82", "5ea5fcb", "0b935d48", "f4d858a"
 _EQX_LINE = "`eqx.filter_jit(f)` to `eqx.filter_jit(f, compiler_options=...)`"
 
@@ -191,6 +203,7 @@ PROGRAMS = {
         "diffrax", "docs/examples/neural_ode.ipynb", _DIFFRAX, "equinox.filter_jit", ("make_step",), "", diffrax_ode
     ),
     "NumPyro VAE": Program("numpyro", "examples/vae.py", _NUMPYRO, "jax.jit", ("epoch_train",), "", numpyro_vae),
+    "MaxText": Program("maxtext", "maxtext/trainers/pre_train/train.py", "", "jax.jit", ("train_step",), "", maxtext),
     "Haiku MNIST": Program("dm-haiku", "examples/mnist.py", _HAIKU, "jax.jit", ("update",), "", haiku_mnist),
 }
 
@@ -207,6 +220,7 @@ def watch(name: str, root: Path, uses_jgraph: bool) -> dict[str, Any]:
         The fields of `Seen`, and `failed`, the error that ended the program early. Empty if there was none.
     """
     program, failed = PROGRAMS[name], ""
+    os.environ["EQX_ON_ERROR"] = "off"  # no Python callbacks, which cannot be compiled without a GPU
     with watched(program.wrapper, program.steps, uses_jgraph=uses_jgraph) as seen:
         try:
             program.run(root)

@@ -92,15 +92,32 @@ def compile_for(
         TargetError: If the GPU is unknown, its compiler is not installed or does not match this jaxlib, compiling the program
             needs a GPU, or XLA writes no dump of its thunks because XLA_FLAGS disables it.
     """
+    return compile_lowered(lower(jitted, args, gpu=gpu)[1], compiler_options or {})
+
+
+def lower(jitted: Any, args: Sequence[PyTree], *, gpu: str = "h200") -> tuple[Any, Any]:
+    """Traces and lowers a jitted function for a GPU that is not present.
+
+    Args:
+        jitted: The result of `jax.jit`, or a wrapper of it with a method `trace`.
+        args: The positional arguments of `jitted`, as in `compile_for`.
+        gpu: Model of GPU: `h200`, `h100` or `b200`.
+
+    Returns:
+        The results of `trace` and of its method `lower`.
+
+    Raises:
+        TargetError: If the GPU is unknown, its compiler is not installed or does not match this jaxlib, or lowering needs a GPU.
+    """
     with lowering_for(gpu):
         traced = jitted.trace(*uncommitted(args))
+        # Tracing may compute constants, which this device cannot do.
         with jax.default_device(devices(gpu=gpu)[0]):
-            lowered = traced.lower()
-    return compile_lowered(lowered, compiler_options or {})
+            return traced, traced.lower()
 
 
 def uncommitted(args: PyTree) -> PyTree:
-    """Replaces arrays that are committed to present devices by their shapes, so that JAX may lower for other devices.
+    """Replaces arrays that are committed to present devices by their shapes, so that JAX may lower for another device.
 
     Args:
         args: A pytree with leaves of any type.
@@ -127,7 +144,7 @@ def is_on_mesh(args: PyTree) -> bool:
 
 
 def released(jitted: jax.stages.Wrapped, args: Sequence[PyTree]) -> tuple[jax.stages.Wrapped, Sequence[PyTree]]:
-    """Releases a program of one device from that device, so that it can be lowered for another. Call it in `lowering_for`.
+    """Releases a program of one present device from that device, so that `lower` can lower it for another.
 
     Lowering alone cannot do this: shardings on a mesh of present devices, of `jax.jit` or in the function, choose the device.
     `jax.export` drops them.
@@ -164,7 +181,7 @@ def compile_lowered(
     """Compiles a program for a GPU that is not present.
 
     Args:
-        lowered: The program, lowered inside `lowering_for`.
+        lowered: The program, from `lower`, or lowered inside `lowering_for`.
         compiler_options: XLA options by name, from `jgraph.xla.compiler_options`.
 
     Returns:
@@ -189,9 +206,7 @@ def lowering_for(gpu: str) -> Iterator[None]:
     """Makes JAX trace and lower for a GPU that is not present, inside a `with` block.
 
     Call `.trace(...)` and `.lower(...)` of the jitted function in the block, with arguments from `uncommitted`. The block sets
-    the abstract device of the current mesh to this GPU, which selects the Pallas kernels. It keeps the axes of the mesh. If no
-    argument has a sharding, call `.lower()` of the trace in `jax.default_device(devices(gpu=gpu)[0])`. A trace in it fails if
-    the function computes constants, which this GPU cannot do.
+    the abstract device of the current mesh to this GPU, which selects the Pallas kernels. It keeps the axes of the mesh.
 
     Args:
         gpu: Model of GPU: `h200`, `h100` or `b200`.

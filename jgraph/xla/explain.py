@@ -1,6 +1,5 @@
 """Reports the command buffers, donations and memory of a compiled program, for a present or an absent GPU."""
 
-import contextlib
 import dataclasses
 import json
 import warnings
@@ -201,7 +200,7 @@ def explain(
         jitted = jax.jit(fn, donate_argnums=donate_argnums)
     elif donate_argnums not in ((), []):
         raise ConfigError("`donate_argnums` must be left out for a jitted function: pass it to jax.jit", field="donate_argnums")
-    with warnings.catch_warnings(), aot.lowering_for(target) if target else contextlib.nullcontext():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         lowered, names = _lower(jitted, args, target)
     return _report(lowered, names, compiler_options or {}, name=getattr(fn, "__name__", type(fn).__name__), target=target)
@@ -229,12 +228,14 @@ def _lower(jitted: Any, args: Sequence[PyTree], target: str | None) -> tuple[jax
     if not hasattr(jitted, "trace"):
         jitted, names, args = _as_jax_jit(jitted, args)
         return _lower(jitted, args, target)[0], names
-    traced, names = jitted.trace(*(aot.uncommitted(args) if target else args)), None
-    if target and isinstance(traced, jax.stages.Traced) and aot.is_on_mesh(args):
+    names: list[str] = []
+    if target and aot.is_on_mesh(args) and isinstance(traced := jitted.trace(*args), jax.stages.Traced):
         names = argument_names(traced, traced)
-        jitted, shapes = aot.released(jitted, args)
-        traced = jitted.trace(*shapes)
-    with jax.default_device(aot.devices(gpu=target)[0]) if target else contextlib.nullcontext():
+        jitted, args = aot.released(jitted, args)
+    if target:
+        traced, lowered = aot.lower(jitted, args, gpu=target)
+    else:
+        traced = jitted.trace(*args)
         lowered = traced.lower()
     lowered = getattr(lowered, "lowered", lowered)  # nnx.jit wraps the stages of JAX
     return lowered, names or argument_names(traced, lowered)
