@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -75,17 +75,6 @@ def _name(fn: Any) -> str:
     return getattr(fn, "__name__", getattr(getattr(fn, "func", None), "__name__", ""))
 
 
-def _decorator(jit: Callable[..., Any], made: Callable[..., Any], steps: tuple[str, ...]) -> Callable[..., Any]:
-    """Returns a replacement of `jit`: `made` for functions named in `steps`, `jit` for others."""
-
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        if not args:
-            return functools.partial(replacement, **kwargs)
-        return (made if _name(args[0]) in steps else jit)(*args, **kwargs)
-
-    return replacement
-
-
 @contextlib.contextmanager
 def watched(wrapper: str, steps: tuple[str, ...], *, uses_jgraph: bool) -> Iterator[Seen]:
     """Watches functions that are jitted inside a `with` block.
@@ -98,24 +87,30 @@ def watched(wrapper: str, steps: tuple[str, ...], *, uses_jgraph: bool) -> Itera
     Yields:
         The record, filled by the calls of the function.
     """
-    seen, jax_jit, is_making = Seen(), jax.jit, False
+    seen, plain_jit, is_making = Seen(), jax.jit, False
 
-    def checked(fn: Any, **kwargs: Any) -> Any:
+    def jit(fn: Any, **kwargs: Any) -> Any:
         nonlocal is_making
-        if is_making:  # jgraph.jit calls jax.jit
-            return jax_jit(fn, **kwargs)
-        is_making = True
+        is_making = True  # jgraph.jit calls jax.jit
         try:
-            return jgraph.jit(fn, **kwargs)
+            return (jgraph.jit if uses_jgraph else plain_jit)(fn, **kwargs)
         finally:
             is_making = False
 
+    def replaced(old: Any, new: Any) -> Any:
+        """Returns a replacement of the decorator `old`: `new` for functions named in `steps`."""
+
+        def decorator(*args: Any, **kwargs: Any) -> Any:
+            if not args:
+                return functools.partial(decorator, **kwargs)
+            return (new if _name(args[0]) in steps and not is_making else old)(*args, **kwargs)
+
+        return decorator
+
     module, _, attribute = wrapper.rpartition(".")
-    with contextlib.ExitStack() as stack:
-        if uses_jgraph:
-            stack.enter_context(mock.patch.object(jax, "jit", _decorator(jax_jit, checked, steps)))
-        owner = importlib.import_module(module)
-        outer = getattr(owner, attribute)
-        made = lambda fn, *args, **kwargs: Watched(outer(fn, *args, **kwargs), seen, not uses_jgraph)  # noqa: E731
-        stack.enter_context(mock.patch.object(owner, attribute, _decorator(outer, made, steps)))
-        yield seen
+    owner = importlib.import_module(module)
+    outer = jit if wrapper == "jax.jit" else getattr(owner, attribute)
+    made = lambda fn, *args, **kwargs: Watched(outer(fn, *args, **kwargs), seen, not uses_jgraph)  # noqa: E731
+    with mock.patch.object(jax, "jit", replaced(plain_jit, jit)):
+        with mock.patch.object(owner, attribute, replaced(getattr(owner, attribute), made)):
+            yield seen

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 
 from jgraph.device import DEVICES
 from jgraph.errors import TargetError, os_errors
@@ -206,7 +207,8 @@ def lowering_for(gpu: str) -> Iterator[None]:
     """Makes JAX trace and lower for a GPU that is not present, inside a `with` block.
 
     Call `.trace(...)` and `.lower(...)` of the jitted function in the block, with arguments from `uncommitted`. The block sets
-    the abstract device of the current mesh to this GPU, which selects the Pallas kernels. It keeps the axes of the mesh.
+    the abstract device of the current mesh to this GPU, which selects the Pallas kernels. It keeps the axes of the mesh. A
+    mesh of present devices, from `jax.set_mesh`, becomes one of as many of these GPUs.
 
     Args:
         gpu: Model of GPU: `h200`, `h100` or `b200`.
@@ -218,7 +220,12 @@ def lowering_for(gpu: str) -> Iterator[None]:
         TargetError: If the GPU is unknown, its compiler is not installed or does not match this jaxlib, or the block raises a
             RuntimeError because lowering needs a GPU.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    concrete, mesh = jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()
+    if concrete.size > 1 or concrete.axis_names:
+        gpus = np.array(devices(concrete.size, gpu=gpu)).reshape(concrete.devices.shape)
+        with _needs_no_gpu(), jax.set_mesh(jax.sharding.Mesh(gpus, concrete.axis_names, axis_types=concrete.axis_types)):
+            yield
+        return
     device = jax.sharding.AbstractDevice(devices(gpu=gpu)[0].device_kind, None, "cuda")
     mesh = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=device)
     with _needs_no_gpu(), jax.sharding.use_abstract_mesh(mesh):
