@@ -186,6 +186,54 @@ def maxtext(root: Path) -> None:
     train.main(["train.py", str(base), *" ".join((small, data, place, off)).split()])
 
 
+def levanter(root: Path) -> None:
+    import haliax
+    import jax
+    from levanter.models.llama import LlamaConfig
+    from levanter.models.lm_model import LmExample
+    from levanter.optim.config import AdamConfig
+    from levanter.tracker import NoopConfig
+    from levanter.trainer import Trainer, TrainerConfig
+
+    model = LlamaConfig(max_seq_len=64, hidden_dim=64, intermediate_dim=128, num_layers=2, num_heads=4, num_kv_heads=4)
+    place = {"require_accelerator": False, "log_dir": Path(tempfile.mkdtemp()), "id": "x"}
+    config = TrainerConfig(tracker=NoopConfig(), train_batch_size=4, num_train_steps=STEPS, **place)
+    config.initialize()
+    batch, vocab = config.TrainBatch, haliax.Axis("vocab", 256)
+    # The loss, the optimizer and the step of levanter.main.train_lm.
+    loss = lambda model, example, *, key=None: model.compute_next_token_loss(example, key=key)  # noqa: E731
+    with Trainer(config, AdamConfig().build(STEPS), loss, add_default_hooks=False) as trainer:
+        state = trainer.initial_state(jax.random.key(1), model_init=lambda: model.build(vocab, key=jax.random.key(0)))
+        for i in range(STEPS):
+            tokens = haliax.named(_tokens(i, (batch.size, model.max_Pos.size), vocab.size), (batch, model.max_Pos))
+            state = trainer.train_step(state, haliax.vmap(LmExample.causal, batch)(tokens)).state
+
+
+def easydel(root: Path) -> None:
+    import easydel
+    from datasets import Dataset
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = easydel.LlamaConfig(vocab_size=256, max_position_embeddings=64, num_key_value_heads=4, **sizes)
+    import jax.numpy as jnp
+    from flax import nnx
+
+    model = easydel.LlamaForCausalLM(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    tokens = _tokens(0, (4 * STEPS, 64), 256)
+    data = Dataset.from_dict({"input_ids": tokens.tolist(), "attention_mask": np.ones_like(tokens).tolist()})
+    arguments = easydel.TrainingArguments(
+        save_directory=tempfile.mkdtemp(),
+        total_batch_size=4,
+        max_length=64,
+        max_training_steps=STEPS,
+        do_eval=False,
+        do_last_save=False,
+        use_wandb=False,
+        progress_bar_type="json",
+    )
+    easydel.Trainer(arguments=arguments, model=model, dataset_train=data).train()
+
+
 _FLAX, _EQUINOX, _DIFFRAX, _NUMPYRO, _HAIKU = "18f8f311", "9336d82", "5ea5fcb", "0b935d48", "f4d858a"
 _EQX_LINE = "`eqx.filter_jit(f)` to `eqx.filter_jit(f, compiler_options=...)`"
 
@@ -204,6 +252,10 @@ PROGRAMS = {
     ),
     "NumPyro VAE": Program("numpyro", "examples/vae.py", _NUMPYRO, "jax.jit", ("epoch_train",), "", numpyro_vae),
     "MaxText": Program("maxtext", "maxtext/trainers/pre_train/train.py", "", "jax.jit", ("train_step",), "", maxtext),
+    "Levanter (Marin)": Program(
+        "marin-levanter", "levanter/trainer.py", "", "haliax.partitioning.named_jit", ("_train_step", "train_step"), "", levanter
+    ),
+    "EasyDeL": Program("easydel", "easydel/trainers/trainer", "", "jax.jit", ("training_step",), "", easydel),
     "Haiku MNIST": Program("dm-haiku", "examples/mnist.py", _HAIKU, "jax.jit", ("update",), "", haiku_mnist),
 }
 

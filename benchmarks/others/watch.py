@@ -14,12 +14,17 @@ import numpy as np
 import jgraph
 
 TARGET = "h200"
-GRAPHS = ("auto", "full")
+# Values of `graph` and `xla_options`, by name in the results.
+OPTIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "auto": ("auto", ()),
+    "full": ("full", ()),
+    "unrolled": ("full", ("xla_gpu_command_buffer_unroll_loops=true",)),
+}
 
 
 @dataclass
 class Seen:
-    """The reports of a step by name of `graph`, and one list of numbers per call: the sums of its results."""
+    """The reports of a step by name in `OPTIONS`, and one list of numbers per call: the sums of its results."""
 
     reports: dict[str, Any] = field(default_factory=dict)
     sums: list[list[float]] = field(default_factory=list)
@@ -35,7 +40,7 @@ class Watched:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
             return self._jitted(*args, **kwargs)
         if self._explain and not self._seen.reports:
-            self._seen.reports = {graph: _explained(self._jitted, args, kwargs, graph) for graph in GRAPHS}
+            self._seen.reports = {name: _explained(self._jitted, args, kwargs, *given) for name, given in OPTIONS.items()}
         result = self._jitted(*args, **kwargs)
         # Flax's nnx.jit updates its arguments.
         arrays = [leaf for leaf in jax.tree.leaves((result, args)) if isinstance(leaf, jax.Array) and not leaf.is_deleted()]
@@ -50,11 +55,13 @@ class Watched:
         return self if instance is None else functools.partial(self, instance)
 
 
-def _explained(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], graph: str) -> dict[str, Any]:
+def _explained(
+    jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], graph: Any, xla_options: tuple[str, ...]
+) -> dict[str, Any]:
     if kwargs:
         return {"failed": f"keyword arguments {', '.join(kwargs)}"}
     try:
-        options = jgraph.compiler_options(graph, platform="gpu", num_devices=1)
+        options = jgraph.compiler_options(graph, xla_options, platform="gpu", num_devices=1)
         report = jgraph.explain(jitted, *args, target=TARGET, compiler_options=options)
     except Exception as e:
         return {"failed": f"{type(e).__name__}: {str(e).partition(chr(10))[0][:200]}"}

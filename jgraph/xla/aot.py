@@ -132,7 +132,8 @@ def uncommitted(args: PyTree) -> PyTree:
         return isinstance(leaf, jax.Array) and leaf.committed
 
     def shape_of(leaf: Any) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type) if is_committed(leaf) else leaf
+        aval: Any = jax.typeof(leaf) if is_committed(leaf) else None  # a key has no `weak_type` itself
+        return leaf if aval is None else jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
     # Unflattening copies modules, so shared parts of a Flax model would become different ones.
     return jax.tree.map(shape_of, args) if any(map(is_committed, jax.tree.leaves(args))) else args
