@@ -1,4 +1,4 @@
-"""Run programs of other projects and store the results in benchmarks/results/other_programs.json.
+"""Run programs of other projects and store the results in benchmarks/others/results.json.
 
 python -m benchmarks.others SOURCES NAME...     # in the environment of the programs, JAX_PLATFORMS=cpu
 """
@@ -11,8 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.others.programs import PROGRAMS, watch
-
-RESULTS = Path(__file__).parents[1] / "results/other_programs.json"
+from benchmarks.others.table import RESULTS
 
 
 def main() -> int:
@@ -32,7 +31,6 @@ def main() -> int:
             "jax": version("jax"),
             "source": program.source,
             "revision": program.revision,
-            "line": program.line,
             "failed": plain["failed"],
             **plain["reports"],
             "jit": {"failed": ours["failed"], "steps": len(ours["sums"]), "equal": plain["sums"] == ours["sums"] != []},

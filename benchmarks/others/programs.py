@@ -22,7 +22,7 @@ from benchmarks.others.watch import watched
 STEPS = 3
 
 
-class Done(Exception):
+class EndOfDataError(Exception):
     """Raised by synthetic data after `STEPS` batches, to leave a training loop."""
 
 
@@ -36,7 +36,6 @@ class Program:
         revision: Commit of the repository. Empty for a program in the package.
         wrapper: Qualified name of the decorator of the step.
         steps: Names of the function that is jitted.
-        line: The line of the program that adopts jgraph.
         run: Runs the program. Takes the folder with sources of all projects.
     """
 
@@ -45,7 +44,6 @@ class Program:
     revision: str
     wrapper: str
     steps: tuple[str, ...]
-    line: str
     run: Callable[[Path], None]
 
 
@@ -56,7 +54,7 @@ def _mocked(*names: str) -> None:
 
 def _batches(make: Callable[[int], Any], count: int = STEPS) -> Iterator[Any]:
     yield from map(make, range(count))
-    raise Done
+    raise EndOfDataError
 
 
 def _tokens(i: int, shape: tuple[int, ...], vocab: int) -> np.ndarray:
@@ -73,7 +71,7 @@ def _source(root: Path, folder: str) -> None:
 
 
 def _notebook(file: Path, edits: dict[str, str], names: dict[str, Any]) -> None:
-    """Executes the code cells of a notebook, except those that show an error on purpose."""
+    """Executes the code cells of a notebook. Skips cells that show an error on purpose."""
     for cell in json.loads(file.read_text())["cells"]:
         code = "".join(cell["source"])
         if cell["cell_type"] == "code" and not code.startswith("# This is an error!"):
@@ -82,7 +80,7 @@ def _notebook(file: Path, edits: dict[str, str], names: dict[str, Any]) -> None:
             exec(compile(code, str(file), "exec"), names)
 
 
-def flax_mnist(root: Path) -> None:
+def _flax_mnist(root: Path) -> None:
     _mocked("tensorflow", "tensorflow_datasets", "flax.metrics.tensorboard")
     _source(root, "flax/examples/mnist")
     train: Any = importlib.import_module("train")
@@ -92,7 +90,7 @@ def flax_mnist(root: Path) -> None:
     train.train_and_evaluate(config, tempfile.mkdtemp())
 
 
-def flax_lm1b(root: Path) -> None:
+def _flax_lm1b(root: Path) -> None:
     importlib.import_module("flax.training.checkpoints")  # looks for TensorFlow
     _mocked("tensorflow", "clu", "input_pipeline")
     _source(root, "flax/examples/lm1b")
@@ -101,13 +99,16 @@ def flax_lm1b(root: Path) -> None:
     encoder.tokenize.return_value.numpy.return_value = np.ones(4, np.int32)
     data = _batches(lambda i: {"inputs": _tokens(i, (4, 64), 256)})
     train.input_pipeline.get_datasets.return_value = (data, None, None, encoder)
+    train.evaluate, train.generate_prediction = lambda **_: {"loss": 0.0}, lambda **_: ""
     config = importlib.import_module("configs.default").get_config()
     small = {"num_layers": 2, "emb_dim": 64, "qkv_dim": 64, "mlp_dim": 128, "num_heads": 4, "max_eval_target_length": 64}
-    config.update(small | {"max_target_length": 64, "restore_checkpoints": False, "vocab_path": "/tmp/vocab"})
+    config.update(
+        small | {"max_target_length": 64, "restore_checkpoints": False, "save_checkpoints": False, "vocab_path": "/tmp/vocab"}
+    )
     train.train_and_evaluate(config, tempfile.mkdtemp())
 
 
-def flax_gemma(root: Path) -> None:
+def _flax_gemma(root: Path) -> None:
     _mocked("clu", "input_pipeline", "tokenizer", "sampler", "grain")
     _source(root, "flax/examples/gemma")
     train: Any = importlib.import_module("train")
@@ -137,25 +138,25 @@ def _torch(shape: tuple[int, ...]) -> None:
     sys.modules["torch"].utils.data.DataLoader = lambda dataset, batch_size, **_: _Loader(shape, batch_size)
 
 
-def equinox_mnist(root: Path) -> None:
+def _equinox_mnist(root: Path) -> None:
     _torch((1, 28, 28))
     _notebook(root / "equinox/docs/examples/mnist.ipynb", {"STEPS = 300": f"STEPS = {STEPS}"}, {})
 
 
-def equinox_vit(root: Path) -> None:
+def _equinox_vit(root: Path) -> None:
     _torch((3, 32, 32))
     edits = {"num_steps = 100000": f"num_steps = {STEPS}", "num_layers = 6": "num_layers = 2", "= 512": "= 64"}
     edits |= {"batch_size = 64": "batch_size = 4", "len(test_dataset)": "0"}
     _notebook(root / "equinox/docs/examples/vision_transformer.ipynb", edits, {})
 
 
-def diffrax_ode(root: Path) -> None:
+def _diffrax_ode(root: Path) -> None:
     _mocked("matplotlib", "matplotlib.pyplot")
     edits = {"= main()": f"= main(plot=False, steps_strategy=({STEPS},), length_strategy=(0.1,))"}
     _notebook(root / "diffrax/docs/examples/neural_ode.ipynb", edits, {})
 
 
-def numpyro_vae(root: Path) -> None:
+def _numpyro_vae(root: Path) -> None:
     _mocked("matplotlib", "matplotlib.pyplot", "numpyro.examples.datasets")
     datasets: Any = sys.modules["numpyro.examples.datasets"]
     import jax.numpy as jnp
@@ -168,7 +169,7 @@ def numpyro_vae(root: Path) -> None:
     vae.main(args)
 
 
-def haiku_mnist(root: Path) -> None:
+def _haiku_mnist(root: Path) -> None:
     _mocked("tensorflow_datasets")
     _source(root, "haiku/examples")
     mnist: Any = importlib.import_module("mnist")
@@ -176,17 +177,21 @@ def haiku_mnist(root: Path) -> None:
     mnist.main(None)
 
 
-def maxtext(root: Path) -> None:
+def _maxtext(root: Path, *options: str) -> None:
     train: Any = importlib.import_module("maxtext.trainers.pre_train.train")
     base = Path(importlib.import_module("maxtext").__file__ or "").parent / "configs/base.yml"
     small = "base_num_decoder_layers=2 base_emb_dim=64 base_mlp_dim=128 base_num_query_heads=4 base_num_kv_heads=4 head_dim=16"
     data = f"dataset_type=synthetic per_device_batch_size=2 max_target_length=64 vocab_size=256 steps={STEPS}"
     place = f"run_name=x base_output_directory={tempfile.mkdtemp()} hardware=cpu skip_jax_distributed_system=true"
     off = "enable_checkpointing=false enable_goodput_recording=false log_config=false attention=dot_product"
-    train.main(["train.py", str(base), *" ".join((small, data, place, off)).split()])
+    train.main(["train.py", str(base), *" ".join((small, data, place, off)).split(), *options])
 
 
-def levanter(root: Path) -> None:
+def _maxtext_unrolled(root: Path) -> None:
+    _maxtext(root, "scan_layers=false")
+
+
+def _levanter(root: Path) -> None:
     import haliax
     import jax
     from levanter.models.llama import LlamaConfig
@@ -209,9 +214,12 @@ def levanter(root: Path) -> None:
             state = trainer.train_step(state, haliax.vmap(LmExample.causal, batch)(tokens)).state
 
 
-def easydel(root: Path) -> None:
+def _easydel(root: Path) -> None:
     import easydel
     from datasets import Dataset
+
+    # EasyDeL sets flags that jaxlib 0.10.2 does not have. Others stay, such as xla_gpu_enable_command_buffer=''.
+    os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace("--xla_gpu_enable_shared_constants=true", "")
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = easydel.LlamaConfig(vocab_size=256, max_position_embeddings=64, num_key_value_heads=4, **sizes)
@@ -235,28 +243,30 @@ def easydel(root: Path) -> None:
 
 
 _FLAX, _EQUINOX, _DIFFRAX, _NUMPYRO, _HAIKU = "18f8f311", "9336d82", "5ea5fcb", "0b935d48", "f4d858a"
-_EQX_LINE = "`eqx.filter_jit(f)` to `eqx.filter_jit(f, compiler_options=...)`"
 
 PROGRAMS = {
-    "Flax mnist": Program("flax", "examples/mnist/train.py", _FLAX, "flax.nnx.jit", ("train_step",), "", flax_mnist),
-    "Flax lm1b": Program("flax", "examples/lm1b/train.py", _FLAX, "jax.jit", ("train_step",), "", flax_lm1b),
-    "Flax gemma": Program("flax", "examples/gemma/train.py", _FLAX, "jax.jit", ("jax_train_step",), "", flax_gemma),
+    "Flax mnist": Program("flax", "examples/mnist/train.py", _FLAX, "flax.nnx.jit", ("train_step",), _flax_mnist),
+    "Flax lm1b": Program("flax", "examples/lm1b/train.py", _FLAX, "jax.jit", ("train_step",), _flax_lm1b),
+    "Flax gemma": Program("flax", "examples/gemma/train.py", _FLAX, "jax.jit", ("jax_train_step",), _flax_gemma),
     "Equinox MNIST": Program(
-        "equinox", "docs/examples/mnist.ipynb", _EQUINOX, "equinox.filter_jit", ("make_step",), "", equinox_mnist
+        "equinox", "docs/examples/mnist.ipynb", _EQUINOX, "equinox.filter_jit", ("make_step",), _equinox_mnist
     ),
     "Equinox ViT": Program(
-        "equinox", "docs/examples/vision_transformer.ipynb", _EQUINOX, "equinox.filter_jit", ("step_model",), "", equinox_vit
+        "equinox", "docs/examples/vision_transformer.ipynb", _EQUINOX, "equinox.filter_jit", ("step_model",), _equinox_vit
     ),
     "Diffrax neural ODE": Program(
-        "diffrax", "docs/examples/neural_ode.ipynb", _DIFFRAX, "equinox.filter_jit", ("make_step",), "", diffrax_ode
+        "diffrax", "docs/examples/neural_ode.ipynb", _DIFFRAX, "equinox.filter_jit", ("make_step",), _diffrax_ode
     ),
-    "NumPyro VAE": Program("numpyro", "examples/vae.py", _NUMPYRO, "jax.jit", ("epoch_train",), "", numpyro_vae),
-    "MaxText": Program("maxtext", "maxtext/trainers/pre_train/train.py", "", "jax.jit", ("train_step",), "", maxtext),
+    "NumPyro VAE": Program("numpyro", "examples/vae.py", _NUMPYRO, "jax.jit", ("epoch_train",), _numpyro_vae),
+    "MaxText": Program("maxtext", "maxtext/trainers/pre_train/train.py", "", "jax.jit", ("train_step",), _maxtext),
+    "MaxText, scan_layers=false": Program(
+        "maxtext", "maxtext/trainers/pre_train/train.py", "", "jax.jit", ("train_step",), _maxtext_unrolled
+    ),
     "Levanter (Marin)": Program(
-        "marin-levanter", "levanter/trainer.py", "", "haliax.partitioning.named_jit", ("_train_step", "train_step"), "", levanter
+        "marin-levanter", "levanter/trainer.py", "", "haliax.partitioning.named_jit", ("_train_step", "train_step"), _levanter
     ),
-    "EasyDeL": Program("easydel", "easydel/trainers/trainer", "", "jax.jit", ("training_step",), "", easydel),
-    "Haiku MNIST": Program("dm-haiku", "examples/mnist.py", _HAIKU, "jax.jit", ("update",), "", haiku_mnist),
+    "EasyDeL": Program("easydel", "easydel/trainers/trainer", "", "jax.jit", ("training_step",), _easydel),
+    "Haiku MNIST": Program("dm-haiku", "examples/mnist.py", _HAIKU, "jax.jit", ("update",), _haiku_mnist),
 }
 
 
@@ -276,7 +286,7 @@ def watch(name: str, root: Path, uses_jgraph: bool) -> dict[str, Any]:
     with watched(program.wrapper, program.steps, uses_jgraph=uses_jgraph) as seen:
         try:
             program.run(root)
-        except Done:
+        except EndOfDataError:
             pass
         except Exception as e:
             traceback.print_exc()

@@ -37,6 +37,7 @@ class Watched:
         self._jitted, self._seen, self._explain = jitted, seen, explain
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function. Does not watch calls inside a trace."""
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
             return self._jitted(*args, **kwargs)
         if self._explain and not self._seen.reports:
@@ -51,9 +52,6 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._jitted, name)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
-
 
 def _explained(
     jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any], graph: Any, xla_options: tuple[str, ...]
@@ -66,7 +64,8 @@ def _explained(
     except Exception as e:
         return {"failed": f"{type(e).__name__}: {str(e).partition(chr(10))[0][:200]}"}
     print(report)
-    assert report.capture is not None and report.memory is not None
+    assert report.capture is not None
+    assert report.memory is not None
     return {
         "buffers": report.capture.command_buffers,
         "captured": report.capture.captured,
@@ -118,6 +117,7 @@ def watched(wrapper: str, steps: tuple[str, ...], *, uses_jgraph: bool) -> Itera
     owner = importlib.import_module(module)
     outer = jit if wrapper == "jax.jit" else getattr(owner, attribute)
     made = lambda fn, *args, **kwargs: Watched(outer(fn, *args, **kwargs), seen, not uses_jgraph)  # noqa: E731
-    with mock.patch.object(jax, "jit", replaced(plain_jit, jit)):
-        with mock.patch.object(owner, attribute, replaced(getattr(owner, attribute), made)):
-            yield seen
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(jax, "jit", replaced(plain_jit, jit)))
+        stack.enter_context(mock.patch.object(owner, attribute, replaced(getattr(owner, attribute), made)))
+        yield seen

@@ -108,7 +108,7 @@ def lower(jitted: Any, args: Sequence[PyTree], *, gpu: str = "h200") -> tuple[An
         The results of `trace` and of its method `lower`.
 
     Raises:
-        TargetError: If the GPU is unknown, its compiler is not installed or does not match this jaxlib, or lowering needs a GPU.
+        TargetError: If the GPU is unknown, its compiler is not installed or does not match this jaxlib, or lowering needs one.
     """
     with lowering_for(gpu):
         traced = jitted.trace(*uncommitted(args))

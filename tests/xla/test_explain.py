@@ -210,7 +210,6 @@ def test_a_function_of_nnx_jit_is_explained():
     assert len(report.donations) == 2
 
 
-
 # --- On a compile-only target. ---
 
 
