@@ -1,8 +1,9 @@
-"""Greedy text generation in bfloat16, 256 tokens after a prompt of 128: jgraph against PyTorch and transformers.
+"""Greedy text generation in bfloat16, 256 tokens after a prompt of 128: jgraph against plain JAX, PyTorch and transformers.
 
     python -m benchmarks run decode
 
-`torch loop` is the same model in plain PyTorch with a static cache and `torch.compile(mode="reduce-overhead")`. `transformers`
+`jax scan` and `jax loop` are the layers of the model with XLA norms, library attention and a static cache: one jitted program that
+scans over the tokens, or a Python loop around a jitted step. `torch loop` is the same model in plain PyTorch with a static cache and `torch.compile(mode="reduce-overhead")`. `transformers`
 is `generate` with a static cache and compilation, on a Llama of the same size. `tuned` adds the coordinate descent tuning of
 Inductor. The time includes the prompt. The lower bound reads each weight matrix once per token at the copy bandwidth of the
 GPU.
@@ -38,6 +39,8 @@ class DecodeOptions(Options):
     """Models to time. llama-1b3 is gpt-1b3 with SwiGLU MLPs of about the same size. Only llama-1b3 runs transformers."""
     variants: tuple[str, ...] = ("",)
     """jgraph variants. Empty for the default; `xla` computes matrix-vector products with XLA instead of the Pallas kernel."""
+    plain: tuple[str, ...] = ("scan", "loop")
+    """Plain JAX variants. Pass the flag without values to skip plain JAX."""
     peers: tuple[str, ...] = ("loop", "transformers")
     """PyTorch variants. Append ` tuned` to a name to tune its kernels."""
     prompt_tokens: int = 128
@@ -59,6 +62,7 @@ def works(options: DecodeOptions) -> Iterator[Work]:
             Candidate({"system": system, "variant": variant}, module, size | {"variant": variant}, gpus=gpus)
             for system, module, variants in (
                 ("jgraph", "benchmarks.decode", options.variants),
+                ("jax", "benchmarks.peers.plain_jax_decode", options.plain),
                 ("torch", "benchmarks.peers.decode", peers),
             )
             for variant in variants

@@ -1,4 +1,4 @@
-"""A training step with FP8 matmuls on one GPU: jgraph, PyTorch with torchao float8, and Transformer Engine.
+"""A training step with FP8 matmuls on one GPU: jgraph, PyTorch with torchao float8, Transformer Engine, and plain JAX in bf16.
 
 python -m benchmarks run fp8 --presets gpt-124m
 python -m benchmarks run fp8 --presets gpt-1b3 --together 2     # the memory of an H200 is enough for two processes
@@ -16,7 +16,7 @@ TORCH = ("torch compile", "torch float8 tensorwise compile", "torch float8 rowwi
 ENGINE = ("torch te delayed", "torch te delayed bf16-params", "torch te current")
 GRAPHED = tuple(f"{variant} + CUDA graph" for variant in (*TORCH[:2], *ENGINE))
 # All variants are compared with the first.
-VARIANTS = ("jgraph fp8=delayed", "jgraph fp8=current", "jgraph", *TORCH, "torch te delayed", *GRAPHED)
+VARIANTS = ("jgraph fp8=delayed", "jgraph fp8=current", "jgraph", "jax same", *TORCH, "torch te delayed", *GRAPHED)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,10 @@
-r"""Training with fully sharded state on the GPUs of one machine: `jgraph.train --fsdp` against `fully_shard` of PyTorch.
+r"""Training with fully sharded state on the GPUs of one machine: `jgraph.train --fsdp`, plain JAX and PyTorch's `fully_shard`.
 
     python -m benchmarks run fsdp --work gpt-1b3 gpt-7b
     python -m benchmarks run fsdp --name fsdp_fp8 --first fp8=delayed --variant fp8=current \
-        --peers compile compile:float8 --one-gpu no --together 2      # gpt-7b on two H200s needs --together 1
+        --plain --peers compile compile:float8 --one-gpu no --together 2      # gpt-7b on two H200s needs --together 1
     python -m benchmarks run fsdp --work llama3-8b --name fsdp_fp8_llama --first "fp8=delayed graph=full grads=float32" \
-        --peers compile:float8 --one-gpu no --together 1
+        --plain --peers compile:float8 --one-gpu no --together 1
 
 jgraph on one GPU, with the same number of tokens per GPU, measures the scaling. All times are whole steps that are dispatched
 back to back: forward, backward, gradient clipping, AdamW.
@@ -54,6 +54,9 @@ class Options(MultiGPUOptions, SoakOptions, TraceOptions):
 
     work: tuple[WorkName, ...] = ("gpt-1b3", "gpt-7b")
     """Presets to train."""
+    plain: tuple[str, ...] = ("same", "stock", "same tuned", "stock tuned")
+    """Plain JAX variants: NamedSharding of the state and the partitioner, as `benchmarks/peers/plain_jax.py` describes. Works with
+    experts skip them. Pass the flag without values to skip plain JAX."""
     peers: tuple[str, ...] = ("compile", "compile:reshard", "eager")
     """PyTorch variants: `eager` or `compile` (each block and the loss), with suffixes. `:reshard` frees parameters after the
     forward. `:float8` uses torchao float8 with an FP8 all-gather. `:cudnn` prefers cuDNN attention. `:graph` replicates the
@@ -83,6 +86,8 @@ def works(options: Options) -> Iterator[Work]:
             candidates += [
                 jgraph_candidate("one GPU", config.changed(fsdp=1, batch_size=config.input.batch_size // ranks), "", options)
             ]
+        if not config.model.moe.num_experts:
+            candidates += [plain_candidate(variant, config) for variant in options.plain]
         candidates += [torch_candidate(peer, config, options) for peer in options.peers]
         resharded = [candidate for candidate in candidates if placement(candidate.labels) == "resharded"]
         kept = [candidate for candidate in candidates if candidate not in resharded]
@@ -105,6 +110,20 @@ def jgraph_candidate(system: str, config: TrainConfig, variant: str, options: Op
     return jgraph_step(
         {"system": system, "variant": variant, "ranks": config.parallel.fsdp * config.parallel.dp}, config, options
     )
+
+
+def plain_candidate(variant: str, config: TrainConfig) -> Candidate:
+    """Returns a candidate of plain JAX.
+
+    Args:
+        variant: Words, as in `benchmarks/peers/plain_jax.py`.
+        config: Config of the run.
+
+    Returns:
+        The candidate.
+    """
+    labels = {"system": "jax", "variant": variant, "ranks": config.parallel.fsdp}
+    return Candidate(labels, "benchmarks.peers.plain_jax", {"variant": variant.split(), "config": config.to_dict()})
 
 
 def torch_candidate(peer: str, config: TrainConfig, options: Options) -> Candidate:
@@ -215,7 +234,7 @@ def section(work: str, result: Row) -> Section:
     """
     config, rows, ranks = (result[key] for key in ("config", "rows", "ranks"))
     peers = {kind: fastest([row for row in rows if is_comparable(row, kind)], "torch") for kind in PLACEMENTS}
-    alone, share = fastest(rows, "one GPU"), config["batch_size"] // ranks
+    alone, plain, share = fastest(rows, "one GPU"), fastest(rows, "jax"), config["batch_size"] // ranks
     flops = step_flops(config) / ranks  # per GPU, also for the row of one GPU
 
     def scaling(row: Row) -> str:
@@ -238,6 +257,7 @@ def section(work: str, result: Row) -> Section:
             "fastest, slowest, ms": spread,
             "tokens/s": lambda row: f"{share * row['ranks'] * config['seq_len'] / row['ms'] * 1e3:,.0f}",
             "torch / row": lambda row: ratio(peers[placement(row)], row) if row["ranks"] == ranks else "",
+            **({"jax / row": lambda row: ratio(plain, row) if is_comparable(row, "kept") else ""} if plain else {}),
             f"throughput / {ranks} x one GPU": scaling,
             "MFU": mfu(flops),
             **COLUMNS,
@@ -245,7 +265,7 @@ def section(work: str, result: Row) -> Section:
             "first loss": loss,
         },
         facts=f", graph {config['graph']}, XLA options: {' '.join(config['xla_options']) or 'none'}",
-        notes=NOTES,
+        notes=NOTES + " jax / row compares with the fastest plain JAX variant, which keeps parameters." * bool(plain),
     )
 
 

@@ -197,6 +197,7 @@ def one_gpu_table(works: Sequence[tuple[str, Row]]) -> list[str]:
         ("jgraph", ""): "jgraph",
         ("jgraph", "graph=off"): "jgraph, graphs off",
         ("jax", "same"): "jax.jit + optax, same model",
+        ("jax", "same nnx"): "same model, nnx.State",
         ("jax", "same flatten"): "same model, optax.flatten",
         ("jax", "stock"): "jax.jit + optax, stock parts",
         ("jax", "stock flatten"): "stock parts, optax.flatten",

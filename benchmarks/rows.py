@@ -14,8 +14,8 @@ Row = dict[str, Any]
 
 # Keys of a row. A candidate timed in rounds stores the median under KEY, one value per round under repeats_KEY, and `rounds`.
 FIELDS = {
-    "system, schedule, variant, join, graph, runtime, microbatches, chunks": "name of the row; system is jgraph, torch, jax or "
-    "one GPU",
+    "system, schedule, variant, join, graph, runtime, microbatches, chunks": "name of the row; system is jgraph, torch, jax, "
+    "jax + jgraph (plain JAX with parts of jgraph) or one GPU",
     "precision": "precision of the matmuls in the blocks of a training run",
     "chosen, table, phases": "pipeline: chosen schedule and engine, table of candidates, duration of the search",
     "failed": "reason for a missing time, one line",
@@ -38,6 +38,7 @@ FIELDS = {
     "peak_bytes, init_peak_bytes, step_bytes": "peak memory of the fullest device; after init; of the program",
     "peaks_bytes": "peak memory of each pipeline rank; 0 for rank 0 if the unsharded model took more",
     "argument_bytes, temp_bytes, output_bytes, alias_bytes": "memory analysis of the compiled step",
+    "arrays, kernels": "arrays in the state of a step, kernels and library calls of its program",
     "moved_bytes": "bytes that the kernels of a step must read and write",
     "device_bytes, host_bytes, first_device_bytes, first_host_bytes": "soak: memory in use, now and before the first step",
     "params_bytes, grads_bytes, moments_bytes, update_bytes, more_bytes, reads": "memory by dtype rule",

@@ -8,6 +8,7 @@ python -m benchmarks run single_gpu --presets launch-bound --variants jgraph "jg
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from benchmarks.peers import plain_jax
 from benchmarks.rows import Row, ratio, row_name, spread, step_flops
 from benchmarks.runner import Benchmark, TraceOptions, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
@@ -17,7 +18,7 @@ from jgraph.train.config import TrainConfig
 
 # The first variant runs in every round. max-autotune compiles for minutes and may reach --timeout: its row then has an error.
 COMPILED = ("torch compile", "torch compile + CUDA graph", "torch compile max-autotune + CUDA graph")
-PLAIN = ("jax same", "jax same flatten", "jax stock", "jax stock flatten")
+PLAIN = ("jax same", "jax same nnx", "jax same flatten", "jax stock", "jax stock flatten")
 VARIANTS = ("jgraph", "jgraph graph=off", *PLAIN, "torch eager", "torch CUDA graph", *COMPILED)
 
 
@@ -29,7 +30,7 @@ class Options(TraceOptions):
     """Presets to time."""
     variants: tuple[str, ...] = VARIANTS
     """Variants of each preset. All are compared with the first. `jgraph NAME=VALUE` sets graph, a model setting, an XLA option,
-    or the FP8 recipe: `fp8=delayed`, `fp8=current:e4m3`."""
+    or the FP8 recipe: `fp8=delayed`, `fp8=current:e4m3`. `benchmarks/peers/plain_jax.py` describes `jax` variants."""
 
 
 def works(options: Options) -> Iterator[Work]:
@@ -57,6 +58,8 @@ def candidate(variant: str, config: TrainConfig, options: TraceOptions) -> Candi
         request = {"variant": variant, "config": config.to_dict()}
         return Candidate(row, "benchmarks.peers.single_gpu", request, gpus=1)
     if system == "jax":
+        if any(word in plain_jax.OWN for word in settings.split()):
+            row["system"] = "jax + jgraph"
         return Candidate(row, "benchmarks.peers.plain_jax", {"variant": settings.split(), "config": config.to_dict()})
     config = config.changed(graph="auto")
     for text in settings.split():
@@ -94,6 +97,9 @@ def section(name: str, result: Row) -> Section:
             "time / jgraph": lambda row: ratio(row, ours),
             "TFLOP/s": lambda row: f"{flops / row['ms'] / 1e9:.0f}",
             "MFU": mfu(flops),
+            "arrays": number("arrays", ".0f"),
+            "kernels": number("kernels", ".0f"),
+            "host, ms": number("host_ms", ".2f"),
             **{name: COLUMNS[name] for name in ("peak memory, GB", "power, W", "clock, MHz")},
         },
         notes=ours.get("capture") or "",

@@ -50,7 +50,7 @@ short="--warmup-seconds 0.3 --seconds 0.2" # for steps too short to reach the po
 pipeline="pipeline --xla-option xla_gpu_enable_triton_gemm=false"
 gpt="$pipeline --work gpt-1b3 --together 2 --rounds 2 --repeats 1" # memory for two processes; each builds for a minute
 fsdp="fsdp --one-gpu no --rounds 3 --name fsdp2"
-sharded="fsdp --name fsdp_fp8 --first fp8=delayed --variant fp8=current --peers compile compile:float8 --one-gpu no --rounds 3 --timeout 200"
+sharded="fsdp --name fsdp_fp8 --first fp8=delayed --variant fp8=current --plain --peers compile compile:float8 --one-gpu no --rounds 3 --timeout 200"
 llama="fsdp --work llama3-8b --one-gpu no --timeout 200"
 experts="layout=ep capacity=2" # enough capacity for the uneven load of an untrained router
 captured="fp8=delayed graph=full grads=float32"
@@ -58,7 +58,7 @@ callables="callables --parts pipeline --ranks 2 --schedules aligned --rounds 3 -
 
 case $part in
 collectives)
-  piece 400 $fsdp --work launch-bound $short --timeout 150 --peers compile:graph compile:whole:graph compile \
+  piece 450 $fsdp --work launch-bound $short --timeout 150 --plain same stock --peers compile:graph compile:whole:graph compile \
     --variant graph=off --variant graph=full --variant layout=dp --variant "layout=dp graph=off" --variant "layout=dp graph=full"
   ;;
 pipelines)
@@ -93,12 +93,12 @@ one_1b3)
   wait
   ;;
 fsdp)
-  piece 190 $fsdp --work gpt-1b3 --together 2 --peers compile compile:reshard --variant reshard=yes
+  piece 390 $fsdp --work gpt-1b3 --together 2 --plain same stock "same tuned" "stock tuned" --peers compile compile:reshard --variant reshard=yes
   piece 75 $callables --pipelines launch-bound $short
   piece 75 $callables --pipelines large --peers ScheduleZBVZeroBubble
   ;;
 tests) XLA_CLIENT_MEM_FRACTION=0.12 tests 190 -n 7 -rs --ignore tests/gpu/test_folders_on_gpu.py tests/gpu ;;
-decode) piece 280 decode --models llama-1b3 --rounds 3 --timeout 120 --variants "" xla --peers transformers "loop tuned" ;;
+decode) piece 340 decode --models llama-1b3 --rounds 3 --timeout 120 --variants "" xla --peers transformers "loop tuned" ;;
 folders) XLA_PYTHON_CLIENT_PREALLOCATE=false tests 240 -n 3 -rP -W default tests/gpu/test_folders_on_gpu.py ;;
 fp8)
   piece 130 kernels --rounds 2 $short
@@ -146,7 +146,7 @@ fp8_sharded)
   piece 90 fsdp --work launch-bound --variant "fp8=delayed graph=full" --soak 1000
   ;;
 llama) # one process at a time on both GPUs; the soak reuses the compilation cache
-  piece 350 $llama --first "$captured" --name fsdp_fp8_llama --together 1 --rounds 2 --seconds 2 --peers compile:float8 compile:float8:cudnn
+  piece 350 $llama --first "$captured" --name fsdp_fp8_llama --together 1 --rounds 2 --seconds 2 --plain --peers compile:float8 compile:float8:cudnn
   piece $((120 + steps)) $llama --variant "$captured" --soak "$steps" --soak-against nothing
   ;;
 llama_soak) # half the sequence length, so that 1,000 steps take less than ten minutes

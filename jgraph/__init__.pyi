@@ -25,9 +25,11 @@ from .mesh import BATCH_AXES as BATCH_AXES
 from .modules import Decoder as Decoder, functional as functional
 from .moe import MoEConfig as MoEConfig
 from .moe._layer import MoE as MoE
+from .packing import Packing as Packing
 from .pipeline import Pipelined as Pipelined, PipelineModel as PipelineModel, split_embedding as split_embedding
 from .precision.config import FP8Config as FP8Config
 from .precision.transform import fp8 as fp8
+from .profile.record import record as record
 from .schedule import Order as Order, Schedule as Schedule
 from .scopes import scope as scope
 from .step import elementwise as elementwise

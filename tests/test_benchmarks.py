@@ -1,17 +1,23 @@
 """Runs the benchmarks at tiny sizes on CPU devices, from the candidate processes to the tables."""
 
 import copy
+import dataclasses
 import importlib.util
 import json
 from itertools import count
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
-from benchmarks import cli, fp8, fsdp, grouped, moe, readme, rows, runner
+import jgraph
+from benchmarks import cli, decode, fp8, fsdp, grouped, moe, readme, rows, runner
+from benchmarks.peers import plain_jax, plain_jax_decode
 from benchmarks.rows import step_flops
 from benchmarks.turns import Candidate, TimingOptions, race
 from jgraph.train.presets import preset
+from jgraph_models.gpt import GPT
 
 pytestmark = [pytest.mark.once, pytest.mark.long]
 
@@ -175,7 +181,7 @@ def run_fsdp(tmp_path, monkeypatch):
 
 
 def test_a_sharded_step_is_timed_with_a_step_on_one_device(run_fsdp, tmp_path, capsys):
-    assert run_fsdp("--peers") == 0
+    assert run_fsdp("--plain", "--peers") == 0
     sharded, alone = json.loads((tmp_path / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"]
     assert (alone["system"], sharded["system"]) == ("one GPU", "jgraph")
     assert (alone["device"], sharded["device"]) == ("1 x cpu", "2 x cpu")
@@ -184,6 +190,33 @@ def test_a_sharded_step_is_timed_with_a_step_on_one_device(run_fsdp, tmp_path, c
     # Each of two devices holds half of the float32 parameters and moments.
     assert sharded["argument_bytes"] == pytest.approx(alone["argument_bytes"] / 2, rel=0.05)
     assert "\n| jgraph | " in capsys.readouterr().out
+
+
+def test_plain_jax_with_sharded_state_has_the_loss_and_the_memory_of_jgraph(run_fsdp, tmp_path, capsys):
+    assert run_fsdp("--peers", "--one-gpu", "no", "--plain", "same", "stock tuned", "same nnx flatten off") == 0
+    ours, *plain = json.loads((tmp_path / "fsdp.json").read_text())["works"]["gpt-1b3"]["rows"]
+    assert [row["variant"] for row in plain] == ["same", "stock tuned", "same nnx flatten off"]
+    for row in plain:
+        assert row["device"] == "2 x cpu"
+        assert row["loss"] == pytest.approx(ours["loss"], abs=1e-6)
+        # Each device holds half of the parameters and moments, and updates them in place.
+        assert row["argument_bytes"] == pytest.approx(ours["argument_bytes"], rel=0.05)
+        assert row["alias_bytes"] == pytest.approx(row["argument_bytes"], rel=0.05)
+    assert " | jax / row | " in capsys.readouterr().out
+
+
+def test_words_of_a_plain_jax_variant_combine_and_unknown_words_are_refused():
+    step = plain_jax.plain_step(preset("cpu-tiny"), ["same", "nnx", "flatten"])
+    params, _ = step.state
+    assert isinstance(params, nnx.State)
+    assert len(jax.tree.leaves(step.state)) == len(jax.tree.leaves(params)) + 4  # two moments and two counters
+    options = plain_jax.xla_options(["stock", "off", "tuned", "xla_gpu_graph_min_graph_size=1"], "gpu")
+    assert options["xla_gpu_enable_command_buffer"] == ""
+    assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
+    assert options["xla_gpu_graph_min_graph_size"] == "1"
+    for words in (["plain"], ["same", "stock"], []):
+        with pytest.raises(SystemExit, match="unknown variant"):
+            plain_jax.xla_options(words, "gpu")
 
 
 def test_a_soak_stores_memory_growth_and_compares_losses_with_graph_auto(run_fsdp, tmp_path, capsys):
@@ -228,7 +261,7 @@ def test_loss_difference_reports_the_maximum_and_the_first_differing_step():
 def test_pytorch_variants_of_sharded_training_run_in_rounds_of_their_placement(run_fsdp, tmp_path):
     peers = ["eager:float8", "eager:whole:graph", "eager:reshard"]
     flags = ["--first", "fp8=delayed", "--variant", "reshard=yes", "--one-gpu", "no"]
-    assert run_fsdp("--peers", *peers, *flags, work="llama3-8b") == 0
+    assert run_fsdp("--plain", "--peers", *peers, *flags, work="llama3-8b") == 0
     timed = json.loads((tmp_path / "fsdp.json").read_text())["works"]["llama3-8b"]["rows"]
     assert not any("failed" in row for row in timed)
     names = ["fp8=delayed", "", *peers[:2], "reshard=yes", peers[2]]
@@ -384,9 +417,27 @@ def test_the_split_backward_is_timed_with_jax_vjp(run_here):
 
 def test_generation_is_timed_with_a_pytorch_loop(run_here):
     pytest.importorskip("torch")
-    (result,) = run_here("decode", "--sizes", "tiny", "--models", "gpt-1b3", *SHORT).values()
+    (result,) = run_here("decode", "--sizes", "tiny", "--models", "gpt-1b3", "--plain", *SHORT).values()
     assert [row["system"] for row in result["rows"]] == ["jgraph", "torch"]
     assert all(row["ms"] > 0 for row in result["rows"])
+
+
+def test_generation_is_timed_with_plain_jax(run_here):
+    (result,) = run_here("decode", "--sizes", "tiny", "--models", "llama-1b3", "--peers", *SHORT).values()
+    assert [(row["system"], row["variant"]) for row in result["rows"]] == [("jgraph", ""), ("jax", "scan"), ("jax", "loop")]
+    assert all(row["ms"] > 0 for row in result["rows"])
+
+
+@pytest.mark.parametrize("name", ["gpt-1b3", "llama-1b3"])
+def test_plain_jax_generates_the_tokens_of_jgraph(name):
+    config = dataclasses.replace(decode.model_config(name, "tiny"), head="untied")  # a tied head repeats the last token
+    model = jgraph.functional(lambda: GPT(config, rngs=nnx.Rngs(0)))
+    params = model.init()[0]
+    prompt = np.arange(8)
+    (tokens,) = jgraph.generate(model, params, [prompt], max_tokens=16, temperature=0)
+    assert len(set(tokens.tolist())) > 4
+    for variant in ("scan", "loop"):
+        np.testing.assert_array_equal(plain_jax_decode.generator(config, params, prompt, 16, variant)(), tokens)
 
 
 def test_forward_dgrad_and_wgrad_of_grouped_matmuls_are_timed(run_here):

@@ -1,87 +1,290 @@
-"""Plain JAX peer: a training step with Flax NNX, optax and `jax.jit` with donated state and default XLA options.
+"""Plain JAX peer: a training step with Flax NNX, optax and `jax.jit` with donated state, on one device or sharded over several.
 
-Variants: `same` uses the kernels and the loss of jgraph. `stock` uses XLA norms, library attention and the cross-entropy of
-optax over float32 logits. The state is a pure dict, which needs less host time per call than a nested `nnx.State`. `flatten`
-wraps the optimizer in `optax.flatten`, so that a step has fewer arrays.
+A variant is a list of words. The first is the model:
+
+- `same`: the model and the loss of jgraph with their kernels. The partitioner cannot split Pallas kernels, so on several devices
+  the loss runs in `jax.shard_map` over the batch, and the partitioner gathers the parameters in the compute dtype.
+- `stock`: XLA norms, library attention and the cross-entropy of optax over float32 logits. On several devices the partitioner
+  shards everything. Sharding constraints keep the activations sharded over the batch.
+
+Further words change one thing each, and combine:
+
+- `nnx`: the state is a nested `nnx.State`. By default it is a pure dict, which needs less host time per call.
+- `flatten`: the optimizer is wrapped in `optax.flatten`, so that a step has fewer arrays.
+- `packed`: the optimizer is wrapped in `jgraph.packed`. `params`: the parameters are packed with `jgraph.Packing`.
+- `jit`: the step is compiled by `jgraph.jit` instead of `jax.jit`.
+- `off`: no command buffers. `tuned`: the XLA options that MaxText's GPU scripts set. `NAME=VALUE`: an XLA option.
+
+The step is called through `jax.jit`. A call of `lower().compile()` takes as long on the host: 570 us and 600 us for 224 leaves,
+and 300 us and 280 us for 78, on a CPU.
 """
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+import jgraph
 from benchmarks.peers.protocol import answer, read_request, take_turns
-from benchmarks.programs.step import compiled_bytes, make_stepper
+from benchmarks.programs.step import compiled_bytes, first_devices, make_stepper, measure, step_size
 from benchmarks.rows import Row
 from jgraph.train.config import TrainConfig
 from jgraph.train.metrics import peak_memory_bytes
 from jgraph.train.optimizer import adamw
-from jgraph_models.gpt import GPT
+from jgraph.xla import compiler_options
+from jgraph.xla.options import known
+from jgraph_models.gpt import GPT, rotary_of
+
+# B batch, T sequence, S = T + 1, D model, V vocabulary
+
+Tree = Any
+
+OWN = ("packed", "params", "jit")  # words that use jgraph
+MODELS, WORDS = ("same", "stock"), ("nnx", "flatten", *OWN, "off", "tuned")
+
+# From MaxText/configs/a3/llama_2_7b/1vm.sh, without options that set XLA's default and without `xla_gpu_graph_level=0`, which
+# disables command buffers: the word `off` does that. Options that the installed XLA no longer has are left out.
+TUNED = (
+    "xla_gpu_enable_latency_hiding_scheduler=true",
+    "xla_gpu_enable_triton_gemm=false",
+    "xla_gpu_all_reduce_combine_threshold_bytes=134217728",
+    "xla_gpu_all_gather_combine_threshold_bytes=134217728",
+    "xla_gpu_reduce_scatter_combine_threshold_bytes=67108864",
+    "xla_gpu_enable_pipelined_all_gather=true",
+    "xla_gpu_enable_pipelined_reduce_scatter=true",
+    "xla_gpu_enable_pipelined_all_reduce=true",
+    "xla_gpu_enable_while_loop_double_buffering=true",
+    "xla_gpu_enable_all_gather_combine_by_dim=false",
+    "xla_gpu_enable_reduce_scatter_combine_by_dim=false",
+    "xla_disable_hlo_passes=rematerialization",
+)
+
+
+@dataclass(frozen=True)
+class PlainStep:
+    """A training step that is not compiled yet.
+
+    Attributes:
+        init: Makes the state: the parameters and the state of the optimizer.
+        step: `step(state, tokens_BS) -> (state, loss)`, jitted. Donates the state.
+        state: Shapes of the state, with shardings on a mesh.
+        tokens_BS: Shape of a batch, with its sharding on a mesh.
+    """
+
+    init: Callable[[], Tree]
+    step: jax.stages.Wrapped
+    state: Tree
+    tokens_BS: jax.ShapeDtypeStruct
+
+
+def plain_step(config: TrainConfig, words: Sequence[str], mesh: Mesh | None = None, *, platform: str = "cpu") -> PlainStep:
+    """Builds the training step of a config.
+
+    Args:
+        config: Config of the run.
+        words: The variant, see the module.
+        mesh: A mesh with one axis, over which the state and the batch are sharded. None for one device.
+        platform: Platform of the devices: cpu, gpu.
+
+    Returns:
+        The step.
+    """
+    options = xla_options(words, platform)
+    model = replace(config.model, **stock_kernels(config, platform)) if "stock" in words else config.model
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: GPT(model, rngs=nnx.Rngs(config.seed))))
+    as_tree = (lambda state: state) if "nnx" in words else nnx.to_pure_dict
+
+    def make_params() -> Tree:
+        return as_tree(nnx.split(GPT(model, rngs=nnx.Rngs(config.seed)))[1])
+
+    # Without the word `params`, no parameter is small, so packing changes nothing.
+    packing = jgraph.Packing.of(jax.eval_shape(make_params), small=2**19 if "params" in words else 0)
+    transform = optimizer(config, words, packing)
+
+    def init() -> Tree:
+        params = make_params()
+        params = packing.pack(params) if "params" in words else params
+        return params, transform.init(params)
+
+    def loss(params: Tree, tokens_BS: Array) -> Array:
+        gpt = nnx.merge(graphdef, packing.unpack(params) if "params" in words else params)
+        return stock_loss(gpt, tokens_BS, mesh) if "stock" in words else gpt.loss(tokens_BS)
+
+    split = loss if mesh is None or "stock" in words else over_batch(loss, mesh, model.compute_dtype)
+
+    def step(state: Tree, tokens_BS: Array) -> tuple[Tree, Array]:
+        params, opt_state = state
+        value, grads = jax.value_and_grad(split)(params, tokens_BS)
+        updates, opt_state = transform.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    shapes = jax.eval_shape(init)
+    shardings: Any = None
+    tokens_BS = jax.ShapeDtypeStruct((config.input.batch_size, config.input.seq_len + 1), jnp.int32)
+    if mesh is not None:
+        shardings = jax.tree.map(partial(sharding_of, mesh), shapes)
+        shapes = jax.tree.map(lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes, shardings)
+        tokens_BS = jax.ShapeDtypeStruct(tokens_BS.shape, jnp.int32, sharding=NamedSharding(mesh, P(mesh.axis_names)))
+    settings: Any = {"donate_argnums": 0}
+    if mesh is not None:
+        settings["out_shardings"] = shardings, NamedSharding(mesh, P())
+    if "jit" in words:
+        jitted: Any = jgraph.jit(step, xla_options=[f"{name}={value}" for name, value in options.items()], **settings)
+    else:
+        jitted = jax.jit(step, compiler_options=options or None, **settings)
+    return PlainStep(jax.jit(init, out_shardings=shardings), jitted, shapes, tokens_BS)
+
+
+def xla_options(words: Sequence[str], platform: str) -> dict[str, Any]:
+    """Returns the XLA options of a variant.
+
+    Args:
+        words: The variant.
+        platform: Platform of the devices: cpu, gpu. The words `off` and `tuned` have no effect on a CPU.
+
+    Returns:
+        Values by name.
+
+    Raises:
+        SystemExit: If the first word is not a model, or another word is unknown.
+    """
+    model, *others = words or ("",)
+    named = [word for word in others if "=" in word]
+    if model not in MODELS or (unknown := set(others) - {*WORDS, *named}):
+        allowed = f"{' or '.join(MODELS)}, then any of {', '.join(WORDS)} and XLA options NAME=VALUE"
+        raise SystemExit(f"unknown variant {' '.join(words)!r} of jax: use {allowed}")
+    tuned = known(TUNED, platform) if "tuned" in others else ()
+    return compiler_options("off" if "off" in others else "auto", (*tuned, *named), platform=platform)
+
+
+def stock_kernels(config: TrainConfig, platform: str) -> dict[str, str]:
+    """Returns the model settings without kernels of jgraph. On GPUs, cuDNN's attention is slower for short sequences."""
+    is_long = config.preset != "launch-bound"
+    return {"norm": "xla", "attention": "cudnn" if platform == "gpu" and is_long else "xla"}
+
+
+def optimizer(config: TrainConfig, words: Sequence[str], packing: jgraph.Packing) -> optax.GradientTransformation:
+    """Returns clipping and AdamW. With the word `flatten`, weight decay also applies to vectors: one vector holds everything.
+
+    Args:
+        config: Config of the run.
+        words: The variant.
+        packing: Packing of the parameters, for the word `params`.
+
+    Returns:
+        The transform.
+    """
+
+    def update(decay_mask: Any) -> Any:
+        return adamw(config.optimizer, config.steps, decay_mask=decay_mask)
+
+    clip_norm = config.optimizer.clip_norm
+    if "packed" in words:
+        return jgraph.packed(update, clip_norm=clip_norm)
+    decay_mask: Any = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)  # noqa: E731
+    if "params" in words:
+        decay_mask = packing.decay_mask()
+    if "flatten" in words:
+        decay_mask = True
+    transform = optax.chain(optax.clip_by_global_norm(clip_norm), update(decay_mask))
+    return optax.flatten(transform) if "flatten" in words else transform
+
+
+def stock_loss(gpt: GPT, tokens_BS: Array, mesh: Mesh | None) -> Array:
+    """Computes the mean next-token loss from float32 logits.
+
+    Args:
+        gpt: The model.
+        tokens_BS: Token ids.
+        mesh: The mesh that shards the batch. None for one device.
+
+    Returns:
+        The loss, a float32 scalar.
+    """
+
+    def constrained(x: Array) -> Array:
+        return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(mesh.axis_names)))
+
+    tokens_BT, labels_BT = tokens_BS[:, :-1], tokens_BS[:, 1:]
+    rotary_T1K = rotary_of(gpt.config, tokens_BT.shape[1])
+    x_BTD = constrained(gpt.embedding_VD[...][tokens_BT].astype(gpt.config.compute_dtype))
+    for block in gpt.blocks:
+        x_BTD = constrained(block(x_BTD, rotary_T1K))
+    logits_BTV = constrained(jnp.matmul(gpt.norm(x_BTD), gpt.output(), preferred_element_type=jnp.float32))
+    return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, labels_BT).mean()
+
+
+def over_batch(loss: Callable[[Tree, Array], Array], mesh: Mesh, dtype: str) -> Callable[[Tree, Array], Array]:
+    """Splits a loss over the batch with `jax.shard_map`. Every device uses all parameters.
+
+    Args:
+        loss: Computes the mean loss of rows of a batch.
+        mesh: The mesh that shards the batch.
+        dtype: Matrices are cast to this dtype before they are gathered.
+
+    Returns:
+        A function like `loss`.
+    """
+    axes = mesh.axis_names
+
+    def local(params: Tree, tokens_BS: Array) -> Array:
+        return jax.lax.pmean(loss(params, tokens_BS), axes)
+
+    # Pallas kernels do not declare the mesh axes that their results vary over, so these are not checked.
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(axes)), out_specs=P(), check_vma=False)
+
+    def cast(leaf: Array) -> Array:
+        # Sharded, because XLA would otherwise gather the float32 parameter and cast it on every device.
+        return jax.lax.with_sharding_constraint(leaf.astype(dtype), sharding_of(mesh, leaf)) if leaf.ndim > 1 else leaf
+
+    def whole(params: Tree, tokens_BS: Array) -> Array:
+        return sharded(jax.tree.map(cast, params), tokens_BS)
+
+    return whole
+
+
+def sharding_of(mesh: Mesh, leaf: Any) -> NamedSharding:
+    """Shards the largest axis of a leaf that the number of devices divides."""
+    axes = sorted(range(leaf.ndim), key=lambda axis: -leaf.shape[axis])
+    axis = next((axis for axis in axes if leaf.shape[axis] % mesh.size == 0), None)
+    return NamedSharding(mesh, P() if axis is None else P(*[None] * axis, mesh.axis_names))
 
 
 def time_plain_jax(request: Row) -> None:
     """Builds and times the step of a config. Entry point of the candidate process.
 
     Args:
-        request: `config`, a stored config, and `variant`, a list with `same` or `stock`, and optionally `flatten`.
+        request: `config`, a stored config, and `variant`, a list of words.
     """
-    config, variant = TrainConfig.from_dict(request["config"]), request["variant"]
-    is_stock = "stock" in variant
-    model = config.model
-    if is_stock:
-        model = replace(model, norm="xla", attention="cudnn" if jax.default_backend() == "gpu" else "xla")
-        if config.preset == "launch-bound":
-            model = replace(model, attention="xla")  # faster than cuDNN for sequences of 128 tokens
-    graphdef, shapes = nnx.split(nnx.eval_shape(lambda: GPT(model, rngs=nnx.Rngs(0))))
+    config, words = TrainConfig.from_dict(request["config"]), request["variant"]
+    devices = first_devices(config.parallel.fsdp)
+    mesh = Mesh(np.array(devices), ("fsdp",)) if len(devices) > 1 else None
+    plain = plain_step(config, words, mesh, platform=devices[0].platform)
+    answer(device=f"{len(devices)} x {devices[0].device_kind}")
+    state = plain.init()
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, plain.tokens_BS.shape).astype(np.int32)
+    tokens_BS = jax.device_put(tokens, plain.tokens_BS.sharding)
+    compiled = plain.step.lower(state, tokens_BS).compile()
+    answer(**compiled_bytes(compiled), **step_size(compiled, state))
 
-    is_flat = "flatten" in variant  # one vector, so weight decay cannot select the matrices
-    decay_mask = True if is_flat else lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)
-    transform = optax.chain(
-        optax.clip_by_global_norm(config.optimizer.clip_norm), adamw(config.optimizer, config.steps, decay_mask=decay_mask)
-    )
-    if is_flat:
-        transform = optax.flatten(transform)
-
-    @jax.jit
-    def init():
-        params = nnx.to_pure_dict(nnx.split(GPT(model, rngs=nnx.Rngs(0)))[1])
-        return params, transform.init(params)
-
-    def loss(params, tokens_BS):
-        state = jax.tree.map(lambda leaf: leaf, shapes)
-        nnx.replace_by_pure_dict(state, params)
-        gpt = nnx.merge(graphdef, state)
-        if not is_stock:
-            return gpt.loss(tokens_BS)
-        logits_BTV = gpt.logits(tokens_BS[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, tokens_BS[:, 1:]).mean()
-
-    def step(state, tokens_BS):
-        params, opt_state = state
-        value, grads = jax.value_and_grad(loss)(params, tokens_BS)
-        updates, opt_state = transform.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), value
-
-    device = jax.devices()[0]
-    answer(device=f"1 x {device.device_kind}")
-    state = init()
-    shape = config.input.batch_size, config.input.seq_len + 1
-    tokens_BS = jax.device_put(np.random.default_rng(0).integers(0, model.vocab_size, shape).astype(np.int32))
-    jitted = jax.jit(step, donate_argnums=0)
-    answer(**compiled_bytes(jitted.lower(state, tokens_BS).compile()))
-
-    def advance():
+    def advance() -> Array:
         nonlocal state
-        state, value = jitted(state, tokens_BS)
+        state, value = plain.step(state, tokens_BS)
         return value
 
     run, wait, latest = make_stepper(advance)
     run()
     wait()
-    answer(loss=float(latest[0]), peak_bytes=peak_memory_bytes(device))
-    take_turns(lambda timer: timer.on_platform(run, wait, device.platform))
+    answer(loss=float(latest[0]), peak_bytes=max(map(peak_memory_bytes, devices)))
+    take_turns(partial(measure, run, wait, devices[0].platform))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 
 from benchmarks.harness import soak
-from benchmarks.peers.protocol import answer, read_request, take_turns
+from benchmarks.peers.protocol import Timer, answer, read_request, take_turns
 from benchmarks.rows import Row
 from jgraph.dispatch import in_turn
 from jgraph.profile.attribution import by_category, choose_step
@@ -23,9 +24,11 @@ from jgraph.train.metrics import peak_memory_bytes
 from jgraph.train.profiling import profiled
 from jgraph.train.setup import TrainSetup
 from jgraph.xla import cache, count_launches
+from jgraph.xla.hlo import HloModule
 from jgraph.xla.launches import profiler_options
 
 TRACED = 3  # number of profiled steps
+NO_KERNELS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")  # HLO that runs nothing
 
 
 @dataclass
@@ -73,6 +76,7 @@ class Step:
             capture=str(run.capture) if run.capture else None,
             compiled=str(compiles),
             **compiled_bytes(run.executable),
+            **step_size(run.executable, setup.step.state),
         )
 
         def batch(seed: int) -> Any:
@@ -138,6 +142,36 @@ def compiled_bytes(compiled: Any) -> Row:
     return {f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes") for name in names}
 
 
+def step_size(compiled: Any, state: Any) -> Row:
+    """Counts the arrays of the state and the kernels of the entry computation.
+
+    Args:
+        compiled: Executable of the step.
+        state: Its state.
+
+    Returns:
+        `arrays` and `kernels`.
+    """
+    module = HloModule.of(compiled.as_text())
+    opcodes = [instruction.opcode for instruction in module.computations[module.entry].instructions.values()]
+    return {"arrays": len(jax.tree.leaves(state)), "kernels": sum(opcode not in NO_KERNELS for opcode in opcodes)}
+
+
+def measure(run: Callable[[], None], wait: Callable[[], None], platform: str, timer: Timer) -> Row:
+    """Measures one turn.
+
+    Args:
+        run: Dispatches a step.
+        wait: Blocks until it is done.
+        platform: Platform of the devices: cpu, gpu.
+        timer: Durations of the measurement.
+
+    Returns:
+        `ms` and the other keys of `timer.on_platform`, and `host_ms`, the host time of a dispatch to an idle device.
+    """
+    return timer.on_platform(run, wait, platform) | {"host_ms": timer.dispatch_seconds(run, wait) * 1e3}
+
+
 def make_stepper(call: Callable[[], Any]) -> tuple[Callable[[], None], Callable[[], None], list[Any]]:
     """Returns functions that dispatch a call and wait for it, and a list with its result, which the next call frees first."""
     latest: list[Any] = [None]
@@ -174,7 +208,7 @@ def time_step(request: Row) -> None:
     answer(**step.result(), peak_bytes=step.peak_bytes())
 
     take_turns(
-        lambda timer: timer.on_platform(step.run, step.wait, step.devices[0].platform),
+        partial(measure, step.run, step.wait, step.devices[0].platform),
         step.soak,
     )
     answer(**count_graph_launches(step.run, step.wait), peak_bytes=step.peak_bytes())

@@ -71,7 +71,7 @@ def make_graphed_callables(
         devices: A list with the device of each rank of the order, or with one device for all ranks. None uses the device of the
             params.
         training: False builds forwards only. A Flax NNX module must be in the same mode.
-        compiler_options: XLA options by name, e.g. from `jgraph.xla.compiler_options`; None for XLA's defaults.
+        compiler_options: XLA options by name, e.g. from `jgraph.compiler_options`; None for XLA's defaults.
 
     Returns:
         The graphed callables: `[i]` is callable i, and `run` plays the order.

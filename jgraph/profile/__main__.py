@@ -1,8 +1,8 @@
 """Report the time of each kernel in a recorded trace.
 
-    python -m jgraph.train --profile 10:13 --run-dir runs/first              # records a profile and writes the report
-    python -m jgraph.profile runs/first                                      # writes the report again
-    python -m jgraph.profile trace.xplane.pb --program step.txt --steps 3   # any jax program: its trace and compiled.as_text()
+    python -m jgraph.train --profile 10:13 --run-dir runs/first   # records a profile and writes the report
+    python -m jgraph.profile runs/first                           # writes the report again
+    python -m jgraph.profile traces/                              # any JAX program: a directory of jax.profiler.trace
 
 Writes profile.json, and profile.html, which needs no server and no other file.
 """
@@ -32,18 +32,16 @@ def show(
     Args:
         path: A run directory with a profile, a *.xplane.pb file, or a directory that contains one. The newest one is read.
         out: Directory to write to, created if missing; by default that of the profile. Existing reports are replaced.
-        program: For a trace, where it is required: file with the text of the program, as compiled.as_text() returns it.
-        steps: For a trace, where it is required: number of equal steps in it, at least 1.
+        program: For a trace that does not have its program: file with the text, as compiled.as_text() returns it.
+        steps: For a trace: number of equal steps in it, at least 1. By default, they are found.
 
     Raises:
         ProfileError: If the profile is missing, damaged or of another program.
-        ConfigError: If `steps` is below 1; if `program` or `steps` is missing for a trace or given for a run; or if the report
-            cannot be written.
+        ConfigError: If `steps` is below 1; if `program` or `steps` is given for a run; or if the report cannot be written.
     """
     require(steps is None or steps >= 1, "steps", steps, "at least 1")
     # Imported here, because importing jax is slow.
     from jgraph.profile import report
-    from jgraph.profile.trace import find
 
     recorded = next((place for place in (path, path / "profile") if (place / "run.json").exists()), None)
     if recorded:
@@ -51,10 +49,6 @@ def show(
             raise ConfigError(f"{path} is a run: leave out `program` and `steps`, which it records", field="program")
         profile, default_out = report.of_run(recorded), recorded
     else:
-        file = find(path)
-        if program is None or steps is None:
-            missing = "program" if program is None else "steps"
-            raise ConfigError(f"{file} is a trace, not a run: pass `program` and `steps`", field=missing)
         profile = report.of_trace(path, program=program, steps=steps)
         default_out = path if path.is_dir() else path.parent
     out = out or default_out
@@ -69,7 +63,8 @@ def _summary(profile: Mapping[str, Any]) -> str:
     captured, named = profile["captured"], profile["uncaptured"]
     attributed = statistics.mean(rank["attributed"] for rank in named["ranks"])
     times = [f"{captured['step_ms']:.2f} ms a step in command buffers"] if captured else []
-    times.append(f"{named['step_ms']:.2f} ms without, {attributed:.1%} of the busy time attributed")
+    which = "without" if captured else "a step"
+    times.append(f"{named['step_ms']:.2f} ms {which}, {attributed:.1%} of the busy time attributed")
     return f"{profile['title']}: {', '.join(times)}"
 
 

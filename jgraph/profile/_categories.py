@@ -2,12 +2,14 @@
 
 The category comes from scopes of this library (`jgraph.scope`) and of JAX (`jvp`, `transpose`, `rematted_computation`).
 Collectives are recognized by opcode. Instructions that compute nothing are copies. In a backward pass without a split, a matmul
-of two operands that depend on the batch is a wgrad. Names of kernels are not used.
+of two operands that depend on the batch is a wgrad. Names of kernels are used only where the instruction is unknown.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from jax.extend.core import primitives
 
 from jgraph.profile.program import Program
 from jgraph.profile.trace import Events
@@ -19,6 +21,7 @@ _PRIMITIVES: dict[str, str] = {
     **dict.fromkeys(("psum", "psum-invariant", "pmax", "pmin"), "all-reduce"),
     "ppermute": "collective-permute",
     "all-gather-invariant": "all-gather",
+    "send-recv": "collective-permute",  # NCCL
 }
 
 CATEGORIES = (
@@ -42,6 +45,10 @@ _ACTIONS = ("forward", "dgrad", "wgrad")
 _CONTROL = frozenset(("while", "conditional", "partition-id", "replica-id"))
 _INTEGERS = frozenset(("pred", "s8", "s16", "s32", "s64", "u8", "u16", "u32", "u64"))
 _SCOPE = re.compile(re.escape(PREFIX) + r"(\w+)")
+# Parts of JAX's name of an operation that are not scopes of the program.
+_NOT_SCOPES = {primitive.name for primitive in vars(primitives).values() if hasattr(primitive, "name")}
+_NOT_SCOPES |= {"", "split", "body", "cond", "while", "closed_call", "eval_jaxpr", "shard_map"}
+_NOT_SCOPES |= {"checkpoint", "rematted_computation"}
 
 
 @dataclass(frozen=True)
@@ -59,24 +66,45 @@ class Purpose:
     is_work: bool = False
 
 
-def purposes(events: Events, program: Program) -> tuple[Purpose, ...]:
+def purposes(events: Events, programs: Mapping[str, Program]) -> tuple[Purpose, ...]:
     """Assigns a purpose to each event.
 
     Args:
         events: Events of one device.
-        program: The program that ran.
+        programs: The programs that ran, by the name of the module in `events`.
 
     Returns:
-        One purpose per event, in the same order. Events of other programs have the category `other`.
+        One purpose per event, in the same order. Events of other programs have the purpose that their names show.
 
     Raises:
-        ProfileError: If the text of the program is damaged.
+        ProfileError: If the text of a program is damaged.
     """
-    known = {op: purpose_of(program, program.instructions[op]) for op in set(events.op) if op in program.instructions}
+    known = {
+        (module, op): purpose_of(programs[module], programs[module].instructions[op])
+        for module, op in set(zip(events.module, events.op, strict=True))
+        if module in programs and op in programs[module].instructions
+    }
     return tuple(
-        known.get(op) or purpose_of_hidden(op, scopes) if module == program.name else Purpose("other")
-        for module, op, scopes in zip(events.module, events.op, events.scopes, strict=True)
+        known.get((module, op)) or purpose_of_hidden(op or name, scopes)
+        for module, op, name, scopes in zip(events.module, events.op, events.name, events.scopes, strict=True)
     )
+
+
+def scope_of(op_name: str) -> str:
+    """Returns the path of named scopes in JAX's name of an operation, without its transforms, control flow and primitive.
+
+    Args:
+        op_name: JAX's name, such as `jit(step)/transpose(jvp(decoder))/layer/dot_general`.
+
+    Returns:
+        The path, such as `decoder/layer`. Empty if the operation is in no scope.
+    """
+    if not op_name.startswith(("jit(", "pjit(", "pmap(")):
+        return ""
+    unwrapped = re.sub(r"\w+\(|\)", "", re.sub(r"\bp?(jit|map)\([^()]*\)|\bbranch_\d+_fun\b", "", op_name.split(";")[-1]))
+    path = "/".join(part for part in unwrapped.split("/") if part not in _NOT_SCOPES)
+    # The backward pass of a checkpoint repeats the path.
+    return re.sub(r"^(.+)/\1(?=/|$)", r"\1", path)
 
 
 def purpose_of(program: Program, instruction: Instruction) -> Purpose:
@@ -119,12 +147,17 @@ def purpose_of_hidden(op: str, scopes: str = "") -> Purpose:
     """Assigns a purpose to an instruction that is not in the text of the program, inside an asynchronous start.
 
     Args:
-        op: Name of the instruction. XLA names a collective after JAX's primitive or its opcode.
+        op: Name of the instruction. XLA names a collective after JAX's primitive or its opcode. Otherwise, the name of the
+            kernel or copy.
         scopes: JAX's name of the operation, with its scopes. Empty if unknown.
 
     Returns:
         The purpose. Its category is that of a collective, else one from the scopes, else `other`.
     """
+    if op.startswith(("Memcpy", "Memset")):
+        return Purpose("copies")
+    if op.startswith("ncclDevKernel_"):  # such as ncclDevKernel_AllGather_RING_LL
+        op = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", op.split("_")[1].partition("(")[0]).lower()
     stem = re.split(r"[.\d]", op.replace("_", "-"))[0].removesuffix("-start")
     category = COLLECTIVES.get(_PRIMITIVES.get(stem, stem))
     return Purpose(category) if category else Purpose(_by_scopes(scopes) or "other", _action(scopes))

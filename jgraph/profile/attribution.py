@@ -1,22 +1,23 @@
-"""Attributes the time of a traced step to categories, ranks and groups of equal kernels."""
+"""Attributes the time of a traced step to categories, ranks, source lines, scopes, and groups of equal kernels."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from jgraph.device import Device
-from jgraph.errors import ProfileError
-from jgraph.profile._categories import CATEGORIES, Purpose, purposes
+from jgraph.profile._categories import CATEGORIES, Purpose, purposes, scope_of
+from jgraph.profile._steps import find_steps, name_captured, programs_of
 from jgraph.profile.program import Program
 from jgraph.profile.trace import Events, Trace, owners, steps
-from jgraph.xla.hlo import COLLECTIVES, operations
+from jgraph.xla.hlo import COLLECTIVES, Instruction, Op, operations
 from jgraph.xla.launches import launches_of
 
 _COMMUNICATION = frozenset(COLLECTIVES.values())
+_MOST_HIDING = 3
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,21 @@ class Step:
             `all-reduce`, and its pipeline action.
         ms: Time in ms until the next step starts, or until the end of the last event if only one step was traced.
         all_ms: Times in ms of all steps of the trace on this device, in order, a tuple of floats.
+        programs: The programs that ran, by the name of the module in `events`. Modules without a known program are absent.
+        found_by: The rule that found the steps, as a sentence. Empty if their number was given.
     """
 
     events: Events
     purposes: tuple[Purpose, ...]
     ms: float
     all_ms: tuple[float, ...]
+    programs: Mapping[str, Program]
+    found_by: str
+
+    @cached_property
+    def is_collective(self) -> np.ndarray:
+        """True for each event that is a collective, bool [n]. A property."""
+        return np.array([purpose.category in _COMMUNICATION for purpose in self.purposes], bool)
 
     @cached_property
     def own_ms(self) -> np.ndarray:
@@ -43,32 +53,75 @@ class Step:
         At each instant, only one of the running events owns the time: the one that began last. A collective owns only the time
         when no other event runs. The sum is the time when at least one event runs.
         """
-        is_collective = np.array([purpose.category in _COMMUNICATION for purpose in self.purposes], bool)
-        start, end, owner = owners(self.events, is_collective)
+        start, end, owner = owners(self.events, self.is_collective)
         return np.bincount(owner, end - start, len(self.events))
 
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """`Program.label` of each event, or the name of its kernel without C++ arguments. A property."""
+        labels = self._describe(Program.label)
+        return tuple(label or name.partition("(")[0] or name for label, name in zip(labels, self.events.name, strict=True))
 
-def choose_step(trace: Trace, program: Program, count: int) -> dict[int, Step]:
+    @cached_property
+    def sources(self) -> tuple[str, ...]:
+        """The source line of each event as `file:line`, empty if unknown. A property."""
+        return self._describe(lambda program, instruction: _first(op.source for op in _parts(program, instruction)))
+
+    @cached_property
+    def scopes(self) -> tuple[str, ...]:
+        """The path of named scopes of each event, such as `decoder/layer`. Empty outside of scopes. A property."""
+        names = self._describe(lambda program, instruction: _first(op.name for op in _parts(program, instruction)))
+        return tuple(scope_of(name or given) for name, given in zip(names, self.events.scopes, strict=True))
+
+    def _describe(self, describe: Callable[[Program, Instruction], str]) -> tuple[str, ...]:
+        """Describes the instruction of each event. The description of an event without a known instruction is empty."""
+        events, found = list(zip(self.events.module, self.events.op, strict=True)), dict[tuple[str, str], str]()
+        for module, op in set(events):
+            if instruction := module in self.programs and self.programs[module].instructions.get(op):
+                found[module, op] = describe(self.programs[module], instruction)
+        return tuple(found.get(event, "") for event in events)
+
+
+def _parts(program: Program, instruction: Instruction) -> list[Op]:
+    """Returns an instruction and those inside it. The root of a fusion, which determines its purpose, is the second."""
+    first, *inner = program.inside(instruction)
+    names = [part.name for part in reversed(inner) if part.opcode not in ("parameter", "constant")]
+    return list(operations(program, [first.name, *names]).values())
+
+
+def _first(texts: Iterable[str]) -> str:
+    """Returns the first text that is not empty."""
+    return next(filter(None, texts), "")
+
+
+def choose_step(trace: Trace, program: Program | None = None, count: int | None = None) -> dict[int, Step]:
     """Selects the step to report: the last step but one, or the only step.
 
     The first steps are not used, because they are faster: the GPU was idle before. The last step is not used, because a step
     ends when the next one starts. The step has the same start and end on all devices. It starts at the earliest event of any
     device.
 
+    Kernels in a CUDA graph have no instruction. They get the instruction with the name of the kernel, if there is one. Equal
+    fusions share a kernel, which has the name of one of them.
+
     Args:
-        trace: A trace of a run without command buffers (CUDA graphs).
-        program: The program that ran.
-        count: The number of equal steps in the trace.
+        trace: A trace.
+        program: A program that ran, which replaces the one in the trace.
+        count: The number of equal steps in the trace. By default, it is the number of steps that
+            `jax.profiler.StepTraceAnnotation` marks. Otherwise, each execution of the program with the longest total time is a
+            step. If no program was repeated, the whole trace is one step.
 
     Returns:
         The step of each device, by device number.
 
     Raises:
-        ProfileError: If the kernels have no instruction names because they ran in command buffers, the trace has no kernel of
-            the program, no instruction ran `count` times, or the text of the program is damaged.
+        ProfileError: If the trace has no kernel of the program, no instruction ran `count` times, or the text of a program is
+            damaged.
     """
-    of_program = {device: _of_program(events, program) for device, events in trace.devices.items()}
-    bounds = {device: steps(events, count) for device, events in of_program.items()}
+    programs = programs_of(trace, program)
+    trace = replace(trace, devices={device: name_captured(events, programs) for device, events in trace.devices.items()})
+    bounds, found_by = find_steps(trace, programs, program, count)
+    count = len(next(iter(bounds.values())))
     k = max(count - 2, 0)
     start = min(found[k][0] for found in bounds.values())
     stop = min(found[k + 1][0] for found in bounds.values()) if count > 1 else max(found[k][1] for found in bounds.values())
@@ -76,9 +129,10 @@ def choose_step(trace: Trace, program: Program, count: int) -> dict[int, Step]:
     for device, events in trace.devices.items():
         # A fast rank may begin its next step before the slowest rank ends this one.
         inside = events.between(start, stop)
-        starts = [found[0] for found in bounds[device]]
-        all_ms = (*np.diff(starts), bounds[device][-1][1] - starts[-1])
-        chosen[device] = Step(inside, purposes(inside, program), stop - start, tuple(map(float, all_ms)))
+        of_device = bounds.get(device) or next(iter(bounds.values()))
+        starts = [found[0] for found in of_device]
+        all_ms = tuple(map(float, (*np.diff(starts), of_device[-1][1] - starts[-1])))
+        chosen[device] = Step(inside, purposes(inside, programs), stop - start, all_ms, programs, found_by)
     return chosen
 
 
@@ -116,17 +170,16 @@ def by_category(rank: int, step: Step) -> dict[str, Any]:
     }
 
 
-def groups(step: Step, program: Program, device: Device | None) -> list[dict[str, Any]]:
+def groups(step: Step, device: Device | None) -> list[dict[str, Any]]:
     """Returns `groups` of profile.json: groups of equal kernels. The group that exceeds its roofline most is the first.
 
-    Kernels are equal if they have the same category and label. The label is `Program.label` of the kernel's instruction, or the
-    name of a kernel without an instruction. The roofline of a group is the least time that its work takes: the time of its
-    FLOPs at the GPU's matmul rate, or the time of its bytes at the GPU's copy rate, whichever is longer (Williams et al.,
-    "Roofline", doi:10.1145/1498765.1498785). For a collective it is the time of its bytes at the link rate.
+    Kernels are equal if they have the same category and label (see `Step.labels`). The roofline of a group is the least time
+    that its work takes: the time of its FLOPs at the GPU's matmul rate, or the time of its bytes at the GPU's copy rate,
+    whichever is longer (Williams et al., "Roofline", doi:10.1145/1498765.1498785). For a collective it is the time of its bytes
+    at the link rate.
 
     Args:
         step: The step of one device.
-        program: The program that ran.
         device: The GPU, which has the rates. If None, all rooflines are unknown.
 
     Returns:
@@ -139,33 +192,107 @@ def groups(step: Step, program: Program, device: Device | None) -> list[dict[str
     Raises:
         ProfileError: If the text of the program is damaged.
     """
-    events, own_ms, known = step.events, step.own_ms, program.instructions
-    labels = {op: program.label(known[op]) for op in set(events.op) if op in known}
+    events = step.events
     members: dict[tuple[str, str], list[int]] = defaultdict(list)
-    kernels: dict[str, Counter[str]] = defaultdict(Counter)
-    for i, (op, name, purpose) in enumerate(zip(events.op, events.name, step.purposes, strict=True)):
-        # Remove the C++ arguments of a kernel.
-        members[purpose.category, labels.get(op) or name.partition("(")[0] or name].append(i)
-        kernels[op][name] += 1
+    kernels: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for i, (label, purpose) in enumerate(zip(step.labels, step.purposes, strict=True)):
+        members[purpose.category, label].append(i)
+        kernels[events.module[i], events.op[i]][events.name[i]] += 1
     # An instruction may launch several kernels and run several times. The count of its rarest kernel is the number of runs.
-    runs = {op: min(names.values()) for op, names in kernels.items()}
-    sources = {op: found.source for op, found in operations(program, list(kernels)).items() if found.source}
+    runs = {key: min(names.values()) for key, names in kernels.items()}
     rows = []
     for (category, label), found in members.items():
-        ops = dict.fromkeys(events.op[i] for i in found)
         flops = nbytes = 0
-        for op in filter(known.__contains__, ops):
+        for module, op in dict.fromkeys((events.module[i], events.op[i]) for i in found):
+            program = step.programs.get(module)
+            if program is None or op not in program.instructions:
+                continue
             if category in _COMMUNICATION:
-                nbytes += program.sent_bytes(known[op]) * runs[op]
+                nbytes += program.sent_bytes(program.instructions[op]) * runs[module, op]
             else:
-                flops += program.flops(known[op]) * runs[op]
-                nbytes += program.nbytes(known[op]) * runs[op]
-        ms = float(own_ms[found].sum())
+                flops += program.flops(program.instructions[op]) * runs[module, op]
+                nbytes += program.nbytes(program.instructions[op]) * runs[module, op]
+        ms = float(step.own_ms[found].sum())
         roofline_ms, bound = _roofline(device, flops, nbytes, category in _COMMUNICATION)
-        row = {"label": label, "category": category, "source": next((sources[op] for op in ops if op in sources), "")}
+        row = {"label": label, "category": category, "source": _first(step.sources[i] for i in found)}
         row |= {"count": len(found), "ms": ms, "flops": flops, "bytes": nbytes, "roofline_ms": roofline_ms, "bound": bound}
         rows.append(row | {"over_ms": None if roofline_ms is None else ms - roofline_ms})
     return sorted(rows, key=lambda row: -(row["ms"] if row["over_ms"] is None else row["over_ms"]))
+
+
+def totals(step: Step, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns `lines` or `scopes` of profile.json: the time of a step by source line or by named scope.
+
+    Args:
+        step: The step of one device.
+        names: One name for each event, `step.sources` or `step.scopes`.
+
+    Returns:
+        A list of one dict of JSON values per name: `name`, empty for events without one; `count`, the number of events; and
+        `ms`, the time that the events own (see `Step.own_ms`). The largest time is first. Empty if no event has a name.
+    """
+    if not any(names):
+        return []
+    members: dict[str, list[int]] = defaultdict(list)
+    for i, name in enumerate(names):
+        members[name].append(i)
+    rows = [{"name": name, "count": len(found), "ms": float(step.own_ms[found].sum())} for name, found in members.items()]
+    return sorted(rows, key=lambda row: -row["ms"])
+
+
+def collectives(step: Step) -> list[dict[str, Any]]:
+    """Returns `collectives` of profile.json: exposed and hidden time of each collective, and the kernels that hide it.
+
+    Args:
+        step: The step of one device.
+
+    Returns:
+        A list of one dict of JSON values for each category and label: `label`; `category`; `count`, the number of events; `ms`,
+        the sum of their durations; `exposed_ms`, the time when no other event runs; `hidden_ms`, the rest of `ms`; and
+        `hidden_by`, the labels of up to 3 kernels that run at the same time the longest, as a list of (label, ms). The largest
+        `exposed_ms` is first.
+    """
+    events, rows = step.events, dict[tuple[str, str], dict[str, Any]]()
+    hiding: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for i in np.flatnonzero(step.is_collective):
+        key = step.purposes[i].category, step.labels[i]
+        row = rows.setdefault(key, {"label": key[1], "category": key[0], "count": 0, "ms": 0.0, "exposed_ms": 0.0})
+        row["count"] += 1
+        row["ms"] += float(events.end[i] - events.start[i])
+        row["exposed_ms"] += float(step.own_ms[i])
+        overlap = np.minimum(events.end, events.end[i]) - np.maximum(events.start, events.start[i])
+        for j in np.flatnonzero((overlap > 0) & ~step.is_collective):
+            hiding[key][step.labels[j]] += float(overlap[j])
+    for key, row in rows.items():
+        longest = sorted(hiding[key].items(), key=lambda found: -found[1])[:_MOST_HIDING]
+        row |= {"hidden_ms": max(row["ms"] - row["exposed_ms"], 0.0), "hidden_by": longest}
+    return sorted(rows.values(), key=lambda row: -row["exposed_ms"])
+
+
+def graphs(step: Step) -> list[dict[str, Any]]:
+    """Returns `graphs` of profile.json: the launches of each CUDA graph.
+
+    Args:
+        step: The step of one device.
+
+    Returns:
+        A list of one dict of JSON values for each graph, in the order of their first launches: `graph`, its number; `module`,
+        the name of the program; `launches`; `count`, the number of kernels and copies; `ms`, the sum of their durations; and
+        `named_ms`, the part of `ms` in kernels with the name of an instruction. Empty without graphs.
+    """
+    events, rows, launches = step.events, dict[str, dict[str, Any]](), set[str]()
+    new = {"launches": 0, "count": 0, "ms": 0.0, "named_ms": 0.0}
+    for i, launch in enumerate(events.graph):
+        if not launch:
+            continue
+        graph, took = launch.partition("/")[0], float(events.end[i] - events.start[i])
+        row = rows.setdefault(graph, dict(new, graph=graph, module=events.module[i]))
+        row["launches"] += launch not in launches
+        row["count"] += 1
+        row["ms"] += took
+        row["named_ms"] += took if events.op[i] else 0.0
+        launches.add(launch)
+    return list(rows.values())
 
 
 def _roofline(device: Device | None, flops: int, nbytes: int, communicates: bool) -> tuple[float | None, str]:
@@ -276,16 +403,3 @@ def action_kernels(step: Step) -> dict[str, np.ndarray]:
             times.append((start, end))
             op, names = events.op[i], {events.name[i]}
     return {action: np.array(times) for action, times in found.items()}
-
-
-def _of_program(events: Events, program: Program) -> Events:
-    """Returns the events of the program. Raises ProfileError if there are none, or no event has an instruction."""
-    if not any(events.op):
-        raise ProfileError(
-            "the kernels of the trace ran in CUDA graphs and have no instruction names: trace a run with `graph` off"
-        )
-    mask = np.array([module == program.name for module in events.module], bool)
-    if not mask.any():
-        ran = ", ".join(dict.fromkeys(filter(None, events.module)))
-        raise ProfileError(f"the trace has no kernel of the program {program.name}, but of {ran}: pass the program that ran")
-    return events.where(mask)

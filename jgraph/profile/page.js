@@ -25,6 +25,8 @@ const named = (category) => {
 };
 const legend = (categories, ...more) =>
   h("ul", { class: "legend" }, [...categories.map(named), ...more].filter(Boolean).map((entry) => h("li", null, entry)));
+// The last two components of a path. The pointer shows all.
+const place = (path) => h("code", { "data-tip": path || null }, path.split("/").slice(-2).join("/"));
 const LEFT = 64;
 const axis = (x, from, to, bottom) => [s("text", { class: "muted", x: 0, y: bottom + 14 }, "ms"),
   ...ticks(from, to, (x(to) - x(from)) / 90).flatMap(([time, text]) => [
@@ -44,7 +46,7 @@ function summary({ captured, uncaptured }) {
     ["host in launches, ms", captured?.launch_ms, null],
     ["host in updates, ms", captured?.update_ms, null],
   ].filter(([, ...values]) => values.some((value) => typeof value === "number"));
-  const runs = [[captured, "captured: time of the run"], [uncaptured, "uncaptured: time by kernel"]];
+  const runs = [[captured, "captured: time of the run"], [uncaptured, captured ? "uncaptured: time by kernel" : "value"]];
   const shown = [0, 1].filter((i) => runs[i][0]);
   const cells = ([name, a, b, show]) => [name, ...shown.map((i) => number([a, b][i], show))];
   const spread = ({ steps_ms: steps }) =>
@@ -52,9 +54,11 @@ function summary({ captured, uncaptured }) {
   panel("Summary",
     captured && h("p", null, "A step takes ", h("strong", null, `${brief(captured.step_ms)} ms`),
       " as training runs it, from command buffers", spread(captured)),
-    uncaptured && h("p", null, "Without command buffers, so that each kernel has a name, it took ",
+    captured && uncaptured && h("p", null, "Without command buffers, so that each kernel has a name, it took ",
       `${brief(uncaptured.step_ms)} ms`, spread(uncaptured), " Categories, groups and the timeline are of that run."),
-    table("summary-table", "Of one step, mean over ranks; graphs and the host's time: of all ranks together", ["", ...shown.map((i) => runs[i][1])], rows.map(cells),
+    !captured && h("p", null, "A step takes ", h("strong", null, `${brief(uncaptured.step_ms)} ms`), spread(uncaptured)),
+    table("summary-table",  captured
+      ? "Of one step, mean over ranks; graphs and the host's time: of all ranks together" : "Of one step, mean over ranks", ["", ...shown.map((i) => runs[i][1])], rows.map(cells),
       { sortable: false }));
 }
 
@@ -106,7 +110,7 @@ function whereTheTimeWent({ uncaptured }) {
 function whatToFixFirst({ groups, roofline }) {
   if (!groups.length) return;
   const share = ({ roofline_ms: least, ms: time }) => number(least == null ? null : least / time, percent);
-  const rows = groups.map((group) => [group.label, named(group.category), h("code", null, group.source), number(group.count, whole),
+  const rows = groups.map((group) => [group.label, named(group.category), place(group.source), number(group.count, whole),
     number(group.ms), number(group.roofline_ms), share(group), group.bound, number(group.over_ms)]);
   const kinds = [["matmuls", "product_flops", "FLOP/s"], ["copies", "copy_bytes", "B/s"], ["links", "link_bytes", "B/s"]];
   const reached = roofline && kinds.map(([name, key, unit]) => [name, roofline[`${key}_per_second`], unit])
@@ -115,11 +119,35 @@ function whatToFixFirst({ groups, roofline }) {
     ? `Roofline: lower bound of their time on ${roofline.name} (${reached}; ${roofline.source}). Over: time above it.`
     : "The rates of this device are unknown, so there is no roofline.");
   const result = table("groups", caption,
-    ["kernels", "category", "source", "count", "ms", "roofline ms", "share of roofline", "bound", "over ms"], rows, { sorted: 8 });
-  const toggle = () => button.replaceChildren(result.classList.toggle("first") ? `Show all ${rows.length}` : "Show the first 20");
-  const button = h("button", { type: "button", click: toggle });
-  toggle();
-  panel("What to fix first", result, rows.length > 20 ? h("p", null, button) : null);
+    ["kernels", "category", "source", "count", "ms", "roofline ms", "share of roofline", "bound", "over ms"], rows, { sorted: roofline ? 8 : 4 });
+  panel("What to fix first", folded(result));
+}
+
+function whereInTheCode({ uncaptured, lines = [], scopes = [] }) {
+  const totals = (id, caption, rows, show, none) => rows.length ? folded(table(id, caption, [id, "ms", "share of step", "kernels"],
+    rows.map(({ name, count, ms: time }) => [name ? show(name) : h("span", { class: "muted" }, none), number(time),
+      number(time / uncaptured.step_ms, percent), number(count, whole)]), { sorted: 1 })) : null;
+  if (!lines.length && !scopes.length) return;
+  panel("Where in the code",
+    totals("line", "Time of rank 0 in a step by the innermost line of your code", lines, place, "no line"),
+    totals("scope", "The same by named scope", scopes, (name) => name, "no scope"));
+}
+
+function collectives({ collectives: found = [] }) {
+  if (!found.length) return;
+  const hiders = ({ hidden_by: by }) => by.map(([label, time]) => `${label} (${ms(time)} ms)`).join(", ");
+  panel("Collectives", table("collectives", "Of rank 0 in a step. Exposed: no other kernel runs. Hidden by: the kernels that run " +
+    "at the same time the longest.", ["collective", "category", "count", "ms", "exposed ms", "hidden ms", "hidden by"],
+    found.map((row) => [row.label, named(row.category), number(row.count, whole), number(row.ms), number(row.exposed_ms),
+      number(row.hidden_ms), hiders(row)]), { sorted: 4 }));
+}
+
+function graphs({ graphs: found = [] }) {
+  if (!found.length) return;
+  panel("CUDA graphs", table("graphs", "Of rank 0 in a step. Named: kernels with the name of an instruction, which may be an " +
+    "equal one elsewhere.", ["graph", "program", "launches", "kernels", "ms", "named ms"],
+    found.map((row) => [row.graph, row.module, number(row.launches, whole), number(row.count, whole), number(row.ms),
+      number(row.named_ms)])));
 }
 
 function pipeline({ pipeline: plan }) {
@@ -255,7 +283,7 @@ function timeline({ timeline: recorded }) {
   const { names, categories } = recorded;
   const [ROW, BAR, AXIS] = [22, 16, 22];
   const full = [Math.min(...rows.map((row) => row.start[0])), Math.max(...rows.map((row) => row.reach.at(-1)))];
-  const left = Math.min(240, Math.max(...rows.map((row) => widthOf(row.title))) + 10);
+  const left = Math.min(240, innerWidth / 4, Math.max(...rows.map((row) => widthOf(row.title))) + 10);
   const [colours, nameWidths] = [categories.map(colourOf), names.map(widthOf)];
   let [view, focused, width, pending, held] = [full, 0, 0, 0, null];
   const canvas = h("canvas", {
@@ -397,4 +425,4 @@ function timeline({ timeline: recorded }) {
   charts.push(draw);
 }
 
-build([summary, whereTheTimeWent, whatToFixFirst, pipeline, memory, timeline]);
+build([summary, whereTheTimeWent, whatToFixFirst, whereInTheCode, collectives, graphs, pipeline, memory, timeline]);

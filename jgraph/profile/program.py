@@ -6,9 +6,12 @@ alone is a dgrad.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TypeAlias
+from typing import Self, TypeAlias
+
+from jaxlib import xla_client
 
 from jgraph.errors import ProfileError
 from jgraph.kernels.grouped import CALLS
@@ -26,6 +29,21 @@ class Program(HloModule):
     Create it with `Program.of(compiled.as_text())`. `instructions` is a dict of all `Instruction`s of the program by name. The
     methods take one of its values as their argument. FLOPs and bytes are of one run of the instruction on one device.
     """
+
+    @classmethod
+    def of_proto(cls, proto: bytes) -> Self:
+        """Parses a program that a trace contains.
+
+        Args:
+            proto: A serialized `HloModuleProto`.
+
+        Raises:
+            ProfileError: If XLA cannot read the program.
+        """
+        try:
+            return cls.of(xla_client.XlaComputation(proto).as_hlo_module().to_string())
+        except RuntimeError as e:
+            raise ProfileError(f"the program in the trace cannot be read ({e})") from e
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
         """Yields an instruction and, if it is a fusion, call or asynchronous start, the instructions inside it, recursively.
@@ -154,7 +172,7 @@ class Program(HloModule):
         if not instruction.is_matmul:
             return self._attention_flops(instruction) if instruction.is_attention else self._grouped_flops(instruction)
         left = self._shape(instruction, 0)
-        dims = re.search(r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([^\]}]*)', instruction.text)
+        dims = re.search(r'lhs_contracting_dim(?:ension)?s"?[:=]\s*[\[{]([^\]}]*)', instruction.text)
         if left is None or dims is None:
             return 0
         contracted = math.prod(left.dims[int(d)] for d in re.findall(r"\d+", dims[1]))
@@ -162,7 +180,7 @@ class Program(HloModule):
 
     def _attention_flops(self, instruction: Instruction) -> int:
         """Counts two matmuls forward and five backward (FlashAttention-2, arXiv:2307.08691), half of each if causal."""
-        sizes = re.search(r'"intermediate_tensor_shape":\{"dimensions":\[([^\]]*)\]', instruction.text)
+        sizes = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', instruction.text)
         query = self._shape(instruction, 0)
         if sizes is None or query is None:
             return 0
@@ -190,12 +208,18 @@ class Program(HloModule):
         """The names of the instructions whose results depend on the batch, a set of str. A property.
 
         Every argument of the program whose buffer no output reuses counts as a part of the batch. The state of a training step
-        is donated, so outputs reuse its buffers.
+        is donated, so outputs reuse its buffers. If nothing is donated, an argument with the shape of an output is state.
         """
         found: set[str] = set()
         computation = self.computations[self.entry]
-        updated = {int(parameter) for _, parameter, _ in self._aliases}
-        self._spread(computation, [n not in updated for n in range(len(computation.parameters()))], found)
+        parameters, updated = computation.parameters(), {int(parameter) for _, parameter, _ in self._aliases}
+        if not updated:
+            outputs = Counter(list(computation.instructions.values())[-1].shapes)
+            for number, parameter in enumerate(parameters):
+                if outputs[parameter.shapes[0]]:
+                    outputs[parameter.shapes[0]] -= 1
+                    updated.add(number)
+        self._spread(computation, [number not in updated for number in range(len(parameters))], found)
         return found
 
     def _spread(self, computation: Computation, arguments: Sequence[_Depends], found: set[str]) -> _Depends:

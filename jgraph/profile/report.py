@@ -3,7 +3,7 @@
 import gzip
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from jgraph.device import find as find_device
 from jgraph.errors import ProfileError
 from jgraph.page import render
 from jgraph.profile import _actions, attribution
+from jgraph.profile._steps import name_of
 from jgraph.profile.attribution import Step
 from jgraph.profile.program import Program
-from jgraph.profile.trace import find, read
+from jgraph.profile.trace import read
 from jgraph.schedule import files
 from jgraph.schedule.action import KINDS
 
@@ -46,6 +47,8 @@ def of_run(directory: Path) -> dict[str, Any]:
           `step_ms`, the step that `attribution.choose_step` selects; and `ranks`, a list with the result of
           `attribution.by_category` for this step on each device.
         - `groups`: the groups of equal kernels of the first device, from `attribution.groups`.
+        - `lines`, `scopes`: the time of the first device by source line and by named scope, from `attribution.totals`.
+        - `collectives`, `graphs`: the collectives and CUDA graphs of the first device, from the functions in `attribution`.
         - `roofline`: a dict of the GPU's rates and other properties. None if the GPU is unknown.
         - `pipeline`: a dict of the actions of a pipeline, in the measured and in a simulated step. None without a pipeline.
         - `memory`: bytes per device. A dict of `pools`, bytes by use; and the peaks `predicted_peak`, `compiled_peak` and
@@ -73,7 +76,7 @@ def of_run(directory: Path) -> dict[str, Any]:
     if graphs:
         reason = "because kernels in a CUDA graph have no names"
         notes = [f"Kernels, categories and rooflines are those of a step without command buffers, {reason}."]
-    found = _report(about, chosen, program) | {"captured": graphs, "memory": about["memory"]}
+    found = _report(about, chosen) | {"captured": graphs, "memory": about["memory"]}
     if "pipeline" in about:
         try:
             schedule, runtime = files.from_json(about["pipeline"]["schedule"]), about["pipeline"]["runtime"]
@@ -85,42 +88,62 @@ def of_run(directory: Path) -> dict[str, Any]:
     return found | {"about": found["about"] | {"notes": notes}}
 
 
-def of_trace(path: Path, *, program: Path, steps: int) -> dict[str, Any]:
+def of_trace(path: Path, *, program: Path | None = None, steps: int | None = None) -> dict[str, Any]:
     """Computes the contents of profile.json from a trace of any JAX program. Writes nothing.
-
-    The program must have run without command buffers, because kernels in a CUDA graph have no names.
 
     Args:
         path: A *.xplane.pb file, or a directory. In a directory and below, reads the newest *.xplane.pb file.
-        program: A file with the text of the program, the result of `compiled.as_text()`.
-        steps: The number of equal steps in the trace.
+        program: A file with the text of a program that ran, the result of `compiled.as_text()`. By default, the profiler has
+            stored the programs in the trace.
+        steps: The number of equal steps in the trace. By default, `attribution.choose_step` finds the steps.
 
     Returns:
-        A dict of JSON values with the keys of the result of `of_run`. `title` is the name of the trace file and the devices.
-        `about.versions`, `about.date`, `about.flags` and `about.notes` are empty. `captured` and `pipeline` are None. `memory`
-        has only `pools`, which is empty.
+        A dict of JSON values with the keys of the result of `of_run`. `title` is the name of the program with the longest time
+        and the devices. `about.notes` has the rule that found the steps, the missing programs, and the time in CUDA graphs.
+        `about.date` and `about.flags` are empty. `captured` and `pipeline` are None. `memory` has only `pools`,
+        which is empty.
 
     Raises:
-        ProfileError: If there is no trace, a file is missing or damaged, the kernels have no names, the trace has no kernel of
-            the program, or no kernel ran `steps` times.
+        ProfileError: If there is no trace, a file is missing or damaged, the trace has no kernel of `program`, or no kernel ran
+            `steps` times.
     """
     trace = read(path)
     try:
-        known = Program.of(program.read_text())
+        given = Program.of(program.read_text()) if program else None
     except (OSError, ValueError) as e:
         message = f"`program` is {program}: cannot be read ({e}); pass a file with the result of compiled.as_text()"
         raise ProfileError(message, field="program") from e
-    chosen = attribution.choose_step(trace, known, steps)
-    title, versions = f"{find(path).name}, {len(trace.devices)} x {trace.device}", {}
-    about = {
-        "title": title,
-        "device": trace.device,
-        "devices": len(trace.devices),
-        "versions": versions,
-        "date": "",
-        "flags": "",
-    }
-    return _report(about, chosen, known) | {"captured": None, "memory": {"pools": {}}}
+    chosen = attribution.choose_step(trace, given, steps)
+    first, devices = next(iter(chosen.values())), len(trace.devices)
+    ms = {row["name"]: row["ms"] for row in attribution.totals(first, list(map(name_of, first.events.module)))}
+    title = f"{next(filter(None, ms), 'no program')}, {devices} x {trace.device}"
+    about = {"title": title, "device": trace.device, "devices": devices, "versions": trace.versions, "date": "", "flags": ""}
+    found = _report(about, chosen) | {"captured": None, "memory": {"pools": {}}}
+    return found | {"about": found["about"] | {"notes": _notes(first, trace.device, found["graphs"])}}
+
+
+def _notes(step: Step, device: str, graphs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns sentences on a trace: the rule that found the steps, missing programs, and CUDA graphs."""
+    notes = [step.found_by] if step.found_by else []
+    missing = dict.fromkeys(name_of(module) for module in step.events.module if module not in {"", *step.programs})
+    if missing:
+        notes.append(
+            f"The trace does not have the text of {', '.join(missing)}, so its kernels have no source lines and rooflines. "
+            "Pass `program`: a file with the result of compiled.as_text()."
+        )
+    if graphs:
+        ms, named_ms = (sum(graph[key] for graph in graphs) for key in ("ms", "named_ms"))
+        notes.append(
+            f"{ms:.3f} ms of kernels ran in CUDA graphs, where the profiler does not record instructions. {named_ms:.3f} ms of "
+            "them are in kernels with the name of an instruction. For the others, record a trace without CUDA graphs: compile "
+            'with compiler_options={"xla_gpu_enable_command_buffer": ""}.'
+        )
+    elif device != "CPU":
+        notes.append(
+            "No kernel ran in a CUDA graph. By default, XLA does not use CUDA graphs while a profiler runs, so a step with "
+            "many short kernels takes longer than without the profiler."
+        )
+    return notes
 
 
 def write(profile: dict[str, Any], directory: Path) -> tuple[Path, Path]:
@@ -144,7 +167,7 @@ def write(profile: dict[str, Any], directory: Path) -> tuple[Path, Path]:
     return data, html
 
 
-def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Program) -> dict[str, Any]:
+def _report(about: Mapping[str, Any], chosen: Mapping[int, Step]) -> dict[str, Any]:
     first = next(iter(chosen.values()))
     device = find_device(about["device"])
     shown = ("device", "devices", "versions", "date", "flags")
@@ -157,7 +180,11 @@ def _report(about: Mapping[str, Any], chosen: Mapping[int, Step], program: Progr
             "step_ms": first.ms,
             "ranks": [attribution.by_category(rank, step) for rank, step in chosen.items()],
         },
-        "groups": attribution.groups(first, program, device),
+        "groups": attribution.groups(first, device),
+        "lines": attribution.totals(first, first.sources),
+        "scopes": attribution.totals(first, first.scopes),
+        "collectives": attribution.collectives(first),
+        "graphs": attribution.graphs(first),
         "roofline": asdict(device) if device else None,
         "pipeline": None,
         "timeline": attribution.timeline(chosen),

@@ -1,14 +1,14 @@
 """Reads a trace of the profiler into arrays: the events of each device, and the events of the host about command buffers.
 
 `jax.profiler` writes and reads traces. On a GPU, an event is a kernel or copy on a stream. It has its HLO instruction,
-unless it ran in a CUDA graph. On a CPU, an event is a thunk of XLA on any thread.
+unless it ran in a CUDA graph. On a CPU, an event is a thunk of XLA on any thread. The profiler stores the programs that ran.
 """
 
 import re
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,11 +16,12 @@ import jax
 import numpy as np
 
 from jgraph.errors import ProfileError
+from jgraph.xla._protobuf import fields, submessages, text
 from jgraph.xla.launches import ProfileData, graph_events
 
 _GPU = re.compile(r"/device:GPU:(\d+)")
 # Start and end in ns, then the texts of `Events` in their order.
-_Row: TypeAlias = tuple[float, float, str, str, str, str, str]
+_Row: TypeAlias = tuple[float, float, str, str, str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ class Events:
         name: Names of the kernels, copies or thunks. This and the following attributes are tuples of n str, one per event.
         op: Names of the HLO instructions. An empty string if unknown, such as for a kernel in a CUDA graph.
         scopes: JAX's names of the operations, such as `jit(step)/dot_general`. An empty string if unknown.
-        module: Names of the HLO modules (programs). An empty string if unknown.
+        module: Names and numbers of the HLO modules (programs), such as `jit_step(3)`. An empty string if unknown.
         stream: Names of the streams of the GPU, or of the threads of the CPU.
+        graph: Launches of CUDA graphs, as `GRAPH/LAUNCH` with a number each. An empty string for events outside of graphs.
     """
 
     start: np.ndarray
@@ -46,6 +48,7 @@ class Events:
     scopes: tuple[str, ...]
     module: tuple[str, ...]
     stream: tuple[str, ...]
+    graph: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.name)
@@ -57,8 +60,8 @@ class Events:
             mask: bool [n], True for the events to select.
         """
         chosen = np.flatnonzero(mask)
-        texts = ([values[i] for i in chosen] for values in (self.name, self.op, self.scopes, self.module, self.stream))
-        return Events(self.start[chosen], self.end[chosen], *map(tuple, texts))
+        texts = (self.name, self.op, self.scopes, self.module, self.stream, self.graph)
+        return Events(self.start[chosen], self.end[chosen], *(tuple(values[i] for i in chosen) for values in texts))
 
     def between(self, start: float, stop: float) -> "Events":
         """Selects the events that begin in an interval [start, stop).
@@ -83,11 +86,17 @@ class Trace:
         devices: Events by device number. A device without events is absent.
         host: Durations in ms of the host's events for command buffers (CUDA graphs): a list of floats by the name of the event,
             such as `cuGraphLaunch` or `command_buffer::update`.
+        programs: The stored programs, a serialized `HloModuleProto` by the name and number of the module.
+        annotated: The number of steps that `jax.profiler.StepTraceAnnotation` marks.
+        versions: Versions of jax and jaxlib by name. Empty if the trace does not have them.
     """
 
     device: str
     devices: Mapping[int, Events]
     host: Mapping[str, list[float]]
+    programs: Mapping[str, bytes] = field(default_factory=dict)
+    annotated: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 def find(path: Path) -> Path:
@@ -116,7 +125,8 @@ def read(path: Path) -> Trace:
         path: A *.xplane.pb file, or a directory. In a directory and below, reads the newest *.xplane.pb file.
 
     Returns:
-        The trace: the events of each device, and the durations of the host's events for command buffers (CUDA graphs).
+        The trace: the events of each device, the durations of the host's events for command buffers (CUDA graphs), and the
+        programs that the profiler stored.
 
     Raises:
         ProfileError: If there is no trace, it is damaged, or no device ran anything.
@@ -126,7 +136,8 @@ def read(path: Path) -> Trace:
         with warnings.catch_warnings():
             # jaxlib's event types have no module name.
             warnings.simplefilter("ignore", DeprecationWarning)
-            return _trace(jax.profiler.ProfileData.from_file(str(file)), file)
+            trace = _trace(jax.profiler.ProfileData.from_file(str(file)), file)
+        return replace(trace, programs=_programs(file.read_bytes()))
     except ProfileError:
         raise
     except (RuntimeError, ValueError) as e:
@@ -139,37 +150,61 @@ def _trace(data: ProfileData, file: Path) -> Trace:
     planes = list(data.planes)
     gpus = {int(match[1]): plane for plane in planes if (match := _GPU.fullmatch(plane.name))}
     device = "GPU" if gpus else "CPU"
+    host_lines = [line for plane in planes if plane.name.startswith("/host:") for line in plane.lines]
+    numbers, facts = set[str](), dict[str, Any]()
     for number, plane in gpus.items():
         device = str(dict(plane.stats).get("gpu_device_name") or device)
         for line in plane.lines:
             if line.name.startswith("Stream"):
                 rows[number] += [_row(event, line.name, dict(event.stats)) for event in line.events]
-    for plane in planes if not gpus else ():
-        for line in plane.lines if plane.name.startswith("/host:") else ():
-            for event in line.events:
-                stats = {} if event.name.startswith("$") else dict(event.stats)  # $: calls of Python
-                if "hlo_op" in stats and "device_ordinal" in stats:
-                    rows[int(stats["device_ordinal"])].append(_row(event, line.name, stats))
+    for plane in planes:
+        facts |= dict(plane.stats) if plane.name == "/host:metadata" else {}
+    for thread, line in enumerate(host_lines, 1):
+        for event in line.events:
+            stats = {} if event.name.startswith("$") else dict(event.stats)  # $: calls of Python
+            if "step_num" in stats:
+                numbers.add(str(stats["step_num"]))
+            if not gpus and "hlo_op" in stats and "device_ordinal" in stats:
+                rows[int(stats["device_ordinal"])].append(_row(event, f"thread {thread}", stats))
     rows = {number: found for number, found in rows.items() if found}
     if not rows:
         problem = "no GPU ran a kernel" if gpus else "it has neither a GPU nor a CPU program"
-        raise ProfileError(f"{file}: {problem}; trace at least one whole step, e.g. with `profile` 10:13")
+        raise ProfileError(f"{file}: {problem}; trace at least one whole step")
     first = min(row[0] for found in rows.values() for row in found)
     devices = {}
     for number, found in sorted(rows.items()):
         start, end, *texts = zip(*sorted(found, key=lambda row: row[:2]), strict=True)
         devices[number] = Events((np.array(start) - first) / 1e6, (np.array(end) - first) / 1e6, *map(tuple, texts))
-    return Trace(device, devices, graph_events(data))
+    versions = {name: str(facts[f"{name}_version"]) for name in ("jax", "jaxlib") if f"{name}_version" in facts}
+    return Trace(device, devices, graph_events(data), annotated=len(numbers), versions=versions)
 
 
 def _row(event: Any, stream: str, stats: Mapping[str, Any]) -> _Row:
-    op = "" if "cuda_graph_node_id" in stats else str(stats.get("hlo_op", ""))
-    texts = (op, str(stats.get("name", "")), str(stats.get("hlo_module", "")))
-    return event.start_ns, event.start_ns + event.duration_ns, event.name, *texts, stream
+    # The instruction of a kernel in a graph is the command buffer.
+    is_captured = "cuda_graph_node_id" in stats
+    op = "" if is_captured else str(stats.get("hlo_op", ""))
+    graph = f"{stats.get('cuda_graph_id')}/{stats.get('correlation_id')}" if is_captured else ""
+    module = f"{stats['hlo_module']}({stats.get('program_id')})" if "hlo_module" in stats else ""
+    scopes = str(stats.get("name", ""))
+    return event.start_ns, event.start_ns + event.duration_ns, event.name, op, scopes, module, stream, graph
+
+
+def _programs(data: bytes) -> dict[str, bytes]:
+    """Returns the programs in a serialized XSpace: a serialized HloModuleProto by the name and number of the module."""
+    found = {}
+    for plane in submessages(fields(data), 1):
+        for entry in submessages(plane, 4) if text(plane, 2) == "/host:metadata" else ():
+            for metadata in submessages(entry, 2):
+                for stat in submessages(metadata, 5):
+                    # An HloProto, which has the module and its buffers.
+                    found |= {text(metadata, 2): dict(proto)[1] for proto in submessages(stat, 6) if 1 in dict(proto)}
+    return found
 
 
 def steps(events: Events, count: int) -> list[tuple[float, float]]:
     """Finds the steps of a trace, by the instructions (or kernels without one) that ran `count` times: once per step.
+
+    One step is the whole trace.
 
     Args:
         events: The events of one device.
@@ -182,9 +217,11 @@ def steps(events: Events, count: int) -> list[tuple[float, float]]:
     Raises:
         ProfileError: If no instruction or kernel ran `count` times.
     """
-    runs: dict[str, list[int]] = defaultdict(list)
-    for i, (name, op) in enumerate(zip(events.name, events.op, strict=True)):
-        runs[op or name].append(i)
+    if count == 1:
+        return [(float(events.start.min()), float(events.end.max()))]
+    runs: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for i, (module, name, op) in enumerate(zip(events.module, events.name, events.op, strict=True)):
+        runs[module, op or name].append(i)
     once = np.array([found for found in runs.values() if len(found) == count])
     if not len(once):
         raise ProfileError(

@@ -83,7 +83,7 @@ def compile_for(
             Only the shapes and dtypes of arrays are used. A ShapeDtypeStruct with a sharding keeps it. All other arrays are
             compiled for one GPU.
         gpu: Model of GPU: `h200`, `h100` or `b200`.
-        compiler_options: XLA options by name, from `jgraph.xla.compiler_options`. None for XLA's defaults.
+        compiler_options: XLA options by name, from `jgraph.compiler_options`. None for XLA's defaults.
 
     Returns:
         The compiled program, which cannot be called here, and the report of its command buffers.
@@ -184,7 +184,7 @@ def compile_lowered(
 
     Args:
         lowered: The program, from `lower`, or lowered inside `lowering_for`.
-        compiler_options: XLA options by name, from `jgraph.xla.compiler_options`.
+        compiler_options: XLA options by name, from `jgraph.compiler_options`.
 
     Returns:
         The compiled program, which cannot be called here, and the report of its command buffers.

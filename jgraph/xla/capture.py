@@ -70,7 +70,7 @@ class Outside:
             thunks inside it have the kind `While` or `Conditional`.
         count: The number of thunks. A thunk in a loop counts once.
         reason: Why XLA did not capture them, a phrase.
-        remedy: How to capture them: arguments of `jgraph.xla.compiler_options` in backticks, XLA options, or a change of the
+        remedy: How to capture them: arguments of `jgraph.compiler_options` in backticks, XLA options, or a change of the
             program. Empty if there is none.
         ops: The distinct operations of these thunks, in program order. For the kinds `While` and `Conditional`: the loop or
             branch itself. Empty if unknown.
@@ -132,7 +132,7 @@ def compile_and_report(
 
     Args:
         lowered: The program, from `jax.jit(f).lower(...)`.
-        compiler_options: XLA options by name, from `jgraph.xla.compiler_options`. Not mutated.
+        compiler_options: XLA options by name, from `jgraph.compiler_options`. Not mutated.
         platform: The platform of `lowered`: `cpu`, `gpu` or `cuda`. None: the platform of JAX's default backend.
 
     Returns:

@@ -20,7 +20,7 @@ from jgraph.xla.options import OptionValue
 
 _MOST_SHOWN = 8
 _GRAPH_NOTE = (
-    "`graph` full is compiler_options=jgraph.xla.compiler_options('full', platform='gpu'); "
+    "`graph` full is compiler_options=jgraph.compiler_options('full', platform='gpu'); "
     "`xla_options` name=value are more entries of this dictionary"
 )
 
@@ -178,7 +178,7 @@ def explain(
         donate_argnums: Indices of the positional arguments to donate. Only for a function that is not jitted; a jitted function
             has the `donate_argnums` that were passed to `jax.jit`.
         target: `h200`, `h100` or `b200` to compile for that GPU without having one. None: the first of `jax.devices()`.
-        compiler_options: XLA options by name, from `jgraph.xla.compiler_options`. None for XLA's defaults.
+        compiler_options: XLA options by name, from `jgraph.compiler_options`. None for XLA's defaults.
 
     Returns:
         The report; `print` shows it as text. JAX's warning about donations that were not usable is suppressed.

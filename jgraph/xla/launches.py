@@ -68,17 +68,34 @@ def count_launches() -> Iterator[Launches]:
     """
     count = Launches.__new__(Launches)
     with tempfile.TemporaryDirectory(prefix="jgraph-launches-") as directory:
-        try:
-            jax.profiler.start_trace(directory, profiler_options=profiler_options())
-        except RuntimeError as e:
-            raise JgraphError(f"launches cannot be counted: {e}; end the other profile first") from e
-        try:
+        with traced(directory):
             yield count
-            jax.block_until_ready(jax.live_arrays())
-        finally:
-            jax.profiler.stop_trace()
         (file,) = Path(directory).rglob("*.xplane.pb")
         vars(count).update(vars(launches_of(graph_events(jax.profiler.ProfileData.from_file(str(file))))))
+
+
+@contextlib.contextmanager
+def traced(directory: str) -> Iterator[None]:
+    """Runs JAX's profiler during a `with` block. Waits for all live arrays at the end of the block.
+
+    Args:
+        directory: The directory to write the trace to.
+
+    Yields:
+        None. The trace is complete after the block.
+
+    Raises:
+        JgraphError: If a profiler is already running when the block begins.
+    """
+    try:
+        jax.profiler.start_trace(directory, profiler_options=profiler_options())
+    except RuntimeError as e:
+        raise JgraphError(f"the profiler cannot be started: {e}; end the other profile first") from e
+    try:
+        yield
+        jax.block_until_ready(jax.live_arrays())
+    finally:
+        jax.profiler.stop_trace()
 
 
 def profiler_options() -> jax.profiler.ProfileOptions:

@@ -78,6 +78,9 @@ PRESETS: dict[str, TrainConfig] = {
             preset="launch-bound",
             batch_size=2,
             seq_len=128,
+            # XLA splits the sums of small matmuls, and adds a kernel to each that joins the parts: 61 of 360 kernels and 2.6% of
+            # the step on an H200 (notes/develop/measurements/single-gpu.md).
+            xla_options=("xla_gpu_experimental_force_split_k=1",),
             model=GPTConfig(num_layers=12, d_model=256, num_heads=4, num_kv_heads=4, d_ff=1024, vocab_size=8192),
         ),
         _gpt("gpt-124m", layers=12, width=768, heads=12, batch_size=16, seq_len=1024, peak=6e-4),

@@ -61,6 +61,10 @@ def profile(ranks: int = 1, *, events: int = 400, microbatches: int = 16) -> dic
             "ranks": [_rank(rank, ranks, step, rng) for rank in range(ranks)],
         },
         "groups": _groups(rng),
+        "lines": [{"name": f"/home/me/src/models/gpt.py:{143 + i}", "count": 9, "ms": 2 * 0.8**i} for i in range(25)],
+        "scopes": [{"name": "decoder/layer", "count": 90, "ms": step * 0.7}, {"name": "", "count": 9, "ms": step * 0.1}],
+        "collectives": _collectives() if ranks > 1 else [],
+        "graphs": [{"graph": "29", "module": "jit_step(0)", "launches": 1, "count": 105, "ms": 0.278, "named_ms": 0.241}],
         "roofline": {
             "name": "NVIDIA H200",
             "copy_bytes_per_second": 4.0e12,
@@ -122,6 +126,11 @@ def _groups(rng: np.random.Generator) -> list[dict[str, Any]]:
         group |= {"flops": 1e11 * ms, "bytes": 1e9 * ms, "roofline_ms": least, "bound": bound if least else ""}
         groups.append(group | {"over_ms": ms - least if least else None})
     return sorted(groups, key=lambda group: group["over_ms"] or 0, reverse=True)
+
+
+def _collectives() -> list[dict[str, Any]]:
+    row = {"label": "all-gather bf16[1024]", "category": "all-gather", "count": 4, "ms": 1.0, "exposed_ms": 0.3}
+    return [row | {"hidden_ms": 0.7, "hidden_by": [["matmul bf16[16,16]", 0.5], ["loop_add_fusion", 0.2]]}]
 
 
 def _pipeline(ranks: int, microbatches: int) -> dict[str, Any]:

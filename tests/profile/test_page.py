@@ -14,9 +14,11 @@ from tests.profile.synthetic import profile
 
 pytestmark = pytest.mark.long
 
-PANELS = ["Summary", "Where the time went", "What to fix first", "Pipeline", "Memory", "Timeline"]
+PANELS = ["Summary", "Where the time went", "What to fix first", "Where in the code", "Collectives", "CUDA graphs"]
+PANELS += ["Pipeline", "Memory", "Timeline"]
 NOTHING = "\N{EN DASH}"
 EMPTY = {"captured": None, "uncaptured": None, "groups": [], "collectives": [], "roofline": None, "pipeline": None}
+EMPTY |= {"lines": [], "scopes": [], "graphs": []}
 EMPTY |= {"memory": {"pools": {}, "predicted_peak": None, "compiled_peak": None, "measured_peak": None}}
 EMPTY |= {"timeline": {"names": [], "categories": [], "tracks": []}}
 TITLES = "[...document.querySelectorAll('h2')].map((title) => title.textContent)"
@@ -67,7 +69,7 @@ def test_text_has_enough_contrast_in_light_and_dark():
     ("ranks", "changes", "shown"),
     [
         (4, {}, PANELS),
-        (1, {}, [title for title in PANELS if title != "Pipeline"]),
+        (1, {}, [title for title in PANELS if title not in {"Pipeline", "Collectives"}]),
         (1, EMPTY, []),
         (4, EMPTY | {"captured": profile()["captured"]}, ["Summary"]),
         (4, {"captured": None, "roofline": None, "groups": []}, [title for title in PANELS if title != "What to fix first"]),
@@ -118,10 +120,15 @@ def test_tables_have_the_numbers_of_the_profile(tmp_path, ranks):
             [g["count"], g["ms"], g["roofline_ms"], g["roofline_ms"] and g["roofline_ms"] / g["ms"], g["over_ms"]]
             for g in data["groups"]
         ],
+        "line": [[row["ms"], row["ms"] / step, row["count"]] for row in data["lines"]],
+        "scope": [[row["ms"], row["ms"] / step, row["count"]] for row in data["scopes"]],
+        "graphs": [[row[key] for key in ("launches", "count", "ms", "named_ms")] for row in data["graphs"]],
         "pools": [[size] for size in [*pools.values(), sum(pools.values())]]
         + [[data["memory"][f"{name}_peak"]] for name in ("predicted", "compiled", "measured")],
     }
     if ranks > 1:
+        keys = ("count", "ms", "exposed_ms", "hidden_ms")
+        expected["collectives"] = [[row[key] for key in keys] for row in data["collectives"]]
         pipeline = data["pipeline"]
         expected["bubbles"] = [[pipeline[run]["step_ms"], pipeline[run]["bubble"]] for run in ("planned", "measured")]
         expected["slow"] = [slow(pipeline["actions"][i]) for i in pipeline["slow"]]
@@ -136,6 +143,25 @@ def test_tables_have_the_numbers_of_the_profile(tmp_path, ranks):
         scale = 0.01 if text.endswith("%") else 2**30 if value and value > 1e6 else 1
         shown = None if text == NOTHING else float(text.removesuffix(" %").replace(",", "")) * scale
         assert shown == (None if value is None else pytest.approx(value, abs=0.0505 * scale, rel=1e-3))
+
+
+@browser.needed
+def test_a_profile_without_rooflines_and_source_lines_has_no_empty_columns(tmp_path):
+    data = profile() | {"roofline": None, "captured": None}
+    unknown = {"source": "", "roofline_ms": None, "bound": "", "over_ms": None}
+    data["groups"] = [group | unknown for group in data["groups"]]
+    heads = "[...document.querySelectorAll('#groups thead th')].map((head) => head.textContent)"
+    columns, text = see(tmp_path, data, f"[{heads}, document.getElementById('summary').innerText]")
+    assert columns == ["kernels", "category", "count", "ms"]
+    assert f"A step takes {data['uncaptured']['step_ms']:.4g} ms" in text
+    assert "command buffers" not in text
+
+
+@browser.needed
+def test_a_source_line_is_shortened_to_its_folder_and_file(tmp_path):
+    tip = "document.querySelector('#line code').dataset.tip"
+    shown, full = see(tmp_path, profile(), f"[document.querySelector('#line code').textContent, {tip}]")
+    assert (shown, full) == ("models/gpt.py:143", "/home/me/src/models/gpt.py:143")
 
 
 @browser.needed

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jgraph.profile._categories import purpose_of, purpose_of_hidden
+from jgraph.profile._categories import purpose_of, purpose_of_hidden, scope_of
 from jgraph.profile.program import Program
 
 TEXT = """HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }, entry_computation_layout={}
@@ -98,8 +98,8 @@ def test_an_array_that_is_updated_in_place_does_not_depend_on_the_batch(program)
     assert "state" not in program.of_batch
 
 
-@pytest.mark.parametrize("unroll", [1, 4])
-def test_dgrad_and_wgrad_are_distinguished_in_a_joint_backward(unroll):
+@pytest.mark.parametrize(("unroll", "donate"), [(1, 0), (4, 0), (1, ())])
+def test_dgrad_and_wgrad_are_distinguished_in_a_joint_backward(unroll, donate):
     def loss(weights, x):
         for w in weights:
             x = jnp.tanh(x @ w)
@@ -116,7 +116,7 @@ def test_dgrad_and_wgrad_are_distinguished_in_a_joint_backward(unroll):
     xs = jnp.ones((4, 64, 128))
     # The gradient of the first layer's input is not computed.
     expected = {"dgrad": 2 * unroll, "forward": 3 * unroll, "wgrad": 3 * unroll}
-    assert matmuls(compiled(step, weights, xs, donate=0)) == expected
+    assert matmuls(compiled(step, weights, xs, donate=donate)) == expected
 
 
 def test_the_flops_of_an_h200_step_equal_the_flops_of_its_model(recorded):
@@ -140,6 +140,9 @@ def test_the_flops_of_an_h200_step_equal_the_flops_of_its_model(recorded):
         ("all-gather-start.3", "all-gather"),
         ("all_gather.12", "all-gather"),
         ("reduce_scatter.7.1", "reduce-scatter"),
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "reduce-scatter"),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "transfer"),
+        ("MemcpyD2D", "copies"),
         ("loop_add_fusion", "other"),
     ],
 )
@@ -193,3 +196,18 @@ def test_a_grouped_matmul_kernel_has_the_flops_of_all_its_rows(call, operands, r
     y = program.computations[program.entry].instructions["y"]
     assert program.flops(y) == 2 * 96 * 64 * 256
     assert program.label(y).startswith("grouped matmul ")
+
+
+@pytest.mark.parametrize(
+    ("name", "scope"),
+    [
+        ("jit(step)/jvp(decoder)/layer/jit(relu)/max", "decoder/layer"),
+        ("jit(step)/transpose(jvp(decoder))/layer/jvp(decoder)/layer/checkpoint/inner/dot_general", "decoder/layer/inner"),
+        ("jit(<lambda>)/jvp(decoder)/while/body/closed_call/layer/vmap()/exp", "decoder/layer"),
+        ("jit(step)/cond/branch_1_fun/update/mul", "update"),
+        ("jit(step)/transpose(jvp())/dot_general", ""),
+        ("params['layer']", ""),
+    ],
+)
+def test_a_scope_has_no_transforms_control_flow_and_primitives(name, scope):
+    assert scope_of(name) == scope

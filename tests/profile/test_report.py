@@ -3,15 +3,17 @@
 import gzip
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from jgraph.errors import ConfigError, ProfileError
 from jgraph.profile import report
 from jgraph.profile.__main__ import main
+from jgraph.profile.trace import read
 from jgraph.train.config import TrainConfig
 from tests import tiny
-from tests.profile.checks import check
+from tests.profile.checks import check, check_time
 from tests.profile.recordings import NAMES
 
 pytestmark = pytest.mark.long
@@ -75,14 +77,57 @@ def test_memory_is_reported_by_pool(reports):
     assert pools["optimizer"] > 1.9 * pools["parameters"]
 
 
-def test_a_trace_of_cuda_graphs_is_refused_with_a_remedy(recorded, tmp_path, capsys):
-    program = tmp_path / "step.txt"
-    program.write_text(gzip.decompress((recorded("one") / "program.txt.gz").read_bytes()).decode())
-    assert main([str(recorded("one") / "captured"), "--program", str(program), "--steps", "2"]) == 2
-    err = capsys.readouterr().err
-    assert "ran in CUDA graphs" in err
-    assert "`graph` off" in err
-    assert err.count("\n") == 1
+def test_kernels_in_cuda_graphs_have_the_instructions_of_their_names_and_a_remedy_for_others(recorded, reports):
+    found = report.of_trace(recorded("one") / "captured")
+    check_time(found)
+    (graph,) = found["graphs"]
+    assert (graph["launches"], graph["count"]) == (1, 105)
+    assert 0.8 * graph["ms"] < graph["named_ms"] < graph["ms"]
+    (note,) = [note for note in found["about"]["notes"] if "CUDA graphs" in note]
+    assert 'compiler_options={"xla_gpu_enable_command_buffer": ""}' in note
+    # All matmuls are fusions here.
+    matmuls = [{g["label"] for g in of["groups"] if g["label"].startswith("matmul")} for of in (found, reports["one"])]
+    assert matmuls[0] == matmuls[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_trace_alone_has_the_report_of_the_recording(name, recorded, reports):
+    found = report.of_trace(recorded(name) / "uncaptured")
+    for key in ("uncaptured", "groups", "lines", "scopes", "collectives", "timeline"):
+        assert found[key] == reports[name][key]
+    steps, graphs = found["about"]["notes"]
+    assert steps == "2 steps, marked by jax.profiler.StepTraceAnnotation."
+    assert graphs.startswith("No kernel ran in a CUDA graph.")
+    assert found["about"]["versions"] == {"jax": "0.11.2", "jaxlib": "0.11.2"}
+
+
+def test_a_trace_without_its_program_has_kernels_and_scopes_and_names_the_missing_file(recorded, reports, monkeypatch):
+    monkeypatch.setattr("jgraph.profile.report.read", lambda path: replace(read(path), programs={}))
+    found = report.of_trace(recorded("one") / "uncaptured")
+    check_time(found)
+    assert found["uncaptured"]["ranks"][0]["busy_ms"] == pytest.approx(reports["one"]["uncaptured"]["ranks"][0]["busy_ms"])
+    assert {"jgraph.loss", "jgraph.optimizer"} <= {row["name"] for row in found["scopes"]}
+    assert (found["lines"], {group["roofline_ms"] for group in found["groups"]}) == ([], {None})
+    assert any("does not have the text of jit_step" in note and "`program`" in note for note in found["about"]["notes"])
+
+
+def test_lines_and_scopes_add_up_to_the_busy_time(reports):
+    for found in reports.values():
+        busy_ms = found["uncaptured"]["ranks"][0]["busy_ms"]
+        assert sum(row["ms"] for row in found["lines"]) == pytest.approx(busy_ms)
+        assert sum(row["ms"] for row in found["scopes"]) == pytest.approx(busy_ms)
+
+
+def test_collectives_are_exposed_or_hidden(reports):
+    assert reports["one"]["collectives"] == []
+    categories = reports["pipeline"]["uncaptured"]["ranks"][0]["categories"]
+    for row in reports["pipeline"]["collectives"]:
+        assert row["exposed_ms"] + row["hidden_ms"] == pytest.approx(row["ms"])
+        assert bool(row["hidden_by"]) == (row["hidden_ms"] > 1e-9)
+    for category in ("transfer", "all-reduce"):
+        rows = [row for row in reports["pipeline"]["collectives"] if row["category"] == category]
+        assert sum(row["exposed_ms"] for row in rows) == pytest.approx(categories[category]["ms"])
+        assert sum(row["ms"] for row in rows) == pytest.approx(categories[category]["kernel_ms"])
 
 
 def test_a_trace_and_a_program_have_the_same_report_as_the_recording(recorded, reports, tmp_path, capsys):
@@ -108,9 +153,8 @@ def test_a_program_that_did_not_run_is_refused(recorded, tmp_path):
     [
         (["nowhere"], "nowhere: no such file or directory"),
         (["tests", "--steps", "0"], "--steps is 0"),
-        (["tests/profile/traces/one.tar.xz"], "one.tar.xz is a trace, not a run: pass --program and --steps"),
+        (["tests/profile/traces/one.tar.xz"], "one.tar.xz cannot be read as a trace"),
         (["tests/inspect"], "tests/inspect has no trace"),
-        (["tests/profile/traces/one.tar.xz", "--program", "step.txt", "--steps", "2"], "cannot be read as a trace"),
         ([], "required"),
     ],
 )

@@ -154,7 +154,7 @@ def test_a_graph_flag_in_a_remedy_is_printed_with_the_equivalent_compiler_option
     def printed(remedy):
         return str(Explanation("f", "gpu", CaptureReport(0, 0, 1, (Outside("While", 1, "off", remedy),)), (), None))
 
-    assert "compiler_options=jgraph.xla.compiler_options('full', platform='gpu')" in printed("`graph` full")
+    assert "compiler_options=jgraph.compiler_options('full', platform='gpu')" in printed("`graph` full")
     assert "compiler_options=" not in printed("rewrite it")
 
 
