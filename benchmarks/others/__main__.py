@@ -11,7 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.others.programs import PROGRAMS, watch
-from benchmarks.others.table import RESULTS
+
+RESULTS = Path(__file__).with_name("results.json")
 
 
 def main() -> int:
