@@ -195,8 +195,8 @@ def compile_lowered(
     """
     with _needs_no_gpu(), for_elsewhere():
         compiled, report = compile_and_report(lowered, compiler_options, platform="gpu")
-    devices_ = {d for sharding in jax.tree.leaves(compiled.input_shardings) for d in sharding.device_set}
-    if report is None and any(d.platform == "cpu" for d in devices_):
+    used = {device for sharding in jax.tree.leaves(compiled.input_shardings) for device in sharding.device_set}
+    if used & set(jax.devices()):
         raise TargetError("the program names present devices in its shardings: pass arguments on their mesh (jax.device_put)")
     if report is None:
         raise TargetError("XLA dumped no thunks; remove dump options (xla_dump_..., xla_enable_dumping) from XLA_FLAGS")
