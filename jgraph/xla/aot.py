@@ -16,6 +16,7 @@ import importlib.metadata
 import importlib.resources
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -111,61 +112,83 @@ def lower(jitted: Any, args: Sequence[PyTree], *, gpu: str = "h200") -> tuple[An
         TargetError: If the GPU is unknown, its compiler is not installed or does not match this jaxlib, or lowering needs one.
     """
     with lowering_for(gpu):
-        traced = jitted.trace(*uncommitted(args))
+        traced = jitted.trace(*moved(args, gpu=gpu))
         # Tracing may compute constants, which this device cannot do.
         with jax.default_device(devices(gpu=gpu)[0]):
             return traced, traced.lower()
 
 
-def uncommitted(args: PyTree) -> PyTree:
-    """Replaces arrays that are committed to present devices by their shapes, so that JAX may lower for another device.
+def moved(args: PyTree, *, gpu: str = "h200") -> PyTree:
+    """Replaces arrays that are committed to present devices by shapes for GPUs that are not present.
 
     Args:
         args: A pytree with leaves of any type.
+        gpu: Model of GPU: `h200`, `h100` or `b200`.
 
     Returns:
-        A tree like `args`. Committed arrays are instances of `jax.ShapeDtypeStruct` without a sharding. All other leaves are
-        the same objects. `args` itself if no array is committed.
+        A tree like `args`. Committed arrays are instances of `jax.ShapeDtypeStruct`, with a sharding over as many GPUs if they
+        are on a mesh. All other leaves are the same objects. `args` itself if no array is committed.
     """
 
     def is_committed(leaf: Any) -> bool:
         return isinstance(leaf, jax.Array) and leaf.committed
 
-    def shape_of(leaf: Any) -> Any:
-        aval: Any = jax.typeof(leaf) if is_committed(leaf) else None  # a key has no `weak_type` itself
-        return leaf if aval is None else jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    def move(leaf: Any) -> Any:
+        if not is_committed(leaf):
+            return leaf
+        aval: Any = jax.typeof(leaf)  # a key has no `weak_type` itself
+        sharding = leaf.sharding
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            sharding = jax.sharding.NamedSharding(_mesh_of(sharding.mesh, gpu), sharding.spec)
+        else:
+            sharding = None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=aval.weak_type, sharding=sharding)
 
     # Unflattening copies modules, so shared parts of a Flax model would become different ones.
-    return jax.tree.map(shape_of, args) if any(map(is_committed, jax.tree.leaves(args))) else args
+    return jax.tree.map(move, args) if any(map(is_committed, jax.tree.leaves(args))) else args
+
+
+def _mesh_of(mesh: Any, gpu: str) -> jax.sharding.Mesh:
+    """Returns a mesh of GPUs that are not present, with the axes of a mesh of present devices."""
+    gpus = np.array(devices(mesh.size, gpu=gpu)).reshape(mesh.devices.shape)
+    return jax.sharding.Mesh(gpus, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def is_on_mesh(args: PyTree) -> bool:
-    """True if an array of `args` is on a mesh of present devices. Such a program often names the mesh in its shardings."""
+    """True if an array of `args` is on a mesh of present devices."""
     leaves = (leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array))
     return any(isinstance(leaf.sharding, jax.sharding.NamedSharding) for leaf in leaves)
 
 
-def released(jitted: jax.stages.Wrapped, args: Sequence[PyTree]) -> tuple[jax.stages.Wrapped, Sequence[PyTree]]:
-    """Releases a program of one present device from that device, so that `lower` can lower it for another.
+def released(
+    jitted: jax.stages.Wrapped, args: Sequence[PyTree], *, gpu: str = "h200"
+) -> tuple[jax.stages.Wrapped, Sequence[PyTree]]:
+    """Releases a program that names one present device in its shardings, so that `lower` can lower it for another.
 
-    Lowering alone cannot do this: shardings on a mesh of present devices, of `jax.jit` or in the function, choose the device.
-    `jax.export` drops them.
+    Shardings on a mesh of present devices, of `jax.jit` or in the function, choose the device. `jax.export` drops them.
 
     Args:
         jitted: The result of `jax.jit`.
         args: Its positional arguments.
+        gpu: Model of GPU: `h200`, `h100` or `b200`.
 
     Returns:
         (jitted function, shapes of its arguments). The function has the same donated arguments, and no static ones.
 
     Raises:
-        TargetError: If the program is for several devices.
+        TargetError: If the program is for several devices, or lowering needs a GPU.
     """
-    leaves, structure = jax.tree.flatten(jitted.trace(*args).args_info)
-    exported = jax.export.export(jitted, platforms=["cuda"])(*args)
+    # A mesh from `jax.set_mesh` must be that of the shardings.
+    with _needs_no_gpu() if jax.sharding.get_mesh().axis_names else lowering_for(gpu):
+        traced = jitted.trace(*args)
+        leaves, structure = jax.tree.flatten(traced.args_info)
+        # Kernels of Pallas are custom calls without guarantees, which only matter for a program that is stored.
+        calls = set(re.findall(r"custom_call @([\w.$]+)", traced.lower(lowering_platforms=("cuda",)).as_text()))
+        checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in calls]
+        exported = jax.export.export(jitted, platforms=["cuda"], disabled_checks=checks)(*args)
     if exported.nr_devices > 1:
         raise TargetError(
-            f"the program is for {exported.nr_devices} present devices: build its mesh from "
+            f"the program names {exported.nr_devices} present devices in its shardings: build its mesh from "
             f"jgraph.xla.aot.devices({exported.nr_devices}) and pass shapes with shardings on this mesh"
         )
 
@@ -191,7 +214,8 @@ def compile_lowered(
 
     Raises:
         CompilerOptionError: If XLA refuses an option.
-        TargetError: If compiling the program needs a GPU, or XLA writes no dump of its thunks because XLA_FLAGS disables it.
+        TargetError: If compiling the program needs a GPU, the program is for present devices, or XLA writes no dump of its
+            thunks because XLA_FLAGS disables it.
     """
     with _needs_no_gpu(), for_elsewhere():
         compiled, report = compile_and_report(lowered, compiler_options, platform="gpu")
@@ -207,7 +231,7 @@ def compile_lowered(
 def lowering_for(gpu: str) -> Iterator[None]:
     """Makes JAX trace and lower for a GPU that is not present, inside a `with` block.
 
-    Call `.trace(...)` and `.lower(...)` of the jitted function in the block, with arguments from `uncommitted`. The block sets
+    Call `.trace(...)` and `.lower(...)` of the jitted function in the block, with arguments from `moved`. The block sets
     the abstract device of the current mesh to this GPU, which selects the Pallas kernels. It keeps the axes of the mesh. A
     mesh of present devices, from `jax.set_mesh`, becomes one of as many of these GPUs.
 
@@ -222,9 +246,8 @@ def lowering_for(gpu: str) -> Iterator[None]:
             RuntimeError because lowering needs a GPU.
     """
     concrete, mesh = jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()
-    if concrete.size > 1 or concrete.axis_names:
-        gpus = np.array(devices(concrete.size, gpu=gpu)).reshape(concrete.devices.shape)
-        with _needs_no_gpu(), jax.set_mesh(jax.sharding.Mesh(gpus, concrete.axis_names, axis_types=concrete.axis_types)):
+    if concrete.axis_names:
+        with _needs_no_gpu(), jax.set_mesh(_mesh_of(concrete, gpu)):
             yield
         return
     device = jax.sharding.AbstractDevice(devices(gpu=gpu)[0].device_kind, None, "cuda")

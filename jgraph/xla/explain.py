@@ -229,14 +229,17 @@ def _lower(jitted: Any, args: Sequence[PyTree], target: str | None) -> tuple[jax
         jitted, names, args = _as_jax_jit(jitted, args)
         return _lower(jitted, args, target)[0], names
     names: list[str] = []
-    if target and aot.is_on_mesh(args) and isinstance(traced := jitted.trace(*args), jax.stages.Traced):
-        names = argument_names(traced, traced)
-        jitted, args = aot.released(jitted, args)
-    if target:
-        traced, lowered = aot.lower(jitted, args, gpu=target)
-    else:
+    if target is None:
         traced = jitted.trace(*args)
         lowered = traced.lower()
+    else:
+        try:
+            traced, lowered = aot.lower(jitted, args, gpu=target)
+        except ValueError:  # shardings of the program name present devices
+            if not aot.is_on_mesh(args) or not isinstance(traced := jitted.trace(*args), jax.stages.Traced):
+                raise
+            names = argument_names(traced, traced)
+            traced, lowered = aot.lower(*aot.released(jitted, args, gpu=target), gpu=target)
     lowered = getattr(lowered, "lowered", lowered)  # nnx.jit wraps the stages of JAX
     return lowered, names or argument_names(traced, lowered)
 
@@ -257,7 +260,7 @@ def _as_jax_jit(wrapper: Any, args: Sequence[PyTree]) -> tuple[jax.stages.Wrappe
         return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else None, result)
 
     arrays = [leaves[i] for i in at]
-    jaxpr = jax.jit(call).trace(*aot.uncommitted(arrays)).jaxpr.jaxpr
+    jaxpr = jax.jit(call).trace(*arrays).jaxpr.jaxpr
     is_donated = {
         variable: donated
         for equation in jaxpr.eqns

@@ -320,8 +320,12 @@ def test_a_program_on_a_mesh_of_one_present_device_is_compiled_for_the_target(h2
 
 
 @pytest.mark.target
-def test_a_program_on_a_mesh_of_several_present_devices_is_refused_for_a_target(h200):
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    x = jax.device_put(jnp.ones(8), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
-    with pytest.raises(TargetError, match=r"the program is for 2 present devices: build its mesh from jgraph\.xla\.aot"):
-        explain(jax.jit(lambda x: x.sum()), x, target="h200")
+def test_a_program_of_several_present_devices_is_compiled_for_as_many_gpus(h200):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    x = jax.device_put(jnp.ones(8), sharding)
+    options = compiler_options("off", platform="gpu")
+    report = explain(jax.jit(lambda x: x.sum()), x, target="h200", compiler_options=options)
+    assert {outside.kind for outside in report.capture.outside} & {"AllReduce", "CollectiveKernel"}
+    with pytest.raises(TargetError, match=r"names 2 present devices in its shardings: build its mesh from jgraph\.xla\.aot"):
+        explain(jax.jit(lambda x: x.sum(), in_shardings=sharding), x, target="h200")
