@@ -6,6 +6,7 @@ python -m benchmarks.others SOURCES NAME...     # in the environment of the prog
 import argparse
 import json
 import multiprocessing
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +22,8 @@ def main() -> int:
     parser.add_argument("sources", type=Path)
     parser.add_argument("names", nargs="+")
     args = parser.parse_args()
+    git = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty"]
+    revision = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     for name in args.names:
         with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
             plain, ours = pool.starmap(watch, [(name, args.sources, uses) for uses in (False, True)], chunksize=1)
@@ -30,6 +33,7 @@ def main() -> int:
             "package": program.package,
             "version": version(program.package),
             "jax": version("jax"),
+            "jgraph": revision,
             "source": program.source,
             "revision": program.revision,
             "failed": plain["failed"],
