@@ -283,7 +283,7 @@ def watch(name: str, root: Path, uses_jgraph: bool) -> dict[str, Any]:
     """
     program, failed = PROGRAMS[name], ""
     os.environ["EQX_ON_ERROR"] = "off"  # no Python callbacks, which cannot be compiled without a GPU
-    with watched(program.wrapper, program.steps, uses_jgraph=uses_jgraph) as seen:
+    with watched(program.wrapper, program.steps, uses_jgraph=uses_jgraph, explains=not uses_jgraph) as seen:
         try:
             program.run(root)
         except EndOfDataError:

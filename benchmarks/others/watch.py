@@ -82,13 +82,14 @@ def _name(fn: Any) -> str:
 
 
 @contextlib.contextmanager
-def watched(wrapper: str, steps: tuple[str, ...], *, uses_jgraph: bool) -> Iterator[Seen]:
+def watched(wrapper: str, steps: tuple[str, ...], *, uses_jgraph: bool, explains: bool) -> Iterator[Seen]:
     """Watches functions that are jitted inside a `with` block.
 
     Args:
         wrapper: The qualified name of the decorator, e.g. `equinox.filter_jit`.
         steps: Names of the functions.
-        uses_jgraph: False explains the function. True replaces `jax.jit` by `jgraph.jit` for it.
+        uses_jgraph: Replace `jax.jit` by `jgraph.jit` for these functions.
+        explains: Explain them for `TARGET`.
 
     Yields:
         The record, filled by the calls of the function.
@@ -118,7 +119,7 @@ def watched(wrapper: str, steps: tuple[str, ...], *, uses_jgraph: bool) -> Itera
     module, _, attribute = wrapper.rpartition(".")
     owner = importlib.import_module(module)
     outer = jit if wrapper == "jax.jit" else getattr(owner, attribute)
-    made = lambda fn, *args, **kwargs: Watched(outer(fn, *args, **kwargs), seen, not uses_jgraph)  # noqa: E731
+    made = lambda fn, *args, **kwargs: Watched(outer(fn, *args, **kwargs), seen, explains)  # noqa: E731
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(jax, "jit", replaced(plain_jit, jit)))
         stack.enter_context(mock.patch.object(owner, attribute, replaced(getattr(owner, attribute), made)))

@@ -177,7 +177,9 @@ def explain(
             dtypes and shardings of arrays are used, and no array is donated. A static argument of a jitted `fn` is its value.
         donate_argnums: Indices of the positional arguments to donate. Only for a function that is not jitted; a jitted function
             has the `donate_argnums` that were passed to `jax.jit`.
-        target: `h200`, `h100` or `b200` to compile for that GPU without having one. None: the first of `jax.devices()`.
+        target: `h200`, `h100` or `b200` to compile for that GPU without having one. None: the first of `jax.devices()`. Arrays
+            on a mesh count as arrays on as many of these GPUs. If the program itself names present devices in its shardings,
+            it must be for one device.
         compiler_options: XLA options by name, from `jgraph.compiler_options`. None for XLA's defaults.
 
     Returns:
@@ -235,7 +237,9 @@ def _lower(jitted: Any, args: Sequence[PyTree], target: str | None) -> tuple[jax
     else:
         try:
             traced, lowered = aot.lower(jitted, args, gpu=target)
-        except ValueError:  # shardings of the program name present devices
+        except (ValueError, AttributeError):
+            # A ValueError: the program names present devices in its shardings. An AttributeError: it computes constants while it
+            # is traced, with `jax.set_mesh`. An error of the function itself is raised again by the next trace.
             if not aot.is_on_mesh(args) or not isinstance(traced := jitted.trace(*args), jax.stages.Traced):
                 raise
             names = argument_names(traced, traced)
