@@ -22,7 +22,7 @@ def main() -> int:
     parser.add_argument("sources", type=Path)
     parser.add_argument("names", nargs="+")
     args = parser.parse_args()
-    git = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty"]
+    git = ["git", "-C", str(RESULTS.parent), "rev-parse", "--short", "HEAD"]
     revision = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     for name in args.names:
         with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:

@@ -301,6 +301,10 @@ def test_static_arguments_and_constants_computed_while_tracing_are_allowed_with_
     report = explain(step, jnp.ones((64, 64)), 8, jnp.ones((64, 64)), target="h200")
     assert report.capture.total >= 8
     assert [d.output for d in report.donations] == ["result"]
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    state = jax.device_put(jnp.ones((64, 64)), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    with jax.set_mesh(mesh):
+        assert explain(step, state, 8, state, target="h200").capture == report.capture
 
 
 @pytest.mark.target
