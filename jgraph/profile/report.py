@@ -140,8 +140,8 @@ def _notes(step: Step, device: str, graphs: Sequence[Mapping[str, Any]]) -> list
         )
     elif device != "CPU":
         notes.append(
-            "No kernel ran in a CUDA graph. By default, XLA does not use CUDA graphs while a profiler runs, so a step with "
-            "many short kernels takes longer than without the profiler."
+            "No kernel ran in a CUDA graph. XLA can skip CUDA graphs while a profiler runs. A step with many short kernels then "
+            "takes longer than without the profiler."
         )
     return notes
 

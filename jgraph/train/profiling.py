@@ -32,14 +32,14 @@ from jgraph.train.setup import TrainSetup, batch_shapes
 from jgraph.train.watchdog import Watchdog
 from jgraph.xla.launches import profiler_options
 
-# Without this option, XLA does not run command buffers under a profiler.
+# Without this option, XLA can skip command buffers under a profiler.
 _PROFILED = "xla_enable_command_buffers_during_profiling=true"
 
 
 def profiled(config: TrainConfig, platform: str) -> TrainConfig:
     """Returns a configuration. Its compiled step uses command buffers (CUDA graphs) also while a profiler runs.
 
-    Without this configuration, XLA does not use command buffers under a profiler.
+    Without this configuration, XLA can skip command buffers under a profiler.
 
     Args:
         config: The configuration of the run. Not changed.
