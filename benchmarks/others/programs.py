@@ -1,7 +1,10 @@
 """The programs. Each function runs a training loop from the source of another project, with small sizes and synthetic data.
 
-Data sets and TensorFlow are replaced by mocks. The model, the loss, the step and the loop are those of the project.
+Data sets and TensorFlow are replaced by mocks. The model, the loss, the step and the loop come from the
+project. Levanter is the exception: the loop around its train_step is here, because its own needs a tokenizer.
 """
+
+# pyright: reportMissingImports=false
 
 import importlib
 import json
@@ -134,8 +137,9 @@ class _Loader(list[Any]):
 
 def _torch(shape: tuple[int, ...]) -> None:
     _mocked("torch", "torchvision", "torchvision.transforms")
-    sys.modules["torch"].Tensor = _Loader  # Equinox asks whether arrays are tensors
-    sys.modules["torch"].utils.data.DataLoader = lambda dataset, batch_size, **_: _Loader(shape, batch_size)
+    torch: Any = sys.modules["torch"]
+    torch.Tensor = _Loader  # Equinox asks whether arrays are tensors
+    torch.utils.data.DataLoader = lambda dataset, batch_size, **_: _Loader(shape, batch_size)
 
 
 def _equinox_mnist(root: Path) -> None:

@@ -10,6 +10,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 import jgraph
 
@@ -38,7 +39,7 @@ class Watched:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function. Does not watch calls inside a trace."""
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
             return self._jitted(*args, **kwargs)
         if self._explain and not self._seen.reports:
             self._seen.reports = {name: _explained(self._jitted, args, kwargs, *given) for name, given in OPTIONS.items()}

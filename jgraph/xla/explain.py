@@ -238,8 +238,8 @@ def _lower(jitted: Any, args: Sequence[PyTree], target: str | None) -> tuple[jax
         try:
             traced, lowered = aot.lower(jitted, args, gpu=target)
         except (ValueError, AttributeError):
-            # A ValueError: the program names present devices in its shardings. An AttributeError: it computes constants while it
-            # is traced, with `jax.set_mesh`. An error of the function itself is raised again by the next trace.
+            # A ValueError: the program names present devices in its shardings. An AttributeError: it computes constants while
+            # it is traced, with `jax.set_mesh`. An error of the function itself is raised again by the next trace.
             if not aot.is_on_mesh(args) or not isinstance(traced := jitted.trace(*args), jax.stages.Traced):
                 raise
             names = argument_names(traced, traced)
