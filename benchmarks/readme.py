@@ -1,4 +1,4 @@
-"""Writes the tables of README.md, of notes/benchmarks.md and of benchmarks/results/*.md from the stored results."""
+"""Writes the tables of README.md, of two pages of notes/ and of benchmarks/results/*.md from the stored results."""
 
 import importlib
 import math
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks import runner
 from benchmarks.compare import ResultsError, distinct, read
+from benchmarks.others import table as others
 from benchmarks.rows import Row, fastest, ratio, row_name
 from benchmarks.runner import SOAK_HEADS, benchmark_of, find_benchmarks, soak_rows, soaks_page
 from benchmarks.tables import (
@@ -23,6 +24,7 @@ from benchmarks.tables import (
 
 ROOT = Path(__file__).parents[1]
 README, PAGE = ROOT / "README.md", ROOT / "notes/benchmarks.md"
+OTHERS = ROOT / "notes/guide/other-programs.md"
 MULTI_GPU = ("pipeline", "fsdp", "callables")  # benchmarks on several GPUs, in the order of the page
 WITH_FP8 = ("fp8", "fsdp", "moe", "pipeline")  # benchmarks with FP8 results
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
@@ -52,6 +54,7 @@ def write_readme(check: bool) -> int:
         The exit code: 1 if `check` is True and a page differs from the results.
     """
     pages = {README: _with_tables(README, gains_table()), PAGE: _with_tables(PAGE, page_tables())}
+    pages[OTHERS] = _with_tables(OTHERS, others.table())
     pages |= {page: new for page in sorted(runner.RESULTS.glob("*.md")) if (new := results_page(page))}
     outdated = [page for page, new in pages.items() if page.read_text() != new]
     if check and outdated:

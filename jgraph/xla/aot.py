@@ -16,14 +16,16 @@ import importlib.metadata
 import importlib.resources
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 
 from jgraph.device import DEVICES
 from jgraph.errors import TargetError, os_errors
@@ -78,8 +80,9 @@ def compile_for(
 
     Args:
         jitted: The result of `jax.jit`.
-        args: The positional arguments of `jitted`: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`. Only shapes and dtypes
-            are used. A ShapeDtypeStruct with a sharding keeps it. All other leaves count as arrays on one GPU.
+        args: The positional arguments of `jitted`: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`, and static arguments.
+            Only the shapes and dtypes of arrays are used. A ShapeDtypeStruct with a sharding keeps it. All other arrays are
+            compiled for one GPU.
         gpu: Model of GPU: `h200`, `h100` or `b200`.
         compiler_options: XLA options by name, from `jgraph.compiler_options`. None for XLA's defaults.
 
@@ -91,35 +94,110 @@ def compile_for(
         TargetError: If the GPU is unknown, its compiler is not installed or does not match this jaxlib, compiling the program
             needs a GPU, or XLA writes no dump of its thunks because XLA_FLAGS disables it.
     """
-    avals = placed(args, gpu=gpu)
-    with lowering_for(gpu):
-        lowered = jitted.lower(*avals)
-    return compile_lowered(lowered, compiler_options or {})
+    return compile_lowered(lower(jitted, args, gpu=gpu)[1], compiler_options or {})
 
 
-def placed(args: PyTree, *, gpu: str = "h200") -> PyTree:
-    """Converts arguments to shapes with a sharding on a GPU that is not present. Moves no data.
+def lower(jitted: Any, args: Sequence[PyTree], *, gpu: str = "h200") -> tuple[Any, Any]:
+    """Traces and lowers a jitted function for a GPU that is not present.
 
     Args:
-        args: A pytree of arrays, numbers or `jax.ShapeDtypeStruct`. Only shapes and dtypes are used. A ShapeDtypeStruct with a
-            sharding keeps it. All other leaves get a sharding on the GPU `devices(gpu=gpu)[0]`.
+        jitted: The result of `jax.jit`, or a wrapper of it with a method `trace`.
+        args: The positional arguments of `jitted`, as in `compile_for`.
         gpu: Model of GPU: `h200`, `h100` or `b200`.
 
     Returns:
-        A tree like `args` of `jax.ShapeDtypeStruct` with shardings.
+        The results of `trace` and of its method `lower`.
 
     Raises:
-        TargetError: If the GPU is unknown, its compiler is not installed, or it does not match this jaxlib.
+        TargetError: If the GPU is unknown, its compiler is not installed or does not match this jaxlib, or lowering needs one.
     """
-    sharding = jax.sharding.SingleDeviceSharding(devices(gpu=gpu)[0])
+    with lowering_for(gpu):
+        traced = jitted.trace(*moved(args, gpu=gpu))
+        # Tracing may compute constants, which this device cannot do.
+        with jax.default_device(devices(gpu=gpu)[0]):
+            return traced, traced.lower()
 
-    def place(leaf: Any) -> jax.ShapeDtypeStruct:
-        if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None:
+
+def moved(args: PyTree, *, gpu: str = "h200") -> PyTree:
+    """Replaces arrays that are committed to present devices by shapes for GPUs that are not present.
+
+    Args:
+        args: A pytree with leaves of any type.
+        gpu: Model of GPU: `h200`, `h100` or `b200`.
+
+    Returns:
+        A tree like `args`. Committed arrays are instances of `jax.ShapeDtypeStruct`, with a sharding over as many GPUs if they
+        are on a mesh. All other leaves are the same objects. `args` itself if no array is committed.
+    """
+
+    def is_committed(leaf: Any) -> bool:
+        return isinstance(leaf, jax.Array) and leaf.committed
+
+    def move(leaf: Any) -> Any:
+        if not is_committed(leaf):
             return leaf
-        aval: Any = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+        aval: Any = jax.typeof(leaf)  # a key has no `weak_type` itself
+        sharding = leaf.sharding
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            sharding = jax.sharding.NamedSharding(_mesh_of(sharding.mesh, gpu), sharding.spec)
+        else:
+            sharding = None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=aval.weak_type, sharding=sharding)
 
-    return jax.tree.map(place, args)
+    # Unflattening copies modules, so shared parts of a Flax model would become different ones.
+    return jax.tree.map(move, args) if any(map(is_committed, jax.tree.leaves(args))) else args
+
+
+def _mesh_of(mesh: Any, gpu: str) -> jax.sharding.Mesh:
+    """Returns a mesh of GPUs that are not present, with the axes of a mesh of present devices."""
+    gpus = np.array(devices(mesh.size, gpu=gpu)).reshape(mesh.devices.shape)
+    return jax.sharding.Mesh(gpus, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def is_on_mesh(args: PyTree) -> bool:
+    """True if an array of `args` is on a mesh of present devices."""
+    leaves = (leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array))
+    return any(isinstance(leaf.sharding, jax.sharding.NamedSharding) for leaf in leaves)
+
+
+def released(
+    jitted: jax.stages.Wrapped, args: Sequence[PyTree], *, gpu: str = "h200"
+) -> tuple[jax.stages.Wrapped, Sequence[PyTree]]:
+    """Releases a program that names one present device in its shardings, so that `lower` can lower it for another.
+
+    Shardings on a mesh of present devices, of `jax.jit` or in the function, choose the device. `jax.export` drops them.
+
+    Args:
+        jitted: The result of `jax.jit`.
+        args: Its positional arguments.
+        gpu: Model of GPU: `h200`, `h100` or `b200`.
+
+    Returns:
+        (jitted function, shapes of its arguments). The function has the same donated arguments, and no static ones.
+
+    Raises:
+        TargetError: If the program is for several devices, or lowering needs a GPU.
+    """
+    # A mesh from `jax.set_mesh` must be that of the shardings.
+    with _needs_no_gpu() if jax.sharding.get_mesh().axis_names else lowering_for(gpu):
+        traced = jitted.trace(*args)
+        leaves, structure = jax.tree.flatten(traced.args_info)
+        # Kernels of Pallas are custom calls without guarantees, which only matter for a program that is stored.
+        calls = set(re.findall(r"custom_call @([\w.$]+)", traced.lower(lowering_platforms=("cuda",)).as_text()))
+        checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in calls]
+        exported = jax.export.export(jitted, platforms=["cuda"], disabled_checks=checks)(*args)
+    if exported.nr_devices > 1:
+        raise TargetError(
+            f"the program names {exported.nr_devices} present devices in its shardings: build its mesh from "
+            f"jgraph.xla.aot.devices({exported.nr_devices}) and pass shapes with shardings on this mesh"
+        )
+
+    def call(*leaves: Any) -> Any:
+        args, kwargs = jax.tree.unflatten(structure, leaves)
+        return exported.call(*args, **kwargs)
+
+    donated = [i for i, leaf in enumerate(leaves) if leaf.donated]
+    return jax.jit(call, donate_argnums=donated), [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def compile_lowered(
@@ -128,7 +206,7 @@ def compile_lowered(
     """Compiles a program for a GPU that is not present.
 
     Args:
-        lowered: The program, lowered inside `lowering_for` with the shapes that `placed` returns.
+        lowered: The program, from `lower`, or lowered inside `lowering_for`.
         compiler_options: XLA options by name, from `jgraph.compiler_options`.
 
     Returns:
@@ -136,10 +214,14 @@ def compile_lowered(
 
     Raises:
         CompilerOptionError: If XLA refuses an option.
-        TargetError: If compiling the program needs a GPU, or XLA writes no dump of its thunks because XLA_FLAGS disables it.
+        TargetError: If compiling the program needs a GPU, the program is for present devices, or XLA writes no dump of its
+            thunks because XLA_FLAGS disables it.
     """
     with _needs_no_gpu(), for_elsewhere():
         compiled, report = compile_and_report(lowered, compiler_options, platform="gpu")
+    used = {device for sharding in jax.tree.leaves(compiled.input_shardings) for device in sharding.device_set}
+    if used & set(jax.devices()):
+        raise TargetError("the program names present devices in its shardings: pass arguments on their mesh (jax.device_put)")
     if report is None:
         raise TargetError("XLA dumped no thunks; remove dump options (xla_dump_..., xla_enable_dumping) from XLA_FLAGS")
     return compiled, report
@@ -149,8 +231,9 @@ def compile_lowered(
 def lowering_for(gpu: str) -> Iterator[None]:
     """Makes JAX trace and lower for a GPU that is not present, inside a `with` block.
 
-    Call `.trace(...)` and `.lower(...)` of the jitted function in the block, with the shapes that `placed` returns. The block
-    sets the abstract device of the current mesh to this GPU, which selects the Pallas kernels. It keeps the axes of the mesh.
+    Call `.trace(...)` and `.lower(...)` of the jitted function in the block, with arguments from `moved`. The block sets
+    the abstract device of the current mesh to this GPU, which selects the Pallas kernels. It keeps the axes of the mesh. A
+    mesh of present devices, from `jax.set_mesh`, becomes one of as many of these GPUs.
 
     Args:
         gpu: Model of GPU: `h200`, `h100` or `b200`.
@@ -162,7 +245,11 @@ def lowering_for(gpu: str) -> Iterator[None]:
         TargetError: If the GPU is unknown, its compiler is not installed or does not match this jaxlib, or the block raises a
             RuntimeError because lowering needs a GPU.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    concrete, mesh = jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()
+    if concrete.axis_names:
+        with _needs_no_gpu(), jax.set_mesh(_mesh_of(concrete, gpu)):
+            yield
+        return
     device = jax.sharding.AbstractDevice(devices(gpu=gpu)[0].device_kind, None, "cuda")
     mesh = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=device)
     with _needs_no_gpu(), jax.sharding.use_abstract_mesh(mesh):

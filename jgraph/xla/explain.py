@@ -1,6 +1,5 @@
 """Reports the command buffers, donations and memory of a compiled program, for a present or an absent GPU."""
 
-import contextlib
 import dataclasses
 import json
 import warnings
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from jgraph.errors import ConfigError
 from jgraph.tree import PyTree
@@ -171,12 +171,15 @@ def explain(
     """Compiles a function and reports its command buffers, donated buffers and memory. Does not run it.
 
     Args:
-        fn: A function, or the result of `jax.jit`. With `target`, bind static arguments by `functools.partial`.
+        fn: A function, or a jitted function: from `jax.jit`, `jgraph.jit`, Flax's `nnx.jit`, Equinox's `filter_jit`, or another
+            wrapper of `jax.jit` with a method `lower`.
         *args: The positional arguments of `fn`: pytrees of arrays or `jax.ShapeDtypeStruct`. Only the shapes,
             dtypes and shardings of arrays are used, and no array is donated. A static argument of a jitted `fn` is its value.
         donate_argnums: Indices of the positional arguments to donate. Only for a function that is not jitted; a jitted function
             has the `donate_argnums` that were passed to `jax.jit`.
-        target: `h200`, `h100` or `b200` to compile for that GPU without having one. None: the first of `jax.devices()`.
+        target: `h200`, `h100` or `b200` to compile for that GPU without having one. None: the first of `jax.devices()`. Arrays
+            on a mesh count as arrays on as many of these GPUs. If the program itself names present devices in its shardings,
+            it must be for one device.
         compiler_options: XLA options by name, from `jgraph.compiler_options`. None for XLA's defaults.
 
     Returns:
@@ -195,40 +198,98 @@ def explain(
     if not callable(fn):
         raise ConfigError(f"`fn` is {type(fn).__name__}: must be a function", field="fn")
     jitted: Any = fn
-    if not isinstance(fn, jax.stages.Wrapped):
+    if not hasattr(fn, "lower"):
         jitted = jax.jit(fn, donate_argnums=donate_argnums)
     elif donate_argnums not in ((), []):
         raise ConfigError("`donate_argnums` must be left out for a jitted function: pass it to jax.jit", field="donate_argnums")
-    with warnings.catch_warnings(), aot.lowering_for(target) if target else contextlib.nullcontext():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        traced = jitted.trace(*(aot.placed(args, gpu=target) if target else args))
-    return report(traced, compiler_options or {}, name=getattr(fn, "__name__", type(fn).__name__), target=target)
+        lowered, names = _lower(jitted, args, target)
+    return _report(lowered, names, compiler_options or {}, name=getattr(fn, "__name__", type(fn).__name__), target=target)
 
 
-def report(
-    traced: jax.stages.Traced, compiler_options: Mapping[str, OptionValue], *, name: str, target: str | None = None
-) -> Explanation:
+def report(traced: jax.stages.Traced, compiler_options: Mapping[str, OptionValue], *, name: str) -> Explanation:
     """Compiles a traced function and reports as `explain` does.
 
     Args:
-        traced: The function, from `jax.jit(fn).trace(...)`. With `target`, from arguments that `aot.placed` places on it.
+        traced: The function, from `jax.jit(fn).trace(...)`.
         compiler_options: XLA options by name.
         name: The name of the function in the report.
-        target: The GPU to compile for, as in `explain`.
 
     Returns:
         The report.
     """
-    device = aot.devices(gpu=target)[0] if target else jax.devices()[0]
-    with warnings.catch_warnings(), aot.lowering_for(target) if target else contextlib.nullcontext():
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         lowered = traced.lower()
+    return _report(lowered, argument_names(traced, lowered), compiler_options, name=name)
+
+
+def _lower(jitted: Any, args: Sequence[PyTree], target: str | None) -> tuple[jax.stages.Lowered, list[str]]:
+    """Lowers a jitted function. Returns the program and the paths of its argument leaves."""
+    if not hasattr(jitted, "trace"):
+        jitted, names, args = _as_jax_jit(jitted, args)
+        return _lower(jitted, args, target)[0], names
+    names: list[str] = []
+    if target is None:
+        traced = jitted.trace(*args)
+        lowered = traced.lower()
+    else:
+        try:
+            traced, lowered = aot.lower(jitted, args, gpu=target)
+        except (ValueError, AttributeError):
+            # A ValueError: the program names present devices in its shardings. An AttributeError: it computes constants while
+            # it is traced, with `jax.set_mesh`. An error of the function itself is raised again by the next trace.
+            if not aot.is_on_mesh(args) or not isinstance(traced := jitted.trace(*args), jax.stages.Traced):
+                raise
+            names = argument_names(traced, traced)
+            traced, lowered = aot.lower(*aot.released(jitted, args, gpu=target), gpu=target)
+    lowered = getattr(lowered, "lowered", lowered)  # nnx.jit wraps the stages of JAX
+    return lowered, names or argument_names(traced, lowered)
+
+
+def _as_jax_jit(wrapper: Any, args: Sequence[PyTree]) -> tuple[jax.stages.Wrapped, list[str], list[Any]]:
+    """Converts a jitted function that takes leaves of any type, such as that of Equinox, to one of arrays only.
+
+    Returns:
+        (jitted function with the same donated arrays, path of each array, arrays).
+    """
+    paths, structure = jax.tree_util.tree_flatten_with_path(args)
+    leaves = [leaf for _, leaf in paths]
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)]
+
+    def call(*arrays: Any) -> Any:
+        given = dict(zip(at, arrays, strict=True))
+        result = wrapper(*jax.tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)]))
+        return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else None, result)
+
+    arrays = [leaves[i] for i in at]
+    jaxpr = jax.jit(call).trace(*arrays).jaxpr.jaxpr
+    is_donated = {
+        variable: donated
+        for equation in jaxpr.eqns
+        for variable, donated in zip(equation.invars, equation.params.get("donated_invars", ()), strict=False)
+    }
+    donated = [i for i, variable in enumerate(jaxpr.invars) if is_donated.get(variable)]
+    names = ["args" + jax.tree_util.keystr(paths[i][0]) for i in at]
+    return jax.jit(call, donate_argnums=donated), names, arrays
+
+
+def _report(
+    lowered: jax.stages.Lowered,
+    names: Sequence[str],
+    compiler_options: Mapping[str, OptionValue],
+    *,
+    name: str,
+    target: str | None = None,
+) -> Explanation:
+    device = aot.devices(gpu=target)[0] if target else jax.devices()[0]
     compiled, capture = (aot.compile_lowered if target else compile_and_report)(lowered, compiler_options)
     return Explanation(
         name=name,
         device=device.device_kind + (", which is not here" if target else ""),
         capture=capture,
-        donations=donations(lowered, compiled, argument_names(traced, lowered)),
+        donations=donations(lowered, compiled, names),
         memory=Memory.of(compiled),
         fp8=FP8Products.of(compiled),
         notes=tuple(_notes(capture, target)),
@@ -245,18 +306,19 @@ def _notes(capture: CaptureReport | None, target: str | None) -> Iterator[str]:
         yield f"there are no command buffers on a {platform}: use target='h200' for the report of a GPU"
 
 
-def argument_names(traced: jax.stages.Traced, lowered: jax.stages.Lowered) -> list[str]:
+def argument_names(traced: jax.stages.Traced | None, lowered: jax.stages.Lowered | jax.stages.Traced) -> list[str]:
     """Returns the paths of argument leaves, e.g. `state['w']`, or `args[0]['w']` if the function has no argument names.
 
     Args:
-        traced: The trace of the function.
-        lowered: The result of `traced.lower()`.
+        traced: The trace of the function. None, or a wrapper without the attribute `jaxpr`, if it is unknown.
+        lowered: The result of `traced.lower()`, or another stage with the attribute `args_info`.
 
     Returns:
         One path per leaf, in the order of the leaves.
     """
     infos, _ = jax.tree_util.tree_flatten_with_path(lowered.args_info)
-    names = traced.jaxpr.jaxpr.debug_info.arg_names
+    jaxpr: Any = getattr(traced, "jaxpr", None)
+    names = jaxpr and jaxpr.jaxpr.debug_info.arg_names
     if names is not None and len(names) == len(infos) and all(names):
         return list(names)
     return [("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:]) for path, _ in infos]

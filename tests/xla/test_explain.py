@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from jgraph.errors import CompilerOptionError, ConfigError, TargetError
 from jgraph.kernels.grouped import grouped_dot
@@ -175,6 +176,40 @@ def test_a_partial_function_gets_a_generic_name():
     assert report.name == "partial"
 
 
+class FilterJit:
+    """As `equinox.filter_jit(donate="all")`: takes leaves of any type, donates arrays, and has `lower` but not `trace`."""
+
+    def __init__(self, fn):
+        self.jitted = jax.jit(fn, static_argnums=1, donate_argnums=0)
+
+    def __call__(self, state, activation, x):
+        state, loss = self.jitted(state, activation, x)
+        return state, loss, activation
+
+    lower = None
+
+
+def test_a_wrapper_of_jax_jit_is_explained_with_its_donations_by_path():
+    def step(state, activation, x):
+        return {"w": state["w"] + 1, "m": state["m"][:3]}, activation(x @ state["w"]).sum()
+
+    state = {"w": jnp.ones((64, 64)), "m": jnp.ones(9)}
+    report = explain(FilterJit(step), state, jax.nn.relu, jnp.ones((32, 64)))
+    assert {d.leaf: d.output for d in report.donations} == {"args[0]['w']": "result[0]['w']", "args[0]['m']": ""}
+    assert not state["w"].is_deleted()
+
+
+def test_a_function_of_nnx_jit_is_explained():
+    @functools.partial(nnx.jit, donate_argnums=0)
+    def step(model, x):
+        model.kernel[...] += 1
+        return model(x).sum()
+
+    report = explain(step, nnx.Linear(8, 8, rngs=nnx.Rngs(0)), jnp.ones((4, 8)))
+    assert [d.array for d in report.dropped] == []
+    assert len(report.donations) == 2
+
+
 # --- On a compile-only target. ---
 
 
@@ -251,3 +286,50 @@ def test_donations_and_memory_describe_the_target(h200):
     assert [d.output for d in report.donations] == [f"result[0]['{k}']" for k in STATE]
     assert report.memory.aliased == 4 * (9 + 9 + 64 * 64)
     assert "compiled without the GPU" in str(report)
+
+
+@pytest.mark.target
+def test_static_arguments_and_constants_computed_while_tracing_are_allowed_with_a_target(h200):
+    @functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
+    def step(state, count, x):
+        with jax.ensure_compile_time_eval():
+            scale = float(jnp.arange(3).sum())
+        for _ in range(count):
+            state = jnp.tanh(state @ x) * scale
+        return state
+
+    report = explain(step, jnp.ones((64, 64)), 8, jnp.ones((64, 64)), target="h200")
+    assert report.capture.total >= 8
+    assert [d.output for d in report.donations] == ["result"]
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    state = jax.device_put(jnp.ones((64, 64)), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    with jax.set_mesh(mesh):
+        assert explain(step, state, 8, state, target="h200").capture == report.capture
+
+
+@pytest.mark.target
+def test_a_program_on_a_mesh_of_one_present_device_is_compiled_for_the_target(h200):
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    step = jax.jit(update, in_shardings=(sharding, sharding), out_shardings=sharding, donate_argnums=0)
+    state = {name: jnp.ones(leaf.shape) for name, leaf in STATE.items()}
+    x = jnp.ones(X.shape)
+    with pytest.raises(TargetError, match="names present devices in its shardings"):
+        explain(step, state, x, target="h200")
+    with jax.set_mesh(mesh):
+        report = explain(step, *jax.device_put((state, x), sharding), target="h200")
+    assert report.device.startswith("NVIDIA H200")
+    assert report.capture.total > 0
+    assert {d.leaf: d.output for d in report.donations} == {f"state['{k}']": f"result[0]['{k}']" for k in STATE}
+
+
+@pytest.mark.target
+def test_a_program_of_several_present_devices_is_compiled_for_as_many_gpus(h200):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    x = jax.device_put(jnp.ones(8), sharding)
+    options = compiler_options("off", platform="gpu")
+    report = explain(jax.jit(lambda x: x.sum()), x, target="h200", compiler_options=options)
+    assert {outside.kind for outside in report.capture.outside} & {"AllReduce", "CollectiveKernel"}
+    with pytest.raises(TargetError, match=r"names 2 present devices in its shardings: build its mesh from jgraph\.xla\.aot"):
+        explain(jax.jit(lambda x: x.sum(), in_shardings=sharding), x, target="h200")
