@@ -45,7 +45,8 @@ def packed(
 
     def parts(params: PyTree) -> tuple[Packing, optax.GradientTransformationExtraArgs]:
         packing = Packing.of(params)
-        return packing, optax.chain(clip, make_transform(declared, packing.decay_mask()))
+        transform: Any = make_transform(declared, packing.decay_mask())  # optax.MultiSteps also has the methods of a transform
+        return packing, optax.chain(clip, transform)
 
     def init(params: PyTree) -> PyTree:
         check_elementwise(declared, params)

@@ -34,7 +34,13 @@ def trained(transform, params, steps=3):
 
 
 @pytest.mark.parametrize(
-    "make", [optax.sgd, optax.adam, lambda rate: optax.chain(optax.add_decayed_weights(0.1), optax.lion(rate))]
+    "make",
+    [
+        optax.sgd,
+        optax.adam,
+        lambda rate: optax.chain(optax.add_decayed_weights(0.1), optax.lion(rate)),
+        lambda rate: optax.MultiSteps(optax.adam(rate), every_k_schedule=2),
+    ],
 )
 def test_updates_equal_those_of_the_transform(make):
     params = parameters()
