@@ -108,20 +108,7 @@ def time_generation(request: Row) -> None:
 
     run()
     answer(device=first_devices(1)[0].device_kind, moved_bytes=weight_bytes(request))
-    take_turns(lambda timer: per_token(timer.back_to_back(run, lambda: None), request))
-
-
-def per_token(timed: Row, request: Row) -> Row:
-    """Divides the time of a call by the number of generated tokens.
-
-    Args:
-        timed: Measurement of the call.
-        request: Request with the number of new tokens.
-
-    Returns:
-        The measurement with `ms` per token.
-    """
-    return timed | {"ms": timed["ms"] / request["new"]}
+    take_turns(lambda timer: timer.per_token(run, lambda: None, request["new"]))
 
 
 def section(name: str, result: Row) -> Section:

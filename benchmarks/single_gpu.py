@@ -20,6 +20,7 @@ from jgraph.train.config import TrainConfig
 COMPILED = ("torch compile", "torch compile + CUDA graph", "torch compile max-autotune + CUDA graph")
 PLAIN = ("jax same", "jax same nnx", "jax same flatten", "jax stock", "jax stock flatten")
 VARIANTS = ("jgraph", "jgraph graph=off", *PLAIN, "torch eager", "torch CUDA graph", *COMPILED)
+SIZE = {"arrays": number("arrays", ".0f"), "kernels": number("kernels", ".0f"), "host, ms": number("host_ms", ".2f")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +98,7 @@ def section(name: str, result: Row) -> Section:
             "time / jgraph": lambda row: ratio(row, ours),
             "TFLOP/s": lambda row: f"{flops / row['ms'] / 1e9:.0f}",
             "MFU": mfu(flops),
-            "arrays": number("arrays", ".0f"),
-            "kernels": number("kernels", ".0f"),
-            "host, ms": number("host_ms", ".2f"),
+            **(SIZE if any("kernels" in row for row in rows) else {}),  # results before 2026-11-24 do not have it
             **{name: COLUMNS[name] for name in ("peak memory, GB", "power, W", "clock, MHz")},
         },
         notes=ours.get("capture") or "",

@@ -100,8 +100,6 @@ def watched(wrapper: str, steps: tuple[str, ...], *, uses_jgraph: bool, explains
     def jit(fn: Any, **kwargs: Any) -> Any:
         nonlocal is_making
         is_making = True  # jgraph.jit calls jax.jit
-        if uses_jgraph and kwargs.get("compiler_options", 0) is None:
-            del kwargs["compiler_options"]  # EasyDeL passes None; jgraph.jit has `graph` and `xla_options` instead
         try:
             return (jgraph.jit if uses_jgraph else plain_jit)(fn, **kwargs)
         finally:

@@ -37,8 +37,7 @@ def main() -> None:
 
     def measure(timer: Any) -> Any:
         with torch.no_grad():
-            timed = timer.back_to_back(run, wait)
-        return timed | {"ms": timed["ms"] / request["new"]}
+            return timer.per_token(run, wait, request["new"])
 
     take_turns(measure)
 

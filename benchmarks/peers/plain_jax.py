@@ -105,17 +105,16 @@ def plain_step(config: TrainConfig, words: Sequence[str], mesh: Mesh | None = No
     def make_params() -> Tree:
         return as_tree(nnx.split(GPT(model, rngs=nnx.Rngs(config.seed)))[1])
 
-    # Without the word `params`, no parameter is small, so packing changes nothing.
-    packing = jgraph.Packing.of(jax.eval_shape(make_params), small=2**19 if "params" in words else 0)
+    packing = jgraph.Packing.of(jax.eval_shape(make_params)) if "params" in words else None
     transform = optimizer(config, words, packing)
 
     def init() -> Tree:
         params = make_params()
-        params = packing.pack(params) if "params" in words else params
+        params = packing.pack(params) if packing else params
         return params, transform.init(params)
 
     def loss(params: Tree, tokens_BS: Array) -> Array:
-        gpt = nnx.merge(graphdef, packing.unpack(params) if "params" in words else params)
+        gpt = nnx.merge(graphdef, packing.unpack(params) if packing else params)
         return stock_loss(gpt, tokens_BS, mesh) if "stock" in words else gpt.loss(tokens_BS)
 
     split = loss if mesh is None or "stock" in words else over_batch(loss, mesh, model.compute_dtype)
@@ -171,13 +170,13 @@ def stock_kernels(config: TrainConfig, platform: str) -> dict[str, str]:
     return {"norm": "xla", "attention": "cudnn" if platform == "gpu" and is_long else "xla"}
 
 
-def optimizer(config: TrainConfig, words: Sequence[str], packing: jgraph.Packing) -> optax.GradientTransformation:
+def optimizer(config: TrainConfig, words: Sequence[str], packing: jgraph.Packing | None) -> optax.GradientTransformation:
     """Returns clipping and AdamW. With the word `flatten`, weight decay also applies to vectors: one vector holds everything.
 
     Args:
         config: Config of the run.
         words: The variant.
-        packing: Packing of the parameters, for the word `params`.
+        packing: Packing of the parameters. None if they are not packed.
 
     Returns:
         The transform.
@@ -190,7 +189,7 @@ def optimizer(config: TrainConfig, words: Sequence[str], packing: jgraph.Packing
     if "packed" in words:
         return jgraph.packed(update, clip_norm=clip_norm)
     decay_mask: Any = lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)  # noqa: E731
-    if "params" in words:
+    if packing:
         decay_mask = packing.decay_mask()
     if "flatten" in words:
         decay_mask = True

@@ -109,12 +109,7 @@ def time_generation(request: Row) -> None:
     run = generator(config, init(), prompt_T, request["new"], request["variant"])
     run()
     answer(device=jax.devices()[0].device_kind)
-
-    def measure(timer: Any) -> Row:
-        timed = timer.back_to_back(run, lambda: None)
-        return timed | {"ms": timed["ms"] / request["new"]}
-
-    take_turns(measure)
+    take_turns(lambda timer: timer.per_token(run, lambda: None, request["new"]))
 
 
 if __name__ == "__main__":

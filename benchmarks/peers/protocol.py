@@ -41,6 +41,20 @@ class Timer:
         """
         return time_steps(run, wait, **asdict(self))
 
+    def per_token(self, run: Run, wait: Run, new: int) -> dict[str, Any]:
+        """Times text generation.
+
+        Args:
+            run: Generates text.
+            wait: Blocks until it is done.
+            new: Number of tokens that `run` generates.
+
+        Returns:
+            As `back_to_back`, with `ms` per token.
+        """
+        timed = self.back_to_back(run, wait)
+        return timed | {"ms": timed["ms"] / new}
+
     def one_by_one(self, run: Run, wait: Run) -> dict[str, Any]:
         """Times steps with a wait after each, so that the fill and drain of a pipeline count.
 

@@ -4,7 +4,9 @@ JAX drops a donation if shape, dtype or layout do not match, often without a war
 buffer of a leaf that no longer matches goes to the next output that does. The compiled program records the pairs.
 """
 
-from collections.abc import Sequence
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TypeAlias
@@ -38,6 +40,18 @@ class Donation:
 
     def __str__(self) -> str:
         return f"{self.leaf} {self.array}" + (f" -> {self.output}" if self.output else f": dropped, {self.reason}")
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Suppresses JAX's warning about donations that were not usable, inside a `with` block. `donations` lists them.
+
+    Yields:
+        None, once.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        yield
 
 
 def alias_map(compiled: jax.stages.Compiled) -> dict[int, int]:

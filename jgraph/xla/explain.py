@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from jgraph.errors import ConfigError
 from jgraph.tree import PyTree
 from jgraph.xla import aot
 from jgraph.xla.capture import CaptureReport, compile_and_report
-from jgraph.xla.donation import Donation, donations
+from jgraph.xla.donation import Donation, donations, without_warnings
 from jgraph.xla.hlo import HloModule, Instruction
 from jgraph.xla.options import OptionValue
 
@@ -202,8 +201,7 @@ def explain(
         jitted = jax.jit(fn, donate_argnums=donate_argnums)
     elif donate_argnums not in ((), []):
         raise ConfigError("`donate_argnums` must be left out for a jitted function: pass it to jax.jit", field="donate_argnums")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+    with without_warnings():
         lowered, names = _lower(jitted, args, target)
     return _report(lowered, names, compiler_options or {}, name=getattr(fn, "__name__", type(fn).__name__), target=target)
 
@@ -219,8 +217,7 @@ def report(traced: jax.stages.Traced, compiler_options: Mapping[str, OptionValue
     Returns:
         The report.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+    with without_warnings():
         lowered = traced.lower()
     return _report(lowered, argument_names(traced, lowered), compiler_options, name=name)
 
@@ -306,11 +303,11 @@ def _notes(capture: CaptureReport | None, target: str | None) -> Iterator[str]:
         yield f"there are no command buffers on a {platform}: use target='h200' for the report of a GPU"
 
 
-def argument_names(traced: jax.stages.Traced | None, lowered: jax.stages.Lowered | jax.stages.Traced) -> list[str]:
+def argument_names(traced: jax.stages.Traced, lowered: jax.stages.Lowered | jax.stages.Traced) -> list[str]:
     """Returns the paths of argument leaves, e.g. `state['w']`, or `args[0]['w']` if the function has no argument names.
 
     Args:
-        traced: The trace of the function. None, or a wrapper without the attribute `jaxpr`, if it is unknown.
+        traced: The trace of the function. A wrapper of it may lack the attribute `jaxpr`.
         lowered: The result of `traced.lower()`, or another stage with the attribute `args_info`.
 
     Returns:
