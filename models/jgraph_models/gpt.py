@@ -26,7 +26,7 @@ from jgraph_models.gpt_config import GPTConfig as GPTConfig
 from jgraph_models.hugging_face import HUGGING_FACE
 from jgraph_models.rotary import Rotary, Scaling, halves, rotary, rotate
 
-Norm: TypeAlias = Literal["fused", "xla"]
+Norm: TypeAlias = Literal["fused", "backward", "xla"]
 
 _INIT_SCALE = 0.02
 _GELU_SCALE = math.sqrt(2 / math.pi)
@@ -100,8 +100,8 @@ class GPT(nnx.Module):
         """
         tokens_BS, starts_BT, weights_BT = _unpacked(batch)
         x_BTD, labels_BT = self.hidden(tokens_BS[:, :-1], starts_BT), tokens_BS[:, 1:]
-        chunk = self.config.chunk_of(labels_BT.size)
-        return jgraph.cross_entropy(x_BTD, self.output(), labels_BT, chunk=chunk, weights_BT=weights_BT)
+        chunk, precision = self.config.chunk_of(labels_BT.size), self.config.head_precision
+        return jgraph.cross_entropy(x_BTD, self.output(), labels_BT, chunk=chunk, weights_BT=weights_BT, precision=precision)
 
     def logits(self, tokens_BT: Array) -> Array:
         """Computes the logits of the token after each position.
@@ -194,6 +194,7 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
             axis="pipe",
             vocab_size=size,
             weights_BT=weights_BT,
+            precision=config.head_precision,
         )
 
     def split(params: Any) -> tuple[Any, list[Any]]:
@@ -269,7 +270,8 @@ class Block(nnx.Module):
             rotary_T1K: Rotary tables of T positions and heads of size K, from `rotary_of(config, T)`.
             starts_BT: int32 [B, T], index in the sequence of the first token of each token's document. Tokens attend only
                 within their document. None for one document per sequence.
-            norm: Kernel of the norms: `fused` for `jgraph.rms_norm`, which also adds the term, or `xla`.
+            norm: Kernel of the norms: `fused` for `jgraph.rms_norm`, which also adds the term, `backward` for its gradient
+                only, or `xla`.
 
         Returns:
             The residual stream without the result of the MLP, and the result of the MLP as the pending term. Both are like
@@ -358,20 +360,21 @@ class MLP(nnx.Module):
 
 def _add_and_norm(norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None, kernel: Norm) -> tuple[Array, Array]:
     """Adds a term to the residual stream. Returns the sum and its norm."""
-    if kernel == "fused":
+    if kernel != "xla":
         assert norm.scale is not None
         scale_D = norm.scale[...].astype(x_BTD.dtype)  # Like RMSNorm. On several devices, it is gathered in this dtype.
-        return jgraph.rms_norm(x_BTD, scale_D, add=add_BTD, epsilon=norm.epsilon)
+        implementation = "backward" if kernel == "backward" else "auto"
+        return jgraph.rms_norm(x_BTD, scale_D, add=add_BTD, epsilon=norm.epsilon, implementation=implementation)
     x_BTD = x_BTD if add_BTD is None else x_BTD + add_BTD
     return x_BTD, norm(x_BTD)
 
 
 def norm_kernel(config: GPTConfig) -> Norm:
-    """Returns the kernel for the norms of the residual stream: `xla` if `config.norm` is xla, else `fused`.
+    """Returns the kernel for the norms of the residual stream: `config.norm`, or `fused` if it is auto.
 
-    `fused` is `jgraph.rms_norm`, which uses XLA on devices without the kernel.
+    `fused` and `backward` are `jgraph.rms_norm`, which uses XLA on devices without the kernel.
     """
-    return "xla" if config.norm == "xla" else "fused"
+    return "fused" if config.norm == "auto" else config.norm
 
 
 def attention_kernel(config: GPTConfig, length: int) -> Literal["cudnn", "fused", "xla"]:
