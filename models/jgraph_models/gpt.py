@@ -19,6 +19,7 @@ import jgraph
 from jgraph.errors import ConfigError
 from jgraph.kernels import document_attention
 from jgraph.kernels.attention import choose, rotary_attention
+from jgraph.kernels.rotary import rotated_heads
 from jgraph.modules import Decoder
 from jgraph.pipeline import PipelineModel, split_embedding
 from jgraph_models.decoding import by_layer, decoder
@@ -323,12 +324,14 @@ class Attention(nnx.Module):
             with jgraph.scope("attention"):
                 y_BTHK = rotary_attention(qkv_BTHK, *halves(rotary_T1K))
             return self.out(y_BTHK.reshape(B, T, -1))
-        q_BTHK, k_BTGK, v_BTGK = jnp.split(qkv_BTHK, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
+        # The rotary embedding encodes distances, so positions need not restart at each document.
         if config.qk_norm == "head":
-            q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
+            q_BTHK, k_BTGK, v_BTGK = jnp.split(qkv_BTHK, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
+            rotated = rotate(self.q_norm(q_BTHK), rotary_T1K), rotate(self.k_norm(k_BTGK), rotary_T1K), v_BTGK
+        else:
+            heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads}
+            rotated = rotated_heads(qkv_BTHK, *halves(rotary_T1K), **heads)
         with jgraph.scope("attention"):
-            # The rotary embedding encodes distances, so positions need not restart at each document.
-            rotated = rotate(q_BTHK, rotary_T1K), rotate(k_BTGK, rotary_T1K), v_BTGK
             if starts_BT is None:
                 y_BTHK = jax.nn.dot_product_attention(*rotated, is_causal=True, implementation=kernel)
             else:
