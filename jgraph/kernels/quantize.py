@@ -34,33 +34,33 @@ class RotatedBack(NamedTuple):
     rotary embedding, and the gradients of G value heads.
 
     Attributes:
-        dq_MN: Gradient of the rotated queries, bfloat16 or float32 [M, H K]. A row is a token.
-        dk_MN: Gradient of the rotated keys, [M, G K].
-        dv_MN: Gradient of the values, [M, G K].
-        cos_TP: Cosines of the angles of T positions and P = K/2 pairs, [T, P]. Row m has the position m modulo T.
-        sin_TP: Sines of the angles, [T, P].
+        dq: Gradient of the rotated queries, bfloat16 or float32 [M, H K]. A row is a token.
+        dk: Gradient of the rotated keys, [M, G K].
+        dv: Gradient of the values, [M, G K].
+        cos: Cosines of the angles of T positions and P = K/2 pairs, [T, P]. Row m has the position m modulo T.
+        sin: Sines of the angles, [T, P].
     """
 
-    dq_MN: Array
-    dk_MN: Array
-    dv_MN: Array
-    cos_TP: Array
-    sin_TP: Array
+    dq: Array
+    dk: Array
+    dv: Array
+    cos: Array
+    sin: Array
 
     @property
     def head_size(self) -> int:
         """K, the size of a head."""
-        return 2 * self.cos_TP.shape[1]
+        return 2 * self.cos.shape[1]
 
     @property
     def shape(self) -> tuple[int, int]:
         """Shape of the array."""
-        return self.dq_MN.shape[0], sum(part.shape[1] for part in self[:3])
+        return self.dq.shape[0], sum(part.shape[1] for part in self[:3])
 
     def array(self) -> Array:
-        """Computes the array in plain JAX, in the dtype of `dq_MN`."""
-        M, T, K = self.shape[0], self.cos_TP.shape[0], self.head_size
-        cos_T1P, sin_T1P = (table.astype(jnp.float32)[:, None] for table in (self.cos_TP, self.sin_TP))
+        """Computes the array in plain JAX, in the dtype of `dq`."""
+        M, T, K = self.shape[0], self.cos.shape[0], self.head_size
+        cos_T1P, sin_T1P = (table.astype(jnp.float32)[:, None] for table in (self.cos, self.sin))
 
         def back(dy_MN: Array) -> Array:
             dy_BTHK = dy_MN.reshape(M // T, T, -1, K).astype(jnp.float32)
@@ -68,7 +68,7 @@ class RotatedBack(NamedTuple):
             rotated = first * cos_T1P + second * sin_T1P, second * cos_T1P - first * sin_T1P
             return jnp.concatenate(rotated, axis=-1).astype(dy_MN.dtype).reshape(dy_MN.shape)
 
-        return jnp.concatenate([back(self.dq_MN), back(self.dk_MN), self.dv_MN], axis=1)
+        return jnp.concatenate([back(self.dq), back(self.dk), self.dv], axis=1)
 
 
 class Quantized(NamedTuple):
@@ -95,8 +95,8 @@ def cast_transpose(
 ) -> Quantized:
     """Scales an array, clips it to the range of `dtype`, rounds it to nearest even, and transposes the result.
 
-    Also computes the amax, the largest magnitude before scaling. All implementations return the same bits for an array, except
-    for the payload of a NaN. Not differentiable.
+    Infinities become NaN, so that clipping does not hide them. Also computes the amax, the largest magnitude before scaling.
+    All implementations return the same bits for an array, except for the payload of a NaN. Not differentiable.
 
     Args:
         x_MN: bfloat16 or float32 matrix of M rows and N columns, both multiples of 16. Or a `Computed`: an elementwise function
@@ -122,7 +122,7 @@ def cast_transpose(
     check_choice("dtype", jnp.dtype(dtype).name, ("float8_e4m3fn", "float8_e5m2"))
     check_choice("want", want, get_args(Want))
     if isinstance(x_MN, RotatedBack):
-        name = chosen(implementation, has_kernel(), can_rotate(x_MN), "x_MN", x_MN.dq_MN, "rows of T, a multiple of 128")
+        name = chosen(implementation, has_kernel(), can_rotate(x_MN), "x_MN", x_MN.dq, "rows of T, a multiple of 128")
         return _JITTED[want](tuple(x_MN), inverse_scale, None, jnp.dtype(dtype), name)
     x = x_MN if isinstance(x_MN, Computed) else Computed(IDENTITY, (x_MN,))
     shape = _shape(x.inputs)
@@ -175,7 +175,7 @@ def can_rotate(x: RotatedBack) -> bool:
     Returns:
         True if the Pallas kernel supports them: T, which divides M, is a multiple of 128, and K of 64.
     """
-    return x.shape[0] % x.cos_TP.shape[0] == 0 and x.cos_TP.shape[0] % (2 * _PAIRS) == 0 and x.head_size % _WIDTH == 0
+    return x.shape[0] % x.cos.shape[0] == 0 and x.cos.shape[0] % (2 * _PAIRS) == 0 and x.head_size % _WIDTH == 0
 
 
 def has_kernel() -> bool:
@@ -198,15 +198,15 @@ def cast(x: Array, inverse_scale: Array, dtype: DTypeLike) -> Array:
         dtype: float8_e4m3fn or float8_e5m2.
 
     Returns:
-        The array in `dtype`, with the shape of `x`. A NaN stays a NaN.
+        The array in `dtype`, with the shape of `x`. NaN and infinities become NaN.
     """
     # Without the barrier, XLA removes this conversion together with the inverse conversion.
     return lax.optimization_barrier(_quantize(x, inverse_scale, jnp.dtype(dtype)))
 
 
 def _quantize(x: Array, inverse_scale: Array, dtype: jnp.dtype) -> Array:
-    top = float(jnp.finfo(dtype).max)
-    return jnp.clip(x.astype(jnp.float32) * inverse_scale, -top, top).astype(dtype)
+    top, x = float(jnp.finfo(dtype).max), x.astype(jnp.float32)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x * inverse_scale, -top, top), jnp.nan).astype(dtype)
 
 
 def _xla(x: Computed | RotatedBack, inverse_scale: Array, dtype: jnp.dtype, want: Want) -> Quantized:
@@ -267,7 +267,7 @@ class _ComputedTiles:
         self.tiles = _TILES if x.fn == IDENTITY else 1
         M, N = self.shape
         self.whole = [x.shape == (M, N) for x in self.inputs]
-        views = {(M, N): (M // 2, 2, N), (M, 1): (M // 2, 2), (1, N): (N,)}
+        views: dict[Any, Any] = {(M, N): (M // 2, 2, N), (M, 1): (M // 2, 2), (1, N): (N,)}
         self.arrays = [x.reshape(views[x.shape]) for x in self.inputs]
         self.scratch = [plgpu().SMEM((self.tiles, 2, _PAIRS, _WIDTH), x.dtype) for x in self.inputs if x.shape == (M, N)]
         self.num_arrivals, self.num_barriers = 2 * len(self.scratch), self.tiles
@@ -325,29 +325,28 @@ class _RotatedTiles:
     def __init__(self, x: RotatedBack):
         self.shape, self.width = x.shape, x.head_size // 2
         self.heads = [part.shape[1] // x.head_size for part in x[:3]]
-        self.positions = len(x.cos_TP) // 2
-        tables = [table.astype(jnp.bfloat16).reshape(self.positions, 2, self.width) for table in (x.cos_TP, x.sin_TP)]
+        self.positions = len(x.cos) // 2
+        tables = [table.astype(jnp.bfloat16).reshape(self.positions, 2, self.width) for table in (x.cos, x.sin)]
         self.arrays = [*(part.reshape(part.shape[0] // 2, 2, part.shape[1]) for part in x[:3]), *tables]
         gpu = plgpu()
-        self.scratch = [gpu.SMEM((2, 2, _PAIRS, self.width), x.dq_MN.dtype)]
+        self.scratch = [gpu.SMEM((2, 2, _PAIRS, self.width), x.dq.dtype)]
         self.scratch += [gpu.SMEM((2, _PAIRS, self.width), jnp.bfloat16)] * 2
 
     def load(self, refs: Any, scratch: Any, loaded: Any, i: Any, j: Any) -> Callable[[int, int], Any]:
         """Starts the copies of all tiles of a block. Returns the function that computes the tile of a parity of rows."""
         gpu = plgpu()
-        pairs, (queries, keys, _) = pl.ds(i * _PAIRS, _PAIRS), self.heads
+        pairs, (queries, keys, values) = pl.ds(i * _PAIRS, _PAIRS), self.heads
         x, *tables = scratch
-        first = 0
-        for part, count in zip(refs[:3], self.heads, strict=True):
+        starts = (0, queries, queries + keys, queries + keys + values)
+        for part, first, stop in zip(refs[:3], starts[:-1], starts[1:], strict=True):
 
-            @pl.when((j >= first) & (j < first + count))
-            def _(part: Any = part, first: int = first) -> None:
+            @pl.when((j >= first) & (j < stop))
+            def _(part: Any = part, first: Any = first):
                 for tile in range(2):
                     columns = pl.ds(((j - first) * 2 + tile) * self.width, self.width)
                     for parity in range(2):
                         gpu.copy_gmem_to_smem(part.at[pairs, parity, columns], x.at[tile, parity], loaded.at[0])
 
-            first += count
         position = pl.ds(lax.rem(i * _PAIRS, self.positions), _PAIRS)
         for table, to in zip(refs[3:], tables, strict=True):
             for parity in range(2):
@@ -400,8 +399,8 @@ def _mosaic(x: Computed | RotatedBack, inverse_scale: Array, dtype: jnp.dtype, w
                 values = value(tile, parity)
                 largest = jnp.max(jnp.abs(values), axis=1)
                 amax = largest if amax is None else jnp.maximum(amax, largest)
-                # The compiled conversion saturates, so only the interpreter must clip.
-                quantized = _quantize(values, factor, dtype) if on_cpu() else (values * factor).astype(dtype)
+                # The compiled conversion saturates, so only the interpreter must clip. The second term turns infinity into NaN.
+                quantized = _quantize(values, factor, dtype) if on_cpu() else (values * factor + values * 0.0).astype(dtype)
                 if rows is not None:
                     rows[tile, parity] = quantized
                 halves.append(lax.bitcast_convert_type(quantized, jnp.uint8).astype(jnp.uint16))

@@ -30,7 +30,7 @@ from jgraph.kernels import amax, cast_transpose
 from jgraph.kernels.grouped import grouped_dot_fp8, grouped_wgrad
 from jgraph.kernels.quantize import Want
 from jgraph.precision.config import FP8Config
-from jgraph.precision.scaling import FP8Array, checked_scale, scale_for
+from jgraph.precision.scaling import Amax, FP8Array, scale_for
 from jgraph.scopes import scope
 from jgraph.tree import PyTree
 
@@ -54,14 +54,15 @@ class Tap(NamedTuple):
     Attributes:
         weight: The quantized w.
         scales: float32 [3], scales of x, w and dy, the gradient of y. None computes scales from the arrays (current scaling).
-        amax: float32 [3], not read. Its cotangent is the amax (largest magnitude) of x, w and dy. None observes nothing.
+        amax: Three float32 scalars, not read. Their cotangents are the amax (largest magnitude) of x, w and dy. None observes
+            nothing.
         delayed: Arrays with the shapes of the operands of wgrad, not read. Their cotangents are the operands of wgrad, and w
             has no gradient. None computes wgrad in backward.
     """
 
     weight: FP8Array
     scales: Array | None
-    amax: Array | None
+    amax: Amax | None
     delayed: PyTree = None
 
 
@@ -350,7 +351,7 @@ def fp8_matmul(
                 scale = scale_for(x_amax, x_dtype) if tap.scales is None else tap.scales[0]
                 x = cast_transpose(layout.x_matrix(x), scale, x_dtype, want="columns").columns
         operands: Any = ((x, x_scale), (dy_fp8.columns, dy_fp8.scale)) if quantizes_wgrad else (x, dy)
-        observed = None if tap.amax is None else jnp.stack([x_amax, tap.weight.amax, dy_fp8.amax])
+        observed = None if tap.amax is None else (x_amax, tap.weight.amax, dy_fp8.amax)
         dw = None if is_delayed else layout.wgrad(operands[0], operands[1], extra, w_dtype)
         # The barrier makes every operand a separate array. Without it, XLA on a CPU fails for a program with dgrad and wgrad.
         delayed = jax.tree.map(lax.optimization_barrier, operands) if is_delayed else None
@@ -371,7 +372,7 @@ def quantize(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, wa
         want: `both`, `rows` or `columns`.
 
     Returns:
-        The quantized matrix. Its scale is NaN if the matrix is not finite.
+        The quantized matrix. Elements that are not finite are NaN.
     """
     with scope("quantize"):
         if scales is None:
@@ -382,7 +383,7 @@ def quantize(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, wa
         quantized = cast_transpose(x_MK, scale, dtype, want=want)
         # Named, so that a split saves this output. Otherwise it saves a value inside the jitted kernel and changes the kernel.
         largest = checkpoint_name(quantized.amax, _SAVED) if known is None else known
-        return FP8Array(quantized.rows, quantized.columns, checked_scale(scale, largest), largest)  # pyright: ignore[reportArgumentType]
+        return FP8Array(quantized.rows, quantized.columns, scale, largest)  # pyright: ignore[reportArgumentType]
 
 
 def dot(a: _Scaled, b: _Scaled, dtype: DTypeLike, accumulation: _Accumulation, barrier: bool = True) -> Array:

@@ -166,9 +166,10 @@ def _fusions(jaxpr: core.Jaxpr, implementation: str) -> tuple[dict[int, _Fusion]
     _, written = _needed(jaxpr, dict.fromkeys(calls, _Fusion(IDENTITY)))
     for i, x in calls.items():
         has_fast_kernel = implementation != "auto" or choose(x.aval.shape) != "xla"
-        if len(x.aval.shape) == 2 and has_fast_kernel:
-            if fusion := _rotated(outermost, x, implementation) or _Search(outermost, x, written).fusion():
-                found[i] = fusion
+        if len(x.aval.shape) != 2 or not has_fast_kernel:
+            continue
+        if fusion := _rotated(outermost, x, implementation) or _Search(outermost, x, written).fusion():
+            found[i] = fusion
     while True:
         equations, variables = _needed(jaxpr, found)
         useless = [i for i in found if i in equations and variables.intersection(found[i].replaced)]
@@ -183,9 +184,9 @@ def _rotated(outermost: "_Frame", x: Any, implementation: str) -> _Fusion | None
     atom, frame, replaced = x, outermost, []
     while True:
         atom, frame = frame.resolve(atom)
-        eqn, index = (None, 0) if replay.is_literal(atom) else frame.definitions.get(atom, (None, 0))
-        if eqn is None:
+        if replay.is_literal(atom) or atom not in frame.definitions:
             return None
+        eqn, index = frame.definitions[atom]
         if frame is outermost:
             replaced.append(atom)
         name = eqn.primitive.name

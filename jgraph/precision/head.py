@@ -12,7 +12,7 @@ from jgraph.errors import ShapeError
 from jgraph.kernels import cast_transpose
 from jgraph.kernels.elementwise import Computed
 from jgraph.precision._matmul import MULTIPLE as MULTIPLE, dot, quantize
-from jgraph.precision.scaling import FP8Array, checked_scale, scale_for
+from jgraph.precision.scaling import FP8Array, scale_for
 
 _ACTIVATION, _GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -69,9 +69,8 @@ class FP8Head(NamedTuple):
             The gradient of the hidden states, [C, D] in `dtype`, and the gradient of the projection, float32 [D, V].
         """
         scale = scale_for(largest, _GRADIENT)
-        rows, columns, amax = cast_transpose(dlogits, scale, _GRADIENT)
+        rows, columns, _ = cast_transpose(dlogits, scale, _GRADIENT)
         assert rows is not None, "cast_transpose computes both"
         assert columns is not None, "cast_transpose computes both"
-        scale = checked_scale(scale, amax)
         dx_CD = dot((rows, scale), (self.weight.rows, self.weight.scale), dtype, "full")
         return dx_CD, dot((x.columns, x.scale), (columns, scale), jnp.float32, "full")

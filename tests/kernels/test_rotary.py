@@ -62,7 +62,7 @@ def test_the_interpreted_kernel_quantizes_the_gradient_without_rounding_it_to_bf
 
 def test_a_length_that_the_kernel_does_not_support_is_quantized_in_plain_jax():
     x = gradient(64)
-    x = x._replace(cos_TP=x.cos_TP[:96], sin_TP=x.sin_TP[:96], **{n: getattr(x, n)[:192] for n in ("dq_MN", "dk_MN", "dv_MN")})
+    x = x._replace(cos=x.cos[:96], sin=x.sin[:96], **{n: getattr(x, n)[:192] for n in ("dq", "dk", "dv")})
     with pytest.raises(ShapeError):
         cast_transpose(x, jnp.float32(1), implementation="mosaic")
     found, expected = (cast_transpose(y, jnp.float32(1)) for y in (x, x.array()))
