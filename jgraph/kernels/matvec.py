@@ -2,12 +2,11 @@
 
 Such a layer is bound by reading its weights. XLA adds two kernels for a norm and one for an activation or a sum. Each takes as
 long as reading several megabytes. Here, each warp multiplies a row of the matrix. It loads weights from device memory into
-registers, several pieces ahead of their use, and starts before its block normalizes the vector. On an H100, the time of such
-direct loads is 0.87 to 1.04 of the time of a Triton kernel. Copies into a ring buffer in shared memory took 9 to 36% longer than
-the Triton kernel on an H200.
+registers, several pieces ahead of their use, and starts before its block normalizes the vector. Copies into a ring buffer in
+shared memory take longer (notes/develop/measurements/inference.md).
 """
 
-# D input features (contracted), F output features, W columns of a piece
+# D input features (contracted), F output features, R rows of a block, W columns of a piece
 
 import functools
 import itertools
@@ -29,7 +28,6 @@ _PIECE = 1024
 """Maximum bytes of a row that a warp loads as one piece."""
 _AHEAD = 8
 """Maximum number of pieces of a warp in flight: 64 registers per thread."""
-_TURNS = 1
 
 Activation = Callable[..., Array]
 
@@ -109,22 +107,16 @@ def _jgraph_matvec(
     # Loads of 16 bytes per thread if they divide a row.
     layout = _rows.layout(next(columns for columns in (16 // size, 4) if D % (32 * columns) == 0))
     W = _PIECE // size
-    pieces = [pl.ds(start, min(W, D - start)) for start in range(0, D, W)]
-    turns = min(_TURNS, F // ROWS)
-    blocks = pl.cdiv(F // ROWS, turns)
+    pieces: list[Any] = [pl.ds(start, min(W, D - start)) for start in range(0, D, W)]
     inputs: dict[str, Array] = {"x": x_D, "weights": weights_FD.reshape(parts, F, D)}
     inputs |= {name: array for name, array in (("scale", scale_D), ("add", add_F)) if array is not None}
 
     def kernel(*refs: Any) -> None:
         named, (out, *normed) = dict(zip(inputs, refs, strict=False)), refs[len(inputs) :]
-
-        def rows_of(turn: int) -> Any:
-            tile = turn * blocks + lax.axis_index("i")
-            return pl.ds((jnp.minimum(tile, F // ROWS - 1) if blocks * turns > F // ROWS else tile) * ROWS, ROWS)
-
+        rows = pl.ds(lax.axis_index("i") * ROWS, ROWS)
         loads = (
-            gpu.load(named["weights"].at[part, rows_of(turn), columns], layout=layout, optimized=False)
-            for turn, part, columns in itertools.product(range(turns), range(parts), pieces)
+            gpu.load(named["weights"].at[part, rows, columns], layout=layout, optimized=False)
+            for part, columns in itertools.product(range(parts), pieces)
         )
         # Loaded before the norm is computed, to hide the latency of the loads.
         ahead = list(itertools.islice(loads, _AHEAD))
@@ -135,28 +127,26 @@ def _jgraph_matvec(
         def product(columns: Any) -> Array:
             """Multiplies the next piece of weights by x. Loads another piece."""
             x_W = gpu.load(x.at[columns], layout=layout.reduce(0), optimized=False).astype(jnp.float32)
-            result = ahead.pop(0).astype(jnp.float32) * gpu.layout_cast(
-                lax.broadcast_in_dim(x_W, (ROWS, columns.size), (1,)), layout
-            )
+            x_RW = gpu.layout_cast(lax.broadcast_in_dim(x_W, (ROWS, columns.size), (1,)), layout)
+            result = ahead.pop(0).astype(jnp.float32) * x_RW
             ahead.extend(itertools.islice(loads, 1))
             return result
 
         def row_sums() -> Array:
             # A sum over columns communicates between threads, so pieces of the same width are added before the sum.
-            by_width: dict[int, Array] = {}
+            by_width: dict[int, Any] = {}
             for columns in pieces:
                 by_width[columns.size] = by_width.get(columns.size, 0.0) + product(columns)
-            return sum(jnp.sum(total, axis=1) for total in by_width.values())
+            return functools.reduce(jnp.add, [jnp.sum(total, axis=1) for total in by_width.values()])
 
-        for turn in range(turns):
-            sums = [row_sums() for _ in range(parts)]
-            y = (activation(*sums) if activation else sums[0]).astype(dtype)
-            if "add" in named:
-                y += gpu.load(named["add"].at[rows_of(turn)], layout=layout.reduce(1), optimized=False)
-            store(out.at[rows_of(turn)], y)
+        sums = [row_sums() for _ in range(parts)]
+        y = (activation(*sums) if activation else sums[0]).astype(dtype)
+        if "add" in named:
+            y += gpu.load(named["add"].at[rows], layout=layout.reduce(1), optimized=False)
+        store(out.at[rows], y)
 
     scratch = () if scale_D is None else (gpu.SMEM((D,), x_D.dtype),)
-    (y_F,) = _rows.call(kernel, [jax.ShapeDtypeStruct((F,), dtype)], blocks, scratch)(*inputs.values())
+    (y_F,) = _rows.call(kernel, [jax.ShapeDtypeStruct((F,), dtype)], F // ROWS, scratch)(*inputs.values())
     return y_F
 
 
