@@ -98,7 +98,7 @@ class MoE(nn.Module):
         self.config, E, F_ = config, config.num_experts, config.d_ff or d_ff
         self.alignment = get_align_size_for_quantization(recipe) if recipe else 1
         self.splits_on_gpu = is_module_grouped_tensor_path_supported(recipe, torch.bfloat16)
-        self.router = nn.Parameter(torch.empty(E, d_model, dtype=dtype, device="cuda"))
+        self.router = nn.Parameter(torch.empty(E, d_model, dtype=dtype))
         init_weight(self.router)
         options = {
             "bias": False,
