@@ -58,7 +58,7 @@ def works(options: CallablesOptions) -> Iterator[Work]:
             candidates = [candidate("jax" if name == JITTED else "jgraph", name, request) for name in BLOCKS]
             candidates += [
                 Candidate({"system": "torch", "variant": name}, "benchmarks.peers.blocks", request | {"variant": name}, gpus=1)
-                for name in (TORCH, f"{TORCH}, no rotary", "eager")
+                for name in (TORCH, f"{TORCH}, no rotary", "eager", f"te {TORCH}", f"te {TORCH}, aliased gradients")
             ]
             # Host time limits these variants, so kernels that were autotuned under load do not change the result.
             yield Work(part, {"ranks": 1, "size": size}, [candidates], building=0)

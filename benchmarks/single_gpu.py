@@ -1,4 +1,4 @@
-"""One training step on one GPU: jgraph against plain JAX and PyTorch, with the same model, dtypes, optimizer and clipping.
+"""One training step on one GPU: jgraph, plain JAX, PyTorch and Transformer Engine with the same model, dtypes and optimizer.
 
 python -m benchmarks run single_gpu --presets launch-bound gpt-124m --timeout 400
 python -m benchmarks run single_gpu --presets gpt-1b3 --together 2     # the memory of an H200 is enough for two processes
@@ -19,7 +19,8 @@ from jgraph.train.config import TrainConfig
 # The first variant runs in every round. max-autotune compiles for minutes and may reach --timeout: its row then has an error.
 COMPILED = ("torch compile", "torch compile + CUDA graph", "torch compile max-autotune + CUDA graph")
 PLAIN = ("jax same", "jax same nnx", "jax same flatten", "jax stock", "jax stock flatten")
-VARIANTS = ("jgraph", "jgraph graph=off", *PLAIN, "torch eager", "torch CUDA graph", *COMPILED)
+ENGINE = ("torch te bf16", "torch te bf16 + CUDA graph", "torch te bf16 bf16-params + CUDA graph")
+VARIANTS = ("jgraph", "jgraph graph=off", *PLAIN, "torch eager", "torch CUDA graph", *COMPILED, *ENGINE)
 SIZE = {"arrays": number("arrays", ".0f"), "kernels": number("kernels", ".0f"), "host, ms": number("host_ms", ".2f")}
 
 
@@ -31,7 +32,8 @@ class Options(TraceOptions):
     """Presets to time."""
     variants: tuple[str, ...] = VARIANTS
     """Variants of each preset. All are compared with the first. `jgraph NAME=VALUE` sets graph, a model setting, an XLA option,
-    or the FP8 recipe: `fp8=delayed`, `fp8=current:e4m3`. `benchmarks/peers/plain_jax.py` describes `jax` variants."""
+    or the FP8 recipe: `fp8=delayed`, `fp8=current:e4m3`. `benchmarks/peers/plain_jax.py` describes `jax` variants, and
+    `benchmarks/peers/te_variant.py` those of Transformer Engine, `torch te ...`."""
 
 
 def works(options: Options) -> Iterator[Work]:
