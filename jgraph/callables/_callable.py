@@ -11,7 +11,7 @@ from jgraph.callables._borrowed import check_no_handles
 from jgraph.callables._compile import Executable, Grad, Interface, Registers, gather, interface
 from jgraph.callables._main_grad import MainGrad
 from jgraph.callables._microbatches import Microbatch, Waiting
-from jgraph.callables.shaped import Shaped
+from jgraph.callables.shaped import Shaped, TreeDef
 from jgraph.errors import CallableError, OwnershipError
 from jgraph.schedule.action import Kind
 from jgraph.tree import PyTree
@@ -320,17 +320,17 @@ class Graphed:
         """Returns the leaves of (params, x, extra) and the outputs of the executable."""
         if self._check_mode is not None:
             self._check_mode()
-        leaves, tree = jax.tree_util.tree_flatten((params, (x, (extra, kwargs))))
-        shaped, cause = self.shaped, None
-        if tree == shaped.call_tree:
-            try:
-                arrays = self._arrays(leaves)
+        shaped, given, cause = self.shaped, (params, (x, (extra, kwargs))), None
+        try:
+            if (arrays := self._leaves(shaped.call_tree, given)) is not None:
                 return arrays, self._run("forward", arrays)
-            except (TypeError, ValueError, RuntimeError) as e:
-                cause = e
+        except OwnershipError:
+            raise
+        except (TypeError, ValueError, RuntimeError) as e:
+            cause = e
         else:
-            check_no_handles((params, x, extra, kwargs))  # a handle is a pytree node, so the structure differs
-        check_concrete(f"callable {self.index}", leaves)
+            check_no_handles(given)  # a handle is a pytree node, so the structure differs
+        check_concrete(f"callable {self.index}", given)
         texts = call_differences(shaped, params, (x, *extra), kwargs)
         if cause and not texts:
             raise cause
@@ -397,16 +397,26 @@ class Graphed:
     def _dy(self, dy: PyTree) -> list[Any]:
         """Returns the leaves of dy. Raises CallableError if dy does not have the structure of y."""
         shaped = self.shaped
-        leaves, tree = jax.tree_util.tree_flatten(dy)
-        if tree != shaped.y.tree:
+        if (leaves := self._leaves(shaped.y.tree, dy)) is None:
             check_no_handles(dy)  # a handle is a pytree node, so the structure differs
             raise mismatch(shaped, differences(shaped.y, dy, "dy", shaped.device))
-        return self._arrays(leaves)
+        return leaves
 
-    def _arrays(self, leaves: list[Any]) -> list[Any]:
-        """Returns leaves as JAX arrays. NumPy arrays are copied, because they may change before the backward reads them."""
-        if self._array_types.issuperset(map(type, leaves)):
-            return leaves
+    def _leaves(self, structure: TreeDef, tree: PyTree) -> list[Any] | None:
+        """Returns the leaves of a tree as JAX arrays, or None if the tree has another structure.
+
+        NumPy arrays are copied, because they may change before the backward reads them.
+        """
+        try:
+            # Takes 40% of the time of tree_flatten and a comparison. Only JAX arrays count, because a leaf may be a subtree.
+            leaves = structure.flatten_up_to(tree)
+            if self._array_types.issuperset(map(type, leaves)):
+                return leaves
+        except ValueError:
+            pass
+        leaves, found = jax.tree_util.tree_flatten(tree)
+        if found != structure:
+            return None
         arrays = [leaf if isinstance(leaf, jax.Array) else jnp.array(leaf) for leaf in leaves]
         self._array_types.update(map(type, arrays))
         return arrays
