@@ -362,13 +362,12 @@ class Graphed:
 
     def _run(self, kind: Kind, arrays: Sequence[Any], number: int = -1) -> list[jax.Array]:
         part = self.parts[kind]
-        read = part.select[2](arrays)
         if not part.adds:
-            return part.compiled((), (), read)[1]
-        sums = self.gradients.open()
-        new, outs = part.compiled(tuple([sums[i] for i in part.adds]), (), read)
-        self.gradients.update(zip(part.adds, new, strict=True), f"the {kind} of microbatch {number}")
-        return outs
+            return part.compiled(*part.read(arrays))
+        sums, count = self.gradients.open(), len(part.adds)
+        outs = part.compiled(*[sums[i] for i in part.adds], *part.read(arrays))
+        self.gradients.update(zip(part.adds, outs[:count], strict=True), f"the {kind} of microbatch {number}")
+        return outs[count:]
 
     def _run_backward(self, pending: Microbatch, kind: Kind, rest: Sequence[Any], dy: PyTree) -> list[jax.Array]:
         """Runs a backward executable. Diagnoses the cause only if it fails."""
