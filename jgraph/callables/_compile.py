@@ -38,7 +38,7 @@ class Task:
 
     Attributes:
         kind: The action (`forward`, `dgrad`, `wgrad` or `backward`), `key` (folds a random key), `loss` (computes the loss and
-            its gradients) or `function` (any other).
+            its gradients), `pack` (joins or splits residuals) or `function` (any other).
         index: The callable. A loss or function runs on the device of this callable.
         ins: Registers of the inputs besides parameters.
         outs: Registers of the outputs; None for an output that is dropped or passed through.
@@ -46,11 +46,11 @@ class Task:
         grads: The gradients that the task computes: (index of the parameter, register of the gradient, how). *how* is `new` (an
             array in the dtype of the parameter), `start` (a new float32 sum) or `add` (added to the float32 sum in the
             register).
-        fn: Computes a `loss` or `function`; None for other kinds. A loss maps the arrays of `params` and `ins` to (outputs,
-            gradients in the order of `grads`). A function maps the arrays of `ins` to outputs.
+        fn: Computes a `loss`, `pack` or `function`; None for other kinds. A loss maps the arrays of `params` and `ins` to
+            (outputs, gradients in the order of `grads`). A pack or function maps the arrays of `ins` to outputs.
     """
 
-    kind: Kind | Literal["key", "loss", "function"]
+    kind: Kind | Literal["key", "loss", "pack", "function"]
     index: int
     ins: tuple[int, ...]
     outs: tuple[int | None, ...]
@@ -139,8 +139,8 @@ class Interface:
 
     @property
     def name(self) -> str:
-        """Name in profiles, such as `forward_0_dgrad_0`; at most three tasks are named, without keys and losses."""
-        words = [t.name for t in self.tasks if t.kind not in ("key", "loss")]
+        """Name in profiles, such as `forward_0_dgrad_0`; at most three tasks are named, without keys, losses and packs."""
+        words = [t.name for t in self.tasks if t.kind not in ("key", "loss", "pack")]
         return "_".join(words[:3]) + (f"_and_{len(words) - 3}" if len(words) > 3 else "")
 
     def numbered(self) -> "Interface":
