@@ -14,7 +14,7 @@ from benchmarks.runner import Benchmark, TraceOptions, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
 from benchmarks.turns import Candidate
 from benchmarks.works import jgraph_step, preset_config, with_fp8
-from jgraph.train.config import TrainConfig
+from jgraph.train.config import OptimizerConfig, TrainConfig
 
 # The first variant runs in every round. max-autotune compiles for minutes and may reach --timeout: its row then has an error.
 COMPILED = ("torch compile", "torch compile + CUDA graph", "torch compile max-autotune + CUDA graph")
@@ -31,9 +31,9 @@ class Options(TraceOptions):
     presets: tuple[str, ...] = ("launch-bound", "gpt-124m", "gpt-1b3")
     """Presets to time."""
     variants: tuple[str, ...] = VARIANTS
-    """Variants of each preset. All are compared with the first. `jgraph NAME=VALUE` sets graph, a model setting, an XLA option,
-    or the FP8 recipe: `fp8=delayed`, `fp8=current:e4m3`. `benchmarks/peers/plain_jax.py` describes `jax` variants, and
-    `benchmarks/peers/te_variant.py` those of Transformer Engine, `torch te ...`."""
+    """Variants of each preset. All are compared with the first. `jgraph NAME=VALUE` sets graph, a setting of the model or the
+    optimizer, an XLA option, or the FP8 recipe: `fp8=delayed`, `fp8=current:e4m3`. `benchmarks/peers/plain_jax.py` describes
+    `jax` variants, and `benchmarks/peers/te_variant.py` those of Transformer Engine, `torch te ...`."""
 
 
 def works(options: Options) -> Iterator[Work]:
@@ -71,6 +71,8 @@ def candidate(variant: str, config: TrainConfig, options: TraceOptions) -> Candi
             config = config.changed(graph=value)
         elif setting == "fp8":
             config = with_fp8(config, value)
+        elif setting in OptimizerConfig.__dataclass_fields__:
+            config = config.changed(optimizer=replace(config.optimizer, **{setting: value}))
         elif setting.startswith("xla_"):
             config = config.changed(xla_options=(*config.compile.xla_options, text))
         else:
