@@ -36,11 +36,57 @@ class _Shape(NamedTuple):
         columns: Columns per tile.
         stages: Stages of the ring buffer.
         slots: Number of pieces of a tile, one line wide, that a warpgroup stages in shared memory while it stores them.
+        pair: Operand that two blocks of a cluster share. `right`: they compute tiles one above the other, with the same columns.
+            `left`: they compute tiles side by side, with the same rows. `none`: no clusters.
+        step: Rows per stage of wgrad.
     """
 
     columns: int
     stages: int
     slots: int
+    pair: Literal["none", "left", "right", "both"] = "none"
+    step: int = SWIZZLED
+
+    def split(self, i: Any, j: Any) -> tuple[Any, Any]:
+        """Maps the position of a cluster's tiles to the position of this block's tile."""
+        if self.pair == "none":
+            return i, j
+        mine = lax.axis_index("pair")
+        return (2 * i + mine, j) if self.pair == "right" else (i, 2 * j + mine)
+
+    def place(self, tile: Any, rows: Any, across: int) -> tuple[Any, Any, Any]:
+        """Returns the row and column of this block's tile, and whether the cluster shares the right operand.
+
+        Pairs of row tiles come first. The blocks of a cluster compute the last tile of rows side by side if it has no pair.
+        """
+        if self.pair != "both":
+            per = across if self.pair != "left" else pl.cdiv(across, 2)
+            return *self.split(lax.div(tile, jnp.int32(per)), lax.rem(tile, jnp.int32(per))), None
+        mine = lax.axis_index("pair")
+        down = lax.div(rows + (_ROWS - 1), jnp.int32(_ROWS))
+        pairs = lax.div(down, jnp.int32(2)) * across
+        tall = tile < pairs
+        i = jnp.where(tall, 2 * lax.div(tile, jnp.int32(across)) + mine, down - 1)
+        return i, jnp.where(tall, lax.rem(tile, jnp.int32(across)), 2 * (tile - pairs) + mine), tall
+
+    def count(self, rows: Any, across: int) -> Any:
+        """Returns the number of tiles (clusters of tiles) for so many rows."""
+        down, half = lax.div(rows + (_ROWS - 1), jnp.int32(_ROWS)), pl.cdiv(across, 2)
+        pairs = lax.div(down, jnp.int32(2))
+        return {
+            "none": down * across,
+            "left": down * half,
+            "right": lax.div(down + 1, jnp.int32(2)) * across,
+            "both": pairs * across + (down - 2 * pairs) * half,
+        }[self.pair]
+
+    @property
+    def per_cluster(self) -> tuple[int, int]:
+        """Number of tiles of a cluster, down and across."""
+        return 1 + (self.pair == "right"), 1 + (self.pair == "left")
+
+    def shared_by(self, side: str) -> dict[str, str]:
+        return {"collective_axes": "pair"} if side == self.pair else {}
 
 
 class _Cursor(NamedTuple):
@@ -136,7 +182,8 @@ def _persistent(
     """
     gpu, places, widths = plgpu(), shape.stages, _widths(shape, columns)
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
-    count = lax.div(tiles.total + (_BLOCKS - 1), jnp.int32(_BLOCKS))
+    blocks = _BLOCKS if shape.pair == "none" else _BLOCKS // 2
+    count = lax.div(tiles.total + (blocks - 1), jnp.int32(blocks))
 
     def place_of(step: Any) -> Any:
         return lax.rem(step, jnp.int32(places))
@@ -150,7 +197,7 @@ def _persistent(
         def visit(turn: Any, carry: tuple[_Cursor, Any]) -> tuple[_Cursor, Any]:
             at, seen = carry
             # Rotated by one in each turn, so that all blocks share the narrower tiles of the last columns.
-            number = turn * _BLOCKS + lax.rem(block + turn, jnp.int32(_BLOCKS))
+            number = turn * blocks + lax.rem(block + turn, jnp.int32(blocks))
             exists, number = number < tiles.total, jnp.minimum(number, tiles.total - 1)
             at = tiles.seek(at, number)
             tile = work(at, number - at.first)
@@ -230,7 +277,7 @@ def _aligned(row: Any) -> Any:
 
 
 def _persistent_kernel(
-    body: Callable[..., None], out_type: Any, stages: int, rings: Sequence[Any], staged: Any, barriers: int = 0
+    body: Callable[..., None], out_type: Any, shape: _Shape, rings: Sequence[Any], staged: Any, barriers: int = 0
 ) -> Any:
     """Returns a kernel with one block per multiprocessor.
 
@@ -238,13 +285,15 @@ def _persistent_kernel(
         body: Body of the kernel. Its scratch arguments are `rings`, `staged`, the barriers of filled stages, the barriers of
             consumed stages, and the additional barriers if `barriers` is not 0.
         out_type: Shapes and dtypes of the results.
-        stages: Number of stages of the ring buffer.
+        shape: Tile sizes.
         rings: Types of the ring buffers.
         staged: Type of the buffer that stages results.
         barriers: Number of additional barriers.
     """
     body.__qualname__ = body.__name__
-    gpu = plgpu()
+    gpu, stages = plgpu(), shape.stages
+    clusters: dict[str, Any] = {} if shape.pair == "none" else {"cluster": (2,), "cluster_names": ("pair",)}
+    consumed: Any = gpu.Barrier if shape.pair == "none" else functools.partial(gpu.ClusterBarrier, collective_axes=("pair",))
     return kernel(
         body,
         out_type=out_type,
@@ -252,11 +301,12 @@ def _persistent_kernel(
             *rings,
             staged,
             gpu.Barrier(num_arrivals=2, num_barriers=stages),
-            gpu.Barrier(num_arrivals=2, num_barriers=stages),
+            consumed(num_arrivals=2, num_barriers=stages),
             *([gpu.Barrier(num_arrivals=1, num_barriers=barriers)] if barriers else []),
         ],
-        grid=(_BLOCKS,),
+        grid=(_BLOCKS if shape.pair == "none" else _BLOCKS // 2,),
         grid_names=("block",),
+        **clusters,
         num_threads=3,
         thread_name="wg",
     )
@@ -266,6 +316,7 @@ _PRODUCT = _Shape(columns=256, stages=4, slots=2)
 # wgrad with an addend is bound by memory bandwidth. All pieces of a tile have slots, so that the addend is loaded during the
 # multiplication of the tile.
 _SUM = _Shape(columns=128, stages=5, slots=4)
+_WGRAD = _PRODUCT
 
 
 def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Array | None = None) -> Array:
@@ -292,7 +343,7 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
     staged = gpu.RefUnion(shared(slots, jnp.bfloat16), gpu.SMEM(slots, jnp.bfloat16))
 
     def count(begin: Any, end: Any) -> Any:
-        return jnp.where(end > begin, lax.div(end - _aligned(begin) + (_ROWS - 1), jnp.int32(_ROWS)) * across, 0)
+        return jnp.where(end > begin, shape.count(end - _aligned(begin), across), 0)
 
     def grouped_dot(sizes, *refs):
         scaled, (x, w, y, xs, ws, staged, full, empty) = refs[:-8], refs[-8:]
@@ -301,7 +352,7 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
 
         def work(at: _Cursor, tile: Any) -> _Work:
             # Consecutive tiles read the same rows of x. All tiles of a group read the same weights.
-            i, j = lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across))
+            i, j, tall = shape.place(tile, at.end - _aligned(at.begin), across)
             group = jnp.minimum(at.group, G - 1)
             top = _aligned(at.begin) + pl.multiple_of(i * _ROWS, ALIGNED)
             begin, end = jnp.maximum(at.begin, top), jnp.minimum(at.end, top + _ROWS)
@@ -310,9 +361,19 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
 
             def load(k: Any, place: Any) -> None:
                 along, side = pl.ds(k * step, step), pl.ds(left, columns)
-                gpu.copy_gmem_to_smem(x.at[pl.ds(top, _ROWS), along], xs.at[place], full.at[place])
                 at = {"G": group, "K": along, "N": side}
-                gpu.copy_gmem_to_smem(w.at[*(at[axis] for axis in order)], ws.at[place], full.at[place])
+
+                def copies(pair: str) -> None:
+                    common: dict[str, str] = {"collective_axes": "pair"}
+                    left, right = ({}, common) if pair == "right" else (common, {}) if pair == "left" else ({}, {})
+                    gpu.copy_gmem_to_smem(x.at[pl.ds(top, _ROWS), along], xs.at[place], full.at[place], **left)
+                    gpu.copy_gmem_to_smem(w.at[*(at[axis] for axis in order)], ws.at[place], full.at[place], **right)
+
+                if tall is None:
+                    copies(shape.pair)
+                else:
+                    pl.when(tall)(lambda: copies("right"))
+                    pl.when(~tall)(lambda: copies("left"))
 
             def finish(acc: Any) -> None:
                 acc = (acc * scaled[0][0] if scaled else acc).astype(y.dtype)
@@ -346,7 +407,7 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
                             size //= 2
                         gpu.commit_smem_to_gmem_group()
 
-            return _Work(steps, end > slab, jnp.clip(N - left, 0, columns), load, operands, finish)
+            return _Work(steps, (end > slab) & (left < N), jnp.clip(N - left, 0, columns), load, operands, finish)
 
         def operands(place: Any, columns: int) -> tuple[Any, Any]:
             side = pl.ds(0, columns)
@@ -358,7 +419,7 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
 
     operand = (columns, step) if K_last else (step, columns)
     rings = shared((shape.stages, _ROWS, step), x_MK.dtype), shared((shape.stages, *operand), weights.dtype)
-    run = _persistent_kernel(grouped_dot, jax.ShapeDtypeStruct((M, N), jnp.bfloat16), shape.stages, rings, staged)
+    run = _persistent_kernel(grouped_dot, jax.ShapeDtypeStruct((M, N), jnp.bfloat16), shape, rings, staged)
     return run(sizes_G, *([] if scale is None else [scale.reshape(1)]), x_MK, weights)
 
 
@@ -380,9 +441,11 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
     """
     gpu = plgpu()
     adds = add_GKN is not None
-    shape, step = _SUM if adds else _PRODUCT, SWIZZLED
+    shape = _SUM if adds else _WGRAD
+    step = shape.step
     (M, K), N, G = x_MK.shape, dy_MN.shape[1], sizes_G.size
-    columns, down, across = shape.columns, pl.cdiv(K, _ROWS), pl.cdiv(N, shape.columns)
+    columns, (per_i, per_j) = shape.columns, shape.per_cluster
+    down, across = pl.cdiv(K, _ROWS * per_i), pl.cdiv(N, shape.columns * per_j)
     width = LINE // dtype.itemsize
     staged = shared((2, shape.slots, SLAB, width), dtype)
 
@@ -390,15 +453,16 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
         wg = lax.axis_index("wg")
 
         def work(at: _Cursor, tile: Any) -> _Work:
-            i, j = lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across))
+            i, j = shape.split(lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across)))
             begin, end = at.begin, at.end
             top = _aligned(begin)
             steps = jnp.where(end > begin, lax.div(end - top + (step - 1), jnp.int32(step)), 0)
 
             def load(k: Any, place: Any) -> None:
                 along = pl.ds(pl.multiple_of(top + k * step, ALIGNED), step)
-                gpu.copy_gmem_to_smem(x.at[along, pl.ds(i * _ROWS, _ROWS)], xs.at[place], full.at[place])
-                gpu.copy_gmem_to_smem(dy.at[along, pl.ds(j * columns, columns)], dys.at[place], full.at[place])
+                left, right = x.at[along, pl.ds(i * _ROWS, _ROWS)], dy.at[along, pl.ds(j * columns, columns)]
+                gpu.copy_gmem_to_smem(left, xs.at[place], full.at[place], **shape.shared_by("left"))
+                gpu.copy_gmem_to_smem(right, dys.at[place], full.at[place], **shape.shared_by("right"))
 
             def mask(k: Any, place: Any) -> None:
                 low, high = begin - top - k * step, end - top - k * step
@@ -442,7 +506,7 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
                     store(acc)
 
             counted = jnp.clip(N - left, 0, columns)
-            return _Work(steps, head < K, counted, load, operands, finish, mask, prepare if adds else None)
+            return _Work(steps, (head < K) & (left < N), counted, load, operands, finish, mask, prepare if adds else None)
 
         def operands(place: Any, columns: int) -> tuple[Any, Any]:
             return xs.at[place, :, pl.ds(wg * SLAB, SLAB)].transpose((1, 0)), dys.at[place, :, pl.ds(0, columns)]
@@ -453,7 +517,7 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
     rings = shared((shape.stages, step, _ROWS), x_MK.dtype), shared((shape.stages, step, columns), dy_MN.dtype)
     barriers = 2 * shape.slots if adds else 0
     out_type = () if adds else jax.ShapeDtypeStruct((G, K, N), dtype)
-    run = _persistent_kernel(grouped_wgrad, out_type, shape.stages, rings, staged, barriers)
+    run = _persistent_kernel(grouped_wgrad, out_type, shape, rings, staged, barriers)
     if add_GKN is None:
         return run(sizes_G, x_MK, dy_MN)
     sum_GKN = jax.new_ref(add_GKN)
