@@ -46,6 +46,7 @@ class _Shape(NamedTuple):
     slots: int
     pair: Literal["none", "left", "right", "both"] = "none"
     step: int = SWIZZLED
+    lag: int = 0
 
     def split(self, i: Any, j: Any) -> tuple[Any, Any]:
         """Maps the position of a cluster's tiles to the position of this block's tile."""
@@ -168,7 +169,7 @@ class _Work(NamedTuple):
 
 
 def _persistent(
-    tiles: _Tiles, work: Callable[[_Cursor, Any], _Work], shape: _Shape, columns: int, full: Any, empty: Any
+    tiles: _Tiles, work: Callable[[_Cursor, Any], _Work], shape: _Shape, columns: int, full: Any, empty: Any, turn: Any = None
 ) -> None:
     """Runs a block's share of the tiles: one warpgroup loads, two multiply and store.
 
@@ -231,6 +232,8 @@ def _persistent(
             def run(columns: int) -> None:
                 if tile.prepare is not None:
                     tile.prepare(columns)
+                if shape.lag:
+                    pl.when((wg == 1) & (tile.steps > 0))(lambda: gpu.barrier_wait(turn.at[place_of(seen)]))
 
                 def products(acc: Any) -> Any:
                     def step(k: Any) -> None:
@@ -239,6 +242,9 @@ def _persistent(
                         if tile.mask is not None:
                             tile.mask(k, place)
                         gpu.wgmma(acc, *tile.operands(place, columns))
+                        if shape.lag:
+                            last = k == jnp.minimum(tile.steps, shape.lag) - 1
+                            pl.when((wg == 0) & last)(lambda: gpu.barrier_arrive(turn.at[place_of(seen)]))
                         gpu.wgmma_wait(1)
                         pl.when(k > 0)(lambda: gpu.barrier_arrive(empty.at[place_of(seen + k - 1)]))
 
@@ -258,7 +264,12 @@ def _persistent(
                 fits = tile.rows & (tile.columns > less) & (tile.columns <= columns)
                 pl.when(fits)(functools.partial(run, columns))
             # A warpgroup must observe every phase of its barriers.
-            pl.when(~tile.rows)(lambda: loop(tile.steps, idle))
+            @pl.when(~tile.rows)
+            def _():
+                if shape.lag:
+                    pl.when((wg == 1) & (tile.steps > 0))(lambda: gpu.barrier_wait(turn.at[place_of(seen)]))
+                    pl.when((wg == 0) & (tile.steps > 0))(lambda: gpu.barrier_arrive(turn.at[place_of(seen)]))
+                loop(tile.steps, idle)
 
         shares(each)
         gpu.wait_smem_to_gmem(0)
@@ -302,6 +313,7 @@ def _persistent_kernel(
             staged,
             gpu.Barrier(num_arrivals=2, num_barriers=stages),
             consumed(num_arrivals=2, num_barriers=stages),
+            *([gpu.Barrier(num_arrivals=1, num_barriers=stages)] if shape.lag else []),
             *([gpu.Barrier(num_arrivals=1, num_barriers=barriers)] if barriers else []),
         ],
         grid=(_BLOCKS if shape.pair == "none" else _BLOCKS // 2,),
@@ -346,6 +358,8 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
         return jnp.where(end > begin, shape.count(end - _aligned(begin), across), 0)
 
     def grouped_dot(sizes, *refs):
+        turn = refs[-1] if shape.lag else None
+        refs = refs[:-1] if shape.lag else refs
         scaled, (x, w, y, xs, ws, staged, full, empty) = refs[:-8], refs[-8:]
         swizzled, plain = staged
         wg = lax.axis_index("wg")
@@ -415,7 +429,7 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
             return xs.at[place, pl.ds(wg * SLAB, SLAB)], b
 
         tiles = _Tiles(sizes, M, count).counted()
-        _persistent(tiles, work, shape, N, full, empty)
+        _persistent(tiles, work, shape, N, full, empty, turn)
 
     operand = (columns, step) if K_last else (step, columns)
     rings = shared((shape.stages, _ROWS, step), x_MK.dtype), shared((shape.stages, *operand), weights.dtype)
@@ -512,7 +526,7 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
             return xs.at[place, :, pl.ds(wg * SLAB, SLAB)].transpose((1, 0)), dys.at[place, :, pl.ds(0, columns)]
 
         tiles = _Tiles(sizes, M, lambda begin, end: jnp.int32(down * across), jnp.int32(G * down * across))
-        _persistent(tiles, work, shape, N, full, empty)
+        _persistent(tiles, work, shape, N, full, empty, read[0] if shape.lag else None)
 
     rings = shared((shape.stages, step, _ROWS), x_MK.dtype), shared((shape.stages, step, columns), dy_MN.dtype)
     barriers = 2 * shape.slots if adds else 0
