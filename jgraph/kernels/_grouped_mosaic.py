@@ -47,6 +47,17 @@ class _Shape(NamedTuple):
     pair: Literal["none", "left", "right", "both"] = "none"
     step: int = SWIZZLED
     lag: int = 0
+    store: Literal["tma", "direct", "copied"] = "tma"
+
+    def write(self, piece: Any, staged: Any, target: Any) -> None:
+        """Stores a piece of a tile without the copy engine."""
+        gpu = plgpu()
+        if self.store == "copied":
+            staged[...] = piece
+            layout = gpu.Layout.SMEM_GMEM_COPY(staged.shape, staged.dtype, LINE)
+            target[...] = gpu.load(staged, layout=layout)
+        else:
+            target[...] = piece
 
     def split(self, i: Any, j: Any) -> tuple[Any, Any]:
         """Maps the position of a cluster's tiles to the position of this block's tile."""
@@ -395,10 +406,13 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
                 for number, column in enumerate(range(0, acc.shape[1], SWIZZLED)):
                     slot, side = number % shape.slots, pl.ds(left + column, SWIZZLED)
                     piece = acc[:, column : column + SWIZZLED]
-                    gpu.wait_smem_to_gmem(shape.slots - 1, wait_read_only=True)
+                    gpu.wait_smem_to_gmem(0 if shape.store != "tma" else shape.slots - 1, wait_read_only=True)
 
                     @pl.when(high - low == SLAB)
                     def _(piece=piece, slot=slot, side=side):
+                        if shape.store != "tma":
+                            target = y.at[pl.ds(pl.multiple_of(slab, ALIGNED), SLAB), side]
+                            return shape.write(piece, swizzled.at[wg, slot], target)
                         swizzled[wg, slot] = piece
                         gpu.commit_smem()
                         target = y.at[pl.ds(pl.multiple_of(slab, ALIGNED), SLAB), side]
@@ -507,6 +521,9 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
                     if adds:
                         gpu.barrier_wait(read[0].at[wg * shape.slots + slot])
                         new += staged[wg, slot]
+                    elif shape.store != "tma":
+                        shape.write(new, staged.at[wg, slot], piece_at(column))
+                        continue
                     else:
                         gpu.wait_smem_to_gmem(shape.slots - 1, wait_read_only=True)
                     staged[wg, slot] = new
