@@ -409,10 +409,11 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
                     gpu.wait_smem_to_gmem(0 if shape.store != "tma" else shape.slots - 1, wait_read_only=True)
 
                     @pl.when(high - low == SLAB)
-                    def _(piece=piece, slot=slot, side=side):
+                    def _(piece=piece, slot=slot, side=side, column=column):
                         if shape.store != "tma":
                             target = y.at[pl.ds(pl.multiple_of(slab, ALIGNED), SLAB), side]
-                            return shape.write(piece, swizzled.at[wg, slot], target)
+                            write = functools.partial(shape.write, piece, swizzled.at[wg, slot], target)
+                            return pl.when(left + column < N)(write)
                         swizzled[wg, slot] = piece
                         gpu.commit_smem()
                         target = y.at[pl.ds(pl.multiple_of(slab, ALIGNED), SLAB), side]
@@ -522,7 +523,8 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
                         gpu.barrier_wait(read[0].at[wg * shape.slots + slot])
                         new += staged[wg, slot]
                     elif shape.store != "tma":
-                        shape.write(new, staged.at[wg, slot], piece_at(column))
+                        write = functools.partial(shape.write, new, staged.at[wg, slot], piece_at(column))
+                        pl.when(left + column < N)(write)
                         continue
                     else:
                         gpu.wait_smem_to_gmem(shape.slots - 1, wait_read_only=True)
