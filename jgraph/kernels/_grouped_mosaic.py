@@ -48,6 +48,7 @@ class _Shape(NamedTuple):
     step: int = SWIZZLED
     lag: int = 0
     store: Literal["tma", "direct", "copied"] = "tma"
+    repeat: int = 1
 
     def write(self, piece: Any, staged: Any, target: Any) -> None:
         """Stores a piece of a tile without the copy engine."""
@@ -172,11 +173,13 @@ class _Work(NamedTuple):
     steps: Any
     rows: Any
     columns: Any
-    load: Callable[[Any, Any], None]
+    load: Callable[..., None]
     operands: Callable[[Any, int], tuple[Any, Any]]
     finish: Callable[[Any], None]
     mask: Callable[[Any, Any], None] | None = None
     prepare: Callable[[int], None] | None = None
+    real: Any = None
+    key: Any = None
 
 
 def _persistent(
@@ -195,7 +198,8 @@ def _persistent(
     gpu, places, widths = plgpu(), shape.stages, _widths(shape, columns)
     wg, block = lax.axis_index("wg"), lax.axis_index("block")
     blocks = _BLOCKS if shape.pair == "none" else _BLOCKS // 2
-    count = lax.div(tiles.total + (blocks - 1), jnp.int32(blocks))
+    R = shape.repeat
+    count = lax.div(tiles.total + (blocks * R - 1), jnp.int32(blocks * R)) * R
 
     def place_of(step: Any) -> Any:
         return lax.rem(step, jnp.int32(places))
@@ -206,18 +210,28 @@ def _persistent(
     def shares(each: Callable[[_Work, Any], None]) -> Any:
         """Calls `each(tile_work, steps_before)` for the block's tiles. Returns the total number of steps."""
 
-        def visit(turn: Any, carry: tuple[_Cursor, Any]) -> tuple[_Cursor, Any]:
-            at, seen = carry
+        def visit(turn: Any, carry: tuple[_Cursor, Any, Any]) -> tuple[_Cursor, Any, Any]:
+            at, seen, before = carry
             # Rotated by one in each turn, so that all blocks share the narrower tiles of the last columns.
-            number = turn * blocks + lax.rem(block + turn, jnp.int32(blocks))
+            if R == 1:
+                number = turn * blocks + lax.rem(block + turn, jnp.int32(blocks))
+            else:
+                big = lax.div(turn, jnp.int32(R))
+                number = (big * blocks + lax.rem(block + big, jnp.int32(blocks))) * R + lax.rem(turn, jnp.int32(R))
             exists, number = number < tiles.total, jnp.minimum(number, tiles.total - 1)
             at = tiles.seek(at, number)
             tile = work(at, number - at.first)
             tile = tile._replace(steps=jnp.where(exists, tile.steps, 0), rows=exists & tile.rows)
-            each(tile, seen)
-            return at, seen + tile.steps
+            if R == 1:
+                each(tile._replace(real=tile.steps), seen)
+                return at, seen + tile.steps, before
+            real, padded = tile.steps, jnp.where((tile.steps > 0) & (tile.steps < places), places, tile.steps)
+            tile = tile._replace(steps=padded, real=real)
+            again = (tile.key == before) & (padded == places)
+            each(tile._replace(load=functools.partial(tile.load, again=again)), seen)
+            return at, seen + padded, jnp.where(real > 0, tile.key, before)
 
-        return lax.fori_loop(jnp.int32(0), count, visit, (tiles.start(), jnp.int32(0)))[1]
+        return lax.fori_loop(jnp.int32(0), count, visit, (tiles.start(), jnp.int32(0), jnp.int32(-1)))[1]
 
     @pl.when(wg == 2)
     def load():
@@ -227,7 +241,15 @@ def _persistent(
             def step(k: Any) -> None:
                 place = place_of(seen + k)
                 pl.when(seen + k >= places)(lambda: gpu.barrier_wait(empty.at[place]))
-                tile.load(k, place)
+                if R == 1:
+                    tile.load(k, place)
+                else:
+                    pl.when(k < tile.real)(lambda: tile.load(k, place))
+
+                    @pl.when(k >= tile.real)
+                    def _():
+                        gpu.barrier_arrive(full.at[place])
+                        gpu.barrier_arrive(full.at[place])
 
             loop(tile.steps, step)
 
@@ -254,17 +276,19 @@ def _persistent(
                             tile.mask(k, place)
                         gpu.wgmma(acc, *tile.operands(place, columns))
                         if shape.lag:
-                            last = k == jnp.minimum(tile.steps, shape.lag) - 1
+                            last = k == jnp.minimum(tile.real, shape.lag) - 1
                             pl.when((wg == 0) & last)(lambda: gpu.barrier_arrive(turn.at[place_of(seen)]))
                         gpu.wgmma_wait(1)
                         pl.when(k > 0)(lambda: gpu.barrier_arrive(empty.at[place_of(seen + k - 1)]))
 
-                    loop(tile.steps, step)
+                    loop(tile.real, step)
                     return acc[...]
 
                 result = pl.run_scoped(products, gpu.ACC((SLAB, columns)))
-                last = place_of(seen + tile.steps - 1)
-                pl.when(tile.steps > 0)(lambda: gpu.barrier_arrive(empty.at[last]))
+                last = place_of(seen + tile.real - 1)
+                pl.when(tile.real > 0)(lambda: gpu.barrier_arrive(empty.at[last]))
+                if R > 1:
+                    loop(tile.steps - tile.real, lambda k: idle(tile.real + k))
                 tile.finish(result)
 
             def idle(k: Any) -> None:
@@ -482,16 +506,26 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
         wg = lax.axis_index("wg")
 
         def work(at: _Cursor, tile: Any) -> _Work:
-            i, j = shape.split(lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across)))
+            if shape.repeat == 1:
+                i, j = lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across))
+            else:
+                i, j = lax.rem(tile, jnp.int32(down)), lax.div(tile, jnp.int32(down))
+            key = at.group * across + j
+            i, j = shape.split(i, j)
             begin, end = at.begin, at.end
             top = _aligned(begin)
             steps = jnp.where(end > begin, lax.div(end - top + (step - 1), jnp.int32(step)), 0)
 
-            def load(k: Any, place: Any) -> None:
+            def load(k: Any, place: Any, again: Any = None) -> None:
                 along = pl.ds(pl.multiple_of(top + k * step, ALIGNED), step)
                 left, right = x.at[along, pl.ds(i * _ROWS, _ROWS)], dy.at[along, pl.ds(j * columns, columns)]
                 gpu.copy_gmem_to_smem(left, xs.at[place], full.at[place], **shape.shared_by("left"))
-                gpu.copy_gmem_to_smem(right, dys.at[place], full.at[place], **shape.shared_by("right"))
+                copy = functools.partial(gpu.copy_gmem_to_smem, right, dys.at[place], full.at[place], **shape.shared_by("right"))
+                if again is None:
+                    copy()
+                else:
+                    pl.when(~again)(copy)
+                    pl.when(again)(lambda: gpu.barrier_arrive(full.at[place]))
 
             def mask(k: Any, place: Any) -> None:
                 low, high = begin - top - k * step, end - top - k * step
@@ -539,7 +573,7 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
                     store(acc)
 
             counted = jnp.clip(N - left, 0, columns)
-            return _Work(steps, (head < K) & (left < N), counted, load, operands, finish, mask, prepare if adds else None)
+            return _Work(steps, (head < K) & (left < N), counted, load, operands, finish, mask, prepare if adds else None, key=key)
 
         def operands(place: Any, columns: int) -> tuple[Any, Any]:
             return xs.at[place, :, pl.ds(wg * SLAB, SLAB)].transpose((1, 0)), dys.at[place, :, pl.ds(0, columns)]
