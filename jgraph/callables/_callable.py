@@ -25,8 +25,8 @@ def interfaces_of(shaped: Shaped, delayed: bool, *, training: bool, param_grads:
 
     The registers of an executable number its arguments: (params, x, extra) of `forward`, (params, residuals, dy) of `dgrad` and
     `backward`, (params, residuals of forward_wgrad, stash) of `wgrad`. The outputs are y or dx, then the residuals or the stash
-    without passed-through arrays, then new gradients. If the backward is one executable, packs replace the residuals in them and
-    come last.
+    without passed-through arrays, then new gradients. If the backward is one executable, packs replace the residuals in them
+    and come last.
 
     Args:
         shaped: The callable.
