@@ -1,7 +1,7 @@
 """Imports Transformer Engine with the cuDNN of PyTorch. Other modules import names of Transformer Engine from here only.
 
 Transformer Engine first searches a system CUDA toolkit for cuDNN. If its version differs from the package that PyTorch uses,
-attention runs on the version of the toolkit, and PyTorch refuses to use cuDNN. A call of `torch.backends.cudnn.version()` before
+attention runs on the version of the toolkit, and PyTorch refuses to use cuDNN. Calling `torch.backends.cudnn.version()` before
 the import is not sufficient: cuDNN loads its libraries by name and on demand, so they may come from the toolkit, too.
 """
 
