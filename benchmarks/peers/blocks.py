@@ -6,6 +6,9 @@ The blocks are those of the parity tests, or of Transformer Engine with the pref
 table. Gradients are set to None after each iteration.
 """
 
+# Transformer Engine is installed on GPU machines only.
+# pyright: reportAttributeAccessIssue=false
+
 from typing import Any
 
 import torch
@@ -89,7 +92,7 @@ def graph_blocks(variant: str, blocks: tuple[nn.Module, ...], x: Tensor) -> Any:
     """
     samples = tuple((torch.randn_like(x, requires_grad=True),) for _ in blocks)
     if variant in TE_VARIANTS:
-        from transformer_engine import pytorch as te  # pyright: ignore[reportMissingImports]
+        from benchmarks.peers.te_library import te
 
         return te.make_graphed_callables(blocks, samples, clone_param_grads_on_return=TE_VARIANTS[variant])
     _, is_graphed = VARIANTS[variant]

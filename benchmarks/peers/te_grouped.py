@@ -7,7 +7,8 @@ With an FP8 recipe, the time includes the quantization of rows and weights, and 
 the recipe. `+ CUDA graph` removes the host time. It is valid only for a fixed number of rows per group.
 """
 
-# pyright: reportMissingImports=false
+# Transformer Engine is installed on GPU machines only.
+# pyright: reportAttributeAccessIssue=false
 
 import math
 from collections.abc import Callable
@@ -15,12 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformer_engine import pytorch as te
-from transformer_engine.pytorch.module.grouped_linear import is_module_grouped_tensor_path_supported
-from transformer_engine.pytorch.quantization import get_align_size_for_quantization
 
 from benchmarks.peers.protocol import Run, Timer, answer, read_request, take_turns
 from benchmarks.peers.te_layers import autocast, make_recipe
+from benchmarks.peers.te_library import get_align_size_for_quantization, is_module_grouped_tensor_path_supported, te
 from benchmarks.peers.te_variant import parse_variant
 from benchmarks.peers.torch_gpt import warm_up
 

@@ -6,7 +6,7 @@ and no bias. Weights are quantized in each forward, because a step has one micro
 """
 
 # Transformer Engine is installed on GPU machines only.
-# pyright: reportMissingImports=false
+# pyright: reportAttributeAccessIssue=false
 
 import contextlib
 import os
@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformer_engine import pytorch as te
-from transformer_engine.common import recipe as recipes
-from transformer_engine.pytorch.optimizers import FusedAdam
 
+from benchmarks.peers.te_library import FusedAdam, recipes, te
 from benchmarks.peers.te_variant import TEVariant
 from benchmarks.peers.torch_gpt import adamw
 from jgraph.train.config import OptimizerConfig
