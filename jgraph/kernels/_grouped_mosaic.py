@@ -2,8 +2,8 @@
 
 The kernel is persistent: one block of threads per multiprocessor, and the blocks share the tiles of all groups. In each block,
 one warpgroup copies operands into a ring buffer in shared memory, and two warpgroups multiply. A block computes the tiles of
-each group from the group sizes. Two blocks are a cluster. They multiply a pair of tiles with a common operand, and one copy
-writes it to the shared memory of both.
+each group from the group sizes. Two blocks are a cluster: they multiply a pair of tiles with a common operand, which both
+receive from one copy.
 """
 
 # M rows, sorted by group; G groups, K contracted, N columns
