@@ -180,7 +180,7 @@ class FP8Precision(StagePrecision):
             ConfigError: If `keep` or `blocks` of the recipe select a matmul only in some of the layers, or no matmul can be in
                 FP8.
         """
-        config = replace(whole.config, keep=(), blocks="all")
+        config = replace(whole.config, keep=(), blocks="all", first=1, last=1)
         trace = FP8Function(layer, config).plan(params, *args)
         products, num = whole.products, len(trace.products)
         assert len(products) % num == 0, "layers have the same matmuls"

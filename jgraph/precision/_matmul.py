@@ -352,6 +352,52 @@ def fp8_matmul(
     return run(x, w, extra, tap)
 
 
+def calibrated(y: Array, x: Array, tap: Tap) -> Array:
+    """Observes the arrays of a matmul that is not in FP8. Has a custom backward rule.
+
+    Args:
+        y: The result of the matmul.
+        x: The data. It has no gradient here.
+        tap: Reads `weight.amax`. The cotangent of `tap.amax` is the amax of x, of the weight and of dy, float32 [3].
+
+    Returns:
+        `y` itself. Its gradient is unchanged.
+    """
+
+    @jax.custom_vjp
+    def run(y: Array, x_amax: Array, tap: Tap) -> Array:
+        return y
+
+    def forward(y: Array, x_amax: Array, tap: Tap) -> tuple[Array, PyTree]:
+        return y, (x_amax, tap.weight.amax)
+
+    def backward(largest: PyTree, dy: Array) -> tuple[Array, None, Any]:
+        return dy, None, Tap(None, None, jnp.stack([*largest, amax(dy)]))  # pyright: ignore[reportArgumentType]
+
+    run.defvjp(forward, backward)
+    return run(y, amax(x), tap)
+
+
+@dataclass(frozen=True, eq=False)
+class CalibratedProduct(DelayedProduct):
+    """A matmul with a delayed weight gradient that is not in FP8, and returns the amax of its arrays."""
+
+    def multiply(self, x: Array, w: Array, extra: _Extra, tap: Any, given: Tap) -> Array:
+        """Computes the matmul as in the base class. The cotangent of `given.amax` is the amax of x, w and dy.
+
+        Args:
+            x: The data.
+            w: The weight.
+            extra: The other operands.
+            tap: The tap, without the leading axes `lead`.
+            given: The amax of the weight, and the tap for the amax.
+
+        Returns:
+            The result in the shape and dtype of the original matmul.
+        """
+        return calibrated(super().multiply(x, w, extra, tap, ()), x, given)
+
+
 def _quantize(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, want: Want) -> FP8Array:
     """Quantizes a matrix with `scales[which]`, or with a scale from its amax if `scales` is None."""
     with scope("quantize"):

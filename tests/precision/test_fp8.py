@@ -294,3 +294,53 @@ def test_a_flax_module_needs_no_changes_for_fp8():
     params, _ = model.init()
     near = stage.apply(params, {}, batch), model.loss(params, batch, jax.random.key(0))[0]
     np.testing.assert_allclose(*near, rtol=0.1)
+
+
+def test_first_and_last_count_the_blocks_that_are_not_quantized():
+    counts = {(1, 0): (1, 2), (0, 1): (0, 1), (2, 0): (2,), (0, 0): (0, 1, 2)}
+    for (first, last), blocks in counts.items():
+        names = [f"blocks/{i}/{name}" for i in blocks for name in ("up", "down")]
+        assert quantized(FP8Config(blocks="inner", first=first, last=last)) == names
+    with pytest.raises(ConfigError, match=r"kept by `fp8\.blocks`"):
+        quantized(FP8Config(blocks="inner", first=2, last=2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [({"first": 2}, "fp8.first"), ({"last": -1, "blocks": "inner"}, "fp8.last"), ({"compute": "calibrate"}, "fp8.compute")],
+)
+def test_a_choice_without_effect_is_refused(fields, field):
+    with pytest.raises(ConfigError) as error:
+        FP8Config(**fields)
+    assert error.value.field == field
+
+
+CALIBRATION = FP8Config(recipe="delayed", compute="calibrate")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_calibration_observes_the_arrays_of_an_unquantized_matmul(way):
+    fn, place = WAYS[way]
+    w, x_BD, dy_BF = place(normal(0, D, F)), normal(1, B, D, dtype=jnp.bfloat16), normal(2, B, F, dtype=jnp.bfloat16)
+    stage = jgraph.fp8(fn, CALIBRATION)
+    y, pull_back = jax.vjp(lambda w, state, x: stage.apply(w, state, x), w, stage.init(w, x_BD), x_BD)
+    dw, state, dx = pull_back(dy_BF)
+    plain, pull_plain_back = jax.vjp(fn, w, x_BD)
+    jax.tree.map(np.testing.assert_array_equal, (y, dw, dx), (plain, *pull_plain_back(dy_BF)))
+    assert state.window[0, 0].tolist() == [float(jnp.max(jnp.abs(array))) for array in (x_BD, w, dy_BF)]
+
+
+def test_fp8_after_calibration_uses_the_scales_of_the_histories():
+    w, x = normal(0, D, F, scale=2.0**-20), normal(1, B, D, scale=2.0**20)
+    dy = normal(2, B, F)
+
+    def step(config, state):
+        stage = jgraph.fp8(lambda w, x: x @ w, config)
+        y, pull_back = jax.vjp(lambda w, state, x: stage.apply(w, state, x), w, state, x)
+        dw, state, dx = pull_back(dy)
+        return (y, dw, dx), state
+
+    delayed, zeros = FP8Config(recipe="delayed"), jgraph.fp8(lambda w, x: x @ w, CALIBRATION).init(w, x)
+    _, warm = step(CALIBRATION, zeros)
+    jax.tree.map(np.testing.assert_array_equal, step(delayed, warm)[0], step(FP8Config(), {})[0])
+    assert jnp.max(jnp.abs(step(delayed, zeros)[0][0])) == 0  # without calibration, scale 1 rounds w to zero
