@@ -23,11 +23,13 @@ class FP8Config:
         ConfigError: If a field has the wrong type or a value that is not allowed.
     """
 
-    recipe: Literal["current", "delayed"] = "current"
-    """Source of the scales: the amax of the array itself (current), or the amax of the array in previous steps (delayed), which
-    saves one read of the array and adds state."""
+    recipe: Literal["current", "delayed", "mxfp8"] = "current"
+    """Source of the scales: the amax of the array itself (current), the amax of the array in previous steps (delayed), which
+    saves one read of the array and adds state, or the amax of each block of 32 elements (mxfp8), which needs a Blackwell
+    GPU."""
     format: Literal["hybrid", "e4m3"] = "hybrid"
-    """FP8 formats: E4M3 for activations and weights and E5M2 for gradients (hybrid), or E4M3 for all arrays (e4m3)."""
+    """FP8 formats: E4M3 for activations and weights and E5M2 for gradients (hybrid), or E4M3 for all arrays (e4m3).
+    The recipe mxfp8 uses E4M3 for all arrays."""
     wgrad: Literal["fp8", "bf16"] = "fp8"
     """Precision of the operands of the wgrad matmuls: fp8 or bf16. For bf16, they are not quantized. The wgrad of a grouped
     matmul is always bf16."""

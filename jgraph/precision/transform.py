@@ -26,6 +26,7 @@ from jgraph.precision._matmul import (
     CalibratedProduct,
     DelayedFP8Product,
     Tap,
+    block_scaled,
     calibrated,
     formats,
     fp8_matmul,
@@ -383,6 +384,8 @@ class FP8Trace:
             `over_devices` is given and for calibration. Otherwise, it is None for delayed scaling if matmuls read the whole
             parameter, because `views` then computes it.
         """
+        if self.config.recipe == "mxfp8":
+            return dict.fromkeys(self.weights, Scale(jnp.float32(1), jnp.float32(0)))
         dtype, scales = formats(self.config)[1], {}
         earlier = state.amax(self.config) if self._is_delayed else None
         for i, start, _ in self._entries():
@@ -406,10 +409,13 @@ class FP8Trace:
 
         Returns:
             A dict from each name in `scales` to a float8_e4m3fn array with the shape of the entry in `parts`: the entry times
-            its scale, clipped and rounded. Empty for calibration.
+            its scale, clipped and rounded. bfloat16 arrays for the recipe `mxfp8`, because the blocks of a shard may differ
+            from the blocks of the whole parameter. Empty for calibration.
         """
         if self.config.calibrates:
             return {}
+        if self.config.recipe == "mxfp8":
+            return {name: parts[name].astype(jnp.bfloat16) for name in scales}
         return {name: cast(parts[name], scale, formats(self.config)[1]) for name, (scale, _) in scales.items()}
 
     @scope("quantize")
@@ -433,7 +439,10 @@ class FP8Trace:
         known = {name: scale.amax for name, scale in scales.items()}
         for i, _, _ in self._entries():
             name, lead = self.weight_of(i), self.sites[i].lead
-            view = partial(_view, layout_of(self.sites[i]).w_matrix, scales[name].scale, dtype, "xla" if lead else "auto")
+            matrix = layout_of(self.sites[i]).w_matrix
+            view = partial(_view, matrix, scales[name].scale, dtype, "xla" if lead else "auto")
+            if self.config.recipe == "mxfp8":
+                view = partial(_block_view, matrix)
             for _ in lead:
                 view = jax.vmap(view)
             rows, columns, largest = view(matrices[i]) if matrices else (None, None, known[name])
@@ -555,6 +564,13 @@ def _view(
     if rows_KN.dtype == dtype:
         return rows_KN, rows_KN.T, None
     return cast_transpose(rows_KN, scale, dtype, implementation=implementation)
+
+
+def _block_view(matrix: Callable[[Array], Array], w: Array) -> tuple[Any, Any, Any]:
+    """Returns the MXFP8 rows and columns of a weight, and its amax, which is not computed."""
+    # Rounded to bfloat16 first, so that the values equal those of a weight that was gathered in bfloat16.
+    quantized = block_scaled(matrix(w).astype(jnp.bfloat16), None, 1, jnp.float8_e4m3fn, "both")
+    return quantized.rows, quantized.columns, None
 
 
 def _products(sites: Sequence[DelayedProduct], names: Sequence[str], config: FP8Config) -> tuple[Product, ...]:
