@@ -77,7 +77,7 @@ def block_dot(a: Blocks, b: Blocks, dtype: DTypeLike) -> Array:
     if has_block_dot():
         operands = a.elements[None], b.elements[None], a.scales[None], b.scales[None]
         return jax.nn.scaled_matmul(*operands, preferred_element_type=dtype)[0]
-    return lax.dot_general(*map(_values, (a, b)), (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+    return lax.dot_general(_values(a), _values(b), (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
 def _values(x: Blocks) -> Array:

@@ -327,7 +327,9 @@ def fp8_matmul(
     layout, (x_dtype, _, dy_dtype), w_dtype = layout_of(site), formats(config), w.dtype
     quantizes_wgrad, is_delayed = wgrad_precision(site, config) == "fp8", tap.delayed is not None
     saves_columns = quantizes_wgrad and saved == "columns"
-    quantize = block_scaled if config.recipe == "mxfp8" else _quantize
+
+    def quantize(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, want: Want) -> FP8Array:
+        return block_scaled(x_MK, want) if config.recipe == "mxfp8" else _quantize(x_MK, scales, which, dtype, want)
 
     @jax.custom_vjp
     def run(x: Array, w: Array, extra: _Extra, tap: Tap) -> Array:
@@ -345,7 +347,7 @@ def fp8_matmul(
         dy_fp8 = quantize(layout.dy_matrix(dy), tap.scales, 2, dy_dtype, "both" if quantizes_wgrad else "rows")
         dx = layout.dgrad(dy_fp8, tap.weight, extra, site.x_aval.dtype)
         if quantizes_wgrad and not saves_columns and config.recipe == "mxfp8":
-            x = block_scaled(layout.x_matrix(x), None, 0, x_dtype, "columns").columns
+            x = block_scaled(layout.x_matrix(x), "columns").columns
         elif quantizes_wgrad and not saves_columns:
             with scope("quantize"):
                 scale = scale_for(x_amax, x_dtype) if tap.scales is None else tap.scales[0]
@@ -421,8 +423,16 @@ def _quantize(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, w
         return FP8Array(quantized.rows, quantized.columns, checked_scale(scale, largest), largest)  # pyright: ignore[reportArgumentType]
 
 
-def block_scaled(x_MK: Array, scales: None, which: int, dtype: DTypeLike, want: Want) -> FP8Array:
-    """Quantizes a matrix to MXFP8, rows and columns separately. Has the arguments of `_quantize`, and reads `want`."""
+def block_scaled(x_MK: Array, want: Want) -> FP8Array:
+    """Quantizes a matrix to MXFP8, its rows and its columns separately.
+
+    Args:
+        x_MK: bfloat16 or float32 matrix.
+        want: Results to compute: `both`, `rows` or `columns`.
+
+    Returns:
+        The matrix, with a `Blocks` or None in `rows` and in `columns`.
+    """
     with scope("quantize"):
         rows = quantize_blocks(x_MK) if want in ("both", "rows") else None
         columns = quantize_blocks(x_MK.T) if want in ("both", "columns") else None
@@ -438,7 +448,7 @@ def _dot(a: _Scaled, b: _Scaled, dtype: DTypeLike, accumulation: Literal["fast",
     """
     if isinstance(a[0], Blocks) and isinstance(b[0], Blocks):
         return block_dot(a[0], b[0], dtype)
-    a_MK, b_NK = (q.astype(jnp.bfloat16) * (1 / scale).astype(jnp.bfloat16) for q, scale in (a, b))
+    a_MK, b_NK = (q.astype(jnp.bfloat16) * (1 / scale).astype(jnp.bfloat16) for q, scale in (a, b))  # pyright: ignore[reportAttributeAccessIssue]
     precision = lax.Precision.DEFAULT if accumulation == "fast" else lax.Precision.HIGHEST
     y = lax.dot_general(a_MK, b_NK, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=dtype)
     # Without the barrier, XLA makes a following GELU the epilogue of the matmul. No FP8 kernel has this epilogue, so the

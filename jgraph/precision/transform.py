@@ -447,7 +447,7 @@ class FP8Trace:
                 view = jax.vmap(view)
             rows, columns, largest = view(matrices[i]) if matrices else (None, None, known[name])
             if (amax_of_all := known[name]) is None:
-                amax_of_all = known[name] = jnp.max(largest)
+                amax_of_all = known[name] = jnp.max(largest)  # pyright: ignore[reportArgumentType]
             scale = checked_scale(scales[name].scale, amax_of_all)
             scalars = jnp.broadcast_to(scale, lead), jnp.broadcast_to(amax_of_all, lead)
             views[i] = FP8Array(rows, columns, *scalars)  # pyright: ignore[reportArgumentType]
@@ -569,7 +569,7 @@ def _view(
 def _block_view(matrix: Callable[[Array], Array], w: Array) -> tuple[Any, Any, Any]:
     """Returns the MXFP8 rows and columns of a weight, and its amax, which is not computed."""
     # Rounded to bfloat16 first, so that the values equal those of a weight that was gathered in bfloat16.
-    quantized = block_scaled(matrix(w).astype(jnp.bfloat16), None, 1, jnp.float8_e4m3fn, "both")
+    quantized = block_scaled(matrix(w).astype(jnp.bfloat16), "both")
     return quantized.rows, quantized.columns, None
 
 

@@ -255,24 +255,21 @@ def fp8_recipe(config: TrainConfig) -> FP8Config | None:
 
     Raises:
         ConfigError: If matmuls run in FP8, `fp8.emulate` is False, and the first device is a GPU that is not known to have FP8
-            matmuls.
+            matmuls, or MXFP8 matmuls for the recipe `mxfp8`.
     """
     if config.dtypes.precision == "bf16":
         return None
     name = jax.devices()[0].device_kind
     device = device_info(name)
-    if (
-        config.fp8.recipe == "mxfp8"
-        and jax.default_backend() == "gpu"
-        and not (device and device.has_mxfp8 or config.fp8.emulate)
-    ):
-        must = f"current or delayed on {name}, which is not known to have MXFP8; `fp8.emulate` gives the same numbers"
-        raise ConfigError(f"`fp8.recipe` is mxfp8: must be {must}", field="fp8.recipe")
-    if config.is_fp8 and jax.default_backend() == "gpu" and not (device and device.has_fp8) and not config.fp8.emulate:
+    needs_fp8 = config.is_fp8 and jax.default_backend() == "gpu" and not config.fp8.emulate
+    if needs_fp8 and not (device and device.has_fp8):
         raise ConfigError(
             f"`precision` is fp8: must be bf16 on {name}, which is not known to have FP8; `fp8.emulate` gives the same numbers",
             field="precision",
         )
+    if needs_fp8 and config.fp8.recipe == "mxfp8" and not (device and device.has_mxfp8):
+        must = f"current or delayed on {name}, which is not known to have MXFP8; `fp8.emulate` gives the same numbers"
+        raise ConfigError(f"`fp8.recipe` is mxfp8: must be {must}", field="fp8.recipe")
     return config.fp8
 
 

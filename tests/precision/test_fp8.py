@@ -382,7 +382,7 @@ def test_mxfp8_keeps_the_precision_of_small_blocks(recipe):
     w, x = normal(0, D * 2, F), normal(1, B, D * 2).at[0].multiply(2.0**20)  # an outlier row
     y, exact = jgraph.fp8(lambda w, x: x @ w, FP8Config(recipe=recipe)).apply(w, {}, x), x @ w
     error = jnp.linalg.norm((y - exact)[1:]) / jnp.linalg.norm(exact[1:])
-    assert 0.01 < error
+    assert error > 0.01
     assert (error < 0.05) == (recipe == "mxfp8")
 
 
