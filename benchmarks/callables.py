@@ -17,7 +17,7 @@ from benchmarks.works import MLPSize, torch_pipeline
 PROGRAM = "benchmarks.programs.graphed"
 TORCH = "graphed callables"
 JITTED = "jit a block"
-BLOCKS = ("one by one", "run, join segments", "run, join nothing", JITTED)
+BLOCKS = ("one by one", "one by one, packed parameters", "run, join segments", "run, join nothing", JITTED)
 SIZES: dict[str, Row] = {
     "full": {"num_blocks": 12, "d_model": 256, "num_heads": 4, "d_ff": 1024, "batch": 2, "length": 128},
     "tiny": {"num_blocks": 3, "d_model": 64, "num_heads": 4, "d_ff": 256, "batch": 2, "length": 32},
@@ -37,7 +37,7 @@ class CallablesOptions(SoakOptions):
 
     parts: tuple[Literal["blocks", "pipeline"], ...] = ("blocks", "pipeline")
     """Parts to run. `blocks` uses one GPU and supports `--soak`. `pipeline` uses `--ranks` GPUs."""
-    variant: tuple[str, ...] = (BLOCKS[1],)
+    variant: tuple[str, ...] = ("run, join segments",)
     """Variant of `blocks` to soak."""
     ranks: int = 4
     """Number of GPUs of the pipeline."""
@@ -58,7 +58,7 @@ def works(options: CallablesOptions) -> Iterator[Work]:
             candidates = [candidate("jax" if name == JITTED else "jgraph", name, request) for name in BLOCKS]
             candidates += [
                 Candidate({"system": "torch", "variant": name}, "benchmarks.peers.blocks", request | {"variant": name}, gpus=1)
-                for name in (TORCH, f"{TORCH}, no rotary", "eager")
+                for name in (TORCH, f"{TORCH}, no rotary", "eager", f"te {TORCH}", f"te {TORCH}, aliased gradients")
             ]
             # Host time limits these variants, so kernels that were autotuned under load do not change the result.
             yield Work(part, {"ranks": 1, "size": size}, [candidates], building=0)

@@ -3,8 +3,8 @@
 python -m benchmarks run fp8 --presets gpt-124m
 python -m benchmarks run fp8 --presets gpt-1b3 --together 2     # the memory of an H200 is enough for two processes
 
-`te RECIPE` is Transformer Engine with float32 parameters and the fused AdamW of PyTorch. `bf16-params` uses bfloat16 parameters
-and FusedAdam of Transformer Engine with float32 master weights. A package that is not installed results in a row with an error.
+`te RECIPE` is Transformer Engine. `benchmarks/peers/te_variant.py` describes its words. A package that is not installed results
+in a row with an error.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,15 @@ from benchmarks import single_gpu
 from benchmarks.runner import Benchmark
 
 TORCH = ("torch compile", "torch float8 tensorwise compile", "torch float8 rowwise compile")
-ENGINE = ("torch te delayed", "torch te delayed bf16-params", "torch te current")
+ENGINE = (
+    "torch te delayed",
+    "torch te delayed bf16-params",
+    "torch te delayed fp8-params",
+    "torch te delayed bf16-params fp8-attention",
+    "torch te current",
+    "torch te current bf16-params",
+    "torch te blockwise bf16-params",
+)
 GRAPHED = tuple(f"{variant} + CUDA graph" for variant in (*TORCH[:2], *ENGINE))
 # All variants are compared with the first.
 VARIANTS = ("jgraph fp8=delayed", "jgraph fp8=current", "jgraph", "jax same", *TORCH, "torch te delayed", *GRAPHED)

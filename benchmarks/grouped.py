@@ -1,10 +1,11 @@
-"""Grouped matmuls (linear layers of a mixture of experts) in bfloat16 on one GPU: jgraph, PyTorch and the kernels of jax.
+"""Grouped matmuls (linear layers of a mixture of experts) on one GPU: jgraph, PyTorch, Transformer Engine and kernels of jax.
 
     python -m benchmarks run grouped
 
 A work is tokens x input width x output width, a number of experts, and the routing. `equal` gives each expert the same number
 of tokens. `skewed` draws them from a Zipf distribution over randomly ordered experts, with seed 0. The weight gradient is timed
-twice: in bfloat16, and added in place to a float32 array. PyTorch needs a matmul and an addition for the latter.
+twice: in bfloat16, and added in place to a float32 array. PyTorch needs a matmul and an addition for the latter. Matmuls are in
+bfloat16, except those of Transformer Engine with an FP8 recipe (`benchmarks/peers/te_grouped.py`).
 """
 
 import functools
@@ -19,6 +20,7 @@ import numpy as np
 
 from benchmarks import runner
 from benchmarks.peers.protocol import Run, answer, read_request, take_turns
+from benchmarks.peers.te_variant import is_te
 from benchmarks.rows import Row, ratio, row_name
 from benchmarks.runner import Benchmark, Work
 from benchmarks.tables import Section, number
@@ -29,6 +31,7 @@ from jgraph.kernels import grouped
 # M rows, G groups, K and N dimensions of the matrix of a group; `e` in einsums: rows of a group
 
 SHAPES = {"full": ((24576, 2048, 1408, 64), (32768, 4096, 1536, 128)), "tiny": ((64, 32, 16, 4),)}
+ENGINE = ("te bf16", "te bf16 + CUDA graph", "te bf16 cutlass", "te bf16 cutlass + CUDA graph", "te current + CUDA graph")
 LEGS = ("forward", "dgrad", "wgrad", "onto_float32")
 Leg = Callable[..., jax.Array]
 
@@ -41,8 +44,9 @@ class Options(runner.Options):
     """Routings: distribution of the rows over the groups."""
     variants: tuple[str, ...] = ("",)
     """jgraph implementations. Empty for the default choice."""
-    peers: tuple[str, ...] = ("torch", "einsum", "ragged_dot_mgpu", "transposed_ragged_dot_mgpu")
-    """Peers: PyTorch, an einsum (equal groups only), and the Hopper kernels of jax for forward and dgrad, and for wgrad."""
+    peers: tuple[str, ...] = ("torch", *ENGINE, "einsum", "ragged_dot_mgpu", "transposed_ragged_dot_mgpu")
+    """Peers: PyTorch, Transformer Engine (`te RECIPE`, `benchmarks/peers/te_variant.py`), an einsum (equal groups only), and
+    the Hopper kernels of jax for forward and dgrad, and for wgrad."""
 
 
 def works(options: Options) -> Iterator[Work]:
@@ -51,17 +55,44 @@ def works(options: Options) -> Iterator[Work]:
         for groups in options.groups:
             rows, d_in, d_out, experts = shape
             size = {"shape": shape, "groups": group_sizes(rows, experts, groups)}
-            ours = [("jgraph", variant, "benchmarks.grouped") for variant in options.variants]
-            peers = [
-                ("torch", "", "benchmarks.peers.grouped") if peer == "torch" else ("jax", peer, "benchmarks.grouped")
-                for peer in options.peers
-                if peer != "einsum" or groups == "equal"
-            ]
-            candidates = [
-                Candidate({"system": system, "variant": name}, module, size | {"system": system, "variant": name})
-                for system, name, module in (*ours, *peers)
-            ]
-            yield Work(f"{rows:,} x {d_in} x {d_out}, {experts} experts, {groups}", {"ranks": 1, "size": size}, [candidates])
+            ours = [candidate("jgraph", variant, "benchmarks.grouped", size) for variant in options.variants]
+            peers = [peer_candidate(peer, size) for peer in options.peers if peer != "einsum" or groups == "equal"]
+            yield Work(
+                f"{rows:,} x {d_in} x {d_out}, {experts} experts, {groups}", {"ranks": 1, "size": size}, [[*ours, *peers]]
+            )
+
+
+def peer_candidate(peer: str, size: Row) -> Candidate:
+    """Returns the candidate of a peer.
+
+    Args:
+        peer: An entry of `Options.peers`.
+        size: Shape and group sizes.
+
+    Returns:
+        The candidate.
+    """
+    if peer == "torch":
+        return candidate("torch", "", "benchmarks.peers.grouped", size)
+    if is_te(peer):
+        return candidate("torch", peer, "benchmarks.peers.te_grouped", size)
+    return candidate("jax", peer, "benchmarks.grouped", size)
+
+
+def candidate(system: str, variant: str, module: str, size: Row) -> Candidate:
+    """Returns a candidate.
+
+    Args:
+        system: jgraph, torch or jax.
+        variant: Its variant.
+        module: Module to run.
+        size: Shape and group sizes.
+
+    Returns:
+        The candidate.
+    """
+    labels = {"system": system, "variant": variant}
+    return Candidate(labels, module, size | labels)
 
 
 def group_sizes(rows: int, experts: int, groups: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Mixtures of experts on one GPU: jgraph against PyTorch with the same model, dtypes, routing and losses.
+"""Mixtures of experts on one GPU: jgraph, PyTorch and Transformer Engine with the same model, dtypes, routing and losses.
 
     python -m benchmarks run moe --work gpt-moe --together 3
     python -m benchmarks run moe --work qwen3-30b-a3b-layers
@@ -25,6 +25,7 @@ from jgraph.train.config import TrainConfig
 
 WorkName = Literal["gpt-moe", "qwen3-30b-a3b-layers"]
 LAYERS = "-layers"
+ENGINE = ("te bf16 bf16-params", "te bf16 bf16-params graphed-attention", "te bf16 bf16-params cutlass graphed-attention")
 TINY = {"num_experts": 4, "experts_per_token": 2, "d_ff": 32}
 
 
@@ -34,8 +35,9 @@ class Options(SoakOptions, TraceOptions):
 
     work: tuple[WorkName, ...] = ("gpt-moe", "qwen3-30b-a3b-layers")
     """Works to time."""
-    peers: tuple[str, ...] = ("compile", "compile + CUDA graph", "CUDA graph", "eager")
-    """PyTorch variants: `eager` or `compile`, `max-autotune`, and `+ CUDA graph` to capture the whole step."""
+    peers: tuple[str, ...] = ("compile", "compile + CUDA graph", "CUDA graph", "eager", *ENGINE)
+    """PyTorch variants: `eager` or `compile`, `max-autotune`, and `+ CUDA graph` to capture the whole step. Variants of
+    Transformer Engine: `te RECIPE` (`benchmarks/peers/te_variant.py`)."""
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A further jgraph variant, NAME=VALUE: graph=off|full, fp8=RECIPE:FORMAT, a model setting, an XLA option."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from benchmarks import runner
 from benchmarks.compare import ResultsError, distinct, read
 from benchmarks.others import table as others
+from benchmarks.peers.te_variant import is_te
 from benchmarks.rows import Row, fastest, ratio, row_name
 from benchmarks.runner import SOAK_HEADS, benchmark_of, find_benchmarks, soak_rows, soaks_page
 from benchmarks.tables import (
@@ -83,7 +84,7 @@ def gains_table() -> str:
         ours = fastest([row for row in rows if not variants or row["variant"] in variants], "jgraph")
         groups: dict[str, list[Row]] = {"jax": [], "torch": [], "te": []}
         for row in rows:
-            is_engine = row["system"] == "torch" and precision(row) == "te"
+            is_engine = row["system"] == "torch" and is_te(row["variant"])
             if row["system"] in groups:
                 groups["te" if is_engine else row["system"]].append(row)
         cells = [_gain(fastest(own, "jax" if kind == "jax" else "torch"), ours) for kind, own in groups.items()]
@@ -232,7 +233,10 @@ def grouped_table(works: dict[str, Row]) -> list[str]:
     legs = {"forward": "forward", "dgrad": "dgrad", "wgrad": "wgrad", "onto_float32": "wgrad added to float32"}
     lines = []
     for work, result in works.items():
-        peer, ours = (fastest(result["rows"], system) for system in ("torch", "jgraph"))
+        # Rows of Transformer Engine with an FP8 recipe have another precision.
+        peer, ours = (
+            fastest([row for row in result["rows"] if precision(row) == "bf16"], name) for name in ("torch", "jgraph")
+        )
         flops = 2 * math.prod(result["size"]["shape"][:3])
         cells = [f"{flops / ours[f'{leg}_ms'] / 1e9:.0f}, {ratio(peer, ours, f'{leg}_ms', digits=2)}" for leg in legs if ours]
         lines += [[work, result["device"] or "not recorded", *cells]]
@@ -321,8 +325,10 @@ def fp8_table(works: Iterable[tuple[str, Row]]) -> list[str]:
 
 
 def precision(row: Row) -> str:
-    """Returns the precision in the variant of a row: te, current, delayed, float8 or bf16."""
+    """Returns the precision in the variant of a row: te (in FP8), current, delayed, float8 or bf16."""
     settings = set(row["variant"].replace("=", " ").replace(":", " ").split())
+    if {"te", "bf16"} <= settings:
+        return "bf16"
     return next((name for name in ("te", "current", "delayed", "float8") if name in settings), "bf16")
 
 

@@ -1,4 +1,4 @@
-"""One training step on one GPU: jgraph against plain JAX and PyTorch, with the same model, dtypes, optimizer and clipping.
+"""One training step on one GPU: jgraph, plain JAX, PyTorch and Transformer Engine with the same model, dtypes and optimizer.
 
 python -m benchmarks run single_gpu --presets launch-bound gpt-124m --timeout 400
 python -m benchmarks run single_gpu --presets gpt-1b3 --together 2     # the memory of an H200 is enough for two processes
@@ -14,12 +14,13 @@ from benchmarks.runner import Benchmark, TraceOptions, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
 from benchmarks.turns import Candidate
 from benchmarks.works import jgraph_step, preset_config, with_fp8
-from jgraph.train.config import TrainConfig
+from jgraph.train.config import OptimizerConfig, TrainConfig
 
 # The first variant runs in every round. max-autotune compiles for minutes and may reach --timeout: its row then has an error.
 COMPILED = ("torch compile", "torch compile + CUDA graph", "torch compile max-autotune + CUDA graph")
 PLAIN = ("jax same", "jax same nnx", "jax same flatten", "jax stock", "jax stock flatten")
-VARIANTS = ("jgraph", "jgraph graph=off", *PLAIN, "torch eager", "torch CUDA graph", *COMPILED)
+ENGINE = ("torch te bf16", "torch te bf16 + CUDA graph", "torch te bf16 bf16-params + CUDA graph")
+VARIANTS = ("jgraph", "jgraph graph=off", *PLAIN, "torch eager", "torch CUDA graph", *COMPILED, *ENGINE)
 SIZE = {"arrays": number("arrays", ".0f"), "kernels": number("kernels", ".0f"), "host, ms": number("host_ms", ".2f")}
 
 
@@ -30,8 +31,9 @@ class Options(TraceOptions):
     presets: tuple[str, ...] = ("launch-bound", "gpt-124m", "gpt-1b3")
     """Presets to time."""
     variants: tuple[str, ...] = VARIANTS
-    """Variants of each preset. All are compared with the first. `jgraph NAME=VALUE` sets graph, a model setting, an XLA option,
-    or the FP8 recipe: `fp8=delayed`, `fp8=current:e4m3`. `benchmarks/peers/plain_jax.py` describes `jax` variants."""
+    """Variants of each preset. All are compared with the first. `jgraph NAME=VALUE` sets graph, a setting of the model or the
+    optimizer, an XLA option, or the FP8 recipe: `fp8=delayed`, `fp8=current:e4m3`. `benchmarks/peers/plain_jax.py` describes
+    `jax` variants, and `benchmarks/peers/te_variant.py` those of Transformer Engine, `torch te ...`."""
 
 
 def works(options: Options) -> Iterator[Work]:
@@ -69,6 +71,8 @@ def candidate(variant: str, config: TrainConfig, options: TraceOptions) -> Candi
             config = config.changed(graph=value)
         elif setting == "fp8":
             config = with_fp8(config, value)
+        elif setting in OptimizerConfig.__dataclass_fields__:
+            config = config.changed(optimizer=replace(config.optimizer, **{setting: value}))
         elif setting.startswith("xla_"):
             config = config.changed(xla_options=(*config.compile.xla_options, text))
         else:

@@ -10,7 +10,7 @@
 #
 # Further parts, with `OUT [REVISION]`:
 #
-#     fp8, curves               FP8 on one GPU; needs torchao
+#     fp8, fp8_1b3, curves      FP8 on one GPU; needs torchao and Transformer Engine
 #     fp8_sharded, llama        FP8 on two GPUs; needs torchao. A soak of 1,000 STEPS in `llama` takes longer than ten minutes
 #     decode, folders           Hugging Face checkpoints on one GPU; needs transformers
 #     moe, moe_fp8, moe_soak, grouped      mixtures of experts on one GPU, five minutes each
@@ -53,6 +53,7 @@ fsdp="fsdp --one-gpu no --rounds 3 --name fsdp2"
 sharded="fsdp --name fsdp_fp8 --first fp8=delayed --variant fp8=current --plain --peers compile compile:float8 --one-gpu no --rounds 3 --timeout 200"
 llama="fsdp --work llama3-8b --one-gpu no --timeout 200"
 experts="layout=ep capacity=2" # enough capacity for the uneven load of an untrained router
+experts_te=("te bf16 bf16-params graphed-attention" "te bf16 bf16-params cutlass graphed-attention")
 captured="fp8=delayed graph=full grads=float32"
 callables="callables --parts pipeline --ranks 2 --schedules aligned --rounds 3 --name callables2"
 
@@ -102,19 +103,24 @@ decode) piece 340 decode --models llama-1b3 --rounds 3 --timeout 120 --variants 
 folders) XLA_PYTHON_CLIENT_PREALLOCATE=false tests 240 -n 3 -rP -W default tests/gpu/test_folders_on_gpu.py ;;
 fp8)
   piece 130 kernels --rounds 2 $short
-  piece 200 fp8 --presets gpt-124m --rounds 3
-  piece 250 fp8 --presets gpt-1b3 --together 2 --rounds 3 --name fp8_1b3 --variants "jgraph fp8=delayed" "jgraph fp8=current" \
-    jgraph "torch float8 tensorwise compile" "torch float8 rowwise compile"
+  piece 440 fp8 --presets gpt-124m --rounds 3
+  ;;
+fp8_1b3)
+  piece 580 fp8 --presets gpt-1b3 --together 2 --rounds 3 --name fp8_1b3 --variants "jgraph fp8=delayed" "jgraph fp8=current" jgraph \
+    "torch float8 tensorwise compile" "torch te delayed + CUDA graph" "torch te delayed bf16-params + CUDA graph" \
+    "torch te delayed fp8-params + CUDA graph" "torch te delayed bf16-params fp8-attention + CUDA graph" \
+    "torch te current bf16-params + CUDA graph"
   ;;
 moe) # in parallel if there are two GPUs
   other=$(($(nvidia-smi --list-gpus | wc -l) > 1))
-  on 0 170 moe --work gpt-moe --rounds 3 --seconds 0.5 --timeout 120 --peers compile "compile + CUDA graph" &
+  on 0 230 moe --work gpt-moe --rounds 3 --seconds 0.5 --timeout 120 --peers compile "compile + CUDA graph" "${experts_te[@]}" &
   [ "$other" = 1 ] || wait
-  on "$other" 120 moe --work qwen3-30b-a3b-layers --rounds 3 --seconds 0.5 --name moe_layers --peers compile "compile + CUDA graph" &
+  on "$other" 180 moe --work qwen3-30b-a3b-layers --rounds 3 --seconds 0.5 --name moe_layers --peers compile "compile + CUDA graph" \
+    "${experts_te[@]}" &
   wait
   ;;
-moe_fp8) on 0 250 moe --work gpt-moe --rounds 3 --seconds 0.5 --timeout 200 --name moe_fp8 --together 6 --peers "compile + CUDA graph" \
-    --variant fp8=current:e4m3 --variant fp8=delayed:e4m3 ;;
+moe_fp8) on 0 330 moe --work gpt-moe --rounds 3 --seconds 0.5 --timeout 200 --name moe_fp8 --together 6 --peers "compile + CUDA graph" \
+    "te delayed bf16-params graphed-attention" "te current bf16-params graphed-attention" "${experts_te[0]}" --variant fp8=current:e4m3 --variant fp8=delayed:e4m3 ;;
 moe_soak) on 0 290 moe --work gpt-moe --variant graph=full --soak 1000 --soak-against nothing ;;
 grouped) on 0 290 grouped --rounds 2 --repeats 2 $short ;;
 experts) # expert parallelism of jgraph and PyTorch, and jgraph with gathered experts

@@ -115,13 +115,12 @@ def with_fp8(config: TrainConfig, choice: str) -> TrainConfig:
 
     Args:
         config: The config.
-        choice: Recipe, optionally with a format after a colon: `delayed:e4m3`.
+        choice: Recipe, optionally with a format and an accumulation after colons: `delayed:e4m3`, `delayed:hybrid:fast`.
 
     Returns:
         The new config.
     """
-    recipe, _, format = choice.partition(":")
-    choices: dict[str, Any] = {"recipe": recipe} | ({"format": format} if format else {})
+    choices: dict[str, Any] = dict(zip(("recipe", "format", "accumulation"), choice.split(":"), strict=False))
     return config.changed(precision="fp8", fp8=FP8Config(**choices))
 
 

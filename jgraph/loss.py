@@ -11,13 +11,18 @@ fuses the last kernels of all chunks, and holds the gradients of all logits.
 import functools
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jgraph.errors import ShapeError
+from jgraph.errors import ShapeError, check_choice
+from jgraph.kernels.elementwise import Computed, Elementwise
+from jgraph.precision.head import MULTIPLE, FP8Head
 from jgraph.scopes import scope
+
+Precision: TypeAlias = Literal["full", "fp8"]
 
 # Default limit of the logits that are held at once: 1 GiB in bfloat16, 2 GiB in float32.
 _AUTO_CHUNK_ELEMENTS = 2**29
@@ -43,6 +48,7 @@ def cross_entropy(
     axis: str | None = None,
     vocab_size: int = 0,
     weights_BT: Array | None = None,
+    precision: Precision = "full",
 ) -> Array:
     """Computes the mean next-token loss in nats from hidden states.
 
@@ -67,6 +73,9 @@ def cross_entropy(
             is no padding.
         weights_BT: Factor of the loss of each token, of any dtype. The weighted losses are summed and divided by B*T, not by
             the sum of the weights. Gradients with respect to the weights are zero. None for ones.
+        precision: Operands of the three matmuls: `full` for the dtype of `x_BTD`, or `fp8`. FP8 rounds the hidden states and
+            the head to E4M3 and the gradient of the logits to E5M2, with current scaling. It needs multiples of 16: `chunk`, D
+            and V. A device without FP8 emulates it.
 
     Returns:
         The loss, a float32 scalar, the same on all devices of `axis`. Its gradients have the dtypes of `x_BTD` and `head_DV`.
@@ -74,7 +83,8 @@ def cross_entropy(
 
     Raises:
         ShapeError: If an argument is not an array, shapes or dtypes disagree, there are no tokens or columns, `chunk` does not
-            divide B*T, or `vocab_size` is not an integer of at least 0.
+            divide B*T, `vocab_size` is not an integer of at least 0, or `precision` is fp8 and a size is not a multiple of 16.
+        ConfigError: If `precision` is not full or fp8.
 
     Examples:
         >>> print(jgraph.cross_entropy(jnp.ones((2, 3, 4)), jnp.zeros((4, 8)), jnp.zeros((2, 3), int)))  # log(8)
@@ -102,12 +112,15 @@ def cross_entropy(
     chunk = chunk or _auto_chunk(num_tokens, width, x_BTD.dtype)
     if not isinstance(chunk, Integral) or chunk < 1 or num_tokens % chunk:
         raise ShapeError(f"`chunk` is {chunk!r}: must divide the {num_tokens} tokens of a microbatch", field="chunk")
+    check_choice("precision", precision, ("full", "fp8"))
+    if precision == "fp8" and chunk % MULTIPLE:
+        raise ShapeError(f"`chunk` is {chunk}: must be a multiple of {MULTIPLE} in FP8", field="chunk")
     vocabulary = _Vocabulary(axis, vocab_size)
     with scope("loss"):
         # int32 holds all columns, which the gradient compares with the labels.
         labels_N = jnp.asarray(labels_BT, jnp.int32).reshape(num_tokens)
         weights_N = None if weights_BT is None else jnp.asarray(weights_BT, jnp.float32).reshape(num_tokens)
-        return _mean_loss(x_BTD.reshape(num_tokens, d_model), head_DV, labels_N, weights_N, chunk, vocabulary)
+        return _mean_loss(x_BTD.reshape(num_tokens, d_model), head_DV, labels_N, weights_N, chunk, vocabulary, precision)
 
 
 @dataclass(frozen=True)
@@ -124,44 +137,116 @@ class _Vocabulary:
         """Returns labels as columns of this device, outside [0, width) for columns of other devices."""
         return labels_C if self.axis is None else labels_C - jax.lax.axis_index(self.axis) * width
 
+    def is_token(self, width: int) -> Array:
+        """Returns bool [width]: False for this device's columns that are padding."""
+        return jnp.arange(width) - self.own(jnp.zeros((), jnp.int32), width) < self.size
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _mean_loss(
-    x_ND: Array, head_DV: Array, labels_N: Array, weights_N: Array | None, chunk: int, vocabulary: _Vocabulary
+    x_ND: Array,
+    head_DV: Array,
+    labels_N: Array,
+    weights_N: Array | None,
+    chunk: int,
+    vocabulary: _Vocabulary,
+    precision: Precision,
 ) -> Array:
-    losses = [
-        jnp.sum(_weighted(_losses(_margins(x_CD @ head_DV, labels_C, vocabulary), vocabulary), weights_C))
-        for x_CD, labels_C, weights_C in _chunks(x_ND, labels_N, weights_N, chunk)
-    ]
+    head = FP8Head.of(head_DV) if precision == "fp8" else None
+    losses = []
+    for x_CD, labels_C, weights_C in _chunks(x_ND, labels_N, weights_N, chunk):
+        logits_CV = x_CD @ head_DV if head is None else head.logits(x_CD)[0]
+        losses.append(jnp.sum(_weighted(_losses(_margins(logits_CV, labels_C, vocabulary), vocabulary), weights_C)))
     return _sum(losses) / labels_N.size
 
 
 def _mean_loss_forward(
-    x_ND: Array, head_DV: Array, labels_N: Array, weights_N: Array | None, chunk: int, vocabulary: _Vocabulary
+    x_ND: Array,
+    head_DV: Array,
+    labels_N: Array,
+    weights_N: Array | None,
+    chunk: int,
+    vocabulary: _Vocabulary,
+    precision: Precision,
 ):
+    head = FP8Head.of(head_DV) if precision == "fp8" else None
     losses, dx, dhead = [], [], []
     for x_CD, labels_C, weights_C in _chunks(x_ND, labels_N, weights_N, chunk):
-        logits_CV = x_CD @ head_DV
-        margins_CV = _margins(logits_CV, labels_C, vocabulary)
-        losses_C = _losses(margins_CV, vocabulary)
-        own_C = vocabulary.own(labels_C, head_DV.shape[1])
-        one_hot_CV = own_C[:, None] == jnp.arange(head_DV.shape[1], dtype=labels_C.dtype)
-        softmax_CV = jnp.exp(margins_CV - losses_C[:, None])
-        weights_C1 = None if weights_C is None else weights_C[:, None]
-        dlogits_CV = _weighted((softmax_CV - one_hot_CV) / labels_N.size, weights_C1).astype(logits_CV.dtype)
-        losses.append(jnp.sum(_weighted(losses_C, weights_C)))
-        dx.append(dlogits_CV @ head_DV.T)
-        dhead.append(jnp.matmul(x_CD.T, dlogits_CV, preferred_element_type=jnp.float32))
+        if head is None:
+            chunk_loss, dx_CD, dhead_DV = _chunk(x_CD, head_DV, labels_C, weights_C, vocabulary, labels_N.size)
+        else:
+            chunk_loss, dx_CD, dhead_DV = _fp8_chunk(x_CD, head, labels_C, weights_C, vocabulary)
+        losses.append(chunk_loss)
+        dx.append(dx_CD)
+        dhead.append(dhead_DV)
     return _sum(losses) / labels_N.size, (jnp.concatenate(dx), _sum(dhead).astype(head_DV.dtype))
 
 
-def _mean_loss_backward(chunk: int, vocabulary: _Vocabulary, gradients, dloss: Array):
+def _mean_loss_backward(chunk: int, vocabulary: _Vocabulary, precision: Precision, gradients, dloss: Array):
     dx_ND, dhead_DV = gradients
     dloss = vocabulary.sum(dloss)  # each device may use the loss, or only one of them
+    if precision == "fp8":
+        dloss = dloss / len(dx_ND)  # a scale in FP8 is a power of two, so `_fp8_chunk` does not divide
     return (dx_ND * dloss).astype(dx_ND.dtype), (dhead_DV * dloss).astype(dhead_DV.dtype), None, None
 
 
 _mean_loss.defvjp(_mean_loss_forward, _mean_loss_backward)
+
+
+def _chunk(
+    x_CD: Array, head_DV: Array, labels_C: Array, weights_C: Array | None, vocabulary: _Vocabulary, num_tokens: int
+) -> tuple[Array, Array, Array]:
+    """Returns the sum of the losses of a chunk, and the gradients of the mean loss: of x, and of the head in float32."""
+    logits_CV = x_CD @ head_DV
+    margins_CV = _margins(logits_CV, labels_C, vocabulary)
+    losses_C = _losses(margins_CV, vocabulary)
+    own_C = vocabulary.own(labels_C, head_DV.shape[1])
+    one_hot_CV = own_C[:, None] == jnp.arange(head_DV.shape[1], dtype=labels_C.dtype)
+    softmax_CV = jnp.exp(margins_CV - losses_C[:, None])
+    weights_C1 = None if weights_C is None else weights_C[:, None]
+    dlogits_CV = _weighted((softmax_CV - one_hot_CV) / num_tokens, weights_C1).astype(logits_CV.dtype)
+    dhead_DV = jnp.matmul(x_CD.T, dlogits_CV, preferred_element_type=jnp.float32)
+    return jnp.sum(_weighted(losses_C, weights_C)), dlogits_CV @ head_DV.T, dhead_DV
+
+
+def _fp8_chunk(
+    x_CD: Array, head: FP8Head, labels_C: Array, weights_C: Array | None, vocabulary: _Vocabulary
+) -> tuple[Array, Array, Array]:
+    """Returns the sum of the losses of a chunk, and the gradients of the sum: of x, and of the head in float32."""
+    logits_CV, x = head.logits(x_CD)
+    width = logits_CV.shape[1]
+    label_logits_C1 = _label_logits(logits_CV, labels_C, vocabulary)
+    losses_C = _losses(_margins(logits_CV, labels_C, vocabulary), vocabulary)
+    own_C1 = vocabulary.own(labels_C, width)[:, None].astype(jnp.float32)
+    columns_1V = jnp.arange(width, dtype=jnp.float32)[None]
+    inputs = [logits_CV, label_logits_C1, losses_C[:, None], own_C1, columns_1V]
+    inputs += [] if weights_C is None else [weights_C[:, None]]
+    inputs += [jnp.where(vocabulary.is_token(width), 0.0, -jnp.inf)[None]] if vocabulary.size else []
+    steps = _dlogits_steps(weights_C is not None, bool(vocabulary.size))
+    largest = jnp.float32(1) if weights_C is None else jnp.max(jnp.abs(weights_C))
+    dlogits = Computed(Elementwise(len(inputs), steps), tuple(inputs))
+    dx_CD, dhead_DV = head.gradients(x, dlogits, largest, x_CD.dtype)
+    return jnp.sum(_weighted(losses_C, weights_C)), dx_CD, dhead_DV
+
+
+def _dlogits_steps(is_weighted: bool, is_padded: bool) -> tuple[tuple[str, tuple[int | float, ...]], ...]:
+    """Returns the steps of an `Elementwise` that computes softmax minus one-hot from the inputs of `_fp8_chunk`."""
+    logits, label_logits, losses, labels, columns = range(5)
+    count = 5 + is_weighted + is_padded
+    steps: list[tuple[str, tuple[int | float, ...]]] = []
+
+    def step(name: str, *operands: int | float) -> int:
+        steps.append((name, operands))
+        return count + len(steps) - 1
+
+    margin = step("min", step("sub", logits, label_logits), _LARGEST_MARGIN)
+    exponent = step("sub", margin, losses)
+    softmax = step("exp", step("add", exponent, count - 1) if is_padded else exponent)
+    one_hot = step("max", step("sub", 1.0, step("abs", step("sub", columns, labels))), 0.0)
+    difference = step("sub", softmax, one_hot)
+    if is_weighted:
+        step("mul", difference, 5)
+    return tuple(steps)
 
 
 def _chunks(x_ND: Array, labels_N: Array, weights_N: Array | None, chunk: int) -> list[tuple[Array, Array, Array | None]]:
@@ -177,24 +262,25 @@ def _sum(parts: list[Array]) -> Array:
     return functools.reduce(jnp.add, parts)
 
 
-def _margins(logits_CV: Array, labels_C: Array, vocabulary: _Vocabulary) -> Array:
-    """Returns each logit minus the label's, in float32, at most `_LARGEST_MARGIN`; -inf for padding."""
+def _label_logits(logits_CV: Array, labels_C: Array, vocabulary: _Vocabulary) -> Array:
+    """Returns the logit of each label, float32 [C, 1]; NaN for an invalid label."""
     width = logits_CV.shape[1]
-    own_C = vocabulary.own(labels_C, width)
     if vocabulary.axis is None:
         # -1 would select the last column. Without its sign it is out of bounds, which gives NaN.
         columns_C = labels_C & jnp.iinfo(jnp.int32).max
-        label_logits_C1 = jnp.take_along_axis(logits_CV, columns_C[:, None], axis=-1).astype(jnp.float32)
-    else:
-        found_C1 = jnp.take_along_axis(logits_CV, jnp.clip(own_C, 0, width - 1)[:, None], axis=-1).astype(jnp.float32)
-        label_logits_C1 = vocabulary.sum(jnp.where(((own_C >= 0) & (own_C < width))[:, None], found_C1, 0))
-        total = vocabulary.size or width * jax.lax.axis_size(vocabulary.axis)
-        label_logits_C1 = jnp.where(((labels_C >= 0) & (labels_C < total))[:, None], label_logits_C1, jnp.nan)
-    margins_CV = jnp.minimum(logits_CV.astype(jnp.float32) - label_logits_C1, _LARGEST_MARGIN)
-    if vocabulary.size:
-        columns_V = jnp.arange(width) - vocabulary.own(jnp.zeros((), jnp.int32), width)
-        margins_CV = jnp.where(columns_V < vocabulary.size, margins_CV, -jnp.inf)
-    return margins_CV
+        return jnp.take_along_axis(logits_CV, columns_C[:, None], axis=-1).astype(jnp.float32)
+    own_C = vocabulary.own(labels_C, width)
+    found_C1 = jnp.take_along_axis(logits_CV, jnp.clip(own_C, 0, width - 1)[:, None], axis=-1).astype(jnp.float32)
+    label_logits_C1 = vocabulary.sum(jnp.where(((own_C >= 0) & (own_C < width))[:, None], found_C1, 0))
+    total = vocabulary.size or width * jax.lax.axis_size(vocabulary.axis)
+    return jnp.where(((labels_C >= 0) & (labels_C < total))[:, None], label_logits_C1, jnp.nan)
+
+
+def _margins(logits_CV: Array, labels_C: Array, vocabulary: _Vocabulary) -> Array:
+    """Returns each logit minus the label's, in float32, at most `_LARGEST_MARGIN`; -inf for padding."""
+    margins_CV = logits_CV.astype(jnp.float32) - _label_logits(logits_CV, labels_C, vocabulary)
+    margins_CV = jnp.minimum(margins_CV, _LARGEST_MARGIN)
+    return jnp.where(vocabulary.is_token(logits_CV.shape[1]), margins_CV, -jnp.inf) if vocabulary.size else margins_CV
 
 
 def _losses(margins_CV: Array, vocabulary: _Vocabulary) -> Array:

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import importlib.util
 import json
+import re
 from itertools import count
 
 import jax
@@ -12,8 +13,9 @@ import pytest
 from flax import nnx
 
 import jgraph
-from benchmarks import cli, decode, fp8, fsdp, grouped, moe, readme, rows, runner
+from benchmarks import cli, decode, fp8, fsdp, grouped, moe, readme, rows, runner, single_gpu
 from benchmarks.peers import plain_jax, plain_jax_decode
+from benchmarks.peers.te_variant import TEVariant, is_te, parse_variant
 from benchmarks.rows import step_flops
 from benchmarks.turns import Candidate, TimingOptions, race
 from jgraph.train.presets import preset
@@ -468,11 +470,66 @@ def test_layer_flops_exclude_the_head():
     assert whole - layers == 2048 * 151_936
 
 
+def test_words_of_a_transformer_engine_variant_combine():
+    assert parse_variant("te bf16") == TEVariant(recipe="bf16")
+    combined = "torch te current fp8-attention bf16-params + CUDA graph"
+    assert parse_variant(combined) == TEVariant(recipe="current", params="bfloat16", attention="fp8", graph="step")
+    grouped = TEVariant(recipe="bf16", grouped="cutlass", graph="attention")
+    assert parse_variant("te bf16 cutlass graphed-attention") == grouped
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("te", "unknown variant 'te'"),
+        ("te mxfp8", "te bf16|delayed|current|blockwise"),
+        ("te current fp8_params", "bf16-params, fp8-params"),
+        ("te current bf16-params fp8-params", "one kind of parameters"),
+        ("te bf16 fp8-params", "fp8-params needs the recipe delayed or current or blockwise"),
+        ("te blockwise fp8-attention", "fp8-attention needs the recipe delayed or current"),
+        ("te current cutlass", "cutlass needs the recipe bf16"),
+        ("te current + CUDA graph twice", "unknown variant"),
+    ],
+)
+def test_a_wrong_transformer_engine_variant_is_refused(name, reason):
+    with pytest.raises(SystemExit, match=re.escape(reason)):
+        parse_variant(name)
+
+
+def test_default_variants_of_transformer_engine_are_known_and_have_a_program():
+    recipes = {fp8: {"delayed", "current", "blockwise"}, single_gpu: {"bf16"}, moe: {"bf16"}, grouped: {"bf16", "current"}}
+    for benchmark, expected in recipes.items():
+        candidates = [one for work in benchmark.BENCHMARK.works(benchmark.Options()) for one in work.groups[0]]
+        engine = [one for one in candidates if is_te(one.labels["variant"])]
+        assert {parse_variant(one.request["variant"]).recipe for one in engine} == expected
+        assert {one.labels["system"] for one in engine} == {"torch"}
+        assert all(importlib.util.find_spec(one.module) for one in engine)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is installed")
+def test_a_missing_transformer_engine_is_the_error_of_its_row(run_here):
+    pytest.importorskip("torch")
+    (result,) = run_here("grouped", "--sizes", "tiny", "--groups", "equal", "--peers", "te bf16", *SHORT).values()
+    ours, engine = result["rows"]
+    assert ours["ms"] > 0
+    assert engine["failed"] == "failed: ModuleNotFoundError: No module named 'transformer_engine'"
+
+
+def test_grouped_matmuls_in_fp8_are_not_compared_with_bfloat16():
+    def row(system, variant, ms):
+        return {"system": system, "variant": variant, "ms": 4 * ms} | {f"{leg}_ms": ms for leg in grouped.LEGS}
+
+    timed = [row("jgraph", "", 2.0), row("torch", "", 4.0), row("torch", "te bf16", 3.0), row("torch", "te current", 1.0)]
+    *_, line = readme.grouped_table({"work": {"rows": timed, "size": {"shape": (8, 8, 8, 2)}, "device": "a GPU"}})
+    assert line.count(", 1.50 ") == len(grouped.LEGS)
+
+
 def test_transformer_engine_has_a_column_and_counts_as_pytorch():
     rows_of = [
         ("jgraph", "fp8=delayed", 2.0),
         ("torch", "float8 tensorwise compile", 4.0),
         ("torch", "te delayed + CUDA graph", 3.0),
+        ("torch", "te bf16 + CUDA graph", 5.0),
     ]
     result = {
         "rows": [{"system": system, "variant": variant, "ms": ms, "repeats_ms": [ms]} for system, variant, ms in rows_of],
@@ -481,5 +538,5 @@ def test_transformer_engine_has_a_column_and_counts_as_pytorch():
     }
     heads, _, line = readme.fp8_table([("gpt", result)])
     cells = dict(zip(heads.split(" | "), line.split(" | "), strict=True))
-    assert (cells["torchao float8"], cells["Transformer Engine FP8"], cells["torch bf16"]) == ("4.00", "3.00", "")
-    assert cells["fastest PyTorch / jgraph FP8"] == "1.50 (te delayed + CUDA graph; fastest of 2)"
+    assert (cells["torchao float8"], cells["Transformer Engine FP8"], cells["torch bf16"]) == ("4.00", "3.00", "5.00")
+    assert cells["fastest PyTorch / jgraph FP8"] == "1.50 (te delayed + CUDA graph; fastest of 3)"

@@ -45,7 +45,7 @@ GENERATED = {
     "my_model.py",
     "first_step.py",
 }
-OTHERS = {"--help", "--check", "--local-dir", "--ntasks", "--model.width", "--logdir"}
+OTHERS = {"--help", "--check", "--local-dir", "--ntasks", "--model.width", "--logdir", "--no-build-isolation"}
 PATH = re.compile(r"[\w./-]+(?:\.(?:py|md|json|jsonl|html|toml|svg|png)|/)")
 
 

@@ -1,9 +1,9 @@
-"""PyTorch peer: forward and backward of GPT blocks with `torch.cuda.make_graphed_callables`, and in eager mode.
+"""PyTorch peer: forward and backward of GPT blocks with `make_graphed_callables`, and in eager mode.
 
     python -m benchmarks.peers.blocks '{"variant": "eager", "size": {...}}'
 
-The blocks are those of the parity tests, in bfloat16 with a float32 rotary table. Gradients are set to None after each
-iteration.
+The blocks are those of the parity tests, or of Transformer Engine with the prefix `te`, in bfloat16 with a float32 rotary
+table. Gradients are set to None after each iteration.
 """
 
 from typing import Any
@@ -52,6 +52,48 @@ VARIANTS = {
     "graphed callables, no rotary": (BlockWithoutRotary, True),
     "eager": (Block, False),
 }
+# Whether each replay copies its parameter gradients (owned gradients), or returns the static buffers of the graph.
+TE_VARIANTS = {"te graphed callables": True, "te graphed callables, aliased gradients": False}
+
+
+def build_blocks(variant: str, config: GPTConfig, length: int, device: str) -> tuple[nn.Module, ...]:
+    """Creates the blocks of a variant.
+
+    Args:
+        variant: A key of `VARIANTS` or `TE_VARIANTS`.
+        config: Sizes of the blocks.
+        length: Sequence length.
+        device: cuda or cpu.
+
+    Returns:
+        The blocks, not yet graphed.
+    """
+    if variant in VARIANTS:
+        cls, _ = VARIANTS[variant]
+        return tuple(StandaloneBlock(cls(config), length).to(device) for _ in range(config.num_layers))
+    from benchmarks.peers import te_layers  # optional dependency
+
+    return tuple(te_layers.StandaloneBlock(config, length) for _ in range(config.num_layers))
+
+
+def graph_blocks(variant: str, blocks: tuple[nn.Module, ...], x: Tensor) -> Any:
+    """Captures the blocks in CUDA graphs if the variant has them.
+
+    Args:
+        variant: A key of `VARIANTS` or `TE_VARIANTS`.
+        blocks: The blocks.
+        x: An input.
+
+    Returns:
+        The callables.
+    """
+    samples = tuple((torch.randn_like(x, requires_grad=True),) for _ in blocks)
+    if variant in TE_VARIANTS:
+        from transformer_engine import pytorch as te  # pyright: ignore[reportMissingImports]
+
+        return te.make_graphed_callables(blocks, samples, clone_param_grads_on_return=TE_VARIANTS[variant])
+    _, is_graphed = VARIANTS[variant]
+    return torch.cuda.make_graphed_callables(blocks, samples) if is_graphed else blocks
 
 
 def main() -> None:
@@ -69,14 +111,11 @@ def main() -> None:
     )
     shape = (size["batch"], size["length"], config.d_model)
     torch.manual_seed(0)
-    cls, graphed = VARIANTS[request["variant"]]
-    blocks: Any = tuple(StandaloneBlock(cls(config), size["length"]).to(device) for _ in range(size["num_blocks"]))
-    parameters = [p for block in blocks for p in block.parameters()]
+    modules = build_blocks(request["variant"], config, size["length"], device)
+    parameters = [p for block in modules for p in block.parameters()]
     x, dy = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
     x.requires_grad_()
-    if graphed:
-        samples = tuple((torch.randn_like(x, requires_grad=True),) for _ in blocks)
-        blocks = torch.cuda.make_graphed_callables(blocks, samples)
+    blocks = graph_blocks(request["variant"], modules, x)
 
     def iteration() -> None:
         y: Any = x

@@ -1,5 +1,7 @@
 """PyTorch peer: forward and backward of mixture-of-experts layers on random activations, with bfloat16 weights.
 
+Layers of Transformer Engine need the word `bf16-params` or `fp8-params` (`te_variant.py`).
+
     python -m benchmarks.peers.layers '{"variant": "torch compile + CUDA graph", "config": {...}}'
 
 Gradients are set to None after each iteration.
@@ -8,12 +10,41 @@ Gradients are set to None after each iteration.
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.peers.protocol import answer, read_request, take_turns
+from benchmarks.peers.te_variant import is_te, parse_variant
 from benchmarks.peers.torch_gpt import init_parameters, rotary, warm_up
 from benchmarks.peers.torch_moe import Block, apply_blocks
 from jgraph.train.config import TrainConfig
+from jgraph_models.gpt_config import GPTConfig
+
+
+def build_layers(variant: str, model: GPTConfig, x_BTD: Tensor) -> tuple[nn.ModuleList, Any, Any]:
+    """Creates the layers of a variant on the default device.
+
+    Args:
+        variant: The variant.
+        model: Config of the model.
+        x_BTD: An input of the layers, in the dtype of the weights.
+
+    Returns:
+        The layers, the function that applies them, and the rotary table.
+    """
+    T = x_BTD.shape[1]
+    if not is_te(variant):
+        blocks = nn.ModuleList([Block(model) for _ in range(model.num_layers)])
+        init_parameters(blocks.parameters())
+        blocks.to(x_BTD.dtype)  # the router computes in float32 nevertheless
+        return blocks, apply_blocks, rotary(model, T, torch.empty(0))
+    chosen = parse_variant(variant)
+    from benchmarks.peers import te_layers, te_moe  # optional dependency
+
+    table = te_layers.rotary_angles(model, T)
+    blocks, call, recipe = te_moe.make_layers(model, chosen)
+    if chosen.graph == "attention":
+        te_moe.graph_attention(blocks, x_BTD, table, recipe)
+    return blocks, call, table
 
 
 def main() -> None:
@@ -25,15 +56,12 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     dtype = getattr(torch, model.compute_dtype)
     with torch.device("cuda" if on_gpu else "cpu"):  # the CPU is for tests, without CUDA graphs
-        blocks = nn.ModuleList([Block(model) for _ in range(model.num_layers)])
-        init_parameters(blocks.parameters())
-        blocks.to(dtype)  # the router computes in float32 nevertheless
         x_BTD, dy_BTD = (torch.randn(config.input.batch_size, config.input.seq_len, model.d_model).to(dtype) for _ in range(2))
-        table = rotary(model, config.input.seq_len, torch.empty(0))
+        blocks, call, table = build_layers(variant, model, x_BTD)
     x_BTD.requires_grad_()
-    parameters, call = [x_BTD, *blocks.parameters()], apply_blocks
+    parameters = [x_BTD, *blocks.parameters()]
     if "compile" in variant:
-        call = torch.compile(apply_blocks, mode="max-autotune-no-cudagraphs" if "max-autotune" in variant else None)
+        call = torch.compile(call, mode="max-autotune-no-cudagraphs" if "max-autotune" in variant else None)
 
     def iteration() -> None:
         for tensor in parameters:
@@ -44,7 +72,7 @@ def main() -> None:
     run: Any = iteration
     if on_gpu:
         warm_up(iteration)
-    if "graph" in variant:
+    if "CUDA graph" in variant:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             iteration()

@@ -3,15 +3,17 @@
     python -m benchmarks.peers.single_gpu '{"variant": "torch compile + CUDA graph", "config": {...}}'
 
 The model is the reference of the parity tests, with dense MLPs or mixtures of experts, or a model of the same size from layers
-of Transformer Engine ("torch te delayed + CUDA graph"). "+ CUDA graph" captures the whole step.
+of Transformer Engine (`te_variant.py`). "+ CUDA graph" captures the whole step, except FusedAdam with FP8 parameters.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from benchmarks.peers import torch_gpt, torch_moe
 from benchmarks.peers.protocol import answer, read_request, take_turns
+from benchmarks.peers.te_variant import is_te, parse_variant
 from benchmarks.peers.torch_gpt import adamw, to_float8, warm_up
 from jgraph.train.config import TrainConfig
 
@@ -26,17 +28,57 @@ def build_model(variant: str, config: TrainConfig) -> tuple[Any, torch.optim.Opt
     Returns:
         The model and the optimizer.
     """
-    settings = variant.split()
-    if "te" not in settings:
+    if not is_te(variant):
         model = (torch_moe.GPT if config.model.moe.num_experts else torch_gpt.GPT)(config.model)
         return model, adamw(model, config.optimizer, capturable=True)
-    from benchmarks.peers import te_gpt  # optional dependency
+    chosen = parse_variant(variant)
+    from benchmarks.peers import te_gpt, te_layers, te_moe  # optional dependency
 
-    dtype = torch.bfloat16 if "bf16-params" in settings else torch.float32
-    model = te_gpt.GPT(config.model, settings[2], dtype)
-    if dtype == torch.bfloat16:
-        return model, te_gpt.fused_adam(model, config.optimizer)
-    return model, adamw(model, config.optimizer, capturable=True)
+    model = (te_moe.GPT if config.model.moe.num_experts else te_gpt.GPT)(config.model, chosen)
+    if chosen.graph == "attention":
+        x_BTD = torch.empty(config.input.batch_size, config.input.seq_len, config.model.d_model, dtype=torch.bfloat16)
+        te_moe.graph_attention(model.blocks, x_BTD, te_layers.rotary_angles(config.model, config.input.seq_len), model.recipe)
+    return model, te_layers.make_optimizer(model, config.optimizer, chosen)
+
+
+def make_step(
+    variant: str, config: TrainConfig, model: Any, optimizer: torch.optim.Optimizer, tokens_BS: torch.Tensor
+) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """Compiles or captures the training step of a variant, and warms it up.
+
+    Args:
+        variant: The variant.
+        config: Config of the run.
+        model: The model.
+        optimizer: Its optimizer.
+        tokens_BS: The batch.
+
+    Returns:
+        The step, and a dict with the latest `loss`.
+    """
+    # No CUDA graphs of Inductor: they copy the inputs. The whole step is captured below.
+    mode = "max-autotune-no-cudagraphs" if "max-autotune" in variant else None
+    loss_fn = torch.compile(model.loss, mode=mode) if "compile" in variant else model.loss
+    latest: dict[str, Any] = {}
+
+    def gradients() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        latest["loss"] = loss_fn(tokens_BS)
+        latest["loss"].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
+
+    def step() -> None:
+        gradients()
+        optimizer.step()
+
+    warm_up(step)
+    if "CUDA graph" not in variant:
+        return step, latest
+    graph, is_whole = torch.cuda.CUDAGraph(), "fp8-params" not in variant
+    with torch.cuda.graph(graph):
+        (step if is_whole else gradients)()
+    torch.cuda.empty_cache()  # frees the memory of the eager steps; the graph has its own pool
+    return graph.replay if is_whole else lambda: (graph.replay(), optimizer.step()), latest
 
 
 def main() -> None:
@@ -52,26 +94,7 @@ def main() -> None:
         model.loss(tokens_BS)  # creates the rotary table before compilation
     if "float8" in variant:
         to_float8(model.blocks, variant.split()[2])
-    # No CUDA graphs of Inductor: they copy the inputs. The whole step is captured below.
-    mode = "max-autotune-no-cudagraphs" if "max-autotune" in variant else None
-    loss_fn = torch.compile(model.loss, mode=mode) if "compile" in variant else model.loss
-    latest: dict[str, Any] = {}
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        latest["loss"] = loss_fn(tokens_BS)
-        latest["loss"].backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
-        optimizer.step()
-
-    warm_up(step)
-    run: Any = step
-    if "graph" in variant:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        run = graph.replay
-        torch.cuda.empty_cache()  # frees the memory of the eager steps; the graph has its own pool
+    run, latest = make_step(variant, config, model, optimizer, tokens_BS)
     answer(device=torch.cuda.get_device_name())
     take_turns(lambda timer: timer.back_to_back(run, torch.cuda.synchronize))
     answer(loss=float(latest["loss"]), peak_bytes=torch.cuda.max_memory_allocated())

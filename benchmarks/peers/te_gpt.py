@@ -4,23 +4,24 @@ Attention, projections and norms are `transformer_engine.pytorch.TransformerLaye
 the loss are PyTorch, compiled as in the other peers. Same number of parameters and FLOPs as `torch_gpt.GPT`.
 """
 
-# Transformer Engine is installed on GPU machines only.
-# pyright: reportMissingImports=false
-
-import contextlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformer_engine import pytorch as te
-from transformer_engine.common import recipe
-from transformer_engine.pytorch.optimizers import FusedAdam
 
-from benchmarks.peers.torch_gpt import cross_entropy, init_parameters, linear
-from jgraph.train.config import OptimizerConfig
-from jgraph_models.gpt import GPTConfig
-
-RECIPES = {"delayed": recipe.DelayedScaling, "current": recipe.Float8CurrentScaling, "blockwise": recipe.Float8BlockScaling}
+from benchmarks.peers.te_layers import (
+    autocast,
+    init_weight,
+    make_recipe,
+    params_dtype,
+    quantized_init,
+    rotary_angles,
+    transformer_layer,
+)
+from benchmarks.peers.te_variant import TEVariant
+from benchmarks.peers.torch_gpt import cross_entropy, linear
+from jgraph_models.gpt_config import GPTConfig
 
 
 class GPT(nn.Module):
@@ -28,76 +29,46 @@ class GPT(nn.Module):
 
     Args:
         config: Sizes. Norms are RMSNorm, heads and embedding are tied.
-        scaling: A key of `RECIPES`, or "bf16" for no FP8.
-        dtype: dtype of the parameters.
+        variant: Precision of matmuls and parameters.
+        make_block: Creates a block from the config, the dtype of its parameters and its index.
     """
 
-    def __init__(self, config: GPTConfig, scaling: str, dtype: torch.dtype):
+    def __init__(self, config: GPTConfig, variant: TEVariant, make_block: Callable[..., nn.Module] = transformer_layer):
         super().__init__()
-        self.config = config
-        self.recipe = RECIPES[scaling]() if scaling in RECIPES else None
+        assert config.head == "tied"
+        self.config, self.recipe = config, make_recipe(variant)
+        dtype = params_dtype(variant)
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.d_model, dtype=dtype))
-        self.blocks = nn.ModuleList(
-            te.TransformerLayer(
-                config.d_model,
-                config.d_ff,
-                config.num_heads,
-                num_gqa_groups=config.num_kv_heads,
-                layernorm_epsilon=config.norm_eps,
-                hidden_dropout=0.0,
-                attention_dropout=0.0,
-                self_attn_mask_type="causal",
-                normalization="RMSNorm",
-                activation="gelu" if config.mlp == "gelu" else "swiglu",
-                bias=False,
-                fuse_qkv_params=True,
-                attn_input_format="bshd",
-                params_dtype=dtype,
-                layer_number=layer + 1,
-            )
-            for layer in range(config.num_layers)
-        )
+        init_weight(self.embedding)
+        with quantized_init(variant, self.recipe):
+            self.blocks = nn.ModuleList(make_block(config, dtype, layer) for layer in range(config.num_layers))
         self.scale = nn.Parameter(torch.ones(config.d_model, dtype=dtype))
-        with torch.no_grad():
-            init_parameters(self.parameters())
-        self.rotary = te.RotaryPositionEmbedding(config.head_size)
         self.angles: Tensor | None = None
         self.tail = torch.compile(self._tail)
 
     def loss(self, tokens_BS: Tensor) -> Tensor:
-        """Returns the mean next-token loss."""
+        """Returns the mean next-token loss, plus the penalty of the blocks."""
         if self.angles is None:
-            self.angles = self.rotary(tokens_BS.shape[1] - 1).cuda()
+            self.angles = rotary_angles(self.config, tokens_BS.shape[1] - 1)
         x_BTD = F.embedding(tokens_BS[:, :-1], self.embedding).to(torch.bfloat16)
-        in_fp8 = te.autocast(enabled=True, recipe=self.recipe) if self.recipe else contextlib.nullcontext()
-        # Without the cache, weights are cast at each use: a cached cast would be captured once and then be stale.
-        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False), in_fp8:
-            for block in self.blocks:
-                x_BTD = block(x_BTD, rotary_pos_emb=self.angles)
-        return self.tail(x_BTD, self.embedding, self.scale, tokens_BS[:, 1:].contiguous())
+        with autocast(self.recipe):
+            x_BTD, penalty = self.apply_blocks(x_BTD, self.angles)
+        return self.tail(x_BTD, self.embedding, self.scale, tokens_BS[:, 1:].contiguous()) + penalty
+
+    def apply_blocks(self, x_BTD: Tensor, angles: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Applies the blocks.
+
+        Args:
+            x_BTD: Residual stream.
+            angles: Angles of the rotary embedding.
+
+        Returns:
+            The new residual stream and a penalty to add to the loss.
+        """
+        for block in self.blocks:
+            x_BTD = block(x_BTD, rotary_pos_emb=angles)
+        return x_BTD, 0.0
 
     def _tail(self, x_BTD: Tensor, head_VD: Tensor, scale: Tensor, labels_BT: Tensor) -> Tensor:
         x_BTD = F.rms_norm(x_BTD, scale.shape, scale.to(x_BTD.dtype), self.config.norm_eps)
         return cross_entropy(linear(x_BTD, head_VD), labels_BT)
-
-
-def fused_adam(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Creates the AdamW of Transformer Engine with float32 master weights, for a captured step.
-
-    Args:
-        model: Model with bfloat16 parameters.
-        config: Hyperparameters.
-
-    Returns:
-        The optimizer.
-    """
-    return FusedAdam(
-        model.parameters(),
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        adam_w_mode=True,
-        capturable=True,
-        master_weights=True,
-    )

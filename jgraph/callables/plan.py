@@ -188,10 +188,10 @@ def play(plan: ExecutionPlan, registers: list[Any]) -> None:
 def _run(instruction: Instruction, registers: list[Any]) -> None:
     """Runs one instruction. In a separate function, so that no local variable keeps an array of a cleared register alive."""
     executable, io = instruction.executable, instruction.executable.io
-    sums, outs = executable.compiled(*(select(registers) for select in executable.select))
+    values = executable.compiled(*executable.select(registers))
     for r in io.donated:
         registers[r] = None
-    for r, value in zip((*io.sums, *io.outs), (*sums, *outs), strict=True):
+    for r, value in zip((*io.sums, *io.outs), values, strict=True):
         registers[r] = value
     for source, target, device in instruction.sends:
         registers[target] = jax.device_put(registers[source], device)

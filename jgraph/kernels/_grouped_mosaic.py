@@ -2,7 +2,8 @@
 
 The kernel is persistent: one block of threads per multiprocessor, and the blocks share the tiles of all groups. In each block,
 one warpgroup copies operands into a ring buffer in shared memory, and two warpgroups multiply. A block computes the tiles of
-each group from the group sizes.
+each group from the group sizes. Two blocks are a cluster: they multiply a pair of tiles with a common operand, which both
+receive from one copy.
 """
 
 # M rows, sorted by group; G groups, K contracted, N columns
@@ -25,8 +26,10 @@ ALIGNED, SWIZZLED = 8, 64
 """A copy starts at a multiple of 8 rows, and copies bfloat16 columns in lines of 64."""
 _ROWS = 2 * SLAB
 """Rows per tile: half of them for each compute warpgroup."""
-_BLOCKS = 132
-"""Blocks of threads: one per multiprocessor of an H100 or H200."""
+_CLUSTERS = 66
+"""Clusters of two blocks of threads: one block per multiprocessor of an H100 or H200."""
+_CLUSTER = "cluster"
+"""Axis of the two blocks of a cluster."""
 
 
 class _Shape(NamedTuple):
@@ -50,8 +53,8 @@ class _Cursor(NamedTuple):
         group: int32, index of the group. Group G holds the rows beyond the sum of the sizes.
         begin: int32, first row of the group.
         end: int32, first row of the next group.
-        first: int32, first tile of the group.
-        after: int32, first tile of the next group.
+        first: int32, first pair of tiles of the group.
+        after: int32, first pair of tiles of the next group.
     """
 
     group: Any
@@ -62,13 +65,13 @@ class _Cursor(NamedTuple):
 
 
 class _Tiles(NamedTuple):
-    """The tiles of all groups, numbered group by group.
+    """The pairs of tiles of all groups, numbered group by group.
 
     Attributes:
         sizes: Reference to int32 [G], the number of rows of each group.
         M: Total number of rows.
-        count: Maps `begin` and `end` of a group to its number of tiles.
-        total: int32, total number of tiles; None before `counted`.
+        count: Maps `begin` and `end` of a group to its number of pairs.
+        total: int32, total number of pairs; None before `counted`.
     """
 
     sizes: Any
@@ -87,9 +90,9 @@ class _Tiles(NamedTuple):
         end = jnp.where(group == G, self.M, end)
         return _Cursor(group, at.end, end, at.after, at.after + self.count(at.end, end))
 
-    def seek(self, at: _Cursor, tile: Any) -> _Cursor:
-        """Returns the cursor at the group of `tile`, which must not be in an earlier group."""
-        return lax.while_loop(lambda at: at.after <= tile, self.next, at)
+    def seek(self, at: _Cursor, pair: Any) -> _Cursor:
+        """Returns the cursor at the group of `pair`, which must not be in an earlier group."""
+        return lax.while_loop(lambda at: at.after <= pair, self.next, at)
 
     def counted(self) -> "_Tiles":
         """Returns a copy with `total` set."""
@@ -101,10 +104,12 @@ class _Work(NamedTuple):
     """The work of one tile, for `_persistent`.
 
     Attributes:
-        steps: int32, number of matmuls to accumulate.
-        rows: bool, True if the warpgroup's half of the tile has a valid row.
+        steps: int32, number of matmuls to accumulate; the same for both tiles of a pair.
+        valid: bool, True if the warpgroup's half of the tile has a valid row, and the tile a valid column.
         columns: int32, number of valid columns.
-        load: `load(step, stage)` starts the copies of a step into a stage of the ring buffer.
+        right: int32, identifies the right operand.
+        load: `load(step, stage, kept)` starts the copies of a step into a stage of the ring buffer. If `kept`, the stage has
+            the right operand of the step.
         operands: `operands(stage, columns)` returns references to the warpgroup's operands in a stage.
         finish: `finish(accumulator)` stores the warpgroup's result.
         mask: `mask(step, stage)` sets the warpgroup's invalid rows of a stage to zero. None if there are none.
@@ -112,9 +117,10 @@ class _Work(NamedTuple):
     """
 
     steps: Any
-    rows: Any
+    valid: Any
     columns: Any
-    load: Callable[[Any, Any], None]
+    right: Any
+    load: Callable[[Any, Any, Any], None]
     operands: Callable[[Any, int], tuple[Any, Any]]
     finish: Callable[[Any], None]
     mask: Callable[[Any, Any], None] | None = None
@@ -122,21 +128,25 @@ class _Work(NamedTuple):
 
 
 def _persistent(
-    tiles: _Tiles, work: Callable[[_Cursor, Any], _Work], shape: _Shape, columns: int, full: Any, empty: Any
+    tiles: _Tiles, work: Callable[[_Cursor, Any], _Work], shape: _Shape, columns: int, full: Any, empty: Any, run: int = 1
 ) -> None:
     """Runs a block's share of the tiles: one warpgroup loads, two multiply and store.
 
+    A tile with fewer steps than stages skips the other stages. Therefore a step has the same stage in consecutive tiles with at
+    most as many steps as stages, and their common right operand is loaded once.
+
     Args:
         tiles: The tiles of all groups.
-        work: Maps a cursor and the index of a tile in its group to the work of the tile.
+        work: Maps a cursor and the index of a pair in its group to the work of this block's tile.
         shape: Tile sizes.
         columns: Number of columns of the result.
         full: Barriers that signal filled stages.
         empty: Barriers that signal consumed stages.
+        run: Number of consecutive pairs that a cluster computes in sequence.
     """
     gpu, places, widths = plgpu(), shape.stages, _widths(shape, columns)
-    wg, block = lax.axis_index("wg"), lax.axis_index("block")
-    count = lax.div(tiles.total + (_BLOCKS - 1), jnp.int32(_BLOCKS))
+    wg, cluster = lax.axis_index("wg"), lax.axis_index("clusters")
+    count = lax.div(tiles.total + (_CLUSTERS * run - 1), jnp.int32(_CLUSTERS * run)) * run
 
     def place_of(step: Any) -> Any:
         return lax.rem(step, jnp.int32(places))
@@ -144,33 +154,40 @@ def _persistent(
     def loop(steps: Any, body: Callable[[Any], None]) -> None:
         lax.fori_loop(jnp.int32(0), steps, lambda k, _: body(k), None)
 
-    def shares(each: Callable[[_Work, Any], None]) -> Any:
-        """Calls `each(tile_work, steps_before)` for the block's tiles. Returns the total number of steps."""
+    def shares(each: Callable[[_Work, Any, Any, Any], None]) -> Any:
+        """Calls `each(tile_work, stages_before, stages, kept)` for the block's tiles. Returns the total number of stages."""
 
-        def visit(turn: Any, carry: tuple[_Cursor, Any]) -> tuple[_Cursor, Any]:
-            at, seen = carry
-            # Rotated by one in each turn, so that all blocks share the narrower tiles of the last columns.
-            number = turn * _BLOCKS + lax.rem(block + turn, jnp.int32(_BLOCKS))
+        def visit(turn: Any, carry: tuple[_Cursor, Any, Any]) -> tuple[_Cursor, Any, Any]:
+            at, seen, before = carry
+            # Rotated by one in each turn, so that all clusters share the narrower tiles of the last columns.
+            round, part = lax.div(turn, jnp.int32(run)), lax.rem(turn, jnp.int32(run))
+            number = (round * _CLUSTERS + lax.rem(cluster + round, jnp.int32(_CLUSTERS))) * run + part
             exists, number = number < tiles.total, jnp.minimum(number, tiles.total - 1)
             at = tiles.seek(at, number)
             tile = work(at, number - at.first)
-            tile = tile._replace(steps=jnp.where(exists, tile.steps, 0), rows=exists & tile.rows)
-            each(tile, seen)
-            return at, seen + tile.steps
+            tile = tile._replace(steps=jnp.where(exists, tile.steps, 0), valid=exists & tile.valid)
+            stages = jnp.where(tile.steps > 0, jnp.maximum(tile.steps, places), 0)
+            each(tile, seen, stages, (tile.right == before) & (stages == places))
+            return at, seen + stages, jnp.where(tile.steps > 0, tile.right, before)
 
-        return lax.fori_loop(jnp.int32(0), count, visit, (tiles.start(), jnp.int32(0)))[1]
+        return lax.fori_loop(jnp.int32(0), count, visit, (tiles.start(), jnp.int32(0), jnp.int32(-1)))[1]
 
     @pl.when(wg == 2)
     def load():
         gpu.set_max_registers(40, action="decrease")
 
-        def each(tile: _Work, seen: Any) -> None:
+        def each(tile: _Work, seen: Any, stages: Any, kept: Any) -> None:
             def step(k: Any) -> None:
                 place = place_of(seen + k)
                 pl.when(seen + k >= places)(lambda: gpu.barrier_wait(empty.at[place]))
-                tile.load(k, place)
+                pl.when(k < tile.steps)(lambda: tile.load(k, place, kept))
 
-            loop(tile.steps, step)
+                @pl.when(k >= tile.steps)
+                def _():
+                    for _ in range(2):
+                        gpu.barrier_arrive(full.at[place])
+
+            loop(stages, step)
 
         seen = shares(each)
         last = jnp.maximum(seen - places, 0)
@@ -180,8 +197,8 @@ def _persistent(
     def multiply():
         gpu.set_max_registers(232, action="increase")
 
-        def each(tile: _Work, seen: Any) -> None:
-            def run(columns: int) -> None:
+        def each(tile: _Work, seen: Any, stages: Any, kept: Any) -> None:
+            def multiplied(columns: int) -> None:
                 if tile.prepare is not None:
                     tile.prepare(columns)
 
@@ -201,6 +218,7 @@ def _persistent(
                 result = pl.run_scoped(products, gpu.ACC((SLAB, columns)))
                 last = place_of(seen + tile.steps - 1)
                 pl.when(tile.steps > 0)(lambda: gpu.barrier_arrive(empty.at[last]))
+                loop(stages - tile.steps, lambda k: idle(tile.steps + k))
                 tile.finish(result)
 
             def idle(k: Any) -> None:
@@ -208,10 +226,10 @@ def _persistent(
                 gpu.barrier_arrive(empty.at[place_of(seen + k)])
 
             for columns, less in zip(widths, (0, *widths), strict=False):
-                fits = tile.rows & (tile.columns > less) & (tile.columns <= columns)
-                pl.when(fits)(functools.partial(run, columns))
+                fits = tile.valid & (tile.columns > less) & (tile.columns <= columns)
+                pl.when(fits)(functools.partial(multiplied, columns))
             # A warpgroup must observe every phase of its barriers.
-            pl.when(~tile.rows)(lambda: loop(tile.steps, idle))
+            pl.when(~tile.valid)(lambda: loop(stages, idle))
 
         shares(each)
         gpu.wait_smem_to_gmem(0)
@@ -232,7 +250,7 @@ def _aligned(row: Any) -> Any:
 def _persistent_kernel(
     body: Callable[..., None], out_type: Any, stages: int, rings: Sequence[Any], staged: Any, barriers: int = 0
 ) -> Any:
-    """Returns a kernel with one block per multiprocessor.
+    """Returns a kernel with one block per multiprocessor, in clusters of two.
 
     Args:
         body: Body of the kernel. Its scratch arguments are `rings`, `staged`, the barriers of filled stages, the barriers of
@@ -252,11 +270,14 @@ def _persistent_kernel(
             *rings,
             staged,
             gpu.Barrier(num_arrivals=2, num_barriers=stages),
-            gpu.Barrier(num_arrivals=2, num_barriers=stages),
+            # A copy into the memory of both blocks waits until both have consumed the stage.
+            gpu.ClusterBarrier(collective_axes=(_CLUSTER,), num_arrivals=2, num_barriers=stages),
             *([gpu.Barrier(num_arrivals=1, num_barriers=barriers)] if barriers else []),
         ],
-        grid=(_BLOCKS,),
-        grid_names=("block",),
+        grid=(_CLUSTERS,),
+        grid_names=("clusters",),
+        cluster=(2,),
+        cluster_names=(_CLUSTER,),
         num_threads=3,
         thread_name="wg",
     )
@@ -266,6 +287,9 @@ _PRODUCT = _Shape(columns=256, stages=4, slots=2)
 # wgrad with an addend is bound by memory bandwidth. All pieces of a tile have slots, so that the addend is loaded during the
 # multiplication of the tile.
 _SUM = _Shape(columns=128, stages=5, slots=4)
+
+_RUN = 4
+"""Number of pairs in sequence for wgrad of small groups."""
 
 
 def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Array | None = None) -> Array:
@@ -291,28 +315,44 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
     slots = (2, shape.slots, SLAB, SWIZZLED)
     staged = gpu.RefUnion(shared(slots, jnp.bfloat16), gpu.SMEM(slots, jnp.bfloat16))
 
+    def split(begin: Any, end: Any) -> tuple[Any, Any]:
+        """Returns the number of row tiles of a group, and the number of pairs of tiles one above the other."""
+        down = lax.div(end - _aligned(begin) + (_ROWS - 1), jnp.int32(_ROWS))
+        return down, lax.div(down, jnp.int32(2)) * across
+
     def count(begin: Any, end: Any) -> Any:
-        return jnp.where(end > begin, lax.div(end - _aligned(begin) + (_ROWS - 1), jnp.int32(_ROWS)) * across, 0)
+        down, pairs = split(begin, end)
+        return jnp.where(end > begin, pairs + lax.rem(down, jnp.int32(2)) * pl.cdiv(across, 2), 0)
 
     def grouped_dot(sizes, *refs):
         scaled, (x, w, y, xs, ws, staged, full, empty) = refs[:-8], refs[-8:]
         swizzled, plain = staged
         wg = lax.axis_index("wg")
 
-        def work(at: _Cursor, tile: Any) -> _Work:
-            # Consecutive tiles read the same rows of x. All tiles of a group read the same weights.
-            i, j = lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across))
+        def work(at: _Cursor, pair: Any) -> _Work:
+            # The tiles of a pair are one above the other and share weights. A last single row of tiles is paired side by side,
+            # and the pairs share rows of x.
+            block, (down, above) = lax.axis_index(_CLUSTER), split(at.begin, at.end)
+            beside = pair - above
+            i = jnp.where(beside < 0, 2 * lax.div(pair, jnp.int32(across)) + block, down - 1)
+            j = jnp.where(beside < 0, lax.rem(pair, jnp.int32(across)), 2 * beside + block)
             group = jnp.minimum(at.group, G - 1)
             top = _aligned(at.begin) + pl.multiple_of(i * _ROWS, ALIGNED)
             begin, end = jnp.maximum(at.begin, top), jnp.minimum(at.end, top + _ROWS)
             steps = jnp.where(at.group < G, jnp.int32(K // step), jnp.int32(0))
             left, slab = j * columns, top + wg * SLAB
 
-            def load(k: Any, place: Any) -> None:
+            def load(k: Any, place: Any, kept: Any) -> None:
                 along, side = pl.ds(k * step, step), pl.ds(left, columns)
-                gpu.copy_gmem_to_smem(x.at[pl.ds(top, _ROWS), along], xs.at[place], full.at[place])
                 at = {"G": group, "K": along, "N": side}
-                gpu.copy_gmem_to_smem(w.at[*(at[axis] for axis in order)], ws.at[place], full.at[place])
+
+                def copy(to_x: str | None, to_w: str | None) -> None:
+                    rows, matrix = x.at[pl.ds(top, _ROWS), along], w.at[*(at[axis] for axis in order)]
+                    gpu.copy_gmem_to_smem(rows, xs.at[place], full.at[place], collective_axes=to_x)
+                    gpu.copy_gmem_to_smem(matrix, ws.at[place], full.at[place], collective_axes=to_w)
+
+                pl.when(beside < 0)(lambda: copy(None, _CLUSTER))
+                pl.when(beside >= 0)(lambda: copy(_CLUSTER, None))
 
             def finish(acc: Any) -> None:
                 acc = (acc * scaled[0][0] if scaled else acc).astype(y.dtype)
@@ -346,7 +386,8 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
                             size //= 2
                         gpu.commit_smem_to_gmem_group()
 
-            return _Work(steps, end > slab, jnp.clip(N - left, 0, columns), load, operands, finish)
+            valid, right = (end > slab) & (left < N), at.first + pair
+            return _Work(steps, valid, jnp.clip(N - left, 0, columns), right, load, operands, finish)
 
         def operands(place: Any, columns: int) -> tuple[Any, Any]:
             side = pl.ds(0, columns)
@@ -382,23 +423,36 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
     adds = add_GKN is not None
     shape, step = _SUM if adds else _PRODUCT, SWIZZLED
     (M, K), N, G = x_MK.shape, dy_MN.shape[1], sizes_G.size
-    columns, down, across = shape.columns, pl.cdiv(K, _ROWS), pl.cdiv(N, shape.columns)
+    columns, down, across = shape.columns, pl.cdiv(K, 2 * _ROWS), pl.cdiv(N, shape.columns)
     width = LINE // dtype.itemsize
+    # If the rows of an average group fit into the ring buffer, its columns of dy stay there for several tiles.
+    run = 1 if adds or G * shape.stages * step < M else _RUN
     staged = shared((2, shape.slots, SLAB, width), dtype)
 
     def grouped_wgrad(sizes, x, dy, dw, xs, dys, staged, full, empty, *read):
         wg = lax.axis_index("wg")
 
-        def work(at: _Cursor, tile: Any) -> _Work:
-            i, j = lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across))
+        def work(at: _Cursor, pair: Any) -> _Work:
+            # The tiles of a pair are one above the other and share columns of dy. So do all pairs of a run.
+            if run > 1:
+                i, j = lax.rem(pair, jnp.int32(down)), lax.div(pair, jnp.int32(down))
+            else:
+                i, j = lax.div(pair, jnp.int32(across)), lax.rem(pair, jnp.int32(across))
+            i, right = 2 * i + lax.axis_index(_CLUSTER), at.group * across + j
             begin, end = at.begin, at.end
             top = _aligned(begin)
             steps = jnp.where(end > begin, lax.div(end - top + (step - 1), jnp.int32(step)), 0)
 
-            def load(k: Any, place: Any) -> None:
+            def load(k: Any, place: Any, kept: Any) -> None:
                 along = pl.ds(pl.multiple_of(top + k * step, ALIGNED), step)
                 gpu.copy_gmem_to_smem(x.at[along, pl.ds(i * _ROWS, _ROWS)], xs.at[place], full.at[place])
-                gpu.copy_gmem_to_smem(dy.at[along, pl.ds(j * columns, columns)], dys.at[place], full.at[place])
+
+                @pl.when(~kept)
+                def _():
+                    rows = dy.at[along, pl.ds(j * columns, columns)]
+                    gpu.copy_gmem_to_smem(rows, dys.at[place], full.at[place], collective_axes=_CLUSTER)
+
+                pl.when(kept)(lambda: gpu.barrier_arrive(full.at[place]))
 
             def mask(k: Any, place: Any) -> None:
                 low, high = begin - top - k * step, end - top - k * step
@@ -442,20 +496,20 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
                     store(acc)
 
             counted = jnp.clip(N - left, 0, columns)
-            return _Work(steps, head < K, counted, load, operands, finish, mask, prepare if adds else None)
+            return _Work(steps, head < K, counted, right, load, operands, finish, mask, prepare if adds else None)
 
         def operands(place: Any, columns: int) -> tuple[Any, Any]:
             return xs.at[place, :, pl.ds(wg * SLAB, SLAB)].transpose((1, 0)), dys.at[place, :, pl.ds(0, columns)]
 
         tiles = _Tiles(sizes, M, lambda begin, end: jnp.int32(down * across), jnp.int32(G * down * across))
-        _persistent(tiles, work, shape, N, full, empty)
+        _persistent(tiles, work, shape, N, full, empty, run)
 
     rings = shared((shape.stages, step, _ROWS), x_MK.dtype), shared((shape.stages, step, columns), dy_MN.dtype)
     barriers = 2 * shape.slots if adds else 0
     out_type = () if adds else jax.ShapeDtypeStruct((G, K, N), dtype)
-    run = _persistent_kernel(grouped_wgrad, out_type, shape.stages, rings, staged, barriers)
+    call = _persistent_kernel(grouped_wgrad, out_type, shape.stages, rings, staged, barriers)
     if add_GKN is None:
-        return run(sizes_G, x_MK, dy_MN)
+        return call(sizes_G, x_MK, dy_MN)
     sum_GKN = jax.new_ref(add_GKN)
-    run(sizes_G, x_MK, dy_MN, sum_GKN)
+    call(sizes_G, x_MK, dy_MN, sum_GKN)
     return sum_GKN[...]

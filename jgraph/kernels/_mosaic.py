@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
@@ -86,6 +86,19 @@ def kernel(body: Callable[..., None], *, semantics: Literal["Lane", "Warpgroup"]
     gpu = plgpu()
     params = gpu.CompilerParams(approx_math=True, lowering_semantics=gpu.LoweringSemantics[semantics])
     return gpu.kernel(body, compiler_params=params, interpret=gpu.InterpretGPUParams() if on_cpu() else None, **options)
+
+
+def store(ref: Any, values: Array) -> None:
+    """Stores an array of any register layout, inside of a kernel.
+
+    Args:
+        ref: Reference to an array in device memory.
+        values: Array with the shape and dtype of that array.
+    """
+    if hasattr(plgpu(), "store"):  # jax 0.12, where an assignment refuses stores of less than 128 bytes
+        plgpu().store(ref, values, optimized=False)
+    else:
+        ref[...] = values
 
 
 def products(*sums: Sequence[tuple[Any, Any]]) -> Sequence[Any]:

@@ -33,11 +33,11 @@ def call(body: Callable[..., None], outs: Sequence[jax.ShapeDtypeStruct], blocks
     return kernel(body, semantics="Lane", out_type=tuple(outs), scratch_types=scratch, **grid)
 
 
-def layout() -> Any:
-    """Returns the register layout of `ROWS` rows: one row per warp, four adjacent columns per thread."""
+def layout(columns: int = WIDTH // 32) -> Any:
+    """Returns the register layout of `ROWS` rows: one row per warp, `columns` adjacent columns per thread."""
     from jax.experimental.mosaic.gpu import fragmented_array
 
-    tiling = fragmented_array.Tiling(((ROWS, WIDTH), (WIDTH // 32,)))
+    tiling = fragmented_array.Tiling(((ROWS, 32 * columns), (columns,)))
     return plgpu().Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 

@@ -1,36 +1,33 @@
 """Matrix-vector product for linear layers of one token, fused with the preceding norm and a following activation or sum.
 
 Such a layer is bound by reading its weights. XLA adds two kernels for a norm and one for an activation or a sum. Each takes as
-long as reading several megabytes. Here, blocks of threads share the rows of the matrix. A block normalizes the vector once for
-all of its tiles of rows, and loads the next tile while it sums the current one.
-
-The kernel uses Pallas' deprecated Triton backend. Three versions for Mosaic GPU, which copy rows into a ring buffer in shared
-memory, took 9 to 36% longer.
+long as reading several megabytes. Here, each warp multiplies a row of the matrix. It loads weights from device memory into
+registers, several pieces ahead of their use, and starts before its block normalizes the vector. Copies into a ring buffer in
+shared memory take longer (notes/develop/measurements/inference.md).
 """
 
-# D input features (contracted), F output features in tiles of R, W columns per piece
+# D input features (contracted), F output features, R rows of a block, W columns of a piece
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
+from jgraph.kernels import _rows
 from jgraph.kernels._check import require
-from jgraph.kernels._mosaic import on_cpu
+from jgraph.kernels._mosaic import has_mosaic, plgpu, store
+from jgraph.kernels._rows import ROWS, WIDTH
 
-_ROWS, _COLUMNS, _WARPS = 4, 2048, 4
-"""Maximum rows of a tile, maximum columns of a piece, and warps of a block."""
-_BLOCKS, _TURNS = 6 * 132, 32
-"""Number of blocks that an H200 runs concurrently, and the maximum number of tiles per block."""
-_LOOPED, _ALONE = 4096, 6 * 4096
-"""Maximum elements of a tile: in a block of several tiles, which holds two of them in registers, and in a block of one tile."""
-_COLUMNS_MULTIPLE = 16
+_PIECE = 1024
+"""Maximum bytes of a row that a warp loads as one piece."""
+_AHEAD = 8
+"""Maximum number of pieces of a warp in flight: 64 registers per thread."""
 
 Activation = Callable[..., Array]
 
@@ -46,9 +43,9 @@ def matvec(
     add_F: Array | None = None,
     dtype: DTypeLike | None = None,
 ) -> Array:
-    """Computes `activation(weights @ rms_norm(x)) + add` for one token, in a Triton kernel. Accumulates in float32.
+    """Computes `activation(weights @ rms_norm(x)) + add` for one token, in a Mosaic kernel. Accumulates in float32.
 
-    Runs on an NVIDIA GPU, or in Pallas' interpreter on a CPU. For inference: has no gradient rule.
+    Runs on Hopper or Blackwell with jax 0.11 or newer, or in Pallas' interpreter on a CPU. For inference: has no gradient rule.
 
     Args:
         x_D: Hidden state of the token, [D], bfloat16 or float32.
@@ -65,15 +62,15 @@ def matvec(
         [F / parts] in `dtype`.
 
     Raises:
-        ShapeError: If `x_D` is not [D], F is not a multiple of 4 * `parts`, or D is not a multiple of 16.
+        ShapeError: If `x_D` is not [D], F is not a multiple of 4 * `parts`, or D is not a multiple of 128.
     """
-    must = f"[F, D] for `x_D` {list(x_D.shape)}, with F a multiple of {parts * _ROWS} and D of {_COLUMNS_MULTIPLE}"
-    require(fits(x_D, weights_FD, parts), "weights_FD", weights_FD, must)
+    must = f"[F, D] for `x_D` {list(x_D.shape)}, with F a multiple of {parts * ROWS} and D of {WIDTH}"
+    require(_fits(x_D, weights_FD, parts), "weights_FD", weights_FD, must)
     return _jgraph_matvec(x_D, weights_FD, scale_D, add_F, epsilon, activation, parts, jnp.dtype(dtype or x_D.dtype))
 
 
-def fits(x_D: Array, weights_FD: Array, parts: int = 1) -> bool:
-    """Checks the shapes of the arguments of `matvec`. Does not check dtypes or the device.
+def has_matvec(x_D: Array, weights_FD: Array, parts: int = 1) -> bool:
+    """Checks the target device and the shapes of the arguments of `matvec`. Does not check dtypes.
 
     Args:
         x_D: Hidden state of the token.
@@ -81,10 +78,15 @@ def fits(x_D: Array, weights_FD: Array, parts: int = 1) -> bool:
         parts: Number of equal parts of the F rows of the weights.
 
     Returns:
-        True if `x_D` has the shape [D], F is a multiple of 4 * `parts`, and D is a multiple of 16.
+        True if the device runs Mosaic kernels, `x_D` has the shape [D], F is a multiple of 4 * `parts`, and D is a multiple of
+        128.
     """
+    return has_mosaic() and _fits(x_D, weights_FD, parts)
+
+
+def _fits(x_D: Array, weights_FD: Array, parts: int) -> bool:
     F, D = weights_FD.shape
-    return x_D.shape == (D,) and F % (parts * _ROWS) == 0 and D % _COLUMNS_MULTIPLE == 0
+    return x_D.shape == (D,) and F % (parts * ROWS) == 0 and D % WIDTH == 0 and weights_FD.size > 0
 
 
 # A jitted function, because jax names and compiles every call of a kernel separately.
@@ -99,71 +101,61 @@ def _jgraph_matvec(
     parts: int,
     dtype: jnp.dtype,
 ) -> Array:
+    gpu = plgpu()
     F, D = weights_FD.shape[0] // parts, weights_FD.shape[1]
-    W = min(_COLUMNS, pl.next_power_of_2(D))
-    pieces = range(0, D, W)
-    R = _tile_rows(F, parts * W * len(pieces))
-    turns = min(pl.cdiv(F // R, _BLOCKS), _TURNS)
-    blocks = pl.cdiv(F // R, turns)
+    size = weights_FD.dtype.itemsize
+    # Loads of 16 bytes per thread if they divide a row.
+    layout = _rows.layout(next(columns for columns in (16 // size, 4) if D % (32 * columns) == 0))
+    W = _PIECE // size
+    pieces: list[Any] = [pl.ds(start, min(W, D - start)) for start in range(0, D, W)]
     inputs: dict[str, Array] = {"x": x_D, "weights": weights_FD.reshape(parts, F, D)}
     inputs |= {name: array for name, array in (("scale", scale_D), ("add", add_F)) if array is not None}
 
-    def load(ref: Any, shape: tuple[int, ...], *conditions: Array | None) -> Array:
-        """Loads the elements for which all conditions hold, and zeros in place of the others. None always holds."""
-        given = [jnp.broadcast_to(condition, shape) for condition in conditions if condition is not None]
-        return triton.load(ref, mask=functools.reduce(jnp.logical_and, given), other=0) if given else triton.load(ref)
-
     def kernel(*refs: Any) -> None:
-        named, out = dict(zip(inputs, refs[:-1], strict=True)), refs[-1]
-        # Only a piece or tile that extends beyond the end has a condition, because an unconditional load is faster.
-        columns = [(start + jnp.arange(W), start + jnp.arange(W) < D if start + W > D else None) for start in pieces]
+        named, (out, *normed) = dict(zip(inputs, refs, strict=False)), refs[len(inputs) :]
+        rows = pl.ds(lax.axis_index("i") * ROWS, ROWS)
+        loads = (
+            gpu.load(named["weights"].at[part, rows, columns], layout=layout, optimized=False)
+            for part, columns in itertools.product(range(parts), pieces)
+        )
+        # Loaded before the norm is computed, to hide the latency of the loads.
+        ahead = list(itertools.islice(loads, _AHEAD))
+        if normed:
+            _norm(named["x"], named["scale"], epsilon, normed[0])
+        x = normed[0] if normed else named["x"]
 
-        def vector(name: str) -> list[Array]:
-            return [load(named[name].at[place], (W,), inside).astype(jnp.float32) for place, inside in columns]
+        def product(columns: Any) -> Array:
+            """Multiplies the next piece of weights by x. Loads another piece."""
+            x_W = gpu.load(x.at[columns], layout=layout.reduce(0), optimized=False).astype(jnp.float32)
+            x_RW = gpu.layout_cast(lax.broadcast_in_dim(x_W, (ROWS, columns.size), (1,)), layout)
+            result = ahead.pop(0).astype(jnp.float32) * x_RW
+            ahead.extend(itertools.islice(loads, 1))
+            return result
 
-        def rows_of(turn: int) -> tuple[Array, Array | None]:
-            rows = (turn * blocks + pl.program_id(0)) * R + jnp.arange(R)
-            return rows, rows < F if (turn + 1) * blocks * R > F else None
+        def row_sums() -> Array:
+            # A sum over columns communicates between threads, so pieces of the same width are added before the sum.
+            by_width: dict[int, Any] = {}
+            for columns in pieces:
+                by_width[columns.size] = by_width.get(columns.size, 0.0) + product(columns)
+            return functools.reduce(jnp.add, [jnp.sum(total, axis=1) for total in by_width.values()])
 
-        def tile(turn: int) -> list[list[Array]]:
-            rows, row_inside = rows_of(turn)
-            below = None if row_inside is None else row_inside[:, None]
+        sums = [row_sums() for _ in range(parts)]
+        y = (activation(*sums) if activation else sums[0]).astype(dtype)
+        if "add" in named:
+            y += gpu.load(named["add"].at[rows], layout=layout.reduce(1), optimized=False)
+        store(out.at[rows], y)
 
-            def piece(part: int, place: Array, inside: Array | None) -> Array:
-                return load(named["weights"].at[part, rows[:, None], place[None]], (R, W), below, inside)
-
-            return [[piece(part, *place) for place in columns] for part in range(parts)]
-
-        # Loaded before the norm is computed, to hide the latency of the load.
-        next_tile = tile(0)
-        xs = vector("x")
-        if "scale" in named:
-            root = jax.lax.rsqrt(sum(jnp.sum(jnp.square(x)) for x in xs) / D + epsilon)
-            normed = [x * (root * scale) for x, scale in zip(xs, vector("scale"), strict=True)]
-            xs = [x.astype(x_D.dtype).astype(jnp.float32) for x in normed]
-        for turn in range(turns):
-            current, next_tile = next_tile, tile(turn + 1) if turn + 1 < turns else []
-            # A sum over columns synchronizes the warps, so the pieces are added before the sum.
-            products = [sum(w.astype(jnp.float32) * x[None] for w, x in zip(part, xs, strict=True)) for part in current]
-            sums = [jnp.sum(product, axis=1) for product in products]
-            y = (activation(*sums) if activation else sums[0]).astype(dtype)
-            rows, inside = rows_of(turn)
-            if "add" in named:
-                y += load(named["add"].at[rows], (R,), inside)
-            triton.store(out.at[rows], y, mask=inside)
-
-    return pl.pallas_call(
-        kernel,
-        grid=(blocks,),
-        out_shape=jax.ShapeDtypeStruct((F,), dtype),
-        compiler_params=triton.CompilerParams(num_warps=_WARPS, num_stages=1),
-        interpret=on_cpu(),
-    )(*inputs.values())
+    scratch = () if scale_D is None else (gpu.SMEM((D,), x_D.dtype),)
+    (y_F,) = _rows.call(kernel, [jax.ShapeDtypeStruct((F,), dtype)], F // ROWS, scratch)(*inputs.values())
+    return y_F
 
 
-def _tile_rows(F: int, row_size: int) -> int:
-    """Returns the number of rows of a tile. A row has `row_size` elements in all parts together."""
-    for rows in (_ROWS, _ROWS // 2):
-        if rows * row_size <= (_ALONE if F // rows <= _BLOCKS else _LOOPED):
-            return rows
-    return 1
+def _norm(x: Any, scale: Any, epsilon: float, out: Any) -> None:
+    """Stores the RMSNorm of the vector at the reference `x` in shared memory, inside of a kernel."""
+    (D,) = x.shape
+    # All threads share the vector. 4 float32 are 16 bytes, the maximum of a load in jax 0.12.
+    layout = plgpu().Layout.WG_STRIDED((D,), next(columns for columns in (4, 2, 1) if D % (128 * columns) == 0))
+    x_D, scale_D = (plgpu().load(ref, layout=layout, optimized=False).astype(jnp.float32) for ref in (x, scale))
+    root = lax.rsqrt(jnp.sum(x_D * x_D) * (1 / D) + epsilon)
+    out[...] = (x_D * (root * scale_D)).astype(out.dtype)
+    plgpu().commit_smem()

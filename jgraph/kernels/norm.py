@@ -8,7 +8,7 @@ accumulates into it. For [16384, 768] in bfloat16 the kernel moves 101 MB, in 24
 
 import functools
 import math
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from jgraph.kernels import _rows
 from jgraph.kernels._check import chosen, require
 from jgraph.kernels._mosaic import has_mosaic, plgpu
 from jgraph.kernels._rows import ROWS, WIDTH, by_column, by_row, load, load_columns
+
+Forward: TypeAlias = Literal["mosaic", "xla"]
 
 _LARGEST = 2048
 """Maximum D: a warp holds a row of each array in registers."""
@@ -40,10 +42,11 @@ def rms_norm(
         scale_D: Scale of the norm, [D], float32 or the dtype of `x`.
         add: Array with the shape and dtype of `x`; None adds nothing.
         epsilon: Added to the mean square.
-        implementation: `mosaic`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper or Blackwell; jax 0.11 or newer;
-            bfloat16; D a multiple of 128 and at most 2048; a number of rows that is a multiple of 4, and a multiple of 2048 if
-            it is 2048 or more). `xla` is plain JAX and runs on any device. `auto` selects `mosaic` if the device and the arrays
-            permit it, else `xla`.
+        implementation: `mosaic`, `xla`, `auto` or `backward`. `mosaic` is the Pallas kernel (Hopper or Blackwell; jax 0.11 or
+            newer; bfloat16; D a multiple of 128 and at most 2048; a number of rows that is a multiple of 4, and a multiple of
+            2048 if it is 2048 or more). `xla` is plain JAX and runs on any device. `auto` selects `mosaic` if the device and
+            the arrays permit it, else `xla`. `backward` is like `auto`, with plain JAX in the forward pass: an FP8 matmul that
+            reads the norm then computes it in its quantization kernel.
 
     Returns:
         The pair (sum, norm of the sum), both with the shape and dtype of `x`. Without `add`, the sum is `x`.
@@ -65,8 +68,11 @@ def rms_norm(
     blocks = min(rows // ROWS, _BLOCKS)
     fits = x.dtype == jnp.bfloat16 and D % WIDTH == 0 and 0 < D <= _LARGEST and blocks > 0 and rows % (ROWS * blocks) == 0
     must = f"bfloat16 [..., D] with a multiple of {ROWS} rows, and D a multiple of {WIDTH} and at most {_LARGEST}"
-    name = chosen(implementation, has_mosaic(), fits, "x", x, must)
-    return (_mosaic if name == "mosaic" else _xla)(x, scale_D, add, epsilon)
+    only_backward = implementation == "backward"
+    name = chosen("auto" if only_backward else implementation, has_mosaic(), fits, "x", x, must)
+    if name == "mosaic":
+        return _mosaic(x, scale_D, add, epsilon, "xla" if only_backward else "mosaic")
+    return _xla(x, scale_D, add, epsilon)
 
 
 def _xla(x: Array, scale_D: Array, add: Array | None, epsilon: float) -> tuple[Array, Array]:
@@ -77,19 +83,24 @@ def _xla(x: Array, scale_D: Array, add: Array | None, epsilon: float) -> tuple[A
     return x, (x32 * (root * scale_D)).astype(x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _mosaic(x: Array, scale_D: Array, add: Array | None, epsilon: float) -> tuple[Array, Array]:
-    return _forward(x, scale_D, add, epsilon)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _mosaic(x: Array, scale_D: Array, add: Array | None, epsilon: float, forward: Forward) -> tuple[Array, Array]:
+    return _forward(x, scale_D, add, epsilon, forward)[0]
 
 
-def _forward(x: Array, scale_D: Array, add: Array | None, epsilon: float) -> tuple[Any, Any]:
+def _forward(x: Array, scale_D: Array, add: Array | None, epsilon: float, forward: Forward) -> tuple[Any, Any]:
+    if forward == "xla":
+        out = _xla(x, scale_D, add, epsilon)
+        return out, (out[0], scale_D, add is None)
     x_MD, scale_1D = x.reshape(-1, x.shape[-1]), scale_D.astype(jnp.float32)
     y_MD, *new = _jgraph_norm(x_MD, scale_1D, None if add is None else add.reshape(x_MD.shape), epsilon)
     x = new[0].reshape(x.shape) if new else x
     return (x, y_MD.reshape(x.shape)), (x, scale_D, add is None)
 
 
-def _backward(epsilon: float, residuals: Any, gradients: tuple[Array, Array]) -> tuple[Array, Array, Array | None]:
+def _backward(
+    epsilon: float, forward: Forward, residuals: Any, gradients: tuple[Array, Array]
+) -> tuple[Array, Array, Array | None]:
     x, scale_D, is_add_none = residuals
     x_MD, dx_MD, dy_MD = (array.reshape(-1, x.shape[-1]) for array in (x, *gradients))
     dx_MD, parts = _jgraph_norm_backward(x_MD, scale_D.astype(jnp.float32), dx_MD, dy_MD, epsilon)

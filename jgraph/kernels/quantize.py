@@ -27,6 +27,50 @@ _ALIGNED = 16
 """The copy engine and FP8 matmuls require multiples of 16 rows and columns."""
 
 
+class RotatedBack(NamedTuple):
+    """The gradient of a projection to queries, keys and values, in place of an array. `cast_transpose` computes the array.
+
+    The array is [M, (H + 2G) K]: the gradients of H query and G key heads of size K, rotated back to their values before the
+    rotary embedding, and the gradients of G value heads.
+
+    Attributes:
+        dq: Gradient of the rotated queries, bfloat16 or float32 [M, H K]. A row is a token.
+        dk: Gradient of the rotated keys, [M, G K].
+        dv: Gradient of the values, [M, G K].
+        cos: Cosines of the angles of T positions and P = K/2 pairs, [T, P]. Row m has the position m modulo T.
+        sin: Sines of the angles, [T, P].
+    """
+
+    dq: Array
+    dk: Array
+    dv: Array
+    cos: Array
+    sin: Array
+
+    @property
+    def head_size(self) -> int:
+        """K, the size of a head."""
+        return 2 * self.cos.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the array."""
+        return self.dq.shape[0], sum(part.shape[1] for part in self[:3])
+
+    def array(self) -> Array:
+        """Computes the array in plain JAX, in the dtype of `dq`."""
+        M, T, K = self.shape[0], self.cos.shape[0], self.head_size
+        cos_T1P, sin_T1P = (table.astype(jnp.float32)[:, None] for table in (self.cos, self.sin))
+
+        def back(dy_MN: Array) -> Array:
+            dy_BTHK = dy_MN.reshape(M // T, T, -1, K).astype(jnp.float32)
+            first, second = jnp.split(dy_BTHK, 2, axis=-1)
+            rotated = first * cos_T1P + second * sin_T1P, second * cos_T1P - first * sin_T1P
+            return jnp.concatenate(rotated, axis=-1).astype(dy_MN.dtype).reshape(dy_MN.shape)
+
+        return jnp.concatenate([back(self.dq), back(self.dk), self.dv], axis=1)
+
+
 class Quantized(NamedTuple):
     """The result of `cast_transpose`: a scaled matrix of M rows and N columns in FP8. `want` is the argument of that function.
 
@@ -42,7 +86,7 @@ class Quantized(NamedTuple):
 
 
 def cast_transpose(
-    x_MN: Array | Computed,
+    x_MN: Array | Computed | RotatedBack,
     inverse_scale: Array,
     dtype: DTypeLike = jnp.float8_e4m3fn,
     *,
@@ -51,13 +95,13 @@ def cast_transpose(
 ) -> Quantized:
     """Scales an array, clips it to the range of `dtype`, rounds it to nearest even, and transposes the result.
 
-    Also computes the amax, the largest magnitude before scaling. All implementations return the same bits for an array, except
-    for the payload of a NaN. Not differentiable.
+    Infinities become NaN, so that clipping does not hide them. Also computes the amax, the largest magnitude before scaling.
+    All implementations return the same bits for an array, except for the payload of a NaN. Not differentiable.
 
     Args:
         x_MN: bfloat16 or float32 matrix of M rows and N columns, both multiples of 16. Or a `Computed`: an elementwise function
             with inputs [M, N], [M, 1] or [1, N] of these dtypes. The Pallas kernel evaluates the function in float32 and does
-            not write its result to memory.
+            not write its result to memory. Or a `RotatedBack`, with T a multiple of 128 and K of 64 for the Pallas kernel.
         inverse_scale: float32 scalar. The array is multiplied by it.
         dtype: float8_e4m3fn or float8_e5m2.
         want: Results to compute besides the amax: `both`, `rows` (FP8 without the transpose), `columns` (only the transpose),
@@ -75,9 +119,12 @@ def cast_transpose(
         ShapeError: If `x_MN` is not a matrix with M and N positive multiples of 16 or has another dtype, if `inverse_scale` is
             not a float32 scalar, or if `implementation` is `mosaic` and the kernel does not support the shape.
     """
-    x = x_MN if isinstance(x_MN, Computed) else Computed(IDENTITY, (x_MN,))
     check_choice("dtype", jnp.dtype(dtype).name, ("float8_e4m3fn", "float8_e5m2"))
     check_choice("want", want, get_args(Want))
+    if isinstance(x_MN, RotatedBack):
+        name = chosen(implementation, has_kernel(), can_rotate(x_MN), "x_MN", x_MN.dq, "rows of T, a multiple of 128")
+        return _JITTED[want](tuple(x_MN), inverse_scale, None, jnp.dtype(dtype), name)
+    x = x_MN if isinstance(x_MN, Computed) else Computed(IDENTITY, (x_MN,))
     shape = _shape(x.inputs)
     aligned = len(shape) == 2 and all(size and size % _ALIGNED == 0 for size in shape)
     for part in x.inputs:
@@ -99,8 +146,9 @@ CALLS: dict[str, Want] = {**{name: want for want, name in _NAMES.items()}, "_jgr
 def _jitted(name: str, want: Want) -> Callable[..., Quantized]:
     """Returns a jitted function. Without jit, jax 0.11 names and compiles every call of a kernel separately, a second each."""
 
-    def run(inputs: Any, inverse_scale: Array, fn: Elementwise, dtype: jnp.dtype, name: str) -> Quantized:
-        return (_mosaic if name == "mosaic" else _xla)(Computed(fn, inputs), inverse_scale, dtype, want)
+    def run(inputs: Any, inverse_scale: Array, fn: Elementwise | None, dtype: jnp.dtype, name: str) -> Quantized:
+        x = RotatedBack(*inputs) if fn is None else Computed(fn, inputs)
+        return (_mosaic if name == "mosaic" else _xla)(x, inverse_scale, dtype, want)
 
     run.__name__ = run.__qualname__ = name
     return jax.jit(run, static_argnums=(2, 3, 4))
@@ -119,6 +167,15 @@ def choose(shape: tuple[int, ...]) -> str:
         `mosaic` if the target device runs the kernel (see `has_kernel`), M is a multiple of 128 and N of 64; else `xla`.
     """
     return "mosaic" if has_kernel() and _fits_tiles(shape) else "xla"
+
+
+def can_rotate(x: RotatedBack) -> bool:
+    """Checks the sizes of a `RotatedBack`. Reads no array.
+
+    Returns:
+        True if the Pallas kernel supports them: T, which divides M, is a multiple of 128, and K of 64.
+    """
+    return x.shape[0] % x.cos.shape[0] == 0 and x.cos.shape[0] % (2 * _PAIRS) == 0 and x.head_size % _WIDTH == 0
 
 
 def has_kernel() -> bool:
@@ -141,20 +198,20 @@ def cast(x: Array, inverse_scale: Array, dtype: DTypeLike) -> Array:
         dtype: float8_e4m3fn or float8_e5m2.
 
     Returns:
-        The array in `dtype`, with the shape of `x`. A NaN stays a NaN.
+        The array in `dtype`, with the shape of `x`. NaN and infinities become NaN.
     """
     # Without the barrier, XLA removes this conversion together with the inverse conversion.
     return lax.optimization_barrier(_quantize(x, inverse_scale, jnp.dtype(dtype)))
 
 
 def _quantize(x: Array, inverse_scale: Array, dtype: jnp.dtype) -> Array:
-    top = float(jnp.finfo(dtype).max)
-    return jnp.clip(x.astype(jnp.float32) * inverse_scale, -top, top).astype(dtype)
+    top, x = float(jnp.finfo(dtype).max), x.astype(jnp.float32)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x * inverse_scale, -top, top), jnp.nan).astype(dtype)
 
 
-def _xla(x: Computed, inverse_scale: Array, dtype: jnp.dtype, want: Want) -> Quantized:
+def _xla(x: Computed | RotatedBack, inverse_scale: Array, dtype: jnp.dtype, want: Want) -> Quantized:
     """Reference implementation. XLA reads the array twice: for the amax and for the transpose."""
-    x_MN = x.fn(*x.inputs)
+    x_MN = x.array() if isinstance(x, RotatedBack) else x.fn(*x.inputs)
     rows = cast(x_MN, inverse_scale, dtype)
     return Quantized(rows if "rows" in _WRITTEN[want] else None, rows.T if "columns" in _WRITTEN[want] else None, amax(x_MN))
 
@@ -195,74 +252,155 @@ Both take 64 KiB of shared memory in bfloat16. A multiprocessor holds three bloc
 """
 
 
-def _mosaic(x: Computed, inverse_scale: Array, dtype: jnp.dtype, want: Want) -> Quantized:
+class _ComputedTiles:
+    """The tiles of a `Computed`.
+
+    If the width is an odd number of tiles, the copy engine loads zeros for the tile outside the array and does not store it.
+    Zeros do not change the amax, but a function of zeros may. A block therefore processes a function one tile at a time.
+    """
+
+    width = _WIDTH
+
+    def __init__(self, x: Computed):
+        self.fn, self.inputs = x
+        self.shape = _shape(x.inputs)
+        self.tiles = _TILES if x.fn == IDENTITY else 1
+        M, N = self.shape
+        self.whole = [x.shape == (M, N) for x in self.inputs]
+        views: dict[Any, Any] = {(M, N): (M // 2, 2, N), (M, 1): (M // 2, 2), (1, N): (N,)}
+        self.arrays = [x.reshape(views[x.shape]) for x in self.inputs]
+        self.scratch = [plgpu().SMEM((self.tiles, 2, _PAIRS, _WIDTH), x.dtype) for x in self.inputs if x.shape == (M, N)]
+        self.num_arrivals, self.num_barriers = 2 * len(self.scratch), self.tiles
+
+    def load(self, refs: Any, scratch: Any, loaded: Any, i: Any, j: Any) -> Callable[[int, int], Any]:
+        """Starts the copies of all tiles of a block. Returns the function that computes the tile of a parity of rows."""
+        gpu = plgpu()
+        pairs = pl.ds(i * _PAIRS, _PAIRS)
+
+        def columns(tile: int) -> Any:
+            return pl.ds((j * self.tiles + tile) * _WIDTH, _WIDTH)
+
+        for tile in range(self.tiles):
+            for x_H2N, x in zip((x for x, whole in zip(refs, self.whole, strict=True) if whole), scratch, strict=True):
+                for parity in range(2):
+                    gpu.copy_gmem_to_smem(x_H2N.at[pairs, parity, columns(tile)], x.at[tile, parity], loaded.at[tile])
+        # Loaded before the wait for the tiles.
+        layout = gpu.Layout.WGMMA
+        vectors = {
+            (which, tile, parity): gpu.load(x.at[pairs, parity], layout=layout.reduce(1), optimized=False)
+            if len(x.shape) == 2
+            else gpu.load(x.at[columns(tile)], layout=layout.reduce(0), optimized=False)
+            for which, x in enumerate(refs)
+            if not self.whole[which]
+            for tile in range(self.tiles)
+            for parity in range(2)
+        }
+
+        def operands(tile: int, parity: int) -> Iterator[Any]:
+            tiled = iter(scratch)
+            for which, x in enumerate(refs):
+                if self.whole[which]:
+                    found = next(tiled)[tile, parity]
+                else:
+                    along = (0,) if len(x.shape) == 2 else (1,)
+                    found = lax.broadcast_in_dim(vectors[which, tile, parity], (_PAIRS, _WIDTH), along)
+                yield gpu.layout_cast(found, layout)
+
+        def value(tile: int, parity: int) -> Any:
+            if parity == 0:
+                gpu.barrier_wait(loaded.at[tile])
+            return self.fn(*operands(tile, parity))
+
+        return value
+
+
+class _RotatedTiles:
+    """The tiles of a `RotatedBack`. A block processes the two halves of a head.
+
+    The tables are rounded to bfloat16, because loads of float32 tables take as long as the gradients. FP8 rounds more.
+    """
+
+    tiles, num_barriers, num_arrivals = 2, 1, 8
+
+    def __init__(self, x: RotatedBack):
+        self.shape, self.width = x.shape, x.head_size // 2
+        self.heads = [part.shape[1] // x.head_size for part in x[:3]]
+        self.positions = len(x.cos) // 2
+        tables = [table.astype(jnp.bfloat16).reshape(self.positions, 2, self.width) for table in (x.cos, x.sin)]
+        self.arrays = [*(part.reshape(part.shape[0] // 2, 2, part.shape[1]) for part in x[:3]), *tables]
+        gpu = plgpu()
+        self.scratch = [gpu.SMEM((2, 2, _PAIRS, self.width), x.dq.dtype)]
+        self.scratch += [gpu.SMEM((2, _PAIRS, self.width), jnp.bfloat16)] * 2
+
+    def load(self, refs: Any, scratch: Any, loaded: Any, i: Any, j: Any) -> Callable[[int, int], Any]:
+        """Starts the copies of all tiles of a block. Returns the function that computes the tile of a parity of rows."""
+        gpu = plgpu()
+        pairs, (queries, keys, values) = pl.ds(i * _PAIRS, _PAIRS), self.heads
+        x, *tables = scratch
+        starts = (0, queries, queries + keys, queries + keys + values)
+        for part, first, stop in zip(refs[:3], starts[:-1], starts[1:], strict=True):
+
+            @pl.when((j >= first) & (j < stop))
+            def _(part: Any = part, first: Any = first):
+                for tile in range(2):
+                    columns = pl.ds(((j - first) * 2 + tile) * self.width, self.width)
+                    for parity in range(2):
+                        gpu.copy_gmem_to_smem(part.at[pairs, parity, columns], x.at[tile, parity], loaded.at[0])
+
+        position = pl.ds(lax.rem(i * _PAIRS, self.positions), _PAIRS)
+        for table, to in zip(refs[3:], tables, strict=True):
+            for parity in range(2):
+                gpu.copy_gmem_to_smem(table.at[position, parity], to.at[parity], loaded.at[0])
+        rotates = (j < queries + keys).astype(jnp.float32)
+
+        def value(tile: int, parity: int) -> Any:
+            if (tile, parity) == (0, 0):
+                gpu.barrier_wait(loaded.at[0])
+            own, other, cos, sin = (
+                gpu.layout_cast(ref[...], gpu.Layout.WGMMA).astype(jnp.float32)
+                for ref in (x.at[tile, parity], x.at[1 - tile, parity], *(table.at[parity] for table in tables))
+            )
+            turned = other * sin
+            return own + rotates * (own * (cos - 1.0) + (turned if tile == 0 else -turned))
+
+        return value
+
+
+def _mosaic(x: Computed | RotatedBack, inverse_scale: Array, dtype: jnp.dtype, want: Want) -> Quantized:
     """Mosaic implementation. Transposes pairs of rows as 16-bit numbers, because Hopper cannot transpose bytes.
 
-    A thread holds both rows of a pair and packs their bytes into one 16-bit number, so even and odd rows are separate tiles. If
-    the width is an odd number of tiles, the copy engine loads zeros for the tile outside the array and does not store it. Zeros
-    do not change the amax, but a function of zeros may. A block therefore processes a `Computed` one tile at a time.
+    A thread holds both rows of a pair and packs their bytes into one 16-bit number, so even and odd rows are separate tiles.
     """
     gpu = plgpu()
-    fn, inputs = x
-    (M, N), tiles = _shape(inputs), _TILES if fn == IDENTITY else 1
-    WGMMA = gpu.Layout.WGMMA
+    source = _RotatedTiles(x) if isinstance(x, RotatedBack) else _ComputedTiles(x)
+    (M, N), tiles, width = source.shape, source.tiles, source.width
     H = M // 2
-    grid = (pl.cdiv(H, _PAIRS), pl.cdiv(N, _WIDTH * tiles))
+    grid = (pl.cdiv(H, _PAIRS), pl.cdiv(N, width * tiles))
     out_type: dict[str, Any] = {"amax": jax.ShapeDtypeStruct(grid, jnp.float32)}
-    scratch: dict[str, Any] = {"xs": [gpu.SMEM((tiles, 2, _PAIRS, _WIDTH), x.dtype) for x in inputs if x.shape == (M, N)]}
-    scratch["loaded"] = gpu.Barrier(num_arrivals=2 * len(scratch["xs"]), num_barriers=tiles)
-    packed = {"rows": ((H, 2, N), dtype, (2, _PAIRS, _WIDTH)), "columns": ((N, H), jnp.uint16, (_WIDTH, _PAIRS))}
+    scratch: dict[str, Any] = {"xs": source.scratch}
+    scratch["loaded"] = gpu.Barrier(num_arrivals=source.num_arrivals, num_barriers=source.num_barriers)
+    packed = {"rows": ((H, 2, N), dtype, (2, _PAIRS, width)), "columns": ((N, H), jnp.uint16, (width, _PAIRS))}
     for name in _WRITTEN[want]:
         shape, written, tile = packed[name]
         scratch[name] = gpu.SMEM((tiles, *tile), written)
         out_type[name] = jax.ShapeDtypeStruct(shape, written)
 
     def cast_transpose(*refs: Any, xs: Any, loaded: Any, rows: Any = None, columns: Any = None):
-        whole, (scale, *others) = refs[: len(inputs)], refs[len(inputs) :]
+        inputs, (scale, *others) = refs[: len(source.arrays)], refs[len(source.arrays) :]
         out = dict(zip(out_type, others, strict=True))
         i, j = lax.axis_index("i"), lax.axis_index("j")
         pairs = pl.ds(i * _PAIRS, _PAIRS)
-
-        def width(tile: int) -> Any:
-            return pl.ds((j * tiles + tile) * _WIDTH, _WIDTH)
-
-        for tile in range(tiles):
-            for x_H2N, x in zip((x for x in whole if x.shape == (H, 2, N)), xs, strict=True):
-                for parity in range(2):
-                    gpu.copy_gmem_to_smem(x_H2N.at[pairs, parity, width(tile)], x.at[tile, parity], loaded.at[tile])
-
-        # Loaded before the wait for the tiles.
-        vectors = {
-            (which, tile, parity): gpu.load(x.at[pairs, parity], layout=WGMMA.reduce(1), optimized=False)
-            if x.shape == (H, 2)
-            else gpu.load(x.at[width(tile)], layout=WGMMA.reduce(0), optimized=False)
-            for which, x in enumerate(whole)
-            if x.shape != (H, 2, N)
-            for tile in range(tiles)
-            for parity in range(2)
-        }
-
-        def operands(tile: int, parity: int) -> Iterator[Any]:
-            tiled = iter(xs)
-            for which, x in enumerate(whole):
-                if x.shape == (H, 2, N):
-                    found = next(tiled)[tile, parity]
-                else:
-                    along = (0,) if x.shape == (H, 2) else (1,)
-                    found = lax.broadcast_in_dim(vectors[which, tile, parity], (_PAIRS, _WIDTH), along)
-                yield gpu.layout_cast(found, WGMMA)
-
+        value = source.load(inputs, xs, loaded, i, j)
         factor = scale[0]
         amax: Any = None
         for tile in range(tiles):
-            gpu.barrier_wait(loaded.at[tile])
             halves = []
             for parity in range(2):
-                values = fn(*operands(tile, parity))
+                values = value(tile, parity)
                 largest = jnp.max(jnp.abs(values), axis=1)
                 amax = largest if amax is None else jnp.maximum(amax, largest)
-                # The compiled conversion saturates, so only the interpreter must clip.
-                quantized = _quantize(values, factor, dtype) if on_cpu() else (values * factor).astype(dtype)
+                # The compiled conversion saturates, so only the interpreter must clip. The second term turns infinity into NaN.
+                quantized = _quantize(values, factor, dtype) if on_cpu() else (values * factor + values * 0.0).astype(dtype)
                 if rows is not None:
                     rows[tile, parity] = quantized
                 halves.append(lax.bitcast_convert_type(quantized, jnp.uint8).astype(jnp.uint16))
@@ -270,17 +408,15 @@ def _mosaic(x: Computed, inverse_scale: Array, dtype: jnp.dtype, want: Want) -> 
                 pair = halves[0] | (halves[1] << 8)
                 columns.at[tile].T[...] = gpu.layout_cast(pair, gpu.Layout.WGMMA_TRANSPOSED)
             gpu.commit_smem()
+            own = pl.ds((j * tiles + tile) * width, width)
             if rows is not None:
                 for parity in range(2):
-                    gpu.copy_smem_to_gmem(rows.at[tile, parity], out["rows"].at[pairs, parity, width(tile)])
+                    gpu.copy_smem_to_gmem(rows.at[tile, parity], out["rows"].at[pairs, parity, own])
             if columns is not None:
-                gpu.copy_smem_to_gmem(columns.at[tile], out["columns"].at[width(tile), pairs])
+                gpu.copy_smem_to_gmem(columns.at[tile], out["columns"].at[own, pairs])
         # The amax of each block, reduced after the kernel. A single amax would need an initialization and atomics.
         out["amax"][i, j] = jnp.max(amax)
         gpu.wait_smem_to_gmem(0)
-
-    def laid_out(x: Array) -> Array:
-        return x.reshape(H, 2, N) if x.shape == (M, N) else x.reshape(H, 2) if x.shape == (M, 1) else x.reshape(N)
 
     found = kernel(
         cast_transpose,
@@ -288,7 +424,7 @@ def _mosaic(x: Computed, inverse_scale: Array, dtype: jnp.dtype, want: Want) -> 
         scratch_types=scratch,
         grid=grid,
         grid_names=("i", "j"),
-    )(*map(laid_out, inputs), inverse_scale.reshape(1))
+    )(*source.arrays, inverse_scale.reshape(1))
     out = dict(zip(out_type, found, strict=True))
     quantized = out["rows"].reshape(M, N) if "rows" in out else None
     transposed = lax.bitcast_convert_type(out["columns"], dtype).reshape(N, M) if "columns" in out else None

@@ -31,14 +31,15 @@ from jgraph.kernels.blocks import BLOCK, Blocks, block_dot, quantize_blocks
 from jgraph.kernels.grouped import grouped_dot_fp8, grouped_wgrad
 from jgraph.kernels.quantize import Want
 from jgraph.precision.config import FP8Config
-from jgraph.precision.scaling import FP8Array, checked_scale, scale_for
+from jgraph.precision.scaling import Amax, FP8Array, scale_for
 from jgraph.scopes import scope
 from jgraph.tree import PyTree
 
 _SAVED = "fp8"  # The split backward saves values with this checkpoint name instead of recomputing them.
-_MULTIPLE = 16  # cuBLASLt requires M, K and N to be multiples of 16.
+MULTIPLE = 16  # cuBLASLt requires M, K and N to be multiples of 16.
 
 _Saved: TypeAlias = Literal["columns", "x"]
+_Accumulation: TypeAlias = Literal["full", "fast"]
 
 # Rows or columns in FP8, and their scale.
 _Scaled: TypeAlias = tuple[Array | Blocks, Array]
@@ -54,14 +55,15 @@ class Tap(NamedTuple):
     Attributes:
         weight: The quantized w.
         scales: float32 [3], scales of x, w and dy, the gradient of y. None computes scales from the arrays (current scaling).
-        amax: float32 [3], not read. Its cotangent is the amax (largest magnitude) of x, w and dy. None observes nothing.
+        amax: Three float32 scalars, not read. Their cotangents are the amax (largest magnitude) of x, w and dy. None observes
+            nothing.
         delayed: Arrays with the shapes of the operands of wgrad, not read. Their cotangents are the operands of wgrad, and w
             has no gradient. None computes wgrad in backward.
     """
 
     weight: FP8Array
     scales: Array | None
-    amax: Array | None
+    amax: Amax | None
     delayed: PyTree = None
 
 
@@ -73,19 +75,22 @@ class DotLayout(NamedTuple):
         x_axes: Axes of x, the contracted axes last.
         w_axes: Axes of w, the contracted axes first.
         sizes: M, K and N.
+        accumulation: Accumulation of dgrad and wgrad, as in `FP8Config`.
     """
 
     site: DelayedProduct
     x_axes: Sequence[int]
     w_axes: Sequence[int]
     sizes: tuple[int, int, int]
+    accumulation: _Accumulation = "full"
 
     @classmethod
-    def of(cls, site: DelayedProduct) -> "DotLayout":
+    def of(cls, site: DelayedProduct, accumulation: _Accumulation = "full") -> "DotLayout":
         """Reads the layout from the dimension numbers of a matmul.
 
         Args:
             site: A `dot_general` without batch dimensions.
+            accumulation: Accumulation of dgrad and wgrad.
 
         Returns:
             The layout.
@@ -94,7 +99,7 @@ class DotLayout(NamedTuple):
         x_last, w_first = contract[site.data], contract[site.weight]
         x_first, w_last = [i for i in range(len(x)) if i not in x_last], [i for i in range(len(w)) if i not in w_first]
         m, k, n = math.prod(x[i] for i in x_first), math.prod(x[i] for i in x_last), math.prod(w[i] for i in w_last)
-        return cls(site, (*x_first, *x_last), (*w_first, *w_last), (m, k, n))
+        return cls(site, (*x_first, *x_last), (*w_first, *w_last), (m, k, n), accumulation)
 
     def x_matrix(self, x: Array) -> Array:
         """Returns x as [M, K]."""
@@ -121,11 +126,11 @@ class DotLayout(NamedTuple):
         Returns:
             y in `dtype`, in the shape of the original matmul's result.
         """
-        y_MN = _dot((x.rows, x.scale), (w.columns, w.scale), dtype, "fast")
+        y_MN = dot((x.rows, x.scale), (w.columns, w.scale), dtype, "fast")
         return (y_MN if self.site.data == 0 else y_MN.T).reshape(aval_of(self.site.eqn.outvars[0]).shape)
 
     def dgrad(self, dy: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
-        """Computes dx = dy @ w.T in FP8 with float32 accumulation.
+        """Computes dx = dy @ w.T in FP8.
 
         Args:
             dy: Quantized gradient of y; reads `rows` [M, N].
@@ -136,10 +141,11 @@ class DotLayout(NamedTuple):
         Returns:
             dx in `dtype`, in the shape of x in the original matmul.
         """
-        return _restored(_dot((dy.rows, dy.scale), (w.rows, w.scale), dtype, "full"), self.site.x_aval.shape, self.x_axes)
+        dx_MK = dot((dy.rows, dy.scale), (w.rows, w.scale), dtype, self.accumulation)
+        return _restored(dx_MK, self.site.x_aval.shape, self.x_axes)
 
     def wgrad(self, x: _Operand, dy: _Operand, extra: _Extra, dtype: DTypeLike, barrier: bool = True) -> Array:
-        """Computes dw = x.T @ dy with float32 accumulation.
+        """Computes dw = x.T @ dy. Accumulates in float32 unless the operands are in FP8 and `accumulation` is fast.
 
         Args:
             x: The data in the shape of the original matmul, or the pair of its FP8 columns [K, M] and their scale.
@@ -154,7 +160,7 @@ class DotLayout(NamedTuple):
             dw in `dtype`, in the shape of w in the original matmul.
         """
         if isinstance(x, tuple):
-            dw_KN = _dot(x, dy, dtype, "full", barrier)  # pyright: ignore[reportArgumentType]
+            dw_KN = dot(x, dy, dtype, self.accumulation, barrier)  # pyright: ignore[reportArgumentType]
         else:
             contract = (((0,), (0,)), ((), ()))
             dw_KN = lax.dot_general(self.x_matrix(x), self.dy_matrix(dy), contract, preferred_element_type=dtype)  # pyright: ignore[reportArgumentType]
@@ -228,16 +234,19 @@ class GroupedLayout(NamedTuple):
         return grouped_wgrad(x, dy, *extra, dtype=dtype)
 
 
-def layout_of(site: DelayedProduct) -> DotLayout | GroupedLayout:
+def layout_of(site: DelayedProduct, accumulation: _Accumulation = "full") -> DotLayout | GroupedLayout:
     """Returns the layout of a matmul as [M, K] times [K, N].
 
     Args:
         site: A `dot_general` without batch dimensions, or a `grouped_dot`.
+        accumulation: Accumulation of dgrad and wgrad of a `dot_general`.
 
     Returns:
         A `GroupedLayout` for a `grouped_dot`, else a `DotLayout`.
     """
-    return GroupedLayout((site.x_aval.shape[0], *site.w_aval.shape[1:])) if site.name == GROUPED else DotLayout.of(site)
+    if site.name == GROUPED:
+        return GroupedLayout((site.x_aval.shape[0], *site.w_aval.shape[1:]))
+    return DotLayout.of(site, accumulation)
 
 
 def formats(config: FP8Config) -> tuple[DTypeLike, DTypeLike, DTypeLike]:
@@ -284,7 +293,7 @@ def unsupported(site: DelayedProduct, config: FP8Config) -> str:
     """
     if site.name not in ("dot_general", GROUPED):
         return f"a {site.name}"
-    multiple = BLOCK if config.recipe == "mxfp8" else _MULTIPLE
+    multiple = BLOCK if config.recipe == "mxfp8" else MULTIPLE
     if site.name == GROUPED and config.recipe == "mxfp8":
         return f"a {GROUPED}, which has no mxfp8 kernel"
     if site.name == GROUPED and len({*formats(config)}) > 1 and jax.__version_info__ < (0, 12):
@@ -324,19 +333,19 @@ def fp8_matmul(
     Returns:
         The result in the shape and dtype of the original matmul.
     """
-    layout, (x_dtype, _, dy_dtype), w_dtype = layout_of(site), formats(config), w.dtype
+    layout, (x_dtype, _, dy_dtype), w_dtype = layout_of(site, config.accumulation), formats(config), w.dtype
     quantizes_wgrad, is_delayed = wgrad_precision(site, config) == "fp8", tap.delayed is not None
     saves_columns = quantizes_wgrad and saved == "columns"
 
-    def quantize(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, want: Want) -> FP8Array:
-        return block_scaled(x_MK, want) if config.recipe == "mxfp8" else _quantize(x_MK, scales, which, dtype, want)
+    def to_fp8(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, want: Want) -> FP8Array:
+        return block_scaled(x_MK, want) if config.recipe == "mxfp8" else quantize(x_MK, scales, which, dtype, want)
 
     @jax.custom_vjp
     def run(x: Array, w: Array, extra: _Extra, tap: Tap) -> Array:
         return forward(x, w, extra, tap)[0]
 
     def forward(x: Array, w: Array, extra: _Extra, tap: Tap) -> tuple[Array, PyTree]:
-        x_fp8 = quantize(layout.x_matrix(x), tap.scales, 0, x_dtype, "both" if saves_columns else "rows")
+        x_fp8 = to_fp8(layout.x_matrix(x), tap.scales, 0, x_dtype, "both" if saves_columns else "rows")
         y = layout.forward(x_fp8, tap.weight, extra, aval_of(site.eqn.outvars[0]).dtype)
         # Named, because otherwise the split backward saves x, which may have more bytes, and recomputes the columns.
         residual = checkpoint_name(x_fp8.columns, _SAVED) if saves_columns else x
@@ -344,7 +353,7 @@ def fp8_matmul(
 
     def backward(residuals: PyTree, dy: Array) -> tuple[Array, Array | None, None, PyTree]:
         x, x_scale, x_amax, extra, tap = residuals
-        dy_fp8 = quantize(layout.dy_matrix(dy), tap.scales, 2, dy_dtype, "both" if quantizes_wgrad else "rows")
+        dy_fp8 = to_fp8(layout.dy_matrix(dy), tap.scales, 2, dy_dtype, "both" if quantizes_wgrad else "rows")
         dx = layout.dgrad(dy_fp8, tap.weight, extra, site.x_aval.dtype)
         if quantizes_wgrad and not saves_columns and config.recipe == "mxfp8":
             x = block_scaled(layout.x_matrix(x), "columns").columns
@@ -353,7 +362,7 @@ def fp8_matmul(
                 scale = scale_for(x_amax, x_dtype) if tap.scales is None else tap.scales[0]
                 x = cast_transpose(layout.x_matrix(x), scale, x_dtype, want="columns").columns
         operands: Any = ((x, x_scale), (dy_fp8.columns, dy_fp8.scale)) if quantizes_wgrad else (x, dy)
-        observed = None if tap.amax is None else jnp.stack([x_amax, tap.weight.amax, dy_fp8.amax])
+        observed = None if tap.amax is None else (x_amax, tap.weight.amax, dy_fp8.amax)
         dw = None if is_delayed else layout.wgrad(operands[0], operands[1], extra, w_dtype)
         # The barrier makes every operand a separate array. Without it, XLA on a CPU fails for a program with dgrad and wgrad.
         delayed = jax.tree.map(lax.optimization_barrier, operands) if is_delayed else None
@@ -369,7 +378,7 @@ def calibrated(y: Array, x: Array, tap: Tap) -> Array:
     Args:
         y: The result of the matmul.
         x: The data. It has no gradient here.
-        tap: Reads `weight.amax`. The cotangent of `tap.amax` is the amax of x, of the weight and of dy, float32 [3].
+        tap: Reads `weight.amax`. The cotangents of `tap.amax` are the amax of x, of the weight and of dy, float32 scalars.
 
     Returns:
         `y` itself. Its gradient is unchanged.
@@ -383,7 +392,7 @@ def calibrated(y: Array, x: Array, tap: Tap) -> Array:
         return y, (x_amax, tap.weight.amax)
 
     def backward(largest: PyTree, dy: Array) -> tuple[Array, None, Any]:
-        return dy, None, Tap(None, None, jnp.stack([*largest, amax(dy)]))  # pyright: ignore[reportArgumentType]
+        return dy, None, Tap(None, None, (*largest, amax(dy)))  # pyright: ignore[reportArgumentType]
 
     run.defvjp(forward, backward)
     return run(y, amax(x), tap)
@@ -409,8 +418,19 @@ class CalibratedProduct(DelayedProduct):
         return calibrated(super().multiply(x, w, extra, tap, ()), x, given)
 
 
-def _quantize(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, want: Want) -> FP8Array:
-    """Quantizes a matrix with `scales[which]`, or with a scale from its amax if `scales` is None."""
+def quantize(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, want: Want) -> FP8Array:
+    """Quantizes a matrix.
+
+    Args:
+        x_MK: The matrix, bfloat16 or float32.
+        scales: float32 scales; None computes the scale from the amax of the matrix.
+        which: Index of the matrix in `scales`.
+        dtype: float8_e4m3fn or float8_e5m2.
+        want: `both`, `rows` or `columns`.
+
+    Returns:
+        The quantized matrix. Elements that are not finite are NaN.
+    """
     with scope("quantize"):
         if scales is None:
             known = checkpoint_name(amax(x_MK), _SAVED)
@@ -420,7 +440,7 @@ def _quantize(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, w
         quantized = cast_transpose(x_MK, scale, dtype, want=want)
         # Named, so that a split saves this output. Otherwise it saves a value inside the jitted kernel and changes the kernel.
         largest = checkpoint_name(quantized.amax, _SAVED) if known is None else known
-        return FP8Array(quantized.rows, quantized.columns, checked_scale(scale, largest), largest)  # pyright: ignore[reportArgumentType]
+        return FP8Array(quantized.rows, quantized.columns, scale, largest)  # pyright: ignore[reportArgumentType]
 
 
 def block_scaled(x_MK: Array, want: Want) -> FP8Array:
@@ -439,12 +459,21 @@ def block_scaled(x_MK: Array, want: Want) -> FP8Array:
         return FP8Array(rows, columns, jnp.float32(1), jnp.float32(0))  # pyright: ignore[reportArgumentType]
 
 
-def _dot(a: _Scaled, b: _Scaled, dtype: DTypeLike, accumulation: Literal["fast", "full"], barrier: bool = True) -> Array:
-    """Contracts FP8 matrices [M, K] and [N, K] over K, and returns [M, N] in `dtype`.
+def dot(a: _Scaled, b: _Scaled, dtype: DTypeLike, accumulation: _Accumulation, barrier: bool = True) -> Array:
+    """Contracts FP8 matrices [M, K] and [N, K] over K.
 
     XLA recognizes an FP8 matmul by the conversion of each operand and its multiplication by a scalar. The scalars become
-    arguments of the cuBLASLt call. `full` accumulation adds the partial sums of the tensor cores in float32. `fast`
-    accumulation has about 14 bits. MXFP8 matrices ignore the scales and `accumulation`.
+    arguments of the cuBLASLt call.
+
+    Args:
+        a: The first matrix and its scale. MXFP8 matrices ignore the scales and `accumulation`.
+        b: The second matrix and its scale.
+        dtype: Dtype of the result.
+        accumulation: `full` adds the partial sums of the tensor cores in float32. `fast` keeps about 14 bits.
+        barrier: True for an optimization barrier after the matmul.
+
+    Returns:
+        The product [M, N] in `dtype`.
     """
     if isinstance(a[0], Blocks) and isinstance(b[0], Blocks):
         return block_dot(a[0], b[0], dtype)
@@ -539,7 +568,7 @@ class DelayedFP8Product(DelayedProduct):
             return super().weight_gradient(tap, extra, dtype)
 
         def wgrad(tap: Any) -> Array:
-            return DotLayout.of(self).wgrad(tap[0], tap[1], extra, dtype, barrier=False)
+            return DotLayout.of(self, self.config.accumulation).wgrad(tap[0], tap[1], extra, dtype, barrier=False)
 
         for _ in self.lead:
             wgrad = partial(lax.map, wgrad)  # pyright: ignore[reportAssignmentType]

@@ -33,6 +33,9 @@ class FP8Config:
     wgrad: Literal["fp8", "bf16"] = "fp8"
     """Precision of the operands of the wgrad matmuls: fp8 or bf16. For bf16, they are not quantized. The wgrad of a grouped
     matmul is always bf16."""
+    accumulation: Literal["full", "fast"] = "full"
+    """Accumulation of dgrad and wgrad in the tensor cores: full adds partial sums in float32, fast keeps about 14 bits and is
+    faster. The forward pass is always fast. No effect on grouped matmuls."""
     keep: tuple[str, ...] = DEFAULT_KEEP
     """Shell patterns of parameter names such as `blocks/0/mlp/up/kernel`; `*` also matches `/`. Matmuls with a matching
     parameter are not quantized. A pattern that is not a default must match a parameter."""

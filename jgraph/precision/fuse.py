@@ -21,7 +21,8 @@ from jax.typing import DTypeLike
 from jgraph.autodiff import replay
 from jgraph.autodiff.replay import Aval, aval_of
 from jgraph.kernels.elementwise import IDENTITY, Computed, Elementwise, Operand, can
-from jgraph.kernels.quantize import CALLS, Want, cast_transpose, choose, has_kernel
+from jgraph.kernels.quantize import CALLS, RotatedBack, Want, can_rotate, cast_transpose, choose, has_kernel
+from jgraph.kernels.rotary import GRADIENT
 from jgraph.scopes import scope
 
 _MAX_TILES = 4  # Maximum number of [M, N] inputs of a kernel, because all input tiles must fit into shared memory.
@@ -106,16 +107,17 @@ def _inlined(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> l
 
 @dataclass(frozen=True)
 class _Fusion:
-    """An elementwise function that is fused into the following call of `cast_transpose` or `amax`.
+    """A function that is fused into the following call of `cast_transpose` or `amax`.
 
     Attributes:
-        fn: The function.
-        inputs: Arguments of the function as (variable, shape). The kernel reads the shape [M, N], [M, 1] or [1, N].
+        fn: The elementwise function; None for a `RotatedBack`.
+        inputs: Arguments of the function as (variable, shape). The kernel reads the shape [M, N], [M, 1] or [1, N]; the
+            attributes of a `RotatedBack` have other shapes.
         replaced: Variables that hold the result of the function. They need not be computed.
     """
 
-    fn: Elementwise
-    inputs: tuple[tuple[core.Var, _Shape], ...] = ()
+    fn: Elementwise | None
+    inputs: tuple[tuple[Any, _Shape], ...] = ()
     replaced: tuple[core.Var, ...] = ()
 
     def run(self, read: _Reader, eqn: core.JaxprEqn, implementation: str) -> list[Array]:
@@ -124,8 +126,9 @@ class _Fusion:
         dtype, want, results = call
         scale = read(eqn.invars[1]) if len(eqn.invars) == 2 else jnp.float32(1)
         inputs = tuple(read(v).reshape(shape) for v, shape in self.inputs)
+        x = RotatedBack(*inputs) if self.fn is None else Computed(self.fn, inputs)
         with scope("quantize"):
-            found = cast_transpose(Computed(self.fn, inputs), scale, dtype, want=want, implementation=implementation)
+            found = cast_transpose(x, scale, dtype, want=want, implementation=implementation)
         return [getattr(found, name) for name in results]
 
 
@@ -163,7 +166,9 @@ def _fusions(jaxpr: core.Jaxpr, implementation: str) -> tuple[dict[int, _Fusion]
     _, written = _needed(jaxpr, dict.fromkeys(calls, _Fusion(IDENTITY)))
     for i, x in calls.items():
         has_fast_kernel = implementation != "auto" or choose(x.aval.shape) != "xla"
-        if len(x.aval.shape) == 2 and has_fast_kernel and (fusion := _Search(outermost, x, written).fusion()):
+        if len(x.aval.shape) != 2 or not has_fast_kernel:
+            continue
+        if fusion := _rotated(outermost, x, implementation) or _Search(outermost, x, written).fusion():
             found[i] = fusion
     while True:
         equations, variables = _needed(jaxpr, found)
@@ -172,6 +177,34 @@ def _fusions(jaxpr: core.Jaxpr, implementation: str) -> tuple[dict[int, _Fusion]
             return found, equations
         for i in useless:  # Another equation needs the array in memory, so the kernel reads it from there.
             del found[i]
+
+
+def _rotated(outermost: "_Frame", x: Any, implementation: str) -> _Fusion | None:
+    """Returns the fusion of the gradient of `rotated_heads`, if `x` is a view of it that the kernel supports."""
+    atom, frame, replaced = x, outermost, []
+    while True:
+        atom, frame = frame.resolve(atom)
+        if replay.is_literal(atom) or atom not in frame.definitions:
+            return None
+        eqn, index = frame.definitions[atom]
+        if frame is outermost:
+            replaced.append(atom)
+        name = eqn.primitive.name
+        if name in replay.JITS and eqn.params["name"] == GRADIENT:
+            break
+        if name in (*replay.JITS, *replay.CUSTOM) and _quantization(eqn) is None:
+            frame = frame.inside(eqn)
+            atom = frame.jaxpr.outvars[index]
+        elif name in _VIEWS:
+            atom = eqn.invars[0]
+        else:
+            return None
+    found = [frame.resolve(v) for v in eqn.invars]
+    parts = RotatedBack(*(v.aval for v, _ in found))
+    is_outside = any(frame is not outermost and not replay.is_literal(v) for v, frame in found)
+    if is_outside or parts.shape != x.aval.shape or (implementation == "auto" and not can_rotate(parts)):
+        return None
+    return _Fusion(None, tuple((v, v.aval.shape) for v, _ in found), tuple(replaced))
 
 
 def _needed(jaxpr: core.Jaxpr, fusions: Mapping[int, _Fusion]) -> tuple[set[int], set[Any]]:

@@ -6,7 +6,7 @@ the maximum or the most recent entry of an amax history, and a margin.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from jax.typing import DTypeLike
 from jgraph.precision.config import FP8Config
 
 # S matmuls, H steps of history; 3 = x, w, dy
+
+# The amax of x, w and dy of a matmul, three float32 scalars.
+Amax: TypeAlias = tuple[Array, Array, Array]
 
 _EXPONENT = 0x7F800000
 _LARGEST_SCALE = 2.0**126  # Its inverse is a normal number.
@@ -30,7 +33,7 @@ class FP8Array(NamedTuple):
     Attributes:
         rows: FP8 [M, N]; None if the quantization computed only the transpose.
         columns: FP8 [N, M], the transpose; None if the quantization computed only `rows`.
-        scale: float32 scalar, the power of two that the matrix was multiplied by; NaN if the matrix was not finite.
+        scale: float32 scalar, the power of two that the matrix was multiplied by.
         amax: float32 scalar, largest magnitude before scaling, of the matrix or of the whole parameter that it is part of.
     """
 
@@ -117,24 +120,9 @@ def scale_for(amax: Array, dtype: DTypeLike, margin: int = 0) -> Array:
     return jnp.where((amax > 0) & jnp.isfinite(amax), power * 2.0**-margin, 1.0)
 
 
-def checked_scale(scale: Array, amax: Array) -> Array:
-    """Replaces a scale by NaN if its array is not finite.
-
-    Quantization clips infinities. The NaN makes the result of the matmul NaN, so that the error is not hidden.
-
-    Args:
-        scale: float32, any shape.
-        amax: float32, largest magnitude of the array; broadcasts with `scale`.
-
-    Returns:
-        `scale` where `amax` is finite, else NaN, in float32.
-    """
-    return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
-
-
 def observe(
     history: AmaxHistory, config: FP8Config, dtypes: Sequence[DTypeLike], num_losses: int = 1
-) -> tuple[list[Array], list[Array]]:
+) -> tuple[list[Array], list[Amax]]:
     """Computes the scales of every matmul from a history, and returns taps that collect the amax of the matmul's arrays.
 
     A tap is an argument of a matmul that its result does not depend on. In the backward pass, the matmul returns the amax of
@@ -151,21 +139,23 @@ def observe(
 
     Returns:
         A pair of lists with S entries each, in the order of the history. The first list has the scales of x, w and dy of each
-        matmul, float32 [3]. The second list has the tap of each matmul, float32 zeros [3]. The cotangent of a tap must be the
-        amax of x, w and dy of its matmul, float32 [3].
+        matmul, float32 [3]. The second list has the tap of each matmul, three float32 zeros. The cotangent of a tap must be the
+        amax of x, w and dy of its matmul, three float32 scalars.
     """
     num_matmuls = history.used.shape[0]
     # The power of two is rounded up, so that no dy overflows.
     factors = (1.0, 1.0, 2.0 ** -(num_losses - 1).bit_length())
 
     @jax.custom_vjp
-    def run(history: AmaxHistory) -> tuple[list[Array], list[Array]]:
-        columns = zip(history.amax(config).T, dtypes, factors, strict=True)
+    def run(history: AmaxHistory) -> tuple[list[Array], list[Amax]]:
+        columns, zero = zip(history.amax(config).T, dtypes, factors, strict=True), jnp.zeros(())
         scales_S3 = jnp.stack([scale_for(amax_S, dtype, config.margin) * factor for amax_S, dtype, factor in columns], axis=1)
-        return list(scales_S3), [jnp.zeros(3)] * num_matmuls
+        return list(scales_S3), [(zero, zero, zero)] * num_matmuls
 
-    def backward(history: AmaxHistory, cotangents: tuple[list[Array], list[Array]]) -> tuple[AmaxHistory]:
-        return (history.updated(jnp.stack(cotangents[1]) / jnp.array([1, 1, num_losses], jnp.float32), config),)
+    def backward(history: AmaxHistory, cotangents: tuple[list[Array], list[Amax]]) -> tuple[AmaxHistory]:
+        # One concatenation of scalars, for which XLA merges the reductions that compute them.
+        amax_S3 = jnp.stack([amax for amaxes in cotangents[1] for amax in amaxes]).reshape(-1, 3)
+        return (history.updated(amax_S3 / jnp.array([1, 1, num_losses], jnp.float32), config),)
 
     run.defvjp(lambda history: (run(history), history), backward)
     return run(history)

@@ -36,7 +36,7 @@ from jgraph.precision._matmul import (
 )
 from jgraph.precision.config import DEFAULT_KEEP, FP8Config
 from jgraph.precision.fuse import fused
-from jgraph.precision.scaling import AmaxHistory, FP8Array, checked_scale, observe, scale_for
+from jgraph.precision.scaling import AmaxHistory, FP8Array, observe, scale_for
 from jgraph.scopes import scope
 from jgraph.tree import PyTree, is_router, leaf_names, matching
 
@@ -429,8 +429,8 @@ class FP8Trace:
 
         Returns:
             A list with an entry for each matmul, in the order of `sites`: an `FP8Array`, with leading axes for the enclosing
-            scans; None for a matmul that is not in FP8. The scale is NaN if the parameter is not finite. For calibration, the
-            matrices are None.
+            scans; None for a matmul that is not in FP8. Elements that are not finite are NaN. For calibration, the matrices are
+            None.
         """
         dtype, matrices = formats(self.config)[1], []
         if not self.config.calibrates:
@@ -448,8 +448,7 @@ class FP8Trace:
             rows, columns, largest = view(matrices[i]) if matrices else (None, None, known[name])
             if (amax_of_all := known[name]) is None:
                 amax_of_all = known[name] = jnp.max(largest)  # pyright: ignore[reportArgumentType]
-            scale = checked_scale(scales[name].scale, amax_of_all)
-            scalars = jnp.broadcast_to(scale, lead), jnp.broadcast_to(amax_of_all, lead)
+            scalars = (jnp.broadcast_to(scalar, lead) for scalar in (scales[name].scale, amax_of_all))
             views[i] = FP8Array(rows, columns, *scalars)  # pyright: ignore[reportArgumentType]
         return views
 
@@ -465,9 +464,9 @@ class FP8Trace:
         Returns:
             A list with an entry for each matmul, in the order of `sites`; None for a matmul that is not in FP8. An entry is a
             `Tap`. Its field `weight` is the quantized weight. For delayed scaling, its field `scales` has the scales of data,
-            weight and output gradient, float32 [3], and its field `amax` is float32 zeros [3]. The matmul must return the amax
-            of these three arrays as the cotangent of the zeros. For current scaling, `scales` and `amax` are None. Arrays have
-            one leading axis per enclosing scan.
+            weight and output gradient, float32 [3], and its field `amax` is three float32 zeros. The matmul must return the
+            amax of these three arrays as the cotangents of the zeros. For current scaling, `scales` and `amax` are None. Arrays
+            have one leading axis per enclosing scan.
         """
         weights = weights or self.quantize(*jax.lax.stop_gradient((params, state)))
         taps: list[Tap | None] = [None] * len(self.sites)
@@ -479,8 +478,10 @@ class FP8Trace:
             assert weight is not None, "FP8 matmuls have FP8 weights"
             # A pipeline packs the weights of its devices into one array, which changes the shape of the scalars.
             weight = weight._replace(scale=weight.scale.reshape(lead), amax=weight.amax.reshape(lead))
-            stacked = [jnp.stack(rows[start:stop]).reshape(*lead, 3) if rows else None for rows in (scales, observed)]
-            taps[i] = Tap(weight, *stacked)
+            taps[i] = Tap(weight, None, None)
+            if self._is_delayed:
+                entries = [(scales[k], observed[k]) for k in range(start, stop)]
+                taps[i] = Tap(weight, *jax.tree.map(lambda *rows: jnp.stack(rows).reshape(*lead, *rows[0].shape), *entries))  # noqa: B023
         return taps
 
     def apply(self, params: PyTree, state: PyTree, weights: Weights | None, *args: PyTree, uncast: bool = False) -> PyTree:

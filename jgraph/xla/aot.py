@@ -6,8 +6,8 @@ NVIDIA's PJRT plugin contains XLA's GPU compiler, which needs a description of t
 installed into its own cache directory: in the environment, without NVIDIA's libraries, JAX would print a stack trace at every
 start. The same directory holds the library that Pallas Mosaic kernels are linked with.
 
-Pallas kernels (Triton and Mosaic) can be compiled. Programs with cuDNN attention, cuSOLVER or Python callbacks cannot. Matmuls
-are not autotuned, so do not estimate time from the result.
+Pallas kernels can be compiled, for one generation of GPUs per process. Programs with cuDNN attention, cuSOLVER or Python
+callbacks cannot. Matmuls are not autotuned, so do not estimate time from the result.
 """
 
 import contextlib

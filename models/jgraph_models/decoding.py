@@ -17,7 +17,7 @@ from jax import Array
 
 import jgraph
 from jgraph.errors import ConfigError
-from jgraph.kernels.matvec import fits, matvec
+from jgraph.kernels.matvec import has_matvec, matvec
 from jgraph.modules import Decoder
 from jgraph_models.gpt_config import GPTConfig
 from jgraph_models.rotary import Rotary, rotate
@@ -134,7 +134,7 @@ def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], ke
             y = (activation(*jnp.split(y, parts, axis=-1)) if activation else y).astype(dtype)
             return y if bias is None else y + bias
 
-        if x.size > x.shape[-1] or not fits(x.reshape(-1), kernel, parts):
+        if x.size > x.shape[-1] or not has_matvec(x.reshape(-1), kernel, parts):
             return general(x, kernel, bias, normed)
         return jax.lax.platform_dependent(x, kernel, bias, normed, cuda=single, default=general)
 

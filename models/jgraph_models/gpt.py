@@ -19,6 +19,7 @@ import jgraph
 from jgraph.errors import ConfigError
 from jgraph.kernels import document_attention
 from jgraph.kernels.attention import choose, rotary_attention
+from jgraph.kernels.rotary import rotated_heads
 from jgraph.modules import Decoder
 from jgraph.pipeline import PipelineModel, split_embedding
 from jgraph_models.decoding import by_layer, decoder
@@ -26,7 +27,7 @@ from jgraph_models.gpt_config import GPTConfig as GPTConfig
 from jgraph_models.hugging_face import HUGGING_FACE
 from jgraph_models.rotary import Rotary, Scaling, halves, rotary, rotate
 
-Norm: TypeAlias = Literal["fused", "xla"]
+Norm: TypeAlias = Literal["fused", "backward", "xla"]
 
 _INIT_SCALE = 0.02
 _GELU_SCALE = math.sqrt(2 / math.pi)
@@ -100,8 +101,8 @@ class GPT(nnx.Module):
         """
         tokens_BS, starts_BT, weights_BT = _unpacked(batch)
         x_BTD, labels_BT = self.hidden(tokens_BS[:, :-1], starts_BT), tokens_BS[:, 1:]
-        chunk = self.config.chunk_of(labels_BT.size)
-        return jgraph.cross_entropy(x_BTD, self.output(), labels_BT, chunk=chunk, weights_BT=weights_BT)
+        chunk, precision = self.config.chunk_of(labels_BT.size), self.config.head_precision
+        return jgraph.cross_entropy(x_BTD, self.output(), labels_BT, chunk=chunk, weights_BT=weights_BT, precision=precision)
 
     def logits(self, tokens_BT: Array) -> Array:
         """Computes the logits of the token after each position.
@@ -194,6 +195,7 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
             axis="pipe",
             vocab_size=size,
             weights_BT=weights_BT,
+            precision=config.head_precision,
         )
 
     def split(params: Any) -> tuple[Any, list[Any]]:
@@ -269,7 +271,8 @@ class Block(nnx.Module):
             rotary_T1K: Rotary tables of T positions and heads of size K, from `rotary_of(config, T)`.
             starts_BT: int32 [B, T], index in the sequence of the first token of each token's document. Tokens attend only
                 within their document. None for one document per sequence.
-            norm: Kernel of the norms: `fused` for `jgraph.rms_norm`, which also adds the term, or `xla`.
+            norm: Kernel of the norms: `fused` for `jgraph.rms_norm`, which also adds the term, `backward` for its gradient
+                only, or `xla`.
 
         Returns:
             The residual stream without the result of the MLP, and the result of the MLP as the pending term. Both are like
@@ -321,12 +324,14 @@ class Attention(nnx.Module):
             with jgraph.scope("attention"):
                 y_BTHK = rotary_attention(qkv_BTHK, *halves(rotary_T1K))
             return self.out(y_BTHK.reshape(B, T, -1))
-        q_BTHK, k_BTGK, v_BTGK = jnp.split(qkv_BTHK, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
+        # The rotary embedding encodes distances, so positions need not restart at each document.
         if config.qk_norm == "head":
-            q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
+            q_BTHK, k_BTGK, v_BTGK = jnp.split(qkv_BTHK, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
+            rotated = rotate(self.q_norm(q_BTHK), rotary_T1K), rotate(self.k_norm(k_BTGK), rotary_T1K), v_BTGK
+        else:
+            heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads}
+            rotated = rotated_heads(qkv_BTHK, *halves(rotary_T1K), **heads)
         with jgraph.scope("attention"):
-            # The rotary embedding encodes distances, so positions need not restart at each document.
-            rotated = rotate(q_BTHK, rotary_T1K), rotate(k_BTGK, rotary_T1K), v_BTGK
             if starts_BT is None:
                 y_BTHK = jax.nn.dot_product_attention(*rotated, is_causal=True, implementation=kernel)
             else:
@@ -358,20 +363,21 @@ class MLP(nnx.Module):
 
 def _add_and_norm(norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None, kernel: Norm) -> tuple[Array, Array]:
     """Adds a term to the residual stream. Returns the sum and its norm."""
-    if kernel == "fused":
+    if kernel != "xla":
         assert norm.scale is not None
         scale_D = norm.scale[...].astype(x_BTD.dtype)  # Like RMSNorm. On several devices, it is gathered in this dtype.
-        return jgraph.rms_norm(x_BTD, scale_D, add=add_BTD, epsilon=norm.epsilon)
+        implementation = "backward" if kernel == "backward" else "auto"
+        return jgraph.rms_norm(x_BTD, scale_D, add=add_BTD, epsilon=norm.epsilon, implementation=implementation)
     x_BTD = x_BTD if add_BTD is None else x_BTD + add_BTD
     return x_BTD, norm(x_BTD)
 
 
 def norm_kernel(config: GPTConfig) -> Norm:
-    """Returns the kernel for the norms of the residual stream: `xla` if `config.norm` is xla, else `fused`.
+    """Returns the kernel for the norms of the residual stream: `config.norm`, or `fused` if it is auto.
 
-    `fused` is `jgraph.rms_norm`, which uses XLA on devices without the kernel.
+    `fused` and `backward` are `jgraph.rms_norm`, which uses XLA on devices without the kernel.
     """
-    return "xla" if config.norm == "xla" else "fused"
+    return "fused" if config.norm == "auto" else config.norm
 
 
 def attention_kernel(config: GPTConfig, length: int) -> Literal["cudnn", "fused", "xla"]:

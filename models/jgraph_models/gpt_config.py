@@ -38,6 +38,9 @@ class GPTConfig:
     """Settings of the mixtures of experts that replace every MLP; experts are swiglu."""
     head: Literal["tied", "untied"] = "tied"
     """Output projection: the embedding (tied) or a separate matrix (untied)."""
+    head_precision: Literal["full", "fp8"] = "full"
+    """Operands of the matmuls of the output projection and its gradients: compute_dtype (full), or FP8 with current scaling
+    (fp8), which needs a d_model, vocab_size and loss_chunk that are multiples of 16."""
     attention_bias: Literal["none", "qkv"] = "none"
     """Bias of attention: none, or a bias of queries, keys and values (qkv), as in Qwen2."""
     qk_norm: Literal["none", "head"] = "none"
@@ -45,9 +48,9 @@ class GPTConfig:
     attention: Literal["auto", "cudnn", "fused", "xla"] = "auto"
     """Attention kernel. fused is one kernel with the rotary embedding, on Hopper in bfloat16 for sequences of 64 or 128 tokens
     and heads of 64 or 128, and xla elsewhere. auto is fused there, cudnn on an NVIDIA GPU in bfloat16, and xla elsewhere."""
-    norm: Literal["auto", "fused", "xla"] = "auto"
-    """RMSNorm of the residual stream. fused adds to the stream in the same kernel on GPUs with this kernel. auto is fused, or
-    xla in FP8, where the quantization kernels compute the norms."""
+    norm: Literal["auto", "fused", "backward", "xla"] = "auto"
+    """RMSNorm of the residual stream. fused adds to the stream in the same kernel on GPUs with this kernel, and backward uses
+    the kernel for gradients only. auto is fused, or backward in FP8, where the quantization kernels compute the norms."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of activations and of the copy of the weights in each step; the weights are float32."""
     scan_layers: bool = False
@@ -106,11 +109,11 @@ class GPTConfig:
         return self.num_heads == self.num_kv_heads and self.qk_norm == "none"
 
     def in_fp8(self) -> "GPTConfig":
-        """Returns the settings for FP8: a copy with `norm` xla if `norm` is auto, else the same object.
+        """Returns the settings for FP8: a copy with `norm` backward if `norm` is auto, else the same object.
 
         With FP8, the quantization kernels compute the norms.
         """
-        return replace(self, norm="xla") if self.norm == "auto" else self
+        return replace(self, norm="backward") if self.norm == "auto" else self
 
     def chunk_of(self, num_tokens: int) -> int:
         """Returns `loss_chunk`, the tokens per chunk of the loss; 0 leaves the choice to `jgraph.cross_entropy`.

@@ -9,6 +9,8 @@ import pytest
 from flax import linen, nnx
 
 import jgraph
+from jgraph.callables._packs import packs_of
+from jgraph.callables.shaped import shape_callable
 from jgraph.errors import CallableError, OwnershipError
 from jgraph.xla import alias_map
 from tests.autodiff.stages import grouped_mlp, grouped_params, hidden
@@ -35,6 +37,34 @@ def test_forward_and_backward_equal_jax_vjp():
     y = call(params, X)
     grads, dx = call.backward(DY)
     chain.assert_close((y, grads, dx), reference(params))
+
+
+def squares(params, x):
+    """Saves two residuals in float32 and two in bfloat16. Small integers are exact in both."""
+    wide, narrow = [x @ w for w in params], [x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16) for w in params]
+    return sum(h * h for h in wide) + sum(h * h for h in narrow).astype(x.dtype)
+
+
+def test_small_residuals_are_one_array_per_dtype_between_forward_and_backward():
+    signs = [jax.random.randint(jax.random.key(i), (chain.D, chain.D), -1, 2).astype(jnp.float32) for i in range(2)]
+    x = jnp.round(2 * X)
+    call = jgraph.make_graphed_callables(squares, signs, (x,))[0]
+    residuals = zip(call.shaped.residuals.avals, call.shaped.residuals_from, strict=True)
+    computed = [aval.dtype for aval, source in residuals if source is None]
+    assert min(computed.count(jnp.dtype(dtype)) for dtype in ("float32", "bfloat16")) > 1
+    assert len(call.parts["forward"].io.outs) == 1 + len(set(computed))
+    y = call(signs, x)
+    expected, vjp = jax.vjp(squares, signs, x)
+    chain.assert_close((y, *call.backward(x)), (expected, *vjp(x)))
+
+
+@pytest.mark.parametrize(("rows", "is_packed"), [(2**10, True), (2**10 + 1, False)])
+def test_residuals_of_more_than_a_megabyte_are_not_packed(rows, is_packed):
+    params = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 2
+    x = jax.ShapeDtypeStruct((rows, 256), jnp.float32)
+    shaped = shape_callable(lambda ws, x: jnp.sin(jnp.sin(x @ ws[0]) @ ws[1]), 0, params, (x,), {}, device=None)
+    assert len([source for source in shaped.residuals_from if source is None]) > 1
+    assert bool(packs_of(shaped)) == is_packed
 
 
 def test_dgrad_followed_by_wgrad_equals_the_backward():

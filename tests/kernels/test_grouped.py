@@ -72,11 +72,22 @@ def test_every_group_is_multiplied_by_its_own_matrix(case, dtype, implementation
 @needs_mosaic
 @pytest.mark.long
 def test_the_interpreted_kernels_multiply_every_group_by_its_own_matrix(monkeypatch):
-    monkeypatch.setattr(_grouped_mosaic, "_BLOCKS", 2)  # gives each block several tiles
+    monkeypatch.setattr(_grouped_mosaic, "_CLUSTERS", 1)  # gives each block several tiles
     jax.clear_caches()
     # Groups inside a tile and across tiles, a smaller last tile of columns, and rows beyond the groups.
     args = arrays((30, 0, 150, 7, 41), jnp.bfloat16, 128, 320, 256)
     assert_near(run(*args, implementation="mosaic"), loop(*args))
+
+
+@needs_mosaic
+@pytest.mark.long
+def test_the_interpreted_weight_gradient_of_small_groups_has_the_right_rows_in_every_tile(monkeypatch):
+    monkeypatch.setattr(_grouped_mosaic, "_CLUSTERS", 1)
+    jax.clear_caches()
+    # dy stays in shared memory for the tiles of the small groups, but not of the first group.
+    x, weights, sizes, dy, add = arrays((270, 0, 5, 64), jnp.bfloat16, 1024, 64, 352)
+    found = grouped_wgrad(x, dy, sizes, dtype="float32", implementation="mosaic")
+    np.testing.assert_allclose(found, loop(x, weights, sizes, dy, add)[2], rtol=1e-5, atol=1e-3)
 
 
 FP8 = [("float8_e4m3fn", "float8_e4m3fn"), ("float8_e5m2", "float8_e4m3fn")]
@@ -116,7 +127,7 @@ def test_fp8_rows_are_multiplied_by_both_layouts_of_quantized_weights(implementa
 @needs_mosaic
 @pytest.mark.long
 def test_the_interpreted_kernel_supports_both_layouts_of_fp8_weights(monkeypatch):
-    monkeypatch.setattr(_grouped_mosaic, "_BLOCKS", 2)
+    monkeypatch.setattr(_grouped_mosaic, "_CLUSTERS", 1)
     jax.clear_caches()
     args, expected = in_fp8((30, 0, 150, 7, 41), FP8[0], 256, 384, 256)
     assert_fp8(run_fp8(*args, implementation="mosaic"), expected)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from jgraph.errors import ShapeError
-from jgraph.kernels import matvec as module
-from jgraph.kernels.matvec import matvec
+from jgraph.kernels.matvec import has_matvec, matvec
 from jgraph.xla import aot
+
+needs_mosaic = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernels of Mosaic need jax 0.11 or newer")
 
 
 def arrays(D, F, dtype="float32"):
@@ -28,9 +29,10 @@ def reference(x_D, weights_FD, scale_D=None, add_F=0.0, epsilon=0.0):
     return weights_FD @ x_D + np.asarray(add_F, np.float64)
 
 
-# One full piece, one partial piece, and several pieces with a partial last piece.
+# One piece, several pieces with a narrower last piece, and more pieces than are in flight.
+@needs_mosaic
 @pytest.mark.parametrize(
-    ("D", "given"), [(64, ()), (64, ("scale_D",)), (240, ("add_F",)), (240, ("scale_D", "add_F")), (4112, ("scale_D", "add_F"))]
+    ("D", "given"), [(128, ()), (256, ("scale_D",)), (640, ("add_F",)), (640, ("scale_D", "add_F")), (2432, ("scale_D",))]
 )
 def test_norm_matmul_and_sum_equal_numpy(D, given):
     every = arrays(D, 8)
@@ -40,29 +42,22 @@ def test_norm_matmul_and_sum_equal_numpy(D, given):
     np.testing.assert_allclose(found, reference(**own, **choices), atol=2e-5 * D**0.5)
 
 
-@pytest.mark.parametrize(("D", "turns"), [(64, 32), (240, 2)])
-def test_blocks_with_several_tiles_sum_every_row_once(monkeypatch, D, turns):
-    monkeypatch.setattr(module, "_BLOCKS", 3)
-    monkeypatch.setattr(module, "_TURNS", turns)
-    jax.clear_caches()
-    own = arrays(D, 40)
-    np.testing.assert_allclose(matvec(**own), reference(**own), atol=2e-5 * D**0.5)
-
-
+@needs_mosaic
 def test_the_activation_combines_the_parts_of_the_output():
-    own = arrays(64, 16)
+    own = arrays(1280, 16)
     del own["scale_D"], own["add_F"]
     found = matvec(**own, activation=gated, parts=2)
     np.testing.assert_allclose(found, gated(*np.split(reference(**own).astype(np.float32), 2)), rtol=1e-4, atol=1e-4)
 
 
+@needs_mosaic
 def test_matvec_accumulates_in_float32_and_returns_the_requested_dtype():
-    x_D, weights_FD = jnp.ones(2064, jnp.bfloat16), jnp.ones((4, 2064), jnp.bfloat16)
-    assert matvec(x_D, weights_FD, dtype=jnp.float32).tolist() == [2064.0] * 4
+    x_D, weights_FD = jnp.ones(2176, jnp.bfloat16), jnp.ones((4, 2176), jnp.bfloat16)
+    assert matvec(x_D, weights_FD, dtype=jnp.float32).tolist() == [2176.0] * 4
     assert matvec(x_D, weights_FD).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize(("D", "F", "parts"), [(60, 8, 1), (64, 6, 1), (64, 12, 2)])
+@pytest.mark.parametrize(("D", "F", "parts"), [(64, 8, 1), (128, 6, 1), (128, 12, 2)])
 def test_unsupported_sizes_are_refused(D, F, parts):
     own = arrays(D, F)
     with pytest.raises(ShapeError) as error:
@@ -70,11 +65,23 @@ def test_unsupported_sizes_are_refused(D, F, parts):
     assert error.value.field == "weights_FD"
 
 
+@needs_mosaic
 @pytest.mark.target
-@pytest.mark.parametrize("activation", [jax.nn.gelu, gated])
-def test_matvec_is_one_kernel_on_an_h200(h200, activation):
-    own = jax.eval_shape(lambda: arrays(2048, 8192, "bfloat16"))
+@pytest.mark.parametrize(
+    ("D", "activation"), [(2048, jax.nn.gelu), (2048, gated), (5504, gated)], ids=["16 bytes", "two parts", "8 bytes"]
+)
+def test_matvec_is_one_kernel_on_an_h200(h200, D, activation):
+    own = jax.eval_shape(lambda: arrays(D, 8192, "bfloat16"))
     del own["add_F"]
     parts = 2 if activation is gated else 1
     _, report = aot.compile_for(jax.jit(lambda own: matvec(**own, activation=activation, parts=parts)), own)
     assert report.total == 1
+
+
+@pytest.mark.target
+def test_the_kernel_is_selected_by_device_and_shape(h200):
+    weights = jnp.zeros((8, 256))
+    assert not has_matvec(weights[0], weights)  # a CPU
+    with aot.lowering_for("h200"):
+        assert has_matvec(weights[0], weights) == (jax.__version_info__ >= (0, 11))
+        assert not has_matvec(weights[0, :64], weights[:, :64])

@@ -58,6 +58,17 @@ def test_the_kernel_is_as_accurate_as_plain_jax(shape, adds, monkeypatch):
         assert off[0] <= 1.1 * off[1] + 1e-5 * float(jnp.linalg.norm(expected))
 
 
+@needs_mosaic
+@pytest.mark.parametrize("adds", [True, False])
+def test_the_backward_kernel_alone_has_the_results_of_plain_jax_and_the_gradients_of_the_kernel(adds, monkeypatch):
+    x, add, *rest = arrays((2, 8, 256))
+    add = add if adds else None
+    plain, kernel = (run(x, add, *rest, implementation=name) for name in ("xla", "mosaic"))
+    monkeypatch.setattr(norm, "has_mosaic", lambda: True)
+    found = run(x, add, *rest, implementation="backward")
+    jax.tree.map(np.testing.assert_array_equal, found, (*plain[:2], *kernel[2:]))
+
+
 def test_unsupported_norm_arguments_are_refused():
     x, add, _, _, scale = arrays((4, 256))
     for wrong, field in [

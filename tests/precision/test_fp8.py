@@ -76,6 +76,17 @@ def test_a_bf16_wgrad_uses_unquantized_operands():
     np.testing.assert_allclose(dw, exact, rtol=2**-8)
 
 
+@pytest.mark.parametrize(("accumulation", "in_float32"), [("full", 2), ("fast", 0)])
+def test_accumulation_selects_the_precision_of_dgrad_and_wgrad(accumulation, in_float32):
+    w, x = normal(0, D, F), normal(1, B, D, dtype=jnp.bfloat16)
+    stage = jgraph.fp8(WAYS["matmul"][0], FP8Config(accumulation=accumulation))
+    traced = jax.make_jaxpr(jax.grad(lambda w, x: jnp.sum(stage.apply(w, {}, x)), argnums=(0, 1)))(w, x)
+    matmuls = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    assert len(matmuls) == 3
+    assert sum(eqn.params["precision"] == highest for eqn in matmuls) == in_float32
+
+
 def test_the_e4m3_format_rounds_gradients_less_than_hybrid():
     w, x, dy = normal(0, D, F), normal(1, B, D), normal(2, B, F)
 

@@ -135,7 +135,7 @@ def test_arrays_read_only_by_wgrad_are_stored_with_one_byte_per_element(recipe):
     assert columns(spec.stash.arrays) == [((D, B), "float8_e5m2"), ((F, B), "float8_e5m2")]
     assert columns(spec.residuals.dgrad) == []
     waiting = spec.nbytes()["forward_wgrad"] + spec.nbytes()["stash"]
-    assert 0 < waiting - B * (2 * D + 3 * F) <= 6 * 4  # one or two float32 scalars for each of the four
+    assert 0 <= waiting - B * (2 * D + 3 * F) <= 6 * 4  # at most two float32 scalars for each of the four
     assert spec.delayed == ("down", "up")
 
 

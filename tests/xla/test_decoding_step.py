@@ -44,6 +44,7 @@ def test_a_decoding_step_is_one_command_buffer_and_updates_its_cache_in_place(h2
     check_identity(program, carry)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="kernels of Mosaic need jax 0.11 or newer")
 def test_a_layer_needs_at_most_seven_kernels_for_one_prompt(h200):
     totals = [compiled("gpt-1b3", 1, layers, {})[1].total for layers in (2, 4)]
     assert (totals[1] - totals[0]) / 2 <= 7

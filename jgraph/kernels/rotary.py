@@ -1,0 +1,80 @@
+"""Splits a projection into queries, keys and values, and rotates queries and keys (Su et al., "RoFormer", arXiv:2104.09864).
+
+The gradient is one function. In FP8, the kernel that quantizes the gradient of the projection evaluates it (`RotatedBack`).
+"""
+
+# B batch, T sequence, H query heads, G key/value heads, K head size, P = K/2 pairs
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jgraph.errors import ShapeError
+from jgraph.kernels.quantize import RotatedBack
+
+
+def rotated_heads(
+    qkv_BTHK: Array, cos_TP: np.ndarray | Array, sin_TP: np.ndarray | Array, *, num_heads: int, num_kv_heads: int
+) -> tuple[Array, Array, Array]:
+    """Splits heads into queries, keys and values, and rotates the pairs (i, i + K/2) of queries and keys in float32.
+
+    Differentiable in `qkv_BTHK`.
+
+    Args:
+        qkv_BTHK: H query, G key and G value heads of size K, [B, T, H + 2G, K], any floating dtype.
+        cos_TP: Cosines of the angles, float32 [T, K/2].
+        sin_TP: Sines of the angles, float32 [T, K/2].
+        num_heads: H.
+        num_kv_heads: G.
+
+    Returns:
+        Rotated queries [B, T, H, K], rotated keys [B, T, G, K] and values [B, T, G, K], in the dtype of `qkv_BTHK`.
+
+    Raises:
+        ShapeError: If `qkv_BTHK` does not have H + 2G heads, or the tables are not [T, K/2].
+    """
+    heads, found = num_heads + 2 * num_kv_heads, f"{qkv_BTHK.dtype}{list(qkv_BTHK.shape)}"
+    if qkv_BTHK.ndim != 4 or qkv_BTHK.shape[2] != heads:
+        raise ShapeError(f"`qkv_BTHK` is {found}: must be [B, T, {heads}, K]", field="qkv_BTHK")
+    for name, table in (("cos_TP", cos_TP), ("sin_TP", sin_TP)):
+        if table.shape != (must := (qkv_BTHK.shape[1], qkv_BTHK.shape[3] // 2)):
+            raise ShapeError(f"`{name}` has the shape {list(table.shape)}: must be {list(must)}", field=name)
+    return _rotated_heads(qkv_BTHK, cos_TP, sin_TP, num_heads, num_kv_heads)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _rotated_heads(qkv_BTHK: Array, cos_TP: Any, sin_TP: Any, num_heads: int, num_kv_heads: int) -> tuple[Array, ...]:
+    q_BTHK, k_BTGK, v_BTGK = jnp.split(qkv_BTHK, [num_heads, num_heads + num_kv_heads], axis=2)
+    cos_T1K, sin_T1K = (jnp.concatenate(pair, -1)[:, None] for pair in ((cos_TP, cos_TP), (-sin_TP, sin_TP)))
+
+    def rotate(x_BTHK: Array) -> Array:
+        x32 = x_BTHK.astype(jnp.float32)
+        return (x32 * cos_T1K + jnp.roll(x32, x32.shape[-1] // 2, axis=-1) * sin_T1K).astype(x_BTHK.dtype)
+
+    return rotate(q_BTHK), rotate(k_BTGK), v_BTGK
+
+
+def _forward(qkv_BTHK: Array, cos_TP: Any, sin_TP: Any, num_heads: int, num_kv_heads: int) -> tuple[Any, Any]:
+    return _rotated_heads(qkv_BTHK, cos_TP, sin_TP, num_heads, num_kv_heads), (cos_TP, sin_TP)
+
+
+def _backward(num_heads: int, num_kv_heads: int, tables: Any, gradients: tuple[Array, ...]) -> tuple[Array, None, None]:
+    B, T, _, K = gradients[0].shape
+    parts = [gradient.reshape(B * T, -1) for gradient in gradients]
+    return _jgraph_rotary_gradient(*parts, *tables).reshape(B, T, -1, K), None, None
+
+
+_rotated_heads.defvjp(_forward, _backward)
+
+
+@jax.jit
+def _jgraph_rotary_gradient(dq_MN: Array, dk_MN: Array, dv_MN: Array, cos_TP: Array, sin_TP: Array) -> Array:
+    return RotatedBack(dq_MN, dk_MN, dv_MN, cos_TP, sin_TP).array()
+
+
+GRADIENT = "_jgraph_rotary_gradient"
+"""Name of the jitted function of the gradient, which identifies its calls in a trace."""
