@@ -32,6 +32,11 @@ class Device:
         """True if the GPU has FP8 matmuls: compute capability 8.9 or newer."""
         return self.capability >= (8, 9)
 
+    @property
+    def has_mxfp8(self) -> bool:
+        """True if the GPU has matmuls of MXFP8, FP8 with a scale for each block: compute capability 10.0 or newer."""
+        return self.capability >= (10, 0)
+
 
 _MEASURED = "matmuls: datasheet; copies and links: measured 2026-11-21, jax 0.11.2"
 # From NVIDIA's datasheets of H100 (SXM, PCIe), H200, HGX B200 (4.5 PFLOP/s with sparsity, 7.7 TB/s per GPU), A100 and L40S.

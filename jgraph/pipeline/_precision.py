@@ -180,7 +180,7 @@ class FP8Precision(StagePrecision):
             ConfigError: If `keep` or `blocks` of the recipe select a matmul only in some of the layers, or no matmul can be in
                 FP8.
         """
-        config = replace(whole.config, keep=(), blocks="all")
+        config = replace(whole.config, keep=(), blocks="all", first=1, last=1)
         trace = FP8Function(layer, config).plan(params, *args)
         products, num = whole.products, len(trace.products)
         assert len(products) % num == 0, "layers have the same matmuls"
@@ -234,7 +234,7 @@ class FP8Precision(StagePrecision):
         This is an `AmaxHistory` of zeros, with leaves float32 [H, layers * S, 3] and [layers * S, 3] for H steps and S matmuls
         of a layer; {} for current scaling.
         """
-        return {} if self.config.recipe == "current" else AmaxHistory.zeros(layers * self.entries.shape[1], self.config.history)
+        return {} if self.config.recipe != "delayed" else AmaxHistory.zeros(layers * self.entries.shape[1], self.config.history)
 
     def pick(self, observed: Tree, layers_CN: Array) -> list[Tree]:
         """Returns a list with the amax history of each chunk: the entries of its layers.

@@ -27,6 +27,7 @@ from jgraph.autodiff import replay
 from jgraph.autodiff.linear import GROUPED, DelayedProduct
 from jgraph.autodiff.replay import aval_of
 from jgraph.kernels import amax, cast_transpose
+from jgraph.kernels.blocks import BLOCK, Blocks, block_dot, quantize_blocks
 from jgraph.kernels.grouped import grouped_dot_fp8, grouped_wgrad
 from jgraph.kernels.quantize import Want
 from jgraph.precision.config import FP8Config
@@ -41,7 +42,7 @@ _Saved: TypeAlias = Literal["columns", "x"]
 _Accumulation: TypeAlias = Literal["full", "fast"]
 
 # Rows or columns in FP8, and their scale.
-_Scaled: TypeAlias = tuple[Array, Array]
+_Scaled: TypeAlias = tuple[Array | Blocks, Array]
 # An operand of wgrad: the array, or its columns in FP8.
 _Operand: TypeAlias = Array | _Scaled
 # The group sizes of a grouped matmul.
@@ -252,13 +253,14 @@ def formats(config: FP8Config) -> tuple[DTypeLike, DTypeLike, DTypeLike]:
     """Returns the FP8 dtypes of a recipe.
 
     Args:
-        config: The recipe; reads `format`.
+        config: The recipe; reads `format` and `recipe`.
 
     Returns:
         The dtypes of x (data), w (weight) and dy (gradient of the result). All are float8_e4m3fn, except that dy is float8_e5m2
-        for the format `hybrid`.
+        for the format `hybrid` without blocks.
     """
-    return jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.float8_e5m2 if config.format == "hybrid" else jnp.float8_e4m3fn
+    is_hybrid = config.format == "hybrid" and config.recipe != "mxfp8"
+    return jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.float8_e5m2 if is_hybrid else jnp.float8_e4m3fn
 
 
 def wgrad_precision(site: DelayedProduct, config: FP8Config) -> Literal["fp8", "bf16"]:
@@ -279,17 +281,21 @@ def unsupported(site: DelayedProduct, config: FP8Config) -> str:
 
     A matmul can be in FP8 if it is a `dot_general` without batch dimensions or a `grouped_dot`; if only casts, reshapes and
     slices compute its weight from one parameter; if its operands are bfloat16 or float32; and if M, K and N are multiples of
-    16. Before jax 0.12, a `grouped_dot` also needs the format `e4m3`.
+    16. Before jax 0.12, a `grouped_dot` also needs the format `e4m3`. The recipe `mxfp8` needs multiples of 32, and does not
+    support a `grouped_dot`.
 
     Args:
         site: The matmul.
-        config: The recipe; reads `format`.
+        config: The recipe; reads `format` and `recipe`.
 
     Returns:
         The reason why the matmul cannot be in FP8, a phrase for the log; an empty string if it can.
     """
     if site.name not in ("dot_general", GROUPED):
         return f"a {site.name}"
+    multiple = BLOCK if config.recipe == "mxfp8" else MULTIPLE
+    if site.name == GROUPED and config.recipe == "mxfp8":
+        return f"a {GROUPED}, which has no mxfp8 kernel"
     if site.name == GROUPED and len({*formats(config)}) > 1 and jax.__version_info__ < (0, 12):
         # Refused also on devices without the kernel: a run that resumes on another device needs the same history entries.
         return f"a {GROUPED}, which needs `fp8.format` e4m3 before jax 0.12"
@@ -301,8 +307,8 @@ def unsupported(site: DelayedProduct, config: FP8Config) -> str:
         if aval.dtype not in (jnp.bfloat16, jnp.float32):
             return f"an operand is {aval.dtype}"
     sizes = layout_of(site).sizes
-    if any(size % MULTIPLE for size in sizes):
-        return f"its sizes {' x '.join(map(str, sizes))} are not all multiples of {MULTIPLE}"
+    if any(size % multiple for size in sizes):
+        return f"its sizes {' x '.join(map(str, sizes))} are not all multiples of {multiple}"
     return ""
 
 
@@ -331,12 +337,15 @@ def fp8_matmul(
     quantizes_wgrad, is_delayed = wgrad_precision(site, config) == "fp8", tap.delayed is not None
     saves_columns = quantizes_wgrad and saved == "columns"
 
+    def to_fp8(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, want: Want) -> FP8Array:
+        return block_scaled(x_MK, want) if config.recipe == "mxfp8" else quantize(x_MK, scales, which, dtype, want)
+
     @jax.custom_vjp
     def run(x: Array, w: Array, extra: _Extra, tap: Tap) -> Array:
         return forward(x, w, extra, tap)[0]
 
     def forward(x: Array, w: Array, extra: _Extra, tap: Tap) -> tuple[Array, PyTree]:
-        x_fp8 = quantize(layout.x_matrix(x), tap.scales, 0, x_dtype, "both" if saves_columns else "rows")
+        x_fp8 = to_fp8(layout.x_matrix(x), tap.scales, 0, x_dtype, "both" if saves_columns else "rows")
         y = layout.forward(x_fp8, tap.weight, extra, aval_of(site.eqn.outvars[0]).dtype)
         # Named, because otherwise the split backward saves x, which may have more bytes, and recomputes the columns.
         residual = checkpoint_name(x_fp8.columns, _SAVED) if saves_columns else x
@@ -344,9 +353,11 @@ def fp8_matmul(
 
     def backward(residuals: PyTree, dy: Array) -> tuple[Array, Array | None, None, PyTree]:
         x, x_scale, x_amax, extra, tap = residuals
-        dy_fp8 = quantize(layout.dy_matrix(dy), tap.scales, 2, dy_dtype, "both" if quantizes_wgrad else "rows")
+        dy_fp8 = to_fp8(layout.dy_matrix(dy), tap.scales, 2, dy_dtype, "both" if quantizes_wgrad else "rows")
         dx = layout.dgrad(dy_fp8, tap.weight, extra, site.x_aval.dtype)
-        if quantizes_wgrad and not saves_columns:
+        if quantizes_wgrad and not saves_columns and config.recipe == "mxfp8":
+            x = block_scaled(layout.x_matrix(x), "columns").columns
+        elif quantizes_wgrad and not saves_columns:
             with scope("quantize"):
                 scale = scale_for(x_amax, x_dtype) if tap.scales is None else tap.scales[0]
                 x = cast_transpose(layout.x_matrix(x), scale, x_dtype, want="columns").columns
@@ -359,6 +370,52 @@ def fp8_matmul(
 
     run.defvjp(forward, backward)
     return run(x, w, extra, tap)
+
+
+def calibrated(y: Array, x: Array, tap: Tap) -> Array:
+    """Observes the arrays of a matmul that is not in FP8. Has a custom backward rule.
+
+    Args:
+        y: The result of the matmul.
+        x: The data. It has no gradient here.
+        tap: Reads `weight.amax`. The cotangents of `tap.amax` are the amax of x, of the weight and of dy, float32 scalars.
+
+    Returns:
+        `y` itself. Its gradient is unchanged.
+    """
+
+    @jax.custom_vjp
+    def run(y: Array, x_amax: Array, tap: Tap) -> Array:
+        return y
+
+    def forward(y: Array, x_amax: Array, tap: Tap) -> tuple[Array, PyTree]:
+        return y, (x_amax, tap.weight.amax)
+
+    def backward(largest: PyTree, dy: Array) -> tuple[Array, None, Any]:
+        return dy, None, Tap(None, None, (*largest, amax(dy)))  # pyright: ignore[reportArgumentType]
+
+    run.defvjp(forward, backward)
+    return run(y, amax(x), tap)
+
+
+@dataclass(frozen=True, eq=False)
+class CalibratedProduct(DelayedProduct):
+    """A matmul with a delayed weight gradient that is not in FP8, and returns the amax of its arrays."""
+
+    def multiply(self, x: Array, w: Array, extra: _Extra, tap: Any, given: Tap) -> Array:
+        """Computes the matmul as in the base class. The cotangent of `given.amax` is the amax of x, w and dy.
+
+        Args:
+            x: The data.
+            w: The weight.
+            extra: The other operands.
+            tap: The tap, without the leading axes `lead`.
+            given: The amax of the weight, and the tap for the amax.
+
+        Returns:
+            The result in the shape and dtype of the original matmul.
+        """
+        return calibrated(super().multiply(x, w, extra, tap, ()), x, given)
 
 
 def quantize(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, want: Want) -> FP8Array:
@@ -386,6 +443,22 @@ def quantize(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, wa
         return FP8Array(quantized.rows, quantized.columns, scale, largest)  # pyright: ignore[reportArgumentType]
 
 
+def block_scaled(x_MK: Array, want: Want) -> FP8Array:
+    """Quantizes a matrix to MXFP8, its rows and its columns separately.
+
+    Args:
+        x_MK: bfloat16 or float32 matrix.
+        want: Results to compute: `both`, `rows` or `columns`.
+
+    Returns:
+        The matrix, with a `Blocks` or None in `rows` and in `columns`.
+    """
+    with scope("quantize"):
+        rows = quantize_blocks(x_MK) if want in ("both", "rows") else None
+        columns = quantize_blocks(x_MK.T) if want in ("both", "columns") else None
+        return FP8Array(rows, columns, jnp.float32(1), jnp.float32(0))  # pyright: ignore[reportArgumentType]
+
+
 def dot(a: _Scaled, b: _Scaled, dtype: DTypeLike, accumulation: _Accumulation, barrier: bool = True) -> Array:
     """Contracts FP8 matrices [M, K] and [N, K] over K.
 
@@ -393,7 +466,7 @@ def dot(a: _Scaled, b: _Scaled, dtype: DTypeLike, accumulation: _Accumulation, b
     arguments of the cuBLASLt call.
 
     Args:
-        a: The first matrix and its scale.
+        a: The first matrix and its scale. MXFP8 matrices ignore the scales and `accumulation`.
         b: The second matrix and its scale.
         dtype: Dtype of the result.
         accumulation: `full` adds the partial sums of the tensor cores in float32. `fast` keeps about 14 bits.
@@ -402,7 +475,9 @@ def dot(a: _Scaled, b: _Scaled, dtype: DTypeLike, accumulation: _Accumulation, b
     Returns:
         The product [M, N] in `dtype`.
     """
-    a_MK, b_NK = (q.astype(jnp.bfloat16) * (1 / scale).astype(jnp.bfloat16) for q, scale in (a, b))
+    if isinstance(a[0], Blocks) and isinstance(b[0], Blocks):
+        return block_dot(a[0], b[0], dtype)
+    a_MK, b_NK = (q.astype(jnp.bfloat16) * (1 / scale).astype(jnp.bfloat16) for q, scale in (a, b))  # pyright: ignore[reportAttributeAccessIssue]
     precision = lax.Precision.DEFAULT if accumulation == "fast" else lax.Precision.HIGHEST
     y = lax.dot_general(a_MK, b_NK, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=dtype)
     # Without the barrier, XLA makes a following GELU the epilogue of the matmul. No FP8 kernel has this epilogue, so the
@@ -446,9 +521,14 @@ class DelayedFP8Product(DelayedProduct):
             return super().tap()
         (m, k, n), (x_dtype, _, dy_dtype) = DotLayout.of(self).sizes, formats(self.config)
 
-        def zeros(aval: replay.Aval, rows: int, dtype: DTypeLike) -> tuple[Array, Array]:
-            scale = replay.zeros(aval, *self.lead, shape=(), dtype=jnp.float32)
-            return replay.zeros(aval, *self.lead, shape=(rows, m), dtype=dtype), scale
+        def zeros(aval: replay.Aval, rows: int, dtype: DTypeLike) -> _Scaled:
+            def array(*shape: int, dtype: DTypeLike) -> Array:
+                return replay.zeros(aval, *self.lead, shape=shape, dtype=dtype)
+
+            columns, scale = array(rows, m, dtype=dtype), array(dtype=jnp.float32)
+            if self.config.recipe == "mxfp8":
+                return Blocks(columns, array(rows, m // BLOCK, dtype=jnp.float8_e8m0fnu)), scale
+            return columns, scale
 
         return zeros(self.x_aval, k, x_dtype), zeros(aval_of(self.eqn.outvars[0]), n, dy_dtype)
 

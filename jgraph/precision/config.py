@@ -23,11 +23,13 @@ class FP8Config:
         ConfigError: If a field has the wrong type or a value that is not allowed.
     """
 
-    recipe: Literal["current", "delayed"] = "current"
-    """Source of the scales: the amax of the array itself (current), or the amax of the array in previous steps (delayed), which
-    saves one read of the array and adds state."""
+    recipe: Literal["current", "delayed", "mxfp8"] = "current"
+    """Source of the scales: the amax of the array itself (current), the amax of the array in previous steps (delayed), which
+    saves one read of the array and adds state, or the amax of each block of 32 elements (mxfp8), which needs a Blackwell
+    GPU."""
     format: Literal["hybrid", "e4m3"] = "hybrid"
-    """FP8 formats: E4M3 for activations and weights and E5M2 for gradients (hybrid), or E4M3 for all arrays (e4m3)."""
+    """FP8 formats: E4M3 for activations and weights and E5M2 for gradients (hybrid), or E4M3 for all arrays (e4m3).
+    The recipe mxfp8 uses E4M3 for all arrays."""
     wgrad: Literal["fp8", "bf16"] = "fp8"
     """Precision of the operands of the wgrad matmuls: fp8 or bf16. For bf16, they are not quantized. The wgrad of a grouped
     matmul is always bf16."""
@@ -38,8 +40,16 @@ class FP8Config:
     """Shell patterns of parameter names such as `blocks/0/mlp/up/kernel`; `*` also matches `/`. Matmuls with a matching
     parameter are not quantized. A pattern that is not a default must match a parameter."""
     blocks: Literal["all", "inner"] = "all"
-    """Numbered blocks with FP8 matmuls: all of them, or all except the first and the last (inner). The number of a block is the
-    first number in the names of its parameters. Matmuls outside numbered blocks are quantized in both cases."""
+    """Numbered blocks with FP8 matmuls: all of them, or all except the first `first` and the last `last` blocks (inner). The
+    number of a block is the first number in the names of its parameters. Matmuls outside numbered blocks are quantized in both
+    cases."""
+    first: int = 1
+    """Number of first blocks that `blocks` inner does not quantize; at least 0. Must be 1 if `blocks` is all."""
+    last: int = 1
+    """Number of last blocks that `blocks` inner does not quantize; at least 0. Must be 1 if `blocks` is all."""
+    compute: Literal["fp8", "calibrate"] = "fp8"
+    """Precision of the matmuls: FP8, or their own dtype while the amax histories of delayed scaling are updated (calibrate). A
+    run that was calibrated resumes in FP8 with these histories."""
     history: int = 1024
     """Length of the amax history of delayed scaling, in steps; at least 1."""
     amax: Literal["max", "most_recent"] = "max"
@@ -53,3 +63,13 @@ class FP8Config:
         check_types(self, prefix="fp8.")
         require(self.history >= 1, "fp8.history", self.history, "at least 1")
         require(0 <= self.margin <= 16, "fp8.margin", self.margin, "in [0, 16]")
+        for name, count in (("fp8.first", self.first), ("fp8.last", self.last)):
+            require(count >= 0, name, count, "at least 0")
+            require(count == 1 or self.blocks == "inner", name, count, "1 if `fp8.blocks` is all")
+        allowed = f"fp8 if `fp8.recipe` is {self.recipe}"
+        require(self.compute == "fp8" or self.recipe == "delayed", "fp8.compute", self.compute, allowed)
+
+    @property
+    def calibrates(self) -> bool:
+        """True if the matmuls are not quantized, and only their amax histories are updated."""
+        return self.compute == "calibrate"

@@ -225,7 +225,7 @@ def describe(products: Sequence[Product], config: FP8Config, compiled: FP8Produc
 
     Args:
         products: All matmuls with a parameter, from `FP8Trace.products`.
-        config: The recipe; only its field `recipe` is shown.
+        config: The recipe; only its fields `recipe` and `compute` are shown.
         compiled: The numbers of FP8 matmuls and transposes of the compiled step, from `count`. None if the device emulates FP8.
         loops: `microbatches` if the compiled step contains the matmuls of several microbatches or stages, so that their number
             differs from that in `products`; else `none`. Only for `none`, the line also has the expected number of compiled
@@ -233,12 +233,15 @@ def describe(products: Sequence[Product], config: FP8Config, compiled: FP8Produc
 
     Returns:
         The line, such as "fp8 (current scaling): 24 of 26 matmuls with parameters; 2 not: kept by `fp8.keep`, 72 with their
-        gradients; compiled: 72, and 0 transposes by XLA", or "...; emulated in bfloat16".
+        gradients; compiled: 72, and 0 transposes by XLA", or "...; emulated in bfloat16". For calibration, "...; calibration:
+        only observed, not in FP8".
     """
     quantized = [product for product in products if not product.kept]
     reasons = Counter(product.kept for product in products if product.kept)
     others = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
     line = f"fp8 ({config.recipe} scaling): {len(quantized)} of {len(products)} matmuls with parameters{others}"
+    if config.calibrates:
+        return f"{line}; calibration: only observed, not in FP8"
     if compiled is None:
         return f"{line}; emulated in bfloat16"
     if loops == "microbatches":

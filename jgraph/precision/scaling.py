@@ -27,7 +27,8 @@ _LARGEST_SCALE = 2.0**126  # Its inverse is a normal number.
 class FP8Array(NamedTuple):
     """A quantized matrix, with its transpose.
 
-    For a weight in `jax.lax.scan`, all four arrays have one leading axis per enclosing scan.
+    For a weight in `jax.lax.scan`, all arrays have one leading axis per enclosing scan. The recipe `mxfp8` has a `Blocks` in
+    `rows` and in `columns`, the `scale` 1 and the `amax` 0.
 
     Attributes:
         rows: FP8 [M, N]; None if the quantization computed only the transpose.

@@ -22,7 +22,18 @@ from jgraph.autodiff import find
 from jgraph.autodiff.linear import GROUPED, BoundProducts, DelayedProduct, OwnProducts
 from jgraph.errors import ConfigError, SplitError
 from jgraph.kernels import amax, cast, cast_transpose
-from jgraph.precision._matmul import DelayedFP8Product, Tap, formats, fp8_matmul, layout_of, unsupported, wgrad_precision
+from jgraph.precision._matmul import (
+    CalibratedProduct,
+    DelayedFP8Product,
+    Tap,
+    block_scaled,
+    calibrated,
+    formats,
+    fp8_matmul,
+    layout_of,
+    unsupported,
+    wgrad_precision,
+)
 from jgraph.precision.config import DEFAULT_KEEP, FP8Config
 from jgraph.precision.fuse import fused
 from jgraph.precision.scaling import AmaxHistory, FP8Array, observe, scale_for
@@ -277,7 +288,8 @@ class FP8Function(OwnProducts):
             return [() if product.kept else next(quantized) for product in products]
 
         pairs = zip(sites, products, strict=True)
-        bound = [site if product.kept else DelayedFP8Product(**vars(site), config=self.config) for site, product in pairs]
+        to_fp8 = CalibratedProduct if self.config.calibrates else partial(DelayedFP8Product, config=self.config)
+        bound = [site if product.kept else to_fp8(**vars(site)) for site, product in pairs]
         params, state, weights = map(jax.tree.leaves, given)
         return BoundProducts(bound, taps, [True] * len([*params, *state]) + [False] * len(weights))
 
@@ -369,9 +381,11 @@ class FP8Trace:
 
         Returns:
             A dict from each name in the attribute `weights` to its `Scale`. The field `amax` is always computed if
-            `over_devices` is given. Otherwise, it is None for delayed scaling if matmuls read the whole parameter, because
-            `views` then computes it.
+            `over_devices` is given and for calibration. Otherwise, it is None for delayed scaling if matmuls read the whole
+            parameter, because `views` then computes it.
         """
+        if self.config.recipe == "mxfp8":
+            return dict.fromkeys(self.weights, Scale(jnp.float32(1), jnp.float32(0)))
         dtype, scales = formats(self.config)[1], {}
         earlier = state.amax(self.config) if self._is_delayed else None
         for i, start, _ in self._entries():
@@ -379,7 +393,7 @@ class FP8Trace:
                 continue
             reads_all = math.prod(self.sites[i].lead) * self.sites[i].w_aval.size == parts[name].size
             largest: Any = None
-            if earlier is None or over_devices is not None or not reads_all:
+            if earlier is None or over_devices is not None or not reads_all or self.config.calibrates:
                 largest = amax(parts[name]) if over_devices is None else over_devices(name, amax(parts[name]))
             known, margin = (largest, 0) if earlier is None else (earlier[start, 1], self.config.margin)
             scales[name] = Scale(scale_for(known, dtype, margin), largest)
@@ -395,8 +409,13 @@ class FP8Trace:
 
         Returns:
             A dict from each name in `scales` to a float8_e4m3fn array with the shape of the entry in `parts`: the entry times
-            its scale, clipped and rounded.
+            its scale, clipped and rounded. bfloat16 arrays for the recipe `mxfp8`, because the blocks of a shard may differ
+            from the blocks of the whole parameter. Empty for calibration.
         """
+        if self.config.calibrates:
+            return {}
+        if self.config.recipe == "mxfp8":
+            return {name: parts[name].astype(jnp.bfloat16) for name in scales}
         return {name: cast(parts[name], scale, formats(self.config)[1]) for name, (scale, _) in scales.items()}
 
     @scope("quantize")
@@ -410,22 +429,27 @@ class FP8Trace:
 
         Returns:
             A list with an entry for each matmul, in the order of `sites`: an `FP8Array`, with leading axes for the enclosing
-            scans; None for a matmul that is not in FP8. Elements that are not finite are NaN.
+            scans; None for a matmul that is not in FP8. Elements that are not finite are NaN. For calibration, the matrices are
+            None.
         """
-        dtype = formats(self.config)[1]
-        matrices = self._weights([arrays[name] if name in scales else find.MISSING for name in self.names])
-        views: list[FP8Array | None] = [None] * len(matrices)
+        dtype, matrices = formats(self.config)[1], []
+        if not self.config.calibrates:
+            matrices = self._weights([arrays[name] if name in scales else find.MISSING for name in self.names])
+        views: list[FP8Array | None] = [None] * len(self.sites)
         known = {name: scale.amax for name, scale in scales.items()}
         for i, _, _ in self._entries():
             name, lead = self.weight_of(i), self.sites[i].lead
-            view = partial(_view, layout_of(self.sites[i]).w_matrix, scales[name].scale, dtype, "xla" if lead else "auto")
+            matrix = layout_of(self.sites[i]).w_matrix
+            view = partial(_view, matrix, scales[name].scale, dtype, "xla" if lead else "auto")
+            if self.config.recipe == "mxfp8":
+                view = partial(_block_view, matrix)
             for _ in lead:
                 view = jax.vmap(view)
-            rows, columns, largest = view(matrices[i])
+            rows, columns, largest = view(matrices[i]) if matrices else (None, None, known[name])
             if (amax_of_all := known[name]) is None:
-                amax_of_all = known[name] = jnp.max(largest)
+                amax_of_all = known[name] = jnp.max(largest)  # pyright: ignore[reportArgumentType]
             scalars = (jnp.broadcast_to(scalar, lead) for scalar in (scales[name].scale, amax_of_all))
-            views[i] = FP8Array(rows, columns, *scalars)
+            views[i] = FP8Array(rows, columns, *scalars)  # pyright: ignore[reportArgumentType]
         return views
 
     def taps(self, params: PyTree, state: PyTree, weights: Weights | None) -> list[Tap | None]:
@@ -479,7 +503,8 @@ class FP8Trace:
         """
         leaves, avals = jax.tree.leaves((params, args)), self.closed.in_avals[: len(self.names)]
         taps = self.taps(params, state, weights)
-        whole = self._weights(leaves[: len(avals)]) if uncast else [None] * len(taps)
+        # Calibration computes the matmuls and their gradients as without FP8.
+        whole = self._weights(leaves[: len(avals)]) if uncast and not self.config.calibrates else [None] * len(taps)
         given: list[tuple[Tap, Array | None] | None] = []
         for site, tap, w in zip(self.sites, taps, whole, strict=True):
             # A weight that every iteration of a scan reads would be stacked once per iteration. Its gradient is accumulated in
@@ -491,6 +516,8 @@ class FP8Trace:
             if given is None:
                 return site.run(x, w, extra)
             tap, uncast_w = given
+            if self.config.calibrates:
+                return calibrated(site.run(x, w, extra), x, tap)
             return fp8_matmul(self.config, site, x, w if uncast_w is None else uncast_w, extra, tap)
 
         leaves[: len(avals)] = [leaf.astype(aval.dtype) for leaf, aval in zip(leaves, avals, strict=False)]
@@ -540,13 +567,21 @@ def _view(
     return cast_transpose(rows_KN, scale, dtype, implementation=implementation)
 
 
+def _block_view(matrix: Callable[[Array], Array], w: Array) -> tuple[Any, Any, Any]:
+    """Returns the MXFP8 rows and columns of a weight, and its amax, which is not computed."""
+    # Rounded to bfloat16 first, so that the values equal those of a weight that was gathered in bfloat16.
+    quantized = block_scaled(matrix(w).astype(jnp.bfloat16), "both")
+    return quantized.rows, quantized.columns, None
+
+
 def _products(sites: Sequence[DelayedProduct], names: Sequence[str], config: FP8Config) -> tuple[Product, ...]:
     """Describes the matmuls and selects those in FP8."""
     kept = {name for pattern in config.keep for name in _matching(pattern, names)}
     numbers = {number for site in sites for p in site.params if (number := _block_number(names[p])) is not None}
     if config.blocks == "inner" and not numbers:
         raise ConfigError("`fp8.blocks` is inner: must be all for a model without numbered blocks", field="fp8.blocks")
-    ends = {min(numbers), max(numbers)} if config.blocks == "inner" else set()
+    blocks = sorted(numbers) if config.blocks == "inner" else []
+    ends = {*blocks[: config.first], *blocks[max(len(blocks) - config.last, 0) :]}
     uses: Counter[str] = Counter()
     products = []
     for site in sites:

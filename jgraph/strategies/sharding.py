@@ -45,10 +45,11 @@ def xla_options(mesh: Mesh | None, fp8: FP8Config | None) -> tuple[str, ...]:
         fp8: The FP8 recipe; None without FP8.
 
     Returns:
-        Options as `name=value`. Empty if `fp8` is None and the mesh has no axis `fsdp` with several devices.
+        Options as `name=value`. Empty if `fp8` is None or only calibrates, and the mesh has no axis `fsdp` with several
+        devices.
     """
     sharded = _XLA_OPTIONS if mesh is not None and mesh.shape.get(AXIS, 1) > 1 else ()
-    return (*sharded, *(FP8_XLA_OPTIONS if fp8 else ()))
+    return (*sharded, *(FP8_XLA_OPTIONS if fp8 and not fp8.calibrates else ()))
 
 
 @dataclass(frozen=True)

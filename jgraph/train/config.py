@@ -564,8 +564,13 @@ class TrainConfig:
 
     @property
     def is_delayed(self) -> bool:
-        """True if matmuls run in FP8 with scales from the largest magnitudes of earlier steps (delayed scaling)."""
+        """True if the run has amax histories: FP8 with delayed scaling, or its calibration."""
         return self.dtypes.precision == "fp8" and self.fp8.recipe == "delayed"
+
+    @property
+    def is_fp8(self) -> bool:
+        """True if matmuls run in FP8. False for bfloat16 and for calibration."""
+        return self.dtypes.precision == "fp8" and not self.fp8.calibrates
 
     @classmethod
     def of(cls, **values: Any) -> Self:

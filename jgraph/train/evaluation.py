@@ -131,7 +131,7 @@ def _of_run(saved: SavedRun) -> _Model:
         return setup.inference_state(**saved.place(params=params, carried=like.carried))
 
     model, settings = saved.config.model, _settings(saved.config)
-    if saved.config.dtypes.precision == "fp8" and (in_fp8 := getattr(model, "in_fp8", None)):
+    if saved.config.is_fp8 and (in_fp8 := getattr(model, "in_fp8", None)):
         model = in_fp8()
     reads_text = tokenizer_of(saved).name != "numbers"
     source = f"{saved.path} after {saved.step} steps"

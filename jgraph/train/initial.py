@@ -312,11 +312,14 @@ def _of_folder(folder: Folder, setup: TrainSetup) -> TrainState:
 def _of_run(saved: SavedRun, setup: TrainSetup) -> TrainState:
     """Makes the initial state with the weights of another run, and with its optimizer state if `continue_with` is `optimizer`.
 
-    Takes over the FP8 amax histories if the recipe is the same. Otherwise the histories start empty. Adam's count for bias
-    correction is taken over with its moments. The count of the learning rate starts at 0.
+    Takes over the FP8 amax histories if the recipe is the same except for `compute`. Otherwise the histories start empty.
+    Adam's count for bias correction is taken over with its moments. The count of the learning rate starts at 0.
     """
     config, like = setup.config, setup.step.canonical.shapes()
-    same = config.is_delayed and saved.config.is_delayed and config.fp8 == saved.config.fp8
+    there = saved.config.fp8
+    same = (
+        config.is_delayed and saved.config.is_delayed and config.fp8 == dataclasses.replace(there, compute=config.fp8.compute)
+    )
     parts = {"params": like.params, "carried": like.carried} | ({"observed": like.observed} if same else {})
     if config.initial.continue_with == "weights":
         return setup.step.init(**saved.place(**parts))

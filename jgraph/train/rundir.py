@@ -367,6 +367,7 @@ RULES = (
     Rule("pp pp_engine chunks schedule memory_limit distributed", "yes", "same training on other devices, up to rounding"),
     Rule("remat graph xla_options compile_cache", "yes", "same training in another program, up to rounding"),
     Rule("model.moe.capacity", "yes", "the capacity changes no step unless tokens are dropped"),
+    Rule("fp8.compute", "yes", "calibration and FP8 update the same amax histories"),
     Rule("preset module model", "no", "another model"),
     Rule("init_from continue_from continue_with", "no", "other initial weights"),
     Rule("data data_field data_shuffle data_documents seed batch_size seq_len num_microbatches", "no", "other batches"),

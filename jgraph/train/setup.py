@@ -196,8 +196,8 @@ def functional_model(config: TrainConfig) -> FunctionalModel:
 
     Args:
         config: The configuration of the run. `module`, `model`, `seed` and the sizes of the batch are used. With `precision`
-            fp8, the settings become the result of their method `in_fp8`, if they have one. Without a pipeline, `remat` is set
-            as an attribute of the model.
+            fp8 and without calibration, the settings become the result of their method `in_fp8`, if they have one. Without a
+            pipeline, `remat` is set as an attribute of the model.
 
     Returns:
         The model. Its functions take parameters in the model's own tree.
@@ -208,7 +208,7 @@ def functional_model(config: TrainConfig) -> FunctionalModel:
     found = find_model(config.module)
     call: Callable[..., Any] = found
     settings: list[Any] = [] if config.model is None else [config.model]
-    if config.dtypes.precision == "fp8" and (to_fp8 := getattr(config.model, "in_fp8", None)):
+    if config.is_fp8 and (to_fp8 := getattr(config.model, "in_fp8", None)):
         settings = [to_fp8()]
     is_linen = inspect.isclass(found) and issubclass(found, nn.Module)
     remat = "nothing" if config.is_pipeline else config.compile.remat  # the stages of a pipeline recompute on their own
@@ -254,18 +254,22 @@ def fp8_recipe(config: TrainConfig) -> FP8Config | None:
         `config.fp8`, or None if `precision` is bf16. Starts the JAX backend only if `precision` is fp8.
 
     Raises:
-        ConfigError: If `precision` is fp8, `fp8.emulate` is False, and the first device is a GPU that is not known to have FP8
-            matmuls.
+        ConfigError: If matmuls run in FP8, `fp8.emulate` is False, and the first device is a GPU that is not known to have FP8
+            matmuls, or MXFP8 matmuls for the recipe `mxfp8`.
     """
     if config.dtypes.precision == "bf16":
         return None
     name = jax.devices()[0].device_kind
     device = device_info(name)
-    if jax.default_backend() == "gpu" and not (device and device.has_fp8) and not config.fp8.emulate:
+    needs_fp8 = config.is_fp8 and jax.default_backend() == "gpu" and not config.fp8.emulate
+    if needs_fp8 and not (device and device.has_fp8):
         raise ConfigError(
             f"`precision` is fp8: must be bf16 on {name}, which is not known to have FP8; `fp8.emulate` gives the same numbers",
             field="precision",
         )
+    if needs_fp8 and config.fp8.recipe == "mxfp8" and not (device and device.has_mxfp8):
+        must = f"current or delayed on {name}, which is not known to have MXFP8; `fp8.emulate` gives the same numbers"
+        raise ConfigError(f"`fp8.recipe` is mxfp8: must be {must}", field="fp8.recipe")
     return config.fp8
 
 

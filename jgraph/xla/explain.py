@@ -98,7 +98,7 @@ class FP8Products:
             return name in instructions and instructions[name].shapes[0].dtype.startswith("f8")
 
         def is_matmul(call: Instruction) -> bool:
-            return call.opcode == "custom-call" and sum(map(is_fp8, call.operands)) == 2
+            return call.opcode == "custom-call" and sum(map(is_fp8, call.operands)) in (2, 4)
 
         transposes = sum(i.opcode == "transpose" and is_fp8(i.name) for i in instructions.values())
         return cls(sum(map(is_matmul, instructions.values())), transposes)

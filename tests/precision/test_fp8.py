@@ -305,3 +305,100 @@ def test_a_flax_module_needs_no_changes_for_fp8():
     params, _ = model.init()
     near = stage.apply(params, {}, batch), model.loss(params, batch, jax.random.key(0))[0]
     np.testing.assert_allclose(*near, rtol=0.1)
+
+
+def test_first_and_last_count_the_blocks_that_are_not_quantized():
+    counts = {(1, 0): (1, 2), (0, 1): (0, 1), (2, 0): (2,), (0, 0): (0, 1, 2)}
+    for (first, last), blocks in counts.items():
+        names = [f"blocks/{i}/{name}" for i in blocks for name in ("up", "down")]
+        assert quantized(FP8Config(blocks="inner", first=first, last=last)) == names
+    with pytest.raises(ConfigError, match=r"kept by `fp8\.blocks`"):
+        quantized(FP8Config(blocks="inner", first=2, last=2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [({"first": 2}, "fp8.first"), ({"last": -1, "blocks": "inner"}, "fp8.last"), ({"compute": "calibrate"}, "fp8.compute")],
+)
+def test_a_choice_without_effect_is_refused(fields, field):
+    with pytest.raises(ConfigError) as error:
+        FP8Config(**fields)
+    assert error.value.field == field
+
+
+CALIBRATION = FP8Config(recipe="delayed", compute="calibrate")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_calibration_observes_the_arrays_of_an_unquantized_matmul(way):
+    fn, place = WAYS[way]
+    w, x_BD, dy_BF = place(normal(0, D, F)), normal(1, B, D, dtype=jnp.bfloat16), normal(2, B, F, dtype=jnp.bfloat16)
+    stage = jgraph.fp8(fn, CALIBRATION)
+    y, pull_back = jax.vjp(lambda w, state, x: stage.apply(w, state, x), w, stage.init(w, x_BD), x_BD)
+    dw, state, dx = pull_back(dy_BF)
+    plain, pull_plain_back = jax.vjp(fn, w, x_BD)
+    jax.tree.map(np.testing.assert_array_equal, (y, dw, dx), (plain, *pull_plain_back(dy_BF)))
+    assert state.window[0, 0].tolist() == [float(jnp.max(jnp.abs(array))) for array in (x_BD, w, dy_BF)]
+
+
+def test_fp8_after_calibration_uses_the_scales_of_the_histories():
+    w, x = normal(0, D, F, scale=2.0**-20), normal(1, B, D, scale=2.0**20)
+    dy = normal(2, B, F)
+
+    def step(config, state):
+        stage = jgraph.fp8(lambda w, x: x @ w, config)
+        y, pull_back = jax.vjp(lambda w, state, x: stage.apply(w, state, x), w, state, x)
+        dw, state, dx = pull_back(dy)
+        return (y, dw, dx), state
+
+    delayed, zeros = FP8Config(recipe="delayed"), jgraph.fp8(lambda w, x: x @ w, CALIBRATION).init(w, x)
+    _, warm = step(CALIBRATION, zeros)
+    jax.tree.map(np.testing.assert_array_equal, step(delayed, warm)[0], step(FP8Config(), {})[0])
+    assert jnp.max(jnp.abs(step(delayed, zeros)[0][0])) == 0  # without calibration, scale 1 rounds w to zero
+
+
+MXFP8 = FP8Config(recipe="mxfp8")
+
+
+def in_blocks(x, axis):
+    """Quantizes an array to E4M3 with a scale for each 32 elements along an axis, and dequantizes it in float64."""
+    x = np.moveaxis(np.asarray(x, np.float64), axis, -1)
+    blocks = x.reshape(-1, 32)
+    scale = 2.0 ** np.ceil(np.log2(np.abs(blocks).max(1, keepdims=True) / 448))
+    values = (blocks / scale).astype(np.float32).astype(jnp.float8_e4m3fn).astype(np.float64) * scale
+    return np.moveaxis(values.reshape(x.shape), -1, axis)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_mxfp8_quantizes_every_operand_along_its_contracted_axis(way):
+    fn, place = WAYS[way]
+    wide = 2 * D  # a multiple of 32
+    if way == "einsum with heads":
+        fn = lambda w, x: jnp.einsum("bd,dhk->bhk", x, w.astype(x.dtype)).reshape(B, F)  # noqa: E731
+        place = lambda w: w.reshape(wide, H, K)  # noqa: E731
+    # The columns have very different magnitudes, so a scale for the whole array would round small ones to zero.
+    w_DF = normal(0, wide, F, dtype=jnp.bfloat16).astype(jnp.float32) * 2.0 ** -jnp.arange(F)
+    x_BD, dy_BF = normal(1, B, wide, dtype=jnp.bfloat16), normal(2, B, F, dtype=jnp.bfloat16)
+    stage = jgraph.fp8(fn, MXFP8)
+    y, pull_back = jax.vjp(lambda w, x: stage.apply(w, {}, x), place(w_DF), x_BD)
+    dw, dx = pull_back(dy_BF)
+    (dw,) = jax.linear_transpose(place, w_DF)(dw) if way != "a slice" else (dw[:, :F],)
+    products = ((x_BD, w_DF), (dy_BF, w_DF.T), (x_BD.T, dy_BF))
+    operands = [(in_blocks(a, 1), in_blocks(b, 0)) for a, b in products]
+    check((y, dx, dw), [(a @ b, np.abs(a) @ np.abs(b)) for a, b in operands])
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "current"])
+def test_mxfp8_keeps_the_precision_of_small_blocks(recipe):
+    w, x = normal(0, D * 2, F), normal(1, B, D * 2).at[0].multiply(2.0**20)  # an outlier row
+    y, exact = jgraph.fp8(lambda w, x: x @ w, FP8Config(recipe=recipe)).apply(w, {}, x), x @ w
+    error = jnp.linalg.norm((y - exact)[1:]) / jnp.linalg.norm(exact[1:])
+    assert error > 0.01
+    assert (error < 0.05) == (recipe == "mxfp8")
+
+
+def test_mxfp8_needs_multiples_of_32_and_no_grouped_matmul():
+    with pytest.raises(ConfigError, match="multiples of 32"):
+        jgraph.fp8(lambda w, x: x @ w, MXFP8).init(normal(0, 48, F), normal(1, B, 48))
+    with pytest.raises(ConfigError, match="grouped product, which has no mxfp8 kernel"):
+        jgraph.fp8(lambda w, x: grouped_dot(x, w, jnp.array([B], jnp.int32)), MXFP8).init(normal(0, 1, F, F), normal(1, B, F))

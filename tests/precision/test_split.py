@@ -38,10 +38,10 @@ def with_head(params, x):
     return mlp(params["mlp"], x) @ params["head"].astype(x.dtype)
 
 
-def weights(i, *lead):
+def weights(i, *lead, width=D):
     return {
-        "up": normal(i, *lead, D, F, scale=0.1),
-        "down": normal(i + 1, *lead, F, D, scale=0.1),
+        "up": normal(i, *lead, width, F, scale=0.1),
+        "down": normal(i + 1, *lead, F, width, scale=0.1),
         "bias": normal(i + 2, *lead, F, scale=0.1),
     }
 
@@ -50,7 +50,10 @@ def with_experts(params, x):
     return grouped_mlp(params["moe"], x + x @ params["in"].astype(x.dtype))
 
 
+# "wide" stages have the width 2 D, a multiple of 32 as MXFP8 needs.
 STAGES = {
+    "wide": (mlp, weights(15, width=2 * D)),
+    "wide scan": (scanned, weights(18, LAYERS, width=2 * D)),
     "mlp": (mlp, weights(0)),
     "scan": (scanned, weights(3, LAYERS)),
     "head kept": (with_head, {"mlp": weights(6), "head": normal(9, D, 16)}),
@@ -63,13 +66,15 @@ RECIPES = {
     "bf16 wgrad": FP8Config(wgrad="bf16"),
     "delayed, bf16 wgrad": FP8Config(recipe="delayed", wgrad="bf16"),
     "delayed, e4m3": FP8Config(recipe="delayed", format="e4m3"),
+    "calibrate": FP8Config(recipe="delayed", compute="calibrate"),
+    "mxfp8": FP8Config(recipe="mxfp8"),
 }
 
 
 def make(stage, recipe, dtype=jnp.float32):
     """Returns an FP8 function, its parameters, the state after a step, and x."""
     fn, params = STAGES[stage]
-    fp8, x = jgraph.fp8(fn, RECIPES[recipe]), normal(20, B, D, dtype=dtype)
+    fp8, x = jgraph.fp8(fn, RECIPES[recipe]), normal(20, B, 2 * D if stage.startswith("wide") else D, dtype=dtype)
     state = fp8.init(params, x)
     if state:
         state = jax.grad(lambda state: jnp.sum(fp8.apply(params, state, x).astype(jnp.float32)))(state)
@@ -89,6 +94,10 @@ def assert_same(a, b):
         pytest.param("head kept", "current", marks=pytest.mark.once),
         pytest.param("checkpoint", "delayed", marks=pytest.mark.once),
         ("experts", "delayed, e4m3"),
+        ("mlp", "calibrate"),
+        pytest.param("experts", "calibrate", marks=pytest.mark.once),
+        ("wide", "mxfp8"),
+        pytest.param("wide scan", "mxfp8", marks=pytest.mark.long),
     ],
 )
 def test_the_split_of_an_fp8_stage_equals_its_whole_backward(stage, recipe):

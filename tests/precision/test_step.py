@@ -65,6 +65,26 @@ def test_losses_decrease_as_in_bfloat16(config):
     np.testing.assert_allclose(losses, plain, rtol=0.02)
 
 
+def in_blocks(params, batch, key):
+    """Computes `loss` with a hidden layer of 64, because MXFP8 needs multiples of 32."""
+    shorter = [{"up": layer["up"][:32, :64], "down": layer["down"][:64, :32]} for layer in params["blocks"]]
+    return loss({"blocks": shorter}, {name: rows[:, :32] for name, rows in batch.items()}, key)
+
+
+def test_an_mxfp8_step_trains_as_in_bfloat16_and_is_equal_on_every_strategy():
+    config = FP8Config(recipe="mxfp8")
+    losses, state = trained(make_step("one", config, loss=in_blocks), 8)
+    plain, _ = trained(jgraph.train_step(in_blocks, ADAMW, strategy("one")), 8)
+    assert losses[0] != plain[0]
+    assert losses[-1] < 0.9 * losses[0]
+    np.testing.assert_allclose(losses, plain, rtol=0.02)
+    assert state.observed == {}
+    for name, microbatches in (("one", 2), ("dp", 1), ("fsdp", 1)):
+        found, _ = trained(make_step(name, config, microbatches, loss=in_blocks, transform=SGD))
+        expected, _ = trained(make_step("one", config, loss=in_blocks, transform=SGD))
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def in_float32(params, batch, key):
     x = batch["x"]
     for layer in params["blocks"]:

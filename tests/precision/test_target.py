@@ -1,4 +1,4 @@
-"""FP8 steps cross-compiled for an H200: kernels, matmuls and capture."""
+"""FP8 steps cross-compiled for an H200, and MXFP8 steps for a B200: kernels, matmuls and capture."""
 
 import re
 from dataclasses import replace
@@ -35,15 +35,15 @@ def model_and_loss(config=CONFIG):
     return model, lambda params, tokens, key: model.loss(params, tokens, key)[0]
 
 
-def explained(step):
+def explained(step, target="h200"):
     options = compiler_options("auto", XLA_OPTIONS, platform="gpu", num_devices=step.num_devices)
     if step.mesh is not None:
-        step = step.on(aot.devices(step.num_devices))
+        step = step.on(aot.devices(step.num_devices, gpu=target))
     return jgraph.explain(
         step.jitted(),
         step.state,
         step.placed_shapes(TOKENS),
-        target="h200",
+        target=target,
         compiler_options=options,
     )
 
@@ -65,6 +65,38 @@ def test_an_fp8_step_is_one_command_buffer_with_every_linear_layer_in_fp8(h200, 
     assert report.fp8.products == 3 * MATMULS * microbatches
     assert (report.fp8.transposes == 0) == HAS_KERNEL
     assert not report.dropped
+
+
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.once)])
+def test_an_mxfp8_step_for_a_b200_is_one_command_buffer_with_block_scaled_matmuls(h200, microbatches):
+    model, loss = model_and_loss()
+    strategy, config = jgraph.Replicated(None, model.shapes), FP8Config(recipe="mxfp8")
+    step = jgraph.train_step(
+        loss, jgraph.elementwise(optax.adamw(1e-3)), strategy, num_microbatches=microbatches, fp8=config, batch=TOKENS
+    )
+    report = explained(step, "b200")
+    assert (report.capture.command_buffers, report.capture.outside) == (1, ())
+    assert report.fp8.products == 3 * MATMULS * microbatches
+    assert not report.dropped
+
+
+def test_every_linear_layer_of_a_sharded_mxfp8_step_is_a_cudnn_call_on_a_b200_and_none_on_an_h200(h200):
+    model, loss = model_and_loss(replace(CONFIG, norm="xla"))  # a Mosaic kernel compiles for one target per process
+    strategy = jgraph.FullySharded(Mesh(np.array(jax.devices()[:2]), ("fsdp",)), model.shapes, compute_dtype=jnp.bfloat16)
+    step = jgraph.train_step(loss, optax.sgd(1e-3), strategy, fp8=FP8Config(recipe="mxfp8"), batch=TOKENS)
+
+    def calls(gpu):
+        there = step.on(aot.devices(2, gpu=gpu))
+        options = compiler_options("auto", XLA_OPTIONS, platform="gpu", num_devices=2)
+        compiled, _ = aot.compile_for(
+            there.jitted(), there.state, there.placed_shapes(TOKENS), gpu=gpu, compiler_options=options
+        )
+        found = HloModule.of(compiled.as_text()).instructions.values()
+        return [[i.target for i in found].count(name) for name in ("__cudnn$blockScaledDot", "__cublas$lt$matmul")]
+
+    blocks, in_bf16 = calls("b200")
+    assert blocks == 3 * MATMULS
+    assert calls("h200") == [0, in_bf16 + blocks]
 
 
 @pytest.mark.skipif(not HAS_KERNEL, reason="JAX before 0.11 has no kernel to fuse it into")

@@ -44,6 +44,23 @@ def test_a_gpu_without_fp8_requires_the_emulate_option(monkeypatch):
     assert setup.fp8_recipe(TrainConfig.of(precision="fp8", fp8=FP8Config(emulate=True))) is not None
 
 
+def test_mxfp8_is_refused_on_a_hopper_gpu_without_emulation(monkeypatch):
+    from jgraph.train import setup
+
+    class Hopper:
+        device_kind = "NVIDIA H200"
+
+    monkeypatch.setattr(setup.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(setup.jax, "devices", lambda: [Hopper()])
+    with pytest.raises(ConfigError, match=r"`fp8\.recipe` is mxfp8: must be current or delayed on NVIDIA H200") as error:
+        setup.fp8_recipe(TrainConfig.of(precision="fp8", fp8=FP8Config(recipe="mxfp8")))
+    assert error.value.field == "fp8.recipe"
+    emulated = FP8Config(recipe="mxfp8", emulate=True)
+    assert setup.fp8_recipe(TrainConfig.of(precision="fp8", fp8=emulated)) == emulated
+    Hopper.device_kind = "NVIDIA B200"
+    assert setup.fp8_recipe(TrainConfig.of(precision="fp8", fp8=FP8Config(recipe="mxfp8"))) is not None
+
+
 @pytest.mark.once
 def test_a_run_logs_that_reshard_after_forward_does_not_reshard_fp8_weights(tmp_path, capsys):
     assert tiny.train(tmp_path, *RUN, "--steps", "1", "--precision", "fp8", "--fsdp", "2", "--reshard-after-forward") == 0

@@ -37,7 +37,7 @@ FREE = {
         "graph",
         "xla_options",
     ),
-    *("ep", "model.moe.capacity"),
+    *("ep", "model.moe.capacity", "fp8.compute"),
     *("profile", "sample_tokens", "eval_every", "eval_batches", "distributed.setup", "distributed.coordinator"),
     *("distributed.num_processes", "distributed.process_id", "hang_seconds", "log"),
 }
@@ -74,7 +74,7 @@ FIXED = {
         "fp8.blocks",
     ),
     *(f"model.moe.{field.name}" for field in dataclasses.fields(MoEConfig) if field.name != "capacity"),
-    *("fp8.history", "fp8.amax", "fp8.margin", "fp8.emulate"),
+    *("fp8.first", "fp8.last", "fp8.history", "fp8.amax", "fp8.margin", "fp8.emulate"),
 }
 
 

@@ -1,0 +1,87 @@
+"""Quantization to MXFP8 and the matmul of MXFP8 matrices (OCP Microscaling Formats).
+
+A block is 32 consecutive elements of a row. It has one scale, a power of two in 8 bits (E8M0). The contracted axis of a matmul
+has the blocks, so a matrix and its transpose are quantized separately.
+"""
+
+# M, N rows of the operands; K contracted
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import DTypeLike
+
+from jgraph.kernels._mosaic import target
+
+BLOCK = 32
+"""Number of elements that share a scale."""
+
+
+class Blocks(NamedTuple):
+    """An MXFP8 matrix. Element (i, k) has the value `elements[i, k] * scales[i, k // 32]`.
+
+    Attributes:
+        elements: float8_e4m3fn [M, K].
+        scales: float8_e8m0fnu [M, K / 32], powers of two; NaN for a block with an infinity or a NaN.
+    """
+
+    elements: Array
+    scales: Array
+
+
+def quantize_blocks(x_MK: Array) -> Blocks:
+    """Quantizes a matrix to MXFP8.
+
+    The scale of a block is the smallest power of two for which the block is in the range of E4M3, as in Transformer Engine.
+    Elements are rounded to nearest even. Not differentiable.
+
+    Args:
+        x_MK: bfloat16 or float32 matrix; K is a multiple of 32.
+
+    Returns:
+        The quantized matrix, with blocks along the last axis.
+    """
+    M, K = x_MK.shape
+    x_MBE = x_MK.astype(jnp.float32).reshape(M, K // BLOCK, BLOCK)
+    ratio = jnp.max(jnp.abs(x_MBE), axis=2) / float(jnp.finfo(jnp.float8_e4m3fn).max)
+    bits = lax.bitcast_convert_type(ratio, jnp.uint32)
+    # Rounded up to a power of two. The inverse of the smallest exponent is a finite number. The exponent 255 is a NaN.
+    exponent = jnp.clip((bits >> 23) + (bits & 0x7FFFFF != 0), 1, 255)
+    scales = lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
+    elements = (x_MBE / scales.astype(jnp.float32)[:, :, None]).astype(jnp.float8_e4m3fn).reshape(M, K)
+    # Without the barrier, XLA removes this conversion together with the inverse conversion.
+    return Blocks(*lax.optimization_barrier((elements, scales)))
+
+
+def has_block_dot() -> bool:
+    """True if the target device multiplies MXFP8 matrices: Blackwell, compute capability 10.0 or newer."""
+    device = target()
+    return device is not None and device.has_mxfp8
+
+
+def block_dot(a: Blocks, b: Blocks, dtype: DTypeLike) -> Array:
+    """Multiplies MXFP8 matrices [M, K] and [N, K], contracts K, and accumulates in float32. Not differentiable.
+
+    On a device without MXFP8 matmuls, it multiplies the values in bfloat16, which represents them exactly.
+
+    Args:
+        a: The left operand.
+        b: The right operand.
+        dtype: Dtype of the result, bfloat16 or float32.
+
+    Returns:
+        The product [M, N] in `dtype`.
+    """
+    if has_block_dot():
+        operands = a.elements[None], b.elements[None], a.scales[None], b.scales[None]
+        return jax.nn.scaled_matmul(*operands, preferred_element_type=dtype)[0]
+    return lax.dot_general(_values(a), _values(b), (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
+def _values(x: Blocks) -> Array:
+    """Returns the values of a matrix in bfloat16."""
+    M, K = x.elements.shape
+    blocks = x.elements.astype(jnp.bfloat16).reshape(M, K // BLOCK, BLOCK)
+    return (blocks * x.scales.astype(jnp.bfloat16)[:, :, None]).reshape(M, K)
