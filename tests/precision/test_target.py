@@ -23,6 +23,8 @@ from jgraph_models.gpt import GPT, GPTConfig, pipeline_model
 pytestmark = [pytest.mark.target, pytest.mark.long]
 
 CONFIG = GPTConfig(num_layers=1, d_model=128, num_heads=2, num_kv_heads=2, d_ff=512, vocab_size=256, attention="xla")
+# A process compiles Mosaic kernels for one architecture only.
+WITHOUT_MOSAIC = replace(CONFIG, norm="xla")
 TOKENS = jax.ShapeDtypeStruct((8, 129), jnp.int32)
 MATMULS = 4  # linear layers of a block
 
@@ -69,7 +71,7 @@ def test_an_fp8_step_is_one_command_buffer_with_every_linear_layer_in_fp8(h200, 
 
 @pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.once)])
 def test_an_mxfp8_step_for_a_b200_is_one_command_buffer_with_block_scaled_matmuls(h200, microbatches):
-    model, loss = model_and_loss()
+    model, loss = model_and_loss(WITHOUT_MOSAIC)
     strategy, config = jgraph.Replicated(None, model.shapes), FP8Config(recipe="mxfp8")
     step = jgraph.train_step(
         loss, jgraph.elementwise(optax.adamw(1e-3)), strategy, num_microbatches=microbatches, fp8=config, batch=TOKENS
@@ -81,7 +83,7 @@ def test_an_mxfp8_step_for_a_b200_is_one_command_buffer_with_block_scaled_matmul
 
 
 def test_every_linear_layer_of_a_sharded_mxfp8_step_is_a_cudnn_call_on_a_b200_and_none_on_an_h200(h200):
-    model, loss = model_and_loss(replace(CONFIG, norm="xla"))  # a Mosaic kernel compiles for one target per process
+    model, loss = model_and_loss(WITHOUT_MOSAIC)
     strategy = jgraph.FullySharded(Mesh(np.array(jax.devices()[:2]), ("fsdp",)), model.shapes, compute_dtype=jnp.bfloat16)
     step = jgraph.train_step(loss, optax.sgd(1e-3), strategy, fp8=FP8Config(recipe="mxfp8"), batch=TOKENS)
 

@@ -47,7 +47,7 @@ def test_a_run_continues_in_every_other_precision(tmp_path):
     before, untrained = tmp_path / "start", train(tmp_path / "start")[0][0]
     for name in ("delayed", "current", "bf16", "e4m3"):
         first_loss = train(tmp_path / name, *RECIPES[name], "--continue-from", str(before))[0][0]
-        assert first_loss < untrained - 1, name
+        assert first_loss < untrained - 0.5, name
         before = tmp_path / name
 
 
