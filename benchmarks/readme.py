@@ -119,6 +119,7 @@ def page_tables() -> str:
     several += [name for name in data if name.endswith("_earlier")]
     fp8 = [name for name in data if "fp8" in name and benchmark_of(name, WITH_FP8) in WITH_FP8]
     moe = [name for name in data if benchmark_of(name, ("moe",)) == "moe" and name not in fp8]
+    grouped = [name for name in data if benchmark_of(name, ("grouped",)) == "grouped"]
     sharded_moe = [name for name in ("fsdp_experts",) if name in data]
     tables = [
         (
@@ -144,7 +145,8 @@ def page_tables() -> str:
         (
             "FP8",
             "Times are medians in milliseconds: a training step, or loss and gradients for pipelines. Each column shows its "
-            "fastest variant.",
+            "fastest variant. `options` is delayed scaling with fast accumulation in dgrad and wgrad, the head in FP8 and a "
+            "first moment in bfloat16, which are off by default.",
             fp8,
             fp8_table(("pipeline, " * ("pipeline" in name) + work, one) for name in fp8 for work, one in data[name].items()),
         ),
@@ -171,8 +173,8 @@ def page_tables() -> str:
         (
             "Grouped matmuls in bfloat16",
             "Each cell is the rate of jgraph in TFLOP/s, and the time of PyTorch over the time of jgraph.",
-            [name for name in ("grouped",) if name in data],
-            grouped_table(data.get("grouped", {})),
+            grouped,
+            grouped_table(item for name in grouped for item in data[name].items()),
         ),
         (
             "Soak runs",
@@ -228,11 +230,11 @@ def one_gpu_table(works: Sequence[tuple[str, Row]]) -> list[str]:
     )
 
 
-def grouped_table(works: dict[str, Row]) -> list[str]:
+def grouped_table(works: Iterable[tuple[str, Row]]) -> list[str]:
     """Returns a table of grouped matmuls: the rate of jgraph, and the time of PyTorch over the time of jgraph."""
     legs = {"forward": "forward", "dgrad": "dgrad", "wgrad": "wgrad", "onto_float32": "wgrad added to float32"}
     lines = []
-    for work, result in works.items():
+    for work, result in works:
         # Rows of Transformer Engine with an FP8 recipe have another precision.
         peer, ours = (
             fastest([row for row in result["rows"] if precision(row) == "bf16"], name) for name in ("torch", "jgraph")
@@ -296,7 +298,7 @@ def multi_gpu_table(data: dict[str, dict[str, Row]]) -> list[str]:
 
 def fp8_table(works: Iterable[tuple[str, Row]]) -> list[str]:
     """Returns a table of works by placement: the fastest step per precision, and the ratios of the fastest rows."""
-    heads = ["work", "devices", "jgraph bf16", "jgraph FP8, current", "jgraph FP8, delayed"]
+    heads = ["work", "devices", "jgraph bf16", "jgraph FP8, current", "jgraph FP8, delayed", "jgraph FP8, options"]
     heads += ["torch bf16", "torchao float8", "Transformer Engine FP8"]
     lines = []
     for work, result in works:
@@ -309,6 +311,7 @@ def fp8_table(works: Iterable[tuple[str, Row]]) -> list[str]:
                 ("jgraph", "bf16"),
                 ("jgraph", "current"),
                 ("jgraph", "delayed"),
+                ("jgraph", "options"),
                 *(("torch", kind) for kind in ("bf16", "float8", "te")),
             ]
             best = {own: fastest(kinds.get(own, []), own[0]) for own in shown}
@@ -325,8 +328,13 @@ def fp8_table(works: Iterable[tuple[str, Row]]) -> list[str]:
 
 
 def precision(row: Row) -> str:
-    """Returns the precision in the variant of a row: te (in FP8), current, delayed, float8 or bf16."""
+    """Returns the precision in the variant of a row: te (in FP8), current, delayed, options, float8 or bf16.
+
+    `options` is FP8 with fast accumulation in dgrad and wgrad, and other options that are off by default.
+    """
     settings = set(row["variant"].replace("=", " ").replace(":", " ").split())
+    if "fast" in settings:
+        return "options"
     if {"te", "bf16"} <= settings:
         return "bf16"
     return next((name for name in ("te", "current", "delayed", "float8") if name in settings), "bf16")
