@@ -114,7 +114,8 @@ def cross_entropy(
         raise ShapeError(f"`chunk` is {chunk!r}: must divide the {num_tokens} tokens of a microbatch", field="chunk")
     check_choice("precision", precision, ("full", "fp8"))
     if precision == "fp8" and chunk % MULTIPLE:
-        raise ShapeError(f"`chunk` is {chunk}: must be a multiple of {MULTIPLE} in FP8", field="chunk")
+        message = f"`chunk` is {chunk} for {num_tokens} tokens of a microbatch: must be a multiple of {MULTIPLE} in FP8"
+        raise ShapeError(message, field="chunk")
     vocabulary = _Vocabulary(axis, vocab_size)
     with scope("loss"):
         # int32 holds all columns, which the gradient compares with the labels.

@@ -89,6 +89,9 @@ class GPTConfig:
         for name in _SCALING_FIELDS.split() if self.rope_scaling == "none" else ():
             value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
             require(value == default, f"model.{name}", value, f"{default} where `model.rope_scaling` is none")
+        for name in ("d_model", "vocab_size", "loss_chunk") if self.head_precision == "fp8" else ():
+            value = getattr(self, name)
+            require(value % 16 == 0, f"model.{name}", value, "a multiple of 16 for `model.head_precision` fp8")
         if self.attention == "cudnn":
             self.check_cudnn()
         if self.attention == "fused":

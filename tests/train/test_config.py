@@ -66,6 +66,11 @@ MODEL = [
         "model.num_kv_heads",
         "`model.num_kv_heads` is 2: must be `model.num_heads` 4 for `model.attention` fused",
     ),
+    (
+        {"head_precision": "fp8", "loss_chunk": 24},
+        "model.loss_chunk",
+        "`model.loss_chunk` is 24: must be a multiple of 16 for `model.head_precision` fp8",
+    ),
 ]
 OPTIMIZER = [
     ({"learning_rate": 0.0}, "optimizer.learning_rate", "`optimizer.learning_rate` is 0.0: must be positive"),
