@@ -17,6 +17,21 @@ from jgraph.errors import ShapeError
 from jgraph.kernels.quantize import RotatedBack
 
 
+def rotate(x_BTHK: Array, cos_T1K: np.ndarray | Array, sin_T1K: np.ndarray | Array) -> Array:
+    """Rotates the pairs (i, i + K/2) of each head in float32.
+
+    Args:
+        x_BTHK: Queries or keys, [..., H, K] for H heads of size K, any floating dtype.
+        cos_T1K: Cosines, float32, repeated for both halves of a head. Broadcast to `x_BTHK`.
+        sin_T1K: Sines, float32, negative in the first half of a head. Broadcast to `x_BTHK`.
+
+    Returns:
+        A new array in the shape and dtype of `x_BTHK`.
+    """
+    x32 = x_BTHK.astype(jnp.float32)
+    return (x32 * cos_T1K + jnp.roll(x32, x32.shape[-1] // 2, axis=-1) * sin_T1K).astype(x_BTHK.dtype)
+
+
 def rotated_heads(
     qkv_BTHK: Array, cos_TP: np.ndarray | Array, sin_TP: np.ndarray | Array, *, num_heads: int, num_kv_heads: int
 ) -> tuple[Array, Array, Array]:
@@ -49,13 +64,8 @@ def rotated_heads(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _rotated_heads(qkv_BTHK: Array, cos_TP: Any, sin_TP: Any, num_heads: int, num_kv_heads: int) -> tuple[Array, ...]:
     q_BTHK, k_BTGK, v_BTGK = jnp.split(qkv_BTHK, [num_heads, num_heads + num_kv_heads], axis=2)
-    cos_T1K, sin_T1K = (jnp.concatenate(pair, -1)[:, None] for pair in ((cos_TP, cos_TP), (-sin_TP, sin_TP)))
-
-    def rotate(x_BTHK: Array) -> Array:
-        x32 = x_BTHK.astype(jnp.float32)
-        return (x32 * cos_T1K + jnp.roll(x32, x32.shape[-1] // 2, axis=-1) * sin_T1K).astype(x_BTHK.dtype)
-
-    return rotate(q_BTHK), rotate(k_BTGK), v_BTGK
+    tables = [jnp.concatenate(pair, -1)[:, None] for pair in ((cos_TP, cos_TP), (-sin_TP, sin_TP))]
+    return rotate(q_BTHK, *tables), rotate(k_BTGK, *tables), v_BTGK
 
 
 def _forward(qkv_BTHK: Array, cos_TP: Any, sin_TP: Any, num_heads: int, num_kv_heads: int) -> tuple[Any, Any]:

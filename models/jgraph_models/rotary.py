@@ -5,9 +5,10 @@
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
+
+from jgraph.kernels import rotary as kernels
 
 Rotary: TypeAlias = tuple[np.ndarray, np.ndarray]
 
@@ -86,6 +87,4 @@ def rotate(x_BTHK: Array, rotary_T1K: Rotary) -> Array:
     Returns:
         A new array in the shape and dtype of `x_BTHK`.
     """
-    cos_T1K, sin_T1K = rotary_T1K
-    x32 = x_BTHK.astype(jnp.float32)
-    return (x32 * cos_T1K + jnp.roll(x32, x32.shape[-1] // 2, axis=-1) * sin_T1K).astype(x_BTHK.dtype)
+    return kernels.rotate(x_BTHK, *rotary_T1K)
