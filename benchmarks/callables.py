@@ -17,7 +17,7 @@ from benchmarks.works import MLPSize, torch_pipeline
 PROGRAM = "benchmarks.programs.graphed"
 TORCH = "graphed callables"
 JITTED = "jit a block"
-BLOCKS = ("one by one", "one by one, packed parameters", "run, join segments", "run, join nothing", JITTED)
+BLOCKS = ("one by one", "run, join segments", "run, join nothing", JITTED)
 SIZES: dict[str, Row] = {
     "full": {"num_blocks": 12, "d_model": 256, "num_heads": 4, "d_ff": 1024, "batch": 2, "length": 128},
     "tiny": {"num_blocks": 3, "d_model": 64, "num_heads": 4, "d_ff": 256, "batch": 2, "length": 32},

@@ -59,14 +59,6 @@ class Blocks:
         calls = [graphed[i] for i in range(len(graphed))]
         return self.chained([lambda params, x, call=call: (call(params, x), call.backward) for call in calls])
 
-    def packed(self) -> "Blocks":
-        """Returns the blocks with their parameters packed into one array for matrices and one for vectors."""
-        packing = jgraph.Packing.of(self.params[0])
-        pack = jax.jit(packing.pack)
-        return replace(
-            self, stage=lambda packed, x: self.stage(packing.unpack(packed), x), params=tuple(map(pack, self.params))
-        )
-
     def jitted(self) -> Callable[[], Any]:
         """Returns an iteration with plain `jax.jit`. The vjp function is a pytree that holds the residuals."""
         run, backward = jax.jit(lambda params, x: jax.vjp(self.stage, params, x)), jax.jit(lambda vjp, dy: vjp(dy))
@@ -118,7 +110,6 @@ def _product(y: jax.Array, dy: jax.Array) -> jax.Array:
 
 BLOCKS: dict[str, Callable[[Blocks], Callable[[], Any]]] = {
     "one by one": lambda blocks: blocks.one_by_one(),
-    "one by one, packed parameters": lambda blocks: blocks.packed().one_by_one(),
     "run, join segments": lambda blocks: blocks.run("segments"),
     "run, join nothing": lambda blocks: blocks.run("nothing"),
     "jit a block": lambda blocks: blocks.jitted(),
