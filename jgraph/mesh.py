@@ -1,4 +1,4 @@
-"""Names of mesh axes, and the axes that a batch is sharded over."""
+"""Names of mesh axes, the axes that a batch is sharded over, and the axes over which XLA partitions the computation."""
 
 import contextlib
 import functools
@@ -9,8 +9,8 @@ from enum import StrEnum
 from typing import Any, TypeAlias, TypeVar
 
 import jax
-from jax import lax
-from jax.sharding import Mesh
+from jax import Array, lax
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jgraph.errors import ConfigError, JgraphError
 
@@ -27,6 +27,10 @@ class Axis(StrEnum):
     """Fully sharded data parallelism: sharded parameters, sharded batch."""
     PIPE = "pipe"
     """Pipeline parallelism: different layers on each rank, the same part of the batch."""
+    CONTEXT = "context"
+    """Context parallelism: different tokens of the same sequences, replicated parameters."""
+    TENSOR = "tensor"
+    """Tensor parallelism: different columns or rows of the same matrices, the same part of the batch."""
 
 
 # Flax annotates `axis_name` as a string although it takes a tuple.
@@ -35,6 +39,109 @@ BATCH_AXES: _AxisName = (Axis.DATA.value, Axis.FSDP.value)
 
 Every layout binds both axes inside a loss: `nnx.BatchNorm(64, axis_name=jgraph.BATCH_AXES, rngs=rngs)`.
 """
+
+
+PARTITIONED_AXES: tuple[str, ...] = (Axis.CONTEXT.value, Axis.TENSOR.value)
+"""Mesh axes over which XLA partitions the computation.
+
+On the other axes, each device runs the function of its rank under `jax.shard_map`.
+"""
+
+
+def on_ranks(fn: Callable[..., _T], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., _T]:
+    """Runs a function on each rank by `jax.shard_map` over all axes of a mesh except `PARTITIONED_AXES`.
+
+    Args:
+        fn: A function of arrays. It may use collectives over all axes of the mesh except `PARTITIONED_AXES`.
+        mesh: The devices.
+        in_specs: A tuple with the PartitionSpec of each argument, as in `jax.shard_map`.
+        out_specs: The same for the result.
+
+    Returns:
+        A function with the arguments and results of `fn` on whole arrays.
+    """
+    axes = set(mesh.axis_names) - set(PARTITIONED_AXES)
+    if math.prod(mesh.shape.get(axis, 1) for axis in PARTITIONED_AXES) > 1:
+        # XLA rejects collectives over an axis of size one in a program that it partitions over another axis.
+        single = {axis for axis in axes if mesh.shape[axis] == 1}
+        fn, axes = functools.reduce(_over_one, sorted(single), fn), axes - single
+    if not axes:
+        return _under(mesh, fn)
+    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
+
+
+def _under(mesh: Mesh, fn: Callable[..., _T]) -> Callable[..., _T]:
+    """Sets the mesh of the function while it is traced."""
+
+    def traced(*args: Any) -> _T:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return fn(*args)
+
+    return traced
+
+
+def partitioned(axis: str) -> int:
+    """Returns the size of a mesh axis over which XLA partitions the function that is being traced; 1 if there is none.
+
+    Args:
+        axis: One of `PARTITIONED_AXES`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return mesh.shape[axis] if kinds.get(axis) == AxisType.Auto else 1
+
+
+def constrain(x: Array, spec: PartitionSpec) -> Array:
+    """Shards an array over `PARTITIONED_AXES` of the current mesh, like `jax.lax.with_sharding_constraint`.
+
+    Args:
+        x: An array in a function that is being traced.
+        spec: The mesh axes that shard each axis of `x`. Mesh axes that XLA does not partition over, and mesh axes that do not
+            divide the length, are left out.
+
+    Returns:
+        The array with this sharding; `x` itself if no mesh axis remains.
+    """
+    spec = _partitioned_spec(spec, x.shape)
+    return lax.with_sharding_constraint(x, spec) if any(spec) else x
+
+
+def per_shard(fn: Callable[..., _T], in_specs: Any, out_specs: Any) -> Callable[..., _T]:
+    """Runs a function on the shards of its arguments over `PARTITIONED_AXES` of the current mesh.
+
+    Call it while a step is being traced. XLA cannot partition Pallas kernels, and functions that split an axis in parts need
+    whole parts on each device.
+
+    Args:
+        fn: A function of arrays. It may use collectives over the mesh axes that `partitioned` reports.
+        in_specs: A tuple with the PartitionSpec of each argument, as in `jax.shard_map`. Mesh axes that XLA does not partition
+            over are left out.
+        out_specs: The same for the result.
+
+    Returns:
+        A function with the arguments and results of `fn` on whole arrays; `fn` itself if XLA partitions over no axis.
+    """
+    axes = {axis for axis in PARTITIONED_AXES if partitioned(axis) > 1}
+    if not axes:
+        return fn
+    specs = [
+        jax.tree.map(_partitioned_spec, tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+        for tree in (in_specs, out_specs)
+    ]
+    return jax.shard_map(fn, in_specs=specs[0], out_specs=specs[1], axis_names=axes, check_vma=False)
+
+
+def _partitioned_spec(spec: PartitionSpec, shape: tuple[int, ...] | None = None) -> PartitionSpec:
+    """Returns a spec with only the mesh axes that XLA partitions over and, if `shape` is given, that divide its lengths."""
+    found: list[str | tuple[str, ...] | None] = []
+    for i, names in enumerate(spec):
+        kept: tuple[str, ...] = ()
+        for name in (names,) if isinstance(names, str) else names or ():
+            size = math.prod(map(partitioned, (*kept, name)))
+            if partitioned(name) > 1 and (shape is None or shape[i] % size == 0):
+                kept = (*kept, name)
+        found.append(kept[0] if len(kept) == 1 else kept or None)
+    return PartitionSpec(*found)
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:

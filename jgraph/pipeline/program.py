@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jgraph.autodiff import split_backward
 from jgraph.errors import ConfigError, OrderError
-from jgraph.mesh import batch_axes
+from jgraph.mesh import batch_axes, on_ranks
 from jgraph.pipeline._placement import Placement, without_ranks
 from jgraph.pipeline._play import play_aligned, play_general
 from jgraph.pipeline._runtime import RankRuntime, State
@@ -228,14 +228,8 @@ class Pipeline(Placement, StageFunctions):
         return lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(AXIS), keepdims=False)
 
     def _on_mesh(self, run: Callable[..., Any], params: Tree, out_specs: Any) -> Callable[..., Any]:
-        return jax.shard_map(
-            run,
-            mesh=self.mesh,
-            in_specs=(self.specs(params), PartitionSpec(None, batch_axes(self.mesh)), *[PartitionSpec()] * 3),
-            out_specs=out_specs,
-            # Idle ranks compute results that are discarded, which the types of varying values cannot express.
-            check_vma=False,
-        )
+        in_specs = self.specs(params), PartitionSpec(None, batch_axes(self.mesh)), *[PartitionSpec()] * 3
+        return on_ranks(run, self.mesh, in_specs, out_specs)
 
     def tables(self) -> ScheduleTables:
         """Returns the actions and slots of the schedule by tick and rank.

@@ -4,3 +4,4 @@ from jgraph.strategies.base import Strategy as Strategy
 from jgraph.strategies.fully_sharded import FullySharded as FullySharded
 from jgraph.strategies.objective import Loss as Loss
 from jgraph.strategies.replicated import Replicated as Replicated
+from jgraph.strategies.tensor_parallel import Split as Split, TensorParallel as TensorParallel

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jgraph.mesh import Axis, batch_axes, num_data_ranks, with_batch_axes
+from jgraph.mesh import Axis, batch_axes, num_data_ranks, on_ranks, with_batch_axes
 from jgraph.packing import Packing
 from jgraph.precision.loss import FP8Loss, StepLoss
 from jgraph.strategies import sharding
@@ -84,7 +84,7 @@ class DataParallel:
         if objective.packing == "nothing":
             packing = Packing.of(shapes, alone=leaf_names(shapes))
         else:
-            packing = Packing.of(shapes, alone=() if shard is None else {*alone, *loss.prepared})
+            packing = Packing.of(shapes, alone={*objective.taken, *(() if shard is None else (*alone, *loss.prepared))})
         shards = {} if shard is None else shard(jax.eval_shape(packing.pack, shapes))
         return cls(mesh, objective, loss, packing, shards, **choices)
 
@@ -182,19 +182,14 @@ class DataParallel:
         """
         if self.mesh is None:
             return self._on_device(params, batch, key, carry)
-        run = jax.shard_map(
-            self._on_device,
-            mesh=self.mesh,
-            in_specs=(self._specs, PartitionSpec(None, batch_axes(self.mesh)), PartitionSpec(), PartitionSpec()),
-            out_specs=(PartitionSpec(), self._specs),
-            check_vma=False,
-        )
+        in_specs = self._specs, PartitionSpec(None, batch_axes(self.mesh)), PartitionSpec(), PartitionSpec()
+        run = on_ranks(self._on_device, self.mesh, in_specs, (PartitionSpec(), self._specs))
         return run(params, batch, key, carry)
 
     def _on_device(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Tree]:
         """Computes the sums and gradients on one device, and reduces them over the data ranks."""
         objective, num_microbatches = self.objective, self.objective.num_microbatches
-        axes, devices = ((), 1) if self.mesh is None else (batch_axes(self.mesh), self.mesh.size)
+        axes, devices = ((), 1) if self.mesh is None else (batch_axes(self.mesh), num_data_ranks(self.mesh))
         if axes:
             key = jax.random.fold_in(key, jax.lax.axis_index(axes))
         reductions = objective.reductions_with(self.observed)

@@ -55,7 +55,7 @@ class FullySharded(FSDPChoices):
         return f"FullySharded({summary(self.mesh, self.shapes)}{options})"
 
     def __post_init__(self):
-        object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.FSDP,), allows=(Axis.DATA,)))
+        object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.FSDP,), allows=(Axis.DATA, Axis.CONTEXT, Axis.TENSOR)))
         super().__post_init__()
 
     def bind(self, objective: Objective) -> DataParallel:
@@ -77,7 +77,9 @@ class FullySharded(FSDPChoices):
 
         def shard(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ShardSpec]:
             expert_devices = dict.fromkeys(experts, self.experts)
-            return shard_specs(arrays, ranks, axes | experts, experts=expert_devices, shards=self.shards)
+            return shard_specs(
+                arrays, ranks, axes | experts, taken=objective.taken, experts=expert_devices, shards=self.shards
+            )
 
         return DataParallel.of(
             self.mesh,

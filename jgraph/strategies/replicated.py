@@ -31,7 +31,7 @@ class Replicated:
 
     def __post_init__(self):
         if self.mesh is not None:
-            object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.DATA,), allows=()))
+            object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.DATA,), allows=(Axis.CONTEXT, Axis.TENSOR)))
 
     def bind(self, objective: Objective) -> DataParallel:
         """Binds the strategy to a loss without sharding any parameter.

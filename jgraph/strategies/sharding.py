@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from jgraph.errors import ConfigError, check_choice, require
-from jgraph.mesh import Axis
+from jgraph.mesh import PARTITIONED_AXES, Axis
 from jgraph.precision.config import XLA_OPTIONS as FP8_XLA_OPTIONS, FP8Config
 from jgraph.strategies.checks import check_count, float_dtype, strings
 from jgraph.strategies.objective import Tree
@@ -48,7 +48,7 @@ def xla_options(mesh: Mesh | None, fp8: FP8Config | None) -> tuple[str, ...]:
         Options as `name=value`. Empty if `fp8` is None or only calibrates, and the mesh has no axis `fsdp` with several
         devices.
     """
-    sharded = _XLA_OPTIONS if mesh is not None and mesh.shape.get(AXIS, 1) > 1 else ()
+    sharded = _XLA_OPTIONS if mesh is not None and max(mesh.shape.get(axis, 1) for axis in (AXIS, *PARTITIONED_AXES)) > 1 else ()
     return (*sharded, *(FP8_XLA_OPTIONS if fp8 and not fp8.calibrates else ()))
 
 
@@ -170,20 +170,20 @@ def shard_specs(
         A dict with the sharding of every array by name. Scalars are replicated.
 
     Raises:
-        ConfigError: If an array does not have the requested axis.
+        ConfigError: If an array does not have the requested axis, or the axis is in `taken`.
     """
     specs = {}
     for name, leaf in shapes.items():
         if shards == "experts" and name not in experts:
             specs[name] = ShardSpec(None)
             continue
-        if name in axes and axes[name] >= leaf.ndim:
-            raise ConfigError(
-                f"`shard_rules` shards {name} along axis {axes[name]}: must be below {leaf.ndim}, its shape is {leaf.shape}",
-                field="shard_rules",
-            )
+        if name in axes and (axes[name] >= leaf.ndim or axes[name] == taken.get(name)):
+            must = f"below {leaf.ndim}, its shape is {leaf.shape}"
+            must = "another axis, because this one is split over another mesh axis" if axes[name] < leaf.ndim else must
+            raise ConfigError(f"`shard_rules` shards {name} along axis {axes[name]}: must be {must}", field="shard_rules")
         divisible = [i for i, length in enumerate(leaf.shape) if length % ranks == 0 and i != taken.get(name)]
-        longest = max(range(leaf.ndim), key=lambda i, leaf=leaf: leaf.shape[i], default=None) if pads else None
+        free = [i for i in range(leaf.ndim) if i != taken.get(name)]
+        longest = max(free, key=lambda i, leaf=leaf: leaf.shape[i], default=None) if pads else None
         axis = axes.get(name, divisible[0] if divisible else longest)
         length = 0 if axis is None else leaf.shape[axis]
         specs[name] = ShardSpec(axis, length, -(-length // ranks) * ranks, experts.get(name, 1))
@@ -277,8 +277,10 @@ def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, A
     axes: dict[str, int] = {}
     for name, spec in specs.items():
         named = [(i, part) for i, part in enumerate(spec or ()) if part is not None]
+        named = [(i, part) for i, part in named if part not in PARTITIONED_AXES]
         if any(part != AXIS for _, part in named) or len(named) > 1:
-            raise ConfigError(f"{name} has the partition names {tuple(spec)}: must be {AXIS!r}, at most once", field="fsdp")
+            must = f"must be {AXIS!r} or {Axis.TENSOR.value!r}, each at most once"
+            raise ConfigError(f"{name} has the partition names {tuple(spec)}: {must}", field="fsdp")
         for i, _ in named:
             axes[name] = i
     by_rule: dict[str, tuple[str, int]] = {}

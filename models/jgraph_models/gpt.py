@@ -8,18 +8,23 @@ The settings select a GPT, Llama 3, Qwen2, Qwen3 or Mixtral. SwiGLU: Shazeer, "G
 # H query heads, G key/value heads, K head size
 
 import math
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import PartitionSpec
 
 import jgraph
+from jgraph.context import gathered, token_order
 from jgraph.errors import ConfigError
 from jgraph.kernels import document_attention
 from jgraph.kernels.attention import choose, rotary_attention
 from jgraph.kernels.rotary import rotated_heads
+from jgraph.mesh import constrain, partitioned, per_shard
 from jgraph.modules import Decoder
 from jgraph.pipeline import PipelineModel, split_embedding
 from jgraph_models.decoding import by_layer, decoder
@@ -28,6 +33,12 @@ from jgraph_models.hugging_face import HUGGING_FACE
 from jgraph_models.rotary import Rotary, Scaling, halves, rotary, rotate
 
 Norm: TypeAlias = Literal["fused", "backward", "xla"]
+
+# Mesh axes of the axes of an activation [B, T, D]: the residual stream and the norms, the hidden states of the head, and the
+# hidden activations of attention and MLP.
+_RESIDUAL = PartitionSpec(None, ("context", "tensor"))
+_TOKENS = PartitionSpec(None, "context")
+_HIDDEN = PartitionSpec(None, "context", "tensor")
 
 _INIT_SCALE = 0.02
 _GELU_SCALE = math.sqrt(2 / math.pi)
@@ -62,6 +73,19 @@ class GPT(nnx.Module):
         self.norm = _norm(config, rngs)
         if config.head == "untied":
             self.head_DV = nnx.Param(init(rngs.params(), (config.d_model, config.vocab_size), jnp.float32))
+
+    @staticmethod
+    def tensor_rules(config: GPTConfig) -> Mapping[str, jgraph.Split]:
+        """Returns how tensor parallelism splits the parameters, by the shell pattern of their names.
+
+        Args:
+            config: Settings of the model.
+
+        Returns:
+            The rules for `jgraph.TensorParallel`: heads of attention, hidden units of the MLP and of experts, and the vocabulary
+            are split. A vocabulary that the devices cannot share is replicated.
+        """
+        return tensor_rules(config)
 
     @staticmethod
     def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
@@ -99,10 +123,8 @@ class GPT(nnx.Module):
             ConfigError: If `loss_chunk` does not divide B * (S - 1), or `attention` is a kernel that does not support the
                 device, the sizes or separate documents.
         """
-        tokens_BS, starts_BT, weights_BT = _unpacked(batch)
-        x_BTD, labels_BT = self.hidden(tokens_BS[:, :-1], starts_BT), tokens_BS[:, 1:]
-        chunk, precision = self.config.chunk_of(labels_BT.size), self.config.head_precision
-        return jgraph.cross_entropy(x_BTD, self.output(), labels_BT, chunk=chunk, weights_BT=weights_BT, precision=precision)
+        tokens_BT, labels_BT, starts_BT, weights_BT = _sequences(batch)
+        return _mean_loss(self.config, self.hidden(tokens_BT, starts_BT), self.output(), labels_BT, weights_BT)
 
     def logits(self, tokens_BT: Array) -> Array:
         """Computes the logits of the token after each position.
@@ -119,7 +141,7 @@ class GPT(nnx.Module):
         """Computes the normalized hidden states for the head.
 
         Args:
-            tokens_BT: int32 token ids [B, T]: B sequences of T tokens.
+            tokens_BT: int32 token ids [B, T]: B sequences of T tokens, in the order of `jgraph.context.token_order`.
             starts_BT: int32 [B, T], index in the sequence of the first token of each token's document. Tokens attend only
                 within their document. None for one document per sequence.
 
@@ -128,6 +150,7 @@ class GPT(nnx.Module):
         """
         # Gathered in float32 and then cast, so that the gradients of repeated tokens are summed in float32.
         x_BTD = self.embedding_VD[...].astype(jnp.float32)[tokens_BT].astype(self.config.compute_dtype)
+        x_BTD = constrain(x_BTD, _RESIDUAL)
         rotary_T1K = rotary_of(self.config, tokens_BT.shape[1])
         if self.config.scan_layers:
 
@@ -226,6 +249,27 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
     )
 
 
+def tensor_rules(config: GPTConfig) -> Mapping[str, jgraph.Split]:
+    """Returns how tensor parallelism splits the parameters of a GPT, by the shell pattern of their names.
+
+    Args:
+        config: Settings of the model.
+
+    Returns:
+        The rules for `jgraph.TensorParallel`.
+    """
+    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    gated = (config.d_ff, config.d_ff) if config.mlp == "swiglu" else ()
+    return {
+        "*embedding_VD": jgraph.Split(axis=-2, uneven="replicate"),
+        "*head_DV": jgraph.Split(axis=-1, uneven="replicate"),
+        "*attention/qkv/*": jgraph.Split(axis=-1, parts=heads),
+        "*attention/out/kernel": jgraph.Split(axis=-2, parts=(config.num_heads,)),
+        "*mlp/up/kernel": jgraph.Split(axis=-1, parts=gated),
+        "*mlp/down/kernel": jgraph.Split(axis=-2),
+    }
+
+
 class Block(nnx.Module):
     """A transformer block: attention and MLP (or `jgraph.MoE`), each of a norm of the residual stream and added to the stream.
 
@@ -281,7 +325,7 @@ class Block(nnx.Module):
         x_BTD, normed_BTD = _add_and_norm(self.attention_norm, x_BTD, add_BTD, norm)
         attended_BTD = self.attention(normed_BTD, rotary_T1K, starts_BT)
         x_BTD, normed_BTD = _add_and_norm(self.mlp_norm, x_BTD, attended_BTD, norm)
-        return x_BTD, self.mlp(normed_BTD)
+        return constrain(x_BTD, _RESIDUAL), constrain(self.mlp(normed_BTD), _RESIDUAL)
 
 
 class Attention(nnx.Module):
@@ -316,27 +360,57 @@ class Attention(nnx.Module):
             ConfigError: If `config.attention` is cudnn or fused and `starts_BT` is given, or is cudnn and the device, the sizes
                 or the dtype are not supported.
         """
+        qkv_BTC, norms, order_T = self.qkv(x_BTD), None, token_order(x_BTD.shape[1])
+        if order_T is not None:
+            starts_BT = jnp.zeros(x_BTD.shape[:2], jnp.int32) if starts_BT is None else starts_BT
+        if self.config.qk_norm == "head":
+            norms = self.q_norm, self.k_norm
+        # Positions are an argument, because each device of the axis `context` has other positions.
+        places = None if order_T is None else (tuple(jnp.asarray(table)[order_T] for table in rotary_T1K), order_T)
+        attend = per_shard(
+            partial(self._attended, rotary_T1K), (_HIDDEN, _TOKENS, PartitionSpec(), PartitionSpec("context")), _HIDDEN
+        )
+        return self.out(attend(qkv_BTC, starts_BT, norms and nnx.split(norms), places))
+
+    def _attended(
+        self, rotary_T1K: Rotary, qkv_BTC: Array, starts_BT: Array | None, norms: Any, places: tuple[Rotary, Array] | None
+    ) -> Array:
+        """Computes attention on a device's heads and tokens.
+
+        Args:
+            rotary_T1K: Rotary tables of the whole sequence.
+            qkv_BTC: Queries, keys and values of this device.
+            starts_BT: Starts of the documents of this device's tokens; None for one document per sequence.
+            norms: The norms of queries and keys as a pair from `nnx.split`.
+            places: Rotary tables and positions of this device's tokens; None if the device has all tokens.
+
+        Returns:
+            The attention before the output projection, [B, T, heads * K].
+        """
         config = self.config
-        B, T, _ = x_BTD.shape
-        qkv_BTHK = self.qkv(x_BTD).reshape(B, T, -1, config.head_size)
+        (B, T, _), K = qkv_BTC.shape, config.head_size
+        qkv_BTHK = qkv_BTC.reshape(B, T, -1, K)
+        G = config.num_kv_heads * qkv_BTHK.shape[2] // (config.num_heads + 2 * config.num_kv_heads)
+        H = qkv_BTHK.shape[2] - 2 * G
         kernel: Any = attention_kernel(config, T) if starts_BT is None else _document_kernel(config)
         if kernel == "fused":
             with jgraph.scope("attention"):
-                y_BTHK = rotary_attention(qkv_BTHK, *halves(rotary_T1K))
-            return self.out(y_BTHK.reshape(B, T, -1))
+                return rotary_attention(qkv_BTHK, *halves(rotary_T1K)).reshape(B, T, -1)
+        rotary_T1K, positions_T = places or (rotary_T1K, None)
         # The rotary embedding encodes distances, so positions need not restart at each document.
         if config.qk_norm == "head":
-            q_BTHK, k_BTGK, v_BTGK = jnp.split(qkv_BTHK, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
-            rotated = rotate(self.q_norm(q_BTHK), rotary_T1K), rotate(self.k_norm(k_BTGK), rotary_T1K), v_BTGK
+            q_BTHK, k_BTGK, v_BTGK = jnp.split(qkv_BTHK, [H, H + G], axis=2)
+            q_norm, k_norm = nnx.merge(*norms)
+            q_BTHK, k_BTGK = rotate(q_norm(q_BTHK), rotary_T1K), rotate(k_norm(k_BTGK), rotary_T1K)
         else:
-            heads = {"num_heads": config.num_heads, "num_kv_heads": config.num_kv_heads}
-            rotated = rotated_heads(qkv_BTHK, *halves(rotary_T1K), **heads)
+            q_BTHK, k_BTGK, v_BTGK = rotated_heads(qkv_BTHK, *halves(rotary_T1K), num_heads=H, num_kv_heads=G)
         with jgraph.scope("attention"):
             if starts_BT is None:
-                y_BTHK = jax.nn.dot_product_attention(*rotated, is_causal=True, implementation=kernel)
+                y_BTHK = jax.nn.dot_product_attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, implementation=kernel)
             else:
-                y_BTHK = document_attention(*rotated, starts_BT, implementation=kernel)
-        return self.out(y_BTHK.reshape(B, T, -1))
+                given = q_BTHK, gathered(k_BTGK), gathered(v_BTGK), starts_BT
+                y_BTHK = document_attention(*given, positions_T, implementation=kernel)
+        return y_BTHK.reshape(B, T, -1)
 
 
 class MLP(nnx.Module):
@@ -357,8 +431,13 @@ class MLP(nnx.Module):
         """Computes the term for the residual stream [B, T, D] from the normalized stream `x_BTD`, both in `compute_dtype`."""
         if self.config.mlp == "gelu":
             return self.down(gelu(self.up(x_BTD)))
-        gate_BTF, up_BTF = jnp.split(self.up(x_BTD), 2, axis=-1)
-        return self.down(jax.nn.silu(gate_BTF) * up_BTF)
+        return self.down(per_shard(_swiglu, (_HIDDEN,), _HIDDEN)(self.up(x_BTD)))
+
+
+def _swiglu(hidden_BTF2: Array) -> Array:
+    """Computes SwiGLU of a concatenation of gate and up."""
+    gate_BTF, up_BTF = jnp.split(hidden_BTF2, 2, axis=-1)
+    return jax.nn.silu(gate_BTF) * up_BTF
 
 
 def _add_and_norm(norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None, kernel: Norm) -> tuple[Array, Array]:
@@ -367,7 +446,17 @@ def _add_and_norm(norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None, kernel
         assert norm.scale is not None
         scale_D = norm.scale[...].astype(x_BTD.dtype)  # Like RMSNorm. On several devices, it is gathered in this dtype.
         implementation = "backward" if kernel == "backward" else "auto"
-        return jgraph.rms_norm(x_BTD, scale_D, add=add_BTD, epsilon=norm.epsilon, implementation=implementation)
+        run = partial(jgraph.rms_norm, epsilon=norm.epsilon, implementation=implementation)
+        if partitioned("context") == partitioned("tensor") == 1:
+            return run(x_BTD, scale_D, add=add_BTD)
+        given = (x_BTD, scale_D) if add_BTD is None else (x_BTD, scale_D, add_BTD)
+        is_even = x_BTD.shape[1] % (partitioned("context") * partitioned("tensor")) == 0
+        axes = _RESIDUAL if is_even else _TOKENS
+
+        def on_shard(x_BTD: Array, scale_D: Array, *add: Array) -> tuple[Array, Array]:
+            return run(x_BTD, scale_D, add=add[0] if add else None)
+
+        return per_shard(on_shard, (axes, PartitionSpec(), axes)[: len(given)], (axes, axes))(*given)
     x_BTD = x_BTD if add_BTD is None else x_BTD + add_BTD
     return x_BTD, norm(x_BTD)
 
@@ -442,6 +531,32 @@ def rotary_of(config: GPTConfig, length: int) -> Rotary:
         factors = config.rope_factor, config.rope_low_freq_factor, config.rope_high_freq_factor
         scaling = Scaling(*factors, config.rope_original_length)
     return rotary(length, config.head_size, config.rope_theta, scaling)
+
+
+def _sequences(batch: Any) -> tuple[Array, Array, Array | None, Array | None]:
+    """Returns inputs, labels, document starts and weights [B, T], in the order of `token_order`.
+
+    The last two are None if documents are not separate.
+    """
+    tokens_BS, starts_BT, weights_BT = _unpacked(batch)
+    found = tokens_BS[:, :-1], tokens_BS[:, 1:], starts_BT, weights_BT
+    order_T = token_order(tokens_BS.shape[1] - 1)
+    return found if order_T is None else jax.tree.map(lambda leaf: leaf[:, order_T], found)
+
+
+def _mean_loss(config: GPTConfig, x_BTD: Array, head_DV: Array, labels_BT: Array, weights_BT: Array | None) -> Array:
+    """Computes the mean loss. Each device has its part of the vocabulary and of the tokens."""
+    devices, is_split = partitioned("context"), config.vocab_size % partitioned("tensor") == 0
+    chunk, precision = config.chunk_of(labels_BT.size // devices), config.head_precision
+    axis = "tensor" if partitioned("tensor") > 1 and is_split else None
+
+    def loss(x_BTD: Array, head_DV: Array, labels_BT: Array, weights_BT: Array | None) -> Array:
+        options: Any = {"chunk": chunk, "axis": axis, "precision": precision}
+        mean = jgraph.cross_entropy(x_BTD, head_DV, labels_BT, weights_BT=weights_BT, **options)
+        return mean if devices == 1 else jax.lax.pmean(mean, "context")
+
+    columns = PartitionSpec(None, axis)
+    return per_shard(loss, (_TOKENS, columns, _TOKENS, _TOKENS), PartitionSpec())(x_BTD, head_DV, labels_BT, weights_BT)
 
 
 def _unpacked(batch: Any) -> tuple[Array, Array | None, Array | None]:

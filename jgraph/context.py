@@ -1,0 +1,56 @@
+"""Context parallelism: the order of the tokens of a sequence on the devices of the mesh axis `context`.
+
+Device i of N has the chunks i and 2N - 1 - i of 2N equal chunks ("zigzag"). In causal attention, the queries of every device
+then read the same number of keys. Keys and values are all-gathered (Grattafiori et al., "The Llama 3 herd of models",
+arXiv:2407.21783, section 3.3.2).
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jgraph.errors import ConfigError
+from jgraph.mesh import Axis, partitioned
+
+AXIS = Axis.CONTEXT.value
+
+
+def token_order(length: int) -> np.ndarray | None:
+    """Returns the order of the tokens of a sequence that gives each device of the axis `context` consecutive tokens.
+
+    Call it while a step is being traced.
+
+    Args:
+        length: T, the number of tokens of a sequence.
+
+    Returns:
+        int32 [T], the index in the sequence of the token at each place. None if XLA partitions over no axis `context`.
+
+    Raises:
+        ConfigError: If twice the number of devices does not divide `length`.
+    """
+    devices = partitioned(AXIS)
+    if devices == 1:
+        return None
+    if length % (2 * devices):
+        must = f"must divide the {length} tokens of a sequence into two equal chunks for each device"
+        raise ConfigError(f"`context` is {devices}: {must}", field="context")
+    chunks = np.arange(length, dtype=np.int32).reshape(2 * devices, -1)
+    return np.concatenate([chunks[[i, 2 * devices - 1 - i]].ravel() for i in range(devices)])
+
+
+def gathered(x_BS: Array) -> Array:
+    """All-gathers tokens over the axis `context`, in the order of the sequence. Called under `jgraph.mesh.per_shard`.
+
+    Args:
+        x_BS: The tokens of this device in the order of `token_order`, [B, T/N, ...] on N devices.
+
+    Returns:
+        [B, T, ...]; `x_BS` itself if the axis `context` is not bound.
+    """
+    try:
+        devices = lax.axis_size(AXIS)
+    except NameError:
+        return x_BS
+    parts = jnp.split(lax.all_gather(x_BS, AXIS, axis=1, tiled=True), 2 * devices, axis=1)
+    return jnp.concatenate(parts[0::2] + parts[1::2][::-1], axis=1)

@@ -1,0 +1,334 @@
+"""Tensor parallelism: matrices are split over the mesh axis `tensor`, around any other strategy.
+
+Column- and row-parallel layers (Shoeybi et al., "Megatron-LM", arXiv:1909.08053) with the residual stream and the norms split
+along the sequence (Korthikanti et al., "Reducing activation recomputation", arXiv:2205.05198). This strategy only places
+parameters. XLA partitions the matmuls, and inserts all-gathers in front of column-parallel layers and reduce-scatters after
+row-parallel layers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jgraph.errors import ConfigError
+from jgraph.mesh import Axis
+from jgraph.strategies.base import BoundStrategy, GradientProgram, Options, Pools, Strategy
+from jgraph.strategies.batches import BatchLayout
+from jgraph.strategies.objective import Carry, Loss, Objective, Tree
+from jgraph.tree import leaf_names, path_name
+from jgraph.xla.explain import Memory
+
+AXIS = Axis.TENSOR.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """How a parameter is split over the devices of the mesh axis `tensor`.
+
+    Attributes:
+        axis: Index of the split axis, negative: -1 for the columns of a matrix, -2 for its rows.
+        parts: The axis is a concatenation of parts, for example queries, keys and values. Number of units of each part, such as
+            heads: (32, 8, 8). Every device gets an equal share of the units of each part. () for one part, the whole axis.
+        uneven: What to do if the devices cannot share the units equally: `refuse`, or `replicate` the parameter.
+    """
+
+    axis: int
+    parts: tuple[int, ...] = ()
+    uneven: Literal["refuse", "replicate"] = "refuse"
+
+    def check(self, name: str, length: int, devices: int) -> bool:
+        """Checks that the devices can share a parameter.
+
+        Args:
+            name: Name of the parameter, for the error.
+            length: Length of its split axis.
+            devices: Number of devices of the mesh axis `tensor`.
+
+        Returns:
+            True if the parameter is split, False if it is replicated.
+
+        Raises:
+            ConfigError: If the devices cannot share the units of a part, and `uneven` is `refuse`.
+        """
+        uneven = [count for count in self.parts or (length,) if count % devices]
+        if uneven and self.uneven == "refuse":
+            what = f"{uneven[0]} heads or units" if self.parts else f"length {length}"
+            raise ConfigError(f"`tensor` is {devices}: must divide the {what} of {name}, axis {self.axis}", field="tensor")
+        return not uneven
+
+    def by_device(self, whole: Array, devices: int) -> Array:
+        """Orders the split axis by device: the shares of device 0 of all parts, then those of device 1."""
+        return self._ordered(whole, devices, inverse=False)
+
+    def by_part(self, ordered: Array, devices: int) -> Array:
+        """Inverts `by_device`."""
+        return self._ordered(ordered, devices, inverse=True)
+
+    def _ordered(self, array: Array, devices: int, *, inverse: bool) -> Array:
+        if len(self.parts) < 2:
+            return array
+        axis = array.ndim + self.axis
+        length, units = array.shape[axis], sum(self.parts)
+        shares = [count * (length // units) // devices for count in self.parts]
+        ends = [sum(shares[: i + 1]) for i in range(len(shares) - 1)]
+        before, after = array.shape[:axis], array.shape[axis + 1 :]
+        if inverse:
+            by_device = jnp.split(array.reshape(*before, devices, -1, *after), ends, axis=axis + 1)
+            return jnp.concatenate([part.reshape(*before, -1, *after) for part in by_device], axis)
+        parts = jnp.split(array, [end * devices for end in ends], axis=axis)
+        by_part = [part.reshape(*before, devices, -1, *after) for part in parts]
+        return jnp.concatenate(by_part, axis + 1).reshape(array.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class TensorParallel:
+    """Splits matrices over the mesh axis `tensor`, and leaves everything else to another strategy. For `train_step`.
+
+    The mesh of the other strategy must have the axis `tensor`. A model of Flax layers needs no change: XLA partitions its
+    matmuls along the split axes. A function that splits a concatenated axis, such as queries, keys and values of one projection,
+    must run on the shards (`jgraph.mesh.per_shard`), because the axis is ordered by device.
+
+    Attributes:
+        strategy: The strategy to wrap: `Replicated`, `FullySharded` or `Pipelined`.
+        rules: A `Split` by the shell pattern of parameter names. The first matching pattern counts. Other parameters are
+            replicated over `tensor`.
+        annotations: PartitionSpecs by the name of a parameter, None for no annotation: Flax's partition names, from
+            `functional(...).annotations`. An axis with the name `tensor` is split, if no rule matches the parameter.
+
+    Raises:
+        ConfigError: If the mesh has no axis `tensor`.
+
+    Examples:
+        >>> mesh = jax.make_mesh((1, 1), ("data", "tensor"))
+        >>> shapes = {"up": jax.ShapeDtypeStruct((8, 32), jnp.float32), "down": jax.ShapeDtypeStruct((32, 8), jnp.float32)}
+        >>> rules = {"up": jgraph.Split(axis=-1), "down": jgraph.Split(axis=-2)}
+        >>> jgraph.TensorParallel(jgraph.Replicated(mesh, shapes), rules)
+        TensorParallel(Replicated(data=1, tensor=1, 512 parameters), 2 rules)
+    """
+
+    strategy: Strategy
+    rules: Mapping[str, Split] = field(default_factory=dict)
+    annotations: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"TensorParallel({self.strategy!r}, {len(self.rules)} rules)"
+
+    def __post_init__(self):
+        mesh: Any = getattr(self.strategy, "mesh", None)
+        if mesh is None or AXIS not in mesh.axis_names:
+            raise ConfigError(f"`strategy` is {self.strategy!r}: its mesh must have the axis {AXIS}", field="strategy")
+
+    @property
+    def shapes(self) -> Tree:
+        """The parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree. Only shapes and dtypes are read."""
+        return self.strategy.shapes
+
+    def bind(self, objective: Objective) -> "BoundTensorParallel":
+        """Binds the wrapped strategy to a loss, and chooses the split of every parameter.
+
+        Args:
+            objective: The loss and the choices of the step.
+
+        Returns:
+            The bound strategy.
+
+        Raises:
+            ConfigError: If the devices cannot share a parameter, or the wrapped strategy raises it.
+        """
+        mesh: Any = getattr(self.strategy, "mesh", None)
+        splits = self.splits(mesh.shape[AXIS])
+        taken = {
+            name: leaf.ndim + splits[name].axis
+            for name, leaf in zip(leaf_names(self.shapes), jax.tree.leaves(self.shapes), strict=True)
+            if name in splits
+        }
+        return BoundTensorParallel(self.strategy.bind(replace(objective, taken=taken)), self.rules, splits, mesh.shape[AXIS])
+
+    def splits(self, devices: int) -> dict[str, Split]:
+        """Returns the `Split` of each split parameter by name.
+
+        Args:
+            devices: Number of devices of the mesh axis `tensor`.
+
+        Raises:
+            ConfigError: If the devices cannot share a parameter.
+        """
+        found: dict[str, Split] = {}
+        for name, leaf in zip(leaf_names(self.shapes), jax.tree.leaves(self.shapes), strict=True):
+            split = _first(self.rules, name) or _annotated(self.annotations.get(name), leaf.ndim)
+            if split and split.check(name, leaf.shape[split.axis], devices):
+                found[name] = split
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class BoundTensorParallel:
+    """A `BoundStrategy` with matrices that are split over the mesh axis `tensor`. Made by `TensorParallel.bind`.
+
+    Attributes:
+        inner: The wrapped strategy, bound to the same objective.
+        rules: A `Split` by the shell pattern of parameter names.
+        splits: The `Split` of each split parameter, by its name in the model's own tree.
+        devices: Number of devices of the mesh axis `tensor`.
+    """
+
+    inner: BoundStrategy
+    rules: Mapping[str, Split]
+    splits: Mapping[str, Split]
+    devices: int
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices."""
+        return self.inner.mesh
+
+    @property
+    def is_matrix(self) -> Tree:
+        """A tree with the structure of the arrays of a step and a bool for each array, True if it holds matrices."""
+        return self.inner.is_matrix
+
+    @property
+    def batches(self) -> BatchLayout:
+        """An object that assigns the rows of a batch to microbatches and devices."""
+        return self.inner.batches
+
+    @property
+    def observed(self) -> Tree:
+        """Shapes of the observed state (amax histories of FP8), a tree of `jax.ShapeDtypeStruct`; {} if there is none."""
+        return self.inner.observed
+
+    @property
+    def xla_options(self) -> tuple[str, ...]:
+        """XLA options that the step needs, as `name=value`."""
+        return self.inner.xla_options
+
+    def on(self, mesh: Mesh) -> Self:
+        """Returns a copy of the strategy for another mesh with the same shape and axis names. Moves no arrays."""
+        return replace(self, inner=self.inner.on(mesh))
+
+    def pack(self, tree: Tree) -> Tree:
+        """Orders concatenated axes by device, and packs the parameters as the wrapped strategy does.
+
+        Args:
+            tree: Arrays with the structure and shapes of the model's own tree.
+
+        Returns:
+            The arrays of a step, a tree.
+        """
+        return self.inner.pack(self._each(Split.by_device, tree))
+
+    def unpack(self, params: Tree) -> Tree:
+        """Inverts `pack`, bit for bit.
+
+        Args:
+            params: The arrays of a step, as `pack` returns them.
+
+        Returns:
+            Arrays in the model's own tree.
+        """
+        return self._each(Split.by_part, self.inner.unpack(params))
+
+    def _each(self, order: Any, tree: Tree) -> Tree:
+        def of(path: Any, leaf: Array) -> Array:
+            split = self.splits.get(path_name(path))
+            return order(split, leaf, self.devices) if split else leaf
+
+        return jax.tree_util.tree_map_with_path(of, tree)
+
+    def shardings(self, params: Tree) -> Tree:
+        """Returns the placement of the arrays of a step: that of the wrapped strategy, and split axes over `tensor`.
+
+        Args:
+            params: The arrays or their shapes, as `pack` returns them.
+
+        Returns:
+            A tree with the structure of `params` and the NamedSharding of each array.
+        """
+
+        def of(path: Any, leaf: Any, sharding: NamedSharding) -> NamedSharding:
+            name = path_name(path)
+            split = self.splits.get(name) or _first(self.rules, name)
+            if split is None or not split.check(name, leaf.shape[split.axis], self.devices):
+                return sharding
+            names = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
+            names[split.axis] = AXIS
+            return NamedSharding(sharding.mesh, PartitionSpec(*names))
+
+        return jax.tree_util.tree_map_with_path(of, params, self.inner.shardings(params))
+
+    def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Tree]:
+        """Computes the sums over a batch and the gradient of the mean loss, as the wrapped strategy does.
+
+        Args:
+            params: The arrays, as `pack` returns them.
+            batch: Leaves [M, B/M, ...] for M microbatches of a batch of B rows.
+            key: Random key of the step.
+            carry: Carried and observed state (`TrainState.carry`) before the step.
+
+        Returns:
+            (sums, gradient), as in `BoundStrategy`.
+        """
+        return self.inner.loss_and_grads(params, batch, key, carry)
+
+    def compile_gradients(self, params: Tree, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
+        """Compiles the separate executables of the gradients, if the wrapped strategy has any.
+
+        Args:
+            params: Shapes and shardings of the arrays of a step, a tree of `jax.ShapeDtypeStruct`.
+            carry: Shapes and shardings of the carried and observed state, a `Carry` of `jax.ShapeDtypeStruct`s.
+            batch: Shapes and shardings of a batch from `TrainStep.place`, a tree of `jax.ShapeDtypeStruct`.
+            key: Random key of the run.
+            options: XLA options, values by name.
+
+        Returns:
+            An object that runs the executables.
+        """
+        return self.inner.compile_gradients(params, carry, batch, key, options)
+
+    def predict_memory(self, batch: Tree) -> Pools:
+        """Predicts the memory of one device as the wrapped strategy does, with whole parameters instead of shares.
+
+        Args:
+            batch: Arrays or shapes of a whole batch, leaves [B, ...].
+
+        Returns:
+            The bytes of each pool. The pools are not all temporary arrays of the step.
+        """
+        return self.inner.predict_memory(batch)._replace(covers="some")
+
+    def describe(
+        self, batch: Tree, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None
+    ) -> list[str]:
+        """Describes a compiled step for the log, as the wrapped strategy does.
+
+        Args:
+            batch: Shapes of a whole batch, leaves [B, ...].
+            gradients: The compiled gradients.
+            executables: All executables of the step.
+            memory: Memory of the step, as reported by XLA; None if unknown.
+
+        Returns:
+            The lines, without line ends.
+        """
+        return self.inner.describe(batch, gradients, executables, memory)
+
+    def profile_facts(self) -> dict[str, Any]:
+        """Returns the facts of the wrapped strategy for the report of a profile."""
+        return self.inner.profile_facts()
+
+
+def _first(rules: Mapping[str, Split], name: str) -> Split | None:
+    """Returns the `Split` of the first pattern that matches a parameter name; None if no pattern matches."""
+    return next((split for pattern, split in rules.items() if fnmatchcase(name, pattern)), None)
+
+
+def _annotated(spec: PartitionSpec | None, ndim: int) -> Split | None:
+    """Returns the `Split` of an annotation; None if it does not name the axis `tensor`."""
+    axes = [i for i, names in enumerate(spec or ()) if AXIS in ((names,) if isinstance(names, str) else names or ())]
+    return Split(axis=axes[0] - ndim) if axes else None
