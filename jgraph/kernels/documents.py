@@ -6,7 +6,8 @@ arXiv:2307.08691). A block of threads has three warpgroups: one copies tiles int
 compute 64 rows each.
 """
 
-# B batch, T sequence, H query heads, G key/value heads, R = H / G, K head size, Q query rows and C key rows of one matmul
+# B batch, S queries and T keys of a sequence, H query heads, G key/value heads, R = H / G, K head size, Q query rows and C key
+# rows of one matmul, J tiles of keys
 
 import functools
 import math
@@ -28,80 +29,110 @@ _LEAST = -1e30
 _HEADS = (64, 128)
 
 
-def document_attention(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, *, implementation: str = "auto") -> Array:
+def document_attention(
+    q_BSHK: Array,
+    k_BTGK: Array,
+    v_BTGK: Array,
+    starts_BS: Array,
+    positions_S: Array | None = None,
+    *,
+    implementation: str = "auto",
+) -> Array:
     """Computes causal attention within each document, like `jax.nn.dot_product_attention` with the equivalent mask.
 
     A sequence consists of one or more documents. A query reads the keys of its own document up to its own position. The axes
-    are B batch, T tokens of a sequence, H query heads, G key and value heads, and K head size. Query head h reads key head
-    h // (H / G). Scores are multiplied by 1 / sqrt(K). Differentiable in queries, keys and values.
+    are B batch, S queries and T keys of a sequence, H query heads, G key and value heads, and K head size. Query head h reads
+    key head h // (H / G). Scores are multiplied by 1 / sqrt(K). Differentiable in queries, keys and values.
+
+    Without `positions_S`, S equals T. With it, a device of a context-parallel group passes its own queries and the keys of the
+    whole sequence. The gradients of keys and values are then sums over the local queries.
 
     Args:
-        q_BTHK: Queries [B, T, H, K] after the rotary embedding, bfloat16 or float32.
-        k_BTGK: Keys [B, T, G, K] after the rotary embedding, in the dtype of `q_BTHK`; G must divide H.
-        v_BTGK: Values [B, T, G, K], in the dtype of `q_BTHK`.
-        starts_BT: int32 [B, T]: for each token, the index in its sequence of the first token of its document. At most the index
-            of the token, and nondecreasing along T; neither is checked.
+        q_BSHK: Queries [B, S, H, K] after the rotary embedding, bfloat16 or float32.
+        k_BTGK: Keys [B, T, G, K] after the rotary embedding, in the dtype of `q_BSHK`; G must divide H.
+        v_BTGK: Values [B, T, G, K], in the dtype of `q_BSHK`.
+        starts_BS: int32 [B, S]: for each query, the index in its sequence of the first token of its document. At most the index
+            of the query, and nondecreasing along S; neither is checked.
+        positions_S: int32 [S], the index in the sequence of each query, from 0 to T - 1. The same for all sequences of the
+            batch. Strictly ascending, which is not checked. None for the indices 0 to T - 1.
         implementation: `mosaic`, `xla` or `auto`. `mosaic` is the Pallas kernel (Hopper; jax 0.11 or newer; bfloat16; K at most
-            128). `xla` is plain JAX, runs on any device, and holds the scores [B, H, T, T] in memory. `auto` selects `mosaic`
-            on Hopper if it supports the arrays, else `xla`.
+            128; with `positions_S`, S and T multiples of 128). It is fastest if each group of 128 queries has consecutive
+            positions. `xla` is plain JAX, runs on any device, and holds the scores [B, H, S, T] in memory. `auto` selects
+            `mosaic` on Hopper if it supports the arrays, else `xla`.
 
     Returns:
-        The attention before the output projection, [B, T, H, K] in the dtype of `q_BTHK`.
+        The attention before the output projection, [B, S, H, K] in the dtype of `q_BSHK`.
 
     Raises:
         ConfigError: If `implementation` is not one of these names.
-        ShapeError: If the shapes disagree or G does not divide H, or if `implementation` is `mosaic` and the dtype is not
-            bfloat16 or K is more than 128.
+        ShapeError: If the shapes disagree, G does not divide H, or `positions_S` is not int32; or if `implementation` is
+            `mosaic` and the kernel does not support the dtype or the shapes.
 
     Examples:
         >>> q, starts = jnp.ones((1, 4, 2, 8)), jnp.array([[0, 0, 2, 2]])
         >>> document_attention(q, q, q, starts).shape
         (1, 4, 2, 8)
+        >>> document_attention(q[:, 2:], q, q, starts[:, 2:], jnp.array([2, 3])).shape
+        (1, 2, 2, 8)
     """
-    B, T, H, K = q_BTHK.shape
-    G = k_BTGK.shape[2]
-    matches = k_BTGK.shape == v_BTGK.shape == (B, T, G, K) and H % G == 0 and starts_BT.shape == (B, T)
-    others = f"`k_BTGK` {list(k_BTGK.shape)}, `v_BTGK` {list(v_BTGK.shape)} and `starts_BT` {list(starts_BT.shape)}"
-    require(matches, "q_BTHK", q_BTHK, f"[B, T, H, K] for {others}, which must be [B, T, G, K], [B, T, G, K] and [B, T]")
-    fits = q_BTHK.dtype == jnp.bfloat16 and q_BTHK.shape[3] <= _HEADS[-1]
-    must = f"bfloat16 [B, T, H, K] with K at most {_HEADS[-1]}"
-    name = chosen(implementation, has_wgmma(), fits, "q_BTHK", q_BTHK, must)
-    return (_mosaic if name == "mosaic" else _xla)(q_BTHK, k_BTGK, v_BTGK, starts_BT)
+    (B, S, H, K), (T, G) = q_BSHK.shape, k_BTGK.shape[1:3]
+    is_whole = positions_S is None
+    matches = k_BTGK.shape == v_BTGK.shape == (B, T, G, K) and H % G == 0 and starts_BS.shape == (B, S)
+    others = f"`k_BTGK` {list(k_BTGK.shape)}, `v_BTGK` {list(v_BTGK.shape)} and `starts_BS` {list(starts_BS.shape)}"
+    sizes = "which must be [B, T, G, K], [B, T, G, K] and [B, S], with S equal to T, or at most T with `positions_S`"
+    require(matches and (S == T if is_whole else S <= T), "q_BSHK", q_BSHK, f"[B, S, H, K] for {others}, {sizes}")
+    if not is_whole:
+        listed = positions_S.shape == (S,) and positions_S.dtype == jnp.int32
+        require(listed, "positions_S", positions_S, f"int32[{S}], the position of each query of `q_BSHK`")
+    fits = q_BSHK.dtype == jnp.bfloat16 and q_BSHK.shape[3] <= _HEADS[-1] and (is_whole or S % _TILE == T % _TILE == 0)
+    must = f"bfloat16 [B, S, H, K] with K at most {_HEADS[-1]}"
+    if not is_whole:
+        must += f", S and T (here {T}) multiples of {_TILE},"
+    name = chosen(implementation, has_wgmma(), fits, "q_BSHK", q_BSHK, must)
+    return (_mosaic if name == "mosaic" else _xla)(q_BSHK, k_BTGK, v_BTGK, starts_BS, positions_S)
 
 
-def _xla(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array) -> Array:
+def _xla(q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BS: Array, positions_S: Array | None) -> Array:
     """Reference implementation."""
-    seen_BTT = jnp.arange(q_BTHK.shape[1]) >= starts_BT[:, :, None]
-    options: Any = {"is_causal": True, "implementation": "xla"}
-    return jax.nn.dot_product_attention(q_BTHK, k_BTGK, v_BTGK, mask=seen_BTT[:, None], **options)
+    keys_T = jnp.arange(k_BTGK.shape[1])
+    seen_BST = keys_T >= starts_BS[:, :, None]
+    if positions_S is not None:
+        seen_BST &= keys_T <= positions_S[:, None]
+    options: Any = {"is_causal": positions_S is None, "implementation": "xla"}
+    return jax.nn.dot_product_attention(q_BSHK, k_BTGK, v_BTGK, mask=seen_BST[:, None], **options)
 
 
-def _mosaic(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array) -> Array:
-    """Mosaic implementation. Pads T to whole tiles and K to 64 or 128. Each padding token is a separate document."""
-    T, K = q_BTHK.shape[1], q_BTHK.shape[3]
-    rows, columns = -T % _TILE, min(size for size in _HEADS if size >= K) - K
-    padding = jnp.arange(T, T + rows, dtype=starts_BT.dtype)
-    starts_BT = jnp.concatenate([starts_BT, jnp.broadcast_to(padding, (len(starts_BT), rows))], axis=1)
-    qkv = (jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, columns))) for x in (q_BTHK, k_BTGK, v_BTGK))
-    attended: Any = _attend(*qkv, starts_BT, K**-0.5)
-    return attended[:, :T, :, :K]
+def _mosaic(q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BS: Array, positions_S: Array | None) -> Array:
+    """Mosaic implementation. Pads S and T to whole tiles and K to 64 or 128. Each padding token is a separate document.
+
+    The functions that it calls take the positions as a tuple of one array, or an empty tuple for the indices 0 to T - 1.
+    """
+    S, K = q_BSHK.shape[1], q_BSHK.shape[3]
+    rows, columns = -S % _TILE, min(size for size in _HEADS if size >= K) - K
+    padding = jnp.arange(S, S + rows, dtype=starts_BS.dtype)
+    starts_BS = jnp.concatenate([starts_BS, jnp.broadcast_to(padding, (len(starts_BS), rows))], axis=1)
+    qkv = (jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, columns))) for x in (q_BSHK, k_BTGK, v_BTGK))
+    positions = () if positions_S is None else (positions_S,)
+    attended: Any = _attend(*qkv, starts_BS, positions, K**-0.5)
+    return attended[:, :S, :, :K]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, scale: float) -> Array:
-    return _jgraph_documents(q_BTHK, k_BTGK, v_BTGK, starts_BT, scale)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BS: Array, positions: tuple[Array, ...], scale: float) -> Array:
+    return _jgraph_documents(q_BSHK, k_BTGK, v_BTGK, starts_BS, positions, scale)[0]
 
 
-def _forward(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, scale: float) -> tuple[Any, Any]:
-    y_BTHK, lse_BHT = _jgraph_documents(q_BTHK, k_BTGK, v_BTGK, starts_BT, scale)
-    return y_BTHK, (q_BTHK, k_BTGK, v_BTGK, starts_BT, y_BTHK, lse_BHT)
+def _forward(
+    q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BS: Array, positions: tuple[Array, ...], scale: float
+) -> tuple[Any, Any]:
+    y_BSHK, lse_BHS = _jgraph_documents(q_BSHK, k_BTGK, v_BTGK, starts_BS, positions, scale)
+    return y_BSHK, (q_BSHK, k_BTGK, v_BTGK, starts_BS, positions, y_BSHK, lse_BHS)
 
 
-def _backward(scale: float, residuals: tuple[Array, ...], dy_BTHK: Array) -> tuple[Array | None, ...]:
-    q_BTHK, k_BTGK, v_BTGK, starts_BT, y_BTHK, lse_BHT = residuals
-    delta_BHT = jnp.einsum("bthk,bthk->bht", y_BTHK, dy_BTHK, preferred_element_type=jnp.float32)
-    given = q_BTHK, k_BTGK, v_BTGK, starts_BT, dy_BTHK, lse_BHT, delta_BHT
-    return *_jgraph_documents_backward(*given, scale), None
+def _backward(scale: float, residuals: tuple[Any, ...], dy_BSHK: Array) -> tuple[Array | None, ...]:
+    *given, y_BSHK, lse_BHS = residuals
+    delta_BHS = jnp.einsum("bshk,bshk->bhs", y_BSHK, dy_BSHK, preferred_element_type=jnp.float32)
+    return *_jgraph_documents_backward(*given, dy_BSHK, lse_BHS, delta_BHS, scale), None, None
 
 
 _attend.defvjp(_forward, _backward)
@@ -156,8 +187,8 @@ def _launch(
 
     Args:
         work: Returns the work of a block of threads.
-        args: Input arrays; the first is [B, T, ...].
-        outs: Shapes and dtypes of the results.
+        args: Input arrays.
+        outs: Shapes and dtypes of the results. The first is [B, N, ...] for a grid over tiles of N tokens.
         heads: Number of heads in the grid.
         buffers: Types of the shared memory buffers. The first `loaded` of them are filled once.
         ring: Types of the shared memory buffers that each step fills, with a leading axis of stages.
@@ -167,7 +198,7 @@ def _launch(
         The results.
     """
     gpu, stages = plgpu(), ring[0].shape[0]
-    B, T = args[0].shape[:2]
+    B, N = outs[0].shape[:2]
 
     def attend(*refs: Any, buffers: Any, ring: Any, loaded: Any, full: Any, empty: Any) -> None:
         row, head, tile, wg = (lax.axis_index(name) for name in ("row", "head", "tile", "wg"))
@@ -224,7 +255,7 @@ def _launch(
             "full": gpu.Barrier(num_arrivals=len(ring), num_barriers=stages),
             "empty": gpu.Barrier(num_arrivals=2, num_barriers=stages),
         },
-        grid=(heads, T // _TILE, B),
+        grid=(heads, N // _TILE, B),
         grid_names=("head", "tile", "row"),
         num_threads=3,
         thread_name="wg",
@@ -247,21 +278,46 @@ def _spread(vector: Any, like: Any, axis: int = 0) -> Any:
     return lax.broadcast_in_dim(vector, like.shape, (axis,))
 
 
-def _mask(scores: Any, first_q: Any, first_c: Any, starts: Any, axis: int) -> Any:
-    """Sets the scores of keys after the query, or before its document, to -inf. `axis` is the axis of the queries."""
+def _mask(scores: Any, positions: Any, first_c: Any, starts: Any, axis: int) -> Any:
+    """Sets the scores of keys after the query, or before its document, to -inf.
+
+    Args:
+        scores: Scores of queries along `axis` and keys along the other axis.
+        positions: int32, position of the first of consecutive queries, or a vector with the position of each query.
+        first_c: int32, position of the first key.
+        starts: int32, a vector with the position of the first token of each query's document.
+        axis: Axis of the queries.
+
+    Returns:
+        The masked scores.
+    """
     iota = functools.partial(plgpu().broadcasted_iota, jnp.int32, scores.shape, layout=plgpu().Layout.WGMMA)
-    q, c = iota(axis) + first_q, iota(1 - axis) + first_c
+    q = _spread(positions, scores, axis) if positions.ndim else iota(axis) + positions
+    c = iota(1 - axis) + first_c
     return jnp.where((c <= q) & (c >= _spread(starts, scores, axis)), scores, -jnp.inf)
 
 
-def _keys(k: Any, v: Any, starts: Any, at: _Place, group: Any, C: int) -> tuple[Any, Any, tuple[Any, ...]]:
+def _keys(
+    k: Any, v: Any, starts: Any, positions: Sequence[Any], at: _Place, group: Any, C: int
+) -> tuple[Any, Any, tuple[Any, ...]]:
     """Returns the keys that a tile of queries reads.
+
+    Args:
+        k: Keys [B, T, G, K] in device memory.
+        v: Values [B, T, G, K] in device memory.
+        starts: int32 [B, S] in device memory.
+        positions: The positions of the queries, int32 [S] in device memory, or nothing if S equals T.
+        at: The place of the warpgroup.
+        group: int32, index of the key head.
+        C: Keys per block.
 
     Returns:
         `_Work.source`, the index of the first block of C keys, and the bounds of `loop` relative to it.
     """
     begin, end = at.tile * _TILE, (at.tile + 1) * _TILE
     first, plain = (lax.div(starts[at.row, token] + over, jnp.int32(C)) for token, over in ((begin, 0), (end - 1, C - 1)))
+    for ref in positions:  # the position of the first query, and the last one rounded up to a block
+        begin, end = ref[begin], ref[end - 1] + C
     diagonal, last = lax.div(begin, jnp.int32(C)) - first, lax.div(end, jnp.int32(C)) - first
 
     def source(number: Any) -> Sequence[Any]:
@@ -272,26 +328,29 @@ def _keys(k: Any, v: Any, starts: Any, at: _Place, group: Any, C: int) -> tuple[
 
 
 # A jitted function, because jax 0.11 names and compiles every call of a kernel separately.
-@functools.partial(jax.jit, static_argnums=4)
-def _jgraph_documents(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, scale: float) -> tuple[Array, Array]:
-    """Returns the attention [B, T, H, K], and log2 of each query's sum of exponentials [B, H, T]."""
-    (B, T, H, K), G = q_BTHK.shape, k_BTGK.shape[2]
+@functools.partial(jax.jit, static_argnums=5)
+def _jgraph_documents(
+    q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BS: Array, positions: tuple[Array, ...], scale: float
+) -> tuple[Array, Array]:
+    """Returns the attention [B, S, H, K], and log2 of each query's sum of exponentials [B, H, S]."""
+    (B, S, H, K), G = q_BSHK.shape, k_BTGK.shape[2]
     gpu, C, factor = plgpu(), _TILE, scale * math.log2(math.e)
 
     def work(at: _Place, refs: Any, scratch: Any) -> _Work:
-        q, k, v, starts, y, lse = refs
+        q, k, v, starts, *positions, y, lse = refs
         group = lax.div(at.head, jnp.int32(H // G))
-        source, first, bounds = _keys(k, v, starts, at, group, C)
+        source, first, bounds = _keys(k, v, starts, positions, at, group, C)
 
         def compute(loop: Any) -> None:
             mine, sums = scratch[0].at[at.half], scratch[1].at[at.half]
             starts_Q = _load(starts.at[at.row, at.tokens], 0)
+            queries = _load(positions[0].at[at.tokens], 0) if positions else at.first
 
             def step(number: Any, buffers: Any, carry: Any, masked: bool) -> Any:
                 largest_Q, total_Q, y_QK = carry
                 (scores_QC,) = products([(mine, buffers[0].T)])
                 if masked:
-                    scores_QC = _mask(scores_QC, at.first, (first + number) * C, starts_Q, 0)
+                    scores_QC = _mask(scores_QC, queries, (first + number) * C, starts_Q, 0)
                 new_Q = jnp.maximum(largest_Q, jnp.max(scores_QC, axis=1) * factor)
                 exps_QC, shrink_Q = jnp.exp2(scores_QC * factor - _spread(new_Q, scores_QC)), jnp.exp2(largest_Q - new_Q)
                 y_QK = add_product(y_QK * _spread(shrink_Q, y_QK), exps_QC.astype(v.dtype), buffers[1])
@@ -307,26 +366,28 @@ def _jgraph_documents(q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Ar
 
         return _Work([q.at[at.row, pl.ds(at.tile * _TILE, _TILE), at.head]], bounds[-1], source, compute)
 
-    outs = jax.ShapeDtypeStruct(q_BTHK.shape, q_BTHK.dtype), jax.ShapeDtypeStruct((B, H, T), jnp.float32)
-    buffers = shared((_TILE, K), q_BTHK.dtype), gpu.SMEM((_TILE,), jnp.float32)
-    ring = [shared((2, C, K), q_BTHK.dtype)] * 2
-    y_BTHK, lse_BHT = _launch(work, (q_BTHK, k_BTGK, v_BTGK, starts_BT), outs, H, buffers, ring, 1)
-    return y_BTHK, lse_BHT
+    outs = jax.ShapeDtypeStruct(q_BSHK.shape, q_BSHK.dtype), jax.ShapeDtypeStruct((B, H, S), jnp.float32)
+    buffers = shared((_TILE, K), q_BSHK.dtype), gpu.SMEM((_TILE,), jnp.float32)
+    ring = [shared((2, C, K), q_BSHK.dtype)] * 2
+    args = q_BSHK, k_BTGK, v_BTGK, starts_BS, *positions
+    y_BSHK, lse_BHS = _launch(work, args, outs, H, buffers, ring, 1)
+    return y_BSHK, lse_BHS
 
 
-@functools.partial(jax.jit, static_argnums=7)
+@functools.partial(jax.jit, static_argnums=8)
 def _jgraph_documents_backward(
-    q_BTHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BT: Array, dy_BTHK: Array, lse_BHT: Array, delta_BHT: Array,
-    scale: float,
+    q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BS: Array, positions: tuple[Array, ...], dy_BSHK: Array, lse_BHS: Array,
+    delta_BHS: Array, scale: float,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """Returns the gradients of queries, keys and values. Two kernels, one over queries and one over keys, avoid atomics."""
-    (T, H, K), G = q_BTHK.shape[1:], k_BTGK.shape[2]
-    R, N, dtype = H // G, _HALF, q_BTHK.dtype
+    (H, K), (T, G) = q_BSHK.shape[2:], k_BTGK.shape[1:3]
+    R, N, dtype = H // G, _HALF, q_BSHK.dtype
     gpu, factor = plgpu(), scale * math.log2(math.e)
-    # For the first and last key of each tile: the end of its document, which is the number of tokens in documents that start at
-    # or before the key.
+    # For the first and last key of each tile: the end of its document, which is the number of queries in documents that start
+    # at or before the key, and the number of queries before the key.
     places_J2 = jnp.arange(0, T, _TILE)[:, None] + jnp.array([0, _TILE - 1])
-    ends_BJ2 = jnp.sum(starts_BT[:, None, None] <= places_J2[:, :, None], axis=-1, dtype=jnp.int32)
+    ends_BJ2 = jnp.sum(starts_BS[:, None, None] <= places_J2[:, :, None], axis=-1, dtype=jnp.int32)
+    begins_J2 = [jnp.sum(array_S < places_J2[:, :, None], axis=-1, dtype=jnp.int32) for array_S in positions]
 
     def store(result: Any, buffer: Any, out: Any) -> None:
         buffer[...] = result.astype(dtype)
@@ -334,20 +395,21 @@ def _jgraph_documents_backward(
         gpu.copy_smem_to_gmem(buffer, out)
 
     def of_queries(at: _Place, refs: Any, scratch: Any) -> _Work:
-        q, k, v, starts, dy, lse, delta, dq = refs
+        q, k, v, starts, dy, lse, delta, *positions, dq = refs
         group, tile = lax.div(at.head, jnp.int32(R)), pl.ds(at.tile * _TILE, _TILE)
-        source, first, bounds = _keys(k, v, starts, at, group, N)
+        source, first, bounds = _keys(k, v, starts, positions, at, group, N)
 
         def compute(loop: Any) -> None:
             q_QK, dy_QK = (buffer.at[at.half] for buffer in scratch)
             starts_Q = _load(starts.at[at.row, at.tokens], 0)
+            queries = _load(positions[0].at[at.tokens], 0) if positions else at.first
             lse_Q, delta_Q = (_load(ref.at[at.row, at.head, at.tokens], 0) for ref in (lse, delta))
 
             def step(number: Any, buffers: Any, dq_QK: Any, masked: bool) -> Any:
                 k_CK, v_CK = buffers
                 scores_QC, dshares_QC = products([(q_QK, k_CK.T)], [(dy_QK, v_CK.T)])
                 if masked:
-                    scores_QC = _mask(scores_QC, at.first, (first + number) * N, starts_Q, 0)
+                    scores_QC = _mask(scores_QC, queries, (first + number) * N, starts_Q, 0)
                 shares_QC = jnp.exp2(scores_QC * factor - _spread(lse_Q, scores_QC))
                 dscores_QC = shares_QC * (dshares_QC - _spread(delta_Q, scores_QC))
                 return add_product(dq_QK, dscores_QC.astype(dtype), k_CK)
@@ -357,16 +419,22 @@ def _jgraph_documents_backward(
         return _Work([x.at[at.row, tile, at.head] for x in (q, dy)], bounds[-1], source, compute)
 
     def of_keys(at: _Place, refs: Any, scratch: Any) -> _Work:
-        q, k, v, starts, dy, lse, delta, ends, dk, dv = refs
+        q, k, v, starts, dy, lse, delta, ends, *places, dk, dv = refs
         tile, first = pl.ds(at.tile * _TILE, _TILE), at.tile * (_TILE // N)
         plain, last = (ends[at.row, at.tile, which] + over for which, over in ((0, 0), (1, N - 1)))
-        count, diagonal = lax.div(last, jnp.int32(N)) - first, jnp.int32(_TILE // N)
+        diagonal = jnp.int32(_TILE // N)
+        if places:
+            _, begins = places
+            first = lax.div(begins[at.tile, 0], jnp.int32(N))
+            diagonal = lax.div(begins[at.tile, 1] + N - 1, jnp.int32(N)) - first
+        count = lax.div(last, jnp.int32(N)) - first  # 0 if no query reads the tile
         plain = jnp.clip(lax.div(plain, jnp.int32(N)) - first, diagonal, count)
 
         def source(number: Any) -> Sequence[Any]:
             head, queries = at.head * R + lax.div(number, count), pl.ds((first + lax.rem(number, count)) * N, N)
             by_row = (ref.at[at.row, head, queries] for ref in (lse, delta))
-            return q.at[at.row, queries, head], dy.at[at.row, queries, head], *by_row, starts.at[at.row, queries]
+            by_query = starts.at[at.row, queries], *(ref.at[queries] for ref in places[:1])
+            return q.at[at.row, queries, head], dy.at[at.row, queries, head], *by_row, *by_query
 
         def compute(loop: Any) -> None:
             k_CK, v_CK = (buffer.at[at.half] for buffer in scratch)
@@ -375,9 +443,10 @@ def _jgraph_documents_backward(
                 def step(number: Any, buffers: Any, carry: Any, masked: bool) -> Any:
                     (dk_CK, dv_CK), (q_QK, dy_QK, *by_query) = carry, buffers
                     scores_CQ, dshares_CQ = products([(k_CK, q_QK.T)], [(v_CK, dy_QK.T)])
-                    lse_Q, delta_Q, starts_Q = (_load(ref, 1) for ref in by_query)
+                    lse_Q, delta_Q, starts_Q, *queries = (_load(ref, 1) for ref in by_query)
                     if masked:
-                        scores_CQ = _mask(scores_CQ, (first + number - r * count) * N, at.first, starts_Q, 1)
+                        (queries,) = queries or [(first + number - r * count) * N]
+                        scores_CQ = _mask(scores_CQ, queries, at.first, starts_Q, 1)
                     shares_CQ = jnp.exp2(scores_CQ * factor - _spread(lse_Q, scores_CQ, 1))
                     dv_CK = add_product(dv_CK, shares_CQ.astype(dtype), dy_QK)
                     dscores_CQ = shares_CQ * (dshares_CQ - _spread(delta_Q, scores_CQ, 1))
@@ -392,9 +461,9 @@ def _jgraph_documents_backward(
         return _Work([x.at[at.row, tile, at.head] for x in (k, v)], R * count, source, compute)
 
     buffers, ring = [shared((_TILE, K), dtype)] * 2, [shared((4, N, K), dtype)] * 2
-    by_query = [gpu.SMEM((4, N), number) for number in (jnp.float32, jnp.float32, jnp.int32)]
-    args = q_BTHK, k_BTGK, v_BTGK, starts_BT, dy_BTHK, lse_BHT, delta_BHT
-    of_q, of_k = (jax.ShapeDtypeStruct(x.shape, dtype) for x in (q_BTHK, k_BTGK))
-    (dq,) = _launch(of_queries, args, [of_q], H, buffers, ring, 2)
-    dk, dv = _launch(of_keys, (*args, ends_BJ2), [of_k, of_k], G, buffers, ring + by_query, 2)
+    by_query = [gpu.SMEM((4, N), number) for number in (jnp.float32, jnp.float32, jnp.int32, *(x.dtype for x in positions))]
+    args = q_BSHK, k_BTGK, v_BTGK, starts_BS, dy_BSHK, lse_BHS, delta_BHS
+    of_q, of_k = (jax.ShapeDtypeStruct(x.shape, dtype) for x in (q_BSHK, k_BTGK))
+    (dq,) = _launch(of_queries, (*args, *positions), [of_q], H, buffers, ring, 2)
+    dk, dv = _launch(of_keys, (*args, ends_BJ2, *positions, *begins_J2), [of_k, of_k], G, buffers, ring + by_query, 2)
     return dq, dk, dv
