@@ -53,12 +53,14 @@ class GPT(nnx.Module):
         rngs: Random streams of Flax for the initial weights; the stream `params` is used.
 
     Attributes:
+        splits_sequences: True, because each device of the mesh axis `context` computes its own tokens.
         hugging_face: Maps models of this class to Hugging Face folders and back.
         remat: Activations to recompute in the backward pass: `nothing`, or the whole `layer` except its input. The trainer sets
             it before the model is traced.
     """
 
     hugging_face = HUGGING_FACE
+    splits_sequences = True
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
