@@ -131,7 +131,32 @@ def per_shard(fn: Callable[..., _T], in_specs: Any, out_specs: Any) -> Callable[
     if not axes:
         return fn
     in_specs, out_specs = (_with_axes(specs, axes.__contains__) for specs in (in_specs, out_specs))
-    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
+
+    def run(*args: Any) -> _T:
+        dtypes = [leaf.dtype for leaf in jax.tree.leaves(args)]
+
+        def on_shard(*args: Any) -> _T:
+            leaves, structure = jax.tree.flatten(args)
+            return fn(*structure.unflatten([leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]))
+
+        # The gradient of a replicated argument is summed over devices.
+        args = jax.tree.map(summable, args)
+        return jax.shard_map(on_shard, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)(*args)
+
+    return run
+
+
+def summable(x: Array) -> Array:
+    """Casts bfloat16 to float32 on a CPU, and returns other arrays unchanged.
+
+    XLA's CPU compiler aborts on bfloat16 sums over some axes of a mesh under `jax.shard_map`.
+
+    Args:
+        x: The argument of a collective that sums, or of one with a gradient that sums.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    is_cpu = jax.default_backend() == "cpu" if device is None else device.device_kind == "cpu"
+    return x.astype("float32") if is_cpu and x.dtype == "bfloat16" else x
 
 
 def _with_axes(specs: Any, is_kept: Callable[[str], bool]) -> Any:

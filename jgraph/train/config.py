@@ -127,6 +127,11 @@ class ParallelConfig:
         return max(self.fsdp, self.ep)
 
     @property
+    def num_devices(self) -> int:
+        """Number of devices of the run."""
+        return self.data_ranks * self.pp * self.cp * self.tp
+
+    @property
     def data_ranks(self) -> int:
         """Number of devices per pipeline rank that process different rows of each microbatch: `dp` x `fsdp`."""
         return self.dp * self.fsdp
