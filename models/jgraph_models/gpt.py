@@ -423,7 +423,7 @@ class MLP(nnx.Module):
     def __call__(self, x_BTD: Array) -> Array:
         """Computes the term for the residual stream [B, T, D] from the normalized stream `x_BTD`, both in `compute_dtype`."""
         if self.config.mlp == "gelu":
-            return self.down(gelu(self.up(x_BTD)))
+            return self.down(gelu(constrain(self.up(x_BTD), _HIDDEN)))
         return self.down(per_shard(_swiglu, (_HIDDEN,), _HIDDEN)(self.up(x_BTD)))
 
 
