@@ -28,6 +28,8 @@ class Placement:
         mesh: A mesh with the axis `pipe`, and optionally `data` and `fsdp`.
         axes: Requested `fsdp` axes of parameters, by their names in the tree of `stack`; the axis of ranks does not count. Set
             by `shard_as`. The axis of other parameters follows from their shapes.
+        split: Axes that are split over the mesh axis `tensor`, by the names of parameters in the tree of `stack`. Set by
+            `split_as`.
         experts: Number of `fsdp` devices that experts are sharded over.
         shards: `everything` if `fsdp` shards all parameters, `experts` if it shards only experts.
     """
@@ -36,6 +38,7 @@ class Placement:
     layout: StageAssignment
     mesh: Mesh
     axes: Mapping[str, int] = field(default_factory=dict)
+    split: Mapping[str, int] = field(default_factory=dict)
     experts: int = 1
     shards: fsdp.Sharded = "everything"
 
@@ -68,6 +71,18 @@ class Placement:
                 if other != i:
                     raise _cannot(name, axis, f"must be the axis of {before}, which shares an array with it in a pipeline")
         return replace(self, axes={place: axis for place, (axis, _) in found.items()})
+
+    def split_as(self, tree: Tree, axes: Mapping[str, int]) -> Self:
+        """Returns a copy with the axes that are split over the mesh axis `tensor`.
+
+        Args:
+            tree: Shapes of the parameters, in the model's own tree.
+            axes: The split axis by parameter name in `tree`.
+        """
+        if not axes:
+            return self
+        found = _changed_axes(self.model, tree, axes)
+        return replace(self, split={_name_in_stack(self.layout, path): axis for path, axis, _ in found})
 
     def stack(self, outer: Tree, layers: list[Tree]) -> Tree:
         """Stacks the result of `PipelineModel.split` into the tree of parameters for a step.
@@ -171,7 +186,7 @@ class Placement:
         shapes = dict(zip(leaf_names(params), leaves, strict=True))
         taken = {f"outer/{name}": axis for name, axis in self.model.sharded.items()}
         experts = {name: self.experts for name, leaf in shapes.items() if expert_axis(name, leaf.ndim) is not None}
-        specs = fsdp.shard_specs(shapes, ranks, self.axes, taken=taken, pads=False, experts=experts, shards=self.shards)
+        specs = fsdp.shard_specs(shapes, ranks, self.axes, taken=taken, split=self.split, pads=False, experts=experts, shards=self.shards)
         return structure.unflatten(specs.values())
 
     def pipe_axis(self, path: Sequence[Any]) -> int | None:
@@ -196,24 +211,36 @@ def _axes_after_split(model: PipelineModel, tree: Tree, name: str, axis: int) ->
     Returns:
         The path in (outer, layers), axis and length of each axis that changed.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    index = leaf_names(tree).index(name)
-    shape = leaves[index].shape
+    shape = dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))[name].shape
     if axis >= len(shape):
         raise _cannot(name, axis, f"must be less than {len(shape)}, because its shape is {shape}")
-    leaves[index] = jax.ShapeDtypeStruct((*shape[:axis], 2 * shape[axis], *shape[axis + 1 :]), leaves[index].dtype)
     try:
-        after = jax.tree.leaves(jax.eval_shape(model.split, structure.unflatten(leaves)))
+        found = _changed_axes(model, tree, {name: axis})
     except (TypeError, ValueError):
         raise _cannot(name, axis, "must be an axis that PipelineModel.split leaves unchanged") from None
-    found = []
-    for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(jax.eval_shape(model.split, tree)), after, strict=True):
-        changed = [i for i, (a, b) in enumerate(zip(old.shape, new.shape, strict=True)) if a != b]
-        found += [(path, i, old.shape[i]) for i in changed]
     if not found:
         raise _cannot(
             name, axis, "must be an axis of each layer, because this axis of layers is divided among the ranks of a pipeline"
         )
+    return found
+
+
+def _changed_axes(model: PipelineModel, tree: Tree, axes: Mapping[str, int]) -> list[tuple[Any, int, int]]:
+    """Follows axes of parameters, by name, through `PipelineModel.split`: traces it with these axes twice as long.
+
+    Returns:
+        The path in (outer, layers), axis and length of each axis that changed.
+    """
+
+    def doubled(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        axis = axes.get(path_name(path))
+        return jax.ShapeDtypeStruct([n * (1 + (i == axis)) for i, n in enumerate(leaf.shape)], leaf.dtype)
+
+    after = jax.tree.leaves(jax.eval_shape(model.split, jax.tree_util.tree_map_with_path(doubled, tree)))
+    found = []
+    for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(jax.eval_shape(model.split, tree)), after, strict=True):
+        changed = [i for i, (a, b) in enumerate(zip(old.shape, new.shape, strict=True)) if a != b]
+        found += [(path, i, old.shape[i]) for i in changed]
     return found
 
 

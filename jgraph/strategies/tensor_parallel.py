@@ -143,12 +143,12 @@ class TensorParallel:
         """
         mesh: Any = getattr(self.strategy, "mesh", None)
         splits = self.splits(mesh.shape[AXIS])
-        taken = {
+        split = {
             name: leaf.ndim + splits[name].axis
             for name, leaf in zip(leaf_names(self.shapes), jax.tree.leaves(self.shapes), strict=True)
             if name in splits
         }
-        return BoundTensorParallel(self.strategy.bind(replace(objective, taken=taken)), self.rules, splits, mesh.shape[AXIS])
+        return BoundTensorParallel(self.strategy.bind(replace(objective, split=split)), self.rules, splits, mesh.shape[AXIS])
 
     def splits(self, devices: int) -> dict[str, Split]:
         """Returns the `Split` of each split parameter by name.
@@ -257,7 +257,8 @@ class BoundTensorParallel:
             if split is None or not split.check(name, leaf.shape[split.axis], self.devices):
                 return sharding
             names = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
-            names[split.axis] = AXIS
+            other = names[split.axis]  # `pipe` also shards the vocabulary
+            names[split.axis] = AXIS if other is None else (other, AXIS)
             return NamedSharding(sharding.mesh, PartitionSpec(*names))
 
         return jax.tree_util.tree_map_with_path(of, params, self.inner.shardings(params))
