@@ -158,8 +158,8 @@ def balance_loss(probabilities_NE: Array, counts_E: Array) -> Array:
 
     The sum is over experts. The fraction of an expert is its number of tokens divided by N, as in `load_balancing_loss_func` of
     transformers. The probability is the mean over tokens. With K experts per token, the fractions sum to K, and a balanced
-    router has a loss of K. Under `jax.shard_map` over the axes `data`, `fsdp` or `context`, both are averaged over the devices that
-    share the microbatch.
+    router has a loss of K. Under `jax.shard_map` over the axes `data`, `fsdp` or `context`, both are averaged over the devices
+    that share the microbatch.
 
     Args:
         probabilities_NE: float32 probabilities of E experts for N tokens; differentiated.
