@@ -38,6 +38,11 @@ class MoE(nnx.Module):
     rows are sent to the device of their expert. The expert capacity limits the rows from one device to another. No row is
     dropped unless `config.overflow` is "drop".
 
+    On a mesh with the axis `context`, each device routes its own tokens: a share of the axis in front of D. On a mesh with the
+    axis `tensor`, each device computes its share of the hidden units of every expert. `jgraph.TensorParallel` then needs rules
+    for all experts: `Split(axis=-1, parts=(F, F))` for `up_EDF2`, `Split(axis=-2)` for `down_EFD`, and the same with F' for the
+    shared experts.
+
     The losses of the router (load-balancing loss and z-loss), times their coefficients, add to the gradient of the model's
     loss, but not to its value.
 
