@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from jgraph.errors import ConfigError
-from jgraph.mesh import Axis, partitioned
+from jgraph.mesh import Axis, partitioned, summable
 
 AXIS = Axis.CONTEXT.value
 
@@ -52,5 +52,6 @@ def gathered(x_BS: Array) -> Array:
         devices = lax.axis_size(AXIS)
     except NameError:
         return x_BS
-    parts = jnp.split(lax.all_gather(x_BS, AXIS, axis=1, tiled=True), 2 * devices, axis=1)
+    x_BT = lax.all_gather(summable(x_BS), AXIS, axis=1, tiled=True).astype(x_BS.dtype)
+    parts = jnp.split(x_BT, 2 * devices, axis=1)
     return jnp.concatenate(parts[0::2] + parts[1::2][::-1], axis=1)

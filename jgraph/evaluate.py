@@ -35,6 +35,7 @@ def evaluate(
     eval_batches: Count = None,
     dp: Count = None,
     fsdp: Count = None,
+    tp: Count = None,
     json: File = None,
 ) -> None:
     """Evaluates the model on held-out text. Prints five lines to stdout, and writes the results to a file if `json` is given.
@@ -56,7 +57,7 @@ def evaluate(
         eval_batches: Maximum number of batches, spread evenly over the text; by default the run's, or 16 for a folder.
         dp: Number of data-parallel replicas, 1 by default. Each evaluates a part of the batch.
         fsdp: Number of devices that the parameters are sharded over, 1 by default. Each evaluates a part of the batch.
-            The command uses dp * fsdp devices.
+        tp: Number of devices that each matrix is split over, 1 by default. The command uses dp * fsdp * tp devices.
         json: Also write the results to this file, as a JSON object with the keys source, data, fingerprint, batches,
             batch_size, seq_len, devices, tokens, bytes, loss, perplexity and bits_per_byte. Infinities, NaN and unknown values
             become null.
@@ -74,7 +75,7 @@ def evaluate(
 
     logging.set_verbosity(logging.FATAL)  # Orbax also logs the errors that it raises.
     check_devices()
-    sizes = {"batch_size": batch_size, "seq_len": seq_len, "eval_batches": eval_batches, "dp": dp, "fsdp": fsdp}
+    sizes = {"batch_size": batch_size, "seq_len": seq_len, "eval_batches": eval_batches, "dp": dp, "fsdp": fsdp, "tp": tp}
     options = {name: value for name, value in ({"data": data or None} | sizes).items() if value is not None}
     found = evaluation.evaluate(run, step, module=module, **options)
     if json is not None:

@@ -45,7 +45,7 @@ def cross_entropy(
     labels_BT: Array,
     *,
     chunk: int = 0,
-    axis: str | None = None,
+    axis: str | tuple[str, ...] | None = None,
     vocab_size: int = 0,
     weights_BT: Array | None = None,
     precision: Precision = "full",
@@ -67,8 +67,8 @@ def cross_entropy(
             with `axis` they make the loss NaN, without `axis` the loss is finite but meaningless.
         chunk: Tokens per chunk; must divide B*T. The logits of one chunk are held at once, in the dtype of `x_BTD`. 0 chooses
             the largest divisor of B*T with at most 2**29 logits per chunk. In float32 the divisor is also at most B*T/2.
-        axis: Name of the mesh axis over which the vocabulary is sharded; None if it is not sharded. `x_BTD`, `labels_BT` and
-            `weights_BT` must be the same on all devices of the axis.
+        axis: Name of the mesh axis, or names of the mesh axes, over which the vocabulary is sharded; None if it is not sharded.
+            `x_BTD`, `labels_BT` and `weights_BT` must be the same on all devices of the axis.
         vocab_size: Number of token ids. The columns of all devices from this number on are padding and are ignored. 0 if there
             is no padding.
         weights_BT: Factor of the loss of each token, of any dtype. The weighted losses are summed and divided by B*T, not by
@@ -128,7 +128,7 @@ def cross_entropy(
 class _Vocabulary:
     """The mesh axis that shards the vocabulary, or None; and the size of a padded vocabulary, or 0."""
 
-    axis: str | None
+    axis: str | tuple[str, ...] | None
     size: int
 
     def sum(self, x: Array) -> Array:

@@ -67,6 +67,7 @@ def on_ranks(fn: Callable[..., _T], mesh: Mesh, in_specs: Any, out_specs: Any) -
         fn, axes = functools.reduce(_over_one, sorted(single), fn), axes - single
     if not axes:
         return _under(mesh, fn)
+    in_specs, out_specs = (_with_axes(specs, axes.__contains__) for specs in (in_specs, out_specs))
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 
@@ -102,8 +103,13 @@ def constrain(x: Array, spec: PartitionSpec) -> Array:
     Returns:
         The array with this sharding; `x` itself if no mesh axis remains.
     """
-    spec = _partitioned_spec(spec, x.shape)
-    return lax.with_sharding_constraint(x, spec) if any(spec) else x
+    kept: list[tuple[str, ...]] = []
+    for names, length in zip(spec, x.shape, strict=False):
+        kept.append(())
+        for name in (names,) if isinstance(names, str) else names or ():
+            if partitioned(name) > 1 and length % math.prod(map(partitioned, (*kept[-1], name))) == 0:
+                kept[-1] = (*kept[-1], name)
+    return lax.with_sharding_constraint(x, PartitionSpec(*kept)) if any(kept) else x
 
 
 def per_shard(fn: Callable[..., _T], in_specs: Any, out_specs: Any) -> Callable[..., _T]:
@@ -124,24 +130,42 @@ def per_shard(fn: Callable[..., _T], in_specs: Any, out_specs: Any) -> Callable[
     axes = {axis for axis in PARTITIONED_AXES if partitioned(axis) > 1}
     if not axes:
         return fn
-    specs = [
-        jax.tree.map(_partitioned_spec, tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-        for tree in (in_specs, out_specs)
-    ]
-    return jax.shard_map(fn, in_specs=specs[0], out_specs=specs[1], axis_names=axes, check_vma=False)
+    in_specs, out_specs = (_with_axes(specs, axes.__contains__) for specs in (in_specs, out_specs))
+
+    def run(*args: Any) -> _T:
+        dtypes = [leaf.dtype for leaf in jax.tree.leaves(args)]
+
+        def on_shard(*args: Any) -> _T:
+            leaves, structure = jax.tree.flatten(args)
+            return fn(*structure.unflatten([leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]))
+
+        # The gradient of a replicated argument is summed over devices.
+        args = jax.tree.map(summable, args)
+        return jax.shard_map(on_shard, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)(*args)
+
+    return run
 
 
-def _partitioned_spec(spec: PartitionSpec, shape: tuple[int, ...] | None = None) -> PartitionSpec:
-    """Returns a spec with only the mesh axes that XLA partitions over and, if `shape` is given, that divide its lengths."""
-    found: list[str | tuple[str, ...] | None] = []
-    for i, names in enumerate(spec):
-        kept: tuple[str, ...] = ()
-        for name in (names,) if isinstance(names, str) else names or ():
-            size = math.prod(map(partitioned, (*kept, name)))
-            if partitioned(name) > 1 and (shape is None or shape[i] % size == 0):
-                kept = (*kept, name)
-        found.append(kept[0] if len(kept) == 1 else kept or None)
-    return PartitionSpec(*found)
+def summable(x: Array) -> Array:
+    """Casts bfloat16 to float32 on a CPU, and returns other arrays unchanged.
+
+    XLA's CPU compiler aborts on bfloat16 sums over some axes of a mesh under `jax.shard_map`.
+
+    Args:
+        x: The argument of a collective that sums, or of one with a gradient that sums.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    is_cpu = jax.default_backend() == "cpu" if device is None else device.device_kind == "cpu"
+    return x.astype("float32") if is_cpu and x.dtype == "bfloat16" else x
+
+
+def _with_axes(specs: Any, is_kept: Callable[[str], bool]) -> Any:
+    """Returns a tree of PartitionSpecs with the mesh axes for which `is_kept` is true."""
+
+    def of(spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(*[tuple(filter(is_kept, (names,) if isinstance(names, str) else names or ())) for names in spec])
+
+    return jax.tree.map(of, specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -30,6 +30,13 @@ def capture(
     preset: Name = None,
     batch_size: Count = None,
     seq_len: Count = None,
+    num_microbatches: Count = None,
+    dp: Count = None,
+    fsdp: Count = None,
+    ep: Count = None,
+    pp: Count = None,
+    cp: Count = None,
+    tp: Count = None,
     graph: _Graph = "auto",
     xla_options: tuple[str, ...] = (),
     precision: Literal["bf16", "fp8"] = "bf16",
@@ -47,18 +54,28 @@ def capture(
         preset: Preset with the sizes of the training step of a MODULE:CLASS.
         batch_size: Sequences per step, at least 1; overrides the preset. Not for a FUNCTION.
         seq_len: Tokens per sequence, at least 1; overrides the preset. Not for a FUNCTION.
+        num_microbatches: Microbatches per step, 1 by default. Not for a FUNCTION, and nor are the next six flags, which have the
+            meaning that they have for `python -m jgraph.train`.
+        dp: Data-parallel replicas.
+        fsdp: Devices that parameters, gradients and optimizer state are sharded over.
+        ep: Devices that experts are sharded over.
+        pp: Pipeline ranks.
+        cp: Devices that the tokens of each sequence are divided between.
+        tp: Devices that each matrix is split over.
         graph: Command buffers: XLA's default (auto), none (off), or every command that XLA can record on one device (full).
         xla_options: Additional XLA options as name=value; appended to those of the preset.
         precision: Dtype of the matmuls of the training step. No effect on a FUNCTION.
         fp8: Settings of the FP8 matmuls. No effect on a FUNCTION.
-        json: File for the report as a JSON object with the keys name, device, capture, donations, memory, fp8 and notes.
-            Replaced if it exists.
+        json: File for the report as a JSON object with the keys name, device, capture, donations, memory, fp8,
+            collectives and notes. Replaced if it exists.
 
     Raises:
         JgraphError: If the program does not exist or cannot be compiled, an option does not apply to it, the GPU is unknown or
             its compiler is not installed, or the file cannot be written.
     """
-    sizes = {field: size for field, size in (("batch_size", batch_size), ("seq_len", seq_len)) if size is not None}
+    given = {"batch_size": batch_size, "seq_len": seq_len, "num_microbatches": num_microbatches}
+    given |= {"dp": dp, "fsdp": fsdp, "ep": ep, "pp": pp, "cp": cp, "tp": tp}
+    sizes = {field: size for field, size in given.items() if size is not None}
     for field, size in sizes.items():
         require(size >= 1, field, size, "at least 1")
     try:
@@ -85,7 +102,7 @@ def _explain(
     import jax
 
     from jgraph.dispatch import check_devices
-    from jgraph.xla import compiler_options
+    from jgraph.xla import aot, compiler_options
     from jgraph.xla.explain import explain
 
     if target is None:
@@ -98,15 +115,22 @@ def _explain(
         return dataclasses.replace(report, name=f"{name}, {report.name}")
     from jgraph.train.setup import TrainSetup
 
+    if target is not None:
+        # The mesh of the step needs as many devices as ranks, before it is moved to the target.
+        jax.config.update("jax_num_cpu_devices", config.parallel.num_devices)
     notes = ()
     if target is not None and getattr(config.model, "attention", "") in ("auto", "xla"):
         # cuDNN's attention can be compiled only on the GPU itself, not for another model of GPU.
         config = config.changed(model=dataclasses.replace(config.model, attention="xla"))
         notes = ("attention is XLA's: a run on the GPU uses cuDNN's, which cannot be compiled without a GPU",)
     setup = TrainSetup.of(config)
-    shapes = (setup.step.state, setup.batch())
-    report = explain(setup.step.jitted(), *shapes, target=target, compiler_options=setup.options(platform))
+    step, batch = setup.step, setup.batch()
+    if target is not None and step.num_devices > 1:
+        step = step.on(aot.devices(step.num_devices, gpu=target))
+        batch = step.placed_shapes(batch)
+    report = explain(step.jitted(), step.state, batch, target=target, compiler_options=setup.options(platform))
     title = f"training step of {config.preset} ({config.module}), {config.input.batch_size} x {config.input.seq_len} tokens,"
+    title += f" on {setup.step.num_devices} devices," if setup.step.num_devices > 1 else ""
     return dataclasses.replace(report, name=title, notes=report.notes + notes)
 
 

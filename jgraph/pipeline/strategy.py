@@ -12,7 +12,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jgraph.errors import ConfigError, check_choice
-from jgraph.mesh import Axis, checked, num_data_ranks, refused_axes, with_batch_axes
+from jgraph.mesh import PARTITIONED_AXES, Axis, checked, num_data_ranks, refused_axes, with_batch_axes
 from jgraph.packing import Packing
 from jgraph.pipeline._layer_state import LayerState
 from jgraph.pipeline._placement import without_ranks
@@ -105,6 +105,9 @@ class Pipelined(FSDPChoices):
         if objective.grads_dtype != jnp.float32:
             raise ConfigError(f"`grads_dtype` is {objective.grads_dtype}: must be float32 with Pipelined", field="grads_dtype")
         check_choice("engine", self.engine, get_args(Engine))
+        split = [axis for axis in PARTITIONED_AXES if self.mesh.shape.get(axis, 1) > 1]
+        if self.engine == "dispatch" and split:
+            raise ConfigError(f"`engine` is dispatch: must be program on a mesh with the axis {split[0]}", field="engine")
         pipeline, products = self.pipeline(objective)
         params = pipeline.stacked_shapes(self.shapes)
         layers = without_ranks(params["layers"])

@@ -33,7 +33,7 @@ from jgraph.train.presets import PRESETS, preset
 
 _PROG = "python -m jgraph.train"
 # An error in these fields can be the consequence of requesting more devices than exist.
-_LAYOUT_FIELDS = ("dp", "fsdp", "ep", "num_microbatches")
+_LAYOUT_FIELDS = ("dp", "fsdp", "ep", "cp", "tp", "num_microbatches")
 # Flags of other trainers, with the flag of this command.
 ELSEWHERE = {
     other: here
@@ -57,6 +57,8 @@ ELSEWHERE = {
         "--eval-every": "eval-interval eval-steps",
         "--checkpoint-every": "save-interval save-steps save-every",
         "--log-every": "log-interval logging-steps",
+        "--tp": "tensor-parallel-size tensor-model-parallel-size tensor-parallelism",
+        "--cp": "context-parallel-size context-parallelism cp-size",
         "--pp": "pipeline-parallel-size pipeline-model-parallel-size",
         "--dp": "data-parallel-size",
         "--remat layer": "gradient-checkpointing activation-checkpointing recompute",
@@ -121,15 +123,15 @@ def _check_device_count(args: Sequence[str]) -> None:
     from jgraph.processes import devices_of_ranks, launcher
 
     layout = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("dp", "fsdp", "pp", "ep"):
+    for name in ("dp", "fsdp", "pp", "ep", "cp", "tp"):
         layout.add_argument(f"--{name}", type=int, default=1)
     layout.add_argument("--distributed.coordinator", dest="coordinator")
     parsed = layout.parse_known_args(args)[0]
     if parsed.coordinator or launcher(os.environ):
         return
     check_devices()
-    flags = " ".join(f"`{name}` {count}" for name in ("dp", "pp", "fsdp", "ep") if (count := getattr(parsed, name)) > 1)
-    devices_of_ranks(max(parsed.dp * parsed.fsdp, parsed.ep) * parsed.pp, flags=flags)
+    flags = " ".join(f"`{name}` {count}" for name in ("dp", "pp", "fsdp", "ep", "cp", "tp") if (count := getattr(parsed, name)) > 1)
+    devices_of_ranks(max(parsed.dp * parsed.fsdp, parsed.ep) * parsed.pp * parsed.cp * parsed.tp, flags=flags)
 
 
 def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:

@@ -74,7 +74,8 @@ def grown(config: TrainConfig, halt: Halt) -> tuple[TrainConfig, str]:
     """
     moe: Any = getattr(config.model, "moe", None)
     devices = config.parallel.ep
-    tokens = config.input.tokens_per_step // (config.input.num_microbatches * config.parallel.data_ranks)
+    ranks = config.parallel.data_ranks * config.parallel.cp
+    tokens = config.input.tokens_per_step // (config.input.num_microbatches * ranks)
     rows = tokens * getattr(moe, "experts_per_token", 1)  # per device, layer and microbatch
     allowed = rows_per_pair(moe.capacity, rows, devices) if hasattr(moe, "capacity") else rows
     if halt.needed <= allowed:

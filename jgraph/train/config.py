@@ -91,6 +91,10 @@ class ParallelConfig:
     `fsdp` is 1."""
     pp: int = 1
     """Pipeline ranks. Layers and vocabulary are divided between them."""
+    cp: int = 1
+    """Devices that the tokens of each sequence are divided between. Two times `cp` must divide `seq_len`."""
+    tp: int = 1
+    """Devices that each matrix is split over: attention heads, hidden units of MLPs and experts, and the vocabulary."""
     reshard_after_forward: bool = False
     """With `fsdp`: gather parameters again for the backward instead of keeping them. Saves memory, adds traffic."""
     shard_rules: tuple[str, ...] = ()
@@ -104,7 +108,7 @@ class ParallelConfig:
                 if `fsdp` is 1), a rule is not PATTERN=AXIS, or an option of `fsdp` is set while `fsdp` is 1.
         """
         check_types(self)
-        require_positive(self, "dp fsdp ep pp")
+        require_positive(self, "dp fsdp ep pp cp tp")
         divided, ranks = ("fsdp", self.fsdp) if self.fsdp > 1 else ("dp", self.dp)
         hint = "; experts are sharded over devices of `fsdp` or `dp`" if ranks == 1 else ""
         _must(self, "ep", ranks % self.ep == 0, f"a divisor of `{divided}` {ranks}{hint}")
@@ -121,6 +125,11 @@ class ParallelConfig:
         If `fsdp` is 1, only the parameters of experts are sharded.
         """
         return max(self.fsdp, self.ep)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices of the run."""
+        return self.data_ranks * self.pp * self.cp * self.tp
 
     @property
     def data_ranks(self) -> int:
@@ -502,6 +511,8 @@ class TrainConfig:
         require(rows % dp == 0, "dp", dp, f"a divisor of the {rows} sequences of a microbatch ({sizes})")
         divisible = f"such that `dp` {dp} x `fsdp` divides the {rows} sequences of a microbatch ({sizes})"
         require(rows // dp % fsdp == 0, "fsdp", fsdp, divisible)
+        cp = self.parallel.cp
+        require(cp == 1 or batch.seq_len % (2 * cp) == 0, "cp", cp, f"such that 2 x `cp` divides `seq_len` {batch.seq_len}")
         tokens = rows // dp // fsdp * batch.seq_len
         fewer = f"such that a device has fewer than 2**31 tokens per microbatch; with `seq_len` {batch.seq_len} it has {tokens}"
         require(tokens < 2**31, "batch_size", batch.batch_size, fewer)
@@ -528,7 +539,8 @@ class TrainConfig:
             # The balance loss needs all tokens of a microbatch, and a dispatched executable has only those of its device.
             has_experts = bool(getattr(getattr(self.model, "moe", None), "num_experts", 0))
             fsdp, dp, profile = self.parallel.fsdp, self.parallel.dp, self.monitor.profile
-            require(fsdp == 1, "pp_engine", "dispatch", f"program with `fsdp` {fsdp}")
+            for name, size in (("fsdp", fsdp), ("cp", self.parallel.cp), ("tp", self.parallel.tp)):
+                require(size == 1, "pp_engine", "dispatch", f"program with `{name}` {size}")
             require(not profile, "pp_engine", "dispatch", f"program with `profile` {profile}")
             require(dp == 1 or not has_experts, "pp_engine", "dispatch", f"program with `dp` {dp}")
 

@@ -99,7 +99,7 @@ def evaluate(path: str | Path, step: int | None = None, *, module: str = "", **o
             imports the module and so runs its code. Must be empty for a folder.
         **overrides: Fields of `TrainConfig` that replace the settings of the evaluation. `data`: names of corpora, files or
             directories, required for a folder. `batch_size`: sequences per batch. `seq_len`: predicted tokens per sequence.
-            `eval_batches`: largest number of batches. `dp`, `fsdp`: number of devices. The defaults are the settings of the
+            `eval_batches`: largest number of batches. `dp`, `fsdp`, `tp`: number of devices. The defaults are the settings of the
             run, but on one device. For a folder they are 8 sequences of at most 1024 tokens and 16 batches.
 
     Returns:
@@ -154,7 +154,7 @@ def _evaluated(model: _Model, overrides: dict[str, Any]) -> Evaluation:
     if "batch_size" in overrides:
         fields["num_microbatches"] = 1
     # Checked before the batch size: too few devices must be reported first.
-    ranks = {name: count for name in ("dp", "fsdp") if isinstance(count := overrides.get(name), int) and count > 1}
+    ranks = {name: count for name in ("dp", "fsdp", "tp") if isinstance(count := overrides.get(name), int) and count > 1}
     devices_of_ranks(math.prod(ranks.values()), flags=" ".join(f"`{name}` {count}" for name, count in ranks.items()))
     config = TrainConfig.of(**fields | overrides)
     if not model.reads_text and is_text(config.input.data):

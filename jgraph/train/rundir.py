@@ -363,7 +363,7 @@ RULES = (
     Rule("run_dir resume", "yes", "they select the run to resume"),
     Rule("log log_every eval_every eval_batches profile sample_tokens", "yes", "monitoring does not change the training"),
     Rule("checkpoint_every checkpoint_keep hang_seconds on_nonfinite", "yes", "saving and stopping do not change the training"),
-    Rule("dp fsdp ep reshard_after_forward shard_rules", "yes", "same training on other devices, up to rounding"),
+    Rule("dp fsdp ep cp tp reshard_after_forward shard_rules", "yes", "same training on other devices, up to rounding"),
     Rule("pp pp_engine chunks schedule memory_limit distributed", "yes", "same training on other devices, up to rounding"),
     Rule("remat graph xla_options compile_cache", "yes", "same training in another program, up to rounding"),
     Rule("model.moe.capacity", "yes", "the capacity changes no step unless tokens are dropped"),

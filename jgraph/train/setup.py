@@ -27,7 +27,7 @@ from jgraph.schedule import Schedule
 from jgraph.step import TrainStep, elementwise, train_step
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
-from jgraph.strategies import FullySharded, Loss, Replicated, Strategy
+from jgraph.strategies import FullySharded, Loss, Replicated, Strategy, TensorParallel
 from jgraph.strategies.objective import Objective
 from jgraph.train.config import InputConfig, ParallelConfig, TrainConfig
 from jgraph.train.model import find_model, model_errors
@@ -66,8 +66,8 @@ class TrainSetup:
             The setup.
 
         Raises:
-            ConfigError: If the model class cannot be imported or built, or there are fewer devices than `dp` x `fsdp` x `pp`.
-                Also if the model does not support a setting: a pipeline, `remat`, FP8, `ep` or separate documents.
+            ConfigError: If the model class cannot be imported or built, or there are too few devices.
+                Also if the model does not support a setting: a pipeline, `remat`, FP8, `ep`, `tp`, `cp` or separate documents.
             OrderError: If no valid pipeline schedule of the name `schedule` exists for this number of ranks, chunks and
                 microbatches, or the schedule in the file cannot run.
         """
@@ -81,6 +81,7 @@ class TrainSetup:
                 strategy: Strategy = _pipelined(config, mesh, model, loss)
             else:
                 loss, strategy = _mean_loss(model), _data_parallel(config, mesh, model)
+            strategy = _tensor_parallel(config, strategy, model)
             transform = elementwise(lambda is_matrix: adamw(config.optimizer, config.steps, decay_mask=is_matrix))
             step = train_step(
                 loss,
@@ -282,14 +283,14 @@ def _errors_by_flag(config: TrainConfig) -> Iterator[None]:
         if e.field == "loss" and config.dtypes.precision != "bf16":
             message = str(e).replace("`loss`", "the loss")
             raise ConfigError(f"`precision` is fp8: must be bf16; {message}", field="precision") from None
-        if field := {"experts": "ep", "engine": "pp_engine"}.get(e.field):
+        if field := {"experts": "ep", "engine": "pp_engine", "tensor": "tp", "context": "cp"}.get(e.field):
             raise ConfigError(str(e).replace(f"`{e.field}`", f"`{field}`"), field=field) from None
         raise
 
 
 def _mesh(parallel: ParallelConfig, *, is_pipeline: bool, is_sharded: bool) -> Mesh | None:
     """Returns the mesh of the run; None on one device without a pipeline or sharding."""
-    counts = {"dp": parallel.dp, "pp": parallel.pp, "fsdp": parallel.fsdp}
+    counts = {"dp": parallel.dp, "pp": parallel.pp, "fsdp": parallel.fsdp, "cp": parallel.cp, "tp": parallel.tp}
     ranks, needs_mesh = math.prod(counts.values()), is_pipeline or is_sharded
     # On one device, no backend is started: the step may be compiled for a GPU that is not present.
     if ranks == 1 and not needs_mesh and not jax.distributed.is_initialized():
@@ -304,6 +305,7 @@ def _mesh(parallel: ParallelConfig, *, is_pipeline: bool, is_sharded: bool) -> M
         axes[Axis.PIPE.value] = parallel.pp
     if is_sharded or parallel.shards > 1:
         axes[Axis.FSDP.value] = parallel.shards
+    axes |= {axis.value: size for axis, size in ((Axis.CONTEXT, parallel.cp), (Axis.TENSOR, parallel.tp)) if size > 1}
     return Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
 
 
@@ -327,6 +329,22 @@ def _data_parallel(config: TrainConfig, mesh: Mesh | None, model: FunctionalMode
         reshard_after_forward=config.parallel.reshard_after_forward,
         **_sharding(config.parallel, model),
     )
+
+
+def _tensor_parallel(config: TrainConfig, strategy: Strategy, model: FunctionalModel) -> Strategy:
+    """Returns the strategy with its matrices split over `tp` devices. Raises ConfigError if the model does not support it."""
+    cp, tp, found = config.parallel.cp, config.parallel.tp, find_model(config.module)
+    if cp > 1 and not getattr(found, "splits_sequences", False):
+        must = f"must be 1 for {config.module}, which has no attribute `splits_sequences`"
+        raise ConfigError(f"`cp` is {cp}: {must}", field="cp")
+    if tp == 1:
+        return strategy
+    rules = found.tensor_rules(config.model) if hasattr(found, "tensor_rules") else {}
+    parallel = TensorParallel(strategy, rules, model.annotations)
+    if not parallel.splits(tp):
+        must = f"must be 1 for {config.module}, which has no tensor_rules(config) and no partition name `{Axis.TENSOR}`"
+        raise ConfigError(f"`tp` is {tp}: {must}", field="tp")
+    return parallel
 
 
 def _sharding(parallel: ParallelConfig, model: FunctionalModel) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,6 +109,65 @@ class FP8Products:
 
 
 @dataclass(frozen=True)
+class Collectives:
+    """Counts of the collectives in a program compiled for a GPU. `str` formats them in one line.
+
+    A collective overlaps with a matmul if XLA schedules the matmul between the start and the end of the collective. A matmul is
+    a library call, a Pallas kernel or a fusion with a dot.
+
+    Attributes:
+        total: Number of all-gathers, reduce-scatters, all-reduces, all-to-alls and permutes between devices.
+        overlapped: Number of those that overlap with a matmul.
+    """
+
+    total: int
+    overlapped: int
+
+    @classmethod
+    def of(cls, compiled: jax.stages.Compiled) -> "Collectives":
+        """Counts the collectives in the text of a compiled program. Does not run the program.
+
+        Args:
+            compiled: The program, from `jax.jit(f).lower(...).compile()`.
+
+        Returns:
+            The counts, both 0 for a program of one device.
+
+        Raises:
+            ProfileError: If the text of the program cannot be parsed.
+        """
+        text = compiled.as_text() or ""
+        if not _COLLECTIVE.search(text):  # parsing a whole program takes seconds
+            return cls(0, 0)
+        total = overlapped = 0
+        module = HloModule(text)
+        products = {name for name, part in module.computations.items() if any(_is_product(i) for i in part.instructions.values())}
+        for part in module.computations.values():
+            running: dict[str, bool] = {}
+            for name, instruction in part.instructions.items():
+                if instruction.opcode.endswith("-done"):
+                    overlapped += any(running.pop(operand, False) for operand in instruction.operands)
+                elif _COLLECTIVE.search(f" {instruction.opcode}("):
+                    total += 1
+                    if instruction.opcode.endswith("-start"):
+                        running[name] = False
+                elif running and (_is_product(instruction) or products & set(instruction.called)):
+                    running = dict.fromkeys(running, True)
+        return cls(total, overlapped)
+
+    def __str__(self) -> str:
+        return f"collectives: {self.total}, {self.overlapped} overlapped by matmuls"
+
+
+_COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute)(-start)?\(")
+
+
+def _is_product(instruction: Instruction) -> bool:
+    """True for a matmul, for attention of cuDNN and for a Pallas kernel."""
+    return instruction.is_matmul or instruction.is_attention or instruction.target.startswith("mosaic_gpu")
+
+
+@dataclass(frozen=True)
 class Explanation:
     """The report of `explain`. `str` formats it.
 
@@ -119,6 +179,7 @@ class Explanation:
         donations: One entry per donated argument leaf, with the output that reuses its buffer.
         memory: Device memory in bytes. None if XLA does not report it.
         fp8: Counts of the FP8 matmuls.
+        collectives: Counts of the collectives between devices.
         notes: Sentences about the limits of the report.
     """
 
@@ -128,6 +189,7 @@ class Explanation:
     donations: tuple[Donation, ...]
     memory: Memory | None
     fp8: FP8Products = FP8Products(0, 0)
+    collectives: Collectives = Collectives(0, 0)
     notes: tuple[str, ...] = ()
 
     @property
@@ -138,7 +200,7 @@ class Explanation:
     def to_json(self) -> str:
         """Returns the report as the text of a JSON object.
 
-        The keys are name, device, capture, donations, memory, fp8 and notes. Nested dataclasses are objects with their fields
+        The keys are name, device, capture, donations, memory, fp8, collectives and notes. Nested dataclasses are objects with their fields
         as keys; `memory` also has the key total. None becomes null.
         """
         fields = dataclasses.asdict(self)
@@ -155,6 +217,8 @@ class Explanation:
             lines.append(f"memory: {self.memory}")
         if self.fp8.products:
             lines.append(str(self.fp8))
+        if self.collectives.total:
+            lines.append(str(self.collectives))
         if self.capture is not None and any("`graph` full" in o.remedy for o in self.capture.outside):
             lines.append(f"note: {_GRAPH_NOTE}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
@@ -289,6 +353,7 @@ def _report(
         donations=donations(lowered, compiled, names),
         memory=Memory.of(compiled),
         fp8=FP8Products.of(compiled),
+        collectives=Collectives.of(compiled),
         notes=tuple(_notes(capture, target)),
     )
 

@@ -53,12 +53,14 @@ class GPT(nnx.Module):
         rngs: Random streams of Flax for the initial weights; the stream `params` is used.
 
     Attributes:
+        splits_sequences: True, because each device of the mesh axis `context` computes its own tokens.
         hugging_face: Maps models of this class to Hugging Face folders and back.
         remat: Activations to recompute in the backward pass: `nothing`, or the whole `layer` except its input. The trainer sets
             it before the model is traced.
     """
 
     hugging_face = HUGGING_FACE
+    splits_sequences = True
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -198,7 +200,7 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
     padding = -config.vocab_size % ranks
 
     def embed(outer: Any, batch: Any) -> Array:
-        return split_embedding(outer["embedding_VD"], _unpacked(batch)[0][:, :-1], config.compute_dtype)
+        return constrain(split_embedding(outer["embedding_VD"], _sequences(batch)[0], config.compute_dtype), _RESIDUAL)
 
     def layer(params: Any, x_BTD: Array, starts_BT: Array | None = None, *carried: Any) -> Any:
         module = nnx.merge(block, params, *carried or [state])
@@ -206,20 +208,11 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
         return (x_BTD, nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))) if carried else x_BTD
 
     def head(outer: Any, x_BTD: Array, batch: Any) -> Array:
-        tokens_BS, _, weights_BT = _unpacked(batch)
+        _, labels_BT, _, weights_BT = _sequences(batch)
         x_BTD = nnx.merge(norm, outer["norm"])(jax.lax.psum(x_BTD, "pipe"))
         head_DV = outer["embedding_VD"].T if config.head == "tied" else outer["head_DV"]
-        labels_BT, size = tokens_BS[:, 1:], config.vocab_size if padding else 0
-        return jgraph.cross_entropy(
-            x_BTD,
-            head_DV.astype(config.compute_dtype),
-            labels_BT,
-            chunk=config.chunk_of(labels_BT.size),
-            axis="pipe",
-            vocab_size=size,
-            weights_BT=weights_BT,
-            precision=config.head_precision,
-        )
+        given = x_BTD, head_DV.astype(config.compute_dtype), labels_BT, weights_BT
+        return _mean_loss(config, *given, axes=("pipe",), vocab_size=config.vocab_size if padding else 0)
 
     def split(params: Any) -> tuple[Any, list[Any]]:
         outer = {name: leaf for name, leaf in params.items() if name != "blocks"}
@@ -243,7 +236,7 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
         sharded=axes,
         split=split,
         join=join,
-        context=lambda batch: _unpacked(batch)[1],
+        context=lambda batch: _sequences(batch)[2],
         split_carried=lambda carried: by_layer(config, carried),
         join_carried=join_layers,
     )
@@ -436,7 +429,7 @@ class MLP(nnx.Module):
     def __call__(self, x_BTD: Array) -> Array:
         """Computes the term for the residual stream [B, T, D] from the normalized stream `x_BTD`, both in `compute_dtype`."""
         if self.config.mlp == "gelu":
-            return self.down(gelu(self.up(x_BTD)))
+            return self.down(gelu(constrain(self.up(x_BTD), _HIDDEN)))
         return self.down(per_shard(_swiglu, (_HIDDEN,), _HIDDEN)(self.up(x_BTD)))
 
 
@@ -550,18 +543,40 @@ def _sequences(batch: Any) -> tuple[Array, Array, Array | None, Array | None]:
     return found if order_T is None else jax.tree.map(lambda leaf: leaf[:, order_T], found)
 
 
-def _mean_loss(config: GPTConfig, x_BTD: Array, head_DV: Array, labels_BT: Array, weights_BT: Array | None) -> Array:
-    """Computes the mean loss. Each device has its part of the vocabulary and of the tokens."""
-    devices, is_split = partitioned("context"), config.vocab_size % partitioned("tensor") == 0
-    chunk, precision = config.chunk_of(labels_BT.size // devices), config.head_precision
-    axis = "tensor" if partitioned("tensor") > 1 and is_split else None
+def _mean_loss(
+    config: GPTConfig,
+    x_BTD: Array,
+    head_DV: Array,
+    labels_BT: Array,
+    weights_BT: Array | None,
+    *,
+    axes: tuple[str, ...] = (),
+    vocab_size: int = 0,
+) -> Array:
+    """Computes the mean loss. Each device has its part of the vocabulary and of the tokens.
+
+    Args:
+        config: Settings of the model.
+        x_BTD: Hidden states.
+        head_DV: Output projection of this rank.
+        labels_BT: Labels in the order of `token_order`.
+        weights_BT: Factors of the losses, or None.
+        axes: Mesh axes of ranks that shard the vocabulary.
+        vocab_size: Number of token ids if the vocabulary is padded, else 0.
+
+    Returns:
+        The mean loss, the same on all devices.
+    """
+    devices, is_split = partitioned("context"), head_DV.shape[1] % partitioned("tensor") == 0
+    axes = (*axes, "tensor") if partitioned("tensor") > 1 and is_split else axes
+    options: Any = {"axis": axes[0] if len(axes) == 1 else axes or None, "vocab_size": vocab_size}
+    options |= {"chunk": config.chunk_of(labels_BT.size // devices), "precision": config.head_precision}
 
     def loss(x_BTD: Array, head_DV: Array, labels_BT: Array, weights_BT: Array | None) -> Array:
-        options: Any = {"chunk": chunk, "axis": axis, "precision": precision}
         mean = jgraph.cross_entropy(x_BTD, head_DV, labels_BT, weights_BT=weights_BT, **options)
         return mean if devices == 1 else jax.lax.pmean(mean, "context")
 
-    columns = PartitionSpec(None, axis)
+    columns = PartitionSpec(None, "tensor" if "tensor" in axes else None)
     return per_shard(loss, (_TOKENS, columns, _TOKENS, _TOKENS), PartitionSpec())(x_BTD, head_DV, labels_BT, weights_BT)
 
 
