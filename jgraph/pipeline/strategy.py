@@ -152,7 +152,7 @@ class Pipelined(FSDPChoices):
         if Axis.FSDP not in self.mesh.axis_names:
             return pipeline, products
         axes, experts = chosen_axes(shapes, self.mesh.shape[Axis.FSDP], self)
-        sharded = pipeline.shard_as(shapes, axes | experts)
+        sharded = pipeline.without(shapes, objective.taken).shard_as(shapes, axes | experts)
         return replace(sharded, experts=self.experts, shards=self.shards), products
 
     def _reducing(self, model: PipelineModel) -> PipelineModel:

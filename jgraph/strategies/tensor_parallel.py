@@ -257,8 +257,10 @@ class BoundTensorParallel:
             if split is None or not split.check(name, leaf.shape[split.axis], self.devices):
                 return sharding
             names = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
-            names[split.axis] = AXIS
-            return NamedSharding(sharding.mesh, PartitionSpec(*names))
+            other = names[split.axis]  # the ranks of a pipeline also shard the vocabulary
+            names[split.axis] = AXIS if other is None else (other, AXIS)
+            shards = self.devices * (1 if other is None else sharding.mesh.shape[other])
+            return sharding if leaf.shape[split.axis] % shards else NamedSharding(sharding.mesh, PartitionSpec(*names))
 
         return jax.tree_util.tree_map_with_path(of, params, self.inner.shardings(params))
 
