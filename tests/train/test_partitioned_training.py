@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -130,12 +131,17 @@ def test_kinds_of_models_equal_one_device(model, fields):
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_emulated_fp8_equals_fp8_on_one_device(recipe):
-    fields = {"precision": "fp8", "fp8": FP8Config(recipe=recipe, emulate=True)}
-    ours = trained_on(2, 2, {}, fields)
-    assert_same(ours, trained_on(1, 1, {}, fields))
-    # The losses are those of FP8.
-    full = trained_on(1, 1, {}, {})
-    assert np.abs(np.array(ours.losses) / full.losses - 1).max() > 1e-5
+    # Few steps, because a difference of 1e-7 rarely changes the FP8 number that an activation is rounded to; then the gradient
+    # norms differ by 1e-4. The third step uses a history of two steps.
+    fields = {"precision": "fp8", "fp8": FP8Config(recipe=recipe, emulate=True, history=4), "steps": 3, "seed": 3}
+    ours, theirs = trained_on(2, 2, {}, fields), trained_on(1, 1, {}, fields)
+    assert_same(ours, theirs)
+    for a, b in zip(*(jax.tree.leaves(jax.device_get(run.state.observed)) for run in (ours, theirs)), strict=True):
+        assert recipe == "current" or b.any()
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    # The gradients are those of FP8.
+    full = trained_on(1, 1, {}, {"steps": 3, "seed": 3})
+    assert np.abs(np.array(ours.grad_norms) / full.grad_norms - 1).max() > 1e-4
 
 
 @pytest.mark.long
