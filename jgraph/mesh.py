@@ -131,6 +131,9 @@ def per_shard(fn: Callable[..., _T], in_specs: Any, out_specs: Any) -> Callable[
     if not axes:
         return fn
     in_specs, out_specs = (_with_axes(specs, axes.__contains__) for specs in (in_specs, out_specs))
+    mesh = jax.sharding.get_abstract_mesh()
+    # With axes of size one, so that no axis remains: cuDNN's attention needs that.
+    manual = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
 
     def run(*args: Any) -> _T:
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(args)]
@@ -141,7 +144,7 @@ def per_shard(fn: Callable[..., _T], in_specs: Any, out_specs: Any) -> Callable[
 
         # The gradient of a replicated argument is summed over devices.
         args = jax.tree.map(summable, args)
-        return jax.shard_map(on_shard, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)(*args)
+        return jax.shard_map(on_shard, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)(*args)
 
     return run
 

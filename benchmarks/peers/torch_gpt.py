@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from jgraph.train.config import OptimizerConfig
-from jgraph_models.gpt import GPTConfig
+from jgraph_models.gpt_config import GPTConfig
 
 
 class GPT(nn.Module):

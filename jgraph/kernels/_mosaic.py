@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from jgraph.device import Device, find
+from jgraph.mesh import PARTITIONED_AXES, partitioned
 
 SLAB = 64
 """Rows of a warpgroup's matmul instruction (wgmma)."""
@@ -40,9 +41,12 @@ def on_cpu() -> bool:
 
 
 def has_mosaic() -> bool:
-    """True if the target device runs Mosaic kernels that need no wgmma: Hopper or Blackwell, with jax 0.11 or newer."""
-    device = target()
-    return device is not None and device.capability >= (9, 0) and jax.__version_info__ >= (0, 11)
+    """True if the target device runs Mosaic kernels that need no wgmma: Hopper or Blackwell, with jax 0.11 or newer.
+
+    False in a function that XLA partitions, because XLA would gather the arguments of a kernel.
+    """
+    device, is_whole = target(), all(partitioned(axis) == 1 for axis in PARTITIONED_AXES)
+    return is_whole and device is not None and device.capability >= (9, 0) and jax.__version_info__ >= (0, 11)
 
 
 def has_wgmma() -> bool:

@@ -2,18 +2,32 @@
 
 # B batch, T sequence, N = B * T tokens, E experts, D model, F hidden of an expert
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 from jgraph.errors import require
 from jgraph.kernels.swiglu import swiglu
+from jgraph.mesh import Axis, partitioned, per_shard
 from jgraph.moe import _experts, _router
 from jgraph.moe.config import MoEConfig
 from jgraph.scopes import scope
 
 _INIT = nnx.initializers.normal(0.02)
+_CONTEXT, _TENSOR = Axis.CONTEXT.value, Axis.TENSOR.value
+
+# Mesh axes of the axes of the parameters: hidden units are split over `tensor`.
+_SHARDS = {
+    "router_DE": PartitionSpec(),
+    "up_EDF2": PartitionSpec(None, None, _TENSOR),
+    "down_EFD": PartitionSpec(None, _TENSOR),
+    "shared_up_DF2": PartitionSpec(None, _TENSOR),
+    "shared_down_FD": PartitionSpec(_TENSOR),
+}
 
 
 class MoE(nnx.Module):
@@ -23,6 +37,11 @@ class MoE(nnx.Module):
     experts. If a strategy shards the experts over devices (`FullySharded.experts`), a device holds some of the experts, and
     rows are sent to the device of their expert. The expert capacity limits the rows from one device to another. No row is
     dropped unless `config.overflow` is "drop".
+
+    On a mesh with the axis `context`, each device routes its own tokens: a share of the axis in front of D. On a mesh with the
+    axis `tensor`, each device computes its share of the hidden units of every expert. `jgraph.TensorParallel` then needs rules
+    for all experts: `Split(axis=-1, parts=(F, F))` for `up_EDF2`, `Split(axis=-2)` for `down_EFD`, and the same with F' for the
+    shared experts.
 
     The losses of the router (load-balancing loss and z-loss), times their coefficients, add to the gradient of the model's
     loss, but not to its value.
@@ -116,40 +135,91 @@ class MoE(nnx.Module):
         Returns:
             An array with the shape and dtype of `x_BTD`.
         """
+        bias_E = None
+        if self.config.router == "sigmoid":
+            with scope("router"):
+                bias_E = _router.updated_bias(self.bias_E[...], self.tokens_E[...], self.config.bias_rate)
+        params = {name: getattr(self, name)[...] for name in _SHARDS if hasattr(self, name)}
+        shards = {name: _SHARDS[name] for name in params}
+        tensor, lead = partitioned(_TENSOR), [None] * (x_BTD.ndim - 2)
+        # Like the residual stream, so that devices of the axis `tensor` gather tokens and reduce-scatter results.
+        is_even = math.prod(x_BTD.shape[-2:-1]) % (partitioned(_CONTEXT) * tensor) == 0
+        tokens = PartitionSpec(*lead, (_CONTEXT, _TENSOR) if is_even else _CONTEXT)
+
+        def on_shard(x_BTD: Array, params: dict[str, Array], bias_E: Array | None) -> tuple[Array, dict[str, Array]]:
+            if tensor > 1 and is_even:
+                x_BTD = lax.all_gather(x_BTD, _TENSOR, axis=len(lead), tiled=True)
+            y_BTD, found = self._computed(x_BTD, params, bias_E)
+            if tensor > 1 and is_even:
+                y_BTD = lax.psum_scatter(y_BTD, _TENSOR, scatter_dimension=len(lead), tiled=True)
+            elif tensor > 1:
+                y_BTD = lax.psum(y_BTD, _TENSOR)
+            return y_BTD, found
+
+        run = per_shard(on_shard, (tokens, shards, PartitionSpec()), (tokens, PartitionSpec()))
+        y_BTD, found = run(x_BTD, params, bias_E)
+        if not self.use_running_average:
+            with scope("router"):
+                # Outside of `per_shard`, because the cotangent of the losses is 1 for all devices together.
+                y_BTD = self._train(y_BTD, found, bias_E, weight)
+        return y_BTD
+
+    def _computed(self, x_BTD: Array, params: dict[str, Array], bias_E: Array | None) -> tuple[Array, dict[str, Array]]:
+        """Computes the layer on the tokens and hidden units of a device.
+
+        Args:
+            x_BTD: Tokens of this device. All devices of the axis `tensor` have the same.
+            params: The parameters by name, with the hidden units of this device.
+            bias_E: The updated bias of the router `sigmoid`; None for other routers.
+
+        Returns:
+            The sum over the hidden units of this device, like `x_BTD`. And the new values of the state variables that do not
+            depend on old ones, by name, for the tokens of all devices of the axis `context`; {} in evaluation mode.
+        """
         config, dtype = self.config, x_BTD.dtype
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
         with scope("router"):
-            logits_NE = _router.logits(x_ND, self.router_DE[...].astype(jnp.float32))
-            bias_E = None
-            if config.router == "sigmoid":
-                bias_E = _router.updated_bias(self.bias_E[...], self.tokens_E[...], config.bias_rate)
+            logits_NE = _router.logits(x_ND, params["router_DE"].astype(jnp.float32))
             found = _router.route(logits_NE, config, bias_E)
-        weights = self.up_EDF2[...].astype(dtype), self.down_EFD[...].astype(dtype)
+        weights = params["up_EDF2"].astype(dtype), params["down_EFD"].astype(dtype)
         if len(weights[0]) < config.num_experts:
             y_ND, overflow = _experts.sharded_mixture(x_ND, found, *weights, config)
         else:
             y_ND, overflow = _experts.mixture(x_ND, found, *weights), _experts.Overflow(*[jnp.zeros((), jnp.int32)] * 2)
         if config.shared_experts:
             with scope("experts"):
-                hidden_NF = swiglu(x_ND @ self.shared_up_DF2[...].astype(dtype))
-                y_ND += hidden_NF @ self.shared_down_FD[...].astype(dtype)
-        if not self.use_running_average:
-            self.dropped.set_value(overflow.dropped)
-            self.overflow.set_value(overflow.needed if config.overflow == "replay" else jnp.zeros_like(overflow.needed))
-            with scope("router"):
-                y_ND = self._train(y_ND, found, logits_NE, bias_E, weight)
-        return y_ND.reshape(x_BTD.shape)
+                hidden_NF = swiglu(x_ND @ params["shared_up_DF2"].astype(dtype))
+                y_ND += hidden_NF @ params["shared_down_FD"].astype(dtype)
+        y_BTD = y_ND.reshape(x_BTD.shape)
+        if self.use_running_average:
+            return y_BTD, {}
+        with scope("router"):
+            values = {
+                "tokens_E": found.counts,
+                "entropy": _router.entropy(found.probabilities),
+                "balance": _router.balance_loss(found.probabilities, found.counts),
+                "z": _router.z_loss(logits_NE),
+                "dropped": overflow.dropped,
+                "overflow": overflow.needed if config.overflow == "replay" else jnp.zeros_like(overflow.needed),
+            }
+            return y_BTD, {name: _over_context(getattr(self, name), value) for name, value in values.items()}
 
-    def _train(self, y: Array, found: _router.Routing, logits_NE: Array, bias_E: Array | None, weight: Array | float) -> Array:
+    def _train(self, y: Array, found: dict[str, Array], bias_E: Array | None, weight: Array | float) -> Array:
         """Attaches the losses of the router to y, and writes the state."""
         config = self.config
-        balance, z = _router.balance_loss(found.probabilities, found.counts), _router.z_loss(logits_NE)
         if config.balance_loss or config.z_loss:
-            y = _router.attach(y, weight * (config.balance_loss * balance + config.z_loss * z))
+            y = _router.attach(y, weight * (config.balance_loss * found["balance"] + config.z_loss * found["z"]))
         if bias_E is not None:
             self.bias_E.set_value(bias_E)
-        self.tokens_E.set_value(found.counts)
-        self.unseen_E.set_value(jnp.where(found.counts > 0, 0, self.unseen_E[...] - 1))
-        for place, value in (self.entropy, _router.entropy(found.probabilities)), (self.balance, balance), (self.z, z):
-            place.set_value(jax.lax.stop_gradient(value))
+        self.unseen_E.set_value(jnp.where(found["tokens_E"] > 0, 0, self.unseen_E[...] - 1))
+        for name, value in found.items():
+            getattr(self, name).set_value(lax.stop_gradient(value))
         return y
+
+
+def _over_context(variable: nnx.Variable, value: Array) -> Array:
+    """Reduces a new value of a state variable over the axis `context`, as a step reduces it over data ranks."""
+    if _CONTEXT not in jax.sharding.get_abstract_mesh().manual_axes:
+        return value
+    reduce = {"sum": lax.psum, "mean": lax.pmean, "halt": lax.pmax}[variable.get_metadata()["reduction"]]
+    return reduce(value, _CONTEXT)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jgraph.mesh import BATCH_AXES
+from jgraph.mesh import BATCH_AXES, Axis
 from jgraph.moe.config import MoEConfig
 
 
@@ -158,8 +158,8 @@ def balance_loss(probabilities_NE: Array, counts_E: Array) -> Array:
 
     The sum is over experts. The fraction of an expert is its number of tokens divided by N, as in `load_balancing_loss_func` of
     transformers. The probability is the mean over tokens. With K experts per token, the fractions sum to K, and a balanced
-    router has a loss of K. Under `jax.shard_map` over the axes `data` or `fsdp`, both are averaged over the devices that share
-    the microbatch.
+    router has a loss of K. Under `jax.shard_map` over the axes `data`, `fsdp` or `context`, both are averaged over the devices
+    that share the microbatch.
 
     Args:
         probabilities_NE: float32 probabilities of E experts for N tokens; differentiated.
@@ -171,7 +171,7 @@ def balance_loss(probabilities_NE: Array, counts_E: Array) -> Array:
     fractions_E = lax.stop_gradient(counts_E.astype(jnp.float32)) / len(probabilities_NE)
     means_E = jnp.mean(probabilities_NE, 0)
     mesh = jax.sharding.get_abstract_mesh()
-    if axes := tuple(axis for axis in BATCH_AXES if axis in mesh.manual_axes and mesh.shape[axis] > 1):
+    if axes := tuple(axis for axis in (*BATCH_AXES, Axis.CONTEXT.value) if axis in mesh.manual_axes and mesh.shape[axis] > 1):
         fractions_E, means_E = lax.pmean(jnp.stack([fractions_E, means_E]), axes)
     return len(counts_E) * jnp.sum(fractions_E * means_E)
 

@@ -28,7 +28,8 @@ class Placement:
         mesh: A mesh with the axis `pipe`, and optionally `data` and `fsdp`.
         axes: Requested `fsdp` axes of parameters, by their names in the tree of `stack`; the axis of ranks does not count. Set
             by `shard_as`. The axis of other parameters follows from their shapes.
-        taken: Axes that another strategy shards over its own mesh axis, like `axes`. Set by `without`.
+        split: Axes that are split over the mesh axis `tensor`, by the names of parameters in the tree of `stack`. Set by
+            `split_as`.
         experts: Number of `fsdp` devices that experts are sharded over.
         shards: `everything` if `fsdp` shards all parameters, `experts` if it shards only experts.
     """
@@ -37,19 +38,9 @@ class Placement:
     layout: StageAssignment
     mesh: Mesh
     axes: Mapping[str, int] = field(default_factory=dict)
-    taken: Mapping[str, int] = field(default_factory=dict)
+    split: Mapping[str, int] = field(default_factory=dict)
     experts: int = 1
     shards: fsdp.Sharded = "everything"
-
-    def without(self, tree: Tree, taken: Mapping[str, int]) -> Self:
-        """Returns a copy that does not shard axes over `fsdp` that another strategy shards over its own mesh axis.
-
-        Args:
-            tree: Shapes of the parameters, in the model's own tree.
-            taken: The index of the axis by parameter name in `tree`. The attribute `taken` is replaced.
-        """
-        changed = _axes_after_split(self.model, tree, taken) if taken else []
-        return replace(self, taken={_name_in_stack(self.layout, path): axis for path, axis, _ in changed})
 
     def shard_as(self, tree: Tree, axes: Mapping[str, int]) -> Self:
         """Returns a copy that shards parameters over `fsdp` along requested axes.
@@ -70,7 +61,7 @@ class Placement:
             return self
         found: dict[str, tuple[int, str]] = {}
         for name, axis in axes.items():
-            for path, i, length in _axes_after_split(self.model, tree, {name: axis}):
+            for path, i, length in _axes_after_split(self.model, tree, name, axis):
                 place = _name_in_stack(self.layout, path)
                 if place.startswith("outer/") and self.model.sharded.get(place.removeprefix("outer/")) == i:
                     raise _cannot(name, axis, "must be a different axis, because `pp` shards this one")
@@ -80,6 +71,18 @@ class Placement:
                 if other != i:
                     raise _cannot(name, axis, f"must be the axis of {before}, which shares an array with it in a pipeline")
         return replace(self, axes={place: axis for place, (axis, _) in found.items()})
+
+    def split_as(self, tree: Tree, axes: Mapping[str, int]) -> Self:
+        """Returns a copy with the axes that are split over the mesh axis `tensor`.
+
+        Args:
+            tree: Shapes of the parameters, in the model's own tree.
+            axes: The split axis by parameter name in `tree`.
+        """
+        if not axes:
+            return self
+        found = _changed_axes(self.model, tree, axes)
+        return replace(self, split={_name_in_stack(self.layout, path): axis for path, axis, _ in found})
 
     def stack(self, outer: Tree, layers: list[Tree]) -> Tree:
         """Stacks the result of `PipelineModel.split` into the tree of parameters for a step.
@@ -181,9 +184,11 @@ class Placement:
             return jax.tree.map(lambda _: ShardSpec(None), params)
         leaves, structure = jax.tree.flatten(params | {"layers": without_ranks(params["layers"])})
         shapes = dict(zip(leaf_names(params), leaves, strict=True))
-        taken = {**self.taken, **{f"outer/{name}": axis for name, axis in self.model.sharded.items()}}
+        taken = {f"outer/{name}": axis for name, axis in self.model.sharded.items()}
         experts = {name: self.experts for name, leaf in shapes.items() if expert_axis(name, leaf.ndim) is not None}
-        specs = fsdp.shard_specs(shapes, ranks, self.axes, taken=taken, pads=False, experts=experts, shards=self.shards)
+        specs = fsdp.shard_specs(
+            shapes, ranks, self.axes, taken=taken, split=self.split, pads=False, experts=experts, shards=self.shards
+        )
         return structure.unflatten(specs.values())
 
     def pipe_axis(self, path: Sequence[Any]) -> int | None:
@@ -200,33 +205,44 @@ def without_ranks(layers: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
 
 
-def _axes_after_split(model: PipelineModel, tree: Tree, axes: Mapping[str, int]) -> list[tuple[Any, int, int]]:
-    """Follows one axis of each named parameter through `PipelineModel.split`.
+def _axes_after_split(model: PipelineModel, tree: Tree, name: str, axis: int) -> list[tuple[Any, int, int]]:
+    """Follows an axis of a parameter through `PipelineModel.split`.
 
-    Traces `split` a second time with the axes twice as long, and compares the shapes.
+    Traces `split` a second time with the axis twice as long, and compares the shapes.
 
     Returns:
         The path in (outer, layers), axis and length of each axis that changed.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    for i, leaf_name in enumerate(leaf_names(tree)):
-        if leaf_name in axes:
-            (name, axis), shape = (leaf_name, axes[leaf_name]), leaves[i].shape
-            if axis >= len(shape):
-                raise _cannot(name, axis, f"must be less than {len(shape)}, because its shape is {shape}")
-            leaves[i] = jax.ShapeDtypeStruct((*shape[:axis], 2 * shape[axis], *shape[axis + 1 :]), leaves[i].dtype)
+    shape = dict(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))[name].shape
+    if axis >= len(shape):
+        raise _cannot(name, axis, f"must be less than {len(shape)}, because its shape is {shape}")
     try:
-        after = jax.tree.leaves(jax.eval_shape(model.split, structure.unflatten(leaves)))
+        found = _changed_axes(model, tree, {name: axis})
     except (TypeError, ValueError):
         raise _cannot(name, axis, "must be an axis that PipelineModel.split leaves unchanged") from None
-    found = []
-    for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(jax.eval_shape(model.split, tree)), after, strict=True):
-        changed = [i for i, (a, b) in enumerate(zip(old.shape, new.shape, strict=True)) if a != b]
-        found += [(path, i, old.shape[i]) for i in changed]
     if not found:
         raise _cannot(
             name, axis, "must be an axis of each layer, because this axis of layers is divided among the ranks of a pipeline"
         )
+    return found
+
+
+def _changed_axes(model: PipelineModel, tree: Tree, axes: Mapping[str, int]) -> list[tuple[Any, int, int]]:
+    """Follows axes of parameters, by name, through `PipelineModel.split`: traces it with these axes twice as long.
+
+    Returns:
+        The path in (outer, layers), axis and length of each axis that changed.
+    """
+
+    def doubled(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        axis = axes.get(path_name(path))
+        return jax.ShapeDtypeStruct([n * (1 + (i == axis)) for i, n in enumerate(leaf.shape)], leaf.dtype)
+
+    after = jax.tree.leaves(jax.eval_shape(model.split, jax.tree_util.tree_map_with_path(doubled, tree)))
+    found = []
+    for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(jax.eval_shape(model.split, tree)), after, strict=True):
+        changed = [i for i, (a, b) in enumerate(zip(old.shape, new.shape, strict=True)) if a != b]
+        found += [(path, i, old.shape[i]) for i in changed]
     return found
 
 

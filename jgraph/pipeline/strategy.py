@@ -149,10 +149,11 @@ class Pipelined(FSDPChoices):
             num_losses = objective.num_microbatches * num_data_ranks(self.mesh)
             whole = FP8Function(pipeline.layers, objective.fp8, num_losses, "loss").plan(shapes, *args)
             pipeline, products = pipeline.with_precision(shapes, whole, args), whole.products
+        pipeline = pipeline.split_as(shapes, objective.split)
         if Axis.FSDP not in self.mesh.axis_names:
             return pipeline, products
         axes, experts = chosen_axes(shapes, self.mesh.shape[Axis.FSDP], self)
-        sharded = pipeline.without(shapes, objective.taken).shard_as(shapes, axes | experts)
+        sharded = pipeline.shard_as(shapes, axes | experts)
         return replace(sharded, experts=self.experts, shards=self.shards), products
 
     def _reducing(self, model: PipelineModel) -> PipelineModel:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Self, TypeAlias
 import jax
 from jax import Array
 
+from jgraph.errors import ConfigError
 from jgraph.precision.config import FP8Config
 from jgraph.precision.fuse import fused
 from jgraph.precision.transform import FP8Function, FP8Trace, Product
@@ -183,8 +184,16 @@ class FP8Loss(StepLoss):
             The arrays and the function that every microbatch uses. Without `over_devices`, the field `parts` is {}, and the
             field `apply` uses the weights that were quantized here. With `over_devices`, the field `parts` has this device's
             shards of the weights in FP8. The caller gathers them from all devices and passes them to `apply`.
+
+        Raises:
+            ConfigError: If a matmul that the recipe selects runs under `jgraph.mesh.per_shard` on the mesh of the step.
         """
         trace = self.function.plan(whole, *args)
+        found, hidden = ({p.name for p in each.products if not p.kept} for each in (trace, self.trace))
+        if hidden := sorted(hidden - found):
+            must = f"must be kept in full precision: add {hidden[0]} to `fp8.keep`"
+            message = f"{hidden[0]} is multiplied under `jgraph.mesh.per_shard`, where matmuls cannot be in FP8: {must}"
+            raise ConfigError(message, field="fp8.keep")
         scales = trace.scales(parts, observed, over_devices)
         if over_devices is None:
             weights = trace.views(parts, scales)

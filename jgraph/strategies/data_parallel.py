@@ -84,7 +84,7 @@ class DataParallel:
         if objective.packing == "nothing":
             packing = Packing.of(shapes, alone=leaf_names(shapes))
         else:
-            packing = Packing.of(shapes, alone={*objective.taken, *(() if shard is None else (*alone, *loss.prepared))})
+            packing = Packing.of(shapes, alone={*objective.split, *(() if shard is None else (*alone, *loss.prepared))})
         shards = {} if shard is None else shard(jax.eval_shape(packing.pack, shapes))
         return cls(mesh, objective, loss, packing, shards, **choices)
 

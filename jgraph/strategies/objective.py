@@ -83,7 +83,7 @@ class Objective:
             leaf is the name of a reduction: `max`, `sum`, `mean`, `last` or `halt`.
         fp8: Recipe for matmuls in FP8; None for none.
         batch: Arrays or shapes of a whole batch, leaves [B, ...]; required with `fp8`, may be None without.
-        taken: Axes that another strategy shards over its own mesh axis: the index of an axis by the name of a parameter.
+        split: Axes that are split over the mesh axis `tensor`: the index of an axis by the name of a parameter.
     """
 
     loss: Any
@@ -94,7 +94,7 @@ class Objective:
     reductions: Tree = field(default_factory=dict)
     fp8: FP8Config | None = None
     batch: Tree = None
-    taken: Mapping[str, int] = field(default_factory=dict)
+    split: Mapping[str, int] = field(default_factory=dict)
 
     def reductions_with(self, observed: Tree) -> Carry:
         """Returns the reductions of carried and observed state.

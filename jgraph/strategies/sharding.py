@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from jgraph.errors import ConfigError, check_choice, require
-from jgraph.mesh import PARTITIONED_AXES, Axis
+from jgraph.mesh import PARTITIONED_AXES, Axis, per_shard
 from jgraph.precision.config import XLA_OPTIONS as FP8_XLA_OPTIONS, FP8Config
 from jgraph.strategies.checks import check_count, float_dtype, strings
 from jgraph.strategies.objective import Tree
@@ -67,12 +67,14 @@ class ShardSpec:
         groups: Number of equal groups of consecutive devices. If 1, the group is all N devices, and `gather` returns the whole
             array. If larger, `gather` returns only the shards of the own group, for example the experts that its tokens are
             sent to, and there is no padding.
+        split: Index of the axis that is split over the mesh axis `tensor`; None if there is none.
     """
 
     axis: int | None
     length: int = 0
     padded: int = 0
     groups: int = 1
+    split: int | None = None
 
     def spec(self, *, lead: Sequence[str | None] = ()) -> PartitionSpec:
         """Returns the PartitionSpec of the padded array: `fsdp` for the sharded axis, None for the axes before it.
@@ -111,7 +113,7 @@ class ShardSpec:
         # FP8 is sent as bytes, because not every collective library supports it.
         is_fp8 = part.dtype.itemsize == 1
         payload = lax.bitcast_convert_type(part, jnp.uint8) if is_fp8 else part
-        whole = self.unpad(lax.all_gather(payload, AXIS, **options))
+        whole = self.unpad(self._on_shards(lambda x: lax.all_gather(x, AXIS, **options), payload))
         return lax.bitcast_convert_type(whole, part.dtype) if is_fp8 else whole
 
     def scatter(self, whole: Array) -> Array:
@@ -129,7 +131,14 @@ class ShardSpec:
         if self._is_own:
             return whole
         options: dict[str, Any] = {"scatter_dimension": self.axis, "tiled": True, "axis_index_groups": self._neighbors}
-        return lax.psum_scatter(self.pad(whole), AXIS, **options)
+        return self._on_shards(lambda x: lax.psum_scatter(x, AXIS, **options), self.pad(whole))
+
+    def _on_shards(self, collective: Callable[[Array], Array], x: Array) -> Array:
+        """Runs a collective on the shards over `tensor`. XLA would gather the argument of the collective over `tensor`."""
+        if self.split is None:
+            return collective(x)
+        spec = PartitionSpec(*[Axis.TENSOR.value if i == self.split else None for i in range(x.ndim)])
+        return per_shard(collective, (spec,), spec)(x)
 
     @property
     def _is_own(self) -> bool:
@@ -150,6 +159,7 @@ def shard_specs(
     axes: Mapping[str, int],
     *,
     taken: Mapping[str, int] = MappingProxyType({}),
+    split: Mapping[str, int] = MappingProxyType({}),
     pads: bool = True,
     experts: Mapping[str, int] = MappingProxyType({}),
     shards: Sharded = "everything",
@@ -163,6 +173,7 @@ def shard_specs(
         ranks: Size of the mesh axis `fsdp`.
         axes: Requested axes by the name of an array. Arrays without a requested axis have no entry.
         taken: Axes that are sharded over another mesh axis, by the name of an array. They do not count as divisible axes.
+        split: Axes that are split over the mesh axis `tensor`, by the name of an array. They are not sharded over `fsdp`.
         pads: Whether the longest axis may be padded. If not, an array without a divisible or requested axis is replicated.
         experts: For the name of each expert weight, the number of groups of devices (`ShardSpec.groups`). A group together
             holds all experts that it computes. The expert axis must be the entry of this name in `axes`.
@@ -172,23 +183,24 @@ def shard_specs(
         A dict with the sharding of every array by name. Scalars are replicated.
 
     Raises:
-        ConfigError: If an array does not have the requested axis, or the axis is in `taken`.
+        ConfigError: If an array does not have the requested axis, or the axis is in `split`.
     """
     specs = {}
     for name, leaf in shapes.items():
         if shards == "experts" and name not in experts:
             specs[name] = ShardSpec(None)
             continue
-        if name in axes and (axes[name] >= leaf.ndim or axes[name] == taken.get(name)):
+        others = taken.get(name), split.get(name)
+        if name in axes and (axes[name] >= leaf.ndim or axes[name] == split.get(name)):
             must = f"below {leaf.ndim}, its shape is {leaf.shape}"
             must = "another axis, because this one is split over another mesh axis" if axes[name] < leaf.ndim else must
             raise ConfigError(f"`shard_rules` shards {name} along axis {axes[name]}: must be {must}", field="shard_rules")
-        divisible = [i for i, length in enumerate(leaf.shape) if length % ranks == 0 and i != taken.get(name)]
-        free = [i for i in range(leaf.ndim) if i != taken.get(name)]
+        divisible = [i for i, length in enumerate(leaf.shape) if length % ranks == 0 and i not in others]
+        free = [i for i in range(leaf.ndim) if i not in others]
         longest = max(free, key=lambda i, leaf=leaf: leaf.shape[i], default=None) if pads else None
         axis = axes.get(name, divisible[0] if divisible else longest)
         length = 0 if axis is None else leaf.shape[axis]
-        specs[name] = ShardSpec(axis, length, -(-length // ranks) * ranks, experts.get(name, 1))
+        specs[name] = ShardSpec(axis, length, -(-length // ranks) * ranks, experts.get(name, 1), split.get(name))
     return specs
 
 

@@ -91,8 +91,8 @@ class TensorParallel:
     """Splits matrices over the mesh axis `tensor`, and leaves everything else to another strategy. For `train_step`.
 
     The mesh of the other strategy must have the axis `tensor`. A model of Flax layers needs no change: XLA partitions its
-    matmuls along the split axes. A function that splits a concatenated axis, such as queries, keys and values of one
-    projection, must run on the shards (`jgraph.mesh.per_shard`), because the axis is ordered by device.
+    matmuls along the split axes. A function that splits a concatenated axis, such as queries, keys and values of one projection,
+    must run on the shards (`jgraph.mesh.per_shard`), because the axis is ordered by device.
 
     Attributes:
         strategy: The strategy to wrap: `Replicated`, `FullySharded` or `Pipelined`.
@@ -143,12 +143,12 @@ class TensorParallel:
         """
         mesh: Any = getattr(self.strategy, "mesh", None)
         splits = self.splits(mesh.shape[AXIS])
-        taken = {
+        split = {
             name: leaf.ndim + splits[name].axis
             for name, leaf in zip(leaf_names(self.shapes), jax.tree.leaves(self.shapes), strict=True)
             if name in splits
         }
-        return BoundTensorParallel(self.strategy.bind(replace(objective, taken=taken)), self.rules, splits, mesh.shape[AXIS])
+        return BoundTensorParallel(self.strategy.bind(replace(objective, split=split)), self.rules, splits, mesh.shape[AXIS])
 
     def splits(self, devices: int) -> dict[str, Split]:
         """Returns the `Split` of each split parameter by name.
@@ -257,10 +257,9 @@ class BoundTensorParallel:
             if split is None or not split.check(name, leaf.shape[split.axis], self.devices):
                 return sharding
             names = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
-            other = names[split.axis]  # the ranks of a pipeline also shard the vocabulary
+            other = names[split.axis]  # `pipe` also shards the vocabulary
             names[split.axis] = AXIS if other is None else (other, AXIS)
-            shards = self.devices * (1 if other is None else sharding.mesh.shape[other])
-            return sharding if leaf.shape[split.axis] % shards else NamedSharding(sharding.mesh, PartitionSpec(*names))
+            return NamedSharding(sharding.mesh, PartitionSpec(*names))
 
         return jax.tree_util.tree_map_with_path(of, params, self.inner.shardings(params))
 

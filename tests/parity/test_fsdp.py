@@ -2,11 +2,6 @@
 
 import dataclasses
 import itertools
-import os
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +11,7 @@ torch = pytest.importorskip("torch")
 
 from jgraph.train.config import TrainConfig  # noqa: E402
 from jgraph.train.setup import TrainSetup  # noqa: E402
-from tests import tiny  # noqa: E402
-from tests.parity import torch_fsdp, weights  # noqa: E402
+from tests.parity import processes, torch_fsdp, weights  # noqa: E402
 from tests.parity.test_gpt import (  # noqa: E402
     BATCH,
     CASES,
@@ -39,8 +33,6 @@ from tests.parity.test_gpt import (  # noqa: E402
 
 pytestmark = pytest.mark.parity
 
-RANKS = 2
-TIMEOUT_S = 120
 # By default, all parameters of a model this small are packed into two arrays, which are sharded. Shard rules keep parameters
 # separate, like large parameters: the embedding (61 rows on two devices), and every matrix by its outputs as in fully_shard.
 LAYOUTS = {
@@ -63,30 +55,8 @@ def fully_sharded(tmp_path_factory) -> dict[tuple[str, str], Arrays]:
         arrays = {"learning_rates": rates, "tokens": tokens(STEPS)}
         torch_fsdp.write(path, config, OPTIMIZER, MICROBATCHES, arrays | weights.draw(config))
         paths[case, dtype] = path
-    run_processes(folder, [str(RANKS), str(folder / "rendezvous"), *map(str, paths.values())])
+    processes.run("tests.parity.torch_fsdp", folder, *map(str, paths.values()))
     return {run: dict(np.load(path)) for run, path in paths.items()}
-
-
-def run_processes(folder: Path, arguments: list[str]) -> None:
-    """Runs the script on every rank and ends all processes. On failure, raises an error with the logs of all ranks."""
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    logs = [folder / f"{rank}.log" for rank in range(RANKS)]
-    processes = []
-    try:
-        for rank, log in enumerate(logs):
-            command = [sys.executable, "-m", "tests.parity.torch_fsdp", str(rank), *arguments]
-            with log.open("w") as out:
-                processes.append(subprocess.Popen(command, cwd=tiny.ROOT, env=environ, stdout=out, stderr=out))
-        deadline = time.monotonic() + TIMEOUT_S
-        # Stop if one process failed, because the others would wait for it.
-        while {process.poll() for process in processes} in ({None}, {None, 0}) and time.monotonic() < deadline:
-            time.sleep(0.05)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    codes = [process.returncode for process in processes]
-    assert codes == [0] * RANKS, "\n".join([f"exit codes {codes}", *(log.read_text() for log in logs)])
 
 
 # --- jgraph ---
@@ -103,11 +73,11 @@ def our_training(case: str, dtype: str, layout: str) -> Arrays:
             batch_size=BATCH,
             seq_len=LENGTH,
             num_microbatches=MICROBATCHES,
-            fsdp=RANKS,
+            fsdp=processes.RANKS,
             **LAYOUTS[layout],
         )
     )
-    assert setup.step.num_devices == RANKS
+    assert setup.step.num_devices == processes.RANKS
     state = setup.step.init(weights.tree(model, weights.draw(model)))
     metrics, state = run_steps(setup.step, state, STEPS)
     return metrics | weights.named(setup.step.bound.unpack(state.params))
