@@ -35,7 +35,13 @@ from .scopes import scope as scope
 from .step import elementwise as elementwise
 from .step.packed import packed as packed
 from .step.train_step import train_step as train_step
-from .strategies import FullySharded as FullySharded, Loss as Loss, Replicated as Replicated, Split as Split, TensorParallel as TensorParallel
+from .strategies import (
+    FullySharded as FullySharded,
+    Loss as Loss,
+    Replicated as Replicated,
+    Split as Split,
+    TensorParallel as TensorParallel,
+)
 from .train.loaded import load as load
 from .xla.explain import explain as explain
 from .xla.jit import Jitted as Jitted, jit as jit

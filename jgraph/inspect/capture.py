@@ -54,8 +54,8 @@ def capture(
         preset: Preset with the sizes of the training step of a MODULE:CLASS.
         batch_size: Sequences per step, at least 1; overrides the preset. Not for a FUNCTION.
         seq_len: Tokens per sequence, at least 1; overrides the preset. Not for a FUNCTION.
-        num_microbatches: Microbatches per step, 1 by default. Not for a FUNCTION, and nor are the next six flags, which have the
-            meaning that they have for `python -m jgraph.train`.
+        num_microbatches: Microbatches per step, 1 by default. Not for a FUNCTION. The same holds for the next six flags, which
+            have the meaning that they have for `python -m jgraph.train`.
         dp: Data-parallel replicas.
         fsdp: Devices that parameters, gradients and optimizer state are sharded over.
         ep: Devices that experts are sharded over.

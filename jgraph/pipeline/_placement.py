@@ -186,7 +186,9 @@ class Placement:
         shapes = dict(zip(leaf_names(params), leaves, strict=True))
         taken = {f"outer/{name}": axis for name, axis in self.model.sharded.items()}
         experts = {name: self.experts for name, leaf in shapes.items() if expert_axis(name, leaf.ndim) is not None}
-        specs = fsdp.shard_specs(shapes, ranks, self.axes, taken=taken, split=self.split, pads=False, experts=experts, shards=self.shards)
+        specs = fsdp.shard_specs(
+            shapes, ranks, self.axes, taken=taken, split=self.split, pads=False, experts=experts, shards=self.shards
+        )
         return structure.unflatten(specs.values())
 
     def pipe_axis(self, path: Sequence[Any]) -> int | None:

@@ -75,7 +75,9 @@ class Pipelined(FSDPChoices):
         return f"Pipelined({summary(self.mesh, self.shapes)}, {self.schedule!r})"
 
     def __post_init__(self):
-        object.__setattr__(self, "mesh", checked(self.mesh, needs=(Axis.PIPE,), allows=(Axis.DATA, Axis.FSDP, Axis.CONTEXT, Axis.TENSOR)))
+        object.__setattr__(
+            self, "mesh", checked(self.mesh, needs=(Axis.PIPE,), allows=(Axis.DATA, Axis.FSDP, Axis.CONTEXT, Axis.TENSOR))
+        )
         super().__post_init__()
         if not isinstance(self.schedule, Schedule):
             must = "must be a jgraph.Schedule, e.g. jgraph.schedule.generate('1f1b', pp=2, microbatches=4)"

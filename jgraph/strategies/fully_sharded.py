@@ -77,9 +77,7 @@ class FullySharded(FSDPChoices):
 
         def shard(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ShardSpec]:
             expert_devices = dict.fromkeys(experts, self.experts)
-            return shard_specs(
-                arrays, ranks, axes | experts, split=objective.split, experts=expert_devices, shards=self.shards
-            )
+            return shard_specs(arrays, ranks, axes | experts, split=objective.split, experts=expert_devices, shards=self.shards)
 
         return DataParallel.of(
             self.mesh,

@@ -48,7 +48,9 @@ def xla_options(mesh: Mesh | None, fp8: FP8Config | None) -> tuple[str, ...]:
         Options as `name=value`. Empty if `fp8` is None or only calibrates, and the mesh has no axis `fsdp` with several
         devices.
     """
-    sharded = _XLA_OPTIONS if mesh is not None and max(mesh.shape.get(axis, 1) for axis in (AXIS, *PARTITIONED_AXES)) > 1 else ()
+    sharded = (
+        _XLA_OPTIONS if mesh is not None and max(mesh.shape.get(axis, 1) for axis in (AXIS, *PARTITIONED_AXES)) > 1 else ()
+    )
     return (*sharded, *(FP8_XLA_OPTIONS if fp8 and not fp8.calibrates else ()))
 
 

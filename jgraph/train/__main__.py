@@ -130,7 +130,9 @@ def _check_device_count(args: Sequence[str]) -> None:
     if parsed.coordinator or launcher(os.environ):
         return
     check_devices()
-    flags = " ".join(f"`{name}` {count}" for name in ("dp", "pp", "fsdp", "ep", "cp", "tp") if (count := getattr(parsed, name)) > 1)
+    flags = " ".join(
+        f"`{name}` {count}" for name in ("dp", "pp", "fsdp", "ep", "cp", "tp") if (count := getattr(parsed, name)) > 1
+    )
     devices_of_ranks(max(parsed.dp * parsed.fsdp, parsed.ep) * parsed.pp * parsed.cp * parsed.tp, flags=flags)
 
 

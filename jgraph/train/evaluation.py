@@ -99,8 +99,8 @@ def evaluate(path: str | Path, step: int | None = None, *, module: str = "", **o
             imports the module and so runs its code. Must be empty for a folder.
         **overrides: Fields of `TrainConfig` that replace the settings of the evaluation. `data`: names of corpora, files or
             directories, required for a folder. `batch_size`: sequences per batch. `seq_len`: predicted tokens per sequence.
-            `eval_batches`: largest number of batches. `dp`, `fsdp`, `tp`: number of devices. The defaults are the settings of the
-            run, but on one device. For a folder they are 8 sequences of at most 1024 tokens and 16 batches.
+            `eval_batches`: largest number of batches. `dp`, `fsdp`, `tp`: number of devices. The defaults are the settings of
+            the run, but on one device. For a folder they are 8 sequences of at most 1024 tokens and 16 batches.
 
     Returns:
         The loss, and the size of the evaluated text.

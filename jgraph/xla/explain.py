@@ -141,7 +141,9 @@ class Collectives:
             return cls(0, 0)
         total = overlapped = 0
         module = HloModule(text)
-        products = {name for name, part in module.computations.items() if any(_is_product(i) for i in part.instructions.values())}
+        products = {
+            name for name, part in module.computations.items() if any(_is_product(i) for i in part.instructions.values())
+        }
         for part in module.computations.values():
             running: dict[str, bool] = {}
             for name, instruction in part.instructions.items():
@@ -200,8 +202,8 @@ class Explanation:
     def to_json(self) -> str:
         """Returns the report as the text of a JSON object.
 
-        The keys are name, device, capture, donations, memory, fp8, collectives and notes. Nested dataclasses are objects with their fields
-        as keys; `memory` also has the key total. None becomes null.
+        The keys are name, device, capture, donations, memory, fp8, collectives and notes. Nested dataclasses are objects with
+        their fields as keys; `memory` also has the key total. None becomes null.
         """
         fields = dataclasses.asdict(self)
         if self.memory is not None:

@@ -84,8 +84,8 @@ class GPT(nnx.Module):
             config: Settings of the model.
 
         Returns:
-            The rules for `jgraph.TensorParallel`: heads of attention, hidden units of the MLP and of experts, and the vocabulary
-            are split. A vocabulary that the devices cannot share is replicated.
+            The rules for `jgraph.TensorParallel`: heads of attention, hidden units of the MLP and of experts, and the
+            vocabulary are split. A vocabulary that the devices cannot share is replicated.
         """
         return tensor_rules(config)
 

@@ -10,11 +10,12 @@ import tokenizers
 from tokenizers import models
 
 import jgraph
-from jgraph import evaluate
+from jgraph import evaluate, sample
 from jgraph.data import heldout_batches, load as load_corpus
 from jgraph.errors import ConfigError, DataError
 from jgraph.train import evaluation
 from jgraph.train.config import TrainConfig
+from jgraph.train.rundir import RunDir
 from tests import tiny
 from tests.interop.test_interop import MIXTRAL, byte_tokenizer, make
 from tests.train.test_continued import write_run
@@ -35,6 +36,27 @@ def test_evaluate_has_the_loss_of_the_run_on_its_devices_and_on_others(run_dir):
     assert evaluation.evaluate(run_dir, fsdp=2).loss == expected
     for layout in ({}, {"dp": 2}):
         assert evaluation.evaluate(run_dir, **layout).loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_run_with_tensor_and_context_parallelism_is_evaluated_and_sampled_as_on_one_device(tmp_path, capsys):
+    run_dirs = {name: tmp_path / name for name in ("split", "whole")}
+    assert tiny.train(run_dirs["split"], *SIZES, "--tp", "2", "--cp", "2", "--sample-tokens", "4") == 0
+    assert tiny.train(run_dirs["whole"], *SIZES, "--sample-tokens", "4") == 0
+    expected = tiny.entries(run_dirs["whole"])[-1]["eval_loss"]
+    assert tiny.entries(run_dirs["split"])[-1]["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    texts = [RunDir(run_dir).read_samples()[0]["text"] for run_dir in run_dirs.values()]
+    assert texts[0] == texts[1]
+    for flags, devices in ((("--tp", "2"), 2), (("--tp", "2", "--fsdp", "2"), 4), ((), 1)):
+        assert evaluate.main([str(run_dirs["split"]), *flags, "--json", str(tmp_path / "n.json")]) == 0
+        numbers = json.loads((tmp_path / "n.json").read_text())
+        assert numbers["loss"] == pytest.approx(expected, rel=1e-5)
+        assert numbers["devices"] == devices
+    capsys.readouterr()
+    for run_dir in run_dirs.values():
+        assert sample.main([str(run_dir), "--prompt", "The", "--max-tokens", "8", "--temperature", "0"]) == 0
+    sampled = capsys.readouterr().out.split("The")[1:]
+    assert len(sampled) == 2
+    assert sampled[0].strip() == sampled[1].strip()
 
 
 def test_the_command_prints_and_writes_loss_perplexity_and_bits_per_byte(run_dir, tmp_path, capsys):

@@ -340,6 +340,24 @@ def test_a_model_with_a_preset_is_compiled_for_a_gpu_that_is_not_present(printed
 
 
 @pytest.mark.target
+@pytest.mark.long
+@pytest.mark.once
+def test_the_collectives_of_a_step_for_several_gpus_are_counted(printed, h200, monkeypatch, tmp_path):
+    config, file = PRESETS["launch-bound"], tmp_path / "report.json"
+    small = dataclasses.replace(config.model, num_layers=1)
+    monkeypatch.setitem(PRESETS, "launch-bound", dataclasses.replace(config, model=small))
+    layout = ["--fsdp", "2", "--cp", "2", "--tp", "2", "--target", "h200", "--json", str(file)]
+    out = printed("capture", "launch-bound", *layout)
+    found = re.search(r"collectives: (\d+), (\d+) overlapped by matmuls", out)
+    assert found
+    counts = json.loads(file.read_text())["collectives"]
+    assert (counts["total"], counts["overlapped"]) == (int(found[1]), int(found[2]))
+    # Gathered columns, scattered rows, keys and values, and the gradients of fsdp.
+    assert counts["total"] >= 8
+    assert 0 < counts["overlapped"] <= counts["total"]
+
+
+@pytest.mark.target
 def test_an_uncaptured_operation_is_printed_with_its_line_in_the_user_file(printed, h200, mine):
     out = printed("capture", "mine:fft", "--target", "h200", "--graph", "full")
     (line,) = (i for i, code in enumerate(MINE.splitlines(), 1) if "jnp.fft.fft" in code)

@@ -20,6 +20,9 @@ FLAGS = (
         pytest.param(2, "--fsdp 2 --profile 6:8", marks=pytest.mark.once),
         # Fails on jax 0.12: its partitioner warns on stderr when the run generates text at the end.
         pytest.param(4, "--pp 2 --fsdp 2 --schedule zb-v --model.num-layers 4", marks=pytest.mark.once),
+        pytest.param(4, "--cp 2 --tp 2 --model.vocab-size 256", marks=pytest.mark.once),
+        pytest.param(8, "--fsdp 2 --cp 2 --tp 2 --model.vocab-size 256 --sample-tokens 4", marks=pytest.mark.once),
+        pytest.param(8, "--pp 2 --cp 2 --tp 2 --schedule zb-h1 --model.vocab-size 256", marks=pytest.mark.once),
     ],
 )
 def test_a_run_trains_evaluates_and_saves_with_one_device_per_rank(tmp_path, num_devices, flags):

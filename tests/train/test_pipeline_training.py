@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,13 +76,14 @@ class Trained:
         return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
-def trained(config: TrainConfig) -> Trained:
+def trained(config: TrainConfig, batch: Callable[[np.ndarray], Any] = np.asarray) -> Trained:
+    """Trains for all steps. `batch` makes a batch of tokens [B, S]."""
     setup, batches = TrainSetup.of(config), batches_of(config)
     # compile_step also checks that every leaf of the state is updated in place.
     step = setup.compile_step()
     state, losses, grad_norms = setup.init(), [], []
     for i in range(config.steps):
-        state, metrics = step(state, setup.step.place(batches[i]))
+        state, metrics = step(state, setup.step.place(batch(batches[i])))
         losses.append(float(metrics.loss))
         grad_norms.append(float(metrics.grad_norm))
     return Trained(setup, state, losses, grad_norms)

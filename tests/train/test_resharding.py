@@ -20,11 +20,13 @@ from tests.train.test_pipeline_training import batches_of, config_of
 pytestmark = pytest.mark.long
 
 STEPS, SAVED = 4, 2
-ONE, PP = "one device", "pp=2"
+ONE, PP, TP_CP, PP_TP = "one device", "pp=2", "tp=2 cp=2", "pp=2 tp=2"
 MESHES: dict[str, dict[str, Any]] = {
     ONE: {},
     PP: {"pp": 2},
     "fsdp=2": {"fsdp": 2},
+    TP_CP: {"tp": 2, "cp": 2},
+    PP_TP: {"pp": 2, "tp": 2},
     "chunks=2": {"pp": 2, "chunks": 2, "schedule": "interleaved-1f1b", "remat": "layer"},
 }
 
@@ -90,7 +92,14 @@ def assert_same_bits(ours: Any, theirs: Any):
     jax.tree.map(np.testing.assert_array_equal, bits(ours), bits(theirs))
 
 
-@pytest.mark.parametrize(("before", "after"), [once(PP, "chunks=2"), ("fsdp=2", PP), once(ONE, "fsdp=2")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        *(once(PP, "chunks=2"), ("fsdp=2", PP), once(ONE, "fsdp=2")),
+        *(once(TP_CP, "fsdp=2"), (TP_CP, PP_TP), once(TP_CP, ONE)),
+        *(once("fsdp=2", TP_CP), once(PP_TP, TP_CP), once(ONE, TP_CP)),
+    ],
+)
 def test_a_checkpoint_resumes_on_another_mesh_with_the_same_losses(saved, capfd, before, after):
     state = restored(saved(before)[0], compiled(after)[0])
     _, losses = trained(after, state, range(SAVED, STEPS))
@@ -99,9 +108,10 @@ def test_a_checkpoint_resumes_on_another_mesh_with_the_same_losses(saved, capfd,
     assert capfd.readouterr().err == ""
 
 
-def test_a_checkpoint_resumes_on_the_same_mesh_bit_for_bit(saved):
-    directory, losses = saved(PP)
-    assert trained(PP, restored(directory, compiled(PP)[0]), range(SAVED, STEPS))[1] == losses
+@pytest.mark.parametrize("mesh", [PP, once(TP_CP)])
+def test_a_checkpoint_resumes_on_the_same_mesh_bit_for_bit(saved, mesh):
+    directory, losses = saved(mesh)
+    assert trained(mesh, restored(directory, compiled(mesh)[0]), range(SAVED, STEPS))[1] == losses
 
 
 @pytest.mark.parametrize("fields", [{"fsdp": 2, "dp": 2}, {"pp": 2, "dp": 2}, {"pp": 4, "chunks": 2}])

@@ -132,7 +132,7 @@ def test_a_step_with_grouped_matmuls_updates_its_experts_in_place():
 def test_the_json_report_has_every_field():
     report = explain(update, STATE, X, donate_argnums=0)
     fields = json.loads(report.to_json())
-    assert set(fields) == {"name", "device", "capture", "donations", "memory", "fp8", "notes"}
+    assert set(fields) == {"name", "device", "capture", "donations", "memory", "fp8", "collectives", "notes"}
     assert fields["donations"][0] == {
         "leaf": "state['m']",
         "array": "float32[9]",

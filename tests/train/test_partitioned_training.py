@@ -1,0 +1,202 @@
+"""Tensor and context parallelism have the training results of one device, in every layout and for all kinds of models."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jgraph.errors import ConfigError, JgraphError
+from jgraph.precision.config import FP8Config
+from jgraph.train.config import OptimizerConfig, TrainConfig
+from jgraph.train.setup import TrainSetup
+from jgraph_models.gpt import GPTConfig
+from tests.train.test_pipeline_training import Trained, assert_same, trained
+
+STEPS = 20
+MODEL = GPTConfig(num_layers=2, d_model=32, num_heads=4, num_kv_heads=4, d_ff=64, vocab_size=64, compute_dtype="float32")
+# With AdamW's default eps, rounding decides the sign of an update if the gradient is nearly zero. Every step is clipped,
+# because large steps amplify rounding errors. The largest measured error is 1e-6, of a gradient norm.
+OPTIMIZER = OptimizerConfig(eps=1e-3, warmup_steps=1, learning_rate=3e-3, clip_norm=0.1)
+PIPELINE = {"pp": 2, "num_microbatches": 4}
+
+
+def config(model: dict[str, Any] | None = None, **fields: Any) -> TrainConfig:
+    """Returns a configuration of `STEPS` steps. `model` overrides settings of the model."""
+    fields = {"steps": STEPS, "batch_size": 8, "seq_len": 16, "seed": 2} | fields
+    return TrainConfig.of(**fields, model=dataclasses.replace(MODEL, **model or {}), optimizer=OPTIMIZER)
+
+
+@functools.cache
+def on_one_device() -> Trained:
+    return trained(config())
+
+
+def layouts(*rows: dict[str, Any]) -> list[Any]:
+    return [pytest.param(row, id=" ".join(f"{name}={value}" for name, value in row.items())) for row in rows]
+
+
+def assert_same_on_one_device(fields: dict[str, Any]):
+    ours = trained(config(**fields))
+    assert ours.setup.step.num_devices == ours.setup.config.parallel.num_devices > 1
+    assert_same(ours, on_one_device())
+
+
+def test_the_compared_run_learns_and_every_step_is_clipped():
+    assert on_one_device().losses[-1] < on_one_device().losses[0] - 0.3
+    assert min(on_one_device().grad_norms) > OPTIMIZER.clip_norm
+
+
+@pytest.mark.parametrize("fields", layouts({"tp": 2}, {"cp": 2}, {"fsdp": 2, "cp": 2, "tp": 2}))
+def test_twenty_steps_equal_one_device(fields):
+    assert_same_on_one_device(fields)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "fields",
+    layouts(
+        {"tp": 4},
+        {"cp": 4},
+        {"cp": 2, "tp": 2},
+        {"cp": 2, "tp": 4},
+        {"cp": 4, "tp": 2},
+        {"dp": 2, "tp": 2},
+        {"dp": 4, "cp": 2},
+        {"dp": 2, "cp": 2, "tp": 2},
+        {"fsdp": 2, "tp": 4},
+        {"fsdp": 4, "tp": 2},
+        {"fsdp": 4, "cp": 2},
+        {"fsdp": 2, "tp": 2, "reshard_after_forward": True, "num_microbatches": 2},
+        {"dp": 2, "fsdp": 2, "tp": 2},
+        {"dp": 2, "fsdp": 2, "cp": 2},
+    ),
+)
+def test_twenty_steps_of_other_layouts_equal_one_device(fields):
+    assert_same_on_one_device(fields)
+
+
+# --- Kinds of models ---
+
+EVERYTHING = {
+    "mlp": "swiglu",
+    "num_kv_heads": 2,
+    "attention_bias": "qkv",
+    "qk_norm": "head",
+    "head": "untied",
+    "scan_layers": True,
+}
+
+
+def separated(tokens_BS: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns a batch of two documents per row, with another boundary in each row, and random weights."""
+    B, T = tokens_BS.shape[0], tokens_BS.shape[1] - 1
+    second_B1 = np.arange(1, B + 1)[:, None]
+    starts_BT = np.where(np.arange(T) < second_B1, 0, second_B1).astype(np.int32)
+    weights_BT = np.random.default_rng(int(tokens_BS.sum())).random((B, T), np.float32)
+    return {"tokens": tokens_BS, "starts": starts_BT, "weights": weights_BT}
+
+
+def trained_on(tp: int, cp: int, model: dict[str, Any], fields: dict[str, Any]) -> Trained:
+    separate = fields.get("data_documents") == "separate"
+    return trained(config(model, **{"steps": 5, "tp": tp, "cp": cp} | fields), separated if separate else np.asarray)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        ({"mlp": "swiglu"}, {}),
+        ({"num_kv_heads": 2}, {}),
+        ({"attention_bias": "qkv"}, {}),
+        ({"qk_norm": "head"}, {}),
+        ({"head": "untied"}, {}),
+        ({"scan_layers": True}, {}),
+        ({"loss_chunk": 16}, {}),
+        ({"vocab_size": 61}, {}),
+        ({}, {"data_documents": "separate"}),
+        ({}, {"num_microbatches": 2}),
+        ({}, {"remat": "layer"}),
+        ({"scan_layers": True}, {"remat": "layer"}),
+        (EVERYTHING, {"data_documents": "separate", "num_microbatches": 2, "remat": "layer"}),
+    ],
+    ids=str,
+)
+def test_kinds_of_models_equal_one_device(model, fields):
+    assert_same(trained_on(2, 2, model, fields), trained_on(1, 1, model, fields))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_emulated_fp8_equals_fp8_on_one_device(recipe):
+    # Few steps, because a difference of 1e-7 rarely changes the FP8 number that an activation is rounded to; then the gradient
+    # norms differ by 1e-4. The third step uses a history of two steps.
+    fields = {"precision": "fp8", "fp8": FP8Config(recipe=recipe, emulate=True, history=4), "steps": 3, "seed": 3}
+    ours, theirs = trained_on(2, 2, {}, fields), trained_on(1, 1, {}, fields)
+    assert_same(ours, theirs)
+    for a, b in zip(*(jax.tree.leaves(jax.device_get(run.state.observed)) for run in (ours, theirs)), strict=True):
+        assert recipe == "current" or b.any()
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    # The gradients are those of FP8.
+    full = trained_on(1, 1, {}, {"steps": 3, "seed": 3})
+    assert np.abs(np.array(ours.grad_norms) / full.grad_norms - 1).max() > 1e-4
+
+
+@pytest.mark.long
+def test_bfloat16_has_nearly_the_losses_of_one_device():
+    fields, low = {"steps": STEPS}, {"compute_dtype": "bfloat16"}
+    ours, theirs = trained_on(2, 2, low, fields), trained_on(1, 1, low, fields)
+    np.testing.assert_allclose(ours.losses, theirs.losses, rtol=2**-9)
+    assert ours.losses != trained_on(2, 2, {}, fields).losses
+
+
+# --- Refusals ---
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "message"),
+    [
+        ({"tp": 3}, "tp", "`tp` is 3: must divide the 4 heads or units of blocks/0/attention/out/kernel, axis -2"),
+        (
+            {"tp": 4, "model": {"num_kv_heads": 2}},
+            "tp",
+            "`tp` is 4: must divide the 2 heads or units of blocks/0/attention/qkv/kernel, axis -1",
+        ),
+        ({"cp": 4, "seq_len": 12}, "cp", "`cp` is 4: must be such that 2 x `cp` divides `seq_len` 12"),
+        ({"tp": 2, "pp_engine": "dispatch"} | PIPELINE, "pp_engine", "`pp_engine` is dispatch: must be program with `tp` 2"),
+        ({"cp": 2, "pp_engine": "dispatch"} | PIPELINE, "pp_engine", "`pp_engine` is dispatch: must be program with `cp` 2"),
+        (
+            {"tp": 2, "fsdp": 2, "shard_rules": ("*/up/kernel=1",)},
+            "shard_rules",
+            "`shard_rules` shards blocks/0/mlp/up/kernel along axis 1: must be another axis, because this one is split over "
+            "another mesh axis",
+        ),
+        ({"tp": 4, "cp": 4}, "", "`cp` 4 `tp` 4"),
+        ({"tp": 0}, "tp", "`tp` is 0: must be positive"),
+    ],
+    ids=str,
+)
+def test_a_layout_that_is_not_supported_is_refused_in_one_line(fields, field, message):
+    with pytest.raises(JgraphError) as error:
+        TrainSetup.of(config(**fields))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    if field:
+        assert isinstance(error.value, ConfigError)
+        assert error.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tp", "`tp` is 2: must be 1 for {module}, which has no tensor_rules(config) and no partition name `tensor`"),
+        ("cp", "`cp` is 2: must be 1 for {module}, which has no attribute `splits_sequences`"),
+    ],
+)
+def test_a_model_without_support_is_refused_in_one_line(name, message):
+    module = "tests.own:Bare"
+    with pytest.raises(ConfigError) as error:
+        TrainSetup.of(TrainConfig.of(module=module, batch_size=4, seq_len=16, **{name: 2}))
+    assert (str(error.value), error.value.field) == (message.format(module=module), name)
