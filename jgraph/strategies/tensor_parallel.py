@@ -91,8 +91,8 @@ class TensorParallel:
     """Splits matrices over the mesh axis `tensor`, and leaves everything else to another strategy. For `train_step`.
 
     The mesh of the other strategy must have the axis `tensor`. A model of Flax layers needs no change: XLA partitions its
-    matmuls along the split axes. A function that splits a concatenated axis, such as queries, keys and values of one projection,
-    must run on the shards (`jgraph.mesh.per_shard`), because the axis is ordered by device.
+    matmuls along the split axes. A function that splits a concatenated axis, such as queries, keys and values of one
+    projection, must run on the shards (`jgraph.mesh.per_shard`), because the axis is ordered by device.
 
     Attributes:
         strategy: The strategy to wrap: `Replicated`, `FullySharded` or `Pipelined`.
