@@ -1,5 +1,6 @@
 """Reports the command buffers of a training step or of a user function."""
 
+import contextlib
 import dataclasses
 import importlib
 import inspect
@@ -115,9 +116,11 @@ def _explain(
         return dataclasses.replace(report, name=f"{name}, {report.name}")
     from jgraph.train.setup import TrainSetup
 
-    if target is not None:
-        # The mesh of the step needs as many devices as ranks, before it is moved to the target.
-        jax.config.update("jax_num_cpu_devices", config.parallel.num_devices)
+    if target is not None and config.parallel.num_devices > 1:
+        # The mesh of the step needs as many devices as ranks, before it is moved to the target. JAX refuses the setting if its
+        # devices are known already; too few devices are then an error of the setup.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", config.parallel.num_devices)
     notes = ()
     # With `cp`, attention is a Pallas kernel.
     is_library = config.parallel.cp == 1 and getattr(config.model, "attention", "") in ("auto", "xla")
