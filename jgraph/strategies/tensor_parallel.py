@@ -91,8 +91,8 @@ class TensorParallel:
     """Splits matrices over the mesh axis `tensor`, and leaves everything else to another strategy. For `train_step`.
 
     The mesh of the other strategy must have the axis `tensor`. A model of Flax layers needs no change: XLA partitions its
-    matmuls along the split axes. A function that splits a concatenated axis, such as queries, keys and values of one projection,
-    must run on the shards (`jgraph.mesh.per_shard`), because the axis is ordered by device.
+    matmuls along the split axes. A function that splits a concatenated axis, such as queries, keys and values of one
+    projection, must run on the shards (`jgraph.mesh.per_shard`), because the axis is ordered by device.
 
     Attributes:
         strategy: The strategy to wrap: `Replicated`, `FullySharded` or `Pipelined`.
@@ -259,7 +259,8 @@ class BoundTensorParallel:
             names = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
             other = names[split.axis]  # `pipe` also shards the vocabulary
             names[split.axis] = AXIS if other is None else (other, AXIS)
-            return NamedSharding(sharding.mesh, PartitionSpec(*names))
+            shards = self.devices * (1 if other is None else sharding.mesh.shape[other])
+            return sharding if leaf.shape[split.axis] % shards else NamedSharding(sharding.mesh, PartitionSpec(*names))
 
         return jax.tree_util.tree_map_with_path(of, params, self.inner.shardings(params))
 
