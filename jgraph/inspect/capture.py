@@ -115,8 +115,9 @@ def _explain(
         return dataclasses.replace(report, name=f"{name}, {report.name}")
     from jgraph.train.setup import TrainSetup
 
-    if target is not None:
-        # The mesh of the step needs as many devices as ranks, before it is moved to the target.
+    if target is not None and jax.config.jax_num_cpu_devices < config.parallel.num_devices:
+        # The mesh of the step needs as many devices as ranks, before it is moved to the target. JAX refuses a change after its
+        # backend has started.
         jax.config.update("jax_num_cpu_devices", config.parallel.num_devices)
     notes = ()
     if target is not None and getattr(config.model, "attention", "") in ("auto", "xla"):
