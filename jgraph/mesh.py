@@ -61,13 +61,9 @@ def on_ranks(fn: Callable[..., _T], mesh: Mesh, in_specs: Any, out_specs: Any) -
         A function with the arguments and results of `fn` on whole arrays.
     """
     axes = set(mesh.axis_names) - set(PARTITIONED_AXES)
-    if math.prod(mesh.shape.get(axis, 1) for axis in PARTITIONED_AXES) > 1:
-        # XLA rejects collectives over an axis of size one in a program that it partitions over another axis.
-        single = {axis for axis in axes if mesh.shape[axis] == 1}
-        fn, axes = functools.reduce(_over_one, sorted(single), fn), axes - single
-    if not axes:
-        return _under(mesh, fn)
-    in_specs, out_specs = (_with_axes(specs, axes.__contains__) for specs in (in_specs, out_specs))
+    if mesh.size > 1 and all(mesh.shape[axis] == 1 for axis in axes):
+        # XLA rejects collectives over axes of size one in a program that it partitions over other axes.
+        return _under(mesh, functools.reduce(_over_one, sorted(axes), fn))
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 
@@ -150,16 +146,19 @@ def per_shard(fn: Callable[..., _T], in_specs: Any, out_specs: Any) -> Callable[
 
 
 def summable(x: Array) -> Array:
-    """Casts bfloat16 to float32 on a CPU, and returns other arrays unchanged.
+    """Casts bfloat16 to float32 on CPUs whose mesh has `PARTITIONED_AXES`, and returns other arrays unchanged.
 
-    XLA's CPU compiler aborts on bfloat16 sums over some axes of a mesh under `jax.shard_map`.
+    XLA's CPU compiler aborts on bfloat16 sums of `jax.shard_map` in a program that it partitions.
 
     Args:
         x: The argument of a collective that sums, or of one with a gradient that sums.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    is_cpu = jax.default_backend() == "cpu" if device is None else device.device_kind == "cpu"
-    return x.astype("float32") if is_cpu and x.dtype == "bfloat16" else x
+    mesh = jax.sharding.get_abstract_mesh()
+    is_partitioned = any(mesh.shape.get(axis, 1) > 1 for axis in PARTITIONED_AXES)
+    if x.dtype != "bfloat16" or not is_partitioned:
+        return x
+    kind = jax.devices()[0].device_kind if mesh.abstract_device is None else mesh.abstract_device.device_kind
+    return x.astype("float32") if kind == "cpu" else x
 
 
 def _with_axes(specs: Any, is_kept: Callable[[str], bool]) -> Any:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jgraph.errors import require
 from jgraph.kernels.swiglu import swiglu
-from jgraph.mesh import Axis, partitioned, per_shard
+from jgraph.mesh import Axis, partitioned, per_shard, summable
 from jgraph.moe import _experts, _router
 from jgraph.moe.config import MoEConfig
 from jgraph.scopes import scope
@@ -147,13 +147,14 @@ class MoE(nnx.Module):
         tokens = PartitionSpec(*lead, (_CONTEXT, _TENSOR) if is_even else _CONTEXT)
 
         def on_shard(x_BTD: Array, params: dict[str, Array], bias_E: Array | None) -> tuple[Array, dict[str, Array]]:
+            dtype = x_BTD.dtype
             if tensor > 1 and is_even:
-                x_BTD = lax.all_gather(x_BTD, _TENSOR, axis=len(lead), tiled=True)
+                x_BTD = lax.all_gather(summable(x_BTD), _TENSOR, axis=len(lead), tiled=True).astype(dtype)
             y_BTD, found = self._computed(x_BTD, params, bias_E)
             if tensor > 1 and is_even:
-                y_BTD = lax.psum_scatter(y_BTD, _TENSOR, scatter_dimension=len(lead), tiled=True)
+                y_BTD = lax.psum_scatter(summable(y_BTD), _TENSOR, scatter_dimension=len(lead), tiled=True).astype(dtype)
             elif tensor > 1:
-                y_BTD = lax.psum(y_BTD, _TENSOR)
+                y_BTD = lax.psum(summable(y_BTD), _TENSOR).astype(dtype)
             return y_BTD, found
 
         run = per_shard(on_shard, (tokens, shards, PartitionSpec()), (tokens, PartitionSpec()))

@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jgraph.errors import OrderError
-from jgraph.mesh import Axis
+from jgraph.mesh import Axis, summable
 from jgraph.schedule.schedule import Schedule
 from jgraph.strategies.objective import Tree
 
@@ -233,4 +233,4 @@ def split_embedding(table_VD: jax.Array, tokens: jax.Array, dtype: DTypeLike) ->
     is_local = (index >= 0) & (index < len(table_VD))
     rows = table_VD[jnp.clip(index, 0, len(table_VD) - 1)].astype(dtype)
     # Only one rank adds a nonzero value, so the sum is exact in any dtype.
-    return jax.lax.psum(jnp.where(is_local[..., None], rows, 0), AXIS)
+    return jax.lax.psum(summable(jnp.where(is_local[..., None], rows, 0)), AXIS).astype(dtype)

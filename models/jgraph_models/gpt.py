@@ -24,7 +24,7 @@ from jgraph.errors import ConfigError
 from jgraph.kernels import document_attention
 from jgraph.kernels.attention import choose, rotary_attention
 from jgraph.kernels.rotary import rotated_heads
-from jgraph.mesh import constrain, partitioned, per_shard
+from jgraph.mesh import constrain, partitioned, per_shard, summable
 from jgraph.modules import Decoder
 from jgraph.pipeline import PipelineModel, split_embedding
 from jgraph_models.decoding import by_layer, decoder
@@ -209,7 +209,7 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
 
     def head(outer: Any, x_BTD: Array, batch: Any) -> Array:
         _, labels_BT, _, weights_BT = _sequences(batch)
-        x_BTD = nnx.merge(norm, outer["norm"])(jax.lax.psum(x_BTD, "pipe"))
+        x_BTD = nnx.merge(norm, outer["norm"])(jax.lax.psum(summable(x_BTD), "pipe").astype(x_BTD.dtype))
         head_DV = outer["embedding_VD"].T if config.head == "tied" else outer["head_DV"]
         given = x_BTD, head_DV.astype(config.compute_dtype), labels_BT, weights_BT
         return _mean_loss(config, *given, axes=("pipe",), vocab_size=config.vocab_size if padding else 0)
