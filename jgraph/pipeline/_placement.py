@@ -28,7 +28,7 @@ class Placement:
         mesh: A mesh with the axis `pipe`, and optionally `data` and `fsdp`.
         axes: Requested `fsdp` axes of parameters, by their names in the tree of `stack`; the axis of ranks does not count. Set
             by `shard_as`. The axis of other parameters follows from their shapes.
-        split_axes: Axes that are split over the mesh axis `tensor`, by the names of parameters in the tree of `stack`. Set by
+        tensor_axes: Axes that are split over the mesh axis `tensor`, by the names of parameters in the tree of `stack`. Set by
             `split_as`.
         experts: Number of `fsdp` devices that experts are sharded over.
         shards: `everything` if `fsdp` shards all parameters, `experts` if it shards only experts.
@@ -38,7 +38,7 @@ class Placement:
     layout: StageAssignment
     mesh: Mesh
     axes: Mapping[str, int] = field(default_factory=dict)
-    split_axes: Mapping[str, int] = field(default_factory=dict)
+    tensor_axes: Mapping[str, int] = field(default_factory=dict)
     experts: int = 1
     shards: fsdp.Sharded = "everything"
 
@@ -82,7 +82,7 @@ class Placement:
         if not axes:
             return self
         found = _changed_axes(self.model, tree, axes)
-        return replace(self, split_axes={_name_in_stack(self.layout, path): axis for path, axis, _ in found})
+        return replace(self, tensor_axes={_name_in_stack(self.layout, path): axis for path, axis, _ in found})
 
     def stack(self, outer: Tree, layers: list[Tree]) -> Tree:
         """Stacks the result of `PipelineModel.split` into the tree of parameters for a step.
@@ -187,7 +187,7 @@ class Placement:
         taken = {f"outer/{name}": axis for name, axis in self.model.sharded.items()}
         experts = {name: self.experts for name, leaf in shapes.items() if expert_axis(name, leaf.ndim) is not None}
         specs = fsdp.shard_specs(
-            shapes, ranks, self.axes, taken=taken, split=self.split_axes, pads=False, experts=experts, shards=self.shards
+            shapes, ranks, self.axes, taken=taken, split=self.tensor_axes, pads=False, experts=experts, shards=self.shards
         )
         return structure.unflatten(specs.values())
 
