@@ -121,7 +121,8 @@ def _explain(
         jax.config.update("jax_num_cpu_devices", config.parallel.num_devices)
     notes = ()
     if target is not None and config.parallel.cp == 1 and getattr(config.model, "attention", "") in ("auto", "xla"):
-        # With `cp`, attention is a Pallas kernel. cuDNN's attention can be compiled only on the GPU itself, not for another model of GPU.
+        # With `cp`, attention is a Pallas kernel. cuDNN's attention can be compiled only on the GPU itself, not for another
+        # model of GPU.
         config = config.changed(model=dataclasses.replace(config.model, attention="xla"))
         notes = ("attention is XLA's: a run on the GPU uses cuDNN's, which cannot be compiled without a GPU",)
     setup = TrainSetup.of(config)
