@@ -114,7 +114,7 @@ class Pipelined(FSDPChoices):
         params = pipeline.stacked_shapes(self.shapes)
         layers = without_ranks(params["layers"])
         # Sharded parameters are not packed, because a pack would have to be gathered before it is unpacked.
-        alone = leaf_names(layers) if Axis.FSDP in self.mesh.axis_names else ()
+        alone = leaf_names(layers) if Axis.FSDP in self.mesh.axis_names or objective.split else ()
         return BoundPipeline(objective, pipeline, products, Packing.of(layers, alone=alone), params, self.engine)
 
     def pipeline(self, objective: Objective) -> tuple[Pipeline, tuple[Product, ...]]:

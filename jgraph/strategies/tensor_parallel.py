@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.errors import ConfigError
@@ -232,7 +232,15 @@ class BoundTensorParallel:
         Returns:
             Arrays in the model's own tree.
         """
-        return self._each(Split.by_part, self.inner.unpack(params))
+
+        def by_part(split: Split, leaf: Array, devices: int) -> Array:
+            # Otherwise XLA replicates the array while it slices the layers of a pipeline.
+            names: list[Any] = [PartitionSpec.UNCONSTRAINED] * leaf.ndim
+            names[split.axis] = AXIS
+            assert self.mesh is not None, "the axis `tensor` is on a mesh"
+            return split.by_part(lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, PartitionSpec(*names))), devices)
+
+        return self._each(by_part, self.inner.unpack(params))
 
     def _each(self, order: Any, tree: Tree) -> Tree:
         def of(path: Any, leaf: Array) -> Array:
@@ -259,7 +267,8 @@ class BoundTensorParallel:
             names = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
             other = names[split.axis]  # `pipe` also shards the vocabulary
             names[split.axis] = AXIS if other is None else (other, AXIS)
-            return NamedSharding(sharding.mesh, PartitionSpec(*names))
+            shards = self.devices * (1 if other is None else sharding.mesh.shape[other])
+            return sharding if leaf.shape[split.axis] % shards else NamedSharding(sharding.mesh, PartitionSpec(*names))
 
         return jax.tree_util.tree_map_with_path(of, params, self.inner.shardings(params))
 

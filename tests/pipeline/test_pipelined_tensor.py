@@ -62,9 +62,12 @@ def test_a_vocabulary_that_ranks_and_tensor_cannot_share_is_sharded_over_the_ran
     assert specs["outer/embedding_VD"] == ("pipe", None)
 
 
-def test_no_device_holds_more_than_its_share_of_a_layer():
-    setup, _ = placed(fsdp=2, tp=2)
+@pytest.mark.parametrize("fields", [{"tp": 2}, {"fsdp": 2, "tp": 2}, {"cp": 2, "tp": 2}], ids=str)
+def test_no_device_holds_more_than_its_share_of_a_layer(fields):
+    setup, _ = placed(**fields)
     params = setup.step.state.params
     kernels = [leaf for name, leaf in zip(leaf_names(params), jax.tree.leaves(params), strict=True) if "kernel" in name]
     assert kernels
-    assert {leaf.size // int(np.prod(leaf.sharding.shard_shape(leaf.shape))) for leaf in kernels} == {8}
+    assert {leaf.size // int(np.prod(leaf.sharding.shard_shape(leaf.shape))) for leaf in kernels} == {
+        2 * 2 * fields.get("fsdp", 1)
+    }

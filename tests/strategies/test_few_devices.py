@@ -22,7 +22,7 @@ FLAGS = (
         pytest.param(4, "--pp 2 --fsdp 2 --schedule zb-v --model.num-layers 4", marks=pytest.mark.once),
         pytest.param(4, "--cp 2 --tp 2 --model.vocab-size 256", marks=pytest.mark.once),
         pytest.param(8, "--fsdp 2 --cp 2 --tp 2 --model.vocab-size 256 --sample-tokens 4", marks=pytest.mark.once),
-        pytest.param(8, "--pp 2 --cp 2 --tp 2 --schedule zb-h1 --model.vocab-size 256", marks=pytest.mark.once),
+        pytest.param(4, "--pp 2 --tp 2 --schedule zb-h1 --model.vocab-size 256", marks=pytest.mark.once),
     ],
 )
 def test_a_run_trains_evaluates_and_saves_with_one_device_per_rank(tmp_path, num_devices, flags):
