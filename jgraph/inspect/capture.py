@@ -115,7 +115,7 @@ def _explain(
         return dataclasses.replace(report, name=f"{name}, {report.name}")
     from jgraph.train.setup import TrainSetup
 
-    if target is not None and jax.config.jax_num_cpu_devices < config.parallel.num_devices:
+    if target is not None and jax.config.values["jax_num_cpu_devices"] < config.parallel.num_devices:
         # The mesh of the step needs as many devices as ranks, before it is moved to the target. JAX refuses a change after its
         # backend has started.
         jax.config.update("jax_num_cpu_devices", config.parallel.num_devices)
