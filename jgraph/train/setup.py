@@ -340,6 +340,9 @@ def _tensor_parallel(config: TrainConfig, strategy: Strategy, model: FunctionalM
     if tp == 1:
         return strategy
     rules = found.tensor_rules(config.model) if hasattr(found, "tensor_rules") else {}
+    if config.is_pipeline and not rules:
+        must = f"must be 1 in a pipeline for {config.module}, which has no tensor_rules(config)"
+        raise ConfigError(f"`tp` is {tp}: {must}", field="tp")
     parallel = TensorParallel(strategy, rules, model.annotations)
     if not parallel.splits(tp):
         must = f"must be 1 for {config.module}, which has no tensor_rules(config) and no partition name `{Axis.TENSOR}`"
