@@ -171,7 +171,7 @@ BAD = [
     ([*SMALL, "--latency", "-1"], ["--latency is -1"]),
     ([*SMALL, "--latency", "nan"], ["--latency is nan"]),
     ([*SMALL, "--execution", "fast"], ["--execution", "fast", "dataflow", "neighbours", "lockstep"]),
-    ([*SMALL, "--microbatchs", "3"], ["--microbatchs", "did you mean --microbatches INT?"]),
+    ([*SMALL, "--microbatchs", "3"], ["--microbatchs", "did you mean --microbatches INT"]),
     ([*SMALL, "--latency"], ["--latency", "Expected 1 value"]),
     ([*SMALL, "gpipe"], ["gpipe"]),
     (["schedule", "no.csv"], ["no.csv", "No such file"]),

@@ -200,3 +200,10 @@ def test_a_model_without_support_is_refused_in_one_line(name, message):
     with pytest.raises(ConfigError) as error:
         TrainSetup.of(TrainConfig.of(module=module, batch_size=4, seq_len=16, **{name: 2}))
     assert (str(error.value), error.value.field) == (message.format(module=module), name)
+
+
+def test_a_pipeline_of_a_model_without_rules_is_refused_in_one_line():
+    with pytest.raises(ConfigError) as error:
+        TrainSetup.of(TrainConfig.of(module="tests.own:Stacked", batch_size=8, seq_len=16, tp=2, **PIPELINE))
+    message = "`tp` is 2: must be 1 in a pipeline for tests.own:Stacked, which has no tensor_rules(config)"
+    assert (str(error.value), error.value.field) == (message, "tp")
