@@ -39,9 +39,8 @@ class MoE(nnx.Module):
     dropped unless `config.overflow` is "drop".
 
     On a mesh with the axis `context`, each device routes its own tokens: a share of the axis in front of D. On a mesh with the
-    axis `tensor`, each device computes its share of the hidden units of every expert. `jgraph.TensorParallel` then needs rules
-    for all experts: `Split(axis=-1, parts=(F, F))` for `up_EDF2`, `Split(axis=-2)` for `down_EFD`, and the same with F' for the
-    shared experts.
+    axis `tensor`, each device computes its share of the hidden units of every expert. `jgraph.TensorParallel` splits the
+    parameters without a rule.
 
     The losses of the router (load-balancing loss and z-loss), times their coefficients, add to the gradient of the model's
     loss, but not to its value.

@@ -27,6 +27,7 @@ from jgraph.schedule import Costs, Schedule, files, simulate
 from jgraph.strategies import sharding
 from jgraph.strategies.base import GradientProgram, Options, Pools, summary
 from jgraph.strategies.batches import BatchLayout, by_microbatch
+from jgraph.strategies.checks import check_split
 from jgraph.strategies.objective import Carry, Loss, Objective
 from jgraph.strategies.sharding import FSDPChoices, chosen_axes
 from jgraph.tree import is_matrix, leaf_names, path_name
@@ -110,6 +111,7 @@ class Pipelined(FSDPChoices):
         split = [axis for axis in PARTITIONED_AXES if self.mesh.shape.get(axis, 1) > 1]
         if self.engine == "dispatch" and split:
             raise ConfigError(f"`engine` is dispatch: must be program on a mesh with the axis {split[0]}", field="engine")
+        check_split(self.mesh, objective.split)
         pipeline, products = self.pipeline(objective)
         params = pipeline.stacked_shapes(self.shapes)
         layers = without_ranks(params["layers"])

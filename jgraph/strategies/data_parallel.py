@@ -17,7 +17,7 @@ from jgraph.strategies import sharding
 from jgraph.strategies.accumulate import MicrobatchFunction, accumulate
 from jgraph.strategies.base import GradientProgram, Options, Pools
 from jgraph.strategies.batches import BatchLayout
-from jgraph.strategies.checks import check_function
+from jgraph.strategies.checks import check_function, check_split
 from jgraph.strategies.objective import Carry, Loss, Objective, Tree, finished, is_mean, summed
 from jgraph.strategies.sharding import ShardSpec
 from jgraph.tree import is_router, leaf_names
@@ -80,6 +80,7 @@ class DataParallel:
             ShapeError: If `fp8` is set, and microbatches and data ranks cannot share the rows of the batch.
         """
         check_function(objective.loss)
+        check_split(mesh, objective.split)
         loss = _step_loss(objective, shapes, mesh)
         if objective.packing == "nothing":
             packing = Packing.of(shapes, alone=leaf_names(shapes))

@@ -96,8 +96,8 @@ class TensorParallel:
 
     Attributes:
         strategy: The strategy to wrap: `Replicated`, `FullySharded` or `Pipelined`.
-        rules: A `Split` by the shell pattern of parameter names. The first matching pattern counts. Other parameters are
-            replicated over `tensor`.
+        rules: A `Split` by the shell pattern of parameter names. The first matching pattern counts. The parameters of
+            `jgraph.MoE` need no rules: their hidden units are split. Other parameters are replicated over `tensor`.
         annotations: PartitionSpecs by the name of a parameter, None for no annotation: Flax's partition names, from
             `functional(...).annotations`. An axis with the name `tensor` is split, if no rule matches the parameter.
 
@@ -161,7 +161,7 @@ class TensorParallel:
         """
         found: dict[str, Split] = {}
         for name, leaf in zip(leaf_names(self.shapes), jax.tree.leaves(self.shapes), strict=True):
-            split = _first(self.rules, name) or _annotated(self.annotations.get(name), leaf.ndim)
+            split = _split_of(self.rules, name, leaf.shape) or _annotated(self.annotations.get(name), leaf.ndim)
             if split and split.check(name, leaf.shape[split.axis], devices):
                 found[name] = split
         return found
@@ -261,7 +261,7 @@ class BoundTensorParallel:
 
         def of(path: Any, leaf: Any, sharding: NamedSharding) -> NamedSharding:
             name = path_name(path)
-            split = self.splits.get(name) or _first(self.rules, name)
+            split = self.splits.get(name) or _split_of(self.rules, name, leaf.shape)
             if split is None or not split.check(name, leaf.shape[split.axis], self.devices):
                 return sharding
             names = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
@@ -333,9 +333,17 @@ class BoundTensorParallel:
         return self.inner.profile_facts()
 
 
-def _first(rules: Mapping[str, Split], name: str) -> Split | None:
-    """Returns the `Split` of the first pattern that matches a parameter name; None if no pattern matches."""
-    return next((split for pattern, split in rules.items() if fnmatchcase(name, pattern)), None)
+def _split_of(rules: Mapping[str, Split], name: str, shape: Sequence[int]) -> Split | None:
+    """Returns the `Split` of a parameter, by the first pattern that matches its name; None if it is replicated."""
+    if found := next((split for pattern, split in rules.items() if fnmatchcase(name, pattern)), None):
+        return found
+    # `jgraph.MoE` computes its experts on the shards. Its first matrices are concatenations of gate and up.
+    match name.rpartition("/")[2]:
+        case "up_EDF2" | "shared_up_DF2":
+            return Split(axis=-1, parts=(shape[-1] // 2,) * 2)
+        case "down_EFD" | "shared_down_FD":
+            return Split(axis=-2)
+    return None
 
 
 def _annotated(spec: PartitionSpec | None, ndim: int) -> Split | None:

@@ -84,8 +84,8 @@ class GPT(nnx.Module):
             config: Settings of the model.
 
         Returns:
-            The rules for `jgraph.TensorParallel`: heads of attention, hidden units of the MLP and of experts, and the
-            vocabulary are split. A vocabulary that the devices cannot share is replicated.
+            The rules for `jgraph.TensorParallel`: heads of attention, hidden units of the MLP, and the vocabulary are
+            split. A vocabulary that the devices cannot share is replicated.
         """
         return tensor_rules(config)
 
@@ -253,8 +253,6 @@ def tensor_rules(config: GPTConfig) -> Mapping[str, jgraph.Split]:
     """
     heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
     gated = (config.d_ff, config.d_ff) if config.mlp == "swiglu" else ()
-    hidden = config.moe.d_ff or config.d_ff
-    shared = config.moe.shared_experts * hidden
     return {
         "*embedding_VD": jgraph.Split(axis=-2, uneven="replicate"),
         "*head_DV": jgraph.Split(axis=-1, uneven="replicate"),
@@ -262,10 +260,6 @@ def tensor_rules(config: GPTConfig) -> Mapping[str, jgraph.Split]:
         "*attention/out/kernel": jgraph.Split(axis=-2, parts=(config.num_heads,)),
         "*mlp/up/kernel": jgraph.Split(axis=-1, parts=gated),
         "*mlp/down/kernel": jgraph.Split(axis=-2),
-        "*mlp/up_EDF2": jgraph.Split(axis=-1, parts=(hidden, hidden)),
-        "*mlp/down_EFD": jgraph.Split(axis=-2),
-        "*mlp/shared_up_DF2": jgraph.Split(axis=-1, parts=(shared, shared)),
-        "*mlp/shared_down_FD": jgraph.Split(axis=-2),
     }
 
 

@@ -273,3 +273,21 @@ def test_the_dispatch_engine_is_refused_on_a_mesh_with_tensor_or_context():
         inner: Any = Pipelined(mesh_of(pipe=2, **{axis: 2}), found.shapes, order, engine="dispatch")
         message = one_line(lambda inner=inner: jgraph.train_step(model, optax.sgd(0.1), inner, num_microbatches=2), "engine")
         assert message == f"`engine` is dispatch: must be program on a mesh with the axis {axis}"
+
+
+def test_a_mesh_with_the_axis_tensor_needs_tensor_parallel():
+    found, order = gpt(), generate("1f1b", pp=2, microbatches=2)
+    places: list[tuple[Any, Any]] = [
+        (lambda *args: jnp.zeros(()), jgraph.Replicated(mesh_of(data=1, tensor=2), found.shapes)),
+        (lambda *args: jnp.zeros(()), jgraph.FullySharded(mesh_of(fsdp=2, tensor=2), found.shapes)),
+        (GPT.pipeline_model(GPT_SIZES, 2), Pipelined(mesh_of(pipe=2, tensor=2), found.shapes, order)),
+    ]
+    for loss, strategy in places:
+        count = 2 if isinstance(strategy, Pipelined) else 1
+        message = one_line(
+            lambda loss=loss, strategy=strategy, count=count: jgraph.train_step(
+                loss, optax.sgd(0.1), strategy, num_microbatches=count
+            ),
+            "strategy",
+        )
+        assert "must be wrapped in jgraph.TensorParallel" in message
