@@ -15,7 +15,6 @@ from jgraph.errors import ConfigError
 from jgraph.moe.statistics import statistics
 from jgraph.step import train_step
 from jgraph.strategies import FullySharded, Replicated, TensorParallel
-from jgraph_models.gpt import GPT, GPTConfig
 
 # D model, F hidden, E experts, T tokens of a row
 D, F, E, T, ROWS = 16, 32, 4, 8, 8
@@ -63,7 +62,7 @@ def step_of(config, axes, length=T, microbatches=1, fp8=None, **choices):
     mesh = jax.make_mesh(tuple(axes.values()), tuple(axes)) if axes else None
     strategy = FullySharded(mesh, model.shapes, **choices) if "fsdp" in axes else Replicated(mesh, model.shapes)
     if "tensor" in axes:
-        strategy = TensorParallel(strategy, GPT.tensor_rules(GPTConfig(mlp="swiglu", d_ff=F, moe=config)))
+        strategy = TensorParallel(strategy)
 
     def loss(params, batch, key, carried):
         value, after = model.loss(params, batch, key, carried)
