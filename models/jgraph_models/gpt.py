@@ -87,7 +87,15 @@ class GPT(nnx.Module):
             The rules for `jgraph.TensorParallel`: heads of attention, hidden units of the MLP, and the vocabulary are
             split. A vocabulary that the devices cannot share is replicated.
         """
-        return tensor_rules(config)
+        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        return {
+            "*embedding_VD": jgraph.Split(axis=-2, uneven="replicate"),
+            "*head_DV": jgraph.Split(axis=-1, uneven="replicate"),
+            "*attention/qkv/*": jgraph.Split(axis=-1, parts=heads),
+            "*attention/out/kernel": jgraph.Split(axis=-2, parts=(config.num_heads,)),
+            "*mlp/up/kernel": jgraph.Split(axis=-1, parts=(config.d_ff,) * (1 + (config.mlp == "swiglu"))),
+            "*mlp/down/kernel": jgraph.Split(axis=-2),
+        }
 
     @staticmethod
     def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
@@ -242,27 +250,6 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
     )
 
 
-def tensor_rules(config: GPTConfig) -> Mapping[str, jgraph.Split]:
-    """Returns how tensor parallelism splits the parameters of a GPT, by the shell pattern of their names.
-
-    Args:
-        config: Settings of the model.
-
-    Returns:
-        The rules for `jgraph.TensorParallel`.
-    """
-    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-    gated = (config.d_ff, config.d_ff) if config.mlp == "swiglu" else ()
-    return {
-        "*embedding_VD": jgraph.Split(axis=-2, uneven="replicate"),
-        "*head_DV": jgraph.Split(axis=-1, uneven="replicate"),
-        "*attention/qkv/*": jgraph.Split(axis=-1, parts=heads),
-        "*attention/out/kernel": jgraph.Split(axis=-2, parts=(config.num_heads,)),
-        "*mlp/up/kernel": jgraph.Split(axis=-1, parts=gated),
-        "*mlp/down/kernel": jgraph.Split(axis=-2),
-    }
-
-
 class Block(nnx.Module):
     """A transformer block: attention and MLP (or `jgraph.MoE`), each of a norm of the residual stream and added to the stream.
 
@@ -353,17 +340,15 @@ class Attention(nnx.Module):
             ConfigError: If `config.attention` is cudnn or fused and `starts_BT` is given, or is cudnn and the device, the sizes
                 or the dtype are not supported.
         """
-        qkv_BTC, norms, order_T = self.qkv(x_BTD), None, token_order(x_BTD.shape[1])
+        places, order_T = None, token_order(x_BTD.shape[1])
         if order_T is not None:
+            # Arguments, because each device of the axis `context` has other positions.
+            places = tuple(jnp.asarray(table)[order_T] for table in rotary_T1K), order_T
             starts_BT = jnp.zeros(x_BTD.shape[:2], jnp.int32) if starts_BT is None else starts_BT
-        if self.config.qk_norm == "head":
-            norms = self.q_norm, self.k_norm
-        # Positions are an argument, because each device of the axis `context` has other positions.
-        places = None if order_T is None else (tuple(jnp.asarray(table)[order_T] for table in rotary_T1K), order_T)
-        attend = per_shard(
-            partial(self._attended, rotary_T1K), (_HIDDEN, _TOKENS, PartitionSpec(), PartitionSpec("context")), _HIDDEN
-        )
-        return self.out(attend(qkv_BTC, starts_BT, norms and nnx.split(norms), places))
+        norms = nnx.split((self.q_norm, self.k_norm)) if self.config.qk_norm == "head" else None
+        in_specs = _HIDDEN, _TOKENS, PartitionSpec(), PartitionSpec("context")
+        attend = per_shard(partial(self._attended, rotary_T1K), in_specs, _HIDDEN)
+        return self.out(attend(self.qkv(x_BTD), starts_BT, norms, places))
 
     def _attended(
         self, rotary_T1K: Rotary, qkv_BTC: Array, starts_BT: Array | None, norms: Any, places: tuple[Rotary, Array] | None
@@ -439,17 +424,13 @@ def _add_and_norm(norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None, kernel
         assert norm.scale is not None
         scale_D = norm.scale[...].astype(x_BTD.dtype)  # Like RMSNorm. On several devices, it is gathered in this dtype.
         implementation = "backward" if kernel == "backward" else "auto"
-        run = partial(jgraph.rms_norm, epsilon=norm.epsilon, implementation=implementation)
-        if partitioned("context") == partitioned("tensor") == 1:
-            return run(x_BTD, scale_D, add=add_BTD)
-        given = (x_BTD, scale_D) if add_BTD is None else (x_BTD, scale_D, add_BTD)
         is_even = x_BTD.shape[1] % (partitioned("context") * partitioned("tensor")) == 0
         axes = _RESIDUAL if is_even else _TOKENS
 
-        def on_shard(x_BTD: Array, scale_D: Array, *add: Array) -> tuple[Array, Array]:
-            return run(x_BTD, scale_D, add=add[0] if add else None)
+        def run(x_BTD: Array, scale_D: Array, add_BTD: Array | None) -> tuple[Array, Array]:
+            return jgraph.rms_norm(x_BTD, scale_D, add=add_BTD, epsilon=norm.epsilon, implementation=implementation)
 
-        return per_shard(on_shard, (axes, PartitionSpec(), axes)[: len(given)], (axes, axes))(*given)
+        return per_shard(run, (axes, PartitionSpec(), axes), (axes, axes))(x_BTD, scale_D, add_BTD)
     x_BTD = x_BTD if add_BTD is None else x_BTD + add_BTD
     return x_BTD, norm(x_BTD)
 
