@@ -1,5 +1,6 @@
 """Checks that devices are available, and when the next program may be dispatched."""
 
+import os
 from typing import TypeVar
 
 import jax
@@ -10,11 +11,18 @@ _T = TypeVar("_T")
 
 
 def check_devices() -> None:
-    """Starts JAX's default backend.
+    """Starts JAX's default backend, with enough threads for the collectives of several CPU devices.
+
+    XLA's CPU client has as many threads as cores, or as many as the environment variable NPROC says. A device keeps a thread for
+    each collective that it waits in, and collectives that do not depend on each other wait at once. With too few threads, all of
+    them may wait.
 
     Raises:
         ConfigError: If the platforms in JAX_PLATFORMS have no device on this machine, e.g. `cuda` without a GPU.
     """
+    count = getattr(jax.config, "jax_num_cpu_devices", 1)
+    if count > 1:
+        os.environ.setdefault("NPROC", str(max(4 * count, os.cpu_count() or 1)))
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as e:  # JAX asserts that it has a plugin for the platform
