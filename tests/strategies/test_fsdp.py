@@ -517,7 +517,9 @@ def test_an_invalid_configuration_is_refused_in_one_line(fields, message):
 
 
 def test_partition_names_other_than_fsdp_are_refused():
-    with pytest.raises(ConfigError, match=r"w has the partition names .*'model'.*: must be 'fsdp' or 'tensor', each at most once"):
+    with pytest.raises(
+        ConfigError, match=r"w has the partition names .*'model'.*: must be 'fsdp' or 'tensor', each at most once"
+    ):
         fsdp.asked_axes(["w"], [], {"w": PartitionSpec(None, "model")})
 
 
