@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from jgraph.errors import ConfigError
-from jgraph.mesh import Axis, partitioned, summable
+from jgraph.mesh import Axis, is_bound, partitioned, summable
 
 AXIS = Axis.CONTEXT.value
 
@@ -48,10 +48,9 @@ def gathered(x_BS: Array) -> Array:
     Returns:
         [B, T, ...]; `x_BS` itself if the axis `context` is not bound.
     """
-    try:
-        devices = lax.axis_size(AXIS)
-    except NameError:
+    if not is_bound(AXIS):
         return x_BS
+    devices = lax.axis_size(AXIS)
     x_BT = lax.all_gather(summable(x_BS), AXIS, axis=1, tiled=True).astype(x_BS.dtype)
     parts = jnp.split(x_BT, 2 * devices, axis=1)
     return jnp.concatenate(parts[0::2] + parts[1::2][::-1], axis=1)

@@ -13,8 +13,8 @@ _T = TypeVar("_T")
 def check_devices() -> None:
     """Starts JAX's default backend, with enough threads for the collectives of several CPU devices.
 
-    XLA's CPU client has as many threads as cores, or as many as the environment variable NPROC says. A device keeps a thread
-    for each collective that it waits in, and collectives that do not depend on each other wait at once. With too few threads,
+    XLA's CPU client has as many threads as cores, or the number in the environment variable NPROC. A device keeps a thread for
+    each collective that it waits in, and collectives that do not depend on each other wait at once. With too few threads,
     all of them may wait.
 
     Raises:

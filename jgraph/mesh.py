@@ -88,6 +88,11 @@ def partitioned(axis: str) -> int:
     return mesh.shape[axis] if kinds.get(axis) == AxisType.Auto else 1
 
 
+def axis_names(entry: Any) -> tuple[str, ...]:
+    """Returns the mesh axes in an entry of a PartitionSpec: a name, a tuple of names, or None."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
 def constrain(x: Array, spec: PartitionSpec) -> Array:
     """Shards an array over `PARTITIONED_AXES` of the current mesh, like `jax.lax.with_sharding_constraint`.
 
@@ -102,7 +107,7 @@ def constrain(x: Array, spec: PartitionSpec) -> Array:
     kept: list[tuple[str, ...]] = []
     for names, length in zip(spec, x.shape, strict=False):
         kept.append(())
-        for name in (names,) if isinstance(names, str) else names or ():
+        for name in axis_names(names):
             if partitioned(name) > 1 and length % math.prod(map(partitioned, (*kept[-1], name))) == 0:
                 kept[-1] = (*kept[-1], name)
     return lax.with_sharding_constraint(x, PartitionSpec(*kept)) if any(kept) else x
@@ -165,7 +170,7 @@ def _with_axes(specs: Any, is_kept: Callable[[str], bool]) -> Any:
     """Returns a tree of PartitionSpecs with the mesh axes for which `is_kept` is true."""
 
     def of(spec: PartitionSpec) -> PartitionSpec:
-        return PartitionSpec(*[tuple(filter(is_kept, (names,) if isinstance(names, str) else names or ())) for names in spec])
+        return PartitionSpec(*[tuple(filter(is_kept, axis_names(names))) for names in spec])
 
     return jax.tree.map(of, specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
 
@@ -206,7 +211,7 @@ def with_batch_axes(fn: Callable[..., _T]) -> Callable[..., _T]:
         except NameError as e:
             if not _unbound_axis(e):
                 raise
-        missing = [axis for axis in BATCH_AXES if not _is_bound(axis)]
+        missing = [axis for axis in BATCH_AXES if not is_bound(axis)]
         with refused_axes(not_a_batch_axis):
             return functools.reduce(_over_one, missing, fn)(*args)
 
@@ -237,7 +242,7 @@ def _unbound_axis(error: NameError) -> str:
     return found[1] if found else ""
 
 
-def _is_bound(axis: str) -> bool:
+def is_bound(axis: str) -> bool:
     """True if collectives can use a mesh axis in the current trace."""
     try:
         lax.axis_size(axis)

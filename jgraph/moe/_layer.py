@@ -4,7 +4,6 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
@@ -12,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jgraph.errors import require
 from jgraph.kernels.swiglu import swiglu
-from jgraph.mesh import Axis, partitioned, per_shard, summable
+from jgraph.mesh import Axis, is_bound, partitioned, per_shard, summable
 from jgraph.moe import _experts, _router
 from jgraph.moe.config import MoEConfig
 from jgraph.scopes import scope
@@ -219,7 +218,7 @@ class MoE(nnx.Module):
 
 def _over_context(variable: nnx.Variable, value: Array) -> Array:
     """Reduces a new value of a state variable over the axis `context`, as a step reduces it over data ranks."""
-    if _CONTEXT not in jax.sharding.get_abstract_mesh().manual_axes:
+    if not is_bound(_CONTEXT):
         return value
     reduce = {"sum": lax.psum, "mean": lax.pmean, "halt": lax.pmax}[variable.get_metadata()["reduction"]]
     return reduce(value, _CONTEXT)

@@ -242,7 +242,8 @@ class BoundPipeline:
     def xla_options(self) -> tuple[str, ...]:
         """The XLA options that this strategy needs, each a string `name=value`.
 
-        There are options for a mesh whose axis `fsdp` is longer than 1, and options for FP8. () if neither applies.
+        There are options for a mesh with an axis `fsdp`, `context` or `tensor` longer than 1, and options for FP8. () if
+        neither applies.
         """
         return sharding.xla_options(self.mesh, self.objective.fp8)
 

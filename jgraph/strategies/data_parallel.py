@@ -108,7 +108,7 @@ class DataParallel:
 
     @property
     def xla_options(self) -> tuple[str, ...]:
-        """XLA options as `name=value`. () without FP8, unless the mesh has the axis `fsdp` with several devices."""
+        """XLA options as `name=value`. () without FP8, and without an axis `fsdp`, `context` or `tensor` of several devices."""
         return sharding.xla_options(self.mesh, self.objective.fp8)
 
     def on(self, mesh: Mesh) -> Self:

@@ -38,15 +38,15 @@ _XLA_OPTIONS = (
 
 
 def xla_options(mesh: Mesh | None, fp8: FP8Config | None) -> tuple[str, ...]:
-    """Returns the XLA options of a step with sharded parameters or FP8 matmuls.
+    """Returns the XLA options of a step on a mesh, and those of FP8 matmuls.
 
     Args:
         mesh: The devices; None for one device.
         fp8: The FP8 recipe; None without FP8.
 
     Returns:
-        Options as `name=value`. Empty if `fp8` is None or only calibrates, and the mesh has no axis `fsdp` with several
-        devices.
+        Options as `name=value`. Empty if `fp8` is None or only calibrates, and the mesh has no axis `fsdp`, `context` or
+        `tensor` with several devices.
     """
     sharded = (
         _XLA_OPTIONS if mesh is not None and max(mesh.shape.get(axis, 1) for axis in (AXIS, *PARTITIONED_AXES)) > 1 else ()

@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.errors import ConfigError
-from jgraph.mesh import Axis
+from jgraph.mesh import Axis, axis_names
 from jgraph.strategies.base import BoundStrategy, GradientProgram, Options, Pools, Strategy
 from jgraph.strategies.batches import BatchLayout
 from jgraph.strategies.objective import Carry, Loss, Objective, Tree
@@ -348,5 +348,5 @@ def _split_of(rules: Mapping[str, Split], name: str, shape: Sequence[int]) -> Sp
 
 def _annotated(spec: PartitionSpec | None, ndim: int) -> Split | None:
     """Returns the `Split` of an annotation; None if it does not name the axis `tensor`."""
-    axes = [i for i, names in enumerate(spec or ()) if AXIS in ((names,) if isinstance(names, str) else names or ())]
+    axes = [i for i, names in enumerate(spec or ()) if AXIS in axis_names(names)]
     return Split(axis=axes[0] - ndim) if axes else None

@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -291,7 +290,7 @@ def _errors_by_flag(config: TrainConfig) -> Iterator[None]:
 def _mesh(parallel: ParallelConfig, *, is_pipeline: bool, is_sharded: bool) -> Mesh | None:
     """Returns the mesh of the run; None on one device without a pipeline or sharding."""
     counts = {"dp": parallel.dp, "pp": parallel.pp, "fsdp": parallel.fsdp, "cp": parallel.cp, "tp": parallel.tp}
-    ranks, needs_mesh = math.prod(counts.values()), is_pipeline or is_sharded
+    ranks, needs_mesh = parallel.num_devices, is_pipeline or is_sharded
     # On one device, no backend is started: the step may be compiled for a GPU that is not present.
     if ranks == 1 and not needs_mesh and not jax.distributed.is_initialized():
         return None

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from jgraph.tree import PyTree
 from jgraph.xla import aot
 from jgraph.xla.capture import CaptureReport, compile_and_report
 from jgraph.xla.donation import Donation, donations, without_warnings
-from jgraph.xla.hlo import HloModule, Instruction
+from jgraph.xla.hlo import COLLECTIVES, HloModule, Instruction
 from jgraph.xla.options import OptionValue
 
 _MOST_SHOWN = 8
@@ -116,8 +115,8 @@ class Collectives:
     a library call, a Pallas kernel or a fusion with a dot.
 
     Attributes:
-        total: Number of all-gathers, reduce-scatters, all-reduces, all-to-alls and permutes between devices.
-        overlapped: Number of those that overlap with a matmul.
+        total: Number of collectives between devices, as `HloModule.collectives` counts them.
+        overlapped: Number of collectives that overlap with a matmul.
     """
 
     total: int
@@ -137,10 +136,9 @@ class Collectives:
             ProfileError: If the text of the program cannot be parsed.
         """
         text = compiled.as_text() or ""
-        if not _COLLECTIVE.search(text):  # parsing a whole program takes seconds
+        if not any(f" {kind}{end}(" in text for kind in COLLECTIVES for end in ("", "-start")):  # parsing takes seconds
             return cls(0, 0)
-        total = overlapped = 0
-        module = HloModule(text)
+        overlapped, module = 0, HloModule(text)
         products = {
             name for name, part in module.computations.items() if any(_is_product(i) for i in part.instructions.values())
         }
@@ -149,19 +147,14 @@ class Collectives:
             for name, instruction in part.instructions.items():
                 if instruction.opcode.endswith("-done"):
                     overlapped += any(running.pop(operand, False) for operand in instruction.operands)
-                elif _COLLECTIVE.search(f" {instruction.opcode}("):
-                    total += 1
-                    if instruction.opcode.endswith("-start"):
-                        running[name] = False
+                elif instruction.opcode.endswith("-start") and instruction.opcode.removesuffix("-start") in COLLECTIVES:
+                    running[name] = False
                 elif running and (_is_product(instruction) or products & set(instruction.called)):
                     running = dict.fromkeys(running, True)
-        return cls(total, overlapped)
+        return cls(module.collectives.total(), overlapped)
 
     def __str__(self) -> str:
         return f"collectives: {self.total}, {self.overlapped} overlapped by matmuls"
-
-
-_COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute)(-start)?\(")
 
 
 def _is_product(instruction: Instruction) -> bool:
