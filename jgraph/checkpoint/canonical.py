@@ -13,6 +13,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.dispatch import in_turn
+from jgraph.mesh import PARTITIONED_AXES
 from jgraph.tree import PyTree
 
 
@@ -52,8 +53,8 @@ class CanonicalLayout:
 
         Returns:
             A new dataclass of the type of `state`. `params`, and the moments if `opt_state` is `arrays`, have the structure of
-            the model's parameter tree. On a mesh, their arrays are sharded by `spread`: each is split along one axis over as
-            many devices as possible. All other arrays keep their structure and shardings.
+            the model's parameter tree. On a mesh, their arrays are sharded by `spread`: each is split over as many
+            devices as possible. All other arrays keep their structure and shardings.
         """
         return self._mapped(state, lambda tree: in_turn(self._unpack(tree)), lambda leaf: leaf.copy())
 
@@ -77,7 +78,7 @@ class CanonicalLayout:
         """Returns the state in the canonical layout with a `jax.ShapeDtypeStruct` for every array. Creates no arrays.
 
         The result is a dataclass of the type of `own`. It can be the argument `like` of `Checkpoints.restore_latest`. On a
-        mesh, every leaf has a `NamedSharding` that splits one axis over as many devices as possible. If `mesh` is None, the
+        mesh, every leaf has a `NamedSharding` that splits it over as many devices as possible. If `mesh` is None, the
         leaves have no sharding.
         """
         shapes = jax.eval_shape(lambda own: self._mapped(own, self._unpack, lambda leaf: leaf), self.own)
@@ -112,8 +113,9 @@ class CanonicalLayout:
 def spread(mesh: Mesh, sharded: PyTree, leaves: PyTree) -> PyTree:
     """Returns shardings that split each leaf over many devices, so that no device holds a whole large model. Moves no data.
 
-    A leaf is split along one of its array axes, over one or several mesh axes. The product of their sizes must divide the size
-    of the array axis. Of the possible splits, the one over the most devices is used. A leaf without one is replicated.
+    The mesh axes of ranks split one array axis of a leaf, the partitioned mesh axes another one. The product of the sizes of
+    the mesh axes must divide the size of the array axis. Of the possible splits, the one over the most devices is used. A leaf
+    without one is replicated.
 
     Args:
         mesh: The mesh of all leaves.
@@ -130,11 +132,22 @@ def spread(mesh: Mesh, sharded: PyTree, leaves: PyTree) -> PyTree:
 
 
 def _largest_spec(axes: dict[str, int], shape: tuple[int, ...]) -> PartitionSpec:
-    """Returns a spec that shards one array axis evenly over as many devices as possible; replicates if no axis is divisible."""
-    choices = [names for count in range(len(axes), 0, -1) for names in combinations(axes, count)]
-    devices = {names: math.prod(axes[name] for name in names) for names in choices}
-    for names in sorted(choices, key=devices.__getitem__, reverse=True):
-        for axis, size in enumerate(shape):
-            if size % devices[names] == 0:
-                return PartitionSpec(*[None] * axis, names)
-    return PartitionSpec()
+    """Returns a spec that splits array axes evenly over as many devices as possible.
+
+    The axes of ranks split one array axis. Partitioned mesh axes split another one, because XLA replicates an array to move it
+    between a split of one array axis over both and the layout of a pipeline.
+    """
+    ranks = {name: size for name, size in axes.items() if name not in PARTITIONED_AXES}
+    names: dict[int, tuple[str, ...]] = {}
+    for group in (ranks, {name: size for name, size in axes.items() if name not in ranks}):
+        choices = [choice for count in range(len(group), 0, -1) for choice in combinations(group, count)]
+        possible = [
+            (math.prod(group[name] for name in choice), axis, choice)
+            for choice in choices
+            for axis, size in enumerate(shape)
+            if axis not in names and size % math.prod(group[name] for name in choice) == 0
+        ]
+        if possible:
+            _, axis, choice = max(possible, key=lambda found: found[0])
+            names[axis] = choice
+    return PartitionSpec(*[names.get(axis) for axis in range(1 + max(names, default=-1))])

@@ -221,7 +221,11 @@ class BoundTensorParallel:
         Returns:
             The arrays of a step, a tree.
         """
-        return self.inner.pack(self._each(Split.by_device, tree))
+
+        def by_device(split: Split, leaf: Array, devices: int) -> Array:
+            return self._on_axis(split, split.by_device(leaf, devices))
+
+        return self.inner.pack(self._each(by_device, tree))
 
     def unpack(self, params: Tree) -> Tree:
         """Inverts `pack`, bit for bit.
@@ -234,13 +238,16 @@ class BoundTensorParallel:
         """
 
         def by_part(split: Split, leaf: Array, devices: int) -> Array:
-            # Otherwise XLA replicates the array while it slices the layers of a pipeline.
-            names: list[Any] = [PartitionSpec.UNCONSTRAINED] * leaf.ndim
-            names[split.axis] = AXIS
-            assert self.mesh is not None, "the axis `tensor` is on a mesh"
-            return split.by_part(lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, PartitionSpec(*names))), devices)
+            return split.by_part(self._on_axis(split, leaf), devices)
 
         return self._each(by_part, self.inner.unpack(params))
+
+    def _on_axis(self, split: Split, leaf: Array) -> Array:
+        # Otherwise XLA replicates the array while it stacks or slices the layers of a pipeline.
+        names: list[Any] = [PartitionSpec.UNCONSTRAINED] * leaf.ndim
+        names[split.axis] = AXIS
+        assert self.mesh is not None, "the axis `tensor` is on a mesh"
+        return lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, PartitionSpec(*names)))
 
     def _each(self, order: Any, tree: Tree) -> Tree:
         def of(path: Any, leaf: Array) -> Array:
