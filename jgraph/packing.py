@@ -39,7 +39,7 @@ class Packing:
     groups: tuple[tuple[str, tuple[int, ...]], ...]
 
     @classmethod
-    def of(cls, params: PyTree, *, small: int = _SMALL_LEAF, alone: Container[str] = ()) -> Self:
+    def of(cls, params: PyTree, *, small: int = _SMALL_LEAF, alone: Container[str] = (), frozen: Container[str] = ()) -> Self:
         """Groups the small leaves of a tree by dtype and kind. Each other leaf is a group of its own.
 
         The kinds are matrices (weight decay applies), vectors, matrices of routers and vectors of routers. A router is the
@@ -49,6 +49,7 @@ class Packing:
             params: A pytree of arrays or `jax.ShapeDtypeStruct`. Only shapes and dtypes are used.
             small: Leaves with fewer elements than this are packed. The default is 2**19.
             alone: Names of leaves that are not packed, e.g. `blocks/0/kernel`: the keys of the path, joined by `/`.
+            frozen: Names of leaves that are not packed with others. A group has only frozen leaves or none.
 
         Returns:
             The packing.
@@ -58,7 +59,8 @@ class Packing:
         for index, (name, leaf) in enumerate(zip(leaf_names(params), flat, strict=True)):
             if leaf.size < small and name not in alone:
                 of_routers = " of routers" * is_router(name)
-                name = f"small {'matrices' if is_matrix(name, leaf) else 'vectors'}{of_routers} ({leaf.dtype})"
+                trains = "frozen " * (name in frozen)
+                name = f"small {trains}{'matrices' if is_matrix(name, leaf) else 'vectors'}{of_routers} ({leaf.dtype})"
             members.setdefault(name, []).append(index)
         leaves = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in flat)
         return cls(treedef, leaves, groups=tuple((name, tuple(indices)) for name, indices in members.items()))
@@ -67,17 +69,20 @@ class Packing:
         """Concatenates the leaves of each group.
 
         Args:
-            params: Arrays in a tree with the structure and shapes of this packing.
+            params: Arrays in a tree with the structure and shapes of this packing. None may replace all leaves of a group.
 
         Returns:
             One array per group, by the name of the group, in the dtype of its leaves. Several leaves are flattened and
-            concatenated to a 1-D array. A single leaf is returned itself, with its shape and without a copy.
+            concatenated to a 1-D array. A single leaf is returned itself, with its shape and without a copy. None for a group
+            of None.
         """
         leaves = self.treedef.flatten_up_to(params)
-        return {
-            name: leaves[indices[0]] if len(indices) == 1 else jnp.concatenate([leaves[i].ravel() for i in indices])
-            for name, indices in self.groups
-        }
+
+        def of(indices: tuple[int, ...]) -> Any:
+            is_one = len(indices) == 1 or leaves[indices[0]] is None
+            return leaves[indices[0]] if is_one else jnp.concatenate([leaves[i].ravel() for i in indices])
+
+        return {name: of(indices) for name, indices in self.groups}
 
     def unpack(self, packed: dict[str, Array]) -> PyTree:
         """Inverts `pack`: splits the arrays of the groups into leaves.

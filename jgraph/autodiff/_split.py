@@ -234,8 +234,8 @@ class Split:
 
         Args:
             main_grad: Sums in the structure of params. Leaves of delayed parameters are float32. Other leaves are returned
-                unchanged, and None may replace a subtree without delayed parameters. Updated in place if the caller's `jax.jit`
-                donates it.
+                unchanged. None may replace any subtree: no gradient is computed for its parameters. Updated in place if the
+                caller's `jax.jit` donates it.
             params: The parameters that `forward` was called with.
             residuals: Second result of `forward`. Only `residuals.wgrad` is read.
             stash: Third result of `dgrad` for these residuals.
@@ -244,8 +244,7 @@ class Split:
             The new sums, in the structure of `main_grad`.
 
         Raises:
-            SplitError: If residuals and stash belong to different shapes, are deleted, or come from another split, or
-                `main_grad` is None for a delayed parameter.
+            SplitError: If residuals and stash belong to different shapes, are deleted, or come from another split.
         """
         self._match(residuals, stash)
         return self._accumulate(main_grad, params, residuals.after_dgrad(), stash)
@@ -381,11 +380,8 @@ def _run_accumulate(main_grad: PyTree, params: PyTree, residuals: Residuals, sta
     late = _late(jax.tree.leaves(params), residuals, stash, adding=True)
 
     def added(total: Any, late: Any) -> Any:
-        if not jax.tree.leaves(late):
+        if total is None or not jax.tree.leaves(late):
             return total
-        if total is None:
-            message = "`main_grad` is None for a delayed parameter: must be a float32 sum for each delayed parameter"
-            raise SplitError(message, field="main_grad")
         return late(total) if callable(late) else total + late.astype(total.dtype)
 
     return jax.tree.map(added, main_grad, late, is_leaf=lambda leaf: leaf is None)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.dispatch import in_turn
 from jgraph.mesh import PARTITIONED_AXES
-from jgraph.tree import PyTree
+from jgraph.tree import PyTree, only, partly
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +35,8 @@ class CanonicalLayout:
         opt_state: The structure of the optimizer moments, such as Adam's, in `own.opt_state`. If `arrays`, each has the
             structure of `own.params`, and is converted like the parameters. If `tree`, each already has the structure of the
             model's parameter tree, and is not converted.
+        trained: Bools in the structures of `own.params` and of the model's parameter tree, False for frozen leaves. Moments
+            have None in their place. None if there are no frozen leaves.
     """
 
     pack: Callable[[PyTree], PyTree]
@@ -42,6 +44,7 @@ class CanonicalLayout:
     own: Any
     mesh: Mesh | None
     opt_state: Literal["arrays", "tree"] = "arrays"
+    trained: tuple[PyTree, PyTree] | None = None
 
     def of(self, state: Any) -> Any:
         """Converts a state from the layout of the run to the canonical layout.
@@ -56,7 +59,8 @@ class CanonicalLayout:
             the model's parameter tree. On a mesh, their arrays are sharded by `spread`: each is split over as many
             devices as possible. All other arrays keep their structure and shardings.
         """
-        return self._mapped(state, lambda tree: in_turn(self._unpack(tree)), lambda leaf: leaf.copy())
+        params, moments = (partial(_run, unpack) for unpack in self._unpacks)
+        return self._mapped(state, params, moments, lambda leaf: leaf.copy())
 
     @cached_property
     def back(self) -> Callable[[Any], Any]:
@@ -68,8 +72,10 @@ class CanonicalLayout:
         """
         # Donation would save little: few buffers have the same size in both layouts, and saving needs memory for both anyway.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.own)
+        tree = jax.eval_shape(self.unpack, self.own.params)
+        pack_moments = self.pack if self.trained is None else partly(self.pack, self.trained[1], self.trained[0], tree)
         back = jax.jit(
-            lambda canonical: self._mapped(canonical, self.pack, lambda leaf: leaf),
+            lambda canonical: self._mapped(canonical, self.pack, pack_moments, lambda leaf: leaf),
             out_shardings=None if self.mesh is None else shardings,
         )
         return lambda canonical: in_turn(back(canonical))
@@ -81,21 +87,29 @@ class CanonicalLayout:
         mesh, every leaf has a `NamedSharding` that splits it over as many devices as possible. If `mesh` is None, the
         leaves have no sharding.
         """
-        shapes = jax.eval_shape(lambda own: self._mapped(own, self._unpack, lambda leaf: leaf), self.own)
+        params, moments = self._unpacks
+        shapes = jax.eval_shape(lambda own: self._mapped(own, params, moments, lambda leaf: leaf), self.own)
         if self.mesh is None:
             return shapes
         shardings = spread(self.mesh, self.own.params, shapes)
         return jax.tree.map(lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes, shardings)
 
-    def _mapped(self, state: Any, like_params: Callable[[PyTree], PyTree], other: Callable[[Array], Array]) -> Any:
-        """Maps trees with the structure of the parameters, and other leaves. One by one, because the temporaries are large."""
+    def _mapped(
+        self,
+        state: Any,
+        like_params: Callable[[PyTree], PyTree],
+        like_moments: Callable[[PyTree], PyTree],
+        other: Callable[[Array], Array],
+    ) -> Any:
+        """Maps parameters, moments and other leaves. One tree at a time, because the temporaries are large."""
         params = like_params(state.params)
         if self.opt_state == "tree":
             opt_state = jax.tree.map(other, state.opt_state)
         else:
-            structure = jax.tree.structure(self.own.params)
+            trained = self.own.params if self.trained is None else only(self.trained[0], self.own.params)
+            structure = jax.tree.structure(trained)
             opt_state = jax.tree.map(
-                lambda own, tree: like_params(tree) if jax.tree.structure(own) == structure else other(tree),
+                lambda own, tree: like_moments(tree) if jax.tree.structure(own) == structure else other(tree),
                 self.own.opt_state,
                 state.opt_state,
                 is_leaf=lambda tree: jax.tree.structure(tree) == structure,
@@ -105,9 +119,19 @@ class CanonicalLayout:
         return dataclasses.replace(state, params=params, opt_state=opt_state, **rest)
 
     @cached_property
-    def _unpack(self) -> Callable[[PyTree], PyTree]:
+    def _unpacks(self) -> tuple[Callable[[PyTree], PyTree], Callable[[PyTree], PyTree]]:
+        """Jitted functions that convert parameters and moments to the model's own tree."""
         tree = jax.eval_shape(self.unpack, self.own.params)
-        return jax.jit(self.unpack, out_shardings=None if self.mesh is None else spread(self.mesh, self.own.params, tree))
+        shardings = None if self.mesh is None else spread(self.mesh, self.own.params, tree)
+        unpack = jax.jit(self.unpack, out_shardings=shardings)
+        if self.trained is None:
+            return unpack, unpack
+        moments = partly(self.unpack, *self.trained, self.own.params)
+        return unpack, jax.jit(moments, out_shardings=None if self.mesh is None else only(self.trained[1], shardings))
+
+
+def _run(function: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
+    return in_turn(function(tree))
 
 
 def spread(mesh: Mesh, sharded: PyTree, leaves: PyTree) -> PyTree:

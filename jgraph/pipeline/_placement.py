@@ -1,6 +1,6 @@
 """Places the parameters of a pipeline: assigns layers to ranks, and shards every array."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -11,7 +11,7 @@ from jgraph.errors import ConfigError
 from jgraph.pipeline.partition import AXIS, PipelineModel, StageAssignment, Tree
 from jgraph.strategies import sharding as fsdp
 from jgraph.strategies.sharding import ShardSpec
-from jgraph.tree import expert_axis, leaf_names, path_name
+from jgraph.tree import depends, expert_axis, leaf_names, path_name
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -30,6 +30,7 @@ class Placement:
             by `shard_as`. The axis of other parameters follows from their shapes.
         tensor_axes: Axes that are split over the mesh axis `tensor`, by the names of parameters in the tree of `stack`. Set by
             `split_as`.
+        frozen: Names of the parameters that are not trained, in the tree of `stack`. Set by `freeze`.
         experts: Number of `fsdp` devices that experts are sharded over.
         shards: `everything` if `fsdp` shards all parameters, `experts` if it shards only experts.
     """
@@ -39,6 +40,7 @@ class Placement:
     mesh: Mesh
     axes: Mapping[str, int] = field(default_factory=dict)
     tensor_axes: Mapping[str, int] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
     experts: int = 1
     shards: fsdp.Sharded = "everything"
 
@@ -83,6 +85,22 @@ class Placement:
             return self
         found = _changed_axes(self.model, tree, axes)
         return replace(self, tensor_axes={_name_in_stack(self.layout, path): axis for path, axis, _ in found})
+
+    def freeze(self, tree: Tree, names: Container[str]) -> Self:
+        """Returns a copy with frozen parameters. A stacked array is frozen if all its parameters are.
+
+        Args:
+            tree: Shapes of the parameters, in the model's own tree.
+            names: Names of the frozen parameters in `tree`.
+        """
+        trained = jax.tree_util.tree_map_with_path(lambda path, _: path_name(path) not in names, tree)
+        found = depends(lambda tree: self.stack(*self.model.split(tree)), trained, tree)
+        pairs = zip(leaf_names(found), jax.tree.leaves(found), strict=True)
+        return replace(self, frozen=frozenset(name for name, is_trained in pairs if not is_trained))
+
+    def trained(self, params: Tree) -> Tree:
+        """Returns a tree like `params`, the tree of `stack`, with False for each frozen array and True for the others."""
+        return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path) not in self.frozen, params)
 
     def stack(self, outer: Tree, layers: list[Tree]) -> Tree:
         """Stacks the result of `PipelineModel.split` into the tree of parameters for a step.

@@ -15,6 +15,7 @@ from jgraph.pipeline._layer_state import LayerState
 from jgraph.pipeline.partition import AXIS, PipelineModel, Tree
 from jgraph.scopes import scope
 from jgraph.strategies.objective import Reduction, merged
+from jgraph.tree import only
 
 Index: TypeAlias = Array | int
 
@@ -37,6 +38,8 @@ class StageExecutor:
         inputs: The microbatches on this data rank, leaves [M, ...].
         key: Key data of the random key of the step, an integer array; None if layers take no key.
         impl: Implementation of the key, as returned by `jax.random.key_impl`; None if layers take no key.
+        trained: Bools for the parameters, False for frozen ones: a dict with `outer`, a tree like the attribute `outer`, and
+            `layers`, a list with the layers of each chunk. Frozen parameters have None in place of a gradient.
     """
 
     model: PipelineModel
@@ -48,6 +51,7 @@ class StageExecutor:
     inputs: Tree
     key: Array | None
     impl: Any
+    trained: Tree
 
     @cached_property
     def shapes(self) -> Spec:
@@ -81,15 +85,17 @@ class StageExecutor:
     def zero_grads(self) -> tuple[Tree, ...]:
         """Returns the initial gradients: for each chunk, float32 zeros in the shapes of (given, observed) of `stages`.
 
-        Leaves that are not floating are returned unchanged.
+        Leaves that are not floating are returned unchanged. Frozen parameters are replaced by None.
         """
-        stages = tuple(stage[:2] for stage in self.stages)
-        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32) if _is_float(p) else p, stages)
+        stages = []
+        for ((layers, extra), observed, _), trained in zip(self.stages, self.trained["layers"], strict=True):
+            stages.append(((only(trained, layers), extra), observed))
+        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32) if _is_float(p) else p, tuple(stages))
 
     @scope("wgrad")
     def zero_outer(self) -> Tree:
-        """Returns the initial gradients of embedding and head: float32 zeros in the shapes of `outer`."""
-        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), self.outer)
+        """Returns the initial gradients of embedding and head: float32 zeros in the shapes of `outer`, None for frozen ones."""
+        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), only(self.trained["outer"], self.outer))
 
     # --- Stages. `chunk` is an integer, or a traced int32 scalar. ---
 
@@ -168,8 +174,8 @@ class StageExecutor:
         added = len(jax.tree.leaves(self.stages[0][0]))
         kinds: list[Reduction] = ["sum" if i < added else "max" for i in range(len(early))]
 
-        def add(kind: Reduction, total: Array, new: Array | None, where: Array | None) -> Array:
-            if new is None:
+        def add(kind: Reduction, total: Array | None, new: Array | None, where: Array | None) -> Array | None:
+            if new is None or total is None:
                 return total
             return merged(kind, total, (new if where is None else jnp.where(where, new, 0)).astype(jnp.float32))
 
@@ -179,7 +185,7 @@ class StageExecutor:
             if self.num_chunks > 1:
                 is_chunk = jnp.equal(chunk, c)
                 where = is_chunk if counts is None else counts & is_chunk
-            leaves, structure = jax.tree.flatten(tree)
+            leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
             out.append(structure.unflatten(add(*args, where) for args in zip(kinds, leaves, early, strict=True)))
         return tuple(out)
 
@@ -199,10 +205,10 @@ class StageExecutor:
             dx: Gradient of the input of the first stage. It must be zero except on the rank of the first stage.
 
         Returns:
-            The gradients, a tree like `outer`.
+            The gradients, a tree like `outer` with None for frozen parameters.
         """
         _, pull_back = jax.vjp(lambda outer: self.model.embed(outer, self._microbatch(m)), self.outer)
-        return pull_back(dx)[0]
+        return only(self.trained["outer"], pull_back(dx)[0])
 
     @scope("loss")
     def head(self, m: Index, y: Array, here: Array) -> tuple[Array, Tree, Array]:
@@ -214,8 +220,8 @@ class StageExecutor:
             here: Bool scalar, True on the rank of the last stage.
 
         Returns:
-            The loss, a scalar, which is 0 on other ranks; the gradients of embedding and head, a tree like `head_outer`; and
-            dy, the gradient of y, which is meaningful on the rank of the last stage.
+            The loss, a scalar, which is 0 on other ranks; the gradients of embedding and head, a tree like `head_outer` with
+            None for frozen parameters; and dy, the gradient of y, which is meaningful on the rank of the last stage.
         """
         if self._shares_head:
             y = jnp.where(here, y, jnp.zeros((), y.dtype))
@@ -224,7 +230,7 @@ class StageExecutor:
         if not self._shares_head:
             # A zero cotangent is not enough, because the derivative at y may be infinite on other ranks.
             d_outer = jax.tree.map(lambda g: jnp.where(here, g, jnp.zeros((), g.dtype)), d_outer)
-        return jnp.where(here, loss, 0), d_outer, dy
+        return jnp.where(here, loss, 0), only(self.trained["outer"], d_outer), dy
 
     def _by_chunk(self, chunk: Array, compute: Callable[[int], Any]) -> Any:
         if self.num_chunks == 1:

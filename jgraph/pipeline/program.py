@@ -24,6 +24,7 @@ from jgraph.schedule.action import BACKWARD
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.tables import ScheduleTables, phases, tabulate
 from jgraph.strategies import sharding as fsdp
+from jgraph.tree import only
 
 Runtime = Literal["auto", "aligned", "general"]
 
@@ -134,9 +135,9 @@ class Pipeline(Placement, StageFunctions):
 
         Returns:
             A tuple of four: the mean loss over microbatches and data ranks, a float32 scalar; its gradients in float32, in a
-            tree and with shardings like `params`; a list with the carried state of every layer after the step, reduced over
-            microbatches and data ranks, empty if `carried` is empty; and the observed state after the step, {} without amax
-            histories.
+            tree and with shardings like `params`, with None for frozen parameters; a list with the carried state of every layer
+            after the step, reduced over microbatches and data ranks, empty if `carried` is empty; and the observed state after
+            the step, {} without amax histories.
 
         Raises:
             OrderError: If consecutive stages are on ranks that are not neighbors in the ring.
@@ -145,7 +146,8 @@ class Pipeline(Placement, StageFunctions):
                 divide the sharded axis.
         """
         shards, impl = self.fsdp_shards(params), None if key is None else jax.random.key_impl(key)
-        out_specs = (PartitionSpec(), self.specs(params), PartitionSpec(), PartitionSpec())
+        specs = only(self.trained(params), self.specs(params))
+        out_specs = (PartitionSpec(), specs, PartitionSpec(), PartitionSpec())
         data = None if key is None else jax.random.key_data(key)
         if observed is None:
             observed = self.precision.state(self.layout.num_layers)
@@ -174,7 +176,9 @@ class Pipeline(Placement, StageFunctions):
         weights = self.precision.prepare(function, args, chunks, states, shards["layers"], over)
         stages = list(zip(given, states, weights, strict=True))
         split = split_backward(function, has_aux=True, recompute=self.recompute)
-        rank = StageExecutor(self.model, split, self.carried, outer, head_outer, stages, inputs, key, impl)
+        rank = StageExecutor(
+            self.model, split, self.carried, outer, head_outer, stages, inputs, key, impl, self.trained(params)
+        )
         runtime = RankRuntime(rank, self.tables(), layout.num_stages)
         state = play_aligned(runtime) if self.runtime == "aligned" else play_general(runtime)
         count = self.schedule.num_microbatches
@@ -214,7 +218,8 @@ class Pipeline(Placement, StageFunctions):
         )
         grads = {"outer": summed, "layers": [_without_padding(*given) for given, _ in state.grads]}
         if fsdp.AXIS in batch:
-            grads = jax.tree.map(lambda shard, g: shard.scatter(g) / self.mesh.shape[fsdp.AXIS], shards, grads)
+            ranks = self.mesh.shape[fsdp.AXIS]
+            grads = jax.tree.map(lambda shard, g: None if g is None else shard.scatter(g) / ranks, shards, grads)
         # Divided last, because amax histories and attached losses of layers need the unscaled loss of a microbatch.
         data, count = tuple(axis for axis in batch if axis != fsdp.AXIS), self.schedule.num_microbatches
         grads = jax.tree.map(lambda g: lax.pmean(g, data) / count, grads)

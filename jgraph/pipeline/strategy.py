@@ -115,9 +115,10 @@ class Pipelined(FSDPChoices):
         pipeline, products = self.pipeline(objective)
         params = pipeline.stacked_shapes(self.shapes)
         layers = without_ranks(params["layers"])
+        frozen = {name.removeprefix("layers/") for name in pipeline.frozen}
         # Sharded parameters are not packed, because a pack would have to be gathered before it is unpacked.
         alone = leaf_names(layers) if Axis.FSDP in self.mesh.axis_names or objective.split else ()
-        return BoundPipeline(objective, pipeline, products, Packing.of(layers, alone=alone), params, self.engine)
+        return BoundPipeline(objective, pipeline, products, Packing.of(layers, alone=alone, frozen=frozen), params, self.engine)
 
     def pipeline(self, objective: Objective) -> tuple[Pipeline, tuple[Product, ...]]:
         """Builds the SPMD program of the schedule for an objective. Traces the model on shapes, and compiles nothing.
@@ -151,7 +152,7 @@ class Pipelined(FSDPChoices):
             num_losses = objective.num_microbatches * num_data_ranks(self.mesh)
             whole = FP8Function(pipeline.layers, objective.fp8, num_losses, "loss").plan(shapes, *args)
             pipeline, products = pipeline.with_precision(shapes, whole, args), whole.products
-        pipeline = pipeline.split_as(shapes, objective.split)
+        pipeline = pipeline.split_as(shapes, objective.split).freeze(shapes, objective.frozen)
         if Axis.FSDP not in self.mesh.axis_names:
             return pipeline, products
         axes, experts = chosen_axes(shapes, self.mesh.shape[Axis.FSDP], self)
@@ -227,6 +228,13 @@ class BoundPipeline:
         """
         outer = jax.tree_util.tree_map_with_path(lambda path, leaf: is_matrix(path_name(path), leaf), self.shapes["outer"])
         return {"outer": outer, "layers": self.packing.decay_mask()}
+
+    @property
+    def trained(self) -> Tree:
+        """A tree with one bool for each array in the result of `pack`, False if all its parameters are frozen."""
+        trained = self.pipeline.trained(self.shapes)
+        flags = jax.tree.leaves(trained["layers"])
+        return trained | {"layers": {name: flags[indices[0]] for name, indices in self.packing.groups}}
 
     @property
     def batches(self) -> BatchLayout:

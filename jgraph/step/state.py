@@ -48,9 +48,9 @@ class StepMetrics:
             infinite, the step is skipped: it applies no update.
         grad_norm: Global L2 norm of the gradient before clipping, without frozen parameters, float32 scalar. If it is NaN or
             infinite, the step is skipped.
-        grad_square_sums: For each array of `TrainState.params`, the sum of the squares of its gradient before clipping, float32
-            [number of arrays], in the order of `jax.tree.leaves`. Frozen elements count as 0. NaN or infinite if the gradient
-            of the array is not finite.
+        grad_square_sums: For each trained array of `TrainState.params`, the sum of the squares of its gradient before clipping,
+            float32 [number of arrays], in the order of `jax.tree.leaves`. Frozen elements count as 0. NaN or infinite if the
+            gradient of the array is not finite.
         aux: The metrics of the loss function, float32 scalars in the tree `Loss.aux`: sums over the batch, divided by the sum
             of `Loss.weight` (or by the number of microbatches and devices if `Loss.weight` is None). {} if the loss function
             returns no `aux`.

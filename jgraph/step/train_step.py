@@ -35,7 +35,7 @@ from jgraph.step.transform import (
 from jgraph.strategies import checks
 from jgraph.strategies.base import BoundStrategy, GradientProgram, Strategy
 from jgraph.strategies.objective import Loss, Objective, Tree, halted, raised
-from jgraph.tree import leaf_names, matching
+from jgraph.tree import depends, leaf_names, matching, merged, only, partly, path_name
 from jgraph.xla import check_identity, compile_and_report, compiler_options
 from jgraph.xla.options import OptionValue, known
 
@@ -52,6 +52,7 @@ def train_step(
     grads_dtype: Any = jnp.float32,
     read_dtype: Any = None,
     freeze: Sequence[str] = (),
+    frozen_dtype: Any = None,
     carried: Tree = None,
     reductions: Tree = "mean",
     fp8: FP8Config | None = None,
@@ -77,7 +78,9 @@ def train_step(
         params_dtype: Floating dtype of the parameters in the state.
         grads_dtype: Floating dtype of the sums of gradients over microbatches and devices.
         read_dtype: Rounds the mean gradient to this floating dtype before the update; None does not round.
-        freeze: Shell patterns of the names of parameters that are not trained, e.g. `("embed*",)`. `*` also matches `/`.
+        freeze: Shell patterns of the names of parameters that are not trained, e.g. `("embed*",)`. `*` also matches `/`. They
+            have no gradient and no optimizer state.
+        frozen_dtype: Floating dtype of frozen parameters in the state; None for `params_dtype`.
         carried: Arrays or shapes of the mutable state of the model, such as running statistics; None for no state. With
             `Pipelined`, only layers may have such state.
         reductions: How carried state is reduced over microbatches and devices: `mean`, `sum`, `max`, `last` (of the last
@@ -120,6 +123,7 @@ def train_step(
     loss, key = checks.checked_loss(loss, carried), checks.random_key(key)
     grads_dtype, params_dtype = checks.float_dtype("grads_dtype", grads_dtype), checks.float_dtype("params_dtype", params_dtype)
     read_dtype = None if read_dtype is None else checks.float_dtype("read_dtype", read_dtype)
+    frozen_dtype = params_dtype if frozen_dtype is None else checks.float_dtype("frozen_dtype", frozen_dtype)
     check_transform(transform)
     is_elementwise = isinstance(transform, Elementwise)
     if is_elementwise:
@@ -140,11 +144,12 @@ def train_step(
         reductions=reductions,
         fp8=fp8,
         batch=batch,
+        frozen=frozen,
     )
     bound = strategy.bind(objective)
     return TrainStep(
         bound,
-        make_transform(transform, bound.is_matrix) if is_elementwise else transform,
+        make_transform(transform, only(bound.trained, bound.is_matrix)) if is_elementwise else transform,
         shapes=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), strategy.shapes),
         objective=objective,
         sees="arrays" if is_elementwise else "tree",
@@ -152,7 +157,7 @@ def train_step(
         key=key,
         params_dtype=params_dtype,
         read_dtype=read_dtype,
-        frozen=frozen,
+        frozen_dtype=frozen_dtype,
     )
 
 
@@ -173,7 +178,7 @@ class TrainStep:
         key: The random key of the run.
         params_dtype: Floating dtype of the parameters in the state.
         read_dtype: The mean gradient is rounded to this floating dtype before the update. None does not round.
-        frozen: Names of the parameters that are not trained.
+        frozen_dtype: Floating dtype of arrays with frozen parameters only.
     """
 
     bound: BoundStrategy
@@ -185,7 +190,7 @@ class TrainStep:
     key: Array
     params_dtype: Any
     read_dtype: Any
-    frozen: frozenset[str]
+    frozen_dtype: Any
 
     def __repr__(self) -> str:
         size, devices = sum(leaf.size for leaf in jax.tree.leaves(self.shapes)), self.num_devices
@@ -285,7 +290,8 @@ class TrainStep:
         state, replicated = jax.eval_shape(self._init, self.shapes, self.objective.carried), self._replicated
         params = self.bound.shardings(state.params)
         if self.sees == "arrays":
-            opt_state = state_shardings(self.transform, state.opt_state, state.params, params, replicated)
+            trained = self.only_trained(state.params), self.only_trained(params)
+            opt_state = state_shardings(self.transform, state.opt_state, *trained, replicated)
         else:
             opt_state = spread(self.mesh, _placed(state.params, params), state.opt_state)
         counter: Any = replicated
@@ -299,13 +305,16 @@ class TrainStep:
         In the canonical layout, the parameters and the optimizer state are in the model's own tree, without packing, padding
         and stacking. Checkpoints of every strategy have this layout.
         """
-        return CanonicalLayout(self.bound.pack, self.bound.unpack, self.state, self.mesh, self.sees)
+        trained = (self.bound.trained, self._trained_tree) if self.objective.frozen else None
+        return CanonicalLayout(self.bound.pack, self.bound.unpack, self.state, self.mesh, self.sees, trained)
 
     def _init(self, tree: Tree, carried: Tree, observed: Tree = None) -> TrainState:
         checks.check_params(tree, self.shapes)
         checks.check_carried(carried, self.objective.carried)
-        params = optax.tree.cast(self.bound.pack(tree), self.params_dtype)
-        seen = params if self.sees == "arrays" else self.bound.unpack(params)
+        dtypes = {True: self.params_dtype, False: self.frozen_dtype}
+        params = jax.tree.map(lambda trains, leaf: leaf.astype(dtypes[trains]), self.bound.trained, self.bound.pack(tree))
+        trained = self.only_trained(params)
+        seen = trained if self.sees == "arrays" else self._unpacked(trained)
         if observed is None:
             observed = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.bound.observed)
         zero = jnp.zeros((), jnp.int32)
@@ -495,18 +504,41 @@ class TrainStep:
     def _replicated(self) -> NamedSharding | None:
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
-    def trained(self) -> Tree:
-        """Makes masks of the trained parameters. Under `jax.jit`, they become constants of the program.
+    def only_trained(self, params: Tree) -> Tree:
+        """Replaces arrays with frozen parameters only by None, which is no leaf of a tree. These arrays are not trained.
+
+        Args:
+            params: Tree with the structure of `TrainState.params`.
 
         Returns:
-            A tree with the structure and shapes of `TrainState.params` and bool arrays: True for elements of trained
-            parameters, False for elements of frozen parameters and for padding.
+            The tree with None in place of the frozen arrays, the structure of gradients and of elementwise optimizer moments.
         """
-        leaves, structure = jax.tree.flatten(self.shapes)
-        masks = [
-            jnp.full(leaf.shape, name not in self.frozen) for name, leaf in zip(leaf_names(self.shapes), leaves, strict=True)
-        ]
-        return self.bound.pack(structure.unflatten(masks))
+        return only(self.bound.trained, params)
+
+    @cached_property
+    def _trained_tree(self) -> Tree:
+        """Bools in the model's own tree, False for frozen parameters."""
+        frozen = self.objective.frozen
+        return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path) not in frozen, self.shapes)
+
+    def _unpacked(self, arrays: Tree) -> Tree:
+        """Converts trained arrays to the model's own tree, with None in place of frozen parameters."""
+        shapes = jax.eval_shape(self.bound.pack, self.shapes)
+        return partly(self.bound.unpack, self.bound.trained, self._trained_tree, shapes)(arrays)
+
+    def _packed(self, tree: Tree) -> Tree:
+        """Inverts `_unpacked`."""
+        return partly(self.bound.pack, self._trained_tree, self.bound.trained, self.shapes)(tree)
+
+    def _mask(self) -> Tree | None:
+        """Returns masks of the trained elements of the trained arrays; None if they have no frozen elements."""
+        trained = self._trained_tree
+        frozen = jax.tree.map(lambda trains: not trains, trained)
+        mixed = jax.tree.leaves(self.only_trained(depends(self.bound.pack, frozen, self.shapes)))
+        if not any(mixed):
+            return None
+        masks = jax.tree.map(lambda trains, leaf: jnp.full(leaf.shape, trains), trained, self.shapes)
+        return self.only_trained(self.bound.pack(masks))
 
     def update(self, state: TrainState, sums: Loss, grads: Tree) -> tuple[TrainState, StepMetrics]:
         """Clips the gradient and applies the update of the transform if loss and gradient are finite. Called under `jax.jit`.
@@ -515,7 +547,8 @@ class TrainStep:
             state: The state before the step.
             sums: Sums over the whole batch: loss, weight (not None) and metrics. `sums.carried` is a `Carry` of the carried and
                 the observed state after the batch.
-            grads: The mean gradient over the batch, not yet clipped, with the structure and shapes of `state.params`.
+            grads: The mean gradient over the batch, not yet clipped, with the structure and shapes of `state.params`. Frozen
+                arrays are not read and may be None.
 
         Returns:
             (state, metrics): the new state and the metrics of the step. If an array with the reduction `halt` is positive in
@@ -523,9 +556,10 @@ class TrainStep:
             the loss or the gradient norm is not finite, `step` and `skipped` grow by 1, the arrays with the reduction `halt`
             become the maximum of both, and no other leaf changes.
         """
+        grads, before = self.only_trained(grads), self.only_trained(state.params)
         if self.read_dtype is not None:
             grads = optax.tree.cast(grads, self.read_dtype)
-        mask = self.trained() if self.frozen else None
+        mask = self._mask() if self.objective.frozen else None
         grads = _where(mask, grads)
         assert sums.weight is not None, "a bound strategy returns a weight"
         loss = sums.total / sums.weight
@@ -541,20 +575,19 @@ class TrainStep:
         scale = 1.0 if self.clip_norm is None else jnp.minimum(1.0, self.clip_norm / norm)
         scaled = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, grads)
         # In float32, because weight decay in bfloat16 would be rounded to zero.
-        params32 = optax.tree.cast(state.params, jnp.float32)
-        if self.sees == "arrays":
-            updates, opt_state = apply_transform(self.transform, scaled, state.opt_state, params32, value=loss)
-        else:
-            tree, params_tree = self.bound.unpack(scaled), self.bound.unpack(params32)
-            updates, opt_state = apply_transform(self.transform, tree, state.opt_state, params_tree, value=loss)
-            updates = self.bound.pack(updates)
-        params = jax.tree.map(lambda p, u, old: (p + u).astype(old.dtype), params32, _where(mask, updates), state.params)
+        params32 = optax.tree.cast(before, jnp.float32)
+        seen = (scaled, params32) if self.sees == "arrays" else (self._unpacked(scaled), self._unpacked(params32))
+        updates, opt_state = apply_transform(self.transform, seen[0], state.opt_state, seen[1], value=loss)
+        if self.sees == "tree":
+            updates = self._packed(updates)
+        params = jax.tree.map(lambda p, u, old: (p + u).astype(old.dtype), params32, _where(mask, updates), before)
         new = (params, opt_state, carried, after.observed)
-        old = (state.params, state.opt_state, as_before, state.observed)
+        old = (before, state.opt_state, as_before, state.observed)
         # Cast to the dtype of the new leaf, so that a transform that changes a dtype fails the check of donated buffers.
         new = jax.tree.map(lambda new, old: jnp.where(applied, new, old).astype(new.dtype), new, old)
         skipped = state.skipped + jnp.where(finite, 0, counts)
         aux = jax.tree.map(lambda leaf: leaf / sums.weight, sums.aux)
+        new = (merged(self.bound.trained, new[0], state.params), *new[1:])
         return TrainState(state.step + counts, skipped, *new), StepMetrics(loss, norm, square_sums, aux, flag)
 
 

@@ -30,7 +30,8 @@ def accumulate(
 
     Args:
         sums_and_grads: `sums_and_grads(params, batch, key) -> (sums, gradients)` of a microbatch. The leaves of its batch are
-            [B/M, ...]. The sums are a `Loss`. The gradients have the structure and shapes of `params`.
+            [B/M, ...]. The sums are a `Loss`. The gradients have the structure and shapes of `params`, and None in place of
+            frozen arrays.
         num_microbatches: M.
         dtype: Dtype in which gradients are summed and returned if M is at least 2. If M is 1, this argument is not used, and
             the gradients are returned in the dtypes from `sums_and_grads`.
@@ -59,8 +60,9 @@ def accumulate(
                 ), None
 
         first = jax.tree.map(lambda leaf: leaf[0], batch_M)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(microbatch, 0, first)[0])
-        main_grad = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params)
+        sums, grads = jax.eval_shape(microbatch, 0, first)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
+        main_grad = jax.tree.map(lambda g: jnp.zeros(g.shape, dtype), grads)
         unroll = num_microbatches if num_microbatches <= _UNROLLED_MICROBATCHES else 1
         start = replace(zeros, carried=before_any(reductions, zeros.carried))
         return jax.lax.scan(add, (start, main_grad), (jnp.arange(num_microbatches), batch_M), unroll=unroll)[0]

@@ -72,8 +72,8 @@ class GradientProgram:
         Returns:
             (sums, gradient). `sums` is a `Loss`: total, weight (never None) and metrics are float32 sums over the whole batch,
             and `carried` is the `Carry` after the batch. `gradient` is the gradient of the mean loss, a tree with the structure
-            and shapes of `params`. Its dtype is `Objective.grads_dtype`; with one microbatch and no mesh, it may be the dtype
-            of `params` instead.
+            and shapes of `params`, and None in place of frozen arrays. Its dtype is `Objective.grads_dtype`; with one
+            microbatch and no mesh, it may be the dtype of `params` instead.
         """
         return self.strategy.loss_and_grads(params, self.strategy.batches.by_microbatch(inputs), key, carry)
 
@@ -101,6 +101,8 @@ class BoundStrategy(Protocol):
         mesh: The devices; None for one device.
         is_matrix: A tree with the structure of the arrays of a step and a bool for each array, True if it holds matrices.
             Weight decay applies to these.
+        trained: A tree with the structure of the arrays of a step and a bool for each array, False if all its parameters are
+            frozen. These arrays have no gradient and no optimizer state.
         batches: Assigns the rows of a batch to microbatches and devices.
         observed: Shapes of the observed state (amax histories of FP8); {} if there is none.
         xla_options: XLA options that the step needs, as `name=value`. May have options that the installed XLA does not have.
@@ -116,6 +118,14 @@ class BoundStrategy(Protocol):
         """A tree with the structure of the arrays from `pack` and a bool for each array, True if it holds matrices.
 
         Matrices are parameters with at least two axes, except those named `scale` or `bias`. Weight decay applies to them.
+        """
+        ...
+
+    @property
+    def trained(self) -> Tree:
+        """A tree with the structure of the arrays from `pack` and a bool for each, False if all its parameters are frozen.
+
+        An array of a pipeline may hold frozen and trained parameters. It counts as trained.
         """
         ...
 
@@ -189,8 +199,8 @@ class BoundStrategy(Protocol):
         Returns:
             (sums, gradient). `sums` is a `Loss`: total, weight (never None) and metrics are float32 sums over the whole batch,
             and `carried` is the `Carry` after the batch. `gradient` is the gradient of the mean loss, a tree with the structure
-            and shapes of `params`. Its dtype is `Objective.grads_dtype`; with one microbatch and no mesh, it may be the dtype
-            of `params` instead.
+            and shapes of `params`, and None in place of frozen arrays. Its dtype is `Objective.grads_dtype`; with one
+            microbatch and no mesh, it may be the dtype of `params` instead.
         """
         ...
 

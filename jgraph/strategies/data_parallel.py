@@ -20,7 +20,7 @@ from jgraph.strategies.batches import BatchLayout
 from jgraph.strategies.checks import check_function, check_split
 from jgraph.strategies.objective import Carry, Loss, Objective, Tree, finished, is_mean, summed
 from jgraph.strategies.sharding import ShardSpec
-from jgraph.tree import is_router, leaf_names
+from jgraph.tree import is_router, leaf_names, merged, only
 from jgraph.xla.explain import Memory
 
 
@@ -85,7 +85,8 @@ class DataParallel:
         if objective.packing == "nothing":
             packing = Packing.of(shapes, alone=leaf_names(shapes))
         else:
-            packing = Packing.of(shapes, alone={*objective.split, *(() if shard is None else (*alone, *loss.prepared))})
+            alone = {*objective.split, *(() if shard is None else (*alone, *loss.prepared))}
+            packing = Packing.of(shapes, alone=alone, frozen=objective.frozen)
         shards = {} if shard is None else shard(jax.eval_shape(packing.pack, shapes))
         return cls(mesh, objective, loss, packing, shards, **choices)
 
@@ -95,6 +96,12 @@ class DataParallel:
     def is_matrix(self) -> Tree:
         """A dict from the name of each array of a step to a bool, True if the array holds matrices."""
         return self.packing.decay_mask()
+
+    @property
+    def trained(self) -> Tree:
+        """A dict from the name of each array of a step to a bool, False if the array holds frozen parameters."""
+        names = leaf_names(self.packing.treedef.unflatten(self.packing.leaves))
+        return {name: names[indices[0]] not in self.objective.frozen for name, indices in self.packing.groups}
 
     @property
     def batches(self) -> BatchLayout:
@@ -178,13 +185,13 @@ class DataParallel:
         Returns:
             (sums, gradient). `sums` is a `Loss`: total, weight (never None) and metrics are float32 sums over the whole batch,
             and `carried` is the `Carry` after the batch. `gradient` is the gradient of the mean loss, a dict with the names and
-            shapes of `params`. Its dtype is `grads_dtype` of the objective; with one microbatch and no mesh, it is the dtype
-            of `params` instead.
+            shapes of `params`, and None for frozen arrays. Its dtype is `grads_dtype` of the objective; with one microbatch and
+            no mesh, it is the dtype of `params` instead.
         """
         if self.mesh is None:
             return self._on_device(params, batch, key, carry)
         in_specs = self._specs, PartitionSpec(None, batch_axes(self.mesh)), PartitionSpec(), PartitionSpec()
-        run = on_ranks(self._on_device, self.mesh, in_specs, (PartitionSpec(), self._specs))
+        run = on_ranks(self._on_device, self.mesh, in_specs, (PartitionSpec(), only(self.trained, self._specs)))
         return run(params, batch, key, carry)
 
     def _on_device(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Tree]:
@@ -246,7 +253,7 @@ class DataParallel:
         Returns:
             The function of (params, observed, batch, key).
         """
-        sums_dtype = self.objective.grads_dtype
+        sums_dtype, trained = self.objective.grads_dtype, self.trained
 
         def differentiate(params: Tree, observed: Tree, batch: Tree, key: Array) -> tuple[Loss, Tree, Tree]:
             def of(arrays: Tree, observed: Tree) -> tuple[Array, Loss]:
@@ -257,6 +264,7 @@ class DataParallel:
                 return sharding.value_and_grads(
                     of,
                     params,
+                    trained,
                     self.shards,
                     dtypes | {name: jnp.promote_types(dtypes[name], sums_dtype) for name in replaced},
                     observed,
@@ -266,7 +274,12 @@ class DataParallel:
                     # (notes/develop/measurements/sharding.md).
                     reduce="in buckets" if replaced else "scheduled",
                 )
-            (_, sums), (grads, after) = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(params, observed)
+
+            def of_trained(arrays: Tree, observed: Tree) -> tuple[Array, Loss]:
+                return of(merged(trained, arrays, params), observed)
+
+            differentiated = jax.value_and_grad(of_trained, argnums=(0, 1), has_aux=True)
+            (_, sums), (grads, after) = differentiated(only(trained, params), observed)
             return sums, grads, after
 
         return differentiate
@@ -291,6 +304,7 @@ class DataParallel:
             Pools with one entry in `sizes`, `main_grad`, and with `covers` set to `some`: there are other temporary arrays.
         """
         arrays = jax.eval_shape(self.pack, self.packing.treedef.unflatten(self.packing.leaves))
+        arrays = {name: leaf for name, leaf in arrays.items() if self.trained[name]}
         ranks = self.mesh.shape.get(Axis.FSDP, 1) if self.mesh else 1
         size = sum(leaf.size // (1 if self._shard(name).axis is None else ranks) for name, leaf in arrays.items())
         return Pools({"main_grad": size * jnp.dtype(self.objective.grads_dtype).itemsize}, "some")

@@ -84,6 +84,7 @@ class Objective:
         fp8: Recipe for matmuls in FP8; None for none.
         batch: Arrays or shapes of a whole batch, leaves [B, ...]; required with `fp8`, may be None without.
         split: Axes that are split over the mesh axis `tensor`: the index of an axis by the name of a parameter.
+        frozen: Names of the parameters that are not trained.
     """
 
     loss: Any
@@ -95,6 +96,7 @@ class Objective:
     fp8: FP8Config | None = None
     batch: Tree = None
     split: Mapping[str, int] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
 
     def reductions_with(self, observed: Tree) -> Carry:
         """Returns the reductions of carried and observed state.

@@ -313,6 +313,7 @@ def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, A
 def value_and_grads(
     loss: Callable[[dict[str, Array], Tree], tuple[Array, Aux]],
     parts: dict[str, Array],
+    trained: Mapping[str, bool],
     shards: Mapping[str, ShardSpec],
     dtypes: Mapping[str, Any],
     observed: Tree,
@@ -320,13 +321,14 @@ def value_and_grads(
     grads_dtype: Any,
     reshard_after_forward: bool,
     reduce: Literal["in buckets", "scheduled"],
-) -> tuple[Aux, dict[str, Array], Tree]:
+) -> tuple[Aux, dict[str, Array | None], Tree]:
     """Differentiates a loss with respect to sharded parameters on one device, under `jax.shard_map`.
 
     Args:
         loss: `loss(whole, observed) -> (scalar, aux)`. `whole` is the dict of gathered parameters by name. The scalar is
             floating; aux is not differentiated. Traced once.
         parts: The shards of this device, by parameter name.
+        trained: For each parameter name, False if the parameter is frozen.
         shards: The sharding of each parameter.
         dtypes: Dtype by parameter name, to which the parameter is cast before it is gathered.
         observed: Observed state (amax histories of FP8) before the microbatch. The loss is also differentiated with respect to
@@ -338,11 +340,17 @@ def value_and_grads(
 
     Returns:
         (aux, gradients, observed): the auxiliary output of `loss`; a dict by parameter name with this device's shards of the
-        gradients, summed over the device group of the parameter (`ShardSpec.scatter`), in `grads_dtype`; and the gradient of
+        gradients, summed over the device group of the parameter (`ShardSpec.scatter`), in `grads_dtype`, and None for frozen
+        parameters; and the gradient of
         `observed` on this device. FP8 matmuls make this gradient the observed state after the microbatch.
     """
     whole = gathered(parts, shards, dtypes)
-    value, pull_back, aux = jax.vjp(loss, whole, observed, has_aux=True)
+
+    def of_trained(arrays: dict[str, Array], observed: Tree) -> tuple[Array, Aux]:
+        return loss(whole | arrays, observed)
+
+    arrays = {name: array for name, array in whole.items() if trained[name]}
+    value, pull_back, aux = jax.vjp(of_trained, arrays, observed, has_aux=True)
     if reshard_after_forward:
         # The barrier orders the second all-gather after the forward pass. Without it, XLA would merge the two.
         regathered = gathered(lax.optimization_barrier((parts, value))[0], shards, dtypes)
@@ -356,7 +364,7 @@ def value_and_grads(
     else:
         grads, after = pull_back(jnp.ones_like(value))
         grads = {name: add(name, gradient.astype(grads_dtype)) for name, gradient in grads.items()}
-    return aux, grads, after
+    return aux, {name: grads.get(name) for name in parts}, after
 
 
 def gathered(parts: Mapping[str, Array], shards: Mapping[str, ShardSpec], dtypes: Mapping[str, Any]) -> dict[str, Array]:

@@ -194,6 +194,11 @@ class BoundTensorParallel:
         return self.inner.is_matrix
 
     @property
+    def trained(self) -> Tree:
+        """A tree with the structure of the arrays of a step and a bool for each, False if all its parameters are frozen."""
+        return self.inner.trained
+
+    @property
     def batches(self) -> BatchLayout:
         """An object that assigns the rows of a batch to microbatches and devices."""
         return self.inner.batches

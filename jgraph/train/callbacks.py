@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jgraph.checkpoint.store import Checkpoints
@@ -62,11 +61,7 @@ class GradientChecks(Callback):
         self.skipped = skipped
         self._monitor, self._is_delayed = setup.config.monitor, setup.config.is_delayed
         self._checkpoints, self._reporter = checkpoints, reporter
-        self._names, self._warned = leaf_names(setup.step.state.params), set[str]()
-        self._trained = set(self._names)
-        if setup.config.freeze:
-            masks = jax.jit(lambda: [jnp.any(mask) for mask in jax.tree.leaves(setup.step.trained())])()
-            self._trained = {name for name, is_trained in zip(self._names, masks, strict=True) if is_trained}
+        self._names, self._warned = leaf_names(setup.step.only_trained(setup.step.state.params)), set[str]()
 
     def finished(self, steps: Sequence[Numbered]) -> None:
         """Checks the metrics of finished steps. Called by the loop for every step once.
@@ -102,9 +97,9 @@ class GradientChecks(Callback):
 
         Returns:
             The arrays with a gradient of zero everywhere, each named by its path in `TrainState.params`, for example
-            "blocks/0/up/kernel". Leaves out arrays with only frozen parameters. Empty if there are none.
+            "blocks/0/up/kernel". Empty if there are none.
         """
-        return {name for name, square_sum in self._square_sums(metrics) if square_sum == 0} & self._trained
+        return {name for name, square_sum in self._square_sums(metrics) if square_sum == 0}
 
     def problem(self, metrics: StepMetrics) -> str:
         """Describes the loss and the gradients of a step that are NaN or infinite.

@@ -48,6 +48,10 @@ class BoundPartitioned:
         return self.packing.decay_mask()
 
     @property
+    def trained(self) -> Tree:
+        return dict.fromkeys(self.is_matrix, True)
+
+    @property
     def batches(self) -> BatchLayout:
         return BatchLayout(self.mesh, self.objective.num_microbatches)
 
