@@ -20,6 +20,7 @@ from .errors import (
 from .inference.generate import generate as generate, stream as stream
 from .kernels.grouped import grouped_dot as grouped_dot
 from .kernels.norm import rms_norm as rms_norm
+from .lora import AdaptedModel as AdaptedModel, lora as lora
 from .loss import cross_entropy as cross_entropy
 from .mesh import BATCH_AXES as BATCH_AXES
 from .modules import Decoder as Decoder, functional as functional

@@ -38,6 +38,11 @@ def is_router(name: str) -> bool:
     return "router" in name
 
 
+def is_adapter(name: str) -> bool:
+    """True if a parameter name, e.g. `blocks/0/attention/qkv/kernel_lora_a`, is that of an adapter of `jgraph.lora`."""
+    return name.endswith(("_lora_a", "_lora_b"))
+
+
 def is_matrix(name: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """True if a parameter counts as a matrix. Weight decay applies only to matrices.
 

@@ -38,7 +38,7 @@ from jgraph.precision.config import DEFAULT_KEEP, FP8Config
 from jgraph.precision.fuse import fused
 from jgraph.precision.scaling import AmaxHistory, FP8Array, observe, scale_for
 from jgraph.scopes import scope
-from jgraph.tree import PyTree, is_router, leaf_names, matching
+from jgraph.tree import PyTree, is_adapter, is_router, leaf_names, matching
 
 # The weight of each matmul of a function, with leading axes for the enclosing scans; None for a matmul that is not in FP8.
 Weights: TypeAlias = Sequence[FP8Array | None]
@@ -592,6 +592,8 @@ def _products(sites: Sequence[DelayedProduct], names: Sequence[str], config: FP8
             reason = "kept by `fp8.keep`"
         elif is_router(name):
             reason = "a router"
+        elif any(map(is_adapter, weights)):
+            reason = "an adapter"
         elif any(_block_number(path) in ends for path in weights):
             reason = "kept by `fp8.blocks`"
         else:

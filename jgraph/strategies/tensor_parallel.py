@@ -96,8 +96,9 @@ class TensorParallel:
 
     Attributes:
         strategy: The strategy to wrap: `Replicated`, `FullySharded` or `Pipelined`.
-        rules: A `Split` by the shell pattern of parameter names. The first matching pattern counts. The parameters of
-            `jgraph.MoE` need no rules: their hidden units are split. Other parameters are replicated over `tensor`.
+        rules: A `Split` by the shell pattern of parameter names, None to replicate. The first matching pattern counts. The
+            parameters of `jgraph.MoE` need no rules: their hidden units are split. Other parameters are replicated over
+            `tensor`.
         annotations: PartitionSpecs by the name of a parameter, None for no annotation: Flax's partition names, from
             `functional(...).annotations`. An axis with the name `tensor` is split, if no rule matches the parameter.
 
@@ -113,7 +114,7 @@ class TensorParallel:
     """
 
     strategy: Strategy
-    rules: Mapping[str, Split] = field(default_factory=dict)
+    rules: Mapping[str, Split | None] = field(default_factory=dict)
     annotations: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -173,13 +174,13 @@ class BoundTensorParallel:
 
     Attributes:
         inner: The wrapped strategy, bound to the same objective.
-        rules: A `Split` by the shell pattern of parameter names.
+        rules: A `Split` by the shell pattern of parameter names, None to replicate.
         splits: The `Split` of each split parameter, by its name in the model's own tree.
         devices: Number of devices of the mesh axis `tensor`.
     """
 
     inner: BoundStrategy
-    rules: Mapping[str, Split]
+    rules: Mapping[str, Split | None]
     splits: Mapping[str, Split]
     devices: int
 
@@ -345,10 +346,11 @@ class BoundTensorParallel:
         return self.inner.profile_facts()
 
 
-def _split_of(rules: Mapping[str, Split], name: str, shape: Sequence[int]) -> Split | None:
+def _split_of(rules: Mapping[str, Split | None], name: str, shape: Sequence[int]) -> Split | None:
     """Returns the `Split` of a parameter, by the first pattern that matches its name; None if it is replicated."""
-    if found := next((split for pattern, split in rules.items() if fnmatchcase(name, pattern)), None):
-        return found
+    for pattern, split in rules.items():
+        if fnmatchcase(name, pattern):
+            return split
     # `jgraph.MoE` computes its experts on the shards. Its first matrices are concatenations of gate and up.
     match name.rpartition("/")[2]:
         case "up_EDF2" | "shared_up_DF2":

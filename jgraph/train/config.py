@@ -396,6 +396,35 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Low-rank adapters beside frozen weights (LoRA). The adapters alone are trained."""
+
+    rank: int = 0
+    """Rank of the adapters; 0 for none, which trains all weights. Weights that are stored together, such as queries, keys and
+    values, have an adapter each."""
+    alpha: float = 16.0
+    """Adapters are multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ("*/kernel",)
+    """Name patterns of the weights with adapters, e.g. '*attention/*'. The default selects all linear layers."""
+    base_dtype: DtypeName = "bfloat16"
+    """Dtype in which the frozen weights are stored."""
+
+    def __post_init__(self):
+        """Checks the fields. Does not check that parameters match `targets`.
+
+        Raises:
+            ConfigError: If a field has the wrong type, `rank` is negative, `alpha` is not positive, `targets` is empty, or
+                another field is set while `rank` is 0.
+        """
+        check_types(self, prefix="lora.")
+        _must(self, "lora.rank", self.rank >= 0, "0 or positive")
+        require_positive(self, "alpha", prefix="lora.")
+        _must(self, "lora.targets", bool(self.targets), "one or more patterns of parameter names")
+        for field in fields(self) if not self.rank else ():
+            _must(self, f"lora.{field.name}", getattr(self, field.name) == field.default, "left out if `lora.rank` is 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
     """Processes of a distributed run. Slurm and Open MPI set these options; otherwise set the last three together."""
 
@@ -459,6 +488,7 @@ class TrainConfig:
     initial: Annotated[InitialConfig, OmitArgPrefixes] = field(default_factory=InitialConfig)
     output: Annotated[OutputConfig, OmitArgPrefixes] = field(default_factory=OutputConfig)
     monitor: Annotated[MonitorConfig, OmitArgPrefixes] = field(default_factory=MonitorConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     fp8: FP8Config = field(default_factory=FP8Config)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
@@ -591,7 +621,8 @@ class TrainConfig:
         Args:
             **values: Fields of `TrainConfig` and of its components `input`, `parallel`, `pipeline`, `dtypes`, `compile`,
                 `initial`, `output` and `monitor`. A field of a component is given by its own name, for example `batch_size=8`.
-                `optimizer`, `fp8` and `distributed` are given as an `OptimizerConfig`, `FP8Config` and `DistributedConfig`.
+                `optimizer`, `lora`, `fp8` and `distributed` are given as an `OptimizerConfig`, `LoRAConfig`, `FP8Config` and
+                `DistributedConfig`.
                 Fields that are not given have their defaults.
 
         Returns:
@@ -614,7 +645,7 @@ class TrainConfig:
         Args:
             **values: Fields of `TrainConfig` and of its components `input`, `parallel`, `pipeline`, `dtypes`, `compile`,
                 `initial`, `output` and `monitor`. A field of a component is given by its own name, for example `batch_size=8`.
-                `optimizer`, `fp8` and `distributed` are replaced as whole dataclasses.
+                `optimizer`, `lora`, `fp8` and `distributed` are replaced as whole dataclasses.
 
         Returns:
             The new configuration. `model` and `run_dir` keep their values unless they are given, even if this configuration
@@ -631,8 +662,8 @@ class TrainConfig:
         """Returns a copy of all fields as a dict that JSON can represent, the content of config.json.
 
         Fields of the components `input`, `parallel`, `pipeline`, `dtypes`, `compile`, `initial`, `output` and `monitor` are at
-        the top level, for example "batch_size". `model`, `optimizer`, `fp8` and `distributed` are nested dicts; `model` is None
-        for a model without settings. Tuples stay tuples.
+        the top level, for example "batch_size". `model`, `optimizer`, `lora`, `fp8` and `distributed` are nested dicts; `model`
+        is None for a model without settings. Tuples stay tuples.
         """
         nested = asdict(self)
         components = [nested.pop(name) for name in COMPONENTS]
@@ -663,6 +694,8 @@ class TrainConfig:
             model = None if kind is None else settings_from(kind, model)
             parts: dict[str, Any] = {"optimizer": OptimizerConfig(**fields.pop("optimizer"))}
             parts["distributed"] = DistributedConfig(**fields.pop("distributed"))
+            if "lora" in fields:
+                parts["lora"] = LoRAConfig(**_with_tuples(fields.pop("lora")))
             parts["fp8"] = FP8Config(**_with_tuples(fields.pop("fp8")))
             return cls.of(**fields, **parts, model=model)
         except (AttributeError, TypeError, KeyError) as e:

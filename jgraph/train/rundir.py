@@ -372,6 +372,7 @@ RULES = (
     Rule("init_from continue_from continue_with", "no", "other initial weights"),
     Rule("data data_field data_shuffle data_documents seed batch_size seq_len num_microbatches", "no", "other batches"),
     Rule("optimizer freeze", "no", "the saved optimizer state would not match"),
+    Rule("lora", "no", "other trained parameters"),
     Rule("precision fp8 main_params_dtype", "no", "other numerics"),
     Rule("main_grads_dtype decoupled_grad on_dtype_mismatch", "no", "other numerics"),
 )

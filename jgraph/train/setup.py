@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jgraph.device import find as device_info
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError
+from jgraph.lora import AdaptedModel, lora
 from jgraph.mesh import Axis
 from jgraph.modules import FunctionalModel, functional
 from jgraph.pipeline import Pipelined, PipelineModel, choose, find_schedule, measure
@@ -77,10 +78,15 @@ class TrainSetup:
             if config.is_pipeline:
                 assert mesh is not None, "a pipeline has a mesh"
                 loss = _pipeline_model(config)
+                if isinstance(model, AdaptedModel):
+                    loss = model.pipeline(loss)
                 strategy: Strategy = _pipelined(config, mesh, model, loss)
             else:
                 loss, strategy = _mean_loss(model), _data_parallel(config, mesh, model)
             strategy = _tensor_parallel(config, strategy, model)
+            frozen, frozen_dtype = config.freeze, None
+            if isinstance(model, AdaptedModel):
+                frozen, frozen_dtype = (*frozen, *model.frozen), config.lora.base_dtype
             transform = elementwise(lambda is_matrix: adamw(config.optimizer, config.steps, decay_mask=is_matrix))
             step = train_step(
                 loss,
@@ -92,7 +98,8 @@ class TrainSetup:
                 params_dtype=config.dtypes.main_params_dtype,
                 grads_dtype=config.dtypes.main_grads_dtype,
                 read_dtype=config.dtypes.read_dtype,
-                freeze=config.freeze,
+                freeze=frozen,
+                frozen_dtype=frozen_dtype,
                 carried=model.carried,
                 reductions=model.reductions,
                 fp8=fp8,
@@ -223,7 +230,34 @@ def functional_model(config: TrainConfig) -> FunctionalModel:
         return made
 
     with model_errors(config.module, f"be called as Class(config.model{'' if is_linen else ', rngs=nnx.Rngs(seed)'})"):
-        return functional(make, batch_shapes(config.input, 1), key=config.seed)
+        model = functional(make, batch_shapes(config.input, 1), key=config.seed)
+    return adapted(config, model) if config.lora.rank else model
+
+
+def adapted(config: TrainConfig, model: FunctionalModel) -> AdaptedModel:
+    """Adds the adapters of a configuration to a model.
+
+    Args:
+        config: The configuration of the run, with a positive `lora.rank`.
+        model: The model without adapters.
+
+    Returns:
+        The model with adapters.
+
+    Raises:
+        ConfigError: If `lora.targets` selects a parameter that is not the weight of a matmul, or a pattern matches nothing.
+    """
+    choices = config.lora
+    with _errors_by_flag(config):
+        return lora(
+            model,
+            batch_shapes(config.input, 1),
+            rank=choices.rank,
+            alpha=choices.alpha,
+            targets=choices.targets,
+            rules=_tensor_rules(config),
+            key=config.seed,
+        )
 
 
 def batch_shapes(batch: InputConfig, *lead: int) -> Tree:
@@ -282,7 +316,9 @@ def _errors_by_flag(config: TrainConfig) -> Iterator[None]:
         if e.field == "loss" and config.dtypes.precision != "bf16":
             message = str(e).replace("`loss`", "the loss")
             raise ConfigError(f"`precision` is fp8: must be bf16; {message}", field="precision") from None
-        if field := {"experts": "ep", "engine": "pp_engine", "tensor": "tp", "context": "cp"}.get(e.field):
+        if field := {"experts": "ep", "engine": "pp_engine", "tensor": "tp", "context": "cp", "targets": "lora.targets"}.get(
+            e.field
+        ):
             raise ConfigError(str(e).replace(f"`{e.field}`", f"`{field}`"), field=field) from None
         raise
 
@@ -338,7 +374,9 @@ def _tensor_parallel(config: TrainConfig, strategy: Strategy, model: FunctionalM
         raise ConfigError(f"`cp` is {cp}: {must}", field="cp")
     if tp == 1:
         return strategy
-    rules = found.tensor_rules(config.model) if hasattr(found, "tensor_rules") else {}
+    rules = _tensor_rules(config)
+    if isinstance(model, AdaptedModel):
+        rules = model.tensor_rules(rules)
     if config.is_pipeline and not rules:
         must = f"must be 1 in a pipeline for {config.module}, which has no tensor_rules(config)"
         raise ConfigError(f"`tp` is {tp}: {must}", field="tp")
@@ -347,6 +385,12 @@ def _tensor_parallel(config: TrainConfig, strategy: Strategy, model: FunctionalM
         must = f"must be 1 for {config.module}, which has no tensor_rules(config) and no partition name `{Axis.TENSOR}`"
         raise ConfigError(f"`tp` is {tp}: {must}", field="tp")
     return parallel
+
+
+def _tensor_rules(config: TrainConfig) -> Mapping[str, Any]:
+    """Returns how the model splits its parameters over devices and into parts; {} if it has no rules."""
+    found = find_model(config.module)
+    return found.tensor_rules(config.model) if hasattr(found, "tensor_rules") else {}
 
 
 def _sharding(parallel: ParallelConfig, model: FunctionalModel) -> dict[str, Any]:
