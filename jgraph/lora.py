@@ -314,9 +314,9 @@ def _run(function: Callable[..., Tree], adapters: Mapping[str, Adapter], scale: 
         y = site.run(x, w, extra)
         if given is None:
             return y
-        name = traced.name_of(site)
-        assert name is not None, "an adapter belongs to one parameter"
-        return y + _low(local[name], site, x, *given, scale).astype(y.dtype)
+        a, b = given
+        name: Any = traced.name_of(site)
+        return y + _low(local[name], site, x, a, b, scale).astype(y.dtype)
 
     out, _ = find.run_forward(traced.block, traced.closed.consts, jax.tree.leaves((base, args)), given, multiply)
     return jax.tree.unflatten(traced.structure, out)

@@ -420,8 +420,8 @@ class LoRAConfig:
         _must(self, "lora.rank", self.rank >= 0, "0 or positive")
         require_positive(self, "alpha", prefix="lora.")
         _must(self, "lora.targets", bool(self.targets), "one or more patterns of parameter names")
-        for field in fields(self) if not self.rank else ():
-            _must(self, f"lora.{field.name}", getattr(self, field.name) == field.default, "left out if `lora.rank` is 0")
+        for each in fields(self) if not self.rank else ():
+            _must(self, f"lora.{each.name}", getattr(self, each.name) == each.default, "left out if `lora.rank` is 0")
 
 
 @dataclass(frozen=True, kw_only=True)

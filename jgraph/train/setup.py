@@ -36,6 +36,9 @@ from jgraph.xla.options import OptionValue
 
 Tree: TypeAlias = Any
 
+# Fields of the configuration that set an argument of the step or of the model.
+_FIELDS = {"experts": "ep", "engine": "pp_engine", "tensor": "tp", "context": "cp", "targets": "lora.targets"}
+
 
 # eq=False: setups are compared by identity, because methods of a setup are static arguments of jitted functions.
 @dataclass(frozen=True, eq=False)
@@ -316,9 +319,7 @@ def _errors_by_flag(config: TrainConfig) -> Iterator[None]:
         if e.field == "loss" and config.dtypes.precision != "bf16":
             message = str(e).replace("`loss`", "the loss")
             raise ConfigError(f"`precision` is fp8: must be bf16; {message}", field="precision") from None
-        if field := {"experts": "ep", "engine": "pp_engine", "tensor": "tp", "context": "cp", "targets": "lora.targets"}.get(
-            e.field
-        ):
+        if field := _FIELDS.get(e.field):
             raise ConfigError(str(e).replace(f"`{e.field}`", f"`{field}`"), field=field) from None
         raise
 
