@@ -95,12 +95,14 @@ class AdaptedModel(FunctionalModel):
         adapters: The adapters, by the name of their parameter.
         rank: Rank of the adapters.
         scale: Factor of the adapters, alpha / rank.
+        seed: Seed of new matrices A.
     """
 
     base: FunctionalModel = field(kw_only=True)
     adapters: Mapping[str, Adapter] = field(kw_only=True)
     rank: int = field(kw_only=True)
     scale: float = field(kw_only=True)
+    seed: int = field(kw_only=True)
     trace: "_Trace" = field(kw_only=True, repr=False)
 
     @property
@@ -120,6 +122,19 @@ class AdaptedModel(FunctionalModel):
             is_column = split.axis == -1
             found |= {pattern + A: None if is_column else split, pattern + B: split if is_column else None}
         return found | dict(rules)
+
+    def with_adapters(self, base: Tree) -> Tree:
+        """Adds new adapters to parameters of the base model. Can be jitted.
+
+        Args:
+            base: Parameters of the base model. If the function is jitted, they may be donated.
+
+        Returns:
+            The same arrays and new adapters, a tree like `shapes`. The matrices B are zero.
+        """
+        keys = jax.random.split(jax.random.key(self.seed), len(self.adapters))
+        pairs = enumerate(self.adapters.values())
+        return joined(base, {adapter.name: _initial(adapter, self.rank, keys[i]) for i, adapter in pairs})
 
     def merge(self, params: Tree) -> Tree:
         """Adds the adapters to their weights: W + (alpha / rank) A B. Can be jitted.
@@ -228,19 +243,22 @@ def lora(
 
     def init() -> tuple[Tree, Tree]:
         params, carried = model.init()
-        keys = jax.random.split(jax.random.key(key), len(adapters))
-        made = {name: _initial(adapter, rank, keys[i]) for i, (name, adapter) in enumerate(adapters.items())}
-        return _joined(params, made), carried
+        return made.with_adapters(params), carried
 
     def call(name: str, mode: Any, params: Tree, *args: Any) -> tuple[Any, Tree]:
         return _run(partial(model.call, name, mode), adapters, scale, params, *args)
 
-    shapes, carried = jax.eval_shape(init)
-    annotations = dict.fromkeys(leaf_names(shapes)) | model.annotations
     made = AdaptedModel(
-        shapes, carried, init, call, annotations, None, model.reductions,
-        base=model, adapters=adapters, rank=rank, scale=scale, trace=trace,
-    )  # fmt: skip
+        *(model.shapes, model.carried, init, call, model.annotations, None, model.reductions),
+        base=model,
+        adapters=adapters,
+        rank=rank,
+        scale=scale,
+        seed=key,
+        trace=trace,
+    )
+    shapes = jax.eval_shape(made.with_adapters, model.shapes)
+    made = replace(made, shapes=shapes, annotations=dict.fromkeys(leaf_names(shapes)) | model.annotations)
     if (decoder := model.decoder) is None:
         return made
     # Text is generated with merged weights.
@@ -275,8 +293,16 @@ def separated(params: Tree) -> tuple[Tree, dict[str, tuple[Array, Array]]]:
     return of(params, ()), low
 
 
-def _joined(params: Tree, low: Mapping[str, tuple[Array, Array]]) -> Tree:
-    """Inverts `separated`, for nested dicts."""
+def joined(params: Tree, low: Mapping[str, tuple[Array, Array]]) -> Tree:
+    """Inverts `separated`, for nested dicts.
+
+    Args:
+        params: Parameters without adapters, nested dicts of arrays.
+        low: The pair (A, B) of each adapter by the name of its parameter.
+
+    Returns:
+        New dicts with the arrays of both arguments.
+    """
 
     def of(tree: Tree, path: tuple[Any, ...]) -> Tree:
         if not isinstance(tree, Mapping):

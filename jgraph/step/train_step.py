@@ -515,6 +515,11 @@ class TrainStep:
         """
         return only(self.bound.trained, params)
 
+    @property
+    def trained(self) -> Tree:
+        """The shapes of the trained parameters, in the model's own tree with None in place of frozen parameters."""
+        return only(self._trained_tree, self.shapes)
+
     @cached_property
     def _trained_tree(self) -> Tree:
         """Bools in the model's own tree, False for frozen parameters."""

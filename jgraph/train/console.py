@@ -115,7 +115,7 @@ class Reporter:
         numbers = _numbers({key: value for key, value in entry.items() if key != "eval_loss"})
         self._live.update(self._task, completed=entry["step"], numbers=numbers)
 
-    def begins(self, config: TrainConfig, *, parameters: int, corpus: Corpus, devices: str) -> None:
+    def begins(self, config: TrainConfig, *, parameters: int, trained: int, corpus: Corpus, devices: str) -> None:
         """Prints the run header: model, data, batch, learning rate, and every setting that differs from the preset.
 
         For a configuration without a preset, prints every setting that differs from the defaults.
@@ -123,17 +123,19 @@ class Reporter:
         Args:
             config: The configuration of the run.
             parameters: Number of parameters of the model.
+            trained: Number of them that are trained.
             corpus: The training data. Its name and numbers of tokens are printed.
             devices: Number and kind of the devices as a text, for example "8 NVIDIA H100 devices".
         """
         batch, optimizer = config.input, config.optimizer
         sizes, changed = map(_settings, _changed_settings(config))
+        count = f"{parameters:,} parameters" + f", {trained:,} of them trained" * (trained < parameters)
         slices = f" in {batch.num_microbatches} microbatches" if batch.num_microbatches > 1 else ""
         warmup = f" after {optimizer.warmup_steps} warmup steps" if optimizer.warmup_steps else ""
         final = f"{optimizer.learning_rate * optimizer.final_learning_rate:.3g}"
         self._rows(
             {
-                "model": f"{config.module.rpartition(':')[2]}, {parameters:,} parameters{sizes and ', '}{sizes}",
+                "model": f"{config.module.rpartition(':')[2]}, {count}{sizes and ', '}{sizes}",
                 "data": f"{corpus.name}, {len(corpus.train):,} training tokens, {len(corpus.heldout):,} held-out tokens",
                 "batch": f"{batch.batch_size} sequences of {batch.seq_len} tokens per step{slices}, on {devices}",
                 "optimizer": f"AdamW, learning rate {optimizer.learning_rate:.3g}{warmup}, then cosine decay to {final} "

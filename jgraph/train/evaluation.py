@@ -127,7 +127,10 @@ def evaluate(path: str | Path, step: int | None = None, *, module: str = "", **o
 def _of_run(saved: SavedRun) -> _Model:
     def state(setup: TrainSetup) -> TrainState:
         like, dtype = setup.step.canonical.shapes(), jnp.dtype(saved.config.dtypes.main_params_dtype)
-        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), like.params)
+        dtype = None if saved.config.lora.rank else dtype  # base weights keep their dtype
+        params = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=leaf.sharding), like.params
+        )
         return setup.inference_state(**saved.place(params=params, carried=like.carried))
 
     model, settings = saved.config.model, _settings(saved.config)
@@ -180,7 +183,7 @@ def _evaluated(model: _Model, overrides: dict[str, Any]) -> Evaluation:
 
 def _settings(config: TrainConfig) -> dict[str, Any]:
     fields = config.to_dict()
-    return {name: fields[name] for name in _SETTINGS.split()}
+    return {name: fields[name] for name in _SETTINGS.split()} | {"lora": config.lora}
 
 
 def _bytes(corpus: Corpus, batches: list[np.ndarray], file: Path | None) -> int | None:

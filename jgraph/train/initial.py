@@ -15,13 +15,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jgraph.data import is_text, tokenizer_file
 from jgraph.data.tokenizer import TOKENIZER_FILE
+from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, download_hint, os_errors, require
 from jgraph.interop.folder import CONFIG_FILE, Folder
 from jgraph.interop.load import load
 from jgraph.interop.names import HuggingFace
+from jgraph.lora import AdaptedModel, joined, separated
 from jgraph.step.state import TrainState
 from jgraph.train.config import InitialConfig, TrainConfig
 from jgraph.train.model import find_model
@@ -306,24 +309,55 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
 def _of_folder(folder: Folder, setup: TrainSetup) -> TrainState:
     """Makes the initial state with the parameters of a folder. The model initializes its carried state."""
     parts = names_of(setup.config.module, field="init_from").parts(setup.config.model)
-    return setup.step.init(load(folder, parts, setup.step.canonical.shapes().params), setup.new_carried())
+    base = separated(setup.step.canonical.shapes().params)[0]
+    return setup.step.init(_with_adapters(setup, load(folder, parts, base)), setup.new_carried())
+
+
+def _with_adapters(setup: TrainSetup, base: Any) -> Any:
+    """Adds the adapters of the run, if it has any, to weights on the devices of the step. Donates the weights."""
+    if not isinstance(setup.model, AdaptedModel):
+        return base
+    like = setup.step.canonical.shapes().params
+    shardings = None if setup.step.mesh is None else jax.tree.map(lambda leaf: leaf.sharding, like)
+    return in_turn(jax.jit(setup.model.with_adapters, out_shardings=shardings, donate_argnums=0)(base))
+
+
+def _weights_of(saved: SavedRun, setup: TrainSetup, like: Any) -> Any:
+    """Reads the weights of another run. Merges its adapters if the run has other ones or none."""
+    if setup.config.lora == saved.config.lora:
+        return saved.place(params=like)["params"]
+    base = separated(like)[0]
+    if not isinstance(saved.model, AdaptedModel):
+        return _with_adapters(setup, saved.place(params=base)["params"])
+    mesh = setup.step.mesh
+    where = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    low = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), separated(saved.model.shapes)[1]
+    )
+    found = saved.place(params=joined(base, low))["params"]
+    shardings = None if mesh is None else jax.tree.map(lambda leaf: leaf.sharding, base)
+    return _with_adapters(setup, in_turn(jax.jit(saved.model.merge, out_shardings=shardings)(found)))
 
 
 def _of_run(saved: SavedRun, setup: TrainSetup) -> TrainState:
     """Makes the initial state with the weights of another run, and with its optimizer state if `continue_with` is `optimizer`.
 
-    Takes over the FP8 amax histories if the recipe is the same except for `compute`. Otherwise the histories start empty.
-    Adam's count for bias correction is taken over with its moments. The count of the learning rate starts at 0.
+    Adapters of the other run are merged into the weights, unless this run has the same adapters. Takes over the FP8 amax
+    histories if the recipe is the same except for `compute`. Otherwise the histories start empty. Adam's count for bias
+    correction is taken over with its moments. The count of the learning rate starts at 0.
     """
     config, like = setup.config, setup.step.canonical.shapes()
     there = saved.config.fp8
     same = (
         config.is_delayed and saved.config.is_delayed and config.fp8 == dataclasses.replace(there, compute=config.fp8.compute)
     )
-    parts = {"params": like.params, "carried": like.carried} | ({"observed": like.observed} if same else {})
+    parts = {"carried": like.carried} | ({"observed": like.observed} if same else {})
     if config.initial.continue_with == "weights":
-        return setup.step.init(**saved.place(**parts))
-    found = saved.place(**parts, opt_state=like.opt_state)
+        return setup.step.init(_weights_of(saved, setup, like.params), **saved.place(**parts))
+    if config.lora != saved.config.lora:
+        must = "weights, because the other run trained other parameters (`lora`)"
+        raise ConfigError(f"`continue_with` is optimizer: must be {must}", field="continue_with")
+    found = saved.place(params=like.params, **parts, opt_state=like.opt_state)
 
     def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)

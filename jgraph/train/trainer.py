@@ -104,8 +104,8 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             validation.check_loss(setup)
             no_sample = validation.sampling_problem(setup) if config.monitor.sample_tokens else ""
         _check_processes_agree(config, corpus.fingerprint, weights.step if weights else None)
-        size = sum(leaf.size for leaf in jax.tree.leaves(setup.model.shapes))
-        reporter.begins(config, parameters=size, corpus=corpus, devices=_devices(setup))
+        size, trained = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (setup.model.shapes, setup.step.trained))
+        reporter.begins(config, parameters=size, trained=trained, corpus=corpus, devices=_devices(setup))
         if cache_line:
             reporter.line(cache_line)
         if warning:

@@ -1,17 +1,27 @@
 """LoRA: adapters alone are trained, with the same losses on every layout, with FP8 base weights, and after a restart."""
 
 import dataclasses
+import json
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+import jgraph
+from jgraph.checkpoint import Checkpoints
+from jgraph.errors import ConfigError
 from jgraph.lora import AdaptedModel, separated
-from jgraph.train.config import LoRAConfig
-from jgraph.train.setup import TrainSetup
+from jgraph.precision.config import FP8Config
+from jgraph.train.config import LoRAConfig, TrainConfig
+from jgraph.train.evaluation import evaluate as jgraph_evaluate
+from jgraph.train.initial import initial_weights
+from jgraph.train.rundir import RunDir
+from jgraph.train.setup import TrainSetup, functional_model
 from jgraph.tree import leaf_names
+from tests.interop.test_interop import make, train
 from tests.train.test_pipeline_training import batches_of, config_of
 
 STEPS = 3
@@ -84,3 +94,136 @@ def test_every_layout_trains_as_one_device(expected, layout):
 @pytest.mark.parametrize("layout", ["fsdp=4", "pp=2"])
 def test_models_with_stacked_layers_and_other_parts_train_as_on_one_device(model, layout):
     np.testing.assert_allclose(trained(model, **LAYOUTS[layout])[2], trained(model)[2], rtol=1e-5)
+
+
+# --- FP8 ---
+
+FP8 = {"precision": "fp8", "fp8": FP8Config(recipe="delayed", history=4)}
+
+
+def test_base_weights_are_in_fp8_and_adapters_are_not():
+    setup = TrainSetup.of(config_of(num_layers=2, **{"num_microbatches": 1, "lora": LORA} | FP8))
+    products = setup.step.bound.loss.trace.products  # pyright: ignore[reportAttributeAccessIssue]
+    reasons = {product.name.partition("#")[0]: product.kept for product in products}
+    assert {reason for name, reason in reasons.items() if name.endswith("/kernel")} == {""}
+    assert {reason for name, reason in reasons.items() if "_lora_" in name} == {"an adapter"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["fsdp=4", "pp=2"])
+def test_fp8_base_weights_train_on_every_layout_as_on_one_device(layout):
+    fields = {"num_microbatches": LAYOUTS[layout].get("num_microbatches", 1)}
+    np.testing.assert_allclose(trained(None, **FP8, **LAYOUTS[layout])[2], trained(None, **FP8, **fields)[2], rtol=2e-3)
+
+
+# --- Initial weights ---
+
+
+def saved(path: Any, **fields: Any) -> tuple[TrainConfig, Any]:
+    """Writes a run of three steps. Returns its configuration and its canonical state."""
+    setup, state, _ = trained(None, **{"lora": LoRAConfig()} | fields)
+    canonical = setup.step.canonical.of(state)
+    RunDir(path).write(setup.config, {"name": "text", "fingerprint": "0" * 64, "train_tokens": 9, "heldout_tokens": 1}, {})
+    checkpoints = Checkpoints(RunDir(path).checkpoints, 1)
+    checkpoints.save(STEPS, canonical)
+    checkpoints.close()
+    return setup.config, canonical
+
+
+def continued(path: Any, config: TrainConfig, **fields: Any) -> Any:
+    """Returns the canonical initial state of a run that continues from `path`."""
+    config = config.changed(continue_from=str(path), run_dir=f"{path}-more", **fields)
+    setup, weights = TrainSetup.of(config), initial_weights(config)
+    assert weights is not None
+    try:
+        return setup.step.canonical.of(weights.load(setup))
+    finally:
+        weights.close()
+
+
+@pytest.mark.parametrize("layout", [{}, pytest.param({"fsdp": 4}, marks=pytest.mark.long)])
+def test_adapters_are_added_to_the_weights_of_another_run(tmp_path, layout):
+    config, there = saved(tmp_path / "run")
+    base, low = separated(continued(tmp_path / "run", config, lora=LORA, **layout).params)
+    jax.tree.map(np.testing.assert_array_equal, base, there.params)
+    assert len(low) == 8
+    assert all(a.any() and not b.any() for a, b in low.values())
+
+
+@pytest.mark.parametrize("layout", [{}, pytest.param({"fsdp": 4}, marks=pytest.mark.long)])
+def test_the_adapters_of_another_run_are_merged_or_taken_over(tmp_path, layout):
+    config, there = saved(tmp_path / "run", lora=LORA)
+    same = continued(tmp_path / "run", config, **layout)
+    jax.tree.map(np.testing.assert_array_equal, same.params, there.params)
+    model = functional_model(config)
+    assert isinstance(model, AdaptedModel)
+    merged = continued(tmp_path / "run", config, lora=LoRAConfig(), **layout).params
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), merged, model.merge(there.params))
+    again, low = separated(continued(tmp_path / "run", config, lora=LoRAConfig(rank=2, base_dtype="float32"), **layout).params)
+    jax.tree.map(np.testing.assert_array_equal, again, merged)
+    assert {a.shape[-1] for a, _ in low.values()} == {2, 6}
+
+
+def test_the_optimizer_state_of_other_adapters_is_refused(tmp_path):
+    config, _ = saved(tmp_path / "run", lora=LORA)
+    with pytest.raises(ConfigError, match="`continue_with` is optimizer: must be weights, because the other run trained other"):
+        continued(tmp_path / "run", config, lora=LoRAConfig(), continue_with="optimizer")
+
+
+def test_a_run_starts_with_a_folder_resumes_is_evaluated_and_samples(tmp_path, capsys):
+    folder, arrays = make(tmp_path / "folder")
+    flags = ("--init-from", str(folder.path), "--lora.rank", "4", "--lora.base-dtype", "float32", "--fsdp", "2")
+    assert train(tmp_path / "run", *flags, "--steps", "2") == 0
+    capsys.readouterr()
+    assert train(tmp_path / "run", *flags, "--steps", "4", "--optimizer.extend", "constant") == 0
+    shown = capsys.readouterr().out
+    assert "resumed from step 2" in shown
+    assert "35,616 parameters, 3,712 of them trained" in shown
+    loaded = jgraph.load(tmp_path / "run")
+    base, low = separated(loaded.params)
+    for name, leaf in zip(leaf_names(base), jax.tree.leaves(base), strict=True):
+        np.testing.assert_array_equal(leaf, arrays[name])
+    assert all(b.any() for _, b in low.values())
+    evaluated = jgraph_evaluate(tmp_path / "run")
+    assert abs(evaluated.loss - last_evaluation(tmp_path / "run")) < 1e-5
+    tokens = jnp.arange(8)[None]
+    merged = loaded.model.base.evaluate("logits", loaded.model.merge(loaded.params), {}, tokens)  # pyright: ignore[reportAttributeAccessIssue]
+    np.testing.assert_allclose(loaded.model.evaluate("logits", loaded.params, {}, tokens), merged, atol=1e-4)
+
+
+def last_evaluation(path: Any) -> float:
+    entries = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [entry["eval_loss"] for entry in entries if "eval_loss" in entry][-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--lora.rank", "-1"), "--lora.rank is -1: must be 0 or positive"),
+        (("--lora.alpha", "8"), "--lora.alpha is 8.0: must be left out if --lora.rank is 0"),
+        (("--lora.rank", "2", "--lora.targets", "*/nothing"), "'*/nothing', which matches no parameter"),
+        (("--lora.rank", "2", "--lora.targets", "*/scale"), "must select weights of matmuls"),
+        (("--lora.rank", "2", "--lora.targets", "head_DV"), "must select weights of matmuls"),
+    ],
+)
+def test_a_wrong_flag_is_refused_in_one_line(flags, message, tmp_path, capsys):
+    assert train(tmp_path / "run", *flags, "--model.head", "untied") == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert message in err
+
+
+def test_adapters_of_embedding_and_head_are_refused_in_a_pipeline():
+    class Head(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.head = nnx.Linear(4, 2, rngs=rngs)
+
+        def loss(self, x: jax.Array) -> jax.Array:
+            return jnp.mean(self.head(x) ** 2)
+
+    adapted = jgraph.lora(jgraph.functional(lambda: Head(nnx.Rngs(0))), jnp.ones((3, 4)), rank=2)
+    pipeline = jgraph.PipelineModel(
+        lambda outer, x: x, lambda params, x: x, lambda outer, x, batch: jnp.mean(x), split=lambda params: (params, [])
+    )
+    with pytest.raises(ConfigError, match="`targets` selects head/kernel: must select only parameters of layers in a pipeline"):
+        adapted.pipeline(pipeline)
