@@ -227,3 +227,15 @@ def test_adapters_of_embedding_and_head_are_refused_in_a_pipeline():
     )
     with pytest.raises(ConfigError, match="`targets` selects head/kernel: must select only parameters of layers in a pipeline"):
         adapted.pipeline(pipeline)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [{}, {"fsdp": 2}, {"pp": 2, "num_microbatches": 2}, FP8])
+def test_no_weight_gradient_of_a_frozen_weight_is_computed(layout):
+    def flops(rank: int) -> float:
+        config = config_of(num_layers=2, **{"num_microbatches": 1, "lora": LoRAConfig(rank=rank), "seq_len": 64} | layout)
+        wide = dataclasses.replace(config.model, d_model=256, d_ff=1024)
+        return TrainSetup.of(config.changed(model=wide)).compile_step().executable.cost_analysis()["flops"]
+
+    # Without attention, two of the three matmuls per weight remain.
+    assert flops(2) / flops(0) < 0.75

@@ -1,0 +1,103 @@
+"""Fine-tuning with LoRA on one GPU: jgraph beside PEFT with transformers, on a model with the sizes of a Hugging Face folder.
+
+    python -m benchmarks run finetune
+    python -m benchmarks run finetune --preset qwen3-0.6b --batch-size 8 --seq-len 2048 --rank 16
+
+Both sides train the same adapters on all linear layers, with frozen weights in bfloat16, adapters in float32 and AdamW for the
+adapters. A step computes the loss of all tokens of random sequences.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from benchmarks.rows import Row, ratio, row_name, spread
+from benchmarks.runner import Benchmark, TraceOptions, Work
+from benchmarks.tables import COLUMNS, Section, number
+from benchmarks.turns import Candidate
+from benchmarks.works import jgraph_step, preset_config, with_fp8
+from jgraph.train.config import LoRAConfig, TrainConfig
+
+VARIANTS = ("jgraph", "jgraph fp8=delayed:e4m3", "jgraph remat=layer", "peft eager", "peft compile", "peft checkpointing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(TraceOptions):
+    """Flags of the benchmark."""
+
+    preset: str = "qwen3-0.6b"
+    """Preset with the sizes of the model."""
+    batch_size: int = 8
+    """Sequences per step."""
+    seq_len: int = 2048
+    """Predicted tokens per sequence."""
+    rank: int = 16
+    """Rank of the adapters."""
+    variants: tuple[str, ...] = VARIANTS
+    """Variants. All are compared with the first. `jgraph` takes fp8=RECIPE:FORMAT, remat=layer, graph=full and settings of the
+    model; `peft` is `eager`, `compile` (torch.compile) or `checkpointing` (gradient checkpointing, as TRL's default)."""
+
+
+def works(options: Options) -> Iterator[Work]:
+    """Yields the only work."""
+    config = preset_config(options.preset, options)
+    tiny = {"batch_size": 2, "seq_len": 32} if options.sizes == "tiny" else {}
+    sizes = {"batch_size": options.batch_size, "seq_len": options.seq_len} | tiny
+    config = config.changed(**sizes, lora=LoRAConfig(rank=options.rank, alpha=2.0 * options.rank))
+    candidates = [candidate(variant, config, options) for variant in options.variants]
+    yield Work(options.preset, {"ranks": 1, "config": config.to_dict()}, [candidates])
+
+
+def candidate(variant: str, config: TrainConfig, options: TraceOptions) -> Candidate:
+    """Returns the candidate of a variant.
+
+    Args:
+        variant: System and settings: "jgraph fp8=delayed:e4m3", "peft compile".
+        config: Config of the run, with adapters.
+        options: Flags.
+
+    Returns:
+        The candidate.
+    """
+    system, _, settings = variant.partition(" ")
+    row = {"system": "torch" if system == "peft" else system, "variant": variant if system == "peft" else settings}
+    if system == "peft":
+        request = {"variant": settings, "config": config.to_dict()}
+        return Candidate(row, "benchmarks.peers.peft_lora", request, gpus=int(options.sizes == "full"))
+    for text in settings.split():
+        name, _, value = text.partition("=")
+        if name == "fp8":
+            config = with_fp8(config, value)
+        elif name in ("remat", "graph"):
+            config = config.changed(**{name: value})
+        else:
+            config = config.changed(model=replace(config.model, **{name: value}))
+    return jgraph_step(row, config, options)
+
+
+def section(name: str, result: Row) -> Section:
+    """Returns the table layout.
+
+    Args:
+        name: Name of the work.
+        result: Its result.
+
+    Returns:
+        The section.
+    """
+    config, rows = result["config"], result["rows"]
+    tokens, ours = config["batch_size"] * config["seq_len"], rows[0] if rows else {}
+    return Section(
+        f"{name}, LoRA of rank {config['lora']['rank']}, {config['batch_size']}x{config['seq_len']} tokens",
+        {
+            "variant": row_name,
+            "median step, ms": number("ms", ".3f"),
+            "fastest, slowest, ms": spread,
+            "tokens/s": lambda row: f"{tokens / row['ms'] * 1e3:,.0f}",
+            "time / jgraph": lambda row: ratio(row, ours),
+            **{name: COLUMNS[name] for name in ("peak memory, GB", "power, W", "clock, MHz")},
+        },
+        notes=ours.get("capture") or "",
+    )
+
+
+BENCHMARK = Benchmark("Fine-tuning with LoRA on one GPU", __doc__, Options, works, section)
