@@ -13,7 +13,6 @@ from jgraph.inference.text import TextStream
 from jgraph.train.loaded import Loaded
 
 _LONGEST = 2048  # as in lm-eval, for a model with an unknown window
-_EXTRA = "lm-eval"
 _GENERATION = {"do_sample", "temperature", "top_k", "top_p", "until", "max_gen_toks"}
 
 
@@ -54,7 +53,8 @@ def lm_eval_model(loaded: Loaded, *, batch_size: int = 8, max_length: int | None
     """
     require(batch_size > 0, "batch_size", batch_size, "positive")
     require(max_length is None or max_length > 0, "max_length", max_length, "positive")
-    base = library("lm_eval.api.model", extra=_EXTRA).TemplateLM
+    library("lm_eval", extra="lm-eval")  # the error names this module
+    base = library("lm_eval.api.model").TemplateLM
     return type("LoadedLM", (_LoadedLM, base), {})(loaded, batch_size, max_length or loaded.window or _LONGEST)
 
 
@@ -103,7 +103,7 @@ class _LoadedLM:
         return [found[index] for index in range(len(pairs))]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        utils, windows, owners = library("lm_eval.utils", extra=_EXTRA), [], []
+        utils, windows, owners = library("lm_eval.utils"), [], []
         for number, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
             found = utils.get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
@@ -131,7 +131,7 @@ class _LoadedLM:
         starts = [(own, start) for own in groups.values() for start in range(0, len(own), self.batch_size)]
         for seed, (own, start) in enumerate(starts):
             batch = own[start : start + self.batch_size]
-            settings = library("lm_eval.models.utils", extra=_EXTRA).normalize_gen_kwargs(requests[batch[0]].args[1])
+            settings = library("lm_eval.models.utils").normalize_gen_kwargs(requests[batch[0]].args[1])
             yield from zip(batch, self._texts([rows[index] for index in batch], settings, seed), strict=True)
 
     def _texts(self, rows: list[list[int]], settings: dict[str, Any], seed: int) -> list[str]:
@@ -157,7 +157,7 @@ class _LoadedLM:
 
 
 def _progress(steps: Iterator[Any], total: int, name: str, disable: bool) -> Iterator[Any]:
-    return library("tqdm", extra=_EXTRA).tqdm(steps, total=total, desc=name, disable=disable or None)
+    return library("tqdm").tqdm(steps, total=total, desc=name, disable=disable or None)
 
 
 def score_tasks(
@@ -198,14 +198,14 @@ def score_tasks(
         raise DataError(f"lm-eval cannot load {', '.join(specs)}: {' '.join(f'{e!r}'.split())}") from e
     inside = {name for children in found["group_map"].values() for name in children}
     selected = [item for name, item in (found["tasks"] | found["groups"]).items() if name not in inside]
-    run = library("lm_eval", extra=_EXTRA).simple_evaluate
+    run = library("lm_eval").simple_evaluate
     results = run(model, tasks=selected, task_manager=manager, num_fewshot=num_fewshot, limit=limit, log_samples=False)
     return [one for task, metrics in results["results"].items() for one in _task_scores(task, metrics)]
 
 
 def _resolved(tasks: Sequence[str]) -> tuple[Any, list[str]]:
     """Returns the task manager of lm-eval, and names and files that its method `load` accepts."""
-    make = library("lm_eval.tasks", extra=_EXTRA).TaskManager
+    make = library("lm_eval.tasks").TaskManager
     folders = [name for name in tasks if Path(name).is_dir()]
     named = [name for name in tasks if not Path(name).exists()]
     # The index of the tasks of lm-eval takes seconds.
