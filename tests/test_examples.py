@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import json
 import os
 import re
 import shlex
@@ -49,6 +50,23 @@ def test_the_example_of_a_model_of_ones_own_trains_as_its_docstring_says(tmp_pat
     assert done.returncode == 0, done.stderr
     losses = [float(number) for number in re.findall(r"  loss (\d+\.\d+)", done.stdout)]
     assert losses[-1] < losses[0], done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.once
+def test_the_notebook_runs_and_its_stored_outputs_are_small(capsys):
+    notebook = json.loads((ROOT / "examples/compare.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    stored = ["".join(output["text"]) for cell in cells for output in cell["outputs"]]
+    assert 0 < sum(map(len, stored)) < 2000
+    space = {}
+    for cell in cells:
+        exec(compile("".join(cell["source"]), "cell", "exec"), space)
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == "".join(stored).count("\n")
+    for out in (printed, "".join(stored)):
+        before, after = map(float, re.search(r"^answer +before (\S+) +after (\S+)", out, re.MULTILINE).groups())
+        assert after < before / 2
 
 
 @pytest.mark.long
