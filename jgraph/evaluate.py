@@ -114,6 +114,10 @@ def _valid(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _shown(value: Any) -> str:
+    return "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
 def _evaluate_text(run: Path, step: int | None, module: str, options: dict[str, Any]) -> dict[str, Any]:
     from jgraph.train import evaluation
 
@@ -136,7 +140,7 @@ def _evaluate_tasks(
     loaded = load(run, step, module=module)
     found = score_tasks(loaded, tasks, **options)
     rows = [("task", "metric", "value", "stderr")]
-    rows += [(one.task, one.metric, *(f"{x:.4f}" if isinstance(x, float) else str(x or "") for x in one[2:])) for one in found]
+    rows += [(one.task, one.metric, _shown(one.value), _shown(one.stderr)) for one in found]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print(f"model  {loaded.source}")
     for row in rows:

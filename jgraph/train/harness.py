@@ -124,7 +124,7 @@ class _LoadedLM:
         return [found[index] for index in range(len(requests))]
 
     def _generated(self, requests: Sequence[Any]) -> Iterator[tuple[int, str]]:
-        rows = [self.tok_encode(request.args[0]) for request in requests]
+        rows = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
         groups: dict[str, list[int]] = {}
         for index in sorted(range(len(rows)), key=lambda index: -len(rows[index])):
             groups.setdefault(repr(requests[index].args[1]), []).append(index)
@@ -230,4 +230,5 @@ def _task_scores(task: str, metrics: dict[str, Any]) -> Iterator[TaskScore]:
         if is_metric and not metric.endswith("_stderr"):
             stderr = metrics.get(f"{metric}_stderr,{filtered}")
             shown = metric if filtered == "none" else name
+            value = value.item() if hasattr(value, "item") else value  # of NumPy
             yield TaskScore(task, shown, value, stderr if isinstance(stderr, float) else None)
