@@ -77,11 +77,14 @@ def test_rolling_log_probabilities_equal_those_of_the_hf_model(ours, theirs):
 
 
 def test_greedy_texts_equal_those_of_the_hf_model(ours, theirs):
-    kwargs = [{"until": ["zz"], "max_gen_toks": 12}, {"until": ["a", "e"], "max_gen_toks": 20, "do_sample": False}]
-    own = [(text, kwarg) for text in TEXTS for kwarg in kwargs]
-    found = ours.generate_until(requests(*own))
-    assert found == theirs.generate_until(requests(*own))
-    assert any(found)
+    free = [(text, {"until": [], "max_gen_toks": 20}) for text in TEXTS]
+    texts = ours.generate_until(requests(*free))
+    assert texts == theirs.generate_until(requests(*free))
+    # Texts that end at a stop text in the middle, and in groups of different settings.
+    ended = [(prompt, {"until": ["~", text[8:10]], "max_gen_toks": 20}) for prompt, text in zip(TEXTS, texts, strict=True)]
+    found = ours.generate_until(requests(*ended))
+    assert found == theirs.generate_until(requests(*ended))
+    assert [len(text) <= 8 for text in found] == [True] * len(TEXTS)
 
 
 @pytest.mark.parametrize(
