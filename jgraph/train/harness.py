@@ -74,19 +74,21 @@ class _LoadedLM:
         tokenizer = loaded.tokenizer
         self._bare = tokenizer if tokenizer.name in ("bytes", "numbers") else Tokenizer.of_file(Path(tokenizer.name))
         # A tokenizer without an end-of-text token separates documents by a newline, as in training.
-        added, ends = tokenizer.encode(""), tokenizer.ends or self._bare.encode("\n")[:1]
+        added, ends = tokenizer.encode(""), tokenizer.ends or self._bare.encode("\n") or [0]
         self.eot_token_id, self.prefix_token_id = ends[0], (added or ends)[0]
         self._prefix = tokenizer.decode([self.prefix_token_id])
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         if add_special_tokens is None:
-            add_special_tokens = not string.startswith(self._prefix)
+            add_special_tokens = not (self._prefix and string.startswith(self._prefix))
         return (self._loaded.tokenizer if add_special_tokens else self._bare).encode(string)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        loaded, pairs = self._loaded, [(context, continuation) for _, context, continuation in requests]
+        # lm-eval moves a context of white space to the continuation.
+        loaded, start = self._loaded, [self.prefix_token_id]
+        pairs = [(context or start, continuation) for _, context, continuation in requests]
         steps = scores(
             loaded.model,
             loaded.params,
@@ -108,7 +110,8 @@ class _LoadedLM:
             tokens = self.tok_encode(request.args[0])
             found = utils.get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1)
             own = [(None, *utils.make_disjoint_window(window)) for window in found]
-            windows, owners = windows + own, owners + [number] * len(own)
+            windows += own
+            owners += [number] * len(own)
         totals = [0.0] * len(requests)
         for owner, (log_prob, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
             totals[owner] += log_prob
@@ -136,7 +139,7 @@ class _LoadedLM:
 
     def _texts(self, rows: list[list[int]], settings: dict[str, Any], seed: int) -> list[str]:
         unknown, new = sorted(settings.keys() - _GENERATION), settings["max_gen_toks"]
-        require(not unknown, "generation_kwargs", f"{', '.join(unknown)}", f"some of {', '.join(sorted(_GENERATION))}")
+        require(not unknown, "generation_kwargs", ", ".join(unknown), f"some of {', '.join(sorted(_GENERATION))}")
         kept = self.max_length - new
         require(kept > 0, "max_gen_toks", new, f"less than {self.max_length}, the maximum length of the model")
         loaded, count = self._loaded, len(rows)

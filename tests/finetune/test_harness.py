@@ -191,3 +191,18 @@ def test_unknown_and_broken_tasks_are_refused_in_one_line(folder, tasks, tmp_pat
     with pytest.raises(DataError, match=r"lm-eval cannot load .*broken\.yaml") as error:
         score_tasks(loaded, [str(tmp_path / "broken.yaml")])
     assert "\n" not in str(error.value)
+
+
+def test_a_run_of_a_byte_model_is_scored_from_a_newline(tmp_path):
+    from tests import tiny
+
+    assert tiny.train(tmp_path / "run", "--steps", "1") == 0
+    model = jgraph.lm_eval_model(jgraph.load(tmp_path / "run"))
+    assert (model.max_length, model.prefix_token_id) == (32, ord("\n"))
+    # An empty context, and white space, which lm-eval moves to the continuation.
+    found = [log_prob for log_prob, _ in model.loglikelihood(requests(("", "ab"), ("\n", "ab")))]
+    assert found == pytest.approx(model.loglikelihood_rolling(requests(("ab",), ("\nab",))), abs=1e-5)
+    assert found[0] != pytest.approx(found[1], abs=0.1)
+    (text,) = model.generate_until(requests(("", {"until": [], "max_gen_toks": 4})))
+    (same,) = model.generate_until(requests(("\n", {"until": [], "max_gen_toks": 4})))
+    assert text == same != ""
