@@ -22,10 +22,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCES = ("jgraph", "models/jgraph_models", "benchmarks")
 TIERS = {
-    "default": "not gpu and not long and not parity",
-    "long": "long and not gpu and not parity",
+    "default": "not gpu and not long and not parity and not finetune",
+    "long": "long and not gpu and not parity and not finetune",
     "parity": "parity",
-    "newer": "(target or not long) and not gpu and not once and not parity",
+    "newer": "(target or not long) and not gpu and not once and not parity and not finetune",
 }
 FILES = 6  # test files of tests/ itself per chunk
 
@@ -37,7 +37,7 @@ def _chunks(tier: str) -> list[list[str]]:
     folders = sorted({file.parent.relative_to(ROOT).as_posix() for file in ROOT.glob("tests/*/test_*.py")})
     files = sorted(file.relative_to(ROOT).as_posix() for file in ROOT.glob("tests/test_*.py"))
     groups = [files[i : i + FILES] for i in range(0, len(files), FILES)]
-    return [[folder] for folder in folders if folder not in ("tests/gpu", "tests/parity")] + groups
+    return [[folder] for folder in folders if folder not in ("tests/finetune", "tests/gpu", "tests/parity")] + groups
 
 
 def _config(out: Path) -> Path:

@@ -43,6 +43,7 @@ from .strategies import (
     Split as Split,
     TensorParallel as TensorParallel,
 )
+from .train.harness import lm_eval_model as lm_eval_model
 from .train.loaded import load as load
 from .xla.explain import explain as explain
 from .xla.jit import Jitted as Jitted, jit as jit

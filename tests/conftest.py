@@ -37,7 +37,7 @@ def pytest_configure(config):
 
 def pytest_ignore_collect(collection_path, config):
     # Otherwise every worker imports PyTorch for tests that are not selected.
-    excluded = [mark for mark in ("gpu", "parity") if f"not {mark}" in config.option.markexpr]
+    excluded = [mark for mark in ("finetune", "gpu", "parity") if f"not {mark}" in config.option.markexpr]
     return True if collection_path.is_dir() and collection_path.name in excluded else None
 
 

@@ -1,0 +1,127 @@
+"""Computes log probabilities of continuations. A compiled program returns one sum and one flag per continuation."""
+
+# B rows, T tokens of a row (padded), V vocabulary
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jgraph.errors import ConfigError, require
+from jgraph.modules import FunctionalModel
+
+Tree = Any
+
+_IGNORED = -1  # label of a position without a prediction to score
+_SHORTEST = 64  # rows are padded to a power of two of at least this length, so that few programs are compiled
+
+
+class Score(NamedTuple):
+    """The score of a continuation.
+
+    Attributes:
+        log_prob: Sum of the log probabilities of its tokens, in nats.
+        is_greedy: True if greedy decoding of the context produces this continuation.
+    """
+
+    log_prob: float
+    is_greedy: bool
+
+
+def scores(
+    model: FunctionalModel,
+    params: Tree,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    batch_size: int = 8,
+    window: int | None = None,
+    carried: Tree = None,
+) -> Iterator[tuple[int, Score]]:
+    """Scores continuations of contexts, the longest pairs first.
+
+    The call checks the arguments. The model must be causal, because shorter rows are padded on the right.
+
+    Args:
+        model: A model from `jgraph.functional` with a method `logits(tokens_BT)`.
+        params: Parameters in the model's own tree. Not donated.
+        pairs: The token ids of each context, at least one, and of its continuation, at most `window`. A continuation without
+            tokens has the log probability 0.
+        batch_size: Number of rows of a batch; positive.
+        window: Maximum number of tokens that the model reads; None for no limit. A longer pair loses tokens at the start of its
+            context.
+        carried: The model's mutable state; None if it has no state.
+
+    Yields:
+        The index in `pairs` of a pair, and its score. Each pair once.
+
+    Raises:
+        ConfigError: If an argument has a value that is not allowed, a token id is outside the vocabulary, or the model has no
+            method `logits`. The call raises it, not the iterator.
+    """
+    require(batch_size > 0, "batch_size", batch_size, "positive")
+    require(window is None or window > 0, "window", window, "positive")
+    for index, (context, continuation) in enumerate(pairs):
+        require(len(context) > 0, "pairs", f"a context without tokens at index {index}", "at least one token")
+        length = f"a continuation of {len(continuation)} tokens at index {index}"
+        require(len(continuation) <= (window or math.inf), "pairs", length, f"at most `window` {window} tokens long")
+    first = -(window + 1) if window else 0  # the last token is predicted, but not read
+    rows = [np.asarray([*context, *continuation], np.int32)[first:] for context, continuation in pairs]
+    weights = (params, {} if carried is None else carried)
+    if rows:
+        _check_ids(model, weights, rows)
+    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
+
+    def steps() -> Iterator[tuple[int, Score]]:
+        for start in range(0, len(order), batch_size):
+            batch = order[start : start + batch_size]
+            shape = (batch_size, _padded(len(rows[batch[0]]) - 1, window))
+            tokens_BT, labels_BT = np.zeros(shape, np.int32), np.full(shape, _IGNORED, np.int32)
+            for number, index in enumerate(batch):
+                row, count = rows[index], len(pairs[index][1])
+                tokens_BT[number, : len(row) - 1] = row[:-1]
+                labels_BT[number, len(row) - 1 - count : len(row) - 1] = row[len(row) - count :]
+            log_probs_B, greedy_B = map(np.asarray, _scores(weights, tokens_BT, labels_BT, model=model))
+            for number, index in enumerate(batch):
+                yield index, Score(float(log_probs_B[number]), bool(greedy_B[number]))
+
+    return steps()
+
+
+def _padded(length: int, window: int | None) -> int:
+    padded = max(_SHORTEST, 1 << (length - 1).bit_length())
+    return padded if window is None else min(padded, window)
+
+
+# Jitted, so that `_check_ids` and `_scores` share one cached trace.
+@functools.partial(jax.jit, static_argnames="model")
+def _logits(weights: tuple[Tree, Tree], tokens_BT: Array, *, model: FunctionalModel) -> Array:
+    return model.evaluate("logits", *weights, tokens_BT)
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _scores(weights: tuple[Tree, Tree], tokens_BT: Array, labels_BT: Array, *, model: FunctionalModel) -> tuple[Array, Array]:
+    """Returns the sum of the log probabilities of the labels of each row, and whether all of them have the largest logit."""
+    logits_BTV = _logits(weights, tokens_BT, model=model).astype(jnp.float32)
+    is_scored_BT = labels_BT != _IGNORED
+    label_logits_BT = jnp.take_along_axis(logits_BTV, jnp.maximum(labels_BT, 0)[..., None], axis=-1)[..., 0]
+    log_probs_BT = label_logits_BT - jax.nn.logsumexp(logits_BTV, axis=-1)
+    is_greedy_BT = jnp.argmax(logits_BTV, axis=-1) == labels_BT
+    return jnp.sum(jnp.where(is_scored_BT, log_probs_BT, 0.0), axis=1), jnp.all(is_greedy_BT | ~is_scored_BT, axis=1)
+
+
+def _check_ids(model: FunctionalModel, weights: tuple[Tree, Tree], rows: list[np.ndarray]) -> None:
+    """Raises ConfigError if the model has no logits, or a token id is out of range, for which JAX would read another row."""
+    try:
+        vocab_size = _logits.eval_shape(weights, jax.ShapeDtypeStruct((1, 1), jnp.int32), model=model).shape[-1]
+    except AttributeError as e:
+        raise ConfigError(f"`model` must have a method logits(tokens_BT): {e}", field="model") from e
+    for index, row in enumerate(rows):
+        low, high = int(row.min()), int(row.max())
+        if low < 0 or high >= vocab_size:
+            found = f"id {low if low < 0 else high} at index {index}"
+            raise ConfigError(f"`pairs` has {found}: ids must be from 0 to {vocab_size - 1}", field="pairs")

@@ -1,0 +1,116 @@
+"""Scores of continuations equal those computed from the logits of each pair alone."""
+
+import sys
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jgraph
+from jgraph import evaluate
+from jgraph.errors import ConfigError
+from jgraph.inference import score
+from jgraph.inference.score import scores
+from jgraph_models.gpt import GPT, GPTConfig
+from tests.interop.test_interop import make
+
+pytestmark = pytest.mark.once
+
+CONFIG = GPTConfig(num_layers=1, d_model=16, d_ff=32, num_heads=2, num_kv_heads=1, vocab_size=11, compute_dtype="float32")
+SIZES = [(1, 3), (20, 1), (70, 2)]  # tokens of contexts and continuations
+
+
+@pytest.fixture(scope="module")
+def model():
+    return jgraph.functional(lambda: GPT(CONFIG, rngs=nnx.Rngs(0)))
+
+
+@pytest.fixture(scope="module")
+def params(model):
+    return jax.tree.map(lambda leaf: 10 * leaf, model.init()[0])  # far from uniform probabilities
+
+
+@pytest.fixture(scope="module")
+def logits(model, params):
+    """Returns a function that computes the logits at each position of one row without padding."""
+    compiled = jax.jit(lambda tokens_BT: model.evaluate("logits", params, {}, tokens_BT))
+    return lambda row: np.asarray(compiled(np.array([row], np.int32))[0])
+
+
+def expected(logits, context, continuation):
+    own = logits([*context, *continuation][:-1])[-len(continuation) :]
+    log_probs = own - np.log(np.exp(own).sum(-1, keepdims=True))
+    return sum(log_probs[i, token] for i, token in enumerate(continuation)), own.argmax(-1).tolist() == list(continuation)
+
+
+def test_scores_of_a_padded_batch_equal_those_of_each_pair_alone(model, params, logits):
+    rng = np.random.default_rng(0)
+    pairs = [(rng.integers(11, size=length).tolist(), rng.integers(11, size=count).tolist()) for length, count in SIZES]
+    greedy = int(logits(pairs[1][0])[-1].argmax())
+    pairs += [(pairs[1][0], [greedy]), (pairs[1][0], [(greedy + 1) % 11]), (pairs[1][0], [greedy, 3, 5])]
+    found = dict(scores(model, params, pairs, batch_size=4))
+    assert found.keys() == set(range(len(pairs)))
+    for index, pair in enumerate(pairs):
+        log_prob, is_greedy = expected(logits, *pair)
+        assert found[index].log_prob == pytest.approx(log_prob, abs=1e-5)
+        assert found[index].is_greedy == is_greedy
+    assert (found[len(SIZES)].is_greedy, found[len(SIZES) + 1].is_greedy) == (True, False)
+
+
+def test_a_pair_longer_than_the_window_loses_tokens_at_the_start_of_its_context(model, params, logits):
+    context = np.random.default_rng(1).integers(11, size=9).tolist()
+    for length in (6, 7, 8, 9):
+        kept = context[:length][-7:]  # the model reads all tokens but the last
+        ((_, found),) = scores(model, params, [(context[:length], [1, 2])], window=8)
+        assert found.log_prob == pytest.approx(expected(logits, kept, [1, 2])[0], abs=1e-5)
+
+
+def test_an_empty_continuation_is_certain(model, params):
+    assert list(scores(model, params, [([1], []), ([2, 3], [])])) == [(1, (0.0, True)), (0, (0.0, True))]
+
+
+def test_pairs_of_similar_length_share_a_program(model, params):
+    before = score._scores._cache_size()
+    list(scores(model, params, [([1] * n, [2]) for n in range(128, 64, -7)], batch_size=3))
+    assert score._scores._cache_size() == before + 1
+
+
+@pytest.mark.parametrize(
+    ("pairs", "choices", "field"),
+    [
+        ([([1], [2]), ([], [2])], {}, "pairs"),
+        ([([1], [2, 3, 4])], {"window": 2}, "pairs"),
+        ([([1], [11])], {}, "pairs"),
+        ([([1], [2])], {"batch_size": 0}, "batch_size"),
+        ([([1], [2])], {"window": 0}, "window"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(model, params, pairs, choices, field):
+    with pytest.raises(ConfigError) as error:
+        scores(model, params, pairs, **choices)
+    assert error.value.field == field
+    assert "\n" not in str(error.value)
+
+
+# --- The command line ---
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--limit 3", "--limit is 3: must be used with --tasks"),
+        ("--num-fewshot 0", "--num-fewshot is 0: must be used with --tasks"),
+        ("--tasks a --data book.txt more.txt", "--data is book.txt more.txt: must be left out with --tasks"),
+        ("--tasks a --fsdp 2", "--fsdp is 2: must be left out with --tasks"),
+        ("--tasks a --limit 0", "--limit is 0: must be positive"),
+        ("--tasks a --batch-size 0", "--batch-size is 0: must be positive"),
+        ("--tasks a --seq-len 0", "--seq-len is 0: must be positive"),
+        ("--tasks a", "needs the lm_eval library: pip install 'jgraph[lm-eval]'"),
+    ],
+)
+def test_wrong_flags_of_tasks_are_refused_in_one_line(tmp_path, capsys, monkeypatch, flags, message):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it is not installed
+    make(tmp_path / "folder")
+    assert evaluate.main([str(tmp_path / "folder"), *flags.split()]) == 2
+    assert capsys.readouterr().err == f"jgraph.evaluate: error: {message}\n"
