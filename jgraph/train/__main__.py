@@ -140,7 +140,7 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
     """Parses the flags of a run. Trains nothing and writes no files.
 
     The defaults are those of the flag `--preset`. With `--continue-from` and `--init-from`, the settings of the model are read
-    from the other run or folder. Imports the model class.
+    from the other run or folder, and the preset of a tiny model has a learning rate for fine-tuning. Imports the model class.
 
     Args:
         args: The arguments without the name of the program.
@@ -161,13 +161,14 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
     first.add_argument("--continue-from", nargs="?", default="")
     first.add_argument("--run-dir", nargs="?", default="")
     chosen = first.parse_known_args(args)[0]
-    base = preset(chosen.preset or "cpu-tiny")
+    weights = "given" if chosen.init_from or chosen.continue_from else "random"
+    base = preset(chosen.preset or "cpu-tiny", weights=weights)
     if chosen.continue_from:
         from jgraph.train.initial import config_of_run
 
         source = config_of_run(chosen.continue_from, chosen.run_dir or base.output.run_dir, module=chosen.module or "")
         if not chosen.preset and source.preset in PRESETS:
-            base = preset(source.preset)
+            base = preset(source.preset, weights=weights)
         base = base.changed(module=source.module, model=source.model)
     module = chosen.module or base.module
     # The preset's own model is not imported: that would import jax, which delays the error for a wrong flag by seconds.

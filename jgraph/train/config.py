@@ -5,13 +5,14 @@ components. `TrainConfig.of` and `TrainConfig.changed` take the fields of all co
 names. This module does not import jax, so that an invalid flag is reported at once.
 """
 
+import ast
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias
 
 from tyro.conf import OmitArgPrefixes, arg
 
-from jgraph.errors import ConfigError, check_types, require, require_positive
+from jgraph.errors import ConfigError, check_choice, check_types, require, require_positive
 from jgraph.precision.config import FP8Config
 from jgraph.train.model import check_import, is_class_name, settings_from, settings_of
 
@@ -22,6 +23,13 @@ class DefaultSteps(int):
     """An int that marks a number of steps as a default, not set by the user.
 
     `TrainConfig` reduces a default `optimizer.warmup_steps` that is greater than a tenth of `steps` to that tenth.
+    """
+
+
+class DefaultValue(float):
+    """A float that marks a hyperparameter of AdamW as a default, not set by the user.
+
+    `OptimizerConfig` replaces it by the default of another optimizer.
     """
 
 
@@ -259,7 +267,7 @@ class InitialConfig:
     the model, the tokenizer and the default preset are those of the other run. Not needed to resume."""
     continue_with: Literal["weights", "optimizer"] = "weights"
     """With `continue_from`: `weights` loads the weights and the other state of the model. `optimizer` also loads the moments
-    and the step count of Adam."""
+    and the step count of the same optimizer."""
 
     def __post_init__(self):
         """Checks the fields. Does not look for the directories.
@@ -344,28 +352,100 @@ class MonitorConfig:
         return (int(first), int(stop)) if first.isdecimal() and stop.isdecimal() else (0, 0)
 
 
+class OptimizerKind(NamedTuple):
+    """The defaults of an optimizer of optax. None for a hyperparameter that the optimizer does not have.
+
+    Attributes:
+        beta1: Default of `OptimizerConfig.beta1`.
+        beta2: Default of `OptimizerConfig.beta2`.
+        eps: Default of `OptimizerConfig.eps`.
+        weight_decay: Default of `OptimizerConfig.weight_decay`.
+        updates: `elements` if every element is updated independently, so that small parameters may share an array. Otherwise
+            `parameters`.
+    """
+
+    beta1: float | None = None
+    beta2: float | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    updates: Literal["elements", "parameters"] = "elements"
+
+
+# All defaults except those of adamw are those of optax. config.py does not import optax, because that would import jax.
+OPTIMIZERS: dict[str, OptimizerKind] = {
+    "adamw": OptimizerKind(0.9, 0.95, 1e-8, 0.1),
+    "adam": OptimizerKind(0.9, 0.999, 1e-8),
+    "adabelief": OptimizerKind(0.9, 0.999, 1e-16),
+    "adafactor": OptimizerKind(eps=1e-30, weight_decay=0.0, updates="parameters"),
+    "adagrad": OptimizerKind(eps=1e-7),
+    "adamax": OptimizerKind(0.9, 0.999, 1e-8),
+    "adamaxw": OptimizerKind(0.9, 0.999, 1e-8, 1e-4),
+    "adan": OptimizerKind(0.98, 0.92, 1e-8, 0.0),
+    "ademamix": OptimizerKind(0.9, 0.999, 1e-8, 0.0),
+    "amsgrad": OptimizerKind(0.9, 0.999, 1e-8),
+    "lamb": OptimizerKind(0.9, 0.999, 1e-6, 0.0, updates="parameters"),
+    "lars": OptimizerKind(eps=0.0, weight_decay=0.0, updates="parameters"),
+    "lion": OptimizerKind(0.9, 0.99, None, 1e-3),
+    "muon": OptimizerKind(0.9, 0.999, 1e-8, 0.0, updates="parameters"),
+    "nadam": OptimizerKind(0.9, 0.999, 1e-8),
+    "nadamw": OptimizerKind(0.9, 0.999, 1e-8, 1e-4),
+    "radam": OptimizerKind(0.9, 0.999, 1e-8),
+    "rmsprop": OptimizerKind(eps=1e-8),
+    "sgd": OptimizerKind(),
+    "signum": OptimizerKind(),
+    "yogi": OptimizerKind(0.9, 0.999, 1e-3),
+}
+
+
+class ParameterGroup(NamedTuple):
+    """Parameters with their own learning rate or weight decay.
+
+    Attributes:
+        pattern: Shell pattern of the parameter names.
+        rate: Factor of the learning rate.
+        decay: Weight decay of the matrices; None for that of the optimizer.
+    """
+
+    pattern: str
+    rate: float = 1.0
+    decay: float | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with linear warmup, cosine decay and clipping by global norm."""
+    """Optimizer, learning rate schedule and clipping by global norm."""
 
+    name: Annotated[str, arg(metavar=f"{{{','.join(OPTIMIZERS)}}}")] = "adamw"
+    """Optimizer of optax. The defaults below are those of adamw. Other optimizers have the defaults of optax."""
+    args: tuple[str, ...] = ()
+    """Further arguments of the optax optimizer, as name=value with Python literals, e.g. momentum=0.9 nesterov=True."""
+    groups: tuple[str, ...] = ()
+    """PATTERN:rate=FACTOR,decay=VALUE: learning rate factor and weight decay of the parameters whose names match the pattern,
+    e.g. 'embedding*:rate=0.1,decay=0'. The first match applies."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"] = "cosine"
+    """Learning rate after the warmup. `wsd` (warmup, stable, decay) is constant, and then falls linearly. `inverse-sqrt` falls
+    with the square root of the step."""
     warmup_steps: int = DefaultSteps(100)
     """Steps of linear warmup. The first step has a positive rate. The default is at most a tenth of `steps`."""
     final_learning_rate: float = 0.1
-    """Learning rate at the end of the cosine, as a fraction of the peak."""
+    """Learning rate at the end of a cosine, linear or wsd schedule, as a fraction of the peak."""
     decay_steps: int = 0
-    """The cosine ends after this step, and the learning rate stays constant. 0 means `steps`."""
-    extend: Literal["no", "cosine", "constant"] = "no"
-    """Learning rate of a run that is resumed with another number of `steps`. `cosine` recomputes the cosine over all steps, so
-    the rate jumps. `constant` follows the old cosine to its end and stays constant."""
-    beta1: float = 0.9
+    """The schedule ends after this step, and the learning rate stays constant. 0 means `steps`."""
+    decay_fraction: float = 0.2
+    """With `schedule` wsd: the fraction of the steps with a falling learning rate."""
+    extend: Literal["no", "schedule", "cosine", "constant"] = "no"
+    """Learning rate of a run that is resumed with another number of `steps`. `schedule` recomputes the schedule over all steps,
+    so the rate may jump. `constant` follows the old schedule to its end and stays constant. `cosine` is `schedule` for a
+    cosine."""
+    beta1: float = DefaultValue(0.9)
     """Decay rate of the first moment."""
-    beta2: float = 0.95
+    beta2: float = DefaultValue(0.95)
     """Decay rate of the second moment."""
-    eps: float = 1e-8
+    eps: float = DefaultValue(1e-8)
     """Constant added to the square root of the second moment."""
-    weight_decay: float = 0.1
+    weight_decay: float = DefaultValue(0.1)
     """Decoupled weight decay. It applies to matrices, not to vectors such as norm scales."""
     clip_norm: float = 1.0
     """Maximum global norm of the gradient."""
@@ -375,24 +455,90 @@ class OptimizerConfig:
     """Dtype of the second moment."""
 
     def __post_init__(self):
-        """Checks the fields.
+        """Sets `beta1`, `beta2`, `eps` and `weight_decay` to the defaults of the optimizer, and checks the fields.
+
+        A `DefaultValue` of an optimizer other than adamw is replaced. A hyperparameter that the optimizer does not have is 0.
 
         Raises:
-            ConfigError: If a field has the wrong type or is out of range: `learning_rate`, `eps` and `clip_norm` are positive,
-                `beta1` and `beta2` are in [0, 1), `final_learning_rate` is in [0, 1], and the others are not negative. Also if
-                `decay_steps` is set while `extend` is `cosine`.
+            ConfigError: If a field has the wrong type or is out of range: `learning_rate` and `clip_norm` are positive, `beta1`
+                and `beta2` are in [0, 1), `final_learning_rate` is in [0, 1], `decay_fraction` is in (0, 1], and the others are
+                not negative. Also if `name` is unknown, the optimizer does not have a hyperparameter that is not 0, `args` or
+                `groups` cannot be parsed, `decay_steps` is set while `extend` is `schedule` or `cosine`, or a setting has no
+                effect on the schedule.
         """
         check_types(self, prefix="optimizer.")
-        require_positive(self, "learning_rate eps clip_norm", prefix="optimizer.")
+        check_choice("optimizer.name", self.name, OPTIMIZERS)
+        require_positive(self, "learning_rate clip_norm", prefix="optimizer.")
+        for field_name, default in OPTIMIZERS[self.name]._asdict().items():
+            if field_name == "updates":
+                continue
+            value = getattr(self, field_name)
+            if isinstance(value, DefaultValue) and self.name != "adamw":
+                value = DefaultValue(default or 0.0)
+                object.__setattr__(self, field_name, value)
+            allowed = f"left out with `optimizer.name` {self.name}, which has no {field_name}"
+            _must(self, f"optimizer.{field_name}", default is not None or value == 0, allowed)
+        if self.name == "adamw":
+            require_positive(self, "eps", prefix="optimizer.")
+        _must(self, "optimizer.eps", 0 <= self.eps < math.inf, "0 or positive")
         _must(self, "optimizer.warmup_steps", self.warmup_steps >= 0, "0 or positive")
         _must(self, "optimizer.beta1", 0 <= self.beta1 < 1, "in [0, 1)")
         _must(self, "optimizer.beta2", 0 <= self.beta2 < 1, "in [0, 1)")
         _must(self, "optimizer.final_learning_rate", 0 <= self.final_learning_rate <= 1, "in [0, 1]")
         _must(self, "optimizer.decay_steps", self.decay_steps >= 0, "0 or positive")
-        _must(
-            self, "optimizer.decay_steps", self.extend != "cosine" or not self.decay_steps, "0 if `optimizer.extend` is cosine"
-        )
+        stretches = self.extend in ("schedule", "cosine")
+        _must(self, "optimizer.decay_steps", not (stretches and self.decay_steps), f"0 if `optimizer.extend` is {self.extend}")
         _must(self, "optimizer.weight_decay", 0 <= self.weight_decay < math.inf, "0 or positive")
+        is_cosine, with_schedule = self.schedule == "cosine", f"with `optimizer.schedule` {self.schedule}"
+        _must(self, "optimizer.extend", is_cosine or self.extend != "cosine", f"no, schedule or constant {with_schedule}")
+        _must(self, "optimizer.decay_fraction", 0 < self.decay_fraction <= 1, "in (0, 1]")
+        if self.schedule != "wsd":
+            _must(self, "optimizer.decay_fraction", self.decay_fraction == 0.2, f"left out {with_schedule}")
+        if self.schedule in ("constant", "inverse-sqrt"):
+            _must(self, "optimizer.final_learning_rate", self.final_learning_rate == 0.1, f"left out {with_schedule}")
+        _ = self.keywords, self.parameter_groups
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """`args` as a dict of Python values by name. Does not check that the optimizer has the names.
+
+        Raises:
+            ConfigError: If an item of `args` is not name=value, or its value is not a Python literal.
+        """
+        found = {}
+        for item in self.args:
+            name, equals, text = item.partition("=")
+            require(bool(equals) and name.isidentifier(), "optimizer.args", item, "name=value")
+            try:
+                found[name] = ast.literal_eval(text)
+            except (ValueError, SyntaxError):
+                require(False, "optimizer.args", item, "name=value with a Python literal such as 0.9, True or \"'text'\"")
+        return found
+
+    @property
+    def parameter_groups(self) -> tuple[ParameterGroup, ...]:
+        """`groups`, parsed.
+
+        Raises:
+            ConfigError: If an item of `groups` is not PATTERN:rate=FACTOR,decay=VALUE with one of the two or both, a number is
+                negative or not finite, or `decay` is set for an optimizer without weight decay.
+        """
+        groups = []
+        for item in self.groups:
+            pattern, _, text = item.rpartition(":")
+            pairs = [pair.partition("=") for pair in text.split(",")]
+            try:
+                values = {key: float(value) for key, _, value in pairs}
+            except ValueError:
+                values = {}
+            fits = bool(pattern and values) and len(values) == len(pairs) and values.keys() <= {"rate", "decay"}
+            fits = fits and all(0 <= value < math.inf for value in values.values())
+            require(fits, "optimizer.groups", item, "PATTERN:rate=FACTOR,decay=VALUE, with one or both, 0 or positive")
+            has_decay = OPTIMIZERS[self.name].weight_decay is not None
+            allowed = f"without decay with `optimizer.name` {self.name}, which has no weight_decay"
+            require(has_decay or "decay" not in values, "optimizer.groups", item, allowed)
+            groups.append(ParameterGroup(pattern, **values))
+        return tuple(groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -692,7 +838,7 @@ class TrainConfig:
             check_import(fields["module"], module)
             kind, model = settings_of(fields["module"]), fields.pop("model")
             model = None if kind is None else settings_from(kind, model)
-            parts: dict[str, Any] = {"optimizer": OptimizerConfig(**fields.pop("optimizer"))}
+            parts: dict[str, Any] = {"optimizer": OptimizerConfig(**_with_tuples(fields.pop("optimizer")))}
             parts["distributed"] = DistributedConfig(**fields.pop("distributed"))
             if "lora" in fields:
                 parts["lora"] = LoRAConfig(**_with_tuples(fields.pop("lora")))

@@ -132,14 +132,16 @@ class Reporter:
         count = f"{parameters:,} parameters" + f", {trained:,} of them trained" * (trained < parameters)
         slices = f" in {batch.num_microbatches} microbatches" if batch.num_microbatches > 1 else ""
         warmup = f" after {optimizer.warmup_steps} warmup steps" if optimizer.warmup_steps else ""
+        name = {"adamw": "AdamW"}.get(optimizer.name, optimizer.name)
         final = f"{optimizer.learning_rate * optimizer.final_learning_rate:.3g}"
+        end = f"decay to {final} at step {optimizer.decay_steps or config.steps}"
+        then = optimizer.schedule if optimizer.schedule in ("constant", "inverse-sqrt") else f"{optimizer.schedule} {end}"
         self._rows(
             {
                 "model": f"{config.module.rpartition(':')[2]}, {count}{sizes and ', '}{sizes}",
                 "data": f"{corpus.name}, {len(corpus.train):,} training tokens, {len(corpus.heldout):,} held-out tokens",
                 "batch": f"{batch.batch_size} sequences of {batch.seq_len} tokens per step{slices}, on {devices}",
-                "optimizer": f"AdamW, learning rate {optimizer.learning_rate:.3g}{warmup}, then cosine decay to {final} "
-                f"at step {optimizer.decay_steps or config.steps}",
+                "optimizer": f"{name}, learning rate {optimizer.learning_rate:.3g}{warmup}, then {then}",
                 "settings": f"{f'preset {config.preset}' if config.preset else 'defaults'}, "
                 + (f"changed: {changed}" if changed else "unchanged"),
                 "output": f"{config.output.run_dir} (all settings are in its config.json)",

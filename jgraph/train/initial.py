@@ -258,7 +258,7 @@ class InitialWeights:
         step: Number of steps of the other run's checkpoint; None for a Hugging Face folder.
         load: Takes the setup of the run. Reads the weights and returns the state before the first step. Its arrays have the
             layout, dtypes and devices of the step. With `continue_with` `optimizer`, the state also has the moments and the
-            step count of Adam from the other run; otherwise they are new.
+            step count of the optimizer from the other run; otherwise they are new.
         close: Closes the checkpoint and ends its threads. Does nothing for a folder.
     """
 
@@ -301,9 +301,17 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
     with contextlib.ExitStack() as on_error:
         on_error.callback(saved.close)
         check_alike(config.model, saved.config.model, f"as in `continue_from` {initial.continue_from}")
+        for name in ("name", "args", "groups") if initial.continue_with == "optimizer" else ():
+            here, there = getattr(config.optimizer, name), getattr(saved.config.optimizer, name)
+            allowed = f"{_shown(there)}, as in `continue_from` {initial.continue_from}, or use `continue_with` weights"
+            require(here == there, f"optimizer.{name}", _shown(here), allowed)
         on_error.pop_all()
     about = f"{path} after {saved.step} steps"
     return InitialWeights(about, saved.step, partial(_of_run, saved), saved.close)
+
+
+def _shown(value: str | tuple[str, ...]) -> str:
+    return value if isinstance(value, str) else " ".join(value) or "empty"
 
 
 def _of_folder(folder: Folder, setup: TrainSetup) -> TrainState:
@@ -343,8 +351,8 @@ def _of_run(saved: SavedRun, setup: TrainSetup) -> TrainState:
     """Makes the initial state with the weights of another run, and with its optimizer state if `continue_with` is `optimizer`.
 
     Adapters of the other run are merged into the weights, unless this run has the same adapters. Takes over the FP8 amax
-    histories if the recipe is the same except for `compute`. Otherwise the histories start empty. Adam's count for bias
-    correction is taken over with its moments. The count of the learning rate starts at 0.
+    histories if the recipe is the same except for `compute`. Otherwise the histories start empty. The count for bias correction
+    is taken over with the moments. The count of the learning rate starts at 0.
     """
     config, like = setup.config, setup.step.canonical.shapes()
     there = saved.config.fp8

@@ -1,14 +1,79 @@
-"""AdamW with linear warmup, cosine decay, and a dtype for each moment."""
+"""Optimizers of optax by name, learning rate schedules, and AdamW with a dtype for each moment."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jgraph.train.config import OptimizerConfig
+from jgraph.errors import ConfigError
+from jgraph.step import elementwise
+from jgraph.step.transform import Elementwise
+from jgraph.train.config import OPTIMIZERS, OptimizerConfig
+from jgraph.tree import expert_axis, is_matrix, is_router, leaf_names, matching, path_name
 
 Tree = Any
+
+# Arguments of optax constructors that have flags of their own. A constructor has at most one name of each row.
+_KEYWORDS = {
+    "beta1": ("b1", "adam_b1"),
+    "beta2": ("b2", "adam_b2"),
+    "eps": ("eps",),
+    "weight_decay": ("weight_decay", "weight_decay_rate"),
+    "first_moment_dtype": ("mu_dtype",),
+}
+_MASKS = ("mask", "weight_decay_mask")
+_SET_HERE = ("learning_rate", "adam_learning_rate", "muon_weight_dimension_numbers", *_MASKS, *sum(_KEYWORDS.values(), ()))
+
+
+def optimizer(
+    config: OptimizerConfig, steps: int, shapes: Tree, *, stacked: bool = False
+) -> optax.GradientTransformation | Elementwise:
+    """Returns the optimizer of a configuration, as the argument `transform` of `train_step`. Does not clip the gradient.
+
+    Args:
+        config: The hyperparameters. `clip_norm` is not used, because the training step clips the gradient.
+        steps: Number of steps of the run. The schedule ends there, unless `config.decay_steps` is set.
+        shapes: Arrays or shapes of all parameters, in the model's own tree. Only names and shapes are read.
+        stacked: True if the parameters of the layers have an additional leading axis for the layers. Read for muon only.
+
+    Returns:
+        The optax transform. It is declared `elementwise` if it updates every element independently and there are no groups.
+        Otherwise it updates the model's own tree. The update includes the negative learning rate.
+
+    Raises:
+        ConfigError: If the optimizer does not have an argument in `args` or a dtype of a moment, or refuses a value in `args`.
+            Also if a pattern of `groups` matches no parameter.
+    """
+    schedule = learning_rate(config, steps)
+    _check_arguments(config)
+
+    def make(mask: Tree, rate: float = 1.0, decay: float | None = None) -> optax.GradientTransformation:
+        scaled = schedule if rate == 1 else lambda count: rate * schedule(count)
+        return _transform(config, scaled, config.weight_decay if decay is None else decay, mask, stacked)
+
+    if config.args:
+        try:
+            jax.eval_shape(lambda params: (trial := make(_matrices)).update(params, trial.init(params), params), shapes)
+        except Exception as e:  # optax raises any exception for a wrong value
+            problem = next(iter(str(e).splitlines()), "") or type(e).__name__
+            must = f"must be arguments that {config.name} takes ({problem})"
+            raise ConfigError(f"`optimizer.args` is {' '.join(config.args)}: {must}", field="optimizer.args") from e
+    if config.groups:
+        names, label_of = leaf_names(shapes), dict[str, str]()
+        for i, group in enumerate(config.parameter_groups):
+            for name in matching(group.pattern, names, field="optimizer.groups"):
+                label_of.setdefault(name, str(i))
+        parts: dict[Any, Any] = {"rest": make(_matrices)}
+        parts |= {str(i): make(_matrices, group.rate, group.decay) for i, group in enumerate(config.parameter_groups)}
+
+        def labels(params: Tree) -> Tree:
+            return jax.tree.map_with_path(lambda path, _: label_of.get(path_name(path), "rest"), params)
+
+        return optax.partition(parts, labels)
+    return elementwise(make) if OPTIMIZERS[config.name].updates == "elements" else make(_matrices)
 
 
 def adamw(config: OptimizerConfig, steps: int, *, decay_mask: Tree) -> optax.GradientTransformation:
@@ -16,7 +81,7 @@ def adamw(config: OptimizerConfig, steps: int, *, decay_mask: Tree) -> optax.Gra
 
     Args:
         config: The hyperparameters. `clip_norm` is not used, because the training step clips the gradient.
-        steps: Number of steps of the run. The cosine decay ends there, unless `config.decay_steps` is set.
+        steps: Number of steps of the run. The schedule ends there, unless `config.decay_steps` is set.
         decay_mask: Tree of bools, or a function from the parameters to one, with the structure of the parameters. Weight decay
             applies to the arrays where it is True.
 
@@ -24,43 +89,121 @@ def adamw(config: OptimizerConfig, steps: int, *, decay_mask: Tree) -> optax.Gra
         The optax transform. Its `update` takes float32 gradients and parameters, and returns the change to add to the
         parameters: the negative learning rate is already applied. Its state has the moments in the dtypes of `config`.
     """
-    moments = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
+    return _adamw(config, learning_rate(config, steps), config.weight_decay, decay_mask)
+
+
+def _adamw(config: OptimizerConfig, schedule: optax.Schedule, decay: float, mask: Tree) -> optax.GradientTransformation:
+    beta1, beta2, eps = float(config.beta1), float(config.beta2), float(config.eps)  # JAX refuses subclasses of float
+    moments = optax.scale_by_adam(beta1, beta2, eps, **config.keywords)
     return optax.chain(
         moments_in(moments, config.first_moment_dtype, config.second_moment_dtype),
-        optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
-        optax.scale_by_learning_rate(learning_rate(config, steps)),
+        optax.add_decayed_weights(float(decay), mask=mask),
+        optax.scale_by_learning_rate(schedule),
     )
+
+
+def _transform(
+    config: OptimizerConfig, schedule: optax.Schedule, decay: float, mask: Tree, stacked: bool
+) -> optax.GradientTransformation:
+    """Returns the optimizer with a learning rate schedule, a weight decay, and a mask of the arrays that decay."""
+    if config.name == "adamw":
+        return _adamw(config, schedule, decay, mask)
+    constructor = _constructor(config.name)
+    takes = inspect.signature(constructor).parameters
+    values = {name: getattr(config, field) for field, names in _KEYWORDS.items() for name in names}
+    values = {name: value if isinstance(value, str) else float(value) for name, value in values.items()}
+    values |= dict.fromkeys(_KEYWORDS["weight_decay"], float(decay)) | dict.fromkeys(_MASKS, mask)
+    values |= {"learning_rate": schedule, "muon_weight_dimension_numbers": lambda params: _muon_axes(params, stacked)}
+    made = constructor(**{name: value for name, value in values.items() if name in takes}, **config.keywords)
+    # The moments are float32, even if the parameters are not, because updates are computed in float32.
+    return optax.GradientTransformationExtraArgs(lambda params: made.init(optax.tree.cast(params, jnp.float32)), made.update)
+
+
+def _constructor(name: str) -> Callable[..., Any]:
+    """Returns the function of optax that takes the arguments in `args`."""
+    if name == "adamw":
+        return optax.scale_by_adam
+    return getattr(optax, name, None) or getattr(optax.contrib, name)
+
+
+def _check_arguments(config: OptimizerConfig) -> None:
+    """Raises ConfigError if the optimizer does not have the arguments in `args` or the dtypes of the moments."""
+    takes = inspect.signature(_constructor(config.name)).parameters
+    allowed = [name for name in takes if name not in _SET_HERE]
+    for name in config.keywords:
+        if name not in allowed:
+            names = f"one of {', '.join(allowed)}" if allowed else "left out"
+            raise ConfigError(
+                f"`optimizer.args` has {name!r}: must be {names} with `optimizer.name` {config.name}", field="optimizer.args"
+            )
+    has = {"first_moment_dtype": "mu_dtype" in takes, "second_moment_dtype": config.name == "adamw"}
+    for field, is_supported in has.items():
+        if not is_supported and (dtype := getattr(config, field)) != "float32":
+            must = f"must be float32 with `optimizer.name` {config.name}"
+            raise ConfigError(f"`optimizer.{field}` is {dtype}: {must}", field=f"optimizer.{field}")
+
+
+def _matrices(params: Tree) -> Tree:
+    """Returns a tree of bools: True for the matrices of a model's own tree, where weight decay applies."""
+    return jax.tree.map_with_path(lambda path, leaf: is_matrix(path_name(path), leaf), params)
+
+
+def _muon_axes(params: Tree, stacked: bool) -> Tree:
+    """Returns the axes of the matrices that muon orthogonalizes, and None for parameters of its Adam part.
+
+    Muon orthogonalizes the last two axes of matrices, of each expert and of each stacked layer. Embeddings, heads, routers,
+    vectors and arrays with other axes belong to the Adam part.
+    """
+    axes = optax.contrib.MuonDimensionNumbers(-2, -1)
+
+    def of(path: Any, leaf: Any) -> Any:
+        name = path_name(path)
+        ndim = 2 + stacked + (expert_axis(name, leaf.ndim) is not None)
+        is_end = any("embed" in part or part.startswith("head_") or part in ("head", "lm_head") for part in name.split("/"))
+        return axes if is_matrix(name, leaf) and leaf.ndim == ndim and not is_end and not is_router(name) else None
+
+    return jax.tree.map_with_path(of, params)
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Returns the learning rate schedule: linear warmup, cosine decay, then a constant rate.
+    """Returns the learning rate schedule: linear warmup, the schedule of the configuration, then a constant rate.
 
     Args:
         config: The hyperparameters.
-        steps: Number of steps of the run. The cosine ends there, unless `config.decay_steps` is set.
+        steps: Number of steps of the run. The schedule ends there, unless `config.decay_steps` is set.
 
     Returns:
         A function from the number of updates applied before a step (an int or an integer scalar array) to the learning rate of
-        that step. The rate rises linearly from `learning_rate` / `warmup_steps` to `learning_rate`, and then falls to
-        `learning_rate` x `final_learning_rate`. If `warmup_steps` is 0, the rate starts at `learning_rate`.
+        that step. The rate rises linearly from `learning_rate` / `warmup_steps` to `learning_rate`. If `warmup_steps` is 0, it
+        starts at `learning_rate`. `cosine`, `linear` and `wsd` then fall to `learning_rate` x `final_learning_rate`.
+        `inverse-sqrt` at step s is `learning_rate` x sqrt(w / s), for w warmup steps (at least 1).
     """
-    return optax.warmup_cosine_decay_schedule(
-        init_value=config.learning_rate / max(1, config.warmup_steps),  # the first step has a positive rate
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=max(config.decay_steps or steps, config.warmup_steps + 1),
-        end_value=config.learning_rate * config.final_learning_rate,
-    )
+    peak, warmup = config.learning_rate, config.warmup_steps
+    first = peak / max(1, warmup)  # the first step has a positive rate
+    end, final = max(config.decay_steps or steps, warmup + 1), peak * config.final_learning_rate
+    if config.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(first, peak, warmup, end, final)
+    length, scale = end - warmup, max(1, warmup)
+    if config.schedule == "linear":
+        after = optax.linear_schedule(peak, final, length)
+    elif config.schedule == "wsd":
+        falls = min(length, max(1, round(config.decay_fraction * end)))
+        after = optax.linear_schedule(peak, final, falls, transition_begin=length - falls)
+    elif config.schedule == "inverse-sqrt":
+        after = lambda count: peak * jnp.sqrt(scale / (scale + jnp.minimum(count, length)))  # noqa: E731
+    else:
+        after = optax.constant_schedule(peak)
+    return optax.join_schedules([optax.linear_schedule(first, peak, warmup), after], [warmup])
 
 
 def restart_schedule(opt_state: Tree) -> Tree:
     """Resets the step count of the learning rate schedule, so that the schedule starts over.
 
     Args:
-        opt_state: State of the optax transform `adamw`, as arrays. Not changed.
+        opt_state: State of an optax transform, as arrays. Not changed.
 
     Returns:
-        A copy of the tree with a count of 0 in each `optax.ScaleByScheduleState`. The moments of Adam and their count for bias
+        A copy of the tree with a count of 0 in each `optax.ScaleByScheduleState`. The moments and their count for bias
         correction are the same arrays as in `opt_state`.
     """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jgraph.errors import ConfigError, os_errors
-from jgraph.train.config import COMPONENTS, DefaultSteps, OutputConfig, TrainConfig
+from jgraph.train.config import COMPONENTS, DefaultSteps, DefaultValue, OutputConfig, TrainConfig
 from jgraph.train.model import is_class_name
 
 ORIGIN = "origin"
@@ -69,7 +69,7 @@ class RunDir:
         - If `steps` is that of the saved run and the saved `extend` is `no`, `extend` becomes `no`.
         - If `steps` is that of the saved run and the saved `extend` is not `no`, `extend` becomes the saved one, and a
           `decay_steps` of 0 becomes the saved one. If the given `extend` is neither `no` nor the saved one, nothing changes.
-        - If `steps` differs and `extend` is `constant`, a `decay_steps` of 0 becomes the step where the saved cosine ends.
+        - If `steps` differs and `extend` is `constant`, a `decay_steps` of 0 becomes the step where the saved schedule ends.
         - If `steps` differs and `extend` is `no`, the method `check` rejects the result.
 
         A default `warmup_steps` becomes the saved one if that is at most `steps`, except in the first case and if nothing
@@ -333,11 +333,11 @@ def differences(fields: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         A dict from the dotted name, such as "optimizer.beta1", to the value in `fields`, for each field that is missing in
-        `base` or has another value there. Leaves out numbers of steps that are a `DefaultSteps`, because they depend on other
+        `base` or has another value there. Leaves out each `DefaultSteps` and `DefaultValue`, because they depend on other
         fields.
     """
     flat, base = flatten(fields), flatten(base)
-    flat = {name: value for name, value in flat.items() if not isinstance(value, DefaultSteps)}
+    flat = {name: value for name, value in flat.items() if not isinstance(value, DefaultSteps | DefaultValue)}
     return {name: value for name, value in flat.items() if name not in base or base[name] != value}
 
 
@@ -396,7 +396,7 @@ def _resumed(config: TrainConfig, before: dict[str, Any]) -> TrainConfig:
     """Sets the learning-rate schedule of a run that is resumed.
 
     With the same number of steps, the schedule stays the saved one. With another number, `optimizer.extend` decides where the
-    cosine ends. The warmup stays the saved one unless the flags set it or the new run is shorter than the warmup.
+    schedule ends. The warmup stays the saved one unless the flags set it or the new run is shorter than the warmup.
 
     Args:
         config: The configuration from the flags.
@@ -450,7 +450,7 @@ def _differences(new: dict[str, Any], before: dict[str, Any], done: int) -> list
         elif new["steps"] < _warmup(before):
             reason = f" (the warmup takes {_warmup(before)})"
         elif new["optimizer.extend"] == "no":
-            reason = " (set `optimizer.extend` to cosine or constant to choose the learning rate of the new steps)"
+            reason = " (set `optimizer.extend` to schedule or constant to choose the learning rate of the new steps)"
         if reason:
             derived |= {"optimizer.extend", "optimizer.decay_steps"}
         if new["steps"] < _warmup(before):
@@ -466,7 +466,7 @@ def _difference(name: str, new: dict[str, Any], before: dict[str, Any]) -> str:
 def _is_extended(new: dict[str, Any], before: dict[str, Any], done: int) -> bool:
     """True if the number of steps changes in a way that `_resumed` allows."""
     steps = before.get("steps")
-    ends = {"cosine": 0, "constant": before.get("optimizer.decay_steps", 0) or steps}
+    ends = {"schedule": 0, "cosine": 0, "constant": before.get("optimizer.decay_steps", 0) or steps}
     has_schedule = ends.get(new["optimizer.extend"]) == new["optimizer.decay_steps"]
     fewest = max(done, _warmup(before))
     return has_schedule and steps is not None and new["steps"] != steps and new["steps"] >= fewest

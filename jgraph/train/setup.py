@@ -24,14 +24,14 @@ from jgraph.pipeline import Pipelined, PipelineModel, choose, find_schedule, mea
 from jgraph.precision.config import FP8Config
 from jgraph.processes import all_gather_scalar, devices_of_ranks
 from jgraph.schedule import Schedule
-from jgraph.step import TrainStep, elementwise, train_step
+from jgraph.step import TrainStep, train_step
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
 from jgraph.strategies import FullySharded, Loss, Replicated, Strategy, TensorParallel
 from jgraph.strategies.objective import Objective
 from jgraph.train.config import InputConfig, ParallelConfig, TrainConfig
 from jgraph.train.model import find_model, model_errors
-from jgraph.train.optimizer import adamw
+from jgraph.train.optimizer import optimizer
 from jgraph.xla.options import OptionValue
 
 Tree: TypeAlias = Any
@@ -90,7 +90,8 @@ class TrainSetup:
             frozen, frozen_dtype = config.freeze, None
             if isinstance(model, AdaptedModel):
                 frozen, frozen_dtype = (*frozen, *model.frozen), config.lora.base_dtype
-            transform = elementwise(lambda is_matrix: adamw(config.optimizer, config.steps, decay_mask=is_matrix))
+            stacked = getattr(config.model, "scan_layers", False)
+            transform = optimizer(config.optimizer, config.steps, model.shapes, stacked=stacked)
             step = train_step(
                 loss,
                 transform,

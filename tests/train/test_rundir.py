@@ -61,6 +61,7 @@ FIXED = {
     *("model.head_dim", "model.attention_bias", "model.qk_norm", "model.rope_scaling", "model.rope_factor"),
     *("model.rope_low_freq_factor", "model.rope_high_freq_factor", "model.rope_original_length", "init_from"),
     *("optimizer.extend", "optimizer.decay_steps", "continue_from", "continue_with"),
+    *("optimizer.name", "optimizer.args", "optimizer.groups", "optimizer.schedule", "optimizer.decay_fraction"),
     *("optimizer.learning_rate", "optimizer.warmup_steps", "optimizer.final_learning_rate", "optimizer.beta1"),
     *("optimizer.beta2", "optimizer.eps", "optimizer.weight_decay", "optimizer.clip_norm", "optimizer.first_moment_dtype"),
     *(
@@ -191,7 +192,7 @@ def test_extend_has_no_effect_on_the_same_number_of_steps(resumed_rate):
 
 @pytest.mark.parametrize("steps", [400, 100])
 def test_another_number_of_steps_needs_extend(resumed_rate, steps):
-    with pytest.raises(ConfigError, match=f"`steps` is {steps} and was 200 .*`optimizer.extend` to cosine or constant"):
+    with pytest.raises(ConfigError, match=f"`steps` is {steps} and was 200 .*`optimizer.extend` to schedule or constant"):
         resumed_rate(steps)
 
 
