@@ -38,6 +38,8 @@ _LAYOUT_FIELDS = ("dp", "fsdp", "ep", "cp", "tp", "num_microbatches")
 ELSEWHERE = {
     other: here
     for here, others in {
+        "--optimizer.name": "optimizer optim opt-type",
+        "--optimizer.schedule": "lr-scheduler-type lr-schedule lr-decay-style",
         "--optimizer.learning-rate": "lr learning-rate max-lr peak-lr",
         "--optimizer.final-learning-rate": "min-lr",
         "--optimizer.warmup-steps": "warmup warmup-steps warmup-iters lr-warmup-iters",

@@ -420,8 +420,8 @@ class OptimizerConfig:
     args: tuple[str, ...] = ()
     """Further arguments of the optax optimizer, as name=value with Python literals, e.g. momentum=0.9 nesterov=True."""
     groups: tuple[str, ...] = ()
-    """PATTERN:rate=FACTOR,decay=VALUE: learning rate factor and weight decay of the parameters whose names match the pattern,
-    e.g. 'embedding*:rate=0.1,decay=0'. The first match applies."""
+    """PATTERN:rate=FACTOR,decay=VALUE: learning rate factor and weight decay of parameters by name pattern, e.g.
+    'embedding*:rate=0.1,decay=0'. The first match applies."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"] = "cosine"
