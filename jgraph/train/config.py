@@ -493,9 +493,10 @@ class OptimizerConfig:
         _must(self, "optimizer.extend", is_cosine or self.extend != "cosine", f"no, schedule or constant {with_schedule}")
         _must(self, "optimizer.decay_fraction", 0 < self.decay_fraction <= 1, "in (0, 1]")
         if self.schedule != "wsd":
-            _must(self, "optimizer.decay_fraction", self.decay_fraction == 0.2, f"left out {with_schedule}")
+            _must(self, "optimizer.decay_fraction", self.decay_fraction == type(self).decay_fraction, f"left out {with_schedule}")
         if self.schedule in ("constant", "inverse-sqrt"):
-            _must(self, "optimizer.final_learning_rate", self.final_learning_rate == 0.1, f"left out {with_schedule}")
+            has_default = self.final_learning_rate == type(self).final_learning_rate
+            _must(self, "optimizer.final_learning_rate", has_default, f"left out {with_schedule}")
         _ = self.keywords, self.parameter_groups
 
     @property

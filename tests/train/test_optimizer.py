@@ -369,17 +369,24 @@ def test_the_schedule_of_every_optimizer_can_be_restarted(name, groups):
 # --- Devices and checkpoints ---
 
 
+# The updates of these are small with the rate of the others.
+RATES = {"adafactor": 0.3, "adagrad": 1.0, "lamb": 0.1, "lars": 10.0, "radam": 1.0, "sgd": 1.0}
+
+
 def config_of(name: str, steps: int = STEPS, **fields: Any) -> TrainConfig:
     # With a small eps, rounding decides the sign of an update if the gradient is nearly zero.
     eps: dict[str, Any] = {} if OPTIMIZERS[name].eps is None else {"eps": 1e-3}
-    settings: dict[str, Any] = {"learning_rate": 0.01, "warmup_steps": 1, **eps} | fields.pop("settings", {})
+    settings: dict[str, Any] = {"learning_rate": RATES.get(name, 0.01), "warmup_steps": 1, **eps} | fields.pop("settings", {})
     fields = {"steps": steps, "batch_size": 8, "seq_len": 16, "seed": 2, "model": MODEL} | fields
     return TrainConfig.of(**fields, optimizer=OptimizerConfig(name=name, **settings))
 
 
 @functools.cache
 def one_device(name: str, groups: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
-    return trained(config_of(name, settings={"groups": groups})).weights()
+    run = trained(config_of(name, settings={"groups": groups}))
+    start, found = dataclasses.replace(run, state=run.setup.init()).weights(), run.weights()
+    assert min(np.abs(found[path] - start[path]).max() for path in found) > 5e-4  # 50 times the tolerance of the comparison
+    return found
 
 
 def assert_equals_one_device(name: str, layout: dict[str, Any], groups: tuple[str, ...] = ()):
@@ -415,7 +422,7 @@ GROUPS = ("--optimizer.groups", "*embedding*:rate=0.1,decay=0", "*kernel:decay=0
 RUNS = {
     "muon": ("--optimizer.name", "muon"),
     "adafactor": ("--optimizer.name", "adafactor", "--optimizer.args", "min_dim_size_to_factor=8", "momentum=0.9"),
-    "lion": ("--optimizer.name", "lion", "--optimizer.schedule", "wsd", *GROUPS),
+    "lion": ("--optimizer.name", "lion", *GROUPS),
 }
 
 
@@ -435,15 +442,14 @@ def test_a_resumed_run_equals_one_without_a_stop(tmp_path, name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_resumes_on_another_mesh(tmp_path, name):
-    flags = (*RUNS[name], "--optimizer.extend", "schedule")
-    layouts = (("--fsdp", "2"), ("--pp", "2", "--num-microbatches", "2", "--chunks", "1"), ("--tp", "2"))
-    flags = (*flags, "--model.num-layers", "2", "--num-microbatches", "2")
-    for directory, meshes in (("one", [()] * 3), ("several", layouts)):
-        for steps, mesh in zip((2, 4, 6), meshes, strict=True):
-            assert tiny.train(tmp_path / directory, *flags, *mesh, "--steps", str(steps), "--optimizer.warmup-steps", "0") == 0
+def test_a_run_resumes_on_other_meshes(tmp_path, name):
+    flags = (*RUNS[name], "--model.num-layers", "2", "--num-microbatches", "2", "--optimizer.warmup-steps", "0")
+    flags = (*flags, "--optimizer.schedule", "constant", "--optimizer.extend", "constant")
+    assert tiny.train(tmp_path / "one", *flags, "--steps", "4") == 0
+    assert tiny.train(tmp_path / "several", *flags, "--steps", "2", "--fsdp", "2") == 0
+    assert tiny.train(tmp_path / "several", *flags, "--steps", "4", "--pp", "2", "--tp", "2") == 0
     one, several = ([entry["loss"] for entry in tiny.entries(tmp_path / name)] for name in ("one", "several"))
-    assert len(one) == 6
+    assert len(one) == 4
     np.testing.assert_allclose(several, one, rtol=1e-4)
 
 
@@ -454,7 +460,7 @@ def test_a_new_run_continues_with_the_state_of_the_same_optimizer_only(tmp_path,
     assert tiny.train(tmp_path / "same", *RUNS["lion"], *with_state) == 0
     assert tiny.train(tmp_path / "other", "--optimizer.name", "sgd", *with_state) == 2
     assert "error: --optimizer.name is sgd: must be lion, as in --continue-from" in capsys.readouterr().err
-    assert tiny.train(tmp_path / "other", *RUNS["lion"][:4], *with_state) == 2
+    assert tiny.train(tmp_path / "other", *RUNS["lion"][:2], *with_state) == 2
     assert "error: --optimizer.groups is empty: must be *embedding*:rate=0.1,decay=0 " in capsys.readouterr().err
 
 
