@@ -492,11 +492,12 @@ class OptimizerConfig:
         is_cosine, with_schedule = self.schedule == "cosine", f"with `optimizer.schedule` {self.schedule}"
         _must(self, "optimizer.extend", is_cosine or self.extend != "cosine", f"no, schedule or constant {with_schedule}")
         _must(self, "optimizer.decay_fraction", 0 < self.decay_fraction <= 1, "in (0, 1]")
-        if self.schedule != "wsd":
-            _must(self, "optimizer.decay_fraction", self.decay_fraction == type(self).decay_fraction, f"left out {with_schedule}")
+        default = type(self).decay_fraction
+        allowed = f"left out {with_schedule}"
+        _must(self, "optimizer.decay_fraction", self.schedule == "wsd" or self.decay_fraction == default, allowed)
         if self.schedule in ("constant", "inverse-sqrt"):
-            has_default = self.final_learning_rate == type(self).final_learning_rate
-            _must(self, "optimizer.final_learning_rate", has_default, f"left out {with_schedule}")
+            default = type(self).final_learning_rate
+            _must(self, "optimizer.final_learning_rate", self.final_learning_rate == default, allowed)
         _ = self.keywords, self.parameter_groups
 
     @property

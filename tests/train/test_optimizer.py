@@ -370,7 +370,7 @@ def test_the_schedule_of_every_optimizer_can_be_restarted(name, groups):
 
 
 # The updates of these are small with the rate of the others.
-RATES = {"adafactor": 0.3, "adagrad": 1.0, "lamb": 0.1, "lars": 10.0, "radam": 1.0, "sgd": 1.0}
+RATES = {"adafactor": 0.3, "adagrad": 1.0, "lamb": 0.1, "lars": 10.0, "radam": 1.0, "rmsprop": 0.1, "sgd": 1.0, "yogi": 0.1}
 
 
 def config_of(name: str, steps: int = STEPS, **fields: Any) -> TrainConfig:
