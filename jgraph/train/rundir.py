@@ -321,7 +321,8 @@ def _defaults(config: Any) -> dict[str, Any]:
     """Returns the constant defaults of a dataclass."""
     defaults = {field.name: field.default for field in dataclasses.fields(config) if field.default is not dataclasses.MISSING}
     nested = {name: vars(value) for name, value in defaults.items() if dataclasses.is_dataclass(value)}
-    return defaults | nested
+    tuples = {name: list(value) for name, value in defaults.items() if isinstance(value, tuple)}  # as in JSON
+    return defaults | nested | tuples
 
 
 def differences(fields: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:

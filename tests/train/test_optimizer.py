@@ -17,6 +17,7 @@ import pytest
 import jgraph
 from jgraph.errors import ConfigError
 from jgraph.step.transform import Elementwise
+from jgraph.train.__main__ import parse
 from jgraph.train.config import OPTIMIZERS, DefaultValue, OptimizerConfig, TrainConfig
 from jgraph.train.optimizer import learning_rate, moments_in, optimizer, restart_schedule
 from jgraph.train.presets import FINE_TUNING_RATE, preset
@@ -524,3 +525,15 @@ def test_the_preset_of_a_tiny_model_has_a_rate_for_fine_tuning_with_given_weight
     assert preset("cpu-tiny", weights="given").optimizer.learning_rate == FINE_TUNING_RATE == 2e-5
     assert preset("cpu-tiny").optimizer.learning_rate == 3e-3
     assert preset("llama3-1b", weights="given") == preset("llama3-1b")
+
+
+def test_a_run_with_given_weights_has_a_rate_for_fine_tuning_unless_the_flag_sets_it(tmp_path):
+    RunDir(tmp_path / "run").write(preset("cpu-tiny"), {}, {})
+    flags = ("--continue-from", str(tmp_path / "run"), "--run-dir", str(tmp_path / "new"))
+    for more, expected in (((), 2e-5), (("--optimizer.learning-rate", "1e-3"), 1e-3), (("--preset", "gpt-124m"), 6e-4)):
+        config = parse([*flags, *more])
+        assert config is not None
+        assert config.optimizer.learning_rate == expected
+    config = parse([])
+    assert config is not None
+    assert config.optimizer.learning_rate == 3e-3
