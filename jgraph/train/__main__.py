@@ -29,7 +29,7 @@ from jgraph.cli import FlagConsole
 from jgraph.errors import ConfigError
 from jgraph.train.config import FIELDS, TrainConfig
 from jgraph.train.model import settings_of
-from jgraph.train.presets import PRESETS, preset
+from jgraph.train.presets import PRESETS, Trained, preset
 
 _PROG = "python -m jgraph.train"
 # An error in these fields can be the consequence of requesting more devices than exist.
@@ -142,7 +142,8 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
     """Parses the flags of a run. Trains nothing and writes no files.
 
     The defaults are those of the flag `--preset`. With `--continue-from` and `--init-from`, the settings of the model are read
-    from the other run or folder, and the preset of a tiny model has a learning rate for fine-tuning. Imports the model class.
+    from the other run or folder. With `--init-from` or `--lora.rank`, the learning rate is one for fine-tuning. Imports the
+    model class.
 
     Args:
         args: The arguments without the name of the program.
@@ -162,15 +163,18 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
     first.add_argument("--init-from", nargs="?", default="")
     first.add_argument("--continue-from", nargs="?", default="")
     first.add_argument("--run-dir", nargs="?", default="")
+    first.add_argument("--lora.rank", nargs="?", dest="rank")
     chosen = first.parse_known_args(args)[0]
-    weights = "given" if chosen.init_from or chosen.continue_from else "random"
-    base = preset(chosen.preset or "cpu-tiny", weights=weights)
+    trains: Trained = "given weights" if chosen.init_from else "from scratch"
+    if chosen.rank not in (None, "0"):
+        trains = "adapters"
+    base = preset(chosen.preset or "cpu-tiny", trains=trains)
     if chosen.continue_from:
         from jgraph.train.initial import config_of_run
 
         source = config_of_run(chosen.continue_from, chosen.run_dir or base.output.run_dir, module=chosen.module or "")
         if not chosen.preset and source.preset in PRESETS:
-            base = preset(source.preset, weights=weights)
+            base = preset(source.preset, trains=trains)
         base = base.changed(module=source.module, model=source.model)
     module = chosen.module or base.module
     # The preset's own model is not imported: that would import jax, which delays the error for a wrong flag by seconds.

@@ -2,7 +2,7 @@
 
 import importlib
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from jgraph.errors import require
 from jgraph.train.config import TrainConfig
@@ -10,17 +10,18 @@ from jgraph.train.config import TrainConfig
 PRESETS: dict[str, TrainConfig] = importlib.import_module("jgraph_models.presets").PRESETS
 
 
-FINE_TUNING_RATE = 2e-5
-"""Peak learning rate of a run that starts with given weights and has the preset of a tiny model."""
+Trained: TypeAlias = Literal["from scratch", "given weights", "adapters"]
+RATES: dict[Trained, float] = {"given weights": 2e-5, "adapters": 2e-4}
+"""Default peak learning rates of a run that starts with the weights of a folder, and of a run with LoRA."""
 
 
-def preset(name: str, *, weights: Literal["random", "given"] = "random") -> TrainConfig:
+def preset(name: str, *, trains: Trained = "from scratch") -> TrainConfig:
     """Returns a named configuration.
 
     Args:
         name: A key of `PRESETS`, for example "cpu-tiny".
-        weights: With `given`, the preset of a tiny model has the learning rate `FINE_TUNING_RATE`, because the weights are
-            those of another, usually larger model.
+        trains: The trained parameters. For `given weights` and `adapters`, the learning rate is the one in `RATES`, because
+            the rate of a preset is for training from scratch.
 
     Returns:
         The configuration, which is immutable. Its method `changed` returns a copy with other values.
@@ -34,6 +35,6 @@ def preset(name: str, *, weights: Literal["random", "given"] = "random") -> Trai
     """
     require(name in PRESETS, "preset", name, f"one of {', '.join(PRESETS)}")
     found = PRESETS[name]
-    if weights == "random" or not name.endswith("-tiny"):
+    if trains == "from scratch":
         return found
-    return found.changed(optimizer=replace(found.optimizer, learning_rate=FINE_TUNING_RATE))
+    return found.changed(optimizer=replace(found.optimizer, learning_rate=RATES[trains]))

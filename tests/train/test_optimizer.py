@@ -20,11 +20,12 @@ from jgraph.step.transform import Elementwise
 from jgraph.train.__main__ import parse
 from jgraph.train.config import OPTIMIZERS, DefaultValue, OptimizerConfig, TrainConfig
 from jgraph.train.optimizer import learning_rate, moments_in, optimizer, restart_schedule
-from jgraph.train.presets import FINE_TUNING_RATE, preset
+from jgraph.train.presets import preset
 from jgraph.train.rundir import RunDir
 from jgraph.train.setup import TrainSetup
 from jgraph_models.gpt_config import GPTConfig
 from tests import tiny
+from tests.interop.test_interop import make
 from tests.train.test_pipeline_training import trained
 
 MODEL = GPTConfig(num_layers=2, d_model=16, num_heads=2, num_kv_heads=2, d_ff=32, vocab_size=64, compute_dtype="float32")
@@ -521,17 +522,22 @@ def test_a_wrong_setting_is_refused_in_one_line_that_names_it(settings, message)
     assert "\n" not in str(error.value)
 
 
-def test_the_preset_of_a_tiny_model_has_a_rate_for_fine_tuning_with_given_weights():
-    assert preset("cpu-tiny", weights="given").optimizer.learning_rate == FINE_TUNING_RATE == 2e-5
-    assert preset("cpu-tiny").optimizer.learning_rate == 3e-3
-    assert preset("llama3-1b", weights="given") == preset("llama3-1b")
+def test_presets_have_other_rates_for_given_weights_and_for_adapters():
+    assert preset("llama3-1b").optimizer.learning_rate == 3e-4
+    assert preset("llama3-1b", trains="given weights").optimizer.learning_rate == 2e-5
+    assert preset("cpu-tiny", trains="adapters").optimizer.learning_rate == 2e-4
 
 
-def test_a_run_with_given_weights_has_a_rate_for_fine_tuning_unless_the_flag_sets_it(tmp_path):
+def test_a_run_has_a_rate_for_its_trained_parameters_unless_the_flag_sets_it(tmp_path):
     RunDir(tmp_path / "run").write(preset("cpu-tiny"), {}, {})
-    flags = ("--continue-from", str(tmp_path / "run"), "--run-dir", str(tmp_path / "new"))
-    for more, expected in (((), 2e-5), (("--optimizer.learning-rate", "1e-3"), 1e-3), (("--preset", "gpt-124m"), 6e-4)):
-        config = parse([*flags, *more])
+    make(tmp_path / "folder")
+    run, folder = ("--continue-from", str(tmp_path / "run")), ("--init-from", str(tmp_path / "folder"))
+    lora, rate = ("--lora.rank", "2"), ("--optimizer.learning-rate", "1e-3")
+    for flags, expected in (
+        *((run, 3e-3), ((*run, *lora), 2e-4), (folder, 2e-5), ((*folder, *lora), 2e-4), ((*folder, *rate), 1e-3)),
+        *(((*folder, "--preset", "llama3-1b", "--model.attention", "auto"), 2e-5), (lora, 2e-4), ((*lora, *rate), 1e-3)),
+    ):
+        config = parse([*flags, "--run-dir", str(tmp_path / "new")])
         assert config is not None
         assert config.optimizer.learning_rate == expected
     config = parse([])
