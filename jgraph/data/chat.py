@@ -376,7 +376,8 @@ class _ChatEncoder(Encoder):
             # The first span that ends after the start of the token.
             span = np.minimum(np.searchsorted(spans[:, 1], starts, side="right"), len(spans) - 1)
             end = self._end if one.ends else []
-            yield np.array([*encoding.ids, *end], np.int64), np.append(stops > spans[span, 0], [True] * len(end))
+            trained = np.concatenate([stops > spans[span, 0], np.ones(len(end), bool)])
+            yield np.array([*encoding.ids, *end], np.int64), trained
 
 
 # --- Packing ---

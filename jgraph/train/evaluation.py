@@ -1,9 +1,8 @@
 """Evaluates the model of a run or of a Hugging Face folder on held-out text, on any devices."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,10 +169,10 @@ def _evaluated(model: _Model, overrides: dict[str, Any]) -> Evaluation:
     corpus = load(config.input.data, tokenizer=model.tokenizer, template=model.template, **config.data_options)
     setup, batches = TrainSetup.of(config), heldout(config, corpus)
     rows = [batch["tokens"] if isinstance(batch, dict) else batch for batch in batches]
-    counted = [row.tolist() for batch in rows for row in batch]
+    counted: Sequence[Iterable[np.ndarray]] = rows
     if config.input.data_format == "chat":
-        weights = [row for batch in batches if isinstance(batch, dict) for row in batch["weights"]]
-        counted = [[row[0], *compress(row[1:], own > 0)] for row, own in zip(counted, weights, strict=True)]
+        weights = [batch["weights"] for batch in batches if isinstance(batch, dict)]
+        counted = [list(map(_trained, *both)) for both in zip(rows, weights, strict=True)]
     loss = evaluator(setup, batches, Watchdog(0, print))(model.state(setup))
     return Evaluation(
         source=model.source,
@@ -183,7 +182,7 @@ def _evaluated(model: _Model, overrides: dict[str, Any]) -> Evaluation:
         batch_size=len(rows[0]),
         seq_len=config.input.seq_len,
         devices=setup.step.num_devices,
-        tokens=sum(len(row) - 1 for row in counted),
+        tokens=sum(len(row) - 1 for batch in counted for row in batch),
         bytes=_bytes(corpus, counted, tokenizer_file(config.input.data) or model.tokenizer),
         loss=loss,
     )
@@ -194,8 +193,14 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
     return {name: fields[name] for name in _SETTINGS.split()} | {"lora": config.lora}
 
 
-def _bytes(corpus: Corpus, rows: list[list[int]], file: Path | None) -> int | None:
+def _trained(row_S: np.ndarray, weights_T: np.ndarray) -> np.ndarray:
+    """Returns the first token of a row and its predicted tokens with a weight above 0."""
+    return np.append(row_S[:1], row_S[1:][weights_T > 0])
+
+
+def _bytes(corpus: Corpus, batches: Sequence[Iterable[np.ndarray]], file: Path | None) -> int | None:
     """Returns the bytes of the predicted tokens, which are all tokens of a row except the first."""
+    rows = [row.tolist() for batch in batches for row in batch]
     if corpus.train.dtype == np.uint8:
         return sum(len(row) - 1 for row in rows)
     try:
