@@ -21,7 +21,7 @@ from jgraph.data._make import SHARD_TOKENS, make_token_files
 from jgraph.data._texts import FIELD, HELDOUT_FRACTION, Format, named, weighted
 from jgraph.data.chat import ChatReader
 from jgraph.data.tokenizer import TOKENIZER_FILE, decode_bytes, load_decoder
-from jgraph.errors import os_errors, require
+from jgraph.errors import DataError, os_errors, require
 
 
 def make(
@@ -95,12 +95,18 @@ def show(
         record: With the format chat: the number of the record to print, from 0.
 
     Raises:
-        ConfigError: If a weight is not positive, or only some entries have one, or there is no such record.
+        ConfigError: If a weight is not positive, or only some entries have one, there is no such record, or a flag of chat
+            records is set for text.
         DataError: If an entry is missing, empty or damaged.
     """
     if format == "chat":
-        _show_chat([name for name, _ in weighted(data)], tokenizer, template, record)
+        try:
+            _show_chat([name for name, _ in weighted(data)], tokenizer, template, record)
+        except DataError as e:  # this command has other flags than `python -m jgraph.train`
+            raise DataError(str(e).replace("`data_template`", "`template`"), field=e.field) from e
         return
+    for name, value in (("tokenizer", tokenizer), ("template", template)):
+        require(value is None, name, value, "left out unless `format` is chat")
     corpus = load(data, seq_len=1, vocab_size=None, field=field)
     rows = {
         "name": corpus.name,

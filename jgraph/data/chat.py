@@ -40,25 +40,19 @@ _RECORDS_AT_ONCE = 256
 
 @dataclass(frozen=True, eq=False)
 class ChatTemplate:
-    """A chat template in the Jinja language of `transformers`, compiled in a sandbox. Needs the jinja2 library.
+    """A chat template in the Jinja language of `transformers`. Its first use compiles it in a sandbox, with the jinja2 library.
 
     Attributes:
         source: The text of the template.
         special_tokens: Texts of special tokens, such as `bos_token`, by the name that the template uses.
         name: The file of the template, for messages.
         today: The date that `strftime_now` formats; None for the current time.
-
-    Raises:
-        DataError: If jinja2 is not installed, or the template has a syntax error.
     """
 
     source: str = field(repr=False)
     special_tokens: Mapping[str, str]
     name: str
     today: date | None = None
-
-    def __post_init__(self):
-        assert self._compiled, "a syntax error is raised here"
 
     @classmethod
     def find(cls, folder: Path | None, file: Path | None = None, *, today: date | None = None) -> "ChatTemplate | None":
@@ -75,7 +69,7 @@ class ChatTemplate:
             The template. None if there is none.
 
         Raises:
-            DataError: If a file cannot be read, jinja2 is not installed, or the template has a syntax error.
+            DataError: If a file cannot be read, or a JSON file is not an object.
         """
         config = {} if folder is None else _json(folder / "tokenizer_config.json")
         special = special_tokens(folder)
@@ -112,12 +106,13 @@ class ChatTemplate:
             The text, and the [start, stop) characters of the text in `{% generation %}` marks.
 
         Raises:
-            DataError: If the template refuses the messages or fails.
+            DataError: If jinja2 is not installed, or the template has a syntax error, refuses the messages or fails.
         """
+        template = self._compiled
         context = {"tools": tools, "documents": None, **self.special_tokens}
         plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
         try:
-            text = self._compiled.render(messages=plain, add_generation_prompt=add_generation_prompt, **context)
+            text = template.render(messages=plain, add_generation_prompt=add_generation_prompt, **context)
         except Exception as e:  # a template can raise any error of Python
             raise DataError(f"the chat template {self.name} fails: {e}") from e
         parts, spans, begin = re.split(f"([{_BEGIN}{_END}])", text), [], 0
@@ -235,7 +230,7 @@ class Conversation(NamedTuple):
 
     Attributes:
         digest: SHA-256 of the record, 32 bytes.
-        ids: Token ids, 1-D int64.
+        ids: Token ids, 1-D int32.
         trained: bool, one per token: True for tokens that count in the loss.
     """
 
@@ -266,7 +261,7 @@ class ChatReader:
         template: File of the template; None for the template of the folder.
 
     Raises:
-        DataError: If a file cannot be read or is damaged, or an optional library is missing.
+        DataError: If a file cannot be read or is damaged, or the tokenizers library is missing.
     """
 
     def __init__(self, tokenizer: Path | None, template: Path | None = None):
@@ -345,7 +340,7 @@ _Encode: TypeAlias = Callable[[Sequence[_Rendered]], Iterable[tuple[np.ndarray, 
 
 def _encode_bytes(batch: Sequence[_Rendered]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for one in batch:
-        ids = np.frombuffer(one.text.encode(errors="replace") + b"\n" * one.ends, np.uint8).astype(np.int64)
+        ids = np.frombuffer(one.text.encode(errors="replace") + b"\n" * one.ends, np.uint8).astype(np.int32)
         trained = np.zeros(len(ids), bool)
         for start, stop in one.spans:
             first = len(one.text[:start].encode(errors="replace"))
@@ -377,7 +372,7 @@ class _ChatEncoder(Encoder):
             span = np.minimum(np.searchsorted(spans[:, 1], starts, side="right"), len(spans) - 1)
             end = self._end if one.ends else []
             trained = np.concatenate([stops > spans[span, 0], np.ones(len(end), bool)])
-            yield np.array([*encoding.ids, *end], np.int64), trained
+            yield np.array([*encoding.ids, *end], np.int32), trained
 
 
 # --- Packing ---

@@ -144,8 +144,10 @@ def test_a_wrong_record_or_template_is_refused_in_one_line(tmp_path, record, tem
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_jinja_library_is_refused_with_the_command_that_installs_it(tmp_path, monkeypatch):
+def test_a_missing_jinja_library_is_refused_only_if_a_template_is_used(tmp_path, folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert ChatTemplate.find(folder) is not None
+    assert read(tmp_path, [{"prompt": "a", "completion": "b"}], folder / "tokenizer.json") == [("ab</s>", "b</s>")]
     with pytest.raises(DataError, match=re.escape("pip install 'jgraph[chat]'")):
         read(tmp_path, [{"messages": MESSAGES}], template="a")
 
@@ -360,6 +362,14 @@ def test_show_colours_the_trained_text_on_a_terminal(tmp_path, folder, capsys, m
     data = write(tmp_path / "chat.jsonl", [{"messages": MESSAGES}])
     assert main(["show", data, "--format", "chat", "--tokenizer", str(folder / "tokenizer.json")]) == 0
     assert "\x1b[1;32mHello!<|im_end|>" in capsys.readouterr().out
+
+
+def test_show_names_its_own_flags_in_errors(tmp_path, capsys):
+    data = write(tmp_path / "chat.jsonl", [{"messages": MESSAGES}])
+    assert main(["show", data, "--format", "chat"]) == 2
+    assert "and --template is empty: must be a Jinja file" in capsys.readouterr().err
+    assert main(["show", "python-docs", "--tokenizer", "folder"]) == 2
+    assert "--tokenizer is folder: must be left out unless --format is chat" in capsys.readouterr().err
 
 
 def test_show_refuses_a_record_that_does_not_exist(tmp_path, folder, capsys):
