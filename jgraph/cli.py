@@ -85,6 +85,9 @@ def flag(name: str) -> str:
 _RENAMED = {
     "module": "model.module",
     "data_field": "data.field",
+    "data_format": "data.format",
+    "data_template": "data.template",
+    "data_truncate": "data.truncate",
     "data_shuffle": "data.shuffle",
     "data_documents": "data.documents",
     "prompts": "prompt",

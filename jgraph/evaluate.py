@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jgraph.cli import Count, File, Module, command
+from jgraph.cli import Count, File, Module, Name, command
 from jgraph.errors import os_errors, require
 from jgraph.interop.folder import check_exists
 
@@ -31,6 +31,7 @@ def evaluate(
     /,
     *,
     data: tuple[str, ...] = (),
+    data_format: Annotated[Name, tyro.conf.arg(name="data.format", metavar="{text,chat}")] = None,
     step: Count = None,
     module: Module = "",
     tasks: tuple[str, ...] = (),
@@ -55,6 +56,7 @@ def evaluate(
         data: Data to evaluate on, with the values of --data of `python -m jgraph.train`: files, directories and globs of text,
             JSON Lines or Parquet, names of corpora such as python-docs, hf:owner/name, or directories of token files. Only the
             held-out part is used. By default the run's data; required for a folder.
+        data_format: `chat` for chat records: only the tokens of the assistant count. By default the run's; `text` for a folder.
         step: Step of the checkpoint to load; by default the newest. Only for runs.
         module: Model class of the run, as `package.module:Class`. Required for a class outside `jgraph_models`, because loading
             imports it and so runs its code. Not for a folder.
@@ -78,7 +80,7 @@ def evaluate(
         JgraphError: If the model or the data cannot be used, an option has a value that is not allowed, there are too few
             devices, or the file cannot be written.
     """
-    of_text = {"data": data or None, "eval_batches": eval_batches, "dp": dp, "fsdp": fsdp, "tp": tp}
+    of_text = {"data": data or None, "data_format": data_format, "eval_batches": eval_batches, "dp": dp, "fsdp": fsdp, "tp": tp}
     of_tasks = {"num_fewshot": num_fewshot, "limit": limit}
     for name, value in (of_text if tasks else of_tasks).items():
         shown = " ".join(value) if isinstance(value, tuple) else value

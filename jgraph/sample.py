@@ -3,6 +3,7 @@
     python -m jgraph.sample runs/first --prompt "The with statement"
     python -m jgraph.sample folder/ --prompt "Once" --prompt "Twice" --temperature 0
     git diff | python -m jgraph.sample folder/ --prompt - --max-tokens 40
+    python -m jgraph.sample folder/ --chat --prompt "What is a monad?"
 
 Prints each prompt and its continuation to stdout as tokens arrive, and the compilation time to stderr. Runs of any parallel
 layout can be sampled, also while they train.
@@ -17,7 +18,7 @@ from typing import Annotated
 import tyro
 
 from jgraph.cli import Count, Module, command
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, require
 from jgraph.interop.folder import check_exists
 
 _Texts = tyro.conf.UseAppendAction[tuple[str, ...]]
@@ -28,6 +29,8 @@ def sample(
     /,
     *,
     prompts: Annotated[_Texts, tyro.conf.arg(name="prompt", metavar="TEXT")] = (),
+    chat: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    system: Annotated[str, tyro.conf.arg(metavar="TEXT")] = "",
     max_tokens: int = 128,
     temperature: float = 0.8,
     top_k: int = 0,
@@ -40,12 +43,16 @@ def sample(
 ) -> None:
     """Prints the prompts and their continuations to stdout, in the order of the prompts, with an empty line between two texts.
 
+    With `chat`, prints only the answers.
+
     The first text is printed as its tokens arrive, each other text when all texts are complete. Two lines about compilation go
     to stderr.
 
     Args:
         run: A run directory of `python -m jgraph.train`, or a Hugging Face folder.
         prompts: Text to continue; - reads standard input. Repeat the flag for several texts. At least one is required.
+        chat: Render each prompt as a message of the user with the chat template, and print the answer of the assistant.
+        system: With `chat`: content of a message of the system before each prompt.
         max_tokens: Maximum number of new tokens of each text.
         temperature: Divides the logits before the softmax; 0 takes the likeliest token.
         top_k: Draw from the TOP_K likeliest tokens; 0 for all.
@@ -64,6 +71,7 @@ def sample(
     """
     if not prompts:
         raise ConfigError("`prompts` is missing: pass a text, or - to read standard input", field="prompts")
+    require(chat or not system, "system", system, "empty without `chat`")
     check_exists(run, field="run")
     # Imported here, so that --help and errors in flags do not wait for jax.
     from absl import logging
@@ -79,7 +87,13 @@ def sample(
     texts = [stdin if prompt == "-" else prompt for prompt in prompts]
     limit = {} if window is None else {"window": window}
     draw = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "key": seed}
-    pieces = loaded.stream(texts, max_tokens=max_tokens, stop=stop, **draw, **limit)
+    settings = {"max_tokens": max_tokens, "stop": stop, **draw, **limit}
+    if chat:
+        before = [{"role": "system", "content": system}] if system else []
+        pieces = loaded.chat_stream([[*before, {"role": "user", "content": text}] for text in texts], **settings)
+        texts = ["" for _ in texts]
+    else:
+        pieces = loaded.stream(texts, **settings)
     print("compiling the prompt and token programs", file=sys.stderr, flush=True)
     start = time.perf_counter()
     first = list(itertools.islice(pieces, 1))

@@ -3,18 +3,25 @@
 $ python -m jgraph.data make --text a.txt pages/ 'more/*.jsonl' --tokenizer tokenizer.json --out tokens/
 $ python -m jgraph.data verify tokens/
 $ python -m jgraph.data show tokens/
+$ python -m jgraph.data show chat.jsonl --format chat --tokenizer folder/
 """
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import tyro
+from rich.text import Text
 
-from jgraph.cli import command
+from jgraph.cli import File, FlagConsole, command
 from jgraph.data import tokenfile
 from jgraph.data._corpus import load, side_files
 from jgraph.data._make import SHARD_TOKENS, make_token_files
-from jgraph.data._texts import FIELD, HELDOUT_FRACTION, named
+from jgraph.data._texts import FIELD, HELDOUT_FRACTION, Format, named, weighted
+from jgraph.data.chat import ChatReader
+from jgraph.data.tokenizer import TOKENIZER_FILE, decode_bytes, load_decoder
+from jgraph.errors import DataError, os_errors, require
 
 
 def make(
@@ -64,18 +71,42 @@ def verify(directory: tyro.conf.Positional[Path], /) -> None:
         print(f"{path.name}: {header.num_tokens:,} {'ends' if path.suffix == '.ends' else 'tokens'}, matches the header")
 
 
-def show(data: tyro.conf.Positional[tuple[str, ...]], /, *, field: str = FIELD) -> None:
+def show(
+    data: tyro.conf.Positional[tuple[str, ...]],
+    /,
+    *,
+    field: str = FIELD,
+    format: Format = "text",
+    tokenizer: File = None,
+    template: File = None,
+    record: int = 0,
+) -> None:
     """Print the name, size, vocabulary and fingerprint of a corpus, and the shares of its sources.
+
+    With the format chat, print a rendered record with the trained tokens marked, and the numbers of conversations and tokens.
 
     Args:
         data: Entries of `--data` of `python -m jgraph.train`: text files, directories, globs, datasets (hf:owner/name), named
             corpora and directories of token files, each optionally as NAME:WEIGHT.
         field: Field of the text in .jsonl files, .parquet files and datasets.
+        format: `chat` for records with `messages`, or with `prompt` and `completion`.
+        tokenizer: With the format chat: a tokenizer.json, or a Hugging Face folder. By default, text is read as bytes.
+        template: With the format chat: a Jinja file. By default the chat template of the folder.
+        record: With the format chat: the number of the record to print, from 0.
 
     Raises:
-        ConfigError: If a weight is not positive, or only some entries have one.
+        ConfigError: If a weight is not positive, or only some entries have one, there is no such record, or a flag of chat
+            records is set for text.
         DataError: If an entry is missing, empty or damaged.
     """
+    if format == "chat":
+        try:
+            _show_chat([name for name, _ in weighted(data)], tokenizer, template, record)
+        except DataError as e:  # this command has other flags than `python -m jgraph.train`
+            raise DataError(str(e).replace("`data_template`", "`template`"), field=e.field) from e
+        return
+    for name, value in (("tokenizer", tokenizer), ("template", template)):
+        require(value is None, name, value, "left out unless `format` is chat")
     corpus = load(data, seq_len=1, vocab_size=None, field=field)
     rows = {
         "name": corpus.name,
@@ -91,6 +122,28 @@ def show(data: tyro.conf.Positional[tuple[str, ...]], /, *, field: str = FIELD) 
         rows["zlib -9"] = f"{corpus.zlib_nats_per_token:.3f} nats per token"
     for label, value in rows.items():
         print(f"{label:12} {value}")
+
+
+def _show_chat(names: list[str], tokenizer: Path | None, template: Path | None, record: int) -> None:
+    file = tokenizer / TOKENIZER_FILE if tokenizer and tokenizer.is_dir() else tokenizer
+    with os_errors("tokenizer", file, "read"):
+        reader = ChatReader(file, template)
+    shown, conversations, tokens, trained = None, 0, 0, 0
+    for one in reader.read(names):
+        shown = one if conversations == record else shown
+        conversations, tokens, trained = conversations + 1, tokens + len(one.ids), trained + int(one.trained.sum())
+    require(shown is not None, "record", record, f"a number below {conversations}, the number of records")
+    assert shown is not None
+    decode, console = load_decoder(file) if file else decode_bytes, FlagConsole(highlight=False, soft_wrap=True)
+    edges = [0, *(np.flatnonzero(np.diff(shown.trained)) + 1), len(shown.ids)]
+    for start, stop in pairwise(edges):
+        text = decode(shown.ids[start:stop].tolist())
+        if not shown.trained[start]:
+            console.print(Text(text), end="")
+        else:
+            console.print(Text(text, "bold green") if console.is_terminal else Text(f"[[{text}]]"), end="")
+    print(f"\n\nrecord {record}: {len(shown.ids):,} tokens, {int(shown.trained.sum()):,} trained")
+    print(f"total: {conversations:,} conversations, {tokens:,} tokens, {trained:,} trained")
 
 
 main = command("python -m jgraph.data", f"{__doc__}\n{tokenfile.__doc__}", make, verify, show)

@@ -5,7 +5,7 @@ source maps this row to tokens. No state is kept between rows.
 
 A row has seq_len + 1 tokens and overlaps its neighbour by one: its last target is the next row's first input.
 `shuffled_windows` shuffles the rows of the stream. `shuffled_documents` shuffles whole documents, concatenates them, and
-shuffles the rows of the result.
+shuffles the rows of the result. Packed rows of conversations do not overlap; `shuffled_rows` shuffles them.
 
 Random numbers are raw Philox output, which numpy keeps stable across versions; `Generator` methods may change (NEP 19).
 """
@@ -127,6 +127,26 @@ class Index:
 
 
 @dataclass(frozen=True, eq=False)
+class Packed:
+    """Loss mask and counts of a stream that consists of rows of whole conversations. Made by `jgraph.data.chat.packed`.
+
+    Attributes:
+        trained: bool, one per token of the stream: True for tokens that count in the loss. False for padding and for the first
+            token of a conversation, which nothing predicts.
+        conversations: Number of conversations in the rows.
+        tokens: Number of tokens of these conversations, without padding.
+        truncated: Number of conversations that were longer than a row and were cut.
+        dropped: Number of records that are in no row: too long, or without a trained token.
+    """
+
+    trained: np.ndarray
+    conversations: int
+    tokens: int
+    truncated: int
+    dropped: int
+
+
+@dataclass(frozen=True, eq=False)
 class Source:
     """A stream of tokens and its weight in a mixture of sources.
 
@@ -136,6 +156,8 @@ class Source:
         index: Document boundaries; None if unknown.
         name: Name for messages. From `load`, the text that the user gave for this source.
         num_documents: Number of documents; 0 if unknown.
+        packed: Loss mask and counts, if the stream consists of rows of seq_len + 1 tokens with whole conversations. None for
+            text.
     """
 
     tokens: Tokens
@@ -143,6 +165,11 @@ class Source:
     index: Index | None = None
     name: str = "data"
     num_documents: int = 0
+    packed: Packed | None = None
+
+    def num_rows(self, seq_len: int) -> int:
+        """Returns the number of rows of seq_len + 1 tokens, in the order of the stream. Rows of text overlap by one token."""
+        return (len(self.tokens) - 1) // seq_len if self.packed is None else len(self.tokens) // (seq_len + 1)
 
     def require_index(self, field: str, value: str) -> Index:
         """Returns the document boundaries, or raises an error that names the setting that needs them.
@@ -224,7 +251,9 @@ class Batches:
         orders = []
         for number, source in enumerate(self._sources):
             options = {"seq_len": self.seq_len, "seed": self.seed, "source": number}
-            if self.shuffle == "windows":
+            if source.packed is not None:
+                orders.append(shuffled_rows(source.num_rows(self.seq_len), **options))
+            elif self.shuffle == "windows":
                 orders.append(shuffled_windows(len(source.tokens), **options))
             else:
                 index = source.require_index("data_shuffle", "documents")
@@ -268,7 +297,24 @@ class Batches:
         if self.documents == "joined":
             return _read(self._find((first + self._local_rows).tolist()), self.seq_len)
         rows = self._find(range(first, first + self.batch_size))  # the weights depend on all rows
-        return apart(_read([rows[i] for i in self._local_rows], self.seq_len), _firsts(rows), self._local_rows)
+        own = _read([rows[i] for i in self._local_rows], self.seq_len)
+        return apart(own, _firsts(rows), self._local_rows, trained=_trained(rows))
+
+    def trained_tokens(self, steps: range) -> int:
+        """Counts the tokens in the loss of some steps of chat data, over all processes. Reads masks only.
+
+        Args:
+            steps: Consecutive steps, from 0.
+
+        Returns:
+            The number of predictions with a weight above 0.
+
+        Raises:
+            AssertionError: If a source is not packed.
+        """
+        trained = _trained(self._find(range(steps.start * self.batch_size, steps.stop * self.batch_size)))
+        assert trained is not None, "only chat data has masks"
+        return int(np.count_nonzero(trained))
 
     def _find(self, rows: Sequence[int]) -> _Rows:
         dealt = [_deal(self._weights, row) for row in rows]
@@ -279,7 +325,13 @@ class Batches:
         return [(self._sources[source], next(spans[source])) for source, _ in dealt]
 
 
-def apart(rows_BS: np.ndarray, firsts_BS: np.ndarray, own: slice | np.ndarray = slice(None)) -> dict[str, np.ndarray]:
+def apart(
+    rows_BS: np.ndarray,
+    firsts_BS: np.ndarray,
+    own: slice | np.ndarray = slice(None),
+    *,
+    trained: np.ndarray | None = None,
+) -> dict[str, np.ndarray]:
     """Adds document starts and loss weights to rows of tokens, to keep the documents of a row separate.
 
     B is the number of rows here, A that of all rows of the batch or evaluation, and T the number of predicted tokens per row.
@@ -291,13 +343,15 @@ def apart(rows_BS: np.ndarray, firsts_BS: np.ndarray, own: slice | np.ndarray = 
         rows_BS: int32 ids [B, T + 1].
         firsts_BS: bool [A, T + 1]: True for tokens of all rows that begin a document. True for the first token of every row.
         own: Slice or integer indices of `rows_BS` in all rows; by default all of them.
+        trained: bool [A, T + 1]: True for tokens of all rows that count in the loss. None for all tokens except the first ones
+            of documents. If given, must be False for the first token of every document.
 
     Returns:
         A dict: `tokens`, `rows_BS` itself; `starts`, int32 [B, T], the position in its row of the first token of the same
         document; `weights`, float32 [B, T], the loss weight of each prediction.
     """
     T = rows_BS.shape[1] - 1
-    counts_BT = ~firsts_BS[:, 1:]
+    counts_BT = (~firsts_BS if trained is None else trained)[:, 1:]
     weight = np.float32(counts_BT.size / max(1, np.count_nonzero(counts_BT)))
     starts_BT = np.maximum.accumulate(np.where(firsts_BS[own, :T], np.arange(T, dtype=np.int32), np.int32(0)), axis=1)
     return {"tokens": rows_BS, "starts": starts_BT, "weights": counts_BT[own] * weight}
@@ -334,7 +388,7 @@ def heldout_batches(
     assert limit >= 1
     sources = _sources(tokens, seq_len)
     weights = _integers(sources)
-    windows = [(len(source.tokens) - 1) // seq_len for source in sources]
+    windows = [source.num_rows(seq_len) for source in sources]
     # The largest number of rows that no source is too short for.
     num_rows = bisect_left(range(1, limit * batch_size + 1), True, key=lambda n: any(map(gt, _counts(weights, n), windows)))
     if num_rows >= batch_size:
@@ -342,13 +396,14 @@ def heldout_batches(
     counts = _counts(weights, num_rows)
     rows: _Rows = []
     for source, place in (_deal(weights, row) for row in range(num_rows)):
-        start = place * windows[source] // counts[source] * seq_len
+        stride = seq_len + (sources[source].packed is not None)  # packed rows do not overlap
+        start = place * windows[source] // counts[source] * stride
         rows.append((sources[source], [(start, start + seq_len + 1)]))
     rows_BS, parts = _read(rows, seq_len), [slice(i, i + batch_size) for i in range(0, num_rows, batch_size)]
     if documents == "joined":
         return [rows_BS[part] for part in parts]
-    firsts_BS = _firsts(rows)
-    return [apart(rows_BS[part], firsts_BS, part) for part in parts]
+    firsts_BS, trained = _firsts(rows), _trained(rows)
+    return [apart(rows_BS[part], firsts_BS, part, trained=trained) for part in parts]
 
 
 class Ahead:
@@ -441,6 +496,12 @@ def _firsts(rows: _Rows) -> np.ndarray:
     return np.stack([np.concatenate([index.firsts(*span) for span in spans]) for index, spans in indices])
 
 
+def _trained(rows: _Rows) -> np.ndarray | None:
+    """Returns the loss mask of packed rows, bool [rows, seq_len + 1]. None for text."""
+    masks = [source.packed.trained[start:stop] for source, ((start, stop), *_) in rows if source.packed is not None]
+    return np.stack(masks) if masks else None
+
+
 # --- Orders ---
 
 
@@ -479,6 +540,27 @@ def shuffled_windows(num_tokens: int, *, seq_len: int, seed: int, source: int = 
 def _bits(seed: int, epoch: int, source: int) -> np.random.Philox:
     # Draws increment the low bits of the counter. The highest 64 bits separate sources that share a key.
     return np.random.Philox(key=seed | epoch << 64, counter=source << 192)
+
+
+def shuffled_rows(num_rows: int, *, seq_len: int, seed: int, source: int = 0) -> _Order:
+    """Returns an order that shuffles packed rows in each epoch.
+
+    Args:
+        num_rows: Rows of the stream, at least 1.
+        seq_len: Predicted tokens per row. A row has seq_len + 1 tokens and does not overlap its neighbours.
+        seed: Seed in [0, 2**64).
+        source: Index of the source in a mixture. Sources with the same seed have independent orders.
+
+    Returns:
+        The order: it maps row numbers to [start, stop) spans of the stream.
+    """
+
+    @lru_cache(maxsize=2)
+    def epoch(number: int) -> _Epoch:
+        shuffled, size = permutation(num_rows, _bits(seed, number, source)), seq_len + 1
+        return lambda places: [[(row * size, (row + 1) * size)] for row in shuffled(places).tolist()]
+
+    return _Order(num_rows, epoch)
 
 
 def shuffled_documents(num_tokens: int, index: Index, *, seq_len: int, seed: int, source: int = 0) -> _Order:

@@ -2,7 +2,8 @@
 
 Text is read as bytes, one token each, or through a tokenizer. Documents are sorted by their SHA-256, so the order of files does
 not matter; the lowest tenth is held out; a newline or the tokenizer's end of text follows each document. A directory of token
-files, train-*.bin and heldout-*.bin, was split when it was made. Its files are memory-mapped.
+files, train-*.bin and heldout-*.bin, was split when it was made. Its files are memory-mapped. Chat records are split by the
+SHA-256 of the record, and packed into rows on each side.
 """
 
 import hashlib
@@ -21,7 +22,8 @@ import numpy as np
 
 from jgraph.data import _texts
 from jgraph.data._batches import Index, Source
-from jgraph.data._texts import FIELD, Documents
+from jgraph.data._texts import FIELD, Documents, Format
+from jgraph.data.chat import ChatReader, Conversation, Truncate, packed
 from jgraph.data.tokenfile import ENDS_FILE, Concatenated, TokenFile, Tokens, read_tokens, token_dtype
 from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder, decode_bytes, load_decoder
 from jgraph.errors import DataError
@@ -96,6 +98,9 @@ def load(
     tokenizer: Path | None = None,
     field: str = FIELD,
     documents: Documents = "joined",
+    format: Format = "text",
+    template: Path | None = None,
+    truncate: Truncate = "end",
 ) -> Corpus:
     """Opens a corpus: reads texts into memory, and memory-maps token files. Writes nothing.
 
@@ -114,6 +119,11 @@ def load(
             datasets.
         documents: `separate`: tokens will not attend to other documents, so every source must have document boundaries.
             `joined` accepts all sources.
+        format: `chat` reads every entry as chat records and packs them into rows of seq_len + 1 tokens. Entries are then .jsonl
+            and .parquet files, directories and globs of them, and datasets.
+        template: File of the chat template; None for the template in the folder of `tokenizer`.
+        truncate: Action for a conversation with more than seq_len + 1 tokens: `end` removes tokens at its end, `start` at its
+            beginning. `drop` leaves it out. `error` raises an error.
 
     Returns:
         The corpus. A tenth of the documents of each text source is held out: those with the lowest SHA-256. Token files keep
@@ -123,13 +133,18 @@ def load(
         ConfigError: If a weight is not positive and finite, or only some entries have one.
         DataError: If an entry does not exist; if data cannot be read, is empty, too short or damaged, or has ids that are too
             large; if a file is not text, is not UTF-8 although a tokenizer reads it, or lacks the field; if an optional library
-            is missing; if token files come from different tokenizers; or if document boundaries are unknown but needed.
+            is missing; if token files come from different tokenizers; or if document boundaries are unknown but needed. For
+            chat records, also if there is no chat template, or the template fails.
     """
     names = [data] if isinstance(data, str) else data
     try:
         entries = _texts.weighted(names)
-        tokenizer = tokenizer or _tokenizer_beside([name for name, _ in entries])
-        parts = [_open(group, weight, tokenizer, field, documents) for group, weight in _groups(entries)]
+        tokenizer, groups = tokenizer or _tokenizer_beside([name for name, _ in entries]), _groups(entries)
+        if format == "chat":
+            reader = ChatReader(tokenizer, template)
+            parts = [_weighted(_of_chat(group, reader, tokenizer, seq_len, truncate), weight) for group, weight in groups]
+        else:
+            parts = [_weighted(_open(group, tokenizer, field, documents), weight) for group, weight in groups]
     except OSError as e:
         raise DataError(f"`data` is {' '.join(names)}: cannot be read: {e}") from e
     for part in parts:
@@ -222,15 +237,43 @@ def _tokenizer_beside(names: list[str]) -> Path | None:
     return found[0] if found else None
 
 
-def _open(names: list[str], weight: Fraction | None, tokenizer: Path | None, field: str, documents: Documents) -> Corpus:
+def _open(names: list[str], tokenizer: Path | None, field: str, documents: Documents) -> Corpus:
     """Opens one source: a directory of token files, or texts."""
     name = " ".join(names)
     with _texts.named("data", name):
         if _is_tokens(name):
-            part = _of_directory(name, tokenizer)
-        else:
-            texts = [document for _, in_file in _texts.read("data", names, field, documents) for document in in_file]
-            part = _of_text(name, texts, tokenizer)
+            return _of_directory(name, tokenizer)
+        texts = [document for _, in_file in _texts.read("data", names, field, documents) for document in in_file]
+        return _of_text(name, texts, tokenizer)
+
+
+def _of_chat(names: list[str], reader: ChatReader, tokenizer: Path | None, seq_len: int, truncate: Truncate) -> Corpus:
+    """Reads chat records as one source, and packs each side into rows."""
+    name = " ".join(names)
+    with _texts.named("data", name):
+        if any(map(_is_tokens, names)):
+            raise DataError("has token files, which hold text only: must be chat records for `data_format` chat")
+        conversations = sorted(reader.read(names), key=lambda one: one.digest)
+        digests = [one.digest for one in conversations]
+        num_heldout = _texts.count_heldout(digests)
+
+        def side(own: list[Conversation]) -> tuple[Source, ...]:
+            dtype = token_dtype(reader.vocab_size) if tokenizer else np.uint8
+            return (packed(own, seq_len=seq_len, truncate=truncate, dtype=dtype, name=name),)
+
+        hashed = b"".join(digests) + (tokenizer.read_bytes() if tokenizer else b"")
+        return Corpus(
+            name,
+            sources=side(conversations[num_heldout:]),
+            heldout_sources=side(conversations[:num_heldout]),
+            vocab_size=reader.vocab_size,
+            fingerprint=hashlib.sha256(hashed + (reader.template.source.encode() if reader.template else b"")).hexdigest(),
+            decoder=load_decoder(tokenizer) if tokenizer else decode_bytes,
+        )
+
+
+def _weighted(part: Corpus, weight: Fraction | None) -> Corpus:
+    """Sets the weight of a corpus of one source; None for its number of tokens."""
     weight = weight or Fraction(len(part.train))
     train, heldout = (tuple(replace(source, weight=weight) for source in side) for side in (part.sources, part.heldout_sources))
     return replace(part, sources=train, heldout_sources=heldout)

@@ -8,6 +8,7 @@ texts/              all files in the directory and below, without hidden ones
 'texts/**/*.md'     the matching files, and the files in matching directories
 pages.jsonl         one document per line: the field `text` of a JSON object, or another field
 pages.parquet       one document per row: the column `text`, or another column; needs pyarrow
+chat.jsonl          with the format chat, one conversation per line (jgraph.data.chat); also .parquet and hf:
 hf:owner/name       one document per row of a dataset on the Hugging Face Hub, streamed; needs the datasets library.
                     hf:owner/name/CONFIG@SPLIT selects a configuration, and a split other than `train`.
 hf:DIRECTORY        the same for a local directory, including the format of `Dataset.save_to_disk`
@@ -29,14 +30,19 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
 from jgraph.errors import DataError, download_hint, require
 
+_T = TypeVar("_T")
+
 Documents: TypeAlias = Literal["joined", "separate"]
 """Whether tokens attend to other documents in their row."""
+
+Format: TypeAlias = Literal["text", "chat"]
+"""Content of the data: documents of text, or chat records."""
 
 FIELD = "text"
 HELDOUT_FRACTION = 0.1
@@ -44,6 +50,7 @@ _HUB = "hf:"
 _BLOCK_BYTES = 16 * 1024
 # At least this many blocks of a short text, so that about a tenth of it can be held out.
 _FEWEST_BLOCKS = 8
+_USE_CHAT = "set `data_format` to chat"
 _SEPARATOR = re.compile(rb"^<\|endoftext\|>[ \t]*\r?$", re.MULTILINE)
 
 
@@ -124,7 +131,9 @@ def named(argument: Literal["data", "text", "directory"], value: str | Path) -> 
         if str(e).startswith(f"`{argument}` is"):
             raise  # an inner block has named the file
         # `make_token_files` calls the argument `field`.
-        problem = str(e) if argument == "data" else str(e).replace("`data_field`", "`field`")
+        problem = str(e)
+        if argument == "text":
+            problem = problem.replace("`data_field`", "`field`").replace(_USE_CHAT, "token files hold text only")
         raise DataError(f"`{argument}` is {value}: {problem}", field=e.field) from e
 
 
@@ -176,8 +185,55 @@ def _documents_of(path: Path, field: str, of_files: int, documents: Documents) -
     if str(path).startswith(_HUB):
         return _of_rows(_dataset_rows(str(path).removeprefix(_HUB)), field)
     if path.suffix == ".parquet":
-        return _of_rows(_parquet_rows(path, field), field)
-    return _of_jsonl(path, field) if path.suffix == ".jsonl" else _of_text(path, of_files, documents)
+        return _of_rows(_parquet_rows(path, [field]), field)
+    if path.suffix == ".jsonl":
+        must = f"must be an object with a string in field {field!r}"
+        return (_text_of(row, field, place) for place, row in _jsonl_rows(path, must))
+    return _of_text(path, of_files, documents)
+
+
+def read_records(names: Sequence[str], fields: Sequence[str], convert: Callable[[dict[str, Any]], _T]) -> Iterator[_T]:
+    """Converts the records of JSON Lines files, Parquet files and datasets, one at a time.
+
+    Args:
+        names: Files, directories, globs and datasets, as in `read`.
+        fields: Fields of a record that `convert` reads.
+        convert: Converts a record. The place of the record is added to the message of its DataError.
+
+    Yields:
+        The result for each record, in the order of the names.
+
+    Raises:
+        DataError: If a name has no file, a file is not JSON Lines or Parquet, a record is not an object, `convert` raises a
+            DataError, or an optional library is missing.
+    """
+    for name in names:
+        with named("data", name):
+            paths = _require_files(name)
+        for path in paths:
+            with named("data", path):
+                for place, row in _records_of(path, fields):
+                    if not isinstance(row, dict):
+                        kind = _JSON_TYPES.get(type(row), type(row).__name__)
+                        raise DataError(f"{place} is {kind}: must be an object with chat messages")
+                    try:
+                        yield convert(row)
+                    except DataError as e:
+                        raise DataError(f"{place}: {e}", field=e.field) from e
+
+
+def _records_of(path: Path, fields: Sequence[str]) -> Iterable[tuple[str, Any]]:
+    if str(path).startswith(_HUB):
+        return _numbered(_dataset_rows(str(path).removeprefix(_HUB)))
+    if path.suffix == ".parquet":
+        return _numbered(_parquet_rows(path, fields))
+    if path.suffix == ".jsonl":
+        return _jsonl_rows(path, "must be an object with chat messages")
+    raise DataError("must be a .jsonl or .parquet file or a dataset (hf:owner/name) for `data_format` chat")
+
+
+def _numbered(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
 
 
 def _of_text(path: Path, of_files: int, documents: Documents) -> list[bytes]:
@@ -193,7 +249,7 @@ def _of_text(path: Path, of_files: int, documents: Documents) -> list[bytes]:
     return found
 
 
-def _of_jsonl(path: Path, field: str) -> Iterator[bytes]:
+def _jsonl_rows(path: Path, must: str) -> Iterator[tuple[str, Any]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -201,15 +257,14 @@ def _of_jsonl(path: Path, field: str) -> Iterator[bytes]:
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as e:
-                must = f"must be an object with a string in field {field!r}"
                 raise DataError(f"line {number} is not valid JSON ({e}): {must}") from e
-            yield _text_of(row, field, f"line {number}")
+            yield f"line {number}", row
 
 
 def _of_rows(rows: Iterable[dict[str, Any]], field: str) -> Iterator[bytes]:
-    for number, row in enumerate(rows, start=1):
+    for place, row in _numbered(rows):
         if row.get(field, "") is not None:
-            yield _text_of(row, field, f"row {number}")
+            yield _text_of(row, field, place)
 
 
 _JSON_TYPES = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string"}
@@ -223,17 +278,19 @@ def _text_of(row: Any, field: str, place: str) -> bytes:
         return row[field].encode(errors="replace")  # JSON can encode an unpaired surrogate, which UTF-8 cannot
     if is_object and field not in row:
         names = f"the fields {', '.join(map(repr, row))}" if row else "no fields"
+        if "messages" in row or {"prompt", "completion"} <= row.keys():
+            raise DataError(f"{place} is a chat record with {names}, not {field!r}: {_USE_CHAT}", field="data_format")
         raise DataError(f"{place} has {names}, not {field!r}: set `data_field` to the field with the text")
     what, value = (f": field {field!r}", row[field]) if is_object else ("", row)
     must = "a string, or set `data_field` to another field" if is_object else f"an object with a string in field {field!r}"
     raise DataError(f"{place}{what} is {_JSON_TYPES.get(type(value), type(value).__name__)}: must be {must}")
 
 
-def _parquet_rows(path: Path, field: str) -> Iterator[dict[str, Any]]:
+def _parquet_rows(path: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
     pyarrow, parquet = library("pyarrow", extra="parquet"), library("pyarrow.parquet", extra="parquet")
     try:
         with parquet.ParquetFile(path) as file:
-            columns = [field] if field in file.schema_arrow.names else None
+            columns = [field for field in fields if field in file.schema_arrow.names] or None
             for batch in file.iter_batches(columns=columns):
                 yield from batch.to_pylist()
     except pyarrow.ArrowException as e:

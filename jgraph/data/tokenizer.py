@@ -60,7 +60,7 @@ class Tokenizer:
             DataError: If the `tokenizers` library is missing, or the file is not a tokenizer.json.
             OSError: If the file cannot be read.
         """
-        tokenizer = _load(path)
+        tokenizer = load_tokenizer(path)
         ids = tokenizer.get_vocab(with_added_tokens=True)
         ends = tuple(dict.fromkeys((*ends, *(ids[name] for name in _END_OF_TEXT if name in ids))))
 
@@ -114,7 +114,7 @@ class Encoder:
     """
 
     def __init__(self, path: Path):
-        self._tokenizer = _load(path)
+        self._tokenizer = load_tokenizer(path)
         # Documents are text: "<|endoftext|>" inside one is not an end of text.
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -162,8 +162,16 @@ def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
     return Tokenizer.of_file(path).decode
 
 
-def _load(path: Path) -> "tokenizers.Tokenizer":
-    """Returns the tokenizer of a file. Disables truncation and padding."""
+def load_tokenizer(path: Path) -> "tokenizers.Tokenizer":
+    """Reads a tokenizer.json with the `tokenizers` library. Disables truncation and padding.
+
+    Args:
+        path: The file.
+
+    Raises:
+        DataError: If the library is missing, or the file is not a tokenizer.json.
+        OSError: If the file cannot be read.
+    """
     tokenizers, text = library("tokenizers"), path.read_text(encoding="utf-8", errors="replace")
     try:
         tokenizer = tokenizers.Tokenizer.from_str(text)

@@ -150,6 +150,7 @@ class Metrics(Callback):
         clock: The clock of the loop, which measures the time of the steps. Every entry ends a lap of the clock.
         checks: Counts the skipped updates and finds gradients of zero. Must come before this callback in `Loop.callbacks`.
         evaluate: Returns the held-out loss of a state, in nats per token, as a float.
+        trained_tokens: Counts the tokens in the loss of a range of steps, from 0; None for data without a loss mask.
     """
 
     def __init__(
@@ -160,9 +161,11 @@ class Metrics(Callback):
         clock: StepClock,
         checks: GradientChecks,
         evaluate: Callable[[TrainState], float],
+        trained_tokens: Callable[[range], int] | None = None,
     ):
         self._monitor: MonitorConfig = setup.config.monitor
         self._log, self._reporter, self._clock, self._checks, self._evaluate = log, reporter, clock, checks, evaluate
+        self._trained_tokens = trained_tokens
         self._steps, self._tokens = setup.config.steps, setup.config.input.tokens_per_step
         self._learning_rate = jax.jit(learning_rate(setup.config.optimizer, self._steps))
         self._device, self._warned = jax.local_devices()[0], set[str]()
@@ -172,6 +175,11 @@ class Metrics(Callback):
     def due(self, done: int) -> bool:
         """Returns True if `done` is 1, the last step, or a multiple of `log_every` or `eval_every`, which are positive."""
         return done == 1 or done % self._monitor.log_every == 0 or self._evaluates(done)
+
+    def _steps_of(self, done: int) -> range:
+        """Returns the steps, from 0, since the last entry before `done`, also if the run has been resumed since."""
+        multiples = ((done - 1) // every * every for every in (self._monitor.log_every, self._monitor.eval_every))
+        return range(max(min(1, done - 1), *multiples), done)
 
     def _evaluates(self, done: int) -> bool:
         return done == self._steps or done % self._monitor.eval_every == 0
@@ -187,6 +195,7 @@ class Metrics(Callback):
         (time of all steps of the run, also before it was resumed), "zero_gradients" (number of arrays with a gradient of zero)
         and, after an evaluation, "eval_loss" (nats per token). A model with `jgraph.MoE` layers adds the keys "moe_load",
         "moe_max_load", "moe_entropy", "moe_balance_loss", "moe_z_loss" and "moe_dropped" of `jgraph.moe.statistics.summary`.
+        Chat data adds "trained_tokens", the number of tokens in the loss since the last entry, over all processes.
 
         Also prints a warning, at most once per `jgraph.MoE` layer, if experts of the layer got no token for 100 steps.
 
@@ -218,6 +227,8 @@ class Metrics(Callback):
             "zero_gradients": len(checks.zeros(metrics)),
             **statistics.summary(state.carried),
         }
+        if self._trained_tokens is not None:
+            entry["trained_tokens"] = self._trained_tokens(self._steps_of(done))
         self._warn_of_dead_experts(done, state)
         if self._evaluates(done):
             entry["eval_loss"] = self._evaluate(state)

@@ -49,25 +49,39 @@ class InputConfig:
     mixture weights, e.g. code:0.7 prose:0.3."""
     data_field: Annotated[str, arg(name="data.field")] = "text"
     """Field of a JSON line, or column of a Parquet file or dataset, with the text."""
+    data_format: Annotated[Literal["text", "chat"], arg(name="data.format")] = "text"
+    """`chat`: `data` has records with `messages`, or with `prompt` and `completion`. The loss counts the tokens of the
+    assistant. Conversations are packed into rows and stay separate."""
+    data_template: Annotated[str, arg(name="data.template")] = ""
+    """With the format chat: file of the chat template, in Jinja. Empty means the template of the Hugging Face folder."""
+    data_truncate: Annotated[Literal["end", "start", "drop", "error"], arg(name="data.truncate")] = "end"
+    """With the format chat: action for a conversation that is longer than a row. `end` and `start` remove its last or first
+    tokens. `drop` leaves it out."""
     data_shuffle: Annotated[Literal["windows", "documents"], arg(name="data.shuffle")] = "windows"
     """Unit of shuffling in each epoch. `windows` shuffles windows of the text in its stored order. `documents` shuffles the
     documents first, and then the windows."""
     data_documents: Annotated[Literal["joined", "separate"], arg(name="data.documents")] = "joined"
     """`joined`: tokens attend to earlier documents in their row. `separate`: attention stays within a document, and its last
-    token, the end of text, has no target."""
+    token, the end of text, has no target. Always `separate` with the format chat."""
 
     def __post_init__(self):
-        """Turns a string `data` into a tuple of one string, and checks the fields.
+        """Turns a string `data` into a tuple of one string, sets `data_documents` for chat data, and checks the fields.
 
         Raises:
-            ConfigError: If a field has the wrong type, a size is not positive, `data` is empty or has an empty string, or
-                `num_microbatches` does not divide `batch_size`.
+            ConfigError: If a field has the wrong type, a size is not positive, `data` is empty or has an empty string, an
+                option of chat data is set for text, or `num_microbatches` does not divide `batch_size`.
         """
         if isinstance(self.data, str):
             object.__setattr__(self, "data", (self.data,))
         check_types(self)
         require_positive(self, "batch_size seq_len num_microbatches")
         require(all(self.data) and bool(self.data), "data", "''", "a corpus name, a text file or a directory of token files")
+        if self.data_format == "chat":
+            object.__setattr__(self, "data_documents", "separate")
+            _must(self, "data_shuffle", self.data_shuffle == "windows", "windows if `data_format` is chat, which shuffles rows")
+        for name, default in (("data_template", ""), ("data_truncate", "end")):
+            is_default = getattr(self, name) == default
+            _must(self, name, self.data_format == "chat" or is_default, f"{default or 'empty'} unless `data_format` is chat")
         _must(
             self,
             "num_microbatches",
@@ -724,13 +738,14 @@ class TrainConfig:
 
     @property
     def data_options(self) -> dict[str, Any]:
-        """Keyword arguments of `jgraph.data.load`, except the data and the tokenizer.
+        """Keyword arguments of `jgraph.data.load`, except the data, the tokenizer and the chat template.
 
-        A dict with the keys `field`, `documents`, `seq_len` and `vocab_size`. `vocab_size` is None if the settings of the model
-        have no such field.
+        A dict with the keys `field`, `documents`, `format`, `truncate`, `seq_len` and `vocab_size`. `vocab_size` is None if the
+        settings of the model have no such field.
         """
         batch, vocab_size = self.input, getattr(self.model, "vocab_size", None)
         options = {"field": batch.data_field, "documents": batch.data_documents}
+        options |= {"format": batch.data_format, "truncate": batch.data_truncate}
         return options | {"seq_len": batch.seq_len, "vocab_size": vocab_size}
 
     @property

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jgraph.data import Corpus
+from jgraph.data.chat import describe
 from jgraph.train.config import TrainConfig
 from jgraph.train.model import is_built_in
 from jgraph.train.presets import PRESETS
@@ -107,7 +108,8 @@ class Reporter:
         Args:
             entry: The entry, with the keys "step", "loss" (nats per token), "tokens_per_second", "step_time_ms", "mfu"
                 (fraction of the peak FLOP/s, or None), "peak_memory_bytes" and "skipped". After an evaluation also "eval_loss".
-                Losses and speeds may be None and are then shown as `?`. Other keys are ignored.
+                Losses and speeds may be None and are then shown as `?`. For chat data also "trained_tokens". Other keys are
+                ignored.
         """
         # On a terminal, evaluations are printed too, because the next step overwrites the live line.
         if self._live.disable or "eval_loss" in entry:
@@ -140,6 +142,7 @@ class Reporter:
             {
                 "model": f"{config.module.rpartition(':')[2]}, {count}{sizes and ', '}{sizes}",
                 "data": f"{corpus.name}, {len(corpus.train):,} training tokens, {len(corpus.heldout):,} held-out tokens",
+                **_chat_rows(corpus, batch.seq_len),
                 "batch": f"{batch.batch_size} sequences of {batch.seq_len} tokens per step{slices}, on {devices}",
                 "optimizer": f"{name}, learning rate {optimizer.learning_rate:.3g}{warmup}, then {then}",
                 "settings": f"{f'preset {config.preset}' if config.preset else 'defaults'}, "
@@ -179,12 +182,20 @@ class Reporter:
             self.line(f"{label:11}{text}")
 
 
+def _chat_rows(corpus: Corpus, seq_len: int) -> dict[str, str]:
+    """Returns a header row with the counts of chat data for each side; none for text."""
+    sides = {"chat": corpus.sources, "held out": corpus.heldout_sources}
+    return {name: describe(sources, seq_len) for name, sources in sides.items() if sources[0].packed is not None}
+
+
 def _numbers(entry: dict[str, Any]) -> str:
     parts = [f"loss {_number(entry['loss'], '.4f')}"]
     if "eval_loss" in entry:
         parts.append(f"held-out loss {_number(entry['eval_loss'], '.4f')}")
     parts.append(f"{_number(entry['tokens_per_second'], ',.0f')} tokens/s")
     parts.append(f"{_number(entry['step_time_ms'], '.1f')} ms/step")
+    if "trained_tokens" in entry:
+        parts.append(f"{entry['trained_tokens']:,} trained tokens")
     if entry["mfu"] is not None:
         parts.append(f"MFU {entry['mfu']:.1%}")
     parts.append(f"{entry['peak_memory_bytes'] / 2**30:.2f} GiB peak")

@@ -1,7 +1,7 @@
 """Evaluates the model of a run or of a Hugging Face folder on held-out text, on any devices."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from jgraph.interop.folder import Folder
 from jgraph.processes import devices_of_ranks
 from jgraph.step.state import TrainState
 from jgraph.train.config import TrainConfig
+from jgraph.train.initial import template_of
 from jgraph.train.loaded import checked, is_folder, open_folder, place_folder, tokenizer_kept, tokenizer_of
 from jgraph.train.saved import SavedRun
 from jgraph.train.setup import TrainSetup
@@ -25,7 +26,7 @@ from jgraph.train.watchdog import Watchdog
 
 _LONGEST, _ROWS = 1024, 8  # for a folder: maximum tokens per sequence, and sequences per batch
 # An evaluation uses these settings of the run. All others have their defaults, so that any number of devices can be used.
-_SETTINGS = "module seq_len batch_size num_microbatches eval_batches data data_field data_documents"
+_SETTINGS = "module seq_len batch_size num_microbatches eval_batches data data_field data_documents data_format data_truncate"
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Evaluation:
         batch_size: Sequences per batch, over all devices.
         seq_len: Predicted tokens per sequence.
         devices: Number of devices.
-        tokens: Number of predicted tokens, over all batches.
+        tokens: Number of predicted tokens, over all batches. For chat data, only those in the loss.
         bytes: Number of bytes of the text of the predicted tokens, in UTF-8 without end-of-text tokens; None if the tokenizer
             is unknown.
         loss: Mean loss over all predicted tokens, in nats per token.
@@ -75,6 +76,7 @@ class _Model(NamedTuple):
         source: The run and its step, or the folder.
         config: Configuration of the evaluation.
         tokenizer: The tokenizer.json, or None.
+        template: The file of the chat template, or None.
         reads_text: Whether the model can be evaluated on text.
         state: Reads the parameters.
     """
@@ -82,6 +84,7 @@ class _Model(NamedTuple):
     source: str
     config: TrainConfig
     tokenizer: Path | None
+    template: Path | None
     reads_text: bool
     state: Callable[[TrainSetup], TrainState]
 
@@ -137,8 +140,8 @@ def _of_run(saved: SavedRun) -> _Model:
     if saved.config.is_fp8 and (in_fp8 := getattr(model, "in_fp8", None)):
         model = in_fp8()
     reads_text = tokenizer_of(saved).name != "numbers"
-    source = f"{saved.path} after {saved.step} steps"
-    return _Model(source, TrainConfig.of(**settings, model=model), tokenizer_kept(saved), reads_text, state)
+    source, template = f"{saved.path} after {saved.step} steps", template_of(saved.config, saved.dir.origin)
+    return _Model(source, TrainConfig.of(**settings, model=model), tokenizer_kept(saved), template, reads_text, state)
 
 
 def _of_folder(folder: Folder, config: TrainConfig) -> _Model:
@@ -149,7 +152,7 @@ def _of_folder(folder: Folder, config: TrainConfig) -> _Model:
     longest = min(_LONGEST, folder.window or _LONGEST)
     sizes = TrainConfig.of(module=config.module, model=config.model, batch_size=_ROWS, seq_len=longest)
     file = folder.path / TOKENIZER_FILE
-    return _Model(str(folder.path), sizes, file if file.exists() else None, file.exists(), state)
+    return _Model(str(folder.path), sizes, file if file.exists() else None, None, file.exists(), state)
 
 
 def _evaluated(model: _Model, overrides: dict[str, Any]) -> Evaluation:
@@ -163,9 +166,13 @@ def _evaluated(model: _Model, overrides: dict[str, Any]) -> Evaluation:
     if not model.reads_text and is_text(config.input.data):
         must = f"directories of token files, because {model.source} has no tokenizer for text"
         raise DataError(f"`data` is {' '.join(config.input.data)}: must be {must}")
-    corpus = load(config.input.data, tokenizer=model.tokenizer, **config.data_options)
+    corpus = load(config.input.data, tokenizer=model.tokenizer, template=model.template, **config.data_options)
     setup, batches = TrainSetup.of(config), heldout(config, corpus)
     rows = [batch["tokens"] if isinstance(batch, dict) else batch for batch in batches]
+    counted: Sequence[Iterable[np.ndarray]] = rows
+    if config.input.data_format == "chat":
+        weights = [batch["weights"] for batch in batches if isinstance(batch, dict)]
+        counted = [list(map(_trained, *both)) for both in zip(rows, weights, strict=True)]
     loss = evaluator(setup, batches, Watchdog(0, print))(model.state(setup))
     return Evaluation(
         source=model.source,
@@ -175,8 +182,8 @@ def _evaluated(model: _Model, overrides: dict[str, Any]) -> Evaluation:
         batch_size=len(rows[0]),
         seq_len=config.input.seq_len,
         devices=setup.step.num_devices,
-        tokens=sum(map(len, rows)) * config.input.seq_len,
-        bytes=_bytes(corpus, rows, tokenizer_file(config.input.data) or model.tokenizer),
+        tokens=sum(len(row) - 1 for batch in counted for row in batch),
+        bytes=_bytes(corpus, counted, tokenizer_file(config.input.data) or model.tokenizer),
         loss=loss,
     )
 
@@ -186,7 +193,12 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
     return {name: fields[name] for name in _SETTINGS.split()} | {"lora": config.lora}
 
 
-def _bytes(corpus: Corpus, batches: list[np.ndarray], file: Path | None) -> int | None:
+def _trained(row_S: np.ndarray, weights_T: np.ndarray) -> np.ndarray:
+    """Returns the first token of a row and its predicted tokens with a weight above 0."""
+    return np.append(row_S[:1], row_S[1:][weights_T > 0])
+
+
+def _bytes(corpus: Corpus, batches: Sequence[Iterable[np.ndarray]], file: Path | None) -> int | None:
     """Returns the bytes of the predicted tokens, which are all tokens of a row except the first."""
     rows = [row.tolist() for batch in batches for row in batch]
     if corpus.train.dtype == np.uint8:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgraph.data import is_text, tokenizer_file
+from jgraph.data.chat import TEMPLATE_FILE
 from jgraph.data.tokenizer import TOKENIZER_FILE
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, download_hint, os_errors, require
@@ -37,7 +38,7 @@ from jgraph.train.setup import TrainSetup
 _FREE = ("model.compute_dtype", "model.moe.balance_loss", "model.moe.z_loss", "model.moe.bias_rate")
 
 # Files that are copied unchanged into an exported folder.
-_COPIED = f"{TOKENIZER_FILE} tokenizer_config.json special_tokens_map.json generation_config.json chat_template.jinja"
+_COPIED = f"{TOKENIZER_FILE} tokenizer_config.json special_tokens_map.json generation_config.json {TEMPLATE_FILE}"
 
 
 def names_of(module: str, *, field: str) -> HuggingFace:
@@ -164,6 +165,23 @@ def tokenizer_of(config: TrainConfig, copies: Path | None = None) -> Path | None
     return path if path.exists() else None
 
 
+def template_of(config: TrainConfig, copies: Path | None = None) -> Path | None:
+    """Returns the path of the chat template that renders chat records.
+
+    Args:
+        config: The configuration of the run.
+        copies: Directory with the copied files of the source, if the run resumes. None reads the source itself.
+
+    Returns:
+        The copy, the file `data_template`, or chat_template.jinja of the source. None if there is no such file; the template
+        may then be in the tokenizer_config.json beside the tokenizer.
+    """
+    if copies is None and config.input.data_template:
+        return Path(config.input.data_template)
+    folder = copies or _source(config.initial)
+    return path if folder and (path := folder / TEMPLATE_FILE).exists() else None
+
+
 def tokenizer_warning(config: TrainConfig) -> str:
     """Returns a warning if the data may have other token ids than the initial weights were trained on.
 
@@ -193,7 +211,7 @@ def copy_files(config: TrainConfig, run_dir: RunDir) -> None:
 
     Of a Hugging Face folder, or of `origin/` of another run, the files are config.json, tokenizer.json, tokenizer_config.json,
     special_tokens_map.json, generation_config.json and chat_template.jinja. Missing files are left out. The tokenizer.json of
-    token files in `data` is copied if the weights have none.
+    token files in `data` is copied if the weights have none. The file `data_template` becomes chat_template.jinja.
 
     Args:
         config: The configuration of the run.
@@ -205,10 +223,11 @@ def copy_files(config: TrainConfig, run_dir: RunDir) -> None:
     shutil.rmtree(run_dir.origin, ignore_errors=True)
     folder = _source(config.initial)
     sources = [] if folder is None else [folder / name for name in (CONFIG_FILE, *_COPIED.split())]
-    for source in (*sources, tokenizer_file(config.input.data)):
-        if source is None:
-            continue
-        copy = run_dir.origin / source.name
+    copies = [(source, source.name) for source in (*sources, tokenizer_file(config.input.data)) if source is not None]
+    if config.input.data_template:
+        copies.insert(0, (Path(config.input.data_template), TEMPLATE_FILE))
+    for source, name in copies:
+        copy = run_dir.origin / name
         if source.exists() and not copy.exists():  # the tokenizer of the weights has priority over that of the data
             with os_errors("run_dir", copy):
                 run_dir.origin.mkdir(exist_ok=True)

@@ -13,15 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgraph.data import Tokenizer, is_text, tokenizer_file
+from jgraph.data.chat import ChatTemplate, Message, end_ids
 from jgraph.data.tokenizer import TOKENIZER_FILE
-from jgraph.errors import ConfigError, require
+from jgraph.errors import ConfigError, DataError, require
 from jgraph.inference.generate import ENDED, stream
 from jgraph.inference.text import TextStream
 from jgraph.interop.folder import Folder, check_exists
 from jgraph.interop.load import load as load_folder
 from jgraph.modules import FunctionalModel
 from jgraph.train.config import TrainConfig
-from jgraph.train.initial import copied_folder, names_of
+from jgraph.train.initial import copied_folder, names_of, template_of
 from jgraph.train.saved import SavedRun
 from jgraph.train.setup import functional_model
 from jgraph.tree import path_name
@@ -42,6 +43,7 @@ class Loaded:
         config: The configuration of the run. For a folder, a default configuration with the settings of its model.
         window: Longest sequence that the model was trained on, in tokens; None if a folder does not state it.
         source: "RUN after STEP steps", or the path of the folder.
+        template: The chat template; None if the run or folder has none.
     """
 
     model: FunctionalModel = field(repr=False)
@@ -51,6 +53,7 @@ class Loaded:
     config: TrainConfig = field(repr=False)
     window: int | None
     source: str
+    template: ChatTemplate | None = field(repr=False, default=None)
 
     def __repr__(self) -> str:
         size = sum(leaf.size for leaf in jax.tree.leaves(self.params))
@@ -106,10 +109,66 @@ class Loaded:
             DataError: If the model has no tokenizer that converts text to token ids. The call raises it, not the iterator.
         """
         require(all(stop), "stop", "an empty text", "a text")
-        rows = [self.tokenizer.encode(prompt) for prompt in prompts]
+        return self._stream([self.tokenizer.encode(prompt) for prompt in prompts], self.tokenizer, stop, settings)
+
+    def _stream(
+        self, rows: list[list[int]], tokenizer: Tokenizer, stop: Sequence[str], settings: dict[str, Any]
+    ) -> Iterator[tuple[int, str]]:
         settings = {"window": self.window, "carried": self.carried} | settings
-        steps = stream(self.model, self.params, rows, stop=self.tokenizer.ends, **settings)
-        return _pieces(steps, [TextStream(self.tokenizer.decode, row, stop) for row in rows])
+        steps = stream(self.model, self.params, rows, stop=tokenizer.ends, **settings)
+        return _pieces(steps, [TextStream(tokenizer.decode, row, stop) for row in rows])
+
+    def chat(self, messages: Sequence[Message], *, tools: Any = None, **settings: Any) -> str:
+        """Generates the assistant's answer to a conversation.
+
+        Args:
+            messages: Messages with a `role` and `content`, in the form that the chat template reads. The last one is usually of
+                the role `user`.
+            tools: Descriptions of tools, in the form that the chat template reads; None for none.
+            **settings: `stop`, `max_tokens`, `temperature`, `top_k`, `top_p`, `key` and `window`, as in `generate`.
+
+        Returns:
+            The answer, without the token that ends it.
+
+        Raises:
+            ConfigError: If a setting has a value that is not allowed, or the rendered messages have no token or more than
+                `window` tokens.
+            DataError: If the model has no chat template or no tokenizer, or the template refuses the messages.
+        """
+        return "".join(piece for _, piece in self.chat_stream([messages], tools=tools, **settings))
+
+    def chat_stream(
+        self, conversations: Sequence[Sequence[Message]], *, tools: Any = None, stop: Sequence[str] = (), **settings: Any
+    ) -> Iterator[tuple[int, str]]:
+        """Generates the assistant's answers to several conversations at once, and yields them in pieces.
+
+        An answer ends with an end-of-text token of the tokenizer, an id of generation_config.json, the `eos_token` of
+        tokenizer_config.json, or the text with which the template ends a turn.
+
+        Args:
+            conversations: The messages of each conversation, as in `chat`.
+            tools: Descriptions of tools, in the form that the chat template reads; None for none.
+            stop: Non-empty texts that also end an answer. They are not returned.
+            **settings: As in `stream`.
+
+        Yields:
+            The index in `conversations` and the next piece of the answer. Pieces of different answers alternate.
+
+        Raises:
+            ConfigError: If an argument has a value that is not allowed. The call raises it, not the iterator.
+            DataError: If the model has no chat template or no tokenizer, or the template refuses the messages. The call raises
+                it, not the iterator.
+        """
+        require(all(stop), "stop", "an empty text", "a text")
+        if (template := self.template) is None:
+            must = "a run or folder with a chat template, such as a chat_template.jinja beside its tokenizer.json"
+            raise DataError(f"`run` is {self.source}: must be {must}", field="run")
+        file, tokenizer = Path(self.tokenizer.name), self.tokenizer
+        if file.is_file():  # the template adds special tokens, such as a begin-of-text token
+            tokenizer = Tokenizer.of_file(file, ends=(*tokenizer.ends, *end_ids(file)))
+        texts = [template.render(messages, tools=tools, add_generation_prompt=True)[0] for messages in conversations]
+        ends = [end] if (end := template.end_of_turn()) else []
+        return self._stream([tokenizer.encode(text) for text in texts], tokenizer, (*stop, *ends), settings)
 
 
 def _pieces(steps: Iterator[np.ndarray], texts: list[TextStream]) -> Iterator[tuple[int, str]]:
@@ -185,8 +244,9 @@ def _of_run(path: Path, step: int | None, module: str) -> Loaded:
     params = jax.tree_util.tree_map_with_path(lambda key, _: jnp.asarray(saved.read(path_name(key))), model.shapes)
     carried = saved.place(carried=model.carried)["carried"]
     saved.close()
-    source = f"{path} after {saved.step} steps"
-    return Loaded(model, params, carried, tokenizer_of(saved), saved.config, saved.config.input.seq_len, source)
+    source, file = f"{path} after {saved.step} steps", tokenizer_kept(saved)
+    template = ChatTemplate.find(file.parent if file else None, template_of(saved.config, saved.dir.origin))
+    return Loaded(model, params, carried, tokenizer_of(saved), saved.config, saved.config.input.seq_len, source, template)
 
 
 def tokenizer_kept(saved: SavedRun) -> Path | None:
@@ -281,4 +341,4 @@ def _of_folder(path: Path, step: int | None, module: str) -> Loaded:
     file = path / TOKENIZER_FILE
     of_file = partial(Tokenizer.of_file, file, ends=ends, add_special_tokens=True)
     tokenizer = of_file() if file.exists() else Tokenizer.of_numbers(f"{path} has no {TOKENIZER_FILE}")
-    return Loaded(model, params, model.new_state(), tokenizer, config, window, str(path))
+    return Loaded(model, params, model.new_state(), tokenizer, config, window, str(path), ChatTemplate.find(path))

@@ -25,7 +25,7 @@ from jgraph.step.state import TrainState
 from jgraph.train import callbacks, capacity, profiling, trackers, validation
 from jgraph.train.config import InputConfig, TrainConfig
 from jgraph.train.console import Reporter, Summary
-from jgraph.train.initial import InitialWeights, copy_files, initial_weights, tokenizer_of, tokenizer_warning
+from jgraph.train.initial import InitialWeights, copy_files, initial_weights, template_of, tokenizer_of, tokenizer_warning
 from jgraph.train.lock import locked
 from jgraph.train.loop import Callback, Loop, agreed_stop
 from jgraph.train.metrics import MetricsLog, StepClock, read_metrics
@@ -88,11 +88,12 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             _check_memory(config.input, rows * (config.input.seq_len + 1) * np.dtype(np.int32).itemsize, "its tokens")
             cache_line = _enable_cache(config.compile.compile_cache)
             weights = None if resumes else initial_weights(config)
-            tokenizer = tokenizer_of(config, run_dir.origin if resumes else None)
+            copies = run_dir.origin if resumes else None
+            files = {"tokenizer": tokenizer_of(config, copies), "template": template_of(config, copies)}
             warning = tokenizer_warning(config) if weights else ""
             if weights:
                 stack.callback(weights.close)
-            corpus = load(config.input.data, tokenizer=tokenizer, **config.data_options)
+            corpus = load(config.input.data, **files, **config.data_options)
             with os_errors("run_dir", run_dir.path, "read"):  # `locked` names the files that it writes
                 run_dir.check(config, corpus.fingerprint)
                 if is_process_zero():
@@ -191,7 +192,7 @@ class _Run:
                 reporter.line(f"this run is finished: {done} of {config.steps} steps; to train longer, see `optimizer.extend`")
             else:
                 self._print_start(done, batches)
-                done, state = self._loop(done, state, step or self.compile(setup), Ahead(batches), checkpoints)
+                done, state = self._loop(done, state, step or self.compile(setup), batches, checkpoints)
                 outcome = f"stopped by {self.stop.name}" if done < config.steps else "finished"
         finally:
             checkpoints.close()
@@ -236,16 +237,17 @@ class _Run:
         self.reporter.line(f"epochs: {epochs} in {config.steps} steps")
 
     def _loop(
-        self, done: int, state: TrainState, step: CompiledStep, batches: Ahead, checkpoints: Checkpoints
+        self, done: int, state: TrainState, step: CompiledStep, batches: Batches, checkpoints: Checkpoints
     ) -> tuple[int, TrainState]:
         """Runs the loop with its callbacks."""
         setup, reporter, watchdog, run_dir = self.setup, self.reporter, self.watchdog, self.run_dir
-        monitor, place = setup.config.monitor, setup.step.place
+        monitor, place, ahead = setup.config.monitor, setup.step.place, Ahead(batches)
+        trained_tokens = batches.trained_tokens if setup.config.input.data_format == "chat" else None
         profiles: list[Callback] = []
         if monitor.profile and done > monitor.profile_steps[0]:
             reporter.warn(f"no profile: `profile` is {monitor.profile}, but {done} steps are already done")
         elif monitor.profile:
-            args = setup, step, lambda index: place(batches[index]), run_dir, watchdog, reporter
+            args = setup, step, lambda index: place(ahead[index]), run_dir, watchdog, reporter
             profiles = [profiling.Profile(*args)]
         with all_or_raise():
             started = trackers.start(monitor.log, run_dir, done) if is_process_zero() else []
@@ -261,12 +263,12 @@ class _Run:
                 step=step,
                 compile=self.compile,
                 grow=self._grow,
-                batches=batches,
+                batches=ahead,
                 callbacks=[
                     *profiles,
                     self.started,
                     checks,
-                    callbacks.Metrics(setup, log, reporter, clock, checks, evaluate),
+                    callbacks.Metrics(setup, log, reporter, clock, checks, evaluate, trained_tokens),
                     callbacks.SaveCheckpoints(setup, checkpoints, watchdog, done),
                 ],
                 stops=agreed_stop(self.stop, watchdog, monitor.log_every),

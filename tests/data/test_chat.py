@@ -1,0 +1,378 @@
+"""Chat records are rendered, masked, packed into rows, and read as batches."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from jgraph.data import Batches, Tokenizer, heldout_batches, load
+from jgraph.data.__main__ import main
+from jgraph.data.chat import ChatReader, ChatTemplate, Conversation, best_fit, end_ids, packed
+from jgraph.errors import DataError
+from tests import chats
+
+MESSAGES = [chats.message("user", "Hi"), chats.message("assistant", "Hello!")]
+
+
+def write(path: Path, records: list[object]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return chats.save_tokenizer(tmp_path / "folder", chats.CHATML).parent
+
+
+def read(tmp_path, records, tokenizer=None, template: str | None = None):
+    """Returns the text of each record and its trained text."""
+    file = None if template is None else tmp_path / "template.jinja"
+    if file is not None:
+        file.write_text(template, encoding="utf-8")
+    reader = ChatReader(tokenizer, file)
+    decode = (Tokenizer.of_bytes() if tokenizer is None else Tokenizer.of_file(tokenizer)).decode
+    found = reader.read([write(tmp_path / "chat.jsonl", records)])
+    return [(decode(one.ids.tolist()), decode(one.ids[one.trained].tolist())) for one in found]
+
+
+# --- Rendering ---
+
+
+@pytest.mark.parametrize("name", chats.TEMPLATES)
+def test_the_prefixes_of_turns_give_the_mask_of_generation_marks(tmp_path, name):
+    marked = chats.save_tokenizer(tmp_path / "marked", chats.TEMPLATES[name])
+    plain = chats.save_tokenizer(tmp_path / "plain", chats.without_marks(chats.TEMPLATES[name]))
+    data = write(tmp_path / "chat.jsonl", chats.conversations())
+    ours, theirs = ([*ChatReader(file).read([data])] for file in (plain, marked))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(a.ids, b.ids)
+        np.testing.assert_array_equal(a.trained, b.trained)
+        assert b.trained.any()
+
+
+def test_every_turn_of_the_assistant_is_trained_with_its_end(tmp_path, folder):
+    record = {"messages": [*MESSAGES, chats.message("user", "Bye"), chats.message("assistant", "Bye!")]}
+    ((_, trained),) = read(tmp_path, [record], folder / "tokenizer.json")
+    assert trained == "Hello!<|im_end|>\nBye!<|im_end|>\n"
+
+
+@pytest.mark.parametrize("template", [chats.CHATML, chats.without_marks(chats.CHATML)])
+def test_a_completion_of_messages_is_trained_without_earlier_turns_of_its_prompt(tmp_path, folder, template):
+    prompt = [*MESSAGES, chats.message("user", "Bye")]
+    record = {"prompt": prompt, "completion": [chats.message("assistant", "Bye!")]}
+    ((text, trained),) = read(tmp_path, [record], folder / "tokenizer.json", template)
+    assert trained == "Bye!<|im_end|>\n"
+    assert "Hello!" in text
+
+
+def test_two_strings_are_joined_without_a_template_and_end_with_the_eos_token(tmp_path):
+    tokenizer = chats.save_tokenizer(tmp_path / "folder")
+    assert read(tmp_path, [{"prompt": "2 + 2 =", "completion": " 4"}], tokenizer) == [("2 + 2 = 4</s>", " 4</s>")]
+    (tokenizer.parent / "tokenizer_config.json").unlink()
+    assert read(tmp_path, [{"prompt": "2 + 2 =", "completion": " 4"}], tokenizer)[0][1] == " 4<|endoftext|>"
+
+
+def test_without_a_tokenizer_records_are_bytes_with_a_mask_of_bytes(tmp_path):
+    records = [{"prompt": "ü→", "completion": "ñ."}, {"messages": MESSAGES}]
+    template = "{% for m in messages %}→{% generation %}{{ m.content }}é{% endgeneration %}ü{% endfor %}"
+    assert read(tmp_path, records, template=template) == [("ü→ñ.\n", "ñ.\n"), ("→Hiéü→Hello!éü", "HiéHello!é")]
+
+
+def test_the_date_in_training_data_does_not_depend_on_the_day(tmp_path):
+    template = (
+        "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    assert read(tmp_path, [{"messages": MESSAGES}], template=template)[0][0] == "26 Jul 2024HiHello!"
+
+
+def test_a_template_is_found_in_the_tokenizer_config(tmp_path):
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": "{{ bos_token }}a", "bos_token": {"content": "<s>"}}))
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<old>", "eos_token": "</s>"}')
+    assert ChatTemplate.find(tmp_path).render([])[0] == "<s>a"
+    both = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ eos_token }}"}]
+    config.write_text(json.dumps({"chat_template": both}))
+    assert ChatTemplate.find(tmp_path).render([])[0] == "</s>"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert ChatTemplate.find(tmp_path).render([])[0] == "file"
+    assert ChatTemplate.find(None) is None
+
+
+@pytest.mark.parametrize(("name", "end"), [("chatml", "<|im_end|>"), ("llama", "<|eot_id|>"), ("mistral", "</s>")])
+def test_the_end_of_a_turn_is_found_in_the_template(tmp_path, name, end):
+    file = chats.save_tokenizer(tmp_path / "folder", chats.TEMPLATES[name])
+    assert ChatTemplate.find(file.parent).end_of_turn() == end
+
+
+def test_the_ids_that_end_an_answer_are_those_of_the_generation_config_and_the_eos_token(tmp_path):
+    file = chats.save_tokenizer(tmp_path)
+    eos = chats.SPECIAL.index("</s>")
+    assert end_ids(file) == [eos]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    assert end_ids(file) == [2, 5, eos]
+
+
+@pytest.mark.parametrize(
+    ("record", "template", "message"),
+    [
+        ({"messages": MESSAGES}, None, "line 1: has messages, and `data_template` is empty: must be a Jinja file"),
+        ({"text": "a"}, None, "has none of the fields messages, prompt, completion, tools: must have 'messages'"),
+        ({"prompt": "a", "completion": MESSAGES}, None, "has the fields 'prompt', 'completion': must have 'messages'"),
+        ({"messages": ["a"]}, "a", "has the fields 'messages': must have 'messages', a list of messages with 'role'"),
+        ({"messages": [{"role": "user", "content": "\ufdd0"}]}, "a", "has U+FDD0 or U+FDD1"),
+        ({"messages": MESSAGES}, "{{ raise_exception('no system') }}", "fails: no system"),
+        ({"messages": MESSAGES}, "{{ messages[0].content + 1 }}", "fails: can only concatenate str"),
+        (
+            {"messages": MESSAGES},
+            "{{ ''.__class__.__mro__ }}",
+            "fails: access to attribute '__class__' of 'str' object is unsafe",
+        ),
+        ({"messages": MESSAGES}, "{{ messages.append(1) }}", "is unsafe"),
+        ({"messages": MESSAGES}, "{% if %}", "has an error: Expected an expression"),
+        ({"messages": MESSAGES}, "{{ messages | length }}", "the first 1 messages in another way if more follow"),
+        (["a"], "a", "line 1 is an array: must be an object with chat messages"),
+    ],
+)
+def test_a_wrong_record_or_template_is_refused_in_one_line(tmp_path, record, template, message):
+    with pytest.raises(DataError, match=re.escape(message)) as error:
+        read(tmp_path, [record], template=template)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_jinja_library_is_refused_only_if_a_template_is_used(tmp_path, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert ChatTemplate.find(folder) is not None
+    assert read(tmp_path, [{"prompt": "a", "completion": "b"}], folder / "tokenizer.json") == [("ab</s>", "b</s>")]
+    with pytest.raises(DataError, match=re.escape("pip install 'jgraph[chat]'")):
+        read(tmp_path, [{"messages": MESSAGES}], template="a")
+
+
+# --- Packing ---
+
+LENGTHS = st.lists(st.integers(2, 30), min_size=1, max_size=60)
+
+
+def some(lengths: list[int], *, trained: float = 0.5) -> list[Conversation]:
+    random = np.random.default_rng(0)
+    found = []
+    for number, length in enumerate(lengths):
+        mask = random.random(length) < trained
+        mask[-1] = True
+        found.append(Conversation(number.to_bytes(4, "big"), 1000 * (1 + number) + np.arange(length), mask))
+    return found
+
+
+@given(LENGTHS)
+def test_rows_are_filled_best_fit_with_every_item_once(lengths):
+    rows = best_fit(lengths, 30)
+    assert sorted(item for row in rows for item in row) == list(range(len(lengths)))
+    fill = [sum(lengths[item] for item in row) for row in rows]
+    assert max(fill) <= 30
+    assert sum(fill_ <= 15 for fill_ in fill) <= 1  # otherwise two rows would fit into one
+
+
+def test_an_item_goes_to_the_row_with_the_least_space_that_is_enough():
+    assert best_fit([6, 7, 3, 2, 2], 10) == [[1, 2], [0, 3, 4]]
+
+
+@settings(max_examples=30, deadline=None)
+@given(LENGTHS, st.integers(1, 5), st.integers(0, 2**63))
+def test_an_epoch_has_every_conversation_once_in_one_row_with_its_mask(lengths, batch_size, seed):
+    T = 29
+    conversations = some(lengths)
+    source = packed(conversations, seq_len=T, truncate="end", dtype=np.uint32)
+    batches = Batches([source], batch_size=batch_size, seq_len=T, seed=seed, documents="separate")
+    num_rows = source.num_rows(T)
+    rows = []
+    for step in range(-(-num_rows // batch_size)):
+        batch = batches[step]
+        np.testing.assert_allclose(batch["weights"].mean(), 1, rtol=1e-5)
+        assert np.count_nonzero(batch["weights"]) == batches.trained_tokens(range(step, step + 1))
+        assert len(np.unique(batch["weights"][batch["weights"] > 0])) == 1
+        rows += [{name: leaf[i] for name, leaf in batch.items()} for i in range(batch_size)]
+    seen = []
+    for row in rows[:num_rows]:
+        numbers = row["tokens"] // 1000  # 0 for padding
+        for number in np.unique(numbers[numbers > 0]):
+            at = np.flatnonzero(numbers == number)
+            own = conversations[number - 1]
+            np.testing.assert_array_equal(row["tokens"][at[0] : at[0] + len(own.ids)], own.ids)
+            np.testing.assert_array_equal(row["weights"][at[1:] - 1] > 0, own.trained[1:])
+            assert at[0] == 0 or row["weights"][at[0] - 1] == 0
+            assert set(row["starts"][at[at < T]]) <= {at[0]}
+            seen.append(number - 1)
+        padding = np.flatnonzero(numbers == 0)
+        assert not row["weights"][padding[padding > 0] - 1].any()
+        assert set(row["starts"][padding[padding < T]]) <= set(padding[:1])
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+@pytest.mark.parametrize(
+    ("truncate", "kept", "counts"), [("end", [0, 8], (2, 1, 1)), ("start", [2, 8], (3, 2, 0)), ("drop", [8], (1, 0, 2))]
+)
+def test_a_long_conversation_is_cut_or_left_out(truncate, kept, counts):
+    ids = np.arange(10)
+    late = ids >= 8  # the start has no trained token
+    conversations = [
+        Conversation(b"0", ids, ids % 2 == 1),
+        Conversation(b"1", ids + 20, late),
+        Conversation(b"2", ids[:4] + 40, ids[:4] > 1),
+    ]
+    source = packed(conversations, seq_len=7, truncate=truncate, dtype=np.uint16)
+    assert source.packed is not None
+    assert (source.packed.conversations, source.packed.truncated, source.packed.dropped) == counts
+    rows = source.tokens[:].reshape(-1, 8)
+    if truncate != "drop":
+        np.testing.assert_array_equal(rows[0], np.arange(kept[0], kept[0] + 8))
+
+
+def test_conversations_that_do_not_fit_are_errors_if_the_user_wants_that():
+    with pytest.raises(DataError, match="a conversation has 10 tokens, and a row of `seq_len` 7 has 8"):
+        packed(some([10]), seq_len=7, truncate="error", dtype=np.uint16)
+    with pytest.raises(DataError, match="1 records have no token of the assistant in a row"):
+        packed([Conversation(b"0", np.arange(4), np.arange(4) == 0)], seq_len=7, truncate="end", dtype=np.uint16)
+
+
+def test_a_process_reads_its_rows_with_the_weights_of_the_whole_batch():
+    source = packed(some([20, 9, 14, 25, 3, 30, 11]), seq_len=29, truncate="end", dtype=np.uint32)
+    options = {"batch_size": 4, "seq_len": 29, "seed": 3, "documents": "separate"}
+    whole, part = (Batches([source], **options, rows=rows)[5] for rows in (None, [1, 2]))
+    for name, leaf in part.items():
+        np.testing.assert_array_equal(leaf, whole[name][1:3])
+
+
+# --- Corpora ---
+
+
+@pytest.fixture
+def corpus_file(tmp_path):
+    records = [
+        {"messages": [chats.message("user", f"Is {i} even?"), chats.message("assistant", "Yes, " * (i % 7) + f"{i}.")]}
+        for i in range(60)
+    ]
+    return write(tmp_path / "even.jsonl", records)
+
+
+def load_chat(data, folder, **options):
+    return load(
+        data, seq_len=63, vocab_size=None, tokenizer=folder / "tokenizer.json", format="chat", documents="separate", **options
+    )
+
+
+def test_the_held_out_side_depends_on_the_records_only(tmp_path, folder, corpus_file):
+    corpus = load_chat(corpus_file, folder)
+    lines = Path(corpus_file).read_text().splitlines(keepends=True)
+    (tmp_path / "reversed.jsonl").write_text("".join(reversed(lines)))
+    again = load_chat(str(tmp_path / "reversed.jsonl"), folder, truncate="drop")
+    assert again.fingerprint == corpus.fingerprint
+    np.testing.assert_array_equal(corpus.heldout[:], again.heldout[:])
+    np.testing.assert_array_equal(corpus.train[:], again.train[:])
+    counts = [side[0].packed for side in (corpus.sources, corpus.heldout_sources)]
+    assert sum(part.conversations for part in counts) == 60
+    assert 0 < counts[1].conversations < 15
+    (folder / "chat_template.jinja").write_text(chats.LLAMA)
+    other = load_chat(corpus_file, folder)
+    assert other.fingerprint != corpus.fingerprint
+    assert other.heldout_documents == corpus.heldout_documents
+
+
+def test_held_out_batches_are_packed_rows_with_a_mean_weight_of_one(folder, corpus_file):
+    corpus = load_chat(corpus_file, folder)
+    num_rows = corpus.heldout_sources[0].num_rows(63)
+    batches = heldout_batches(corpus.heldout_sources, batch_size=1, seq_len=63, limit=99, documents="separate")
+    np.testing.assert_array_equal(np.concatenate([batch["tokens"][0] for batch in batches]), corpus.heldout[:])
+    assert len(batches) == num_rows
+    np.testing.assert_allclose(np.mean([batch["weights"] for batch in batches]), 1, rtol=1e-5)
+    trained = sum(np.count_nonzero(batch["weights"]) for batch in batches)
+    assert trained == corpus.heldout_sources[0].packed.trained.sum()
+
+
+def test_parquet_files_and_datasets_have_the_conversations_of_json_lines(tmp_path, folder, corpus_file):
+    datasets = pytest.importorskip("datasets")
+    records = [json.loads(line) for line in Path(corpus_file).read_text().splitlines()]
+    datasets.Dataset.from_list(records).save_to_disk(str(tmp_path / "saved"))
+    table = pyarrow.Table.from_pylist([record | {"id": 1} for record in records])
+    pyarrow.parquet.write_table(table, tmp_path / "even.parquet")
+    expected = load_chat(corpus_file, folder)
+    for name in (str(tmp_path / "even.parquet"), f"hf:{tmp_path / 'saved'}"):
+        assert load_chat(name, folder).fingerprint == expected.fingerprint
+
+
+def test_weighted_sources_share_the_rows(tmp_path, folder, corpus_file):
+    other = write(tmp_path / "other.jsonl", [{"prompt": f"{i}", "completion": "odd"} for i in range(30)])
+    corpus = load_chat([f"{corpus_file}:3", f"{other}:1"], folder)
+    batches = Batches(corpus.sources, batch_size=4, seq_len=63, seed=0, documents="separate")
+    for step in range(4):
+        starts_other = [np.isin(row, corpus.sources[1].tokens[:]).all() for row in batches[step]["tokens"]]
+        assert sum(starts_other) == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("python-docs", "must be a .jsonl or .parquet file or a dataset"),
+        ("tokens", "has token files, which hold text only"),
+    ],
+)
+def test_other_data_is_refused_with_the_format_chat(tmp_path, folder, monkeypatch, data, message):
+    monkeypatch.chdir(tmp_path)
+    Path("tokens").mkdir()
+    Path("tokens/train-0.bin").write_bytes(b"")
+    with pytest.raises(DataError, match=re.escape(message)):
+        load_chat(data, folder)
+
+
+@pytest.mark.parametrize("record", [{"messages": MESSAGES}, {"prompt": "a", "completion": "b"}])
+def test_chat_records_are_refused_as_text_with_the_remedy(tmp_path, record, capsys):
+    data = write(tmp_path / "chat.jsonl", [record])
+    with pytest.raises(DataError, match=r"line 1 is a chat record .*: set `data_format` to chat"):
+        load(data, seq_len=4, vocab_size=None)
+    tokenizer = chats.save_tokenizer(tmp_path / "folder")
+    assert main(["make", "--text", data, "--tokenizer", str(tokenizer), "--out", str(tmp_path / "tokens")]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "is a chat record" in err
+    assert "token files hold text only" in err
+
+
+# --- The command line ---
+
+
+def test_show_prints_a_record_with_its_trained_text_marked(tmp_path, folder, capsys):
+    data = write(tmp_path / "chat.jsonl", [{"prompt": "a", "completion": "b"}, {"messages": MESSAGES}])
+    assert main(["show", data, "--format", "chat", "--tokenizer", str(folder), "--record", "1"]) == 0
+    shown, counts = capsys.readouterr().out.split("\n\n")
+    assert shown == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Hello!<|im_end|>\n]]"
+    reader = ChatReader(folder / "tokenizer.json")
+    first, second = reader.read([data])
+    tokens, trained = len(first.ids) + len(second.ids), first.trained.sum() + second.trained.sum()
+    assert counts.splitlines() == [
+        f"record 1: {len(second.ids)} tokens, {second.trained.sum()} trained",
+        f"total: 2 conversations, {tokens} tokens, {trained} trained",
+    ]
+
+
+def test_show_colours_the_trained_text_on_a_terminal(tmp_path, folder, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    data = write(tmp_path / "chat.jsonl", [{"messages": MESSAGES}])
+    assert main(["show", data, "--format", "chat", "--tokenizer", str(folder / "tokenizer.json")]) == 0
+    assert "\x1b[1;32mHello!<|im_end|>" in capsys.readouterr().out
+
+
+def test_show_names_its_own_flags_in_errors(tmp_path, capsys):
+    data = write(tmp_path / "chat.jsonl", [{"messages": MESSAGES}])
+    assert main(["show", data, "--format", "chat"]) == 2
+    assert "and --template is empty: must be a Jinja file" in capsys.readouterr().err
+    assert main(["show", "python-docs", "--tokenizer", "folder"]) == 2
+    assert "--tokenizer is folder: must be left out unless --format is chat" in capsys.readouterr().err
+
+
+def test_show_refuses_a_record_that_does_not_exist(tmp_path, folder, capsys):
+    data = write(tmp_path / "chat.jsonl", [{"messages": MESSAGES}])
+    assert main(["show", data, "--format", "chat", "--tokenizer", str(folder), "--record", "1"]) == 2
+    assert "--record is 1: must be a number below 1" in capsys.readouterr().err
