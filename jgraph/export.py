@@ -2,20 +2,22 @@
 
     python -m jgraph.export runs/first --to folder/
     python -m jgraph.export runs/first --to folder/ --step 500 --dtype float32
+    python -m jgraph.export runs/lora --to adapter/ --weights adapter
 
-Writes config.json, model.safetensors (several files from 5 GB on) and, if the run has one, tokenizer.json. Runs of any parallel
-layout can be exported, also while they train.
+Writes config.json, model.safetensors (several files from 5 GB on) and, if the run has one, tokenizer.json. With
+`--weights adapter`, writes the adapters of a LoRA run alone, as a folder that PEFT loads. Runs of any parallel layout can be
+exported, also while they train.
 """
 
 import contextlib
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from jgraph.cli import Count, Module, command
-from jgraph.errors import os_errors
+from jgraph.errors import os_errors, require
 
 
 def export(
@@ -26,6 +28,7 @@ def export(
     step: Count = None,
     module: Module = "",
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    weights: Literal["merged", "adapter"] = "merged",
 ) -> None:
     """Writes the model as a Hugging Face folder, and prints one line with the step and the files. Does not change the run.
 
@@ -39,28 +42,39 @@ def export(
         module: Model class of the run, as `package.module:Class`. Required for a class outside `jgraph_models`, because loading
             imports it and so runs its code.
         dtype: Dtype of the tensors.
+        weights: For a LoRA run, `merged` writes the model with the adapters added to its weights. `adapter` writes
+            adapter_config.json and adapter_model.safetensors, the format of the library PEFT.
 
     Raises:
         JgraphError: If the run or its checkpoint is missing or damaged, its model class has no Hugging Face format or may not
-            be imported, or the folder is not empty or cannot be created.
+            be imported, `weights` is adapter for a run without LoRA, or the folder is not empty or cannot be created.
         OSError: If a file cannot be written.
     """
     # Imported here, so that --help and errors in flags do not wait for jax.
     from absl import logging
 
+    from jgraph.interop.adapter import write_adapter
     from jgraph.interop.write import check_empty, write
+    from jgraph.lora import AdaptedModel
     from jgraph.train.initial import copied_files, copied_folder, names_of
     from jgraph.train.saved import SavedRun
 
     logging.set_verbosity(logging.FATAL)  # Orbax also logs the errors that it raises.
     check_empty(to, field="to")
     with contextlib.closing(SavedRun(run, step, module=module)) as saved:
+        require(weights == "merged" or saved.config.lora.rank > 0, "weights", weights, "merged for a run without LoRA")
         names, model = names_of(saved.config.module, field="to"), saved.config.model
         source = copied_folder(saved.dir)
         config = names.config(model, source.config if source else {"max_position_embeddings": saved.config.input.seq_len})
-        copied = copied_files(saved.dir)
+        copied, parts, lora = copied_files(saved.dir), names.parts(model), saved.config.lora
         with os_errors("to", to):
-            files = write(to, config, names.parts(model), saved.read, dtype=dtype, beside=copied)
+            if weights == "adapter":
+                assert isinstance(saved.model, AdaptedModel)
+                base = saved.config.initial.init_from
+                choices: Any = {"rank": lora.rank, "alpha": lora.alpha, "base": base, "dtype": dtype}
+                files = write_adapter(to, parts, saved.model.adapters, saved.read, **choices)
+            else:
+                files = write(to, config, parts, saved.read_merged, dtype=dtype, beside=copied)
     print(f"step {saved.step} of {run} is in {to}: {', '.join(file.name for file in files)}")
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy, for safetensors
 import numpy as np
@@ -29,6 +29,7 @@ class Folder:
     nothing.
 
     Attributes:
+        config_file: Name of the file with the fields of `config`.
         path: The folder.
 
     Args:
@@ -39,6 +40,8 @@ class Folder:
         ConfigError: If `path` is missing or not a folder. From the other methods and properties: if a file that they read is
             missing, truncated or invalid, or a field of config.json has a wrong type or value.
     """
+
+    config_file: ClassVar[str] = CONFIG_FILE
 
     def __init__(self, path: Path, *, field: str):
         self.path, self._field = Path(path), field
@@ -61,7 +64,7 @@ class Folder:
     @functools.cached_property
     def config(self) -> dict[str, Any]:
         """The content of config.json as a dict by field name. A property. The file is read at the first use only."""
-        return self._json(CONFIG_FILE)
+        return self._json(self.config_file)
 
     @property
     def dtype(self) -> str:
@@ -130,21 +133,33 @@ class Folder:
         """
         expected = set()
         for _, part in names.tensors(settings):
-            name = part.tensor
-            if name not in self._files:
-                raise self.error(f"has no tensor {name}, which its {CONFIG_FILE} requires")
-            with self._reading(name):
-                found = self._open(self._files[name]).get_slice(name)
-            shape, dtype = tuple(found.get_shape()), found.get_dtype()
-            if shape != part.shape:
-                raise self.error(f"{name} has shape {list(shape)}: must be {list(part.shape)} by its {CONFIG_FILE}")
-            if dtype not in _DTYPES:
-                raise self.error(f"{name} is {dtype}: must be one of {', '.join(_DTYPES)}")
-            expected.add(name)
+            self.check_tensor(part)
+            expected.add(part.tensor)
         ignored = names.ignored(settings)
         unknown = [name for name in self._files if name not in expected and not any(fnmatch.fnmatch(name, p) for p in ignored)]
         if unknown:
             raise self.error(f"has a tensor that the model does not have: {_some(unknown)}")
+
+    def check_tensor(self, part: Part) -> None:
+        """Checks that the folder has a tensor, with its shape and an allowed dtype. Reads only the header of the file.
+
+        Args:
+            part: The tensor.
+
+        Raises:
+            ConfigError: If the tensor is missing, has another shape, or has a dtype other than float32, bfloat16 or float16. If
+                the file is missing or truncated.
+        """
+        name = part.tensor
+        if name not in self._files:
+            raise self.error(f"has no tensor {name}, which its {self.config_file} requires")
+        with self._reading(name):
+            found = self._open(self._files[name]).get_slice(name)
+        shape, dtype = tuple(found.get_shape()), found.get_dtype()
+        if shape != part.shape:
+            raise self.error(f"{name} has shape {list(shape)}: must be {list(part.shape)} by its {self.config_file}")
+        if dtype not in _DTYPES:
+            raise self.error(f"{name} is {dtype}: must be one of {', '.join(_DTYPES)}")
 
     def read(self, name: str, index: Box) -> np.ndarray:
         """Reads a slice of a tensor. The rest of the tensor is not read.
@@ -200,7 +215,7 @@ class Folder:
         except (ConfigError, ArithmeticError, AttributeError, TypeError, ValueError) as e:
             if isinstance(e, ConfigError) and e.field == self._field:
                 raise
-            raise self.error(f"{CONFIG_FILE}: {e}") from e
+            raise self.error(f"{self.config_file}: {e}") from e
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,31 +70,62 @@ def write(
         ConfigError: If the hidden folder cannot be created.
         OSError: If a file cannot be copied or written, or `to` is not empty.
     """
+    with new_folder(to) as folder:
+        for file in beside:
+            shutil.copyfile(file, folder / file.name)
+        write_json(folder / CONFIG_FILE, dict(config) | {"dtype": dtype, "torch_dtype": dtype})
+        files = _tensors_by_file(parts, _DTYPES[dtype].itemsize, file_bytes)
+        tensors, index, total = tensors_of(parts, parameter, dtype), {}, 0
+        for number, names in enumerate(files, start=1):
+            file = WEIGHTS_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            arrays = dict(next(tensors) for _ in names)
+            write_tensors(folder / file, arrays)
+            index |= dict.fromkeys(arrays, file)
+            total += sum(array.nbytes for array in arrays.values())
+        if len(files) > 1:
+            write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": index})
+    return sorted(to.absolute().iterdir())
+
+
+@contextmanager
+def new_folder(to: Path) -> Iterator[Path]:
+    """Creates a folder that appears under its name when it is complete. If an error is raised, nothing is left.
+
+    Args:
+        to: The new folder. Nothing may exist at the path, except an empty directory. Missing parents are created.
+
+    Yields:
+        A hidden folder beside `to`, for the files. It is renamed at the end.
+
+    Raises:
+        ConfigError: If the hidden folder cannot be created.
+        OSError: If `to` is not empty.
+    """
     to = to.absolute()
     partial = to.with_name(f".{to.name}.{os.getpid()}.partial")
     with os_errors("to", to):
         partial.mkdir(parents=True)
     try:
-        for file in beside:
-            shutil.copyfile(file, partial / file.name)
-        _write_json(partial / CONFIG_FILE, dict(config) | {"dtype": dtype, "torch_dtype": dtype})
-        files = _tensors_by_file(parts, _DTYPES[dtype].itemsize, file_bytes)
-        tensors, index, total = _tensors(parts, parameter, _DTYPES[dtype]), {}, 0
-        for number, names in enumerate(files, start=1):
-            file = WEIGHTS_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            arrays = dict(next(tensors) for _ in names)
-            try:
-                save_file(arrays, partial / file, metadata={"format": "pt"})  # required by transformers
-            except SafetensorError as e:
-                raise OSError(str(e)) from e
-            index |= dict.fromkeys(arrays, file)
-            total += sum(array.nbytes for array in arrays.values())
-        if len(files) > 1:
-            _write_json(partial / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": index})
+        yield partial
         partial.rename(to)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return sorted(to.iterdir())
+
+
+def write_tensors(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes a safetensors file.
+
+    Args:
+        file: Path of the file.
+        arrays: Contiguous arrays by tensor name.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    try:
+        save_file(dict(arrays), file, metadata={"format": "pt"})  # required by transformers
+    except SafetensorError as e:
+        raise OSError(str(e)) from e
 
 
 def _tensors_by_file(parts: Mapping[str, Sequence[Part]], itemsize: int, file_bytes: int) -> list[list[str]]:
@@ -110,15 +142,31 @@ def _tensors_by_file(parts: Mapping[str, Sequence[Part]], itemsize: int, file_by
     return files
 
 
-def _tensors(
-    parts: Mapping[str, Sequence[Part]], parameter: Callable[[str], np.ndarray], dtype: np.dtype
+def tensors_of(
+    parts: Mapping[str, Sequence[Part]], parameter: Callable[[str], np.ndarray], dtype: str
 ) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors of parameters, one parameter at a time.
+
+    Args:
+        parts: The tensors of every parameter and their positions in it, by parameter name.
+        parameter: Called with each name in `parts`, once and in order. Must return the whole parameter as a numpy array.
+        dtype: Dtype of the tensors, `float32` or `bfloat16`.
+
+    Yields:
+        Name and contiguous array of each tensor.
+    """
     for name, of_parameter in parts.items():
         whole = parameter(name)
         for part in of_parameter:
             array = whole[part.box].reshape(part.own_shape)
-            yield part.tensor, np.ascontiguousarray(array.T if part.order == "transposed" else array, dtype=dtype)
+            yield part.tensor, np.ascontiguousarray(array.T if part.order == "transposed" else array, dtype=_DTYPES[dtype])
 
 
-def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
+def write_json(path: Path, fields: Mapping[str, Any]) -> None:
+    """Writes fields as an indented JSON object.
+
+    Args:
+        path: Path of the file.
+        fields: The fields.
+    """
     path.write_text(json.dumps(fields, indent=2) + "\n")

@@ -18,14 +18,16 @@ from jgraph.data.tokenizer import TOKENIZER_FILE
 from jgraph.errors import ConfigError, DataError, require
 from jgraph.inference.generate import ENDED, stream
 from jgraph.inference.text import TextStream
+from jgraph.interop.adapter import AdapterFolder, adapter_parts
 from jgraph.interop.folder import Folder, check_exists
 from jgraph.interop.load import load as load_folder
+from jgraph.lora import A, AdaptedModel, B, joined
 from jgraph.modules import FunctionalModel
-from jgraph.train.config import TrainConfig
+from jgraph.train.config import LoRAConfig, TrainConfig
 from jgraph.train.initial import copied_folder, names_of, template_of
 from jgraph.train.saved import SavedRun
 from jgraph.train.setup import functional_model
-from jgraph.tree import path_name
+from jgraph.tree import leaf_names, path_name
 
 Tree = Any
 
@@ -183,7 +185,7 @@ def _pieces(steps: Iterator[np.ndarray], texts: list[TextStream]) -> Iterator[tu
             yield number, piece
 
 
-def load(path: str | Path, step: int | None = None, *, module: str = "") -> Loaded:
+def load(path: str | Path, step: int | None = None, *, module: str = "", adapter: str | Path | None = None) -> Loaded:
     """Loads the model of a run directory or of a Hugging Face folder onto the first device.
 
     Args:
@@ -192,18 +194,22 @@ def load(path: str | Path, step: int | None = None, *, module: str = "") -> Load
         step: Number of steps of the run's checkpoint; None for the newest. Must be None for a folder.
         module: Model class of the run, as `package.module:Class`. Required for a class outside `jgraph_models`: loading imports
             the module and so runs its code. Must be empty for a folder.
+        adapter: A PEFT folder with a LoRA adapter for the model, adapter_config.json and adapter_model.safetensors. The `model`
+            of the result is then an `AdaptedModel`, and `params` has the adapters in float32.
 
     Returns:
         The model with its parameters and its tokenizer. If the tokenizer is unknown, token ids are decoded to numbers.
 
     Raises:
         ConfigError: If there is neither a run nor a folder, `step` or `module` is given for a folder, or `module` is not the
-            class of the run. Also if `module` is empty for a class outside `jgraph_models`, or the folder is damaged.
+            class of the run. Also if `module` is empty for a class outside `jgraph_models`, or the folder is damaged. If
+            `adapter` is given for a run with LoRA, is damaged, does not fit the model, or has features other than plain LoRA.
         CheckpointError: If the run does not have the checkpoint, or the checkpoint is damaged.
         DataError: If the tokenizer.json is damaged, or the package `tokenizers` is not installed.
     """
     path = checked(path)
-    return _of_folder(path, step, module) if is_folder(path) else _of_run(path, step, module)
+    loaded = _of_folder(path, step, module) if is_folder(path) else _of_run(path, step, module)
+    return loaded if adapter is None else _with_adapter(loaded, Path(adapter))
 
 
 def checked(path: str | Path) -> Path:
@@ -342,3 +348,56 @@ def _of_folder(path: Path, step: int | None, module: str) -> Loaded:
     of_file = partial(Tokenizer.of_file, file, ends=ends, add_special_tokens=True)
     tokenizer = of_file() if file.exists() else Tokenizer.of_numbers(f"{path} has no {TOKENIZER_FILE}")
     return Loaded(model, params, model.new_state(), tokenizer, config, window, str(path), ChatTemplate.find(path))
+
+
+def _with_adapter(loaded: Loaded, path: Path) -> Loaded:
+    folder, config = open_adapter(path, loaded.config)
+    model = functional_model(config)
+    params = place_adapter(folder, model, config, loaded.params, model.shapes)
+    return dataclasses.replace(loaded, model=model, params=params, config=config, source=f"{loaded.source} with {path}")
+
+
+def open_adapter(path: Path, config: TrainConfig) -> tuple[AdapterFolder, TrainConfig]:
+    """Opens a PEFT folder with a LoRA adapter. Reads adapter_config.json and the names of the tensors.
+
+    Args:
+        path: The folder.
+        config: The configuration of the base model.
+
+    Returns:
+        The folder, and a copy of `config` with the rank, alpha and targets of the adapter in `lora`.
+
+    Raises:
+        ConfigError: If `config` has adapters, the folder is damaged, has features other than plain LoRA, or has a tensor for
+            another model.
+    """
+    require(not config.lora.rank, "adapter", path, "left out for a run with LoRA")
+    folder = AdapterFolder(path, field="adapter")
+    rank, alpha = folder.rank_and_alpha()
+    targets = folder.targets(names_of(config.module, field="adapter").parts(config.model))
+    return folder, config.changed(lora=LoRAConfig(rank=rank, alpha=alpha, targets=targets))
+
+
+def place_adapter(folder: AdapterFolder, model: FunctionalModel, config: TrainConfig, params: Tree, like: Tree) -> Tree:
+    """Loads an adapter onto devices, beside the parameters of its base model.
+
+    Args:
+        folder: The PEFT folder, from `open_adapter`.
+        model: The `AdaptedModel` of `config`.
+        config: The configuration, from `open_adapter`.
+        params: Parameters of the base model. Not copied.
+        like: `jax.ShapeDtypeStruct`s of all parameters, a tree like `model.shapes`. A leaf without a sharding goes to the first
+            device.
+
+    Returns:
+        The parameters with adapters, a tree like `like`.
+
+    Raises:
+        ConfigError: If a matrix is missing, cannot be read, or does not have the shape of the model.
+    """
+    assert isinstance(model, AdaptedModel), "`config.lora` has a rank"
+    parts = adapter_parts(names_of(config.module, field="adapter").parts(config.model), model.adapters, model.rank)
+    folder.check_adapters(parts)
+    leaves = dict(zip(leaf_names(like), jax.tree.leaves(like), strict=True))
+    low = load_folder(folder, parts, {name: leaves[name] for name in parts})
+    return joined(params, {name: (low[name + A], low[name + B]) for name in model.adapters})

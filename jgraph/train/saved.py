@@ -9,6 +9,7 @@ import numpy as np
 
 from jgraph.checkpoint import CheckpointReader
 from jgraph.dispatch import in_turn
+from jgraph.lora import A, AdaptedModel, B
 from jgraph.modules import FunctionalModel
 from jgraph.train.rundir import RunDir
 from jgraph.train.setup import functional_model
@@ -71,6 +72,24 @@ class SavedRun:
             CheckpointError: If the data of the parameter is damaged, or the checkpoint does not have the parameter.
         """
         return self._reader.read(self._leaves[name])
+
+    def read_merged(self, name: str) -> np.ndarray:
+        """Reads one parameter of the model without adapters, and adds its adapter if it has one. Collective, like `read`.
+
+        Args:
+            name: Path of the parameter in the tree of the model without adapters.
+
+        Returns:
+            The whole parameter, on the host. With an adapter, the sum in float32.
+
+        Raises:
+            KeyError: If the model has no parameter of this name.
+            CheckpointError: If the data of the parameter is damaged, or the checkpoint does not have the parameter.
+        """
+        weight = self.read(name)
+        if not isinstance(self.model, AdaptedModel) or name not in self.model.adapters:
+            return weight
+        return np.asarray(self.model.merged(name, weight.astype(np.float32), self.read(name + A), self.read(name + B)))
 
     def place(self, **like: Tree) -> dict[str, Tree]:
         """Reads parts of the saved state onto devices. Collective: every process must call this method with the same shapes.
