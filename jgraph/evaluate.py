@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jgraph.cli import Count, File, Module, Name, command
+from jgraph.cli import Count, Directory, File, Module, Name, command
 from jgraph.errors import os_errors, require
 from jgraph.interop.folder import check_exists
 
@@ -34,6 +34,7 @@ def evaluate(
     data_format: Annotated[Name, tyro.conf.arg(name="data.format", metavar="{text,chat}")] = None,
     step: Count = None,
     module: Module = "",
+    adapter: Directory = None,
     tasks: tuple[str, ...] = (),
     num_fewshot: Count = None,
     limit: Count = None,
@@ -60,6 +61,7 @@ def evaluate(
         step: Step of the checkpoint to load; by default the newest. Only for runs.
         module: Model class of the run, as `package.module:Class`. Required for a class outside `jgraph_models`, because loading
             imports it and so runs its code. Not for a folder.
+        adapter: PEFT folder with a LoRA adapter for the model.
         tasks: Tasks to score instead of text: names of tasks, groups and tags of lm-eval, YAML files of tasks, or folders with
             such files. Needs the extra lm-eval. Uses one device. A YAML file can name Python functions, which are run.
         num_fewshot: Number of examples before each question of a task; by default the task's. Only with --tasks.
@@ -93,11 +95,11 @@ def evaluate(
 
     logging.set_verbosity(logging.FATAL)  # Orbax also logs the errors that it raises.
     check_devices()
-    sizes = {"batch_size": batch_size, "seq_len": seq_len}
+    sizes, of_model = {"batch_size": batch_size, "seq_len": seq_len}, {"module": module, "adapter": adapter}
     if tasks:
-        fields = of_tasks | _evaluate_tasks(run, step, module, tasks, _given(of_tasks | sizes))
+        fields = of_tasks | _evaluate_tasks(run, step, of_model, tasks, _given(of_tasks | sizes))
     else:
-        fields = _evaluate_text(run, step, module, _given(of_text | sizes))
+        fields = _evaluate_text(run, step, of_model, _given(of_text | sizes))
     if json is not None:
         with os_errors("json", json):
             json.write_text(dumps(_valid(fields), indent=2) + "\n")
@@ -120,10 +122,10 @@ def _shown(value: Any) -> str:
     return "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-def _evaluate_text(run: Path, step: int | None, module: str, options: dict[str, Any]) -> dict[str, Any]:
+def _evaluate_text(run: Path, step: int | None, of_model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     from jgraph.train import evaluation
 
-    found = evaluation.evaluate(run, step, module=module, **options)
+    found = evaluation.evaluate(run, step, **of_model, **options)
     bits = "unknown: the tokens cannot be decoded" if found.bits_per_byte is None else f"{found.bits_per_byte:.4f}"
     print(f"model      {found.source}")
     print(f"held out   {found.batches} x {found.batch_size} x {found.seq_len} tokens of {found.data}")
@@ -134,12 +136,12 @@ def _evaluate_text(run: Path, step: int | None, module: str, options: dict[str, 
 
 
 def _evaluate_tasks(
-    run: Path, step: int | None, module: str, tasks: tuple[str, ...], options: dict[str, Any]
+    run: Path, step: int | None, of_model: dict[str, Any], tasks: tuple[str, ...], options: dict[str, Any]
 ) -> dict[str, Any]:
     from jgraph.train.harness import score_tasks
     from jgraph.train.loaded import load
 
-    loaded = load(run, step, module=module)
+    loaded = load(run, step, **of_model)
     found = score_tasks(loaded, tasks, **options)
     rows = [("task", "metric", "value", "stderr")]
     rows += [(one.task, one.metric, _shown(one.value), _shown(one.stderr)) for one in found]

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import tyro
 
-from jgraph.cli import Count, Module, command
+from jgraph.cli import Count, Directory, Module, command
 from jgraph.errors import ConfigError, require
 from jgraph.interop.folder import check_exists
 
@@ -40,6 +40,7 @@ def sample(
     window: Count = None,
     step: Count = None,
     module: Module = "",
+    adapter: Directory = None,
 ) -> None:
     """Prints the prompts and their continuations to stdout, in the order of the prompts, with an empty line between two texts.
 
@@ -64,6 +65,7 @@ def sample(
         step: Step of the checkpoint to load; by default the newest. Only for runs.
         module: Model class of the run, as `package.module:Class`. Required for a class outside `jgraph_models`, because loading
             imports it and so runs its code. Not for a folder.
+        adapter: PEFT folder with a LoRA adapter for the model.
 
     Raises:
         JgraphError: If there is no prompt, the model cannot be loaded, it has no tokenizer, an option has a value that is not
@@ -81,7 +83,7 @@ def sample(
 
     logging.set_verbosity(logging.FATAL)  # Orbax also logs the errors that it raises.
     check_devices()
-    loaded = load(run, step, module=module)
+    loaded = load(run, step, module=module, adapter=adapter)
     # Bytes that are not UTF-8 are kept as surrogates.
     stdin = sys.stdin.buffer.read().decode(errors="surrogateescape") if "-" in prompts else ""
     texts = [stdin if prompt == "-" else prompt for prompt in prompts]

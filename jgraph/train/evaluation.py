@@ -14,15 +14,26 @@ from jgraph.data import Corpus, Tokenizer, is_text, load, tokenizer_file
 from jgraph.data.tokenizer import TOKENIZER_FILE
 from jgraph.errors import ConfigError, DataError
 from jgraph.interop.folder import Folder
+from jgraph.lora import separated
 from jgraph.processes import devices_of_ranks
-from jgraph.step.state import TrainState
 from jgraph.train.config import TrainConfig
 from jgraph.train.initial import template_of
-from jgraph.train.loaded import checked, is_folder, open_folder, place_folder, tokenizer_kept, tokenizer_of
+from jgraph.train.loaded import (
+    checked,
+    is_folder,
+    open_adapter,
+    open_folder,
+    place_adapter,
+    place_folder,
+    tokenizer_kept,
+    tokenizer_of,
+)
 from jgraph.train.saved import SavedRun
 from jgraph.train.setup import TrainSetup
 from jgraph.train.validation import evaluator, heldout
 from jgraph.train.watchdog import Watchdog
+
+Tree = Any
 
 _LONGEST, _ROWS = 1024, 8  # for a folder: maximum tokens per sequence, and sequences per batch
 # An evaluation uses these settings of the run. All others have their defaults, so that any number of devices can be used.
@@ -78,7 +89,7 @@ class _Model(NamedTuple):
         tokenizer: The tokenizer.json, or None.
         template: The file of the chat template, or None.
         reads_text: Whether the model can be evaluated on text.
-        state: Reads the parameters.
+        weights: Reads parameters with the shapes and shardings of the second argument, and the carried state.
     """
 
     source: str
@@ -86,10 +97,17 @@ class _Model(NamedTuple):
     tokenizer: Path | None
     template: Path | None
     reads_text: bool
-    state: Callable[[TrainSetup], TrainState]
+    weights: Callable[[TrainSetup, Tree], tuple[Tree, Tree]]
 
 
-def evaluate(path: str | Path, step: int | None = None, *, module: str = "", **overrides: Any) -> Evaluation:
+def evaluate(
+    path: str | Path,
+    step: int | None = None,
+    *,
+    module: str = "",
+    adapter: str | Path | None = None,
+    **overrides: Any,
+) -> Evaluation:
     """Evaluates the model of a run directory or of a Hugging Face folder on held-out text. Changes no files of the run.
 
     For a run, the defaults select the same batches that the run evaluates while it trains.
@@ -100,6 +118,7 @@ def evaluate(path: str | Path, step: int | None = None, *, module: str = "", **o
         step: Number of finished steps of the run's checkpoint; None for the newest. Must be None for a folder.
         module: Model class of the run, as `package.module:Class`. Required for a class outside `jgraph_models`, because loading
             imports the module and so runs its code. Must be empty for a folder.
+        adapter: A PEFT folder with a LoRA adapter for the model; None for a run with LoRA.
         **overrides: Fields of `TrainConfig` that replace the settings of the evaluation. `data`: names of corpora, files or
             directories, required for a folder. `batch_size`: sequences per batch. `seq_len`: predicted tokens per sequence.
             `eval_batches`: largest number of batches. `dp`, `fsdp`, `tp`: number of devices. The defaults are the settings of
@@ -116,43 +135,55 @@ def evaluate(path: str | Path, step: int | None = None, *, module: str = "", **o
         CheckpointError: If the run does not have the checkpoint, or the checkpoint is damaged.
     """
     path = checked(path)
+
+    def adapted(model: _Model) -> _Model:
+        return model if adapter is None else _with_adapter(model, Path(adapter))
+
     if not is_folder(path):
         saved = SavedRun(path, step, module=module)
         try:
-            return _evaluated(_of_run(saved), overrides)
+            return _evaluated(adapted(_of_run(saved)), overrides)
         finally:
             saved.close()
     if "data" not in overrides:
         raise ConfigError("`data` is missing: must be given for a Hugging Face folder", field="data")
-    return _evaluated(_of_folder(*open_folder(path, step, module)), overrides)
+    return _evaluated(adapted(_of_folder(*open_folder(path, step, module))), overrides)
 
 
 def _of_run(saved: SavedRun) -> _Model:
-    def state(setup: TrainSetup) -> TrainState:
-        like, dtype = setup.step.canonical.shapes(), jnp.dtype(saved.config.dtypes.main_params_dtype)
+    def weights(setup: TrainSetup, like: Tree) -> tuple[Tree, Tree]:
+        dtype = jnp.dtype(saved.config.dtypes.main_params_dtype)
         dtype = None if saved.config.lora.rank else dtype  # base weights keep their dtype
-        params = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=leaf.sharding), like.params
-        )
-        return setup.inference_state(**saved.place(params=params, carried=like.carried))
+        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=leaf.sharding), like)
+        found = saved.place(params=like, carried=setup.step.canonical.shapes().carried)
+        return found["params"], found["carried"]
 
     model, settings = saved.config.model, _settings(saved.config)
     if saved.config.is_fp8 and (in_fp8 := getattr(model, "in_fp8", None)):
         model = in_fp8()
     reads_text = tokenizer_of(saved).name != "numbers"
     source, template = f"{saved.path} after {saved.step} steps", template_of(saved.config, saved.dir.origin)
-    return _Model(source, TrainConfig.of(**settings, model=model), tokenizer_kept(saved), template, reads_text, state)
+    return _Model(source, TrainConfig.of(**settings, model=model), tokenizer_kept(saved), template, reads_text, weights)
 
 
 def _of_folder(folder: Folder, config: TrainConfig) -> _Model:
-    def state(setup: TrainSetup) -> TrainState:
-        params = place_folder(folder, config, setup.step.canonical.shapes().params)
-        return setup.inference_state(params, setup.new_carried())
+    def weights(setup: TrainSetup, like: Tree) -> tuple[Tree, Tree]:
+        return place_folder(folder, config, like), setup.new_carried()
 
     longest = min(_LONGEST, folder.window or _LONGEST)
     sizes = TrainConfig.of(module=config.module, model=config.model, batch_size=_ROWS, seq_len=longest)
     file = folder.path / TOKENIZER_FILE
-    return _Model(str(folder.path), sizes, file if file.exists() else None, None, file.exists(), state)
+    return _Model(str(folder.path), sizes, file if file.exists() else None, None, file.exists(), weights)
+
+
+def _with_adapter(model: _Model, path: Path) -> _Model:
+    folder, config = open_adapter(path, model.config)
+
+    def weights(setup: TrainSetup, like: Tree) -> tuple[Tree, Tree]:
+        base, carried = model.weights(setup, separated(like)[0])
+        return place_adapter(folder, setup.model, config, base, like), carried
+
+    return model._replace(source=f"{model.source} with {path}", config=config, weights=weights)
 
 
 def _evaluated(model: _Model, overrides: dict[str, Any]) -> Evaluation:
@@ -173,7 +204,8 @@ def _evaluated(model: _Model, overrides: dict[str, Any]) -> Evaluation:
     if config.input.data_format == "chat":
         weights = [batch["weights"] for batch in batches if isinstance(batch, dict)]
         counted = [list(map(_trained, *both)) for both in zip(rows, weights, strict=True)]
-    loss = evaluator(setup, batches, Watchdog(0, print))(model.state(setup))
+    state = setup.inference_state(*model.weights(setup, setup.step.canonical.shapes().params))
+    loss = evaluator(setup, batches, Watchdog(0, print))(state)
     return Evaluation(
         source=model.source,
         data=corpus.name,

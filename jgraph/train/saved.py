@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jgraph.checkpoint import CheckpointReader
@@ -89,7 +90,8 @@ class SavedRun:
         weight = self.read(name)
         if not isinstance(self.model, AdaptedModel) or name not in self.model.adapters:
             return weight
-        return np.asarray(self.model.merged(name, weight.astype(np.float32), self.read(name + A), self.read(name + B)))
+        arrays = weight.astype(np.float32), self.read(name + A), self.read(name + B)
+        return np.asarray(self.model.merged(name, *map(jnp.asarray, arrays)))
 
     def place(self, **like: Tree) -> dict[str, Tree]:
         """Reads parts of the saved state onto devices. Collective: every process must call this method with the same shapes.
