@@ -223,6 +223,15 @@ def test_a_run_with_lora_takes_no_adapter(tmp_path):
 
 # --- Runs ---
 
+
+def evaluation_options(path):
+    """Writes files of random tokens. Returns arguments of `evaluate`."""
+    (path / "tokens").mkdir()
+    for part in ("train", "heldout"):
+        write_tokens(path / "tokens" / f"{part}-0.bin", [np.random.default_rng(0).integers(0, 256, 2000)], vocab_size=256)
+    return {"data": str(path / "tokens"), "seq_len": 16, "batch_size": 4, "eval_batches": 2}
+
+
 FLAGS = ("--steps", "2", "--optimizer.learning-rate", "0.1", "--lora.rank", "2", "--lora.base-dtype", "float32")
 
 
@@ -262,11 +271,7 @@ def test_text_and_evaluation_of_an_adapter_equal_those_of_merged_weights(tmp_pat
         )
     ]
     np.testing.assert_array_equal(*tokens)
-    data = tmp_path / "tokens"
-    data.mkdir()
-    for part in ("train", "heldout"):
-        write_tokens(data / f"{part}-0.bin", [np.random.default_rng(0).integers(0, 256, 2000)], vocab_size=256)
-    options = {"data": str(data), "seq_len": 16, "batch_size": 4, "eval_batches": 2}
+    options = evaluation_options(tmp_path)
     merged = evaluation.evaluate(tmp_path / "merged", **options)
     for layout in ({}, {"fsdp": 2, "tp": 2}):
         found = evaluation.evaluate(tmp_path / "base", adapter=tmp_path / "adapter", **options, **layout)
@@ -292,3 +297,6 @@ def test_a_run_without_lora_takes_an_adapter(tmp_path):
     of_run, of_folder = (jgraph.load(tmp_path / name, adapter=tmp_path / "adapter") for name in ("run", "base"))
     assert jax.tree.structure(joined(*separated(of_run.params))) == jax.tree.structure(of_run.params)
     np.testing.assert_array_equal(logits(of_run), logits(of_folder))
+    options = evaluation_options(tmp_path)
+    losses = [evaluation.evaluate(tmp_path / name, adapter=tmp_path / "adapter", **options).loss for name in ("run", "base")]
+    assert losses[0] == losses[1] != evaluation.evaluate(tmp_path / "base", **options).loss
