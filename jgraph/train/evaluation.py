@@ -177,11 +177,11 @@ def _of_folder(folder: Folder, config: TrainConfig) -> _Model:
 
 
 def _with_adapter(model: _Model, path: Path) -> _Model:
-    folder, config = open_adapter(path, model.config)
+    folder, config, adapted = open_adapter(path, model.config)
 
     def weights(setup: TrainSetup, like: Tree) -> tuple[Tree, Tree]:
         base, carried = model.weights(setup, separated(like)[0])
-        return place_adapter(folder, setup.model, config, base, like), carried
+        return place_adapter(folder, config, adapted, base, like), carried
 
     return model._replace(source=f"{model.source} with {path}", config=config, weights=weights)
 

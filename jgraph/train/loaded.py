@@ -21,6 +21,7 @@ from jgraph.inference.text import TextStream
 from jgraph.interop.adapter import AdapterFolder, adapter_parts
 from jgraph.interop.folder import Folder, check_exists
 from jgraph.interop.load import load as load_folder
+from jgraph.interop.names import Part
 from jgraph.lora import A, AdaptedModel, B, joined
 from jgraph.modules import FunctionalModel
 from jgraph.train.config import LoRAConfig, TrainConfig
@@ -351,40 +352,47 @@ def _of_folder(path: Path, step: int | None, module: str) -> Loaded:
 
 
 def _with_adapter(loaded: Loaded, path: Path) -> Loaded:
-    folder, config = open_adapter(path, loaded.config)
-    model = functional_model(config)
-    params = place_adapter(folder, model, config, loaded.params, model.shapes)
+    folder, config, model = open_adapter(path, loaded.config)
+    params = place_adapter(folder, config, model, loaded.params, model.shapes)
     return dataclasses.replace(loaded, model=model, params=params, config=config, source=f"{loaded.source} with {path}")
 
 
-def open_adapter(path: Path, config: TrainConfig) -> tuple[AdapterFolder, TrainConfig]:
-    """Opens a PEFT folder with a LoRA adapter. Reads adapter_config.json and the names of the tensors.
+def open_adapter(path: Path, config: TrainConfig) -> tuple[AdapterFolder, TrainConfig, AdaptedModel]:
+    """Opens a PEFT folder with a LoRA adapter. Reads adapter_config.json and the names and shapes of the matrices.
 
     Args:
         path: The folder.
         config: The configuration of the base model.
 
     Returns:
-        The folder, and a copy of `config` with the rank, alpha and targets of the adapter in `lora`.
+        The folder, a copy of `config` with the rank, alpha and targets of the adapter in `lora`, and its model.
 
     Raises:
-        ConfigError: If `config` has adapters, the folder is damaged, has features other than plain LoRA, or has a tensor for
-            another model.
+        ConfigError: If `config` has adapters, the folder is damaged, has features other than plain LoRA, or does not fit the
+            model.
     """
     require(not config.lora.rank, "adapter", path, "left out for a run with LoRA")
     folder = AdapterFolder(path, field="adapter")
     rank, alpha = folder.rank_and_alpha()
     targets = folder.targets(names_of(config.module, field="adapter").parts(config.model))
-    return folder, config.changed(lora=LoRAConfig(rank=rank, alpha=alpha, targets=targets))
+    config = config.changed(lora=LoRAConfig(rank=rank, alpha=alpha, targets=targets))
+    try:
+        model = functional_model(config)
+        assert isinstance(model, AdaptedModel), "`rank` is positive"
+        parts = _parts_of_adapters(config, model)
+    except ConfigError as e:  # names the setting `targets`, not the folder
+        raise folder.error(f"does not fit the model: {e}") from e
+    folder.check_adapters(parts)
+    return folder, config, model
 
 
-def place_adapter(folder: AdapterFolder, model: FunctionalModel, config: TrainConfig, params: Tree, like: Tree) -> Tree:
+def place_adapter(folder: AdapterFolder, config: TrainConfig, model: AdaptedModel, params: Tree, like: Tree) -> Tree:
     """Loads an adapter onto devices, beside the parameters of its base model.
 
     Args:
         folder: The PEFT folder, from `open_adapter`.
-        model: The `AdaptedModel` of `config`.
         config: The configuration, from `open_adapter`.
+        model: The model, from `open_adapter`.
         params: Parameters of the base model. Not copied.
         like: `jax.ShapeDtypeStruct`s of all parameters, a tree like `model.shapes`. A leaf without a sharding goes to the first
             device.
@@ -393,11 +401,12 @@ def place_adapter(folder: AdapterFolder, model: FunctionalModel, config: TrainCo
         The parameters with adapters, a tree like `like`.
 
     Raises:
-        ConfigError: If a matrix is missing, cannot be read, or does not have the shape of the model.
+        ConfigError: If a matrix cannot be read.
     """
-    assert isinstance(model, AdaptedModel), "`config.lora` has a rank"
-    parts = adapter_parts(names_of(config.module, field="adapter").parts(config.model), model.adapters, model.rank)
-    folder.check_adapters(parts)
-    leaves = dict(zip(leaf_names(like), jax.tree.leaves(like), strict=True))
+    parts, leaves = _parts_of_adapters(config, model), dict(zip(leaf_names(like), jax.tree.leaves(like), strict=True))
     low = load_folder(folder, parts, {name: leaves[name] for name in parts})
     return joined(params, {name: (low[name + A], low[name + B]) for name in model.adapters})
+
+
+def _parts_of_adapters(config: TrainConfig, model: AdaptedModel) -> dict[str, tuple[Part, ...]]:
+    return adapter_parts(names_of(config.module, field="adapter").parts(config.model), model.adapters, model.rank)

@@ -167,6 +167,10 @@ def edit_tensors(change):
     return edit
 
 
+def head_of(tensors):
+    return {f"base_model.model.lm_head.lora_{m}.weight": tensors[name] for m, name in (("A", A0), ("B", B0))}
+
+
 A0, B0 = (f"{PREFIX}0.self_attn.q_proj.lora_{m}.weight" for m in "AB")
 WRONG = {
     "another method": (edit_config(peft_type="LOHA"), "`peft_type` is LOHA: must be lora"),
@@ -185,6 +189,10 @@ WRONG = {
     ),
     "incomplete": (edit_tensors(lambda tensors: tensors.pop(B0)), f"has no tensor {B0}"),
     "empty": (edit_tensors(lambda tensors: tensors.clear()), "adapter_model.safetensors has no tensor"),
+    "head": (
+        edit_tensors(lambda tensors: tensors.update(head_of(tensors))),
+        "does not fit the model: `lora.targets` selects head_DV: must select weights of matmuls",
+    ),
     "no config": (lambda path: (path / CONFIG_FILE).unlink(), "has no adapter_config.json"),
     "no tensors": (lambda path: (path / WEIGHTS_FILE).unlink(), "adapter_model.safetensors cannot be read"),
     "no folder": (shutil.rmtree, "no such folder"),
