@@ -41,7 +41,7 @@ def export(
         step: Step of the checkpoint to export; by default the newest.
         module: Model class of the run, as `package.module:Class`. Required for a class outside `jgraph_models`, because loading
             imports it and so runs its code.
-        dtype: Dtype of the tensors.
+        dtype: Dtype of the tensors. An adapter always has float32, the dtype of the run.
         weights: For a LoRA run, `merged` writes the model with the adapters added to its weights. `adapter` writes
             adapter_config.json and adapter_model.safetensors, the format of the library PEFT.
 
@@ -71,7 +71,7 @@ def export(
             if weights == "adapter":
                 assert isinstance(saved.model, AdaptedModel)
                 base = saved.config.initial.init_from
-                choices: Any = {"rank": lora.rank, "alpha": lora.alpha, "base": base, "dtype": dtype}
+                choices: Any = {"rank": lora.rank, "alpha": lora.alpha, "base": base}
                 files = write_adapter(to, parts, saved.model.adapters, saved.read, **choices)
             else:
                 files = write(to, config, parts, saved.read_merged, dtype=dtype, beside=copied)

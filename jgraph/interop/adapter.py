@@ -151,9 +151,8 @@ def write_adapter(
     rank: int,
     alpha: float,
     base: str,
-    dtype: str,
 ) -> list[Path]:
-    """Writes adapters as a PEFT folder. Leaves no files behind if it fails.
+    """Writes adapters as a PEFT folder in float32. Leaves no files behind if it fails.
 
     Args:
         to: The new folder. Nothing may exist at the path, except an empty directory. Missing parents are created.
@@ -163,7 +162,6 @@ def write_adapter(
         rank: Rank of the adapters.
         alpha: The adapters are multiplied by `alpha / rank`.
         base: Path or id of the base model; "" if it has none.
-        dtype: Dtype of the tensors, `float32` or `bfloat16`.
 
     Returns:
         The absolute paths of all files in the folder, sorted.
@@ -191,7 +189,7 @@ def write_adapter(
     }
     with new_folder(to) as folder:
         write_json(folder / CONFIG_FILE, config)
-        write_tensors(folder / WEIGHTS_FILE, dict(tensors_of(own, parameter, dtype)))
+        write_tensors(folder / WEIGHTS_FILE, dict(tensors_of(own, parameter, "float32")))
     return sorted(to.absolute().iterdir())
 
 

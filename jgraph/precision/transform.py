@@ -507,10 +507,13 @@ class FP8Trace:
         whole = self._weights(leaves[: len(avals)]) if uncast and not self.config.calibrates else [None] * len(taps)
         given: list[tuple[Tap, Array | None] | None] = []
         for site, tap, w in zip(self.sites, taps, whole, strict=True):
+            if tap is None:
+                given.append(None)
+                continue
             # A weight that every iteration of a scan reads would be stacked once per iteration. Its gradient is accumulated in
             # the scan instead.
             is_stacked = w is not None and w.size > leaves[min(site.params)].size
-            given.append(None if tap is None else (tap, None if is_stacked else w))
+            given.append((tap, None if is_stacked else w))
 
         def multiply(site: DelayedProduct, x: Array, w: Array, extra: Sequence[Array], given: Any) -> Array:
             if given is None:

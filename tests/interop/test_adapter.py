@@ -37,7 +37,7 @@ def make_adapter(path, config, targets=("*/kernel",), **changes):
     shapes = dict(zip(leaf_names(model.shapes), jax.tree.leaves(model.shapes), strict=True))
     rng = np.random.default_rng(1)
     arrays = {name: rng.standard_normal(shapes[name].shape, np.float32) / 5 for name in model.trained}
-    options = {"rank": RANK, "alpha": ALPHA, "base": "base", "dtype": "float32"} | changes
+    options = {"rank": RANK, "alpha": ALPHA, "base": "base"} | changes
     write_adapter(path, HUGGING_FACE.parts(config), model.adapters, arrays.__getitem__, **options)
     return model, arrays
 
