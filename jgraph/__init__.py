@@ -3,6 +3,7 @@
 - A training step for your loop: `train_step`; strategies `Replicated`, `FullySharded` and `Pipelined`; `elementwise`, `Loss`.
 - A model for it: `functional` for a Flax module, `PipelineModel`, `split_embedding`, `cross_entropy`, `rms_norm`, `scope`,
   `BATCH_AXES`; with experts: `MoE`, `MoEConfig`, `grouped_dot`.
+- Fine-tuning: `lora`, `AdaptedModel`; `lm_eval_model` for tasks of lm-eval.
 - Checkpoints: `Checkpoints`.
 - Text from a model: `generate`, `stream`, `Decoder`; `load` for the model of a run or of a Hugging Face folder.
 - A backward pass in two parts: `split_backward`. Functions as CUDA graphs: `make_graphed_callables`, `Borrowed`, `fold_key`.

@@ -1,4 +1,5 @@
 from ._version import __version__ as __version__
+from .adapters import AdaptedModel as AdaptedModel, lora as lora
 from .autodiff import split_backward as split_backward
 from .callables import Borrowed as Borrowed, fold_key as fold_key, make_graphed_callables as make_graphed_callables
 from .checkpoint import Checkpoints as Checkpoints
@@ -20,7 +21,6 @@ from .errors import (
 from .inference.generate import generate as generate, stream as stream
 from .kernels.grouped import grouped_dot as grouped_dot
 from .kernels.norm import rms_norm as rms_norm
-from .lora import AdaptedModel as AdaptedModel, lora as lora
 from .loss import cross_entropy as cross_entropy
 from .mesh import BATCH_AXES as BATCH_AXES
 from .modules import Decoder as Decoder, functional as functional

@@ -53,9 +53,9 @@ def export(
     # Imported here, so that --help and errors in flags do not wait for jax.
     from absl import logging
 
+    from jgraph.adapters import AdaptedModel
     from jgraph.interop.adapter import write_adapter
     from jgraph.interop.write import check_empty, write
-    from jgraph.lora import AdaptedModel
     from jgraph.train.initial import copied_files, copied_folder, names_of
     from jgraph.train.saved import SavedRun
 

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgraph.adapters import separated
 from jgraph.data import Corpus, Tokenizer, is_text, load, tokenizer_file
 from jgraph.data.tokenizer import TOKENIZER_FILE
 from jgraph.errors import ConfigError, DataError
 from jgraph.interop.folder import Folder
-from jgraph.lora import separated
 from jgraph.processes import devices_of_ranks
 from jgraph.train.config import TrainConfig
 from jgraph.train.initial import template_of

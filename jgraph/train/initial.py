@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jgraph.adapters import AdaptedModel, joined, separated
 from jgraph.data import is_text, tokenizer_file
 from jgraph.data.chat import TEMPLATE_FILE
 from jgraph.data.tokenizer import TOKENIZER_FILE
@@ -25,7 +26,6 @@ from jgraph.errors import ConfigError, download_hint, os_errors, require
 from jgraph.interop.folder import CONFIG_FILE, Folder
 from jgraph.interop.load import load
 from jgraph.interop.names import HuggingFace
-from jgraph.lora import AdaptedModel, joined, separated
 from jgraph.step.state import TrainState
 from jgraph.train.config import InitialConfig, TrainConfig
 from jgraph.train.model import find_model

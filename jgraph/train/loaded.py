@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgraph.adapters import A, AdaptedModel, B, joined
 from jgraph.data import Tokenizer, is_text, tokenizer_file
 from jgraph.data.chat import ChatTemplate, Message, end_ids
 from jgraph.data.tokenizer import TOKENIZER_FILE
@@ -22,7 +23,6 @@ from jgraph.interop.adapter import AdapterFolder, adapter_parts
 from jgraph.interop.folder import Folder, check_exists
 from jgraph.interop.load import load as load_folder
 from jgraph.interop.names import Part
-from jgraph.lora import A, AdaptedModel, B, joined
 from jgraph.modules import FunctionalModel
 from jgraph.train.config import LoRAConfig, TrainConfig
 from jgraph.train.initial import copied_folder, names_of, template_of

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgraph.adapters import A, AdaptedModel, B
 from jgraph.checkpoint import CheckpointReader
 from jgraph.dispatch import in_turn
-from jgraph.lora import A, AdaptedModel, B
 from jgraph.modules import FunctionalModel
 from jgraph.train.rundir import RunDir
 from jgraph.train.setup import functional_model

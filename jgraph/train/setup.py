@@ -14,10 +14,10 @@ from flax import linen as nn, nnx
 from jax import Array
 from jax.sharding import Mesh
 
+from jgraph.adapters import AdaptedModel, lora
 from jgraph.device import find as device_info
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError
-from jgraph.lora import AdaptedModel, lora
 from jgraph.mesh import Axis
 from jgraph.modules import FunctionalModel, functional
 from jgraph.pipeline import Pipelined, PipelineModel, choose, find_schedule, measure

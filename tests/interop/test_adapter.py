@@ -10,11 +10,11 @@ from safetensors.numpy import load_file, save_file
 
 import jgraph
 from jgraph import export
+from jgraph.adapters import AdaptedModel, Adapter, joined, separated
 from jgraph.data import write_tokens
 from jgraph.errors import ConfigError
 from jgraph.interop import Part
 from jgraph.interop.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_parts, write_adapter
-from jgraph.lora import AdaptedModel, Adapter, joined, separated
 from jgraph.train import evaluation
 from jgraph.train.config import LoRAConfig, TrainConfig
 from jgraph.train.loaded import open_adapter

@@ -158,14 +158,18 @@ def test_wgrad_accumulates_into_main_grad_in_float32(recipe, dtype):
         assert not np.array_equal(late["up"], late["up"].astype(jnp.bfloat16))
 
 
-def test_accumulate_refuses_a_missing_main_grad_of_a_delayed_gradient():
+def test_accumulate_skips_parameters_without_a_sum():
     fp8, params, state, x = make("mlp", "current")
     split, given = jgraph.split_backward(fp8), (params, state, None)
     y, residuals = split.forward(given, x)
     _, _, stash = split.dgrad(given, residuals, y)
-    with pytest.raises(SplitError) as error:
-        split.accumulate((None, None, None), given, residuals, stash)
-    assert error.value.field == "main_grad"
+    late = split.wgrad(given, residuals, stash)[0]
+    name = next(name for name, gradient in late.items() if gradient is not None)
+    sums = {other: jnp.ones(leaf.shape, jnp.float32) if other == name else None for other, leaf in params.items()}
+    found, *rest = split.accumulate((sums, None, None), given, residuals, stash)
+    assert rest == [None, None]
+    assert [other for other, total in found.items() if total is not None] == [name]
+    np.testing.assert_allclose(found[name], 1 + late[name], rtol=1e-5)
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])

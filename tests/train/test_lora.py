@@ -11,9 +11,9 @@ import pytest
 from flax import nnx
 
 import jgraph
+from jgraph.adapters import AdaptedModel, separated
 from jgraph.checkpoint import Checkpoints
 from jgraph.errors import ConfigError
-from jgraph.lora import AdaptedModel, separated
 from jgraph.precision.config import FP8Config
 from jgraph.train.config import LoRAConfig, TrainConfig
 from jgraph.train.evaluation import evaluate as jgraph_evaluate

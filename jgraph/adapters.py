@@ -217,6 +217,8 @@ def lora(
             weight of a matmul outside `jgraph.mesh.per_shard`.
 
     Examples:
+        >>> import optax
+        >>> from flax import nnx
         >>> class Line(nnx.Module):
         ...     def __init__(self, rngs):
         ...         self.linear = nnx.Linear(8, 4, rngs=rngs)
