@@ -19,7 +19,7 @@ from jgraph.data import tokenfile
 from jgraph.data._corpus import load, side_files
 from jgraph.data._make import SHARD_TOKENS, make_token_files
 from jgraph.data._texts import FIELD, HELDOUT_FRACTION, Format, named, weighted
-from jgraph.data.chat import ChatReader
+from jgraph.data.chat import TEMPLATE_FILE, ChatReader
 from jgraph.data.tokenizer import TOKENIZER_FILE, decode_bytes, load_decoder
 from jgraph.errors import DataError, os_errors, require
 
@@ -90,7 +90,8 @@ def show(
             corpora and directories of token files, each optionally as NAME:WEIGHT.
         field: Field of the text in .jsonl files, .parquet files and datasets.
         format: `chat` for records with `messages`, or with `prompt` and `completion`.
-        tokenizer: With the format chat: a tokenizer.json, or a Hugging Face folder. By default, text is read as bytes.
+        tokenizer: With the format chat: a tokenizer.json, or a Hugging Face folder. By default, and for a folder without
+            tokenizer.json, text is read as bytes.
         template: With the format chat: a Jinja file. By default the chat template of the folder.
         record: With the format chat: the number of the record to print, from 0.
 
@@ -125,7 +126,12 @@ def show(
 
 
 def _show_chat(names: list[str], tokenizer: Path | None, template: Path | None, record: int) -> None:
-    file = tokenizer / TOKENIZER_FILE if tokenizer and tokenizer.is_dir() else tokenizer
+    file = tokenizer
+    if tokenizer and tokenizer.is_dir():
+        # As in training: text is read as bytes if the folder has no tokenizer.
+        file = path if (path := tokenizer / TOKENIZER_FILE).exists() else None
+        if template is None and file is None and (found := tokenizer / TEMPLATE_FILE).exists():
+            template = found
     with os_errors("tokenizer", file, "read"):
         reader = ChatReader(file, template)
     shown, conversations, tokens, trained = None, 0, 0, 0
