@@ -356,9 +356,9 @@ def test_gradient_shards_are_summed_over_devices_in_grads_dtype(dtype, total, re
     def local(parts, tokens_BS):
         dtypes, choices = {"w": jnp.dtype(LOW)}, {"grads_dtype": dtype, "reshard_after_forward": reshard_after_forward}
         choices |= {"reduce": reduce}
-        return fsdp.value_and_grads(
-            lambda whole, _: (product(whole, tokens_BS), None), parts, {"w": ShardSpec(0, 2, 2)}, dtypes, {}, **choices
-        )[1]
+        spec = {"w": ShardSpec(0, 2, 2)}
+        loss = lambda whole, _: (product(whole, tokens_BS), None)  # noqa: E731
+        return fsdp.value_and_grads(loss, parts, {"w": True}, spec, dtypes, {}, **choices)[1]
 
     mesh, part = Mesh(np.array(jax.devices()[:2]), ("fsdp",)), PartitionSpec("fsdp")
     run = jax.shard_map(local, mesh=mesh, in_specs=({"w": part}, part), out_specs={"w": part}, check_vma=False)
