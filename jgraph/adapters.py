@@ -10,7 +10,7 @@ columns of B belongs to part i of the columns of A.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -96,6 +96,7 @@ class AdaptedModel(FunctionalModel):
         rank: Rank of the adapters.
         scale: Factor of the adapters, alpha / rank.
         seed: Seed of new matrices A.
+        trace: The matmuls of the loss function of the model.
     """
 
     base: FunctionalModel = field(kw_only=True)
@@ -104,11 +105,6 @@ class AdaptedModel(FunctionalModel):
     scale: float = field(kw_only=True)
     seed: int = field(kw_only=True)
     trace: "_Trace" = field(kw_only=True, repr=False)
-
-    @property
-    def trained(self) -> tuple[str, ...]:
-        """Names of the parameters of the adapters."""
-        return tuple(name + end for name in self.adapters for end in (A, B))
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -213,8 +209,8 @@ def lora(
         The model with adapters. Its `init` returns the parameters of the model and new adapters.
 
     Raises:
-        ConfigError: If `rank` or `alpha` is not positive, a pattern matches no parameter, or a matching parameter is not the
-            weight of a matmul outside `jgraph.mesh.per_shard`.
+        ConfigError: If `rank` or `alpha` is not positive, a pattern matches no parameter, or a matching parameter has another
+            use than as the whole weight of matmuls outside `jgraph.mesh.per_shard`.
 
     Examples:
         >>> import optax
@@ -364,10 +360,11 @@ def _low(adapter: Adapter, site: DelayedProduct, x: Array, a: Array, b: Array, s
 
 @dataclass(frozen=True, eq=False)
 class _Traced:
-    """A function and its matmuls with parameters."""
+    """A function and its matmuls with parameters. `others` has the indices of parameters with uses other than matmuls."""
 
     closed: Any
     block: find.Block
+    others: Container[int]
     names: Sequence[str]
     structure: Any
 
@@ -377,8 +374,9 @@ class _Traced:
 
     def name_of(self, site: DelayedProduct) -> str | None:
         """Returns the name of the parameter that is the whole weight of a matmul; None if there is none."""
-        is_plain = site.name == "dot_general" and not any(site.eqn.params["dimension_numbers"][1])
-        return self.names[next(iter(site.params))] if is_plain and site.moved and len(site.params) == 1 else None
+        index, is_plain = min(site.params), site.name == "dot_general" and not any(site.eqn.params["dimension_numbers"][1])
+        is_whole = math.prod(site.lead) * site.w_aval.size == self.closed.in_avals[index].size
+        return self.names[index] if is_plain and is_whole and site.moved and len(site.params) == 1 else None
 
 
 def _traced(function: Callable[..., Tree], params: Tree, *args: Tree) -> _Traced:
@@ -386,8 +384,8 @@ def _traced(function: Callable[..., Tree], params: Tree, *args: Tree) -> _Traced
     closed, names = traced.jaxpr, leaf_names(params)
     is_data = [i >= len(names) for i in range(len(closed.jaxpr.invars))]
     indices = [None if data else i for i, data in enumerate(is_data)]
-    block = find.find(closed.jaxpr, [True] * len(closed.jaxpr.outvars), indices, is_data).block
-    return _Traced(closed, block, names, jax.tree.structure(traced.out_info))
+    found = find.find(closed.jaxpr, [True] * len(closed.jaxpr.outvars), indices, is_data)
+    return _Traced(closed, found.block, found.stray, names, jax.tree.structure(traced.out_info))
 
 
 @dataclass(frozen=True, eq=False)
@@ -404,12 +402,14 @@ class _Trace:
         return cls(_traced(loss, model.shapes, model.carried, key, batch), jax.tree.leaves(model.shapes))
 
     def site_of(self, name: str) -> DelayedProduct:
-        """Returns the first matmul with a parameter as its whole weight."""
-        size = self.shapes[self.traced.names.index(name)].size
-        for site in self.traced.sites:
-            if self.traced.name_of(site) == name and math.prod(site.lead) * site.w_aval.size == size:
-                return site
-        raise ConfigError(f"`targets` selects {name}: must select weights of matmuls", field="targets")
+        """Returns the first matmul with a parameter as its weight."""
+        index = self.traced.names.index(name)
+        sites = [site for site in self.traced.sites if index in site.params]
+        # An adapter would be missing in other uses, so the merged weights would compute other outputs.
+        if not sites or index in self.traced.others or any(self.traced.name_of(site) != name for site in sites):
+            must = "must select parameters with no other use than as the whole weight of matmuls"
+            raise ConfigError(f"`targets` selects {name}: {must}", field="targets")
+        return sites[0]
 
     def adapter(self, name: str, rules: Mapping[str, Split]) -> Adapter:
         site = self.site_of(name)
