@@ -151,12 +151,13 @@ class Reporter:
             }
         )
 
-    def summary(self, summary: Summary, module: str) -> None:
+    def summary(self, summary: Summary, config: TrainConfig) -> None:
         """Prints the result of a run. If it has a sample text, also prints that text and the command that generates more text.
 
         Args:
             summary: The result of the run.
-            module: Model class of the run, as `package.module:Class`. The command names it if it is outside `jgraph_models`.
+            config: The configuration of the run. The command names a model class outside `jgraph_models`, and asks a question
+                after training on chat data.
         """
         seconds, zlib = summary.seconds, summary.zlib_nats_per_token
         rate = f", {summary.tokens / seconds:,.0f} tokens/s" if seconds else ""
@@ -174,8 +175,9 @@ class Reporter:
         if any(summary.sample):
             prompt, continuation = summary.sample
             self.line(f"sample text for the held-out prompt {prompt!r}:\n{continuation}")
-            flag = "" if is_built_in(module) else f" --model.module {module}"
-            self.line(f"to generate more: python -m jgraph.sample {summary.run_dir}{flag} --prompt 'The '")
+            flag = "" if is_built_in(config.module) else f" --model.module {config.module}"
+            prompt = "--chat --prompt 'Hello'" if config.input.data_format == "chat" else "--prompt 'The '"
+            self.line(f"to generate more: python -m jgraph.sample {summary.run_dir}{flag} {prompt}")
 
     def _rows(self, rows: dict[str, str]) -> None:
         for label, text in rows.items():

@@ -303,7 +303,7 @@ class _Run:
             stopped_by="" if is_done else self.stop.name,
         )
         if is_done:
-            self.reporter.summary(summary, config.module)
+            self.reporter.summary(summary, config)
             if is_process_zero() and any(summary.sample):
                 run_dir.add_sample(summary.steps, *summary.sample)
         else:

@@ -152,8 +152,9 @@ def test_a_folder_is_fine_tuned_evaluated_and_sampled_with_its_template(tmp_path
     chats.save_tokenizer(tmp_path / "folder", chats.CHATML)
     (tmp_path / "folder" / "generation_config.json").write_text('{"eos_token_id": 2}')
     options = flags(data, steps=2, **{"init-from": tmp_path / "folder", "data.template": ""})
-    options += ["--run-dir", str(tmp_path / "run"), "--batch-size", "4", "--eval-batches", "2", "--sample-tokens", "0"]
+    options += ["--run-dir", str(tmp_path / "run"), "--batch-size", "4", "--eval-batches", "2", "--sample-tokens", "4"]
     assert main(options) == 0
+    assert f"to generate more: python -m jgraph.sample {tmp_path / 'run'} --chat --prompt 'Hello'" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "folder")
     assert evaluation.evaluate(tmp_path / "run").loss == pytest.approx(
         tiny.entries(tmp_path / "run")[-1]["eval_loss"], rel=1e-6
