@@ -57,7 +57,9 @@ def main(rank: int, ranks: int, rendezvous: Path, paths: list[Path]) -> None:
 def train(rank: int, ranks: int, model: dict, optimizer: dict, microbatches: int, arrays: Arrays) -> Arrays:
     """Trains on every rank. Returns the losses, the gradient norms and the final weights."""
     steps_BS, rates = torch.tensor(arrays.pop("tokens"), dtype=torch.int64), arrays.pop("learning_rates").tolist()
-    gpt, settings = sharded(settings_from(GPTConfig, model), arrays, ranks), OptimizerConfig(**optimizer)
+    gpt = sharded(settings_from(GPTConfig, model), arrays, ranks)
+    # JSON has lists instead of tuples.
+    settings = OptimizerConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in optimizer.items()})
     matrices, vectors = ([p for p in gpt.parameters() if (p.ndim > 1) is is_matrix] for is_matrix in (True, False))
     adamw = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
