@@ -19,7 +19,7 @@ from jgraph.train import evaluation
 from jgraph.train.config import LoRAConfig, TrainConfig
 from jgraph.train.loaded import open_adapter
 from jgraph.train.setup import functional_model
-from jgraph.tree import leaf_names
+from jgraph.tree import is_adapter, leaf_names
 from jgraph_models.hugging_face import HUGGING_FACE
 from tests.interop.test_interop import LLAMA, QWEN3, make, train
 
@@ -36,7 +36,7 @@ def make_adapter(path, config, targets=("*/kernel",), **changes):
     assert isinstance(model, AdaptedModel)
     shapes = dict(zip(leaf_names(model.shapes), jax.tree.leaves(model.shapes), strict=True))
     rng = np.random.default_rng(1)
-    arrays = {name: rng.standard_normal(shapes[name].shape, np.float32) / 5 for name in model.trained}
+    arrays = {name: rng.standard_normal(shapes[name].shape, np.float32) / 5 for name in shapes if is_adapter(name)}
     options = {"rank": RANK, "alpha": ALPHA, "base": "base"} | changes
     write_adapter(path, HUGGING_FACE.parts(config), model.adapters, arrays.__getitem__, **options)
     return model, arrays
@@ -76,7 +76,7 @@ def test_adapters_are_written_and_loaded_bit_for_bit(config, tmp_path):
     for name, array in arrays.items():  # the layers of a loaded folder are not stacked
         is_stacked = config.scan_layers
         stacked |= {name.replace("blocks/", f"blocks/{i}/"): array[i] for i in range(2)} if is_stacked else {name: array}
-    for name in loaded.model.trained:
+    for name in filter(is_adapter, leaf_names(loaded.model.shapes)):
         np.testing.assert_array_equal(found[name], stacked.pop(name))
     assert not stacked
 
@@ -191,7 +191,7 @@ WRONG = {
     "empty": (edit_tensors(lambda tensors: tensors.clear()), "adapter_model.safetensors has no tensor"),
     "head": (
         edit_tensors(lambda tensors: tensors.update(head_of(tensors))),
-        "does not fit the model: `lora.targets` selects head_DV: must select weights of matmuls",
+        "does not fit the model: `lora.targets` selects head_DV: must select parameters with no other use",
     ),
     "no config": (lambda path: (path / CONFIG_FILE).unlink(), "has no adapter_config.json"),
     "no tensors": (lambda path: (path / WEIGHTS_FILE).unlink(), "adapter_model.safetensors cannot be read"),
