@@ -8,13 +8,14 @@ adapters. A step computes the loss of all tokens of random sequences.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from benchmarks import single_gpu
 from benchmarks.rows import Row, ratio, row_name, spread
 from benchmarks.runner import Benchmark, TraceOptions, Work
 from benchmarks.tables import COLUMNS, Section, number
 from benchmarks.turns import Candidate
-from benchmarks.works import jgraph_step, preset_config, with_fp8
+from benchmarks.works import preset_config
 from jgraph.train.config import LoRAConfig, TrainConfig
 
 VARIANTS = ("jgraph", "jgraph fp8=delayed:e4m3", "jgraph remat=layer", "peft eager", "peft compile", "peft checkpointing")
@@ -59,19 +60,11 @@ def candidate(variant: str, config: TrainConfig, options: TraceOptions) -> Candi
         The candidate.
     """
     system, _, settings = variant.partition(" ")
-    row = {"system": "torch" if system == "peft" else system, "variant": variant if system == "peft" else settings}
-    if system == "peft":
-        request = {"variant": settings, "config": config.to_dict()}
-        return Candidate(row, "benchmarks.peers.peft_lora", request, gpus=int(options.sizes == "full"))
-    for text in settings.split():
-        name, _, value = text.partition("=")
-        if name == "fp8":
-            config = with_fp8(config, value)
-        elif name in ("remat", "graph"):
-            config = config.changed(**{name: value})
-        else:
-            config = config.changed(model=replace(config.model, **{name: value}))
-    return jgraph_step(row, config, options)
+    if system != "peft":
+        return single_gpu.candidate(variant, config, options)
+    request = {"variant": settings, "config": config.to_dict()}
+    row = {"system": "torch", "variant": variant}
+    return Candidate(row, "benchmarks.peers.peft_lora", request, gpus=int(options.sizes == "full"))
 
 
 def section(name: str, result: Row) -> Section:

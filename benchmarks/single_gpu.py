@@ -31,9 +31,9 @@ class Options(TraceOptions):
     presets: tuple[str, ...] = ("launch-bound", "gpt-124m", "gpt-1b3")
     """Presets to time."""
     variants: tuple[str, ...] = VARIANTS
-    """Variants of each preset. All are compared with the first. `jgraph NAME=VALUE` sets graph, a setting of the model or the
-    optimizer, an XLA option, or the FP8 recipe: `fp8=delayed`, `fp8=current:e4m3`. `benchmarks/peers/plain_jax.py` describes
-    `jax` variants, and `benchmarks/peers/te_variant.py` those of Transformer Engine, `torch te ...`."""
+    """Variants of each preset. All are compared with the first. `jgraph NAME=VALUE` sets graph, remat, a setting of the model
+    or the optimizer, an XLA option, or the FP8 recipe: `fp8=delayed`, `fp8=current:e4m3`. `benchmarks/peers/plain_jax.py`
+    describes `jax` variants, and `benchmarks/peers/te_variant.py` those of Transformer Engine, `torch te ...`."""
 
 
 def works(options: Options) -> Iterator[Work]:
@@ -67,8 +67,8 @@ def candidate(variant: str, config: TrainConfig, options: TraceOptions) -> Candi
     config = config.changed(graph="auto")
     for text in settings.split():
         setting, _, value = text.partition("=")
-        if setting == "graph":
-            config = config.changed(graph=value)
+        if setting in ("graph", "remat"):
+            config = config.changed(**{setting: value})
         elif setting == "fp8":
             config = with_fp8(config, value)
         elif setting in OptimizerConfig.__dataclass_fields__:

@@ -29,11 +29,10 @@ from jgraph.modules import FunctionalModel
 from jgraph.pipeline import PipelineModel
 from jgraph.strategies import Split
 from jgraph.strategies.tensor_parallel import AXIS
-from jgraph.tree import leaf_names, matching
+from jgraph.tree import ADAPTER_A as A, ADAPTER_B as B, leaf_names, matching
 
 Tree = Any
 
-A, B = "_lora_a", "_lora_b"
 TARGETS = ("*/kernel",)
 
 
@@ -382,9 +381,7 @@ class _Traced:
 def _traced(function: Callable[..., Tree], params: Tree, *args: Tree) -> _Traced:
     traced = jax.jit(function).trace(params, *args)
     closed, names = traced.jaxpr, leaf_names(params)
-    is_data = [i >= len(names) for i in range(len(closed.jaxpr.invars))]
-    indices = [None if data else i for i, data in enumerate(is_data)]
-    found = find.find(closed.jaxpr, [True] * len(closed.jaxpr.outvars), indices, is_data)
+    found = find.find_all(closed.jaxpr, len(names))
     return _Traced(closed, found.block, found.stray, names, jax.tree.structure(traced.out_info))
 
 

@@ -1,7 +1,7 @@
 """Names of parameters: one spelling for every leaf of a tree, patterns that select leaves, and trees with selected leaves."""
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -38,9 +38,13 @@ def is_router(name: str) -> bool:
     return "router" in name
 
 
+ADAPTER_A, ADAPTER_B = "_lora_a", "_lora_b"
+"""Ends of the names of the two matrices of an adapter, after the name of its parameter."""
+
+
 def is_adapter(name: str) -> bool:
     """True if a parameter name, e.g. `blocks/0/attention/qkv/kernel_lora_a`, is that of an adapter of `jgraph.lora`."""
-    return name.endswith(("_lora_a", "_lora_b"))
+    return name.endswith((ADAPTER_A, ADAPTER_B))
 
 
 def is_matrix(name: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
@@ -93,6 +97,11 @@ def matching(pattern: str, names: Sequence[str], *, field: str) -> list[str]:
             f"`{field}` has {pattern!r}, which matches no parameter: must match one of {examples}, ...", field=field
         )
     return found
+
+
+def unless_named(names: Container[str], tree: PyTree) -> PyTree:
+    """Returns a tree of bools with the structure of `tree`: False for the leaves with one of the names."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path) not in names, tree)
 
 
 def only(mask: PyTree, tree: PyTree) -> PyTree:

@@ -130,6 +130,21 @@ def find(jaxpr: core.Jaxpr, wanted: Sequence[bool], params: Sequence[int | None]
     return found
 
 
+def find_all(jaxpr: core.Jaxpr, num_params: int) -> Found:
+    """Finds the matmuls of a function with all its parameters, and differentiates all outputs.
+
+    Args:
+        jaxpr: Jaxpr of a function of parameters and data. Not changed.
+        num_params: Number of inputs that are parameters. They are the first inputs and are numbered from 0. The other inputs
+            are data.
+
+    Returns:
+        The result of `find`.
+    """
+    is_data = [i >= num_params for i in range(len(jaxpr.invars))]
+    return find(jaxpr, [True] * len(jaxpr.outvars), [None if data else i for i, data in enumerate(is_data)], is_data)
+
+
 def _mark(found: Found, values: Sequence[_Value], by: str, wanted: Iterable[bool] = repeat(True)) -> None:
     """Records the parameters of wanted values as stray, with the primitive `by`."""
     for value, is_wanted in zip(values, wanted, strict=False):

@@ -138,8 +138,8 @@ def spread(mesh: Mesh, sharded: PyTree, leaves: PyTree) -> PyTree:
     """Returns shardings that split each leaf over many devices, so that no device holds a whole large model. Moves no data.
 
     The mesh axes of ranks split one array axis of a leaf, the partitioned mesh axes another one. The product of the sizes of
-    the mesh axes must divide the size of the array axis. Of the possible splits, the one over the most devices is used. A leaf
-    without one is replicated.
+    the mesh axes must divide the size of the array axis. The split over the most devices is used. A leaf without a possible
+    split is replicated.
 
     Args:
         mesh: The mesh of all leaves.

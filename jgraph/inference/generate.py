@@ -318,11 +318,25 @@ def _check_ids(
         vocab_size = logits.shape[1]
     except AttributeError as e:
         raise ConfigError(f"`model` must have a method logits(tokens_BT) or cached_decoder(): {e}", field="model") from e
-    for number, row in enumerate(rows):
+    check_in_vocabulary("prompts", rows, vocab_size)
+
+
+def check_in_vocabulary(name: str, rows: Sequence[np.ndarray], vocab_size: int) -> None:
+    """Checks that token ids are in the vocabulary.
+
+    Args:
+        name: Name of the caller's argument with the rows.
+        rows: Integer ids, 1-D, at least one per row.
+        vocab_size: Number of ids.
+
+    Raises:
+        ConfigError: If an id is negative or not below `vocab_size`.
+    """
+    for index, row in enumerate(rows):
         low, high = int(row.min()), int(row.max())
         if low < 0 or high >= vocab_size:
-            found = f"id {low if low < 0 else high} at index {number}"
-            raise ConfigError(f"`prompts` has {found}: ids must be from 0 to {vocab_size - 1}", field="prompts")
+            found = f"id {low if low < 0 else high} at index {index}"
+            raise ConfigError(f"`{name}` has {found}: ids must be from 0 to {vocab_size - 1}", field=name)
 
 
 def _replicated(params: Tree) -> NamedSharding | None:

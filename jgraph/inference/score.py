@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from jgraph.errors import ConfigError, require
+from jgraph.inference.generate import check_in_vocabulary
 from jgraph.modules import FunctionalModel
 
 Tree = Any
@@ -120,8 +121,4 @@ def _check_ids(model: FunctionalModel, weights: tuple[Tree, Tree], rows: list[np
         vocab_size = _logits.eval_shape(weights, jax.ShapeDtypeStruct((1, 1), jnp.int32), model=model).shape[-1]
     except AttributeError as e:
         raise ConfigError(f"`model` must have a method logits(tokens_BT): {e}", field="model") from e
-    for index, row in enumerate(rows):
-        low, high = int(row.min()), int(row.max())
-        if low < 0 or high >= vocab_size:
-            found = f"id {low if low < 0 else high} at index {index}"
-            raise ConfigError(f"`pairs` has {found}: ids must be from 0 to {vocab_size - 1}", field="pairs")
+    check_in_vocabulary("pairs", rows, vocab_size)

@@ -172,7 +172,7 @@ def write_adapter(
     """
     own = adapter_parts(parts, adapters, rank)
     targets = [_layer(part) for name in adapters for part in parts[name]]
-    # PEFT adds adapters to all layers whose name ends with a target.
+    # PEFT adds adapters to all layers with a name ending in a target.
     short = {layer.rpartition(".")[2] for layer in targets}
     others = {_layer(part) for name in parts if name not in adapters for part in parts[name]}
     is_short = not any(layer.rpartition(".")[2] in short for layer in others)

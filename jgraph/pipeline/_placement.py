@@ -11,7 +11,7 @@ from jgraph.errors import ConfigError
 from jgraph.pipeline.partition import AXIS, PipelineModel, StageAssignment, Tree
 from jgraph.strategies import sharding as fsdp
 from jgraph.strategies.sharding import ShardSpec
-from jgraph.tree import depends, expert_axis, leaf_names, path_name
+from jgraph.tree import depends, expert_axis, leaf_names, path_name, unless_named
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -93,14 +93,13 @@ class Placement:
             tree: Shapes of the parameters, in the model's own tree.
             names: Names of the frozen parameters in `tree`.
         """
-        trained = jax.tree_util.tree_map_with_path(lambda path, _: path_name(path) not in names, tree)
-        found = depends(lambda tree: self.stack(*self.model.split(tree)), trained, tree)
+        found = depends(lambda tree: self.stack(*self.model.split(tree)), unless_named(names, tree), tree)
         pairs = zip(leaf_names(found), jax.tree.leaves(found), strict=True)
         return replace(self, frozen=frozenset(name for name, is_trained in pairs if not is_trained))
 
     def trained(self, params: Tree) -> Tree:
         """Returns a tree like `params`, the tree of `stack`, with False for each frozen array and True for the others."""
-        return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path) not in self.frozen, params)
+        return unless_named(self.frozen, params)
 
     def stack(self, outer: Tree, layers: list[Tree]) -> Tree:
         """Stacks the result of `PipelineModel.split` into the tree of parameters for a step.

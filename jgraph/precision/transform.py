@@ -155,9 +155,7 @@ class FP8Function(OwnProducts):
         """
         traced = self._jitted.trace(params, *args)
         closed, names = traced.jaxpr, leaf_names(params)
-        is_data = [i >= len(names) for i in range(len(closed.jaxpr.invars))]
-        indices = [None if data else i for i, data in enumerate(is_data)]
-        block = find.find(closed.jaxpr, [True] * len(closed.jaxpr.outvars), indices, is_data).block
+        block = find.find_all(closed.jaxpr, len(names)).block
         sites = tuple(block.all_sites())
         products = _products(sites, names, self.config)
         if all(product.kept for product in products):

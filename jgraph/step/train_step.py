@@ -35,7 +35,7 @@ from jgraph.step.transform import (
 from jgraph.strategies import checks
 from jgraph.strategies.base import BoundStrategy, GradientProgram, Strategy
 from jgraph.strategies.objective import Loss, Objective, Tree, halted, raised
-from jgraph.tree import depends, leaf_names, matching, merged, only, partly, path_name
+from jgraph.tree import depends, leaf_names, matching, merged, only, partly, unless_named
 from jgraph.xla import check_identity, compile_and_report, compiler_options
 from jgraph.xla.options import OptionValue, known
 
@@ -523,8 +523,7 @@ class TrainStep:
     @cached_property
     def _trained_tree(self) -> Tree:
         """Bools in the model's own tree, False for frozen parameters."""
-        frozen = self.objective.frozen
-        return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path) not in frozen, self.shapes)
+        return unless_named(self.objective.frozen, self.shapes)
 
     def _unpacked(self, arrays: Tree) -> Tree:
         """Converts trained arrays to the model's own tree, with None in place of frozen parameters."""

@@ -152,8 +152,8 @@ def evaluate(
 
 def _of_run(saved: SavedRun) -> _Model:
     def weights(setup: TrainSetup, like: Tree) -> tuple[Tree, Tree]:
-        dtype = jnp.dtype(saved.config.dtypes.main_params_dtype)
-        dtype = None if saved.config.lora.rank else dtype  # base weights keep their dtype
+        # Frozen base weights keep their dtype.
+        dtype = None if saved.config.lora.rank else jnp.dtype(saved.config.dtypes.main_params_dtype)
         like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=leaf.sharding), like)
         found = saved.place(params=like, carried=setup.step.canonical.shapes().carried)
         return found["params"], found["carried"]

@@ -235,22 +235,11 @@ def functional_model(config: TrainConfig) -> FunctionalModel:
 
     with model_errors(config.module, f"be called as Class(config.model{'' if is_linen else ', rngs=nnx.Rngs(seed)'})"):
         model = functional(make, batch_shapes(config.input, 1), key=config.seed)
-    return adapted(config, model) if config.lora.rank else model
+    return _adapted(config, model) if config.lora.rank else model
 
 
-def adapted(config: TrainConfig, model: FunctionalModel) -> AdaptedModel:
-    """Adds the adapters of a configuration to a model.
-
-    Args:
-        config: The configuration of the run, with a positive `lora.rank`.
-        model: The model without adapters.
-
-    Returns:
-        The model with adapters.
-
-    Raises:
-        ConfigError: If `lora.targets` selects a parameter that is not the weight of a matmul, or a pattern matches nothing.
-    """
+def _adapted(config: TrainConfig, model: FunctionalModel) -> AdaptedModel:
+    """Adds the adapters of a configuration to a model."""
     choices = config.lora
     with _errors_by_flag(config):
         return lora(

@@ -21,6 +21,7 @@ from jgraph.train.loaded import open_adapter
 from jgraph.train.setup import functional_model
 from jgraph.tree import is_adapter, leaf_names
 from jgraph_models.hugging_face import HUGGING_FACE
+from tests.interop import test_interop
 from tests.interop.test_interop import LLAMA, QWEN3, make, train
 
 pytestmark = pytest.mark.once
@@ -159,12 +160,7 @@ def edit_config(**changes):
 
 
 def edit_tensors(change):
-    def edit(path):
-        tensors = load_file(path / WEIGHTS_FILE)
-        change(tensors)
-        save_file(tensors, path / WEIGHTS_FILE)
-
-    return edit
+    return test_interop.edit_tensors(change, WEIGHTS_FILE)
 
 
 def head_of(tensors):

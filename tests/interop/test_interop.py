@@ -205,11 +205,11 @@ def edit_config(**changes):
     return edit
 
 
-def edit_tensors(change):
+def edit_tensors(change, file=WEIGHTS_FILE):
     def edit(path):
-        tensors = load_file(path / WEIGHTS_FILE)
+        tensors = load_file(path / file)
         change(tensors)
-        save_file(tensors, path / WEIGHTS_FILE)
+        save_file(tensors, path / file)
 
     return edit
 

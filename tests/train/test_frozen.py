@@ -9,7 +9,7 @@ import pytest
 
 from jgraph.train.setup import TrainSetup
 from jgraph.tree import leaf_names
-from tests.train.test_pipeline_training import batches_of, config_of
+from tests.train.test_pipeline_training import config_of, trained as train_all
 
 STEPS = 3
 FROZEN = ("embedding_VD", "*/kernel", "norm/*")
@@ -28,12 +28,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def trained(freeze: tuple[str, ...] = FROZEN, **fields: Any) -> tuple[TrainSetup, Any, list[float]]:
     fields = {"num_microbatches": 1} | fields
-    setup = TrainSetup.of(config_of(num_layers=2, steps=STEPS, freeze=freeze, **fields))
-    step, state, losses, batches = setup.compile_step(), setup.init(), [], batches_of(setup.config)
-    for i in range(STEPS):
-        state, metrics = step(state, setup.step.place(batches[i]))
-        losses.append(float(metrics.loss))
-    return setup, state, losses
+    found = train_all(config_of(num_layers=2, steps=STEPS, freeze=freeze, **fields))
+    return found.setup, found.state, found.losses
 
 
 def moments_of(setup: TrainSetup, state: Any) -> list[str]:

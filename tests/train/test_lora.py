@@ -22,7 +22,7 @@ from jgraph.train.rundir import RunDir
 from jgraph.train.setup import TrainSetup, functional_model
 from jgraph.tree import leaf_names
 from tests.interop.test_interop import make, train
-from tests.train.test_pipeline_training import batches_of, config_of
+from tests.train.test_pipeline_training import config_of, trained as train_all
 
 STEPS = 3
 LORA = LoRAConfig(rank=4, alpha=8, base_dtype="float32")
@@ -46,12 +46,8 @@ def trained(model: dict[str, Any] | None = None, **fields: Any) -> tuple[TrainSe
     config = config_of(num_layers=2, steps=STEPS, **values)
     if model is not None:
         config = config.changed(model=dataclasses.replace(config.model, **model))
-    setup = TrainSetup.of(config)
-    step, state, losses, batches = setup.compile_step(), setup.init(), [], batches_of(setup.config)
-    for i in range(STEPS):
-        state, metrics = step(state, setup.step.place(batches[i]))
-        losses.append(float(metrics.loss))
-    return setup, state, losses
+    found = train_all(config)
+    return found.setup, found.state, found.losses
 
 
 @pytest.fixture(scope="module")
