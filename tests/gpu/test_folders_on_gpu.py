@@ -1,4 +1,4 @@
-"""A folder with the shapes of Qwen3 0.6B on a GPU is trained, interrupted, resumed, sampled, exported and loaded.
+"""A folder with the shapes of Qwen3 0.6B on a GPU is trained, interrupted, resumed, sampled, exported and loaded; or adapted.
 
 XLA_PYTHON_CLIENT_PREALLOCATE=false pytest -n 2 -m gpu -rP tests/gpu/test_folders_on_gpu.py
 """
@@ -6,6 +6,7 @@ XLA_PYTHON_CLIENT_PREALLOCATE=false pytest -n 2 -m gpu -rP tests/gpu/test_folder
 import contextlib
 import importlib
 import io
+import json
 import shlex
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 from flax import nnx
 
 import jgraph
-from jgraph import export, sample
+from jgraph import evaluate, export, sample
 from jgraph.interop.write import write
 from jgraph.train.__main__ import main
 from jgraph.train.presets import preset
@@ -27,7 +28,7 @@ from jgraph.tree import leaf_names
 from jgraph.xla import count_launches
 from jgraph_models.gpt import GPT
 from jgraph_models.hugging_face import HUGGING_FACE
-from tests import tiny
+from tests import chats, tiny
 
 pytestmark = [pytest.mark.gpu, pytest.mark.long]
 
@@ -38,6 +39,10 @@ _FLAGS = """
 """
 FLAGS, STOPPED = shlex.split(_FLAGS), 20
 PROMPT, NEW = "def __init__(self, ", 64
+LORA_FLAGS = shlex.split("""
+    --lora.rank 16 --data.format chat --steps 60 --batch-size 8 --seq-len 2048 --log-every 10 --eval-batches 2 --sample-tokens 0
+    --checkpoint-keep 1 --optimizer.warmup-steps 10 --optimizer.learning-rate 1e-3
+""")
 
 
 @contextlib.contextmanager
@@ -129,4 +134,62 @@ def test_a_folder_is_trained_resumed_sampled_and_exported_with_the_same_logits(p
             model = transformers.AutoModelForCausalLM.from_pretrained(ours, dtype=torch.float32)
             their_logits = model(torch.tensor(tokens_BT)).logits.numpy()
         print(f"largest difference to transformers in float32: {np.abs(exact - their_logits).max():.3g}")
+        np.testing.assert_allclose(exact, their_logits, rtol=1e-3, atol=1e-3)
+
+
+def write_records(path):
+    """Writes conversations of several turns, enough for more than one pass over the rows of the test."""
+    lines = []
+    for number in range(6000):
+        turns = []
+        for turn in range(number % 7 + 1):
+            turns += [chats.message("user", f"{number} + {turn}?"), chats.message("assistant", f"It is {number + turn}. " * 3)]
+        lines.append(json.dumps({"messages": turns}))
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_adapters_are_trained_on_chat_records_and_exported_with_the_same_logits(precision, tmp_path):
+    base, run, records, merged, adapter = (tmp_path / name for name in ("base", "run", "chat.jsonl", "merged", "adapter"))
+    with timed("write the folder and the records"):
+        make(base)
+        chats.save_tokenizer(base, chats.CHATML)
+        write_records(records)
+    flags = ["--init-from", str(base), "--data", str(records), "--run-dir", str(run), "--precision", precision]
+    with timed("train"):
+        assert main([*LORA_FLAGS, *flags]) == 0
+    entries = tiny.entries(run)
+    for entry in entries:
+        print(*(f"{name} {entry[name]:,.4g}" for name in ("step", "loss", "tokens_per_second", "mfu") if entry.get(name)))
+    assert entries[-1]["loss"] < entries[0]["loss"] - 0.5
+    with timed("evaluate") as printed:
+        assert evaluate.main([str(run)]) == 0
+    print(printed.getvalue())
+    with timed("chat") as printed:
+        chat = ["--chat", "--prompt", "3 + 1?", "--temperature", "0", "--max-tokens", "16"]
+        assert sample.main([str(run), *chat]) == 0
+    print(repr(printed.getvalue()))
+    with timed("export the merged weights and the adapter"):
+        assert export.main([str(run), "--to", str(merged), "--dtype", "float32"]) == 0
+        assert export.main([str(run), "--to", str(adapter), "--weights", "adapter"]) == 0
+
+    with timed("load with jgraph"):
+        loaded, folder = jgraph.load(run), jgraph.load(merged)
+        adapted = jgraph.load(base, adapter=adapter)
+    tokens_BT = np.asarray(loaded.tokenizer.encode("user 3 + 1? assistant It is 4. " * 4))[None, :64]
+    run_logits = logits(loaded, loaded.params, tokens_BT)
+    with jax.default_matmul_precision("highest"):
+        exact = logits(folder, folder.params, tokens_BT)
+    for name, found in (("run", run_logits), ("folder with adapter", logits(adapted, adapted.params, tokens_BT))):
+        error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+        print(f"relative error of the {name} in bfloat16: {error:.3g}")
+        assert error < 2e-2
+    torch, transformers, peft = (pytest.importorskip(name) for name in ("torch", "transformers", "peft"))
+    with timed("load with transformers and peft"), torch.no_grad():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)(torch.tensor(tokens_BT))
+        plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        tuned = peft.PeftModel.from_pretrained(plain, adapter)(torch.tensor(tokens_BT))
+    for name, output in (("transformers", theirs), ("peft", tuned)):
+        their_logits = output.logits.numpy()
+        print(f"largest difference to {name} in float32: {np.abs(exact - their_logits).max():.3g}")
         np.testing.assert_allclose(exact, their_logits, rtol=1e-3, atol=1e-3)
