@@ -142,7 +142,7 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
     """Parses the flags of a run. Trains nothing and writes no files.
 
     The defaults are those of the flag `--preset`. With `--continue-from` and `--init-from`, the settings of the model are read
-    from the other run or folder. With `--init-from` or `--lora.rank`, the learning rate is one for fine-tuning. Imports the
+    from the other run or folder. Without `--preset`, `--init-from` also reads the dtype of the matmuls. With `--init-from` or `--lora.rank`, the learning rate is one for fine-tuning. Imports the
     model class.
 
     Args:
@@ -188,7 +188,10 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
     if chosen.init_from and not chosen.continue_from and isinstance(model, settings or ()):
         from jgraph.train.initial import with_settings_of
 
-        model = with_settings_of(module, model, chosen.init_from, chosen.run_dir or base.output.run_dir)
+        # A preset chooses the dtype of the matmuls. Without one, it is the dtype of the folder.
+        compute_dtype = "model" if chosen.preset else "folder"
+        run_dir = chosen.run_dir or base.output.run_dir
+        model = with_settings_of(module, model, chosen.init_from, run_dir, compute_dtype=compute_dtype)
     # The fields of the model's settings become flags, too.
     field = ("model", settings or tyro.conf.Suppress[None], dataclasses.field())
     flags = dataclasses.make_dataclass("Flags", [field], bases=(TrainConfig,), frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,9 @@ def names_of(module: str, *, field: str) -> HuggingFace:
     return names
 
 
-def with_settings_of(module: str, model: Any, init_from: str, run_dir: str) -> Any:
+def with_settings_of(
+    module: str, model: Any, init_from: str, run_dir: str, *, compute_dtype: Literal["model", "folder"] = "model"
+) -> Any:
     """Returns model settings with the sizes in the config.json of a Hugging Face folder. Reads no tensors.
 
     Args:
@@ -71,6 +73,7 @@ def with_settings_of(module: str, model: Any, init_from: str, run_dir: str) -> A
             changed.
         init_from: Path of the folder. If it has been removed, the copy of its config.json in the run directory is read.
         run_dir: Path of the run directory, which need not exist.
+        compute_dtype: Source of the field `compute_dtype`, if `model` has one: `model`, or `folder` for `Folder.dtype`.
 
     Returns:
         A copy of `model` with the fields that config.json determines.
@@ -81,7 +84,11 @@ def with_settings_of(module: str, model: Any, init_from: str, run_dir: str) -> A
     """
     copy = RunDir(Path(run_dir)).origin
     path = copy if not Path(init_from).exists() and (copy / CONFIG_FILE).exists() else Path(init_from)
-    return Folder(path, field="init_from").settings(names_of(module, field="init_from"), model)
+    folder = Folder(path, field="init_from")
+    settings = folder.settings(names_of(module, field="init_from"), model)
+    if compute_dtype == "model" or not hasattr(settings, "compute_dtype"):
+        return settings
+    return dataclasses.replace(settings, compute_dtype=folder.dtype)
 
 
 def run_of(continue_from: str) -> tuple[Path, int | None]:

@@ -24,6 +24,7 @@ from jgraph.interop.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Folder,
 from jgraph.interop.load import load
 from jgraph.interop.write import write
 from jgraph.moe import MoEConfig
+from jgraph.train.__main__ import parse
 from jgraph.train.config import TrainConfig
 from jgraph.train.initial import initial_weights, tokenizer_warning
 from jgraph.train.presets import preset
@@ -140,6 +141,14 @@ def test_settings_survive_config_json(config):
     )
     trained_by = {"z_loss", "bias_rate", "capacity", "overflow"}
     assert not config.moe.num_experts or found["moe"].keys() == {*vars(config.moe)} - trained_by
+
+
+def test_without_a_preset_a_run_computes_in_the_dtype_of_its_folder(tmp_path):
+    for dtype in ("bfloat16", "float32"):
+        make(tmp_path / dtype, dtype=dtype)
+        assert parse(["--init-from", str(tmp_path / dtype)]).model.compute_dtype == dtype
+    for flags, expected in ((("--preset", "cpu-tiny"), "float32"), (("--model.compute-dtype", "float32"), "float32")):
+        assert parse(["--init-from", str(tmp_path / "bfloat16"), *flags]).model.compute_dtype == expected
 
 
 def test_an_exported_config_keeps_other_fields_of_the_original():
