@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
 from jgraph.autodiff import replay
@@ -317,8 +318,9 @@ def fp8_matmul(
 ) -> Array:
     """Computes a matmul or grouped matmul in FP8. Has a custom backward rule.
 
-    The gradients of `x` and `w` are computed from quantized operands (`w` has none if `tap.delayed` is given). The cotangents
-    of `tap.amax` and `tap.delayed` are the amax of the arrays and the operands of the weight gradient.
+    The gradients of `x` and `w` are computed from quantized operands (`w` has none if `tap.delayed` is given). If `w` is not
+    differentiated, as a frozen weight, no operand of wgrad is quantized or saved. The cotangents of `tap.amax` and
+    `tap.delayed` are the amax of the arrays and the operands of the weight gradient.
 
     Args:
         config: The recipe.
@@ -342,19 +344,28 @@ def fp8_matmul(
 
     @jax.custom_vjp
     def run(x: Array, w: Array, extra: _Extra, tap: Tap) -> Array:
-        return forward(x, w, extra, tap)[0]
+        return multiply(x, extra, tap, "rows")[0]
 
-    def forward(x: Array, w: Array, extra: _Extra, tap: Tap) -> tuple[Array, PyTree]:
-        x_fp8 = to_fp8(layout.x_matrix(x), tap.scales, 0, x_dtype, "both" if saves_columns else "rows")
-        y = layout.forward(x_fp8, tap.weight, extra, aval_of(site.eqn.outvars[0]).dtype)
+    def multiply(x: Array, extra: _Extra, tap: Tap, want: Want) -> tuple[Array, FP8Array]:
+        x_fp8 = to_fp8(layout.x_matrix(x), tap.scales, 0, x_dtype, want)
+        return layout.forward(x_fp8, tap.weight, extra, aval_of(site.eqn.outvars[0]).dtype), x_fp8
+
+    def forward(*args: PyTree) -> tuple[Array, PyTree]:
+        (x, w, extra, tap), has_wgrad = jax.tree.map(lambda leaf: leaf.value, args), is_delayed or args[1].perturbed
+        y, x_fp8 = multiply(x, extra, tap, "both" if has_wgrad and saves_columns else "rows")
         # Named, because otherwise the split backward saves x, which may have more bytes, and recomputes the columns.
-        residual = checkpoint_name(x_fp8.columns, _SAVED) if saves_columns else x
-        return y, (residual, x_fp8.scale, x_fp8.amax, extra, tap._replace(delayed=None))
+        residual = checkpoint_name(x_fp8.columns, _SAVED) if saves_columns and has_wgrad else x
+        return y, (residual if has_wgrad else None, x_fp8.scale, x_fp8.amax, extra, tap._replace(delayed=None))
 
-    def backward(residuals: PyTree, dy: Array) -> tuple[Array, Array | None, None, PyTree]:
+    def backward(residuals: PyTree, dy: Array | SymbolicZero) -> tuple[Array, Array | None, None, PyTree]:
         x, x_scale, x_amax, extra, tap = residuals
-        dy_fp8 = to_fp8(layout.dy_matrix(dy), tap.scales, 2, dy_dtype, "both" if quantizes_wgrad else "rows")
+        dy = jnp.zeros(dy.shape, dy.dtype) if isinstance(dy, SymbolicZero) else dy
+        has_wgrad = x is not None
+        dy_fp8 = to_fp8(layout.dy_matrix(dy), tap.scales, 2, dy_dtype, "both" if quantizes_wgrad and has_wgrad else "rows")
         dx = layout.dgrad(dy_fp8, tap.weight, extra, site.x_aval.dtype)
+        observed = None if tap.amax is None else (x_amax, tap.weight.amax, dy_fp8.amax)
+        if not has_wgrad:
+            return dx, None, None, Tap(None, None, observed)  # pyright: ignore[reportArgumentType]
         if quantizes_wgrad and not saves_columns and config.recipe == "mxfp8":
             x = block_scaled(layout.x_matrix(x), "columns").columns
         elif quantizes_wgrad and not saves_columns:
@@ -362,13 +373,12 @@ def fp8_matmul(
                 scale = scale_for(x_amax, x_dtype) if tap.scales is None else tap.scales[0]
                 x = cast_transpose(layout.x_matrix(x), scale, x_dtype, want="columns").columns
         operands: Any = ((x, x_scale), (dy_fp8.columns, dy_fp8.scale)) if quantizes_wgrad else (x, dy)
-        observed = None if tap.amax is None else (x_amax, tap.weight.amax, dy_fp8.amax)
         dw = None if is_delayed else layout.wgrad(operands[0], operands[1], extra, w_dtype)
         # The barrier makes every operand a separate array. Without it, XLA on a CPU fails for a program with dgrad and wgrad.
         delayed = jax.tree.map(lax.optimization_barrier, operands) if is_delayed else None
         return dx, dw, None, Tap(None, None, observed, delayed)  # pyright: ignore[reportArgumentType]
 
-    run.defvjp(forward, backward)
+    run.defvjp(forward, backward, symbolic_zeros=True)
     return run(x, w, extra, tap)
 
 

@@ -1,5 +1,7 @@
 """`jgraph.fp8` finds the matmuls in a trace. They agree with a NumPy emulation of FP8, forward and backward."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,6 +68,25 @@ def test_a_matmul_and_its_gradients_use_quantized_operands(way):
     dw, dx = pull_back(dy_BF)
     (dw,) = jax.linear_transpose(place, w_DF)(dw) if way != "a slice" else (dw[:, :F],)
     check((y, dx, dw), expected(x_BD, w_DF, dy_BF))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_weight_without_gradient_has_no_operands_of_wgrad(way):
+    fn, place = WAYS[way]
+    w, x, dy = place(normal(0, D, F)), normal(1, B, D, dtype=jnp.bfloat16), normal(2, B, F, dtype=jnp.bfloat16)
+    stage = jgraph.fp8(fn)
+
+    def gradients(w, x, *, trained):
+        if trained:
+            return jax.vjp(lambda w, x: stage.apply(w, {}, x), w, x)[1](dy)
+        return jax.vjp(lambda x: stage.apply(w, {}, x), x)[1](dy)
+
+    np.testing.assert_array_equal(gradients(w, x, trained=False)[0], gradients(w, x, trained=True)[1])
+    # Operands of wgrad are transposed: [D, B] and [F, B].
+    transposed = {"e4m3fn": f"f8_e4m3fn[{D},{B}]", "e5m2": f"f8_e5m2[{F},{B}]"}
+    for trained in (True, False):
+        program = str(jax.make_jaxpr(functools.partial(gradients, trained=trained))(w, x))
+        assert [text in program for text in transposed.values()] == [trained, trained]
 
 
 def test_a_bf16_wgrad_uses_unquantized_operands():
