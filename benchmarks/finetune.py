@@ -1,10 +1,12 @@
-"""Fine-tuning with LoRA on one GPU: jgraph beside PEFT with transformers, on a model with the sizes of a Hugging Face folder.
+"""Fine-tuning with LoRA: jgraph beside PEFT with transformers, on a model with the sizes of a Hugging Face folder.
 
     python -m benchmarks run finetune
     python -m benchmarks run finetune --preset qwen3-0.6b --batch-size 8 --seq-len 2048 --rank 16
+    python -m benchmarks run finetune --ranks 2 --preset llama3-8b --batch-size 2 --seq-len 8192 --name finetune2 --together 1
 
 Both sides train the same adapters on all linear layers, with frozen weights in bfloat16, adapters in float32 and AdamW for the
-adapters. A step computes the loss of all tokens of random sequences.
+adapters. A step computes the loss of all tokens of random sequences. On several GPUs, jgraph trains with `--fsdp` and PEFT with
+`fully_shard`.
 """
 
 from collections.abc import Iterator
@@ -27,15 +29,18 @@ class Options(TraceOptions):
 
     preset: str = "qwen3-0.6b"
     """Preset with the sizes of the model."""
+    ranks: int = 1
+    """Number of GPUs. Weights and adapters are sharded over several GPUs."""
     batch_size: int = 8
-    """Sequences per step."""
+    """Sequences per step, on all GPUs."""
     seq_len: int = 2048
     """Predicted tokens per sequence."""
     rank: int = 16
     """Rank of the adapters."""
     variants: tuple[str, ...] = VARIANTS
     """Variants. All are compared with the first. `jgraph` takes fp8=RECIPE:FORMAT, remat=layer, graph=full and settings of the
-    model; `peft` is `eager`, `compile` (torch.compile) or `checkpointing` (gradient checkpointing, as TRL's default)."""
+    model; `peft` is `eager`, `compile` (torch.compile) or `checkpointing` (gradient checkpointing, as TRL's default). On
+    several GPUs, `peft` takes one or more of these words, `reshard` and `cudnn`, as `benchmarks/peers/peft_fsdp.py` describes."""
 
 
 def works(options: Options) -> Iterator[Work]:
@@ -43,9 +48,10 @@ def works(options: Options) -> Iterator[Work]:
     config = preset_config(options.preset, options)
     tiny = {"batch_size": 2, "seq_len": 32} if options.sizes == "tiny" else {}
     sizes = {"batch_size": options.batch_size, "seq_len": options.seq_len} | tiny
-    config = config.changed(**sizes, lora=LoRAConfig(rank=options.rank, alpha=2.0 * options.rank))
+    config = config.changed(**sizes, fsdp=options.ranks, lora=LoRAConfig(rank=options.rank, alpha=2.0 * options.rank))
     candidates = [candidate(variant, config, options) for variant in options.variants]
-    yield Work(options.preset, {"ranks": 1, "config": config.to_dict()}, [candidates])
+    name = f"{options.preset}, {sizes['batch_size']}x{sizes['seq_len']} tokens"
+    yield Work(name, {"ranks": options.ranks, "config": config.to_dict()}, [candidates])
 
 
 def candidate(variant: str, config: TrainConfig, options: TraceOptions) -> Candidate:
@@ -62,9 +68,12 @@ def candidate(variant: str, config: TrainConfig, options: TraceOptions) -> Candi
     system, _, settings = variant.partition(" ")
     if system != "peft":
         return single_gpu.candidate(variant, config, options)
+    row, ranks = {"system": "torch", "variant": variant}, config.parallel.fsdp
     request = {"variant": settings, "config": config.to_dict()}
-    row = {"system": "torch", "variant": variant}
-    return Candidate(row, "benchmarks.peers.peft_lora", request, gpus=int(options.sizes == "full"))
+    gpus = ranks if options.sizes == "full" else 0
+    if ranks > 1:
+        return Candidate(row, "benchmarks.peers.peft_fsdp", request, ranks=ranks, gpus=gpus)
+    return Candidate(row, "benchmarks.peers.peft_lora", request, gpus=gpus)
 
 
 def section(name: str, result: Row) -> Section:
@@ -80,7 +89,7 @@ def section(name: str, result: Row) -> Section:
     config, rows = result["config"], result["rows"]
     tokens, ours = config["batch_size"] * config["seq_len"], rows[0] if rows else {}
     return Section(
-        f"{name}, LoRA of rank {config['lora']['rank']}, {config['batch_size']}x{config['seq_len']} tokens",
+        f"{name}, LoRA of rank {config['lora']['rank']}" + f", {result['ranks']} ranks" * (result["ranks"] > 1),
         {
             "variant": row_name,
             "median step, ms": number("ms", ".3f"),
@@ -93,4 +102,4 @@ def section(name: str, result: Row) -> Section:
     )
 
 
-BENCHMARK = Benchmark("Fine-tuning with LoRA on one GPU", __doc__, Options, works, section)
+BENCHMARK = Benchmark("Fine-tuning with LoRA", __doc__, Options, works, section)

@@ -123,6 +123,7 @@ def page_tables() -> str:
     moe = [name for name in data if benchmark_of(name, ("moe",)) == "moe" and name not in fp8]
     grouped = [name for name in data if benchmark_of(name, ("grouped",)) == "grouped"]
     sharded_moe = [name for name in ("fsdp_experts",) if name in data]
+    finetune = [name for name in data if benchmark_of(name, ("finetune",)) == "finetune"]
     tables = [
         (
             "Training step on one GPU",
@@ -177,6 +178,14 @@ def page_tables() -> str:
             "Each cell is the rate of jgraph in TFLOP/s, and the time of PyTorch over the time of jgraph.",
             grouped,
             grouped_table(item for name in grouped for item in data[name].items()),
+        ),
+        (
+            "Fine-tuning with LoRA",
+            "Times are medians in milliseconds of a step that trains the adapters. PyTorch is PEFT with transformers, in bfloat16.",
+            finetune,
+            markdown(HEADS, [line for name in finetune for item in data[name].items() for line in finetune_rows(*item)])
+            if finetune
+            else [],
         ),
         (
             "Soak runs",
@@ -261,6 +270,22 @@ def expert_rows(work: str, result: Row) -> Iterable[list[str]]:
     for kind, is_parallel in (("expert parallel", True), ("experts gathered", False)):
         rows = [row for row in result["rows"] if row["system"] == "torch" or ("layout=ep" in row["variant"]) == is_parallel]
         yield comparison_cells(f"{work}, {batch_text(result)}, {kind}", result, [rows])
+
+
+def finetune_rows(work: str, result: Row) -> Iterable[list[str]]:
+    """Yields the comparisons of a fine-tuning step with PEFT: jgraph in bfloat16, then jgraph in FP8 if it was timed.
+
+    Args:
+        work: Name of the work.
+        result: Its result.
+
+    Yields:
+        The cells of a comparison.
+    """
+    for text, is_fp8 in (("", False), (", jgraph in FP8", True)):
+        rows = [row for row in result["rows"] if row["system"] == "torch" or (precision(row) != "bf16") == is_fp8]
+        if any(row["system"] == "jgraph" for row in rows):
+            yield comparison_cells(work + text, result, [rows])
 
 
 def is_default_variant(row: Row) -> bool:

@@ -2,83 +2,129 @@
 
     python -m benchmarks.peers.peft_lora '{"variant": "eager", "config": {...}}'
 
-The base model has random weights in bfloat16 and the sizes of the config. PEFT keeps the adapters in float32. Attention is
-PyTorch's scaled_dot_product_attention, and AdamW is fused.
+The base model has random weights in bfloat16 and the sizes of the config. PEFT keeps the adapters in float32, and autocast computes
+them in bfloat16. Attention is PyTorch's scaled_dot_product_attention, and AdamW is fused.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from benchmarks.peers.protocol import answer, read_request, take_turns
-from benchmarks.peers.torch_gpt import warm_up
+from benchmarks.peers.torch_gpt import init_parameters, warm_up
 from jgraph.train.config import TrainConfig
 from jgraph_models.hugging_face import HUGGING_FACE
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def build_model(config: TrainConfig, device: str) -> Any:
-    """Creates the model with adapters.
+def build_model(config: TrainConfig, device: torch.device, prepare: Callable[[nn.Module], object] = lambda layer: None) -> Any:
+    """Creates the model with adapters, layer by layer, with the same weights in every process.
+
+    The matrices of the adapters are all random, so that all have gradients.
 
     Args:
         config: Config of the run, with adapters.
         device: Device of the model.
+        prepare: Called with each decoder layer after its initialization.
 
     Returns:
         The `peft.PeftModel`.
     """
     import peft  # pyright: ignore[reportMissingImports] - optional dependency
     import transformers
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    # transformers builds no mask for an attention function that it does not know, and `sdpa_attention_forward` is then causal.
+    # Its search for packed sequences would wait for the GPU in each step, and would pass a dense mask under torch.compile.
+    transformers.AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
     fields = HUGGING_FACE.config(config.model, {})
     kind = getattr(transformers, fields["architectures"][0])
     base_config = kind.config_class(**{name: value for name, value in fields.items() if name != "rope_scaling"})
-    base_config._attn_implementation = "sdpa"
-    with torch.device(device):
-        base = kind(base_config).to(torch.bfloat16)
+    base_config._attn_implementation = "causal_sdpa"
     lora = config.lora
     choices = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(TARGETS), task_type="CAUSAL_LM")  # pyright: ignore[reportArgumentType]
-    return peft.get_peft_model(base, choices)
-
-
-def main() -> None:
-    """Entry point of the candidate process."""
-    request = read_request()
-    variant, config = request["variant"], TrainConfig.from_dict(request["config"])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device("meta"):
+        base = kind(base_config).to(getattr(torch, lora.base_dtype))
+        model = peft.get_peft_model(base, choices)
     torch.manual_seed(0)
-    torch.set_float32_matmul_precision("high")
-    model = build_model(config, device)
-    model.train()
-    if variant == "checkpointing":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
-    trained = [p for p in model.parameters() if p.requires_grad]
+    decoder = base.model
+
+    def fill(part: nn.Module) -> None:
+        part.to_empty(device=device)
+        init_parameters(part.parameters())
+
+    for layer in decoder.layers:
+        fill(layer)
+        prepare(layer)
+    for part in (decoder.embed_tokens, decoder.norm, base.lm_head):
+        fill(part)
+    base.tie_weights()
+    with torch.device(device):
+        decoder.rotary_emb = type(decoder.rotary_emb)(base_config)  # computes its frequencies
+    return model.train()
+
+
+def make_step(model: Any, config: TrainConfig, tokens_BT: Tensor, forward: Callable[..., Any]) -> Callable[[], Tensor]:
+    """Returns a training step of the adapters on a fixed batch.
+
+    Args:
+        model: The `peft.PeftModel`.
+        config: Config of the run.
+        tokens_BT: The batch.
+        forward: `model`, or a compiled version of it.
+
+    Returns:
+        A function that runs a step and returns the loss.
+    """
+    trained: Sequence[nn.Parameter] = [p for p in model.parameters() if p.requires_grad]
     settings = config.optimizer
     optimizer = torch.optim.AdamW(
         trained, settings.learning_rate, (settings.beta1, settings.beta2), settings.eps, settings.weight_decay, fused=True
     )
-    shape = config.input.batch_size, config.input.seq_len
-    tokens_BT = torch.randint(0, config.model.vocab_size, shape, device=device)
-    forward = torch.compile(model) if variant == "compile" else model
-    latest: dict[str, Any] = {}
 
-    def step() -> None:
+    def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        latest["loss"] = forward(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
-        latest["loss"].backward()
+        loss = forward(input_ids=tokens_BT, labels=tokens_BT, use_cache=False).loss
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, settings.clip_norm)
         optimizer.step()
+        return loss.detach()
 
-    is_gpu = device == "cuda"
-    if is_gpu:
-        warm_up(step)
-    else:
-        step()
-    answer(device=torch.cuda.get_device_name() if is_gpu else "cpu")
-    take_turns(lambda timer: timer.back_to_back(step, torch.cuda.synchronize if is_gpu else lambda: None))
-    answer(loss=float(latest["loss"]), peak_bytes=torch.cuda.max_memory_allocated() if is_gpu else 0)
+    return step
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Recomputes the decoder layers in the backward, as TRL does by default."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def main() -> None:
+    """Entry point of the candidate process."""
+    from peft.helpers import disable_input_dtype_casting  # pyright: ignore[reportMissingImports] - optional dependency
+
+    request = read_request()
+    variant, config = request["variant"], TrainConfig.from_dict(request["config"])
+    is_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if is_gpu else "cpu")
+    torch.set_float32_matmul_precision("high")
+    model = build_model(config, device)
+    if variant == "checkpointing":
+        checkpoint_layers(model)
+    tokens_BT = torch.randint(0, config.model.vocab_size, (config.input.batch_size, config.input.seq_len), device=device)
+    step = make_step(model, config, tokens_BT, torch.compile(model) if variant == "compile" else model)
+    compute_dtype = getattr(torch, config.model.compute_dtype)
+    # Autocast casts the adapters. PEFT's own cast of their inputs to float32 would copy each input.
+    with (
+        torch.autocast(device.type, compute_dtype, enabled=compute_dtype != torch.float32),
+        disable_input_dtype_casting(model, active=compute_dtype != torch.float32),
+    ):
+        warm_up(step) if is_gpu else step()
+        answer(device=torch.cuda.get_device_name() if is_gpu else "cpu")
+        take_turns(lambda timer: timer.back_to_back(step, torch.cuda.synchronize if is_gpu else lambda: None))
+        answer(loss=float(step()), peak_bytes=torch.cuda.max_memory_allocated() if is_gpu else 0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,104 @@
+"""PyTorch peer: a LoRA training step of a transformers model with PEFT and `fully_shard`, one process per GPU.
+
+    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.peers.peft_fsdp '{"variant": "compile", "config": {...}}'
+
+The model is that of `benchmarks/peers/peft_lora.py`. Frozen weights are sharded in bfloat16 and gathered layer by layer. The float32
+adapters are gathered in bfloat16 with the layer, and their gradients are reduced in float32. A variant is one or more words:
+
+    eager          no torch.compile
+    compile        compiles each decoder layer and the loss
+    checkpointing  recomputes the layers in the backward
+    reshard        frees gathered layers after the forward
+    cudnn          prefers cuDNN attention
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from benchmarks.peers.fsdp import with_cudnn
+from benchmarks.peers.peft_lora import build_model, checkpoint_layers, make_step
+from benchmarks.peers.ranks import RankContext
+from jgraph.train.config import TrainConfig
+
+WORDS = {"eager", "compile", "checkpointing", "reshard", "cudnn"}
+
+
+def main() -> None:
+    """Entry point of each rank."""
+    request = json.loads(sys.argv[1])
+    context = RankContext.join()
+    context.answer(device=f"{context.ranks} x {torch.cuda.get_device_name() if context.on_gpu else 'cpu'}")
+    config, words = TrainConfig.from_dict(request["config"]), request["variant"].split()
+    model, step = training_step(config, context.rank, context.ranks, context.device, words)
+    if context.on_gpu:  # excludes the memory of unsharded layers during the setup
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    dist.all_reduce(loss := step())
+    context.answer(compile_s=time.perf_counter() - start, loss=loss.item() / context.ranks)
+    context.timed(step, 2)
+    context.take_turns(step, each=False)
+    context.answer(peak_bytes=context.peak_bytes())
+    dist.all_reduce(loss := step())
+    if not loss.isfinite():
+        raise FloatingPointError("the loss became non-finite")
+    context.leave()
+
+
+def training_step(
+    config: TrainConfig, rank: int, ranks: int, device: torch.device, words: Collection[str]
+) -> tuple[Any, Callable[[], Tensor]]:
+    """Builds the training step on a fixed batch.
+
+    Args:
+        config: Config of the run, with adapters.
+        rank: This rank.
+        ranks: Number of ranks.
+        device: Device of this rank.
+        words: Words of the variant.
+
+    Returns:
+        The `peft.PeftModel`, and a function that runs a step and returns the loss of the rows of this rank.
+    """
+    assert WORDS.issuperset(words), f"the variant has words besides {', '.join(sorted(WORDS))}"
+    # A group may mix frozen bfloat16 with trained float32 parameters: all are gathered in `param_dtype`.
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, config.model.compute_dtype), reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    mesh = init_device_mesh(device.type, (ranks,))
+
+    def shard(part: nn.Module, *, reshard: bool) -> None:
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+
+    def prepare(layer: nn.Module) -> None:
+        if "compile" in words:  # collectives stay outside of the compiled code
+            layer.forward = torch.compile(layer.forward)
+        shard(layer, reshard="reshard" in words)
+
+    model = build_model(config, device, prepare)
+    if "checkpointing" in words:
+        checkpoint_layers(model)
+    base = model.get_base_model()
+    if "compile" in words:
+        base.loss_function = torch.compile(base.loss_function)
+    if not base.config.tie_word_embeddings:
+        shard(base.lm_head, reshard=False)  # gathered during the last layers instead of before the first
+    shard(base, reshard=False)
+    shape = config.input.batch_size, config.input.seq_len
+    rows_BT = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).reshape(ranks, -1, shape[1])[rank]
+    step = make_step(model, config, torch.tensor(rows_BT, device=device), model)
+    return model, with_cudnn(step) if "cudnn" in words else step
+
+
+if __name__ == "__main__":
+    main()
