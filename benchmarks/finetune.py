@@ -40,7 +40,7 @@ class Options(TraceOptions):
     variants: tuple[str, ...] = VARIANTS
     """Variants. All are compared with the first. `jgraph` takes fp8=RECIPE:FORMAT, remat=layer, graph=full and settings of the
     model; `peft` is `eager`, `compile` (torch.compile) or `checkpointing` (gradient checkpointing, as TRL's default). On
-    several GPUs, `peft` takes one or more of these words, `reshard` and `cudnn`, as `benchmarks/peers/peft_fsdp.py` describes."""
+    several GPUs, `peft` takes one or more of the words that `benchmarks/peers/peft_fsdp.py` describes."""
 
 
 def works(options: Options) -> Iterator[Work]:

@@ -181,7 +181,7 @@ def page_tables() -> str:
         ),
         (
             "Fine-tuning with LoRA",
-            "Times are medians in milliseconds of a step that trains the adapters. PyTorch is PEFT with transformers, in bfloat16.",
+            "Times are medians in milliseconds of a step that trains the adapters. PyTorch runs PEFT in bfloat16.",
             finetune,
             markdown(HEADS, [line for name in finetune for item in data[name].items() for line in finetune_rows(*item)])
             if finetune

@@ -14,6 +14,8 @@
 #     fp8_sharded, llama        FP8 on two GPUs; needs torchao. A soak of 1,000 STEPS in `llama` takes longer than ten minutes
 #     decode, folders           Hugging Face checkpoints on one GPU; needs transformers
 #     moe, moe_fp8, moe_soak, grouped      mixtures of experts on one GPU, five minutes each
+#     lora, lora_short, lora_remat         LoRA on two GPUs; needs peft and transformers
+#     finetune                             LoRA on one GPU; needs peft and transformers
 #
 # Results and log.txt go to the folder OUT, a profile to OUT/profile. The script continues after a failed or timed-out command, stores
 # its partial results, and lists it at the end. Works that need one GPU run on both GPUs in parallel, one work per GPU.
@@ -55,6 +57,8 @@ llama="fsdp --work llama3-8b --one-gpu no --timeout 200"
 experts="layout=ep capacity=2" # enough capacity for the uneven load of an untrained router
 experts_te=("te bf16 bf16-params graphed-attention" "te bf16 bf16-params cutlass graphed-attention")
 captured="fp8=delayed graph=full grads=float32"
+lora="finetune --ranks 2 --preset llama3-8b --name finetune2 --together 1 --rounds 2 --repeats 1 --seconds 1.5 --timeout 150"
+peft=(jgraph "peft compile" "jgraph fp8=delayed:e4m3" "peft compile cudnn" "peft eager") # the most important variants first
 callables="callables --parts pipeline --ranks 2 --schedules aligned --rounds 3 --name callables2"
 
 case $part in
@@ -155,6 +159,13 @@ llama) # one process at a time on both GPUs; the soak reuses the compilation cac
   piece 350 $llama --first "$captured" --name fsdp_fp8_llama --together 1 --rounds 2 --seconds 2 --plain --peers compile:float8 compile:float8:cudnn
   piece $((120 + steps)) $llama --variant "$captured" --soak "$steps" --soak-against nothing
   ;;
+lora) # one process at a time on both GPUs
+  piece 230 $lora --batch-size 2 --seq-len 8192 --variants "${peft[@]}"
+  ;;
+lora_short) piece 230 $lora --batch-size 8 --seq-len 2048 --variants "${peft[@]}" ;;
+lora_remat) piece 150 $lora --batch-size 2 --seq-len 8192 --name finetune2_remat --variants "jgraph remat=layer" "peft compile checkpointing" \
+  "peft checkpointing" ;;
+finetune) piece 290 finetune --batch-size 4 --together 2 --rounds 2 --timeout 150 ;;
 llama_soak) # half the sequence length, so that 1,000 steps take less than ten minutes
   piece 470 $llama --variant "$captured length=4096" --soak 1000 --soak-against nothing
   ;;

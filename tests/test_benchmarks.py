@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jgraph
-from benchmarks import cli, decode, fp8, fsdp, grouped, moe, readme, rows, runner, single_gpu
+from benchmarks import cli, decode, finetune, fp8, fsdp, grouped, moe, readme, rows, runner, single_gpu
 from benchmarks.peers import plain_jax, plain_jax_decode
 from benchmarks.peers.te_variant import TEVariant, is_te, parse_variant
 from benchmarks.rows import step_flops
@@ -540,3 +540,56 @@ def test_transformer_engine_has_a_column_and_counts_as_pytorch():
     cells = dict(zip(heads.split(" | "), line.split(" | "), strict=True))
     assert (cells["torchao float8"], cells["Transformer Engine FP8"], cells["torch bf16"]) == ("4.00", "3.00", "5.00")
     assert cells["fastest PyTorch / jgraph FP8"] == "1.50 (te delayed + CUDA graph; fastest of 3)"
+
+
+def test_adapters_are_trained_on_two_devices(run_here, capsys):
+    flags = ["--preset", "llama3-8b", "--ranks", "2", "--sizes", "tiny", "--variants", "jgraph", "jgraph fp8=delayed:e4m3"]
+    (result,) = run_here("finetune", *flags, *SHORT).values()
+    ours, in_fp8 = result["rows"]
+    assert (result["ranks"], ours["device"]) == (2, "2 x cpu")
+    assert ours["loss"] != in_fp8["loss"]
+    assert ours["loss"] == pytest.approx(in_fp8["loss"], rel=0.01)
+    assert "\n## llama3-8b, 2x32 tokens, LoRA of rank 16, 2 ranks\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("ranks", "module", "processes"), [(1, "peft_lora", 0), (2, "peft_fsdp", 2)])
+def test_the_peer_of_fine_tuning_has_one_process_per_gpu(ranks, module, processes):
+    variants = ("jgraph", "jgraph fp8=delayed:e4m3 remat=layer", "peft compile cudnn")
+    (work,) = finetune.BENCHMARK.works(finetune.Options(ranks=ranks, batch_size=4, seq_len=64, variants=variants))
+    *ours, peer = work.groups[0]
+    assert work.name == "qwen3-0.6b, 4x64 tokens"
+    assert (peer.module, peer.ranks, peer.gpus) == (f"benchmarks.peers.{module}", processes, ranks)
+    assert (peer.labels, peer.request["variant"]) == ({"system": "torch", "variant": variants[2]}, "compile cudnn")
+    configs = [candidate.request["config"] for candidate in ours]
+    assert [(config["precision"], config["remat"]) for config in configs] == [("bf16", "nothing"), ("fp8", "layer")]
+    assert [config["fsdp"] for config in (*configs, peer.request["config"])] == [ranks] * 3
+
+
+def test_results_of_fine_tuning_appear_on_the_benchmarks_page(tmp_path, monkeypatch):
+    for file in runner.RESULTS.glob("*.json"):
+        if not file.stem.startswith("finetune"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
+    assert "## Fine-tuning" not in readme.page_tables()
+    times = [
+        ("jgraph", "", 2.0),
+        ("jgraph", "fp8=delayed:e4m3", 1.0),
+        ("torch", "peft eager", 4.0),
+        ("torch", "peft compile", 3.0),
+    ]
+    timed = [{"system": system, "variant": name, "ms": ms, "repeats_ms": [ms]} for system, name, ms in times]
+    for ranks in (1, 2):
+        (work,) = finetune.BENCHMARK.works(finetune.Options(ranks=ranks))
+        name = "finetune" + "2" * (ranks > 1)
+        results = runner.Results(finetune.Options(name=name, out=str(tmp_path)), finetune.BENCHMARK.draw)
+        results.begin(work.name, **work.facts)
+        results.put(work.name, [row | {"device": f"{ranks} x NVIDIA H200"} for row in timed])
+        assert readme.results_page(tmp_path / f"{name}.md") == (tmp_path / f"{name}.md").read_text()
+    _, _, section = readme.page_tables().partition("## Fine-tuning with LoRA\n")
+    lines = [line.split(" | ") for line in section.partition("\n## ")[0].splitlines() if line.startswith("| qwen3-0.6b")]
+    assert [(cells[0], cells[1], cells[4]) for cells in lines] == [
+        ("| qwen3-0.6b, 8x2048 tokens" + text, f"{ranks} x NVIDIA H200", ratio)
+        for ranks in (1, 2)
+        for text, ratio in (("", "1.50"), (", jgraph in FP8", "3.00"))
+    ]
+    assert "[finetune2](../benchmarks/results/finetune2.md)" in section

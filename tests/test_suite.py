@@ -22,6 +22,7 @@ CLOCKS = {
     "programs/pipeline.py": {"spmd_step", "mpmd_step"},
     "programs/step.py": {"of"},
     "peers/fsdp.py": {"main"},
+    "peers/peft_fsdp.py": {"main"},
     # Ranks under torchrun must agree on the number of steps and on the slowest time.
     "peers/ranks.py": {"timed"},
 }

@@ -2,8 +2,9 @@
 
     python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.peers.peft_fsdp '{"variant": "compile", "config": {...}}'
 
-The model is that of `benchmarks/peers/peft_lora.py`. Frozen weights are sharded in bfloat16 and gathered layer by layer. The float32
-adapters are gathered in bfloat16 with the layer, and their gradients are reduced in float32. A variant is one or more words:
+The model is that of `benchmarks/peers/peft_lora.py`. Frozen weights are sharded in bfloat16 and gathered layer by layer. The
+float32 adapters are gathered in bfloat16 with the layer, and their gradients are reduced in float32. A variant is one or more
+words:
 
     eager          no torch.compile
     compile        compiles each decoder layer and the loss
@@ -12,6 +13,7 @@ adapters are gathered in bfloat16 with the layer, and their gradients are reduce
     cudnn          prefers cuDNN attention
 """
 
+import importlib
 import json
 import sys
 import time
@@ -36,10 +38,11 @@ WORDS = {"eager", "compile", "checkpointing", "reshard", "cudnn"}
 def main() -> None:
     """Entry point of each rank."""
     request = json.loads(sys.argv[1])
+    importlib.import_module("peft")  # takes seconds: before the wait for the start, in parallel with the other processes
     context = RankContext.join()
     context.answer(device=f"{context.ranks} x {torch.cuda.get_device_name() if context.on_gpu else 'cpu'}")
     config, words = TrainConfig.from_dict(request["config"]), request["variant"].split()
-    model, step = training_step(config, context.rank, context.ranks, context.device, words)
+    _, step = training_step(config, context.rank, context.ranks, context.device, words)
     if context.on_gpu:  # excludes the memory of unsharded layers during the setup
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -2,8 +2,8 @@
 
     python -m benchmarks.peers.peft_lora '{"variant": "eager", "config": {...}}'
 
-The base model has random weights in bfloat16 and the sizes of the config. PEFT keeps the adapters in float32, and autocast computes
-them in bfloat16. Attention is PyTorch's scaled_dot_product_attention, and AdamW is fused.
+The base model has random weights in bfloat16 and the sizes of the config. PEFT keeps the adapters in float32, and autocast
+computes them in bfloat16. Attention is PyTorch's scaled_dot_product_attention, and AdamW is fused.
 """
 
 from collections.abc import Callable, Sequence
@@ -113,18 +113,24 @@ def main() -> None:
     model = build_model(config, device)
     if variant == "checkpointing":
         checkpoint_layers(model)
-    tokens_BT = torch.randint(0, config.model.vocab_size, (config.input.batch_size, config.input.seq_len), device=device)
-    step = make_step(model, config, tokens_BT, torch.compile(model) if variant == "compile" else model)
+    called = torch.compile(model) if variant == "compile" else model
     compute_dtype = getattr(torch, config.model.compute_dtype)
+    is_mixed = compute_dtype != torch.float32
+
+    def forward(**inputs: Any) -> Any:
+        with torch.autocast(device.type, compute_dtype, enabled=is_mixed):
+            return called(**inputs)
+
+    tokens_BT = torch.randint(0, config.model.vocab_size, (config.input.batch_size, config.input.seq_len), device=device)
+    step = make_step(model, config, tokens_BT, forward)
     # Autocast casts the adapters. PEFT's own cast of their inputs to float32 would copy each input.
-    with (
-        torch.autocast(device.type, compute_dtype, enabled=compute_dtype != torch.float32),
-        disable_input_dtype_casting(model, active=compute_dtype != torch.float32),
-    ):
-        warm_up(step) if is_gpu else step()
-        answer(device=torch.cuda.get_device_name() if is_gpu else "cpu")
+    with disable_input_dtype_casting(model, active=is_mixed):
+        loss = float(step())
+        if is_gpu:
+            warm_up(step)
+        answer(device=torch.cuda.get_device_name() if is_gpu else "cpu", loss=loss)
         take_turns(lambda timer: timer.back_to_back(step, torch.cuda.synchronize if is_gpu else lambda: None))
-        answer(loss=float(step()), peak_bytes=torch.cuda.max_memory_allocated() if is_gpu else 0)
+        answer(peak_bytes=torch.cuda.max_memory_allocated() if is_gpu else 0)
 
 
 if __name__ == "__main__":
