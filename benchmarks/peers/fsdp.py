@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -147,7 +148,9 @@ def precompute_scales(model: GPT) -> None:
 
 
 def with_cudnn(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Returns a step that prefers the attention of cuDNN."""
+    """Returns a step that prefers the attention of cuDNN. Call it before the first step."""
+    # Its key lacks the backend: a compiled step would use the attention of an earlier process with another backend.
+    functorch_config.enable_autograd_cache = False
     backends = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
 
     def run() -> Tensor:
