@@ -165,7 +165,7 @@ lora) # one process at a time on both GPUs
 lora_short) piece 230 $lora --batch-size 8 --seq-len 2048 --variants "${peft[@]}" ;;
 lora_remat) piece 150 $lora --batch-size 2 --seq-len 8192 --name finetune2_remat --variants "jgraph remat=layer" "peft compile checkpointing" \
   "peft checkpointing" ;;
-finetune) piece 290 finetune --batch-size 4 --together 2 --rounds 2 --timeout 150 ;;
+finetune) piece 290 finetune --together 2 --rounds 2 --timeout 150 ;;
 llama_soak) # half the sequence length, so that 1,000 steps take less than ten minutes
   piece 470 $llama --variant "$captured length=4096" --soak 1000 --soak-against nothing
   ;;
