@@ -62,8 +62,8 @@ class Options(MultiGPUOptions, SoakOptions, TraceOptions):
     """PyTorch variants: `eager` or `compile` (each block and the loss), with suffixes. `:reshard` frees parameters after the
     forward. `:float8` uses torchao float8 with an FP8 all-gather. `:cudnn` prefers cuDNN attention. `:graph` replicates the
     model and captures the step in one CUDA graph; `:whole:graph` also compiles the model as a whole. `:experts` uses expert
-    parallelism. `te RECIPE` has blocks of Transformer Engine (`benchmarks/peers/te_variant.py`), optionally with `:reshard`.
-    Pass the flag without values to skip PyTorch."""
+    parallelism. `te RECIPE` has blocks of Transformer Engine (`benchmarks/peers/te_variant.py`), optionally with `:reshard`,
+    or with `:graph` and float32 parameters. Pass the flag without values to skip PyTorch."""
     first: str = ""
     """jgraph variant that runs in every round. Default: the preset."""
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -144,9 +144,10 @@ def torch_candidate(peer: str, config: TrainConfig, options: Options) -> Candida
     """
     mode, *suffixes = peer.split(":")
     if is_te(mode):
-        parse_sharded_variant(mode)
-        if suffixes not in ([], ["reshard"]) or config.model.moe.num_experts:
-            raise SystemExit(f"--peers has {peer!r}: Transformer Engine takes dense works, and :reshard as the only suffix")
+        allowed = ([], ["reshard"], ["graph"]) if parse_sharded_variant(mode).params == "float32" else ([], ["reshard"])
+        if suffixes not in allowed or config.model.moe.num_experts:
+            reason = "needs a dense work, and takes the suffix :reshard, or :graph with float32 parameters"
+            raise SystemExit(f"--peers has {peer!r}: Transformer Engine {reason}")
     return Candidate(
         {"system": "torch", "variant": peer, "ranks": config.parallel.fsdp},
         "benchmarks.peers.fsdp",

@@ -521,10 +521,12 @@ def test_a_sharded_variant_of_transformer_engine_is_timed_with_its_placement():
     ]
 
 
-@pytest.mark.parametrize(("work", "peer"), [("gpt-1b3", "te delayed:float8"), ("gpt-moe", "te delayed")])
+@pytest.mark.parametrize(
+    ("work", "peer"), [("gpt-1b3", "te delayed:float8"), ("gpt-1b3", "te delayed fp8-params:graph"), ("gpt-moe", "te delayed")]
+)
 def test_sharded_transformer_engine_takes_dense_works_and_one_suffix(work, peer):
     options = fsdp.Options()
-    with pytest.raises(SystemExit, match=f"--peers has '{peer}': Transformer Engine takes dense works"):
+    with pytest.raises(SystemExit, match=f"--peers has '{peer}': Transformer Engine needs a dense work"):
         fsdp.torch_candidate(peer, fsdp.config_of(work, 2, options), options)
 
 

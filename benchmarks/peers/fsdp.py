@@ -101,7 +101,7 @@ def training_step(
     assert not (graph and (float8 or reshard)), "graph replicates the model, so float8 and reshard do not apply"
     shard = make_sharder(config.model, device, ranks) if not graph else lambda part, reshard: None
     if te:
-        model, optimizer = build_te_model(te, config, device, shard, reshard)
+        model, optimizer = build_te_model(te, config, device, shard, reshard=reshard, capturable=graph)
     else:
         options = {"shard": partial(shard, reshard=reshard), "expert_ranks": ranks if experts else 1}
         model = build_model(config.model, device, compile=compile and not whole, float8=float8, **options)
@@ -150,9 +150,15 @@ def training_step(
 
 
 def build_te_model(
-    variant: str, config: TrainConfig, device: torch.device, shard: Callable[..., None], reshard: bool
+    variant: str,
+    config: TrainConfig,
+    device: torch.device,
+    shard: Callable[..., None],
+    *,
+    reshard: bool,
+    capturable: bool,
 ) -> tuple[Any, torch.optim.Optimizer]:
-    """Builds the sharded model of Transformer Engine and its optimizer.
+    """Builds the model of Transformer Engine and its optimizer.
 
     Args:
         variant: Name of the variant, as in `te_variant.py`.
@@ -160,6 +166,7 @@ def build_te_model(
         device: Device of this rank.
         shard: Shards a module, as `make_sharder` returns it.
         reshard: Free gathered parameters of blocks after the forward.
+        capturable: Keep the step count on the GPU, so that a CUDA graph can capture the update.
 
     Returns:
         The model, with FSDP hooks around its method `loss`, and the optimizer.
@@ -170,7 +177,7 @@ def build_te_model(
     model = te_gpt.build_sharded(config.model, chosen, device, partial(shard, reshard=reshard))
     shard(model, reshard=False)
     register_fsdp_forward_method(model, "loss")
-    return model, te_layers.make_optimizer(model, config.optimizer, chosen, capturable=False)
+    return model, te_layers.make_optimizer(model, config.optimizer, chosen, capturable=capturable)
 
 
 def precompute_scales(model: GPT) -> None:

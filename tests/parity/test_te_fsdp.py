@@ -11,7 +11,7 @@ from tests.parity import processes
 
 pytestmark = [pytest.mark.parity, pytest.mark.once]
 
-FLOAT32 = "te bf16", "te delayed", "te current:reshard"
+FLOAT32 = "te bf16", "te delayed:graph", "te current:reshard"
 FUSED_ADAM = "te bf16 bf16-params", "te delayed fp8-params", "te current fp8-params:reshard"
 
 

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m tests.parity.torch_te_fsdp RANK RANKS RENDEZVOUS CONFIG.json LOSSES.json VARIANT...
 
 RENDEZVOUS is the path of a file that does not exist yet. A VARIANT is `eager` or a variant of Transformer Engine, optionally
-with `:reshard`. The script writes the losses of three steps by variant to LOSSES.json. The fake layers have the arguments of
-`te.TransformerLayer`, compute like `torch_gpt.Block` and ignore FP8.
+with `:reshard` or `:graph`. The script writes the losses of three steps by variant to LOSSES.json. The fake layers have the
+arguments of `te.TransformerLayer`, compute like `torch_gpt.Block` and ignore FP8.
 """
 
 import contextlib
@@ -112,8 +112,8 @@ def train(config: TrainConfig, variant: str, rank: int, ranks: int) -> list[floa
 
     mode, _, suffix = variant.partition(":")
     te = mode if mode != "eager" else ""
-    flags = dict.fromkeys(("compile", "float8", "graph", "whole", "experts"), False)
-    step = fsdp.training_step(config, rank, ranks, torch.device("cpu"), te=te, reshard=suffix == "reshard", **flags)
+    flags = {name: name == suffix for name in ("compile", "reshard", "float8", "graph", "whole", "experts")}
+    step = fsdp.training_step(config, rank, ranks, torch.device("cpu"), te=te, **flags)
     losses = []
     for _ in range(STEPS):
         loss = step()
