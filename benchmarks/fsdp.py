@@ -18,6 +18,7 @@ import jax
 import tyro
 
 from benchmarks.harness import count_gpus
+from benchmarks.peers.te_variant import is_te, parse_sharded_variant
 from benchmarks.rows import PLACEMENTS, Row, fastest, is_comparable, placement, ratio, row_name, spread, step_flops
 from benchmarks.runner import Benchmark, MultiGPUOptions, SoakOptions, TraceOptions, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
@@ -61,7 +62,8 @@ class Options(MultiGPUOptions, SoakOptions, TraceOptions):
     """PyTorch variants: `eager` or `compile` (each block and the loss), with suffixes. `:reshard` frees parameters after the
     forward. `:float8` uses torchao float8 with an FP8 all-gather. `:cudnn` prefers cuDNN attention. `:graph` replicates the
     model and captures the step in one CUDA graph; `:whole:graph` also compiles the model as a whole. `:experts` uses expert
-    parallelism. Pass the flag without values to skip PyTorch."""
+    parallelism. `te RECIPE` has blocks of Transformer Engine (`benchmarks/peers/te_variant.py`), optionally with `:reshard`,
+    or with `:graph` and float32 parameters. Pass the flag without values to skip PyTorch."""
     first: str = ""
     """jgraph variant that runs in every round. Default: the preset."""
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -136,13 +138,22 @@ def torch_candidate(peer: str, config: TrainConfig, options: Options) -> Candida
 
     Returns:
         The candidate.
+
+    Raises:
+        SystemExit: If a variant of Transformer Engine is unknown or does not support the work.
     """
     mode, *suffixes = peer.split(":")
+    if is_te(mode):
+        allowed = ([], ["reshard"], ["graph"]) if parse_sharded_variant(mode).params == "float32" else ([], ["reshard"])
+        if suffixes not in allowed or config.model.moe.num_experts:
+            reason = "needs a dense work, and takes the suffix :reshard, or :graph with float32 parameters"
+            raise SystemExit(f"--peers has {peer!r}: Transformer Engine {reason}")
     return Candidate(
         {"system": "torch", "variant": peer, "ranks": config.parallel.fsdp},
         "benchmarks.peers.fsdp",
         {
             "config": config.to_dict(),
+            "te": mode if is_te(mode) else "",
             "compile": mode == "compile",
             **{name: name in suffixes for name in ("reshard", "float8", "cudnn", "graph", "whole", "experts")},
         },

@@ -12,6 +12,7 @@
 #
 #     fp8, fp8_1b3, curves      FP8 on one GPU; needs torchao and Transformer Engine
 #     fp8_sharded, llama        FP8 on two GPUs; needs torchao. A soak of 1,000 STEPS in `llama` takes longer than ten minutes
+#     te_sharded, te_llama      the same with Transformer Engine; needs both
 #     decode, folders           Hugging Face checkpoints on one GPU; needs transformers
 #     moe, moe_fp8, moe_soak, grouped      mixtures of experts on one GPU, five minutes each
 #     lora, lora_short, lora_remat         LoRA on two GPUs; needs peft and transformers
@@ -53,7 +54,9 @@ pipeline="pipeline --xla-option xla_gpu_enable_triton_gemm=false"
 gpt="$pipeline --work gpt-1b3 --together 2 --rounds 2 --repeats 1" # memory for two processes; each builds for a minute
 fsdp="fsdp --one-gpu no --rounds 3 --name fsdp2"
 sharded="fsdp --name fsdp_fp8 --first fp8=delayed --variant fp8=current --plain --peers compile compile:float8 --one-gpu no --rounds 3 --timeout 200"
+te_sharded=(compile:float8 "te delayed" "te delayed fp8-params" "te current fp8-params" "te delayed:graph")
 llama="fsdp --work llama3-8b --one-gpu no --timeout 200"
+te_llama=(compile:float8 "te delayed" "te delayed fp8-params" "te current fp8-params")
 experts="layout=ep capacity=2" # enough capacity for the uneven load of an untrained router
 experts_te=("te bf16 bf16-params graphed-attention" "te bf16 bf16-params cutlass graphed-attention")
 captured="fp8=delayed graph=full grads=float32"
@@ -154,6 +157,13 @@ fp8_sharded)
   piece 260 $sharded --work gpt-1b3 --together 2
   piece 300 $sharded --work gpt-7b --together 1
   piece 90 fsdp --work launch-bound --variant "fp8=delayed graph=full" --soak 1000
+  ;;
+te_sharded)
+  piece 560 fsdp --work gpt-1b3 --name fsdp_fp8 --first fp8=delayed --plain --one-gpu no --together 2 --rounds 3 --timeout 200 \
+    --peers "${te_sharded[@]}"
+  ;;
+te_llama)
+  piece 560 $llama --first "$captured" --name fsdp_fp8_llama --together 1 --rounds 2 --seconds 2 --plain --peers "${te_llama[@]}"
   ;;
 llama) # one process at a time on both GPUs; the soak reuses the compilation cache
   piece 350 $llama --first "$captured" --name fsdp_fp8_llama --together 1 --rounds 2 --seconds 2 --plain --peers compile:float8 compile:float8:cudnn

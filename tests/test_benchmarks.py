@@ -15,7 +15,7 @@ from flax import nnx
 import jgraph
 from benchmarks import cli, decode, finetune, fp8, fsdp, grouped, moe, readme, rows, runner, single_gpu
 from benchmarks.peers import plain_jax, plain_jax_decode
-from benchmarks.peers.te_variant import TEVariant, is_te, parse_variant
+from benchmarks.peers.te_variant import TEVariant, is_te, parse_sharded_variant, parse_variant
 from benchmarks.rows import step_flops
 from benchmarks.turns import Candidate, TimingOptions, race
 from jgraph.train.presets import preset
@@ -494,6 +494,40 @@ def test_words_of_a_transformer_engine_variant_combine():
 def test_a_wrong_transformer_engine_variant_is_refused(name, reason):
     with pytest.raises(SystemExit, match=re.escape(reason)):
         parse_variant(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("te delayed + CUDA graph", "no CUDA graph"),
+        ("te bf16 cutlass", "no grouped matmul"),
+        ("te blockwise fp8-params", "FP8 only with delayed or current"),
+    ],
+)
+def test_fully_shard_refuses_a_variant_of_transformer_engine_for_one_gpu(name, reason):
+    with pytest.raises(SystemExit, match=re.escape(reason)):
+        parse_sharded_variant(name)
+
+
+def test_a_sharded_variant_of_transformer_engine_is_timed_with_its_placement():
+    peers = ("compile", "te delayed fp8-params", "te delayed:reshard")
+    (work,) = fsdp.works(fsdp.Options(work=("llama3-8b",), plain=(), peers=peers, one_gpu="no", ranks=2))
+    (_, *kept), resharded = work.groups
+    requests = [candidate.request for candidate in (*kept, *resharded)]
+    assert [(request["te"], request["reshard"], request["compile"]) for request in requests] == [
+        ("", False, True),
+        ("te delayed fp8-params", False, False),
+        ("te delayed", True, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("work", "peer"), [("gpt-1b3", "te delayed:float8"), ("gpt-1b3", "te delayed fp8-params:graph"), ("gpt-moe", "te delayed")]
+)
+def test_sharded_transformer_engine_takes_dense_works_and_one_suffix(work, peer):
+    options = fsdp.Options()
+    with pytest.raises(SystemExit, match=f"--peers has '{peer}': Transformer Engine needs a dense work"):
+        fsdp.torch_candidate(peer, fsdp.config_of(work, 2, options), options)
 
 
 def test_default_variants_of_transformer_engine_are_known_and_have_a_program():

@@ -4,7 +4,8 @@
 
 Float32 parameters and AdamW moments are sharded, and gathered block by block in the compute dtype. Gradients are reduced in
 float32 and clipped by the global norm. With `float8`, weights are gathered in FP8, and their scales are computed in one call
-after the update, as torchao recommends. Model and step are those of `benchmarks/single_gpu.py`.
+after the update, as torchao recommends. Model and step are those of `benchmarks/single_gpu.py`. With `te`, the blocks are
+layers of Transformer Engine, in the precision of a variant of `te_variant.py`.
 """
 
 import json
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,13 +21,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.peers import torch_moe
 from benchmarks.peers.ranks import RankContext
+from benchmarks.peers.te_variant import parse_sharded_variant
 from benchmarks.peers.torch_gpt import GPT, adamw, init_parameters, to_float8, warm_up
 from jgraph.train.config import TrainConfig
 from jgraph_models.gpt import GPTConfig
@@ -39,7 +42,7 @@ def main() -> None:
     context = RankContext.join()
     context.answer(device=f"{context.ranks} x {torch.cuda.get_device_name() if context.on_gpu else 'cpu'}")
     config = TrainConfig.from_dict(request["config"])
-    flags = {name: request[name] for name in ("compile", "reshard", "float8", "graph", "whole", "experts")}
+    flags = {name: request[name] for name in ("te", "compile", "reshard", "float8", "graph", "whole", "experts")}
     step = training_step(config, context.rank, context.ranks, context.device, **flags)
     if request["cudnn"]:
         step = with_cudnn(step)
@@ -69,6 +72,7 @@ def training_step(
     ranks: int,
     device: torch.device,
     *,
+    te: str,
     compile: bool,
     reshard: bool,
     float8: bool,
@@ -83,6 +87,7 @@ def training_step(
         rank: This rank.
         ranks: Number of ranks.
         device: Device of this rank.
+        te: Variant of Transformer Engine, or an empty string for the model of `torch_gpt`.
         compile: Compile each block and the loss.
         reshard: Free gathered parameters after the forward.
         float8: Use torchao float8 in the blocks.
@@ -96,11 +101,14 @@ def training_step(
     assert graph or not whole, "whole requires graph: fully_shard hooks cannot be compiled"
     assert not (graph and (float8 or reshard)), "graph replicates the model, so float8 and reshard do not apply"
     shard = make_sharder(config.model, device, ranks) if not graph else lambda part, reshard: None
-    options = {"shard": partial(shard, reshard=reshard), "expert_ranks": ranks if experts else 1}
-    model = build_model(config.model, device, compile=compile and not whole, float8=float8, **options)
-    # The backward needs the parameters of the root right after the forward.
-    shard(model, reshard=False)
-    optimizer = adamw(model, config.optimizer, capturable=graph and device.type == "cuda")
+    if te:
+        model, optimizer = build_te_model(te, config, device, shard, reshard=reshard, capturable=graph)
+    else:
+        options = {"shard": partial(shard, reshard=reshard), "expert_ranks": ranks if experts else 1}
+        model = build_model(config.model, device, compile=compile and not whole, float8=float8, **options)
+        # The backward needs the parameters of the root right after the forward.
+        shard(model, reshard=False)
+        optimizer = adamw(model, config.optimizer, capturable=graph and device.type == "cuda")
     clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()), config.optimizer.clip_norm)
     if graph:
         clip = make_replica_clip(model, config.optimizer.clip_norm, ranks)
@@ -122,7 +130,9 @@ def training_step(
         logits_BTV, balance = model(inputs_BT)
         return loss_fn(logits_BTV, labels_N) + config.model.moe.balance_loss * balance
 
-    if whole:
+    if te:
+        forward = partial(model.loss, tokens_BS)
+    elif whole:
         with torch.no_grad():
             model.loss(tokens_BS)  # creates the rotary table before compilation
         forward = partial(torch.compile(model.loss) if compile else model.loss, tokens_BS)
@@ -138,6 +148,37 @@ def training_step(
         return loss.detach()
 
     return step
+
+
+def build_te_model(
+    variant: str,
+    config: TrainConfig,
+    device: torch.device,
+    shard: Callable[..., None],
+    *,
+    reshard: bool,
+    capturable: bool,
+) -> tuple[Any, torch.optim.Optimizer]:
+    """Builds the model of Transformer Engine and its optimizer.
+
+    Args:
+        variant: Name of the variant, as in `te_variant.py`.
+        config: Config of the run.
+        device: Device of this rank.
+        shard: Shards a module, as `make_sharder` returns it.
+        reshard: Free gathered parameters of blocks after the forward.
+        capturable: Keep the step count on the GPU, so that a CUDA graph can capture the update.
+
+    Returns:
+        The model, with FSDP hooks around its method `loss`, and the optimizer.
+    """
+    from benchmarks.peers import te_gpt, te_layers  # optional dependency
+
+    chosen = parse_sharded_variant(variant)
+    model = te_gpt.build_sharded(config.model, chosen, device, partial(shard, reshard=reshard))
+    shard(model, reshard=False)
+    register_fsdp_forward_method(model, "loss")
+    return model, te_layers.make_optimizer(model, config.optimizer, chosen, capturable=capturable)
 
 
 def precompute_scales(model: GPT) -> None:

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from benchmarks.peers import torch_gpt
 from benchmarks.peers.te_library import FusedAdam, recipes, te
 from benchmarks.peers.te_variant import TEVariant
-from benchmarks.peers.torch_gpt import adamw
 from jgraph.train.config import OptimizerConfig
 from jgraph_models.gpt_config import GPTConfig
 
@@ -121,9 +122,19 @@ def transformer_layer(config: GPTConfig, dtype: torch.dtype, layer: int) -> nn.M
     )
 
 
-def rotary_angles(config: GPTConfig, length: int) -> Tensor:
-    """Computes the angles of the rotary embedding for a sequence length."""
-    return te.RotaryPositionEmbedding(config.head_size, rotary_base=config.rope_theta)(length).cuda()
+def rotary_angles(config: GPTConfig, length: int, device: torch.device | str = "cuda") -> Tensor:
+    """Computes the angles of the rotary embedding as `te.RotaryPositionEmbedding`, which has no scaling of Llama 3.
+
+    Args:
+        config: Config of the model.
+        length: Sequence length.
+        device: Device of the angles.
+
+    Returns:
+        Angles of shape (length, 1, 1, head size).
+    """
+    angles_TK = torch_gpt.rotary_angles(config, length, device)
+    return torch.cat([angles_TK, angles_TK], dim=-1)[:, None, None]
 
 
 class StandaloneBlock(nn.Module):
@@ -141,19 +152,22 @@ class StandaloneBlock(nn.Module):
         return self.block(x_BTD, rotary_pos_emb=self.angles)
 
 
-def make_optimizer(model: nn.Module, config: OptimizerConfig, variant: TEVariant) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, config: OptimizerConfig, variant: TEVariant, *, capturable: bool = True
+) -> torch.optim.Optimizer:
     """Creates the AdamW of a variant: of PyTorch for float32 parameters, else FusedAdam with float32 master weights.
 
     Args:
         model: The model.
         config: Hyperparameters.
         variant: The variant. FusedAdam cannot update FP8 parameters in a CUDA graph.
+        capturable: Keep the step count on the GPU, so that a CUDA graph can capture the update.
 
     Returns:
         The optimizer.
     """
     if variant.params == "float32":
-        return adamw(model, config, capturable=True)
+        return torch_gpt.adamw(model, config, capturable=capturable)
     optimizer = FusedAdam(
         model.parameters(),
         lr=config.learning_rate,
@@ -161,7 +175,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, variant: TEVariant
         eps=config.eps,
         weight_decay=config.weight_decay,
         adam_w_mode=True,
-        capturable=variant.params == "bfloat16",
+        capturable=capturable and variant.params == "bfloat16",
         master_weights=True,
     )
     if (variant.params, variant.recipe) == ("fp8", "delayed"):
@@ -172,6 +186,6 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, variant: TEVariant
 def drop_transposes(model: nn.Module) -> None:
     """Drops the transposed copies of FP8 parameters, which the in-place update of FusedAdam leaves outdated."""
     for p in model.parameters():
-        if isinstance(p, te.Float8Tensor):
-            quantized: Any = p
+        quantized: Any = p._local_tensor if isinstance(p, DTensor) else p  # to_local() returns a view without the copy
+        if isinstance(quantized, te.Float8Tensor):
             quantized.update_usage(rowwise_usage=True, columnwise_usage=False)

@@ -9,6 +9,9 @@
 - `cutlass`: grouped matmuls in bfloat16 with CUTLASS instead of cuBLAS on several streams.
 - `graphed-attention`: attention of each block in CUDA graphs (`make_graphed_callables`), for mixtures of experts.
 - `+ CUDA graph`: the whole step in one CUDA graph.
+
+With `fully_shard`, dense models take the kinds of parameters and `fp8-attention`. Parameters are gathered in bfloat16, and with
+`fp8-params` in FP8.
 """
 
 from dataclasses import dataclass
@@ -71,3 +74,23 @@ def parse_variant(name: str) -> TEVariant:
         grouped="cutlass" if "cutlass" in words else "cublas",
         graph="step" if plus else "attention" if "graphed-attention" in words else "none",
     )
+
+
+def parse_sharded_variant(name: str) -> TEVariant:
+    """Parses the name of a variant for `fully_shard`.
+
+    Args:
+        name: `te RECIPE` with `bf16-params`, `fp8-params` or `fp8-attention`.
+
+    Returns:
+        The variant.
+
+    Raises:
+        SystemExit: If `parse_variant` refuses the name, or if `fully_shard` does not support the variant.
+    """
+    variant = parse_variant(name)
+    if (variant.graph, variant.grouped) != ("none", "cublas"):
+        raise SystemExit(f"variant {name!r} of Transformer Engine: fully_shard has no CUDA graph and no grouped matmul")
+    if (variant.recipe, variant.params) == ("blockwise", "fp8"):  # its all-gather drops the padding of the scales
+        raise SystemExit(f"variant {name!r} of Transformer Engine: fully_shard gathers FP8 only with delayed or current")
+    return variant

@@ -192,15 +192,29 @@ def rotary(config: GPTConfig, length: int, like: Tensor) -> tuple[Tensor, Tensor
     Returns:
         Cosines and sines of shape (length, head size / 2).
     """
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    exponents = torch.arange(0, config.head_size, 2, device=like.device, dtype=dtype) / config.head_size
+    angles_TK = rotary_angles(config, length, like.device, torch.float64 if like.dtype == torch.float64 else torch.float32)
+    return angles_TK.cos(), angles_TK.sin()
+
+
+def rotary_angles(config: GPTConfig, length: int, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Computes the angles of the rotary embedding.
+
+    Args:
+        config: Config of the model.
+        length: Sequence length.
+        device: Device of the angles.
+        dtype: dtype of the angles.
+
+    Returns:
+        Angles of shape (length, head size / 2).
+    """
+    exponents = torch.arange(0, config.head_size, 2, device=device, dtype=dtype) / config.head_size
     frequencies = config.rope_theta**-exponents
     if config.rope_scaling == "llama3":
         low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
         unscaled = ((config.rope_original_length / (2 * math.pi / frequencies) - low) / (high - low)).clamp(0, 1)
         frequencies = (1 - unscaled) * frequencies / config.rope_factor + unscaled * frequencies
-    angles_TK = torch.arange(length, device=like.device, dtype=dtype)[:, None] * frequencies
-    return angles_TK.cos(), angles_TK.sin()
+    return torch.arange(length, device=device, dtype=dtype)[:, None] * frequencies
 
 
 def rotate(x_BTHK: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> Tensor:
