@@ -351,7 +351,9 @@ def fp8_matmul(
         return layout.forward(x_fp8, tap.weight, extra, aval_of(site.eqn.outvars[0]).dtype), x_fp8
 
     def forward(*args: PyTree) -> tuple[Array, PyTree]:
-        (x, w, extra, tap), has_wgrad = jax.tree.map(lambda leaf: leaf.value, args), is_delayed or args[1].perturbed
+        # With symbolic zeros, each argument knows whether it is differentiated.
+        x, _, extra, tap = jax.tree.map(lambda leaf: leaf.value, args)
+        has_wgrad = is_delayed or args[1].perturbed
         y, x_fp8 = multiply(x, extra, tap, "both" if has_wgrad and saves_columns else "rows")
         # Named, because otherwise the split backward saves x, which may have more bytes, and recomputes the columns.
         residual = checkpoint_name(x_fp8.columns, _SAVED) if saves_columns and has_wgrad else x

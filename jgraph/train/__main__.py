@@ -142,8 +142,8 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
     """Parses the flags of a run. Trains nothing and writes no files.
 
     The defaults are those of the flag `--preset`. With `--continue-from` and `--init-from`, the settings of the model are read
-    from the other run or folder. Without `--preset`, `--init-from` also reads the dtype of the matmuls. With `--init-from` or `--lora.rank`, the learning rate is one for fine-tuning. Imports the
-    model class.
+    from the other run or folder. Without `--preset`, `--init-from` also reads the dtype of the matmuls. With `--init-from` or
+    `--lora.rank`, the learning rate is one for fine-tuning. Imports the model class.
 
     Args:
         args: The arguments without the name of the program.
