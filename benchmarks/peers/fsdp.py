@@ -10,7 +10,6 @@ layers of Transformer Engine, in the precision of a variant of `te_variant.py`.
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -46,23 +45,7 @@ def main() -> None:
     step = training_step(config, context.rank, context.ranks, context.device, **flags)
     if request["cudnn"]:
         step = with_cudnn(step)
-    if context.on_gpu:  # excludes the memory of unsharded blocks during the setup
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    loss = step()
-    dist.all_reduce(loss)
-    context.answer(compile_s=time.perf_counter() - start, loss=loss.item() / context.ranks)
-    graph = capture_graph(step) if request["graph"] and context.on_gpu else None
-    run = graph.replay if graph else step
-    context.timed(run, 2)
-    context.take_turns(run, each=False)
-    context.answer(peak_bytes=context.peak_bytes())
-    if graph:
-        graph.reset()  # NCCL cannot shut down while a graph holds its communicators
-    dist.all_reduce(loss := step())
-    if not loss.isfinite():
-        raise FloatingPointError("the loss became non-finite")
+    context.time_training(step, capture_graph if request["graph"] else None)
     context.leave()
 
 

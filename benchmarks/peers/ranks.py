@@ -93,6 +93,34 @@ class RankContext:
             watts, mhz = reading.result() or (None, None)
             self.answer(turn={"ms": statistics.median(times), "power_watts": watts, "sm_clock_mhz": mhz})
 
+    def time_training(self, step: Callable[[], torch.Tensor], capture: Callable[..., torch.cuda.CUDAGraph] | None) -> None:
+        """Answers the first loss, measures once per turn, and answers the peak memory. Collective.
+
+        Args:
+            step: Runs a training step. Returns a loss; the loss of the row is the mean over the ranks.
+            capture: Captures the step in a CUDA graph, which is timed instead. None to time the step.
+
+        Raises:
+            FloatingPointError: If the last loss is not finite.
+        """
+        if self.on_gpu:  # excludes the memory of the setup, which has unsharded arrays
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        loss = step()
+        dist.all_reduce(loss)
+        self.answer(compile_s=time.perf_counter() - start, loss=loss.item() / self.ranks)
+        graph = capture(step) if capture and self.on_gpu else None
+        run = graph.replay if graph else step
+        self.timed(run, 2)
+        self.take_turns(run, each=False)
+        self.answer(peak_bytes=self.peak_bytes())
+        if graph:
+            graph.reset()  # NCCL cannot shut down while a graph holds its communicators
+        dist.all_reduce(loss := step())
+        if not loss.isfinite():
+            raise FloatingPointError("the loss became non-finite")
+
     def wait(self) -> None:
         """Blocks until the GPU is idle."""
         if self.on_gpu:

@@ -104,15 +104,27 @@ class Block(nn.Module):
         Returns:
             The output of the projection.
         """
+        q, k, v = self.heads(x_BTD, rotary_TK)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def heads(self, x_BTD: Tensor, rotary_TK: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """Projects a normalized input to queries, keys and values with the heads before the sequence.
+
+        Args:
+            x_BTD: Normalized input.
+            rotary_TK: Cosines and sines of the rotary embedding.
+
+        Returns:
+            Queries of shape (B, H, T, K), keys and values of shape (B, G, T, K).
+        """
         H, G = self.config.num_heads, self.config.num_kv_heads
         B, T, _ = x_BTD.shape
         q_BTHK, k_BTGK, v_BTGK = self.qkv(x_BTD).view(B, T, H + 2 * G, -1).split([H, G, G], dim=2)
         if self.config.qk_norm == "head":
             q_BTHK, k_BTGK = self.q_norm(q_BTHK), self.k_norm(k_BTGK)
         q_BTHK, k_BTGK = rotate(q_BTHK, rotary_TK), rotate(k_BTGK, rotary_TK)
-        q, k, v = (a.transpose(1, 2) for a in (q_BTHK, k_BTGK, v_BTGK))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=G != H)
-        return self.out(y.transpose(1, 2).reshape(B, T, -1))
+        return tuple(a.transpose(1, 2) for a in (q_BTHK, k_BTGK, v_BTGK))
 
     def mlp(self, x_BTD: Tensor) -> Tensor:
         """Applies the GELU or SwiGLU MLP."""
