@@ -26,7 +26,7 @@ from benchmarks.tables import (
 ROOT = Path(__file__).parents[1]
 README, PAGE = ROOT / "README.md", ROOT / "notes/benchmarks.md"
 OTHERS = ROOT / "notes/guide/other-programs.md"
-MULTI_GPU = ("pipeline", "fsdp", "callables")  # benchmarks on several GPUs, in the order of the page
+MULTI_GPU = ("pipeline", "fsdp", "tensor_context", "callables")  # benchmarks on several GPUs, in the order of the page
 WITH_FP8 = ("fp8", "fsdp", "moe", "pipeline")  # benchmarks with FP8 results
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
@@ -140,8 +140,8 @@ def page_tables() -> str:
         ),
         (
             "Several GPUs",
-            "Times are medians in milliseconds: a whole training step for `fsdp`, loss and gradients for `pipeline` and "
-            "`callables`.",
+            "Times are medians in milliseconds: a whole training step for `fsdp` and `tensor_context`, loss and gradients for "
+            "`pipeline` and `callables`.",
             several,
             multi_gpu_table(data),
         ),

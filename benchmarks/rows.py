@@ -15,7 +15,7 @@ Row = dict[str, Any]
 # Keys of a row. A candidate timed in rounds stores the median under KEY, one value per round under repeats_KEY, and `rounds`.
 FIELDS = {
     "system, schedule, variant, join, graph, runtime, microbatches, chunks": "name of the row; system is jgraph, torch, jax, "
-    "jax + jgraph (plain JAX with parts of jgraph) or one GPU",
+    "jax + jgraph (plain JAX with parts of jgraph), jgraph fsdp (jgraph with sharded state as a reference) or one GPU",
     "precision": "precision of the matmuls in the blocks of a training run",
     "chosen, table, phases": "pipeline: chosen schedule and engine, table of candidates, duration of the search",
     "failed": "reason for a missing time, one line",

@@ -3,7 +3,7 @@
 # most important parts come first:
 #
 #     bash benchmarks/two_gpus.sh collectives|pipelines|pipelines_gpt|pipelines_fp8|soaks|one|one_1b3 OUT [REVISION]
-#     bash benchmarks/two_gpus.sh fsdp|tests OUT [REVISION]
+#     bash benchmarks/two_gpus.sh fsdp|tensor_context|tests OUT [REVISION]
 #     bash benchmarks/two_gpus.sh experts|experts_soak|experts_profile OUT [REVISION]
 #     bash benchmarks/two_gpus.sh llama_soak OUT [REVISION]
 #     bash benchmarks/two_gpus.sh llama OUT [REVISION [STEPS]]
@@ -53,6 +53,7 @@ short="--warmup-seconds 0.3 --seconds 0.2" # for steps too short to reach the po
 pipeline="pipeline --xla-option xla_gpu_enable_triton_gemm=false"
 gpt="$pipeline --work gpt-1b3 --together 2 --rounds 2 --repeats 1" # memory for two processes; each builds for a minute
 fsdp="fsdp --one-gpu no --rounds 3 --name fsdp2"
+partitioned="tensor_context --together 2 --rounds 2 --repeats 2 --warmup-seconds 0.4 --timeout 60 --categories"
 sharded="fsdp --name fsdp_fp8 --first fp8=delayed --variant fp8=current --plain --peers compile compile:float8 --one-gpu no --rounds 3 --timeout 200"
 te_sharded=(compile:float8 "te delayed" "te delayed fp8-params" "te current fp8-params" "te delayed:graph")
 llama="fsdp --work llama3-8b --one-gpu no --timeout 200"
@@ -104,6 +105,10 @@ fsdp)
   piece 390 $fsdp --work gpt-1b3 --together 2 --plain same stock "same tuned" "stock tuned" --peers compile compile:reshard --variant reshard=yes
   piece 75 $callables --pipelines launch-bound $short
   piece 75 $callables --pipelines large --peers ScheduleZBVZeroBubble
+  ;;
+tensor_context) # four minutes at most; memory of an H200 for two processes. A hanging `compile:async` ends after --timeout
+  piece 110 $partitioned --work gpt-1b3-cp --context-peers compile:cudnn compile
+  piece 130 $partitioned --work gpt-1b3-tp --tensor-peers compile compile:async
   ;;
 tests) XLA_CLIENT_MEM_FRACTION=0.12 tests 190 -n 7 -rs --ignore tests/gpu/test_folders_on_gpu.py tests/gpu ;;
 decode) piece 340 decode --models llama-1b3 --rounds 3 --timeout 120 --variants "" xla --peers transformers "loop tuned" ;;

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jgraph
-from benchmarks import cli, decode, finetune, fp8, fsdp, grouped, moe, readme, rows, runner, single_gpu
+from benchmarks import cli, decode, finetune, fp8, fsdp, grouped, moe, readme, rows, runner, single_gpu, tensor_context
 from benchmarks.peers import plain_jax, plain_jax_decode
 from benchmarks.peers.te_variant import TEVariant, is_te, parse_sharded_variant, parse_variant
 from benchmarks.rows import step_flops
@@ -366,6 +366,78 @@ def run_here(tmp_path, monkeypatch):
         return json.loads(file.read_text())["works"]
 
     return run
+
+
+@pytest.mark.parity
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+def test_tensor_and_context_parallelism_are_timed_with_pytorch(run_here, capsys):
+    variants = {"gpt-1b3-tp": "eager:sequence", "gpt-1b3-cp": "eager:replicate:alltoall"}
+    flags = ["--tensor-peers", variants["gpt-1b3-tp"], "--context-peers", variants["gpt-1b3-cp"]]
+    works = run_here("tensor_context", "--sizes", "tiny", "--ranks", "2", *SHORT, *flags)
+    found = {work: {row["system"]: row for row in result["rows"]} for work, result in works.items()}
+    assert [[*rows] for rows in found.values()] == [["jgraph", "torch", "jgraph fsdp"], ["jgraph", "torch"]]
+    for work, rows in found.items():
+        assert not [row["failed"] for row in rows.values() if "failed" in row]
+        assert (rows["torch"]["variant"], rows["torch"]["device"]) == (variants[work], "2 x cpu")
+        assert np.isfinite([row["ms"] for row in rows.values()]).all()
+        assert [row["loss"] for row in rows.values()] == pytest.approx([np.log(96)] * len(rows), rel=0.05)
+    assert found["gpt-1b3-tp"]["jgraph fsdp"]["loss"] == pytest.approx(found["gpt-1b3-tp"]["jgraph"]["loss"], rel=1e-5)
+    # Each device holds half of the matrices, or, with context parallelism, all of them.
+    split, whole = (found[work]["jgraph"]["argument_bytes"] for work in variants)
+    assert split == pytest.approx(whole / 2, rel=0.1)
+    assert " | exposed collectives, ms | " in capsys.readouterr().out
+
+
+def test_works_of_tensor_and_context_parallelism_have_the_tokens_of_the_fsdp_benchmark():
+    options = tensor_context.Options()
+    configs = [tensor_context.config_of(work, 2, options) for work in options.work]
+    shapes = [(one.parallel.tp, one.parallel.cp, one.input.batch_size, one.input.seq_len) for one in configs]
+    assert shapes == [(2, 1, 16, 2048), (1, 2, 1, 32768)]
+    sharded = fsdp.config_of("gpt-1b3", 2, fsdp.Options())
+    assert {one.input.tokens_per_step for one in (*configs, sharded)} == {32768}
+
+
+def test_pytorch_variants_of_tensor_and_context_parallelism_select_the_partitioning():
+    options = tensor_context.Options(ranks=2)
+    tensor, context = (work.groups[0] for work in tensor_context.BENCHMARK.works(options))
+    requests = {one.labels["variant"]: one.request for one in (*tensor, *context) if one.labels["system"] == "torch"}
+    assert requests["compile:async"]["pipelined"]
+    assert [requests[name]["split"] for name in ("compile:sequence", "compile:async")] == ["sequence", "batch"]
+    assert [requests[name]["params"] for name in ("compile:cudnn", "compile:replicate:cudnn")] == ["sharded", "replicated"]
+    assert tensor[-1].labels["variant"] == "compile:async"  # may end by its timeout
+    assert {one.labels["system"] for one in context} == {"jgraph", "torch"}
+    wrong = dataclasses.replace(options, tensor_peers=("compile:replicate",))
+    with pytest.raises(SystemExit, match="--tensor-peers has the unknown variant compile:replicate"):
+        list(tensor_context.BENCHMARK.works(wrong))
+
+
+def test_the_table_of_tensor_parallelism_has_exposed_collectives_and_the_ratio_to_sharded_state():
+    config = tensor_context.config_of("gpt-1b3-tp", 2, tensor_context.Options()).to_dict()
+    times = {("jgraph", ""): 100.0, ("torch", "compile"): 120.0, ("torch", "eager"): 150.0, ("jgraph fsdp", ""): 80.0}
+    timed = [
+        {"system": system, "variant": variant, "ms": ms, "repeats_ms": [ms], "device": "2 x NVIDIA H200"}
+        for (system, variant), ms in times.items()
+    ]
+    timed[0]["categories"] = {"forward": 60.0, "all-gather": 7.0, "reduce-scatter": 5.5, "idle": 1.0}
+    section = tensor_context.section("gpt-1b3-tp", {"config": config, "ranks": 2, "rows": timed})
+    ours, torch, _, sharded = ({head: cell(row) for head, cell in section.columns.items()} for row in timed)
+    assert (ours["torch / row"], torch["torch / row"], sharded["torch / row"]) == ("1.200", "", "1.500")
+    assert (ours["row / jgraph fsdp"], sharded["row / jgraph fsdp"]) == ("1.250", "")
+    assert (ours["exposed collectives, ms"], torch["exposed collectives, ms"]) == ("12.50", "")
+    assert ours["tokens/s"] == f"{32768 / 0.1:,.0f}"
+    assert ours["MFU"] == f"{step_flops(config) / 2 / 0.1 / 989e12:.1%}"
+
+
+def test_the_page_of_benchmarks_compares_tensor_and_context_parallelism_with_pytorch():
+    config = {"batch_size": 1, "seq_len": 32768}
+    timed = [
+        {"system": system, "variant": variant, "ms": ms, "repeats_ms": [ms]}
+        for system, variant, ms in (("jgraph", "", 2.0), ("torch", "compile:cudnn", 3.0), ("jgraph fsdp", "", 1.0))
+    ]
+    result = {"rows": timed, "config": config, "ranks": 2, "device": "2 GPUs"}
+    *_, line = readme.multi_gpu_table({"tensor_context2": {"gpt-1b3-cp": result}})
+    assert "tensor_context, gpt-1b3-cp, 1x32768 tokens" in line
+    assert " | 2.00 (default) | 1.50" in line
 
 
 def test_loss_curves_are_compared_with_the_first_run(run_here, tmp_path, capsys):
