@@ -3,8 +3,8 @@ r"""Training with tensor or context parallelism on the GPUs of one machine: `jgr
     python -m benchmarks run tensor_context --together 2 --categories
     python -m benchmarks run tensor_context --work gpt-1b3-tp --variant graph=full --variant fp8=delayed --together 2
 
-With tensor parallelism, jgraph with sharded state is timed on the same batch. All times are whole steps that are dispatched back
-to back: forward, backward, gradient clipping, AdamW.
+With tensor parallelism, jgraph with sharded state is timed on the same batch. All times are whole steps that are dispatched
+back to back: forward, backward, gradient clipping, AdamW.
 """
 
 from collections.abc import Iterator
@@ -33,11 +33,11 @@ SEQUENCES: dict[WorkName, int] = {"gpt-1b3-cp": 1, "gpt-124m-cp": 2}
 SEQUENCES_PER_GPU = 8
 
 NOTES = (
-    "torch / row compares with the fastest PyTorch variant. Parameters of jgraph are replicated with `--cp`, and moments too. "
-    "PyTorch shards both over the same GPUs, except with replicate. FLOPs of a step are 6 x tokens x (matmul weights + layers x "
-    "width x sequence length), without the embedding and without recompute. Exposed collectives is the time of collectives when "
-    "no other kernel runs, the mean of the GPUs, without CUDA graphs. Peak memory is of the fullest GPU. The compilation time of "
-    "torch is its first step."
+    "torch / row compares with the fastest PyTorch variant. With `--cp`, jgraph replicates parameters and moments. PyTorch "
+    "shards both over the same GPUs, except with replicate. FLOPs of a step are 6 x tokens x (matmul weights + layers x "
+    "width x sequence length), without the embedding and without recompute. Exposed collectives is the time of collectives "
+    "when no other kernel runs, without CUDA graphs, as a mean of the GPUs. Peak memory is of the fullest GPU. The "
+    "compilation time of torch is its first step."
 )
 
 
@@ -50,14 +50,14 @@ class Options(MultiGPUOptions, TraceOptions):
     first: str = ""
     """jgraph variant that runs in every round. Default: the preset."""
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A further jgraph variant, NAME=VALUE[ NAME=VALUE ...], with the settings of the benchmark fsdp: graph, fp8, grads and XLA
-    options. May be repeated."""
+    """A further jgraph variant, NAME=VALUE[ NAME=VALUE ...], with settings of the benchmark fsdp: graph, fp8, grads, and
+    XLA options. May be repeated."""
     sharded: Literal["yes", "no"] = "yes"
     """Also time jgraph with sharded state on the works with tensor parallelism."""
     tensor_peers: tuple[str, ...] = ("compile", "compile:sequence", "compile:async", "eager")
-    """PyTorch variants of tensor parallelism: `eager` or `compile` (each block and the loss), with suffixes. The residual stream
-    is split along the batch, or along the sequence with `:sequence`. `:async` pipelines collectives with matmuls in symmetric
-    memory. `:cudnn` prefers cuDNN attention. Pass the flag without values to skip PyTorch."""
+    """PyTorch variants of tensor parallelism: `eager` or `compile` (each block and the loss), with suffixes. The residual
+    stream is split along the batch, or along the sequence with `:sequence`. `:async` pipelines collectives with matmuls in
+    symmetric memory. `:cudnn` prefers cuDNN attention. Pass the flag without values to skip PyTorch."""
     context_peers: tuple[str, ...] = ("compile:cudnn", "compile", "compile:replicate:cudnn", "eager")
     """PyTorch variants of context parallelism, with suffixes. `:replicate` replicates the parameters instead of sharding them.
     `:alltoall` sends keys and values around a ring instead of gathering them. `:cudnn` prefers cuDNN attention."""

@@ -375,12 +375,12 @@ def test_tensor_and_context_parallelism_are_timed_with_pytorch(run_here, capsys)
     flags = ["--tensor-peers", variants["gpt-1b3-tp"], "--context-peers", variants["gpt-1b3-cp"]]
     works = run_here("tensor_context", "--sizes", "tiny", "--ranks", "2", *SHORT, *flags)
     found = {work: {row["system"]: row for row in result["rows"]} for work, result in works.items()}
-    assert [[*rows] for rows in found.values()] == [["jgraph", "torch", "jgraph fsdp"], ["jgraph", "torch"]]
-    for work, rows in found.items():
-        assert not [row["failed"] for row in rows.values() if "failed" in row]
-        assert (rows["torch"]["variant"], rows["torch"]["device"]) == (variants[work], "2 x cpu")
-        assert np.isfinite([row["ms"] for row in rows.values()]).all()
-        assert [row["loss"] for row in rows.values()] == pytest.approx([np.log(96)] * len(rows), rel=0.05)
+    assert [[*systems] for systems in found.values()] == [["jgraph", "torch", "jgraph fsdp"], ["jgraph", "torch"]]
+    for work, timed in found.items():
+        assert not [row["failed"] for row in timed.values() if "failed" in row]
+        assert (timed["torch"]["variant"], timed["torch"]["device"]) == (variants[work], "2 x cpu")
+        assert np.isfinite([row["ms"] for row in timed.values()]).all()
+        assert [row["loss"] for row in timed.values()] == pytest.approx([np.log(96)] * len(timed), rel=0.05)
     assert found["gpt-1b3-tp"]["jgraph fsdp"]["loss"] == pytest.approx(found["gpt-1b3-tp"]["jgraph"]["loss"], rel=1e-5)
     # Each device holds half of the matrices, or, with context parallelism, all of them.
     split, whole = (found[work]["jgraph"]["argument_bytes"] for work in variants)

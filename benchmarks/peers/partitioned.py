@@ -3,9 +3,9 @@
     python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.peers.partitioned '{"config": {...}, "compile": true, ...}'
 
 `tp` and `cp` of the config select the axis. Tensor parallelism is `parallelize_module` with split norms and a split residual
-stream. The loss of the split vocabulary is `SplitCrossEntropy`: `loss_parallel` takes more kernels, and returns a wrong loss when it
-is compiled (torch 2.13 on the CPU). Context parallelism is `context_parallel` with its load balancing. Its parameters are sharded
-over the same ranks by `fully_shard`, or replicated. Model and step are those of `benchmarks/peers/fsdp.py`.
+stream. The loss of the split vocabulary is `SplitCrossEntropy`: `loss_parallel` takes more kernels, and its compiled form
+returned a wrong loss (torch 2.13 on the CPU). Context parallelism is `context_parallel` with its load balancing. Its parameters
+are sharded over the same ranks by `fully_shard`, or replicated. Model and step are those of `benchmarks/peers/fsdp.py`.
 """
 
 import contextlib
@@ -140,6 +140,10 @@ def tensor_step(
     rotary_TK = rotary(config.model, config.input.seq_len, torch.zeros((), device=device))
     first = mesh.get_local_rank() * (config.model.vocab_size // mesh.size())
     functions = tuple(torch.compile(one) if compile else one for one in (log_sums, gradient))
+    with torch.no_grad():  # compiles the gradient in this thread instead of the thread of the backward
+        zeros_N = torch.zeros(labels_BT.numel(), device=device)
+        like_NV = zeros_N.new_zeros(len(zeros_N), config.model.vocab_size // mesh.size(), dtype=model.compute_dtype)
+        functions[1](like_NV, labels_BT.flatten(), zeros_N, zeros_N.sum())
 
     def forward() -> Tensor:
         x_BTD: Any = F.embedding(tokens_BT, model.embedding)
@@ -223,7 +227,7 @@ class SplitCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Returns the gradient of the logits of this rank."""
         logits_NV, labels_N, log_sums_N = ctx.saved_tensors
-        return ctx.gradient(logits_NV, labels_N, log_sums_N, gradients[0]), None, None, None
+        return ctx.gradient(logits_NV.detach(), labels_N, log_sums_N, gradients[0]), None, None, None
 
 
 def log_sums(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -287,7 +291,7 @@ def context_step(
     split = context_parallel(mesh, buffers=[*axes], buffer_seq_dims=[*axes.values()], no_restore_buffers={*axes})
     if device.type == "cuda":
         stack.enter_context(split)  # also replaces F.scaled_dot_product_attention
-        attend = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
+        attend = ring_attention
     else:
         with split:
             pass  # the buffers stay split
@@ -338,8 +342,14 @@ def around_attention(attend: Callable[..., Tensor], *, compile: bool) -> Callabl
     return lambda block, x_BTD, rotary_TK: after(block, x_BTD, attend(*before(block, x_BTD, rotary_TK)))
 
 
+def ring_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+    """Computes causal attention to the tokens of all ranks. Requires an open `context_parallel`."""
+    is_grouped = k_BGTK.shape[1] != q_BHTK.shape[1]
+    return F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=is_grouped)
+
+
 def gathered_attention(mesh: DeviceMesh, positions_T: Tensor, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
-    """Computes causal attention on the CPU, for which PyTorch has no ring attention.
+    """Computes causal attention to the tokens of all ranks on the CPU. The ring attention of PyTorch needs a GPU.
 
     Args:
         mesh: Mesh of all ranks.

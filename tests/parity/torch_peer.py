@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m tests.parity.torch_peer RANK RANKS RENDEZVOUS RUN.json...
 
-`tests.parity.processes` runs one process per rank. Each RUN.json has the config and the flags of `tensor_step` or `context_step`.
-The losses of all steps replace it.
+`tests.parity.processes` runs one process per rank. Each RUN.json has the config and the flags of `tensor_step` or
+`context_step`. The losses of all steps replace it.
 """
 
 import contextlib
