@@ -139,11 +139,12 @@ def tensor_step(
     tokens_BT = DTensor.from_local(inputs_BT, mesh, [Replicate()])
     rotary_TK = rotary(config.model, config.input.seq_len, torch.zeros((), device=device))
     first = mesh.get_local_rank() * (config.model.vocab_size // mesh.size())
-    functions = tuple(torch.compile(one) if compile else one for one in (log_sums, gradient))
+    sums_fn: Callable[..., Any] = torch.compile(log_sums) if compile else log_sums
+    gradient_fn: Callable[..., Any] = torch.compile(gradient) if compile else gradient
     with torch.no_grad():  # compiles the gradient in this thread instead of the thread of the backward
         zeros_N = torch.zeros(labels_BT.numel(), device=device)
         like_NV = zeros_N.new_zeros(len(zeros_N), config.model.vocab_size // mesh.size(), dtype=model.compute_dtype)
-        functions[1](like_NV, labels_BT.flatten(), zeros_N, zeros_N.sum())
+        gradient_fn(like_NV, labels_BT.flatten(), zeros_N, zeros_N.sum())
 
     def forward() -> Tensor:
         x_BTD: Any = F.embedding(tokens_BT, model.embedding)
@@ -152,7 +153,7 @@ def tensor_step(
             x_BTD = block(x_BTD, rotary_TK)
         x_BTD = model.norm(x_BTD).redistribute(placements=[Replicate()])
         logits_NV: Any = linear(x_BTD.flatten(0, 1), head_VD)
-        return SplitCrossEntropy.apply(logits_NV.to_local(), labels_BT.flatten() - first, *functions)
+        return SplitCrossEntropy.apply(logits_NV.to_local(), labels_BT.flatten() - first, sums_fn, gradient_fn)
 
     return training_step(model, config, forward)
 
