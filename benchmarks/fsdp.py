@@ -68,9 +68,9 @@ class Options(MultiGPUOptions, SoakOptions, TraceOptions):
     """jgraph variant that runs in every round. Default: the preset."""
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A further jgraph variant, NAME=VALUE[ NAME=VALUE ...]. May be repeated. Settings: graph=auto|off|full, reshard=yes|no,
-    fp8=current|delayed, grads=float32|bfloat16 (dtype of accumulated gradients), layout=dp|pp|ep (data, pipeline or expert
-    parallelism), capacity=NUMBER (expert capacity), microbatches=NUMBER, length=NUMBER (sequence length, for a soak), and XLA
-    options."""
+    fp8=current|delayed, grads=float32|bfloat16 (dtype of accumulated gradients), layout=dp|pp|ep|tp|cp (data, pipeline,
+    expert, tensor or context parallelism), capacity=NUMBER (expert capacity), microbatches=NUMBER, length=NUMBER (sequence
+    length, for a soak), and XLA options."""
     sequences: int = 0
     """Sequences per GPU and step. 0 uses the default of the work."""
     one_gpu: Literal["yes", "no"] = "yes"
@@ -215,6 +215,8 @@ def vary(config: TrainConfig, variant: str) -> TrainConfig:
                 )
             case ["layout", "ep"]:
                 config = config.changed(ep=config.parallel.fsdp)
+            case ["layout", "tp" | "cp" as axis]:
+                config = config.changed(**{axis: config.parallel.fsdp}, fsdp=1)
             case ["microbatches", number] if number.isdigit():
                 config = config.changed(num_microbatches=int(number))
             case ["capacity", number] if number.replace(".", "", 1).isdigit():
@@ -226,7 +228,7 @@ def vary(config: TrainConfig, variant: str) -> TrainConfig:
                 config = config.changed(xla_options=(*config.compile.xla_options, setting))
             case _:
                 allowed = (
-                    "graph=auto|off|full, reshard=yes|no, fp8=current|delayed, grads=float32|bfloat16, layout=dp|pp|ep, "
+                    "graph=auto|off|full, reshard=yes|no, fp8=current|delayed, grads=float32|bfloat16, layout=dp|pp|ep|tp|cp, "
                     "microbatches=NUMBER, capacity=NUMBER, length=NUMBER, or an XLA option"
                 )
                 raise SystemExit(f"--variant has the unknown setting {setting}; use {allowed}")

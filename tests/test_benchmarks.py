@@ -301,6 +301,9 @@ def test_a_variant_sets_jgraph_settings_and_xla_options():
         2,
         1.75,
     )
+    for axis in ("tp", "cp"):
+        split = fsdp.vary(config, f"layout={axis}").parallel
+        assert (getattr(split, axis), split.fsdp) == (config.parallel.fsdp, 1)
     decoupled = fsdp.vary(config, "grads=bfloat16")
     assert (decoupled.dtypes.main_params_dtype, decoupled.dtypes.read_dtype, decoupled.dtypes.decoupled_grad) == (
         "float32",
