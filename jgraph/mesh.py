@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from typing import Any, TypeAlias, TypeVar
 
@@ -111,6 +111,27 @@ def constrain(x: Array, spec: PartitionSpec) -> Array:
             if partitioned(name) > 1 and length % math.prod(map(partitioned, (*kept[-1], name))) == 0:
                 kept[-1] = (*kept[-1], name)
     return lax.with_sharding_constraint(x, PartitionSpec(*kept)) if any(kept) else x
+
+
+def token_axes(shape: Sequence[int]) -> PartitionSpec:
+    """Returns the mesh axes that share the tokens of activations between matmuls, in a function that is being traced.
+
+    Devices of the axis `context` have parts of each sequence. Devices of the axis `tensor` share the first axis, because the
+    rows of a device are contiguous in the gathered array, so that all-gathers and reduce-scatters need no copies. If they
+    cannot share it equally, they share the tokens of each sequence (Korthikanti et al., arXiv:2205.05198).
+
+    Args:
+        shape: Shape [..., T, D] of activations of T tokens and width D.
+
+    Returns:
+        The mesh axes of each axis of the activations. Devices of the axis `tensor` that cannot share the tokens are left out.
+    """
+    *lead, T, _ = shape
+    none, tensor = [None] * len(lead), partitioned(Axis.TENSOR)
+    if lead and lead[0] % tensor == 0:
+        return PartitionSpec(Axis.TENSOR.value, *none[1:], Axis.CONTEXT.value)
+    is_even = T % (partitioned(Axis.CONTEXT) * tensor) == 0
+    return PartitionSpec(*none, PARTITIONED_AXES if is_even else Axis.CONTEXT.value)
 
 
 def per_shard(fn: Callable[..., _T], in_specs: Any, out_specs: Any) -> Callable[..., _T]:

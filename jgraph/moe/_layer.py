@@ -2,8 +2,6 @@
 
 # B batch, T sequence, N = B * T tokens, E experts, D model, F hidden of an expert
 
-import math
-
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
@@ -11,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jgraph.errors import require
 from jgraph.kernels.swiglu import swiglu
-from jgraph.mesh import Axis, is_bound, partitioned, per_shard, summable
+from jgraph.mesh import Axis, axis_names, is_bound, partitioned, per_shard, summable, token_axes
 from jgraph.moe import _experts, _router
 from jgraph.moe.config import MoEConfig
 from jgraph.scopes import scope
@@ -139,18 +137,17 @@ class MoE(nnx.Module):
                 bias_E = _router.updated_bias(self.bias_E[...], self.tokens_E[...], self.config.bias_rate)
         params = {name: getattr(self, name)[...] for name in _SHARDS if hasattr(self, name)}
         shards = {name: _SHARDS[name] for name in params}
-        tensor, lead = partitioned(_TENSOR), [None] * (x_BTD.ndim - 2)
         # Like the residual stream, so that devices of the axis `tensor` gather tokens and reduce-scatter results.
-        is_even = math.prod(x_BTD.shape[-2:-1]) % (partitioned(_CONTEXT) * tensor) == 0
-        tokens = PartitionSpec(*lead, (_CONTEXT, _TENSOR) if is_even else _CONTEXT)
+        tensor, tokens = partitioned(_TENSOR), token_axes(x_BTD.shape)
+        shared = next((axis for axis, names in enumerate(tokens) if _TENSOR in axis_names(names)), None)
 
         def on_shard(x_BTD: Array, params: dict[str, Array], bias_E: Array | None) -> tuple[Array, dict[str, Array]]:
             dtype = x_BTD.dtype
-            if tensor > 1 and is_even:
-                x_BTD = lax.all_gather(summable(x_BTD), _TENSOR, axis=len(lead), tiled=True).astype(dtype)
+            if tensor > 1 and shared is not None:
+                x_BTD = lax.all_gather(summable(x_BTD), _TENSOR, axis=shared, tiled=True).astype(dtype)
             y_BTD, found = self._computed(x_BTD, params, bias_E)
-            if tensor > 1 and is_even:
-                y_BTD = lax.psum_scatter(summable(y_BTD), _TENSOR, scatter_dimension=len(lead), tiled=True).astype(dtype)
+            if tensor > 1 and shared is not None:
+                y_BTD = lax.psum_scatter(summable(y_BTD), _TENSOR, scatter_dimension=shared, tiled=True).astype(dtype)
             elif tensor > 1:
                 y_BTD = lax.psum(summable(y_BTD), _TENSOR).astype(dtype)
             return y_BTD, found

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
 from jgraph.autodiff import replay
@@ -359,9 +358,9 @@ def fp8_matmul(
         residual = checkpoint_name(x_fp8.columns, _SAVED) if saves_columns and has_wgrad else x
         return y, (residual if has_wgrad else None, x_fp8.scale, x_fp8.amax, extra, tap._replace(delayed=None))
 
-    def backward(residuals: PyTree, dy: Array | SymbolicZero) -> tuple[Array, Array | None, None, PyTree]:
+    def backward(residuals: PyTree, dy: Any) -> tuple[Array, Array | None, None, PyTree]:
         x, x_scale, x_amax, extra, tap = residuals
-        dy = jnp.zeros(dy.shape, dy.dtype) if isinstance(dy, SymbolicZero) else dy
+        dy = dy if isinstance(dy, Array) else jnp.zeros(dy.shape, dy.dtype)  # a symbolic zero
         has_wgrad = x is not None
         dy_fp8 = to_fp8(layout.dy_matrix(dy), tap.scales, 2, dy_dtype, "both" if quantizes_wgrad and has_wgrad else "rows")
         dx = layout.dgrad(dy_fp8, tap.weight, extra, site.x_aval.dtype)

@@ -1,8 +1,8 @@
 """Tensor parallelism: matrices are split over the mesh axis `tensor`, around any other strategy.
 
-Column- and row-parallel layers (Shoeybi et al., "Megatron-LM", arXiv:1909.08053) with the residual stream and the norms split
-along the sequence (Korthikanti et al., "Reducing activation recomputation", arXiv:2205.05198). This strategy only places
-parameters. XLA partitions the matmuls, and inserts all-gathers in front of column-parallel layers and reduce-scatters after
+Column- and row-parallel layers (Shoeybi et al., "Megatron-LM", arXiv:1909.08053). The model splits the residual stream and the
+norms over the same devices, by rows of the batch or along the sequence (`jgraph.mesh.token_axes`; Korthikanti et al., "Reducing
+activation recomputation", arXiv:2205.05198). This strategy only places parameters. XLA partitions the matmuls, and inserts all-gathers in front of column-parallel layers and reduce-scatters after
 row-parallel layers.
 """
 

@@ -24,7 +24,7 @@ from jgraph.errors import ConfigError
 from jgraph.kernels import document_attention
 from jgraph.kernels.attention import choose, rotary_attention
 from jgraph.kernels.rotary import rotated_heads
-from jgraph.mesh import constrain, partitioned, per_shard, summable
+from jgraph.mesh import constrain, partitioned, per_shard, summable, token_axes
 from jgraph.modules import Decoder
 from jgraph.pipeline import PipelineModel, split_embedding
 from jgraph_models.decoding import by_layer, decoder
@@ -34,9 +34,8 @@ from jgraph_models.rotary import Rotary, Scaling, halves, rotary, rotate
 
 Norm: TypeAlias = Literal["fused", "backward", "xla"]
 
-# Mesh axes of the axes of an activation [B, T, D]: the residual stream and the norms, the hidden states of the head, and the
-# hidden activations of attention and MLP.
-_RESIDUAL = PartitionSpec(None, ("context", "tensor"))
+# Mesh axes of the axes of an activation [B, T, D]: the hidden states of the head, and the hidden activations of attention and
+# MLP. The residual stream and the norms have those of `token_axes`.
 _TOKENS = PartitionSpec(None, "context")
 _HIDDEN = PartitionSpec(None, "context", "tensor")
 
@@ -160,7 +159,7 @@ class GPT(nnx.Module):
         """
         # Gathered in float32 and then cast, so that the gradients of repeated tokens are summed in float32.
         x_BTD = self.embedding_VD[...].astype(jnp.float32)[tokens_BT].astype(self.config.compute_dtype)
-        x_BTD = constrain(x_BTD, _RESIDUAL)
+        x_BTD = constrain(x_BTD, token_axes(x_BTD.shape))
         rotary_T1K = rotary_of(self.config, tokens_BT.shape[1])
         if self.config.scan_layers:
 
@@ -208,7 +207,8 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
     padding = -config.vocab_size % ranks
 
     def embed(outer: Any, batch: Any) -> Array:
-        return constrain(split_embedding(outer["embedding_VD"], _sequences(batch)[0], config.compute_dtype), _RESIDUAL)
+        x_BTD = split_embedding(outer["embedding_VD"], _sequences(batch)[0], config.compute_dtype)
+        return constrain(x_BTD, token_axes(x_BTD.shape))
 
     def layer(params: Any, x_BTD: Array, starts_BT: Array | None = None, *carried: Any) -> Any:
         module = nnx.merge(block, params, *carried or [state])
@@ -305,7 +305,7 @@ class Block(nnx.Module):
         x_BTD, normed_BTD = _add_and_norm(self.attention_norm, x_BTD, add_BTD, norm)
         attended_BTD = self.attention(normed_BTD, rotary_T1K, starts_BT)
         x_BTD, normed_BTD = _add_and_norm(self.mlp_norm, x_BTD, attended_BTD, norm)
-        return constrain(x_BTD, _RESIDUAL), constrain(self.mlp(normed_BTD), _RESIDUAL)
+        return constrain(x_BTD, token_axes(x_BTD.shape)), constrain(self.mlp(normed_BTD), token_axes(x_BTD.shape))
 
 
 class Attention(nnx.Module):
@@ -424,8 +424,7 @@ def _add_and_norm(norm: nnx.RMSNorm, x_BTD: Array, add_BTD: Array | None, kernel
         assert norm.scale is not None
         scale_D = norm.scale[...].astype(x_BTD.dtype)  # Like RMSNorm. On several devices, it is gathered in this dtype.
         implementation = "backward" if kernel == "backward" else "auto"
-        is_even = x_BTD.shape[1] % (partitioned("context") * partitioned("tensor")) == 0
-        axes = _RESIDUAL if is_even else _TOKENS
+        axes = token_axes(x_BTD.shape)
 
         def run(x_BTD: Array, scale_D: Array, add_BTD: Array | None) -> tuple[Array, Array]:
             return jgraph.rms_norm(x_BTD, scale_D, add=add_BTD, epsilon=norm.epsilon, implementation=implementation)

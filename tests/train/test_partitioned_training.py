@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ MODEL = GPTConfig(num_layers=2, d_model=32, num_heads=4, num_kv_heads=4, d_ff=64
 # because large steps amplify rounding errors. The largest measured error is 1e-6, of a gradient norm.
 OPTIMIZER = OptimizerConfig(eps=1e-3, warmup_steps=1, learning_rate=3e-3, clip_norm=0.1)
 PIPELINE = {"pp": 2, "num_microbatches": 4}
+# Devices of the axis `tensor` share the tokens of a sequence, because they cannot share one row.
+ONE_ROW = {"tp": 2, "num_microbatches": 8}
 
 
 def config(model: dict[str, Any] | None = None, **fields: Any) -> TrainConfig:
@@ -49,7 +52,7 @@ def test_the_compared_run_learns_and_every_step_is_clipped():
     assert min(on_one_device().grad_norms) > OPTIMIZER.clip_norm
 
 
-@pytest.mark.parametrize("fields", layouts({"tp": 2}, {"cp": 2}, {"fsdp": 2, "cp": 2, "tp": 2}))
+@pytest.mark.parametrize("fields", layouts({"tp": 2}, {"cp": 2}, {"fsdp": 2, "cp": 2, "tp": 2}, ONE_ROW))
 def test_twenty_steps_equal_one_device(fields):
     assert_same_on_one_device(fields)
 
@@ -70,12 +73,23 @@ def test_twenty_steps_equal_one_device(fields):
         {"fsdp": 4, "tp": 2},
         {"fsdp": 4, "cp": 2},
         {"fsdp": 2, "tp": 2, "reshard_after_forward": True, "num_microbatches": 2},
+        {"cp": 2, **ONE_ROW},
+        {"fsdp": 2, "tp": 4, "num_microbatches": 2},
         {"dp": 2, "fsdp": 2, "tp": 2},
         {"dp": 2, "fsdp": 2, "cp": 2},
     ),
 )
 def test_twenty_steps_of_other_layouts_equal_one_device(fields):
     assert_same_on_one_device(fields)
+
+
+@pytest.mark.parametrize(("fields", "axes"), [({}, {"0"}), (ONE_ROW, {"1"})], ids=["rows", "tokens"])
+def test_activations_are_gathered_along_rows_or_else_along_tokens(fields, axes):
+    setup = TrainSetup.of(config({"scan_layers": True}, **{"tp": 2} | fields))
+    hlo = setup.compile_step().executable.as_text()
+    # Gathered arrays with fewer axes are parameters.
+    found = re.findall(r"= \w+\[\d+,\d+,[\d,]+\][^=]* all-gather(?:-start)?\(.*?dimensions=\{(\d)\}", hlo)
+    assert set(found) == axes
 
 
 # --- Kinds of models ---
