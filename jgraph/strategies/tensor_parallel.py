@@ -2,8 +2,8 @@
 
 Column- and row-parallel layers (Shoeybi et al., "Megatron-LM", arXiv:1909.08053). The model splits the residual stream and the
 norms over the same devices, by rows of the batch or along the sequence (`jgraph.mesh.token_axes`; Korthikanti et al., "Reducing
-activation recomputation", arXiv:2205.05198). This strategy only places parameters. XLA partitions the matmuls, and inserts all-gathers in front of column-parallel layers and reduce-scatters after
-row-parallel layers.
+activation recomputation", arXiv:2205.05198). This strategy only places parameters. XLA partitions the matmuls, and inserts all-
+gathers in front of column-parallel layers and reduce-scatters after row-parallel layers.
 """
 
 from collections.abc import Mapping, Sequence
