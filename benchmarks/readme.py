@@ -314,9 +314,11 @@ def multi_gpu_table(data: dict[str, dict[str, Row]]) -> list[str]:
         if (kind := name.rstrip("0123456789")) in MULTI_GPU:
             for work, result in ((work, result) for work, result in works.items() if result["ranks"] > 1):
                 title = f"{kind}, {work}" if batch_text(result) in work else f"{kind}, {work}, {batch_text(result)}"
-                if "config" in result:
+                if kind == "fsdp":
                     groups = group_by_placement(result["rows"])
                     titled = [(f"{title}, parameters {placement}", [rows]) for placement, rows in groups.items()]
+                elif "config" in result:
+                    titled = [(title, [result["rows"]])]
                 else:
                     titled = [(title, stored_runs(data, name, work))]
                 lines += [(result["ranks"], comparison_cells(title, result, runs)) for title, runs in titled]
