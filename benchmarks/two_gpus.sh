@@ -88,6 +88,7 @@ soaks) # all collectives in one graph, compared with graph auto on the same batc
   piece 130 fsdp --work launch-bound --variant graph=full --soak 10000
   piece 130 fsdp --work launch-bound --variant "layout=dp graph=full" --soak 10000
   piece 250 fsdp --work launch-bound --variant "layout=pp graph=full" --soak 10000
+  piece 200 fsdp --work launch-bound --variant "layout=tp graph=full" --soak 10000 --soak-against nothing
   ;;
 one)
   on 1 500 single_gpu --presets gpt-124m --timeout 240 &
@@ -107,8 +108,8 @@ fsdp)
   piece 75 $callables --pipelines large --peers ScheduleZBVZeroBubble
   ;;
 tensor_context) # four minutes at most; memory of an H200 for two processes. A hanging `compile:async` ends after --timeout
-  piece 110 $partitioned --work gpt-1b3-cp --context-peers compile:cudnn compile
   piece 130 $partitioned --work gpt-1b3-tp --tensor-peers compile compile:async
+  piece 110 $partitioned --work gpt-1b3-cp --context-peers compile:cudnn
   ;;
 tests) XLA_CLIENT_MEM_FRACTION=0.12 tests 190 -n 7 -rs --ignore tests/gpu/test_folders_on_gpu.py tests/gpu ;;
 decode) piece 340 decode --models llama-1b3 --rounds 3 --timeout 120 --variants "" xla --peers transformers "loop tuned" ;;
