@@ -37,6 +37,8 @@ SEQUENCES: dict[WorkName, int] = {
     "gpt-moe": 16,
     "qwen3-30b-a3b": 4,
 }
+# Settings of a variant, besides XLA options.
+SETTINGS = ("graph", "reshard", "fp8", "grads", "layout", "overlap", "microbatches", "capacity", "length")
 LAYERS: dict[WorkName, int] = {"qwen3-30b-a3b": 4}  # the model has more
 FIT_ON_ONE_GPU = ("launch-bound", "gpt-1b3", "gpt-moe")
 
@@ -69,8 +71,8 @@ class Options(MultiGPUOptions, SoakOptions, TraceOptions):
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A further jgraph variant, NAME=VALUE[ NAME=VALUE ...]. May be repeated. Settings: graph=auto|off|full, reshard=yes|no,
     fp8=current|delayed, grads=float32|bfloat16 (dtype of accumulated gradients), layout=dp|pp|ep|tp|cp (data, pipeline,
-    expert, tensor or context parallelism), capacity=NUMBER (expert capacity), microbatches=NUMBER, length=NUMBER (sequence
-    length, for a soak), and XLA options."""
+    expert, tensor or context parallelism), overlap=none|halves (with tensor parallelism), capacity=NUMBER (expert capacity),
+    microbatches=NUMBER, length=NUMBER (sequence length, for a soak), and XLA options."""
     sequences: int = 0
     """Sequences per GPU and step. 0 uses the default of the work."""
     one_gpu: Literal["yes", "no"] = "yes"
@@ -217,6 +219,8 @@ def vary(config: TrainConfig, variant: str) -> TrainConfig:
                 config = config.changed(ep=config.parallel.fsdp)
             case ["layout", "tp" | "cp" as axis]:
                 config = config.changed(**{axis: config.parallel.fsdp}, fsdp=1)
+            case ["overlap", "none" | "halves" as choice]:
+                config = config.changed(model=replace(config.model, tensor_overlap=choice))
             case ["microbatches", number] if number.isdigit():
                 config = config.changed(num_microbatches=int(number))
             case ["capacity", number] if number.replace(".", "", 1).isdigit():
@@ -224,12 +228,12 @@ def vary(config: TrainConfig, variant: str) -> TrainConfig:
                 config = config.changed(model=replace(config.model, moe=moe))
             case ["length", number] if number.isdigit():
                 config = config.changed(seq_len=int(number))
-            case [name, _] if name not in ("graph", "reshard", "fp8", "grads", "layout", "microbatches", "capacity", "length"):
+            case [name, _] if name not in SETTINGS:
                 config = config.changed(xla_options=(*config.compile.xla_options, setting))
             case _:
                 allowed = (
                     "graph=auto|off|full, reshard=yes|no, fp8=current|delayed, grads=float32|bfloat16, layout=dp|pp|ep|tp|cp, "
-                    "microbatches=NUMBER, capacity=NUMBER, length=NUMBER, or an XLA option"
+                    "overlap=none|halves, microbatches=NUMBER, capacity=NUMBER, length=NUMBER, or an XLA option"
                 )
                 raise SystemExit(f"--variant has the unknown setting {setting}; use {allowed}")
     return config

@@ -50,8 +50,8 @@ class Options(MultiGPUOptions, TraceOptions):
     first: str = ""
     """jgraph variant that runs in every round. Default: the preset."""
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A further jgraph variant, NAME=VALUE[ NAME=VALUE ...], with settings of the benchmark fsdp: graph, fp8, grads, and
-    XLA options. May be repeated."""
+    """A further jgraph variant, NAME=VALUE[ NAME=VALUE ...], with settings of the benchmark fsdp: graph, fp8, grads,
+    overlap=halves and XLA options. May be repeated."""
     sharded: Literal["yes", "no"] = "yes"
     """Also time jgraph with sharded state on the works with tensor parallelism."""
     tensor_peers: tuple[str, ...] = ("compile", "compile:sequence", "compile:async", "eager")

@@ -108,7 +108,7 @@ fsdp)
   piece 75 $callables --pipelines large --peers ScheduleZBVZeroBubble
   ;;
 tensor_context) # four minutes at most; memory of an H200 for two processes. A hanging `compile:async` ends after --timeout
-  piece 130 $partitioned --work gpt-1b3-tp --tensor-peers compile compile:async
+  piece 150 $partitioned --work gpt-1b3-tp --first overlap=halves --tensor-peers compile:async compile
   piece 110 $partitioned --work gpt-1b3-cp --context-peers compile:cudnn
   ;;
 tests) XLA_CLIENT_MEM_FRACTION=0.12 tests 190 -n 7 -rs --ignore tests/gpu/test_folders_on_gpu.py tests/gpu ;;

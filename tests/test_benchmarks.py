@@ -301,6 +301,7 @@ def test_a_variant_sets_jgraph_settings_and_xla_options():
         2,
         1.75,
     )
+    assert fsdp.vary(config, "layout=tp overlap=halves").model.tensor_overlap == "halves"
     for axis in ("tp", "cp"):
         split = fsdp.vary(config, f"layout={axis}").parallel
         assert (getattr(split, axis), split.fsdp) == (config.parallel.fsdp, 1)

@@ -21,10 +21,8 @@ CLOCKS = {
     "programs/graphed.py": {"time_blocks", "time_pipeline"},
     "programs/pipeline.py": {"spmd_step", "mpmd_step"},
     "programs/step.py": {"of"},
-    "peers/fsdp.py": {"main"},
-    "peers/peft_fsdp.py": {"main"},
     # Ranks under torchrun must agree on the number of steps and on the slowest time.
-    "peers/ranks.py": {"timed"},
+    "peers/ranks.py": {"timed", "time_training"},
 }
 
 

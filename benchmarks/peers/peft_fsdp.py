@@ -16,13 +16,11 @@ words:
 import importlib
 import json
 import sys
-import time
 from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -43,18 +41,7 @@ def main() -> None:
     context.answer(device=f"{context.ranks} x {torch.cuda.get_device_name() if context.on_gpu else 'cpu'}")
     config, words = TrainConfig.from_dict(request["config"]), request["variant"].split()
     _, step = training_step(config, context.rank, context.ranks, context.device, words)
-    if context.on_gpu:  # excludes the memory of unsharded layers during the setup
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    dist.all_reduce(loss := step())
-    context.answer(compile_s=time.perf_counter() - start, loss=loss.item() / context.ranks)
-    context.timed(step, 2)
-    context.take_turns(step, each=False)
-    context.answer(peak_bytes=context.peak_bytes())
-    dist.all_reduce(loss := step())
-    if not loss.isfinite():
-        raise FloatingPointError("the loss became non-finite")
+    context.time_training(step, None)
     context.leave()
 
 

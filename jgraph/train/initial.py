@@ -34,8 +34,8 @@ from jgraph.train.rundir import ORIGIN, RunDir
 from jgraph.train.saved import SavedRun
 from jgraph.train.setup import TrainSetup
 
-# Settings that may differ from those of the initial weights: the matmul dtype, and the training of routers.
-_FREE = ("model.compute_dtype", "model.moe.balance_loss", "model.moe.z_loss", "model.moe.bias_rate")
+# Settings that may differ from those of the initial weights: dtype and order of matmuls, and the training of routers.
+_FREE = ("model.compute_dtype", "model.tensor_overlap", "model.moe.balance_loss", "model.moe.z_loss", "model.moe.bias_rate")
 
 # Files that are copied unchanged into an exported folder.
 _COPIED = f"{TOKENIZER_FILE} tokenizer_config.json special_tokens_map.json generation_config.json {TEMPLATE_FILE}"
@@ -136,8 +136,8 @@ def config_of_run(continue_from: str, run_dir: str, *, module: str = "") -> Trai
 def check_alike(here: Any, there: Any, as_it: str, prefix: str = "model.") -> None:
     """Checks that the model settings of a run equal those of its initial weights.
 
-    `compute_dtype`, and `balance_loss`, `z_loss` and `bias_rate` of `moe`, may differ. Nested dataclasses of the same type are
-    compared field by field.
+    `compute_dtype`, `tensor_overlap`, and `balance_loss`, `z_loss` and `bias_rate` of `moe`, may differ. Nested dataclasses of
+    the same type are compared field by field.
 
     Args:
         here: Settings of the run, a dataclass; None for a model without settings, which is not checked.

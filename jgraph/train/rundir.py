@@ -366,7 +366,9 @@ RULES = (
     Rule("checkpoint_every checkpoint_keep hang_seconds on_nonfinite", "yes", "saving and stopping do not change the training"),
     Rule("dp fsdp ep cp tp reshard_after_forward shard_rules", "yes", "same training on other devices, up to rounding"),
     Rule("pp pp_engine chunks schedule memory_limit distributed", "yes", "same training on other devices, up to rounding"),
-    Rule("remat graph xla_options compile_cache", "yes", "same training in another program, up to rounding"),
+    Rule(
+        "remat graph xla_options compile_cache model.tensor_overlap", "yes", "same training in another program, up to rounding"
+    ),
     Rule("model.moe.capacity", "yes", "the capacity changes no step unless tokens are dropped"),
     Rule("fp8.compute", "yes", "calibration and FP8 update the same amax histories"),
     Rule("preset module model", "no", "another model"),

@@ -8,7 +8,7 @@ The settings select a GPT, Llama 3, Qwen2, Qwen3 or Mixtral. SwiGLU: Shazeer, "G
 # H query heads, G key/value heads, K head size
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -33,6 +33,8 @@ from jgraph_models.hugging_face import HUGGING_FACE
 from jgraph_models.rotary import Rotary, Scaling, halves, rotary, rotate
 
 Norm: TypeAlias = Literal["fused", "backward", "xla"]
+_Stream: TypeAlias = tuple[Array, Array | None]
+_Stage: TypeAlias = tuple[nnx.RMSNorm, Callable[[Array, int], Array], Callable[[Array], Array]]
 
 # Mesh axes of the axes of an activation [B, T, D]: the hidden states of the head, and the hidden activations of attention and
 # MLP. The residual stream and the norms have those of `token_axes`.
@@ -175,11 +177,29 @@ class GPT(nnx.Module):
             def parts(block: Block, x_BTD: Array, add_BTD: Array | None) -> tuple[Array, Array]:
                 return block.parts(x_BTD, add_BTD, rotary_T1K, starts_BT, kernel)
 
+            if self.config.tensor_overlap == "halves" and x_BTD.shape[0] % (2 * partitioned("tensor")) == 0:
+                return self._hidden_in_halves(x_BTD, rotary_T1K, starts_BT, kernel)
             parts = nnx.remat(parts) if self.remat == "layer" else parts
             for block in self.blocks:
                 x_BTD, add_BTD = parts(block, x_BTD, add_BTD)
             return _add_and_norm(self.norm, x_BTD, add_BTD, kernel)[1]
         return self.norm(x_BTD)
+
+    def _hidden_in_halves(self, x_BTD: Array, rotary_T1K: Rotary, starts_BT: Array | None, kernel: Norm) -> Array:
+        """Applies the blocks to two halves of the batch in turns, and the last norm."""
+        streams: list[_Stream] = [(half_BTD, None) for half_BTD in _halves(x_BTD)]
+        starts = [None, None] if starts_BT is None else _halves(starts_BT)
+
+        def apply(blocks: Sequence[Block], streams: list[_Stream]) -> list[_Stream]:
+            return _in_turns([stage for block in blocks for stage in block.stages(rotary_T1K, starts)], streams, kernel)
+
+        if self.remat == "layer":
+            for block in self.blocks:
+                streams = nnx.remat(apply)([block], streams)
+        else:
+            streams = apply(self.blocks, streams)
+        normed = [_add_and_norm(self.norm, x_BTD, add_BTD, kernel)[1] for x_BTD, add_BTD in streams]
+        return jnp.stack([half.reshape(partitioned("tensor"), -1, *half.shape[1:]) for half in normed], 1).reshape(x_BTD.shape)
 
     def output(self) -> Array:
         """Returns the output projection [D, V] in `compute_dtype`, the transposed embedding if `config.head` is tied.
@@ -307,6 +327,62 @@ class Block(nnx.Module):
         x_BTD, normed_BTD = _add_and_norm(self.mlp_norm, x_BTD, attended_BTD, norm)
         return constrain(x_BTD, token_axes(x_BTD.shape)), constrain(self.mlp(normed_BTD), token_axes(x_BTD.shape))
 
+    def stages(self, rotary_T1K: Rotary, starts: Sequence[Array | None]) -> list["_Stage"]:
+        """Returns the attention and the MLP as stages for `_in_turns`.
+
+        Args:
+            rotary_T1K: Rotary tables.
+            starts: Starts of documents of each stream, or None.
+        """
+        assert isinstance(self.mlp, MLP), "the settings refuse halves with experts"
+        mlp = self.mlp
+        return [
+            (self.attention_norm, lambda x_BTD, i: self.attention.heads(x_BTD, rotary_T1K, starts[i]), self.attention.out),
+            (self.mlp_norm, lambda x_BTD, i: mlp.hidden(x_BTD), mlp.down),
+        ]
+
+
+def _halves(x_B: Array) -> list[Array]:
+    """Splits the first axis in two. Every device of the axis `tensor` splits its own rows, so that no row moves."""
+    parts = x_B.reshape(partitioned("tensor"), 2, -1, *x_B.shape[1:])
+    return [parts[:, i].reshape(-1, *x_B.shape[1:]) for i in range(2)]
+
+
+def _in_turns(stages: Sequence["_Stage"], streams: list["_Stream"], kernel: Norm) -> list["_Stream"]:
+    """Applies stages to two residual streams in turns.
+
+    With `--tp`, devices then reduce-scatter the results of a stage of one stream while they multiply the tokens of the other.
+    XLA would schedule one stream after the other. Therefore an optimization barrier starts a stage after the hidden activations
+    of the stage before, and the last matmul of the stage before after the norm of this stage.
+
+    Args:
+        stages: Norm, function of the normalized tokens and the index of the stream that returns hidden activations, and the
+            matmul of the hidden activations, of each stage.
+        streams: Residual stream and pending term of each stream.
+        kernel: Kernel of the norms.
+
+    Returns:
+        The new streams.
+    """
+    streams, waiting = list(streams), None
+
+    def finish(i: int, hidden_BTF: Array, out: Callable[[Array], Array]) -> None:
+        add_BTD = out(hidden_BTF)
+        streams[i] = streams[i][0], constrain(add_BTD, token_axes(add_BTD.shape))
+
+    for norm, hidden, out in stages:
+        for i in range(len(streams)):
+            x_BTD, normed_BTD = _add_and_norm(norm, *streams[i], kernel)
+            streams[i] = constrain(x_BTD, token_axes(x_BTD.shape)), None
+            if waiting:
+                before, hidden_BTF, before_out = waiting
+                hidden_BTF, normed_BTD = jax.lax.optimization_barrier((hidden_BTF, normed_BTD))
+                finish(before, hidden_BTF, before_out)
+            waiting = i, hidden(normed_BTD, i), out
+    if waiting:
+        finish(*waiting)
+    return streams
+
 
 class Attention(nnx.Module):
     """Causal grouped-query attention with one fused projection to H query, G key and G value heads, in this order.
@@ -340,6 +416,10 @@ class Attention(nnx.Module):
             ConfigError: If `config.attention` is cudnn or fused and `starts_BT` is given, or is cudnn and the device, the sizes
                 or the dtype are not supported.
         """
+        return self.out(self.heads(x_BTD, rotary_T1K, starts_BT))
+
+    def heads(self, x_BTD: Array, rotary_T1K: Rotary, starts_BT: Array | None = None) -> Array:
+        """Computes the attention of all heads, the input of the output projection [B, T, H * K]. Arguments as for a call."""
         places, order_T = None, token_order(x_BTD.shape[1])
         if order_T is not None:
             # Arguments, because each device of the axis `context` has other positions.
@@ -348,7 +428,7 @@ class Attention(nnx.Module):
         norms = nnx.split((self.q_norm, self.k_norm)) if self.config.qk_norm == "head" else None
         in_specs = _HIDDEN, _TOKENS, PartitionSpec(), PartitionSpec("context")
         attend = per_shard(partial(self._attended, rotary_T1K), in_specs, _HIDDEN)
-        return self.out(attend(self.qkv(x_BTD), starts_BT, norms, places))
+        return attend(self.qkv(x_BTD), starts_BT, norms, places)
 
     def _attended(
         self, rotary_T1K: Rotary, qkv_BTC: Array, starts_BT: Array | None, norms: Any, places: tuple[Rotary, Array] | None
@@ -407,9 +487,13 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: Array) -> Array:
         """Computes the term for the residual stream [B, T, D] from the normalized stream `x_BTD`, both in `compute_dtype`."""
+        return self.down(self.hidden(x_BTD))
+
+    def hidden(self, x_BTD: Array) -> Array:
+        """Computes the hidden activations [B, T, F] of the normalized stream."""
         if self.config.mlp == "gelu":
-            return self.down(gelu(constrain(self.up(x_BTD), _HIDDEN)))
-        return self.down(per_shard(_swiglu, (_HIDDEN,), _HIDDEN)(self.up(x_BTD)))
+            return gelu(constrain(self.up(x_BTD), _HIDDEN))
+        return per_shard(_swiglu, (_HIDDEN,), _HIDDEN)(self.up(x_BTD))
 
 
 def _swiglu(hidden_BTF2: Array) -> Array:

@@ -135,7 +135,7 @@ PUBLISHED = {name: preset(name).model for name in ("llama3-1b", "llama3-8b", "qw
 def test_settings_survive_config_json(config):
     found = HUGGING_FACE.settings(json.loads(json.dumps(HUGGING_FACE.config(config, {}))))
     assert replaced(config, found) == config
-    free = {"attention", "norm", "compute_dtype", "scan_layers", "loss_chunk", "head_precision"}
+    free = {"attention", "norm", "compute_dtype", "scan_layers", "loss_chunk", "head_precision", "tensor_overlap"}
     assert found.keys() == {field.name for field in dataclasses.fields(config)} - free, (
         "config.json determines all other fields"
     )

@@ -23,7 +23,7 @@ FINGERPRINT = "0" * 64
 CORPUS = {"name": "text", "fingerprint": FINGERPRINT, "train_tokens": 9, "heldout_tokens": 1}
 FREE = {
     *("run_dir", "resume", "log_every", "checkpoint_every", "checkpoint_keep", "compile_cache", "on_nonfinite", "dp"),
-    *("cp", "tp"),
+    *("cp", "tp", "model.tensor_overlap"),
     *(
         "fsdp",
         "ep",
