@@ -351,9 +351,9 @@ def _halves(x_B: Array) -> list[Array]:
 def _in_turns(stages: Sequence["_Stage"], streams: list["_Stream"], kernel: Norm) -> list["_Stream"]:
     """Applies stages to two residual streams in turns.
 
-    With `--tp`, devices then reduce-scatter the results of a stage of one stream while they multiply the tokens of the other.
-    XLA would schedule one stream after the other. Therefore an optimization barrier starts a stage after the hidden activations
-    of the stage before, and the last matmul of the stage before after the norm of this stage.
+    With `--tp`, devices then reduce-scatter the results of one stream while they multiply the tokens of the other. XLA would
+    schedule one stream after the other, so an optimization barrier orders the stages. A stage starts after the hidden
+    activations of the previous stage. The last matmul of the previous stage starts after the norm of this stage.
 
     Args:
         stages: Norm, function of the normalized tokens and the index of the stream that returns hidden activations, and the
