@@ -107,7 +107,7 @@ fsdp)
   piece 75 $callables --pipelines launch-bound $short
   piece 75 $callables --pipelines large --peers ScheduleZBVZeroBubble
   ;;
-tensor_context) # four minutes at most; memory of an H200 for two processes. A hanging `compile:async` ends after --timeout
+tensor_context) # five minutes at most; memory of an H200 for two processes. A hanging `compile:async` ends after --timeout
   piece 150 $partitioned --work gpt-1b3-tp --first overlap=halves --tensor-peers compile:async compile
   piece 110 $partitioned --work gpt-1b3-cp --context-peers compile:cudnn
   ;;

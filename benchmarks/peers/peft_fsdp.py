@@ -55,7 +55,7 @@ def training_step(
         rank: This rank.
         ranks: Number of ranks.
         device: Device of this rank.
-        words: Words of the variant.
+        words: The variant, split at spaces.
 
     Returns:
         The `peft.PeftModel`, and a function that runs a step and returns the loss of the rows of this rank.

@@ -160,8 +160,7 @@ class GPT(nnx.Module):
             [B, T, D] in `compute_dtype`, after the last norm, for a model of width D.
         """
         # Gathered in float32 and then cast, so that the gradients of repeated tokens are summed in float32.
-        x_BTD = self.embedding_VD[...].astype(jnp.float32)[tokens_BT].astype(self.config.compute_dtype)
-        x_BTD = constrain(x_BTD, token_axes(x_BTD.shape))
+        x_BTD = _shared(self.embedding_VD[...].astype(jnp.float32)[tokens_BT].astype(self.config.compute_dtype))
         rotary_T1K = rotary_of(self.config, tokens_BT.shape[1])
         if self.config.scan_layers:
 
@@ -173,12 +172,12 @@ class GPT(nnx.Module):
             x_BTD = nnx.scan(apply, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BTD, self.blocks)
         else:
             add_BTD, kernel = None, norm_kernel(self.config)
+            if self.config.tensor_overlap == "halves" and x_BTD.shape[0] % (2 * partitioned("tensor")) == 0:
+                return self._hidden_in_halves(x_BTD, rotary_T1K, starts_BT, kernel)
 
             def parts(block: Block, x_BTD: Array, add_BTD: Array | None) -> tuple[Array, Array]:
                 return block.parts(x_BTD, add_BTD, rotary_T1K, starts_BT, kernel)
 
-            if self.config.tensor_overlap == "halves" and x_BTD.shape[0] % (2 * partitioned("tensor")) == 0:
-                return self._hidden_in_halves(x_BTD, rotary_T1K, starts_BT, kernel)
             parts = nnx.remat(parts) if self.remat == "layer" else parts
             for block in self.blocks:
                 x_BTD, add_BTD = parts(block, x_BTD, add_BTD)
@@ -198,8 +197,7 @@ class GPT(nnx.Module):
                 streams = nnx.remat(apply)([block], streams)
         else:
             streams = apply(self.blocks, streams)
-        normed = [_add_and_norm(self.norm, x_BTD, add_BTD, kernel)[1] for x_BTD, add_BTD in streams]
-        return jnp.stack([half.reshape(partitioned("tensor"), -1, *half.shape[1:]) for half in normed], 1).reshape(x_BTD.shape)
+        return _joined([_add_and_norm(self.norm, x_BTD, add_BTD, kernel)[1] for x_BTD, add_BTD in streams])
 
     def output(self) -> Array:
         """Returns the output projection [D, V] in `compute_dtype`, the transposed embedding if `config.head` is tied.
@@ -227,8 +225,7 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
     padding = -config.vocab_size % ranks
 
     def embed(outer: Any, batch: Any) -> Array:
-        x_BTD = split_embedding(outer["embedding_VD"], _sequences(batch)[0], config.compute_dtype)
-        return constrain(x_BTD, token_axes(x_BTD.shape))
+        return _shared(split_embedding(outer["embedding_VD"], _sequences(batch)[0], config.compute_dtype))
 
     def layer(params: Any, x_BTD: Array, starts_BT: Array | None = None, *carried: Any) -> Any:
         module = nnx.merge(block, params, *carried or [state])
@@ -325,7 +322,7 @@ class Block(nnx.Module):
         x_BTD, normed_BTD = _add_and_norm(self.attention_norm, x_BTD, add_BTD, norm)
         attended_BTD = self.attention(normed_BTD, rotary_T1K, starts_BT)
         x_BTD, normed_BTD = _add_and_norm(self.mlp_norm, x_BTD, attended_BTD, norm)
-        return constrain(x_BTD, token_axes(x_BTD.shape)), constrain(self.mlp(normed_BTD), token_axes(x_BTD.shape))
+        return _shared(x_BTD), _shared(self.mlp(normed_BTD))
 
     def stages(self, rotary_T1K: Rotary, starts: Sequence[Array | None]) -> list["_Stage"]:
         """Returns the attention and the MLP as stages for `_in_turns`.
@@ -342,10 +339,21 @@ class Block(nnx.Module):
         ]
 
 
+def _shared(x_BTD: Array) -> Array:
+    """Shares the tokens of the residual stream, or of a term for it, between devices."""
+    return constrain(x_BTD, token_axes(x_BTD.shape))
+
+
 def _halves(x_B: Array) -> list[Array]:
     """Splits the first axis in two. Every device of the axis `tensor` splits its own rows, so that no row moves."""
     parts = x_B.reshape(partitioned("tensor"), 2, -1, *x_B.shape[1:])
     return [parts[:, i].reshape(-1, *x_B.shape[1:]) for i in range(2)]
+
+
+def _joined(halves: Sequence[Array]) -> Array:
+    """Inverts `_halves`."""
+    rest = halves[0].shape[1:]
+    return jnp.stack([half.reshape(partitioned("tensor"), -1, *rest) for half in halves], 1).reshape(-1, *rest)
 
 
 def _in_turns(stages: Sequence["_Stage"], streams: list["_Stream"], kernel: Norm) -> list["_Stream"]:
@@ -364,24 +372,17 @@ def _in_turns(stages: Sequence["_Stage"], streams: list["_Stream"], kernel: Norm
     Returns:
         The new streams.
     """
-    streams, waiting = list(streams), None
-
-    def finish(i: int, hidden_BTF: Array, out: Callable[[Array], Array]) -> None:
-        add_BTD = out(hidden_BTF)
-        streams[i] = streams[i][0], constrain(add_BTD, token_axes(add_BTD.shape))
-
+    streams, hidden_BTF = list(streams), None
+    last: Any = None  # the last matmul of the previous stage
     for norm, hidden, out in stages:
-        for i in range(len(streams)):
+        for i in range(2):
             x_BTD, normed_BTD = _add_and_norm(norm, *streams[i], kernel)
-            streams[i] = constrain(x_BTD, token_axes(x_BTD.shape)), None
-            if waiting:
-                before, hidden_BTF, before_out = waiting
+            if hidden_BTF is not None:
                 hidden_BTF, normed_BTD = jax.lax.optimization_barrier((hidden_BTF, normed_BTD))
-                finish(before, hidden_BTF, before_out)
-            waiting = i, hidden(normed_BTD, i), out
-    if waiting:
-        finish(*waiting)
-    return streams
+                streams[1 - i] = streams[1 - i][0], _shared(last(hidden_BTF))
+            streams[i] = _shared(x_BTD), None
+            hidden_BTF, last = hidden(normed_BTD, i), out
+    return [streams[0], (streams[1][0], _shared(last(hidden_BTF)))]
 
 
 class Attention(nnx.Module):
