@@ -38,9 +38,9 @@ class Options(TraceOptions):
     rank: int = 16
     """Rank of the adapters."""
     variants: tuple[str, ...] = VARIANTS
-    """Variants. All are compared with the first. `jgraph` takes fp8=RECIPE:FORMAT, remat=layer, graph=full and settings of the
-    model; `peft` is `eager`, `compile` (torch.compile) or `checkpointing` (gradient checkpointing, as TRL's default). On
-    several GPUs, `peft` takes one or more of the words that `benchmarks/peers/peft_fsdp.py` describes."""
+    """Variants. All are compared with the first. `jgraph` has the settings of `benchmarks.works.vary`.
+    `peft` is `eager`, `compile` (torch.compile) or `checkpointing` (gradient checkpointing, as TRL's default). On several
+    GPUs, `peft` takes one or more of the words that `benchmarks/peers/peft_fsdp.py` describes."""
 
 
 def works(options: Options) -> Iterator[Work]:

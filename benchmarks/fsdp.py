@@ -23,7 +23,7 @@ from benchmarks.rows import PLACEMENTS, Row, fastest, is_comparable, placement, 
 from benchmarks.runner import Benchmark, MultiGPUOptions, SoakOptions, TraceOptions, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
 from benchmarks.turns import Candidate
-from benchmarks.works import jgraph_step, preset_config, with_fp8
+from benchmarks.works import jgraph_step, preset_config, vary
 from jgraph.train.config import TrainConfig
 
 WorkName = Literal["launch-bound", "gpt-1b3", "gpt-7b", "llama3-8b", "gpt-moe", "qwen3-30b-a3b"]
@@ -37,8 +37,6 @@ SEQUENCES: dict[WorkName, int] = {
     "gpt-moe": 16,
     "qwen3-30b-a3b": 4,
 }
-# Settings of a variant, besides XLA options.
-SETTINGS = ("graph", "reshard", "fp8", "grads", "layout", "overlap", "microbatches", "capacity", "length")
 LAYERS: dict[WorkName, int] = {"qwen3-30b-a3b": 4}  # the model has more
 FIT_ON_ONE_GPU = ("launch-bound", "gpt-1b3", "gpt-moe")
 
@@ -69,10 +67,7 @@ class Options(MultiGPUOptions, SoakOptions, TraceOptions):
     first: str = ""
     """jgraph variant that runs in every round. Default: the preset."""
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A further jgraph variant, NAME=VALUE[ NAME=VALUE ...]. May be repeated. Settings: graph=auto|off|full, reshard=yes|no,
-    fp8=current|delayed, grads=float32|bfloat16 (dtype of accumulated gradients), layout=dp|pp|ep|tp|cp (data, pipeline,
-    expert, tensor or context parallelism), overlap=none|halves (with tensor parallelism), capacity=NUMBER (expert capacity),
-    microbatches=NUMBER, length=NUMBER (sequence length, for a soak), and XLA options."""
+    """A further jgraph variant, NAME=VALUE[ NAME=VALUE ...], with the settings of `benchmarks.works.vary`. May be repeated."""
     sequences: int = 0
     """Sequences per GPU and step. 0 uses the default of the work."""
     one_gpu: Literal["yes", "no"] = "yes"
@@ -184,59 +179,6 @@ def config_of(work: WorkName, ranks: int, options: Options) -> TrainConfig:
         graph=options.graph,
         xla_options=(*config.compile.xla_options, *options.xla_option),
     )
-
-
-def vary(config: TrainConfig, variant: str) -> TrainConfig:
-    """Applies the settings of a variant to a config.
-
-    Args:
-        config: The config.
-        variant: Settings, as in `--variant`.
-
-    Returns:
-        The new config.
-
-    Raises:
-        SystemExit: If a setting is unknown.
-    """
-    for setting in variant.split():
-        match setting.split("=", 1):
-            case ["graph", "auto" | "off" | "full" as graph]:
-                config = config.changed(graph=graph)
-            case ["reshard", "yes" | "no" as choice]:
-                config = config.changed(reshard_after_forward=choice == "yes")
-            case ["fp8", "current" | "delayed" as recipe]:
-                config = with_fp8(config, recipe)
-            case ["grads", "float32" | "bfloat16" as dtype]:
-                config = config.changed(main_grads_dtype=dtype, decoupled_grad=True)
-            case ["layout", "dp"]:
-                config = config.changed(dp=config.parallel.fsdp, fsdp=1)
-            case ["layout", "pp"]:
-                config = config.changed(
-                    pp=config.parallel.fsdp, fsdp=1, num_microbatches=config.input.batch_size, schedule="aligned"
-                )
-            case ["layout", "ep"]:
-                config = config.changed(ep=config.parallel.fsdp)
-            case ["layout", "tp" | "cp" as axis]:
-                config = config.changed(**{axis: config.parallel.fsdp}, fsdp=1)
-            case ["overlap", "none" | "halves" as choice]:
-                config = config.changed(model=replace(config.model, tensor_overlap=choice))
-            case ["microbatches", number] if number.isdigit():
-                config = config.changed(num_microbatches=int(number))
-            case ["capacity", number] if number.replace(".", "", 1).isdigit():
-                moe = replace(config.model.moe, capacity=float(number))
-                config = config.changed(model=replace(config.model, moe=moe))
-            case ["length", number] if number.isdigit():
-                config = config.changed(seq_len=int(number))
-            case [name, _] if name not in SETTINGS:
-                config = config.changed(xla_options=(*config.compile.xla_options, setting))
-            case _:
-                allowed = (
-                    "graph=auto|off|full, reshard=yes|no, fp8=current|delayed, grads=float32|bfloat16, layout=dp|pp|ep|tp|cp, "
-                    "overlap=none|halves, microbatches=NUMBER, capacity=NUMBER, length=NUMBER, or an XLA option"
-                )
-                raise SystemExit(f"--variant has the unknown setting {setting}; use {allowed}")
-    return config
 
 
 def section(work: str, result: Row) -> Section:

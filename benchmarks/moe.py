@@ -39,7 +39,7 @@ class Options(SoakOptions, TraceOptions):
     """PyTorch variants: `eager` or `compile`, `max-autotune`, and `+ CUDA graph` to capture the whole step. Variants of
     Transformer Engine: `te RECIPE` (`benchmarks/peers/te_variant.py`)."""
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A further jgraph variant, NAME=VALUE: graph=off|full, fp8=RECIPE:FORMAT, a model setting, an XLA option."""
+    """A further jgraph variant, NAME=VALUE[ NAME=VALUE ...], with the settings of `benchmarks.works.vary`. May be repeated."""
 
 
 def works(options: Options) -> Iterator[Work]:

@@ -6,15 +6,15 @@ python -m benchmarks run single_gpu --presets launch-bound --variants jgraph "jg
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from benchmarks.peers import plain_jax
 from benchmarks.rows import Row, ratio, row_name, spread, step_flops
 from benchmarks.runner import Benchmark, TraceOptions, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
 from benchmarks.turns import Candidate
-from benchmarks.works import jgraph_step, preset_config, with_fp8
-from jgraph.train.config import OptimizerConfig, TrainConfig
+from benchmarks.works import jgraph_step, preset_config, vary
+from jgraph.train.config import TrainConfig
 
 # The first variant runs in every round. max-autotune compiles for minutes and may reach --timeout: its row then has an error.
 COMPILED = ("torch compile", "torch compile + CUDA graph", "torch compile max-autotune + CUDA graph")
@@ -31,9 +31,9 @@ class Options(TraceOptions):
     presets: tuple[str, ...] = ("launch-bound", "gpt-124m", "gpt-1b3")
     """Presets to time."""
     variants: tuple[str, ...] = VARIANTS
-    """Variants of each preset. All are compared with the first. `jgraph NAME=VALUE` sets graph, remat, a setting of the model
-    or the optimizer, an XLA option, or the FP8 recipe: `fp8=delayed`, `fp8=current:e4m3`. `benchmarks/peers/plain_jax.py`
-    describes `jax` variants, and `benchmarks/peers/te_variant.py` those of Transformer Engine, `torch te ...`."""
+    """Variants of each preset. All are compared with the first. `jgraph NAME=VALUE` has the settings of
+    `benchmarks.works.vary`. `benchmarks/peers/plain_jax.py` describes `jax` variants, and `benchmarks/peers/te_variant.py`
+    those of Transformer Engine, `torch te ...`."""
 
 
 def works(options: Options) -> Iterator[Work]:
@@ -64,20 +64,7 @@ def candidate(variant: str, config: TrainConfig, options: TraceOptions) -> Candi
         if any(word in plain_jax.OWN for word in settings.split()):
             row["system"] = "jax + jgraph"
         return Candidate(row, "benchmarks.peers.plain_jax", {"variant": settings.split(), "config": config.to_dict()})
-    config = config.changed(graph="auto")
-    for text in settings.split():
-        setting, _, value = text.partition("=")
-        if setting in ("graph", "remat"):
-            config = config.changed(**{setting: value})
-        elif setting == "fp8":
-            config = with_fp8(config, value)
-        elif setting in OptimizerConfig.__dataclass_fields__:
-            config = config.changed(optimizer=replace(config.optimizer, **{setting: value}))
-        elif setting.startswith("xla_"):
-            config = config.changed(xla_options=(*config.compile.xla_options, text))
-        else:
-            config = config.changed(model=replace(config.model, **{setting: value}))
-    return jgraph_step(row, config, options)
+    return jgraph_step(row, vary(config.changed(graph="auto"), settings), options)
 
 
 def section(name: str, result: Row) -> Section:

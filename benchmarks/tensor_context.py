@@ -14,13 +14,12 @@ from typing import Literal
 import jax
 import tyro
 
-from benchmarks.fsdp import vary
 from benchmarks.harness import count_gpus
 from benchmarks.rows import Row, fastest, ratio, row_name, spread, step_flops
 from benchmarks.runner import Benchmark, MultiGPUOptions, TraceOptions, Work
 from benchmarks.tables import COLUMNS, Section, mfu, number
 from benchmarks.turns import Candidate
-from benchmarks.works import jgraph_step, preset_config
+from benchmarks.works import jgraph_step, preset_config, vary
 from jgraph.train.config import TrainConfig
 from jgraph.xla.hlo import COLLECTIVES
 
@@ -50,8 +49,7 @@ class Options(MultiGPUOptions, TraceOptions):
     first: str = ""
     """jgraph variant that runs in every round. Default: the preset."""
     variant: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A further jgraph variant, NAME=VALUE[ NAME=VALUE ...], with settings of the benchmark fsdp: graph, fp8, grads,
-    overlap=halves and XLA options. May be repeated."""
+    """A further jgraph variant, NAME=VALUE[ NAME=VALUE ...], with the settings of `benchmarks.works.vary`. May be repeated."""
     sharded: Literal["yes", "no"] = "yes"
     """Also time jgraph with sharded state on the works with tensor parallelism."""
     tensor_peers: tuple[str, ...] = ("compile", "compile:sequence", "compile:async", "eager")

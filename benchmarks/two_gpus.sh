@@ -108,7 +108,7 @@ fsdp)
   piece 75 $callables --pipelines large --peers ScheduleZBVZeroBubble
   ;;
 tensor_context) # five minutes at most; memory of an H200 for two processes. A hanging `compile:async` ends after --timeout
-  piece 150 $partitioned --work gpt-1b3-tp --first overlap=halves --tensor-peers compile:async compile
+  piece 150 $partitioned --work gpt-1b3-tp --first tensor_overlap=halves --tensor-peers compile:async compile
   piece 110 $partitioned --work gpt-1b3-cp --context-peers compile:cudnn
   ;;
 tests) XLA_CLIENT_MEM_FRACTION=0.12 tests 190 -n 7 -rs --ignore tests/gpu/test_folders_on_gpu.py tests/gpu ;;
@@ -138,12 +138,12 @@ moe_soak) on 0 290 moe --work gpt-moe --variant graph=full --soak 1000 --soak-ag
 grouped) on 0 290 grouped --rounds 2 --repeats 2 $short ;;
 experts) # expert parallelism of jgraph and PyTorch, and jgraph with gathered experts
   piece 330 fsdp --work gpt-moe --name fsdp_experts --together 7 --rounds 3 --seconds 0.4 --timeout 230 \
-    --first "$experts microbatches=2 $copies" --variant "$experts" --variant "$experts $copies" \
-    --variant "$experts microbatches=2 $in_turn" --peers compile:experts
+    --first "$experts num_microbatches=2 $copies" --variant "$experts" --variant "$experts $copies" \
+    --variant "$experts num_microbatches=2 $in_turn" --peers compile:experts
   piece 170 fsdp --work qwen3-30b-a3b --name fsdp_experts --together 3 --rounds 2 --seconds 0.4 --timeout 150 --one-gpu no \
-    --first "$experts microbatches=2" --peers compile:experts
+    --first "$experts num_microbatches=2" --peers compile:experts
   ;;
-experts_soak) piece 400 fsdp --work gpt-moe --variant "$experts microbatches=2 graph=full" --soak 1000 ;;
+experts_soak) piece 400 fsdp --work gpt-moe --variant "$experts num_microbatches=2 graph=full" --soak 1000 ;;
 experts_profile) # profile of two interleaved microbatches: planned and actual overlap with each all-to-all
   run=$(mktemp -d)
   timeout 280 python3 -m jgraph.train --preset gpt-moe --data python-source --batch-size 32 --fsdp 2 --ep 2 --num-microbatches 2 \
@@ -183,7 +183,7 @@ lora_remat) piece 150 $lora --batch-size 2 --seq-len 8192 --name finetune2_remat
   "peft checkpointing" ;;
 finetune) piece 290 finetune --together 2 --rounds 2 --timeout 150 ;;
 llama_soak) # half the sequence length, so that 1,000 steps take less than ten minutes
-  piece 470 $llama --variant "$captured length=4096" --soak 1000 --soak-against nothing
+  piece 470 $llama --variant "$captured seq_len=4096" --soak 1000 --soak-against nothing
   ;;
 esac
 python3 -m benchmarks show "$out"

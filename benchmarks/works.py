@@ -8,7 +8,7 @@ from benchmarks.runner import Options, TraceOptions
 from benchmarks.turns import Candidate
 from jgraph.precision.config import FP8Config
 from jgraph.schedule import Schedule, generate
-from jgraph.train.config import TrainConfig
+from jgraph.train.config import FIELDS, TrainConfig
 from jgraph.train.presets import preset
 from jgraph_models.gpt import GPTConfig
 
@@ -122,6 +122,67 @@ def with_fp8(config: TrainConfig, choice: str) -> TrainConfig:
     """
     choices: dict[str, Any] = dict(zip(("recipe", "format", "accumulation"), choice.split(":"), strict=False))
     return config.changed(precision="fp8", fp8=FP8Config(**choices))
+
+
+def vary(config: TrainConfig, settings: str) -> TrainConfig:
+    """Applies the settings of a jgraph variant to a config.
+
+    Args:
+        config: The config.
+        settings: Words `NAME=VALUE`. A name is a field of the config, its model or its optimizer (`graph=full`, `remat=layer`,
+            `head_precision=fp8`), an XLA option (`xla_...`), or one of these:
+
+            - `fp8=RECIPE[:FORMAT[:ACCUMULATION]]`: FP8 matmuls, as in `with_fp8`.
+            - `layout=dp|pp|ep|tp|cp`: data, pipeline, expert, tensor or context parallelism on the devices of `fsdp`.
+            - `grads=DTYPE`: dtype of the accumulated gradients, which the optimizer reads.
+            - `reshard=yes|no`: gather parameters again for the backward.
+            - `capacity=NUMBER`: capacity of the experts.
+
+    Returns:
+        The new config.
+
+    Raises:
+        SystemExit: If a name or a value is unknown.
+    """
+    for setting in settings.split():
+        name, _, value = setting.partition("=")
+        try:
+            config = _with_setting(config, name, value)
+        except (KeyError, TypeError, ValueError) as error:
+            raise SystemExit(f"the variant {settings!r} has the unknown setting {setting}: {error}") from None
+    return config
+
+
+def _with_setting(config: TrainConfig, name: str, value: str) -> TrainConfig:
+    """Applies one setting of `vary`. Raises KeyError, TypeError or ValueError if it is unknown."""
+    devices = config.parallel.fsdp
+    match name:
+        case "fp8":
+            return with_fp8(config, value)
+        case "grads":
+            return config.changed(main_grads_dtype=value, decoupled_grad=True)
+        case "reshard":
+            return config.changed(reshard_after_forward=_parsed(value, False))
+        case "capacity":
+            return config.changed(model=replace(config.model, moe=replace(config.model.moe, capacity=float(value))))
+        case "layout" if value == "ep":
+            return config.changed(ep=devices)
+        case "layout" if value == "pp":
+            return config.changed(pp=devices, fsdp=1, num_microbatches=config.input.batch_size, schedule="aligned")
+        case "layout":
+            return config.changed(**{{"dp": "dp", "tp": "tp", "cp": "cp"}[value]: devices}, fsdp=1)
+        case _ if name.startswith("xla_"):
+            return config.changed(xla_options=(*config.compile.xla_options, f"{name}={value}"))
+        case _ if name in FIELDS:
+            return config.changed(**{name: _parsed(value, config.to_dict()[name])})
+    part = "model" if hasattr(config.model, name) else "optimizer"
+    settings: Any = getattr(config, part)
+    return config.changed(**{part: replace(settings, **{name: _parsed(value, asdict(settings)[name])})})
+
+
+def _parsed(value: str, old: Any) -> Any:
+    """Converts the text of a value to the type of the old value. Raises KeyError, TypeError or ValueError."""
+    return {"yes": True, "no": False}[value] if isinstance(old, bool) else type(old)(value)
 
 
 def jgraph_step(labels: Row, config: TrainConfig, options: TraceOptions) -> Candidate:

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jgraph
-from benchmarks import cli, decode, finetune, fp8, fsdp, grouped, moe, readme, rows, runner, single_gpu, tensor_context
+from benchmarks import cli, decode, finetune, fp8, fsdp, grouped, moe, readme, rows, runner, single_gpu, tensor_context, works
 from benchmarks.peers import plain_jax, plain_jax_decode
 from benchmarks.peers.te_variant import TEVariant, is_te, parse_sharded_variant, parse_variant
 from benchmarks.rows import step_flops
@@ -290,30 +290,37 @@ def test_the_variant_name_selects_the_fp8_recipe():
 
 def test_a_variant_sets_jgraph_settings_and_xla_options():
     config = fsdp.config_of("gpt-7b", 4, fsdp.Options())
-    varied = fsdp.vary(config, "reshard=yes graph=full xla_an_option=a=b")
+    varied = works.vary(config, "reshard=yes graph=full xla_an_option=a=b")
     assert (config.parallel.fsdp, config.input.batch_size, config.parallel.reshard_after_forward) == (4, 8, False)
     assert (varied.compile.graph, varied.parallel.reshard_after_forward) == ("full", True)
-    assert fsdp.vary(config, "fp8=delayed").fp8.recipe == "delayed"
-    experts = fsdp.vary(fsdp.config_of("gpt-moe", 4, fsdp.Options()), "layout=ep microbatches=2 capacity=1.75")
+    assert works.vary(config, "fp8=delayed").fp8.recipe == "delayed"
+    experts = works.vary(fsdp.config_of("gpt-moe", 4, fsdp.Options()), "layout=ep num_microbatches=2 capacity=1.75")
     assert (experts.parallel.fsdp, experts.parallel.ep, experts.input.num_microbatches, experts.model.moe.capacity) == (
         4,
         4,
         2,
         1.75,
     )
-    assert fsdp.vary(config, "layout=tp overlap=halves").model.tensor_overlap == "halves"
+    assert works.vary(config, "layout=tp tensor_overlap=halves").model.tensor_overlap == "halves"
     for axis in ("tp", "cp"):
-        split = fsdp.vary(config, f"layout={axis}").parallel
+        split = works.vary(config, f"layout={axis}").parallel
         assert (getattr(split, axis), split.fsdp) == (config.parallel.fsdp, 1)
-    decoupled = fsdp.vary(config, "grads=bfloat16")
+    decoupled = works.vary(config, "grads=bfloat16")
     assert (decoupled.dtypes.main_params_dtype, decoupled.dtypes.read_dtype, decoupled.dtypes.decoupled_grad) == (
         "float32",
         "bfloat16",
         True,
     )
     assert varied.compile.xla_options == (*config.compile.xla_options, "xla_an_option=a=b")
-    with pytest.raises(SystemExit, match="reshard=maybe"):
-        fsdp.vary(config, "reshard=maybe")
+    options = works.vary(config, "fp8=delayed:hybrid:fast head_precision=fp8 first_moment_dtype=bfloat16 seq_len=4096")
+    assert (options.fp8.accumulation, options.model.head_precision) == ("fast", "fp8")
+    assert (options.optimizer.first_moment_dtype, options.input.seq_len) == ("bfloat16", 4096)
+
+
+@pytest.mark.parametrize("setting", ["reshard=maybe", "layout=sp", "speed=high", "seq_len=long", "graph=half"])
+def test_an_unknown_setting_of_a_variant_is_named(setting):
+    with pytest.raises(SystemExit, match=setting):
+        works.vary(fsdp.config_of("gpt-7b", 4, fsdp.Options()), f"fp8=current {setting}")
 
 
 @pytest.fixture
