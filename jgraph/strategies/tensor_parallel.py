@@ -346,6 +346,24 @@ class BoundTensorParallel:
         return self.inner.profile_facts()
 
 
+def specs_of(rules: Mapping[str, Split | None], params: Tree) -> Tree:
+    """Returns the mesh axes of the arrays of a step, for a function on their shards (`jgraph.mesh.per_shard`).
+
+    Args:
+        rules: The rules of `TensorParallel`.
+        params: Arrays or shapes, nested dicts and lists. Every device must have an equal share of each split axis.
+
+    Returns:
+        A tree with the structure of `params` and a PartitionSpec for each array.
+    """
+
+    def of(path: Any, leaf: Any) -> PartitionSpec:
+        split = _split_of(rules, path_name(path), leaf.shape)
+        return PartitionSpec(*[AXIS if split and i == leaf.ndim + split.axis else None for i in range(leaf.ndim)])
+
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
 def _split_of(rules: Mapping[str, Split | None], name: str, shape: Sequence[int]) -> Split | None:
     """Returns the `Split` of a parameter, by the first pattern that matches its name; None if it is replicated."""
     for pattern, split in rules.items():

@@ -206,9 +206,10 @@ def functional_model(config: TrainConfig) -> FunctionalModel:
     """Imports the model class and returns the configured model as pure functions. Only traces its construction.
 
     Args:
-        config: The configuration of the run. `module`, `model`, `seed` and the sizes of the batch are used. With `precision`
-            fp8 and without calibration, the settings become the result of their method `in_fp8`, if they have one. Without a
-            pipeline, `remat` is set as an attribute of the model.
+        config: The configuration of the run. `module`, `model`, `seed` and the sizes of the batch are used. The
+            settings become the result of two of their methods, if they have them: of `in_fp8` with `precision` fp8 and without
+            calibration, and of `with_visible_matmuls` with `precision` fp8 or LoRA. Without a pipeline, `remat` is set as an attribute
+            of the model.
 
     Returns:
         The model. Its functions take parameters in the model's own tree.
@@ -218,9 +219,12 @@ def functional_model(config: TrainConfig) -> FunctionalModel:
     """
     found = find_model(config.module)
     call: Callable[..., Any] = found
-    settings: list[Any] = [] if config.model is None else [config.model]
-    if config.is_fp8 and (to_fp8 := getattr(config.model, "in_fp8", None)):
-        settings = [to_fp8()]
+    model_config: Any = config.model
+    finds_matmuls = config.dtypes.precision == "fp8" or config.lora.rank > 0
+    for name, is_needed in {"in_fp8": config.is_fp8, "with_visible_matmuls": finds_matmuls}.items():
+        if is_needed and hasattr(model_config, name):
+            model_config = getattr(model_config, name)()
+    settings: list[Any] = [] if config.model is None else [model_config]
     is_linen = inspect.isclass(found) and issubclass(found, nn.Module)
     remat = "nothing" if config.is_pipeline else config.compile.remat  # the stages of a pipeline recompute on their own
 

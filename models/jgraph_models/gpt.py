@@ -27,14 +27,14 @@ from jgraph.kernels.rotary import rotated_heads
 from jgraph.mesh import constrain, partitioned, per_shard, summable, token_axes
 from jgraph.modules import Decoder
 from jgraph.pipeline import PipelineModel, split_embedding
+from jgraph.strategies.tensor_parallel import specs_of
 from jgraph_models.decoding import by_layer, decoder
 from jgraph_models.gpt_config import GPTConfig as GPTConfig
 from jgraph_models.hugging_face import HUGGING_FACE
 from jgraph_models.rotary import Rotary, Scaling, halves, rotary, rotate
 
 Norm: TypeAlias = Literal["fused", "backward", "xla"]
-_Stream: TypeAlias = tuple[Array, Array | None]
-_Stage: TypeAlias = tuple[nnx.RMSNorm, Callable[[Array, int], Array], Callable[[Array], Array]]
+_Stage: TypeAlias = tuple[nnx.RMSNorm, Callable[[Array], Array], Callable[[Array, Array], Array]]
 
 # Mesh axes of the axes of an activation [B, T, D]: the hidden states of the head, and the hidden activations of attention and
 # MLP. The residual stream and the norms have those of `token_axes`.
@@ -172,8 +172,10 @@ class GPT(nnx.Module):
             x_BTD = nnx.scan(apply, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BTD, self.blocks)
         else:
             add_BTD, kernel = None, norm_kernel(self.config)
-            if self.config.tensor_overlap == "halves" and x_BTD.shape[0] % (2 * partitioned("tensor")) == 0:
-                return self._hidden_in_halves(x_BTD, rotary_T1K, starts_BT, kernel)
+            devices = partitioned("tensor")
+            is_exchanged = self.config.tensor_overlap == "auto" and not self.config.moe.num_experts
+            if is_exchanged and devices > 1 == partitioned("context") and x_BTD.shape[0] % devices == 0:
+                return self._hidden_by_device(x_BTD, rotary_T1K, starts_BT, kernel)
 
             def parts(block: Block, x_BTD: Array, add_BTD: Array | None) -> tuple[Array, Array]:
                 return block.parts(x_BTD, add_BTD, rotary_T1K, starts_BT, kernel)
@@ -184,20 +186,29 @@ class GPT(nnx.Module):
             return _add_and_norm(self.norm, x_BTD, add_BTD, kernel)[1]
         return self.norm(x_BTD)
 
-    def _hidden_in_halves(self, x_BTD: Array, rotary_T1K: Rotary, starts_BT: Array | None, kernel: Norm) -> Array:
-        """Applies the blocks to two halves of the batch in turns, and the last norm."""
-        streams: list[_Stream] = [(half_BTD, None) for half_BTD in _halves(x_BTD)]
-        starts = [None, None] if starts_BT is None else _halves(starts_BT)
+    def _hidden_by_device(self, x_BTD: Array, rotary_T1K: Rotary, starts_BT: Array | None, kernel: Norm) -> Array:
+        """Applies the blocks on the shards of the axis `tensor` with explicit exchanges, and the last norm."""
+        split = [nnx.split(block) for block in self.blocks]
+        params = [nnx.to_pure_dict(state) for _, state in split]
+        specs = specs_of(self.tensor_rules(self.config), params)
 
-        def apply(blocks: Sequence[Block], streams: list[_Stream]) -> list[_Stream]:
-            return _in_turns([stage for block in blocks for stage in block.stages(rotary_T1K, starts)], streams, kernel)
+        def apply(graph: Any, params: Any, x_BTD: Array, add_BTD: Array | None, starts_BT: Array | None) -> tuple[Array, Array]:
+            for norm, first, rest in nnx.merge(graph, params).stages(rotary_T1K, starts_BT):
+                x_BTD, normed_BTD = _add_and_norm(norm, x_BTD, add_BTD, kernel)
+                add_BTD = _exchanged(normed_BTD, first, rest)
+            return x_BTD, add_BTD
 
-        if self.remat == "layer":
-            for block in self.blocks:
-                streams = nnx.remat(apply)([block], streams)
-        else:
-            streams = apply(self.blocks, streams)
-        return _joined([_add_and_norm(self.norm, x_BTD, add_BTD, kernel)[1] for x_BTD, add_BTD in streams])
+        def run(params: Any, x_BTD: Array, starts_BT: Array | None) -> tuple[Array, Array]:
+            add_BTD: Any = None
+            for (graph, _), layer in zip(split, params, strict=True):
+                layer_fn = partial(apply, graph)
+                layer_fn = jax.checkpoint(layer_fn) if self.remat == "layer" else layer_fn
+                x_BTD, add_BTD = layer_fn(layer, x_BTD, add_BTD, starts_BT)
+            return x_BTD, add_BTD
+
+        rows = token_axes(x_BTD.shape)
+        x_BTD, add_BTD = per_shard(run, (specs, rows, PartitionSpec()), (rows, rows))(params, x_BTD, starts_BT)
+        return _add_and_norm(self.norm, x_BTD, add_BTD, kernel)[1]
 
     def output(self) -> Array:
         """Returns the output projection [D, V] in `compute_dtype`, the transposed embedding if `config.head` is tied.
@@ -324,18 +335,24 @@ class Block(nnx.Module):
         x_BTD, normed_BTD = _add_and_norm(self.mlp_norm, x_BTD, attended_BTD, norm)
         return _shared(x_BTD), _shared(self.mlp(normed_BTD))
 
-    def stages(self, rotary_T1K: Rotary, starts: Sequence[Array | None]) -> list["_Stage"]:
-        """Returns the attention and the MLP as stages for `_in_turns`.
+    def stages(self, rotary_T1K: Rotary, starts_BT: Array | None) -> list["_Stage"]:
+        """Returns attention and MLP as stages: a norm, the first matmul, and a function of its result and a device.
 
         Args:
             rotary_T1K: Rotary tables.
-            starts: Starts of documents of each stream, or None.
+            starts_BT: Starts of documents of the sequences of all devices, or None.
         """
-        assert isinstance(self.mlp, MLP), "the settings refuse halves with experts"
-        mlp = self.mlp
+        assert isinstance(self.mlp, MLP), "the tokens of experts are not exchanged"
+        attention, mlp = self.attention, self.mlp
+
+        def attended(qkv_BTC: Array, device: Array) -> Array:
+            rows = qkv_BTC.shape[0]
+            starts = None if starts_BT is None else jax.lax.dynamic_slice_in_dim(starts_BT, device * rows, rows)
+            return attention.out(attention.heads(qkv_BTC, rotary_T1K, starts))
+
         return [
-            (self.attention_norm, lambda x_BTD, i: self.attention.heads(x_BTD, rotary_T1K, starts[i]), self.attention.out),
-            (self.mlp_norm, lambda x_BTD, i: mlp.hidden(x_BTD), mlp.down),
+            (self.attention_norm, attention.qkv, attended),
+            (self.mlp_norm, mlp.hidden, lambda hidden_BTF, device: mlp.down(hidden_BTF)),
         ]
 
 
@@ -344,45 +361,37 @@ def _shared(x_BTD: Array) -> Array:
     return constrain(x_BTD, token_axes(x_BTD.shape))
 
 
-def _halves(x_B: Array) -> list[Array]:
-    """Splits the first axis in two. Every device of the axis `tensor` splits its own rows, so that no row moves."""
-    parts = x_B.reshape(partitioned("tensor"), 2, -1, *x_B.shape[1:])
-    return [parts[:, i].reshape(-1, *x_B.shape[1:]) for i in range(2)]
+def _exchanged(own_BTD: Array, first: Callable[[Array], Array], rest: Callable[[Array, Array], Array]) -> Array:
+    """Applies attention or MLP to the sequences of all devices of the axis `tensor`, with the heads or units of this device.
 
-
-def _joined(halves: Sequence[Array]) -> Array:
-    """Inverts `_halves`."""
-    rest = halves[0].shape[1:]
-    return jnp.stack([half.reshape(partitioned("tensor"), -1, *rest) for half in halves], 1).reshape(-1, *rest)
-
-
-def _in_turns(stages: Sequence["_Stage"], streams: list["_Stream"], kernel: Norm) -> list["_Stream"]:
-    """Applies stages to two residual streams in turns.
-
-    With `--tp`, devices then reduce-scatter the results of one stream while they multiply the tokens of the other. XLA would
-    schedule one stream after the other, so an optimization barrier orders the stages. A stage starts after the hidden
-    activations of the previous stage. The last matmul of the previous stage starts after the norm of this stage.
+    The first matmul of the own sequences hides the transfer of the others, and the other operations on the own sequences hide
+    the transfer of the results. The optimization barriers order them, forward and backward.
 
     Args:
-        stages: Norm, function of the normalized tokens and the index of the stream that returns hidden activations, and the
-            matmul of the hidden activations, of each stage.
-        streams: Residual stream and pending term of each stream.
-        kernel: Kernel of the norms.
+        own_BTD: Normalized tokens of the sequences of this device.
+        first: The first matmul.
+        rest: Function of its result and the index of the device that has the sequences. Its results are summed over devices.
 
     Returns:
-        The new streams.
+        The terms for the sequences of this device.
     """
-    streams, hidden_BTF = list(streams), None
-    last: Any = None  # the last matmul of the previous stage
-    for norm, hidden, out in stages:
-        for i in range(2):
-            x_BTD, normed_BTD = _add_and_norm(norm, *streams[i], kernel)
-            if hidden_BTF is not None:
-                hidden_BTF, normed_BTD = jax.lax.optimization_barrier((hidden_BTF, normed_BTD))
-                streams[1 - i] = streams[1 - i][0], _shared(last(hidden_BTF))
-            streams[i] = _shared(x_BTD), None
-            hidden_BTF, last = hidden(normed_BTD, i), out
-    return [streams[0], (streams[1][0], _shared(last(hidden_BTF)))]
+    devices, own = jax.lax.axis_size("tensor"), jax.lax.axis_index("tensor")
+    # Without this barrier, XLA adds the gradients of both in the matmul that should hide the transfer of one of them.
+    own_BTD, sent_BTD = jax.lax.optimization_barrier((own_BTD, own_BTD))
+    tokens = [_from(sent_BTD, shift) for shift in range(1, devices)]
+    first_BTF, tokens[0] = jax.lax.optimization_barrier((first(own_BTD), tokens[0]))
+    terms = [rest(first(tokens_BTD), (own + 1 + i) % devices) for i, tokens_BTD in enumerate(tokens)]
+    terms[-1], first_BTF = jax.lax.optimization_barrier((terms[-1], first_BTF))
+    terms = [rest(first_BTF, own), *[_from(term_BTD, -1 - i) for i, term_BTD in enumerate(terms)]]
+    return sum(term_BTD.astype(jnp.float32) for term_BTD in terms).astype(own_BTD.dtype)
+
+
+def _from(x_BTD: Array, shift: int) -> Array:
+    """Returns the array of the device of the axis `tensor` with the index of this device plus `shift`, modulo the devices."""
+    devices = jax.lax.axis_size("tensor")
+    if not shift:
+        return x_BTD
+    return jax.lax.ppermute(x_BTD, "tensor", [((i + shift) % devices, i) for i in range(devices)])
 
 
 class Attention(nnx.Module):
@@ -417,19 +426,28 @@ class Attention(nnx.Module):
             ConfigError: If `config.attention` is cudnn or fused and `starts_BT` is given, or is cudnn and the device, the sizes
                 or the dtype are not supported.
         """
-        return self.out(self.heads(x_BTD, rotary_T1K, starts_BT))
+        return self.out(self.heads(self.qkv(x_BTD), rotary_T1K, starts_BT))
 
-    def heads(self, x_BTD: Array, rotary_T1K: Rotary, starts_BT: Array | None = None) -> Array:
-        """Computes the attention of all heads, the input of the output projection [B, T, H * K]. Arguments as for a call."""
-        places, order_T = None, token_order(x_BTD.shape[1])
+    def heads(self, qkv_BTC: Array, rotary_T1K: Rotary, starts_BT: Array | None = None) -> Array:
+        """Computes the attention of all heads, the input of the output projection.
+
+        Args:
+            qkv_BTC: Queries, keys and values, the result of `qkv`.
+            rotary_T1K: Rotary tables, as for a call.
+            starts_BT: Starts of documents, as for a call.
+
+        Returns:
+            [B, T, H * K] for H heads of size K.
+        """
+        places, order_T = None, token_order(qkv_BTC.shape[1])
         if order_T is not None:
             # Arguments, because each device of the axis `context` has other positions.
             places = tuple(jnp.asarray(table)[order_T] for table in rotary_T1K), order_T
-            starts_BT = jnp.zeros(x_BTD.shape[:2], jnp.int32) if starts_BT is None else starts_BT
+            starts_BT = jnp.zeros(qkv_BTC.shape[:2], jnp.int32) if starts_BT is None else starts_BT
         norms = nnx.split((self.q_norm, self.k_norm)) if self.config.qk_norm == "head" else None
         in_specs = _HIDDEN, _TOKENS, PartitionSpec(), PartitionSpec("context")
         attend = per_shard(partial(self._attended, rotary_T1K), in_specs, _HIDDEN)
-        return attend(self.qkv(x_BTD), starts_BT, norms, places)
+        return attend(qkv_BTC, starts_BT, norms, places)
 
     def _attended(
         self, rotary_T1K: Rotary, qkv_BTC: Array, starts_BT: Array | None, norms: Any, places: tuple[Rotary, Array] | None

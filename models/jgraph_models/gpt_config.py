@@ -53,9 +53,10 @@ class GPTConfig:
     the kernel for gradients only. auto is fused, or backward in FP8, where the quantization kernels compute the norms."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of activations and of the copy of the weights in each step; the weights are float32."""
-    tensor_overlap: Literal["none", "halves"] = "none"
-    """With `--tp`: halves computes two halves of the sequences in turns, so that matmuls of one half hide the exchange of
-    activations of the other. Needs an even number of sequences per device, and has no effect on other numbers."""
+    tensor_overlap: Literal["auto", "none"] = "auto"
+    """With `--tp`: auto computes the sequences of one device after the other, so that matmuls hide the exchange of activations.
+    It has no effect if `--tp` does not divide the sequences of a microbatch, and with `--cp`, a pipeline, FP8, LoRA, experts or
+    `scan_layers`. none lets XLA insert the collectives."""
     scan_layers: bool = False
     """Compile one block and scan over it: shorter compile time, slower step."""
     rope_theta: float = 10_000.0
@@ -82,9 +83,6 @@ class GPTConfig:
         require(self.loss_chunk >= 0, "model.loss_chunk", self.loss_chunk, "0 or positive")
         if self.moe.num_experts:
             require(self.mlp == "swiglu", "model.mlp", self.mlp, "swiglu with `model.moe.num_experts`")
-        if self.moe.num_experts or self.scan_layers:
-            must = "none with `model.moe.num_experts` or `model.scan_layers`"
-            require(self.tensor_overlap == "none", "model.tensor_overlap", self.tensor_overlap, must)
         heads, groups, size = self.num_heads, self.num_kv_heads, self.head_dim
         require(size >= 0 and size % 2 == 0, "model.head_dim", size, "even, or 0")
         require(size > 0 or self.d_model % heads == 0, "model.num_heads", heads, f"a divisor of `model.d_model` {self.d_model}")
@@ -121,12 +119,15 @@ class GPTConfig:
         """Returns the settings for FP8: a copy with `norm` backward if `norm` is auto, else the same object.
 
         With FP8, the quantization kernels compute the norms.
-
-        Raises:
-            ConfigError: If `tensor_overlap` is halves. The amax histories would depend on the layout.
         """
-        require(self.tensor_overlap == "none", "model.tensor_overlap", self.tensor_overlap, "none in FP8")
         return replace(self, norm="backward") if self.norm == "auto" else self
+
+    def with_visible_matmuls(self) -> "GPTConfig":
+        """Returns the settings for transformations that replace the matmuls of the model: a copy without `tensor_overlap`.
+
+        FP8 and LoRA do not find matmuls inside `jax.shard_map`.
+        """
+        return replace(self, tensor_overlap="none")
 
     def chunk_of(self, num_tokens: int) -> int:
         """Returns `loss_chunk`, the tokens per chunk of the loss; 0 leaves the choice to `jgraph.cross_entropy`.

@@ -98,9 +98,9 @@ def test_a_thousand_captured_steps_do_not_hang_or_use_more_memory_and_the_loss_f
 def test_capture_changes_no_bit_of_the_losses(fp8):
     # Excludes atomic additions, which run in any order: in the embedding's gradient and in cuDNN attention.
     config = small(precision="fp8", fp8=fp8, freeze=("embedding_VD",))
-    config = replace(config, model=replace(config.model, attention="xla"))
+    config = config.changed(model=replace(config.model, attention="xla"))
     captured, on = losses(config, steps=20)
-    uncaptured, off = losses(replace(config, graph="off"), steps=20)
+    uncaptured, off = losses(config.changed(graph="off"), steps=20)
     if jax.default_backend() == "gpu":
         assert on.captured
         assert not off.captured

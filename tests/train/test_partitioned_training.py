@@ -93,45 +93,20 @@ def test_activations_are_gathered_along_rows_or_else_along_tokens(fields, axes):
     assert set(found) == axes
 
 
-HALVES = {"tensor_overlap": "halves"}
-
-
 @pytest.mark.parametrize(
     ("model", "fields"),
     [
         ({}, {"tp": 2}),
         pytest.param({}, {"tp": 2, "remat": "layer"}, marks=pytest.mark.long),
-        pytest.param({}, {"cp": 2, "tp": 2, "data_documents": "separate"}, marks=pytest.mark.long),
-        pytest.param({"mlp": "swiglu", "qk_norm": "head"}, {"fsdp": 2, "tp": 2}, marks=pytest.mark.long),
-        pytest.param({}, {"tp": 2, "lora": LoRAConfig(rank=2)}, marks=pytest.mark.long),
+        pytest.param({}, {"tp": 2, "data_documents": "separate"}, marks=pytest.mark.long),
+        pytest.param({"mlp": "swiglu", "qk_norm": "head", "attention_bias": "qkv"}, {"fsdp": 2, "tp": 2}, marks=pytest.mark.long),
+        pytest.param({"num_heads": 4, "num_kv_heads": 4}, {"tp": 4}, marks=pytest.mark.long),
     ],
-    ids=["tp=2", "remat", "cp=2 documents", "fsdp=2 swiglu", "lora"],
+    ids=["tp=2", "remat", "documents", "fsdp=2 swiglu", "tp=4"],
 )
-def test_two_halves_in_turns_have_the_results_of_one_device(model, fields):
-    one = {name: value for name, value in fields.items() if name in ("data_documents", "lora")}
-    assert_same(trained_on(1, 1, model | HALVES, fields), trained_on(1, 1, model, one))
-
-
-def test_matmuls_of_a_half_wait_for_those_of_the_other():
-    def barriers(**fields):
-        setup = TrainSetup.of(config(HALVES, **fields))
-        return setup.step.lower(setup.batch()).as_text().count("optimization_barrier")
-
-    # Two stages of two halves in each of two layers, forward and backward. The first stage waits for nothing.
-    assert barriers(tp=2) == 2 * (2 * 2 * 2 - 1)
-    # One sequence per device cannot be halved.
-    assert barriers(tp=2, num_microbatches=4) == 0
-
-
-@pytest.mark.parametrize("fields", [{"scan_layers": True}, {"moe": MoEConfig(num_experts=4)}], ids=["scanned", "experts"])
-def test_halves_are_refused_for_other_models(fields):
-    with pytest.raises(ConfigError, match=r"`model\.tensor_overlap` is halves: must be none with"):
-        dataclasses.replace(MODEL, mlp="swiglu", **HALVES, **fields)
-
-
-def test_halves_are_refused_in_fp8():
-    with pytest.raises(ConfigError, match=r"`model\.tensor_overlap` is halves: must be none in FP8"):
-        TrainSetup.of(config(HALVES, tp=2, precision="fp8"))
+def test_exchanged_sequences_have_the_results_of_one_device(model, fields):
+    one = {name: value for name, value in fields.items() if name == "data_documents"}
+    assert_same(trained_on(1, 1, model, fields), trained_on(1, 1, model, one))
 
 
 # --- Kinds of models ---
