@@ -19,7 +19,8 @@
 #     finetune                             LoRA on one GPU; needs peft and transformers
 #
 # Results and log.txt go to the folder OUT, a profile to OUT/profile. The script continues after a failed or timed-out command, stores
-# its partial results, and lists it at the end. Works that need one GPU run on both GPUs in parallel, one work per GPU.
+# its partial results, and lists it at the end. Works that need one GPU run on both GPUs in parallel, one work per GPU. On a machine with
+# four GPUs, two parts can run at once, with CUDA_VISIBLE_DEVICES=0,1 and 2,3.
 set -u
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD/models${PYTHONPATH:+:$PYTHONPATH} # for a checkout without installation
@@ -49,6 +50,7 @@ train() { # NAME FLAGS...
 no_branches=xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION
 in_turn=xla_gpu_enable_latency_hiding_scheduler=false # no overlap of collectives with compute
 copies=xla_gpu_use_memcpy_local_p2p=true # all-to-all by copy engines
+peer_copies=xla_gpu_collective_permute_mode=COLLECTIVES_PEER_MEMORY # permutes by copy engines
 short="--warmup-seconds 0.3 --seconds 0.2" # for steps too short to reach the power limit of the GPU
 pipeline="pipeline --xla-option xla_gpu_enable_triton_gemm=false"
 gpt="$pipeline --work gpt-1b3 --together 2 --rounds 2 --repeats 1" # memory for two processes; each builds for a minute
@@ -108,7 +110,7 @@ fsdp)
   piece 75 $callables --pipelines large --peers ScheduleZBVZeroBubble
   ;;
 tensor_context) # five minutes at most; memory of an H200 for two processes. A hanging `compile:async` ends after --timeout
-  piece 150 $partitioned --work gpt-1b3-tp --first tensor_overlap=halves --tensor-peers compile:async compile
+  piece 190 $partitioned --work gpt-1b3-tp --variant "$peer_copies" --variant tensor_overlap=none --tensor-peers compile:async compile
   piece 110 $partitioned --work gpt-1b3-cp --context-peers compile:cudnn
   ;;
 tests) XLA_CLIENT_MEM_FRACTION=0.12 tests 190 -n 7 -rs --ignore tests/gpu/test_folders_on_gpu.py tests/gpu ;;

@@ -3,10 +3,11 @@
 Column- and row-parallel layers (Shoeybi et al., "Megatron-LM", arXiv:1909.08053). The model splits the residual stream and the
 norms over the same devices, by rows of the batch or along the sequence (`jgraph.mesh.token_axes`; Korthikanti et al., "Reducing
 activation recomputation", arXiv:2205.05198). This strategy only places parameters. XLA partitions the matmuls, and inserts all-
-gathers in front of column-parallel layers and reduce-scatters after row-parallel layers.
+gathers in front of column-parallel layers and reduce-scatters after row-parallel layers. A model can hide them with `in_turns`.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Self
@@ -344,6 +345,39 @@ class BoundTensorParallel:
     def profile_facts(self) -> dict[str, Any]:
         """Returns the facts of the wrapped strategy for the report of a profile."""
         return self.inner.profile_facts()
+
+
+def in_turns(own: Array, first: Callable[[Array], Array], rest: Callable[[Array, Array | int], Array]) -> Array:
+    """Applies a column- and a row-parallel layer to the rows of one device after the other. Call under `jgraph.mesh.per_shard`.
+
+    Replaces the all-gather and the reduce-scatter of XLA, which no matmul hides. The first matmul of the own rows hides the
+    transfer of the other rows, and the other operations on the own rows hide the transfer of the results. Optimization barriers
+    order the operations, in the backward pass too.
+
+    Args:
+        own: Normalized tokens of the rows of this device [B, ...]. All devices of the axis `tensor` have B rows.
+        first: The column-parallel matmul, and operations on its result.
+        rest: Function of the result of `first` and the index of the device that has the rows, with the row-parallel matmul at
+            its end. Its results are summed over the devices, in float32.
+
+    Returns:
+        The sums for the rows of this device, with the dtype of `own`.
+    """
+    devices, index = lax.axis_size(AXIS), lax.axis_index(AXIS)
+    # Without this barrier, XLA adds both gradients of `own` in the matmul that should hide the transfer of one of them.
+    own, sent = lax.optimization_barrier((own, own))
+    others = [_from(sent, shift) for shift in range(1, devices)]
+    hidden, others[0] = lax.optimization_barrier((first(own), others[0]))
+    parts = [rest(first(other), (index + shift) % devices) for shift, other in enumerate(others, 1)]
+    parts[-1], hidden = lax.optimization_barrier((parts[-1], hidden))
+    parts = [rest(hidden, index), *(_from(part, -shift) for shift, part in enumerate(parts, 1))]
+    return functools.reduce(jnp.add, [part.astype(jnp.float32) for part in parts]).astype(own.dtype)
+
+
+def _from(x: Array, shift: int) -> Array:
+    """Returns the array of the device of the axis `tensor` with the index of this device plus `shift`."""
+    devices = lax.axis_size(AXIS)
+    return lax.ppermute(x, AXIS, [((i + shift) % devices, i) for i in range(devices)])
 
 
 def specs_of(rules: Mapping[str, Split | None], params: Tree) -> Tree:

@@ -206,10 +206,10 @@ def functional_model(config: TrainConfig) -> FunctionalModel:
     """Imports the model class and returns the configured model as pure functions. Only traces its construction.
 
     Args:
-        config: The configuration of the run. `module`, `model`, `seed` and the sizes of the batch are used. The
-            settings become the result of two of their methods, if they have them: of `in_fp8` with `precision` fp8 and without
-            calibration, and of `with_visible_matmuls` with `precision` fp8 or LoRA. Without a pipeline, `remat` is set as an attribute
-            of the model.
+        config: The configuration of the run. `module`, `model`, `seed` and the sizes of the batch are used. The settings become
+            the result of two of their methods, if they have them: of `in_fp8` with `precision` fp8 and without calibration, and
+            of `with_visible_matmuls` with `precision` fp8 or LoRA. Without a pipeline, `remat` is set as an attribute of the
+            model.
 
     Returns:
         The model. Its functions take parameters in the model's own tree.

@@ -8,7 +8,7 @@ The settings select a GPT, Llama 3, Qwen2, Qwen3 or Mixtral. SwiGLU: Shazeer, "G
 # H query heads, G key/value heads, K head size
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -27,14 +27,14 @@ from jgraph.kernels.rotary import rotated_heads
 from jgraph.mesh import constrain, partitioned, per_shard, summable, token_axes
 from jgraph.modules import Decoder
 from jgraph.pipeline import PipelineModel, split_embedding
-from jgraph.strategies.tensor_parallel import specs_of
+from jgraph.strategies.tensor_parallel import in_turns, specs_of
 from jgraph_models.decoding import by_layer, decoder
 from jgraph_models.gpt_config import GPTConfig as GPTConfig
 from jgraph_models.hugging_face import HUGGING_FACE
 from jgraph_models.rotary import Rotary, Scaling, halves, rotary, rotate
 
 Norm: TypeAlias = Literal["fused", "backward", "xla"]
-_Stage: TypeAlias = tuple[nnx.RMSNorm, Callable[[Array], Array], Callable[[Array, Array], Array]]
+_Apply: TypeAlias = Callable[[Array, Callable[[Array], Array], Callable[[Array, Array | int], Array]], Array]
 
 # Mesh axes of the axes of an activation [B, T, D]: the hidden states of the head, and the hidden activations of attention and
 # MLP. The residual stream and the norms have those of `token_axes`.
@@ -172,10 +172,9 @@ class GPT(nnx.Module):
             x_BTD = nnx.scan(apply, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BTD, self.blocks)
         else:
             add_BTD, kernel = None, norm_kernel(self.config)
-            devices = partitioned("tensor")
-            is_exchanged = self.config.tensor_overlap == "auto" and not self.config.moe.num_experts
-            if is_exchanged and devices > 1 == partitioned("context") and x_BTD.shape[0] % devices == 0:
-                return self._hidden_by_device(x_BTD, rotary_T1K, starts_BT, kernel)
+            if _takes_turns(self.config, x_BTD.shape[0]):
+                x_BTD, add_BTD = self._in_turns(x_BTD, rotary_T1K, starts_BT, kernel)
+                return _add_and_norm(self.norm, x_BTD, add_BTD, kernel)[1]
 
             def parts(block: Block, x_BTD: Array, add_BTD: Array | None) -> tuple[Array, Array]:
                 return block.parts(x_BTD, add_BTD, rotary_T1K, starts_BT, kernel)
@@ -186,29 +185,22 @@ class GPT(nnx.Module):
             return _add_and_norm(self.norm, x_BTD, add_BTD, kernel)[1]
         return self.norm(x_BTD)
 
-    def _hidden_by_device(self, x_BTD: Array, rotary_T1K: Rotary, starts_BT: Array | None, kernel: Norm) -> Array:
-        """Applies the blocks on the shards of the axis `tensor` with explicit exchanges, and the last norm."""
+    def _in_turns(self, x_BTD: Array, rotary_T1K: Rotary, starts_BT: Array | None, kernel: Norm) -> tuple[Array, Array]:
+        """Applies the blocks with `in_turns`. Arguments and result as for `Block.parts`."""
         split = [nnx.split(block) for block in self.blocks]
         params = [nnx.to_pure_dict(state) for _, state in split]
-        specs = specs_of(self.tensor_rules(self.config), params)
 
-        def apply(graph: Any, params: Any, x_BTD: Array, add_BTD: Array | None, starts_BT: Array | None) -> tuple[Array, Array]:
-            for norm, first, rest in nnx.merge(graph, params).stages(rotary_T1K, starts_BT):
-                x_BTD, normed_BTD = _add_and_norm(norm, x_BTD, add_BTD, kernel)
-                add_BTD = _exchanged(normed_BTD, first, rest)
+        def run(params: Any, x_BTD: Array, starts_BT: Array | None) -> Any:
+            def parts(block: Block, x_BTD: Array, add_BTD: Array | None) -> tuple[Array, Array]:
+                return block.parts(x_BTD, add_BTD, rotary_T1K, starts_BT, kernel, in_turns)
+
+            parts, add_BTD = nnx.remat(parts) if self.remat == "layer" else parts, None
+            for (graph, _), of_block in zip(split, params, strict=True):
+                x_BTD, add_BTD = parts(nnx.merge(graph, of_block), x_BTD, add_BTD)
             return x_BTD, add_BTD
 
-        def run(params: Any, x_BTD: Array, starts_BT: Array | None) -> tuple[Array, Array]:
-            add_BTD: Any = None
-            for (graph, _), layer in zip(split, params, strict=True):
-                layer_fn = partial(apply, graph)
-                layer_fn = jax.checkpoint(layer_fn) if self.remat == "layer" else layer_fn
-                x_BTD, add_BTD = layer_fn(layer, x_BTD, add_BTD, starts_BT)
-            return x_BTD, add_BTD
-
-        rows = token_axes(x_BTD.shape)
-        x_BTD, add_BTD = per_shard(run, (specs, rows, PartitionSpec()), (rows, rows))(params, x_BTD, starts_BT)
-        return _add_and_norm(self.norm, x_BTD, add_BTD, kernel)[1]
+        specs, rows = specs_of(self.tensor_rules(self.config), params), token_axes(x_BTD.shape)
+        return per_shard(run, (specs, rows, PartitionSpec()), (rows, rows))(params, x_BTD, starts_BT)
 
     def output(self) -> Array:
         """Returns the output projection [D, V] in `compute_dtype`, the transposed embedding if `config.head` is tied.
@@ -278,6 +270,11 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
     )
 
 
+def _at_once(x_BTD: Array, first: Callable[[Array], Array], rest: Callable[[Array, Array | int], Array]) -> Array:
+    """Applies the first matmul and the rest of attention or MLP to all sequences."""
+    return rest(first(x_BTD), 0)
+
+
 class Block(nnx.Module):
     """A transformer block: attention and MLP (or `jgraph.MoE`), each of a norm of the residual stream and added to the stream.
 
@@ -313,7 +310,13 @@ class Block(nnx.Module):
         return x_BTD + add_BTD
 
     def parts(
-        self, x_BTD: Array, add_BTD: Array | None, rotary_T1K: Rotary, starts_BT: Array | None, norm: Norm
+        self,
+        x_BTD: Array,
+        add_BTD: Array | None,
+        rotary_T1K: Rotary,
+        starts_BT: Array | None,
+        norm: Norm,
+        apply: _Apply = _at_once,
     ) -> tuple[Array, Array]:
         """Applies the block to a residual stream with a pending term, so that a kernel can fuse the sum and the next norm.
 
@@ -325,73 +328,39 @@ class Block(nnx.Module):
                 within their document. None for one document per sequence.
             norm: Kernel of the norms: `fused` for `jgraph.rms_norm`, which also adds the term, `backward` for its gradient
                 only, or `xla`.
+            apply: Applies the first matmul and the rest of attention or MLP: at once, or `in_turns` on the shards of the
+                mesh axis `tensor`. Then `starts_BT` has the sequences of all its devices.
 
         Returns:
             The residual stream without the result of the MLP, and the result of the MLP as the pending term. Both are like
             `x_BTD`.
         """
+
+        def attended(qkv_BTC: Array, device: Array | int) -> Array:
+            rows, starts = qkv_BTC.shape[0], starts_BT
+            if starts is not None and starts.shape[0] > rows:
+                starts = jax.lax.dynamic_slice_in_dim(starts, device * rows, rows)
+            return self.attention.attended(qkv_BTC, rotary_T1K, starts)
+
         x_BTD, normed_BTD = _add_and_norm(self.attention_norm, x_BTD, add_BTD, norm)
-        attended_BTD = self.attention(normed_BTD, rotary_T1K, starts_BT)
+        attended_BTD = apply(normed_BTD, self.attention.qkv, attended)
         x_BTD, normed_BTD = _add_and_norm(self.mlp_norm, x_BTD, attended_BTD, norm)
-        return _shared(x_BTD), _shared(self.mlp(normed_BTD))
+        if not isinstance(self.mlp, MLP):
+            return _shared(x_BTD), _shared(self.mlp(normed_BTD))
+        mlp = self.mlp
+        return _shared(x_BTD), _shared(apply(normed_BTD, mlp.hidden, lambda hidden_BTF, device: mlp.down(hidden_BTF)))
 
-    def stages(self, rotary_T1K: Rotary, starts_BT: Array | None) -> list["_Stage"]:
-        """Returns attention and MLP as stages: a norm, the first matmul, and a function of its result and a device.
 
-        Args:
-            rotary_T1K: Rotary tables.
-            starts_BT: Starts of documents of the sequences of all devices, or None.
-        """
-        assert isinstance(self.mlp, MLP), "the tokens of experts are not exchanged"
-        attention, mlp = self.attention, self.mlp
-
-        def attended(qkv_BTC: Array, device: Array) -> Array:
-            rows = qkv_BTC.shape[0]
-            starts = None if starts_BT is None else jax.lax.dynamic_slice_in_dim(starts_BT, device * rows, rows)
-            return attention.out(attention.heads(qkv_BTC, rotary_T1K, starts))
-
-        return [
-            (self.attention_norm, attention.qkv, attended),
-            (self.mlp_norm, mlp.hidden, lambda hidden_BTF, device: mlp.down(hidden_BTF)),
-        ]
+def _takes_turns(config: GPTConfig, sequences: int) -> bool:
+    """True if the blocks compute the sequences of one device of the axis `tensor` after the other."""
+    devices = partitioned("tensor")
+    is_supported = not config.moe.num_experts and partitioned("context") == 1 and sequences % devices == 0
+    return config.tensor_overlap == "auto" and devices > 1 and is_supported
 
 
 def _shared(x_BTD: Array) -> Array:
     """Shares the tokens of the residual stream, or of a term for it, between devices."""
     return constrain(x_BTD, token_axes(x_BTD.shape))
-
-
-def _exchanged(own_BTD: Array, first: Callable[[Array], Array], rest: Callable[[Array, Array], Array]) -> Array:
-    """Applies attention or MLP to the sequences of all devices of the axis `tensor`, with the heads or units of this device.
-
-    The first matmul of the own sequences hides the transfer of the others, and the other operations on the own sequences hide
-    the transfer of the results. The optimization barriers order them, forward and backward.
-
-    Args:
-        own_BTD: Normalized tokens of the sequences of this device.
-        first: The first matmul.
-        rest: Function of its result and the index of the device that has the sequences. Its results are summed over devices.
-
-    Returns:
-        The terms for the sequences of this device.
-    """
-    devices, own = jax.lax.axis_size("tensor"), jax.lax.axis_index("tensor")
-    # Without this barrier, XLA adds the gradients of both in the matmul that should hide the transfer of one of them.
-    own_BTD, sent_BTD = jax.lax.optimization_barrier((own_BTD, own_BTD))
-    tokens = [_from(sent_BTD, shift) for shift in range(1, devices)]
-    first_BTF, tokens[0] = jax.lax.optimization_barrier((first(own_BTD), tokens[0]))
-    terms = [rest(first(tokens_BTD), (own + 1 + i) % devices) for i, tokens_BTD in enumerate(tokens)]
-    terms[-1], first_BTF = jax.lax.optimization_barrier((terms[-1], first_BTF))
-    terms = [rest(first_BTF, own), *[_from(term_BTD, -1 - i) for i, term_BTD in enumerate(terms)]]
-    return sum(term_BTD.astype(jnp.float32) for term_BTD in terms).astype(own_BTD.dtype)
-
-
-def _from(x_BTD: Array, shift: int) -> Array:
-    """Returns the array of the device of the axis `tensor` with the index of this device plus `shift`, modulo the devices."""
-    devices = jax.lax.axis_size("tensor")
-    if not shift:
-        return x_BTD
-    return jax.lax.ppermute(x_BTD, "tensor", [((i + shift) % devices, i) for i in range(devices)])
 
 
 class Attention(nnx.Module):
@@ -426,19 +395,10 @@ class Attention(nnx.Module):
             ConfigError: If `config.attention` is cudnn or fused and `starts_BT` is given, or is cudnn and the device, the sizes
                 or the dtype are not supported.
         """
-        return self.out(self.heads(self.qkv(x_BTD), rotary_T1K, starts_BT))
+        return self.attended(self.qkv(x_BTD), rotary_T1K, starts_BT)
 
-    def heads(self, qkv_BTC: Array, rotary_T1K: Rotary, starts_BT: Array | None = None) -> Array:
-        """Computes the attention of all heads, the input of the output projection.
-
-        Args:
-            qkv_BTC: Queries, keys and values, the result of `qkv`.
-            rotary_T1K: Rotary tables, as for a call.
-            starts_BT: Starts of documents, as for a call.
-
-        Returns:
-            [B, T, H * K] for H heads of size K.
-        """
+    def attended(self, qkv_BTC: Array, rotary_T1K: Rotary, starts_BT: Array | None = None) -> Array:
+        """Computes the result of a call from the result of `qkv`. Other arguments as for a call."""
         places, order_T = None, token_order(qkv_BTC.shape[1])
         if order_T is not None:
             # Arguments, because each device of the axis `context` has other positions.
@@ -447,7 +407,7 @@ class Attention(nnx.Module):
         norms = nnx.split((self.q_norm, self.k_norm)) if self.config.qk_norm == "head" else None
         in_specs = _HIDDEN, _TOKENS, PartitionSpec(), PartitionSpec("context")
         attend = per_shard(partial(self._attended, rotary_T1K), in_specs, _HIDDEN)
-        return attend(qkv_BTC, starts_BT, norms, places)
+        return self.out(attend(qkv_BTC, starts_BT, norms, places))
 
     def _attended(
         self, rotary_T1K: Rotary, qkv_BTC: Array, starts_BT: Array | None, norms: Any, places: tuple[Rotary, Array] | None

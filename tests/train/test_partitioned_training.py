@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from jgraph.errors import ConfigError, JgraphError
-from jgraph.moe import MoEConfig
 from jgraph.precision.config import FP8Config
-from jgraph.train.config import LoRAConfig, OptimizerConfig, TrainConfig
+from jgraph.train.config import OptimizerConfig, TrainConfig
 from jgraph.train.setup import TrainSetup
 from jgraph_models.gpt import GPTConfig
 from tests.train.test_pipeline_training import Trained, assert_same, trained
@@ -93,13 +92,18 @@ def test_activations_are_gathered_along_rows_or_else_along_tokens(fields, axes):
     assert set(found) == axes
 
 
+QWEN = {"mlp": "swiglu", "qk_norm": "head", "attention_bias": "qkv"}
+
+
 @pytest.mark.parametrize(
     ("model", "fields"),
     [
         ({}, {"tp": 2}),
         pytest.param({}, {"tp": 2, "remat": "layer"}, marks=pytest.mark.long),
         pytest.param({}, {"tp": 2, "data_documents": "separate"}, marks=pytest.mark.long),
-        pytest.param({"mlp": "swiglu", "qk_norm": "head", "attention_bias": "qkv"}, {"fsdp": 2, "tp": 2}, marks=pytest.mark.long),
+        pytest.param(
+            {"mlp": "swiglu", "qk_norm": "head", "attention_bias": "qkv"}, {"fsdp": 2, "tp": 2}, marks=pytest.mark.long
+        ),
         pytest.param({"num_heads": 4, "num_kv_heads": 4}, {"tp": 4}, marks=pytest.mark.long),
     ],
     ids=["tp=2", "remat", "documents", "fsdp=2 swiglu", "tp=4"],
