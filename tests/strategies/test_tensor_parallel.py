@@ -1,5 +1,6 @@
 """Tensor parallelism as a strategy: the order of split axes, shardings, Flax models with partition names, and refusals."""
 
+import re
 from typing import Any
 
 import jax
@@ -8,15 +9,19 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn, nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jgraph
 from jgraph.errors import ConfigError
+from jgraph.mesh import on_ranks, per_shard
 from jgraph.modules import functional
 from jgraph.pipeline import Pipelined
 from jgraph.schedule import generate
 from jgraph.strategies.objective import Objective
+from jgraph.strategies.tensor_parallel import in_turns, specs_of
 from jgraph.tree import leaf_names
+from jgraph.xla import aot
+from jgraph.xla.explain import Collectives
 from jgraph_models.gpt import GPT, GPTConfig
 
 GPT_SIZES = GPTConfig(
@@ -38,6 +43,72 @@ def mesh_of(**axes: int) -> Mesh:
 
 def gpt(sizes: GPTConfig = GPT_SIZES) -> Any:
     return functional(lambda: GPT(sizes, rngs=nnx.Rngs(0)), jax.ShapeDtypeStruct((1, 17), jnp.int32), key=0)
+
+
+# --- Exchanges ---
+
+
+def chain(params: Any, x: Any) -> Any:
+    """Two residual stages of a column- and a row-parallel matmul. Their results depend on the index of the device of a row."""
+
+    def stage(x: Any, up: Any, down: Any) -> Any:
+        return in_turns(x, lambda x: jnp.tanh(x @ up), lambda hidden, device: hidden @ down * (1 + device))
+
+    for up, down in params:
+        # A norm in a kernel of its own is a barrier as well: XLA cannot add its two gradients in one of its operations.
+        x = x + stage(jax.lax.optimization_barrier(jnp.sin(x)), up, down)
+    return x
+
+
+def exchanged(mesh: Mesh, params: Any, x: Any) -> Any:
+    """Returns the jitted loss of `chain` on a mesh and its gradients, with the shardings of its arguments."""
+    specs, tokens = specs_of({"*/0": jgraph.Split(axis=-1), "*/1": jgraph.Split(axis=-2)}, params), PartitionSpec("tensor")
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean(per_shard(chain, (specs, tokens), tokens)(params, x).astype(jnp.float32) ** 2)
+
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (specs, tokens))
+    run = on_ranks(jax.value_and_grad(loss, (0, 1)), mesh, (PartitionSpec(), PartitionSpec()), PartitionSpec())
+    return jax.jit(run, in_shardings=shardings, out_shardings=(None, shardings))
+
+
+def matrices(width: int, hidden: int, dtype: str) -> list[Any]:
+    """Returns the random matrices of two stages."""
+    rng = np.random.default_rng(0)
+    shapes = (width, hidden), (hidden, width)
+    return [[jnp.asarray(rng.standard_normal(shape) / shape[0] ** 0.5, dtype) for shape in shapes] for _ in range(2)]
+
+
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_rows_in_turns_have_the_loss_and_gradients_of_one_device(devices):
+    params, x = matrices(8, 16, "float32"), jnp.asarray(np.random.default_rng(1).standard_normal((8, 3, 8)), "float32")
+
+    def loss(params, x):
+        device = jnp.repeat(jnp.arange(devices), 8 // devices)[:, None, None]
+        for up, down in params:
+            x = x + jnp.tanh(jnp.sin(x) @ up) @ down * (1 + device)
+        return jnp.mean(x**2)
+
+    found = exchanged(mesh_of(data=1, tensor=devices), params, x)(params, x)
+    expected = jax.value_and_grad(loss, (0, 1))(params, x)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=3e-6 * np.abs(b).max())
+
+
+@pytest.mark.target
+def test_a_matmul_hides_every_exchange(h200):
+    params, x = matrices(2048, 4096, "bfloat16"), jnp.zeros((16, 512, 2048), "bfloat16")
+    mesh = Mesh(np.array(aot.devices(2)).reshape(1, 2), ("data", "tensor"))
+    run = exchanged(mesh, params, x)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, x))
+    # With library matmuls, XLA can add a gradient in a matmul.
+    compiled, _ = aot.compile_for(run, *shapes, compiler_options={"xla_gpu_enable_triton_gemm": False})
+    hlo = compiled.as_text()
+    sent = re.findall(r"collective-permute-start\(", hlo)
+    # Tokens and results of two stages, forward and backward.
+    assert len(sent) == 8
+    assert not re.search(r" collective-permute\(", hlo)
+    assert Collectives.of(compiled).overlapped >= 8
 
 
 # --- Split ---

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jgraph.errors import ConfigError, JgraphError
+from jgraph.moe import MoEConfig
 from jgraph.precision.config import FP8Config
-from jgraph.train.config import OptimizerConfig, TrainConfig
+from jgraph.train.config import LoRAConfig, OptimizerConfig, TrainConfig
 from jgraph.train.setup import TrainSetup
 from jgraph_models.gpt import GPTConfig
 from tests.train.test_pipeline_training import Trained, assert_same, trained
@@ -92,25 +93,40 @@ def test_activations_are_gathered_along_rows_or_else_along_tokens(fields, axes):
     assert set(found) == axes
 
 
-QWEN = {"mlp": "swiglu", "qk_norm": "head", "attention_bias": "qkv"}
-
-
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "fields"),
     [
-        ({}, {"tp": 2}),
-        pytest.param({}, {"tp": 2, "remat": "layer"}, marks=pytest.mark.long),
-        pytest.param({}, {"tp": 2, "data_documents": "separate"}, marks=pytest.mark.long),
-        pytest.param(
-            {"mlp": "swiglu", "qk_norm": "head", "attention_bias": "qkv"}, {"fsdp": 2, "tp": 2}, marks=pytest.mark.long
-        ),
-        pytest.param({"num_heads": 4, "num_kv_heads": 4}, {"tp": 4}, marks=pytest.mark.long),
+        ({}, {"tp": 2, "remat": "layer"}),
+        ({}, {"tp": 2, "data_documents": "separate"}),
+        ({"mlp": "swiglu", "qk_norm": "head", "attention_bias": "qkv"}, {"fsdp": 2, "tp": 2}),
+        ({"tensor_overlap": "none"}, {"tp": 2}),
     ],
-    ids=["tp=2", "remat", "documents", "fsdp=2 swiglu", "tp=4"],
+    ids=["remat", "documents", "fsdp=2 qwen", "none"],
 )
-def test_exchanged_sequences_have_the_results_of_one_device(model, fields):
+def test_sequences_in_turns_have_the_results_of_one_device(model, fields):
     one = {name: value for name, value in fields.items() if name == "data_documents"}
     assert_same(trained_on(1, 1, model, fields), trained_on(1, 1, model, one))
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "number"),
+    [
+        # Tokens and results of two stages in each of two layers, forward and backward.
+        ({}, {}, 16),
+        ({"tensor_overlap": "none"}, {}, 0),
+        ({"scan_layers": True}, {}, 0),
+        ({"moe": MoEConfig(num_experts=4), "mlp": "swiglu"}, {}, 0),
+        ({}, {"cp": 2}, 0),
+        ({}, ONE_ROW, 0),
+        ({}, {"lora": LoRAConfig(rank=2)}, 0),
+        ({}, {"precision": "fp8", "fp8": FP8Config(emulate=True)}, 0),
+    ],
+    ids=["auto", "none", "scanned", "experts", "cp", "one row", "lora", "fp8"],
+)
+def test_only_supported_models_send_sequences_in_turns(model, fields, number):
+    setup = TrainSetup.of(config(model, **{"tp": 2} | fields))
+    assert setup.step.lower(setup.batch()).as_text().count("collective_permute") == number
 
 
 # --- Kinds of models ---
