@@ -301,7 +301,7 @@ def test_a_variant_sets_jgraph_settings_and_xla_options():
         2,
         1.75,
     )
-    assert works.vary(config, "layout=tp tensor_overlap=halves").model.tensor_overlap == "halves"
+    assert works.vary(config, "layout=tp tensor_overlap=none").model.tensor_overlap == "none"
     for axis in ("tp", "cp"):
         split = works.vary(config, f"layout={axis}").parallel
         assert (getattr(split, axis), split.fsdp) == (config.parallel.fsdp, 1)

@@ -41,6 +41,9 @@ _Apply: TypeAlias = Callable[[Array, Callable[[Array], Array], Callable[[Array, 
 _TOKENS = PartitionSpec(None, "context")
 _HIDDEN = PartitionSpec(None, "context", "tensor")
 
+# Results of a matmul that keep all multiprocessors busy: four tiles of 128 x 256 on each of 132 (H200) are 2**24.
+_LARGE = 2**24
+
 _INIT_SCALE = 0.02
 _GELU_SCALE = math.sqrt(2 / math.pi)
 _GELU_CUBIC = 0.044715
@@ -172,7 +175,7 @@ class GPT(nnx.Module):
             x_BTD = nnx.scan(apply, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BTD, self.blocks)
         else:
             add_BTD, kernel = None, norm_kernel(self.config)
-            if _takes_turns(self.config, x_BTD.shape[0]):
+            if _takes_turns(self.config, *x_BTD.shape[:2]):
                 x_BTD, add_BTD = self._in_turns(x_BTD, rotary_T1K, starts_BT, kernel)
                 return _add_and_norm(self.norm, x_BTD, add_BTD, kernel)[1]
 
@@ -351,11 +354,15 @@ class Block(nnx.Module):
         return _shared(x_BTD), _shared(apply(normed_BTD, mlp.hidden, lambda hidden_BTF, device: mlp.down(hidden_BTF)))
 
 
-def _takes_turns(config: GPTConfig, sequences: int) -> bool:
+def _takes_turns(config: GPTConfig, sequences: int, length: int) -> bool:
     """True if the blocks compute the sequences of one device of the axis `tensor` after the other."""
     devices = partitioned("tensor")
-    is_supported = not config.moe.num_experts and partitioned("context") == 1 and sequences % devices == 0
-    return config.tensor_overlap == "auto" and devices > 1 and is_supported
+    if devices == 1 or partitioned("context") > 1 or sequences % devices:
+        return False
+    if config.tensor_overlap == "auto" and not (config.moe.num_experts or config.scan_layers):
+        columns = (config.num_heads + 2 * config.num_kv_heads) * config.head_size // devices
+        return sequences // devices * length * columns >= _LARGE
+    return config.tensor_overlap == "turns"
 
 
 def _shared(x_BTD: Array) -> Array:

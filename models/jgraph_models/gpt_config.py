@@ -53,10 +53,11 @@ class GPTConfig:
     the kernel for gradients only. auto is fused, or backward in FP8, where the quantization kernels compute the norms."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of activations and of the copy of the weights in each step; the weights are float32."""
-    tensor_overlap: Literal["auto", "none"] = "auto"
-    """With `--tp`: auto computes the sequences of one device after the other, so that matmuls hide the exchange of activations.
-    It has no effect if `--tp` does not divide the sequences of a microbatch, and with `--cp`, a pipeline, FP8, LoRA, experts or
-    `scan_layers`. none lets XLA insert the collectives."""
+    tensor_overlap: Literal["auto", "turns", "none"] = "auto"
+    """With `--tp`: turns computes the sequences of one device after the other, so that matmuls hide the exchange of
+    activations. It needs equal numbers of sequences per device, no `--cp` and no pipeline. none lets XLA insert collectives.
+    auto is turns for large matmuls (at least 2**24 queries, keys and values per device and turn), and none in FP8, with LoRA,
+    experts or `scan_layers`."""
     scan_layers: bool = False
     """Compile one block and scan over it: shorter compile time, slower step."""
     rope_theta: float = 10_000.0
@@ -83,6 +84,8 @@ class GPTConfig:
         require(self.loss_chunk >= 0, "model.loss_chunk", self.loss_chunk, "0 or positive")
         if self.moe.num_experts:
             require(self.mlp == "swiglu", "model.mlp", self.mlp, "swiglu with `model.moe.num_experts`")
+        if self.moe.num_experts or self.scan_layers:
+            self._check_overlap("with `model.moe.num_experts` or `model.scan_layers`")
         heads, groups, size = self.num_heads, self.num_kv_heads, self.head_dim
         require(size >= 0 and size % 2 == 0, "model.head_dim", size, "even, or 0")
         require(size > 0 or self.d_model % heads == 0, "model.num_heads", heads, f"a divisor of `model.d_model` {self.d_model}")
@@ -126,8 +129,16 @@ class GPTConfig:
         """Returns the settings for transformations that replace the matmuls of the model: a copy without `tensor_overlap`.
 
         FP8 and LoRA do not find matmuls inside `jax.shard_map`.
+
+        Raises:
+            ConfigError: If `tensor_overlap` is turns.
         """
+        self._check_overlap("in FP8 and with LoRA")
         return replace(self, tensor_overlap="none")
+
+    def _check_overlap(self, where: str) -> None:
+        """Raises ConfigError if `tensor_overlap` is turns."""
+        require(self.tensor_overlap != "turns", "model.tensor_overlap", self.tensor_overlap, f"auto or none {where}")
 
     def chunk_of(self, num_tokens: int) -> int:
         """Returns `loss_chunk`, the tokens per chunk of the loss; 0 leaves the choice to `jgraph.cross_entropy`.

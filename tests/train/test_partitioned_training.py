@@ -14,6 +14,7 @@ from jgraph.moe import MoEConfig
 from jgraph.precision.config import FP8Config
 from jgraph.train.config import LoRAConfig, OptimizerConfig, TrainConfig
 from jgraph.train.setup import TrainSetup
+from jgraph_models import gpt
 from jgraph_models.gpt import GPTConfig
 from tests.train.test_pipeline_training import Trained, assert_same, trained
 
@@ -93,40 +94,58 @@ def test_activations_are_gathered_along_rows_or_else_along_tokens(fields, axes):
     assert set(found) == axes
 
 
+TURNS = {"tensor_overlap": "turns"}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "fields"),
     [
-        ({}, {"tp": 2, "remat": "layer"}),
+        ({}, {"tp": 2}),
+        ({}, {"tp": 4, "remat": "layer"}),
         ({}, {"tp": 2, "data_documents": "separate"}),
         ({"mlp": "swiglu", "qk_norm": "head", "attention_bias": "qkv"}, {"fsdp": 2, "tp": 2}),
-        ({"tensor_overlap": "none"}, {"tp": 2}),
     ],
-    ids=["remat", "documents", "fsdp=2 qwen", "none"],
+    ids=["tp=2", "tp=4 remat", "documents", "fsdp=2 qwen"],
 )
 def test_sequences_in_turns_have_the_results_of_one_device(model, fields):
     one = {name: value for name, value in fields.items() if name == "data_documents"}
-    assert_same(trained_on(1, 1, model, fields), trained_on(1, 1, model, one))
+    assert_same(trained_on(1, 1, model | TURNS, fields), trained_on(1, 1, model, one))
 
 
-@pytest.mark.parametrize(
-    ("model", "fields", "number"),
-    [
-        # Tokens and results of two stages in each of two layers, forward and backward.
-        ({}, {}, 16),
-        ({"tensor_overlap": "none"}, {}, 0),
-        ({"scan_layers": True}, {}, 0),
-        ({"moe": MoEConfig(num_experts=4), "mlp": "swiglu"}, {}, 0),
-        ({}, {"cp": 2}, 0),
-        ({}, ONE_ROW, 0),
-        ({}, {"lora": LoRAConfig(rank=2)}, 0),
-        ({}, {"precision": "fp8", "fp8": FP8Config(emulate=True)}, 0),
-    ],
-    ids=["auto", "none", "scanned", "experts", "cp", "one row", "lora", "fp8"],
-)
-def test_only_supported_models_send_sequences_in_turns(model, fields, number):
+def exchanges(model: dict[str, Any], **fields: Any) -> int:
+    """Returns the number of permutes in a step."""
     setup = TrainSetup.of(config(model, **{"tp": 2} | fields))
-    assert setup.step.lower(setup.batch()).as_text().count("collective_permute") == number
+    return setup.step.lower(setup.batch()).as_text().count("collective_permute")
+
+
+@pytest.mark.parametrize(("model", "fields"), [({"tensor_overlap": "none"}, {}), (TURNS, {"cp": 2}), (TURNS, ONE_ROW)], ids=str)
+def test_sequences_take_turns_only_if_asked_and_if_each_device_has_some(model, fields):
+    # Tokens and results of two stages in each of two layers, forward and backward.
+    assert exchanges(TURNS) == 16
+    assert exchanges(model, **fields) == 0
+
+
+def test_auto_takes_turns_with_large_matmuls_only(monkeypatch):
+    results = 4 * 16 * (4 + 4 + 4) * 8 // 2  # sequences and tokens of a device, heads and their size
+    monkeypatch.setattr(gpt, "_LARGE", results)
+    assert exchanges({}) == 16
+    assert exchanges({"scan_layers": True}) == exchanges({"moe": MoEConfig(num_experts=4), "mlp": "swiglu"}) == 0
+    assert exchanges({}, lora=LoRAConfig(rank=2)) == exchanges({}, precision="fp8", fp8=FP8Config(emulate=True)) == 0
+    monkeypatch.setattr(gpt, "_LARGE", results + 1)
+    assert exchanges({}) == 0
+
+
+@pytest.mark.parametrize("fields", [{"lora": LoRAConfig(rank=2)}, {"precision": "fp8"}], ids=["lora", "fp8"])
+def test_turns_are_refused_where_matmuls_are_replaced(fields):
+    with pytest.raises(ConfigError, match=r"`model\.tensor_overlap` is turns: must be auto or none in FP8 and with LoRA"):
+        TrainSetup.of(config(TURNS, tp=2, **fields))
+
+
+@pytest.mark.parametrize("fields", [{"scan_layers": True}, {"moe": MoEConfig(num_experts=4)}], ids=["scanned", "experts"])
+def test_turns_are_refused_for_other_models(fields):
+    with pytest.raises(ConfigError, match=r"`model\.tensor_overlap` is turns: must be auto or none with"):
+        dataclasses.replace(MODEL, mlp="swiglu", **TURNS, **fields)
 
 
 # --- Kinds of models ---
