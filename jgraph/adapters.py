@@ -328,10 +328,13 @@ def _run(function: Callable[..., Tree], adapters: Mapping[str, Adapter], scale: 
         return function(base, *args)
     traced = _traced(function, base, *args)
     local = {name: next(a for full, a in adapters.items() if f"/{full}".endswith(f"/{name}")) for name in low}
-    given: list[Any] = []
-    for site in traced.sites:
-        name = traced.name_of(site)
-        given.append(low.get(name) if name is not None else None)
+    found = [traced.name_of(site) for site in traced.sites]
+    # The adapter would be missing in these uses.
+    if missing := [name for i, name in enumerate(traced.names) if name in low and i in traced.others]:
+        must = "must be used only as the weight of matmuls outside `jax.shard_map`"
+        hint = "; for `jgraph_models.gpt.GPT`, pass `config.with_visible_matmuls()`"
+        raise ConfigError(f"`params` has an adapter of {missing[0]}: {must}{hint}", field="params")
+    given: list[Any] = [low.get(name) if name is not None else None for name in found]
 
     def multiply(site: DelayedProduct, x: Array, w: Array, extra: Sequence[Array], given: Any) -> Array:
         y = site.run(x, w, extra)

@@ -159,7 +159,10 @@ class FP8Function(OwnProducts):
         sites = tuple(block.all_sites())
         products = _products(sites, names, self.config)
         if all(product.kept for product in products):
-            reasons = "; ".join(f"{p.name}: {p.kept}" for p in products[:2]) or "no matrix is multiplied by a parameter"
+            reasons = (
+                "; ".join(f"{p.name}: {p.kept}" for p in products[:2])
+                or "no matrix is multiplied by a parameter outside `jax.shard_map`"
+            )
             message = f"`{self.argument}` has no matmul that can be in FP8 ({reasons}): must have at least one"
             raise ConfigError(message, field=self.argument)
         structure = jax.tree.structure(traced.out_info)

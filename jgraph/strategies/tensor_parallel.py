@@ -3,7 +3,7 @@
 Column- and row-parallel layers (Shoeybi et al., "Megatron-LM", arXiv:1909.08053). The model splits the residual stream and the
 norms over the same devices, by rows of the batch or along the sequence (`jgraph.mesh.token_axes`; Korthikanti et al., "Reducing
 activation recomputation", arXiv:2205.05198). This strategy only places parameters. XLA partitions the matmuls, and inserts all-
-gathers in front of column-parallel layers and reduce-scatters after row-parallel layers. A model can hide them with `in_turns`.
+gathers in front of column-parallel layers and reduce-scatters after row-parallel layers. With `in_turns`, matmuls hide them.
 """
 
 import functools

@@ -220,10 +220,10 @@ def functional_model(config: TrainConfig) -> FunctionalModel:
     found = find_model(config.module)
     call: Callable[..., Any] = found
     model_config: Any = config.model
-    finds_matmuls = config.dtypes.precision == "fp8" or config.lora.rank > 0
-    for name, is_needed in {"in_fp8": config.is_fp8, "with_visible_matmuls": finds_matmuls}.items():
-        if is_needed and hasattr(model_config, name):
-            model_config = getattr(model_config, name)()
+    if config.is_fp8 and hasattr(model_config, "in_fp8"):
+        model_config = model_config.in_fp8()
+    if (config.dtypes.precision == "fp8" or config.lora.rank) and hasattr(model_config, "with_visible_matmuls"):
+        model_config = model_config.with_visible_matmuls()
     settings: list[Any] = [] if config.model is None else [model_config]
     is_linen = inspect.isclass(found) and issubclass(found, nn.Module)
     remat = "nothing" if config.is_pipeline else config.compile.remat  # the stages of a pipeline recompute on their own

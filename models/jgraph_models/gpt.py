@@ -357,12 +357,11 @@ class Block(nnx.Module):
 def _takes_turns(config: GPTConfig, sequences: int, length: int) -> bool:
     """True if the blocks compute the sequences of one device of the axis `tensor` after the other."""
     devices = partitioned("tensor")
-    if devices == 1 or partitioned("context") > 1 or sequences % devices:
+    if devices == 1 or partitioned("context") > 1 or sequences % devices or config.moe.num_experts:
         return False
-    if config.tensor_overlap == "auto" and not (config.moe.num_experts or config.scan_layers):
-        columns = (config.num_heads + 2 * config.num_kv_heads) * config.head_size // devices
-        return sequences // devices * length * columns >= _LARGE
-    return config.tensor_overlap == "turns"
+    columns = (config.num_heads + 2 * config.num_kv_heads) * config.head_size // devices
+    is_large = sequences // devices * length * columns >= _LARGE
+    return config.tensor_overlap == "turns" or (config.tensor_overlap == "auto" and is_large)
 
 
 def _shared(x_BTD: Array) -> Array:

@@ -1,5 +1,6 @@
 """Tensor parallelism as a strategy: the order of split axes, shardings, Flax models with partition names, and refusals."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -109,6 +110,36 @@ def test_a_matmul_hides_every_exchange(h200):
     assert len(sent) == 8
     assert not re.search(r" collective-permute\(", hlo)
     assert Collectives.of(compiled).overlapped >= 8
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (
+            "lora",
+            "`params` has an adapter of blocks/0/attention/out/kernel: must be used only as the weight of matmuls outside",
+        ),
+        ("fp8", "`loss` has no matmul that can be in FP8 .no matrix is multiplied by a parameter outside `jax.shard_map`"),
+    ],
+)
+def test_transformations_that_do_not_find_the_matmuls_in_turns_say_so(transform, message):
+    batch, mesh = jnp.zeros((4, 17), jnp.int32), mesh_of(data=1, tensor=2)
+
+    def lower(sizes):
+        model: Any = gpt(sizes)
+        rules: Any = GPT.tensor_rules(sizes)
+        options: dict[str, Any] = {"fp8": jgraph.FP8Config(emulate=True), "batch": batch}
+        if transform == "lora":
+            model = jgraph.lora(model, batch, rank=2)
+            rules, options = model.tensor_rules(rules), {"freeze": model.frozen}
+        strategy = jgraph.TensorParallel(jgraph.Replicated(mesh, model.shapes), rules)
+        step = jgraph.train_step(lambda params, x, key: model.loss(params, x, key)[0], optax.sgd(0.1), strategy, **options)
+        return step.lower(batch).as_text()
+
+    in_turns = dataclasses.replace(GPT_SIZES, tensor_overlap="turns")
+    with pytest.raises(ConfigError, match=message):
+        lower(in_turns)
+    assert "collective_permute" not in lower(dataclasses.replace(in_turns, tensor_overlap="auto").with_visible_matmuls())
 
 
 # --- Split ---
