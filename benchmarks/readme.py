@@ -30,8 +30,6 @@ MULTI_GPU = ("pipeline", "fsdp", "tensor_context", "callables")  # benchmarks on
 WITH_FP8 = ("fp8", "fsdp", "moe", "pipeline")  # benchmarks with FP8 results
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
-CAPTURED_FP8 = "fp8=delayed graph=full grads=float32"
-
 # Rows of README's table: text, results file, work, and the variants of jgraph to choose the fastest from (all if empty).
 GAINS = (
     ("GPT, 12 layers of 256, 2 x 128 tokens: launches limit the step", "single_gpu", "launch-bound", ()),
@@ -39,7 +37,7 @@ GAINS = (
     ("GPT 1.3B, bf16", "single_gpu_1b3", "gpt-1b3", ()),
     ("GPT 124M, FP8", "fp8", "gpt-124m", ("fp8=delayed", "fp8=current")),
     ("GPT 1.3B, FP8", "fp8_1b3", "gpt-1b3", ("fp8=delayed", "fp8=current")),
-    ("Llama 3 8B, FP8, state sharded over 2 GPUs", "fsdp_fp8_llama", "llama3-8b", (CAPTURED_FP8,)),
+    ("Llama 3 8B, FP8, state sharded over 2 GPUs", "fsdp_fp8_llama", "llama3-8b", ("fp8=delayed graph=full grads=float32",)),
     ("Qwen3 0.6B, LoRA, bf16", "finetune", "qwen3-0.6b, 8x2048 tokens", ("",)),
     ("GPT with 8 experts, 2 per token, bf16", "moe", "gpt-moe", ()),
     ("Llama of 1.3B, text generation, per token", "decode", "llama-1b3", ("",)),

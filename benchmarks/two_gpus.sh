@@ -50,7 +50,7 @@ train() { # NAME FLAGS...
 no_branches=xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION
 in_turn=xla_gpu_enable_latency_hiding_scheduler=false # no overlap of collectives with compute
 copies=xla_gpu_use_memcpy_local_p2p=true # all-to-all by copy engines
-peer_copies=xla_gpu_collective_permute_mode=COLLECTIVES_PEER_MEMORY # permutes by copy engines
+peer_copies=xla_gpu_collective_permute_mode=COLLECTIVES_PEER_MEMORY # permutes by copy engines, not measured yet
 short="--warmup-seconds 0.3 --seconds 0.2" # for steps too short to reach the power limit of the GPU
 pipeline="pipeline --xla-option xla_gpu_enable_triton_gemm=false"
 gpt="$pipeline --work gpt-1b3 --together 2 --rounds 2 --repeats 1" # memory for two processes; each builds for a minute

@@ -156,21 +156,21 @@ def vary(config: TrainConfig, settings: str) -> TrainConfig:
 def _with_setting(config: TrainConfig, name: str, value: str) -> TrainConfig:
     """Applies one setting of `vary`. Raises KeyError, TypeError or ValueError if it is unknown."""
     devices = config.parallel.fsdp
-    match name:
-        case "fp8":
+    match name, value:
+        case "fp8", _:
             return with_fp8(config, value)
-        case "grads":
+        case "grads", _:
             return config.changed(main_grads_dtype=value, decoupled_grad=True)
-        case "reshard":
+        case "reshard", _:
             return config.changed(reshard_after_forward=_parsed(value, False))
-        case "capacity":
+        case "capacity", _:
             return config.changed(model=replace(config.model, moe=replace(config.model.moe, capacity=float(value))))
-        case "layout" if value == "ep":
+        case "layout", "ep":
             return config.changed(ep=devices)
-        case "layout" if value == "pp":
+        case "layout", "pp":
             return config.changed(pp=devices, fsdp=1, num_microbatches=config.input.batch_size, schedule="aligned")
-        case "layout":
-            return config.changed(**{{"dp": "dp", "tp": "tp", "cp": "cp"}[value]: devices}, fsdp=1)
+        case "layout", "dp" | "tp" | "cp":
+            return config.changed(**{value: devices}, fsdp=1)
         case _ if name.startswith("xla_"):
             return config.changed(xla_options=(*config.compile.xla_options, f"{name}={value}"))
         case _ if name in FIELDS:

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.errors import ConfigError
-from jgraph.mesh import Axis, axis_names
+from jgraph.mesh import Axis, axis_names, is_bound
 from jgraph.strategies.base import BoundStrategy, GradientProgram, Options, Pools, Strategy
 from jgraph.strategies.batches import BatchLayout
 from jgraph.strategies.objective import Carry, Loss, Objective, Tree
@@ -348,11 +348,12 @@ class BoundTensorParallel:
 
 
 def in_turns(own: Array, first: Callable[[Array], Array], rest: Callable[[Array, Array | int], Array]) -> Array:
-    """Applies a column- and a row-parallel layer to the rows of one device after the other. Call under `jgraph.mesh.per_shard`.
+    """Applies a column- and a row-parallel layer to the rows of one device after the other, under `jgraph.mesh.per_shard`.
 
-    Replaces the all-gather and the reduce-scatter of XLA, which no matmul hides. The first matmul of the own rows hides the
-    transfer of the other rows, and the other operations on the own rows hide the transfer of the results. Optimization barriers
-    order the operations, in the backward pass too.
+    Elsewhere, applies them to all rows at once, and XLA may partition them. Under `per_shard`, it replaces the all-gather and
+    the reduce-scatter of XLA, which no matmul hides. The first matmul of the own rows hides the transfer of the other rows, and
+    the other operations on the own rows hide the transfer of the results. Optimization barriers order the operations, in the
+    backward pass too.
 
     Args:
         own: Normalized tokens of the rows of this device [B, ...]. All devices of the axis `tensor` have B rows.
@@ -363,7 +364,9 @@ def in_turns(own: Array, first: Callable[[Array], Array], rest: Callable[[Array,
     Returns:
         The sums for the rows of this device, with the dtype of `own`.
     """
-    devices, index = lax.axis_size(AXIS), lax.axis_index(AXIS)
+    if not is_bound(AXIS) or (devices := lax.axis_size(AXIS)) == 1:
+        return rest(first(own), 0)
+    index = lax.axis_index(AXIS)
     # Without this barrier, XLA adds both gradients of `own` in the matmul that should hide the transfer of one of them.
     own, sent = lax.optimization_barrier((own, own))
     others = [_from(sent, shift) for shift in range(1, devices)]

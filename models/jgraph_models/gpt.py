@@ -8,7 +8,7 @@ The settings select a GPT, Llama 3, Qwen2, Qwen3 or Mixtral. SwiGLU: Shazeer, "G
 # H query heads, G key/value heads, K head size
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -34,7 +34,6 @@ from jgraph_models.hugging_face import HUGGING_FACE
 from jgraph_models.rotary import Rotary, Scaling, halves, rotary, rotate
 
 Norm: TypeAlias = Literal["fused", "backward", "xla"]
-_Apply: TypeAlias = Callable[[Array, Callable[[Array], Array], Callable[[Array, Array | int], Array]], Array]
 
 # Mesh axes of the axes of an activation [B, T, D]: the hidden states of the head, and the hidden activations of attention and
 # MLP. The residual stream and the norms have those of `token_axes`.
@@ -189,13 +188,13 @@ class GPT(nnx.Module):
         return self.norm(x_BTD)
 
     def _in_turns(self, x_BTD: Array, rotary_T1K: Rotary, starts_BT: Array | None, kernel: Norm) -> tuple[Array, Array]:
-        """Applies the blocks with `in_turns`. Arguments and result as for `Block.parts`."""
+        """Applies the blocks on the shards of the axis `tensor`. Arguments and result as for `Block.parts`."""
         split = [nnx.split(block) for block in self.blocks]
         params = [nnx.to_pure_dict(state) for _, state in split]
 
         def run(params: Any, x_BTD: Array, starts_BT: Array | None) -> Any:
             def parts(block: Block, x_BTD: Array, add_BTD: Array | None) -> tuple[Array, Array]:
-                return block.parts(x_BTD, add_BTD, rotary_T1K, starts_BT, kernel, in_turns)
+                return block.parts(x_BTD, add_BTD, rotary_T1K, starts_BT, kernel)
 
             parts, add_BTD = nnx.remat(parts) if self.remat == "layer" else parts, None
             for (graph, _), of_block in zip(split, params, strict=True):
@@ -273,11 +272,6 @@ def pipeline_model(config: GPTConfig, ranks: int) -> PipelineModel:
     )
 
 
-def _at_once(x_BTD: Array, first: Callable[[Array], Array], rest: Callable[[Array, Array | int], Array]) -> Array:
-    """Applies the first matmul and the rest of attention or MLP to all sequences."""
-    return rest(first(x_BTD), 0)
-
-
 class Block(nnx.Module):
     """A transformer block: attention and MLP (or `jgraph.MoE`), each of a norm of the residual stream and added to the stream.
 
@@ -313,13 +307,7 @@ class Block(nnx.Module):
         return x_BTD + add_BTD
 
     def parts(
-        self,
-        x_BTD: Array,
-        add_BTD: Array | None,
-        rotary_T1K: Rotary,
-        starts_BT: Array | None,
-        norm: Norm,
-        apply: _Apply = _at_once,
+        self, x_BTD: Array, add_BTD: Array | None, rotary_T1K: Rotary, starts_BT: Array | None, norm: Norm
     ) -> tuple[Array, Array]:
         """Applies the block to a residual stream with a pending term, so that a kernel can fuse the sum and the next norm.
 
@@ -331,27 +319,15 @@ class Block(nnx.Module):
                 within their document. None for one document per sequence.
             norm: Kernel of the norms: `fused` for `jgraph.rms_norm`, which also adds the term, `backward` for its gradient
                 only, or `xla`.
-            apply: Applies the first matmul and the rest of attention or MLP: at once, or `in_turns` on the shards of the
-                mesh axis `tensor`. Then `starts_BT` has the sequences of all its devices.
 
         Returns:
             The residual stream without the result of the MLP, and the result of the MLP as the pending term. Both are like
             `x_BTD`.
         """
-
-        def attended(qkv_BTC: Array, device: Array | int) -> Array:
-            rows, starts = qkv_BTC.shape[0], starts_BT
-            if starts is not None and starts.shape[0] > rows:
-                starts = jax.lax.dynamic_slice_in_dim(starts, device * rows, rows)
-            return self.attention.attended(qkv_BTC, rotary_T1K, starts)
-
         x_BTD, normed_BTD = _add_and_norm(self.attention_norm, x_BTD, add_BTD, norm)
-        attended_BTD = apply(normed_BTD, self.attention.qkv, attended)
+        attended_BTD = self.attention(normed_BTD, rotary_T1K, starts_BT)
         x_BTD, normed_BTD = _add_and_norm(self.mlp_norm, x_BTD, attended_BTD, norm)
-        if not isinstance(self.mlp, MLP):
-            return _shared(x_BTD), _shared(self.mlp(normed_BTD))
-        mlp = self.mlp
-        return _shared(x_BTD), _shared(apply(normed_BTD, mlp.hidden, lambda hidden_BTF, device: mlp.down(hidden_BTF)))
+        return _shared(x_BTD), _shared(self.mlp(normed_BTD))
 
 
 def _takes_turns(config: GPTConfig, sequences: int, length: int) -> bool:
@@ -392,7 +368,8 @@ class Attention(nnx.Module):
             x_BTD: Normalized residual stream [B, T, D] in `compute_dtype`, for a model of width D.
             rotary_T1K: Rotary tables of T positions and heads of size K, from `rotary_of(config, T)`.
             starts_BT: int32 [B, T], index in the sequence of the first token of each token's document. Tokens attend only
-                within their document. None for one document per sequence.
+                within their document. None for one document per sequence. On the shards of the mesh axis `tensor`, it has the
+                sequences of all devices.
 
         Returns:
             The term for the residual stream, like `x_BTD`.
@@ -401,10 +378,17 @@ class Attention(nnx.Module):
             ConfigError: If `config.attention` is cudnn or fused and `starts_BT` is given, or is cudnn and the device, the sizes
                 or the dtype are not supported.
         """
-        return self.attended(self.qkv(x_BTD), rotary_T1K, starts_BT)
 
-    def attended(self, qkv_BTC: Array, rotary_T1K: Rotary, starts_BT: Array | None = None) -> Array:
-        """Computes the result of a call from the result of `qkv`. Other arguments as for a call."""
+        def rest(qkv_BTC: Array, device: Array | int) -> Array:
+            rows, starts = qkv_BTC.shape[0], starts_BT
+            if starts is not None and starts.shape[0] > rows:
+                starts = jax.lax.dynamic_slice_in_dim(starts, device * rows, rows)
+            return self.out(self._heads(qkv_BTC, rotary_T1K, starts))
+
+        return in_turns(x_BTD, self.qkv, rest)
+
+    def _heads(self, qkv_BTC: Array, rotary_T1K: Rotary, starts_BT: Array | None) -> Array:
+        """Computes the attention of all heads, the input of the output projection [B, T, H * K]."""
         places, order_T = None, token_order(qkv_BTC.shape[1])
         if order_T is not None:
             # Arguments, because each device of the axis `context` has other positions.
@@ -413,7 +397,7 @@ class Attention(nnx.Module):
         norms = nnx.split((self.q_norm, self.k_norm)) if self.config.qk_norm == "head" else None
         in_specs = _HIDDEN, _TOKENS, PartitionSpec(), PartitionSpec("context")
         attend = per_shard(partial(self._attended, rotary_T1K), in_specs, _HIDDEN)
-        return self.out(attend(qkv_BTC, starts_BT, norms, places))
+        return attend(qkv_BTC, starts_BT, norms, places)
 
     def _attended(
         self, rotary_T1K: Rotary, qkv_BTC: Array, starts_BT: Array | None, norms: Any, places: tuple[Rotary, Array] | None
@@ -472,9 +456,9 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BTD: Array) -> Array:
         """Computes the term for the residual stream [B, T, D] from the normalized stream `x_BTD`, both in `compute_dtype`."""
-        return self.down(self.hidden(x_BTD))
+        return in_turns(x_BTD, self._hidden, lambda hidden_BTF, device: self.down(hidden_BTF))
 
-    def hidden(self, x_BTD: Array) -> Array:
+    def _hidden(self, x_BTD: Array) -> Array:
         """Computes the hidden activations [B, T, F] of the normalized stream."""
         if self.config.mlp == "gelu":
             return gelu(constrain(self.up(x_BTD), _HIDDEN))

@@ -61,7 +61,7 @@ def chain(params: Any, x: Any) -> Any:
     return x
 
 
-def exchanged(mesh: Mesh, params: Any, x: Any) -> Any:
+def exchanged(mesh: Mesh, params: Any) -> Any:
     """Returns the jitted loss of `chain` on a mesh and its gradients, with the shardings of its arguments."""
     specs, tokens = specs_of({"*/0": jgraph.Split(axis=-1), "*/1": jgraph.Split(axis=-2)}, params), PartitionSpec("tensor")
 
@@ -90,7 +90,7 @@ def test_rows_in_turns_have_the_loss_and_gradients_of_one_device(devices):
             x = x + jnp.tanh(jnp.sin(x) @ up) @ down * (1 + device)
         return jnp.mean(x**2)
 
-    found = exchanged(mesh_of(data=1, tensor=devices), params, x)(params, x)
+    found = exchanged(mesh_of(data=1, tensor=devices), params)(params, x)
     expected = jax.value_and_grad(loss, (0, 1))(params, x)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=3e-6 * np.abs(b).max())
@@ -100,10 +100,9 @@ def test_rows_in_turns_have_the_loss_and_gradients_of_one_device(devices):
 def test_a_matmul_hides_every_exchange(h200):
     params, x = matrices(2048, 4096, "bfloat16"), jnp.zeros((16, 512, 2048), "bfloat16")
     mesh = Mesh(np.array(aot.devices(2)).reshape(1, 2), ("data", "tensor"))
-    run = exchanged(mesh, params, x)
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (params, x))
     # With library matmuls, XLA can add a gradient in a matmul.
-    compiled, _ = aot.compile_for(run, *shapes, compiler_options={"xla_gpu_enable_triton_gemm": False})
+    compiled, _ = aot.compile_for(exchanged(mesh, params), *shapes, compiler_options={"xla_gpu_enable_triton_gemm": False})
     hlo = compiled.as_text()
     sent = re.findall(r"collective-permute-start\(", hlo)
     # Tokens and results of two stages, forward and backward.
