@@ -7,8 +7,8 @@ from jgraph.errors import check_types, require
 
 DEFAULT_KEEP = ("*embed*", "*head*")
 
-# Without these options, XLA may compile an FP8 matmul with Triton or merge the matmuls of two microbatches. Both then run in
-# bfloat16.
+# Without these options, XLA may compile an FP8 matmul with Triton, or merge two matmuls that share an operand. Both then run
+# in bfloat16.
 XLA_OPTIONS = ("xla_gpu_enable_triton_gemm=false", "xla_gpu_dot_merger_threshold_mb=0")
 
 

@@ -15,18 +15,17 @@ from jgraph.strategies.objective import Loss, Tree, before_any, merge
 # (params, batch, key) -> sums, and gradients like the parameters
 MicrobatchFunction: TypeAlias = Callable[[Tree, Tree, Array], tuple[Loss, Tree]]
 
-# Largest number of microbatches that is unrolled. XLA captures a loop into a command buffer only with graph="full".
-_UNROLLED_MICROBATCHES = 8
-
 
 def accumulate(
-    sums_and_grads: MicrobatchFunction, num_microbatches: int, *, dtype: DTypeLike, reductions: Tree
+    sums_and_grads: MicrobatchFunction, num_microbatches: int, *, dtype: DTypeLike, reductions: Tree, at_once: int = 1
 ) -> MicrobatchFunction:
     """Returns a function that calls `sums_and_grads` on each microbatch and sums the results. Traces nothing itself.
 
     The function is `f(params, batch_M, key) -> (sums, gradients)`. The leaves of `batch_M` have the shape [M, B/M, ...], where
     M is the number of microbatches and B the number of rows. Microbatch m is index m of the first axis, and its key is
-    `jax.random.fold_in(key, m)`. Up to eight microbatches are unrolled; more run in a `lax.scan`.
+    `jax.random.fold_in(key, m)`. Two or more microbatches run in one `lax.scan`: XLA compiles its body once, and reuses the
+    temporary arrays of a microbatch for the next. Unrolled microbatches do not: XLA keeps the arrays of all of them until it
+    sums their gradients at the end. XLA captures the body into a command buffer, which is launched once per microbatch.
 
     Args:
         sums_and_grads: `sums_and_grads(params, batch, key) -> (sums, gradients)` of a microbatch. The leaves of its batch are
@@ -38,6 +37,7 @@ def accumulate(
         reductions: How carried state is merged over microbatches. A tree with the structure of `Loss.carried`. Each leaf is
             the name of a reduction. `max` and `halt` take the elementwise maximum, `sum` and `mean` the sum, and `last` the
             state of the last microbatch.
+        at_once: Number of microbatches in the body of the loop. With 2, collectives of one may run beside matmuls of the other.
 
     Returns:
         The function `f`. Its sums are a `Loss` with the sums over the microbatches and the merged carried state. Carried state
@@ -63,8 +63,7 @@ def accumulate(
         sums, grads = jax.eval_shape(microbatch, 0, first)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
         main_grad = jax.tree.map(lambda g: jnp.zeros(g.shape, dtype), grads)
-        unroll = num_microbatches if num_microbatches <= _UNROLLED_MICROBATCHES else 1
         start = replace(zeros, carried=before_any(reductions, zeros.carried))
-        return jax.lax.scan(add, (start, main_grad), (jnp.arange(num_microbatches), batch_M), unroll=unroll)[0]
+        return jax.lax.scan(add, (start, main_grad), (jnp.arange(num_microbatches), batch_M), unroll=at_once)[0]
 
     return accumulated

@@ -202,7 +202,9 @@ class DataParallel:
             key = jax.random.fold_in(key, jax.lax.axis_index(axes))
         reductions = objective.reductions_with(self.observed)
         run = self._microbatch_function(params, batch, key, carry)
-        over_batch = accumulate(run, num_microbatches, dtype=objective.grads_dtype, reductions=reductions)
+        # Pairs of microbatches: the exchanges of experts of one run beside the matmuls of the other.
+        at_once = 2 if any(spec.groups > 1 for spec in self.shards.values()) else 1
+        over_batch = accumulate(run, num_microbatches, dtype=objective.grads_dtype, reductions=reductions, at_once=at_once)
         sums, grads = over_batch(params, batch, key)
         sums = finished(reductions, sums, num_microbatches, axes, devices)
         if axes:

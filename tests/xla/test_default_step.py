@@ -49,28 +49,33 @@ def test_the_default_step_is_one_command_buffer_and_updates_its_state_in_place(h
 SMALL = config_of("cpu-tiny", num_layers=1, compute_dtype="bfloat16").changed(batch_size=16)
 
 
-@pytest.mark.once
-def test_four_microbatches_are_unrolled_into_the_same_command_buffer(h200):
-    compiled, report, state = compile_step(SMALL, num_microbatches=4)
-    assert (report.command_buffers, report.captured, report.outside) == (1, report.total, ())
+@pytest.fixture(scope="module")
+def eight(h200):
+    return compile_step(SMALL, num_microbatches=8)
+
+
+def test_microbatches_are_a_loop_with_a_captured_body_and_reuse_their_memory(eight):
+    whole, of_whole, _ = compile_step(SMALL)
+    compiled, report, state = eight
+    # Three command buffers: before the loop, its body, and after it.
+    assert (report.command_buffers, report.captured) == (3, report.total - 1)
+    assert report.total < 1.2 * of_whole.total
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.5 * whole.memory_analysis().temp_size_in_bytes
+    # Without a known number of iterations, the host would wait for the condition in every iteration.
+    assert '"known_trip_count":{"n":"8"}' in compiled.as_text()
     check_identity(compiled, state)
 
 
-@pytest.mark.once
-def test_sixteen_microbatches_compile_to_a_loop_and_the_report_suggests_graph_full(h200):
-    # Three command buffers: before the loop, in its body and after it.
-    compiled, report, state = compile_step(SMALL, num_microbatches=16)
-    assert (report.command_buffers, report.captured) == (3, report.total - 1)
-    (outside,) = report.outside
+def test_the_report_suggests_graph_full_for_the_loop_of_microbatches(eight):
+    (outside,) = eight[1].outside
     assert (outside.kind, outside.count) == ("While", 1)
     # Since jax 0.11 norms are kernels, and XLA lets them read their scales from a packed array.
     assert outside.reason.startswith("WHILE is off by default")
     assert "`graph` full" in outside.remedy
-    check_identity(compiled, state)
 
 
-def test_graph_full_captures_the_loop_of_sixteen_microbatches(h200):
+def test_graph_full_captures_the_loop_of_microbatches(h200):
     # The slice by the counter is fused. A separate slice thunk would keep the loop outside.
-    compiled, report, state = compile_step(SMALL, graph="full", num_microbatches=16)
+    compiled, report, state = compile_step(SMALL, graph="full", num_microbatches=8)
     assert (report.command_buffers, report.captured, report.outside) == (1, report.total, ())
     check_identity(compiled, state)

@@ -1,0 +1,65 @@
+"""Tests the loop over microbatches: one body, or pairs if experts are exchanged."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jgraph.strategies import FullySharded
+from jgraph.strategies.accumulate import accumulate
+from jgraph.strategies.objective import Carry, Loss, Objective
+
+PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(4, 3)}
+REDUCTIONS = {kind: kind for kind in ("max", "sum", "last")}
+
+
+def sums_and_grads(params, x_BD, key):
+    def loss(params):
+        total = jnp.sum(jnp.tanh(x_BD @ params["w"]) * (1 + jax.random.uniform(key)))
+        return total, Loss(total, carried=dict.fromkeys(REDUCTIONS, -x_BD[0, 0]))
+
+    (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    return sums, grads
+
+
+def run(count, **choices):
+    return accumulate(sums_and_grads, count, dtype=jnp.float32, reductions=REDUCTIONS, **choices)
+
+
+def batch_of(count):
+    return jnp.arange(count * 2 * 4.0).reshape(count, 2, 4)
+
+
+def matmuls(count, **choices):
+    lowered = jax.jit(run(count, **choices)).lower(PARAMS, batch_of(count), jax.random.key(0))
+    return lowered.as_text().count("stablehlo.dot_general")
+
+
+def test_a_program_has_the_matmuls_of_one_microbatch_for_any_number_of_microbatches():
+    assert matmuls(1) == matmuls(2) == matmuls(8)
+
+
+@pytest.mark.parametrize(("count", "at_once"), [(3, 1), (3, 2), (4, 2)])
+def test_microbatches_are_summed_each_with_its_own_key(count, at_once):
+    key, batch_M = jax.random.key(3), batch_of(count)
+    sums, grads = jax.jit(run(count, at_once=at_once))(PARAMS, batch_M, key)
+    found = [sums_and_grads(PARAMS, batch_M[m], jax.random.fold_in(key, m)) for m in range(count)]
+    np.testing.assert_allclose(sums.total, sum(each.total for each, _ in found), rtol=1e-5)
+    np.testing.assert_allclose(grads["w"], sum(each["w"] for _, each in found), rtol=1e-4, atol=1e-5)
+    firsts = [-8.0 * m for m in range(count)]
+    assert sums.carried == {"max": 0, "sum": sum(firsts), "last": firsts[-1]}
+
+
+@pytest.mark.parametrize(("experts", "at_once"), [(1, 1), (2, 2)])
+def test_only_microbatches_that_exchange_rows_of_experts_run_in_pairs(experts, at_once):
+    shapes = {"mlp": {"up_EDF2": jax.ShapeDtypeStruct((2, 4, 3), jnp.float32)}}
+
+    def loss(params, x_BD, key):
+        return jnp.mean(jnp.tanh(x_BD @ params["mlp"]["up_EDF2"][0]))
+
+    strategy = FullySharded(Mesh(np.array(jax.devices()[:2]), ("fsdp",)), shapes, experts=experts)
+    bound = strategy.bind(Objective(loss=loss, num_microbatches=6))
+    params = jax.eval_shape(bound.pack, shapes)
+    traced = str(jax.make_jaxpr(bound.loss_and_grads)(params, batch_of(6), jax.random.key(0), Carry({}, {})))
+    assert traced.count("length=6") == traced.count(f"unroll={at_once}") == 1
