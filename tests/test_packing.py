@@ -65,6 +65,18 @@ def test_a_leaf_as_large_as_the_limit_is_large():
     assert set(Packing.of(params, small=8).pack(params)) == {"small vectors (float32)", "b"}
 
 
+def test_frozen_and_trained_leaves_do_not_share_an_array():
+    packed = Packing.of(PARAMS, small=8, frozen=("block/w", "scale")).pack(PARAMS)
+    assert {name: array.shape for name, array in packed.items()} == {
+        "small frozen matrices (float32)": (2, 3),
+        "small matrices (float32)": (2, 2),
+        "small frozen vectors (float32)": (3,),
+        "small vectors (float32)": (2,),
+        "block/big": (3, 4),
+        "large": (9,),
+    }
+
+
 def test_a_single_small_leaf_keeps_its_shape():
     params = {"w": jnp.ones((2, 3))}
     packed = Packing.of(params).pack(params)

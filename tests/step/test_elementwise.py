@@ -18,10 +18,10 @@ SHAPES = {
 }
 
 
-def make(transform):
+def make(transform, shapes=SHAPES):
     """Creates a step with a transform declared elementwise. Compiles nothing."""
     loss = lambda params, batch, key: jnp.float32(0)  # noqa: E731
-    return jgraph.train_step(loss, jgraph.elementwise(transform), jgraph.Replicated(None, SHAPES))
+    return jgraph.train_step(loss, jgraph.elementwise(transform), jgraph.Replicated(None, shapes))
 
 
 def matrices_by_shape(params):
@@ -30,6 +30,22 @@ def matrices_by_shape(params):
 
 def embedding_by_path(params):
     return jax.tree_util.tree_map_with_path(lambda path, _: "embedding" in jax.tree_util.keystr(path), params)
+
+
+def divided_by_previous_norm():
+    def update(grads, norm, params=None):
+        return jax.tree.map(lambda grad: grad / (1 + norm), grads), optax.tree.norm(grads)
+
+    return optax.GradientTransformation(lambda params: jnp.zeros(()), update)
+
+
+def power_of_leaf(grads, params):
+    leaves, structure = jax.tree.flatten(grads)
+    return structure.unflatten([leaf ** (2 + i) for i, leaf in enumerate(leaves)])
+
+
+def flipped_by_sum(grads, params):
+    return jax.tree.map(lambda grad: jax.lax.cond(jnp.sum(grad) > 0, jnp.negative, jnp.positive, grad), grads)
 
 
 SLOW_START = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 2000, 10_000)
@@ -75,6 +91,8 @@ COUPLED = {
     "decay masked by path": optax.adamw(1e-3, mask=embedding_by_path),
     "decay masked by a tree": optax.adamw(1e-3, mask=matrices_by_shape(SHAPES)),
     "rates by path": optax.partition({True: optax.sgd(0.1), False: optax.adam(1e-3)}, embedding_by_path),
+    "the norm of the previous gradient": divided_by_previous_norm(),
+    "another power for each leaf": optax.stateless(power_of_leaf),
     "a function that is not called": optax.adamw,
 }
 
@@ -90,6 +108,12 @@ def test_a_transform_that_is_not_elementwise_is_refused_when_the_step_is_created
         make(COUPLED[name])
     assert error.value.field == "transform"
     assert "\n" not in str(error.value)
+
+
+def test_a_branch_on_the_sum_of_an_array_is_refused():
+    # Without scalars: for these, the sum is the element itself.
+    with pytest.raises(jgraph.ConfigError, match="leave out `elementwise`"):
+        make(optax.stateless(flipped_by_sum), SHAPES["blocks"])
 
 
 def test_a_refused_transform_works_without_the_declaration():

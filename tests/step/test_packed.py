@@ -89,8 +89,17 @@ def test_a_step_on_an_nnx_state_keeps_its_structure():
     for _ in range(3):
         params, state, value = step(params, state, jnp.ones((2, 3)))
         values.append(float(value))
-    assert values == sorted(values, reverse=True)
+    assert values[0] > values[1] > values[2]
     assert jax.tree.structure(params) == structure
+
+
+def test_gradients_of_another_dtype_are_packed_like_their_parameters():
+    params = {name: jnp.full(shape, 2.0) for name, shape in LAYER.items()}
+    grads = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    optimizer = jgraph.packed(optax.sgd(0.5, momentum=0.9))
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    assert jax.tree.map(lambda leaf: leaf.shape, updates) == LAYER
+    assert all((leaf == -1).all() for leaf in jax.tree.leaves(updates))
 
 
 def test_without_parameters_the_gradients_are_packed():

@@ -15,7 +15,7 @@ from jgraph.train.config import OptimizerConfig
 from jgraph.train.optimizer import adamw as configured
 
 CONSTANT = {"learning_rate": 0.5, "final_learning_rate": 1.0, "warmup_steps": 0}
-MICROBATCHES = [1, 2, 4, 16]  # up to 8 are unrolled, 16 run in a loop
+MICROBATCHES = [1, 4]  # one without, and several in a loop
 
 
 def squared_error(params, batch_BS):
@@ -79,20 +79,19 @@ def test_the_loss_of_a_step_is_the_mean_over_microbatches(batch, num_microbatche
     assert (metrics.loss.shape, metrics.loss.dtype) == ((), jnp.float32)
 
 
-@pytest.mark.parametrize("num_microbatches", [4, 16])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_small_gradients_are_not_lost_in_accumulation(num_microbatches, dtype):
+def test_small_gradients_are_not_lost_in_accumulation(dtype):
     # The gradients of the microbatches are 1, 2**-9, 2**-9, ... In bfloat16, 1 + 2**-9 rounds to 1.
-    batch = np.full((num_microbatches, 1), 2.0**-9, np.float32)
+    batch = np.full((4, 1), 2.0**-9, np.float32)
     batch[0] = 1
 
     def loss(params, batch_BS):
         return (params["w"].astype(jnp.bfloat16) * batch_BS.astype(jnp.bfloat16)).sum().astype(jnp.float32)
 
     params = {"w": jnp.zeros(1, dtype)}
-    step = step_of(loss=loss, params=params, params_dtype=dtype, num_microbatches=num_microbatches)
+    step = step_of(loss=loss, params=params, params_dtype=dtype, num_microbatches=4)
     _, metrics = step.compile(batch)(step.init(params), batch)
-    assert metrics.grad_norm == (1 + (num_microbatches - 1) * 2**-9) / num_microbatches
+    assert metrics.grad_norm == (1 + 3 * 2**-9) / 4
 
 
 # --- Norm and clipping ---

@@ -7,8 +7,11 @@ import optax
 import pytest
 
 from jgraph.errors import ConfigError, DonationError, ShapeError
+from jgraph.pipeline import Pipelined
+from jgraph.schedule import generate
 from jgraph.step import elementwise, train_step
 from jgraph.strategies import FullySharded, Loss, Replicated
+from tests.pipeline import test_pipelined_step as pipelined
 
 ROWS, STEPS = 16, 3
 STRATEGIES = ["one device", "data 4", "fsdp 4", "fsdp 4, resharding", "data 2 x fsdp 2"]
@@ -159,6 +162,22 @@ def test_aux_metrics_are_weighted_means_over_microbatches_and_devices(name, batc
     _, metrics = trained(train_step(weighted, optax.sgd(0.0), strategy(name), num_microbatches=2), batch, steps=1)
     large = np.asarray(errors(new_params(), batch)) > 1
     assert metrics.aux["large"] == pytest.approx(float(np.sum(large * batch["w"]) / np.sum(batch["w"])))
+
+
+# --- Frozen parameters ---
+
+
+def test_frozen_elements_of_stacked_arrays_stay_bit_equal_under_weight_decay():
+    # Each rank stores its layers in one array, so layer 0 (frozen) has a trained layer beside it.
+    strategy = Pipelined(jax.make_mesh((2,), ("pipe",)), pipelined.shapes(), generate("1f1b", pp=2, microbatches=2))
+    adamw = elementwise(optax.adamw(1e-2, weight_decay=0.5))
+    step = train_step(pipelined.MODEL, adamw, strategy, num_microbatches=2, freeze=("layers/0/*",))
+    state, before = step.init(pipelined.new_params()), pipelined.new_params()["layers"]
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    state, _ = jax.jit(step.update)(state, Loss(jnp.float32(1), jnp.float32(1), carried=state.carry), grads)
+    after = step.canonical.of(state).params["layers"]
+    unchanged = [np.array_equal(new["kernel"], old["kernel"]) for new, old in zip(after, before, strict=True)]
+    assert unchanged == [True, *[False] * (len(before) - 1)]
 
 
 # --- Carried state ---
