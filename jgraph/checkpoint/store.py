@@ -10,7 +10,9 @@ import functools
 import gc
 import json
 import logging
+import math
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -41,20 +43,22 @@ class Checkpoints:
 
     A state is a pytree of arrays. Orbax's `CheckpointManager` writes the checkpoints. In addition, a checkpoint has a checksum
     of every leaf. A checkpoint is damaged if a file cannot be read or a checksum differs; `restore_latest` then restores the
-    one before it. All processes of a run share one directory and call every method together. A training state that was saved as
-    `TrainStep.canonical.of(state)` can be restored on other devices.
+    one before it. When a save completes, the list of leaves and the smallest leaf are read back. All processes of a run share
+    one directory and call every method together. A training state that was saved as `TrainStep.canonical.of(state)` can be
+    restored on other devices.
 
     Args:
-        directory: Directory of the checkpoints; created if missing. Leftovers of an interrupted save are removed.
+        directory: Directory of the checkpoints; created if missing. Leftovers of an interrupted save are removed. Its absolute
+            path must not contain `*`, `?`, `[` or a backslash, which Orbax would not take literally.
         keep: Largest number of checkpoints, at least 1. When a save completes, older ones are deleted.
         warn: Called by `restore_latest` with a message of one line for every damaged checkpoint that it skips. Its result is
             ignored.
-        wait: Called by `save` with the checksums that the devices compute, a list of uint32 scalars, one per leaf. Must block
+        wait: Called by `save` with the checksums that the devices compute, a list of uint32 arrays, one per leaf. Must block
             until they are computed, and return the list. A program can pass a function that raises an error after a timeout.
 
     Raises:
         ConfigError: If `keep` is not a positive integer.
-        CheckpointError: If the directory cannot be created or written.
+        CheckpointError: If the directory cannot be created or written, or its path cannot be used.
 
     Examples:
         >>> import tempfile
@@ -77,6 +81,8 @@ class Checkpoints:
         require(isinstance(keep, int) and keep > 0, "keep", repr(keep), "a positive integer")
         self._directory = Path(directory).absolute()
         self._keep, self._warn, self._wait = keep, warn, wait
+        self._unread: dict[str, Any] | None = None  # the digest of a save that was not read back yet
+        check_path(self._directory)
         with self._write_errors():
             self._directory.mkdir(parents=True, exist_ok=True)
             self._empty_trash()
@@ -111,8 +117,8 @@ class Checkpoints:
             state: Pytree of arrays. Its structure is not saved, only the names (paths) of the leaves.
 
         Raises:
-            CheckpointError: If this or the previous checkpoint cannot be written. An error of the background write is raised by
-                the next call of `save`, `wait` or `close`.
+            CheckpointError: If this checkpoint cannot be written, or the previous one cannot be written or read back. An error
+                of the background write is raised by the next call of `save`, `wait` or `close`.
         """
         if self.latest_step == step:
             return
@@ -120,12 +126,14 @@ class Checkpoints:
             leaves, described = jax.tree.leaves(state), _describe(state)
             sums = checksums(leaves, self._wait)
             # The digest has a checksum too, so that a flipped digit in it is not reported as another model.
-            digest = {"leaves": described, "checksums": sums, "crc": _crc(described, sums)}
+            digest = {"leaves": described, "checksums": sums, "step": step, "crc": _crc(described, sums, step)}
             args = ocp.args.Composite(
                 state=ocp.args.PyTreeSave(leaves),  # pyright: ignore[reportCallIssue]
                 digest=ocp.args.JsonSave(digest),  # pyright: ignore[reportCallIssue]
             )
-            self._manager.save(step, args=args)
+            self._finish()
+            if self._manager.save(step, args=args):
+                self._unread = digest
             self._empty_trash()
 
     def restore_latest(self, like: State) -> tuple[int, State] | None:
@@ -144,7 +152,8 @@ class Checkpoints:
 
         Raises:
             CheckpointError: If every checkpoint is damaged; if the saved leaves have other names, shapes or dtypes than `like`;
-                or if a damaged checkpoint cannot be renamed.
+                if a checkpoint was saved for another step than the name of its directory; or if a damaged checkpoint cannot be
+                renamed.
         """
         damaged: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
@@ -169,18 +178,17 @@ class Checkpoints:
         """Waits until all saves are on disk. Returns at once if none is being written.
 
         Raises:
-            CheckpointError: If a save could not be written.
+            CheckpointError: If a save could not be written or read back.
         """
         with self._write_errors():
-            self._manager.wait_until_finished()
-            self._manager.check_for_errors()
+            self._finish()
             self._empty_trash()
 
     def close(self) -> None:
         """Waits until all saves are on disk, then ends Orbax's threads. The object cannot be used afterwards.
 
         Raises:
-            CheckpointError: If a save could not be written. The threads are ended first.
+            CheckpointError: If a save could not be written or read back. The threads are ended first.
         """
         try:
             self.wait()
@@ -193,30 +201,46 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, cleanup_tmp_directories=True, todelete_subdir=_TRASH)
         return ocp.CheckpointManager(self._directory, options=options)
 
+    def _finish(self) -> None:
+        """Waits for the save in the background, and reads it back in part.
+
+        Reading all leaves would take as long as writing them. The list of leaves and the smallest leaf show that the files can
+        be found and opened; `restore_latest` verifies the rest. Only process 0 reads, without Orbax's barriers, because `close`
+        runs after an error of one process too.
+        """
+        digest, self._unread = self._unread, None
+        self._manager.wait_until_finished()
+        self._manager.check_for_errors()
+        if digest is None or not is_process_zero():
+            return
+        path, sizes = self._directory / str(digest["step"]), [math.prod(leaf["shape"]) for leaf in digest["leaves"]]
+        leaves: list[Any] = [ocp.PLACEHOLDER] * len(sizes)
+        leaves[sizes.index(min(sizes))] = 0
+        how = ocp.args.PyTreeRestore(leaves, restore_args=[ocp.RestoreArgs(restore_type=np.ndarray)] * len(sizes))  # pyright: ignore[reportCallIssue]
+        _, reason = _attempt(lambda: ocp.PyTreeCheckpointHandler().restore(path / "state", args=how))
+        found, why = _attempt(lambda: ocp.JsonCheckpointHandler().restore(path / "digest"))
+        if reason or found != digest:
+            reason = reason or why or "its digest differs"
+            raise CheckpointError(f"`run_dir`: checkpoint {path} was written but cannot be read back: {reason}; check the disk")
+
     def _restore(self, step: int, like: State) -> State:
         leaves = [_placed(leaf) for leaf in jax.tree.leaves(like)]
         digest = self._read(step, "digest", ocp.args.JsonRestore())  # pyright: ignore[reportCallIssue]
         expected, saved = _unseal(digest), digest["leaves"]
+        _check_step(self._directory / str(step), digest)
         self._check_fits(step, saved, _describe(like))
         restore_args = ocp.checkpoint_utils.construct_restore_args(leaves)
         restored = self._read(step, "state", ocp.args.PyTreeRestore(leaves, restore_args=restore_args))  # pyright: ignore[reportCallIssue]
         for leaf, stored, actual in zip(saved, expected, checksums(restored), strict=True):
-            if stored != actual:
+            if actual & _mask(digest) != stored:
                 raise _DamagedError(f"{leaf['name']} has checksum {actual:08x}, not {stored:08x}")
         return jax.tree.unflatten(jax.tree.structure(like), restored)
 
     def _read(self, step: int, name: str, how: Any) -> Any:
-        restored, reason = None, ""
-        with _hidden_garbage():
-            # Orbax, TensorStore and JSON raise different errors for damaged files.
-            try:
-                restored = self._manager.restore(step, args=ocp.args.Composite(**{name: how}))[name]
-            except Exception as e:
-                reason = f"{name} cannot be read: {_first_line(e)}"
+        restored, reason = _attempt(lambda: self._manager.restore(step, args=ocp.args.Composite(**{name: how}))[name])
         # A process reads only its own shards, so a single process may detect the damage.
         if any(all_gather_scalar(bool(reason))):
-            # Not raised from `e`: its traceback would keep alive the coroutines that `_hidden_garbage` collects.
-            raise _DamagedError(reason or f"{name} cannot be read by another process")
+            raise _DamagedError(f"{name} cannot be read: {reason or 'another process reports an error'}")
         return restored
 
     def _check_fits(self, step: int, found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
@@ -286,11 +310,13 @@ class CheckpointReader:
         field: Name of the caller's argument for the step. Errors name it.
 
     Raises:
-        CheckpointError: If there is no checkpoint, there is none of this step, or the checkpoint's list of leaves is damaged.
+        CheckpointError: If there is no checkpoint, there is none of this step, it was saved for another step, or its list of
+            leaves is damaged; or if the path contains a backslash.
     """
 
     def __init__(self, directory: Path, step: int | None = None, *, field: str = "step"):
         self._directory, self._field = Path(directory).absolute(), field
+        check_path(self._directory, "\\")
         if not self._directory.is_dir():
             raise CheckpointError(f"{directory}: there is no checkpoint yet")
         # Orbax warns if read_only is set without the other options.
@@ -307,6 +333,8 @@ class CheckpointReader:
             self._sums = _unseal(digest)
         except _DamagedError as e:
             raise self._damaged(str(e)) from e
+        _check_step(self._directory / str(self.step), digest, field)
+        self._mask = _mask(digest)
         self._leaves = {leaf["name"]: (number, leaf) for number, leaf in enumerate(digest["leaves"])}
 
     def read(self, name: str) -> np.ndarray:
@@ -351,7 +379,7 @@ class CheckpointReader:
             found = self._restore("state", ocp.args.PyTreeRestore(leaves, restore_args=restore_args))  # pyright: ignore[reportCallIssue]
         arrays = {name: found[self._leaf(name)[0]] for name in like}
         for name, actual in zip(arrays, checksums(list(arrays.values())), strict=True):
-            if actual != (expected := self._sums[self._leaf(name)[0]]):
+            if actual & self._mask != (expected := self._sums[self._leaf(name)[0]]):
                 raise self._damaged(f"{name} has checksum {actual:08x}, not {expected:08x}")
         return arrays
 
@@ -379,16 +407,24 @@ class _DamagedError(Exception):
     """A checkpoint is damaged. The message is the reason."""
 
 
-@contextlib.contextmanager
-def _hidden_garbage() -> Iterator[None]:
-    """Hides the tracebacks that Python prints for the coroutines of a failed read when it collects them."""
-    before = sys.unraisablehook
+def _attempt(read: Callable[[], Any]) -> tuple[Any, str]:
+    """Returns the result of a function that reads files, and "" or the reason why it failed.
+
+    Orbax, TensorStore and JSON raise different errors for damaged files. Hides the tracebacks that Python prints for the
+    coroutines of a failed read when it collects them. The error is not returned, because it would keep them alive.
+    """
+    hook, result, reason = sys.unraisablehook, None, ""
     sys.unraisablehook = lambda unraisable: None
     try:
-        yield
-        gc.collect()
+        try:
+            result = read()
+        except Exception as e:
+            reason = _first_line(e)
+        if reason:
+            gc.collect()
     finally:
-        sys.unraisablehook = before
+        sys.unraisablehook = hook
+    return result, reason
 
 
 @functools.cache
@@ -409,6 +445,20 @@ def hide_tracebacks() -> None:
     for name in ("absl", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)  # arrays that were not begun
+
+
+def check_path(directory: Path, refused: str = "*?[\\") -> None:
+    """Raises CheckpointError if a path has characters that Orbax or TensorStore do not take literally.
+
+    Orbax finds the files of a save by a glob, so `run*` finds those of `run1` too, and `run[1]` finds none. It reads from such a
+    path. TensorStore takes a backslash for a slash, and requires UTF-8.
+    """
+    found = [letter for letter in refused if letter in str(directory)]
+    found += ["a byte that is not UTF-8"] if re.search("[\ud800-\udfff]", str(directory)) else []
+    if found:
+        raise CheckpointError(
+            f"`run_dir`: checkpoints in {directory} could not be restored: its path has {' and '.join(found)}; rename its directory"
+        )
 
 
 def check_space(directory: Path, state: object, count: int) -> None:
@@ -451,28 +501,32 @@ def checksums(leaves: list[Array], wait: Callable[[list[Array]], list[Array]] = 
     Blocks until the checksums are on the host.
 
     Args:
-        leaves: Arrays of a boolean, integer or floating-point dtype of at most 32 bits, with any sharding. Not donated.
-        wait: Called once with the checksums on the devices, a list of uint32 scalars. Must block until they are computed, and
+        leaves: Arrays of a boolean, integer or floating-point dtype of 8 to 64 bits, with any sharding. Not donated.
+        wait: Called once with the checksums on the devices, a list of uint32 arrays. Must block until they are computed, and
             return the list.
 
     Returns:
-        One integer in [0, 2**32) per leaf, in the same order. It does not depend on the sharding. Every change of a single
-        element changes it.
+        One integer per leaf, in the same order: in [0, 2**32), or in [0, 2**64) for a leaf of 64 bits. It does not depend on
+        the sharding. Every change of a single element changes it.
     """
-    return [int(checksum) for checksum in jax.device_get(wait(_checksums(leaves)))]
+    sums = jax.device_get(wait(_checksums(leaves)))
+    return [sum(int(word) << 32 * place for place, word in enumerate(np.ravel(words))) for words in sums]
 
 
 def _checksum(leaf: Array) -> Array:
     # A sum of integers does not depend on the order or the device. The factors are odd and have inverses modulo 2**32, so a
     # change of one element changes the sum.
     words = leaf.astype(jnp.uint8) if leaf.dtype == jnp.bool_ else leaf
-    words = jax.lax.bitcast_convert_type(words, jnp.dtype(f"uint{8 * words.dtype.itemsize}")).astype(jnp.uint32)
+    is_wide = words.dtype.itemsize == 8  # then the low and the high word, on a new last axis
+    bits = 32 if is_wide else 8 * words.dtype.itemsize
+    words = jax.lax.bitcast_convert_type(words, jnp.dtype(f"uint{bits}")).astype(jnp.uint32)
+    axes = tuple(range(words.ndim - is_wide))
     # Positions are computed axis by axis, because flattening would reshard a leaf on several devices.
     place, stride = jnp.zeros(words.shape, jnp.uint32), 1
-    for axis in reversed(range(words.ndim)):
+    for axis in reversed(axes):
         place += jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride % 2**32)
         stride *= words.shape[axis]
-    return jnp.sum(words * (2 * place + 1), dtype=jnp.uint32)
+    return jnp.sum(words * (2 * place + 1), axis=axes, dtype=jnp.uint32)
 
 
 # One program for all leaves, so that XLA combines the collectives of all sums. It compiles in 2 s on two cores for the
@@ -488,15 +542,26 @@ def _describe(state: object) -> list[dict[str, Any]]:
 def _unseal(digest: Any) -> list[int]:
     """Returns the checksums in a digest. Raises _DamagedError if the digest is damaged."""
     try:
-        if digest["crc"] == _crc(digest["leaves"], digest["checksums"]):
+        step = (digest["step"],) if "step" in digest else ()
+        if digest["crc"] == _crc(digest["leaves"], digest["checksums"], *step):
             return digest["checksums"]
     except (KeyError, TypeError, RecursionError) as e:
         raise _DamagedError("its digest is incomplete") from e
     raise _DamagedError("its digest does not match its checksum")
 
 
-def _crc(leaves: object, sums: object) -> int:
-    return zlib.crc32(json.dumps([leaves, sums], sort_keys=True).encode())
+def _crc(*parts: object) -> int:
+    return zlib.crc32(json.dumps(parts, sort_keys=True).encode())
+
+
+def _check_step(path: Path, digest: Any, field: str = "") -> None:
+    if (step := digest.get("step", int(path.name))) != int(path.name):
+        raise CheckpointError(f"checkpoint {path} was saved as {step}: rename its directory to {step}, or move it away", field=field)
+
+
+def _mask(digest: Any) -> int:
+    """Returns the bits of a checksum that a digest has. Without a step, it is from an earlier version: the low word only."""
+    return -1 if "step" in digest else 2**32 - 1
 
 
 def _shape(leaf: dict[str, Any] | None) -> str:

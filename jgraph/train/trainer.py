@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from jgraph.checkpoint.store import Checkpoints, check_space
+from jgraph.checkpoint.store import Checkpoints, check_path, check_space
 from jgraph.data import Ahead, Batches, Corpus, load
 from jgraph.dispatch import check_devices
 from jgraph.errors import ConfigError, os_errors
@@ -78,6 +78,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
     check_devices()
     run_dir = RunDir(Path(config.output.run_dir))
     with all_or_raise(), os_errors("run_dir", run_dir.path, "read"):
+        check_path(run_dir.checkpoints.absolute())
         config = run_dir.resumed(config)
         resumes = run_dir.resumes(config.output)
     reporter = Reporter(console if is_process_zero() else Console(quiet=True), config.steps)
