@@ -556,7 +556,9 @@ def _crc(*parts: object) -> int:
 
 def _check_step(path: Path, digest: Any, field: str = "") -> None:
     if (step := digest.get("step", int(path.name))) != int(path.name):
-        raise CheckpointError(f"checkpoint {path} was saved as {step}: rename its directory to {step}, or move it away", field=field)
+        raise CheckpointError(
+            f"checkpoint {path} was saved as {step}: rename its directory to {step}, or move it away", field=field
+        )
 
 
 def _mask(digest: Any) -> int:

@@ -21,7 +21,8 @@ def locked(run_dir: RunDir, warn: Callable[[str], object]) -> Iterator[None]:
     Writes the file `lock` with the id and the host of this process, as JSON. At the end of the block, deletes this file, and
     deletes the run directory if no other file is in the directory. The operating system releases the lock if the process is
     killed. On a file system that does not support locks, the content of the file decides: the directory counts as locked while
-    the process in the file lives, and always if that process is on another machine.
+    the process in the file lives, and always if that process is on another machine. The file is then created as `lock.tmp`, by
+    one process at a time, and renamed.
 
     Args:
         run_dir: The run directory. Call its method `check` before, because `check` rejects a directory with unknown files.
@@ -31,57 +32,91 @@ def locked(run_dir: RunDir, warn: Callable[[str], object]) -> Iterator[None]:
     Raises:
         ConfigError: At the start of the block, if another process holds the lock, or the directory or file cannot be written.
     """
-    path = run_dir.lock_file
+    path, own = run_dir.lock_file, {"pid": os.getpid(), "host": socket.gethostname()}
     with os_errors("run_dir", run_dir.path):
         run_dir.path.mkdir(parents=True, exist_ok=True)
     with os_errors("run_dir", path):
-        file = _open_locked(path)
+        file = _open_locked(path, own)
     try:
-        if (previous := _holder(file)) and previous["host"] != socket.gethostname():
+        previous = _holder(file)
+        if previous and previous["host"] != own["host"]:
             warn(
                 f"`run_dir` is {run_dir.path}: process {previous['pid']} on {previous['host']} did not release this directory; "
                 "if that process is still running, stop one of the two"
             )
-        with os_errors("run_dir", path):
-            file.truncate(0)
-            file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
-            file.flush()
+        if previous != own:
+            with os_errors("run_dir", path):
+                file.truncate(0)
+                _write(file, own)
         yield
     finally:
         # Removed before the lock is released, so that the next process creates a new file.
-        path.unlink(missing_ok=True)
+        if _is_at(path, file):
+            path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # the directory is not empty, or the disk of the lock file is full
             run_dir.path.rmdir()
         with contextlib.suppress(OSError):
             file.close()
 
 
-def _open_locked(path: Path) -> TextIO:
+def _open_locked(path: Path, own: dict[str, Any]) -> TextIO:
     while True:
         file = path.open("a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            if _is_at(path, file):
                 return file
         except BlockingIOError:
-            raise _held(path, file, "wait until it ends") from None
+            holder = _holder(file)
+            file.close()
+            raise _held(path, holder, "wait until it ends") from None
         except OSError as e:
+            file.close()
             if e.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                 raise
-            holder = _holder(file)
-            if not holder or (holder["host"] == socket.gethostname() and not _is_alive(holder["pid"])):
-                return file
-            raise _held(path, file, f"if it has ended, remove {path}") from e
+            return _create_locked(path, own)
         # The owner removed the file before it was locked.
         file.close()
 
 
-def _held(path: Path, file: TextIO, advice: str) -> ConfigError:
-    holder = _holder(file)
+def _create_locked(path: Path, own: dict[str, Any]) -> TextIO:
+    """Locks without `flock`. Only the process that creates `lock.tmp` may replace the lock file of a dead process."""
+    scratch = path.with_name(f"{path.name}.tmp")
+    try:
+        file = scratch.open("x+")
+    except FileExistsError:
+        raise _held(path, None, f"if it has ended, remove {scratch}") from None
+    try:
+        with path.open("a+") as current:
+            holder = _holder(current)
+        if holder and (holder["host"] != own["host"] or _is_alive(holder["pid"])):
+            raise _held(path, holder, f"if it has ended, remove {path}")
+        _write(file, own)
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        file.close()
+        raise
+    return file
+
+
+def _held(path: Path, holder: dict[str, Any] | None, advice: str) -> ConfigError:
     process = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
-    file.close()
     message = f"`run_dir` is {path.parent}: {process} is writing there; {advice}, or name another `run_dir`"
     return ConfigError(message, field="run_dir")
+
+
+def _is_at(path: Path, file: TextIO) -> bool:
+    """Returns False if the file was removed or replaced since it was opened."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:
+        return False
+
+
+def _write(file: TextIO, holder: dict[str, Any]) -> None:
+    file.write(json.dumps(holder) + "\n")
+    file.flush()
 
 
 def _holder(file: TextIO) -> dict[str, Any] | None:

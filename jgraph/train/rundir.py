@@ -48,8 +48,8 @@ class RunDir:
 
     def last_checkpoint(self) -> int | None:
         """Returns the step of the newest completely written checkpoint, or None if there is none. Does not check its data."""
-        paths = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
-        return max((int(path.name) for path in paths if path.name.isdecimal()), default=None)
+        names = os.listdir(self.checkpoints) if self.checkpoints.is_dir() else ()
+        return max((int(name) for name in names if name.isdecimal() and name == str(int(name))), default=None)
 
     def resumes(self, output: OutputConfig) -> bool:
         """Returns True if `output.resume` is True and `checkpoints/` has a completely written checkpoint, damaged or not.
@@ -111,7 +111,7 @@ class RunDir:
         if self.path.exists() and not self.path.is_dir():
             raise self._error("must be a directory, not a file")
         if not self.config.exists():
-            if self.path.is_dir() and any(path != self.lock_file for path in self.path.iterdir()):
+            if self.path.is_dir() and any(path.name not in ("lock", "lock.tmp") for path in self.path.iterdir()):
                 raise self._error("must be a new or empty directory, or a run directory; this one has files but no config.json")
             return
         if config.output.resume and not self._is_free() and (differing := self._differences(config, fingerprint)):

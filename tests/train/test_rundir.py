@@ -1,5 +1,6 @@
 """Run directories: which configurations can resume in them, and which process can write to them."""
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -13,6 +14,7 @@ import pytest
 from jgraph.cli import flag
 from jgraph.errors import ConfigError
 from jgraph.moe.config import MoEConfig
+from jgraph.train import lock
 from jgraph.train.config import COMPONENTS, FIELDS, OptimizerConfig, TrainConfig
 from jgraph.train.lock import locked
 from jgraph.train.optimizer import learning_rate
@@ -148,6 +150,32 @@ def test_a_directory_without_a_checkpoint_accepts_another_configuration(run_dir,
     run_dir.check(config_with(name, TrainConfig()), FINGERPRINT)
 
 
+@pytest.mark.parametrize("name", ["04", "4.orbax-checkpoint-tmp", "damaged-4", "\u0664"])
+def test_only_names_that_checkpoints_get_count_as_checkpoints(run_dir, name):
+    assert run_dir.last_checkpoint() == 4
+    (run_dir.checkpoints / "4").rename(run_dir.checkpoints / name)
+    assert run_dir.last_checkpoint() is None
+
+
+def test_a_reset_removes_what_a_run_wrote_and_keeps_its_configuration_and_lock(run_dir):
+    kept = {run_dir.config, run_dir.origin, run_dir.lock_file}
+    removed = {run_dir.checkpoints, run_dir.tensorboard, run_dir.metrics, run_dir.samples, run_dir.wandb}
+    for directory in (run_dir.origin, run_dir.tensorboard, run_dir.path / "checkpoints.removed" / "3"):
+        directory.mkdir(parents=True)
+    for file in (run_dir.lock_file, run_dir.metrics, run_dir.samples, run_dir.wandb, run_dir.tensorboard / "events"):
+        file.touch()
+    assert {*run_dir.path.iterdir()} == kept | removed | {run_dir.path / "checkpoints.removed"}
+    for _ in range(2):  # missing files are ignored
+        run_dir.reset()
+        assert {*run_dir.path.iterdir()} == kept
+
+
+def test_a_sample_replaces_those_of_its_step_and_of_later_steps(run_dir):
+    for step, text in ((2, "a"), (4, "b"), (6, "c"), (4, "d")):
+        run_dir.add_sample(step, "prompt", text)
+    assert run_dir.read_samples() == [{"step": step, "prompt": "prompt", "text": text} for step, text in ((2, "a"), (4, "d"))]
+
+
 # --- Changed number of steps ---
 
 
@@ -218,6 +246,15 @@ def test_a_run_can_be_shortened_but_not_below_its_completed_steps(resumed_rate):
     assert_rate(resumed_rate(50, extend="constant"), RATE, range(50))
     with pytest.raises(ConfigError, match=r"`steps` is 3 and was 50 \(4 are done"):
         resumed_rate(3, extend="constant", warmup_steps=0)
+
+
+@pytest.mark.parametrize(("warmup", "fewest"), [(20, 20), (0, 4)], ids=["warmup", "done"])
+def test_a_run_can_be_shortened_to_its_warmup_and_its_completed_steps(run_dir, resumed_rate, warmup, fewest):
+    saved = TrainConfig.of(steps=200, optimizer=OptimizerConfig(warmup_steps=warmup))
+    run_dir.write(saved, CORPUS, {})
+    with pytest.raises(ConfigError, match=f"`steps` is {fewest - 1} and was 200"):
+        resumed_rate(fewest - 1, extend="constant")
+    assert_rate(resumed_rate(fewest, extend="constant"), learning_rate(saved.optimizer, 200), range(fewest))
 
 
 @pytest.mark.parametrize(
@@ -361,11 +398,11 @@ def test_a_lock_file_removed_by_its_owner_at_the_same_time_is_created_again(tmp_
 @pytest.fixture
 def without_locks(monkeypatch):
     """Simulates a file system without locks."""
+    monkeypatch.setattr("fcntl.flock", no_flock)
 
-    def flock(file, operation):
-        raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr("fcntl.flock", flock)
+def no_flock(file, operation):
+    raise OSError(38, "Function not implemented")
 
 
 @pytest.mark.parametrize("holder", [(os.getpid(), socket.gethostname()), (1, "elsewhere")])
@@ -384,3 +421,66 @@ def test_without_file_locks_the_lock_file_of_a_dead_process_is_taken_over(withou
     with locked(stale_lock(dead_pid(), socket.gethostname()), warnings.append):
         pass
     assert warnings == []
+
+
+@pytest.mark.parametrize("is_stale", [False, True], ids=["new", "after a crash"])
+@pytest.mark.parametrize("locks", ["flock", "none"])
+def test_of_two_starts_at_the_same_time_one_gets_the_directory(tmp_path, monkeypatch, warnings, locks, is_stale):
+    """The second start happens before each line of the first one in turn."""
+    if locks == "none":
+        monkeypatch.setattr("fcntl.flock", no_flock)
+    stale, tracer, line = json.dumps({"pid": dead_pid(), "host": socket.gethostname()}), sys.gettrace(), 0
+    run_dir, held, entered, seen = RunDir(tmp_path / "run"), contextlib.ExitStack(), [], 0
+
+    def start():
+        with contextlib.suppress(ConfigError):
+            entered.append(held.enter_context(locked(run_dir, warnings.append)))
+
+    def trace(frame, event, arg):
+        nonlocal seen
+        if frame.f_code.co_filename != lock.__file__:
+            return None
+        seen += event == "line"
+        if event == "line" and seen == line:
+            start()
+        return trace
+
+    while line <= seen:
+        line, seen = line + 1, 0
+        entered.clear()
+        run_dir.path.mkdir()
+        if is_stale:
+            run_dir.lock_file.write_text(stale)
+        sys.settrace(trace)
+        try:
+            start()
+        finally:
+            sys.settrace(tracer)
+            held.close()
+        assert len(entered) == 1, f"before line {line}"
+        assert not run_dir.path.exists()
+    assert line > 10
+    assert warnings == []
+
+
+def test_without_file_locks_a_process_that_was_killed_while_it_started_is_named(without_locks, tmp_path, warnings):
+    run_dir = RunDir(tmp_path)
+    (tmp_path / "lock.tmp").touch()
+    run_dir.check(TrainConfig(), FINGERPRINT)
+    with (
+        pytest.raises(ConfigError, match=r"another process is .*; if it has ended, remove .*lock\.tmp"),
+        locked(run_dir, print),
+    ):
+        pass
+    (tmp_path / "lock.tmp").unlink()
+    with locked(run_dir, warnings.append):
+        pass
+    assert warnings == []
+
+
+def test_the_lock_of_another_process_is_not_removed_at_the_end(tmp_path, warnings):
+    run_dir = RunDir(tmp_path)
+    with locked(run_dir, warnings.append):
+        run_dir.lock_file.unlink()  # by the user
+        run_dir.lock_file.write_text("another process")
+    assert run_dir.lock_file.read_text() == "another process"
