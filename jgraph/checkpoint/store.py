@@ -450,15 +450,14 @@ def hide_tracebacks() -> None:
 def check_path(directory: Path, refused: str = "*?[\\") -> None:
     """Raises CheckpointError if a path has characters that Orbax or TensorStore do not take literally.
 
-    Orbax finds the files of a save by a glob, so `run*` finds those of `run1` too, and `run[1]` finds none. It reads from such a
-    path. TensorStore takes a backslash for a slash, and requires UTF-8.
+    Orbax finds the files of a save by a glob: `run*` finds those of `run1` too, and `run[1]` finds none. It reads without a
+    glob. TensorStore takes a backslash for a slash, and requires UTF-8.
     """
     found = [letter for letter in refused if letter in str(directory)]
     found += ["a byte that is not UTF-8"] if re.search("[\ud800-\udfff]", str(directory)) else []
     if found:
-        raise CheckpointError(
-            f"`run_dir`: checkpoints in {directory} could not be restored: its path has {' and '.join(found)}; rename its directory"
-        )
+        wrong = f"its path has {' and '.join(found)}; rename the directory"
+        raise CheckpointError(f"`run_dir`: checkpoints in {directory} could not be restored: {wrong}")
 
 
 def check_space(directory: Path, state: object, count: int) -> None:

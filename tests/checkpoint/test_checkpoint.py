@@ -1,11 +1,15 @@
 import contextlib
 import errno
+import itertools
 import json
 import shutil
+import zlib
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jgraph.checkpoint import CheckpointReader, store
@@ -199,17 +203,23 @@ def test_saving_the_newest_step_again_has_no_effect(open_checkpoints, directory)
     assert_same(checkpoints.restore_latest(make_state())[1], make_state(2))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8", "float64", "int64"])
 def test_a_change_of_one_bit_changes_the_checksum(dtype):
-    unsigned = jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
-    words = jnp.arange(1, 8, dtype=unsigned)
-    variants = [words] + [
-        words.at[i].set(words[i] ^ (jnp.ones((), unsigned) << bit))
-        for i in range(7)
-        for bit in (0, 3, 8 * unsigned.itemsize - 1)
-    ]
-    sums = checksums([jax.lax.bitcast_convert_type(variant, jnp.dtype(dtype)) for variant in variants])
+    unsigned = np.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
+    bits = 8 * unsigned.itemsize
+    variants = np.tile(np.arange(1, 8, dtype=unsigned), (1 + 7 * 4, 1))
+    for number, (i, bit) in enumerate(itertools.product(range(7), (0, 3, bits - 5, bits - 1)), start=1):
+        variants[number, i] ^= unsigned.type(1) << unsigned.type(bit)
+    with jax.enable_x64(bits == 64):
+        leaves = list(jnp.asarray(variants.view(jnp.dtype(dtype))))
+        sums = checksums(leaves)
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype(dtype)}
     assert sums[0] not in sums[1:]
+
+
+def test_swapped_words_of_an_element_change_the_checksum():
+    with jax.enable_x64(True):
+        assert len({*checksums([jnp.int64(1), jnp.int64(1 << 32)])}) == 2
 
 
 def test_swapped_elements_change_the_checksum():
@@ -237,6 +247,123 @@ def test_a_full_disk_is_reported_from_every_error(open_checkpoints, monkeypatch,
         with pytest.raises(CheckpointError, match="no space left") as e:
             checkpoints.save(1, make_state())
     assert "`run_dir`" in str(e.value)
+
+
+@pytest.mark.parametrize(("keep", "saved"), [(2, 0), (1, 1)])
+def test_space_is_needed_for_one_checkpoint_more_than_are_kept(open_checkpoints, monkeypatch, keep, saved):
+    checkpoints, state = open_checkpoints(keep), {"w": jnp.zeros(100)}
+    for step in range(saved):
+        checkpoints.save(step, state)
+    checkpoints.wait()
+    count = keep + 1 - saved
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=400 * count))
+    checkpoints.check_space(state)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=400 * count - 1))
+    with pytest.raises(CheckpointError, match=f"needs {400 * count:,} bytes for {count} checkpoints"):
+        checkpoints.check_space(state)
+
+
+# --- Saving ---
+
+
+@pytest.mark.parametrize("name", ["[1]", "a[b", "*", "a?", "a\\b", "\udc80"])
+def test_a_path_that_is_not_taken_literally_is_refused_before_anything_is_written(tmp_path, name):
+    with pytest.raises(CheckpointError, match="could not be restored: its path has ") as error:
+        Checkpoints(tmp_path / name / "checkpoints", 1)
+    assert len(str(error.value).splitlines()) == 1
+    assert not any(tmp_path.iterdir())
+
+
+def test_other_characters_of_a_path_are_taken_literally(tmp_path):
+    state = {"w": jnp.arange(3)}
+    with contextlib.closing(Checkpoints(tmp_path / "a]b %41#é{x}$~'\n:|;!", 1)) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        assert_same(checkpoints.restore_latest(state), (1, state))
+
+
+def test_a_moved_checkpoint_is_read_from_any_path_but_one_with_a_backslash(directory, tmp_path):
+    for name in ("[1]", "a*", "a?"):
+        directory = directory.rename(tmp_path / name)
+        with contextlib.closing(CheckpointReader(directory)) as reader:
+            assert reader.read("['step']") == 2
+    with pytest.raises(CheckpointError, match="its path has "):
+        CheckpointReader(directory.rename(tmp_path / "a\\b"))
+
+
+@pytest.mark.parametrize("then", ["save", "wait", "close"])
+@pytest.mark.parametrize("damage", [delete_largest, empty_directory, change_a_checksum])
+def test_a_checkpoint_that_cannot_be_read_back_is_reported_once(tmp_path, then, damage):
+    checkpoints, directory = Checkpoints(tmp_path, 2), tmp_path / "1"
+    checkpoints.save(1, {"w": jnp.arange(3)})
+    checkpoints._manager.wait_until_finished()
+    if damage is delete_largest:
+        (directory / "state" / "manifest.ocdbt").unlink()
+    else:
+        damage(directory)
+    act = {"save": lambda: checkpoints.save(2, {"w": jnp.arange(3)}), "wait": checkpoints.wait, "close": checkpoints.close}
+    with pytest.raises(CheckpointError, match=r"1 was written but cannot be read back: .*") as error:
+        act[then]()
+    assert len(str(error.value).splitlines()) == 1
+    checkpoints.close()
+
+
+# --- Earlier versions ---
+
+
+def as_of_an_earlier_version(directory):
+    """Removes what a digest of an earlier version lacks: the step, and the upper words of checksums."""
+    path = directory / "digest" / "metadata"
+    digest = json.loads(path.read_text())
+    del digest["step"]
+    sums = [checksum % 2**32 for checksum in digest["checksums"]]
+    crc = zlib.crc32(json.dumps([digest["leaves"], sums], sort_keys=True).encode())
+    path.write_text(json.dumps(digest | {"checksums": sums, "crc": crc}))
+
+
+def test_a_64_bit_leaf_of_an_earlier_version_is_restored_and_its_lower_half_verified(open_checkpoints, tmp_path, monkeypatch):
+    with jax.enable_x64(True):
+        state = {"w": jnp.array([1 / 3, 1e-300]), "n": jnp.array(-(2**40)), "b": jnp.arange(3, dtype=jnp.int32)}
+        assert [leaf.dtype for leaf in state.values()] == [jnp.float64, jnp.int64, jnp.int32]
+        checkpoints = open_checkpoints()
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        assert_same(checkpoints.restore_latest(state), (1, state))
+        as_of_an_earlier_version(tmp_path / "checkpoints" / "1")
+        assert_same(checkpoints.restore_latest(state), (1, state))
+        with contextlib.closing(CheckpointReader(tmp_path / "checkpoints")) as reader:
+            assert_same(reader.read("['w']"), state["w"])
+        original = store.checksums
+        monkeypatch.setattr(store, "checksums", lambda *args: [checksum ^ 1 for checksum in original(*args)])
+        with pytest.raises(CheckpointError, match="has checksum"):
+            checkpoints.restore_latest(state)
+
+
+def test_the_checksums_of_earlier_versions_have_not_changed():
+    assert checksums([jnp.arange(6.0).reshape(2, 3), jnp.array([True, False]), jnp.array([3, -1], jnp.int8)]) == [
+        3416260608,
+        1,
+        768,
+    ]
+    with jax.enable_x64(True):
+        assert [total % 2**32 for total in checksums([jnp.array([1 / 3, 1e-300])])] == [2655006560]
+
+
+# --- Renamed directories ---
+
+
+def test_a_renamed_checkpoint_is_refused_with_its_step_and_is_not_moved(open_checkpoints, directory, warnings):
+    (directory / "2").rename(directory / "25")
+    with pytest.raises(CheckpointError, match=r"25 was saved as 2: rename its directory to 2") as error:
+        open_checkpoints().restore_latest(make_state())
+    assert len(str(error.value).splitlines()) == 1
+    with pytest.raises(CheckpointError, match=r"25 was saved as 2: ") as error:
+        CheckpointReader(directory, field="from_step")
+    assert error.value.field == "from_step"
+    assert {path.name for path in directory.iterdir()} >= {"1", "25"}
+    assert not warnings
+    (directory / "25").rename(directory / "2")
+    assert open_checkpoints().restore_latest(make_state())[0] == 2
 
 
 # --- Single leaves ---
