@@ -213,7 +213,7 @@ class Checkpoints:
         self._manager.check_for_errors()
         if digest is None or not is_process_zero():
             return
-        path, sizes = self._directory / str(digest["step"]), [math.prod(leaf["shape"]) for leaf in digest["leaves"]]
+        path, sizes = self._manager.directory / str(digest["step"]), [math.prod(leaf["shape"]) for leaf in digest["leaves"]]
         leaves: list[Any] = [ocp.PLACEHOLDER] * len(sizes)
         leaves[sizes.index(min(sizes))] = 0
         how = ocp.args.PyTreeRestore(leaves, restore_args=[ocp.RestoreArgs(restore_type=np.ndarray)] * len(sizes))  # pyright: ignore[reportCallIssue]

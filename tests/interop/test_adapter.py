@@ -1,5 +1,6 @@
 """LoRA adapters in PEFT folders: writing, reading, and errors. Comparisons with PEFT itself are in tests/finetune."""
 
+import contextlib
 import json
 import shutil
 
@@ -14,7 +15,7 @@ from jgraph.adapters import AdaptedModel, Adapter, joined, separated
 from jgraph.data import write_tokens
 from jgraph.errors import ConfigError
 from jgraph.interop import Part
-from jgraph.interop.adapter import CONFIG_FILE, WEIGHTS_FILE, adapter_parts, write_adapter
+from jgraph.interop.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterFolder, adapter_parts, write_adapter
 from jgraph.train import evaluation
 from jgraph.train.config import LoRAConfig, TrainConfig
 from jgraph.train.loaded import open_adapter
@@ -113,6 +114,39 @@ def test_target_modules_name_exactly_the_layers_with_adapters(targets, modules, 
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "base", "r": 3, "lora_alpha": 6,
         "bias": "none", "lora_dropout": 0.0, "inference_mode": True,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(("base", "written"), [("owner/model", "owner/model"), ("", None)])
+@pytest.mark.parametrize(("alpha", "kind"), [(16.0, int), (1.5, float)])
+def test_the_base_and_alpha_are_written_as_peft_writes_them(base, written, alpha, kind, tmp_path):
+    write_adapter(tmp_path / "adapter", {}, {}, {}.__getitem__, rank=2, alpha=alpha, base=base)
+    config = json.loads((tmp_path / "adapter" / CONFIG_FILE).read_text())
+    assert config["base_model_name_or_path"] == written
+    assert (config["lora_alpha"], type(config["lora_alpha"])) == (alpha, kind)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [({}, (8, 8.0)), ({"r": 2}, (2, 8.0)), ({"lora_alpha": 4}, (8, 4.0)), ({"r": None, "lora_alpha": None}, (8, 8.0))],
+)
+def test_a_missing_rank_or_alpha_is_8_as_in_peft(fields, expected, tmp_path):
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(fields))
+    assert AdapterFolder(tmp_path, field="adapter").rank_and_alpha() == expected
+
+
+UNSUPPORTED = """alora_invocation_tokens alpha_pattern arrow_config fan_in_fan_out kasa_config layer_replication lora_bias
+    modules_to_save rank_pattern target_parameters trainable_token_indices use_bdlora use_dora use_qalora"""
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED.split())
+def test_a_feature_that_is_not_supported_may_only_be_off(name, tmp_path):
+    for number, value in enumerate((False, None, [], {}, True, ["x"], {"x": 1})):
+        path = tmp_path / str(number)
+        path.mkdir()
+        (path / CONFIG_FILE).write_text(json.dumps({name: value}))
+        is_refused = pytest.raises(ConfigError, match=f"`{name}` is .*: must be left out, false, null or empty")
+        with is_refused if value else contextlib.nullcontext():
+            AdapterFolder(path, field="adapter").rank_and_alpha()
 
 
 @pytest.mark.parametrize("targets", [("*/kernel",), ("blocks/0/attention/*",)], ids=["all", "some"])

@@ -22,6 +22,7 @@ from jgraph.data import load as load_corpus
 from jgraph.errors import ConfigError
 from jgraph.interop.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Folder, read, replaced
 from jgraph.interop.load import load
+from jgraph.interop.names import Part
 from jgraph.interop.write import write
 from jgraph.moe import MoEConfig
 from jgraph.train.__main__ import parse
@@ -91,24 +92,48 @@ def test_parameters_and_slices_are_read_bit_for_bit(config, tmp_path):
 
 def test_a_folder_of_several_files_equals_one_of_a_single_file(tmp_path):
     one, _ = make(tmp_path / "one")
-    limit = 20_000
-    several, _ = make(tmp_path / "several", file_bytes=limit)
+    several, _ = make(tmp_path / "several", file_bytes=20_000)
     check(several)
-    files = sorted(path.name for path in several.path.glob("*.safetensors"))
-    assert len(files) > 2
-    assert files[-1] == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
-    by_file = [load_file(several.path / file) for file in files]
-    sizes = [sum(tensor.nbytes for tensor in own.values()) for own in by_file]
-    assert all(size <= limit or len(own) == 1 for size, own in zip(sizes, by_file, strict=True))
-    assert all(first + second > limit for first, second in itertools.pairwise(sizes)), "no file ends before it is full"
-    tensors = {name: tensor for own in by_file for name, tensor in own.items()}
+    files = [load_file(file) for file in several.path.glob("*.safetensors")]
     whole = load_file(one.path / WEIGHTS_FILE)
-    assert json.loads((several.path / INDEX_FILE).read_text())["metadata"]["total_size"] == sum(
-        t.nbytes for t in whole.values()
-    )
-    assert tensors.keys() == whole.keys()
-    for name, tensor in whole.items():
-        np.testing.assert_array_equal(tensors[name], tensor)
+    assert len(files) > 2
+    assert sorted(itertools.chain(*files)) == sorted(whole)
+    for own in files:
+        jax.tree.map(np.testing.assert_array_equal, own, {name: whole[name] for name in own})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([4], [[4]]),
+        ([1, 3, 1], [[1, 3], [1]]),  # the first file is full exactly
+        ([1, 4, 4], [[1], [4], [4]]),
+        ([2, 3, 1, 1], [[2], [3, 1], [1]]),
+        ([9, 1], [[9], [1]]),  # no empty file before a tensor above the limit
+        ([1, 9, 3, 1], [[1], [9], [3, 1]]),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_file_ends_before_the_first_tensor_that_does_not_fit(sizes, expected, dtype, tmp_path):
+    parts = {f"w{i}": (Part(f"t{i}", (size,), (0,)),) for i, size in enumerate(sizes)}
+    arrays = {f"w{i}": np.full(size, i, np.float32) for i, size in enumerate(sizes)}
+    itemsize = {"float32": 4, "bfloat16": 2}[dtype]
+    write(tmp_path / "f", {}, parts, arrays.__getitem__, dtype=dtype, file_bytes=4 * itemsize)
+    names = [f"model-{i:05d}-of-{len(expected):05d}.safetensors" for i in range(1, len(expected) + 1)]
+    names = [WEIGHTS_FILE] if len(expected) == 1 else names
+    assert sorted(path.name for path in (tmp_path / "f").glob("*.safetensors")) == names
+    found = {name: load_file(tmp_path / "f" / name) for name in names}
+    assert [[tensor.size for _, tensor in sorted(own.items())] for own in found.values()] == expected
+    assert {name: tensor[0] for own in found.values() for name, tensor in own.items()} == {
+        f"t{i}": i for i in range(len(sizes))
+    }
+    index = tmp_path / "f" / INDEX_FILE
+    assert index.exists() is (len(names) > 1)
+    if index.exists():
+        assert json.loads(index.read_text()) == {
+            "metadata": {"total_size": itemsize * sum(sizes)},
+            "weight_map": {tensor: name for name, own in found.items() for tensor in own},
+        }
 
 
 def test_a_device_reads_only_its_shards(tmp_path, monkeypatch):

@@ -309,6 +309,11 @@ def test_a_file_in_place_of_the_run_directory_is_refused(refused, tmp_path):
     assert_names(refused("--run-dir", str(tmp_path / "file")), "--run-dir", "a file")
 
 
+def test_a_path_with_a_glob_is_refused_before_anything_is_written(refused, tmp_path):
+    assert_names(refused("--run-dir", str(tmp_path / "run[1]")), "--run-dir: checkpoints in ", "run[1]", "its path has [")
+    assert not (tmp_path / "run[1]").exists()
+
+
 @pytest.mark.parametrize("flags", [["--graph", "half"], ["--data", "no/such.txt"]])
 def test_a_process_ends_with_code_2_and_one_line(tmp_path, flags):
     process = tiny.start(tmp_path / "run", *flags)
