@@ -88,6 +88,21 @@ def partitioned(axis: str) -> int:
     return mesh.shape[axis] if kinds.get(axis) == AxisType.Auto else 1
 
 
+def is_whole() -> bool:
+    """True if XLA partitions the function that is being traced over no mesh axis."""
+    return all(partitioned(axis) == 1 for axis in PARTITIONED_AXES)
+
+
+def target_device() -> Any:
+    """Returns the abstract device of the current mesh, or JAX's first device if there is none."""
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+
+
+def on_cpu() -> bool:
+    """True if the target device is a CPU."""
+    return target_device().platform == "cpu"
+
+
 def axis_names(entry: Any) -> tuple[str, ...]:
     """Returns the mesh axes in an entry of a PartitionSpec: a name, a tuple of names, or None."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
@@ -183,8 +198,7 @@ def summable(x: Array) -> Array:
     is_partitioned = any(mesh.shape.get(axis, 1) > 1 for axis in PARTITIONED_AXES)
     if x.dtype != "bfloat16" or not is_partitioned:
         return x
-    kind = jax.devices()[0].device_kind if mesh.abstract_device is None else mesh.abstract_device.device_kind
-    return x.astype("float32") if kind == "cpu" else x
+    return x.astype("float32") if on_cpu() else x
 
 
 def _with_axes(specs: Any, is_kept: Callable[[str], bool]) -> Any:

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from jgraph.device import Device, find
-from jgraph.mesh import PARTITIONED_AXES, partitioned
+from jgraph.mesh import is_whole, on_cpu, target_device
 
 SLAB = 64
 """Rows of a warpgroup's matmul instruction (wgmma)."""
@@ -25,19 +25,9 @@ def plgpu() -> Any:  # Typed as Any: jax 0.10, which the type checker uses, expo
     return mosaic_gpu
 
 
-def _device() -> Any:
-    """Returns the abstract device of the current mesh, or JAX's first device if there is none."""
-    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-
-
 def target() -> Device | None:
     """Returns the properties of the device that the program is compiled for, or None if `jgraph.device` does not list it."""
-    return find(_device().device_kind)
-
-
-def on_cpu() -> bool:
-    """True if the target device is a CPU. Pallas' interpreter then runs the kernels, for tests."""
-    return _device().platform == "cpu"
+    return find(target_device().device_kind)
 
 
 def has_mosaic() -> bool:
@@ -45,8 +35,8 @@ def has_mosaic() -> bool:
 
     False in a function that XLA partitions, because XLA would gather the arguments of a kernel.
     """
-    device, is_whole = target(), all(partitioned(axis) == 1 for axis in PARTITIONED_AXES)
-    return is_whole and device is not None and device.capability >= (9, 0) and jax.__version_info__ >= (0, 11)
+    device = target()
+    return is_whole() and device is not None and device.capability >= (9, 0) and jax.__version_info__ >= (0, 11)
 
 
 def has_wgmma() -> bool:

@@ -18,8 +18,9 @@ from jax.typing import DTypeLike
 
 from jgraph.errors import check_choice
 from jgraph.kernels._check import chosen, require, require_scalar
-from jgraph.kernels._mosaic import has_mosaic, kernel, on_cpu, plgpu
+from jgraph.kernels._mosaic import has_mosaic, kernel, plgpu
 from jgraph.kernels.elementwise import IDENTITY, Computed, Elementwise
+from jgraph.mesh import on_cpu
 
 Want = Literal["both", "rows", "columns", "amax"]
 _WRITTEN = {"both": ("rows", "columns"), "rows": ("rows",), "columns": ("columns",), "amax": ()}

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jgraph.errors import ConfigError
 from jgraph.train import presets
-from jgraph_models.gpt import GPT, GPTConfig, attention_kernel
+from jgraph_models.gpt import GPT, MLP, GPTConfig, attention_kernel
 
 CONFIG = GPTConfig(
     num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, d_ff=48, vocab_size=61, mlp="swiglu", head="untied",
@@ -105,6 +105,15 @@ def test_scanned_layers_start_with_different_weights():
     _, params = split(replace(scan_layers=True))
     first, second = params["blocks"]["mlp"]["up"]["kernel"]
     assert not np.allclose(first, second)
+
+
+def test_a_cpu_does_not_transpose_gradients_of_hidden_activations():
+    graphdef, params = nnx.split(MLP(replace(mlp="gelu"), rngs=nnx.Rngs(0)))
+    x_BTD = jnp.ones((2, 8, 32))
+    gradient = jax.jit(jax.grad(lambda params: jnp.sum(nnx.merge(graphdef, params)(x_BTD) ** 2)))
+    hlo = gradient.lower(params).compile().as_text()
+    assert "f32[16,48]" in hlo
+    assert "f32[48,16]" not in hlo
 
 
 # --- Attention ---
