@@ -1,6 +1,7 @@
 """Checks that devices are available, and when the next program may be dispatched."""
 
 import os
+import warnings
 from typing import TypeVar
 
 import jax
@@ -9,20 +10,23 @@ from jgraph.errors import ConfigError
 
 _T = TypeVar("_T")
 
+_SCHEDULER = "xla_cpu_enable_concurrency_optimized_scheduler"
+
 
 def check_devices() -> None:
-    """Starts JAX's default backend, with enough threads for the collectives of several CPU devices.
+    """Starts JAX's default backend. Several CPU devices then run the collectives of a program in one order.
 
-    XLA's CPU client has as many threads as cores, or the number in the environment variable NPROC. A device keeps a thread for
-    each collective that it waits in, and collectives that do not depend on each other wait at once. With too few threads,
-    all of them may wait.
+    XLA's default scheduler for CPUs lets each device choose the order of collectives that do not depend on each other. Devices
+    that wait in different collectives can wait forever. The flag works in XLA_FLAGS, which XLA reads once, and not as an option
+    of one program.
 
     Raises:
         ConfigError: If the platforms in JAX_PLATFORMS have no device on this machine, e.g. `cuda` without a GPU.
     """
-    count = getattr(jax.config, "jax_num_cpu_devices", 1)
-    if count > 1:
-        os.environ.setdefault("NPROC", str(max(4 * count, os.cpu_count() or 1)))
+    flags = os.environ.get("XLA_FLAGS", "")
+    is_simulated = getattr(jax.config, "jax_num_cpu_devices", 1) > 1 or "host_platform_device_count" in flags
+    if is_simulated and not _is_started():
+        os.environ["XLA_FLAGS"] = ordered(flags)
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as e:  # JAX asserts that it has a plugin for the platform
@@ -31,6 +35,29 @@ def check_devices() -> None:
         raise ConfigError(
             f"JAX_PLATFORMS is {platforms}: must be a platform with devices on this machine, or unset ({reason})", field=""
         ) from e
+
+
+def ordered(flags: str) -> str:
+    """Adds the flag for one order of collectives to the text of XLA_FLAGS, unless it has this flag."""
+    return flags if _SCHEDULER in flags else f"{flags} --{_SCHEDULER}=false".strip()
+
+
+def warn_unordered() -> None:
+    """Warns if CPU devices may run the collectives of one program in different orders."""
+    if jax.default_backend() == "cpu" and _SCHEDULER not in os.environ.get("XLA_FLAGS", ""):
+        flag = ordered("")
+        warnings.warn(f"CPU devices may wait for each other forever: set XLA_FLAGS={flag} before the start", stacklevel=3)
+
+
+def _is_started() -> bool:
+    """True if a backend of JAX runs. JAX then refuses another number of CPU devices."""
+    count = getattr(jax.config, "jax_num_cpu_devices", -1)
+    try:
+        jax.config.update("jax_num_cpu_devices", count + 1)
+    except RuntimeError:
+        return True
+    jax.config.update("jax_num_cpu_devices", count)
+    return False
 
 
 def in_turn(results: _T) -> _T:

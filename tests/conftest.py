@@ -18,14 +18,15 @@ def pytest_configure(config):
         # Set before jax is imported. Processes that tests start inherit the variables.
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-        # Threads of XLA's CPU client: each collective that a device waits in keeps one (jgraph.dispatch.check_devices).
-        os.environ.setdefault("NPROC", "32")
         old = metadata.version("jaxlib").startswith("0.10.")
         # Compilation takes a fifth less time on few cores. Newer versions gain nothing.
         fast = ["--xla_cpu_parallel_codegen_split_count=1"] * old
         fast += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]  # a third less
         fast += ["--xla_cpu_use_fusion_emitters=false"] * old  # half of the rest; newer versions have only fusion emitters
-        os.environ.setdefault("XLA_FLAGS", " ".join(fast))
+        flags = os.environ.setdefault("XLA_FLAGS", " ".join(fast))
+        # All devices run collectives in one order (jgraph.dispatch.check_devices).
+        if "concurrency_optimized_scheduler" not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_enable_concurrency_optimized_scheduler=false"
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         # One cache for all workers and processes of this run, separate from the user's cache.
         directory = tempfile.mkdtemp(prefix="jgraph-tests-")

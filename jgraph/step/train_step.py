@@ -17,8 +17,9 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.checkpoint.canonical import CanonicalLayout, spread
-from jgraph.dispatch import in_turn
+from jgraph.dispatch import in_turn, warn_unordered
 from jgraph.errors import ConfigError
+from jgraph.mesh import PARTITIONED_AXES
 from jgraph.precision.config import FP8Config
 from jgraph.scopes import scope
 from jgraph.step.compiled import CompiledStep
@@ -424,6 +425,8 @@ class TrainStep:
             DonationError: If the program copies a leaf of the state, or swaps the buffers of two leaves.
         """
         xla_options = checks.strings("xla_options", xla_options, example="name=value")
+        if self.mesh is not None and any(self.mesh.shape.get(axis, 1) > 1 for axis in PARTITIONED_AXES):
+            warn_unordered()
         options = self.options(jax.default_backend(), graph=graph, xla_options=xla_options)
         shapes = self.placed_shapes(batch)
         gradients = self.bound.compile_gradients(self.state.params, self.state.carry, shapes, self.key, options)
