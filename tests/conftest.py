@@ -7,10 +7,30 @@ import shutil
 import sys
 import tempfile
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 from tests.target_fixture import h200 as h200
+
+ROOT = Path(__file__).parents[1]
+TIERS = ("finetune", "gpu", "parity")
+
+
+def isolate(directory: Path):
+    """Hides the user's files from tests and from the processes that they start, which still find this checkout."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    (directory / "cache" / "jgraph").mkdir(parents=True)
+    (directory / "home").mkdir()
+    # NVIDIA's compiler is 133 MB to download, so runs share it (`h200`).
+    (directory / "cache" / "jgraph" / "target").symlink_to(cache / "jgraph" / "target")
+    os.environ |= {
+        "HOME": str(directory / "home"),
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(directory / "hypothesis"),
+        "JGRAPH_TESTS_HOME": str(Path.home()),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "models"), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "XDG_CACHE_HOME": str(directory / "cache"),
+    }
 
 
 def pytest_configure(config):
@@ -27,19 +47,25 @@ def pytest_configure(config):
         # All devices run collectives in one order (jgraph.dispatch.check_devices).
         if "concurrency_optimized_scheduler" not in flags:
             os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_enable_concurrency_optimized_scheduler=false"
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        # One cache for all workers and processes of this run, separate from the user's cache.
-        directory = tempfile.mkdtemp(prefix="jgraph-tests-")
-        os.environ |= {"JAX_COMPILATION_CACHE_DIR": directory, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        # Raised for an entry that another process is writing. pyproject.toml ignores it in pytest, this in processes of tests.
-        os.environ.setdefault("PYTHONWARNINGS", "ignore:Error reading persistent compilation cache entry")
+    if not hasattr(config, "workerinput"):  # workers inherit the environment
+        directory = Path(tempfile.mkdtemp(prefix="jgraph-tests-"))
         config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
+        isolate(directory)
+        if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+            # One cache for all workers and processes of this run, separate from the user's cache.
+            os.environ["JAX_COMPILATION_CACHE_DIR"] = str(directory / "compiled")
+            os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+            # Raised for an entry that another process writes. pyproject.toml ignores it in pytest, this in processes of tests.
+            os.environ.setdefault("PYTHONWARNINGS", "ignore:Error reading persistent compilation cache entry")
 
 
 def pytest_ignore_collect(collection_path, config):
-    # Otherwise every worker imports PyTorch for tests that are not selected.
-    excluded = [mark for mark in ("finetune", "gpu", "parity") if f"not {mark}" in config.option.markexpr]
-    return True if collection_path.is_dir() and collection_path.name in excluded else None
+    """Ignores modules without a selected test, because every worker would import them: 16 CPU seconds, and PyTorch."""
+    terms, name = config.option.markexpr.split(" and "), collection_path.name
+    if name in TIERS:
+        return True if f"not {name}" in terms else None
+    required = [f"mark.{tier}" for tier in TIERS if tier in terms and name.startswith("test_")]
+    return True if required and not all(mark in collection_path.read_text() for mark in required) else None
 
 
 def pytest_collection_finish():
@@ -48,6 +74,20 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 50)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def elsewhere(tmp_path_factory):
+    """Runs tests and fixtures in an empty directory. Returns it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("elsewhere"))
+        yield Path.cwd()
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_files(elsewhere):
+    yield
+    assert not os.listdir(elsewhere), "a test writes to the working directory: take `tmp_path`"
 
 
 @pytest.fixture(autouse=True, scope="module")

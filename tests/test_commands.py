@@ -37,7 +37,7 @@ def test_help_lists_every_command(capsys, args):
 def test_help_imports_no_heavy_package():
     heavy = ("jax", "numpy", "tyro", "rich")
     code = f"import sys\nfrom jgraph.__main__ import main\nmain(['--help'])\nprint([m for m in {heavy} if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], cwd=tiny.ROOT, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.splitlines()[-1] == "[]"
 
 
@@ -91,9 +91,7 @@ def test_a_command_fails_like_its_module(capsys, name):
 
 
 def test_the_usage_line_of_the_module_names_the_module():
-    result = subprocess.run(
-        [sys.executable, "-m", "jgraph", "aot", "--help"], cwd=tiny.ROOT, capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([sys.executable, "-m", "jgraph", "aot", "--help"], capture_output=True, text=True, check=True)
     assert "usage: python -m jgraph aot " in result.stdout
     assert "python -m jgraph aot install" in result.stdout
 

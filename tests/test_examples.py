@@ -30,8 +30,8 @@ def test_an_example_runs_and_is_short(name):
     text = (ROOT / "examples" / name).read_text()
     assert f"python examples/{name}" in text
     assert text.count("\n") < 80
-    env = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, f"examples/{name}"], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    command = [sys.executable, str(ROOT / "examples" / name)]
+    done = subprocess.run(command, env=os.environ | {"JAX_NUM_CPU_DEVICES": "4"}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     losses = [float(number) for number in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert losses == [] or losses[-1] < max(losses), done.stdout
@@ -45,7 +45,7 @@ def test_the_example_of_a_model_of_ones_own_trains_as_its_docstring_says(tmp_pat
     text = (ROOT / "examples/own_model.py").read_text()
     command = shlex.split(re.search(r"^python (-m jgraph.train .*) --run-dir", text, re.MULTILINE)[1])
     done = subprocess.run(
-        [sys.executable, *command, "--run-dir", str(tmp_path), "--sample-tokens", "8"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, *command, "--run-dir", str(tmp_path), "--sample-tokens", "8"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     losses = [float(number) for number in re.findall(r"  loss (\d+\.\d+)", done.stdout)]

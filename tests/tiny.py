@@ -29,7 +29,7 @@ def start(run_dir: Path, *flags: str, num_devices: int | None = None, **variable
     """Starts training in another process with `num_devices` CPU devices, by default as many as in the tests."""
     command = [sys.executable, "-m", "jgraph.train", *FLAGS, "--run-dir", str(run_dir), *flags]
     environ = os.environ | variables | ({} if num_devices is None else {"JAX_NUM_CPU_DEVICES": str(num_devices)})
-    return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def finish(process: subprocess.Popen[str], *, seconds: float) -> tuple[int, str, str]:

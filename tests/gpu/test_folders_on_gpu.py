@@ -65,9 +65,7 @@ def make(path):
 
 def interrupt(run, flags):
     """Starts a run in another process and interrupts it after it logs step `STOPPED`."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "jgraph.train", *flags], cwd=tiny.ROOT, stdout=subprocess.DEVNULL, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-m", "jgraph.train", *flags], stdout=subprocess.DEVNULL, text=True)
     try:
         tiny.wait_for(lambda: tiny.num_lines(run / "metrics.jsonl") > STOPPED // 10, process=process)
         process.send_signal(signal.SIGINT)

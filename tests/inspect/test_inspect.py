@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -246,13 +247,13 @@ def test_neither_jax_nor_matplotlib_is_imported():
         assert not {'jax', 'jaxlib', 'flax', 'matplotlib'} & set(sys.modules)
     """
     command = [sys.executable, "-c", code, *SMALL]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
 
 def test_a_process_ends_with_code_2_and_one_line():
     command = [sys.executable, "-m", "jgraph.inspect", *SMALL, "--costs", "1"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "--costs" in one_line(result.stderr)
     assert result.stdout == ""
@@ -260,7 +261,8 @@ def test_a_process_ends_with_code_2_and_one_line():
 
 def test_unencodable_characters_are_printed_as_question_marks():
     command = [sys.executable, "-X", "utf8=0", "-m", "jgraph.inspect", *SMALL]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, env={"PYTHONIOENCODING": "ascii", "PATH": ""})
+    env = {"PYTHONIOENCODING": "ascii", "PATH": "", "PYTHONPATH": os.environ["PYTHONPATH"]}
+    result = subprocess.run(command, capture_output=True, check=False, env=env)
     assert result.returncode == 0, result.stderr
     assert b"rank 1 ???" in result.stdout
 
@@ -415,5 +417,5 @@ def test_wrong_flags_of_capture_are_refused_before_jax_is_imported():
         assert main(['capture', 'gpt-124m', '--batch-size', '0']) == 2
         assert not {'jax', 'jaxlib', 'flax'} & set(sys.modules)
     """
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -6,8 +6,6 @@ import sys
 import time
 from pathlib import Path
 
-from tests import tiny
-
 RANKS = 2
 _TIMEOUT_S = 120
 
@@ -28,7 +26,7 @@ def run(module: str, folder: Path, *arguments: str) -> None:
         for rank, log in enumerate(logs):
             command = [sys.executable, "-m", module, str(rank), str(RANKS), str(folder / "rendezvous"), *arguments]
             with log.open("w") as out:
-                processes.append(subprocess.Popen(command, cwd=tiny.ROOT, env=environ, stdout=out, stderr=out))
+                processes.append(subprocess.Popen(command, env=environ, stdout=out, stderr=out))
         deadline = time.monotonic() + _TIMEOUT_S
         # Stop if one process failed, because the others would wait for it.
         while {process.poll() for process in processes} in ({None}, {None, 0}) and time.monotonic() < deadline:

@@ -237,7 +237,7 @@ def test_a_full_disk_is_reported_with_the_file_and_its_flag(tmp_path, capsys):
 def test_a_full_disk_behind_standard_output_is_reported_in_one_line():
     command = [sys.executable, "-m", "jgraph.inspect", "schedule", "1f1b", "--pp", "2", "--microbatches", "2"]
     with open("/dev/full", "w") as full:
-        process = subprocess.run(command, cwd=tiny.ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+        process = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     line = "standard output or a temporary file cannot be written: No space left on device"
     assert (process.returncode, process.stderr) == (2, f"jgraph.inspect: error: {line}\n")
 
@@ -357,7 +357,7 @@ def test_a_closed_output_pipe_ends_a_command_silently(tmp_path, module):
         "jgraph": ["--help"],
     }[module]
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *command], cwd=tiny.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", module, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     process.stdout.close()
@@ -369,7 +369,7 @@ def test_help_is_grouped_names_the_presets_and_does_not_import_jax():
     code = (
         "import sys\nfrom jgraph.train.__main__ import main\ncode = main(['--help'])\nsys.exit(code or ('jax' in sys.modules))"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=tiny.ROOT, capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     for text in ("model options", "optimizer options", "gpt-1b3", "--graph {auto,off,full}", "--resume, --no-resume"):
         assert text in result.stdout

@@ -206,7 +206,6 @@ def start_two(*flags: str, odd_flags: tuple[str, ...] = ()) -> list[subprocess.P
                 *(sys.executable, "-m", "jgraph.train", *flags, *address),
                 *("--distributed.process-id", str(process), *(odd_flags if process else ())),
             ],
-            cwd=tiny.ROOT,
             env=environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -321,7 +320,7 @@ PLACING = """if True:
 @pytest.mark.once
 def test_processes_with_alternating_devices_feed_the_rows_listed_by_the_step():
     environ = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
-    address, how = f"localhost:{free_port()}", {"cwd": tiny.ROOT, "env": environ, "text": True}
+    address, how = f"localhost:{free_port()}", {"env": environ, "text": True}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     processes = [
         subprocess.Popen([sys.executable, "-c", PLACING, address, str(process)], **how, **pipes) for process in range(2)

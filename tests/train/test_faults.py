@@ -247,7 +247,7 @@ limited(resource.RLIM_INFINITY)
 def test_a_failed_write_is_reported_in_one_line_with_the_file_and_flag(tmp_path):
     environ = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     process = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path)], cwd=tiny.ROOT, env=environ, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", FULL, str(tmp_path)], env=environ, capture_output=True, text=True, timeout=200
     )
     config, metrics, *checkpoints = process.stderr.splitlines()
     assert process.returncode == 0, process.stderr

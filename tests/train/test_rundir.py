@@ -325,7 +325,7 @@ def test_a_second_process_is_refused_with_the_id_and_host_of_the_first(tmp_path,
             except ValueError as e:
                 print(e)
         """
-        output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tiny.ROOT).stdout
+        output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout
     assert f"process {os.getpid()} on {socket.gethostname()} is writing there" in output
     assert len(output.splitlines()) == 1
     assert warnings == []

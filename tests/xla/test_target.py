@@ -1,4 +1,5 @@
 import importlib.util
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -57,7 +58,7 @@ def test_the_target_h200_is_not_in_jax_devices(h200):
 @pytest.mark.parametrize("first", ["jax.devices()", "aot.devices()"])
 def test_the_plugin_does_not_affect_the_cpu_backend(h200, first):
     code = f"import jax; from jgraph.xla import aot; {first}; aot.devices(); print(jax.devices(), jax.numpy.ones(2) + 1)"
-    env = {"PATH": "/usr/bin:/bin", "HOME": str(aot.Path.home()), "JAX_PLATFORMS": ""}
+    env = {name: os.environ[name] for name in ("PYTHONPATH", "XDG_CACHE_HOME")} | {"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": ""}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     assert run.stdout.strip() == "[CpuDevice(id=0)] [2. 2.]"
     assert run.stderr == ""
