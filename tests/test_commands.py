@@ -202,6 +202,7 @@ def test_a_model_id_as_a_run_is_refused_with_the_flag_for_models(capsys):
 
 
 @pytest.mark.parametrize("path", ["tests/missing", "no/such.txt", "one", "a/b/c", "./runs/first", "/runs/first", "~/a"])
-def test_a_path_that_is_not_an_id_has_no_download_hint(path, monkeypatch):
-    monkeypatch.chdir(tiny.ROOT)
+def test_a_path_that_is_not_an_id_has_no_download_hint(path, tmp_path, monkeypatch):
+    (tmp_path / "tests").mkdir()
+    monkeypatch.chdir(tmp_path)
     assert download_hint(path) == ""
