@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -152,13 +153,14 @@ def test_a_program_that_did_not_run_is_refused(recorded, tmp_path):
     ("argv", "message"),
     [
         (["nowhere"], "nowhere: no such file or directory"),
-        (["tests", "--steps", "0"], "--steps is 0"),
-        (["tests/profile/traces/one.tar.xz"], "one.tar.xz cannot be read as a trace"),
-        (["tests/inspect"], "tests/inspect has no trace"),
+        (["traces", "--steps", "0"], "--steps is 0"),
+        (["traces/one.tar.xz"], "one.tar.xz cannot be read as a trace"),
+        (["."], ". has no trace"),
         ([], "required"),
     ],
 )
-def test_wrong_arguments_are_refused_in_one_line(argv, message, capsys):
+def test_wrong_arguments_are_refused_in_one_line(argv, message, monkeypatch, capsys):
+    monkeypatch.chdir(Path(__file__).parent)
     assert main(argv) == 2
     err = capsys.readouterr().err
     assert message in err
