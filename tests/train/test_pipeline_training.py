@@ -96,7 +96,7 @@ def of_one_device(num_layers: int = 3, head: str = "tied") -> Trained:
 
 def assert_same(ours: Trained, theirs: Trained):
     assert theirs.setup.step.mesh is None
-    np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-6)
+    np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-5)
     np.testing.assert_allclose(ours.grad_norms, theirs.grad_norms, rtol=1e-5)
     weights, expected = ours.weights(), theirs.weights()
     assert list(weights) == list(expected)
