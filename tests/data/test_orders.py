@@ -1,6 +1,7 @@
 """Tests the order of rows: permutations that are not stored, documents reshuffled each epoch, and mixtures."""
 
 import tracemalloc
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jgraph.data import Batches, Index, Source, heldout_batches
-from jgraph.data._batches import _bits, _counts, _deal, permutation, shuffled_documents
+from jgraph.data._batches import Packed, _bits, _counts, _deal, permutation, shuffled_documents
 from jgraph.errors import DataError
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=200)
@@ -106,6 +107,17 @@ def test_each_epoch_has_different_neighboring_documents():
 def test_shuffled_documents_have_fixed_first_tokens():
     batches = batches_of(source_of([3, 50, 2, 7, 90, 1]))
     assert [int(batches[step][0, 0]) for step in range(6)] == FIRST_TOKENS
+
+
+@pytest.mark.parametrize("kind", ["windows", "documents", "packed"])
+def test_sources_of_equal_length_have_different_orders(kind):
+    sources = [source_of([9] * 40) for _ in range(2)]
+    if kind == "packed":
+        sources = [replace(source, packed=Packed(np.ones(360, bool), 40, 360, 0, 0)) for source in sources]
+    batches = batches_of(*sources, batch_size=80, shuffle="windows" if kind == "packed" else kind)
+    one, other = (batches[0][source::2, 0].tolist() for source in range(2))
+    assert one != other
+    assert kind != "packed" or sorted(one) == sorted(other) == list(range(0, 360, 9))
 
 
 def test_an_index_that_does_not_match_the_tokens_is_refused():

@@ -3,6 +3,7 @@
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -73,6 +74,29 @@ def test_a_pair_longer_than_the_window_loses_tokens_at_the_start_of_its_context(
 
 def test_an_empty_continuation_is_certain(model, params):
     assert list(scores(model, params, [([1], []), ([2, 3], [])])) == [(1, (0.0, True)), (0, (0.0, True))]
+
+
+class Averaging(nnx.Module):
+    """Has the same logits for every token: a running mean, negated."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+
+    def logits(self, tokens_BT):
+        return self.norm(jnp.zeros((*tokens_BT.shape, 3)), use_running_average=True)
+
+
+def test_scores_use_the_running_statistics_that_are_given():
+    model = jgraph.functional(lambda: Averaging(nnx.Rngs(0)))
+    params, carried = model.init()
+    carried["norm"]["mean"] = jnp.asarray([0.0, 1.0, 2.0])
+    ((_, found),) = scores(model, params, [([0], [2])], carried=carried)
+    assert found.log_prob == pytest.approx(float(jax.nn.log_softmax(-carried["norm"]["mean"])[2]), abs=1e-3)
+
+
+def test_rows_are_padded_to_a_power_of_two_and_at_most_the_window():
+    assert [score._padded(length, None) for length in (1, 64, 65, 128, 129)] == [64, 64, 128, 128, 256]
+    assert [score._padded(70, window) for window in (100, 200)] == [100, 128]
 
 
 def test_pairs_of_similar_length_share_a_program(model, params):

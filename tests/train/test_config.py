@@ -1,3 +1,5 @@
+import contextlib
+import copy
 import dataclasses
 import json
 import subprocess
@@ -8,6 +10,7 @@ import pytest
 from jgraph.errors import ConfigError, JgraphError
 from jgraph.moe import MoEConfig
 from jgraph.train.config import OptimizerConfig, TrainConfig
+from jgraph.train.initial import check_alike
 from jgraph.train.presets import PRESETS, preset
 from jgraph_models.gpt import GPTConfig
 
@@ -270,6 +273,18 @@ def test_a_saved_config_with_a_wrong_value_is_refused_with_its_field():
     with pytest.raises(ConfigError, match="`steps` is 0") as error:
         TrainConfig.from_dict(through_json(TrainConfig()) | {"steps": 0})
     assert error.value.field == "steps"
+
+
+def test_only_dtype_overlap_and_the_training_of_routers_may_differ_from_the_initial_weights():
+    allowed = set()
+    for section, kind in (("", GPTConfig), ("moe.", MoEConfig)):
+        for name in (field.name for field in dataclasses.fields(kind)):
+            there = copy.deepcopy(GPTConfig())
+            object.__setattr__(there.moe if section else there, name, "another")
+            with contextlib.suppress(ConfigError):
+                check_alike(GPTConfig(), there, "as there")
+                allowed.add(section + name)
+    assert allowed == {"compute_dtype", "tensor_overlap", "moe.balance_loss", "moe.z_loss", "moe.bias_rate"}
 
 
 # --- Presets ---

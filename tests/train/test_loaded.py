@@ -65,6 +65,13 @@ def test_a_batch_of_prompts_has_the_texts_of_separate_prompts(loaded):
     assert loaded.generate(prompts, **choices) == [loaded.generate(prompt, **choices) for prompt in prompts]
 
 
+@pytest.mark.parametrize(("length", "settings"), [(33, {}), (9, {"window": 8})])
+def test_a_prompt_longer_than_the_window_of_the_run_or_of_the_call_is_refused(loaded, length, settings):
+    with pytest.raises(ConfigError) as error:
+        loaded.generate("a" * length, max_tokens=1, **settings)
+    assert error.value.field == "prompts"
+
+
 def test_the_pieces_of_a_stream_join_to_the_generated_text(loaded):
     pieces = list(loaded.stream(["The ", "def"], max_tokens=20, key=3))
     texts = ["".join(piece for number, piece in pieces if number == own) for own in range(2)]
