@@ -68,7 +68,7 @@ def test_loss_and_gradients_equal_the_mean_cross_entropy(chunk):
 
 
 @pytest.mark.once
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(data=st.data(), batch=st.integers(1, 3), length=st.integers(1, 6), width=st.integers(1, 9), vocab=st.integers(1, 17))
 def test_every_shape_works_with_every_chunk_that_divides_its_tokens(data, batch, length, width, vocab):
     arrays = example(batch, length, width, vocab, seed=data.draw(st.integers(0, 99)))

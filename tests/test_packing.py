@@ -30,7 +30,7 @@ def assert_same(actual, expected):
         np.testing.assert_array_equal(a, e)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(tree=trees, small=st.integers(0, 70))
 def test_unpack_inverts_pack(tree, small):
     leaves, structure = jax.tree.flatten(tree)

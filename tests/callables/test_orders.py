@@ -151,7 +151,7 @@ def test_a_steady_state_round_of_an_aligned_schedule_is_one_executable():
     assert len({id(i.executable.compiled) for i in plan.instructions}) < 40
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 10_000))
 def test_random_schedules_with_random_placements_equal_plain_jax(seed):
     rng = np.random.default_rng(seed)

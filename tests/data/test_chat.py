@@ -180,7 +180,7 @@ def test_an_item_goes_to_the_row_with_the_least_space_that_is_enough():
     assert best_fit([6, 7, 3, 2, 2], 10) == [[1, 2], [0, 3, 4]]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(LENGTHS, st.integers(1, 5), st.integers(0, 2**63))
 def test_an_epoch_has_every_conversation_once_in_one_row_with_its_mask(lengths, batch_size, seed):
     T = 29

@@ -40,7 +40,6 @@ def batches_of(*sources, batch_size=4, seq_len=8, seed=0, shuffle="documents", *
 # --- Permutations ---
 
 
-@settings(deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
 def test_a_permutation_has_every_number_once_and_supports_random_access(size, seed):
     permute = permutation(size, np.random.Philox(key=seed))
@@ -65,7 +64,7 @@ def test_permutations_are_uniform():
 # --- Documents ---
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(LENGTHS, st.integers(1, 20), st.integers(1, 4), st.integers(0, 2**64 - 1))
 def test_an_epoch_predicts_each_token_at_most_once_and_omits_at_most_one_row(lengths, seq_len, parts, seed):
     if sum(lengths) <= seq_len:
@@ -79,7 +78,7 @@ def test_an_epoch_predicts_each_token_at_most_once_and_omits_at_most_one_row(len
         assert sum(lengths) - len(predicted) <= seq_len
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(LENGTHS, st.integers(0, 2**32))
 def test_each_span_is_inside_one_document(lengths, seed):
     lengths = [30, *lengths]

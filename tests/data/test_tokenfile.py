@@ -24,7 +24,7 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
     path.write_bytes(contents)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from([1, 256, 65_536, 65_537, 2**32 - 1]).flatmap(
         lambda vocab: st.tuples(

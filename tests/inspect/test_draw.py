@@ -73,7 +73,7 @@ def test_dots_mark_exactly_the_idle_time(name, pp, microbatches, chunks):
         assert "".join("·" if not b else "#" for b in busy) == re.sub("[^·]", "#", row)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(schedules())
 def test_every_action_of_a_random_schedule_starts_once_across_bands(schedule):
     run = simulate(schedule)

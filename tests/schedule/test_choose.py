@@ -65,7 +65,7 @@ def test_a_peak_equal_to_the_limit_fits():
     latency=st.sampled_from([0.0, 0.5]),
     execution=st.sampled_from(["dataflow", "neighbours", "lockstep"]),
 )
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 def test_the_choice_equals_brute_force_for_random_arguments(
     pp, microbatches, times, bytes_each, limit, chunks, latency, execution
 ):

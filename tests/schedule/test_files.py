@@ -61,7 +61,7 @@ def test_a_csv_has_a_row_per_rank_and_a_cell_per_tick():
 
 
 @given(schedules())
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 def test_random_schedules_round_trip_in_both_formats(schedule):
     assert same(from_csv(to_csv(schedule)), schedule)
     assert to_csv(from_csv(to_csv(schedule))) == to_csv(schedule)
@@ -257,7 +257,7 @@ TEXT = st.text(st.characters(exclude_characters="\r"), max_size=20) | st.text('0
 
 
 @given(text=CELLS.map(lambda rows: "\n".join(map(",".join, rows))) | TEXT)
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400)
 def test_arbitrary_text_gives_a_schedule_or_an_order_error(text):
     for parse in (from_csv, from_json):
         try:
@@ -267,7 +267,7 @@ def test_arbitrary_text_gives_a_schedule_or_an_order_error(text):
 
 
 @given(schedule=schedules(), suffix=st.sampled_from(list(FORMS)), data=st.data())
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 def test_a_corrupted_file_gives_a_schedule_or_an_order_error(schedule, suffix, data):
     write_text, read_text = FORMS[suffix]
     text = write_text(schedule)
@@ -296,7 +296,7 @@ BODIES = st.fixed_dictionaries(
 
 
 @given(body=BODIES | VALUES)
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400)
 def test_arbitrary_json_gives_a_schedule_or_an_order_error(body):
     try:
         schedule = from_json(json.dumps(body))
@@ -306,7 +306,7 @@ def test_arbitrary_json_gives_a_schedule_or_an_order_error(body):
 
 
 @given(content=st.binary(max_size=40), suffix=st.sampled_from(list(FORMS)))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 def test_arbitrary_bytes_give_a_schedule_or_an_order_error_with_the_path(tmp_path_factory, content, suffix):
     path = tmp_path_factory.getbasetemp() / f"bytes{suffix}"
     path.write_bytes(content)

@@ -116,7 +116,7 @@ def test_a_tick_of_aligned_has_one_kind_of_action_and_wgrads(P):
 
 
 @given(name=st.sampled_from(["gpipe", "1f1b"]), P=st.integers(1, 8), M=st.integers(1, 24), F=costs, I=costs, W=costs)
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_gpipe_and_1f1b_idle_for_p_minus_1_forwards_and_backwards_at_any_costs(name, P, M, F, I, W):  # noqa: E741
     run = simulate(generate(name, pp=P, microbatches=M), Costs(F, I, W))
     assert run.makespan - M * (F + I + W) == pytest.approx((P - 1) * (F + I + W), abs=1e-9)
@@ -129,7 +129,7 @@ def test_gpipe_and_1f1b_idle_for_p_minus_1_forwards_and_backwards_at_any_costs(n
     chunks=st.integers(2, 4),
     each=st.tuples(costs, costs, costs),
 )
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_chunks_divide_the_idle_time_of_gpipe_and_interleaved_1f1b(name, P, extra, chunks, each):
     M = P + extra  # includes numbers that are not a multiple of P
     run = simulate(generate(name, pp=P, microbatches=M, chunks=chunks), Costs(*each).per_chunk(chunks))
@@ -137,7 +137,7 @@ def test_chunks_divide_the_idle_time_of_gpipe_and_interleaved_1f1b(name, P, extr
 
 
 @given(P=st.integers(1, 8), extra=st.integers(0, 16), F=costs, W=costs, share=st.floats(0.05, 1.0))
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_zb_h2_idles_for_p_minus_1_forwards_if_dgrad_is_cheapest(P, extra, F, W, share):
     # Measured: if dgrad costs more than forward or wgrad, the idle time is longer for some numbers of microbatches.
     M, I = P + extra, share * min(F, W)  # noqa: E741
@@ -146,7 +146,7 @@ def test_zb_h2_idles_for_p_minus_1_forwards_if_dgrad_is_cheapest(P, extra, F, W,
 
 
 @given(P=st.integers(1, 8), extra=st.integers(0, 8), chunks=st.integers(1, 4), F=costs, I=costs, share=st.floats(0.05, 1.0))
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_aligned_in_lockstep_idles_as_zb_h1_divided_by_chunks_if_wgrad_is_cheapest(P, extra, chunks, F, I, share):  # noqa: E741
     M, W = 2 * P - 1 + extra, share * min(F, I)
     run = simulate(aligned(P, M, chunks), Costs(F, I, W).per_chunk(chunks), execution="lockstep")
@@ -154,7 +154,7 @@ def test_aligned_in_lockstep_idles_as_zb_h1_divided_by_chunks_if_wgrad_is_cheape
 
 
 @given(P=st.integers(1, 8), extra=st.integers(0, 16), F=costs, I=costs, share=st.floats(0.05, 1.0))
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_zb_h1_idles_for_p_minus_1_of_forward_plus_dgrad_minus_wgrad_if_wgrad_is_cheapest(P, extra, F, I, share):  # noqa: E741
     # Measured: the idle time differs if wgrad costs more than forward or dgrad, or with fewer than P microbatches.
     M, W = P + extra, share * min(F, I)

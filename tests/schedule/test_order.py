@@ -262,7 +262,7 @@ NUMBERS = JUNK | st.lists(SIGNED, max_size=8) | st.sampled_from([[1, -1], [1, -1
     layers=JUNK | st.none() | st.integers(1, 2) | st.lists(st.integers(0, 2), max_size=3),
     delay=JUNK | st.none() | st.lists(st.booleans(), max_size=3),
 )
-@settings(max_examples=800, deadline=None, derandomize=True)
+@settings(max_examples=800)
 def test_arbitrary_arguments_give_an_order_or_an_order_error(numbers, layers, delay):
     try:
         order = Order.parse(numbers, layers, delay)
@@ -355,7 +355,7 @@ def test_a_full_backward_must_not_overtake_a_pending_wgrad():
 
 
 @given(schedules())
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120)
 def test_random_orders_round_trip_through_numbers(schedule):
     for order in schedule.orders:
         numbers = Order.parse(order.to_list())
@@ -367,7 +367,7 @@ def test_random_orders_round_trip_through_numbers(schedule):
 
 
 @given(schedules())
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 def test_split_replaces_a_full_backward_by_a_dgrad_and_its_wgrad(schedule):
     for order in schedule.orders:
         expected = []
@@ -380,7 +380,7 @@ def test_split_replaces_a_full_backward_by_a_dgrad_and_its_wgrad(schedule):
 
 
 @given(schedules(), st.slices(8))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 def test_an_order_is_indexed_and_sliced_like_a_list_of_actions(schedule, part):
     order = schedule[0]
     actions = list(order)

@@ -121,13 +121,13 @@ def test_random_ticks_are_refused_exactly_if_an_array_is_used_too_early():
 
 
 @given(schedules())
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_schedules_drawn_by_hypothesis_pass_the_referee(schedule):
     referee(schedule)
 
 
 @given(schedules(), st.data())
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_a_swap_of_two_entries_is_refused_exactly_if_the_order_cannot_run(schedule, data):
     rows = [order.to_list() for order in schedule.orders]
     row = data.draw(st.sampled_from(rows))

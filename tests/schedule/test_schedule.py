@@ -100,7 +100,7 @@ def test_no_valid_ticks_of_two_ranks_have_an_earlier_action(numbers):
 
 
 @given(schedules())
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120)
 def test_every_action_runs_in_the_tick_after_its_last_dependency(schedule):
     rows = counted(schedule)
     made = {("F" if kind == 0 else "B", stage, m): tick for row in rows for tick, kind, stage, m in row if kind != 2}
