@@ -23,6 +23,7 @@ from jax import Array, lax
 
 from jgraph.autodiff import find
 from jgraph.autodiff.linear import DelayedProduct
+from jgraph.autodiff.view import View, axis_of, of_slice, view_of
 from jgraph.errors import ConfigError, require
 from jgraph.mesh import partitioned, with_batch_axes
 from jgraph.modules import FunctionalModel
@@ -42,17 +43,33 @@ class Adapter:
 
     Attributes:
         name: Name of the parameter.
-        lead: Lengths of the leading axes of a parameter of stacked layers; () for a matrix.
-        rows: K, the contracted length of the weight.
-        columns: N, the other length of the weight.
+        view: Place of the elements of the weight [*lead, K, N] in the parameter. K is the contracted length, N the other one,
+            and `lead` has an axis for each scan over layers.
         split: How tensor parallelism splits the parameter; None if it does not. A split of the columns has the parts.
     """
 
     name: str
-    lead: tuple[int, ...]
-    rows: int
-    columns: int
+    view: View
     split: Split | None
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """Lengths of the leading axes of a parameter of stacked layers; () for a matrix."""
+        return self._lengths[:-2]
+
+    @property
+    def rows(self) -> int:
+        """K, the contracted length of the weight."""
+        return self._lengths[-2]
+
+    @property
+    def columns(self) -> int:
+        """N, the other length of the weight."""
+        return self._lengths[-1]
+
+    @property
+    def _lengths(self) -> tuple[int, ...]:
+        return tuple(math.prod(length for length, _ in axis) for axis in self.view)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -81,6 +98,28 @@ class Adapter:
         mask_PN = jnp.asarray(parts == np.arange(len(widths))[:, None], b.dtype)
         return (mask_PN[:, None] * b).reshape(-1, self.columns)
 
+    def change(self, a: Array, b: Array) -> Array:
+        """Returns A B, with the elements in the order of the parameter."""
+
+        def product(a: Array, b: Array) -> Array:
+            return a @ self.whole(b)
+
+        for _ in self.lead:
+            product = jax.vmap(product)
+        factors = [factor for axis in self.view for factor in axis]
+        order = sorted(range(len(factors)), key=lambda i: -factors[i][1])
+        return jnp.transpose(product(a, b).reshape([length for length, _ in factors]), order)
+
+    def is_transposed(self, view: View) -> bool | None:
+        """Returns whether a weight with this view is the transpose of A B. None if it is neither A B nor its transpose.
+
+        The parameter may be that of one of the stacked layers.
+        """
+        own = of_slice(self.view[-len(view) :])
+        if view == own:
+            return False
+        return True if _transposed(view) == own else None
+
 
 @dataclass(frozen=True, eq=False)
 class AdaptedModel(FunctionalModel):
@@ -95,7 +134,6 @@ class AdaptedModel(FunctionalModel):
         rank: Rank of the adapters.
         scale: Factor of the adapters, alpha / rank.
         seed: Seed of new matrices A.
-        trace: The matmuls of the loss function of the model.
     """
 
     base: FunctionalModel = field(kw_only=True)
@@ -103,7 +141,6 @@ class AdaptedModel(FunctionalModel):
     rank: int = field(kw_only=True)
     scale: float = field(kw_only=True)
     seed: int = field(kw_only=True)
-    trace: "_Trace" = field(kw_only=True, repr=False)
 
     @property
     def frozen(self) -> tuple[str, ...]:
@@ -114,8 +151,7 @@ class AdaptedModel(FunctionalModel):
         """Returns rules for `jgraph.TensorParallel`: those of the base model, and those of the adapters before them."""
         found: dict[str, Split | None] = {}
         for pattern, split in rules.items():
-            is_column = split.axis == -1
-            found |= {pattern + A: None if is_column else split, pattern + B: split if is_column else None}
+            found |= {pattern + A: split if split.axis == -2 else None, pattern + B: split if split.axis == -1 else None}
         return found | dict(rules)
 
     def with_adapters(self, base: Tree) -> Tree:
@@ -157,8 +193,8 @@ class AdaptedModel(FunctionalModel):
         Returns:
             The sum, in the dtype of `weight`.
         """
-        delta = self.trace.change(self.adapters[name], jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32) * self.scale)
-        return (jnp.asarray(weight, jnp.float32) + delta).astype(weight.dtype)
+        delta = self.adapters[name].change(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32) * self.scale)
+        return (jnp.asarray(weight, jnp.float32) + delta.reshape(weight.shape)).astype(weight.dtype)
 
     def pipeline(self, model: PipelineModel) -> PipelineModel:
         """Adds the adapters to the layers of a pipeline.
@@ -234,8 +270,10 @@ def lora(
     require(alpha > 0, "alpha", alpha, "positive")
     names = leaf_names(model.shapes)
     wanted = {name for pattern in targets for name in matching(pattern, names, field="targets")}
-    trace = _Trace.of(model, batch)
-    adapters = {name: trace.adapter(name, rules or {}) for name in names if name in wanted}
+    random = jax.eval_shape(lambda: jax.random.key(0))
+    traced = _traced(with_batch_axes(partial(model.call, "loss", "train")), model.shapes, model.carried, random, batch)
+    pairs = zip(names, jax.tree.leaves(model.shapes), strict=True)
+    adapters = {name: _adapter(traced, name, leaf.shape, rules or {}) for name, leaf in pairs if name in wanted}
     scale = alpha / rank
 
     def init() -> tuple[Tree, Tree]:
@@ -252,7 +290,6 @@ def lora(
         rank=rank,
         scale=scale,
         seed=key,
-        trace=trace,
     )
     shapes = jax.eval_shape(made.with_adapters, model.shapes)
     made = replace(made, shapes=shapes, annotations=dict.fromkeys(leaf_names(shapes)) | model.annotations)
@@ -327,35 +364,42 @@ def _run(function: Callable[..., Tree], adapters: Mapping[str, Adapter], scale: 
     if not low:
         return function(base, *args)
     traced = _traced(function, base, *args)
-    local = {name: next(a for full, a in adapters.items() if f"/{full}".endswith(f"/{name}")) for name in low}
-    found = [traced.name_of(site) for site in traced.sites]
-    # The adapter would be missing in these uses.
-    if missing := [name for i, name in enumerate(traced.names) if name in low and i in traced.others]:
-        must = "must be used only as the weight of matmuls outside `jax.shard_map`"
-        hint = "; for `jgraph_models.gpt.GPT`, pass `config.with_visible_matmuls()`"
-        raise ConfigError(f"`params` has an adapter of {missing[0]}: {must}{hint}", field="params")
-    given: list[Any] = [low.get(name) if name is not None else None for name in found]
+    local: dict[str, Adapter] = {}
+    for name in low:
+        # The parameters of a layer have the ends of the names.
+        found = (adapter for full, adapter in adapters.items() if f"/{full}".endswith(f"/{name}"))
+        local[name] = min(found, key=lambda adapter: len(adapter.name))
+    sites: dict[DelayedProduct, tuple[str, bool]] = {}
+    for name, adapter in local.items():
+        uses = traced.uses(name)
+        flips = {site: adapter.is_transposed(view) for site, view in (uses or {}).items()}
+        # The adapter would be missing in other uses.
+        if uses is None or None in flips.values():
+            must = "must be used only as the weight of matmuls outside `jax.shard_map`"
+            hint = "; for `jgraph_models.gpt.GPT`, pass `config.with_visible_matmuls()`"
+            raise ConfigError(f"`params` has an adapter of {name}: {must}{hint}", field="params")
+        sites |= {site: (name, bool(flip)) for site, flip in flips.items()}
 
     def multiply(site: DelayedProduct, x: Array, w: Array, extra: Sequence[Array], given: Any) -> Array:
         y = site.run(x, w, extra)
         if given is None:
             return y
-        a, b = given
-        name: Any = traced.name_of(site)
-        return y + _low(local[name], site, x, a, b, scale).astype(y.dtype)
+        name, is_transposed = sites[site]
+        a, b = given[0].astype(x.dtype), local[name].whole((given[1] * scale).astype(x.dtype), partitioned(AXIS))
+        return y + _low(site, x, *((b.T, a.T) if is_transposed else (a, b))).astype(y.dtype)
 
+    given = [low[sites[site][0]] if site in sites else None for site in traced.block.all_sites()]
     out, _ = find.run_forward(traced.block, traced.closed.consts, jax.tree.leaves((base, args)), given, multiply)
     return jax.tree.unflatten(traced.structure, out)
 
 
-def _low(adapter: Adapter, site: DelayedProduct, x: Array, a: Array, b: Array, scale: float) -> Array:
-    """Returns scale * (x A) B in the shape of the matmul's result."""
+def _low(site: DelayedProduct, x: Array, a: Array, b: Array) -> Array:
+    """Returns (x A) B in the shape of the matmul's result, for A [K, P] and B [P, N]."""
     contract = site.eqn.params["dimension_numbers"][0]
     x_last, w_first = contract[site.data], contract[site.weight]
     free = [n for i, n in enumerate(site.w_aval.shape) if i not in w_first]
-    a = a.astype(x.dtype).reshape(*(x.shape[i] for i in x_last), -1)
+    a = a.reshape(*(x.shape[i] for i in x_last), -1)
     low = lax.dot_general(x, a, ((x_last, tuple(range(len(x_last)))), ((), ())))
-    b = adapter.whole((b * scale).astype(x.dtype), partitioned(AXIS))
     out = jnp.matmul(low, b).reshape(*low.shape[:-1], *free)
     return out if site.data == 0 else jnp.moveaxis(out, tuple(range(low.ndim - 1)), tuple(range(1 - low.ndim, 0)))
 
@@ -370,15 +414,12 @@ class _Traced:
     names: Sequence[str]
     structure: Any
 
-    @property
-    def sites(self) -> list[DelayedProduct]:
-        return self.block.all_sites()
-
-    def name_of(self, site: DelayedProduct) -> str | None:
-        """Returns the name of the parameter that is the whole weight of a matmul; None if there is none."""
-        index, is_plain = min(site.params), site.name == "dot_general" and not any(site.eqn.params["dimension_numbers"][1])
-        is_whole = math.prod(site.lead) * site.w_aval.size == self.closed.in_avals[index].size
-        return self.names[index] if is_plain and is_whole and site.moved and len(site.params) == 1 else None
+    def uses(self, name: str) -> dict[DelayedProduct, View] | None:
+        """Returns the places of the weights [*lead, K, N] in a parameter. None if it has another use than as a whole weight."""
+        index = self.names.index(name)
+        found = {site: _matrix(site) for site in self.block.all_sites() if index in site.params}
+        whole = {site: view for site, view in found.items() if view is not None}
+        return None if index in self.others or len(whole) < len(found) else whole
 
 
 def _traced(function: Callable[..., Tree], params: Tree, *args: Tree) -> _Traced:
@@ -388,58 +429,32 @@ def _traced(function: Callable[..., Tree], params: Tree, *args: Tree) -> _Traced
     return _Traced(closed, found.block, found.stray, names, jax.tree.structure(traced.out_info))
 
 
-@dataclass(frozen=True, eq=False)
-class _Trace:
-    """The loss of a model, traced once to find the weights of its matmuls."""
+def _matrix(site: DelayedProduct) -> View | None:
+    """Returns the view [*lead, K, N] of the weight of a matmul, None if it is not the whole parameter."""
+    if site.view is None or len(site.params) > 1 or site.name != "dot_general" or any(site.eqn.params["dimension_numbers"][1]):
+        return None
+    lead, own = site.view[: len(site.lead)], site.view[len(site.lead) :]
+    first = site.eqn.params["dimension_numbers"][0][site.weight]
+    axes = first, [i for i in range(len(own)) if i not in first]
+    return (*lead, *(axis_of(factor for i in group for factor in own[i]) for group in axes))
 
-    traced: _Traced
-    shapes: Sequence[jax.ShapeDtypeStruct]
 
-    @classmethod
-    def of(cls, model: FunctionalModel, batch: Tree) -> "_Trace":
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        loss = with_batch_axes(partial(model.call, "loss", "train"))
-        return cls(_traced(loss, model.shapes, model.carried, key, batch), jax.tree.leaves(model.shapes))
+def _transposed(view: View) -> View:
+    return (*view[:-2], view[-1], view[-2])
 
-    def site_of(self, name: str) -> DelayedProduct:
-        """Returns the first matmul with a parameter as its weight."""
-        index = self.traced.names.index(name)
-        sites = [site for site in self.traced.sites if index in site.params]
-        # An adapter would be missing in other uses, so the merged weights would compute other outputs.
-        if not sites or index in self.traced.others or any(self.traced.name_of(site) != name for site in sites):
-            must = "must select parameters with no other use than as the whole weight of matmuls"
-            raise ConfigError(f"`targets` selects {name}: {must}", field="targets")
-        return sites[0]
 
-    def adapter(self, name: str, rules: Mapping[str, Split]) -> Adapter:
-        site = self.site_of(name)
-        w_first = site.eqn.params["dimension_numbers"][0][site.weight]
-        rows = math.prod(site.w_aval.shape[i] for i in w_first)
-        split = next((split for pattern, split in rules.items() if fnmatchcase(name, pattern)), None)
-        return Adapter(name, site.lead, rows, site.w_aval.size // rows, split)
-
-    def change(self, adapter: Adapter, a: Array, b: Array) -> Array:
-        """Returns A B in the layout of the parameter."""
-        site, index = self.site_of(adapter.name), self.traced.names.index(adapter.name)
-        w_first = site.eqn.params["dimension_numbers"][0][site.weight]
-        order = (*w_first, *(i for i in range(site.w_aval.ndim) if i not in w_first))
-
-        def product(a: Array, b: Array) -> Array:
-            matrix = a @ adapter.whole(b)
-            return jnp.transpose(matrix.reshape([site.w_aval.shape[i] for i in order]), np.argsort(order).tolist())
-
-        for _ in adapter.lead:
-            product = jax.vmap(product)
-
-        def weight(param: Array) -> Array:
-            # The other parameters are not read.
-            given: list[Any] = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.shapes]
-            given[index] = param
-            given += [find.MISSING] * (len(self.traced.closed.jaxpr.invars) - len(given))
-            consts = [find.MISSING] * len(self.traced.closed.consts)
-            weights = find.run_weights(self.traced.block, consts, given, keep_dtype=True)[1]
-            return weights[self.traced.sites.index(site)]
-
-        # The weight is the parameter with moved axes, and the transpose of this function moves them back.
-        shape = jax.ShapeDtypeStruct(self.shapes[index].shape, jnp.float32)
-        return jax.jit(lambda a, b: jax.linear_transpose(weight, shape)(product(a, b))[0])(a, b)
+def _adapter(traced: _Traced, name: str, shape: Sequence[int], rules: Mapping[str, Split]) -> Adapter:
+    """Makes the adapter of a parameter. Checks all its uses, because merged weights would compute other outputs otherwise."""
+    views = list((traced.uses(name) or {}).values())
+    if not views or any(view not in (views[0], _transposed(views[0])) for view in views):
+        must = "must select parameters with no other use than as the whole weight of matmuls, or its transpose"
+        raise ConfigError(f"`targets` selects {name}: {must}; leave it out of the patterns", field="targets")
+    split = next((split for pattern, split in rules.items() if fnmatchcase(name, pattern)), None)
+    if split is None or split.axis not in (-1, -2):
+        return Adapter(name, views[0], split)
+    # A has the rows of the parameter and B its columns, so that they are split like it.
+    fitting = [view for view in (views[0], _transposed(views[0])) if view[split.axis] == view_of(shape)[split.axis]]
+    if not fitting and len(split.parts) > 1:
+        must = f"must be a matrix if `rules` has parts of its axis {split.axis}"
+        raise ConfigError(f"`targets` selects {name}: {must}; leave it out of the patterns", field="targets")
+    return Adapter(name, fitting[0] if fitting else views[0], split)

@@ -7,7 +7,7 @@ slices.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any, TypeAlias
 
@@ -19,6 +19,7 @@ from jax.extend import core
 from jgraph.autodiff import replay
 from jgraph.autodiff.linear import PRODUCTS, DelayedProduct, name_of
 from jgraph.autodiff.replay import Environment, aval_of
+from jgraph.autodiff.view import View, moved, view_of
 
 # Primitives that change only shape or dtype. A float32 gradient passes back through them without rounding.
 # fmt: off
@@ -98,11 +99,13 @@ class _Value:
         data: True if the variable is data.
         params: Indices of the delayed parameters that it is computed from.
         moved: True if only primitives in `_MOVES` compute it from the parameters.
+        view: Its place in its parameter if it has all elements once, with the axes of enclosing scans first; otherwise None.
     """
 
     data: bool
     params: frozenset[int] = frozenset()
     moved: bool = True
+    view: View | None = None
 
 
 _DATA, _CONSTANT = _Value(True), _Value(False)
@@ -125,7 +128,10 @@ def find(jaxpr: core.Jaxpr, wanted: Sequence[bool], params: Sequence[int | None]
         A new `Found`: the delayed matmuls, and the parameters with a gradient that cannot be delayed.
     """
     found = Found(Block(jaxpr))
-    given = [_Value(is_data, frozenset() if p is None else frozenset([p])) for p, is_data in zip(params, data, strict=True)]
+    given = [
+        _Value(is_data) if p is None else _Value(is_data, frozenset([p]), view=view_of(aval_of(v).shape))
+        for v, p, is_data in zip(jaxpr.invars, params, data, strict=True)
+    ]
     _mark(found, _walk(found, found.block, given, (), wanted), "the output itself", wanted)
     return found
 
@@ -171,15 +177,18 @@ def _walk(found: Found, block: Block, given: Sequence[_Value], lead: tuple[int, 
             inner = block.calls[i] = Block(replay.body(eqn))
             out = _walk(found, inner, values, lead, flags)
         elif not any(v.data for v in values):
-            moved = name in _MOVES and all(v.moved for v in values)
-            out = [_Value(False, used, moved)] * len(eqn.outvars)
+            is_move = name in _MOVES
+            view = moved(values[0].view, eqn) if is_move else None
+            out = [_Value(False, used, is_move and all(v.moved for v in values), view)] * len(eqn.outvars)
         elif name in PRODUCTS and (weight := _weight(name, values)) is not None:
-            block.sites[i] = DelayedProduct(eqn, weight, lead, values[weight].params, values[weight].moved)
+            value = values[weight]
+            block.sites[i] = DelayedProduct(eqn, weight, lead, value.params, value.moved, value.view)
         elif name == replay.SCAN:
             inner = block.calls[i] = Block(replay.body(eqn))
             (consts, carry), inside = replay.scan_counts(eqn), replay.wanted_inside(eqn, flags)
             _mark(found, values[consts : consts + carry], "the carry of a scan", inside)
-            entering = [*values[:consts], *[_DATA] * carry, *values[consts + carry :]]
+            fixed = [replace(value, view=None) for value in values[:consts]]
+            entering = [*fixed, *[_DATA] * carry, *values[consts + carry :]]
             stacked = _walk(found, inner, entering, (*lead, eqn.params["length"]), inside)
             _mark(found, stacked, "the output of a scan", inside)
         else:

@@ -19,6 +19,7 @@ from jax.extend import core
 
 from jgraph.autodiff import replay
 from jgraph.autodiff.replay import Aval, aval_of
+from jgraph.autodiff.view import View
 from jgraph.kernels import grouped
 
 GROUPED = "grouped product"
@@ -58,6 +59,8 @@ class DelayedProduct:
             `jgraph.autodiff.find.find`.
         moved: True if only operations without arithmetic, such as casts, reshapes and slices, compute the weight from the
             parameters.
+        view: Place of the weight [*lead, ...] in its parameter, if it is the whole parameter after transposes, reshapes and
+            casts. Otherwise None.
     """
 
     eqn: core.JaxprEqn
@@ -65,6 +68,7 @@ class DelayedProduct:
     lead: tuple[int, ...]
     params: frozenset[int]
     moved: bool
+    view: View | None
 
     @property
     def data(self) -> int:

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 import jgraph
 from jgraph import export
 from jgraph.adapters import AdaptedModel, Adapter, joined, separated
+from jgraph.autodiff.view import view_of
 from jgraph.data import write_tokens
 from jgraph.errors import ConfigError
 from jgraph.interop import Part
@@ -251,7 +252,7 @@ def test_an_adapter_that_cannot_be_loaded_is_refused_with_the_reason(wrong, tmp_
 )
 def test_a_parameter_that_is_not_one_linear_layer_per_part_has_no_peft_format(part):
     with pytest.raises(ConfigError, match="`targets` selects w, which has no PEFT format"):
-        adapter_parts({"w": (part,)}, {"w": Adapter("w", (), 4, 8, None)}, RANK)
+        adapter_parts({"w": (part,)}, {"w": Adapter("w", view_of((4, 8)), None)}, RANK)
 
 
 def test_a_run_with_lora_takes_no_adapter(tmp_path):
