@@ -56,7 +56,7 @@ SUPPORTED: dict[str, tuple[tuple[int, ...], Use]] = {
     "scanned over another axis": ((6, 3, 4), lambda x, w: scanned(x, jnp.moveaxis(w, 1, 0))),
     "rematerialized": ((6, 4), lambda x, w: jax.checkpoint(there_and_back)(x, w) @ w),
     "heads": ((6, 2, 3), lambda x, w: jnp.einsum("bij,kij->bk", jnp.einsum("bk,kij->bij", x, w), w)),
-    "reshaped": ((6, 2, 3), lambda x, w: (x @ w.reshape(6, 6)) @ w.reshape(6, 6).T),
+    "reshaped": ((6, 6), lambda x, w: jnp.einsum("bij,kij->bk", (x @ w).reshape(5, 2, 3), w.reshape(6, 2, 3))),
     "mapped": ((6, 4), jax.vmap(there_and_back, (0, None))),
 }
 REFUSED: dict[str, tuple[tuple[int, ...], Use]] = {
@@ -68,6 +68,7 @@ REFUSED: dict[str, tuple[tuple[int, ...], Use]] = {
     "a reshape across rows": ((6, 4), lambda x, w: x[:, :3] @ w.T.reshape(3, 8)),
     "other axes": ((6, 6, 6), lambda x, w: jnp.einsum("bij,ijk->bk", jnp.einsum("bk,kij->bij", x, w), w)),
     "rounded to integers": ((6, 4), lambda x, w: x @ w.astype(jnp.int32).astype(jnp.float32)),
+    "a matrix for each row": ((5, 6, 4), lambda x, w: jnp.einsum("bk,bkn->bn", x, w)),
     "scaled": ((6, 4), lambda x, w: x @ (2 * w) + x @ w),
     "an elementwise use": ((6, 6), lambda x, w: x @ w + x * jnp.diag(w)),
     "a penalty": ((6, 4), lambda x, w: x @ w + jnp.sum(w**2)),
@@ -128,6 +129,11 @@ def test_a_weight_with_another_use_is_refused_by_its_name(use):
         ConfigError, match=r"^`targets` selects w: must .* matmuls, or its transpose; leave it out of the patterns$"
     ):
         with_one_weight(*REFUSED[use])
+
+
+def test_a_weight_that_is_made_of_two_parameters_is_refused():
+    with pytest.raises(ConfigError, match="`targets` selects one: must select parameters with no other use"):
+        adapted(lambda x, p: x @ jnp.concatenate([p["one"], p["two"][:, :0]], 1), {"one": (6, 4), "two": (6, 4)})
 
 
 def test_another_method_may_use_the_transpose_but_not_a_slice():
