@@ -245,7 +245,7 @@ def lora(
 
     Raises:
         ConfigError: If `rank` or `alpha` is not positive, a pattern matches no parameter, or a matching parameter has another
-            use than as the whole weight of matmuls outside `jgraph.mesh.per_shard`.
+            use than as the whole weight of matmuls, or its transpose, outside `jgraph.mesh.per_shard`.
 
     Examples:
         >>> import optax
