@@ -37,7 +37,8 @@ def accumulate(
         reductions: How carried state is merged over microbatches. A tree with the structure of `Loss.carried`. Each leaf is
             the name of a reduction. `max` and `halt` take the elementwise maximum, `sum` and `mean` the sum, and `last` the
             state of the last microbatch.
-        at_once: Number of microbatches in the body of the loop. With 2, collectives of one may run beside matmuls of the other.
+        at_once: Number of microbatches in the body of the loop. If it is 2, the collectives of a microbatch can run
+            beside the matmuls of the other.
 
     Returns:
         The function `f`. Its sums are a `Loss` with the sums over the microbatches and the merged carried state. Carried state

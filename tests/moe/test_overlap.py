@@ -25,22 +25,25 @@ def overlaps(module: HloModule) -> Iterator[tuple[str, str, bool]]:
         called = (module.computations[name] for name in instruction.called)
         return [instruction, *(part for computation in called for part in computation.instructions.values())]
 
-    scheduled = list(module.computations[module.entry].instructions.values())
-    position = {instruction.name: i for i, instruction in enumerate(scheduled)}
-    for end, done in enumerate(scheduled):
-        if done.opcode.endswith("-done"):
-            start = scheduled[position[done.operands[0]]]
-            kind = (inside(start)[-1] if start.opcode == "async-start" else start).opcode.removesuffix("-start")
-            between = (part for other in scheduled[position[start.name] + 1 : end] for part in inside(other))
-            if kind in COLLECTIVES:
-                yield kind, str(start.shapes[-1]), any(part.is_matmul or part.opcode == "custom-call" for part in between)
+    for computation in module.computations.values():
+        scheduled = list(computation.instructions.values())
+        position = {instruction.name: i for i, instruction in enumerate(scheduled)}
+        for end, done in enumerate(scheduled):
+            if done.opcode.endswith("-done"):
+                start = scheduled[position[done.operands[0]]]
+                kind = (inside(start)[-1] if start.opcode == "async-start" else start).opcode.removesuffix("-start")
+                between = (part for other in scheduled[position[start.name] + 1 : end] for part in inside(other))
+                if kind in COLLECTIVES:
+                    yield kind, str(start.shapes[-1]), any(part.is_matmul or part.opcode == "custom-call" for part in between)
 
 
-def test_two_microbatches_overlap_their_exchanges_with_matmuls(h200):
+@pytest.mark.parametrize("num_microbatches", [2, pytest.param(4, marks=pytest.mark.once)])  # four: pairs in a loop
+def test_two_microbatches_overlap_their_exchanges_with_matmuls(h200, num_microbatches):
     config = preset("gpt-moe")
     sizes = {"num_layers": 2, "d_model": 256, "num_heads": 4, "num_kv_heads": 4, "d_ff": 512, "vocab_size": 512}
     model = dataclasses.replace(config.model, attention="xla", **sizes)
-    config = config.changed(model=model, seq_len=512, batch_size=16, fsdp=2, ep=2, num_microbatches=2)
+    batch = {"seq_len": 512, "batch_size": 8 * num_microbatches, "num_microbatches": num_microbatches}
+    config = config.changed(model=model, fsdp=2, ep=2, **batch)
     setup = TrainSetup.of(config)
     step = setup.step.on(aot.devices(2))
     options = compiler_options(
@@ -50,6 +53,6 @@ def test_two_microbatches_overlap_their_exchanges_with_matmuls(h200):
         lowered = step.lower(setup.batch())
     compiled, _ = aot.compile_lowered(lowered, options)
     found = [(kind, is_hidden) for kind, result, is_hidden in overlaps(HloModule.of(compiled.as_text())) if "bf16" in result]
-    # Two forward and two backward all-to-alls per layer and microbatch.
+    # Two forward and two backward all-to-alls per layer and microbatch of a pair.
     assert [kind for kind, _ in found] == ["all-to-all"] * 16
     assert sum(is_hidden for _, is_hidden in found) >= 10

@@ -111,7 +111,7 @@ CASES = {
     "microbatches": ({}, 4, "", {}),
     "data": ({"data": 4}, 2, "", {}),
     "fsdp": ({"fsdp": 4}, 2, "", {}),
-    "fsdp, experts over 4": ({"fsdp": 4}, 2, "", {"experts": 4}),
+    "fsdp, experts over 4, pairs of microbatches": ({"fsdp": 4}, 4, "", {"experts": 4}),
     SPREAD: (
         {"data": 2, "fsdp": 4},
         2,
