@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.once, pytest.mark.long]
 
 CORPUS = {"name": "text", "fingerprint": "0" * 64, "train_tokens": 9, "heldout_tokens": 1}
 DELAYED = FP8Config(recipe="delayed", history=4)
-FIELDS = {"num_layers": 4, "num_microbatches": 2}
+FIELDS = {"num_layers": 2, "num_microbatches": 2}
 
 
 def random_state(setup):
@@ -138,7 +138,7 @@ def test_weights_with_a_wrong_checksum_are_refused(tmp_path, monkeypatch):
         ({"continue_from": "RUN/none"}, "continue_from"),
         ({"continue_from": "RUN/checkpoints/7", "run_dir": "RUN"}, "run_dir"),
         ({"module": "tests.odd:WithoutLogits"}, "module"),
-        ({"model": config_of(num_layers=2).model}, "model.num_layers"),
+        ({"model": config_of(num_layers=3).model}, "model.num_layers"),
         ({"init_from": "folder"}, "continue_from"),
         ({"continue_from": "", "continue_with": "optimizer"}, "continue_with"),
     ],

@@ -1,6 +1,7 @@
 """LoRA: adapters alone are trained, with the same losses on every layout, with FP8 base weights, and after a restart."""
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -26,17 +27,13 @@ from tests.train.test_pipeline_training import config_of, trained as train_all
 
 STEPS = 3
 LORA = LoRAConfig(rank=4, alpha=8, base_dtype="float32")
+# Every engine and both kinds of schedules of a pipeline, and every two of `fsdp`, `tp` and `pp`.
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "microbatches": {"num_microbatches": 2},
     "fsdp=4": {"fsdp": 4},
-    "fsdp=2 resharded": {"fsdp": 2, "reshard_after_forward": True},
-    "tp=2": {"tp": 2},
     "tp=2 cp=2": {"tp": 2, "cp": 2},
-    "tp=2 fsdp=2": {"tp": 2, "fsdp": 2},
-    "pp=2": {"pp": 2, "num_microbatches": 2},
-    "pp=2 zb-h1": {"pp": 2, "num_microbatches": 2, "schedule": "zb-h1"},
+    "tp=2 fsdp=2 resharded": {"tp": 2, "fsdp": 2, "reshard_after_forward": True, "num_microbatches": 2},
     "pp=2 tp=2": {"pp": 2, "tp": 2, "num_microbatches": 2},
-    "pp=2 fsdp=2": {"pp": 2, "fsdp": 2, "num_microbatches": 2},
+    "pp=2 fsdp=2 zb-h1": {"pp": 2, "fsdp": 2, "num_microbatches": 2, "schedule": "zb-h1"},
     "pp=2 dispatch": {"pp": 2, "num_microbatches": 2, "pp_engine": "dispatch", "schedule": "1f1b"},
 }
 
@@ -50,14 +47,19 @@ def trained(model: dict[str, Any] | None = None, **fields: Any) -> tuple[TrainSe
     return found.setup, found.state, found.losses
 
 
+@functools.cache
+def on_one_device(lora: LoRAConfig = LORA) -> tuple[TrainSetup, Any, list[float]]:
+    return trained(lora=lora)
+
+
 @pytest.fixture(scope="module")
 def expected():
-    setup, state, losses = trained()
+    setup, state, losses = on_one_device()
     return setup.step.canonical.of(state), losses
 
 
 def test_adapters_alone_have_moments_and_change():
-    setup, state, _ = trained()
+    setup, state, _ = on_one_device()
     before, after = (setup.step.canonical.of(each) for each in (setup.init(), state))
     assert isinstance(setup.model, AdaptedModel)
     adapters = [name for name in leaf_names(setup.model.shapes) if "_lora_" in name]
@@ -85,11 +87,15 @@ def test_every_layout_trains_as_one_device(expected, layout):
     jax.tree.map(np.testing.assert_array_equal, setup.step.canonical.back(canonical), state)
 
 
+PIPELINE = {"pp": 2, "num_microbatches": 2}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("model", [{"scan_layers": True}, {"mlp": "swiglu", "num_kv_heads": 1, "head": "untied"}])
-@pytest.mark.parametrize("layout", ["fsdp=4", "pp=2"])
-def test_models_with_stacked_layers_and_other_parts_train_as_on_one_device(model, layout):
-    np.testing.assert_allclose(trained(model, **LAYOUTS[layout])[2], trained(model)[2], rtol=1e-5)
+@pytest.mark.parametrize("model", [{"scan_layers": True}, {"mlp": "swiglu", "num_kv_heads": 1, "head": "untied"}], ids=str)
+def test_models_with_stacked_layers_and_other_parts_train_as_on_one_device(model):
+    expected = trained(model)[2]
+    for layout in ({"fsdp": 4}, PIPELINE):
+        np.testing.assert_allclose(trained(model, **layout)[2], expected, rtol=1e-5)
 
 
 # --- FP8 ---
@@ -106,18 +112,18 @@ def test_base_weights_are_in_fp8_and_adapters_are_not():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", ["fsdp=4", "pp=2"])
-def test_fp8_base_weights_train_on_every_layout_as_on_one_device(layout):
-    fields = {"num_microbatches": LAYOUTS[layout].get("num_microbatches", 1)}
-    np.testing.assert_allclose(trained(None, **FP8, **LAYOUTS[layout])[2], trained(None, **FP8, **fields)[2], rtol=2e-3)
+def test_fp8_base_weights_train_on_every_layout_as_on_one_device():
+    expected = trained(None, **FP8, num_microbatches=2)[2]
+    for layout in ({"fsdp": 4, "num_microbatches": 2}, PIPELINE):
+        np.testing.assert_allclose(trained(None, **FP8, **layout)[2], expected, rtol=2e-3)
 
 
 # --- Initial weights ---
 
 
-def saved(path: Any, **fields: Any) -> tuple[TrainConfig, Any]:
+def saved(path: Any, lora: LoRAConfig) -> tuple[TrainConfig, Any]:
     """Writes a run of three steps. Returns its configuration and its canonical state."""
-    setup, state, _ = trained(None, **{"lora": LoRAConfig()} | fields)
+    setup, state, _ = on_one_device(lora)
     canonical = setup.step.canonical.of(state)
     RunDir(path).write(setup.config, {"name": "text", "fingerprint": "0" * 64, "train_tokens": 9, "heldout_tokens": 1}, {})
     checkpoints = Checkpoints(RunDir(path).checkpoints, 1)
@@ -139,7 +145,7 @@ def continued(path: Any, config: TrainConfig, **fields: Any) -> Any:
 
 @pytest.mark.parametrize("layout", [{}, pytest.param({"fsdp": 4}, marks=pytest.mark.long)])
 def test_adapters_are_added_to_the_weights_of_another_run(tmp_path, layout):
-    config, there = saved(tmp_path / "run")
+    config, there = saved(tmp_path / "run", LoRAConfig())
     base, low = separated(continued(tmp_path / "run", config, lora=LORA, **layout).params)
     jax.tree.map(np.testing.assert_array_equal, base, there.params)
     assert len(low) == 8
@@ -148,7 +154,7 @@ def test_adapters_are_added_to_the_weights_of_another_run(tmp_path, layout):
 
 @pytest.mark.parametrize("layout", [{}, pytest.param({"fsdp": 4}, marks=pytest.mark.long)])
 def test_the_adapters_of_another_run_are_merged_or_taken_over(tmp_path, layout):
-    config, there = saved(tmp_path / "run", lora=LORA)
+    config, there = saved(tmp_path / "run", LORA)
     same = continued(tmp_path / "run", config, **layout)
     jax.tree.map(np.testing.assert_array_equal, same.params, there.params)
     model = functional_model(config)
@@ -173,7 +179,7 @@ def test_the_adapters_of_another_run_are_merged_or_taken_over(tmp_path, layout):
 
 
 def test_the_optimizer_state_of_other_adapters_is_refused(tmp_path):
-    config, _ = saved(tmp_path / "run", lora=LORA)
+    config, _ = saved(tmp_path / "run", LORA)
     with pytest.raises(ConfigError, match="`continue_with` is optimizer: must be weights, because the other run trained other"):
         continued(tmp_path / "run", config, lora=LoRAConfig(), continue_with="optimizer")
 
@@ -244,10 +250,11 @@ def test_adapters_of_embedding_and_head_are_refused_in_a_pipeline():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", [{}, {"fsdp": 2}, {"pp": 2, "num_microbatches": 2}, FP8])
+@pytest.mark.parametrize("layout", [{}, {"fsdp": 2}, PIPELINE, FP8])
 def test_no_weight_gradient_of_a_frozen_weight_is_computed(layout):
     def flops(rank: int) -> float:
-        config = config_of(num_layers=2, **{"num_microbatches": 1, "lora": LoRAConfig(rank=rank), "seq_len": 64} | layout)
+        fields = {"num_layers": layout.get("pp", 1), "num_microbatches": 1, "lora": LoRAConfig(rank=rank), "seq_len": 64}
+        config = config_of(**fields | layout)
         wide = dataclasses.replace(config.model, d_model=256, d_ff=1024)
         return TrainSetup.of(config.changed(model=wide)).compile_step().executable.cost_analysis()["flops"]
 

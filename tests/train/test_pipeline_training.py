@@ -76,12 +76,24 @@ class Trained:
         return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
+_INITIAL: dict[Any, Any] = {}
+
+
+def initial_state(setup: TrainSetup) -> TrainState:
+    """Returns the state before the first step. Computes the weights on one device, once per model instead of once per layout."""
+    config = setup.config
+    model = (config.module, config.model, config.seed, config.lora)
+    if model not in _INITIAL:
+        _INITIAL[model] = jax.jit(setup.model.init)()
+    return setup.step.init(*_INITIAL[model])
+
+
 def trained(config: TrainConfig, batch: Callable[[np.ndarray], Any] = np.asarray) -> Trained:
     """Trains for all steps. `batch` makes a batch of tokens [B, S]."""
     setup, batches = TrainSetup.of(config), batches_of(config)
     # compile_step also checks that every leaf of the state is updated in place.
     step = setup.compile_step()
-    state, losses, grad_norms = setup.init(), [], []
+    state, losses, grad_norms = initial_state(setup), [], []
     for i in range(config.steps):
         state, metrics = step(state, setup.step.place(batch(batches[i])))
         losses.append(float(metrics.loss))
@@ -126,6 +138,12 @@ def staged(config: TrainConfig) -> tuple[TrainSetup, BoundPipeline]:
 
 
 # --- Equality with one device ---
+
+
+@pytest.mark.parametrize("layout", [{"fsdp": 2, "dp": 2}, {"tp": 2, "cp": 2}, {"pp": 2, "chunks": 2}], ids=str)
+def test_the_initial_state_of_every_layout_has_the_weights_of_one_device(layout):
+    setup = TrainSetup.of(config_of(num_layers=4, num_microbatches=2, **layout))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), setup.init(), initial_state(setup))
 
 
 @pytest.mark.once
