@@ -183,7 +183,7 @@ def test_a_number_of_microbatches_that_does_not_divide_the_batch_is_refused(refu
     [
         ("--batch-size 100000000", "with --seq-len 32 it has 3200000000"),
         ("--batch-size 1000000000000 --num-microbatches 1000000000", "its tokens of"),
-        ("--batch-size 60000000 --model.module tests.faulty:Bigram", " GiB of this machine"),
+        ("--batch-size 60000 --seq-len 32000 --model.module tests.faulty:Bigram", " GiB of this machine"),
     ],
 )
 def test_a_batch_too_large_for_any_machine_is_refused_with_its_flag(refused, tmp_path, flags, message):
@@ -377,8 +377,8 @@ def test_help_is_grouped_names_the_presets_and_does_not_import_jax():
 
 
 def test_every_preset_parses_to_itself_with_a_run_directory_named_after_it():
-    for name, config in PRESETS.items():
-        assert parse(["--preset", name]) == parse([f"--preset={name}"]) == config
+    for number, (name, config) in enumerate(PRESETS.items()):
+        assert parse([f"--preset={name}"] if number % 2 else ["--preset", name]) == config
         assert config.output.run_dir == f"runs/{name}"
 
 

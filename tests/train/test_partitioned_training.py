@@ -59,8 +59,8 @@ def test_twenty_steps_equal_one_device(fields):
     assert_same_on_one_device(fields)
 
 
-# With the four layouts above, every two mesh axes are together in a layout, each axis has two and four devices, microbatches are
-# together with each axis, and `reshard_after_forward` with the axes `context` and `tensor`.
+# With the four layouts above, every two mesh axes are together in a layout, each axis has two and four devices, microbatches
+# come with each axis, and `reshard_after_forward` with the axes `context` and `tensor`.
 @pytest.mark.long
 @pytest.mark.parametrize(
     "fields",
@@ -170,8 +170,8 @@ MORE = {"loss_chunk": 16, "vocab_size": 61}
 SEPARATE, MICROBATCHES, REMAT = {"data_documents": "separate"}, {"num_microbatches": 2}, {"remat": "layer"}
 
 
-# The first case has every setting. In the others, each setting is on twice, and no two settings are in the same two cases (except
-# microbatches, which come with `qk_norm`). So each setting is tried with and without each other one.
+# The first case has every setting. In the others, each setting is on twice, and no two settings are on in the same two cases.
+# So each setting is tried with and without each other one, except that microbatches always come with `qk_norm`.
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "fields"),

@@ -80,7 +80,7 @@ _INITIAL: dict[Any, Any] = {}
 
 
 def initial_state(setup: TrainSetup) -> TrainState:
-    """Returns the state before the first step. Computes the weights on one device, once per model instead of once per layout."""
+    """Returns the state before the first step. Computes the weights of a model once on one device, not for every layout."""
     config = setup.config
     model = (config.module, config.model, config.seed, config.lora)
     if model not in _INITIAL:
