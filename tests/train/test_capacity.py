@@ -87,6 +87,7 @@ def test_a_run_that_stops_before_it_finds_the_halt_is_saved_before_the_halted_st
     assert tiny.losses(tmp_path)[-1] == expected[-1]
 
 
+@pytest.mark.long
 @pytest.mark.once
 def test_all_devices_halt_at_the_same_step(tmp_path, capsys):
     flags = ("--dp", "2", "--fsdp", "2", "--log-every", "1", "--num-microbatches", "1")
@@ -97,6 +98,7 @@ def test_all_devices_halt_at_the_same_step(tmp_path, capsys):
     assert tiny.losses(tmp_path / "small") == tiny.losses(tmp_path / "large")
 
 
+@pytest.mark.long
 @pytest.mark.once
 def test_a_profile_with_a_halted_step_is_recorded_again(tmp_path, capsys, expected):
     assert run(tmp_path, "--log-every", "1", "--profile", f"{OVERFULL - 2}:{OVERFULL + 1}", "--steps", "18") == 0

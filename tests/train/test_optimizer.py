@@ -101,7 +101,12 @@ def muon_axes(params: Any) -> Any:
 # --- Optimizers ---
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+ELEMENTWISE = [name for name, kind in OPTIMIZERS.items() if kind.updates == "elements"]
+# By default without most optimizers of elements, which differ in the names and defaults of their arguments only.
+OFTEN = ("adamw", "lion", "sgd", *(name for name in OPTIMIZERS if name not in ELEMENTWISE))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name not in OFTEN)) for name in OPTIMIZERS])
 def test_an_optimizer_without_other_settings_equals_the_optimizer_of_optax(name):
     config = OptimizerConfig(name=name, learning_rate=0.01, warmup_steps=2)
     takes = inspect.signature(constructor(name)).parameters
@@ -404,7 +409,6 @@ def assert_equals_one_device(name: str, layout: dict[str, Any], groups: tuple[st
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {"fsdp": {"fsdp": 2}, "pp": {"pp": 2, "num_microbatches": 2}, "tp": {"tp": 2}}
-ELEMENTWISE = [name for name, kind in OPTIMIZERS.items() if kind.updates == "elements"]
 
 
 def cases() -> list[Any]:

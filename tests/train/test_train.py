@@ -100,6 +100,7 @@ def test_a_rerun_of_a_finished_run_prints_its_summary_and_trains_no_step(run, ca
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.long
 @pytest.mark.once
 def test_an_extended_run_has_the_losses_of_a_run_with_the_same_decay_steps(tmp_path):
     flags = ("--checkpoint-every", "100", "--eval-every", "100", "--sample-tokens", "0")
@@ -122,6 +123,7 @@ def test_a_run_resumes_from_entries_without_seconds(tmp_path):
     assert [entry["step"] for entry in tiny.entries(tmp_path / "run")] == [1, 2, 3, 4]
 
 
+@pytest.mark.long
 @pytest.mark.once
 def test_a_run_on_a_data_mixture_resumes_with_the_same_batches(tmp_path):
     flags = ("--steps", "4", "--checkpoint-every", "2", "--sample-tokens", "0", "--data.shuffle", "documents")
