@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from functools import partial
 
 import jax
 import numpy as np
@@ -57,11 +58,11 @@ def flags(data, **changed: object) -> list[str]:
 def by_hand(model, params, data) -> tuple[float, int]:
     """Returns the mean loss of the trained tokens of all training conversations, each alone, and their number."""
     conversations = sorted(ChatReader(None, data.parent / "template.jinja").read([str(data)]), key=lambda one: one.digest)
-    losses = []
+    losses, logits = [], jax.jit(partial(model.evaluate, "logits"))
     for one in conversations[count_heldout([one.digest for one in conversations]) :]:
         length = min(len(one.ids), T + 1)
         ids = np.pad(one.ids[:length], (0, T + 1 - length)).astype(np.int32)  # causal, so padding changes no earlier logits
-        logp = np.asarray(jax.nn.log_softmax(model.evaluate("logits", params, {}, ids[None, :-1])[0]))
+        logp = np.asarray(jax.nn.log_softmax(logits(params, {}, ids[None, :-1])[0]))
         losses += [-float(logp[t, ids[t + 1]]) for t in range(length - 1) if one.trained[t + 1]]
     return float(np.mean(losses)), len(losses)
 

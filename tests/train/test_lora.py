@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from functools import partial
 from typing import Any
 
 import jax
@@ -201,8 +202,10 @@ def test_a_run_starts_with_a_folder_resumes_is_evaluated_and_samples(tmp_path, c
     evaluated = jgraph_evaluate(tmp_path / "run")
     assert abs(evaluated.loss - last_evaluation(tmp_path / "run")) < 1e-5
     tokens = jnp.arange(8)[None]
-    merged = loaded.model.base.evaluate("logits", loaded.model.merge(loaded.params), {}, tokens)  # pyright: ignore[reportAttributeAccessIssue]
-    np.testing.assert_allclose(loaded.model.evaluate("logits", loaded.params, {}, tokens), merged, atol=1e-4)
+    adapted: Any = loaded.model
+    merged = jax.jit(lambda params: adapted.base.evaluate("logits", adapted.merge(params), {}, tokens))(loaded.params)
+    found = jax.jit(partial(adapted.evaluate, "logits"))(loaded.params, {}, tokens)
+    np.testing.assert_allclose(found, merged, atol=1e-4)
 
 
 def last_evaluation(path: Any) -> float:
@@ -284,10 +287,10 @@ def test_weights_in_other_layouts_have_adapters():
     params = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(2), leaf.shape), adapted.init()[0])
     base, low = separated(params)
     a, b = low["left"]
-    merged = adapted.merge(params)
+    merged = jax.jit(adapted.merge)(params)
     np.testing.assert_allclose(merged["left"], base["left"] + 8 * (a @ b).T, rtol=1e-5)
-    expected = model.evaluate("outputs", merged, {}, x)
-    np.testing.assert_allclose(adapted.evaluate("outputs", params, {}, x), expected, rtol=1e-4, atol=1e-5)
+    expected, found = (jax.jit(partial(of.evaluate, "outputs")) for of in (model, adapted))
+    np.testing.assert_allclose(found(params, {}, x), expected(merged, {}, x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["partial", "tied"])
