@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.context import gathered, token_order
 from jgraph.errors import ConfigError
-from jgraph.mesh import constrain, on_ranks, partitioned, per_shard
+from jgraph.mesh import constrain, on_ranks, partitioned, per_shard, token_axes
 
 TOKENS = PartitionSpec(None, "context")
 
@@ -61,7 +61,6 @@ def test_a_length_that_twice_the_devices_do_not_divide_is_refused(length):
 def test_gathered_tokens_have_the_order_of_the_sequence_and_gradients_return_to_their_device(devices, dtype):
     x_BTD = jnp.asarray(np.random.default_rng(0).standard_normal((2, 16, 3)), dtype)
     weights_BTD = np.random.default_rng(1).standard_normal((2, 16, 3)).astype(np.float32)
-    order_T = order_of(16, devices)
 
     def loss(x_BTD):
         read = per_shard(gathered, (TOKENS,), PartitionSpec())(x_BTD[:, token_order(16)])
@@ -70,8 +69,6 @@ def test_gathered_tokens_have_the_order_of_the_sequence_and_gradients_return_to_
     grads, read = on_context(jax.grad(loss, has_aux=True), devices=devices)(x_BTD)
     np.testing.assert_array_equal(read, x_BTD)
     np.testing.assert_allclose(grads.astype("float32"), weights_BTD, rtol=2**-8 if dtype == "bfloat16" else 1e-6)
-    # Without the inverse order, the chunks would be those of the devices.
-    assert not np.array_equal(read, x_BTD[:, order_T])
 
 
 def test_tokens_are_not_gathered_without_the_axis():
@@ -129,3 +126,15 @@ def test_an_axis_that_the_devices_do_not_divide_is_not_constrained():
     assert '{"context", "tensor"}' in constraints(8)
     assert '{"context"}' in constraints(6)
     assert "sharding_constraint" not in constraints(7)
+
+
+@pytest.mark.parametrize(("length", "axes"), [(16, ("context", "tensor")), (12, "context")])
+def test_the_axis_tensor_shares_the_tokens_of_a_sequence_only_if_all_devices_have_the_same_number(length, axes):
+    found = []
+
+    def trace(x):
+        found.append(token_axes(x.shape))
+        return x
+
+    jax.eval_shape(on_context(trace, others={"tensor": 4}.items()), jax.ShapeDtypeStruct((1, length, 8), "float32"))
+    assert found == [PartitionSpec(None, axes)]

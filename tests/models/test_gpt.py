@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
 
 from jgraph.errors import ConfigError
+from jgraph.mesh import on_ranks
 from jgraph.train import presets
 from jgraph_models.gpt import GPT, MLP, GPTConfig, attention_kernel
 
@@ -201,6 +203,18 @@ def test_remat_saves_fewer_residuals_and_has_the_same_gradients(scan_layers):
     assert few - weights < 0.3 * (kept - weights)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_chunk_of_the_loss_must_divide_the_tokens_of_each_device():
+    mesh, spec = Mesh(np.array(jax.devices()[:2])[None], ("data", "context")), PartitionSpec()
+
+    def trace(chunk):
+        graphdef, params = split(replace(loss_chunk=chunk))
+        jax.eval_shape(on_ranks(lambda params: nnx.merge(graphdef, params).loss(TOKENS), mesh, (spec,), spec), params)
+
+    trace(16)  # each device has 16 of 32 tokens
+    with pytest.raises(ConfigError, match=r"`model\.loss_chunk` is 32: must be a divisor of the 16 tokens"):
+        trace(32)
 
 
 # --- Sizes ---

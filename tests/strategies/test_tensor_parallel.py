@@ -96,6 +96,21 @@ def test_rows_in_turns_have_the_loss_and_gradients_of_one_device(devices):
         np.testing.assert_allclose(a, b, rtol=0, atol=3e-6 * np.abs(b).max())
 
 
+def test_results_of_rows_in_turns_are_summed_in_float32():
+    """The devices have 256, 1, 1 and 1. In bfloat16, 256 + 1 rounds to 256."""
+    spec, mesh = PartitionSpec("tensor"), mesh_of(data=1, tensor=4)
+
+    def run(x, w):
+        return per_shard(lambda x, w: in_turns(x, lambda x: x, lambda x, _: x * w), (spec, spec), spec)(x, w)
+
+    # By default, XLA leaves out the rounding between two sums.
+    options, shards = {"xla_allow_excess_precision": False}, NamedSharding(mesh, spec)
+    run = on_ranks(run, mesh, (PartitionSpec(), PartitionSpec()), PartitionSpec())
+    run = jax.jit(run, in_shardings=(shards, shards), compiler_options=options)
+    w = jnp.asarray([256, 1, 1, 1], "bfloat16")
+    np.testing.assert_array_equal(run(jnp.ones((4, 1), "bfloat16"), w).astype("float32"), 260)
+
+
 @pytest.mark.target
 def test_a_matmul_hides_every_exchange(h200):
     params, x = matrices(2048, 4096, "bfloat16"), jnp.zeros((16, 512, 2048), "bfloat16")

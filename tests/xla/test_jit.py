@@ -71,6 +71,27 @@ def test_each_signature_is_traced_and_compiled_once(arguments):
     assert len(compiled) == 2
 
 
+def test_a_cleared_function_is_traced_again_by_calls_and_by_eval_shape():
+    traces = []
+
+    @jgraph.jit
+    def f(x):
+        traces.append(x)
+        return 2 * x
+
+    def trace():
+        """Returns the number of new traces of a call, and of `eval_shape`."""
+        before, x = len(traces), jnp.ones(3)
+        f(x)
+        called = len(traces)
+        f.eval_shape(x)
+        return called - before, len(traces) - called
+
+    assert [trace(), trace()] == [(1, 1), (0, 0)]
+    f.clear_cache()
+    assert trace() == (1, 1)
+
+
 def python_calls(fn, *args):
     """Returns the files of the Python functions that a call runs."""
     files = []
