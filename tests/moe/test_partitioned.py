@@ -36,18 +36,18 @@ class Layer(nnx.Module):
 
 
 class Stack(nnx.Module):
-    """A residual network of two MoE layers."""
+    """A residual MoE layer after a matrix, which reads the gradient of its input."""
 
     def __init__(self, config):
         rngs = nnx.Rngs(0)
-        self.blocks = nnx.List([Layer(config, rngs) for _ in range(2)])
         self.linear = nnx.Linear(D, D, rngs=rngs)
+        self.blocks = nnx.List([Layer(config, rngs)])
 
     def loss(self, batch):
-        x = batch["x"]
+        x = self.linear(batch["x"])
         for block in self.blocks:
             x = x + block.mlp(x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-3))
-        return jnp.mean((self.linear(x) - batch["y"]) ** 2)
+        return jnp.mean((x - batch["y"]) ** 2)
 
 
 def batch_of(length):
@@ -90,13 +90,11 @@ one_device = cache(lambda config, length, microbatches: trained(config, {}, leng
 TENSOR, CONTEXT = {"data": 1, "tensor": 2}, {"data": 1, "context": 2}
 TENSOR_FSDP, CONTEXT_FSDP = {"fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 2}
 CASES = {
-    "tensor": (SIGMOID, TENSOR, T, {}),
-    "tensor, softmax": (SOFTMAX, TENSOR, T, {}),
+    "tensor": (SOFTMAX, TENSOR, T, {}),
     "tensor, odd length": (SIGMOID, TENSOR, 7, {}),
     "context": (SIGMOID, CONTEXT, T, {}),
-    "context, softmax": (SOFTMAX, CONTEXT, T, {}),
     "tensor, fsdp": (SIGMOID, TENSOR_FSDP, T, {}),
-    "context, fsdp": (SIGMOID, CONTEXT_FSDP, T, {}),
+    "context, fsdp": (SOFTMAX, CONTEXT_FSDP, T, {}),
     "tensor, fsdp, experts over 2": (SIGMOID, TENSOR_FSDP, T, {"experts": 2}),
     "context, fsdp, experts over 2": (SIGMOID, CONTEXT_FSDP, T, {"experts": 2}),
     "data, context, tensor": (SOFTMAX, {"data": 2, "context": 2, "tensor": 2}, T, {"microbatches": 2}),
@@ -118,7 +116,7 @@ def test_five_steps_on_partitioned_axes_equal_one_device(case):
     for (path, ours), theirs in zip(jax.tree.leaves_with_path(state.params), jax.tree.leaves(one.params), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
     found, wanted = statistics(state.carried), statistics(one.carried)
-    assert found.keys() == wanted.keys() == {"blocks/0/mlp", "blocks/1/mlp"}
+    assert found.keys() == wanted.keys() == {"blocks/0/mlp"}
     for layer in wanted:
         for name in wanted[layer]:
             np.testing.assert_allclose(found[layer][name], wanted[layer][name], rtol=1e-5, err_msg=name)

@@ -43,6 +43,17 @@ def check(found, exact):
         np.testing.assert_array_less(np.abs(np.asarray(a, np.float64) - b), 2.0**-8 * np.abs(b) + 2.0**-13 * magnitude + 1e-30)
 
 
+def with_gradients(fn, dy, *args):
+    """Returns the result of a function and the gradients of its arguments, from one program."""
+
+    @jax.jit
+    def run(dy, *args):
+        y, pull_back = jax.vjp(fn, *args)
+        return y, *pull_back(dy)
+
+    return run(dy, *args)
+
+
 # Ways to write the matmul of [B, D] and [D, F]: (function of w and x, function that reshapes w from [D, F]).
 WAYS = {
     "matmul": (lambda w, x: x @ w.astype(x.dtype), lambda w: w),
@@ -170,8 +181,7 @@ def test_delayed_scaling_on_constant_arrays_equals_current_scaling(kind):
         return x @ w if kind == "plain" else grouped_dot(x, w, jnp.array([20, B - 20], jnp.int32))
 
     def step(config, state):
-        y, pull_back = jax.vjp(lambda w, state, x: jgraph.fp8(run, config).apply(w, state, x), w, state, x)
-        dw, state, dx = pull_back(dy)
+        y, dw, state, dx = with_gradients(jgraph.fp8(run, config).apply, dy, w, state, x)
         return (y, dw, dx), state
 
     delayed = FP8Config(format="e4m3", recipe="delayed")
@@ -246,7 +256,7 @@ def test_a_weight_used_twice_has_one_amax_per_use():
 
     stage, w, x = jgraph.fp8(twice, FP8Config(recipe="delayed")), normal(0, D, D), normal(1, B, D)
     assert [product.name for product in stage.plan(w, x).products] == ["", "#2"]
-    state = jax.grad(lambda state: jnp.sum(stage.apply(w, state, x)))(stage.init(w, x))
+    state = jax.jit(jax.grad(lambda state: jnp.sum(stage.apply(w, state, x))))(stage.init(w, x))
     assert state.window[0, :, 0].tolist() == [float(jnp.max(jnp.abs(x))), 100]
 
 
@@ -323,8 +333,8 @@ def test_a_flax_module_needs_no_changes_for_fp8():
         *(f"attention/{name}/kernel" for name in ("query", "key", "value", "out")),
         "mlp/kernel",
     ]
-    params, _ = model.init()
-    near = stage.apply(params, {}, batch), model.loss(params, batch, jax.random.key(0))[0]
+    params, _ = jax.jit(model.init)()
+    near = jax.jit(lambda params: (stage.apply(params, {}, batch), model.loss(params, batch, jax.random.key(0))[0]))(params)
     np.testing.assert_allclose(*near, rtol=0.1)
 
 
@@ -401,8 +411,7 @@ def test_mxfp8_quantizes_every_operand_along_its_contracted_axis(way):
     w_DF = normal(0, wide, F, dtype=jnp.bfloat16).astype(jnp.float32) * 2.0 ** -jnp.arange(F)
     x_BD, dy_BF = normal(1, B, wide, dtype=jnp.bfloat16), normal(2, B, F, dtype=jnp.bfloat16)
     stage = jgraph.fp8(fn, MXFP8)
-    y, pull_back = jax.vjp(lambda w, x: stage.apply(w, {}, x), place(w_DF), x_BD)
-    dw, dx = pull_back(dy_BF)
+    y, dw, dx = with_gradients(lambda w, x: stage.apply(w, {}, x), dy_BF, place(w_DF), x_BD)
     (dw,) = jax.linear_transpose(place, w_DF)(dw) if way != "a slice" else (dw[:, :F],)
     products = ((x_BD, w_DF), (dy_BF, w_DF.T), (x_BD.T, dy_BF))
     operands = [(in_blocks(a, 1), in_blocks(b, 0)) for a, b in products]

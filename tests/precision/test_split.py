@@ -77,7 +77,7 @@ def make(stage, recipe, dtype=jnp.float32):
     fp8, x = jgraph.fp8(fn, RECIPES[recipe]), normal(20, B, 2 * D if stage.startswith("wide") else D, dtype=dtype)
     state = fp8.init(params, x)
     if state:
-        state = jax.grad(lambda state: jnp.sum(fp8.apply(params, state, x).astype(jnp.float32)))(state)
+        state = jax.jit(jax.grad(lambda state: jnp.sum(fp8.apply(params, state, x).astype(jnp.float32))))(state)
     return fp8, params, state, x
 
 
@@ -114,7 +114,7 @@ def test_the_split_of_an_fp8_stage_equals_its_whole_backward(stage, recipe):
     dy = normal(21, *y.shape)
     expected_y, expected, expected_state, expected_dx = whole(params, state, x, dy)
     dx, (early, state_after, _), stash = program(split.dgrad)(given, residuals, dy)
-    late, *_ = split.wgrad(given, residuals, stash)
+    late, *_ = jax.jit(split.wgrad)(given, residuals, stash)
     assert_same((y, dx, state_after), (expected_y, expected_dx, expected_state))
     assert_same(early, jax.tree.map(lambda a, b: None if a is None else b, early, expected, is_leaf=lambda leaf: leaf is None))
     assert len(jax.tree.leaves(late)) == sum("bias" not in name for name in leaf_names(params))
@@ -145,11 +145,11 @@ def test_arrays_read_only_by_wgrad_are_stored_with_one_byte_per_element(recipe):
 def test_wgrad_accumulates_into_main_grad_in_float32(recipe, dtype):
     fp8, params, state, x = make("mlp", recipe, dtype)
     split, given = jgraph.split_backward(fp8), (params, state, None)
-    y, residuals = split.forward(given, x)
-    _, _, stash = split.dgrad(given, residuals, jnp.ones_like(y))
-    late, *_ = split.wgrad(given, residuals, stash)
+    y, residuals = jax.jit(split.forward)(given, x)
+    _, _, stash = jax.jit(split.dgrad)(given, residuals, jnp.ones_like(y))
+    late, *_ = jax.jit(split.wgrad)(given, residuals, stash)
     before = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 2.0**-9), params)
-    after, *others = split.accumulate((before, None, None), given, residuals, stash)
+    after, *others = jax.jit(split.accumulate)((before, None, None), given, residuals, stash)
     assert {leaf.dtype for leaf in jax.tree.leaves((late, after))} == {jnp.dtype("float32")}
     assert others == [None, None]
     assert_same(after["up"], before["up"] + late["up"])
@@ -161,12 +161,12 @@ def test_wgrad_accumulates_into_main_grad_in_float32(recipe, dtype):
 def test_accumulate_skips_parameters_without_a_sum():
     fp8, params, state, x = make("mlp", "current")
     split, given = jgraph.split_backward(fp8), (params, state, None)
-    y, residuals = split.forward(given, x)
-    _, _, stash = split.dgrad(given, residuals, y)
-    late = split.wgrad(given, residuals, stash)[0]
+    y, residuals = jax.jit(split.forward)(given, x)
+    _, _, stash = jax.jit(split.dgrad)(given, residuals, y)
+    late = jax.jit(split.wgrad)(given, residuals, stash)[0]
     name = next(name for name, gradient in late.items() if gradient is not None)
     sums = {other: jnp.ones(leaf.shape, jnp.float32) if other == name else None for other, leaf in params.items()}
-    found, *rest = split.accumulate((sums, None, None), given, residuals, stash)
+    found, *rest = jax.jit(split.accumulate)((sums, None, None), given, residuals, stash)
     assert rest == [None, None]
     assert [other for other, total in found.items() if total is not None] == [name]
     np.testing.assert_allclose(found[name], 1 + late[name], rtol=1e-5)
@@ -210,6 +210,7 @@ def test_quantized_weights_are_used_in_place_of_the_parameters():
     fp8, params, state, x = make("mlp", "current")
     split, others = jgraph.split_backward(fp8), weights(30) | {"bias": params["bias"]}
 
+    @jax.jit
     def found(params, weights):
         y, residuals = split.forward((params, state, weights), x)
         dx, _, _ = split.dgrad((params, state, weights), residuals, x)
@@ -226,9 +227,15 @@ def test_extra_arguments_and_auxiliary_outputs_pass_through():
 
     params, x, mask = STAGES["mlp"][1], normal(20, B, D), normal(24, B, 1) > 0
     split = jgraph.split_backward(jgraph.fp8(fn), has_aux=True)
-    y, residuals, aux = split.forward((params, {}, None), x, mask)
-    dx, _, _ = split.dgrad((params, {}, None), residuals, y)
-    assert aux == jnp.sum(y)
+
+    @jax.jit
+    def run(params, x, mask):
+        y, residuals, aux = split.forward((params, {}, None), x, mask)
+        dx, _, _ = split.dgrad((params, {}, None), residuals, y)
+        return y, aux, dx
+
+    y, aux, dx = run(params, x, mask)
+    assert aux == pytest.approx(float(jnp.sum(y)), rel=1e-6)
     assert_same(dx[~mask[:, 0]], 0)
 
 

@@ -20,13 +20,6 @@ def test_an_fp8_recipe_without_fp8_precision_is_refused():
     assert error.value.field == "fp8.margin"
 
 
-@pytest.mark.once
-def test_a_run_logs_the_fp8_matmuls_and_the_emulation_on_cpus(tmp_path, capsys):
-    assert tiny.train(tmp_path, *RUN, "--steps", "2", "--precision", "fp8") == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "fp8 (current scaling): 4 of 4 matmuls with parameters; emulated in bfloat16" in out
-
-
 def test_a_model_without_an_fp8_matmul_is_refused_with_the_precision_flag(tmp_path, capsys):
     assert tiny.train(tmp_path, *RUN, "--precision", "fp8", "--model.d-model", "24", "--model.d-ff", "40") == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -62,9 +55,11 @@ def test_mxfp8_is_refused_on_a_hopper_gpu_without_emulation(monkeypatch):
 
 
 @pytest.mark.once
-def test_a_run_logs_that_reshard_after_forward_does_not_reshard_fp8_weights(tmp_path, capsys):
-    assert tiny.train(tmp_path, *RUN, "--steps", "1", "--precision", "fp8", "--fsdp", "2", "--reshard-after-forward") == 0
-    assert "weights in FP8 stay gathered for the backward" in " ".join(capsys.readouterr().out.split())
+def test_a_run_logs_the_fp8_matmuls_the_emulation_on_cpus_and_that_it_does_not_reshard_fp8_weights(tmp_path, capsys):
+    assert tiny.train(tmp_path, *RUN, "--steps", "2", "--precision", "fp8", "--fsdp", "2", "--reshard-after-forward") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "fp8 (current scaling): 4 of 4 matmuls with parameters; emulated in bfloat16" in out
+    assert "weights in FP8 stay gathered for the backward" in out
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from functools import cache
 from typing import Any
 
 import jax
@@ -309,6 +310,12 @@ def tokens(step: int) -> np.ndarray:
     return (np.random.default_rng(step).geometric(0.2, (8, 9)) % 32).astype(np.int32)
 
 
+@cache
+def initial(model: Any) -> Any:
+    """Returns the initial parameters. Made once, because each layout would compile the model's initialization again."""
+    return jax.jit(lambda: model.init()[0])()
+
+
 def trained(model: Any, strategy: Any, steps: int = 20) -> tuple[list[float], list[float], Any, Any]:
     """Returns losses, gradient norms and final parameters, and the state."""
 
@@ -317,7 +324,7 @@ def trained(model: Any, strategy: Any, steps: int = 20) -> tuple[list[float], li
 
     # SGD, because Adam amplifies the rounding of gradients near zero.
     step = jgraph.train_step(loss, optax.sgd(0.1, momentum=0.9), strategy, clip_norm=1.0)
-    run, state, losses, norms = step.compile(tokens(0)), step.init(lambda: model.init()[0]), [], []
+    run, state, losses, norms = step.compile(tokens(0)), step.init(initial(model)), [], []
     for i in range(steps):
         state, metrics = run(state, step.place(tokens(i)))
         losses.append(float(metrics.loss))
@@ -325,15 +332,21 @@ def trained(model: Any, strategy: Any, steps: int = 20) -> tuple[list[float], li
     return losses, norms, jax.device_get(step.canonical.of(state).params), state
 
 
+@cache
+def named(kind: str) -> tuple[Any, tuple[list[float], list[float], Any, Any]]:
+    """Returns a model with partition names, and its results on one device."""
+    make = NamedLinen if kind == "Linen" else lambda: Named(nnx.Rngs(0))
+    model = functional(make, jax.ShapeDtypeStruct((1, 9), jnp.int32), key=0)
+    return model, trained(model, jgraph.Replicated(None, model.shapes))
+
+
 @pytest.mark.parametrize("kind", ["NNX", pytest.param("Linen", marks=pytest.mark.long)])
 @pytest.mark.parametrize("wrapped", [{"data": 2}, {"fsdp": 2}], ids=["data", "fsdp"])
 def test_a_model_with_partition_names_is_split_and_trains_as_on_one_device(kind, wrapped):
-    make = NamedLinen if kind == "Linen" else lambda: Named(nnx.Rngs(0))
-    model = functional(make, jax.ShapeDtypeStruct((1, 9), jnp.int32), key=0)
+    model, expected = named(kind)
     made = jgraph.FullySharded if "fsdp" in wrapped else jgraph.Replicated
     strategy = jgraph.TensorParallel(made(mesh_of(**wrapped, tensor=2), model.shapes), annotations=model.annotations)
     losses, norms, params, state = trained(model, strategy)
-    expected = trained(model, jgraph.Replicated(None, model.shapes))
     assert expected[0][-1] < expected[0][0]
     np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
     np.testing.assert_allclose(norms, expected[1], rtol=1e-5)
