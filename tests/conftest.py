@@ -91,11 +91,22 @@ def empty_elsewhere(elsewhere):
         shutil.rmtree(left) if left.is_dir(follow_symlinks=False) else os.unlink(left)
 
 
+def is_large() -> bool:
+    """Returns whether this process holds more than 1.5 GB; True if that is not known."""
+    if sys.platform != "linux":
+        return True
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") > 1.5e9
+
+
 @pytest.fixture(autouse=True, scope="module")
 def free_compiled_programs():
-    """Frees compiled programs after each module, because a worker would grow to several GB. The cache still has them."""
+    """Frees compiled programs when a worker is large, because it would grow to several GB. The cache still has them.
+
+    After every module, this would cost a tenth of the time: the next module traces and loads common operations again.
+    """
     yield
-    if "jax" in sys.modules:
+    if "jax" in sys.modules and is_large():
         sys.modules["jax"].clear_caches()
         gc.collect()
         if sys.platform == "linux":
