@@ -63,7 +63,7 @@ def test_the_kernel_is_as_accurate_as_plain_jax_with_a_mask(length, size, positi
 def test_a_token_attends_only_to_earlier_tokens_of_its_document():
     q, k, v, starts, _ = arrays(32, 16, rows=1, dtype=jnp.float32)
     starts = starts.at[:].set(jnp.where(jnp.arange(32) < 20, 0, 20))
-    gradient = jax.jacobian(lambda v: document_attention(q, k, v, starts)[0].sum((1, 2)))(v)
+    gradient = jax.jit(jax.jacobian(lambda v: document_attention(q, k, v, starts)[0].sum((1, 2))))(v)
     seen = np.abs(gradient[:, 0]).sum((2, 3)) > 0
     places = np.arange(32)
     own = (places[:, None] < 20) == (places[None] < 20)
@@ -73,9 +73,10 @@ def test_a_token_attends_only_to_earlier_tokens_of_its_document():
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_devices_with_zigzag_chunks_of_queries_together_compute_the_attention_of_the_whole_sequence(devices):
     given = arrays(64, 16, dtype=jnp.float32)
-    y, dq, dk, dv = run(*given)
+    compute = jax.jit(run)
+    y, dq, dk, dv = compute(*given)
     positions = [zigzag(64, devices, device) for device in range(devices)]
-    parts = [run(*local(given, part)) for part in positions]
+    parts = [compute(*local(given, part)) for part in positions]
     order = jnp.argsort(jnp.concatenate(positions))
     for whole, pieces in zip((y, dq), list(zip(*parts, strict=True))[:2], strict=True):
         np.testing.assert_allclose(jnp.concatenate(pieces, axis=1)[:, order], whole, rtol=1e-5, atol=1e-6)

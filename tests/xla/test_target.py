@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 
+from jgraph.aot import main
 from jgraph.errors import CompilerOptionError, TargetError
 from jgraph.xla import aot, check_identity
 
@@ -219,16 +220,11 @@ def test_a_directory_with_other_files_is_refused_and_unchanged(pip, tmp_path):
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
-def test_the_command_line_prints_a_one_line_error(tmp_path):
-    run = subprocess.run(
-        [sys.executable, "-m", "jgraph.aot", "show", "--directory", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 2
-    assert run.stderr.startswith("jgraph.aot: error: no CUDA plugin")
-    assert run.stderr.count("\n") == 1
+def test_the_command_line_prints_a_one_line_error(tmp_path, capsys):
+    assert main(["show", "--directory", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jgraph.aot: error: no CUDA plugin")
+    assert error.count("\n") == 1
 
 
 @pytest.mark.skipif(bool(importlib.util.find_spec("jax_plugins")), reason="the environment has a plugin of its own")
