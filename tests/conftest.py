@@ -38,6 +38,8 @@ def pytest_configure(config):
         # Set before jax is imported. Processes that tests start inherit the variables.
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+        # Threads of XLA's CPU client: each device keeps one while it waits in a collective.
+        os.environ.setdefault("NPROC", "32")
         old = metadata.version("jaxlib").startswith("0.10.")
         # Compilation takes a fifth less time on few cores. Newer versions gain nothing.
         fast = ["--xla_cpu_parallel_codegen_split_count=1"] * old

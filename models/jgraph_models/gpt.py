@@ -457,7 +457,7 @@ class MLP(nnx.Module):
     def __call__(self, x_BTD: Array) -> Array:
         """Computes the term for the residual stream [B, T, D] from the normalized stream `x_BTD`, both in `compute_dtype`."""
         # For the weight gradient of `up`, XLA's CPU backend transposes a gradient [B, T, F], in a loop that also computes it
-        # and takes 40 of 140 ms of a step of cpu-tiny. It does not transpose a matrix.
+        # and takes a quarter of a step of cpu-tiny. It does not transpose a matrix.
         x = x_BTD.reshape(-1, x_BTD.shape[-1]) if on_cpu() and is_whole() else x_BTD
         return in_turns(x, self._hidden, lambda hidden, device: self.down(hidden)).reshape(x_BTD.shape)
 
