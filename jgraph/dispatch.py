@@ -10,7 +10,7 @@ from jgraph.errors import ConfigError
 
 _T = TypeVar("_T")
 
-_SCHEDULER = "xla_cpu_enable_concurrency_optimized_scheduler"
+_SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler"
 
 
 def check_devices() -> None:
@@ -42,7 +42,7 @@ def check_devices() -> None:
 
 def ordered(flags: str) -> str:
     """Adds the flag for one order of collectives to the text of XLA_FLAGS, unless it has this flag."""
-    return flags if _SCHEDULER in flags else f"{flags} --{_SCHEDULER}=false".strip()
+    return flags if _SCHEDULER in flags else f"{flags} {_SCHEDULER}=false".strip()
 
 
 def warn_unordered() -> None:
