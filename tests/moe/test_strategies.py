@@ -128,7 +128,6 @@ CASES = {
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.once] if case in ONCE else []) for case in CASES])
 def test_every_layout_has_the_same_gradient_including_the_routers_losses(case):
     axes, schedule, choices = CASES[case]
-    microbatches = 4 if "pairs" in case else 2
     layers = 3 if "pipe" in axes else 1  # on two stages: the last stage is padded
     microbatches = 4 if case == PAIRS else 2  # two pairs
     model, params, carried = made(layers)
