@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any, TypeAlias
 
@@ -18,12 +19,13 @@ from jgraph.modules import FunctionalModel
 
 # B rows, D width.
 Params: TypeAlias = dict[str, Array]
-Layer: TypeAlias = Callable[[Array, Array], Array]
+Dot: TypeAlias = Callable[[Array, Array], Array]
+Layer: TypeAlias = Callable[[Array, Array, Dot], Array]
 
 CASES, FAST = range(205), range(5)
 RANK, ALPHA, STEPS = 2, 3.0, 2
 LAYOUTS: dict[str, dict[str, int]] = {"one": {}, "dp": {"data": 2}, "fsdp": {"fsdp": 2}, "tp": {"data": 1, "tensor": 2}}
-MODES = ("plain", "lora", "plain", "lora", "fp8")
+MODES = ("plain", "lora", "plain", "lora", "fp8", "plain", "lora", "plain", "lora")  # FP8 takes three times as long
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "sgd": lambda: optax.sgd(0.1),
     "momentum": lambda: optax.sgd(0.1, 0.9),
@@ -33,35 +35,64 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 }
 
 
-def dense(x: Array, w: Array) -> Array:
-    return jnp.tanh(x @ w)
+def dense(x: Array, w: Array, dot: Dot) -> Array:
+    return jnp.tanh(dot(x, w))
 
 
-def dense_transposed(x: Array, w: Array) -> Array:
-    return jnp.tanh(x @ w.T)
+def dense_transposed(x: Array, w: Array, dot: Dot) -> Array:
+    return jnp.tanh(dot(x, w.T))
 
 
-def there_and_back(x: Array, w: Array) -> Array:
-    return jnp.tanh(x @ w) @ w.T
+def there_and_back(x: Array, w: Array, dot: Dot) -> Array:
+    return dot(jnp.tanh(dot(x, w)), w.T)
+
+
+def rematerialized(layer: Layer) -> Layer:
+    return jax.checkpoint(layer, static_argnums=2)
 
 
 def scanned(layer: Layer) -> Layer:
-    return lambda x, stacked: lax.scan(lambda x, w: (layer(x, w), None), x, stacked)[0]
+    return lambda x, stacked, dot: lax.scan(lambda x, w: (layer(x, w, dot), None), x, stacked)[0]
 
 
-# The name of a weight, and a function of x [B, D] and the weight.
+# The name of a weight, and a function of x [B, D], the weight, and a matmul.
 USES: dict[str, tuple[str, Layer]] = {
     "direct": ("w", dense),
     "transposed": ("w", dense_transposed),
-    "rematerialized": ("w", jax.checkpoint(dense)),
+    "rematerialized": ("w", rematerialized(dense)),
     "another weight": ("v", dense),
     "there and back": ("narrow", there_and_back),
-    "sliced": ("wide", lambda x, w: x @ w[:, : x.shape[1]]),
-    "whole and sliced": ("wide", lambda x, w: dense(x, w)[:, ::2] + x @ w[:, x.shape[1] :]),
+    "sliced": ("wide", lambda x, w, dot: dot(x, w[:, : x.shape[1]])),
+    "whole and sliced": ("wide", lambda x, w, dot: dense(x, w, dot)[:, ::2] + dot(x, w[:, x.shape[1] :])),
     "scanned": ("layers", scanned(dense)),
     "scanned there and back": ("layers", scanned(there_and_back)),
-    "scanned and rematerialized": ("layers", scanned(jax.checkpoint(dense_transposed))),
+    "scanned and rematerialized": ("layers", scanned(rematerialized(dense_transposed))),
 }
+
+
+def rounded(x: Array, dtype: Any) -> Array:
+    """Rounds to FP8. The scale is the largest power of two without overflow."""
+    _, exponent = jnp.frexp(float(jnp.finfo(dtype).max) / jnp.max(jnp.abs(x)))
+    return jnp.ldexp(jnp.ldexp(x, exponent - 1).astype(dtype).astype(x.dtype), 1 - exponent)
+
+
+@jax.custom_vjp
+def fp8_dot(x: Array, w: Array) -> Array:
+    return rounded(x, jnp.float8_e4m3fn) @ rounded(w, jnp.float8_e4m3fn)
+
+
+def fp8_dot_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, w = (rounded(each, jnp.float8_e4m3fn) for each in saved)
+    dy = rounded(dy, jnp.float8_e5m2)
+    return dy @ w.T, x.T @ dy
+
+
+fp8_dot.defvjp(lambda x, w: (fp8_dot(x, w), (x, w)), fp8_dot_backward)
+
+
+def in_fp8(x: Array, w: Array) -> Array:
+    """FP8 in plain JAX, for sizes that are multiples of 16."""
+    return x @ w if any(size % 16 for size in w.shape) else fp8_dot(x, w)
 
 
 @dataclass(frozen=True)
@@ -107,11 +138,11 @@ class Case:
         sliced = {USES[use][0] for use in self.uses if "sliced" in use}
         return tuple(sorted({USES[use][0] for use in self.uses} - sliced))
 
-    def loss(self, params: Params, batch: Array, key: Any = None) -> Array:
+    def loss(self, params: Params, batch: Array, key: Any = None, dot: Dot = jnp.matmul) -> Array:
         x = batch + params["bias"]
         for use in self.uses:
             name, layer = USES[use]
-            x = layer(x, params[name]) + 0.5 * x
+            x = layer(x, params[name], dot) + 0.5 * x
         return jnp.mean((x - jnp.flip(batch, 1)) ** 2)
 
     def values(self, shapes: dict[str, Any]) -> Params:
@@ -197,7 +228,7 @@ def test_a_step_of_a_random_model_equals_plain_jax(seed):
     batch = jnp.asarray(np.random.default_rng(2).standard_normal(shape), jnp.float32)
     loss, plain, options = case.loss, case.loss, dict[str, Any](freeze=case.frozen)
     if case.mode == "fp8":
-        options |= {"fp8": jgraph.FP8Config(), "batch": batch}
+        plain, options = partial(case.loss, dot=in_fp8), {"fp8": jgraph.FP8Config(), "batch": batch} | options
     if case.mode == "lora" and case.targets:
         model, plain = with_adapters(case, params, batch, rules if case.layout == "tp" else None)
         params, rules = case.values({name: leaf.shape for name, leaf in model.shapes.items()}), model.tensor_rules(rules)
@@ -205,9 +236,9 @@ def test_a_step_of_a_random_model_equals_plain_jax(seed):
     found, losses = trained(case, loss, params, batch, rules, **options)
     expected, expected_losses = in_plain_jax(case, plain, params, batch, options["freeze"])
     assert found.keys() == expected.keys()
-    # E4M3 rounds by up to 1/16, E5M2 by up to 1/8; an update was off by 12% at most. In float32, Adam divides by small
-    # gradients: 0.01% at most. A wrong gradient is off by as much as it changes.
-    tolerance = 0.3 if case.mode == "fp8" else 1e-3
+    # Sums in another order differ by 2**-24, and Adam divides by small gradients: 1e-4 at most was measured. In FP8, such a
+    # difference can round one element to the next number: 0.5% of the update, where FP8 itself changes it by 3 to 35%.
+    tolerance = 0.02 if case.mode == "fp8" else 1e-3
     np.testing.assert_allclose(losses, expected_losses, rtol=tolerance / 10)
     for name, old in params.items():
         if name in options["freeze"]:
