@@ -88,6 +88,7 @@ def test_a_sharded_and_padded_vocabulary_has_the_gradients_of_one_device():
     def loss(x, head):
         return jgraph.cross_entropy(x, head, labels, axis="cut", vocab_size=V, precision="fp8")
 
+    @jax.jit
     @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(None, "cut")), out_specs=(P(), P(), P(None, "cut")))
     def sharded(x, head):
         found, (dx, dhead) = jax.value_and_grad(loss, argnums=(0, 1))(jax.lax.pcast(x, "cut", to="varying"), head)
