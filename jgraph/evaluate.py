@@ -57,7 +57,8 @@ def evaluate(
         data: Data to evaluate on, with the values of --data of `python -m jgraph.train`: files, directories and globs of text,
             JSON Lines or Parquet, names of corpora such as python-docs, hf:owner/name, or directories of token files. Only the
             held-out part is used. By default the run's data; required for a folder.
-        data_format: `chat` for chat records: only the tokens of the assistant count. By default the run's; `text` for a folder.
+        data_format: `chat` for chat records: only the tokens of the assistant count. By default as the first record of `data`
+            says, else the run's.
         step: Step of the checkpoint to load; by default the newest. Only for runs.
         module: Model class of the run, as `package.module:Class`. Required for a class outside `jgraph_models`, because loading
             imports it and so runs its code. Not for a folder.

@@ -4,7 +4,7 @@
     python -m jgraph.export runs/first --to folder/ --step 500 --dtype float32
     python -m jgraph.export runs/lora --to adapter/ --weights adapter
 
-Writes config.json, model.safetensors (several files from 5 GB on) and, if the run has one, tokenizer.json. With
+Writes config.json, model.safetensors (several files from 5 GB on) and, if the run has one, the files of its tokenizer. With
 `--weights adapter`, writes the adapters of a LoRA run alone, as a folder that PEFT loads. Runs of any parallel layout can be
 exported, also while they train.
 """
@@ -27,7 +27,7 @@ def export(
     to: Path,
     step: Count = None,
     module: Module = "",
-    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    dtype: Literal["bfloat16", "float32"] | None = None,
     weights: Literal["merged", "adapter"] = "merged",
 ) -> None:
     """Writes the model as a Hugging Face folder, and prints one line with the step and the files. Does not change the run.
@@ -41,7 +41,8 @@ def export(
         step: Step of the checkpoint to export; by default the newest.
         module: Model class of the run, as `package.module:Class`. Required for a class outside `jgraph_models`, because loading
             imports it and so runs its code.
-        dtype: Dtype of the tensors. An adapter always has float32, the dtype of the run.
+        dtype: Dtype of the tensors. By default that of the folder that the run began from, else that of the run's parameters.
+            An adapter always has float32.
         weights: For a LoRA run, `merged` writes the model with the adapters added to its weights. `adapter` writes
             adapter_config.json and adapter_model.safetensors, the format of the library PEFT.
 
@@ -54,9 +55,10 @@ def export(
     from absl import logging
 
     from jgraph.adapters import AdaptedModel
+    from jgraph.data.tokenizer import tokenizer_files
     from jgraph.interop.adapter import write_adapter
     from jgraph.interop.write import check_empty, write
-    from jgraph.train.initial import copied_files, copied_folder, names_of
+    from jgraph.train.initial import copied_folder, names_of
     from jgraph.train.saved import SavedRun
 
     logging.set_verbosity(logging.FATAL)  # Orbax also logs the errors that it raises.
@@ -66,7 +68,9 @@ def export(
         names, model = names_of(saved.config.module, field="to"), saved.config.model
         source = copied_folder(saved.dir)
         config = names.config(model, source.config if source else {"max_position_embeddings": saved.config.input.seq_len})
-        copied, parts, lora = copied_files(saved.dir), names.parts(model), saved.config.lora
+        copied = {name: saved.dir.origin / name for name in tokenizer_files(saved.dir.origin)}
+        chosen = dtype or (source.dtype if source else saved.config.dtypes.main_params_dtype)
+        parts, lora = names.parts(model), saved.config.lora
         with os_errors("to", to):
             if weights == "adapter":
                 assert isinstance(saved.model, AdaptedModel)
@@ -74,7 +78,7 @@ def export(
                 choices: Any = {"rank": lora.rank, "alpha": lora.alpha, "base": base}
                 files = write_adapter(to, parts, saved.model.adapters, saved.read, **choices)
             else:
-                files = write(to, config, parts, saved.read_merged, dtype=dtype, beside=copied)
+                files = write(to, config, parts, saved.read_merged, dtype=chosen, beside=copied)
     print(f"step {saved.step} of {run} is in {to}: {', '.join(file.name for file in files)}")
 
 

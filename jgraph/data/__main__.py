@@ -18,9 +18,9 @@ from jgraph.cli import File, FlagConsole, command
 from jgraph.data import tokenfile
 from jgraph.data._corpus import load, side_files
 from jgraph.data._make import SHARD_TOKENS, make_token_files
-from jgraph.data._texts import FIELD, HELDOUT_FRACTION, Format, named, weighted
-from jgraph.data.chat import TEMPLATE_FILE, ChatReader
-from jgraph.data.tokenizer import TOKENIZER_FILE, decode_bytes, load_decoder
+from jgraph.data._texts import FIELD, HELDOUT_FRACTION, Format, has_chats, named, weighted
+from jgraph.data.chat import ChatReader
+from jgraph.data.tokenizer import Tokenizer
 from jgraph.errors import DataError, os_errors, require
 
 
@@ -40,7 +40,7 @@ def make(
             python-source, synthetic), without weights. Each line of a .jsonl file is a document, and each row of a .parquet
             file or a dataset. In other files, lines that read <|endoftext|> separate documents; without such lines, a file is
             cut into blocks of about 16 KiB.
-        tokenizer: A tokenizer.json of the `tokenizers` library. It is copied into the directory.
+        tokenizer: A Hugging Face folder, or a tokenizer.json. The files of the tokenizer are copied into the directory.
         out: The directory, new or empty. If an error occurs, nothing is left behind.
         field: Field of the text in .jsonl files, .parquet files and datasets.
         heldout_fraction: Fraction of the documents to hold out, in (0, 1): those with the lowest SHA-256.
@@ -76,7 +76,7 @@ def show(
     /,
     *,
     field: str = FIELD,
-    format: Format = "text",
+    format: Format | None = None,
     tokenizer: File = None,
     template: File = None,
     record: int = 0,
@@ -89,9 +89,9 @@ def show(
         data: Entries of `--data` of `python -m jgraph.train`: text files, directories, globs, datasets (hf:owner/name), named
             corpora and directories of token files, each optionally as NAME:WEIGHT.
         field: Field of the text in .jsonl files, .parquet files and datasets.
-        format: `chat` for records with `messages`, or with `prompt` and `completion`.
-        tokenizer: With the format chat: a tokenizer.json, or a Hugging Face folder. By default, and for a folder without
-            tokenizer.json, text is read as bytes.
+        format: `chat` for records with `messages`, or with `prompt` and `completion`. By default as the first record.
+        tokenizer: With the format chat: a Hugging Face folder, or a tokenizer.json. By default, and for a folder without
+            a tokenizer, text is read as bytes.
         template: With the format chat: a Jinja file. By default the chat template of the folder.
         record: With the format chat: the number of the record to print, from 0.
 
@@ -100,7 +100,7 @@ def show(
             records is set for text.
         DataError: If an entry is missing, empty or damaged.
     """
-    if format == "chat":
+    if format == "chat" or (format is None and has_chats(data, field)):
         try:
             _show_chat([name for name, _ in weighted(data)], tokenizer, template, record)
         except DataError as e:  # this command has other flags than `python -m jgraph.train`
@@ -126,24 +126,18 @@ def show(
 
 
 def _show_chat(names: list[str], tokenizer: Path | None, template: Path | None, record: int) -> None:
-    file = tokenizer
-    if tokenizer and tokenizer.is_dir():
-        # As in training: text is read as bytes if the folder has no tokenizer.
-        file = path if (path := tokenizer / TOKENIZER_FILE).exists() else None
-        if template is None and file is None and (found := tokenizer / TEMPLATE_FILE).exists():
-            template = found
-    with os_errors("tokenizer", file, "read"):
-        reader = ChatReader(file, template)
+    with os_errors("tokenizer", tokenizer, "read"):
+        reader = ChatReader(Tokenizer.of(tokenizer, template))
     shown, conversations, tokens, trained = None, 0, 0, 0
     for one in reader.read(names):
         shown = one if conversations == record else shown
         conversations, tokens, trained = conversations + 1, tokens + len(one.ids), trained + int(one.trained.sum())
     require(shown is not None, "record", record, f"a number below {conversations}, the number of records")
     assert shown is not None
-    decode, console = load_decoder(file) if file else decode_bytes, FlagConsole(highlight=False, soft_wrap=True)
+    console = FlagConsole(highlight=False, soft_wrap=True)
     edges = [0, *(np.flatnonzero(np.diff(shown.trained)) + 1), len(shown.ids)]
     for start, stop in pairwise(edges):
-        text = decode(shown.ids[start:stop].tolist())
+        text = reader.tokenizer.decode(shown.ids[start:stop].tolist())
         if not shown.trained[start]:
             console.print(Text(text), end="")
         else:

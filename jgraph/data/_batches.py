@@ -128,7 +128,7 @@ class Index:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Loss mask and counts of a stream that consists of rows of whole conversations. Made by `jgraph.data.chat.packed`.
+    """Loss mask and counts of a stream that consists of rows of whole conversations. Made by `packed`.
 
     Attributes:
         trained: bool, one per token of the stream: True for tokens that count in the loss. False for padding and for the first

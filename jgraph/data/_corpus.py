@@ -7,10 +7,11 @@ SHA-256 of the record, and packed into rows on each side.
 """
 
 import hashlib
+import importlib.util
 import math
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -22,10 +23,11 @@ import numpy as np
 
 from jgraph.data import _texts
 from jgraph.data._batches import Index, Source
+from jgraph.data._rows import Conversation, Truncate, packed
 from jgraph.data._texts import FIELD, Documents, Format
-from jgraph.data.chat import ChatReader, Conversation, Truncate, packed
-from jgraph.data.tokenfile import ENDS_FILE, Concatenated, TokenFile, Tokens, read_tokens, token_dtype
-from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder, decode_bytes, load_decoder
+from jgraph.data.chat import ChatReader
+from jgraph.data.tokenfile import ENDS_FILE, Concatenated, TokenFile, Tokens, read_tokens
+from jgraph.data.tokenizer import TOKENIZER_FILE, Tokenizer, has_tokenizer, same_tokenizer
 from jgraph.errors import DataError
 
 Side = Literal["train", "heldout"]
@@ -44,7 +46,7 @@ class Corpus:
         heldout_sources: Held-out sources, in the same order.
         vocab_size: Vocabulary size, larger than every id; 256 for bytes.
         fingerprint: SHA-256 of the contents, 64 hexadecimal digits. Does not depend on the order of the documents of a text.
-        decoder: Converts a list of ids to text. Use `decode`, which also accepts arrays.
+        tokenizer: Converts ids to text. Use `decode`, which also accepts arrays.
         zlib_nats_per_token: Size of the first 32 MiB of the text under zlib, level 9, in nats per byte. None if tokens are not
             bytes, or there are several sources.
     """
@@ -54,7 +56,7 @@ class Corpus:
     heldout_sources: tuple[Source, ...] = field(repr=False)
     vocab_size: int
     fingerprint: str
-    decoder: Callable[[Sequence[int]], str] = field(repr=False)
+    tokenizer: Tokenizer = field(repr=False)
     zlib_nats_per_token: float | None = None
 
     @cached_property
@@ -83,7 +85,7 @@ class Corpus:
         Args:
             ids: 1-D integers. Without a tokenizer.json, ids of token files become decimal numbers.
         """
-        return self.decoder([int(token) for token in ids])
+        return self.tokenizer.decode([int(token) for token in ids])
 
 
 def _concatenated(sources: Sequence[Source]) -> Tokens:
@@ -95,7 +97,7 @@ def load(
     *,
     seq_len: int,
     vocab_size: int | None,
-    tokenizer: Path | None = None,
+    tokenizer: Tokenizer | Path | None = None,
     field: str = FIELD,
     documents: Documents = "joined",
     format: Format = "text",
@@ -113,15 +115,16 @@ def load(
             each directory of token files is one source, and shares are proportional to sizes.
         seq_len: Predicted tokens per row. Each side of each source must have at least seq_len + 1 tokens.
         vocab_size: Rows of the model's embedding, larger than every id. None accepts all ids.
-        tokenizer: Path of a tokenizer.json, to read text. None reads text beside token files through their tokenizer.json, and
-            other text as bytes. A directory of token files with its own tokenizer.json does not use it.
+        tokenizer: The tokenizer that reads text, or the folder or tokenizer.json that has it. None reads text beside token
+            files with their tokenizer, and other text as bytes. A directory of token files with its own tokenizer does not
+            use it.
         field: Name of the field with the text, in the objects of .jsonl files, or of the column, in .parquet files and
             datasets.
         documents: `separate`: tokens will not attend to other documents, so every source must have document boundaries.
             `joined` accepts all sources.
         format: `chat` reads every entry as chat records and packs them into rows of seq_len + 1 tokens. Entries are then .jsonl
             and .parquet files, directories and globs of them, and datasets.
-        template: File of the chat template; None for the template in the folder of `tokenizer`.
+        template: File of a chat template that replaces those of the folder, if `tokenizer` is not a `Tokenizer`.
         truncate: Action for a conversation with more than seq_len + 1 tokens: `end` removes tokens at its end, `start` at its
             beginning. `drop` leaves it out. `error` raises an error.
 
@@ -139,10 +142,15 @@ def load(
     names = [data] if isinstance(data, str) else data
     try:
         entries = _texts.weighted(names)
-        tokenizer, groups = tokenizer or _tokenizer_beside([name for name, _ in entries]), _groups(entries)
+        groups = _groups(entries)
+        if not isinstance(tokenizer, Tokenizer):
+            tokenizer = Tokenizer.of(tokenizer, template)
+        beside = _tokenizer_beside([name for name, _ in entries])
+        if beside and tokenizer.name == "bytes" and not all(_is_tokens(name) for name, _ in entries):
+            tokenizer = Tokenizer.of(beside)
         if format == "chat":
-            reader = ChatReader(tokenizer, template)
-            parts = [_weighted(_of_chat(group, reader, tokenizer, seq_len, truncate), weight) for group, weight in groups]
+            reader = ChatReader(tokenizer)
+            parts = [_weighted(_of_chat(group, reader, seq_len, truncate), weight) for group, weight in groups]
         else:
             parts = [_weighted(_open(group, tokenizer, field, documents), weight) for group, weight in groups]
     except OSError as e:
@@ -172,7 +180,7 @@ def _check(part: Corpus, seq_len: int, vocab_size: int | None, documents: Docume
             f"`seq_len` {seq_len} needs at least {seq_len + 1} of each: use a longer text or a smaller `seq_len`"
         )
     ids = part.vocab_size
-    if part.train.dtype == np.uint8:  # in memory, so the largest byte is known, and a smaller vocabulary may suffice
+    if isinstance(part.train, np.ndarray):  # in memory, so the largest id is known, and a smaller vocabulary may suffice
         ids = 1 + int(max(np.max(part.train[:]), np.max(part.heldout[:])))
     if vocab_size is not None and ids > vocab_size:
         raise DataError(f"`model.vocab_size` is {vocab_size}: `data` {part.name} needs at least {ids} token ids")
@@ -199,15 +207,15 @@ def _is_tokens(name: str) -> bool:
     return name not in _texts.CORPORA and os.path.isdir(name) and any(Path(name).glob("*.bin"))
 
 
-def tokenizer_file(data: Sequence[str]) -> Path | None:
-    """Returns the path of the tokenizer.json in the first directory of token files that has one; None if there is none.
+def tokenizer_beside(data: Sequence[str]) -> Path | None:
+    """Returns the first directory of token files that has a tokenizer; None if there is none.
 
     Args:
         data: Entries in the form of `load`, with or without weights.
 
     Raises:
         ConfigError: If a weight is not positive and finite, or only some entries have one.
-        DataError: If two directories have different tokenizer.json files.
+        DataError: If two directories have different tokenizers.
     """
     return _tokenizer_beside([name for name, _ in _texts.weighted(data)])
 
@@ -228,16 +236,14 @@ def is_text(data: Sequence[str]) -> bool:
 
 
 def _tokenizer_beside(names: list[str]) -> Path | None:
-    found = [path for name in names if _is_tokens(name) and (path := Path(name, TOKENIZER_FILE)).exists()]
+    found = [Path(name) for name in names if _is_tokens(name) and has_tokenizer(Path(name))]
     for first, second in pairwise(found):
-        if first.read_bytes() != second.read_bytes():
-            raise DataError(
-                f"`data` {second.parent} was made with another {TOKENIZER_FILE} than {first.parent}; make one of them again"
-            )
+        if not same_tokenizer(first, second):
+            raise DataError(f"`data` {second} was made with another {TOKENIZER_FILE} than {first}; make one of them again")
     return found[0] if found else None
 
 
-def _open(names: list[str], tokenizer: Path | None, field: str, documents: Documents) -> Corpus:
+def _open(names: list[str], tokenizer: Tokenizer, field: str, documents: Documents) -> Corpus:
     """Opens one source: a directory of token files, or texts."""
     name = " ".join(names)
     with _texts.named("data", name):
@@ -247,7 +253,7 @@ def _open(names: list[str], tokenizer: Path | None, field: str, documents: Docum
         return _of_text(name, texts, tokenizer)
 
 
-def _of_chat(names: list[str], reader: ChatReader, tokenizer: Path | None, seq_len: int, truncate: Truncate) -> Corpus:
+def _of_chat(names: list[str], reader: ChatReader, seq_len: int, truncate: Truncate) -> Corpus:
     """Reads chat records as one source, and packs each side into rows."""
     name = " ".join(names)
     with _texts.named("data", name):
@@ -256,19 +262,20 @@ def _of_chat(names: list[str], reader: ChatReader, tokenizer: Path | None, seq_l
         conversations = sorted(reader.read(names), key=lambda one: one.digest)
         digests = [one.digest for one in conversations]
         num_heldout = _texts.count_heldout(digests)
+        hashed = hashlib.sha256(b"".join(digests))
+        for one in conversations:
+            hashed.update(len(one.ids).to_bytes(8, "little") + one.ids.tobytes() + one.trained.tobytes())
 
         def side(own: list[Conversation]) -> tuple[Source, ...]:
-            dtype = token_dtype(reader.vocab_size) if tokenizer else np.uint8
-            return (packed(own, seq_len=seq_len, truncate=truncate, dtype=dtype, name=name),)
+            return (packed(own, seq_len=seq_len, truncate=truncate, dtype=reader.tokenizer.dtype, name=name),)
 
-        hashed = b"".join(digests) + (tokenizer.read_bytes() if tokenizer else b"")
         return Corpus(
             name,
             sources=side(conversations[num_heldout:]),
             heldout_sources=side(conversations[:num_heldout]),
-            vocab_size=reader.vocab_size,
-            fingerprint=hashlib.sha256(hashed + (reader.template.source.encode() if reader.template else b"")).hexdigest(),
-            decoder=load_decoder(tokenizer) if tokenizer else decode_bytes,
+            vocab_size=reader.tokenizer.vocab_size,
+            fingerprint=hashed.hexdigest(),
+            tokenizer=reader.tokenizer,
         )
 
 
@@ -290,28 +297,25 @@ def _check_vocabularies(parts: list[tuple[str, int, np.dtype]]) -> None:
             )
 
 
-def _of_text(name: str, documents: list[bytes], tokenizer: Path | None) -> Corpus:
+def _of_text(name: str, documents: list[bytes], tokenizer: Tokenizer) -> Corpus:
     by_hash = sorted((_texts.digest(document), document) for document in documents)
     digests, texts = [key for key, _ in by_hash], [document for _, document in by_hash]
     num_heldout = _texts.count_heldout(digests)
-    encoder = Encoder(tokenizer) if tokenizer else None
+    heldout, train = (_of_documents(name, part, tokenizer) for part in (texts[:num_heldout], texts[num_heldout:]))
     return Corpus(
         name,
-        sources=(_of_documents(name, texts[num_heldout:], encoder),),
-        heldout_sources=(_of_documents(name, texts[:num_heldout], encoder),),
-        vocab_size=encoder.vocab_size if encoder else 256,
+        sources=(train,),
+        heldout_sources=(heldout,),
+        vocab_size=tokenizer.vocab_size,
         # A hash of hashes changes with the bytes of a document and with its boundaries.
-        fingerprint=hashlib.sha256(b"".join(digests) + (tokenizer.read_bytes() if tokenizer else b"")).hexdigest(),
-        decoder=load_decoder(tokenizer) if tokenizer else decode_bytes,
-        zlib_nats_per_token=None if encoder else _zlib_nats(documents),
+        fingerprint=hashlib.sha256(b"".join(digests) + tokenizer.fingerprint(train.tokens, heldout.tokens)).hexdigest(),
+        tokenizer=tokenizer,
+        zlib_nats_per_token=_zlib_nats(documents) if tokenizer.name == "bytes" else None,
     )
 
 
-def _of_documents(name: str, documents: list[bytes], encoder: Encoder | None) -> Source:
-    if encoder is None:
-        ids = [np.frombuffer(document + b"\n", np.uint8) for document in documents]
-    else:
-        ids = [array.astype(token_dtype(encoder.vocab_size)) for array in encoder.encode(documents)]
+def _of_documents(name: str, documents: list[bytes], tokenizer: Tokenizer) -> Source:
+    ids = [array.astype(tokenizer.dtype, copy=False) for array in tokenizer.documents(documents)]
     tokens, lengths = np.concatenate(ids), [len(array) for array in ids]
     index = Index(np.cumsum(lengths), [len(lengths)], [len(tokens)])
     return Source(tokens, index=index, name=name, num_documents=len(documents))
@@ -341,7 +345,7 @@ def side_files(directory: Path) -> dict[Side, list[Path]]:
     return sides
 
 
-def _of_directory(name: str, tokenizer: Path | None) -> Corpus:
+def _of_directory(name: str, tokenizer: Tokenizer) -> Corpus:
     """Maps all token files of a directory. Reads only their headers."""
     opened = {side: [TokenFile(path) for path in paths] for side, paths in side_files(Path(name)).items()}
     files = [file for of_side in opened.values() for file in of_side]
@@ -349,15 +353,22 @@ def _of_directory(name: str, tokenizer: Path | None) -> Corpus:
     hashed = b""
     for side, of_side in opened.items():
         hashed += side.encode() + b"".join(bytes.fromhex(file.header.sha256) for file in of_side)
-    tokenizer_beside = Path(name, TOKENIZER_FILE)
     return Corpus(
         name,
         sources=(_of_files(name, "train", opened["train"]),),
         heldout_sources=(_of_files(name, "heldout", opened["heldout"]),),
         vocab_size=files[0].header.vocab_size,
         fingerprint=hashlib.sha256(hashed).hexdigest(),
-        decoder=load_decoder(tokenizer if tokenizer and not tokenizer_beside.exists() else tokenizer_beside),
+        tokenizer=_decoder(Path(name), tokenizer),
     )
+
+
+def _decoder(directory: Path, tokenizer: Tokenizer) -> Tokenizer:
+    """Returns the tokenizer of token files, else the given one. Ids become numbers if neither is known or `hf` is missing."""
+    if not has_tokenizer(directory) and tokenizer.name != "bytes":
+        return tokenizer
+    is_readable = has_tokenizer(directory) and importlib.util.find_spec("transformers") is not None
+    return Tokenizer.of(directory) if is_readable else Tokenizer(without=f"{directory} has no tokenizer")
 
 
 def _of_files(name: str, side: Side, files: list[TokenFile]) -> Source:

@@ -13,9 +13,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jgraph.data._texts import FIELD, HELDOUT_FRACTION, count_heldout, digest, named, read
+from jgraph.data._texts import FIELD, HELDOUT_FRACTION, copy_files, count_heldout, digest, named, read
 from jgraph.data.tokenfile import ENDS_FILE, read_tokens, write_tokens
-from jgraph.data.tokenizer import TOKENIZER_FILE, Encoder
+from jgraph.data.tokenizer import TOKENIZER_FILE, Tokenizer, tokenizer_files
 from jgraph.errors import DataError, download_hint, os_errors, require
 
 SHARD_TOKENS = 1 << 27
@@ -36,14 +36,14 @@ def make_token_files(
     """Tokenizes text into a new directory of token files.
 
     Writes train-00000.bin, train-00001.bin and so on, heldout-00000.bin and so on, the ends of their documents in train.ends
-    and heldout.ends, and a copy of the tokenizer.json. The documents of each side are in the order of their SHA-256. Works in a
-    hidden directory beside `out`, which is renamed when it is complete and deleted if an error is raised.
+    and heldout.ends, and copies of the files of the tokenizer. The documents of each side are in the order of their SHA-256.
+    Works in a hidden directory beside `out`, which is renamed when it is complete and deleted if an error is raised.
 
     Args:
         texts: Texts, in any order. Each is a file, a directory (all files in it and below, without hidden ones), a glob such as
             `texts/**/*.md`, a Hugging Face dataset (`hf:owner/name`, `hf:owner/name/CONFIG@SPLIT` or `hf:DIRECTORY`), or a
             named corpus (`python-docs`, `python-source` or `synthetic`).
-        tokenizer: Path of a tokenizer.json of the `tokenizers` library.
+        tokenizer: A Hugging Face folder, or the path of a tokenizer.json.
         out: A directory that does not exist yet or is empty. Missing parents are created.
         field: Name of the field with the text, in the objects of .jsonl files, or of the column, in .parquet files and
             datasets.
@@ -60,13 +60,16 @@ def make_token_files(
     require(0 < heldout_fraction < 1, "heldout_fraction", heldout_fraction, "in (0, 1)")  # before hours of tokenizing
     if not texts:
         raise DataError("`text` is empty: name at least one text file")
-    if not tokenizer.is_file():
-        problem = "must be a file, not a directory" if tokenizer.is_dir() else f"no such file{download_hint(tokenizer)}"
-        raise DataError(f"`tokenizer` is {tokenizer}: {problem}")
+    if not tokenizer.exists():
+        raise DataError(f"`tokenizer` is {tokenizer}: no such file or folder{download_hint(tokenizer)}")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise DataError(f"`out` is {out}: must not exist, or be an empty directory")
     with os_errors("tokenizer", tokenizer, "read"):
-        encoder, tokenizer_json = Encoder(tokenizer), tokenizer.read_bytes()
+        encoder = Tokenizer.of(tokenizer)
+        if encoder.name == "bytes":
+            raise DataError(f"`tokenizer` is {tokenizer}: must be a folder with a tokenizer.json or other vocabulary")
+        folder = Path(encoder.name)
+        files = {name: folder / name for name in tokenizer_files(folder)} if folder.is_dir() else {TOKENIZER_FILE: tokenizer}
     size = {"vocab_size": encoder.vocab_size}
     out = out.absolute()
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
@@ -74,7 +77,7 @@ def make_token_files(
     try:
         with os_errors("out", out):
             partial.mkdir(parents=True)
-            (partial / TOKENIZER_FILE).write_bytes(tokenizer_json)
+            copy_files(files, partial)
             documents: list[_Document] = []
             write_tokens(spool, _tokenize(texts, field, encoder, documents), **size)
             documents.sort()
@@ -93,14 +96,14 @@ def make_token_files(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _tokenize(texts: Sequence[str | Path], field: str, encoder: Encoder, found: list[_Document]) -> Iterator[np.ndarray]:
+def _tokenize(texts: Sequence[str | Path], field: str, encoder: Tokenizer, found: list[_Document]) -> Iterator[np.ndarray]:
     """Yields the ids of all documents. Appends their hashes and positions to `found`."""
     start = 0
     for path, documents in read("text", [str(text) for text in texts], field):
         # `tee` holds as many documents as are encoded together.
         documents, again = tee(documents)
         with named("text", path):
-            for document, ids in zip(again, encoder.encode(documents), strict=True):
+            for document, ids in zip(again, encoder.documents(documents), strict=True):
                 found.append((digest(document), start, start + len(ids)))
                 yield ids
                 start += len(ids)

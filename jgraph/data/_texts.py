@@ -24,17 +24,18 @@ import json
 import math
 import os
 import re
+import shutil
 import string
 import sysconfig
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from jgraph.errors import DataError, download_hint, require
+from jgraph.errors import DataError, JgraphError, download_hint, require
 
 _T = TypeVar("_T")
 
@@ -50,8 +51,10 @@ _HUB = "hf:"
 _BLOCK_BYTES = 16 * 1024
 # At least this many blocks of a short text, so that about a tenth of it can be held out.
 _FEWEST_BLOCKS = 8
+CHAT_FIELDS = ("messages", "prompt", "completion", "tools")
 _USE_CHAT = "set `data_format` to chat"
-_SEPARATOR = re.compile(rb"^<\|endoftext\|>[ \t]*\r?$", re.MULTILINE)
+_BOM = b"\xef\xbb\xbf"
+_SEPARATOR = re.compile(rb"(?<![^\r\n])<\|endoftext\|>[ \t]*(?![^\r\n])")
 
 
 def weighted(data: Sequence[str]) -> list[tuple[str, Fraction | None]]:
@@ -192,44 +195,62 @@ def _documents_of(path: Path, field: str, of_files: int, documents: Documents) -
     return _of_text(path, of_files, documents)
 
 
-def read_records(names: Sequence[str], fields: Sequence[str], convert: Callable[[dict[str, Any]], _T]) -> Iterator[_T]:
-    """Converts the records of JSON Lines files, Parquet files and datasets, one at a time.
+Rows: TypeAlias = Iterator[tuple[str, dict[str, Any]]]
+"""Records of a file, each with its place in the file."""
 
-    Args:
-        names: Files, directories, globs and datasets, as in `read`.
-        fields: Fields of a record that `convert` reads.
-        convert: Converts a record. The place of the record is added to the message of its DataError.
 
-    Yields:
-        The result for each record, in the order of the names.
+def read_records(names: Sequence[str], fields: Sequence[str], convert: Callable[[Rows], Iterator[_T]]) -> Iterator[_T]:
+    """Converts the records of JSON Lines files, Parquet files and datasets, file by file, in the order of the names.
 
-    Raises:
-        DataError: If a name has no file, a file is not JSON Lines or Parquet, a record is not an object, `convert` raises a
-            DataError, or an optional library is missing.
+    `convert` reads the fields `fields` of the records of a file lazily. Raises DataError if a name has no file, a file is not
+    JSON Lines or Parquet, or a record is not an object, and adds the file to the message of a DataError of `convert`.
     """
+
+    def objects(path: Path) -> Rows:
+        for place, row in _records_of(path, fields):
+            if not isinstance(row, dict):
+                kind = _JSON_TYPES.get(type(row), type(row).__name__)
+                raise DataError(f"{place} is {kind}: must be an object with chat messages")
+            yield place, row
+
     for name in names:
         with named("data", name):
             paths = _require_files(name)
         for path in paths:
             with named("data", path):
-                for place, row in _records_of(path, fields):
-                    if not isinstance(row, dict):
-                        kind = _JSON_TYPES.get(type(row), type(row).__name__)
-                        raise DataError(f"{place} is {kind}: must be an object with chat messages")
-                    try:
-                        yield convert(row)
-                    except DataError as e:
-                        raise DataError(f"{place}: {e}", field=e.field) from e
+                yield from convert(objects(path))
+
+
+def has_chats(data: Sequence[str], field: str) -> bool:
+    """Returns True if the first record of an entry has the fields of a chat record instead of the field with the text."""
+    with contextlib.suppress(JgraphError, OSError):  # whoever reads the data reports it
+        for path in (path for name, _ in weighted(data) for path in files_of(name)[:1]):
+            if str(path).startswith(_HUB) or path.suffix in (".jsonl", ".parquet"):
+                _, row = next(iter(_records_of(path, [field, *CHAT_FIELDS])), ("", None))
+                if isinstance(row, dict) and field not in row and _is_chat(row):
+                    return True
+    return False
+
+
+def _is_chat(row: dict[str, Any]) -> bool:
+    return "messages" in row or {"prompt", "completion"} <= row.keys()
 
 
 def _records_of(path: Path, fields: Sequence[str]) -> Iterable[tuple[str, Any]]:
     if str(path).startswith(_HUB):
-        return _numbered(_dataset_rows(str(path).removeprefix(_HUB)))
+        return _numbered(map(_without_nulls, _dataset_rows(str(path).removeprefix(_HUB))))
     if path.suffix == ".parquet":
-        return _numbered(_parquet_rows(path, fields))
+        return _numbered(map(_without_nulls, _parquet_rows(path, fields)))
     if path.suffix == ".jsonl":
         return _jsonl_rows(path, "must be an object with chat messages")
     raise DataError("must be a .jsonl or .parquet file or a dataset (hf:owner/name) for `data_format` chat")
+
+
+def _without_nulls(value: Any) -> Any:
+    """Removes the keys with the value None at every depth: Arrow has them for keys that the other rows of a column have."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def _numbered(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -237,7 +258,7 @@ def _numbered(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, A
 
 
 def _of_text(path: Path, of_files: int, documents: Documents) -> list[bytes]:
-    text = path.read_bytes()
+    text = path.read_bytes().removeprefix(_BOM)
     if text.startswith(b"JGTOKENS"):
         raise DataError(f"a single token file; name its directory, {path.parent}")
     if of_files > 1 and b"\0" in text[:4096]:
@@ -278,7 +299,7 @@ def _text_of(row: Any, field: str, place: str) -> bytes:
         return row[field].encode(errors="replace")  # JSON can encode an unpaired surrogate, which UTF-8 cannot
     if is_object and field not in row:
         names = f"the fields {', '.join(map(repr, row))}" if row else "no fields"
-        if "messages" in row or {"prompt", "completion"} <= row.keys():
+        if _is_chat(row):
             raise DataError(f"{place} is a chat record with {names}, not {field!r}: {_USE_CHAT}", field="data_format")
         raise DataError(f"{place} has {names}, not {field!r}: set `data_field` to the field with the text")
     what, value = (f": field {field!r}", row[field]) if is_object else ("", row)
@@ -330,7 +351,36 @@ def library(name: str, *, extra: str = "") -> Any:
         raise DataError(f"needs the {name} library: pip install 'jgraph[{extra or name}]'") from e
 
 
+def check_links(folder: Path, *files: Path) -> None:
+    """Raises DataError if a file is a link out of its folder. The cache of the Hub has links to its `blobs/`."""
+    root = folder.resolve()
+    places = [root, *(parent.with_name("blobs") for parent in root.parents if parent.name == "snapshots")]
+    for file in files:
+        if not any((target := file.resolve()).is_relative_to(place) for place in places):
+            raise DataError(f"{file} is a link to {target}: must lead into the folder; put a copy of the file in its place")
+
+
+def copy_files(files: Mapping[str, Path], to: Path) -> None:
+    """Copies files into a folder, each to its relative path."""
+    for name, file in files.items():
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, to / name)
+
+
 # --- Documents ---
+
+
+def decode_utf8(document: bytes) -> str:
+    """Returns a document as text. Raises DataError if it is not UTF-8."""
+    try:
+        return document.decode()
+    except UnicodeDecodeError as e:
+        raise DataError(f"not UTF-8 near {document[max(0, e.start - 20) : e.start + 20]!r}; convert it, e.g. with iconv") from e
+
+
+def without_surrogates(text: str) -> str:
+    """Replaces unpaired surrogates by question marks. JSON can encode them, UTF-8 cannot."""
+    return text.encode(errors="replace").decode()
 
 
 def cut(text: bytes, *, fewest_blocks: int = _FEWEST_BLOCKS) -> list[bytes]:

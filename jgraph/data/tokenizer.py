@@ -1,190 +1,208 @@
-"""Converts text to ids and ids to text with a tokenizer.json, by the optional `tokenizers` library."""
+"""Text to token ids and back, as `transformers` says for a Hugging Face folder or a tokenizer.json. Else ids are bytes."""
 
-import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
-from jgraph.data._texts import library
+from jgraph.data._render import Span, render
+from jgraph.data._texts import check_links, decode_utf8, library, without_surrogates
 from jgraph.errors import DataError
 
-if TYPE_CHECKING:
-    import tokenizers
-
-TOKENIZER_FILE = "tokenizer.json"
-# A tokenizer.json does not mark its end-of-text token. These are the usual names.
+TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
+# Files without which a folder has no tokenizer, and all files that a tokenizer may consist of.
+_VOCABULARY = (TOKENIZER_FILE, "vocab.*", "*.model", "*.tiktoken", "tekken.json")
+_FILES = (*_VOCABULARY, "tokenizer*.json", "vocab*", "merges*", "*.spm", "special_tokens_map.json", "added_tokens.json")
+_FILES += ("chat_template*", "additional_chat_templates/*.jinja", "generation_config.json")
+# A tokenizer without a declared end-of-text token may have one. These are the usual names.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-_DOCUMENTS_AT_ONCE = 256
+_AT_ONCE, _ANSWER = 256, "\ufdd0"
 
 
-@dataclass(frozen=True)
+def tokenizer_files(folder: Path, patterns: Sequence[str] = _FILES) -> list[str]:
+    """Returns the paths in a folder of the files of its tokenizer, sorted. Raises DataError for a link out of the folder."""
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    check_links(folder, *found)
+    return sorted(path.relative_to(folder).as_posix() for path in found)
+
+
+def has_tokenizer(folder: Path | None) -> bool:
+    """Returns True if a folder has the vocabulary of a tokenizer."""
+    return folder is not None and bool(tokenizer_files(folder, _VOCABULARY))
+
+
+def same_tokenizer(*folders: Path) -> bool:
+    """Returns False if two folders have different vocabularies."""
+    one, other = ({name: (folder / name).read_bytes() for name in tokenizer_files(folder, _VOCABULARY)} for folder in folders)
+    common = one.keys() & other.keys()
+    return bool(common) and all(one[name] == other[name] for name in common)
+
+
 class Tokenizer:
-    """Converts text to ids and ids to text.
+    """Converts text to ids and back. `Tokenizer()` reads text as bytes; `Tokenizer.of` also reads the tokenizer of a folder.
 
     Attributes:
-        encode: `encode(text)` returns the ids of a str as a list of ints. Raises DataError for a tokenizer of `of_numbers`.
-        decode: `decode(ids)` returns the text of a sequence of ints as a str. Invalid UTF-8 becomes U+FFFD. A tokenizer of
-            `of_numbers` returns the ids as decimal numbers.
-        ends: Ids that end a text, a tuple of ints; empty if unknown.
-        name: Path of the tokenizer.json; `bytes` for a tokenizer of `of_bytes`; `numbers` for one of `of_numbers`.
-    """
-
-    encode: Callable[[str], list[int]] = field(repr=False)
-    decode: Callable[[Sequence[int]], str] = field(repr=False)
-    ends: tuple[int, ...] = ()
-    name: str = "bytes"
-
-    @classmethod
-    def of_bytes(cls) -> "Tokenizer":
-        """Returns the tokenizer of byte-level models: the ids are the bytes of the UTF-8 text. It has no end-of-text id."""
-        return cls(lambda text: list(text.encode(errors="surrogateescape")), decode_bytes)
-
-    @classmethod
-    def of_file(cls, path: Path, *, ends: Sequence[int] = (), add_special_tokens: bool = False) -> "Tokenizer":
-        """Reads a tokenizer.json. The result neither truncates nor pads.
-
-        Args:
-            path: A tokenizer.json of the `tokenizers` library.
-            ends: Ids that end a text. In the result, the ids of the tokens <|endoftext|>, <|end_of_text|>, </s> and <eos> are
-                added to `ends`, if the file has these tokens.
-            add_special_tokens: Whether `encode` adds the special tokens that the file defines, such as a begin-of-text token.
-
-        Returns:
-            The tokenizer. Its `decode` includes special tokens in the text.
-
-        Raises:
-            DataError: If the `tokenizers` library is missing, or the file is not a tokenizer.json.
-            OSError: If the file cannot be read.
-        """
-        tokenizer = load_tokenizer(path)
-        ids = tokenizer.get_vocab(with_added_tokens=True)
-        ends = tuple(dict.fromkeys((*ends, *(ids[name] for name in _END_OF_TEXT if name in ids))))
-
-        def encode(text: str) -> list[int]:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-
-        return cls(encode, lambda ids: tokenizer.decode(ids, skip_special_tokens=False), ends, str(path))
-
-    @classmethod
-    def of_numbers(cls, why: str) -> "Tokenizer":
-        """Returns a tokenizer for ids without text. Its `decode` returns the ids as decimal numbers, each followed by a space.
-
-        Args:
-            why: Reason why there is no tokenizer.json. `encode` always raises a DataError. Its message starts with the reason.
-        """
-
-        def encode(text: str) -> list[int]:
-            raise DataError(f"{why}: prompts must be ids; to use text, add the {TOKENIZER_FILE}")
-
-        return cls(encode, _numbers, name="numbers")
-
-
-def decode_bytes(ids: Sequence[int]) -> str:
-    """Returns the text of byte ids. Invalid UTF-8, and ids above 255 from a model with a larger vocabulary, become U+FFFD.
-
-    Args:
-        ids: Non-negative integers.
-    """
-    return bytes(min(token, 0xFF) for token in ids).decode(errors="replace")  # 0xFF is not valid in UTF-8
-
-
-def _numbers(ids: Sequence[int]) -> str:
-    return "".join(f"{token} " for token in ids)
-
-
-class Encoder:
-    """Converts documents to ids. Appends the end-of-text token to every document.
-
-    The end-of-text token is the first of <|endoftext|>, <|end_of_text|>, </s> and <eos> that the tokenizer.json has. If it has
-    none of them, the ids of a newline are appended instead.
-
-    Attributes:
+        name: Path of the folder or file; `bytes`; or `numbers` for ids without text.
         vocab_size: Largest id + 1.
-
-    Args:
-        path: A tokenizer.json of the `tokenizers` library.
-
-    Raises:
-        DataError: If the `tokenizers` library is missing, the file is not a tokenizer.json, or its vocabulary is empty.
-        OSError: If the file cannot be read.
+        bos: Id of the begin-of-text token; None if the tokenizer declares none.
+        end: Ids after a document: the end-of-text token; a newline if there is none.
+        ends: Ids that end a generated text, a tuple of ints.
     """
 
-    def __init__(self, path: Path):
-        self._tokenizer = load_tokenizer(path)
-        # Documents are text: "<|endoftext|>" inside one is not an end of text.
-        self._tokenizer.encode_special_tokens = True
-        ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        if not ids:
-            raise DataError(f"{path}: its vocabulary is empty; name a trained tokenizer.json")
-        self.vocab_size = max(ids.values()) + 1
-        ends = [ids[name] for name in _END_OF_TEXT if name in ids]
-        self._end = ends[:1] or self._encode(["\n"])[0].ids
+    vocab_size, dtype = 256, np.dtype(np.uint8)
+    bos: int | None = None
+    end: Sequence[int] = (10,)
 
-    def encode(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
-        """Yields the ids of each document with its end-of-text token, a 1-D int64 array, in order.
+    def __init__(self, template: str | None = None, ends: Sequence[int] = (), *, without: str = ""):
+        """Reads bytes, or ids that have no text because the run is `without` a tokenizer, the start of an error."""
+        self.name, self.ends, self._template, self._without = "numbers" if without else "bytes", tuple(ends), template, without
 
-        The name of a special token inside a document, such as <|endoftext|>, is encoded like other text.
+    @staticmethod
+    def of(path: Path | None, template: Path | None = None, ends: Sequence[int] = ()) -> "Tokenizer":
+        """Returns the tokenizer of a folder, or of a file in the format of a tokenizer.json; of bytes if it has none.
 
-        Args:
-            documents: UTF-8 texts. Read lazily, 256 at a time.
-
-        Raises:
-            DataError: If a document is not UTF-8 or cannot be encoded.
+        The file `template` replaces the chat templates of the folder. `ends` are more ids that end a generated text.
         """
-        documents = iter(documents)
-        while texts := [_decode_utf8(document) for document in islice(documents, _DOCUMENTS_AT_ONCE)]:
-            for encoding in self._encode(texts):
-                yield np.array(encoding.ids + self._end, np.int64)
-
-    def _encode(self, texts: list[str]) -> "list[tokenizers.Encoding]":
+        folder = path.parent if path and path.name == TOKENIZER_FILE else path
+        is_bytes = folder is None or (folder.is_dir() and not has_tokenizer(folder))
+        if folder and is_bytes and template is None and tokenizer_files(folder, [TEMPLATE_FILE]):
+            template = folder / TEMPLATE_FILE
         try:
-            return self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            source = None if template is None else template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise DataError(f"`data_template` is {template}: cannot be read ({e})", field="data_template") from e
+        return Tokenizer(source, ends) if folder is None or is_bytes else _HuggingFace(folder, source, ends)
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Returns the ids of a text, with the special tokens that the tokenizer adds unless `special` is False."""
+        if self._without:
+            raise DataError(f"{self._without}: prompts must be ids; to use text, add the {TOKENIZER_FILE}")
+        return list(text.encode(errors="surrogateescape"))
+
+    def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
+        """Returns the text of ids, with special tokens unless `special` is False. Invalid UTF-8 becomes U+FFFD."""
+        if self._without:
+            return "".join(f"{token} " for token in ids)
+        return bytes(min(token, 0xFF) for token in ids).decode(errors="replace")  # 0xFF is not valid in UTF-8
+
+    def documents(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
+        """Yields the ids of each document with the end of text. Raises DataError if a tokenizer reads one that is not UTF-8."""
+        return (np.frombuffer(document + b"\n", np.uint8) for document in documents)
+
+    def fingerprint(self, *tokens: Any) -> bytes:
+        """Returns what the fingerprint of documents depends on, beside their bytes. `tokens` are their ids."""
+        return b""
+
+    def completion(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the ids of a prompt and its completion, and the mask of the tokens in the loss."""
+        before = self.encode(without_surrogates(prompt))
+        after = self._ended(self.encode(without_surrogates(completion), special=False))
+        return np.array([*before, *after], np.int32), np.arange(len(before) + len(after)) >= len(before)
+
+    def rendered(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields the ids of each rendered text, and the mask of the tokens that overlap with its spans of characters."""
+        encoded = self._with_offsets([without_surrogates(text) for text in texts]) if texts else ()
+        for (ids, offsets), own in zip(encoded, spans, strict=True):
+            starts, stops = np.array(offsets, np.int64).reshape(-1, 2).T
+            bounds = np.array([*own, (1 << 62, 1 << 62)], np.int64)
+            # The first span that ends after the start of the token.
+            span = np.searchsorted(bounds[:, 1], starts, side="right")
+            yield np.array(ids, np.int32), stops > bounds[span, 0]
+
+    def chat(self, tools: Any = None) -> dict[str, str] | None:
+        """Returns the chat template for a record, and special tokens by the names that it uses; None without a template."""
+        return None if self._template is None else {"chat_template": self._template}
+
+    def prompt(self, messages: Sequence[Any], tools: Any = None) -> tuple[list[int], list[str]]:
+        """Returns the ids that ask for an answer, and the text with which the template ends an answer, in a list if any."""
+        options, turns = self.chat(tools) or {}, [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            text = render(messages, tools=tools, add_generation_prompt=True, **options)[0]
+        except Exception as e:  # a template can raise any error of Python
+            raise DataError(f"the chat template fails: {' '.join(str(e).split())}") from e
+        try:
+            end = render(turns, **options)[0].rpartition(_ANSWER)[2].strip()
+        except Exception:  # it refuses such a conversation
+            end = ""
+        return self.encode(text, special=False), [end] if end else []
+
+    def _with_offsets(self, texts: list[str]) -> Iterable[tuple[Sequence[int], Any]]:
+        for text in texts:
+            places = np.repeat(np.arange(len(text)), [len(one.encode()) for one in text])
+            yield list(text.encode()), np.stack([places, places + 1], axis=1)
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        return ids if ids[-len(self.end) :] == [*self.end] else [*ids, *self.end]
+
+
+class _HuggingFace(Tokenizer):
+    """The tokenizer of a folder. `transformers` is imported here only."""
+
+    def __init__(self, path: Path, template: str | None, ends: Sequence[int]):
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that models need PyTorch
+        transformers = library("transformers", extra="hf")
+        if path.is_dir():
+            tokenizer_files(path, [*_FILES, "config.json"])
+        try:
+            if path.is_dir():
+                hf = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+            else:
+                hf = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+            vocabulary = hf.get_vocab()
         except Exception as e:  # the library raises Exception itself
-            raise DataError(f"the tokenizer cannot encode this text: {e}") from e
+            why = " ".join(str(e).split())
+            if "trust_remote_code" in why:
+                why = "it needs code of its own, which is never run; save it with a class of transformers"
+            raise DataError(f"{path}: is not a tokenizer that transformers can read ({why})") from e
+        if not vocabulary:
+            raise DataError(f"{path}: its vocabulary is empty; name a trained tokenizer.json")
+        named = [vocabulary[name] for name in _END_OF_TEXT if name in vocabulary]
+        found = named if hf.eos_token_id is None else [hf.eos_token_id]
+        super().__init__(template, [*dict.fromkeys((*ends, *found))])
+        self._hf, self.name, self.vocab_size, self.bos = hf, str(path), max(vocabulary.values()) + 1, hf.bos_token_id
+        self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+        self.end = found[:1] or self.encode("\n", special=False)
+        # Whether all ids are those of versions without `transformers`, which had special tokens at the end of documents only.
+        self._file = path / TOKENIZER_FILE if path.is_dir() else path
+        file = self._file.read_text(encoding="utf-8") if self._file.exists() else ""
+        self._added = {n for n, one in hf.added_tokens_decoder.items() if one.special or json.dumps(one.content) not in file}
+        self._is_as_before = bool(file) and found[:1] == named[:1] and not self.encode("")
 
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return self._call([without_surrogates(text)], add_special_tokens=special)["input_ids"][0]
 
-def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
-    """Returns a function that converts a sequence of ids to its text, a str. The text includes special tokens.
+    def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
+        return self._hf.decode([*ids], skip_special_tokens=not special)
 
-    Args:
-        path: A tokenizer.json. If the file or the `tokenizers` library is missing, the function returns the ids as decimal
-            numbers, separated by spaces.
+    def documents(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
+        documents = iter(documents)
+        while texts := [decode_utf8(document) for document in islice(documents, _AT_ONCE)]:
+            for ids in self._call(texts)["input_ids"]:
+                self._is_as_before &= self._added.isdisjoint(ids)
+                yield np.array(self._ended(ids), np.int64)
 
-    Raises:
-        DataError: If the file is not a tokenizer.json.
-    """
-    if not path.exists() or importlib.util.find_spec("tokenizers") is None:
-        return lambda ids: _numbers(ids).rstrip()
-    return Tokenizer.of_file(path).decode
+    def fingerprint(self, *tokens: Any) -> bytes:
+        file = self._file.read_bytes() if self._file.exists() else b""
+        return file if self._is_as_before else file + b"".join(part.tobytes() for part in tokens)
 
+    def chat(self, tools: Any = None) -> dict[str, str] | None:
+        if self._template is None and self._hf.chat_template is None:
+            return None
+        try:
+            return {"chat_template": self._template or self._hf.get_chat_template(tools=tools), **self._hf.special_tokens_map}
+        except ValueError as e:  # none is the default
+            raise DataError(f"{self.name}: {e}") from e
 
-def load_tokenizer(path: Path) -> "tokenizers.Tokenizer":
-    """Reads a tokenizer.json with the `tokenizers` library. Disables truncation and padding.
+    def _with_offsets(self, texts: list[str]) -> Iterable[tuple[Sequence[int], Any]]:
+        found = self._call(texts, add_special_tokens=False, return_offsets_mapping=True)
+        return zip(found["input_ids"], found["offset_mapping"], strict=True)
 
-    Args:
-        path: The file.
-
-    Raises:
-        DataError: If the library is missing, or the file is not a tokenizer.json.
-        OSError: If the file cannot be read.
-    """
-    tokenizers, text = library("tokenizers"), path.read_text(encoding="utf-8", errors="replace")
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(text)
-    except Exception as e:  # the library raises Exception itself
-        raise DataError(f"{path}: is not a tokenizer.json of the tokenizers library ({e})") from e
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _decode_utf8(document: bytes) -> str:
-    """Returns a document as text. Raises DataError if it is not UTF-8."""
-    try:
-        return document.decode()
-    except UnicodeDecodeError as e:
-        raise DataError(f"not UTF-8 near {document[max(0, e.start - 20) : e.start + 20]!r}; convert it, e.g. with iconv") from e
+    def _call(self, texts: list[str], **options: bool) -> Any:
+        try:
+            return self._hf(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False, **options)
+        except Exception as e:  # the library raises Exception itself
+            raise DataError(f"the tokenizer cannot encode this text: {' '.join(str(e).split())}") from e

@@ -13,19 +13,22 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with numpy, for safetensors
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jgraph.errors import ConfigError, download_hint, os_errors
+from jgraph.data._texts import check_links
+from jgraph.errors import ConfigError, DataError, download_hint, os_errors
 from jgraph.interop import fields
 from jgraph.interop.names import Box, HuggingFace, Part
 
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION_FILE = "generation_config.json"
 _DTYPES = ("F32", "BF16", "F16")
+_ROWS = 4096  # of a tensor, compared at once
 
 
 class Folder:
     """Reads config.json and slices of tensors from a Hugging Face folder with safetensors files.
 
     The tensors are in model.safetensors, or in the files that model.safetensors.index.json lists. Never opens a pickle, or a
-    file outside the folder. A file may be a symbolic link, because the cache of `hf download` consists of links. Writes
+    file outside the folder. A file may be a symbolic link into the folder or into the `blobs/` of its Hub cache. Writes
     nothing.
 
     Attributes:
@@ -87,13 +90,14 @@ class Folder:
 
     @property
     def ends(self) -> list[int]:
-        """The token ids that end a text, a list of ints.
+        """The token ids that end a generated text, a list of ints.
 
-        The value of the field `eos_token_id` of config.json, which is an id or a list of ids. Empty if the field is missing or
-        null.
+        As in `transformers`, the field `eos_token_id` of generation_config.json if the folder has this file, else that of
+        config.json: an id or a list of ids. Empty if the field is missing or null.
         """
         with self._config_errors():
-            found = self.config.get("eos_token_id")
+            has_own = (self.path / GENERATION_FILE).exists()
+            found = (self._json(GENERATION_FILE) if has_own else self.config).get("eos_token_id")
             several = found if isinstance(found, list) else [found]
             return [fields.integer({"eos_token_id": id_}, "eos_token_id", least=0) for id_ in several if id_ is not None]
 
@@ -128,13 +132,18 @@ class Folder:
 
         Raises:
             ConfigError: If a tensor is missing, has another shape, or has a dtype other than float32, bfloat16 or float16. If
-                there is a tensor that the model lacks and that matches no pattern of `names.ignored`. If a file is missing or
-                truncated.
+                there is a tensor that the model lacks and that matches no pattern of `names.ignored`. If a tensor in
+                `names.copies` differs from its original. If a file is missing or truncated.
         """
         expected = set()
         for _, part in names.tensors(settings):
             self.check_tensor(part)
             expected.add(part.tensor)
+        for name, original in names.copies(settings).items():
+            if name in self._files and not self._equal(name, original):
+                must = "must be equal; to use both, set the field that ties them to false, such as tie_word_embeddings"
+                raise self.error(f"{name} differs from {original}, and its {self.config_file} says that they are one: {must}")
+            expected.add(name)
         ignored = names.ignored(settings)
         unknown = [name for name in self._files if name not in expected and not any(fnmatch.fnmatch(name, p) for p in ignored)]
         if unknown:
@@ -178,6 +187,12 @@ class Folder:
         with self._reading(name):
             return self._open(self._files[name]).get_slice(name)[index]
 
+    def _equal(self, name: str, other: str) -> bool:
+        shapes = [self._open(self._files[each]).get_slice(each).get_shape() for each in (name, other)]
+        rows = [slice(start, start + _ROWS) for start in range(0, shapes[0][0], _ROWS)]
+        pairs = ([self.read(each, (part,)).astype(np.float32) for each in (name, other)] for part in rows)
+        return shapes[0] == shapes[1] and all(np.array_equal(one, two) for one, two in pairs)
+
     @functools.cached_property
     def _files(self) -> dict[str, Path]:
         """The file of every tensor."""
@@ -204,7 +219,7 @@ class Folder:
 
     def _names(self, file: Path) -> list[str]:
         with self._reading(file.name):
-            if not file.is_file():  # opening a pipe would block
+            if not self._inside(file).is_file():  # opening a pipe would block
                 raise FileNotFoundError("it is missing, or not a regular file")
             return list(self._open(file).keys())
 
@@ -224,9 +239,16 @@ class Folder:
         except (SafetensorError, OSError, ValueError) as e:
             raise self.error(f"{name} cannot be read: {e}; is it truncated, or not a safetensors file?") from e
 
+    def _inside(self, file: Path) -> Path:
+        try:
+            check_links(self.path, file)
+        except DataError as e:
+            raise self.error(str(e)) from e
+        return file
+
     def _json(self, name: str) -> dict[str, Any]:
         try:
-            found = json.loads((self.path / name).read_text(encoding="utf-8"))
+            found = json.loads(self._inside(self.path / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise self.error(f"has no {name}") from None
         except (OSError, ValueError, RecursionError) as e:

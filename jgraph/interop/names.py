@@ -62,12 +62,15 @@ class HuggingFace:
             must be lazy: a folder is checked tensor by tensor, so that wrong sizes in config.json cost no time or memory.
         ignored: `ignored(settings)` returns shell patterns of the names of tensors that a folder may contain in addition. They
             are not read.
+        copies: `copies(settings)` returns the tensors that a folder may contain although they equal another tensor: a dict from
+            their names to the names of the others. They are compared.
     """
 
     settings: Callable[[Mapping[str, Any]], dict[str, Any]]
     config: Callable[[Any, Mapping[str, Any]], dict[str, Any]]
     tensors: Callable[[Any], Iterable[tuple[str, Part]]]
     ignored: Callable[[Any], Sequence[str]]
+    copies: Callable[[Any], Mapping[str, str]] = lambda settings: {}
 
     def parts(self, settings: Any) -> dict[str, tuple[Part, ...]]:
         """Collects what `tensors(settings)` yields, by parameter.

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +14,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from jgraph.data._texts import copy_files
 from jgraph.errors import ConfigError, os_errors
 from jgraph.interop.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from jgraph.interop.names import Part
@@ -44,7 +46,7 @@ def write(
     parameter: Callable[[str], np.ndarray],
     *,
     dtype: str,
-    beside: Sequence[Path] = (),
+    beside: Mapping[str, Path] = MappingProxyType({}),
     file_bytes: int = _FILE_BYTES,
 ) -> list[Path]:
     """Writes a Hugging Face folder: config.json, and the tensors in safetensors files.
@@ -60,7 +62,7 @@ def write(
         parameter: Called with each name in `parts`, once and in order. Must return the whole parameter as a numpy array, which
             must not be changed later. It is cast to `dtype`.
         dtype: Dtype of the tensors, `float32` or `bfloat16`.
-        beside: Paths of other files to copy into the folder, under the same file names.
+        beside: Other files to copy into the folder, by their paths in it.
         file_bytes: Largest total size in bytes of the tensors in a file. A larger tensor gets a file of its own.
 
     Returns:
@@ -71,8 +73,7 @@ def write(
         OSError: If a file cannot be copied or written, or `to` is not empty.
     """
     with new_folder(to) as folder:
-        for file in beside:
-            shutil.copyfile(file, folder / file.name)
+        copy_files(beside, folder)
         write_json(folder / CONFIG_FILE, dict(config) | {"dtype": dtype, "torch_dtype": dtype})
         files = _tensors_by_file(parts, _DTYPES[dtype].itemsize, file_bytes)
         tensors, index, total = tensors_of(parts, parameter, dtype), {}, 0
@@ -122,8 +123,11 @@ def write_tensors(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
     Raises:
         OSError: If the file cannot be written.
     """
+    file.touch()
+    mode = file.stat().st_mode  # by the umask; the library makes files that only their owner can read
     try:
         save_file(dict(arrays), file, metadata={"format": "pt"})  # required by transformers
+        file.chmod(mode)
     except SafetensorError as e:
         raise OSError(str(e)) from e
 

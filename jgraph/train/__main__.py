@@ -26,6 +26,7 @@ import tyro
 
 from jgraph import cli
 from jgraph.cli import FlagConsole
+from jgraph.data._texts import FIELD, has_chats
 from jgraph.errors import ConfigError
 from jgraph.train.config import FIELDS, TrainConfig
 from jgraph.train.model import settings_of
@@ -164,6 +165,8 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
     first.add_argument("--continue-from", nargs="?", default="")
     first.add_argument("--run-dir", nargs="?", default="")
     first.add_argument("--lora.rank", nargs="?", dest="rank")
+    first.add_argument("--data", nargs="*", default=[])
+    first.add_argument("--data.field", nargs="?", dest="field", default=FIELD)
     chosen = first.parse_known_args(args)[0]
     trains: Trained = "given weights" if chosen.init_from else "from scratch"
     if chosen.rank not in (None, "0"):
@@ -192,6 +195,13 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
         compute_dtype = "model" if chosen.preset else "folder"
         run_dir = chosen.run_dir or base.output.run_dir
         model = with_settings_of(module, model, chosen.init_from, run_dir, compute_dtype=compute_dtype)
+    if chosen.rank and chosen.rank.isdecimal() and int(chosen.rank) and (chosen.init_from or chosen.continue_from):
+        from jgraph.train.initial import dtype_of_source
+
+        dtype = dtype_of_source(chosen.init_from, chosen.continue_from, chosen.run_dir or base.output.run_dir)
+        base = base.changed(lora=dataclasses.replace(base.lora, rank=int(chosen.rank), base_dtype=dtype))
+    if has_chats(chosen.data, chosen.field or FIELD):
+        base = base.changed(data_format="chat")
     # The fields of the model's settings become flags, too.
     field = ("model", settings or tyro.conf.Suppress[None], dataclasses.field())
     flags = dataclasses.make_dataclass("Flags", [field], bases=(TrainConfig,), frozen=True, kw_only=True)

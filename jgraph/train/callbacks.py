@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jgraph.adapters import A
 from jgraph.checkpoint.store import Checkpoints
 from jgraph.device import peak_flops
 from jgraph.errors import NonFiniteError
@@ -68,7 +69,7 @@ class GradientChecks(Callback):
 
         If a loss or gradient is not finite and `on_nonfinite` is `stop`, raises an error. If `on_nonfinite` is `skip`, adds 1
         to `skipped` and prints a warning. Prints a warning once per array whose gradient is zero everywhere. With delayed FP8
-        scaling, step 1 is not checked for gradients of zero.
+        scaling, step 1 is not checked for gradients of zero, and never for the matrices A of adapters.
 
         Args:
             steps: Pairs of the number of a step, from 1, and its metrics.
@@ -84,6 +85,8 @@ class GradientChecks(Callback):
             if number == 1 and self._is_delayed:
                 continue  # all scales are 1 before the first amax, so small gradients are rounded to zero
             for name in sorted(self.zeros(metrics) - self._warned):
+                if number == 1 and name.endswith(A):
+                    continue  # the gradient of A is zero until the first update of B
                 self._warned.add(name)
                 self._reporter.warn(
                     f"step {number}: the gradient of {name} is zero; if it must not be trained, add the name to `freeze`"

@@ -50,8 +50,8 @@ class InputConfig:
     data_field: Annotated[str, arg(name="data.field")] = "text"
     """Field of a JSON line, or column of a Parquet file or dataset, with the text."""
     data_format: Annotated[Literal["text", "chat"], arg(name="data.format")] = "text"
-    """`chat`: `data` has records with `messages`, or with `prompt` and `completion`. The loss counts the tokens of the
-    assistant. Conversations are packed into rows and stay separate."""
+    """`chat`: `data` has records with `messages`, or with `prompt` and `completion`, and no text. The loss counts the tokens of
+    the assistant. Conversations are packed into rows and stay separate. The default is read from the first record."""
     data_template: Annotated[str, arg(name="data.template")] = ""
     """With the format chat: file of the chat template, in Jinja. Empty means the template of the Hugging Face folder."""
     data_truncate: Annotated[Literal["end", "start", "drop", "error"], arg(name="data.truncate")] = "end"
@@ -568,8 +568,8 @@ class LoRAConfig:
     """Adapters are multiplied by alpha / rank."""
     targets: tuple[str, ...] = ("*/kernel",)
     """Name patterns of the weights with adapters, e.g. '*attention/*'. The default selects all linear layers."""
-    base_dtype: DtypeName = "bfloat16"
-    """Dtype in which the frozen weights are stored."""
+    base_dtype: DtypeName = "float32"
+    """Dtype in which the frozen weights are stored. By default that of the folder that the weights came from."""
 
     def __post_init__(self):
         """Checks the fields. Does not check that parameters match `targets`.

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jgraph.data import Corpus
-from jgraph.data.chat import describe
+from jgraph.data._rows import describe
 from jgraph.train.config import TrainConfig
 from jgraph.train.model import is_built_in
 from jgraph.train.presets import PRESETS

@@ -11,13 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgraph.adapters import separated
-from jgraph.data import Corpus, Tokenizer, is_text, load, tokenizer_file
-from jgraph.data.tokenizer import TOKENIZER_FILE
+from jgraph.data import Corpus, Tokenizer, has_chats, is_text, load
 from jgraph.errors import ConfigError, DataError
 from jgraph.interop.folder import Folder
 from jgraph.processes import devices_of_ranks
 from jgraph.train.config import TrainConfig
-from jgraph.train.initial import template_of
 from jgraph.train.loaded import (
     checked,
     is_folder,
@@ -25,7 +23,7 @@ from jgraph.train.loaded import (
     open_folder,
     place_adapter,
     place_folder,
-    tokenizer_kept,
+    tokenizer_in,
     tokenizer_of,
 )
 from jgraph.train.saved import SavedRun
@@ -86,17 +84,13 @@ class _Model(NamedTuple):
     Attributes:
         source: The run and its step, or the folder.
         config: Configuration of the evaluation.
-        tokenizer: The tokenizer.json, or None.
-        template: The file of the chat template, or None.
-        reads_text: Whether the model can be evaluated on text.
+        tokenizer: The tokenizer, perhaps for ids without text.
         weights: Reads parameters with the shapes and shardings of the second argument, and the carried state.
     """
 
     source: str
     config: TrainConfig
-    tokenizer: Path | None
-    template: Path | None
-    reads_text: bool
+    tokenizer: Tokenizer
     weights: Callable[[TrainSetup, Tree], tuple[Tree, Tree]]
 
 
@@ -161,9 +155,8 @@ def _of_run(saved: SavedRun) -> _Model:
     model, settings = saved.config.model, _settings(saved.config)
     if saved.config.is_fp8 and (in_fp8 := getattr(model, "in_fp8", None)):
         model = in_fp8()
-    reads_text = tokenizer_of(saved).name != "numbers"
-    source, template = f"{saved.path} after {saved.step} steps", template_of(saved.config, saved.dir.origin)
-    return _Model(source, TrainConfig.of(**settings, model=model), tokenizer_kept(saved), template, reads_text, weights)
+    source = f"{saved.path} after {saved.step} steps"
+    return _Model(source, TrainConfig.of(**settings, model=model), tokenizer_of(saved), weights)
 
 
 def _of_folder(folder: Folder, config: TrainConfig) -> _Model:
@@ -172,8 +165,7 @@ def _of_folder(folder: Folder, config: TrainConfig) -> _Model:
 
     longest = min(_LONGEST, folder.window or _LONGEST)
     sizes = TrainConfig.of(module=config.module, model=config.model, batch_size=_ROWS, seq_len=longest)
-    file = folder.path / TOKENIZER_FILE
-    return _Model(str(folder.path), sizes, file if file.exists() else None, None, file.exists(), weights)
+    return _Model(str(folder.path), sizes, tokenizer_in(folder.path, folder.ends), weights)
 
 
 def _with_adapter(model: _Model, path: Path) -> _Model:
@@ -190,14 +182,16 @@ def _evaluated(model: _Model, overrides: dict[str, Any]) -> Evaluation:
     fields = _settings(model.config) | {"model": model.config.model}
     if "batch_size" in overrides:
         fields["num_microbatches"] = 1
+    if "data" in overrides and "data_format" not in overrides and has_chats(overrides["data"], model.config.input.data_field):
+        overrides = overrides | {"data_format": "chat"}
     # Checked before the batch size: too few devices must be reported first.
     ranks = {name: count for name in ("dp", "fsdp", "tp") if isinstance(count := overrides.get(name), int) and count > 1}
     devices_of_ranks(math.prod(ranks.values()), flags=" ".join(f"`{name}` {count}" for name, count in ranks.items()))
     config = TrainConfig.of(**fields | overrides)
-    if not model.reads_text and is_text(config.input.data):
+    if model.tokenizer.name == "numbers" and is_text(config.input.data):
         must = f"directories of token files, because {model.source} has no tokenizer for text"
         raise DataError(f"`data` is {' '.join(config.input.data)}: must be {must}")
-    corpus = load(config.input.data, tokenizer=model.tokenizer, template=model.template, **config.data_options)
+    corpus = load(config.input.data, tokenizer=model.tokenizer, **config.data_options)
     setup, batches = TrainSetup.of(config), heldout(config, corpus)
     rows = [batch["tokens"] if isinstance(batch, dict) else batch for batch in batches]
     counted: Sequence[Iterable[np.ndarray]] = rows
@@ -215,7 +209,7 @@ def _evaluated(model: _Model, overrides: dict[str, Any]) -> Evaluation:
         seq_len=config.input.seq_len,
         devices=setup.step.num_devices,
         tokens=sum(len(row) - 1 for batch in counted for row in batch),
-        bytes=_bytes(corpus, counted, tokenizer_file(config.input.data) or model.tokenizer),
+        bytes=_bytes(corpus, counted),
         loss=loss,
     )
 
@@ -230,20 +224,16 @@ def _trained(row_S: np.ndarray, weights_T: np.ndarray) -> np.ndarray:
     return np.append(row_S[:1], row_S[1:][weights_T > 0])
 
 
-def _bytes(corpus: Corpus, batches: Sequence[Iterable[np.ndarray]], file: Path | None) -> int | None:
-    """Returns the bytes of the predicted tokens, which are all tokens of a row except the first."""
-    rows = [row.tolist() for batch in batches for row in batch]
+def _bytes(corpus: Corpus, batches: Sequence[Iterable[np.ndarray]]) -> int | None:
+    """Returns the bytes of the predicted tokens, which are all tokens of a row except the first; None for ids without text."""
+    rows, tokenizer = [row.tolist() for batch in batches for row in batch], corpus.tokenizer
     if corpus.train.dtype == np.uint8:
         return sum(len(row) - 1 for row in rows)
-    try:
-        tokenizer = Tokenizer.of_file(file) if file else None
-    except DataError:  # the tokenizers package is not installed
-        tokenizer = None
-    if tokenizer is None:
+    if tokenizer.name == "numbers":
         return None
 
     def size(ids: list[int]) -> int:
-        return len(tokenizer.decode([token for token in ids if token not in tokenizer.ends]).encode())
+        return len(tokenizer.decode([token for token in ids if token not in (tokenizer.bos, *tokenizer.ends)]).encode())
 
     # Decoded with the token before them, because a tokenizer may decode the first token of a text differently.
     return sum(size(row) - size(row[:1]) for row in rows)

@@ -2,10 +2,11 @@
 
 import difflib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jgraph.data import Tokenizer, library
+from jgraph.data import library
 from jgraph.errors import ConfigError, DataError, require
 from jgraph.inference.generate import ENDED, stream
 from jgraph.inference.score import scores
@@ -37,7 +38,7 @@ def lm_eval_model(loaded: Loaded, *, batch_size: int = 8, max_length: int | None
 
     Requests are tokenized and truncated like those of the `hf` model of `lm-eval`: spaces at the end of a context move to the
     continuation, and a long context loses its first tokens. An empty context becomes the begin-of-text token, or the
-    end-of-text token if the tokenizer does not add the former. Chat templates are not supported.
+    end-of-text token if the tokenizer declares none. Chat templates are not supported.
 
     Args:
         loaded: A model with a tokenizer for text, from `jgraph.load`.
@@ -72,16 +73,16 @@ class _LoadedLM:
         super().__init__()
         self._loaded, self.batch_size, self.max_length = loaded, batch_size, max_length
         tokenizer = loaded.tokenizer
-        self._bare = tokenizer if tokenizer.name in ("bytes", "numbers") else Tokenizer.of_file(Path(tokenizer.name))
+        tokenizer.encode("")  # an error without a tokenizer
         # A tokenizer without an end-of-text token separates documents by a newline, as in training.
-        added, ends = tokenizer.encode(""), tokenizer.ends or self._bare.encode("\n") or [0]
-        self.eot_token_id, self.prefix_token_id = ends[0], (added or ends)[0]
+        self.eot_token_id = tokenizer.end[0]
+        self.prefix_token_id = self.eot_token_id if tokenizer.bos is None else tokenizer.bos
         self._prefix = tokenizer.decode([self.prefix_token_id])
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         if add_special_tokens is None:
             add_special_tokens = not (self._prefix and string.startswith(self._prefix))
-        return (self._loaded.tokenizer if add_special_tokens else self._bare).encode(string)
+        return self._loaded.tokenizer.encode(string, special=add_special_tokens)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
@@ -150,7 +151,8 @@ class _LoadedLM:
         choices |= {"max_tokens": new, "window": self.max_length, "key": seed, "carried": loaded.carried}
         # Decoded without the context, as in lm-eval.
         until = [text for text in settings["until"] if text]
-        texts, pieces = [TextStream(loaded.tokenizer.decode, (), until) for _ in range(count)], [""] * count
+        decode = partial(loaded.tokenizer.decode, special=False)
+        texts, pieces = [TextStream(decode, (), until) for _ in range(count)], [""] * count
         for tokens_B in stream(loaded.model, loaded.params, rows, stop=loaded.tokenizer.ends, **choices):
             for number, (text, token) in enumerate(zip(texts, tokens_B[:count].tolist(), strict=True)):
                 pieces[number] += text.finish() if token == ENDED else text.push(token)

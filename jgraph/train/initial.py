@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgraph.adapters import AdaptedModel, joined, separated
-from jgraph.data import is_text, tokenizer_file
-from jgraph.data.chat import TEMPLATE_FILE
-from jgraph.data.tokenizer import TOKENIZER_FILE
+from jgraph.data import Tokenizer, is_text, tokenizer_beside
+from jgraph.data._texts import copy_files as copy_to
+from jgraph.data.tokenizer import TEMPLATE_FILE, TOKENIZER_FILE, has_tokenizer, same_tokenizer, tokenizer_files
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, download_hint, os_errors, require
 from jgraph.interop.folder import CONFIG_FILE, Folder
@@ -36,9 +36,6 @@ from jgraph.train.setup import TrainSetup
 
 # Settings that may differ from those of the initial weights: dtype and order of matmuls, and the training of routers.
 _FREE = ("model.compute_dtype", "model.tensor_overlap", "model.moe.balance_loss", "model.moe.z_loss", "model.moe.bias_rate")
-
-# Files that are copied unchanged into an exported folder.
-_COPIED = f"{TOKENIZER_FILE} tokenizer_config.json special_tokens_map.json generation_config.json {TEMPLATE_FILE}"
 
 
 def names_of(module: str, *, field: str) -> HuggingFace:
@@ -89,6 +86,14 @@ def with_settings_of(
     if compute_dtype == "model" or not hasattr(settings, "compute_dtype"):
         return settings
     return dataclasses.replace(settings, compute_dtype=folder.dtype)
+
+
+def dtype_of_source(init_from: str, continue_from: str, run_dir: str) -> str:
+    """Returns the dtype of the folder that weights came from, perhaps by way of other runs; float32 if there was none."""
+    copy = RunDir(Path(run_dir)).origin
+    source = Path(init_from) if init_from and not continue_from else run_of(continue_from)[0] / ORIGIN
+    folders = [path for path in (source, copy) if (path / CONFIG_FILE).exists()]
+    return Folder(folders[0], field="init_from").dtype if folders else "float32"
 
 
 def run_of(continue_from: str) -> tuple[Path, int | None]:
@@ -156,37 +161,16 @@ def check_alike(here: Any, there: Any, as_it: str, prefix: str = "model.") -> No
             require(value == expected, name, value, f"{expected}, {as_it}, or left out")
 
 
-def tokenizer_of(config: TrainConfig, copies: Path | None = None) -> Path | None:
-    """Returns the path of the tokenizer.json that belongs to the initial weights. The run tokenizes text in `data` with it.
+def tokenizer_of(config: TrainConfig, copies: Path | None = None) -> Tokenizer | None:
+    """Returns the tokenizer of the initial weights, which reads the data, with the template of the run; None for bytes.
 
-    Args:
-        config: The configuration of the run.
-        copies: Directory with the copied files of the source, if the run resumes. None reads the source itself.
-
-    Returns:
-        The path. None if the weights are random or their source has no tokenizer.json; text is then read as bytes.
+    A run that resumes has `copies` of the files of the weights. The file `data_template` is among them.
     """
-    if (source := _source(config.initial)) is None:
-        return None
-    path = (copies or source) / TOKENIZER_FILE
-    return path if path.exists() else None
-
-
-def template_of(config: TrainConfig, copies: Path | None = None) -> Path | None:
-    """Returns the path of the chat template that renders chat records.
-
-    Args:
-        config: The configuration of the run.
-        copies: Directory with the copied files of the source, if the run resumes. None reads the source itself.
-
-    Returns:
-        The copy, the file `data_template`, or chat_template.jinja of the source. None if there is no such file; the template
-        may then be in the tokenizer_config.json beside the tokenizer.
-    """
-    if copies is None and config.input.data_template:
-        return Path(config.input.data_template)
     folder = copies or _source(config.initial)
-    return path if folder and (path := folder / TEMPLATE_FILE).exists() else None
+    template = None if copies else config.input.data_template
+    if not template and (folder is None or not (_source(config.initial) or config.input.data_template)):
+        return None
+    return Tokenizer.of(folder, Path(template) if template else None)
 
 
 def tokenizer_warning(config: TrainConfig) -> str:
@@ -203,22 +187,20 @@ def tokenizer_warning(config: TrainConfig) -> str:
         return ""
     name, path = ("init_from", config.initial.init_from) if config.initial.init_from else ("continue_from", source.parent)
     data = config.input.data
-    of_weights, of_data, shown = source / TOKENIZER_FILE, tokenizer_file(data), " ".join(data)
+    has_own, of_data, shown = has_tokenizer(source), tokenizer_beside(data), " ".join(data)
     # A run without a tokenizer was trained on bytes if its vocabulary has at most 256 tokens.
     reads_bytes = not config.initial.init_from and getattr(config.model, "vocab_size", 0) <= 256
-    if not of_weights.exists() and not reads_bytes and is_text(data):
+    if not has_own and not reads_bytes and is_text(data):
         return f"`{name}` {path} has no {TOKENIZER_FILE}: `data` {shown} is read as bytes"
-    if of_weights.exists() and of_data and of_weights.read_bytes() != of_data.read_bytes():
+    if has_own and of_data and not same_tokenizer(source, of_data):
         return f"`data` {shown} was made with another {TOKENIZER_FILE} than `{name}` {path} has"
     return ""
 
 
 def copy_files(config: TrainConfig, run_dir: RunDir) -> None:
-    """Copies the small files of the initial weights, and the tokenizer of token files, into `origin/` of the run directory.
+    """Copies config.json and the tokenizer of the initial weights into `origin/` of the run directory.
 
-    Of a Hugging Face folder, or of `origin/` of another run, the files are config.json, tokenizer.json, tokenizer_config.json,
-    special_tokens_map.json, generation_config.json and chat_template.jinja. Missing files are left out. The tokenizer.json of
-    token files in `data` is copied if the weights have none. The file `data_template` becomes chat_template.jinja.
+    The tokenizer of token files in `data` is copied if the weights have none. The file `data_template` replaces all templates.
 
     Args:
         config: The configuration of the run.
@@ -226,46 +208,24 @@ def copy_files(config: TrainConfig, run_dir: RunDir) -> None:
 
     Raises:
         ConfigError: If a file cannot be copied.
+        DataError: If a file is a link out of its folder.
     """
     shutil.rmtree(run_dir.origin, ignore_errors=True)
-    folder = _source(config.initial)
-    sources = [] if folder is None else [folder / name for name in (CONFIG_FILE, *_COPIED.split())]
-    copies = [(source, source.name) for source in (*sources, tokenizer_file(config.input.data)) if source is not None]
-    if config.input.data_template:
-        copies.insert(0, (Path(config.input.data_template), TEMPLATE_FILE))
-    for source, name in copies:
-        copy = run_dir.origin / name
-        if source.exists() and not copy.exists():  # the tokenizer of the weights has priority over that of the data
-            with os_errors("run_dir", copy):
-                run_dir.origin.mkdir(exist_ok=True)
-                shutil.copyfile(source, copy)
+    source, beside, template = _source(config.initial), tokenizer_beside(config.input.data), config.input.data_template
+    folders = [folder for folder in (source, beside if not has_tokenizer(source) else None) if folder]
+    files = {name: folder / name for folder in folders for name in tokenizer_files(folder)}
+    if source and tokenizer_files(source, [CONFIG_FILE]):
+        files[CONFIG_FILE] = source / CONFIG_FILE
+    if template:
+        files = {name: file for name, file in files.items() if not name.startswith("additional_chat_templates/")}
+        files[TEMPLATE_FILE] = Path(template)
+    with os_errors("run_dir", run_dir.origin):
+        copy_to(files, run_dir.origin)
 
 
 def copied_folder(run_dir: RunDir) -> Folder | None:
-    """Opens `origin/` of a run directory as a Hugging Face folder without tensors.
-
-    A run copies the small files of its initial weights, such as config.json and the tokenizer, to this directory.
-
-    Args:
-        run_dir: The run directory.
-
-    Returns:
-        The folder; None if `origin/` has no config.json, because the initial weights are not of a Hugging Face folder.
-    """
+    """Opens `origin/` of a run directory as a Hugging Face folder without tensors; None if it has no config.json."""
     return Folder(run_dir.origin, field="run") if (run_dir.origin / CONFIG_FILE).exists() else None
-
-
-def copied_files(run_dir: RunDir) -> list[Path]:
-    """Lists the files that a run has copied from its initial weights or its token files, except config.json.
-
-    Args:
-        run_dir: The run directory.
-
-    Returns:
-        The paths in `origin/` of those of tokenizer.json, tokenizer_config.json, special_tokens_map.json,
-        generation_config.json and chat_template.jinja that exist, in this order. Empty if the run has copied none.
-    """
-    return [path for name in _COPIED.split() if (path := run_dir.origin / name).exists()]
 
 
 def _source(initial: InitialConfig) -> Path | None:

@@ -2,20 +2,18 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jgraph.adapters import A, AdaptedModel, B, joined
-from jgraph.data import Tokenizer, is_text, tokenizer_file
-from jgraph.data.chat import ChatTemplate, Message, end_ids
-from jgraph.data.tokenizer import TOKENIZER_FILE
+from jgraph.data import Tokenizer, is_text, tokenizer_beside
+from jgraph.data.tokenizer import TOKENIZER_FILE, has_tokenizer
 from jgraph.errors import ConfigError, DataError, require
 from jgraph.inference.generate import ENDED, stream
 from jgraph.inference.text import TextStream
@@ -25,12 +23,13 @@ from jgraph.interop.load import load as load_folder
 from jgraph.interop.names import Part
 from jgraph.modules import FunctionalModel
 from jgraph.train.config import LoRAConfig, TrainConfig
-from jgraph.train.initial import copied_folder, names_of, template_of
+from jgraph.train.initial import copied_folder, names_of
 from jgraph.train.saved import SavedRun
 from jgraph.train.setup import functional_model
 from jgraph.tree import leaf_names, path_name
 
 Tree = Any
+Message: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +45,6 @@ class Loaded:
         config: The configuration of the run. For a folder, a default configuration with the settings of its model.
         window: Longest sequence that the model was trained on, in tokens; None if a folder does not state it.
         source: "RUN after STEP steps", or the path of the folder.
-        template: The chat template; None if the run or folder has none.
     """
 
     model: FunctionalModel = field(repr=False)
@@ -56,7 +54,6 @@ class Loaded:
     config: TrainConfig = field(repr=False)
     window: int | None
     source: str
-    template: ChatTemplate | None = field(repr=False, default=None)
 
     def __repr__(self) -> str:
         size = sum(leaf.size for leaf in jax.tree.leaves(self.params))
@@ -112,14 +109,12 @@ class Loaded:
             DataError: If the model has no tokenizer that converts text to token ids. The call raises it, not the iterator.
         """
         require(all(stop), "stop", "an empty text", "a text")
-        return self._stream([self.tokenizer.encode(prompt) for prompt in prompts], self.tokenizer, stop, settings)
+        return self._stream([self.tokenizer.encode(prompt) for prompt in prompts], stop, settings)
 
-    def _stream(
-        self, rows: list[list[int]], tokenizer: Tokenizer, stop: Sequence[str], settings: dict[str, Any]
-    ) -> Iterator[tuple[int, str]]:
+    def _stream(self, rows: list[list[int]], stop: Sequence[str], settings: dict[str, Any]) -> Iterator[tuple[int, str]]:
         settings = {"window": self.window, "carried": self.carried} | settings
-        steps = stream(self.model, self.params, rows, stop=tokenizer.ends, **settings)
-        return _pieces(steps, [TextStream(tokenizer.decode, row, stop) for row in rows])
+        steps = stream(self.model, self.params, rows, stop=self.tokenizer.ends, **settings)
+        return _pieces(steps, [TextStream(self.tokenizer.decode, row, stop) for row in rows])
 
     def chat(self, messages: Sequence[Message], *, tools: Any = None, **settings: Any) -> str:
         """Generates the assistant's answer to a conversation.
@@ -145,8 +140,8 @@ class Loaded:
     ) -> Iterator[tuple[int, str]]:
         """Generates the assistant's answers to several conversations at once, and yields them in pieces.
 
-        An answer ends with an end-of-text token of the tokenizer, an id of generation_config.json, the `eos_token` of
-        tokenizer_config.json, or the text with which the template ends a turn.
+        An answer ends with the end-of-text token of the tokenizer, an `eos_token_id` of generation_config.json or config.json,
+        or the text with which the template ends a turn.
 
         Args:
             conversations: The messages of each conversation, as in `chat`.
@@ -163,15 +158,11 @@ class Loaded:
                 it, not the iterator.
         """
         require(all(stop), "stop", "an empty text", "a text")
-        if (template := self.template) is None:
+        if self.tokenizer.chat(tools) is None:
             must = "a run or folder with a chat template, such as a chat_template.jinja beside its tokenizer.json"
             raise DataError(f"`run` is {self.source}: must be {must}", field="run")
-        file, tokenizer = Path(self.tokenizer.name), self.tokenizer
-        if file.is_file():  # the template adds special tokens, such as a begin-of-text token
-            tokenizer = Tokenizer.of_file(file, ends=(*tokenizer.ends, *end_ids(file)))
-        texts = [template.render(messages, tools=tools, add_generation_prompt=True)[0] for messages in conversations]
-        ends = [end] if (end := template.end_of_turn()) else []
-        return self._stream([tokenizer.encode(text) for text in texts], tokenizer, (*stop, *ends), settings)
+        rows, ends = zip(*(self.tokenizer.prompt(messages, tools) for messages in conversations), strict=True)
+        return self._stream([*rows], (*stop, *dict.fromkeys(end for own in ends for end in own)), settings)
 
 
 def _pieces(steps: Iterator[np.ndarray], texts: list[TextStream]) -> Iterator[tuple[int, str]]:
@@ -206,7 +197,7 @@ def load(path: str | Path, step: int | None = None, *, module: str = "", adapter
             class of the run. Also if `module` is empty for a class outside `jgraph_models`, or the folder is damaged. If
             `adapter` is given for a run with LoRA, is damaged, does not fit the model, or has features other than plain LoRA.
         CheckpointError: If the run does not have the checkpoint, or the checkpoint is damaged.
-        DataError: If the tokenizer.json is damaged, or the package `tokenizers` is not installed.
+        DataError: If the tokenizer is damaged, or the package `transformers` is not installed.
     """
     path = checked(path)
     loaded = _of_folder(path, step, module) if is_folder(path) else _of_run(path, step, module)
@@ -251,46 +242,22 @@ def _of_run(path: Path, step: int | None, module: str) -> Loaded:
     params = jax.tree_util.tree_map_with_path(lambda key, _: jnp.asarray(saved.read(path_name(key))), model.shapes)
     carried = saved.place(carried=model.carried)["carried"]
     saved.close()
-    source, file = f"{path} after {saved.step} steps", tokenizer_kept(saved)
-    template = ChatTemplate.find(file.parent if file else None, template_of(saved.config, saved.dir.origin))
-    return Loaded(model, params, carried, tokenizer_of(saved), saved.config, saved.config.input.seq_len, source, template)
-
-
-def tokenizer_kept(saved: SavedRun) -> Path | None:
-    """Returns the path of the tokenizer.json of a run.
-
-    Args:
-        saved: The run.
-
-    Returns:
-        The copy in `origin/` of the run directory, else the file in the first directory of token files in the run's `data`.
-        None if neither exists.
-    """
-    files = (saved.dir.origin / TOKENIZER_FILE, tokenizer_file(saved.config.input.data))
-    return next((file for file in files if file and file.exists()), None)
+    source = f"{path} after {saved.step} steps"
+    return Loaded(model, params, carried, tokenizer_of(saved), saved.config, saved.config.input.seq_len, source)
 
 
 def tokenizer_of(saved: SavedRun) -> Tokenizer:
-    """Returns the tokenizer of a run.
+    """Returns the tokenizer in the run directory, else that of the token files of the run.
 
-    Args:
-        saved: The run.
-
-    Returns:
-        The tokenizer of the tokenizer.json in the run directory or in the directory of its token files. Without this file, the
-        tokenizer of bytes if the run was trained on text or has a vocabulary of at most 256 tokens. Otherwise a tokenizer that
-        decodes token ids to numbers, with an `encode` that raises DataError.
-
-    Raises:
-        DataError: If the tokenizer.json is damaged, or the package `tokenizers` is not installed.
+    Without one, text is bytes if the run was trained on text or has a vocabulary of at most 256 tokens. Otherwise ids have no
+    text. Raises DataError if the tokenizer is damaged, or `transformers` is not installed.
     """
-    vocab_size = getattr(saved.config.model, "vocab_size", 256)
-    if file := tokenizer_kept(saved):
-        folder = copied_folder(saved.dir)
-        return Tokenizer.of_file(file, ends=folder.ends if folder else [])
-    if is_text(saved.config.input.data) or vocab_size <= 256:
-        return Tokenizer.of_bytes()
-    return Tokenizer.of_numbers(f"{saved.dir.path} has no tokenizer")
+    origin, folder = saved.dir.origin, copied_folder(saved.dir)
+    beside = None if has_tokenizer(origin) else tokenizer_beside(saved.config.input.data)
+    is_bytes = is_text(saved.config.input.data) or getattr(saved.config.model, "vocab_size", 256) <= 256
+    if has_tokenizer(origin) or beside or is_bytes:
+        return Tokenizer.of(beside or origin, ends=folder.ends if folder else [])
+    return Tokenizer(without=f"{saved.dir.path} has no tokenizer")
 
 
 def open_folder(path: Path, step: int | None, module: str) -> tuple[Folder, TrainConfig]:
@@ -345,10 +312,13 @@ def _of_folder(path: Path, step: int | None, module: str) -> Loaded:
     window, ends = folder.window, folder.ends
     model = functional_model(config)
     params = place_folder(folder, config, model.shapes)
-    file = path / TOKENIZER_FILE
-    of_file = partial(Tokenizer.of_file, file, ends=ends, add_special_tokens=True)
-    tokenizer = of_file() if file.exists() else Tokenizer.of_numbers(f"{path} has no {TOKENIZER_FILE}")
-    return Loaded(model, params, model.new_state(), tokenizer, config, window, str(path), ChatTemplate.find(path))
+    return Loaded(model, params, model.new_state(), tokenizer_in(path, ends), config, window, str(path))
+
+
+def tokenizer_in(folder: Path, ends: Sequence[int]) -> Tokenizer:
+    """Returns the tokenizer of a Hugging Face folder. Without one, ids have no text."""
+    without = Tokenizer(without=f"{folder} has no {TOKENIZER_FILE}")
+    return Tokenizer.of(folder, ends=ends) if has_tokenizer(folder) else without
 
 
 def _with_adapter(loaded: Loaded, path: Path) -> Loaded:

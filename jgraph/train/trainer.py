@@ -25,7 +25,7 @@ from jgraph.step.state import TrainState
 from jgraph.train import callbacks, capacity, profiling, trackers, validation
 from jgraph.train.config import InputConfig, TrainConfig
 from jgraph.train.console import Reporter, Summary
-from jgraph.train.initial import InitialWeights, copy_files, initial_weights, template_of, tokenizer_of, tokenizer_warning
+from jgraph.train.initial import InitialWeights, copy_files, initial_weights, tokenizer_of, tokenizer_warning
 from jgraph.train.lock import locked
 from jgraph.train.loop import Callback, Loop, agreed_stop
 from jgraph.train.metrics import MetricsLog, StepClock, read_metrics
@@ -90,11 +90,11 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             cache_line = _enable_cache(config.compile.compile_cache)
             weights = None if resumes else initial_weights(config)
             copies = run_dir.origin if resumes else None
-            files = {"tokenizer": tokenizer_of(config, copies), "template": template_of(config, copies)}
+            tokenizer = tokenizer_of(config, copies)
             warning = tokenizer_warning(config) if weights else ""
             if weights:
                 stack.callback(weights.close)
-            corpus = load(config.input.data, **files, **config.data_options)
+            corpus = load(config.input.data, tokenizer=tokenizer, **config.data_options)
             with os_errors("run_dir", run_dir.path, "read"):  # `locked` names the files that it writes
                 run_dir.check(config, corpus.fingerprint)
                 if is_process_zero():

@@ -237,8 +237,9 @@ def decoder(setup: TrainSetup) -> Decoder:
 def sample(setup: TrainSetup, state: TrainState, corpus: Corpus) -> tuple[str, str]:
     """Generates the sample text at the end of a run. Compiles and runs the programs for it. Prints and writes nothing.
 
-    The prompt is the first 64 held-out tokens, or `seq_len` if that is less. Samples at temperature 0.8, with the seed of the
-    run. Collective: every process must call this function.
+    The prompt is the first 64 held-out tokens, or `seq_len` if that is less. For chat data, it is the first held-out
+    conversation up to the first turn of the assistant. Samples at temperature 0.8, with the seed of the run. Collective: every
+    process must call this function.
 
     Args:
         setup: The setup of the run. `sample_tokens` of its configuration must be positive.
@@ -249,7 +250,9 @@ def sample(setup: TrainSetup, state: TrainState, corpus: Corpus) -> tuple[str, s
         The prompt, and a continuation of `sample_tokens` tokens without the prompt, both as text.
     """
     length = setup.config.input.seq_len
-    prompt = np.asarray(corpus.heldout[: min(_PROMPT_TOKENS, length)]).astype(np.int32)
+    packed = corpus.heldout_sources[0].packed
+    count = min(_PROMPT_TOKENS, length) if packed is None else int(np.argmax(packed.trained))
+    prompt = np.asarray(corpus.heldout[:count]).astype(np.int32)
     options = {"max_tokens": setup.config.monitor.sample_tokens, "temperature": _TEMPERATURE, "key": setup.config.seed}
     (tokens,) = generate(decoder(setup), state, [prompt], **options, window=length)
     return corpus.decode(prompt), corpus.decode(tokens)

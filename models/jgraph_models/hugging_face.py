@@ -137,9 +137,14 @@ def ignored(config: GPTConfig) -> tuple[str, ...]:
         config: Settings of the model.
 
     Returns:
-        A pattern for the rotary frequencies, which are constants; and the name of the head if the head is tied.
+        A pattern for the rotary frequencies, which are constants.
     """
-    return ("*.rotary_emb.inv_freq", *["lm_head.weight"] * (config.head == "tied"))
+    return ("*.rotary_emb.inv_freq",)
+
+
+def copies(config: GPTConfig) -> dict[str, str]:
+    """Returns the name of the head and that of the embedding if the head is tied."""
+    return {"lm_head.weight": "model.embed_tokens.weight"} if config.head == "tied" else {}
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -275,4 +280,4 @@ def _unsupported(name: str, value: object, allowed: str) -> ConfigError:
     return ConfigError(f"`{name}` is {value}: must be {allowed}", field=name)
 
 
-HUGGING_FACE = HuggingFace(settings, config, tensors, ignored)
+HUGGING_FACE = HuggingFace(settings, config, tensors, ignored, copies)
