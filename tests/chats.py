@@ -1,5 +1,6 @@
 """Chat templates in the style of published ones, with a tokenizer and conversations."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,9 @@ def save_tokenizer(folder: Path, template: str | None = None) -> Path:
     tokenizer.train_from_iterator([*texts, "assistant user system tool # Tools [INST] [/INST]"] * 3, trainer)
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": {"content": "</s>", "special": true}}')
+    eos = {"__type": "AddedToken", "content": "</s>", "lstrip": False, "normalized": False, "rstrip": False}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": eos}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     return folder / "tokenizer.json"

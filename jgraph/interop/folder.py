@@ -189,7 +189,7 @@ class Folder:
 
     def _equal(self, name: str, other: str) -> bool:
         shapes = [self._open(self._files[each]).get_slice(each).get_shape() for each in (name, other)]
-        rows = [slice(start, start + _ROWS) for start in range(0, shapes[0][0], _ROWS)]
+        rows = [slice(start, min(start + _ROWS, shapes[0][0])) for start in range(0, shapes[0][0], _ROWS)]
         pairs = ([self.read(each, (part,)).astype(np.float32) for each in (name, other)] for part in rows)
         return shapes[0] == shapes[1] and all(np.array_equal(one, two) for one, two in pairs)
 

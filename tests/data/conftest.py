@@ -1,4 +1,6 @@
+import json
 import random
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,20 @@ def tokenizer_file(tmp_path_factory, stories) -> Path:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     tokenizer.save(str(path))
     return path
+
+
+@pytest.fixture
+def rendered_here(monkeypatch):
+    """Renders chat templates in this process, because another one takes a second to start."""
+    from jgraph.data import _render, chat
+    from jgraph.errors import DataError
+
+    def rendered(pipe, jobs):
+        for place, job in json.loads(json.dumps(jobs)):
+            try:
+                yield _render.conversation(**job)
+            except Exception as e:
+                raise DataError(f"{place}: the chat template fails: {' '.join(str(e).split())}") from e
+
+    monkeypatch.setattr(chat, "_process", nullcontext)
+    monkeypatch.setattr(chat, "_rendered", rendered)

