@@ -27,7 +27,7 @@ from jgraph.data._rows import Conversation, Truncate, packed
 from jgraph.data._texts import FIELD, Documents, Format
 from jgraph.data.chat import ChatReader
 from jgraph.data.tokenfile import ENDS_FILE, Concatenated, TokenFile, Tokens, read_tokens
-from jgraph.data.tokenizer import TOKENIZER_FILE, Tokenizer, has_tokenizer, same_tokenizer
+from jgraph.data.tokenizer import TOKENIZER_FILE, Tokenizer, vocabulary
 from jgraph.errors import DataError
 
 Side = Literal["train", "heldout"]
@@ -236,11 +236,11 @@ def is_text(data: Sequence[str]) -> bool:
 
 
 def _tokenizer_beside(names: list[str]) -> Path | None:
-    found = [Path(name) for name in names if _is_tokens(name) and has_tokenizer(Path(name))]
-    for first, second in pairwise(found):
-        if not same_tokenizer(first, second):
+    found = [(name, file.read_bytes()) for name in names if _is_tokens(name) and (file := vocabulary(Path(name)))]
+    for (first, own), (second, other) in pairwise(found):
+        if own != other:
             raise DataError(f"`data` {second} was made with another {TOKENIZER_FILE} than {first}; make one of them again")
-    return found[0] if found else None
+    return Path(found[0][0]) if found else None
 
 
 def _open(names: list[str], tokenizer: Tokenizer, field: str, documents: Documents) -> Corpus:
@@ -289,10 +289,10 @@ def _weighted(part: Corpus, weight: Fraction | None) -> Corpus:
 def _check_vocabularies(parts: list[tuple[str, int, np.dtype]]) -> None:
     """Raises DataError if parts of a corpus, each with its name, vocabulary size and dtype, come from different tokenizers."""
     first, *expected = parts[0]
-    for part, *vocabulary in parts:
-        if vocabulary != expected:
+    for part, *found in parts:
+        if found != expected:
             raise DataError(
-                f"{part} has a vocabulary of {vocabulary[0]} in {vocabulary[1]}, {first} one of {expected[0]} in "
+                f"{part} has a vocabulary of {found[0]} in {found[1]}, {first} one of {expected[0]} in "
                 f"{expected[1]}: all must come from one tokenizer, which also reads text beside token files"
             )
 
@@ -302,13 +302,14 @@ def _of_text(name: str, documents: list[bytes], tokenizer: Tokenizer) -> Corpus:
     digests, texts = [key for key, _ in by_hash], [document for _, document in by_hash]
     num_heldout = _texts.count_heldout(digests)
     heldout, train = (_of_documents(name, part, tokenizer) for part in (texts[:num_heldout], texts[num_heldout:]))
+    ids = b"" if tokenizer.is_as_before else train.tokens[:].tobytes() + heldout.tokens[:].tobytes()
     return Corpus(
         name,
         sources=(train,),
         heldout_sources=(heldout,),
         vocab_size=tokenizer.vocab_size,
         # A hash of hashes changes with the bytes of a document and with its boundaries.
-        fingerprint=hashlib.sha256(b"".join(digests) + tokenizer.fingerprint(train.tokens, heldout.tokens)).hexdigest(),
+        fingerprint=hashlib.sha256(b"".join(digests) + tokenizer.source + ids).hexdigest(),
         tokenizer=tokenizer,
         zlib_nats_per_token=_zlib_nats(documents) if tokenizer.name == "bytes" else None,
     )
@@ -365,9 +366,9 @@ def _of_directory(name: str, tokenizer: Tokenizer) -> Corpus:
 
 def _decoder(directory: Path, tokenizer: Tokenizer) -> Tokenizer:
     """Returns the tokenizer of token files, else the given one. Ids become numbers if neither is known or `hf` is missing."""
-    if not has_tokenizer(directory) and tokenizer.name != "bytes":
+    if vocabulary(directory) is None and tokenizer.name != "bytes":
         return tokenizer
-    is_readable = has_tokenizer(directory) and importlib.util.find_spec("transformers") is not None
+    is_readable = vocabulary(directory) is not None and importlib.util.find_spec("transformers") is not None
     return Tokenizer.of(directory) if is_readable else Tokenizer(without=f"{directory} has no tokenizer")
 
 

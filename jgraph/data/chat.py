@@ -1,24 +1,26 @@
 """Chat records as tokens with a loss mask: what `apply_chat_template` of `transformers` gives for each conversation."""
 
+import contextlib
+import functools
 import json
-import os
-import sys
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from datetime import datetime
 from itertools import islice
-from multiprocessing import Pipe
 from pathlib import Path
-from subprocess import DEVNULL, Popen
 from typing import Any
 
-from jgraph.data import _render
+from jgraph.data._limits import Call, limited
 from jgraph.data._rows import Conversation
 from jgraph.data._texts import CHAT_FIELDS, Rows, digest, library, read_records
 from jgraph.data.tokenizer import TEMPLATE_FILE, Tokenizer
 from jgraph.errors import DataError
 
 _RECORDS_AT_ONCE = 256
-_SECONDS = 10
+_MARK, _COMMENT = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}"), re.compile(r"\{#.*?#\}", re.DOTALL)
+# Training data must not depend on the day of the run. Templates of Llama 3 have this date as their default.
+_DATE = datetime(2024, 7, 26)
+_ANSWER = "\ufdd0"
 
 
 class ChatReader:
@@ -29,75 +31,118 @@ class ChatReader:
 
     def read(self, names: Sequence[str]) -> Iterator[Conversation]:
         """Yields the conversations of files and datasets, in order. Reads them lazily. Raises DataError for a wrong record."""
-        with ExitStack() as stack:
-            pipe: list[Any] = []
+        # A template is a program of whoever wrote it.
+        with limited(f"{__name__}:{conversation.__name__}", "transformers.utils.chat_template_utils") as render:
+            yield from read_records(names, CHAT_FIELDS, functools.partial(self._conversations, render))
 
-            def conversations(rows: Rows) -> Iterator[Conversation]:
-                while batch := [self._record(*row) for row in islice(rows, _RECORDS_AT_ONCE)]:
-                    jobs = [(place, job) for place, _, job in batch if isinstance(job, dict)]
-                    if jobs and not pipe:
-                        pipe.append(stack.enter_context(_process()))
-                    texts, spans = zip(*_rendered(pipe[0], jobs), strict=True) if jobs else ((), ())
-                    masked = self.tokenizer.rendered(texts, spans)
-                    for _, key, job in batch:
-                        yield Conversation(key, *(next(masked) if isinstance(job, dict) else self.tokenizer.completion(*job)))
-
-            yield from read_records(names, CHAT_FIELDS, conversations)
+    def _conversations(self, render: Call, rows: Rows) -> Iterator[Conversation]:
+        while batch := [self._record(*row) for row in islice(rows, _RECORDS_AT_ONCE)]:
+            jobs, rendered = [(place, job) for place, _, job in batch if isinstance(job, dict)], []
+            for (place, _), answer in zip(jobs, render([job for _, job in jobs]) if jobs else (), strict=True):
+                if isinstance(answer, str):
+                    raise DataError(f"{place}: the chat template fails: {answer}")
+                rendered.append(answer)
+            masked = self.tokenizer.masked(rendered)
+            for _, key, job in batch:
+                yield Conversation(key, *(next(masked) if isinstance(job, dict) else self.tokenizer.completion(*job)))
 
     def _record(self, place: str, row: dict[str, Any]) -> tuple[str, bytes, Any]:
-        """Checks a record. Returns its place and digest, and its two strings or the arguments of `_render.conversation`."""
+        """Checks a record. Returns its place and digest, and its two strings or the arguments of `conversation`."""
         record = {name: row[name] for name in CHAT_FIELDS if row.get(name) is not None}
         try:
             key = digest(json.dumps(record, sort_keys=True, ensure_ascii=False).encode(errors="replace"))
             tools = json.loads(record["tools"]) if isinstance(record.get("tools"), str) else record.get("tools")
         except (TypeError, ValueError, RecursionError) as e:  # a column of a Parquet file may have dates
             raise DataError(f"{place}: has a value that JSON does not have ({e})") from e
-        messages, prompt, completion = (record.get(name) for name in CHAT_FIELDS[:3])
-        if messages is None and isinstance(prompt, str) and isinstance(completion, str):
-            return place, key, (prompt, completion)
-        context: Any = prompt if messages is None else []
-        turns: Any = completion if messages is None else messages
-        everything = [*context, *turns] if isinstance(context, list) and isinstance(turns, list) else []
-        if not everything or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in everything):
+        context: Any = record.get("prompt")
+        turns: Any = record.get("completion")
+        if "messages" in record:
+            context, turns = [], record["messages"]
+        elif isinstance(context, str) and isinstance(turns, str):
+            return place, key, (context, turns)
+        messages = [*context, *turns] if isinstance(context, list) and isinstance(turns, list) else []
+        if not messages or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages):
             must = "a list of messages with 'role', or 'prompt' and 'completion' as two strings or two such lists"
             names = f"the fields {', '.join(map(repr, record))}" if record else f"none of the fields {', '.join(CHAT_FIELDS)}"
             raise DataError(f"{place}: has {names}: must have 'messages', {must}")
         if (chat := self.tokenizer.chat(tools)) is None:
             must = f"a Jinja file, because neither {TEMPLATE_FILE} nor a template in tokenizer_config.json was found"
             raise DataError(f"{place}: has messages, and `data_template` is empty: must be {must}", field="data_template")
-        counts = []
-        for number, one in enumerate(everything):
-            weight, train = one.pop("weight", None), one.pop("train", None)
+        library("transformers", extra="hf"), library("jinja2", extra="hf")
+        weights = [(one.pop("weight", None), one.pop("train", None)) for one in messages]
+        for weight, train in weights:
             if weight not in (None, 0, 1) or train not in (None, False, True):
                 raise DataError(f"{place}: has a message with weight {weight!r}, train {train!r}: must be 0 or 1, a boolean")
-            counts.append(number >= len(context) and weight in (None, 1) and train in (None, True))
-        return place, key, {"messages": everything, "counts": counts, "tools": tools, **chat}
+        counts = [weight in (None, 1) and train in (None, True) for weight, train in weights]
+        counts[: len(context)] = [False] * len(context)
+        return place, key, {"messages": messages, "counts": counts, "tools": tools, **chat}
 
 
-@contextmanager
-def _process() -> Iterator[Any]:
-    """Starts a process that renders, and yields the connection to it."""
-    library("transformers", extra="hf"), library("jinja2", extra="hf")
-    ours, theirs = Pipe()
-    options: Any = {"env": os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, "stderr": DEVNULL}
-    command, number = [sys.executable, "-P", _render.__file__], theirs.fileno()
-    with ours, Popen([*command, str(number)], pass_fds=[number], stdin=DEVNULL, **options) as process:
-        try:
-            theirs.close()
-            ours.recv_bytes()
-            yield ours
-        finally:
-            process.kill()
+def prompt(tokenizer: Tokenizer, messages: Sequence[Any], tools: Any = None) -> tuple[list[int], list[str]]:
+    """Returns the ids that ask for an answer, and the text with which the template ends an answer, in a list if any."""
+    options, turns = tokenizer.chat(tools) or {}, [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = _render(messages, tools=tools, add_generation_prompt=True, **options)[0]
+    except Exception as e:  # a template can raise any error of Python
+        raise DataError(f"the chat template fails: {' '.join(str(e).split())}") from e
+    end = ""
+    with contextlib.suppress(Exception):  # it refuses such a conversation
+        end = _render(turns, **options)[0].rpartition(_ANSWER)[2].strip()
+    return tokenizer.encode(text, special=False), [end] if end else []
 
 
-def _rendered(pipe: Any, jobs: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yields the text and the spans of each job. A job is named by its place in errors."""
-    pipe.send_bytes(json.dumps([job for _, job in jobs]).encode())
-    for place, _ in jobs:
-        try:
-            answer = json.loads(pipe.recv_bytes()) if pipe.poll(_SECONDS) else f"it takes more than {_SECONDS} seconds"
-        except EOFError:
-            answer = "it needs more memory than there is"
-        if isinstance(answer, str):
-            raise DataError(f"{place}: the chat template fails: {answer}")
-        yield answer
+def _render(messages: Sequence[Any], *, tools: Any = None, **options: Any) -> tuple[str, list[Any]]:
+    """Returns the text of `apply_chat_template`, and its spans of the assistant if `options` ask for them."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    plain = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    found: Any = render_jinja_template([plain], tools=tools, **options)
+    return found[0][0], [*found[1][0]] if found[1] else []
+
+
+@functools.cache
+def _generated(template: str) -> list[str]:
+    """Pins the date of a template. Returns a list that receives the text of each `{% generation %}` block.
+
+    `transformers` has no public way to do either: templates receive no functions.
+    """
+    import jinja2
+    from transformers.utils import chat_template_utils
+
+    environment, found = chat_template_utils._compile_jinja_template(template).environment, []
+    environment.globals["strftime_now"] = _DATE.strftime
+    tracker: Any = next(one for one in environment.extensions.values() if "generation" in one.tags)
+    inner = tracker._generation_support
+
+    @jinja2.pass_eval_context
+    def support(*args: Any, **options: Any) -> str:
+        found.append(inner(*args, **options))
+        return found[-1]
+
+    tracker._generation_support = support
+    return found
+
+
+def conversation(messages: list[Any], counts: list[bool], **options: Any) -> tuple[str, list[Any]]:
+    """Returns the text, and the spans of the turns of the assistant that count in the loss, one bool per message."""
+    template: str = options["chat_template"]
+    (generated := _generated(template)).clear()
+    turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    marked = _MARK.search(_COMMENT.sub("", template)) is not None
+    text, spans = _render(messages, return_assistant_tokens_mask=marked, **options)
+    if marked and (generated != [text[slice(*span)] for span in spans] or spans != sorted(spans, key=lambda span: span[1])):
+        raise ValueError("text of {% generation %} moves after it was generated, as in a variable: mark it where it is written")
+
+    def prefix(count: int, *, prompt: bool) -> int:
+        start = _render(messages[:count], add_generation_prompt=prompt, **options)[0]
+        if not text.startswith(start):
+            must = "mark each turn of the assistant in the template with one {% generation %}"
+            raise ValueError(f"it renders the first {count} messages in another way if more follow: {must}")
+        return len(start)
+
+    chosen = [n for n in turns if counts[n]]
+    if marked and (chosen == turns or len(spans) == len(turns)):
+        return text, spans if chosen == turns else [span for span, n in zip(spans, turns, strict=True) if counts[n]]
+    bounds = [(prefix(n, prompt=True), prefix(n + 1, prompt=False)) for n in chosen]
+    inside = [span for span in spans if any(start <= span[0] and span[1] <= stop for start, stop in bounds)]
+    return text, inside if marked else bounds

@@ -9,18 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from jgraph.data._render import Span, render
 from jgraph.data._texts import check_links, decode_utf8, library, without_surrogates
 from jgraph.errors import DataError
 
-TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
+TOKENIZER_FILE, TEMPLATE_FILE, CONFIG_FILE = "tokenizer.json", "chat_template.jinja", "tokenizer_config.json"
 # Files without which a folder has no tokenizer, and all files that a tokenizer may consist of.
 _VOCABULARY = (TOKENIZER_FILE, "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 _FILES = (*_VOCABULARY, "tokenizer*.json", "vocab*", "merges*", "*.spm", "special_tokens_map.json", "added_tokens.json")
 _FILES += ("chat_template*", "additional_chat_templates/*.jinja", "generation_config.json")
 # A tokenizer without a declared end-of-text token may have one. These are the usual names.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-_AT_ONCE, _ANSWER = 256, "\ufdd0"
+_AT_ONCE = 256
 
 
 def tokenizer_files(folder: Path, patterns: Sequence[str] = _FILES) -> list[str]:
@@ -30,52 +29,45 @@ def tokenizer_files(folder: Path, patterns: Sequence[str] = _FILES) -> list[str]
     return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
-def has_tokenizer(folder: Path | None) -> bool:
-    """Returns True if a folder has the vocabulary of a tokenizer."""
-    return folder is not None and bool(tokenizer_files(folder, _VOCABULARY))
+def vocabulary(folder: Path | None) -> Path | None:
+    """Returns the file in a folder with the vocabulary of its tokenizer; None if it has no tokenizer."""
+    found = [file for pattern in _VOCABULARY for file in tokenizer_files(folder, [pattern])] if folder else []
+    return folder / found[0] if folder and found else None
 
 
-def same_tokenizer(*folders: Path) -> bool:
-    """Returns False if two folders have different vocabularies."""
-    one, other = ({name: (folder / name).read_bytes() for name in tokenizer_files(folder, _VOCABULARY)} for folder in folders)
-    common = one.keys() & other.keys()
-    return bool(common) and all(one[name] == other[name] for name in common)
+def declaration(file: Path) -> str:
+    """Returns the tokenizer_config.json for a tokenizer.json without one: it declares the end-of-text token."""
+    text = file.read_text(encoding="utf-8")
+    found = next(({"eos_token": name} for name in _END_OF_TEXT if f'"{name}"' in text), {})
+    return json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | found)
 
 
 class Tokenizer:
     """Converts text to ids and back. `Tokenizer()` reads text as bytes; `Tokenizer.of` also reads the tokenizer of a folder.
 
-    Attributes:
-        name: Path of the folder or file; `bytes`; or `numbers` for ids without text.
-        vocab_size: Largest id + 1.
-        bos: Id of the begin-of-text token; None if the tokenizer declares none.
-        end: Ids after a document: the end-of-text token; a newline if there is none.
-        ends: Ids that end a generated text, a tuple of ints.
+    `name` is the path of the folder, `bytes`, or `numbers` for ids without text. `bos` is the id of the begin-of-text token if
+    one is declared; `end` are the ids after a document, a newline without an end of text; `ends` end a generated text.
+    `is_as_before` says whether all documents have the ids of versions without `transformers`.
     """
 
-    vocab_size, dtype = 256, np.dtype(np.uint8)
-    bos: int | None = None
+    vocab_size, dtype, bos, source, is_as_before = 256, np.dtype(np.uint8), None, b"", True
     end: Sequence[int] = (10,)
 
     def __init__(self, template: str | None = None, ends: Sequence[int] = (), *, without: str = ""):
-        """Reads bytes, or ids that have no text because the run is `without` a tokenizer, the start of an error."""
         self.name, self.ends, self._template, self._without = "numbers" if without else "bytes", tuple(ends), template, without
 
     @staticmethod
     def of(path: Path | None, template: Path | None = None, ends: Sequence[int] = ()) -> "Tokenizer":
-        """Returns the tokenizer of a folder, or of a file in the format of a tokenizer.json; of bytes if it has none.
-
-        The file `template` replaces the chat templates of the folder. `ends` are more ids that end a generated text.
-        """
+        """Returns the tokenizer of a folder or file, else of bytes. The file `template` replaces the folder's templates."""
         folder = path.parent if path and path.name == TOKENIZER_FILE else path
-        is_bytes = folder is None or (folder.is_dir() and not has_tokenizer(folder))
+        is_bytes = folder is None or (folder.is_dir() and vocabulary(folder) is None)
         if folder and is_bytes and template is None and tokenizer_files(folder, [TEMPLATE_FILE]):
             template = folder / TEMPLATE_FILE
         try:
-            source = None if template is None else template.read_text(encoding="utf-8")
+            text = None if template is None else template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as e:
             raise DataError(f"`data_template` is {template}: cannot be read ({e})", field="data_template") from e
-        return Tokenizer(source, ends) if folder is None or is_bytes else _HuggingFace(folder, source, ends)
+        return Tokenizer(text, ends) if folder is None or is_bytes else _HuggingFace(folder, text, ends)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Returns the ids of a text, with the special tokens that the tokenizer adds unless `special` is False."""
@@ -90,12 +82,8 @@ class Tokenizer:
         return bytes(min(token, 0xFF) for token in ids).decode(errors="replace")  # 0xFF is not valid in UTF-8
 
     def documents(self, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
-        """Yields the ids of each document with the end of text. Raises DataError if a tokenizer reads one that is not UTF-8."""
+        """Yields the ids of each document with its end. Raises DataError if a tokenizer reads one that is not UTF-8."""
         return (np.frombuffer(document + b"\n", np.uint8) for document in documents)
-
-    def fingerprint(self, *tokens: Any) -> bytes:
-        """Returns what the fingerprint of documents depends on, beside their bytes. `tokens` are their ids."""
-        return b""
 
     def completion(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids of a prompt and its completion, and the mask of the tokens in the loss."""
@@ -103,32 +91,18 @@ class Tokenizer:
         after = self._ended(self.encode(without_surrogates(completion), special=False))
         return np.array([*before, *after], np.int32), np.arange(len(before) + len(after)) >= len(before)
 
-    def rendered(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields the ids of each rendered text, and the mask of the tokens that overlap with its spans of characters."""
-        encoded = self._with_offsets([without_surrogates(text) for text in texts]) if texts else ()
-        for (ids, offsets), own in zip(encoded, spans, strict=True):
+    def masked(self, rendered: Sequence[tuple[str, Any]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields the ids of texts with spans of characters, and the mask of the tokens that overlap with a span."""
+        encoded = self._with_offsets([without_surrogates(text) for text, _ in rendered]) if rendered else ()
+        for (ids, offsets), (_, spans) in zip(encoded, rendered, strict=True):
             starts, stops = np.array(offsets, np.int64).reshape(-1, 2).T
-            bounds = np.array([*own, (1 << 62, 1 << 62)], np.int64)
+            bounds = np.array([*spans, (1 << 62, 1 << 62)], np.int64)
             # The first span that ends after the start of the token.
-            span = np.searchsorted(bounds[:, 1], starts, side="right")
-            yield np.array(ids, np.int32), stops > bounds[span, 0]
+            yield np.array(ids, np.int32), stops > bounds[np.searchsorted(bounds[:, 1], starts, side="right"), 0]
 
     def chat(self, tools: Any = None) -> dict[str, str] | None:
         """Returns the chat template for a record, and special tokens by the names that it uses; None without a template."""
         return None if self._template is None else {"chat_template": self._template}
-
-    def prompt(self, messages: Sequence[Any], tools: Any = None) -> tuple[list[int], list[str]]:
-        """Returns the ids that ask for an answer, and the text with which the template ends an answer, in a list if any."""
-        options, turns = self.chat(tools) or {}, [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _ANSWER}]
-        try:
-            text = render(messages, tools=tools, add_generation_prompt=True, **options)[0]
-        except Exception as e:  # a template can raise any error of Python
-            raise DataError(f"the chat template fails: {' '.join(str(e).split())}") from e
-        try:
-            end = render(turns, **options)[0].rpartition(_ANSWER)[2].strip()
-        except Exception:  # it refuses such a conversation
-            end = ""
-        return self.encode(text, special=False), [end] if end else []
 
     def _with_offsets(self, texts: list[str]) -> Iterable[tuple[Sequence[int], Any]]:
         for text in texts:
@@ -136,7 +110,7 @@ class Tokenizer:
             yield list(text.encode()), np.stack([places, places + 1], axis=1)
 
     def _ended(self, ids: list[int]) -> list[int]:
-        return ids if ids[-len(self.end) :] == [*self.end] else [*ids, *self.end]
+        return [*ids, *self.end]
 
 
 class _HuggingFace(Tokenizer):
@@ -145,32 +119,31 @@ class _HuggingFace(Tokenizer):
     def __init__(self, path: Path, template: str | None, ends: Sequence[int]):
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that models need PyTorch
         transformers = library("transformers", extra="hf")
-        if path.is_dir():
-            tokenizer_files(path, [*_FILES, "config.json"])
+        is_folder = path.is_dir() and bool(tokenizer_files(path, [*_FILES, "config.json"]))
+        file = path / TOKENIZER_FILE if is_folder else path
+        self.source = b"" if is_folder and not file.exists() else file.read_bytes()
         try:
-            if path.is_dir():
+            if is_folder:
                 hf = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
             else:
                 hf = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
-            vocabulary = hf.get_vocab()
+            ids = hf.get_vocab()
+            self.vocab_size, self.bos = max(ids.values()) + 1, hf.bos_token_id
         except Exception as e:  # the library raises Exception itself
             why = " ".join(str(e).split())
             if "trust_remote_code" in why:
                 why = "it needs code of its own, which is never run; save it with a class of transformers"
             raise DataError(f"{path}: is not a tokenizer that transformers can read ({why})") from e
-        if not vocabulary:
-            raise DataError(f"{path}: its vocabulary is empty; name a trained tokenizer.json")
-        named = [vocabulary[name] for name in _END_OF_TEXT if name in vocabulary]
+        named = [ids[name] for name in _END_OF_TEXT if name in ids]
         found = named if hf.eos_token_id is None else [hf.eos_token_id]
         super().__init__(template, [*dict.fromkeys((*ends, *found))])
-        self._hf, self.name, self.vocab_size, self.bos = hf, str(path), max(vocabulary.values()) + 1, hf.bos_token_id
-        self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+        self._hf, self.name, self._eos = hf, str(path), found[:1]
         self.end = found[:1] or self.encode("\n", special=False)
-        # Whether all ids are those of versions without `transformers`, which had special tokens at the end of documents only.
-        self._file = path / TOKENIZER_FILE if path.is_dir() else path
-        file = self._file.read_text(encoding="utf-8") if self._file.exists() else ""
-        self._added = {n for n, one in hf.added_tokens_decoder.items() if one.special or json.dumps(one.content) not in file}
-        self._is_as_before = bool(file) and found[:1] == named[:1] and not self.encode("")
+        self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+        # Versions without `transformers` had special tokens at the end of documents only, and the first of the usual ones.
+        added = hf.added_tokens_decoder.items()
+        self._added = {n for n, one in added if one.special or json.dumps(one.content).encode() not in self.source}
+        self.is_as_before = bool(self.source) and found[:1] == named[:1] and not self.encode("")
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         return self._call([without_surrogates(text)], add_special_tokens=special)["input_ids"][0]
@@ -182,12 +155,8 @@ class _HuggingFace(Tokenizer):
         documents = iter(documents)
         while texts := [decode_utf8(document) for document in islice(documents, _AT_ONCE)]:
             for ids in self._call(texts)["input_ids"]:
-                self._is_as_before &= self._added.isdisjoint(ids)
+                self.is_as_before &= self._added.isdisjoint(ids)
                 yield np.array(self._ended(ids), np.int64)
-
-    def fingerprint(self, *tokens: Any) -> bytes:
-        file = self._file.read_bytes() if self._file.exists() else b""
-        return file if self._is_as_before else file + b"".join(part.tobytes() for part in tokens)
 
     def chat(self, tools: Any = None) -> dict[str, str] | None:
         if self._template is None and self._hf.chat_template is None:
@@ -200,6 +169,9 @@ class _HuggingFace(Tokenizer):
     def _with_offsets(self, texts: list[str]) -> Iterable[tuple[Sequence[int], Any]]:
         found = self._call(texts, add_special_tokens=False, return_offsets_mapping=True)
         return zip(found["input_ids"], found["offset_mapping"], strict=True)
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        return ids if self._eos and ids[-1:] == self._eos else [*ids, *self.end]
 
     def _call(self, texts: list[str], **options: bool) -> Any:
         try:

@@ -20,7 +20,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jgraph.adapters import AdaptedModel, joined, separated
 from jgraph.data import Tokenizer, is_text, tokenizer_beside
 from jgraph.data._texts import copy_files as copy_to
-from jgraph.data.tokenizer import TEMPLATE_FILE, TOKENIZER_FILE, has_tokenizer, same_tokenizer, tokenizer_files
+from jgraph.data.tokenizer import (
+    CONFIG_FILE as DECLARATION,
+    TEMPLATE_FILE,
+    TOKENIZER_FILE,
+    declaration,
+    tokenizer_files,
+    vocabulary,
+)
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, download_hint, os_errors, require
 from jgraph.interop.folder import CONFIG_FILE, Folder
@@ -170,7 +177,7 @@ def tokenizer_of(config: TrainConfig, copies: Path | None = None) -> Tokenizer |
     template = None if copies else config.input.data_template
     if not template and (folder is None or not (_source(config.initial) or config.input.data_template)):
         return None
-    return Tokenizer.of(folder, Path(template) if template else None)
+    return Tokenizer.of(folder if folder and folder.exists() else None, Path(template) if template else None)
 
 
 def tokenizer_warning(config: TrainConfig) -> str:
@@ -187,12 +194,12 @@ def tokenizer_warning(config: TrainConfig) -> str:
         return ""
     name, path = ("init_from", config.initial.init_from) if config.initial.init_from else ("continue_from", source.parent)
     data = config.input.data
-    has_own, of_data, shown = has_tokenizer(source), tokenizer_beside(data), " ".join(data)
+    own, beside, shown = vocabulary(source), tokenizer_beside(data), " ".join(data)
     # A run without a tokenizer was trained on bytes if its vocabulary has at most 256 tokens.
     reads_bytes = not config.initial.init_from and getattr(config.model, "vocab_size", 0) <= 256
-    if not has_own and not reads_bytes and is_text(data):
+    if own is None and not reads_bytes and is_text(data):
         return f"`{name}` {path} has no {TOKENIZER_FILE}: `data` {shown} is read as bytes"
-    if has_own and of_data and not same_tokenizer(source, of_data):
+    if own and (other := vocabulary(beside)) and own.read_bytes() != other.read_bytes():
         return f"`data` {shown} was made with another {TOKENIZER_FILE} than `{name}` {path} has"
     return ""
 
@@ -212,7 +219,7 @@ def copy_files(config: TrainConfig, run_dir: RunDir) -> None:
     """
     shutil.rmtree(run_dir.origin, ignore_errors=True)
     source, beside, template = _source(config.initial), tokenizer_beside(config.input.data), config.input.data_template
-    folders = [folder for folder in (source, beside if not has_tokenizer(source) else None) if folder]
+    folders = [folder for folder in (source, None if vocabulary(source) else beside) if folder]
     files = {name: folder / name for folder in folders for name in tokenizer_files(folder)}
     if source and tokenizer_files(source, [CONFIG_FILE]):
         files[CONFIG_FILE] = source / CONFIG_FILE
@@ -221,6 +228,9 @@ def copy_files(config: TrainConfig, run_dir: RunDir) -> None:
         files[TEMPLATE_FILE] = Path(template)
     with os_errors("run_dir", run_dir.origin):
         copy_to(files, run_dir.origin)
+        if TOKENIZER_FILE in files and not source and DECLARATION not in files:
+            # An exported folder then means the same to `transformers`.
+            (run_dir.origin / DECLARATION).write_text(declaration(files[TOKENIZER_FILE]))
 
 
 def copied_folder(run_dir: RunDir) -> Folder | None:

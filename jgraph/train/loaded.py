@@ -13,7 +13,8 @@ import numpy as np
 
 from jgraph.adapters import A, AdaptedModel, B, joined
 from jgraph.data import Tokenizer, is_text, tokenizer_beside
-from jgraph.data.tokenizer import TOKENIZER_FILE, has_tokenizer
+from jgraph.data.chat import prompt
+from jgraph.data.tokenizer import TOKENIZER_FILE, vocabulary
 from jgraph.errors import ConfigError, DataError, require
 from jgraph.inference.generate import ENDED, stream
 from jgraph.inference.text import TextStream
@@ -161,7 +162,7 @@ class Loaded:
         if self.tokenizer.chat(tools) is None:
             must = "a run or folder with a chat template, such as a chat_template.jinja beside its tokenizer.json"
             raise DataError(f"`run` is {self.source}: must be {must}", field="run")
-        rows, ends = zip(*(self.tokenizer.prompt(messages, tools) for messages in conversations), strict=True)
+        rows, ends = zip(*(prompt(self.tokenizer, messages, tools) for messages in conversations), strict=True)
         return self._stream([*rows], (*stop, *dict.fromkeys(end for own in ends for end in own)), settings)
 
 
@@ -253,10 +254,11 @@ def tokenizer_of(saved: SavedRun) -> Tokenizer:
     text. Raises DataError if the tokenizer is damaged, or `transformers` is not installed.
     """
     origin, folder = saved.dir.origin, copied_folder(saved.dir)
-    beside = None if has_tokenizer(origin) else tokenizer_beside(saved.config.input.data)
+    own, beside = vocabulary(origin), tokenizer_beside(saved.config.input.data)
     is_bytes = is_text(saved.config.input.data) or getattr(saved.config.model, "vocab_size", 256) <= 256
-    if has_tokenizer(origin) or beside or is_bytes:
-        return Tokenizer.of(beside or origin, ends=folder.ends if folder else [])
+    if own or beside or is_bytes:
+        found = beside if beside and not own else origin if origin.exists() else None
+        return Tokenizer.of(found, ends=folder.ends if folder else [])
     return Tokenizer(without=f"{saved.dir.path} has no tokenizer")
 
 
@@ -318,7 +320,7 @@ def _of_folder(path: Path, step: int | None, module: str) -> Loaded:
 def tokenizer_in(folder: Path, ends: Sequence[int]) -> Tokenizer:
     """Returns the tokenizer of a Hugging Face folder. Without one, ids have no text."""
     without = Tokenizer(without=f"{folder} has no {TOKENIZER_FILE}")
-    return Tokenizer.of(folder, ends=ends) if has_tokenizer(folder) else without
+    return Tokenizer.of(folder, ends=ends) if vocabulary(folder) else without
 
 
 def _with_adapter(loaded: Loaded, path: Path) -> Loaded:

@@ -1,6 +1,6 @@
 import json
 import random
-from contextlib import nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -46,15 +46,19 @@ def tokenizer_file(tmp_path_factory, stories) -> Path:
 @pytest.fixture
 def rendered_here(monkeypatch):
     """Renders chat templates in this process, because another one takes a second to start."""
-    from jgraph.data import _render, chat
-    from jgraph.errors import DataError
+    from jgraph.data import chat
 
-    def rendered(pipe, jobs):
-        for place, job in json.loads(json.dumps(jobs)):
-            try:
-                yield _render.conversation(**job)
-            except Exception as e:
-                raise DataError(f"{place}: the chat template fails: {' '.join(str(e).split())}") from e
+    @contextmanager
+    def here(function, *_):
+        assert function == "jgraph.data.chat:conversation"
 
-    monkeypatch.setattr(chat, "_process", nullcontext)
-    monkeypatch.setattr(chat, "_rendered", rendered)
+        def call(jobs):
+            for job in json.loads(json.dumps(jobs)):
+                try:
+                    yield chat.conversation(**job)
+                except Exception as e:
+                    yield " ".join(str(e).split())
+
+        yield call
+
+    monkeypatch.setattr(chat, "limited", here)

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from jgraph.data import Batches, Tokenizer, heldout_batches, load
 from jgraph.data.__main__ import main
 from jgraph.data._rows import Conversation, best_fit, packed
-from jgraph.data.chat import ChatReader
+from jgraph.data.chat import ChatReader, prompt
 from jgraph.errors import DataError
 from tests import chats
 
@@ -96,7 +96,7 @@ def test_the_date_in_training_data_does_not_depend_on_the_day(tmp_path):
 @pytest.mark.parametrize(("name", "end"), [("chatml", "<|im_end|>"), ("llama", "<|eot_id|>"), ("mistral", "</s>")])
 def test_the_text_that_ends_an_answer_is_found_in_the_template(tmp_path, name, end):
     tokenizer = Tokenizer.of(chats.save_tokenizer(tmp_path / "folder", chats.TEMPLATES[name]))
-    ids, ends = tokenizer.prompt([chats.message("user", "Hi")])
+    ids, ends = prompt(tokenizer, [chats.message("user", "Hi")])
     assert ends == [end]
     assert ids.count(chats.SPECIAL.index("<s>")) == (name != "chatml")
 
@@ -165,7 +165,7 @@ def test_template_code_sees_the_text_as_it_is(tmp_path):
     source = "{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}|{{ x | length }}"
     (tmp_path / "t.jinja").write_text(source)
     tokenizer = Tokenizer.of(None, tmp_path / "t.jinja")
-    assert tokenizer.decode(tokenizer.prompt(MESSAGES)[0]) == "a|3"
+    assert tokenizer.decode(prompt(tokenizer, MESSAGES)[0]) == "a|3"
 
 
 @pytest.mark.parametrize("excluded", [{"weight": 0}, {"train": False}, {"weight": 0.0, "train": True}])

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import time
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,8 @@ import pytest
 import transformers
 from tokenizers import Tokenizer as Rust, processors
 
-from jgraph.data import Tokenizer, _render, chat
-from jgraph.data.chat import ChatReader
+from jgraph.data import Tokenizer, _limits, chat as chat_module
+from jgraph.data.chat import ChatReader, prompt
 from jgraph.errors import DataError
 from tests import chats
 
@@ -144,7 +143,7 @@ def test_functions_and_filters_of_templates_equal_those_of_transformers(tmp_path
     messages = [chats.message("user", "</b> ü", name=None)]
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert Tokenizer.of(folder).prompt(messages)[0] == expected
+    assert prompt(Tokenizer.of(folder), messages)[0] == expected
 
 
 # --- The process ---
@@ -166,9 +165,9 @@ def test_templates_are_rendered_in_a_process_with_the_date_of_training(tmp_path)
 
 
 def test_the_hook_of_the_date_is_needed_while_transformers_passes_no_functions_to_templates():
-    """If this test fails, pass `strftime_now` to `render_jinja_template` and delete the hook in `_render._generated`."""
+    """If this test fails, pass `strftime_now` to `render_jinja_template` and delete the hook in `_generated`."""
     template = "{{ strftime_now }}"
-    assert _render.render([], chat_template=template, strftime_now=lambda form: form)[0] == "<function>"
+    assert chat_module._render([], chat_template=template, strftime_now=lambda form: form)[0] == "<function>"
 
 
 @pytest.mark.parametrize(
@@ -180,10 +179,8 @@ def test_the_hook_of_the_date_is_needed_while_transformers_passes_no_functions_t
     ],
 )
 def test_a_template_that_does_not_end_or_exhausts_memory_is_refused_with_its_record(tmp_path, monkeypatch, code, message):
-    monkeypatch.setattr(chat, "_SECONDS", 1)
-    start = time.monotonic()
+    monkeypatch.setattr(_limits, "_SECONDS", 1)
     template = "{% if messages[0].content == 'bad' %}" + code + "{% endif %}{% generation %}x{% endgeneration %}"
     with pytest.raises(DataError, match=re.escape(f"chat.jsonl: line 2: the chat template fails: {message}")) as error:
         read(tmp_path, template, turns=("Hi", "bad"))
     assert "\n" not in str(error.value)
-    assert time.monotonic() - start < 60

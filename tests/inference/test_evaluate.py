@@ -11,7 +11,7 @@ from tokenizers import models
 
 import jgraph
 from jgraph import evaluate, sample
-from jgraph.data import heldout_batches, load as load_corpus
+from jgraph.data import Tokenizer, heldout_batches, load as load_corpus
 from jgraph.errors import ConfigError, DataError
 from jgraph.train import evaluation
 from jgraph.train.config import TrainConfig
@@ -107,11 +107,12 @@ def test_a_model_is_evaluated_with_its_carried_state(tmp_path):
 def test_bytes_are_counted_over_the_predicted_text(tmp_path):
     file = tmp_path / "tokenizer.json"
     tokenizers.Tokenizer(models.WordLevel({"a": 0, "€": 1, "three": 2, "</s>": 3}, unk_token="a")).save(str(file))
-    corpus = types.SimpleNamespace(name="text", train=np.zeros(9, np.uint16))
+    corpus = types.SimpleNamespace(name="text", train=np.zeros(9, np.uint16), tokenizer=Tokenizer.of(file))
     rows = [np.array([[2, 0, 1, 3, 2], [3, 2, 3, 0, 0]])]
     decoded = (len(" a € three"), len("three a a"))  # the tokenizer joins tokens with blanks
-    assert evaluation._bytes(corpus, rows, file) == decoded[0] + 2 + decoded[1]
-    assert evaluation._bytes(corpus, rows, None) is None
+    assert evaluation._bytes(corpus, rows) == decoded[0] + 2 + decoded[1]
+    corpus.tokenizer = Tokenizer(without="no tokenizer")
+    assert evaluation._bytes(corpus, rows) is None
 
 
 @pytest.mark.parametrize(

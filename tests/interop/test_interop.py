@@ -18,8 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import jgraph
 from jgraph import evaluate, export, sample
-from jgraph.data import load as load_corpus
-from jgraph.errors import ConfigError
+from jgraph.data import Tokenizer as Reader, load as load_corpus
+from jgraph.errors import ConfigError, DataError
 from jgraph.interop.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Folder, read, replaced
 from jgraph.interop.load import load
 from jgraph.interop.names import Part
@@ -27,13 +27,13 @@ from jgraph.interop.write import write
 from jgraph.moe import MoEConfig
 from jgraph.train.__main__ import parse
 from jgraph.train.config import TrainConfig
-from jgraph.train.initial import initial_weights, tokenizer_warning
+from jgraph.train.initial import dtype_of_source, initial_weights, tokenizer_warning
 from jgraph.train.presets import preset
 from jgraph.train.setup import TrainSetup
 from jgraph.tree import leaf_names
 from jgraph_models.gpt import GPT, GPTConfig
 from jgraph_models.hugging_face import HUGGING_FACE
-from tests import tiny
+from tests import chats, tiny
 
 pytestmark = pytest.mark.once
 
@@ -187,6 +187,21 @@ def test_a_tied_head_may_be_in_the_folder(tmp_path):
     tensors = load_file(folder.path / WEIGHTS_FILE)
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}, folder.path / WEIGHTS_FILE)
     check(Folder(folder.path, field="init_from"), QWEN2)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(255, 256)])
+def test_a_tied_head_that_differs_from_the_embedding_is_refused_with_the_remedy(tmp_path, rows):
+    folder, _ = make(tmp_path / "f", QWEN2)
+    tensors = load_file(folder.path / WEIGHTS_FILE)
+    head = tensors["model.embed_tokens.weight"].copy()
+    head[rows] += 1
+    save_file(tensors | {"lm_head.weight": head}, folder.path / WEIGHTS_FILE)
+    with pytest.raises(ConfigError, match=r"lm_head.weight differs from model.embed_tokens.weight.*set the field") as error:
+        check(Folder(folder.path, field="init_from"), QWEN2)
+    assert "\n" not in str(error.value)
+    save_file(tensors | {"lm_head.weight": head[:-1]}, folder.path / WEIGHTS_FILE)
+    with pytest.raises(ConfigError, match="differs from"):
+        check(Folder(folder.path, field="init_from"), QWEN2)
 
 
 @pytest.mark.parametrize(("config", "theta"), [(LLAMA, 1e4), (MIXTRAL, 1e6)], ids=["llama", "mixtral"])
@@ -440,6 +455,53 @@ def test_symbolic_links_are_followed_as_in_the_hugging_face_cache(tmp_path):
     check(Folder(tmp_path / "snapshot", field="init_from"))
 
 
+def test_links_lead_into_the_blobs_of_a_hub_cache_and_nowhere_else(tmp_path):
+    make(tmp_path / "f")
+    chats.save_tokenizer(tmp_path / "f", chats.CHATML)
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "f").rename(tmp_path / "models--a--b" / "blobs")
+    for file in (tmp_path / "models--a--b" / "blobs").iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    check(Folder(snapshot, field="init_from"))
+    assert Reader.of(snapshot).chat() is not None
+    (tmp_path / "secret").write_text("secret")
+
+    def read_all(folder):
+        check(Folder(folder, field="init_from"))
+        Reader.of(folder)
+
+    for name in ("chat_template.jinja", "added_tokens.json", "additional_chat_templates/a.jinja", WEIGHTS_FILE, CONFIG_FILE):
+        link, kept = snapshot / name, snapshot / "kept"
+        link.parent.mkdir(exist_ok=True)
+        if link.exists():
+            link.rename(kept)
+        link.symlink_to(tmp_path / "secret")
+        with pytest.raises((ConfigError, DataError), match=rf"{link.name} is a link to .*secret: must lead into the folder"):
+            read_all(snapshot)
+        link.unlink()
+        if kept.exists():
+            kept.rename(link)
+
+
+def test_files_follow_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        make(tmp_path / "f")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "f").iterdir()} == {0o640}
+
+
+def test_the_ids_that_end_a_text_are_those_of_the_generation_config_else_of_the_config(tmp_path):
+    folder, _ = make(tmp_path / "f")
+    config = json.loads((folder.path / CONFIG_FILE).read_text())
+    (folder.path / CONFIG_FILE).write_text(json.dumps(config | {"eos_token_id": 7}))
+    assert Folder(folder.path, field="run").ends == [7]
+    (folder.path / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    assert Folder(folder.path, field="run").ends == [2, 5]
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
@@ -596,6 +658,19 @@ def test_untrained_weights_are_exported_bit_for_bit(run, tmp_path, capsys):
         assert tensor.dtype == after[name].dtype
         np.testing.assert_array_equal(tensor.view(np.uint16), after[name].view(np.uint16))
     assert json.loads((path / "folder" / CONFIG_FILE).read_text()) == json.loads((tmp_path / "out" / CONFIG_FILE).read_text())
+
+
+def test_an_export_and_adapters_have_the_dtype_of_the_folder_that_the_run_began_from(tmp_path):
+    make(tmp_path / "half", dtype="bfloat16")
+    make(tmp_path / "full", dtype="float32")
+    for name, dtype in (("half", "bfloat16"), ("full", "float32")):
+        flags = ("--lora.rank", "2", "--run-dir", str(tmp_path / "run"))
+        assert parse(["--init-from", str(tmp_path / name), *flags]).lora.base_dtype == dtype
+        origin = tmp_path / f"run-{name}" / "origin"
+        origin.mkdir(parents=True)
+        shutil.copyfile(tmp_path / name / CONFIG_FILE, origin / CONFIG_FILE)
+        assert dtype_of_source("", str(origin.parent), "") == dtype
+    assert dtype_of_source("", str(tmp_path), "") == "float32"
 
 
 @pytest.mark.long

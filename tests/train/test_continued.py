@@ -8,21 +8,22 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+import transformers
 
 import jgraph
 from jgraph import evaluate
 from jgraph.checkpoint import Checkpoints, store
-from jgraph.data import Batches, load as load_corpus
+from jgraph.data import Batches, Tokenizer, load as load_corpus
 from jgraph.errors import CheckpointError, ConfigError
 from jgraph.precision.config import FP8Config
 from jgraph.report import __main__ as report
 from jgraph.train.__main__ import parse
 from jgraph.train.config import TrainConfig
-from jgraph.train.initial import copy_files, initial_weights, tokenizer_of
+from jgraph.train.initial import copied_folder, copy_files, initial_weights, tokenizer_of
 from jgraph.train.presets import preset
 from jgraph.train.rundir import RunDir
 from jgraph.train.setup import TrainSetup
-from tests import tiny
+from tests import chats, tiny
 from tests.train.test_pipeline_training import config_of
 from tests.train.test_resharding import assert_same_bits
 
@@ -173,19 +174,52 @@ def test_the_model_comes_from_the_run_and_other_settings_from_flags(finished, tm
     assert error.value.field == "continue_from"
 
 
-def test_the_tokenizer_is_copied_with_the_weights(tmp_path):
+def test_the_tokenizer_is_copied_with_the_weights_and_beats_that_of_the_data(tmp_path):
     first, second = RunDir(tmp_path / "first"), RunDir(tmp_path / "second")
-    first.origin.mkdir(parents=True)
-    for name in ("config.json", "tokenizer.json", "generation_config.json"):
-        (first.origin / name).write_text(json.dumps(name))
-    config = TrainConfig.of(continue_from=str(first.path))
+    file = chats.save_tokenizer(tmp_path / "origin", chats.CHATML)
+    (file.parent / "config.json").write_text('{"model_type": "llama"}')
+    (file.parent / "generation_config.json").write_text("{}")
+    (file.parent / "added_tokens.json").write_text("{}")
+    (file.parent / "additional_chat_templates").mkdir()
+    (file.parent / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (file.parent / "unrelated.json").write_text("{}")
+    first.path.mkdir()
+    file.parent.rename(first.origin)
+    tokens = chats.save_tokenizer(tmp_path / "tokens").parent
+    (tokens / "train-0.bin").touch()
+    (tokens / "tokenizer.json").write_text("{}")
+    config = TrainConfig.of(continue_from=str(first.path), data=str(tokens))
     second.path.mkdir()
-    assert tokenizer_of(config) == first.origin / "tokenizer.json"
     copy_files(config, second)
-    assert {path.name: path.read_bytes() for path in second.origin.iterdir()} == {
-        path.name: path.read_bytes() for path in first.origin.iterdir()
-    }
-    assert tokenizer_of(config, second.origin) == second.origin / "tokenizer.json"
+
+    def files(run_dir):
+        found = (path for path in run_dir.origin.rglob("*") if path.is_file() and path.name != "unrelated.json")
+        return {str(path.relative_to(run_dir.origin)): path.read_bytes() for path in found}
+
+    assert files(second) == files(first)
+    assert len(files(first)) == 7
+    for copies in (None, second.origin):
+        assert tokenizer_of(config, copies).chat([])["chat_template"] == "tools"
+    # The template of the data replaces all templates of the weights, also in a run that resumes.
+    (tmp_path / "own.jinja").write_text("own")
+    config = config.changed(data_format="chat", data_template=str(tmp_path / "own.jinja"))
+    copy_files(config, second)
+    assert (second.origin / "chat_template.jinja").read_text() == "own"
+    for copies in (None, second.origin):
+        assert {tokenizer_of(config, copies).chat(tools)["chat_template"] for tools in (None, [])} == {"own"}
+
+
+def test_a_tokenizer_of_token_files_is_declared_for_transformers(tmp_path):
+    tokens, run_dir = chats.save_tokenizer(tmp_path / "tokens").parent, RunDir(tmp_path / "run")
+    (tokens / "tokenizer_config.json").unlink()
+    (tokens / "train-0.bin").touch()
+    run_dir.path.mkdir()
+    copy_files(TrainConfig.of(data=str(tokens)), run_dir)
+    assert copied_folder(run_dir) is None
+    theirs = transformers.AutoTokenizer.from_pretrained(run_dir.origin)
+    ours = Tokenizer.of(tokens)
+    assert [theirs.eos_token_id] == ours.end == Tokenizer.of(run_dir.origin).end
+    assert theirs("Hi <s>").input_ids == ours.encode("Hi <s>")
 
 
 # --- Runs ---
