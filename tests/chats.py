@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 CHATML = """
 {%- if tools %}
@@ -128,7 +128,7 @@ def conversations() -> list[dict[str, Any]]:
     ]
 
 
-def save_tokenizer(folder: Path, template: str | None = None) -> Path:
+def save_tokenizer(folder: Path, template: str | None = None, *, adds_bos: bool = False) -> Path:
     """Trains a byte-level BPE on the conversations and saves it in a folder, with the template. Returns its path."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -139,6 +139,8 @@ def save_tokenizer(folder: Path, template: str | None = None) -> Path:
     texts = [one["content"] or "" for record in conversations() for one in record["messages"]]
     tokenizer.train_from_iterator([*texts, "assistant user system tool # Tools [INST] [/INST]"] * 3, trainer)
     folder.mkdir(exist_ok=True)
+    if adds_bos:
+        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", SPECIAL.index("<s>"))])
     tokenizer.save(str(folder / "tokenizer.json"))
     eos = {"__type": "AddedToken", "content": "</s>", "lstrip": False, "normalized": False, "rstrip": False}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": eos}

@@ -271,9 +271,9 @@ def test_an_epoch_has_every_conversation_once_in_one_row_with_its_mask(lengths, 
 
 
 @pytest.mark.parametrize(
-    ("truncate", "kept", "counts"), [("end", [0, 8], (2, 1, 1)), ("start", [2, 8], (3, 2, 0)), ("drop", [8], (1, 0, 2))]
+    ("truncate", "first", "counts"), [("end", 0, (2, 1, 1)), ("start", 2, (3, 2, 0)), ("drop", 40, (1, 0, 2))]
 )
-def test_a_long_conversation_is_cut_or_left_out(truncate, kept, counts):
+def test_a_long_conversation_is_cut_or_left_out(truncate, first, counts):
     ids = np.arange(10)
     late = ids >= 8  # the start has no trained token
     conversations = [
@@ -285,8 +285,10 @@ def test_a_long_conversation_is_cut_or_left_out(truncate, kept, counts):
     assert source.packed is not None
     assert (source.packed.conversations, source.packed.truncated, source.packed.dropped) == counts
     rows = source.tokens[:].reshape(-1, 8)
-    if truncate != "drop":
-        np.testing.assert_array_equal(rows[0], np.arange(kept[0], kept[0] + 8))
+    size = 4 if truncate == "drop" else 8
+    np.testing.assert_array_equal(rows[0][:size], np.arange(first, first + size))
+    assert not rows[0][size:].any()
+    assert len(rows) == {"end": 2, "start": 3, "drop": 1}[truncate]
 
 
 def test_conversations_that_do_not_fit_are_errors_if_the_user_wants_that():

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from jgraph.data import CORPORA, Concatenated, TokenFile, load, make_token_files, write_tokens
+from jgraph.data import CORPORA, Concatenated, TokenFile, _texts, load, make_token_files, write_tokens
 from jgraph.errors import DataError
 
 
@@ -250,3 +250,23 @@ def test_separate_documents_need_document_boundaries(tmp_path, token_directory, 
     assert error.value.field == "data_documents"
     assert str(data) in str(error.value)
     assert len(load(str(data), seq_len=4, vocab_size=512).train) > 5
+
+
+def test_a_byte_order_mark_is_not_text_and_lines_may_end_in_any_way(tmp_path):
+    for number, end in enumerate((b"\n", b"\r\n", b"\r")):
+        path = tmp_path / f"{number}.txt"
+        lines = [b"one\xef\xbb\xbf", b"<|endoftext|> ", b"two <|endoftext|>", b"<|endoftext|>", b"3"]
+        path.write_bytes(b"\xef\xbb\xbf" + end.join(lines))
+        ((_, documents),) = [(name, [*own]) for name, own in _texts.read("data", [str(path)], "text")]
+        assert documents == [b"one\xef\xbb\xbf", b"two <|endoftext|>", b"3"]
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_fingerprint_of_earlier_versions_stays_if_the_ids_stay(text_file, tokenizer_file, special):
+    """Versions without `transformers` read special tokens in documents as text."""
+    if special:
+        text_file.write_text(text_file.read_text().replace("cat", "<|endoftext|>", 1))
+    corpus = load(str(text_file), seq_len=16, vocab_size=None, tokenizer=tokenizer_file)
+    digests = sorted(_texts.digest(document) for document in _texts.cut(text_file.read_bytes()))
+    before = hashlib.sha256(b"".join(digests) + tokenizer_file.read_bytes()).hexdigest()
+    assert (corpus.fingerprint == before) is not special

@@ -1,6 +1,7 @@
 """The steps of the guide on LoRA: chat records, training, evaluation, an answer, and folders for transformers and PEFT."""
 
 import json
+import types
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def folder_with_template(path):
     config = folders.transformers().LlamaConfig(vocab_size=512, num_key_value_heads=2, **sizes)
     torch.manual_seed(0)
     folders.transformers().AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    chats.save_tokenizer(path, chats.CHATML)
+    chats.save_tokenizer(path, chats.CHATML, adds_bos=True)
 
 
 def write_records(path):
@@ -42,20 +43,9 @@ def test_a_folder_is_fine_tuned_evaluated_asked_and_exported(flags, tmp_path, ca
     folder, run, records = tmp_path / "folder", tmp_path / "run", tmp_path / "chat.jsonl"
     folder_with_template(folder)
     write_records(records)
-    assert data.main(["show", str(records), "--format", "chat", "--tokenizer", str(folder)]) == 0
+    assert data.main(["show", str(records), "--tokenizer", str(folder)]) == 0
     assert f"total: {RECORDS} conversations" in capsys.readouterr().out
-    options = (
-        "--lora.rank",
-        "4",
-        "--lora.base-dtype",
-        "float32",
-        "--data",
-        str(records),
-        "--data.format",
-        "chat",
-        "--fsdp",
-        "4",
-    )
+    options = ("--lora.rank", "4", "--data", str(records), "--fsdp", "4")
     sizes = ("--seq-len", "64", "--batch-size", "4", "--steps", "30", "--log-every", "1", "--sample-tokens", "0")
     rate = ("--optimizer.learning-rate", "1e-2", "--run-dir", str(run))
     assert train.main(["--init-from", str(folder), *options, *sizes, *rate, *flags]) == 0
@@ -65,7 +55,7 @@ def test_a_folder_is_fine_tuned_evaluated_asked_and_exported(flags, tmp_path, ca
     capsys.readouterr()
     assert sample.main([str(run), "--chat", "--prompt", "3 + 1?", "--temperature", "0", "--max-tokens", "8"]) == 0
     assert capsys.readouterr().out.strip()
-    assert export.main([str(run), "--to", str(tmp_path / "merged"), "--dtype", "float32"]) == 0
+    assert export.main([str(run), "--to", str(tmp_path / "merged")]) == 0
     assert export.main([str(run), "--to", str(tmp_path / "adapter"), "--weights", "adapter"]) == 0
     expected = logits(jgraph.load(run))
     merged = logits_of(folders.load(tmp_path / "merged"))
@@ -73,6 +63,31 @@ def test_a_folder_is_fine_tuned_evaluated_asked_and_exported(flags, tmp_path, ca
     assert np.abs(expected - logits(jgraph.load(folder))).max() > 0.01
     np.testing.assert_allclose(merged, expected, atol=1e-4)
     np.testing.assert_allclose(adapted, expected, atol=1e-4)
-    # The exported folder has the tokenizer and the template.
-    assert jgraph.load(tmp_path / "merged").chat([chats.message("user", "3 + 1?")], temperature=0, max_tokens=8)
     assert TOKENS.max() < 512
+    if not flags:
+        check_same(run, tmp_path / "merged")
+
+
+def check_same(run, exported):
+    """Asserts that run, exported folder, transformers and lm-eval have the same ids, greedy text and log probabilities."""
+    from lm_eval.models.huggingface import HFLM
+
+    own, again, model = jgraph.load(run), jgraph.load(exported), folders.load(exported)
+    theirs = folders.transformers().AutoTokenizer.from_pretrained(exported)
+    text, messages = "What is 3 + 1?", [chats.message("user", "3 + 1?")]
+    ids = theirs(text).input_ids
+    assert ids[0] == theirs.bos_token_id
+    assert own.tokenizer.encode(text) == again.tokenizer.encode(text) == ids
+    prompts = {text: ids, "": theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)}
+    for prompt, tokens in prompts.items():
+        found = model.generate(torch.tensor([tokens]), max_new_tokens=8, do_sample=False, pad_token_id=0)[0, len(tokens) :]
+        expected = theirs.decode(found).partition("</s>")[0].partition("<|im_end|>" if not prompt else "</s>")[0]
+        choices = {"temperature": 0, "max_tokens": 8}
+        for one in (own, again):
+            assert (one.generate(prompt, **choices) if prompt else one.chat(messages, **choices)) == expected
+    wrapped = [HFLM(model, tokenizer=theirs, batch_size=2), *(jgraph.lm_eval_model(one, batch_size=2) for one in (own, again))]
+    requests = [types.SimpleNamespace(args=pair, task_name="") for pair in (("3 + 1?", " 4."), ("", "Hi"))]
+    rolling = [types.SimpleNamespace(args=(text,), task_name="")]
+    scores = [[one[0] for one in lm.loglikelihood(requests)] + lm.loglikelihood_rolling(rolling) for lm in wrapped]
+    np.testing.assert_allclose(scores[1], scores[0], atol=1e-4)
+    np.testing.assert_allclose(scores[2], scores[0], atol=1e-4)

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import re
 import shutil
+import types
 from functools import partial
 
 import jax
@@ -15,8 +17,8 @@ from jgraph.data import Batches, load
 from jgraph.data._texts import count_heldout
 from jgraph.data.chat import ChatReader
 from jgraph.errors import ConfigError, DataError
-from jgraph.train import evaluation
-from jgraph.train.__main__ import main
+from jgraph.train import evaluation, validation
+from jgraph.train.__main__ import main, parse
 from jgraph.train.config import TrainConfig
 from jgraph.train.rundir import RunDir
 from jgraph.train.setup import functional_model
@@ -171,25 +173,37 @@ def test_a_folder_is_fine_tuned_evaluated_and_sampled_with_its_template(tmp_path
 @pytest.fixture
 def folder(tmp_path):
     make(tmp_path / "folder", MODEL)
-    chats.save_tokenizer(tmp_path / "folder", "{{ bos_token }}" + chats.CHATML.strip())
+    chats.save_tokenizer(tmp_path / "folder", "{{ bos_token }}" + chats.CHATML.strip(), adds_bos=True)
     return tmp_path / "folder"
 
 
-@pytest.mark.parametrize("end", ["<|im_end|>", "</s>", "<|eot_id|>"])
-def test_an_answer_ends_at_the_end_of_a_turn_or_an_end_token(folder, monkeypatch, end):
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [chats.SPECIAL.index("<|eot_id|>")]}))
+@pytest.mark.parametrize(
+    ("end", "file"),
+    [
+        ("<|im_end|>", ""),  # of the template
+        ("</s>", ""),  # of the tokenizer
+        ("<|eot_id|>", "generation_config.json"),
+        ("<|eot_id|>", "config.json"),
+        ("enough", ""),  # of the caller
+    ],
+)
+def test_an_answer_ends_at_the_end_of_a_turn_or_an_end_token(folder, monkeypatch, end, file):
+    if file:
+        fields = json.loads((folder / file).read_text()) if file == "config.json" else {}
+        (folder / file).write_text(json.dumps(fields | {"eos_token_id": [chats.SPECIAL.index("<|eot_id|>")]}))
     loaded = jgraph.load(folder)
+    assert loaded.tokenizer.encode("Hi")[0] == chats.SPECIAL.index("<s>")
     given = {}
 
     def stream(model, params, rows, *, stop, **settings):
         given["rows"], given["stop"] = rows, stop
-        for token in loaded.tokenizer.encode(f"Hello!{end} more"):
+        for token in loaded.tokenizer.encode(f"Hello!{end} more", special=False):
             if token in stop:
                 return
             yield np.array([token])
 
     monkeypatch.setattr("jgraph.train.loaded.stream", stream)
-    assert loaded.chat([chats.message("user", "Hi")]) == "Hello!"
+    assert loaded.chat([chats.message("user", "Hi")], stop=["enough"] if end == "enough" else []) == "Hello!"
     (row,) = given["rows"]
     assert loaded.tokenizer.decode(row) == "<s><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert row.count(chats.SPECIAL.index("<s>")) == 1
@@ -230,8 +244,34 @@ def test_settings_of_chat_data_are_checked(fields, field):
     assert error.value.field == field
 
 
+def test_chat_records_are_recognized_by_their_fields(tmp_path, data):
+    (tmp_path / "text.jsonl").write_text('{"text": "a", "messages": []}\n{"messages": []}\n')
+    (tmp_path / "bad.jsonl").write_text("{")
+    for name, flags, expected in (
+        (data, (), "chat"),
+        (f"{data}:2", (), "chat"),
+        (data, ("--data.format", "text"), "text"),
+        (tmp_path / "text.jsonl", (), "text"),
+        (tmp_path / "text.jsonl", ("--data.field", "other"), "chat"),
+        (tmp_path / "bad.jsonl", (), "text"),
+        ("python-docs", (), "text"),
+    ):
+        config = parse(["--data", str(name), *flags, "--run-dir", str(tmp_path / "run")])
+        assert config.input.data_format == expected
+    assert parse(["--data", str(data), "--data.truncate", "drop"]).input.data_truncate == "drop"
+
+
+def test_the_sample_of_a_chat_run_begins_with_a_conversation_up_to_the_first_turn_of_the_assistant(data, monkeypatch):
+    corpus = load(str(data), seq_len=T, vocab_size=None, format="chat", template=data.parent / "template.jinja")
+    monkeypatch.setattr("jgraph.train.validation.generate", lambda *args, **options: [args[2][0][:0]])
+    monkeypatch.setattr("jgraph.train.validation.decoder", lambda setup: None)
+    config = TrainConfig.of(seq_len=T, data=str(data), data_format="chat", sample_tokens=4)
+    prompt, _ = validation.sample(types.SimpleNamespace(config=config), None, corpus)  # pyright: ignore[reportArgumentType]
+    assert re.fullmatch(r"<user>\d+ \+ 1\?</s><assistant>", prompt)
+
+
 def test_a_text_run_on_chat_records_is_refused_with_the_flag(tmp_path, data, capsys):
-    assert tiny.train(tmp_path / "run", "--data", str(data)) == 2
+    assert tiny.train(tmp_path / "run", "--data", str(data), "--data.format", "text") == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "set --data.format to chat" in err

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import types
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from jgraph.adapters import AdaptedModel, separated
 from jgraph.checkpoint import Checkpoints
 from jgraph.errors import ConfigError
 from jgraph.precision.config import FP8Config
+from jgraph.train.callbacks import GradientChecks
 from jgraph.train.config import LoRAConfig, TrainConfig
 from jgraph.train.evaluation import evaluate as jgraph_evaluate
 from jgraph.train.initial import initial_weights
@@ -70,8 +72,20 @@ def test_adapters_alone_have_moments_and_change():
         assert bool(jnp.array_equal(old, new)) is (name not in adapters)
 
 
+def test_matrices_a_have_a_gradient_of_zero_at_step_1_without_a_warning():
+    warned: list[str] = []
+    setup, reporter = TrainSetup.of(config_of(num_microbatches=1, lora=LORA)), types.SimpleNamespace(warn=warned.append)
+    checks = GradientChecks(setup, None, reporter, 0)  # pyright: ignore[reportArgumentType]
+    checks._names = ["0/kernel_lora_a", "0/kernel_lora_b"]  # of an optimizer with unpacked arrays
+    metrics: Any = types.SimpleNamespace(loss=1.0, grad_norm=0.0, grad_square_sums=[0.0, 0.0])
+    checks.finished([(1, metrics)])
+    assert [text.partition(" is zero")[0] for text in warned] == ["step 1: the gradient of 0/kernel_lora_b"]
+    checks.finished([(2, metrics)])
+    assert [text.partition(" is zero")[0] for text in warned[1:]] == ["step 2: the gradient of 0/kernel_lora_a"]
+
+
 def test_base_weights_are_stored_in_the_base_dtype():
-    setup = TrainSetup.of(config_of(num_microbatches=1, lora=LoRAConfig(rank=2)))
+    setup = TrainSetup.of(config_of(num_microbatches=1, lora=LoRAConfig(rank=2, base_dtype="bfloat16")))
     base, low = separated(setup.step.canonical.shapes().params)
     assert {leaf.dtype for leaf in jax.tree.leaves(base)} == {jnp.dtype(jnp.bfloat16)}
     assert {leaf.dtype for leaf in jax.tree.leaves(low)} == {jnp.dtype(jnp.float32)}
