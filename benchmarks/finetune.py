@@ -48,7 +48,8 @@ def works(options: Options) -> Iterator[Work]:
     config = preset_config(options.preset, options)
     tiny = {"batch_size": 2, "seq_len": 32} if options.sizes == "tiny" else {}
     sizes = {"batch_size": options.batch_size, "seq_len": options.seq_len} | tiny
-    config = config.changed(**sizes, fsdp=options.ranks, lora=LoRAConfig(rank=options.rank, alpha=2.0 * options.rank))
+    lora = LoRAConfig(rank=options.rank, alpha=2.0 * options.rank, base_dtype="bfloat16")
+    config = config.changed(**sizes, fsdp=options.ranks, lora=lora)
     candidates = [candidate(variant, config, options) for variant in options.variants]
     name = f"{options.preset}, {sizes['batch_size']}x{sizes['seq_len']} tokens"
     yield Work(name, {"ranks": options.ranks, "config": config.to_dict()}, [candidates])

@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection
 from subprocess import DEVNULL, Popen
 from typing import Any, TypeAlias
 
+from jgraph.errors import DataError
+
 _SECONDS, _BYTES = 10, 2 << 30
 
 Call: TypeAlias = Callable[[Sequence[dict[str, Any]]], Iterator[Any]]
@@ -56,7 +58,10 @@ def _process(function: str, imports: Sequence[str]) -> Iterator[Any]:
     with ours, Popen(command, **options) as process:
         try:
             theirs.close()
-            ours.recv_bytes()  # it is ready
+            try:
+                ours.recv_bytes()  # it is ready
+            except EOFError:
+                raise DataError(f"the process for {function} does not start: {' '.join(command)} fails") from None
             yield ours
         finally:
             process.kill()

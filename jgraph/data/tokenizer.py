@@ -1,4 +1,4 @@
-"""Text to token ids and back, as `transformers` says for a Hugging Face folder or a tokenizer.json. Else ids are bytes."""
+"""Text to token ids and back, by `transformers` for a Hugging Face folder or a tokenizer.json. Otherwise ids are bytes."""
 
 import json
 import os
@@ -70,13 +70,23 @@ class Tokenizer:
         return Tokenizer(text, ends) if folder is None or is_bytes else _HuggingFace(folder, text, ends)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Returns the ids of a text, with the special tokens that the tokenizer adds unless `special` is False."""
+        """Returns the ids of a text.
+
+        Args:
+            text: The text.
+            special: Whether to add the special tokens that the tokenizer adds, such as a begin-of-text token.
+        """
         if self._without:
             raise DataError(f"{self._without}: prompts must be ids; to use text, add the {TOKENIZER_FILE}")
         return list(text.encode(errors="surrogateescape"))
 
     def decode(self, ids: Sequence[int], *, special: bool = True) -> str:
-        """Returns the text of ids, with special tokens unless `special` is False. Invalid UTF-8 becomes U+FFFD."""
+        """Returns the text of ids. Invalid UTF-8 becomes U+FFFD.
+
+        Args:
+            ids: Non-negative integers.
+            special: Whether the text includes special tokens.
+        """
         if self._without:
             return "".join(f"{token} " for token in ids)
         return bytes(min(token, 0xFF) for token in ids).decode(errors="replace")  # 0xFF is not valid in UTF-8

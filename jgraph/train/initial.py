@@ -171,7 +171,9 @@ def check_alike(here: Any, there: Any, as_it: str, prefix: str = "model.") -> No
 def tokenizer_of(config: TrainConfig, copies: Path | None = None) -> Tokenizer | None:
     """Returns the tokenizer of the initial weights, which reads the data, with the template of the run; None for bytes.
 
-    A run that resumes has `copies` of the files of the weights. The file `data_template` is among them.
+    Args:
+        config: The configuration of the run.
+        copies: Directory with copies of the files of the weights and of `data_template`, if the run resumes.
     """
     folder = copies or _source(config.initial)
     template = None if copies else config.input.data_template

@@ -318,7 +318,12 @@ def _of_folder(path: Path, step: int | None, module: str) -> Loaded:
 
 
 def tokenizer_in(folder: Path, ends: Sequence[int]) -> Tokenizer:
-    """Returns the tokenizer of a Hugging Face folder. Without one, ids have no text."""
+    """Returns the tokenizer of a Hugging Face folder. Without one, ids have no text.
+
+    Args:
+        folder: The folder.
+        ends: More ids that end a generated text.
+    """
     without = Tokenizer(without=f"{folder} has no {TOKENIZER_FILE}")
     return Tokenizer.of(folder, ends=ends) if vocabulary(folder) else without
 
