@@ -235,7 +235,7 @@ class RunDir:
         saved = {name: value for name, value in saved.items() if name.partition(".")[0] not in ("corpus", "versions")}
         differing = _differences(new, saved, self.last_checkpoint() or 0)
         if fingerprint[:12] != saved_fingerprint:
-            text = f"the text of `data` {' '.join(config.input.data)}"
+            text = f"the text of `data` {' '.join(config.input.data)}, or its token ids,"
             differing.append(f"{text} has fingerprint {fingerprint[:12]} and had {saved_fingerprint}")
         return differing
 

@@ -1,6 +1,7 @@
 """Tasks of lm-eval have the results of its own model for `transformers`, per request."""
 
 import json
+import shutil
 import types
 import warnings
 
@@ -32,6 +33,8 @@ def folder(tmp_path_factory):
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split(" ", "merged_with_next"), decoders.Fuse()
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     tokenizer.save(str(path / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | names))
     return path
 
 
@@ -44,9 +47,7 @@ def theirs(folder):
 
         from tests.parity.folders import load, transformers
 
-        file = str(folder / "tokenizer.json")
-        names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-        tokenizer = transformers().PreTrainedTokenizerFast(tokenizer_file=file, **names)
+        tokenizer = transformers().AutoTokenizer.from_pretrained(folder)
         return HFLM(load(folder), tokenizer=tokenizer, batch_size=3, max_length=WINDOW)
 
 
@@ -68,6 +69,15 @@ def test_log_probabilities_equal_those_of_the_hf_model(ours, theirs):
     assert [one[0] for one in found] == pytest.approx([one[0] for one in expected], abs=1e-4)
     assert [one[1] for one in found] == [one[1] for one in expected]
     assert {one[1] for one in found} == {True, False}
+
+
+def test_a_begin_of_text_token_that_is_only_declared_is_the_prefix(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    fields = json.loads((copy / "tokenizer.json").read_text())
+    (copy / "tokenizer.json").write_text(json.dumps(fields | {"post_processor": None}))
+    model = jgraph.lm_eval_model(jgraph.load(copy), max_length=WINDOW)
+    assert (model.prefix_token_id, model.eot_token_id) == (1, 2)
+    assert 1 not in model.tok_encode("ab")
 
 
 def test_rolling_log_probabilities_equal_those_of_the_hf_model(ours, theirs):
