@@ -23,7 +23,12 @@ _AT_ONCE = 256
 
 
 def tokenizer_files(folder: Path, patterns: Sequence[str] = _FILES) -> list[str]:
-    """Returns the paths in a folder of the files of its tokenizer, sorted. Raises DataError for a link out of the folder."""
+    """Returns the paths in a folder of the files of its tokenizer, sorted. Raises DataError for a link out of the folder.
+
+    Args:
+        folder: The folder.
+        patterns: Shell patterns of the files, relative to the folder.
+    """
     found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     check_links(folder, *found)
     return sorted(path.relative_to(folder).as_posix() for path in found)
@@ -96,7 +101,12 @@ class Tokenizer:
         return (np.frombuffer(document + b"\n", np.uint8) for document in documents)
 
     def completion(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids of a prompt and its completion, and the mask of the tokens in the loss."""
+        """Returns the ids of two texts, and the mask of the tokens in the loss.
+
+        Args:
+            prompt: The text before.
+            completion: The text in the loss.
+        """
         before = self.encode(without_surrogates(prompt))
         after = self._ended(self.encode(without_surrogates(completion), special=False))
         return np.array([*before, *after], np.int32), np.arange(len(before) + len(after)) >= len(before)

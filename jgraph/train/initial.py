@@ -96,7 +96,13 @@ def with_settings_of(
 
 
 def dtype_of_source(init_from: str, continue_from: str, run_dir: str) -> str:
-    """Returns the dtype of the folder that weights came from, perhaps by way of other runs; float32 if there was none."""
+    """Returns the dtype of the folder that weights came from, perhaps by way of other runs; float32 if there was none.
+
+    Args:
+        init_from: Path of the folder.
+        continue_from: The other run, as in the configuration.
+        run_dir: The run directory, with a copy of config.json if the run resumes.
+    """
     copy = RunDir(Path(run_dir)).origin
     source = Path(init_from) if init_from and not continue_from else run_of(continue_from)[0] / ORIGIN
     folders = [path for path in (source, copy) if (path / CONFIG_FILE).exists()]
