@@ -68,4 +68,5 @@ def test_several_gpus_have_the_losses_of_one(fields, graph):
     if report is not None and "pp" not in fields:
         assert (report.command_buffers == 0) == (graph == "off")
         if graph == "full":
-            assert (report.command_buffers, report.outside) == (1, ())
+            # CUDA cannot instantiate a loop with collectives, so only the loop over microbatches is outside.
+            assert [(outside.kind, outside.count) for outside in report.outside] == [("While", 1)]
