@@ -105,7 +105,8 @@ def is_large() -> bool:
 def free_compiled_programs():
     """Frees compiled programs when a worker is large, because it would grow to several GB. The cache still has them.
 
-    After every module, this would cost a tenth of the time: the next module traces and loads common operations again.
+    Not after every module, because the next one would trace and load common operations again: 187 tests took 49.4 CPU seconds
+    with it, and 45.6 without.
     """
     yield
     if "jax" in sys.modules and is_large():
