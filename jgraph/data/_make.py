@@ -4,6 +4,7 @@ Documents are tokenized into a spool, a token file in the order of the text, the
 documents first. The directory is hidden until it is complete.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ import numpy as np
 
 from jgraph.data._texts import FIELD, HELDOUT_FRACTION, copy_files, count_heldout, digest, named, read
 from jgraph.data.tokenfile import ENDS_FILE, read_tokens, write_tokens
-from jgraph.data.tokenizer import TOKENIZER_FILE, Tokenizer, tokenizer_files
+from jgraph.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer, tokenizer_files
 from jgraph.errors import DataError, download_hint, os_errors, require
 
 SHARD_TOKENS = 1 << 27
@@ -78,6 +79,11 @@ def make_token_files(
         with os_errors("out", out):
             partial.mkdir(parents=True)
             copy_files(files, partial)
+            declared = partial / CONFIG_FILE
+            fields = json.loads(declared.read_text(encoding="utf-8")) if declared.exists() else {}
+            if fields or encoder.kind != "TokenizersBackend":
+                # `transformers` also chooses a class by the model type of a config.json beside it: later none, or another one.
+                declared.write_text(json.dumps(fields | {"tokenizer_class": encoder.kind}, indent=2), encoding="utf-8")
             documents: list[_Document] = []
             write_tokens(spool, _tokenize(texts, field, encoder, documents), **size)
             documents.sort()

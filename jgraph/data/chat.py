@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from itertools import islice
@@ -17,7 +16,6 @@ from jgraph.data.tokenizer import TEMPLATE_FILE, Tokenizer
 from jgraph.errors import DataError
 
 _RECORDS_AT_ONCE = 256
-_MARK, _COMMENT = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}"), re.compile(r"\{#.*?#\}", re.DOTALL)
 # Training data must not depend on the day of the run. Templates of Llama 3 have this date as their default.
 _DATE = datetime(2024, 7, 26)
 _ANSWER = "\ufdd0"
@@ -51,7 +49,7 @@ class ChatReader:
         record = {name: row[name] for name in CHAT_FIELDS if row.get(name) is not None}
         try:
             key = digest(json.dumps(record, sort_keys=True, ensure_ascii=False).encode(errors="replace"))
-            tools = json.loads(record["tools"]) if isinstance(record.get("tools"), str) else record.get("tools")
+            tools = json.loads(record["tools"] or "[]") if isinstance(record.get("tools"), str) else record.get("tools")
         except (TypeError, ValueError, RecursionError) as e:  # a column of a Parquet file may have dates
             raise DataError(f"{place}: has a value that JSON does not have ({e})") from e
         context: Any = record.get("prompt")
@@ -101,8 +99,8 @@ def _render(messages: Sequence[Any], *, tools: Any = None, **options: Any) -> tu
 
 
 @functools.cache
-def _generated(template: str) -> list[str]:
-    """Pins the date of a template. Returns a list that receives the text of each `{% generation %}` block.
+def _generated(template: str) -> tuple[list[str], bool]:
+    """Pins the date of a template. Returns a list that receives the text of each `{% generation %}` block, and if it has any.
 
     `transformers` has no public way to do either: templates receive no functions.
     """
@@ -120,15 +118,15 @@ def _generated(template: str) -> list[str]:
         return found[-1]
 
     tracker._generation_support = support
-    return found
+    return found, environment.parse(template).find(jinja2.nodes.ExtensionAttribute) is not None
 
 
 def conversation(messages: list[Any], counts: list[bool], **options: Any) -> tuple[str, list[Any]]:
     """Returns the text, and the spans of the turns of the assistant that count in the loss, one bool per message."""
     template: str = options["chat_template"]
-    (generated := _generated(template)).clear()
+    generated, marked = _generated(template)
+    generated.clear()
     turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    marked = _MARK.search(_COMMENT.sub("", template)) is not None
     text, spans = _render(messages, return_assistant_tokens_mask=marked, **options)
     if marked and (generated != [text[slice(*span)] for span in spans] or spans != sorted(spans, key=lambda span: span[1])):
         raise ValueError("text of {% generation %} moves after it was generated, as in a variable: mark it where it is written")

@@ -52,10 +52,10 @@ class Tokenizer:
 
     `name` is the path of the folder, `bytes`, or `numbers` for ids without text. `bos` is the id of the begin-of-text token if
     one is declared; `end` are the ids after a document, a newline without an end of text; `ends` end a generated text.
-    `is_as_before` says whether all documents have the ids of versions without `transformers`.
+    `kind` is the class of `transformers`. `is_as_before` says whether all documents have the ids of versions without it.
     """
 
-    vocab_size, dtype, bos, source, is_as_before = 256, np.dtype(np.uint8), None, b"", True
+    vocab_size, dtype, bos, source, is_as_before, kind = 256, np.dtype(np.uint8), None, b"", True, ""
     end: Sequence[int] = (10,)
 
     def __init__(self, template: str | None = None, ends: Sequence[int] = (), *, without: str = ""):
@@ -157,7 +157,7 @@ class _HuggingFace(Tokenizer):
         named = [ids[name] for name in _END_OF_TEXT if name in ids]
         found = named if hf.eos_token_id is None else [hf.eos_token_id]
         super().__init__(template, [*dict.fromkeys((*ends, *found))])
-        self._hf, self.name, self._eos = hf, str(path), found[:1]
+        self._hf, self.name, self.kind, self._eos = hf, str(path), type(hf).__name__, found[:1]
         self.end = found[:1] or self.encode("\n", special=False)
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
         # Versions without `transformers` had special tokens at the end of documents only, and the first of the usual ones.
@@ -182,7 +182,7 @@ class _HuggingFace(Tokenizer):
         if self._template is None and self._hf.chat_template is None:
             return None
         try:
-            return {"chat_template": self._template or self._hf.get_chat_template(tools=tools), **self._hf.special_tokens_map}
+            return {"chat_template": self._hf.get_chat_template(self._template, tools), **self._hf.special_tokens_map}
         except ValueError as e:  # none is the default
             raise DataError(f"{self.name}: {e}") from e
 

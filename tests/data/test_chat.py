@@ -168,6 +168,29 @@ def test_template_code_sees_the_text_as_it_is(tmp_path):
     assert tokenizer.decode(prompt(tokenizer, MESSAGES)[0]) == "a|3"
 
 
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %};{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "trained"),
+    [
+        ("{{ '{#' }}" + MARKED + "{{ '#}' }}", "Hello!"),
+        ("{# {% generation %} #}" + chats.without_marks(MARKED), "Hello!;"),
+        ("{% raw %}{% generation %}{% endraw %}" + chats.without_marks(MARKED), "Hello!;"),
+        ("{% set x = '{% generation %}' %}" + chats.without_marks(MARKED), "Hello!;"),
+    ],
+)
+def test_text_that_looks_like_a_mark_or_a_comment_is_none(tmp_path, template, trained):
+    assert read(tmp_path, [{"messages": MESSAGES}], template=template)[0][1] == trained
+
+
+def test_an_empty_template_file_replaces_the_template_of_the_folder(tmp_path, folder):
+    assert read(tmp_path, [{"messages": MESSAGES}], folder, "") == [("", "")]
+
+
 @pytest.mark.parametrize("excluded", [{"weight": 0}, {"train": False}, {"weight": 0.0, "train": True}])
 @pytest.mark.parametrize("template", [chats.CHATML, chats.without_marks(chats.CHATML)])
 def test_a_turn_with_weight_0_is_not_trained_and_renders_as_before(tmp_path, folder, template, excluded):
@@ -196,6 +219,12 @@ def test_tools_are_read_from_a_json_string(tmp_path, folder):
     found = read(tmp_path, records, folder / "tokenizer.json")
     assert found[0] == found[1]
     assert '"name": "add"' in found[0][0]
+
+
+def test_an_empty_string_of_tools_is_no_tools(tmp_path, folder):
+    found = read(tmp_path, [{"messages": MESSAGES, "tools": tools} for tools in ("", [])], folder / "tokenizer.json")
+    assert found[0] == found[1]
+    assert "Hello!" in found[0][1]
 
 
 def test_the_order_of_keys_and_unpaired_surrogates_change_no_digest_and_no_token(tmp_path, folder):

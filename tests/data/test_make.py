@@ -1,10 +1,11 @@
+import json
 import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, normalizers
 
 from jgraph.data import load, make_token_files, write_tokens
 from jgraph.data.__main__ import main
@@ -89,6 +90,27 @@ def test_a_tokenizer_without_end_of_text_separates_documents_with_a_newline(make
     Tokenizer(models.BPE({character: i for i, character in enumerate(characters)}, [])).save(str(path))
     corpus = load(str(make(tokenizer=path)), seq_len=4, vocab_size=512)
     assert (corpus.heldout[:] == characters.index("\n")).sum() == corpus.heldout_documents
+
+
+@pytest.mark.parametrize("declared", [{"tokenizer_class": "LlamaTokenizer"}, {}])
+def test_the_copy_of_a_tokenizer_has_the_class_that_its_folder_has_by_config_json(make, tmp_path, declared):
+    """`transformers` reads the model type beside a tokenizer: here Mistral's, later that of an exported model."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    vocab = {
+        name: number for number, name in enumerate(["<unk>", "<s>", "</s>", "▁", "a", "▁a", *map(chr, range(98, 123)), "\n"])
+    }
+    tokenizer = Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"} | declared))
+    (folder / "config.json").write_text('{"model_type": "mistral"}')
+    made, texts = make(tokenizer=folder), ["<s>a b", "</s> a", " a"]
+    expected = [Reader.of(folder).encode(text) for text in texts]
+    assert [Reader.of(made).encode(text) for text in texts] == expected
+    (made / "config.json").write_text('{"model_type": "qwen3"}')
+    assert [Reader.of(made).encode(text) for text in texts] == expected
 
 
 def test_a_vocabulary_above_65536_uses_four_bytes_per_token(make, tmp_path, text_file):
