@@ -355,7 +355,7 @@ def check_links(folder: Path, *files: Path) -> None:
     """Raises DataError if a file is a link out of its folder. The cache of the Hub has links to its `blobs/`."""
     root = folder.resolve()
     caches = [root, *(parent for parent in root.parents if parent.name == "snapshots")]
-    places = [root, *(cache.with_name("blobs") for cache in caches)]
+    places = [root, *(cache.parent / "blobs" for cache in caches)]
     for file in files:
         if not any((target := file.resolve()).is_relative_to(place) for place in places):
             raise DataError(f"{file} is a link to {target}: must lead into the folder; put a copy of the file in its place")

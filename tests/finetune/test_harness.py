@@ -80,6 +80,16 @@ def test_a_begin_of_text_token_that_is_only_declared_is_the_prefix(folder, tmp_p
     assert 1 not in model.tok_encode("ab")
 
 
+def test_a_tokenizer_without_any_token_for_an_end_is_refused_in_one_line(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    words = Tokenizer(models.WordLevel({"a": 0}))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(copy / "tokenizer.json"))
+    (copy / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(DataError, match=r"has no token for the end of a text or a newline.*declare `eos_token`"):
+        jgraph.lm_eval_model(jgraph.load(copy))
+
+
 def test_rolling_log_probabilities_equal_those_of_the_hf_model(ours, theirs):
     own = [(text,) for text in TEXTS]
     expected = theirs.loglikelihood_rolling(requests(*own))

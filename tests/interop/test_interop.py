@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import jgraph
 from jgraph import evaluate, export, sample
 from jgraph.data import Tokenizer as Reader, load as load_corpus
+from jgraph.data._texts import check_links
 from jgraph.errors import ConfigError, DataError
 from jgraph.interop.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Folder, read, replaced
 from jgraph.interop.load import load
@@ -453,6 +455,10 @@ def test_symbolic_links_are_followed_as_in_the_hugging_face_cache(tmp_path):
     for file in blobs.iterdir():
         (tmp_path / "snapshot" / file.name).symlink_to(f"../blobs/{file.name}")
     check(Folder(tmp_path / "snapshot", field="init_from"))
+
+
+def test_a_folder_may_be_the_root(tmp_path):
+    check_links(Path("/"), tmp_path)
 
 
 def test_links_lead_into_the_blobs_of_a_hub_cache_and_nowhere_else(tmp_path):
