@@ -104,7 +104,7 @@ def _generated(template: str) -> tuple[list[str], bool]:
 
     `transformers` has no public way to do either: templates receive no functions.
     """
-    import jinja2
+    from jinja2 import nodes, pass_eval_context
     from transformers.utils import chat_template_utils
 
     environment, found = chat_template_utils._compile_jinja_template(template).environment, []
@@ -112,13 +112,13 @@ def _generated(template: str) -> tuple[list[str], bool]:
     tracker: Any = next(one for one in environment.extensions.values() if "generation" in one.tags)
     inner = tracker._generation_support
 
-    @jinja2.pass_eval_context
+    @pass_eval_context
     def support(*args: Any, **options: Any) -> str:
         found.append(inner(*args, **options))
         return found[-1]
 
     tracker._generation_support = support
-    return found, environment.parse(template).find(jinja2.nodes.ExtensionAttribute) is not None
+    return found, environment.parse(template).find(nodes.ExtensionAttribute) is not None
 
 
 def conversation(messages: list[Any], counts: list[bool], **options: Any) -> tuple[str, list[Any]]:
