@@ -91,7 +91,8 @@ TENSOR, CONTEXT = {"data": 1, "tensor": 2}, {"data": 1, "context": 2}
 TENSOR_FSDP, CONTEXT_FSDP = {"fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 2}
 CASES = {
     "tensor": (SOFTMAX, TENSOR, T, {}),
-    "tensor, odd length": (SIGMOID, TENSOR, 7, {}),
+    # One sequence of an odd length: devices share neither sequences nor tokens.
+    "tensor, odd length": (SIGMOID, TENSOR, 7, {"microbatches": ROWS}),
     "context": (SIGMOID, CONTEXT, T, {}),
     "tensor, fsdp": (SIGMOID, TENSOR_FSDP, T, {}),
     "context, fsdp": (SOFTMAX, CONTEXT_FSDP, T, {}),
