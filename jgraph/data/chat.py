@@ -66,7 +66,8 @@ class ChatReader:
         if (chat := self.tokenizer.chat(tools)) is None:
             must = f"a Jinja file, because neither {TEMPLATE_FILE} nor a template in tokenizer_config.json was found"
             raise DataError(f"{place}: has messages, and `data_template` is empty: must be {must}", field="data_template")
-        library("transformers", extra="hf"), library("jinja2", extra="hf")
+        for name in ("transformers", "jinja2"):
+            library(name, extra="hf")
         weights = [(one.pop("weight", None), one.pop("train", None)) for one in messages]
         for weight, train in weights:
             if weight not in (None, 0, 1) or train not in (None, False, True):
