@@ -16,8 +16,8 @@ class TrainState:
     Attributes:
         step: Number of steps done, int32 scalar. Skipped steps count, halted steps do not (see `StepMetrics.halted`).
         skipped: Number of steps that applied no update because the loss or the gradient was not finite, int32 scalar.
-        params: Parameters as the strategy stores them: arrays in `params_dtype`, packed, padded and sharded.
-            `TrainStep.canonical` converts the state to the model's own tree.
+        params: Parameters as the strategy stores them: arrays in `params_dtype`, packed, padded and sharded. Arrays with frozen
+            parameters only are in `frozen_dtype`. `TrainStep.canonical` converts the state to the model's own tree.
         opt_state: State of the optax transform.
         carried: Carried state of the model (mutable state that the loss function returns, such as running statistics); {} if
             there is none.

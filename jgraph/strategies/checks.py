@@ -158,7 +158,7 @@ def check_shapes(strategy: Any) -> None:
             floating array or shape.
     """
     if not callable(getattr(strategy, "bind", None)) or not hasattr(strategy, "shapes") or isinstance(strategy, type):
-        must = "must be jgraph.Replicated, jgraph.FullySharded or jgraph.Pipelined"
+        must = "must be jgraph.Replicated, jgraph.FullySharded, jgraph.Pipelined or jgraph.TensorParallel"
         raise ConfigError(f"`strategy` is {_shown(strategy)}: {must}", field="strategy")
     for name, leaf in _named(strategy.shapes):
         if not _is_array(leaf) or not jnp.issubdtype(leaf.dtype, jnp.floating):

@@ -20,7 +20,8 @@ class FullySharded(FSDPChoices):
     A `strategy` of `train_step`.
 
     Attributes:
-        mesh: A mesh with the axis `fsdp`; may also have the axis `data`, over which parameters are replicated.
+        mesh: A mesh with the axis `fsdp`; may also have the axes `data` and `context`, over which parameters are replicated,
+            and `tensor`. With several devices on `tensor`, wrap the strategy in `TensorParallel`.
         shapes: The parameters, floating arrays or `jax.ShapeDtypeStruct`s in the model's own tree. Only shapes and dtypes are
             read.
         reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying gathered.
@@ -29,7 +30,7 @@ class FullySharded(FSDPChoices):
             parameter is sharded along this axis. Other parameters are sharded by `annotations`, or else along their first axis
             that the number of devices divides, or else along their longest axis, padded with zeros.
         annotations: PartitionSpecs by the name of a parameter, None for no annotation: Flax's partition names, from
-            `functional(...).annotations`. The only allowed name is `fsdp`.
+            `functional(...).annotations`. The axis with the name `fsdp` is sharded. `TensorParallel` reads the name `tensor`.
         compute_dtype: Matrices other than those of routers are cast to this floating dtype before they are gathered. None does
             not cast.
         experts: Number of devices that the experts of `jgraph.MoE` are sharded over for the computation, a divisor of the size
@@ -69,7 +70,8 @@ class FullySharded(FSDPChoices):
 
         Raises:
             ConfigError: If a rule or an annotation does not fit the parameters, the devices cannot share the experts, the loss
-                is not a function, or `fp8` is set and the loss has no matmul that can be in FP8.
+                is not a function, the mesh has several devices on `tensor` and no parameter is split over them, or `fp8` is set
+                and the loss has no matmul that can be in FP8.
             ShapeError: If `fp8` is set, and microbatches and data ranks cannot share the rows of `batch` in the objective.
         """
         ranks = self.mesh.shape[Axis.FSDP]

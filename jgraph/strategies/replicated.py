@@ -15,7 +15,8 @@ class Replicated:
     """Replicates all parameters and shards the batch over the devices, as PyTorch's DDP does. A `strategy` of `train_step`.
 
     Attributes:
-        mesh: A mesh with the axis `data` and no other axis; None for one device.
+        mesh: A mesh with the axis `data`; may also have the axes `context` and `tensor`. None for one device. With several
+            devices on `tensor`, wrap the strategy in `TensorParallel`.
         shapes: The parameters, floating arrays or `jax.ShapeDtypeStruct`s in the model's own tree. Only shapes and dtypes are
             read.
 
@@ -43,7 +44,8 @@ class Replicated:
             The bound strategy.
 
         Raises:
-            ConfigError: If the loss is not a function, or `fp8` is set and the loss has no matmul that can be in FP8.
+            ConfigError: If the loss is not a function, the mesh has several devices on `tensor` and no parameter is split over
+                them, or `fp8` is set and the loss has no matmul that can be in FP8.
             ShapeError: If `fp8` is set, and microbatches and data ranks cannot share the rows of `batch` in the objective.
         """
         return DataParallel.of(self.mesh, self.shapes, objective)

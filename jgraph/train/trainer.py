@@ -99,7 +99,7 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
                 run_dir.check(config, corpus.fingerprint)
                 if is_process_zero():
                     stack.enter_context(locked(run_dir, reporter.warn))
-                    # Another process may have written to the directory before this one stack the lock.
+                    # Another process may have written to the directory before this one took the lock.
                     run_dir.check(config, corpus.fingerprint)
             setup = TrainSetup.of(config)
             # Traced now, because they run long after the start.
