@@ -25,7 +25,7 @@ class Placement:
     Attributes:
         model: The model, as embedding, layers and head.
         layout: The assignment of layers to ranks.
-        mesh: A mesh with the axis `pipe`, and optionally `data` and `fsdp`.
+        mesh: A mesh with the axis `pipe`, and optionally `data`, `fsdp`, `context` and `tensor`.
         axes: Requested `fsdp` axes of parameters, by their names in the tree of `stack`; the axis of ranks does not count. Set
             by `shard_as`. The axis of other parameters follows from their shapes.
         tensor_axes: Axes that are split over the mesh axis `tensor`, by the names of parameters in the tree of `stack`. Set by

@@ -43,13 +43,14 @@ class Pipelined(FSDPChoices):
     Pass it as the strategy of `jgraph.train_step`.
 
     Attributes:
-        mesh: A mesh with the axis `pipe`; may also have the axes `data` and `fsdp`.
+        mesh: A mesh with the axis `pipe`; may also have the axes `data`, `fsdp`, `context` and `tensor`.
         shapes: The parameters, arrays or `jax.ShapeDtypeStruct`s, in the model's own tree.
         schedule: A schedule for the ranks of `pipe` and the microbatches of the step, e.g. from `jgraph.schedule.generate`.
         remat: Activations to recompute in the backward pass. `nothing` recomputes only elementwise operations, `wide` also the
             results of wide matmuls such as the first matmul of an MLP, and `layer` the whole layer from its input.
         engine: `program` compiles the schedule into one program over all ranks (SPMD). `dispatch` compiles separate executables
-            for each rank, which the host starts (MPMD); it needs a single process, and a mesh without the axis `fsdp`.
+            for each rank, which the host starts (MPMD); it needs a single process, a mesh without the axis `fsdp`, and one
+            device on `context` and `tensor`.
         compute_dtype: Matrices other than the weights of routers are cast to this floating dtype once per step. None does not
             cast.
         shard_rules: Strings `PATTERN=AXIS`, such as `embed*=0`, with a shell pattern of parameter names. A parameter with a
@@ -217,7 +218,7 @@ class BoundPipeline:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the pipeline, with the axis `pipe` and optionally `data` and `fsdp`."""
+        """The mesh of the pipeline, with the axis `pipe` and optionally `data`, `fsdp`, `context` and `tensor`."""
         return self.pipeline.mesh
 
     @property

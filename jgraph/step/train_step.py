@@ -72,7 +72,7 @@ def train_step(
         transform: An optax transform. Its `update` gets the clipped gradient and the parameters, in float32 and in the model's
             own tree unless it is declared `jgraph.elementwise`. As extra arguments, if it takes them, it gets the loss as
             `value` and the clipped gradient as `grad`.
-        strategy: `Replicated`, `FullySharded` or `Pipelined`.
+        strategy: `Replicated`, `FullySharded` or `Pipelined`, or `TensorParallel` around one of them.
         num_microbatches: M, the number of microbatches of a batch. Their gradients are summed before the update.
         clip_norm: Largest global L2 norm of the gradient. Larger gradients are scaled down to it. None does not clip.
         key: A random key or an integer seed. Every step, microbatch and data rank gets its own key, folded from this one.
@@ -80,7 +80,7 @@ def train_step(
         grads_dtype: Floating dtype of the sums of gradients over microbatches and devices.
         read_dtype: Rounds the mean gradient to this floating dtype before the update; None does not round.
         freeze: Shell patterns of the names of parameters that are not trained, e.g. `("embed*",)`. `*` also matches `/`. They
-            have no gradient and no optimizer state.
+            have no gradient and no optimizer state, unless a pipeline stacks them with trained layers.
         frozen_dtype: Floating dtype of frozen parameters in the state; None for `params_dtype`.
         carried: Arrays or shapes of the mutable state of the model, such as running statistics; None for no state. With
             `Pipelined`, only layers may have such state.

@@ -2,7 +2,7 @@
 
 Fully sharded data parallelism (Rajbhandari et al., "ZeRO", arXiv:1910.02054, stage 3): a device holds 1/N of the parameters, of
 main_grad and of the optimizer state. It all-gathers parameters in their compute dtype, and reduce-scatters gradients. There is
-one collective per parameter, which XLA's scheduler moves next to its use.
+one collective per array, which XLA's scheduler moves next to its use.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -206,7 +206,7 @@ def shard_specs(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FSDPChoices:
-    """Choices of a strategy that shards parameters over the mesh axis `fsdp`. Base class of `FullySharded`.
+    """Choices of a strategy that shards parameters over the mesh axis `fsdp`, a base class of strategies.
 
     Attributes:
         shard_rules: Rules `PATTERN=AXIS`. A parameter whose name matches the shell pattern is sharded along the axis with this
@@ -286,7 +286,7 @@ def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, A
 
     Raises:
         ConfigError: If a rule has another form or matches nothing, two rules match a parameter with different axes, or a
-            PartitionSpec has a name other than `fsdp` or has it twice.
+            PartitionSpec has a name other than `fsdp`, `context` and `tensor`, or has `fsdp` twice.
     """
     axes: dict[str, int] = {}
     for name, spec in specs.items():
