@@ -40,7 +40,7 @@ class Pipeline(Placement, StageFunctions):
     Attributes:
         model: The model, as embedding, layers and head.
         layout: The assignment of layers to ranks.
-        mesh: A mesh with the axis `pipe`, and optionally `data` and `fsdp`.
+        mesh: A mesh with the axis `pipe`, and optionally `data`, `fsdp`, `context` and `tensor`.
         axes: Maps the name of a parameter in the tree of `stack` to the axis to shard over `fsdp`; the axis of ranks does not
             count. The axis of a parameter without an entry follows from its shape. Set by `shard_as`.
         experts: Number of `fsdp` devices that the experts of `jgraph.MoE` are sharded over.
@@ -68,7 +68,7 @@ class Pipeline(Placement, StageFunctions):
         Args:
             model: The model.
             schedule: The schedule.
-            mesh: A mesh with the axis `pipe`, and optionally `data` and `fsdp`. The pipeline gets a mesh with the same devices
+            mesh: A mesh with the axis `pipe`, and optionally other axes. The pipeline gets a mesh with the same devices
                 and names, and all axes of the type `jax.sharding.AxisType.Auto`.
             num_layers: Number of layers of the model.
             **choices: Values of the attributes `axes`, `experts`, `shards`, `compute_dtype`, `remat`, `carried`, `precision`
