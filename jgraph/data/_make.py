@@ -16,7 +16,7 @@ import numpy as np
 
 from jgraph.data._texts import FIELD, HELDOUT_FRACTION, copy_files, count_heldout, digest, named, read
 from jgraph.data.tokenfile import ENDS_FILE, read_tokens, write_tokens
-from jgraph.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer, tokenizer_files
+from jgraph.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer, tokenizer_files
 from jgraph.errors import DataError, download_hint, os_errors, require
 
 SHARD_TOKENS = 1 << 27
@@ -79,7 +79,7 @@ def make_token_files(
         with os_errors("out", out):
             partial.mkdir(parents=True)
             copy_files(files, partial)
-            declared = partial / CONFIG_FILE
+            declared = partial / TOKENIZER_CONFIG_FILE
             fields = json.loads(declared.read_text(encoding="utf-8")) if declared.exists() else {}
             if fields or encoder.kind != "TokenizersBackend":
                 # `transformers` also chooses a class by the model type of a config.json beside it: later none, or another one.

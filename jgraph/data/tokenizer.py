@@ -12,7 +12,8 @@ import numpy as np
 from jgraph.data._texts import check_links, decode_utf8, library, without_surrogates
 from jgraph.errors import DataError
 
-TOKENIZER_FILE, TEMPLATE_FILE, CONFIG_FILE = "tokenizer.json", "chat_template.jinja", "tokenizer_config.json"
+TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 # Files without which a folder has no tokenizer, and all files that a tokenizer may consist of.
 _VOCABULARY = (TOKENIZER_FILE, "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 _FILES = (*_VOCABULARY, "tokenizer*.json", "vocab*", "merges*", "*.spm", "special_tokens_map.json", "added_tokens.json")

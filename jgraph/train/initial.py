@@ -19,10 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jgraph.adapters import AdaptedModel, joined, separated
 from jgraph.data import Tokenizer, is_text, tokenizer_beside
-from jgraph.data._texts import copy_files as copy_to
+from jgraph.data._texts import copy_files
 from jgraph.data.tokenizer import (
-    CONFIG_FILE as DECLARATION,
     TEMPLATE_FILE,
+    TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
     declaration,
     tokenizer_files,
@@ -212,7 +212,7 @@ def tokenizer_warning(config: TrainConfig) -> str:
     return ""
 
 
-def copy_files(config: TrainConfig, run_dir: RunDir) -> None:
+def write_origin(config: TrainConfig, run_dir: RunDir) -> None:
     """Copies config.json and the tokenizer of the initial weights into `origin/` of the run directory.
 
     The tokenizer of token files in `data` is copied if the weights have none. The file `data_template` replaces all templates.
@@ -235,10 +235,10 @@ def copy_files(config: TrainConfig, run_dir: RunDir) -> None:
         files = {name: file for name, file in files.items() if not name.startswith("additional_chat_templates/")}
         files[TEMPLATE_FILE] = Path(template)
     with os_errors("run_dir", run_dir.origin):
-        copy_to(files, run_dir.origin)
-        if TOKENIZER_FILE in files and not source and DECLARATION not in files:
+        copy_files(files, run_dir.origin)
+        if TOKENIZER_FILE in files and not source and TOKENIZER_CONFIG_FILE not in files:
             # An exported folder then means the same to `transformers`.
-            (run_dir.origin / DECLARATION).write_text(declaration(files[TOKENIZER_FILE]))
+            (run_dir.origin / TOKENIZER_CONFIG_FILE).write_text(declaration(files[TOKENIZER_FILE]))
 
 
 def copied_folder(run_dir: RunDir) -> Folder | None:

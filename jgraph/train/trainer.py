@@ -25,7 +25,7 @@ from jgraph.step.state import TrainState
 from jgraph.train import callbacks, capacity, profiling, trackers, validation
 from jgraph.train.config import InputConfig, TrainConfig
 from jgraph.train.console import Reporter, Summary
-from jgraph.train.initial import InitialWeights, copy_files, initial_weights, tokenizer_of, tokenizer_warning
+from jgraph.train.initial import InitialWeights, initial_weights, tokenizer_of, tokenizer_warning, write_origin
 from jgraph.train.lock import locked
 from jgraph.train.loop import Callback, Loop, agreed_stop
 from jgraph.train.metrics import MetricsLog, StepClock, read_metrics
@@ -225,7 +225,7 @@ class _Run:
         machine = {"python": platform.python_version(), "device": jax.devices()[0].device_kind}
         self.run_dir.write(config, corpus_fields, versions() | machine)
         if is_new:
-            copy_files(config, self.run_dir)
+            write_origin(config, self.run_dir)
 
     def _print_start(self, done: int, batches: Batches) -> None:
         config = self.config

@@ -19,7 +19,7 @@ from jgraph.precision.config import FP8Config
 from jgraph.report import __main__ as report
 from jgraph.train.__main__ import parse
 from jgraph.train.config import TrainConfig
-from jgraph.train.initial import copied_folder, copy_files, initial_weights, tokenizer_of
+from jgraph.train.initial import copied_folder, initial_weights, tokenizer_of, write_origin
 from jgraph.train.presets import preset
 from jgraph.train.rundir import RunDir
 from jgraph.train.setup import TrainSetup
@@ -190,7 +190,7 @@ def test_the_tokenizer_is_copied_with_the_weights_and_beats_that_of_the_data(tmp
     (tokens / "tokenizer.json").write_text("{}")
     config = TrainConfig.of(continue_from=str(first.path), data=str(tokens))
     second.path.mkdir()
-    copy_files(config, second)
+    write_origin(config, second)
 
     def files(run_dir):
         found = (path for path in run_dir.origin.rglob("*") if path.is_file() and path.name != "unrelated.json")
@@ -203,7 +203,7 @@ def test_the_tokenizer_is_copied_with_the_weights_and_beats_that_of_the_data(tmp
     # The template of the data replaces all templates of the weights, also in a run that resumes.
     (tmp_path / "own.jinja").write_text("own")
     config = config.changed(data_format="chat", data_template=str(tmp_path / "own.jinja"))
-    copy_files(config, second)
+    write_origin(config, second)
     assert (second.origin / "chat_template.jinja").read_text() == "own"
     for copies in (None, second.origin):
         assert {tokenizer_of(config, copies).chat(tools)["chat_template"] for tools in (None, [])} == {"own"}
@@ -214,7 +214,7 @@ def test_a_tokenizer_of_token_files_is_declared_for_transformers(tmp_path):
     (tokens / "tokenizer_config.json").unlink()
     (tokens / "train-0.bin").touch()
     run_dir.path.mkdir()
-    copy_files(TrainConfig.of(data=str(tokens)), run_dir)
+    write_origin(TrainConfig.of(data=str(tokens)), run_dir)
     assert copied_folder(run_dir) is None
     theirs = transformers.AutoTokenizer.from_pretrained(run_dir.origin)
     ours = Tokenizer.of(tokens)
