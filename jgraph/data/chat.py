@@ -35,12 +35,8 @@ class ChatReader:
 
     def _conversations(self, render: Call, rows: Rows) -> Iterator[Conversation]:
         while batch := [self._record(*row) for row in islice(rows, _RECORDS_AT_ONCE)]:
-            jobs, rendered = [(place, job) for place, _, job in batch if isinstance(job, dict)], []
-            for (place, _), answer in zip(jobs, render([job for _, job in jobs]) if jobs else (), strict=True):
-                if isinstance(answer, str):
-                    raise DataError(f"{place}: the chat template fails: {answer}")
-                rendered.append(answer)
-            masked = self.tokenizer.masked(rendered)
+            jobs = [(place, job) for place, _, job in batch if isinstance(job, dict)]
+            masked = self.tokenizer.masked([*_rendered(render, jobs)] if jobs else [])
             for _, key, job in batch:
                 yield Conversation(key, *(next(masked) if isinstance(job, dict) else self.tokenizer.completion(*job)))
 
@@ -66,8 +62,6 @@ class ChatReader:
         if (chat := self.tokenizer.chat(tools)) is None:
             must = f"a Jinja file, because neither {TEMPLATE_FILE} nor a template in tokenizer_config.json was found"
             raise DataError(f"{place}: has messages, and `data_template` is empty: must be {must}", field="data_template")
-        for name in ("transformers", "jinja2"):
-            library(name, extra="hf")
         weights = [(one.pop("weight", None), one.pop("train", None)) for one in messages]
         for weight, train in weights:
             if weight not in (None, 0, 1) or train not in (None, False, True):
@@ -75,6 +69,16 @@ class ChatReader:
         counts = [weight in (None, 1) and train in (None, True) for weight, train in weights]
         counts[: len(context)] = [False] * len(context)
         return place, key, {"messages": messages, "counts": counts, "tools": tools, **chat}
+
+
+def _rendered(render: Call, jobs: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[Any]:
+    """Yields the results of a template. Raises DataError with the place of the record that it fails for."""
+    for name in ("transformers", "jinja2"):
+        library(name, extra="hf")
+    for (place, _), answer in zip(jobs, render([job for _, job in jobs]), strict=True):
+        if isinstance(answer, str):
+            raise DataError(f"{place}: the chat template fails: {answer}")
+        yield answer
 
 
 def prompt(tokenizer: Tokenizer, messages: Sequence[Any], tools: Any = None) -> tuple[list[int], list[str]]:

@@ -160,6 +160,15 @@ def test_a_missing_library_is_refused_only_if_it_is_used(tmp_path, monkeypatch):
         Tokenizer.of(chats.save_tokenizer(tmp_path / "folder"))
 
 
+@pytest.mark.parametrize("name", ["transformers", "jinja2"])
+def test_a_library_that_a_template_needs_is_missing_only_for_messages(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    strings = {"prompt": "a", "completion": "b"}
+    assert read(tmp_path, [strings], template="{{ messages }}") == [("ab\n", "b\n")]
+    with pytest.raises(DataError, match=re.escape(f"needs the {name} library: pip install 'jgraph[hf]'")):
+        read(tmp_path, [strings, {"messages": MESSAGES}], template="{{ messages }}")
+
+
 def test_template_code_sees_the_text_as_it_is(tmp_path):
     """A template never sees marks of the assistant's text, e.g. in a length."""
     source = "{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}|{{ x | length }}"
