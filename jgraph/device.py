@@ -1,6 +1,12 @@
-"""The table of supported GPUs: rates for MFU and rooflines, compute capability, and compile-only targets."""
+"""The table of supported GPUs: rates for MFU and rooflines, compute capability, and compile-only targets.
 
+Also the environment variables of XLA's CPU client, for several CPU devices. `jgraph.dispatch` sets them and has the reasons.
+"""
+
+import os
 from dataclasses import dataclass
+
+_SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler"
 
 
 @dataclass(frozen=True)
@@ -66,3 +72,13 @@ def peak_flops(device_kind: str) -> float | None:
     """Returns the peak FLOP/s of dense bfloat16 matmuls for a `jax.Device.device_kind`. None if the GPU is not supported."""
     device = find(device_kind)
     return device.product_flops_per_second if device else None
+
+
+def ordered(flags: str) -> str:
+    """Adds the flag for one order of collectives on CPU devices to the text of XLA_FLAGS, unless it has this flag."""
+    return flags if _SCHEDULER in flags else f"{flags} {_SCHEDULER}=false".strip()
+
+
+def cpu_threads(count: int) -> str:
+    """Returns the value of NPROC for `count` CPU devices: the number of threads of XLA's CPU client."""
+    return str(max(4 * count, os.cpu_count() or 1))

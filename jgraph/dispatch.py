@@ -6,11 +6,10 @@ from typing import TypeVar
 
 import jax
 
+from jgraph.device import cpu_threads, ordered
 from jgraph.errors import ConfigError
 
 _T = TypeVar("_T")
-
-_SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler"
 
 
 def check_devices() -> None:
@@ -27,7 +26,7 @@ def check_devices() -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     count = getattr(jax.config, "jax_num_cpu_devices", 1)
     if count > 1:
-        os.environ.setdefault("NPROC", str(max(4 * count, os.cpu_count() or 1)))
+        os.environ.setdefault("NPROC", cpu_threads(count))
     if (count > 1 or "host_platform_device_count" in flags) and not _is_started():
         os.environ["XLA_FLAGS"] = ordered(flags)
     try:
@@ -40,15 +39,10 @@ def check_devices() -> None:
         ) from e
 
 
-def ordered(flags: str) -> str:
-    """Adds the flag for one order of collectives to the text of XLA_FLAGS, unless it has this flag."""
-    return flags if _SCHEDULER in flags else f"{flags} {_SCHEDULER}=false".strip()
-
-
 def warn_unordered() -> None:
     """Warns if CPU devices may run the collectives of one program in different orders."""
-    if jax.default_backend() == "cpu" and _SCHEDULER not in os.environ.get("XLA_FLAGS", ""):
-        flag = ordered("")
+    flags, flag = os.environ.get("XLA_FLAGS", ""), ordered("")
+    if jax.default_backend() == "cpu" and ordered(flags) != flags:
         warnings.warn(f"CPU devices may wait for each other forever: set XLA_FLAGS={flag} before the start", stacklevel=3)
 
 

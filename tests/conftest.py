@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from jgraph.device import cpu_threads, ordered
 from tests.target_fixture import h200 as h200
 
 ROOT = Path(__file__).parents[1]
+NUM_DEVICES = 8
 TIERS = ("finetune", "gpu", "parity")
 
 
@@ -37,18 +39,15 @@ def pytest_configure(config):
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         # Set before jax is imported. Processes that tests start inherit the variables.
         os.environ["JAX_PLATFORMS"] = "cpu"
-        os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-        # Threads of XLA's CPU client: each device keeps one while it waits in a collective.
-        os.environ.setdefault("NPROC", "32")
+        os.environ["JAX_NUM_CPU_DEVICES"] = str(NUM_DEVICES)
+        # For tests that do not call `jgraph.dispatch.check_devices`.
+        os.environ.setdefault("NPROC", cpu_threads(NUM_DEVICES))
         old = metadata.version("jaxlib").startswith("0.10.")
         # Compilation takes a fifth less time on few cores. Newer versions gain nothing.
         fast = ["--xla_cpu_parallel_codegen_split_count=1"] * old
         fast += ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]  # a third less
         fast += ["--xla_cpu_use_fusion_emitters=false"] * old  # half of the rest; newer versions have only fusion emitters
-        flags = os.environ.setdefault("XLA_FLAGS", " ".join(fast))
-        # All devices run collectives in one order (jgraph.dispatch.check_devices).
-        if "concurrency_optimized_scheduler" not in flags:
-            os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_enable_concurrency_optimized_scheduler=false"
+        os.environ["XLA_FLAGS"] = ordered(os.environ.get("XLA_FLAGS", " ".join(fast)))
     if not hasattr(config, "workerinput"):  # workers inherit the environment
         directory = Path(tempfile.mkdtemp(prefix="jgraph-tests-"))
         config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))

@@ -10,7 +10,8 @@ import optax
 import pytest
 
 import jgraph
-from jgraph.dispatch import check_devices, ordered
+from jgraph.device import ordered
+from jgraph.dispatch import check_devices
 from tests import tiny
 
 FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
