@@ -10,10 +10,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-# Minimum shares of documented functions. Raise them when the documentation gets better.
-MIN_ARGS = {2: 0.95, 3: 0.95}  # by number of arguments; 3 includes functions with more
-MIN_RETURNS = 0.95
-
 PHRASES = ["said", "told", "whose", "those that", "that which", "of which", "one that", "which of", "nothing but"]
 PATTERN = re.compile(r"\b(" + "|".join(PHRASES) + r")\b", re.IGNORECASE)
 PRINTING = {"print", "line", "log", "warn", "warning", "info", "error", "debug", "write"}
@@ -23,25 +19,37 @@ def sources(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 
 
-def public_functions() -> Iterator[tuple[str, Function, list[str]]]:
-    """Yields the path and name, the node and the argument names of each public function in `jgraph/`."""
+# Types that users get from exported functions, beside the exported names themselves.
+RETURNED = {
+    *("TrainStep", "TrainState", "StepMetrics", "CompiledStep", "FunctionalModel", "GraphedCallables", "Graphed", "RunResult"),
+    *("FP8Function", "Loaded", "Explanation", "Jitted", "Tokenizer"),
+}
 
-    def inside(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Function, list[str]]]:
-        for node in body:
-            if not isinstance(node, Function | ast.ClassDef) or node.name.startswith("_"):
-                continue
-            name = prefix + node.name
-            if isinstance(node, ast.ClassDef):
-                yield from inside(node.body, f"{name}.")
-            elif not any("overload" in ast.unparse(decorator) for decorator in node.decorator_list):
-                given = node.args
-                args = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
-                yield name, node, [arg.arg for arg in args if arg and arg.arg not in ("self", "cls")]
 
+def exported() -> set[str]:
+    """Returns the names in `jgraph/__init__.pyi`."""
+    return set(re.findall(r"\w+ as (\w+)", (ROOT / "jgraph/__init__.pyi").read_text(encoding="utf-8")))
+
+
+def functions_of_users() -> Iterator[tuple[str, Function, list[str]]]:
+    """Yields path and name, node and argument names of each function and method that users call or implement."""
+    names = exported() | RETURNED
     for file in sources("jgraph"):
-        path = file.relative_to(ROOT)
-        if not any(part.startswith("_") for part in path.parts if part != "__init__.py"):
-            yield from inside(ast.parse(file.read_text(encoding="utf-8")).body, f"{path}: ")
+        path = str(file.relative_to(ROOT))
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if not isinstance(node, Function | ast.ClassDef):
+                continue
+            is_protocol = isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Protocol" for base in node.bases)
+            if node.name not in names and not (is_protocol and path == "jgraph/strategies/base.py"):
+                continue
+            for each in node.body if isinstance(node, ast.ClassDef) else [node]:
+                if not isinstance(each, Function) or each.name.startswith("_"):
+                    continue
+                if not any("overload" in ast.unparse(decorator) for decorator in each.decorator_list):
+                    given = each.args
+                    args = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs, given.kwarg]
+                    kept = [arg.arg for arg in args if arg and arg.arg not in ("self", "cls")]
+                    yield f"{path}: {node.name}.{each.name}", each, kept
 
 
 def documented_args(docstring: str) -> set[str]:
@@ -51,27 +59,22 @@ def documented_args(docstring: str) -> set[str]:
     return {name.strip(" *`") for entry in entries for name in entry.split(",")}
 
 
-def assert_share(bad: list[str], total: int, minimum: float, problem: str) -> None:
-    share = 1 - len(bad) / max(total, 1)
-    assert share >= minimum, f"{share:.2f} of {total} functions, needs {minimum}; {problem}:\n" + "\n".join(bad)
+def test_functions_of_users_document_their_arguments():
+    found = list(functions_of_users())
+    assert len(found) > 100
+    bad = [name for name, node, args in found if len(args) > 1 and set(args) - documented_args(ast.get_docstring(node) or "")]
+    assert not bad, "add `Args:` with every argument to:\n" + "\n".join(bad)
 
 
-@pytest.mark.parametrize("count", MIN_ARGS)
-def test_public_functions_document_their_arguments(count):
-    functions = [each for each in public_functions() if min(len(each[2]), max(MIN_ARGS)) == count]
-    bad = [name for name, node, args in functions if set(args) - documented_args(ast.get_docstring(node) or "")]
-    assert_share(bad, len(functions), MIN_ARGS[count], "add `Args:` with every argument to")
-
-
-def test_public_functions_document_their_results():
-    functions = [
-        (name, ast.get_docstring(node) or "")
-        for name, node, args in public_functions()
-        if len(args) >= 2 and node.returns and ast.unparse(node.returns) not in ("None", "NoReturn")
-    ]
+def test_functions_of_users_document_their_results():
     documented = re.compile(r"\A(Returns|Yields)\b|^(Returns|Yields):$", re.MULTILINE)
-    bad = [name for name, text in functions if not documented.search(text)]
-    assert_share(bad, len(functions), MIN_RETURNS, "add `Returns:` to")
+    bad = [
+        name
+        for name, node, args in functions_of_users()
+        if len(args) > 1 and node.returns and ast.unparse(node.returns) not in ("None", "NoReturn")
+        if not documented.search(ast.get_docstring(node) or "")
+    ]
+    assert not bad, "add `Returns:` to:\n" + "\n".join(bad)
 
 
 def strings(node: ast.AST) -> list[str]:

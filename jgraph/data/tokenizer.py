@@ -64,7 +64,19 @@ class Tokenizer:
 
     @staticmethod
     def of(path: Path | None, template: Path | None = None, ends: Sequence[int] = ()) -> "Tokenizer":
-        """Returns the tokenizer of a folder or file, else of bytes. The file `template` replaces the folder's templates."""
+        """Returns a tokenizer.
+
+        Args:
+            path: A folder with a tokenizer, or its tokenizer.json. None, or a folder without a vocabulary, for bytes.
+            template: A file with a chat template, which replaces those of the folder.
+            ends: Ids that end a text, beside those of the folder.
+
+        Returns:
+            The tokenizer of the folder, or of bytes.
+
+        Raises:
+            DataError: If a file cannot be read.
+        """
         folder = path.parent if path and path.name == TOKENIZER_FILE else path
         is_bytes = folder is None or (folder.is_dir() and vocabulary(folder) is None)
         if folder and is_bytes and template is None and tokenizer_files(folder, [TEMPLATE_FILE]):
