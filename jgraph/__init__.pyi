@@ -21,12 +21,12 @@ from .errors import (
 from .inference.generate import generate as generate, stream as stream
 from .kernels.grouped import grouped_dot as grouped_dot
 from .kernels.norm import rms_norm as rms_norm
+from .layout import Packing as Packing
 from .loss import cross_entropy as cross_entropy
 from .mesh import BATCH_AXES as BATCH_AXES
 from .modules import Decoder as Decoder, functional as functional
 from .moe import MoEConfig as MoEConfig
 from .moe._layer import MoE as MoE
-from .packing import Packing as Packing
 from .pipeline import Pipelined as Pipelined, PipelineModel as PipelineModel, split_embedding as split_embedding
 from .precision.config import FP8Config as FP8Config
 from .precision.transform import fp8 as fp8

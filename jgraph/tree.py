@@ -1,11 +1,10 @@
 """Names of parameters: one spelling for every leaf of a tree, patterns that select leaves, and trees with selected leaves."""
 
 import fnmatch
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 
 from jgraph.errors import ConfigError
 
@@ -99,11 +98,6 @@ def matching(pattern: str, names: Sequence[str], *, field: str) -> list[str]:
     return found
 
 
-def unless_named(names: Container[str], tree: PyTree) -> PyTree:
-    """Returns a tree of bools with the structure of `tree`: False for the leaves with one of the names."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path) not in names, tree)
-
-
 def only(mask: PyTree, tree: PyTree) -> PyTree:
     """Replaces leaves by None, which is no leaf of a JAX tree.
 
@@ -115,53 +109,3 @@ def only(mask: PyTree, tree: PyTree) -> PyTree:
         `tree` with None in place of each leaf with False in `mask`.
     """
     return jax.tree.map(lambda keeps, leaf: leaf if keeps else None, mask, tree)
-
-
-def merged(mask: PyTree, tree: PyTree, other: PyTree) -> PyTree:
-    """Inverts `only`: combines the leaves of two trees.
-
-    Args:
-        mask: Tree of bools.
-        tree: Tree with the structure of `mask`. Read where the mask is True.
-        other: Tree with the structure of `mask`. Read where the mask is False.
-
-    Returns:
-        A tree with the structure of `mask`.
-    """
-    return jax.tree.map(lambda keeps, leaf, rest: leaf if keeps else rest, mask, tree, other)
-
-
-def depends(function: Callable[[PyTree], PyTree], mask: PyTree, shapes: PyTree) -> PyTree:
-    """Finds the results of a function that depend on marked leaves of its argument. Computes no arrays.
-
-    Args:
-        function: A function of a tree like `shapes` that moves elements and does not compute, such as `pack` of a strategy.
-        mask: Tree of bools, True for the marked leaves.
-        shapes: Arrays or shapes, a tree with the structure of `mask`.
-
-    Returns:
-        A tree of bools with the structure of the result: True if the result has elements of a marked leaf.
-    """
-    # Marked leaves have the wider type, to which JAX promotes an array with elements of both kinds.
-    marked = jax.tree.map(lambda marks, leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.int16 if marks else jnp.int8), mask, shapes)
-    return jax.tree.map(lambda leaf: leaf.dtype == jnp.int16, jax.eval_shape(function, marked))
-
-
-def partly(function: Callable[[PyTree], PyTree], given: PyTree, wanted: PyTree, shapes: PyTree) -> Callable[[PyTree], PyTree]:
-    """Adapts a function of whole trees to trees from `only`.
-
-    Args:
-        function: A function of a tree like `shapes`. No wanted leaf of its result may depend on a leaf that is not given.
-        given: Tree of bools with the structure of `shapes`, True for leaves of the argument.
-        wanted: Tree of bools with the structure of the result, True for leaves of the result.
-        shapes: Arrays or shapes.
-
-    Returns:
-        A function from `only(given, tree)` to `only(wanted, function(tree))`. XLA removes the other leaves, which are zeros.
-    """
-
-    def adapted(tree: PyTree) -> PyTree:
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        return only(wanted, function(merged(given, tree, zeros)))
-
-    return adapted

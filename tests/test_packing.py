@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jgraph.packing import Packing
+from jgraph.layout import Packing
 
 # Vectors and matrices on both sides of `small=8`, with names out of order.
 PARAMS = {

@@ -21,6 +21,7 @@ from benchmarks.rows import Row
 from benchmarks.works import GPTSize, parse_schedule, size_from_dict
 from jgraph import FP8Config
 from jgraph.dispatch import in_turn
+from jgraph.layout import named
 from jgraph.pipeline import Pipeline, Pipelined
 from jgraph.pipeline.dispatched import dispatched
 from jgraph.precision.config import XLA_OPTIONS
@@ -46,8 +47,8 @@ def time_schedule(request: Row) -> None:
     model, schedule = model_of(size, ranks), parse_schedule(request["schedule"], ranks, size.microbatches)
     mesh = Mesh(np.array(devices).reshape(1, ranks), ("data", "pipe"))
     pipe = pipeline_of(model, schedule, mesh, remat=request["remat"], recipe=request["fp8"])
-    stacked = pipe.stack(model.ends, model.layers)
-    params = jax.device_put(stacked, pipe.shardings(stacked))
+    stacked = pipe.tree(pipe.layout.pack(model.parts.join(model.ends, model.layers)))
+    params = jax.device_put(stacked, pipe.shardings)
     inputs, history = jax.device_put(
         (model.inputs, pipe.precision.state(len(model.layers))), NamedSharding(mesh, PartitionSpec())
     )
@@ -108,6 +109,7 @@ def pipeline_of(model: Model, schedule: Schedule, mesh: Mesh, *, remat: Any, rec
     strategy = Pipelined(mesh, shapes, schedule, compute_dtype=model.compute_dtype, remat=remat)
     objective = Objective(
         loss=model.parts,
+        layout=named(shapes),
         num_microbatches=schedule.num_microbatches,
         fp8=FP8Config(recipe=recipe) if recipe else None,
         batch=jax.eval_shape(merge_microbatches, model.inputs),
@@ -177,7 +179,7 @@ def mpmd_step(pipe: Pipeline, params: Any, inputs: Any, history: Any, options: A
     histories = gradients.results["histories"]
 
     def finish(histories: Any) -> Any:
-        return pipe.precision.finish(histories, (), pipe.layout)
+        return pipe.precision.finish(histories, (), pipe.assignment)
 
     specs = jax.tree.map(lambda shape: shape.sharding.spec, histories)
     mapped = jax.shard_map(finish, mesh=pipe.mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
@@ -206,7 +208,7 @@ def time_actions(pipe: Pipeline, params: Any, inputs: Any, timer: Timer, options
     Returns:
         `forward_ms`, `dgrad_ms` and `wgrad_ms` per stage and microbatch.
     """
-    layers = pipe.layout.layers_per_stage
+    layers = pipe.assignment.layers_per_stage
     function, split, calls = pipe.stage(None, layers), pipe.split(None, layers), max(1, CALLED_LAYERS // layers)
     shapes, (x, *_) = pipe.layer_shapes(params, inputs)
     ([layer], extra), _, _ = shapes
@@ -275,7 +277,7 @@ def time_ends(pipe: Pipeline, params: Any, inputs: Any, timer: Timer, options: A
     """
     model, (x, *_) = pipe.model, pipe.inputs(params, inputs)
     mesh = pipe.mesh if together else Mesh(pipe.mesh.devices[:, :1], pipe.mesh.axis_names)
-    specs = pipe.specs(params)["outer"]
+    specs = pipe.specs["outer"]
     outer, inputs, x = jax.device_put(
         (params["outer"], jax.tree.map(lambda leaf: leaf[:CALLS], inputs), random_like(x)),
         (jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs), *[NamedSharding(mesh, PartitionSpec())] * 2),

@@ -6,15 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.dispatch import in_turn
+from jgraph.layout import Layout
 from jgraph.mesh import PARTITIONED_AXES
-from jgraph.tree import PyTree, only, partly
+from jgraph.tree import PyTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,24 +28,18 @@ class CanonicalLayout:
     `opt_state`. All other fields have the same structure in both layouts. `TrainStep.canonical` is the object of a run.
 
     Attributes:
-        pack: Function of one argument, the model's parameter tree. Returns the parameters in the layout of the run. Jittable.
-        unpack: Function of one argument, the parameters in the layout of the run. Returns the model's parameter tree. Jittable.
+        params: The layout of the parameters of the run.
+        moments: The layout of the optimizer moments, such as Adam's. Each tree of `own.opt_state` with the structure of its
+            arrays is converted. None if moments have the structure of the model's parameter tree already.
         own: The state in the layout of the run, with a `jax.ShapeDtypeStruct` for every array. On a mesh, every one has a
             `NamedSharding`.
         mesh: Mesh of the devices; None for one device.
-        opt_state: The structure of the optimizer moments, such as Adam's, in `own.opt_state`. If `arrays`, each has the
-            structure of `own.params`, and is converted like the parameters. If `tree`, each already has the structure of the
-            model's parameter tree, and is not converted.
-        trained: Bools in the structures of `own.params` and of the model's parameter tree, False for frozen leaves. Moments
-            have None in their place. None if there are no frozen leaves.
     """
 
-    pack: Callable[[PyTree], PyTree]
-    unpack: Callable[[PyTree], PyTree]
+    params: Layout
+    moments: Layout | None
     own: Any
     mesh: Mesh | None
-    opt_state: Literal["arrays", "tree"] = "arrays"
-    trained: tuple[PyTree, PyTree] | None = None
 
     def of(self, state: Any) -> Any:
         """Converts a state from the layout of the run to the canonical layout.
@@ -55,12 +50,13 @@ class CanonicalLayout:
             state: A state of arrays with the structure, shapes and dtypes of `own`.
 
         Returns:
-            A new dataclass of the type of `state`. `params`, and the moments if `opt_state` is `arrays`, have the structure of
+            A new dataclass of the type of `state`. `params`, and the moments that `moments` describes, have the structure of
             the model's parameter tree. On a mesh, their arrays are sharded by `spread`: each is split over as many
             devices as possible. All other arrays keep their structure and shardings.
         """
-        params, moments = (partial(_run, unpack) for unpack in self._unpacks)
-        return self._mapped(state, params, moments, lambda leaf: leaf.copy())
+        params, moments = self._unpacks
+        of_moments = None if moments is None else partial(_run, moments)
+        return self._mapped(state, partial(_run, params), of_moments, lambda leaf: leaf.copy())
 
     @cached_property
     def back(self) -> Callable[[Any], Any]:
@@ -72,10 +68,9 @@ class CanonicalLayout:
         """
         # Donation would save little: few buffers have the same size in both layouts, and saving needs memory for both anyway.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.own)
-        tree = jax.eval_shape(self.unpack, self.own.params)
-        pack_moments = self.pack if self.trained is None else partly(self.pack, self.trained[1], self.trained[0], tree)
+        pack_moments = None if self.moments is None else self.moments.pack
         back = jax.jit(
-            lambda canonical: self._mapped(canonical, self.pack, pack_moments, lambda leaf: leaf),
+            lambda canonical: self._mapped(canonical, self.params.pack, pack_moments, lambda leaf: leaf),
             out_shardings=None if self.mesh is None else shardings,
         )
         return lambda canonical: in_turn(back(canonical))
@@ -98,16 +93,15 @@ class CanonicalLayout:
         self,
         state: Any,
         like_params: Callable[[PyTree], PyTree],
-        like_moments: Callable[[PyTree], PyTree],
+        like_moments: Callable[[PyTree], PyTree] | None,
         other: Callable[[Array], Array],
     ) -> Any:
         """Maps parameters, moments and other leaves. One tree at a time, because the temporaries are large."""
         params = like_params(state.params)
-        if self.opt_state == "tree":
+        if self.moments is None or like_moments is None:
             opt_state = jax.tree.map(other, state.opt_state)
         else:
-            trained = self.own.params if self.trained is None else only(self.trained[0], self.own.params)
-            structure = jax.tree.structure(trained)
+            structure = jax.tree.structure(dict(self.moments.shapes()))
             opt_state = jax.tree.map(
                 lambda own, tree: like_moments(tree) if jax.tree.structure(own) == structure else other(tree),
                 self.own.opt_state,
@@ -119,15 +113,15 @@ class CanonicalLayout:
         return dataclasses.replace(state, params=params, opt_state=opt_state, **rest)
 
     @cached_property
-    def _unpacks(self) -> tuple[Callable[[PyTree], PyTree], Callable[[PyTree], PyTree]]:
+    def _unpacks(self) -> tuple[Callable[[PyTree], PyTree], Callable[[PyTree], PyTree] | None]:
         """Jitted functions that convert parameters and moments to the model's own tree."""
-        tree = jax.eval_shape(self.unpack, self.own.params)
-        shardings = None if self.mesh is None else spread(self.mesh, self.own.params, tree)
-        unpack = jax.jit(self.unpack, out_shardings=shardings)
-        if self.trained is None:
-            return unpack, unpack
-        moments = partly(self.unpack, *self.trained, self.own.params)
-        return unpack, jax.jit(moments, out_shardings=None if self.mesh is None else only(self.trained[1], shardings))
+        return self._jitted(self.params), None if self.moments is None else self._jitted(self.moments)
+
+    def _jitted(self, layout: Layout) -> Callable[[PyTree], PyTree]:
+        if self.mesh is None:
+            return jax.jit(layout.unpack)
+        tree = jax.eval_shape(layout.unpack, layout.shapes())
+        return jax.jit(layout.unpack, out_shardings=spread(self.mesh, self.own.params, tree))
 
 
 def _run(function: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:

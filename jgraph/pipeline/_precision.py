@@ -20,11 +20,11 @@ from jax import Array, lax
 
 from jgraph.errors import ConfigError
 from jgraph.kernels import amax
+from jgraph.layout import Shard
 from jgraph.pipeline.partition import AXIS, StageAssignment, Tree
 from jgraph.precision.config import FP8Config
 from jgraph.precision.scaling import AmaxHistory
 from jgraph.precision.transform import FP8Function, FP8Trace, Weights
-from jgraph.strategies import sharding as fsdp
 
 Trees: TypeAlias = Sequence[Tree]  # one tree for each argument, or for each chunk
 Axes: TypeAlias = Sequence[str]
@@ -107,7 +107,7 @@ class StagePrecision:
                 inputs of a stage, without observed state and weights.
             stages: Local shards of the parameters of each chunk, one tree per layer.
             states: Observed state of each chunk.
-            shards: The `ShardSpec` of the parameters of each chunk; not read if `axes` is empty.
+            shards: The `Shard` of the parameters of each chunk; not read if `axes` is empty.
             axes: Mesh axes that the parameters are sharded over; empty if they are not sharded.
 
         Returns:
@@ -282,7 +282,7 @@ class FP8Precision(StagePrecision):
             args: Arrays or shapes of the arguments of a stage for one microbatch, without observed state and weights.
             stages: Local shards of the parameters of each chunk, one tree per layer.
             states: The amax history of each chunk; {} for current scaling.
-            shards: The `ShardSpec` of the parameters of each chunk; not read if `axes` is empty.
+            shards: The `Shard` of the parameters of each chunk; not read if `axes` is empty.
             axes: Mesh axes that the parameters are sharded over; empty if they are not sharded.
 
         Returns:
@@ -305,7 +305,7 @@ class FP8Precision(StagePrecision):
         for parts, state, specs in zip(named, states, shards, strict=True):
             scales, arrays = plan.scales(parts, state, over), parts
             if axes:
-                spec_of: Mapping[str, fsdp.ShardSpec] = dict(zip(parts, jax.tree.leaves(specs), strict=True))
+                spec_of: Mapping[str, Shard] = dict(zip(parts, jax.tree.leaves(specs), strict=True))
                 arrays = {name: spec_of[name].gather(part) for name, part in plan.cast(parts, scales).items()}
             weights.append(plan.views(arrays, scales))
         return weights

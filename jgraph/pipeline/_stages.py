@@ -13,7 +13,7 @@ from jgraph.autodiff import product_flops
 from jgraph.callables.plan import ExecutionPlan, Loss, PlanFunction, make_plan
 from jgraph.callables.shaped import Shaped, shape_callable
 from jgraph.device import peak_flops
-from jgraph.packing import Packing
+from jgraph.layout import Packing
 from jgraph.pipeline._ends import End
 from jgraph.pipeline.program import Pipeline
 from jgraph.tree import leaf_names
@@ -125,7 +125,7 @@ def stages_of(
     Returns:
         The stages from the first to the last.
     """
-    layout, leaves, numbers = pipeline.layout, jax.tree.leaves(begun), numbered(begun)
+    layout, leaves, numbers = pipeline.assignment, jax.tree.leaves(begun), numbered(begun)
     traced: dict[Any, Shaped] = {}
     stages = []
 
@@ -218,7 +218,7 @@ def _reduction(pipeline: Pipeline, stage: Stage) -> PlanFunction:
 
     def reduce(arrays: list[Array]) -> list[Array]:
         trees = [aux.unflatten(arrays[m * len(aux) : (m + 1) * len(aux)]) for m in range(count)]
-        return jax.tree.leaves(pipeline.carried.together(trees, pipeline.layout.layers_per_stage))
+        return jax.tree.leaves(pipeline.carried.together(trees, pipeline.assignment.layers_per_stage))
 
     reduce.__name__ = f"carried_{i}"
     names = [("aux", i, m, n) for m in range(count) for n in range(len(aux))]

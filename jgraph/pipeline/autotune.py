@@ -86,7 +86,6 @@ class Parts:
 
 def choose(
     pipeline: Pipeline,
-    params: Tree,
     inputs: Tree,
     *,
     parts: Parts,
@@ -101,7 +100,6 @@ def choose(
     Args:
         pipeline: Determines the model and the numbers of ranks and microbatches. The order of its own schedule has no effect.
             It is not changed.
-        params: Shapes of the parameters, the result of `Pipeline.stacked_shapes`.
         inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches, each with B rows over all devices.
         parts: Times of the parts of a layer, from `measure`.
         memory_limit: Maximum bytes of the pools of a rank (residuals, stash and received arrays); None for no limit.
@@ -116,9 +114,9 @@ def choose(
         OrderError: If no schedule fits, no schedule can be generated, or `memory_limit` is not a number >= 0. If no schedule
             fits, the message states how many bytes are missing.
     """
-    ranks, layers = pipeline.schedule.num_ranks, pipeline.layout.num_layers
+    ranks, layers = pipeline.schedule.num_ranks, pipeline.assignment.num_layers
     layers_per_rank = -(-layers // ranks)
-    slots = slot_bytes(pipeline, params, inputs, layers=layers_per_rank)
+    slots = slot_bytes(pipeline, inputs, layers=layers_per_rank)
     return best(
         pp=ranks,
         microbatches=pipeline.schedule.num_microbatches,
@@ -134,7 +132,6 @@ def choose(
 
 def measure(
     pipeline: Pipeline,
-    params: Tree,
     inputs: Tree,
     *,
     engine: Engine = "program",
@@ -146,7 +143,6 @@ def measure(
 
     Args:
         pipeline: The pipeline. Its schedule has no effect.
-        params: Shapes of the parameters, the result of `Pipeline.stacked_shapes`.
         inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches, each with B rows over all devices.
         engine: The engine that will run the schedule. With `program` (SPMD) the loss is not timed, because it takes the same
             time with every schedule. With `dispatch` (MPMD) it is timed.
@@ -158,7 +154,7 @@ def measure(
         The times returned by `share`. Measured times are medians over repeats, for one microbatch on one data rank. `head` is 0
         with the engine `program`.
     """
-    timed = {part: made for part, made in _parts(pipeline, params, inputs).items() if part != "head" or engine == "dispatch"}
+    timed = {part: made for part, made in _parts(pipeline, inputs).items() if part != "head" or engine == "dispatch"}
     platform = jax.default_backend()
     in_fp8 = bool(pipeline.precision.weights)
     options = compiler_options("auto", known(XLA_OPTIONS, platform), platform=platform) if in_fp8 else {}
@@ -173,9 +169,9 @@ def measure(
     return Parts(**seconds)
 
 
-def _parts(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, tuple[jax.stages.Wrapped, tuple[Any, ...]]]:
+def _parts(pipeline: Pipeline, inputs: Tree) -> dict[str, tuple[jax.stages.Wrapped, tuple[Any, ...]]]:
     """Returns the functions to time, with the shapes of their arguments: loops over each part of a layer, and the loss."""
-    (given, observed, _), (x, *context) = pipeline.layer_shapes(params, inputs)
+    (given, observed, _), (x, *context) = pipeline.layer_shapes(inputs)
     function, split = pipeline.stage(None, 1), pipeline.split(None)
     stage = given, observed, pipeline.precision.weight_shapes(function, (given, x, *context), observed)
 
@@ -197,19 +193,19 @@ def _parts(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, tuple[ja
         "forward": (jax.jit(forward), (stage, x, *context)),
         "dgrad": (jax.jit(dgrad), (stage, residuals, y)),
         "wgrad": (jax.jit(wgrad), (sums, stage, residuals.after_dgrad(), stash)),
-        "head": _head(pipeline, params, inputs),
+        "head": _head(pipeline, inputs),
     }
     # Without shardings, because the functions are timed on one device.
     alone = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), {part: args for part, (_, args) in parts.items()})
     return {part: (jitted, alone[part]) for part, (jitted, _) in parts.items()}
 
 
-def _head(pipeline: Pipeline, params: Tree, inputs: Tree) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
+def _head(pipeline: Pipeline, inputs: Tree) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
     """Returns the function that computes the loss of a microbatch and its gradients, and the shapes of its arguments."""
-    model, (x, *_) = pipeline.model, pipeline.inputs(params, inputs)
+    model, (x, *_) = pipeline.model, pipeline.inputs(inputs)
     shares = num_data_ranks(pipeline.mesh)
     microbatch = jax.tree.map(lambda s: jax.ShapeDtypeStruct((s.shape[1] // shares, *s.shape[2:]), s.dtype), inputs)
-    head = End.of(model.head, params["outer"], pipeline.cast, model.sharded, x, microbatch)
+    head = End.of(model.head, pipeline.shapes["outer"], pipeline.cast, model.sharded, x, microbatch)
 
     def loss(arrays: list[Array], x: Array, microbatch: Tree) -> Array:
         return head(arrays, x, microbatch).astype(jnp.float32)

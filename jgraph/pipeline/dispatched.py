@@ -28,6 +28,7 @@ from jgraph.pipeline._ends import End, part_shape
 from jgraph.pipeline._stages import Chunk, Stage, numbered, plan_of, shard, stages_of
 from jgraph.pipeline.program import Pipeline
 from jgraph.strategies.objective import Carry
+from jgraph.tree import leaf_names
 from jgraph.xla import CaptureReport, check_identity, compile_and_report
 
 Tree = Any
@@ -55,7 +56,7 @@ class Dispatched:
 
     Attributes:
         pipeline: The model with its schedule.
-        shapes: Shapes of the parameters, the result of `Pipeline.stacked_shapes`.
+        shapes: Shapes of the parameters, the tree of `Pipeline.shapes`.
         chunks: How the layers of each chunk are packed into arrays; one `Chunk` per chunk of a rank. All ranks pack alike.
         ends: The pair of the embedding and the head of the model, each as the function `End`.
         stages: The stages of the pipeline, from the first to the last.
@@ -117,7 +118,7 @@ class Dispatched:
         # Not removed from the dictionary, because the buffers must survive if `begin` refuses an argument.
         begun = in_turn(self.begin(self.buffers["begun"], params, carry, step, batch))
         self.buffers["begun"] = begun
-        arrays = [*begun, *jax.tree.leaves(params["outer"])]
+        arrays = [*begun, *(params[name] for name in self._outer)]
         played = [self._play(plan, arrays) for plan in self.plans]
         homes = {device: (d, rank) for d, plan in enumerate(self.plans) for rank, device in enumerate(plan.flow.devices)}
 
@@ -167,6 +168,11 @@ class Dispatched:
         play(plan, registers)
         return {name: registers[register] for name, register in plan.flow.results.items()}
 
+    @cached_property
+    def _outer(self) -> list[str]:
+        """Names of the arrays of embedding and head, in the order of their leaves."""
+        return [f"outer/{name}".rstrip("/") for name in leaf_names(self.shapes["outer"])]
+
     @property
     def results(self) -> Tree:
         """Shapes and shardings of the tree that a call of this object returns, as `jax.ShapeDtypeStruct`s.
@@ -183,12 +189,12 @@ class Dispatched:
 
         Returns:
             A tuple of four: the mean loss over microbatches and data ranks, a float32 scalar; its gradients in float32, in the
-            tree of `Pipeline.stack`, sharded like the parameters; a list with the carried state of every layer after the step,
+            tree of the pipeline, sharded like the parameters; a list with the carried state of every layer after the step,
             reduced over microbatches and data ranks, empty if layers carry no state; and the observed state (amax histories of
             FP8) after the step, {} without amax histories.
         """
         pipeline, data = self.pipeline, batch_axes(self.pipeline.mesh)
-        specs = pipeline.specs(self.shapes)
+        specs = pipeline.specs
 
         def local(results: Tree) -> tuple[Array, Tree, list[Tree], Tree]:
             layers = [chunk.unpack(arrays) for chunk, arrays in zip(self.chunks, results["layers"], strict=True)]
@@ -201,10 +207,10 @@ class Dispatched:
             outer = [sums.get(i, jnp.zeros(leaf.shape, jnp.float32)) for i, leaf in enumerate(leaves)]
             grads = {"outer": structure.unflatten(outer), "layers": jax.tree.map(lambda g: g[None], layers)}
             count, after = pipeline.schedule.num_microbatches, []
-            histories = pipeline.precision.finish(results["histories"], data, pipeline.layout)
+            histories = pipeline.precision.finish(results["histories"], data, pipeline.assignment)
             if results["carried"]:
                 total = jax.tree.map(lambda *chunks: jnp.stack(chunks), *results["carried"])
-                after = pipeline.carried.finish(total, count, data, pipeline.layout)
+                after = pipeline.carried.finish(total, count, data, pipeline.assignment)
             means = jax.tree.map(lambda total: lax.pmean(total, data) / count, (results["loss"][0], grads))
             return *means, after, histories
 
@@ -217,7 +223,7 @@ class Dispatched:
         """The results of a call: by kind, then by chunk or end, then by array."""
         pipeline, mesh, flow = self.pipeline, self.pipeline.mesh, self.plans[0].flow
         ranks, carried, precision = range(mesh.shape[Axis.PIPE]), pipeline.carried.layer, pipeline.precision
-        history = jax.eval_shape(partial(precision.state, pipeline.layout.layers_per_stage))
+        history = jax.eval_shape(partial(precision.state, pipeline.assignment.layers_per_stage))
 
         def result(shards: Sequence[tuple[Any, ...] | None], axis: int | None = 0) -> _Result:
             aval = next(flow.avals[flow.results[name]] for name in shards if name is not None)
@@ -266,10 +272,9 @@ def dispatched(
 
     Args:
         pipeline: The model with its schedule, on the mesh of the devices to use.
-        params: Shapes and shardings of the parameters as the training state stores them, a dict. `outer` is the tree of the
-            parameters of embedding and head. `layers` has the parameters of layers in any tree that `unpack` converts.
+        params: Shapes and shardings of the arrays of the step by name. Those of embedding and head are not packed.
         carry: Shapes and shardings of the carried and observed state.
-        unpack: `unpack(params)` converts `params` to the tree of `Pipeline.stack`. A pure function, traced.
+        unpack: `unpack(params)` converts `params` to the tree of the pipeline. A pure function, traced.
         batch: Shapes and shardings of a placed batch, leaves [M, B/M, ...] for M microbatches of a batch of B rows.
         key: Random key of the whole training, compiled into the program as a constant. The key of a layer is folded from it by
             step, replica, microbatch and layer, so it is the same as with the SPMD engine.
@@ -328,12 +333,12 @@ def _begin(
     extra = {"carried": pipeline.carried.bits(len(layers)), "first": jax.ShapeDtypeStruct((), jnp.int32)}
     keys = [jax.eval_shape(jax.random.key_data, key)] * pipeline.model.takes_key
     # Shapes of the arguments of the longest stage, without the embedding.
-    args = ((layers, extra), *pipeline.inputs(shapes, batch), *keys)
+    args = ((layers, extra), *pipeline.inputs(batch), *keys)
     function = pipeline.stage(impl, len(layers))
 
     def begin(params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
         def local(layers: Tree, states: list[Tree], history: Tree, batch_M: Tree, data: Array) -> Tree:
-            table_CN = pipeline.own(pipeline.layout.layers())
+            table_CN = pipeline.own(pipeline.assignment.layers())
             results = {
                 "batch": [jax.tree.map(lambda leaf, m=m: leaf[m], batch_M) for m in range(count)],
                 "layers": [chunk.pack(pipeline.of_rank(places)) for chunk, places in zip(chunks, layers, strict=True)],
@@ -355,7 +360,7 @@ def _begin(
 
         whole, data = unpack(params), jax.random.key_data(jax.random.fold_in(key, step))
         states = pipeline.model.split_carried(carry.model) if jax.tree.leaves(carry.model) else []
-        of_layers, of_batch = pipeline.specs(whole)["layers"], PartitionSpec(None, batch_spec)
+        of_layers, of_batch = pipeline.specs["layers"], PartitionSpec(None, batch_spec)
         in_specs = (of_layers, PartitionSpec(), PartitionSpec(), of_batch, PartitionSpec())
         of_ranks = ["layers", "state", "weights", *["first"] * pipeline.model.takes_key, *["carried"] * bool(states)]
         out_specs = dict.fromkeys(of_ranks, PartitionSpec(Axis.PIPE))

@@ -1,5 +1,6 @@
 """Predicts the memory of a pipeline rank during a step from shapes."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jgraph.layout import Param
 from jgraph.pipeline._placement import without_ranks
 from jgraph.pipeline.partition import AXIS, Tree
 from jgraph.pipeline.program import Pipeline
@@ -14,14 +16,13 @@ from jgraph.strategies import sharding as fsdp
 from jgraph.tree import leaf_names
 
 
-def bytes_per_rank(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, int]:
+def bytes_per_rank(pipeline: Pipeline, inputs: Tree) -> dict[str, int]:
     """Predicts the memory of a rank during a step of the SPMD engine, without parameters and optimizer state.
 
     Computes nothing on a device. All ranks have the same arrays, so the prediction holds for each of them.
 
     Args:
         pipeline: The pipeline.
-        params: Shapes of the parameters in the tree of `Pipeline.stack`, from `Pipeline.stacked_shapes`.
         inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches of B rows over all devices.
 
     Returns:
@@ -33,23 +34,18 @@ def bytes_per_rank(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, 
         padding layers, and two copies of FP8 weights) and `gathered` (parameters that are gathered over the axis `fsdp` and not
         counted in `cast`).
     """
-    slots, sizes = pipeline.tables().slots, slot_bytes(pipeline, params, inputs)
+    slots, sizes = pipeline.tables().slots, slot_bytes(pipeline, inputs)
     pools = {pool: slots[pool] * size for pool, size in sizes.items()}
     pools["in flight"] = sum(sizes[pool] for pool in ("forward_dgrad", "forward_wgrad", "stash"))
-    ranks = pipeline.mesh.shape[AXIS]
-
-    def local_shard(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((leaf.size // (1 if pipeline.pipe_axis(path) is None else ranks),), leaf.dtype)
-
-    layers = without_ranks(params["layers"])
-    outer = jax.tree_util.tree_map_with_path(local_shard, params["outer"])
+    layers = without_ranks(pipeline.shapes["layers"])
+    outer = pipeline.each(lambda param: _of_rank(param, pipeline.mesh.shape[AXIS]))["outer"]
     weights = pipeline.precision.weights
     quantized, rest = _by_precision([layer for chunk in layers for layer in chunk], weights)
     is_cast = pipeline.compute_dtype not in (None, jnp.float32)
     if is_cast:
         cast = _nbytes([outer, *(leaf for leaf in rest if leaf.ndim > 1)], pipeline.compute_dtype)
     else:
-        last = [] if pipeline.layout.is_even else [chunk[-1] for chunk in layers]
+        last = [] if pipeline.assignment.is_even else [chunk[-1] for chunk in layers]
         cast = _nbytes(_by_precision(last, weights)[1])
     cast += 2 * _nbytes(quantized, jnp.int8)
     is_sharded = pipeline.mesh.shape.get(fsdp.AXIS, 1) > 1
@@ -57,14 +53,13 @@ def bytes_per_rank(pipeline: Pipeline, params: Tree, inputs: Tree) -> dict[str, 
     return pools | {"main_grad": _nbytes([layers, outer], jnp.float32), "cast": cast, "gathered": gathered}
 
 
-def slot_bytes(pipeline: Pipeline, params: Tree, inputs: Tree, *, layers: int | None = None) -> dict[str, int]:
+def slot_bytes(pipeline: Pipeline, inputs: Tree, *, layers: int | None = None) -> dict[str, int]:
     """Computes the bytes of one slot of each pool. A slot holds the arrays of one stage and one microbatch on one device.
 
     Computes nothing on a device.
 
     Args:
         pipeline: The pipeline.
-        params: Shapes of the parameters in the tree of `Pipeline.stack`, from `Pipeline.stacked_shapes`.
         inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches of B rows over all devices.
         layers: Number of layers per stage; None for the number of layers of the longest stage.
 
@@ -73,12 +68,18 @@ def slot_bytes(pipeline: Pipeline, params: Tree, inputs: Tree, *, layers: int | 
         that a dgrad keeps for its wgrad), and `activation`, `gradient` and `loss`. Each of the last three has the bytes of x,
         the array that a stage passes to the next one.
     """
-    x, *context = pipeline.inputs(params, inputs)
-    stage = without_ranks(params["layers"][0])
+    x, *context = pipeline.inputs(inputs)
+    stage = without_ranks(pipeline.shapes["layers"][0])
     stage = [stage[0]] * layers if layers else stage
     spec = pipeline.split(None, len(stage)).spec(pipeline.stage_shapes(stage), x, *context)
     size = x.size * x.dtype.itemsize
     return spec.nbytes() | {"activation": size, "gradient": size, "loss": size}
+
+
+def _of_rank(param: Param, ranks: int) -> jax.ShapeDtypeStruct:
+    """Returns a shape with as many elements as a rank holds."""
+    shares = 1 if param.axis_of(AXIS) is None else ranks
+    return jax.ShapeDtypeStruct((math.prod(param.shape) // shares,), param.dtype)
 
 
 def _nbytes(tree: Tree, dtype: DTypeLike | None = None) -> int:

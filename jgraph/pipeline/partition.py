@@ -1,6 +1,6 @@
 """Describes a model as embedding, layers and head, and assigns its layers to the stages of a pipeline."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
@@ -162,42 +162,6 @@ class StageAssignment:
         """Returns a mask, bool [P, C, N] (ranks, chunks, places): True for a place with a layer, False for padding."""
         bounds = np.array([[self._bounds(stage) for stage in stages] for stages in self.placement])
         return np.arange(self.layers_per_stage) < (bounds[..., 1] - bounds[..., 0])[..., None]
-
-    def stack(self, layers: Sequence[Tree]) -> list[list[Tree]]:
-        """Stacks the trees of all layers over the ranks.
-
-        Args:
-            layers: One tree of arrays per layer, from the first to the last, all with the same structure and shapes.
-
-        Returns:
-            Nested lists `[chunk][place]` of trees with the structure of a layer. Leaves are [P, ...]: index r of the first axis
-            has the layer of rank r at this chunk and place, or zeros for padding.
-        """
-        assert len(layers) == self.num_layers
-        zeros = jax.tree.map(jnp.zeros_like, layers[0])
-
-        def at(stages: tuple[int, ...], chunk: int, place: int) -> Tree:
-            first, end = self._bounds(stages[chunk])
-            return layers[first + place] if first + place < end else zeros
-
-        return [
-            [
-                jax.tree.map(lambda *leaves: jnp.stack(leaves), *(at(stages, chunk, place) for stages in self.placement))
-                for place in range(self.layers_per_stage)
-            ]
-            for chunk in range(self.num_chunks)
-        ]
-
-    def unstack(self, stacked: Sequence[Sequence[Tree]]) -> list[Tree]:
-        """Inverts `stack`.
-
-        Args:
-            stacked: Nested lists `[chunk][place]` of trees with leaves [P, ...].
-
-        Returns:
-            One tree per layer, from the first to the last. Padding is dropped.
-        """
-        return [jax.tree.map(lambda leaf, p=p: leaf[p], stacked[chunk][place]) for p, chunk, place in self.places()]
 
     def places(self) -> list[tuple[int, int, int]]:
         """Returns the (rank, chunk, place) of each layer, from the first to the last layer; all 0-based."""

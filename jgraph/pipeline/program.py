@@ -13,17 +13,18 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jgraph.autodiff import split_backward
 from jgraph.errors import ConfigError, OrderError
-from jgraph.mesh import batch_axes, on_ranks
-from jgraph.pipeline._placement import Placement, without_ranks
+from jgraph.layout import Layout
+from jgraph.mesh import Axis, batch_axes, on_ranks
+from jgraph.pipeline._placement import Placement, place, without_ranks
 from jgraph.pipeline._play import play_aligned, play_general
 from jgraph.pipeline._runtime import RankRuntime, State
 from jgraph.pipeline._stage import StageExecutor
 from jgraph.pipeline._stage_function import StageFunctions
-from jgraph.pipeline.partition import AXIS, PipelineModel, StageAssignment, Tree
+from jgraph.pipeline.partition import AXIS, PipelineModel, Tree
 from jgraph.schedule.action import BACKWARD
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.tables import ScheduleTables, phases, tabulate
-from jgraph.strategies import sharding as fsdp
+from jgraph.strategies.sharding import FSDPChoices
 from jgraph.tree import only
 
 Runtime = Literal["auto", "aligned", "general"]
@@ -39,12 +40,10 @@ class Pipeline(Placement, StageFunctions):
 
     Attributes:
         model: The model, as embedding, layers and head.
-        layout: The assignment of layers to ranks.
+        assignment: The assignment of layers to ranks.
         mesh: A mesh with the axis `pipe`, and optionally `data`, `fsdp`, `context` and `tensor`.
-        axes: Maps the name of a parameter in the tree of `stack` to the axis to shard over `fsdp`; the axis of ranks does not
-            count. The axis of a parameter without an entry follows from its shape. Set by `shard_as`.
-        experts: Number of `fsdp` devices that the experts of `jgraph.MoE` are sharded over.
-        shards: `everything` if `fsdp` shards all parameters, `experts` if it shards only experts.
+        layout: The layout of the arrays: stacked over the ranks, and sharded over `fsdp`.
+        named: The layout of the tree of parameters.
         compute_dtype: Matrices of the layers and of the head, except weights of routers, are cast to this dtype once per step.
             None does not cast.
         remat: Activations to recompute in the backward pass. `nothing` recomputes only elementwise operations, `wide` also the
@@ -62,7 +61,15 @@ class Pipeline(Placement, StageFunctions):
     runtime: Runtime = "auto"
 
     @classmethod
-    def of(cls, model: PipelineModel, schedule: Schedule, mesh: Mesh, *, num_layers: int, **choices: Any) -> "Pipeline":
+    def of(
+        cls,
+        model: PipelineModel,
+        schedule: Schedule,
+        mesh: Mesh,
+        given: Layout,
+        fsdp: FSDPChoices | None = None,
+        **choices: Any,
+    ) -> "Pipeline":
         """Makes a pipeline. With the runtime `auto`, the default, it selects `aligned` if this can run the schedule.
 
         Args:
@@ -70,9 +77,9 @@ class Pipeline(Placement, StageFunctions):
             schedule: The schedule.
             mesh: A mesh with the axis `pipe`, and optionally other axes. The pipeline gets a mesh with the same devices
                 and names, and all axes of the type `jax.sharding.AxisType.Auto`.
-            num_layers: Number of layers of the model.
-            **choices: Values of the attributes `axes`, `experts`, `shards`, `compute_dtype`, `remat`, `carried`, `precision`
-                and `runtime`. Each is optional.
+            given: The layout of the parameters that the model gets, for example `jgraph.layout.named` of their shapes.
+            fsdp: How parameters are sharded over `fsdp`; None for the defaults.
+            **choices: Values of the attributes `compute_dtype`, `remat`, `carried`, `precision` and `runtime`.
 
         Returns:
             The pipeline. Its `runtime` is `aligned` or `general`. With `aligned`, its `schedule` is the result of
@@ -82,14 +89,15 @@ class Pipeline(Placement, StageFunctions):
             OrderError: If there are fewer layers than stages, ranks have different numbers of stages, or `runtime` is `aligned`
                 and the schedule has full backwards, ticks in which all ranks are idle, ticks with different actions other than
                 wgrad, or consecutive stages on ranks that are not neighbors.
-            ConfigError: If the axis `pipe` and the schedule have different numbers of ranks.
+            ConfigError: If the axis `pipe` and the schedule have different numbers of ranks, or a parameter cannot be sharded
+                as requested.
         """
         ranks = mesh.shape[AXIS]
         if ranks != schedule.num_ranks:
             raise ConfigError(f"`pp` is {ranks}: must be the {schedule.num_ranks} ranks of the schedule", field="pp")
         # The explicit axes of `jax.make_mesh` would require the caller to shard the arguments.
-        mesh, layout = Mesh(mesh.devices, mesh.axis_names), StageAssignment.of(schedule, num_layers)
-        pipeline = cls(model=model, schedule=schedule, layout=layout, mesh=mesh, **choices)
+        mesh = Mesh(mesh.devices, mesh.axis_names)
+        pipeline = cls(**place(model, schedule, mesh, given, fsdp or FSDPChoices()), schedule=schedule, **choices)
         if pipeline.runtime != "general":
             try:
                 _check_aligned(schedule)
@@ -107,7 +115,7 @@ class Pipeline(Placement, StageFunctions):
         as `step`.
 
         Args:
-            params: Parameters in the tree of `stack`, with the NamedShardings that `shardings` returns.
+            params: The tree of parameters (`tree`), with the NamedShardings `shardings`.
             inputs: Microbatches with leaves [M, B, ...]: M microbatches of B rows; B is sharded over `data` and `fsdp`.
             key: Random key of the step; None if layers take no key. Each data rank, microbatch and layer gets a key folded from
                 it.
@@ -124,7 +132,7 @@ class Pipeline(Placement, StageFunctions):
         """Computes the loss, the gradients and the state after a step. A pure function; call it under `jax.jit`.
 
         Args:
-            params: Parameters in the tree of `stack`, with the NamedShardings that `shardings` returns.
+            params: The tree of parameters (`tree`), with the NamedShardings `shardings`.
             inputs: Microbatches with leaves [M, B, ...]: M microbatches of B rows; B is sharded over `data` and `fsdp`.
             key: Random key of the step; None if layers take no key. Each data rank, microbatch and layer gets a key folded from
                 it.
@@ -145,22 +153,31 @@ class Pipeline(Placement, StageFunctions):
             ConfigError: If `PipelineModel.sharded` names no parameter of embedding and head, or the number of ranks does not
                 divide the sharded axis.
         """
-        shards, impl = self.fsdp_shards(params), None if key is None else jax.random.key_impl(key)
-        specs = only(self.trained(params), self.specs(params))
-        out_specs = (PartitionSpec(), specs, PartitionSpec(), PartitionSpec())
+        shards, impl = self.shards, None if key is None else jax.random.key_impl(key)
+        trained = self.each(lambda param: param.is_trained)
+        out_specs = (PartitionSpec(), only(trained, self.specs), PartitionSpec(), PartitionSpec())
         data = None if key is None else jax.random.key_data(key)
         if observed is None:
-            observed = self.precision.state(self.layout.num_layers)
-        run = self._on_mesh(partial(self._on_rank, shards=shards, impl=impl), params, out_specs)
+            observed = self.precision.state(self.assignment.num_layers)
+        run = self._on_mesh(partial(self._on_rank, shards=shards, trained=trained, impl=impl), out_specs)
         return run(params, inputs, data, list(carried), observed)
 
     # --- The program of a rank, under `jax.shard_map` ---
 
     def _on_rank(
-        self, params: Tree, inputs: Tree, key: Array | None, carried: list[Tree], observed: Tree, *, shards: Tree, impl: Any
+        self,
+        params: Tree,
+        inputs: Tree,
+        key: Array | None,
+        carried: list[Tree],
+        observed: Tree,
+        *,
+        shards: Tree,
+        trained: Tree,
+        impl: Any,
     ) -> tuple[Array, Tree, list[Tree], Tree]:
         """Computes `step` on one rank."""
-        batch, layout = batch_axes(self.mesh), self.layout
+        batch, layout = batch_axes(self.mesh), self.assignment
         outer = _gathered(shards["outer"], params["outer"])
         if key is not None and any(self.mesh.shape[axis] > 1 for axis in batch):
             key = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl=impl), lax.axis_index(batch)))
@@ -172,13 +189,11 @@ class Pipeline(Placement, StageFunctions):
         context = jax.eval_shape(self.model.context_of, first)
         states = self.precision.pick(observed, table_CN)
         args = (given[0], x, *context, *([] if key is None else [key]))
-        over = tuple(axis for axis in batch if axis == fsdp.AXIS and self.mesh.shape[axis] > 1)
+        over = tuple(axis for axis in batch if axis == Axis.FSDP and self.mesh.shape[axis] > 1)
         weights = self.precision.prepare(function, args, chunks, states, shards["layers"], over)
         stages = list(zip(given, states, weights, strict=True))
         split = split_backward(function, has_aux=True, recompute=self.recompute)
-        rank = StageExecutor(
-            self.model, split, self.carried, outer, head_outer, stages, inputs, key, impl, self.trained(params)
-        )
+        rank = StageExecutor(self.model, split, self.carried, outer, head_outer, stages, inputs, key, impl, trained)
         runtime = RankRuntime(rank, self.tables(), layout.num_stages)
         state = play_aligned(runtime) if self.runtime == "aligned" else play_general(runtime)
         count = self.schedule.num_microbatches
@@ -195,7 +210,7 @@ class Pipeline(Placement, StageFunctions):
         Returns:
             The `fsdp` shards of the parameters, and the gathered parameters with the other inputs of the stage.
         """
-        layout = self.layout
+        layout = self.assignment
         chunks, given = jax.tree.map(lambda leaf: leaf[0], layers), []
         states = self.carried.pick(carried, table_CN) if carried else {}
         for c, own in enumerate(chunks):
@@ -213,15 +228,14 @@ class Pipeline(Placement, StageFunctions):
     def _mean_grads(self, state: State, shards: Tree) -> Tree:
         """Returns the mean gradients over microbatches and data ranks, in the tree of the parameters of `step`."""
         batch = batch_axes(self.mesh)
-        summed = jax.tree_util.tree_map_with_path(
-            lambda path, g: g if self.pipe_axis(path) is not None else lax.psum(g, AXIS), state.outer
-        )
+        is_whole = self.each(lambda param: param.axis_of(AXIS) is None)["outer"]
+        summed = jax.tree.map(lambda is_whole, g: g if g is None or not is_whole else lax.psum(g, AXIS), is_whole, state.outer)
         grads = {"outer": summed, "layers": [_without_padding(*given) for given, _ in state.grads]}
-        if fsdp.AXIS in batch:
-            ranks = self.mesh.shape[fsdp.AXIS]
+        if Axis.FSDP in batch:
+            ranks = self.mesh.shape[Axis.FSDP]
             grads = jax.tree.map(lambda shard, g: None if g is None else shard.scatter(g) / ranks, shards, grads)
         # Divided last, because amax histories and attached losses of layers need the unscaled loss of a microbatch.
-        data, count = tuple(axis for axis in batch if axis != fsdp.AXIS), self.schedule.num_microbatches
+        data, count = tuple(axis for axis in batch if axis != Axis.FSDP), self.schedule.num_microbatches
         grads = jax.tree.map(lambda g: lax.pmean(g, data) / count, grads)
         return grads | {"layers": jax.tree.map(lambda g: g[None], grads["layers"])}
 
@@ -232,8 +246,8 @@ class Pipeline(Placement, StageFunctions):
         """
         return lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(AXIS), keepdims=False)
 
-    def _on_mesh(self, run: Callable[..., Any], params: Tree, out_specs: Any) -> Callable[..., Any]:
-        in_specs = self.specs(params), PartitionSpec(None, batch_axes(self.mesh)), *[PartitionSpec()] * 3
+    def _on_mesh(self, run: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+        in_specs = self.specs, PartitionSpec(None, batch_axes(self.mesh)), *[PartitionSpec()] * 3
         return on_ranks(run, self.mesh, in_specs, out_specs)
 
     def tables(self) -> ScheduleTables:
@@ -245,13 +259,12 @@ class Pipeline(Placement, StageFunctions):
 
     # --- Shapes ---
 
-    def inputs(self, params: Tree, inputs: Tree) -> tuple[Any, ...]:
+    def inputs(self, inputs: Tree) -> tuple[Any, ...]:
         """Computes the shapes of x and of the context, the inputs of a stage, for one microbatch on one data rank.
 
         x is the array that `PipelineModel.embed` returns and that a stage passes to the next one. Computes nothing on a device.
 
         Args:
-            params: Shapes of the parameters in the tree of `stack`.
             inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches, each with B rows over all data ranks.
 
         Returns:
@@ -259,7 +272,7 @@ class Pipeline(Placement, StageFunctions):
             them, both without shardings.
         """
         args: list[Any] = []
-        shards = self.fsdp_shards(params)["outer"]
+        shards = self.shards["outer"]
 
         # Traced on the mesh, because an embedding may use the mesh axes.
         def embed(params: Tree, inputs: Tree, *_: Any) -> None:
@@ -267,22 +280,13 @@ class Pipeline(Placement, StageFunctions):
             outer = _gathered(shards, params["outer"])
             args.extend((jax.eval_shape(self.model.embed, outer, first), *jax.eval_shape(self.model.context_of, first)))
 
-        jax.eval_shape(self._on_mesh(embed, params, None), params, inputs, None, [], None)
+        jax.eval_shape(self._on_mesh(embed, None), self.shapes, inputs, None, [], None)
         # Without shardings, because these shapes are used outside the mesh.
         return tuple(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), args))
 
-    def layer_shapes(self, params: Tree, inputs: Tree) -> tuple[Tree, tuple[Any, ...]]:
-        """Computes the shapes of the arguments of a stage that has one layer, for one microbatch on one data rank.
-
-        Args:
-            params: Shapes of the parameters in the tree of `stack`.
-            inputs: Shapes of the microbatches, leaves [M, B, ...]: M microbatches, each with B rows over all data ranks.
-
-        Returns:
-            A pair: the result of `stage_shapes` for one layer, which is the first argument of the stage; and the result of
-            `inputs`, which are the next arguments.
-        """
-        return self.stage_shapes(without_ranks(params["layers"][0][:1])), self.inputs(params, inputs)
+    def layer_shapes(self, inputs: Tree) -> tuple[Tree, tuple[Any, ...]]:
+        """Returns the shapes of the arguments of a stage of one layer: `stage_shapes`, and the result of `inputs`."""
+        return self.stage_shapes(without_ranks(self.shapes["layers"][0][:1])), self.inputs(inputs)
 
     def stage_shapes(self, layers: list[Tree]) -> Tree:
         """Computes the shapes of the first argument of a stage, for a stage of these layers.

@@ -5,7 +5,7 @@ from typing import Any
 
 import optax
 
-from jgraph.packing import Packing
+from jgraph.layout import Packing
 from jgraph.step.probe import check_elementwise
 from jgraph.step.transform import Transform, elementwise, make_transform
 from jgraph.tree import PyTree

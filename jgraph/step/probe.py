@@ -16,7 +16,7 @@ from jax.extend import core
 
 from jgraph.autodiff import replay
 from jgraph.errors import ConfigError
-from jgraph.packing import Packing
+from jgraph.layout import Packing
 from jgraph.step.transform import Elementwise, apply_transform, make_transform
 from jgraph.strategies.objective import Tree
 from jgraph.tree import is_matrix, leaf_names, path_name

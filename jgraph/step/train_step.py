@@ -12,31 +12,25 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jgraph.checkpoint.canonical import CanonicalLayout, spread
+from jgraph.checkpoint.canonical import CanonicalLayout
 from jgraph.dispatch import in_turn, warn_unordered
 from jgraph.errors import ConfigError
+from jgraph.layout import alone, named
 from jgraph.mesh import PARTITIONED_AXES
 from jgraph.precision.config import FP8Config
 from jgraph.scopes import scope
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.probe import check_elementwise
 from jgraph.step.state import StepMetrics, TrainState
-from jgraph.step.transform import (
-    Elementwise,
-    Transform,
-    apply_transform,
-    check_transform,
-    make_transform,
-    state_shardings,
-)
+from jgraph.step.transform import Elementwise, Transform, check_transform, make_transform
+from jgraph.step.update import ElementwiseOptimizer, Optimizer, Update
 from jgraph.strategies import checks
 from jgraph.strategies.base import BoundStrategy, GradientProgram, Strategy
-from jgraph.strategies.objective import Loss, Objective, Tree, halted, raised
-from jgraph.tree import depends, leaf_names, matching, merged, only, partly, unless_named
+from jgraph.strategies.objective import Objective, Tree
+from jgraph.tree import leaf_names, matching
 from jgraph.xla import check_identity, compile_and_report, compiler_options
 from jgraph.xla.options import OptionValue, known
 
@@ -130,36 +124,42 @@ def train_step(
     if is_elementwise:
         check_elementwise(transform, strategy.shapes)
     names = leaf_names(strategy.shapes)
-    frozen = frozenset(name for pattern in freeze for name in matching(pattern, names, field="freeze"))
+    frozen = {name for pattern in freeze for name in matching(pattern, names, field="freeze")}
     if freeze and len(frozen) == len(names):
         patterns = " ".join(map(repr, freeze))
         raise ConfigError(
             f"`freeze` is {patterns}: must leave at least one parameter to train, but matches all {len(names)}", field="freeze"
         )
+    own = named(strategy.shapes, frozen)
     objective = Objective(
         loss=loss,
+        layout=own if is_elementwise else own.then(alone()),
         num_microbatches=num_microbatches,
         grads_dtype=grads_dtype,
-        packing="small" if is_elementwise else "nothing",
         carried=carried,
         reductions=reductions,
         fp8=fp8,
         batch=batch,
-        frozen=frozen,
     )
     bound = strategy.bind(objective)
-    return TrainStep(
-        bound,
-        make_transform(transform, only(bound.trained, bound.is_matrix)) if is_elementwise else transform,
+    of_trained = bound.layout.trained
+    if is_elementwise:
+        decays = {name: param.decays for name, param in of_trained.params.items()}
+        optimizer = ElementwiseOptimizer(make_transform(transform, decays), of_trained)
+    else:
+        optimizer = Optimizer(transform, of_trained)
+    update = Update(
+        optimizer,
+        bound.layout,
         shapes=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), strategy.shapes),
         objective=objective,
-        sees="arrays" if is_elementwise else "tree",
         clip_norm=clip_norm,
-        key=key,
         params_dtype=params_dtype,
         read_dtype=read_dtype,
         frozen_dtype=frozen_dtype,
+        observed=bound.observed,
     )
+    return TrainStep(bound, update, key)
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,38 +169,23 @@ class TrainStep:
     In the methods, B is the number of rows of the whole batch, and M the number of microbatches.
 
     Attributes:
-        bound: The strategy, bound to `objective`: it computes the gradients and stores the parameters as arrays.
-        transform: The optax transform.
-        shapes: Arrays or shapes of the parameters, in the model's own tree. Only shapes and dtypes are read.
-        objective: The loss and the choices that the strategy needs.
-        sees: The layout of the gradients and parameters that the transform gets. `arrays` is the layout of
-            `TrainState.params`, for a transform declared `jgraph.elementwise`. `tree` is the model's own tree.
-        clip_norm: Largest global L2 norm of the gradient; None does not clip.
+        bound: The strategy, bound to the loss: it computes the gradients and stores the parameters as arrays.
+        update: The optax transform with clipping and the check for finite values.
         key: The random key of the run.
-        params_dtype: Floating dtype of the parameters in the state.
-        read_dtype: The mean gradient is rounded to this floating dtype before the update. None does not round.
-        frozen_dtype: Floating dtype of arrays with frozen parameters only.
     """
 
     bound: BoundStrategy
-    transform: Transform
-    shapes: Tree
-    objective: Objective
-    sees: Literal["arrays", "tree"]
-    clip_norm: float | None
+    update: Update
     key: Array
-    params_dtype: Any
-    read_dtype: Any
-    frozen_dtype: Any
 
     def __repr__(self) -> str:
-        size, devices = sum(leaf.size for leaf in jax.tree.leaves(self.shapes)), self.num_devices
+        size, devices = sum(leaf.size for leaf in jax.tree.leaves(self.update.shapes)), self.num_devices
         return f"TrainStep({size:,} parameters on {devices} device{'s' * (devices > 1)}, {type(self.bound).__name__})"
 
     @property
     def mesh(self) -> Mesh | None:
         """The mesh of the strategy. None if the strategy has no mesh; the step then runs on one device."""
-        return self.bound.mesh
+        return self.bound.batches.mesh
 
     @property
     def num_devices(self) -> int:
@@ -247,27 +232,27 @@ class TrainStep:
                 has the path of the leaf.
         """
         carried = {} if carried is None else carried
-        checks.check_carried(carried, self.objective.carried)
+        checks.check_carried(carried, self.update.objective.carried)
         if callable(params):
-            make = jax.jit(lambda *rest: self._init(params(), *rest), out_shardings=self.shardings)
-            return in_turn(make(carried, observed))
-        checks.check_params(params, self.shapes)
-        return in_turn(jax.jit(self._init, out_shardings=self.shardings)(params, carried, observed))
+            return in_turn(self.jitted_init(lambda *rest: (params(), *rest))(carried, observed))
+        checks.check_params(params, self.update.shapes)
+        return in_turn(self.jitted_init(lambda *args: args)(params, carried, observed))
 
-    def lower_init(self, make: Callable[[], tuple[Tree, Tree]]) -> jax.stages.Lowered:
-        """Lowers a program without arguments that makes the initial state. Does not compile or run it.
+    def jitted_init(self, make: Callable[..., tuple[Tree, ...]]) -> jax.stages.Wrapped:
+        """Returns the jitted function that makes the initial state. Traces nothing.
 
         Args:
-            make: A function without arguments, which is traced. Returns (params, carried): the parameters in the model's own
-                tree, and the carried state, {} if there is none.
+            make: A function, which is traced. Returns the parameters in the model's own tree, the carried state ({} if there is
+                none), and optionally the observed state.
 
         Returns:
-            The lowered program. Its result is the `TrainState` before the first step.
-
-        Raises:
-            ShapeError: If the results of `make` differ from the shapes given to the strategy and to `train_step`.
+            A function with the arguments of `make` that returns the `TrainState` before the first step.
         """
-        return jax.jit(lambda: self._init(*make()), out_shardings=self.shardings).lower()
+
+        def initial(*args: Tree) -> TrainState:
+            return self.update.initial(*make(*args))
+
+        return jax.jit(initial, out_shardings=self.shardings)
 
     @cached_property
     def state(self) -> TrainState:
@@ -275,8 +260,10 @@ class TrainStep:
 
         Holds no arrays. Computed once.
         """
-        shapes = jax.eval_shape(self._init, self.shapes, self.objective.carried)
-        return shapes if self.mesh is None else _placed(shapes, self.shardings)
+        shapes = self.update.state
+        if self.mesh is None:
+            return shapes
+        return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes, self.shardings)
 
     @cached_property
     def shardings(self) -> Any:
@@ -285,19 +272,8 @@ class TrainStep:
         Raises:
             ConfigError: If an elementwise transform has a moment with another shape than its parameter.
         """
-        if self.mesh is None:
-            return None
         # Explicit, because an update in place requires that results have the shardings of the arguments.
-        state, replicated = jax.eval_shape(self._init, self.shapes, self.objective.carried), self._replicated
-        params = self.bound.shardings(state.params)
-        if self.sees == "arrays":
-            trained = self.only_trained(state.params), self.only_trained(params)
-            opt_state = state_shardings(self.transform, state.opt_state, *trained, replicated)
-        else:
-            opt_state = spread(self.mesh, _placed(state.params, params), state.opt_state)
-        counter: Any = replicated
-        rest = jax.tree.map(lambda _: replicated, state.carry)
-        return TrainState(counter, counter, params, opt_state, *rest)
+        return None if self.mesh is None else self.update.shardings(self.mesh)
 
     @property
     def canonical(self) -> CanonicalLayout:
@@ -306,22 +282,7 @@ class TrainStep:
         In the canonical layout, the parameters and the optimizer state are in the model's own tree, without packing, padding
         and stacking. Checkpoints of every strategy have this layout.
         """
-        trained = (self.bound.trained, self._trained_tree) if self.objective.frozen else None
-        return CanonicalLayout(self.bound.pack, self.bound.unpack, self.state, self.mesh, self.sees, trained)
-
-    def _init(self, tree: Tree, carried: Tree, observed: Tree = None) -> TrainState:
-        checks.check_params(tree, self.shapes)
-        checks.check_carried(carried, self.objective.carried)
-        dtypes = {True: self.params_dtype, False: self.frozen_dtype}
-        params = jax.tree.map(lambda trains, leaf: leaf.astype(dtypes[trains]), self.bound.trained, self.bound.pack(tree))
-        trained = self.only_trained(params)
-        seen = trained if self.sees == "arrays" else self._unpacked(trained)
-        if observed is None:
-            observed = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.bound.observed)
-        zero = jnp.zeros((), jnp.int32)
-        # Copies, because the first step donates the state.
-        rest = jax.tree.map(jnp.array, (carried, observed))
-        return TrainState(zero, zero.copy(), params, self.transform.init(seen), *rest)
+        return CanonicalLayout(self.bound.layout, self.update.optimizer.moments, self.state, self.mesh)
 
     def resumed(self, state: TrainState) -> TrainState:
         """Sets the carried arrays with the reduction `halt` to zero, in the same buffers, so that training can go on.
@@ -335,7 +296,7 @@ class TrainStep:
             The state to continue from. The index of the next batch is `state.step`, which does not count halted steps.
         """
         leaves, structure = jax.tree.flatten(state.carried)
-        kinds = jax.tree.leaves(self.objective.reductions)
+        kinds = jax.tree.leaves(self.update.objective.reductions)
         flags = {i: leaves[i] for i, kind in enumerate(kinds) if kind == "halt"}
         shardings = {i: flag.sharding for i, flag in flags.items()}
         zeros = jax.jit(partial(jax.tree.map, jnp.zeros_like), donate_argnums=0, keep_unused=True, out_shardings=shardings)
@@ -452,19 +413,9 @@ class TrainStep:
             ConfigError: If `graph` is unknown.
             CompilerOptionError: If an option is not `name=value`, or the installed XLA does not have it.
         """
-        chosen = (*self.chosen_options(platform), *xla_options)
+        # Without options of the strategy that the installed XLA does not have.
+        chosen = (*known(self.bound.xla_options, platform), *xla_options)
         return compiler_options(graph, chosen, platform=platform, num_devices=self.num_devices)
-
-    def chosen_options(self, platform: str) -> tuple[str, ...]:
-        """Returns the XLA options of the strategy, without those that the installed XLA does not have.
-
-        Args:
-            platform: `cpu`, or `gpu`/`cuda`.
-
-        Returns:
-            Options as `name=value`. Empty on a CPU.
-        """
-        return known(self.bound.xla_options, platform)
 
     def lower(self, batch: Tree) -> jax.stages.Lowered:
         """Lowers the step as one program that computes gradients and update. Does not compile or run it.
@@ -498,111 +449,9 @@ class TrainStep:
             key = jax.random.fold_in(self.key, state.step)
             sums, grads = gradients.gradients(state.params, state.carry, key, inputs)
             with scope("optimizer"):
-                return self.update(state, sums, grads)
+                return self.update.apply(state, sums, grads)
 
-        results: dict[str, Any] = {} if self.mesh is None else {"out_shardings": (self.shardings, self._replicated)}
+        results: dict[str, Any] = {}
+        if self.mesh is not None:
+            results["out_shardings"] = (self.shardings, NamedSharding(self.mesh, PartitionSpec()))
         return jax.jit(step, donate_argnums=0, keep_unused=True, **results)
-
-    @property
-    def _replicated(self) -> NamedSharding | None:
-        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
-
-    def only_trained(self, params: Tree) -> Tree:
-        """Replaces arrays with frozen parameters only by None, which is no leaf of a tree. These arrays are not trained.
-
-        Args:
-            params: Tree with the structure of `TrainState.params`.
-
-        Returns:
-            The tree with None in place of the frozen arrays, the structure of gradients and of elementwise optimizer moments.
-        """
-        return only(self.bound.trained, params)
-
-    @property
-    def trained(self) -> Tree:
-        """The shapes of the trained parameters, in the model's own tree with None in place of frozen parameters."""
-        return only(self._trained_tree, self.shapes)
-
-    @cached_property
-    def _trained_tree(self) -> Tree:
-        """Bools in the model's own tree, False for frozen parameters."""
-        return unless_named(self.objective.frozen, self.shapes)
-
-    def _unpacked(self, arrays: Tree) -> Tree:
-        """Converts trained arrays to the model's own tree, with None in place of frozen parameters."""
-        shapes = jax.eval_shape(self.bound.pack, self.shapes)
-        return partly(self.bound.unpack, self.bound.trained, self._trained_tree, shapes)(arrays)
-
-    def _packed(self, tree: Tree) -> Tree:
-        """Inverts `_unpacked`."""
-        return partly(self.bound.pack, self._trained_tree, self.bound.trained, self.shapes)(tree)
-
-    def _mask(self) -> Tree | None:
-        """Returns masks of the trained elements of the trained arrays; None if they have no frozen elements."""
-        trained = self._trained_tree
-        frozen = jax.tree.map(lambda trains: not trains, trained)
-        mixed = jax.tree.leaves(self.only_trained(depends(self.bound.pack, frozen, self.shapes)))
-        if not any(mixed):
-            return None
-        masks = jax.tree.map(lambda trains, leaf: jnp.full(leaf.shape, trains), trained, self.shapes)
-        return self.only_trained(self.bound.pack(masks))
-
-    def update(self, state: TrainState, sums: Loss, grads: Tree) -> tuple[TrainState, StepMetrics]:
-        """Clips the gradient and applies the update of the transform if loss and gradient are finite. Called under `jax.jit`.
-
-        Args:
-            state: The state before the step.
-            sums: Sums over the whole batch: loss, weight (not None) and metrics. `sums.carried` is a `Carry` of the carried and
-                the observed state after the batch.
-            grads: The mean gradient over the batch, not yet clipped, with the structure and shapes of `state.params`. Frozen
-                arrays are not read and may be None.
-
-        Returns:
-            (state, metrics): the new state and the metrics of the step. If an array with the reduction `halt` is positive in
-            `state` or in `sums`, only the arrays with this reduction change, to the elementwise maximum of both. Otherwise, if
-            the loss or the gradient norm is not finite, `step` and `skipped` grow by 1, the arrays with the reduction `halt`
-            become the maximum of both, and no other leaf changes.
-        """
-        grads, before = self.only_trained(grads), self.only_trained(state.params)
-        if self.read_dtype is not None:
-            grads = optax.tree.cast(grads, self.read_dtype)
-        mask = self._mask() if self.objective.frozen else None
-        grads = _where(mask, grads)
-        assert sums.weight is not None, "a bound strategy returns a weight"
-        loss = sums.total / sums.weight
-        square_sums = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)])
-        norm = jnp.sqrt(jnp.sum(square_sums))
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        reductions = self.objective.reductions
-        after = sums.carried
-        carried, as_before = raised(reductions, state.carried, after.model), raised(reductions, after.model, state.carried)
-        flag = halted(reductions, carried)
-        counts = 1 if flag is None else jnp.where(flag == 0, 1, 0)
-        applied = finite if flag is None else finite & (flag == 0)
-        scale = 1.0 if self.clip_norm is None else jnp.minimum(1.0, self.clip_norm / norm)
-        scaled = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, grads)
-        # In float32, because weight decay in bfloat16 would be rounded to zero.
-        params32 = optax.tree.cast(before, jnp.float32)
-        seen = (scaled, params32) if self.sees == "arrays" else (self._unpacked(scaled), self._unpacked(params32))
-        updates, opt_state = apply_transform(self.transform, seen[0], state.opt_state, seen[1], value=loss)
-        if self.sees == "tree":
-            updates = self._packed(updates)
-        params = jax.tree.map(lambda p, u, old: (p + u).astype(old.dtype), params32, _where(mask, updates), before)
-        new = (params, opt_state, carried, after.observed)
-        old = (before, state.opt_state, as_before, state.observed)
-        # Cast to the dtype of the new leaf, so that a transform that changes a dtype fails the check of donated buffers.
-        new = jax.tree.map(lambda new, old: jnp.where(applied, new, old).astype(new.dtype), new, old)
-        skipped = state.skipped + jnp.where(finite, 0, counts)
-        aux = jax.tree.map(lambda leaf: leaf / sums.weight, sums.aux)
-        new = (merged(self.bound.trained, new[0], state.params), *new[1:])
-        return TrainState(state.step + counts, skipped, *new), StepMetrics(loss, norm, square_sums, aux, flag)
-
-
-def _placed(shapes: Tree, shardings: Tree) -> Tree:
-    """Returns shapes with shardings."""
-    return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes, shardings)
-
-
-def _where(mask: Tree | None, tree: Tree) -> Tree:
-    """Returns zeros where the mask is False; without a mask, the tree."""
-    return tree if mask is None else jax.tree.map(lambda m, leaf: jnp.where(m, leaf, jnp.zeros((), leaf.dtype)), mask, tree)

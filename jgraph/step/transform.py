@@ -9,10 +9,13 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
+import jax
 import optax
 from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.errors import ConfigError
+from jgraph.layout import Layout
 from jgraph.strategies.objective import Tree
 
 # optax.MultiSteps is not a GradientTransformation.
@@ -142,27 +145,25 @@ def _is_transform(value: Any) -> TypeGuard[Transform]:
     return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
 
 
-def state_shardings(transform: Transform, opt_state: Tree, params: Tree, shardings: Tree, rest: Any) -> Tree:
-    """Computes the shardings of an optimizer state. Moments are sharded like their parameters.
+def state_shardings(transform: Transform, opt_state: Tree, layout: Layout, mesh: Mesh) -> Tree:
+    """Places the state of an elementwise transform: moments like their parameters, and the rest on every device.
 
     Args:
         transform: The optax transform that made the state.
         opt_state: Arrays or shapes of the optimizer state.
-        params: Arrays or shapes of the parameters that the transform updates.
-        shardings: Sharding of each parameter, a tree with the structure of `params`.
-        rest: Sharding of the other leaves of the state, such as counters.
-
-    Returns:
-        A tree of shardings with the structure of `opt_state`.
+        layout: The layout of the trained parameters.
+        mesh: The devices.
 
     Raises:
         ConfigError: If a moment has another shape than its parameter.
     """
 
-    def of(leaf: Any, param: Any, sharding: Any) -> Any:
+    def of(leaf: Any, param: jax.ShapeDtypeStruct, sharding: Any) -> Any:
         if leaf.shape != param.shape:
             state = f"{leaf.dtype}{list(leaf.shape)} for a parameter of shape {list(param.shape)}"
             raise ConfigError(f"the optimizer state has {state}: must have the shape of the parameter", field="fsdp")
         return sharding
 
-    return optax.tree_map_params(transform, of, opt_state, params, shardings, transform_non_params=lambda _: rest)
+    rest = NamedSharding(mesh, PartitionSpec())
+    placed = layout.shapes(), layout.shardings(mesh)
+    return optax.tree_map_params(transform, of, opt_state, *placed, transform_non_params=lambda _: rest)

@@ -13,6 +13,7 @@ import jax
 from jax import Array
 from jax.sharding import Mesh
 
+from jgraph.layout import Arrays, Layout
 from jgraph.strategies.batches import BatchLayout
 from jgraph.strategies.objective import Carry, Loss, Objective, Tree
 from jgraph.xla.explain import Memory
@@ -64,15 +65,15 @@ class GradientProgram:
         In this class, calls `loss_and_grads` of the strategy.
 
         Args:
-            params: The parameters, `TrainState.params`.
+            params: The arrays of the step, `TrainState.params`.
             carry: Carried and observed state (`TrainState.carry`) before the step.
             key: Random key of the step.
             inputs: The result of `run`.
 
         Returns:
             (sums, gradient). `sums` is a `Loss`: total, weight (never None) and metrics are float32 sums over the whole batch,
-            and `carried` is the `Carry` after the batch. `gradient` is the gradient of the mean loss, a tree with the structure
-            and shapes of `params`, and None in place of frozen arrays. Its dtype is `Objective.grads_dtype`; with one
+            and `carried` is the `Carry` after the batch. `gradient` is the gradient of the mean loss: the arrays of the trained
+            parameters. Its dtype is `Objective.grads_dtype`; with one
             microbatch and no mesh, it may be the dtype of `params` instead.
         """
         return self.strategy.loss_and_grads(params, self.strategy.batches.by_microbatch(inputs), key, carry)
@@ -91,137 +92,8 @@ class Pools(NamedTuple):
     covers: Literal["whole", "some"]
 
 
-class BoundStrategy(Protocol):
-    """A strategy bound to an objective (a loss and the choices of a step).
-
-    Converts parameters between the model's own tree and the *arrays of a step*, which are packed, padded and sharded, and
-    computes gradients.
-
-    Attributes:
-        mesh: The devices; None for one device.
-        is_matrix: A tree with the structure of the arrays of a step and a bool for each array, True if it holds matrices.
-            Weight decay applies to these.
-        trained: A tree with the structure of the arrays of a step and a bool for each array, False if all its parameters are
-            frozen. These arrays have no gradient and no optimizer state.
-        batches: Assigns the rows of a batch to microbatches and devices.
-        observed: Shapes of the observed state (amax histories of FP8); {} if there is none.
-        xla_options: XLA options that the step needs, as `name=value`. May have options that the installed XLA does not have.
-    """
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """The devices; None for one device."""
-        ...
-
-    @property
-    def is_matrix(self) -> Tree:
-        """A tree with the structure of the arrays from `pack` and a bool for each array, True if it holds matrices.
-
-        Matrices are parameters with at least two axes, except those named `scale` or `bias`. Weight decay applies to them.
-        """
-        ...
-
-    @property
-    def trained(self) -> Tree:
-        """A tree with the structure of the arrays from `pack` and a bool for each, False if all its parameters are frozen.
-
-        An array of a pipeline may hold frozen and trained parameters. It counts as trained.
-        """
-        ...
-
-    @property
-    def batches(self) -> BatchLayout:
-        """An object that assigns the rows of a batch to microbatches and devices."""
-        ...
-
-    @property
-    def observed(self) -> Tree:
-        """Shapes of the observed state (amax histories of FP8), a tree of `jax.ShapeDtypeStruct`; {} if there is none."""
-        ...
-
-    @property
-    def xla_options(self) -> tuple[str, ...]:
-        """XLA options that the step needs, as `name=value`. May have options that the installed XLA does not have.
-
-        `TrainStep.chosen_options` leaves those out.
-        """
-        ...
-
-    def on(self, mesh: Mesh) -> "BoundStrategy":
-        """Returns a copy of the strategy for another mesh with the same shape and axis names. Moves no arrays."""
-        ...
-
-    def pack(self, tree: Tree) -> Tree:
-        """Converts parameters from the model's own tree to the arrays of a step. A pure function, to be jitted.
-
-        Args:
-            tree: Arrays with the structure and shapes of the model's own tree: parameters, gradients, moments or bool masks.
-
-        Returns:
-            The arrays of a step, a tree: packed, padded and stacked as the strategy stores them. Padding is zero, or False in
-            masks.
-        """
-        ...
-
-    def unpack(self, params: Tree) -> Tree:
-        """Inverts `pack`, bit for bit. A pure function, to be jitted.
-
-        Args:
-            params: The arrays of a step, as `pack` returns them.
-
-        Returns:
-            Arrays in the model's own tree, without padding.
-        """
-        ...
-
-    def shardings(self, params: Tree) -> Tree:
-        """Returns the placement of the arrays of a step.
-
-        Args:
-            params: The arrays or their shapes, as `pack` returns them.
-
-        Returns:
-            A tree with the structure of `params` and the NamedSharding of each array, or None for each array if the mesh is
-            None.
-        """
-        ...
-
-    def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Tree]:
-        """Computes the sums over a batch and the gradient of the mean loss, as a pure function to be jitted.
-
-        Args:
-            params: The arrays, as `pack` returns them.
-            batch: Leaves [M, B/M, ...] for M microbatches of a batch of B rows, also if the mesh is None. On a mesh, the second
-                axis is sharded over the data ranks (devices with their own rows).
-            key: Random key of the step. Keys of microbatches and data ranks are folded from it.
-            carry: Carried and observed state (`TrainState.carry`) before the step.
-
-        Returns:
-            (sums, gradient). `sums` is a `Loss`: total, weight (never None) and metrics are float32 sums over the whole batch,
-            and `carried` is the `Carry` after the batch. `gradient` is the gradient of the mean loss, a tree with the structure
-            and shapes of `params`, and None in place of frozen arrays. Its dtype is `Objective.grads_dtype`; with one
-            microbatch and no mesh, it may be the dtype of `params` instead.
-        """
-        ...
-
-    def compile_gradients(self, params: Tree, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
-        """Compiles the separate executables of the gradients, if the strategy has any. Does not run them.
-
-        Args:
-            params: Shapes and shardings of the arrays of a step, a tree of `jax.ShapeDtypeStruct`.
-            carry: Shapes and shardings of the carried and observed state, a `Carry` of `jax.ShapeDtypeStruct`s.
-            batch: Shapes and shardings of a batch from `TrainStep.place`, a tree of `jax.ShapeDtypeStruct`.
-            key: Random key of the run. The key of each step is folded from it.
-            options: XLA options, values by name.
-
-        Returns:
-            An object that runs the executables. If there are none, a plain `GradientProgram` with `batch` as its `inputs`.
-
-        Raises:
-            CompilerOptionError: If XLA refuses an option.
-            DonationError: If an executable copies a buffer that it must update in place.
-        """
-        ...
+class Reports:
+    """What a bound strategy tells about itself. The methods of this class tell nothing; a strategy overrides some."""
 
     def predict_memory(self, batch: Tree) -> Pools:
         """Predicts the memory of one device during a step, besides parameters and optimizer state. Compiles nothing.
@@ -232,7 +104,7 @@ class BoundStrategy(Protocol):
         Returns:
             The bytes of each pool (`sizes`), and whether the pools are all temporary arrays of the step (`covers`).
         """
-        ...
+        return Pools({}, "some")
 
     def describe(
         self, batch: Tree, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None
@@ -248,7 +120,7 @@ class BoundStrategy(Protocol):
         Returns:
             The lines, without line ends. Empty if there is nothing to report.
         """
-        ...
+        return []
 
     def profile_facts(self) -> dict[str, Any]:
         """Returns facts about the strategy to be written into the report of a profile.
@@ -256,6 +128,85 @@ class BoundStrategy(Protocol):
         Returns:
             A dict of JSON values by name; {} if there are none. A pipeline returns one entry `pipeline`, whose value is a dict
             with the keys `runtime`, `schedule` and `devices`.
+        """
+        return {}
+
+
+class BoundStrategy(Protocol):
+    """A strategy bound to an objective (a loss and the choices of a step).
+
+    Stores parameters as the *arrays of a step*, which may be packed, padded, stacked and sharded, and computes gradients.
+    """
+
+    @property
+    def batches(self) -> BatchLayout:
+        """The mesh of the step, and how the rows of a batch are shared by microbatches and devices."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """Maps the model's own tree to the arrays of a step, and describes each array.
+
+        The description decides where an array is placed, whether weight decay applies, and which of its elements are trained.
+        """
+        ...
+
+    @property
+    def observed(self) -> Tree:
+        """Shapes of the observed state (amax histories of FP8), a tree of `jax.ShapeDtypeStruct`; {} if there is none."""
+        ...
+
+    @property
+    def xla_options(self) -> tuple[str, ...]:
+        """XLA options that the step needs, as `name=value`. May have options that the installed XLA does not have.
+
+        `TrainStep.options` leaves those out.
+        """
+        ...
+
+    @property
+    def reports(self) -> Reports:
+        """What the strategy tells about memory, compiled steps and profiles."""
+        ...
+
+    def on(self, mesh: Mesh) -> "BoundStrategy":
+        """Returns a copy of the strategy for another mesh with the same shape and axis names. Moves no arrays."""
+        ...
+
+    def loss_and_grads(self, params: Arrays, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Arrays]:
+        """Computes the sums over a batch and the gradient of the mean loss, as a pure function to be jitted.
+
+        Args:
+            params: The arrays of the step, as `layout.pack` returns them.
+            batch: Leaves [M, B/M, ...] for M microbatches of a batch of B rows, also if the mesh is None. On a mesh, the second
+                axis is sharded over the data ranks (devices with their own rows).
+            key: Random key of the step. Keys of microbatches and data ranks are folded from it.
+            carry: Carried and observed state (`TrainState.carry`) before the step.
+
+        Returns:
+            (sums, gradient). `sums` is a `Loss`: total, weight (never None) and metrics are float32 sums over the whole batch,
+            and `carried` is the `Carry` after the batch. `gradient` is the gradient of the mean loss: the arrays of
+            `layout.trained`. Its dtype is `Objective.grads_dtype`; with one microbatch and no mesh, it may be the dtype of
+            `params` instead.
+        """
+        ...
+
+    def compile_gradients(self, params: Arrays, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
+        """Compiles the separate executables of the gradients, if the strategy has any. Does not run them.
+
+        Args:
+            params: Shapes and shardings of the arrays of a step, `jax.ShapeDtypeStruct`s by name.
+            carry: Shapes and shardings of the carried and observed state, a `Carry` of `jax.ShapeDtypeStruct`s.
+            batch: Shapes and shardings of a batch from `TrainStep.place`, a tree of `jax.ShapeDtypeStruct`.
+            key: Random key of the run. The key of each step is folded from it.
+            options: XLA options, values by name.
+
+        Returns:
+            An object that runs the executables. If there are none, a plain `GradientProgram` with `batch` as its `inputs`.
+
+        Raises:
+            CompilerOptionError: If XLA refuses an option.
+            DonationError: If an executable copies a buffer that it must update in place.
         """
         ...
 

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jgraph.errors import ConfigError, ShapeError, check_choice
+from jgraph.layout import Params
 from jgraph.mesh import Axis
 from jgraph.precision.config import FP8Config
 from jgraph.strategies.objective import Loss, Reduction, Tree
@@ -39,19 +40,13 @@ def check_count(field: str, value: Any) -> None:
         raise ConfigError(f"`{field}` is {_shown(value)}: must be a positive integer", field=field)
 
 
-def check_split(mesh: Mesh | None, split: Mapping[str, int]) -> None:
-    """Checks that the parameters of a strategy on a mesh with the axis `tensor` are split over this axis.
+def check_split(mesh: Mesh | None, params: Params) -> None:
+    """Checks that a mesh with the axis `tensor` has parameters that are split over this axis.
 
     Without that, functions on the shards would read parts of concatenated parameters in a wrong order.
-
-    Args:
-        mesh: The mesh of the strategy; None for one device.
-        split: `Objective.split`, the split axes by parameter name.
-
-    Raises:
-        ConfigError: If the axis has several devices and no parameter is split.
     """
-    if mesh is not None and mesh.shape.get(Axis.TENSOR, 1) > 1 and not split:
+    is_split = any(param.axis_of(Axis.TENSOR) is not None for param in params.values())
+    if mesh is not None and mesh.shape.get(Axis.TENSOR, 1) > 1 and not is_split:
         must = "must be wrapped in jgraph.TensorParallel, with a rule for at least one parameter"
         raise ConfigError(f"`strategy` has a mesh with the axis tensor: {must}", field="strategy")
 

@@ -1,16 +1,14 @@
 """Data parallelism with parameters, gradients and optimizer state sharded over the axis `fsdp`."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-import jax
 from jax.sharding import Mesh
 
 from jgraph.mesh import Axis, checked
 from jgraph.strategies.base import summary
 from jgraph.strategies.data_parallel import DataParallel
 from jgraph.strategies.objective import Objective, Tree
-from jgraph.strategies.sharding import FSDPChoices, ShardSpec, chosen_axes, shard_specs
+from jgraph.strategies.sharding import FSDPChoices
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,19 +72,4 @@ class FullySharded(FSDPChoices):
                 and the loss has no matmul that can be in FP8.
             ShapeError: If `fp8` is set, and microbatches and data ranks cannot share the rows of `batch` in the objective.
         """
-        ranks = self.mesh.shape[Axis.FSDP]
-        axes, experts = chosen_axes(self.shapes, ranks, self)
-
-        def shard(arrays: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ShardSpec]:
-            expert_devices = dict.fromkeys(experts, self.experts)
-            return shard_specs(arrays, ranks, axes | experts, split=objective.split, experts=expert_devices, shards=self.shards)
-
-        return DataParallel.of(
-            self.mesh,
-            self.shapes,
-            objective,
-            shard=shard,
-            alone={*axes, *experts},
-            compute_dtype=self.compute_dtype,
-            reshard_after_forward=self.reshard_after_forward,
-        )
+        return DataParallel.of(self.mesh, objective, self, reshard_after_forward=self.reshard_after_forward)

@@ -5,7 +5,7 @@ result has the state after the microbatch. Every microbatch starts from the stat
 reduced over microbatches and devices, and replace the state if the update is applied.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jgraph.layout import Arrays, Layout
 from jgraph.precision.config import FP8Config
 
 Tree: TypeAlias = Any  # a pytree of arrays, or of their shapes
@@ -75,28 +76,29 @@ class Objective:
     Attributes:
         loss: `loss(params, batch, key)`, or `loss(params, batch, key, carried)` if there is carried state; or a
             `PipelineModel`.
+        layout: The layout of the parameters that the loss gets, by name: the model's own tree, unless a strategy around the
+            strategy changes it.
         num_microbatches: Number of microbatches of a batch.
         grads_dtype: Floating dtype of sums of gradients over microbatches and devices.
-        packing: `small` if small parameters share an array, `nothing` if every parameter has its own array.
         carried: Arrays or shapes of the model's carried state; {} if there is none.
         reductions: How carried state is reduced over microbatches and devices. A tree with the structure of `carried`. Each
             leaf is the name of a reduction: `max`, `sum`, `mean`, `last` or `halt`.
         fp8: Recipe for matmuls in FP8; None for none.
         batch: Arrays or shapes of a whole batch, leaves [B, ...]; required with `fp8`, may be None without.
-        split: Axes that are split over the mesh axis `tensor`: the index of an axis by the name of a parameter.
-        frozen: Names of the parameters that are not trained.
     """
 
     loss: Any
+    layout: Layout
     num_microbatches: int = 1
     grads_dtype: Any = jnp.float32
-    packing: Literal["small", "nothing"] = "small"
     carried: Tree = field(default_factory=dict)
     reductions: Tree = field(default_factory=dict)
     fp8: FP8Config | None = None
     batch: Tree = None
-    split: Mapping[str, int] = field(default_factory=dict)
-    frozen: frozenset[str] = frozenset()
+
+    def tree(self, arrays: Arrays) -> Tree:
+        """Returns the parameters that the loss gets as a tree, from `layout.params` by name."""
+        return self.layout.own.unpack(arrays)
 
     def reductions_with(self, observed: Tree) -> Carry:
         """Returns the reductions of carried and observed state.

@@ -1,28 +1,28 @@
-"""Arrays sharded over the mesh axis `fsdp`: choice of the sharded axis, all-gather, reduce-scatter.
+"""Fully sharded data parallelism: choices of a strategy, and gradients of sharded parameters.
 
-Fully sharded data parallelism (Rajbhandari et al., "ZeRO", arXiv:1910.02054, stage 3): a device holds 1/N of the parameters, of
-main_grad and of the optimizer state. It all-gathers parameters in their compute dtype, and reduce-scatters gradients. There is
-one collective per array, which XLA's scheduler moves next to its use.
+(Rajbhandari et al., "ZeRO", arXiv:1910.02054, stage 3): a device holds 1/N of the parameters, of main_grad and of the optimizer
+state. It all-gathers parameters in their compute dtype, and reduce-scatters gradients. There is one collective per parameter,
+which XLA's scheduler moves next to its use.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jgraph.errors import ConfigError, check_choice, require
-from jgraph.mesh import PARTITIONED_AXES, Axis, per_shard
+from jgraph.layout import Layout, MakeLayout, Param, Params, Shard, described
+from jgraph.mesh import PARTITIONED_AXES, Axis
 from jgraph.precision.config import XLA_OPTIONS as FP8_XLA_OPTIONS, FP8Config
 from jgraph.strategies.checks import check_count, float_dtype, strings
 from jgraph.strategies.objective import Tree
 from jgraph.strategies.overlap import reduce_in_buckets
-from jgraph.tree import expert_axis, leaf_names, matching
+from jgraph.tree import matching
 
 Aux = TypeVar("Aux")
 AXIS = Axis.FSDP.value
@@ -52,156 +52,6 @@ def xla_options(mesh: Mesh | None, fp8: FP8Config | None) -> tuple[str, ...]:
         _XLA_OPTIONS if mesh is not None and max(mesh.shape.get(axis, 1) for axis in (AXIS, *PARTITIONED_AXES)) > 1 else ()
     )
     return (*sharded, *(FP8_XLA_OPTIONS if fp8 and not fp8.calibrates else ()))
-
-
-@dataclass(frozen=True)
-class ShardSpec:
-    """The sharding of an array over the N devices of the mesh axis `fsdp`.
-
-    Each device has 1/N of the padded array, its *shard*.
-
-    Attributes:
-        axis: Index of the sharded axis. None if the array is replicated.
-        length: Length of this axis without padding; 0 if the array is replicated.
-        padded: Length of this axis with padding at its end, a multiple of N; 0 if the array is replicated.
-        groups: Number of equal groups of consecutive devices. If 1, the group is all N devices, and `gather` returns the whole
-            array. If larger, `gather` returns only the shards of the own group, for example the experts that its tokens are
-            sent to, and there is no padding.
-        split: Index of the axis that is split over the mesh axis `tensor`; None if there is none.
-    """
-
-    axis: int | None
-    length: int = 0
-    padded: int = 0
-    groups: int = 1
-    split: int | None = None
-
-    def spec(self, *, lead: Sequence[str | None] = ()) -> PartitionSpec:
-        """Returns the PartitionSpec of the padded array: `fsdp` for the sharded axis, None for the axes before it.
-
-        Args:
-            lead: Entries for additional axes in front of the array, one each: the name of a mesh axis, or None for an axis that
-                is not sharded.
-        """
-        return PartitionSpec(*lead) if self.axis is None else PartitionSpec(*lead, *[None] * self.axis, AXIS)
-
-    def pad(self, whole: Array) -> Array:
-        """Pads the sharded axis of a whole array with zeros at its end. Returns `whole` itself if there is no padding."""
-        if self.padded == self.length:
-            return whole
-        return jnp.pad(whole, [(0, self.padded - self.length) if i == self.axis else (0, 0) for i in range(whole.ndim)])
-
-    def unpad(self, padded: Array) -> Array:
-        """Inverts `pad`: removes the padding at the end of the sharded axis. Returns `padded` itself if there is none."""
-        return padded if self.padded == self.length else lax.slice_in_dim(padded, 0, self.length, axis=self.axis or 0)
-
-    # --- On one device, under `jax.shard_map` ---
-
-    def gather(self, part: Array) -> Array:
-        """All-gathers the array over the devices of the own group. Called under `jax.shard_map`.
-
-        Args:
-            part: The shard of this device, with padding; the whole array if it is replicated. FP8 is sent as bytes.
-
-        Returns:
-            If `groups` is 1, the whole array without padding. Otherwise, the shards of the own group, joined along the sharded
-            axis. A replicated array is returned unchanged. The dtype is that of `part`.
-        """
-        if self.axis is None or self._is_own:
-            return part
-        options: dict[str, Any] = {"axis": self.axis, "tiled": True, "axis_index_groups": self._neighbors}
-        # FP8 is sent as bytes, because not every collective library supports it.
-        is_fp8 = part.dtype.itemsize == 1
-        payload = lax.bitcast_convert_type(part, jnp.uint8) if is_fp8 else part
-        whole = self.unpad(self._on_shards(lambda x: lax.all_gather(x, AXIS, **options), payload))
-        return lax.bitcast_convert_type(whole, part.dtype) if is_fp8 else whole
-
-    def scatter(self, whole: Array) -> Array:
-        """Reduce-scatters the gradient of a gathered array over the own group of devices. Called under `jax.shard_map`.
-
-        Args:
-            whole: This device's gradient of the result of `gather`, with the same shape.
-
-        Returns:
-            This device's shard of the sum of the gradients over the group, with padding, in the dtype of `whole`. For a
-            replicated array, the whole sum over the axis `fsdp`. If each device is a group of its own, `whole` itself.
-        """
-        if self.axis is None:
-            return lax.psum(whole, AXIS)
-        if self._is_own:
-            return whole
-        options: dict[str, Any] = {"scatter_dimension": self.axis, "tiled": True, "axis_index_groups": self._neighbors}
-        return self._on_shards(lambda x: lax.psum_scatter(x, AXIS, **options), self.pad(whole))
-
-    def _on_shards(self, collective: Callable[[Array], Array], x: Array) -> Array:
-        """Runs a collective on the shards over `tensor`. XLA would gather the argument of the collective over `tensor`."""
-        if self.split is None:
-            return collective(x)
-        spec = PartitionSpec(*[Axis.TENSOR.value if i == self.split else None for i in range(x.ndim)])
-        return per_shard(collective, (spec,), spec)(x)
-
-    @property
-    def _is_own(self) -> bool:
-        """True if each device is a group of its own, so nothing is gathered."""
-        return self.groups > 1 and self.groups == lax.axis_size(AXIS)
-
-    @property
-    def _neighbors(self) -> list[list[int]] | None:
-        if self.groups == 1:
-            return None
-        size = lax.axis_size(AXIS) // self.groups
-        return [list(range(first, first + size)) for first in range(0, self.groups * size, size)]
-
-
-def shard_specs(
-    shapes: Mapping[str, Any],
-    ranks: int,
-    axes: Mapping[str, int],
-    *,
-    taken: Mapping[str, int] = MappingProxyType({}),
-    split: Mapping[str, int] = MappingProxyType({}),
-    pads: bool = True,
-    experts: Mapping[str, int] = MappingProxyType({}),
-    shards: Sharded = "everything",
-) -> dict[str, ShardSpec]:
-    """Chooses the sharded axis of each array: the requested axis, else the first divisible axis, else the longest axis.
-
-    An axis is divisible if `ranks` divides its length. Other axes are padded.
-
-    Args:
-        shapes: Arrays or shapes by name.
-        ranks: Size of the mesh axis `fsdp`.
-        axes: Requested axes by the name of an array. Arrays without a requested axis have no entry.
-        taken: Axes that are sharded over another mesh axis, by the name of an array. They do not count as divisible axes.
-        split: Axes that are split over the mesh axis `tensor`, by the name of an array. They are not sharded over `fsdp`.
-        pads: Whether the longest axis may be padded. If not, an array without a divisible or requested axis is replicated.
-        experts: For the name of each expert weight, the number of groups of devices (`ShardSpec.groups`). A group together
-            holds all experts that it computes. The expert axis must be the entry of this name in `axes`.
-        shards: Shard `everything`, or only `experts` and replicate other arrays.
-
-    Returns:
-        A dict with the sharding of every array by name. Scalars are replicated.
-
-    Raises:
-        ConfigError: If an array does not have the requested axis, or the axis is in `split`.
-    """
-    specs = {}
-    for name, leaf in shapes.items():
-        if shards == "experts" and name not in experts:
-            specs[name] = ShardSpec(None)
-            continue
-        others = taken.get(name), split.get(name)
-        if name in axes and (axes[name] >= leaf.ndim or axes[name] == split.get(name)):
-            must = f"below {leaf.ndim}, its shape is {leaf.shape}"
-            must = "another axis, because this one is split over another mesh axis" if axes[name] < leaf.ndim else must
-            raise ConfigError(f"`shard_rules` shards {name} along axis {axes[name]}: must be {must}", field="shard_rules")
-        divisible = [i for i, length in enumerate(leaf.shape) if length % ranks == 0 and i not in others]
-        free = [i for i in range(leaf.ndim) if i not in others]
-        longest = max(free, key=lambda i, leaf=leaf: leaf.shape[i], default=None) if pads else None
-        axis = axes.get(name, divisible[0] if divisible else longest)
-        length = 0 if axis is None else leaf.shape[axis]
-        specs[name] = ShardSpec(axis, length, -(-length // ranks) * ranks, experts.get(name, 1), split.get(name))
-    return specs
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -235,42 +85,43 @@ class FSDPChoices:
         check_choice("shards", self.shards, get_args(Sharded))
 
 
-def chosen_axes(tree: Tree, ranks: int, choices: FSDPChoices) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns the sharded axes that the choices determine, by rules, by annotations of the model, or as axes of experts.
+def wanted(choices: FSDPChoices, ranks: int) -> MakeLayout:
+    """A layout that moves nothing: adds to the descriptions which axes rules, annotations and experts ask to shard.
 
     Args:
-        tree: Arrays or shapes of the parameters.
-        ranks: Size of the axis `fsdp`.
         choices: The choices of the strategy.
-
-    Returns:
-        (asked, experts), two dicts from the name of a parameter to the index of an axis. `asked` has the axes from rules and
-        annotations, and no entry for other parameters. `experts` has the axis over experts of each expert weight; it is empty
-        if `choices.experts` is 1 and `choices.shards` is `everything`.
+        ranks: Size of the mesh axis `fsdp`.
 
     Raises:
-        ConfigError: If a rule or an annotation does not fit the parameters; if `experts` does not divide `ranks`; if `ranks`
-            does not divide the number of experts; if the model has no experts; or if a rule requests another axis for experts.
+        ConfigError: When the layout is made, if a rule or an annotation does not fit the parameters; if `experts` does not
+            divide `ranks`; if `ranks` does not divide the number of experts; if the model has no experts; or if a rule requests
+            another axis for experts.
     """
-    names, devices = leaf_names(tree), choices.experts
-    axes = asked_axes(names, choices.shard_rules, choices.annotations)
-    if devices == 1 and choices.shards == "everything":
-        return axes, {}
-    if ranks % devices:
-        raise ConfigError(f"`experts` is {devices}: must divide the {ranks} devices of `fsdp`", field="experts")
-    found: dict[str, int] = {}
-    for name, leaf in zip(names, jax.tree.leaves(tree), strict=True):
-        if (axis := expert_axis(name, leaf.ndim)) is None:
-            continue
-        if leaf.shape[axis] % ranks:
-            message = f"the {ranks} devices of `fsdp` must divide the {leaf.shape[axis]} experts of {name}"
-            raise ConfigError(f"`experts` is {devices}: {message}", field="experts")
-        if axes.get(name, axis) != axis:
-            message = f"must be {axis}, the axis of experts"
-            raise ConfigError(f"`shard_rules` shards {name} along axis {axes[name]}: {message}", field="shard_rules")
-        found[name] = axis
-    require(bool(found), "experts", devices, "1 for a model without experts")
-    return axes, found
+
+    def make(params: Params) -> Layout:
+        axes, devices = asked_axes(list(params), choices.shard_rules, choices.annotations), choices.experts
+        if devices == 1 and choices.shards == "everything":
+            return described(lambda name, param: replace(param, wanted=axes.get(name, "any")))(params)
+        if ranks % devices:
+            raise ConfigError(f"`experts` is {devices}: must divide the {ranks} devices of `fsdp`", field="experts")
+        experts = {name: param.experts for name, param in params.items() if param.experts is not None}
+        require(bool(experts), "experts", devices, "1 for a model without experts")
+        for name, axis in experts.items():
+            if (count := params[name].shape[axis]) % ranks:
+                message = f"the {ranks} devices of `fsdp` must divide the {count} experts of {name}"
+                raise ConfigError(f"`experts` is {devices}: {message}", field="experts")
+            if axes.get(name, axis) != axis:
+                message = f"must be {axis}, the axis of experts"
+                raise ConfigError(f"`shard_rules` shards {name} along axis {axes[name]}: {message}", field="shard_rules")
+
+        def change(name: str, param: Param) -> Param:
+            if name in experts:
+                return replace(param, wanted=experts[name], groups=devices)
+            return replace(param, wanted=axes.get(name, "any") if choices.shards == "everything" else "none")
+
+        return described(change)(params)
+
+    return make
 
 
 def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, Any]) -> dict[str, int]:
@@ -313,43 +164,40 @@ def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, A
 def value_and_grads(
     loss: Callable[[dict[str, Array], Tree], tuple[Array, Aux]],
     parts: dict[str, Array],
-    trained: Mapping[str, bool],
-    shards: Mapping[str, ShardSpec],
+    trained: Collection[str],
+    shards: Mapping[str, Shard],
     dtypes: Mapping[str, Any],
     observed: Tree,
     *,
     grads_dtype: Any,
     reshard_after_forward: bool,
     reduce: Literal["in buckets", "scheduled"],
-) -> tuple[Aux, dict[str, Array | None], Tree]:
+) -> tuple[Aux, dict[str, Array], Tree]:
     """Differentiates a loss with respect to sharded parameters on one device, under `jax.shard_map`.
 
     Args:
-        loss: `loss(whole, observed) -> (scalar, aux)`. `whole` is the dict of gathered parameters by name. The scalar is
-            floating; aux is not differentiated. Traced once.
+        loss: `loss(whole, observed) -> (scalar, aux)`. `whole` is the dict of gathered parameters by name. Traced once.
         parts: The shards of this device, by parameter name.
-        trained: For each parameter name, False if the parameter is frozen.
+        trained: Names of the trained parameters.
         shards: The sharding of each parameter.
-        dtypes: Dtype by parameter name, to which the parameter is cast before it is gathered.
-        observed: Observed state (amax histories of FP8) before the microbatch. The loss is also differentiated with respect to
-            this state.
+        dtypes: Dtypes to which the parameters are cast before they are gathered.
+        observed: Observed state (amax histories of FP8) before the microbatch.
         grads_dtype: Dtype to which gradients are cast before they are summed over devices.
         reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying gathered.
         reduce: `in buckets` sums groups of gradients over devices during the backward pass, in a fixed order. `scheduled` lets
             XLA schedule the sum of each gradient.
 
     Returns:
-        (aux, gradients, observed): the auxiliary output of `loss`; a dict by parameter name with this device's shards of the
-        gradients, summed over the device group of the parameter (`ShardSpec.scatter`), in `grads_dtype`, and None for frozen
-        parameters; and the gradient of
-        `observed` on this device. FP8 matmuls make this gradient the observed state after the microbatch.
+        (aux, gradients, observed): aux of the loss; this device's shards of the gradients of trained parameters, summed over
+        the device group of the parameter (`Shard.scatter`); and the gradient of `observed` on this device, which FP8 matmuls
+        make the observed state after the microbatch.
     """
     whole = gathered(parts, shards, dtypes)
 
     def of_trained(arrays: dict[str, Array], observed: Tree) -> tuple[Array, Aux]:
         return loss(whole | arrays, observed)
 
-    arrays = {name: array for name, array in whole.items() if trained[name]}
+    arrays = {name: whole[name] for name in trained}
     value, pull_back, aux = jax.vjp(of_trained, arrays, observed, has_aux=True)
     if reshard_after_forward:
         # The barrier orders the second all-gather after the forward pass. Without it, XLA would merge the two.
@@ -364,21 +212,11 @@ def value_and_grads(
     else:
         grads, after = pull_back(jnp.ones_like(value))
         grads = {name: add(name, gradient.astype(grads_dtype)) for name, gradient in grads.items()}
-    return aux, {name: grads.get(name) for name in parts}, after
+    return aux, grads, after
 
 
-def gathered(parts: Mapping[str, Array], shards: Mapping[str, ShardSpec], dtypes: Mapping[str, Any]) -> dict[str, Array]:
-    """Casts and all-gathers parameters on one device, under `jax.shard_map`.
-
-    Args:
-        parts: The shards of this device, by parameter name.
-        shards: The sharding of each parameter.
-        dtypes: Dtype by parameter name, to which the parameter is cast before it is gathered.
-
-    Returns:
-        The gathered parameters by name, in `dtypes`, without padding. A parameter with several groups (`ShardSpec.groups`) has
-        only the shards of this device's group.
-    """
+def gathered(parts: Mapping[str, Array], shards: Mapping[str, Shard], dtypes: Mapping[str, Any]) -> dict[str, Array]:
+    """Casts and all-gathers parameters on one device, under `jax.shard_map`."""
     return {name: shards[name].gather(part.astype(dtypes[name])) for name, part in parts.items()}
 
 

@@ -10,20 +10,19 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jgraph.errors import ConfigError
+from jgraph.layout import Change, Param, each
 from jgraph.mesh import Axis, axis_names, is_bound
-from jgraph.strategies.base import BoundStrategy, GradientProgram, Options, Pools, Strategy
-from jgraph.strategies.batches import BatchLayout
-from jgraph.strategies.objective import Carry, Loss, Objective, Tree
+from jgraph.strategies.base import BoundStrategy, Strategy
+from jgraph.strategies.objective import Objective, Tree
 from jgraph.tree import leaf_names, path_name
-from jgraph.xla.explain import Memory
 
 AXIS = Axis.TENSOR.value
 
@@ -64,11 +63,27 @@ class Split:
         return not uneven
 
     def by_device(self, whole: Array, devices: int) -> Array:
-        """Orders the split axis by device: the shares of device 0 of all parts, then those of device 1."""
+        """Orders the split axis by device: the shares of device 0 of all parts, then those of device 1.
+
+        Args:
+            whole: A parameter with the axis in the order of its parts.
+            devices: Number of devices of the mesh axis `tensor`, which divides the units of each part.
+
+        Returns:
+            A new array with the same shape; `whole` itself for a single part.
+        """
         return self._ordered(whole, devices, inverse=False)
 
     def by_part(self, ordered: Array, devices: int) -> Array:
-        """Inverts `by_device`."""
+        """Inverts `by_device`.
+
+        Args:
+            ordered: The result of `by_device`.
+            devices: The same number of devices.
+
+        Returns:
+            The parameter in the order of its parts.
+        """
         return self._ordered(ordered, devices, inverse=True)
 
     def _ordered(self, array: Array, devices: int, *, inverse: bool) -> Array:
@@ -131,8 +146,8 @@ class TensorParallel:
         """The parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree. Only shapes and dtypes are read."""
         return self.strategy.shapes
 
-    def bind(self, objective: Objective) -> "BoundTensorParallel":
-        """Binds the wrapped strategy to a loss, and chooses the split of every parameter.
+    def bind(self, objective: Objective) -> BoundStrategy:
+        """Binds the wrapped strategy to a loss that gets split parameters.
 
         Args:
             objective: The loss and the choices of the step.
@@ -144,13 +159,12 @@ class TensorParallel:
             ConfigError: If the devices cannot share a parameter, or the wrapped strategy raises it.
         """
         mesh: Any = getattr(self.strategy, "mesh", None)
-        splits = self.splits(mesh.shape[AXIS])
-        split = {
-            name: leaf.ndim + splits[name].axis
-            for name, leaf in zip(leaf_names(self.shapes), jax.tree.leaves(self.shapes), strict=True)
-            if name in splits
-        }
-        return BoundTensorParallel(self.strategy.bind(replace(objective, split=split)), self.rules, splits, mesh.shape[AXIS])
+        splits, abstract = self.splits(mesh.shape[AXIS]), AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+
+        def change(name: str, param: Param) -> Change | None:
+            return _split(splits[name], param, abstract) if name in splits else None
+
+        return self.strategy.bind(replace(objective, layout=objective.layout.then(each(change))))
 
     def splits(self, devices: int) -> dict[str, Split]:
         """Returns the `Split` of each split parameter by name.
@@ -163,188 +177,32 @@ class TensorParallel:
         """
         found: dict[str, Split] = {}
         for name, leaf in zip(leaf_names(self.shapes), jax.tree.leaves(self.shapes), strict=True):
-            split = _split_of(self.rules, name, leaf.shape) or _annotated(self.annotations.get(name), leaf.ndim)
+            has_rule = any(fnmatchcase(name, pattern) for pattern in self.rules)
+            split = _split_of(self.rules, name, leaf.shape)
+            if split is None and not has_rule:
+                split = _annotated(self.annotations.get(name), leaf.ndim)
             if split and split.check(name, leaf.shape[split.axis], devices):
                 found[name] = split
         return found
 
 
-@dataclass(frozen=True, eq=False)
-class BoundTensorParallel:
-    """A `BoundStrategy` with matrices that are split over the mesh axis `tensor`. Made by `TensorParallel.bind`.
+def _split(split: Split, param: Param, mesh: AbstractMesh) -> Change:
+    """Orders a concatenated axis by device, and places it on the devices."""
+    devices, axis = mesh.shape[AXIS], len(param.shape) + split.axis
+    placed = param.placed(axis, AXIS)
+    # Otherwise XLA replicates the array while it stacks or slices the layers of a pipeline.
+    spec = PartitionSpec(*[AXIS if i == axis else PartitionSpec.UNCONSTRAINED for i in range(len(param.shape))])
 
-    Attributes:
-        inner: The wrapped strategy, bound to the same objective.
-        rules: A `Split` by the shell pattern of parameter names, None to replicate.
-        splits: The `Split` of each split parameter, by its name in the model's own tree.
-        devices: Number of devices of the mesh axis `tensor`.
-    """
+    def on_axis(array: Array) -> Array:
+        return lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
 
-    inner: BoundStrategy
-    rules: Mapping[str, Split | None]
-    splits: Mapping[str, Split]
-    devices: int
+    def pack(array: Array) -> Array:
+        return on_axis(split.by_device(array, devices))
 
-    @property
-    def mesh(self) -> Mesh | None:
-        """The devices."""
-        return self.inner.mesh
+    def unpack(array: Array) -> Array:
+        return split.by_part(on_axis(array), devices)
 
-    @property
-    def is_matrix(self) -> Tree:
-        """A tree with the structure of the arrays of a step and a bool for each array, True if it holds matrices."""
-        return self.inner.is_matrix
-
-    @property
-    def trained(self) -> Tree:
-        """A tree with the structure of the arrays of a step and a bool for each, False if all its parameters are frozen."""
-        return self.inner.trained
-
-    @property
-    def batches(self) -> BatchLayout:
-        """An object that assigns the rows of a batch to microbatches and devices."""
-        return self.inner.batches
-
-    @property
-    def observed(self) -> Tree:
-        """Shapes of the observed state (amax histories of FP8), a tree of `jax.ShapeDtypeStruct`; {} if there is none."""
-        return self.inner.observed
-
-    @property
-    def xla_options(self) -> tuple[str, ...]:
-        """XLA options that the step needs, as `name=value`."""
-        return self.inner.xla_options
-
-    def on(self, mesh: Mesh) -> Self:
-        """Returns a copy of the strategy for another mesh with the same shape and axis names. Moves no arrays."""
-        return replace(self, inner=self.inner.on(mesh))
-
-    def pack(self, tree: Tree) -> Tree:
-        """Orders concatenated axes by device, and packs the parameters as the wrapped strategy does.
-
-        Args:
-            tree: Arrays with the structure and shapes of the model's own tree.
-
-        Returns:
-            The arrays of a step, a tree.
-        """
-
-        def by_device(split: Split, leaf: Array, devices: int) -> Array:
-            return self._on_axis(split, split.by_device(leaf, devices))
-
-        return self.inner.pack(self._each(by_device, tree))
-
-    def unpack(self, params: Tree) -> Tree:
-        """Inverts `pack`, bit for bit.
-
-        Args:
-            params: The arrays of a step, as `pack` returns them.
-
-        Returns:
-            Arrays in the model's own tree.
-        """
-
-        def by_part(split: Split, leaf: Array, devices: int) -> Array:
-            return split.by_part(self._on_axis(split, leaf), devices)
-
-        return self._each(by_part, self.inner.unpack(params))
-
-    def _on_axis(self, split: Split, leaf: Array) -> Array:
-        # Otherwise XLA replicates the array while it stacks or slices the layers of a pipeline.
-        names: list[Any] = [PartitionSpec.UNCONSTRAINED] * leaf.ndim
-        names[split.axis] = AXIS
-        assert self.mesh is not None, "the axis `tensor` is on a mesh"
-        return lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, PartitionSpec(*names)))
-
-    def _each(self, order: Any, tree: Tree) -> Tree:
-        def of(path: Any, leaf: Array) -> Array:
-            split = self.splits.get(path_name(path))
-            return order(split, leaf, self.devices) if split else leaf
-
-        return jax.tree_util.tree_map_with_path(of, tree)
-
-    def shardings(self, params: Tree) -> Tree:
-        """Returns the placement of the arrays of a step: that of the wrapped strategy, and split axes over `tensor`.
-
-        Args:
-            params: The arrays or their shapes, as `pack` returns them.
-
-        Returns:
-            A tree with the structure of `params` and the NamedSharding of each array.
-        """
-
-        def of(path: Any, leaf: Any, sharding: NamedSharding) -> NamedSharding:
-            name = path_name(path)
-            split = self.splits.get(name) or _split_of(self.rules, name, leaf.shape)
-            if split is None or not split.check(name, leaf.shape[split.axis], self.devices):
-                return sharding
-            names = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
-            other = names[split.axis]  # `pipe` also shards the vocabulary
-            names[split.axis] = AXIS if other is None else (other, AXIS)
-            shards = self.devices * (1 if other is None else sharding.mesh.shape[other])
-            return sharding if leaf.shape[split.axis] % shards else NamedSharding(sharding.mesh, PartitionSpec(*names))
-
-        return jax.tree_util.tree_map_with_path(of, params, self.inner.shardings(params))
-
-    def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Tree]:
-        """Computes the sums over a batch and the gradient of the mean loss, as the wrapped strategy does.
-
-        Args:
-            params: The arrays, as `pack` returns them.
-            batch: Leaves [M, B/M, ...] for M microbatches of a batch of B rows.
-            key: Random key of the step.
-            carry: Carried and observed state (`TrainState.carry`) before the step.
-
-        Returns:
-            (sums, gradient), as in `BoundStrategy`.
-        """
-        return self.inner.loss_and_grads(params, batch, key, carry)
-
-    def compile_gradients(self, params: Tree, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
-        """Compiles the separate executables of the gradients, if the wrapped strategy has any.
-
-        Args:
-            params: Shapes and shardings of the arrays of a step, a tree of `jax.ShapeDtypeStruct`.
-            carry: Shapes and shardings of the carried and observed state, a `Carry` of `jax.ShapeDtypeStruct`s.
-            batch: Shapes and shardings of a batch from `TrainStep.place`, a tree of `jax.ShapeDtypeStruct`.
-            key: Random key of the run.
-            options: XLA options, values by name.
-
-        Returns:
-            An object that runs the executables.
-        """
-        return self.inner.compile_gradients(params, carry, batch, key, options)
-
-    def predict_memory(self, batch: Tree) -> Pools:
-        """Predicts the memory of one device as the wrapped strategy does, with whole parameters instead of shares.
-
-        Args:
-            batch: Arrays or shapes of a whole batch, leaves [B, ...].
-
-        Returns:
-            The bytes of each pool. The pools are not all temporary arrays of the step.
-        """
-        return self.inner.predict_memory(batch)._replace(covers="some")
-
-    def describe(
-        self, batch: Tree, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None
-    ) -> list[str]:
-        """Describes a compiled step for the log, as the wrapped strategy does.
-
-        Args:
-            batch: Shapes of a whole batch, leaves [B, ...].
-            gradients: The compiled gradients.
-            executables: All executables of the step.
-            memory: Memory of the step, as reported by XLA; None if unknown.
-
-        Returns:
-            The lines, without line ends.
-        """
-        return self.inner.describe(batch, gradients, executables, memory)
-
-    def profile_facts(self) -> dict[str, Any]:
-        """Returns the facts of the wrapped strategy for the report of a profile."""
-        return self.inner.profile_facts()
+    return Change(placed, pack, unpack)
 
 
 def in_turns(own: Array, first: Callable[[Array], Array], rest: Callable[[Array, Array | int], Array]) -> Array:

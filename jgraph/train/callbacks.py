@@ -21,7 +21,6 @@ from jgraph.train.optimizer import learning_rate
 from jgraph.train.setup import TrainSetup
 from jgraph.train.validation import flops_per_step
 from jgraph.train.watchdog import Watchdog
-from jgraph.tree import leaf_names
 
 
 class FirstStep(Callback):
@@ -62,7 +61,7 @@ class GradientChecks(Callback):
         self.skipped = skipped
         self._monitor, self._is_delayed = setup.config.monitor, setup.config.is_delayed
         self._checkpoints, self._reporter = checkpoints, reporter
-        self._names, self._warned = leaf_names(setup.step.only_trained(setup.step.state.params)), set[str]()
+        self._names, self._warned = sorted(setup.step.bound.layout.trained.params), set[str]()
 
     def finished(self, steps: Sequence[Numbered]) -> None:
         """Checks the metrics of finished steps. Called by the loop for every step once.

@@ -207,7 +207,7 @@ def _about(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
         "flags": _flags(config),
         "memory": _memory(setup, compiled) | {"measured_peak": peak_memory_bytes(devices[0]) or None},
     }
-    return facts | setup.step.bound.profile_facts()
+    return facts | setup.step.bound.reports.profile_facts()
 
 
 def _memory(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def _memory(setup: TrainSetup, compiled: CompiledStep) -> dict[str, Any]:
         return sum(math.prod(shard) * leaf.dtype.itemsize for shard, leaf in zip(shards, jax.tree.leaves(tree), strict=True))
 
     state_bytes = {"parameters": size(setup.step.state.params), "optimizer": size(setup.step.state.opt_state)}
-    found = setup.step.bound.predict_memory(batch_shapes(setup.config.input, setup.config.input.batch_size))
+    found = setup.step.bound.reports.predict_memory(batch_shapes(setup.config.input, setup.config.input.batch_size))
     pools = {name.replace("forward_", "residuals to "): size for name, size in found.sizes.items()}
     predicted = sum((*state_bytes.values(), *pools.values())) if found.covers == "whole" else None
     if (memory := compiled.memory) is not None:

@@ -18,6 +18,7 @@ from jgraph.adapters import AdaptedModel, lora
 from jgraph.device import find as device_info
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError
+from jgraph.layout import named
 from jgraph.mesh import Axis
 from jgraph.modules import FunctionalModel, functional
 from jgraph.pipeline import Pipelined, PipelineModel, choose, find_schedule, measure
@@ -162,7 +163,7 @@ class TrainSetup:
             A function without arguments that waits for the program, runs it and returns the state before the first step. If
             the compilation fails, this function raises the error.
         """
-        lowered = self.step.lower_init(self.model.init)
+        lowered = self.step.jitted_init(self.model.init).lower()
         # Not optimized, because it runs once: for GPT 1.3B on an H200 it compiles in 27 s, without optimizations in 14 s.
         options: Any = {"xla_backend_optimization_level": 0} if jax.default_backend() == "gpu" else {}
         thread = ThreadPoolExecutor(1)
@@ -199,7 +200,9 @@ class TrainSetup:
             `opt_state` is (), `observed` is {}, and the counters `step` and `skipped` are 0.
         """
         shardings, zero = None if self.step.mesh is None else self.step.shardings.params, jnp.zeros((), jnp.int32)
-        return TrainState(zero, zero, in_turn(jax.jit(self.step.bound.pack, out_shardings=shardings)(params)), (), carried)
+        return TrainState(
+            zero, zero, in_turn(jax.jit(self.step.bound.layout.pack, out_shardings=shardings)(params)), (), carried
+        )
 
 
 def functional_model(config: TrainConfig) -> FunctionalModel:
@@ -440,6 +443,7 @@ def _fastest(config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, 
     num_microbatches = config.input.num_microbatches
     objective = Objective(
         loss=model,
+        layout=named(found.shapes),
         num_microbatches=num_microbatches,
         carried=found.carried,
         reductions=found.reductions,
@@ -448,7 +452,7 @@ def _fastest(config: TrainConfig, pipelined: Pipelined, found: FunctionalModel, 
     )
     pipeline, _ = pipelined.pipeline(objective)
     batch_M = batch_shapes(config.input, num_microbatches, config.input.microbatch_size)
-    args = pipeline, pipeline.stacked_shapes(found.shapes), batch_M
+    args = pipeline, batch_M
     parts = measure(
         *args,
         engine=config.pipeline.pp_engine,

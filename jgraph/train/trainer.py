@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import platform
 import time
@@ -34,6 +35,7 @@ from jgraph.train.setup import TrainSetup, batch_shapes
 from jgraph.train.signals import StopRequest
 from jgraph.train.watchdog import Wait, Watchdog, hang_message
 from jgraph.xla import cache, compiler_options
+from jgraph.xla.options import known
 
 
 def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], str]], object]) -> Summary:
@@ -106,7 +108,9 @@ def train(config: TrainConfig, *, console: Console, end: Callable[[Callable[[], 
             validation.check_loss(setup)
             no_sample = validation.sampling_problem(setup) if config.monitor.sample_tokens else ""
         _check_processes_agree(config, corpus.fingerprint, weights.step if weights else None)
-        size, trained = (sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (setup.model.shapes, setup.step.trained))
+        own = setup.step.bound.layout.own.params.values()
+        size = sum(math.prod(param.shape) for param in own)
+        trained = sum(math.prod(param.shape) for param in own if param.is_trained)
         reporter.begins(config, parameters=size, trained=trained, corpus=corpus, devices=_devices(setup))
         if cache_line:
             reporter.line(cache_line)
@@ -206,12 +210,12 @@ class _Run:
             # Linux lets a CPU device allocate more memory than there is, and kills the process later.
             devices = setup.step.num_devices // jax.process_count()
             _check_memory(setup.config.input, devices * step.memory.total, "a step")
-        if chosen := setup.step.chosen_options(jax.default_backend()):
+        if chosen := known(setup.step.bound.xla_options, jax.default_backend()):
             self.reporter.line(f"XLA options chosen for this step: {' '.join(chosen)}")
         if step.capture is not None:
             self.reporter.line(str(step.capture))
         shapes = batch_shapes(setup.config.input, setup.config.input.batch_size)
-        for line in setup.step.bound.describe(shapes, step.gradients, step.executables, step.memory):
+        for line in setup.step.bound.reports.describe(shapes, step.gradients, step.executables, step.memory):
             self.reporter.line(line)
         return step
 

@@ -45,7 +45,7 @@ def loss(setup: TrainSetup, state: TrainState, batch: Tree) -> Array:
     Returns:
         The loss in nats per token, a floating scalar.
     """
-    return setup.model.evaluate("loss", setup.step.bound.unpack(state.params), state.carried, batch)
+    return setup.model.evaluate("loss", setup.step.bound.layout.unpack(state.params), state.carried, batch)
 
 
 def logits(setup: TrainSetup, state: TrainState, tokens_BT: Array) -> Array:
@@ -62,7 +62,7 @@ def logits(setup: TrainSetup, state: TrainState, tokens_BT: Array) -> Array:
         Logits of the token after each position, [B, T, V], exactly as the method `logits` of the model returns them. For the
         models of `jgraph_models`, V is `vocab_size` and the dtype is float32.
     """
-    return setup.model.evaluate("logits", setup.step.bound.unpack(state.params), state.carried, tokens_BT)
+    return setup.model.evaluate("logits", setup.step.bound.layout.unpack(state.params), state.carried, tokens_BT)
 
 
 def flops_per_step(setup: TrainSetup) -> float:
@@ -222,7 +222,7 @@ def decoder(setup: TrainSetup) -> Decoder:
         return windowed(lambda weights, tokens_BT: logits(setup, weights[0], tokens_BT))
 
     def prepare(state: TrainState) -> Tree:
-        return cached.prepare(setup.step.bound.unpack(state.params), state.carried)
+        return cached.prepare(setup.step.bound.layout.unpack(state.params), state.carried)
 
     if setup.step.num_devices == 1:
         return replace(cached, prepare=lambda state, _: prepare(state))

@@ -60,7 +60,8 @@ def placed(tree: Tree) -> Tree:
 
 def packed(step: Any, tree: Tree, carried: Tree) -> dict[str, str]:
     """Returns the digests of the parameters in the initial state of a step. Leaves that are None become zeros."""
-    whole = jax.tree.map(lambda shape, leaf: np.zeros(shape.shape, shape.dtype) if leaf is None else leaf, step.shapes, tree)
+    shapes = step.update.shapes
+    whole = jax.tree.map(lambda shape, leaf: np.zeros(shape.shape, shape.dtype) if leaf is None else leaf, shapes, tree)
     return digests(step.init(whole, carried).params)
 
 

@@ -12,10 +12,10 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import jgraph
 from jgraph.errors import ConfigError
+from jgraph.layout import Shard
 from jgraph.moe import _experts, _router
 from jgraph.step import train_step
 from jgraph.strategies import FullySharded
-from jgraph.strategies.sharding import ShardSpec
 
 pytestmark = pytest.mark.long
 
@@ -42,7 +42,7 @@ def arrays(kind="random", tokens=N):
 
 def over_devices(group, config):
     """Returns a function from `ARGS` to the result of every token and the overflow of each device."""
-    spec = ShardSpec(0, E, E, groups=group)
+    spec = Shard(0, groups=group)
 
     def device(x, logits, up, down):
         y, overflow = _experts.sharded_mixture(x, _router.route(logits, config), spec.gather(up), spec.gather(down), config)

@@ -10,6 +10,7 @@ from jgraph.train.presets import preset
 from jgraph.train.setup import TrainSetup
 from jgraph.xla import aot, compiler_options
 from jgraph.xla.hlo import COLLECTIVES, HloModule
+from jgraph.xla.options import known
 
 pytestmark = [
     pytest.mark.target,
@@ -47,7 +48,7 @@ def test_two_microbatches_overlap_their_exchanges_with_matmuls(h200, num_microba
     setup = TrainSetup.of(config)
     step = setup.step.on(aot.devices(2))
     options = compiler_options(
-        "auto", (*setup.step.chosen_options("gpu"), *config.compile.xla_options), platform="gpu", num_devices=2
+        "auto", (*known(setup.step.bound.xla_options, "gpu"), *config.compile.xla_options), platform="gpu", num_devices=2
     )
     with aot.lowering_for("h200"):
         lowered = step.lower(setup.batch())

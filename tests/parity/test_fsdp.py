@@ -80,7 +80,7 @@ def our_training(case: str, dtype: str, layout: str) -> Arrays:
     assert setup.step.num_devices == processes.RANKS
     state = setup.step.init(weights.tree(model, weights.draw(model)))
     metrics, state = run_steps(setup.step, state, STEPS)
-    return metrics | weights.named(setup.step.bound.unpack(state.params))
+    return metrics | weights.named(setup.step.bound.layout.unpack(state.params))
 
 
 # --- Comparison ---

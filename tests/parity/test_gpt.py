@@ -192,7 +192,7 @@ def our_training(config: GPTConfig, *, settings=OPTIMIZER, decay_vectors=False, 
     choices = {"num_microbatches": MICROBATCHES, "clip_norm": settings.clip_norm}
     step = train_step(loss, elementwise(transform), Replicated(None, params), **choices)
     metrics, state = run_steps(step, before(step.init(params)), STEPS)
-    return metrics | weights.named(step.bound.unpack(state.params))
+    return metrics | weights.named(step.bound.layout.unpack(state.params))
 
 
 def run_steps(step, state, steps: int):
@@ -216,7 +216,7 @@ def our_pipeline(config: GPTConfig, steps: int, schedule: str) -> Arrays:
     transform = elementwise(lambda is_matrix: adamw(OPTIMIZER, steps, decay_mask=is_matrix))
     step = train_step(parts, transform, strategy, num_microbatches=MICROBATCHES, clip_norm=OPTIMIZER.clip_norm)
     metrics, state = run_steps(step, step.init(params), steps)
-    return metrics | weights.named(step.bound.unpack(state.params))
+    return metrics | weights.named(step.bound.layout.unpack(state.params))
 
 
 # --- Comparison ---

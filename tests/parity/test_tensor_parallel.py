@@ -104,7 +104,7 @@ def our_pass(case: str, rules: Mapping[str, jgraph.Split] | None = None, **axes:
     placed = step.place(arrays if case.endswith("separate") else arrays["tokens"])
     run, state = step.compile(placed), step.init(weights.tree(config, given))
     state, metrics = run(state, placed)
-    gradients = weights.named(step.bound.unpack(state.opt_state.trace))
+    gradients = weights.named(step.bound.layout.unpack(state.opt_state.trace))
     found = {f"gradient of {name}": gradient for name, gradient in gradients.items()}
     return Pass({"loss": np.asarray(metrics.loss)} | found, state.params, run.as_text())
 

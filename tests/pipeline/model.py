@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jgraph.layout import named
 from jgraph.pipeline import Pipeline, PipelineModel
 from jgraph.pipeline.dispatched import dispatched
 from jgraph.schedule import Schedule
@@ -112,12 +113,11 @@ def mesh(P: int, dp: int = 1) -> Mesh:
 
 
 def pipeline(schedule: Schedule, L: int, *, dp: int = 1, parts: PipelineModel = PARTS, **choices: Any) -> Pipeline:
-    return Pipeline.of(parts, schedule, mesh(schedule.num_ranks, dp), num_layers=L, **choices)
+    return Pipeline.of(parts, schedule, mesh(schedule.num_ranks, dp), named(params(L)), **choices)
 
 
 def placed(pipe: Pipeline, outer: Tree, layers: Sequence[Tree]) -> Tree:
-    stacked = pipe.stack(outer, list(layers))
-    return jax.device_put(stacked, pipe.shardings(stacked))
+    return jax.device_put(pipe.tree(pipe.layout.pack((outer, list(layers)))), pipe.shardings)
 
 
 def run_pipeline(pipe: Pipeline, *, dropout: int | None = None, given: Tree | None = None) -> tuple[Any, Tree]:
@@ -125,24 +125,24 @@ def run_pipeline(pipe: Pipeline, *, dropout: int | None = None, given: Tree | No
     keys = () if dropout is None else (jax.random.key(dropout),)
     run = jax.jit(pipe.loss_and_grads)
     inputs = batch(pipe.schedule.num_microbatches)
-    loss, grads = run(placed(pipe, *(given or params(pipe.layout.num_layers))), inputs, *keys)
+    loss, grads = run(placed(pipe, *(given or params(pipe.assignment.num_layers))), inputs, *keys)
     # Copied to the host first, because each slice of an array on several devices would be compiled.
     loss, grads = jax.device_get((loss, grads))
-    return loss, pipe.unstack(grads)
+    return loss, pipe.layout.unpack(pipe.arrays(grads))
 
 
 def run_dispatched(pipe: Pipeline) -> tuple[Any, Tree]:
     """Runs two steps of the dispatch engine with different batches. Returns the loss and gradients of the second step."""
     M, key = pipe.schedule.num_microbatches, jax.random.key(0)
-    stacked, unpack = placed(pipe, *params(pipe.layout.num_layers)), lambda params: params
+    stacked = pipe.arrays(placed(pipe, *params(pipe.assignment.num_layers)))
     batches = jax.device_put([batch(M, seed) for seed in (1, 0)], NamedSharding(pipe.mesh, PartitionSpec(None, "data")))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), (stacked, batches))
-    gradients = dispatched(pipe, shapes[0], Carry({}, {}), unpack, shapes[1][0], key, {})
+    gradients = dispatched(pipe, shapes[0], Carry({}, {}), pipe.tree, shapes[1][0], key, {})
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(pipe.mesh, PartitionSpec()))
     for one in batches:
         results = gradients(stacked, Carry({}, {}), step, one)
     loss, grads, *_ = jax.device_get(jax.jit(gradients.collect)(results))
-    return loss, pipe.unstack(grads)
+    return loss, pipe.layout.unpack(pipe.arrays(grads))
 
 
 def assert_same(got: tuple[Any, Tree], want: tuple[Any, Tree], *, within: float = 1e-6) -> None:

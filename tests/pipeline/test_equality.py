@@ -76,7 +76,7 @@ def test_an_idle_rank_does_not_contribute_to_the_gradients(runtime):
 @pytest.mark.once
 def test_seven_layers_on_six_stages_equal_one_device():
     pipe = model.pipeline(generate("aligned", pp=3, microbatches=4, chunks=2), 7, runtime="aligned")
-    assert not pipe.layout.is_even
+    assert not pipe.assignment.is_even
     model.assert_same(model.run_pipeline(pipe), model.expected(7, 4))
 
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 import jgraph
 from jgraph.errors import ConfigError, OrderError, ShapeError
+from jgraph.layout import Stacked, named
 from jgraph.pipeline import Pipeline, PipelineModel, StageAssignment
 from jgraph.pipeline._ends import End
 from jgraph.schedule import Order, Schedule, generate, vee
@@ -23,7 +24,7 @@ from tests.pipeline import model
 def test_unstack_is_the_inverse_of_stack(name, P, C, L):
     pipe = model.pipeline(generate(name, pp=P, microbatches=2 * P, chunks=C), L)
     outer, layers = model.params(L)
-    jax.tree.map(np.testing.assert_array_equal, pipe.unstack(pipe.stack(outer, layers)), (outer, layers))
+    jax.tree.map(np.testing.assert_array_equal, pipe.layout.unpack(pipe.layout.pack((outer, layers))), (outer, layers))
 
 
 def test_first_stages_take_the_extra_layers_and_other_stages_are_padded():
@@ -32,9 +33,11 @@ def test_first_stages_take_the_extra_layers_and_other_stages_are_padded():
     assert layout.layers_per_stage == 2
     assert layout.layers().tolist() == [[[0, 1], [5, 5]], [[2, 3], [4, 4]]]  # padding repeats the first layer of its stage
     assert layout.active().tolist() == [[[True, True], [True, False]], [[True, True], [True, False]]]
-    stacked = layout.stack([np.full(1, i + 1.0) for i in range(6)])
-    values = [[leaf.ravel().tolist() for leaf in chunk] for chunk in stacked]
-    assert values == [[[1, 3], [2, 4]], [[6, 5], [0, 0]]]
+    tree = {}, [np.full(1, i + 1.0, np.float32) for i in range(6)]
+    own = named(tree)
+    stacked = own.then(Stacked(own, lambda tree: tree, lambda *pair: pair, layout.places(), {}, {"pipe": 2})).pack(tree)
+    values = {name: leaf.ravel().tolist() for name, leaf in stacked.items()}
+    assert values == {"layers/0/0": [1, 3], "layers/0/1": [2, 4], "layers/1/0": [6, 5], "layers/1/1": [0, 0]}
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,7 @@ SHARED = PipelineModel(shared_embed, model.layer, shared_head, sharded={"table":
 def test_embedding_and_head_sharded_over_ranks_have_correct_gradients(name, P, C, runtime):
     pipe = model.pipeline(generate(name, pp=P, microbatches=5, chunks=C), 4, parts=SHARED, runtime=runtime)
     stacked = model.placed(pipe, *model.params(4))
-    assert pipe.specs(stacked)["outer"] == {"table": PartitionSpec("pipe"), "scale": PartitionSpec()}
+    assert pipe.specs["outer"] == {"table": PartitionSpec("pipe"), "scale": PartitionSpec()}
     assert stacked["outer"]["table"].addressable_shards[0].data.shape == (model.V // P, model.D)
     model.assert_same(model.run_pipeline(pipe), model.expected(4, 5))
 
@@ -118,7 +121,7 @@ def test_ranks_with_different_numbers_of_stages_are_refused():
 
 def test_a_mesh_with_another_number_of_ranks_is_refused():
     with pytest.raises(ConfigError, match="`pp` is 2: must be the 4 ranks of the schedule") as caught:
-        Pipeline.of(model.PARTS, generate("1f1b", pp=4, microbatches=4), model.mesh(2), num_layers=4)
+        Pipeline.of(model.PARTS, generate("1f1b", pp=4, microbatches=4), model.mesh(2), named(model.params(4)))
     assert caught.value.field == "pp"
 
 
@@ -133,10 +136,8 @@ def test_the_aligned_runtime_refuses_whole_backwards():
 
 
 def test_a_sharded_axis_not_divisible_by_the_ranks_is_refused():
-    pipe = model.pipeline(generate("1f1b", pp=8, microbatches=8), 8, parts=SHARED)
-    outer, layers = model.params(8)
     with pytest.raises(ConfigError, match="shards table along axis 0 of length 12: must be a multiple of `pp` 8"):
-        pipe.specs(pipe.stack(outer, layers))
+        model.pipeline(generate("1f1b", pp=8, microbatches=8), 8, parts=SHARED)
 
 
 @pytest.mark.parametrize(
@@ -152,13 +153,12 @@ def test_a_layer_with_another_output_shape_or_dtype_is_refused(change, made):
 
 def test_an_unknown_sharded_parameter_is_refused():
     parts = PipelineModel(model.embed, model.layer, model.head, sharded={"embeding": 0})
-    pipe = model.pipeline(generate("1f1b", pp=2, microbatches=2), 2, parts=parts)
-    with pytest.raises(ConfigError, match=r"PipelineModel.sharded has 'embeding': must be one of "):
-        model.run_pipeline(pipe)
+    with pytest.raises(ConfigError, match=r"PipelineModel.sharded has 'embeding': must be one of scale, table"):
+        model.pipeline(generate("1f1b", pp=2, microbatches=2), 2, parts=parts)
 
 
 def test_a_mesh_from_jax_make_mesh_is_accepted():
     schedule = generate("1f1b", pp=2, microbatches=2)
     mesh = jax.make_mesh((1, 2), ("data", "pipe"), devices=jax.devices()[:2])
-    pipe = Pipeline.of(model.PARTS, schedule, mesh, num_layers=2)
+    pipe = Pipeline.of(model.PARTS, schedule, mesh, named(model.params(2)))
     model.assert_same(model.run_pipeline(pipe), model.expected(2, 2))

@@ -186,7 +186,7 @@ def test_remat_wide_recomputes_matmuls_that_widen_by_four():
     def kept(remat):
         step = pipeline_step(remat=remat)
         batch_M = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((M, B, *leaf.shape[1:]), leaf.dtype), batch_of(M * B))
-        slots = slot_bytes(step.bound.pipeline, step.bound.shapes, batch_M, layers=1)
+        slots = slot_bytes(step.bound.pipeline, batch_M, layers=1)
         return slots["forward_dgrad"] + slots["forward_wgrad"], slots["stash"]
 
     (before, stash), (after, more) = kept("nothing"), kept("wide")
@@ -328,7 +328,7 @@ def linear(config, microbatches=8):
 @pytest.mark.parametrize("config", [CURRENT, DELAYED], ids=["current", "delayed"])
 def test_linear_layers_save_one_byte_per_element_as_predicted(config):
     (plain, batch_M, _), (step, _, _) = linear(None), linear(config)
-    wide, narrow = (slot_bytes(one.bound.pipeline, one.bound.shapes, batch_M) for one in (plain, step))
+    wide, narrow = (slot_bytes(one.bound.pipeline, batch_M) for one in (plain, step))
     waiting = {
         name: sum(slots[pool] for pool in ("forward_dgrad", "forward_wgrad", "stash"))
         for name, slots in (("wide", wide), ("narrow", narrow))
@@ -336,7 +336,7 @@ def test_linear_layers_save_one_byte_per_element_as_predicted(config):
     assert waiting["wide"] == 2 * 2 * B * (D + F)
     assert 0 < waiting["narrow"] - 2 * B * (D + F) <= 6 * 4  # float32 scales and amax
     matrices = 2 * D * F
-    whole = bytes_per_rank(step.bound.pipeline, step.bound.shapes, batch_M)
+    whole = bytes_per_rank(step.bound.pipeline, batch_M)
     assert whole["cast"] == 2 * matrices  # rows and columns
 
 
@@ -346,7 +346,7 @@ def test_pending_microbatches_use_the_predicted_memory():
     found = []
     for microbatches in (4, 36):
         step, batch_M, batch = linear(DELAYED, microbatches)
-        predicted = sum(bytes_per_rank(step.bound.pipeline, step.bound.shapes, batch_M).values())
+        predicted = sum(bytes_per_rank(step.bound.pipeline, batch_M).values())
         found.append((predicted, step.compile(batch).memory.temporaries))
     (few, compiled_few), (many, compiled_many) = found
     assert compiled_many - compiled_few == pytest.approx(many - few, rel=0.02)
@@ -354,7 +354,7 @@ def test_pending_microbatches_use_the_predicted_memory():
 
 def test_a_pipeline_without_histories_uses_the_initial_histories():
     step, batch_M, _ = linear(DELAYED)
-    *_, history = jax.eval_shape(step.bound.pipeline.step, step.bound.shapes, batch_M)
+    *_, history = jax.eval_shape(step.bound.pipeline.step, step.bound.pipeline.shapes, batch_M)
     assert history.window.shape == (3, 2 * 2, 3)
 
 
@@ -365,5 +365,5 @@ def test_autotuning_measures_an_fp8_layer(monkeypatch, kind):
     monkeypatch.setattr(autotune, "_SECONDS", 0.001)
     step = pipeline_step(kind=kind)
     batch_M = jax.tree.map(lambda leaf: leaf.reshape(M, B, -1), batch_of(M * B))
-    parts = autotune.measure(step.bound.pipeline, step.bound.shapes, batch_M)
+    parts = autotune.measure(step.bound.pipeline, batch_M)
     assert min(parts.forward, parts.dgrad, parts.wgrad) > 0

@@ -125,7 +125,7 @@ def initial_pools(monkeypatch, pipe) -> dict:
     seen = []
     start = RankRuntime.start
     monkeypatch.setattr(RankRuntime, "start", lambda runtime: seen.append(start(runtime)) or seen[-1])
-    stacked = model.placed(pipe, *model.params(pipe.layout.num_layers))
+    stacked = model.placed(pipe, *model.params(pipe.assignment.num_layers))
     jax.eval_shape(pipe.loss_and_grads, stacked, model.batch(pipe.schedule.num_microbatches))
     (state,) = seen
     return state.pools

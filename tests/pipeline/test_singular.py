@@ -91,23 +91,23 @@ def pipeline(layout: str, parts: PipelineModel, **choices: Any) -> Pipeline:
 def test_gradients_of_functions_singular_at_zero_equal_one_device(kind, layout):
     layer, head = PLAIN[kind]
     pipe = pipeline(layout, PipelineModel(model.embed, layer, head))
-    model.assert_same(model.run_pipeline(pipe), expected(layer, head, pipe.layout.num_layers))
+    model.assert_same(model.run_pipeline(pipe), expected(layer, head, pipe.assignment.num_layers))
 
 
 @pytest.mark.parametrize("layout", ["aligned, uneven", "general, uneven"])
 def test_a_sharded_head_receives_the_output_of_the_last_stage_on_every_rank(layout):
     pipe = pipeline(layout, PipelineModel(model.embed, weight_normalized, shared_head))
-    model.assert_same(model.run_pipeline(pipe), expected(weight_normalized, unit_head, pipe.layout.num_layers))
+    model.assert_same(model.run_pipeline(pipe), expected(weight_normalized, unit_head, pipe.assignment.num_layers))
 
 
 def test_a_padded_layer_can_be_recomputed():
     pipe = pipeline("general, uneven", PipelineModel(model.embed, weight_normalized, model.head), remat="layer")
-    model.assert_same(model.run_pipeline(pipe), expected(weight_normalized, model.head, pipe.layout.num_layers))
+    model.assert_same(model.run_pipeline(pipe), expected(weight_normalized, model.head, pipe.assignment.num_layers))
 
 
 def test_padded_layers_have_zero_gradients():
     pipe = pipeline("aligned, uneven", PipelineModel(model.embed, weight_normalized, unit_head))
-    params = model.placed(pipe, *model.params(pipe.layout.num_layers))
+    params = model.placed(pipe, *model.params(pipe.assignment.num_layers))
     _, grads = jax.device_get(jax.jit(pipe.loss_and_grads)(params, model.batch(M)))
-    ((rank, chunk, place), *_) = np.argwhere(~pipe.layout.active())
+    ((rank, chunk, place), *_) = np.argwhere(~pipe.assignment.active())
     assert all((leaf[rank] == 0).all() for leaf in jax.tree.leaves(grads["layers"][chunk][place]))

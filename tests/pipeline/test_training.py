@@ -48,7 +48,7 @@ def test_weights_after_ten_steps_equal_one_device(name, C, runtime):
     start = model.placed(pipe, *model.params(L))
     for optimizer in OPTIMIZERS:
         end = trained(OPTIMIZERS[optimizer], start, lambda params, inputs: run(params, inputs)[1])
-        assert_same_weights(pipe.unstack(jax.device_get(end)), trained_on_one_device(optimizer))
+        assert_same_weights(pipe.layout.unpack(pipe.arrays(jax.device_get(end))), trained_on_one_device(optimizer))
 
 
 def assert_same_weights(got, want) -> None:

@@ -3,21 +3,19 @@
 The library does not know the axis. Use this file as a template for a new parallelism.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import jax
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
+from jgraph.layout import Arrays, Layout, Param, described
 from jgraph.mesh import checked
-from jgraph.packing import Packing
 from jgraph.strategies.accumulate import accumulate
-from jgraph.strategies.base import GradientProgram, Options, Pools
+from jgraph.strategies.base import GradientProgram, Options, Reports
 from jgraph.strategies.batches import BatchLayout
 from jgraph.strategies.objective import Carry, Loss, Objective, finished, summed
-from jgraph.tree import leaf_names
 
 Tree = Any
 AXIS = "toy"
@@ -31,50 +29,32 @@ class Partitioned:
     shapes: Tree
 
     def bind(self, objective: Objective) -> "BoundPartitioned":
-        packing = Packing.of(self.shapes, alone=leaf_names(self.shapes))
-        return BoundPartitioned(checked(self.mesh, needs=(AXIS,), allows=()), objective, packing)
+        mesh = checked(self.mesh, needs=(AXIS,), allows=())
+
+        def place(name: str, param: Param) -> Param:
+            divides = bool(param.shape) and param.shape[-1] % mesh.shape[AXIS] == 0
+            return param.placed(len(param.shape) - 1, AXIS) if divides else param
+
+        batches = BatchLayout(mesh, objective.num_microbatches)
+        return BoundPartitioned(objective, batches, objective.layout.then(described(place)))
 
 
 @dataclass(frozen=True, eq=False)
 class BoundPartitioned:
-    mesh: Mesh
     objective: Objective
-    packing: Packing
+    batches: BatchLayout
+    layout: Layout
     observed: Tree = None
     xla_options: tuple[str, ...] = ()
-
-    @property
-    def is_matrix(self) -> Tree:
-        return self.packing.decay_mask()
-
-    @property
-    def trained(self) -> Tree:
-        return dict.fromkeys(self.is_matrix, True)
-
-    @property
-    def batches(self) -> BatchLayout:
-        return BatchLayout(self.mesh, self.objective.num_microbatches)
+    reports: Reports = Reports()  # noqa: RUF009
 
     def on(self, mesh: Mesh) -> Self:
-        return replace(self, mesh=mesh)
+        return replace(self, batches=replace(self.batches, mesh=mesh))
 
-    def pack(self, tree: Tree) -> Tree:
-        return self.packing.pack(tree)
-
-    def unpack(self, params: Tree) -> Tree:
-        return self.packing.unpack(params)
-
-    def shardings(self, params: Tree) -> Tree:
-        def of(leaf: Any) -> NamedSharding:
-            divides = leaf.ndim > 0 and leaf.shape[-1] % self.mesh.shape[AXIS] == 0
-            return NamedSharding(self.mesh, PartitionSpec(*[None] * (leaf.ndim - 1), AXIS) if divides else PartitionSpec())
-
-        return jax.tree.map(of, params)
-
-    def loss_and_grads(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Tree]:
-        def of_microbatch(params: Tree, batch: Tree, key: Array) -> tuple[Loss, Tree]:
-            def loss(params: Tree) -> tuple[Array, Loss]:
-                return summed(self.objective.loss)(self.unpack(params), batch, key)
+    def loss_and_grads(self, params: Arrays, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Arrays]:
+        def of_microbatch(params: Arrays, batch: Tree, key: Array) -> tuple[Loss, Arrays]:
+            def loss(params: Arrays) -> tuple[Array, Loss]:
+                return summed(self.objective.loss)(self.objective.tree(params), batch, key)
 
             (_, sums), grads = jax.value_and_grad(loss, has_aux=True)(params)
             return replace(sums, carried=Carry(sums.carried, None)), grads
@@ -85,14 +65,5 @@ class BoundPartitioned:
         sums = finished(reductions, sums, count)
         return sums, jax.tree.map(lambda g: g / sums.weight, grads)
 
-    def compile_gradients(self, params: Tree, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
+    def compile_gradients(self, params: Arrays, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
         return GradientProgram(self, batch)
-
-    def predict_memory(self, batch: Tree) -> Pools:
-        return Pools({}, "some")
-
-    def describe(self, batch: Tree, gradients: GradientProgram, executables: Sequence[Any], memory: Any) -> list[str]:
-        return []
-
-    def profile_facts(self) -> dict[str, Any]:
-        return {}

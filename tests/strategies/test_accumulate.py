@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from jgraph.layout import named
 from jgraph.strategies import FullySharded
 from jgraph.strategies.accumulate import accumulate
 from jgraph.strategies.objective import Carry, Loss, Objective
@@ -59,7 +60,7 @@ def test_only_microbatches_that_exchange_rows_of_experts_run_in_pairs(experts, a
         return jnp.mean(jnp.tanh(x_BD @ params["mlp"]["up_EDF2"][0]))
 
     strategy = FullySharded(Mesh(np.array(jax.devices()[:2]), ("fsdp",)), shapes, experts=experts)
-    bound = strategy.bind(Objective(loss=loss, num_microbatches=6))
-    params = jax.eval_shape(bound.pack, shapes)
+    bound = strategy.bind(Objective(loss=loss, layout=named(shapes), num_microbatches=6))
+    params = jax.eval_shape(bound.layout.pack, shapes)
     traced = str(jax.make_jaxpr(bound.loss_and_grads)(params, batch_of(6), jax.random.key(0), Carry({}, {})))
     assert traced.count("length=6") == traced.count(f"unroll={at_once}") == 1

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.errors import ConfigError
+from jgraph.layout import Shard, named, sharded
 from jgraph.pipeline.memory import bytes_per_rank
 from jgraph.pipeline.strategy import BoundPipeline
 from jgraph.precision.config import FP8Config
@@ -22,7 +23,6 @@ from jgraph.step.transform import state_shardings
 from jgraph.strategies import FullySharded, Replicated, overlap, sharding as fsdp
 from jgraph.strategies.accumulate import accumulate
 from jgraph.strategies.objective import Carry, Loss, Objective
-from jgraph.strategies.sharding import ShardSpec
 from jgraph.train.config import TrainConfig
 from jgraph.train.setup import TrainSetup
 from jgraph.tree import path_name
@@ -97,7 +97,7 @@ def test_weights_after_ten_steps_equal_the_weights_on_one_device(fields):
 
 def test_only_frozen_parameters_stay_unchanged_in_each_step():
     setup = TrainSetup.of(config(fsdp=2, freeze=("embedding_VD", NORMS)))
-    step, unpack = setup.step.jitted(), jax.jit(setup.step.bound.unpack)
+    step, unpack = setup.step.jitted(), jax.jit(setup.step.bound.layout.unpack)
     state = setup.init()
     for i in range(3):
         before = jax.device_get(unpack(state.params))
@@ -132,7 +132,7 @@ def test_a_nan_on_one_device_skips_the_update_on_all_devices():
     step = setup.compile_step()
     state = setup.init()
     poisoned = {name: leaf.at[(0,) * leaf.ndim].set(jnp.nan) for name, leaf in state.params.items()}
-    state = dataclasses.replace(state, params=jax.device_put(poisoned, setup.step.bound.shardings(poisoned)))
+    state = dataclasses.replace(state, params=jax.device_put(poisoned, setup.step.shardings.params))
     before = jax.device_get(state.params)
     state, metrics = step(state, setup.step.place(np.zeros((8, 17), np.int32)))
     assert np.isnan(metrics.loss)
@@ -160,7 +160,7 @@ def test_a_sharded_pipeline_predicts_the_same_pools_plus_gathered_weights():
     for rows, fields in ((2, {}), (4, {"fsdp": 2})):
         form = TrainSetup.of(config(pp=2, **fields)).step.bound
         tokens_MBS = jax.ShapeDtypeStruct((2, rows, 17), jnp.int32)
-        predicted.append(bytes_per_rank(form.pipeline, form.shapes, tokens_MBS))
+        predicted.append(bytes_per_rank(form.pipeline, tokens_MBS))
     assert predicted[0].pop("gathered") == 0
     assert predicted[1].pop("gathered") > 0
     assert predicted[0] == predicted[1]
@@ -173,39 +173,41 @@ def test_a_parameter_that_the_axis_does_not_divide_is_padded_and_unpadded():
     assert vocab_size % 4
     assert params["embedding_VD"].shape[0] == -(-vocab_size // 4) * 4
     assert not np.asarray(params["embedding_VD"])[vocab_size:].any()
-    assert setup.step.bound.unpack(params)["embedding_VD"].shape[0] == vocab_size
+    assert setup.step.bound.layout.unpack(params)["embedding_VD"].shape[0] == vocab_size
 
 
 @pytest.mark.parametrize(
     ("shape", "rules", "expected"),
     [
-        ((6, 8), {}, ShardSpec(0, 6, 6)),
-        ((5, 8), {}, ShardSpec(1, 8, 8)),
-        ((5, 7), {}, ShardSpec(1, 7, 8)),
-        ((5, 8), {"w": 0}, ShardSpec(0, 5, 6)),
-        ((), {}, ShardSpec(None)),
+        ((6, 8), (), Shard(0)),
+        ((5, 8), (), Shard(1)),
+        ((5, 7), (), Shard(1, padding=1)),
+        ((5, 8), ("w=0",), Shard(0, padding=1)),
+        ((), (), Shard(None)),
     ],
 )
 def test_the_sharded_axis_is_the_requested_or_first_divisible_or_longest_axis(shape, rules, expected):
-    assert fsdp.shard_specs({"w": jax.ShapeDtypeStruct(shape, jnp.float32)}, 2, rules) == {"w": expected}
+    choices = fsdp.FSDPChoices(shard_rules=rules)
+    layout = named({"w": jax.ShapeDtypeStruct(shape, jnp.float32)}).then(fsdp.wanted(choices, 2)).then(sharded(2))
+    assert Shard.of(layout.params["w"]) == expected
 
 
 def test_rules_override_the_partition_names_of_a_model():
-    named = config(fsdp=2, module=f"{__name__}:Named")
-    assert dict(TrainSetup.of(named).step.bound.shards)["blocks/0/mlp/up/kernel"] == ShardSpec(1, 64, 64)
-    ruled = named.changed(shard_rules=("blocks/0/*/kernel=0",))
-    assert dict(TrainSetup.of(ruled).step.bound.shards)["blocks/0/mlp/up/kernel"] == ShardSpec(0, 32, 32)
-    assert dict(TrainSetup.of(ruled).step.bound.shards)["blocks/1/mlp/up/kernel"] == ShardSpec(1, 64, 64)
+    annotated = config(fsdp=2, module=f"{__name__}:Named")
+    assert TrainSetup.of(annotated).step.bound.layout.params["blocks/0/mlp/up/kernel"].spec == PartitionSpec(None, "fsdp")
+    ruled = TrainSetup.of(annotated.changed(shard_rules=("blocks/0/*/kernel=0",))).step.bound.layout.params
+    assert ruled["blocks/0/mlp/up/kernel"].spec == PartitionSpec("fsdp")
+    assert ruled["blocks/1/mlp/up/kernel"].spec == PartitionSpec(None, "fsdp")
 
 
 def axes_in_a_pipeline(**fields: Any) -> dict[str, int]:
     """Maps each parameter name in the pipeline to its axis sharded over fsdp, not counting the rank axis."""
     form = TrainSetup.of(config(**{"fsdp": 2, "pp": 2} | fields)).step.bound
     assert isinstance(form, BoundPipeline)
-    specs = form.pipeline.specs(form.shapes)
-    named = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    specs = form.pipeline.specs
+    found = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
     lead = {"outer": 0, "layers": 1}
-    return {path_name(path): spec.index("fsdp") - lead[path[0].key] for path, spec in named if "fsdp" in spec}
+    return {path_name(path): spec.index("fsdp") - lead[path[0].key] for path, spec in found if "fsdp" in spec}
 
 
 def test_shard_rules_of_a_pipeline_use_the_parameter_names_of_the_model():
@@ -222,7 +224,7 @@ def test_shard_rules_of_a_pipeline_use_the_axis_numbers_of_the_model(scan_layers
     rule = "blocks/mlp/up/kernel=2" if scan_layers else "blocks/[01]/mlp/up/kernel=1"
     form = TrainSetup.of(made.changed(model=model, shard_rules=(rule,))).step.bound
     assert isinstance(form, BoundPipeline)
-    specs = form.pipeline.specs(form.shapes)["layers"][0]
+    specs = form.pipeline.specs["layers"][0]
     assert [spec["mlp"]["up"]["kernel"] for spec in specs] == [PartitionSpec("pipe", None, "fsdp")] * 2
 
 
@@ -342,11 +344,13 @@ def product(params, tokens_BS):
 def test_replicas_sum_their_gradients_in_float32(num_microbatches):
     shapes = {"w": jax.ShapeDtypeStruct((1,), FLOAT)}
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    objective = Objective(loss=lambda p, t, key: product(p, t) / t.size, num_microbatches=num_microbatches, packing="nothing")
+    loss = lambda p, t, key: product(p, t) / t.size  # noqa: E731
+    objective = Objective(loss=loss, layout=named(shapes), num_microbatches=num_microbatches)
     bound = Replicated(mesh, shapes).bind(objective)
     tokens_MBS = np.asarray([[[256], [1]]] * num_microbatches, np.int32)
     tokens_MBS = jax.device_put(tokens_MBS, NamedSharding(mesh, PartitionSpec(None, "data")))
-    _, grads = jax.jit(bound.loss_and_grads)(bound.pack({"w": jnp.ones(1)}), tokens_MBS, jax.random.key(0), Carry({}, {}))
+    params = bound.layout.pack({"w": jnp.ones(1)})
+    _, grads = jax.jit(bound.loss_and_grads)(params, tokens_MBS, jax.random.key(0), Carry({}, {}))
     assert grads["w"] == 257 / 2
 
 
@@ -356,9 +360,9 @@ def test_gradient_shards_are_summed_over_devices_in_grads_dtype(dtype, total, re
     def local(parts, tokens_BS):
         dtypes, choices = {"w": jnp.dtype(LOW)}, {"grads_dtype": dtype, "reshard_after_forward": reshard_after_forward}
         choices |= {"reduce": reduce}
-        spec = {"w": ShardSpec(0, 2, 2)}
+        spec = {"w": Shard(0)}
         loss = lambda whole, _: (product(whole, tokens_BS), None)  # noqa: E731
-        return fsdp.value_and_grads(loss, parts, {"w": True}, spec, dtypes, {}, **choices)[1]
+        return fsdp.value_and_grads(loss, parts, ["w"], spec, dtypes, {}, **choices)[1]
 
     mesh, part = Mesh(np.array(jax.devices()[:2]), ("fsdp",)), PartitionSpec("fsdp")
     run = jax.shard_map(local, mesh=mesh, in_specs=({"w": part}, part), out_specs={"w": part}, check_vma=False)
@@ -417,7 +421,7 @@ def test_user_options_override_the_default_options_for_gpus():
     assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
     assert options[threshold] == "7"
     assert setup.options("cpu") == {threshold: "7"}
-    assert TrainSetup.of(config()).step.chosen_options("gpu") == ()
+    assert TrainSetup.of(config()).step.bound.xla_options == ()
 
 
 @pytest.mark.parametrize("fields", [{}, {"precision": "fp8"}], ids=["bf16", "fp8"])
@@ -528,4 +532,4 @@ def test_optimizer_state_must_have_the_shapes_of_the_parameters():
     transform = optax.adafactor(1e-3, min_dim_size_to_factor=8)
     state = jax.eval_shape(transform.init, params)
     with pytest.raises(ConfigError, match=r"has float32\[256\] for a parameter of shape \[256, 256\]: must have the shape"):
-        state_shardings(transform, state, params, params, None)
+        state_shardings(transform, state, named(params), Mesh(np.array(jax.devices()[:1]), ("data",)))

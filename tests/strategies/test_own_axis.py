@@ -39,7 +39,7 @@ def test_parameters_sharded_over_a_custom_axis_train_as_on_one_device(transform)
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, other.params)
     bound = jgraph.train_step(loss, transform, strategy).bound
-    assert bound.shardings(bound.pack(PARAMS))["up"].spec == jax.sharding.PartitionSpec(None, "toy")
+    assert bound.layout.params["up"].spec == jax.sharding.PartitionSpec(None, "toy")
 
 
 def test_the_library_does_not_know_the_custom_axis():

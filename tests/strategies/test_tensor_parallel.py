@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jgraph
 from jgraph.errors import ConfigError
+from jgraph.layout import named as layout_of
 from jgraph.mesh import on_ranks, per_shard
 from jgraph.modules import functional
 from jgraph.pipeline import Pipelined
@@ -218,16 +219,18 @@ def test_pack_and_unpack_invert_each_other_bit_for_bit(layout):
         inner = jgraph.FullySharded(mesh_of(fsdp=2, tensor=2), found.shapes)
     else:
         inner = jgraph.Replicated(mesh_of(data=1, tensor=2), found.shapes)
-    strategy = jgraph.TensorParallel(inner, GPT.tensor_rules(GPT_SIZES))
-    bound = strategy.bind(Objective(loss=loss, num_microbatches=2 if layout == "pipeline" else 1))
+    rules = GPT.tensor_rules(GPT_SIZES)
+    objective = Objective(loss=loss, layout=layout_of(found.shapes), num_microbatches=2 if layout == "pipeline" else 1)
+    bound = jgraph.TensorParallel(inner, rules).bind(objective)
     given = random_bits(found.shapes)
-    packed = jax.jit(bound.pack)(given)
-    again = jax.device_get(jax.jit(bound.unpack)(packed))
+    packed = jax.jit(bound.layout.pack)(given)
+    again = jax.device_get(jax.jit(bound.layout.unpack)(packed))
     assert jax.tree.structure(again) == jax.tree.structure(given)
     for name, a, b in zip(leaf_names(given), jax.tree.leaves(again), jax.tree.leaves(given), strict=True):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint32), b.view(np.uint32), err_msg=name)
     # The comparison would also pass without any order.
-    plain = jax.jit(bound.inner.pack)(given)
+    unordered = {pattern: split and dataclasses.replace(split, parts=()) for pattern, split in rules.items()}
+    plain = jax.jit(jgraph.TensorParallel(inner, unordered).bind(objective).layout.pack)(given)
     assert any(not np.array_equal(a, b, equal_nan=True) for a, b in zip(*map(jax.tree.leaves, (packed, plain)), strict=True))
 
 
@@ -420,3 +423,10 @@ def test_a_mesh_with_the_axis_tensor_needs_tensor_parallel():
             "strategy",
         )
         assert "must be wrapped in jgraph.TensorParallel" in message
+
+
+def test_a_rule_that_replicates_a_parameter_overrides_its_partition_names():
+    shapes = {"w": jax.ShapeDtypeStruct((8, 32), jnp.float32), "v": jax.ShapeDtypeStruct((8, 32), jnp.float32)}
+    annotations = dict.fromkeys(shapes, PartitionSpec(None, "tensor"))
+    inner = jgraph.Replicated(mesh_of(data=1, tensor=2), shapes)
+    assert set(jgraph.TensorParallel(inner, {"w": None}, annotations).splits(2)) == {"v"}

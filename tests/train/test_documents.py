@@ -110,7 +110,7 @@ def test_every_layout_has_the_loss_and_the_gradients_of_padded_rows(weights, pad
     np.testing.assert_allclose(held, padded[0], rtol=2e-6)
     _, metrics = step(state, setup.step.place(packed()))
     np.testing.assert_allclose(metrics.loss, padded[0], rtol=2e-6)
-    sums = [float(jnp.sum(jnp.square(leaf))) for leaf in jax.tree.leaves(setup.step.bound.pack(padded[1]))]
+    sums = [float(jnp.sum(jnp.square(leaf))) for leaf in jax.tree.leaves(setup.step.bound.layout.pack(padded[1]))]
     np.testing.assert_allclose(metrics.grad_square_sums, sums, rtol=5e-5)
 
 

@@ -46,10 +46,10 @@ def expected():
 
 def test_only_trained_parameters_have_moments_and_change():
     setup, state, _ = on_one_device()
-    names = [name for name in leaf_names(setup.step.shapes) if name.endswith("scale") and not name.startswith("norm")]
+    names = [name for name in leaf_names(setup.step.update.shapes) if name.endswith("scale") and not name.startswith("norm")]
     assert moments_of(setup, state) == names
     before, after = (jax.tree.leaves(setup.step.canonical.of(each).params) for each in (setup.init(), state))
-    for name, old, new in zip(leaf_names(setup.step.shapes), before, after, strict=True):
+    for name, old, new in zip(leaf_names(setup.step.update.shapes), before, after, strict=True):
         assert bool(jnp.array_equal(old, new)) is (name not in names)
 
 
@@ -75,4 +75,4 @@ def test_a_pipeline_keeps_the_state_of_frozen_layers_in_stacked_arrays():
 
 def test_a_run_without_frozen_parameters_has_moments_for_all():
     setup = TrainSetup.of(config_of(num_layers=2, num_microbatches=1))
-    assert moments_of(setup, setup.init()) == leaf_names(setup.step.shapes)
+    assert moments_of(setup, setup.init()) == leaf_names(setup.step.update.shapes)

@@ -16,7 +16,9 @@ import pytest
 
 import jgraph
 from jgraph.errors import ConfigError
+from jgraph.step import TrainStep
 from jgraph.step.transform import Elementwise
+from jgraph.step.update import ElementwiseOptimizer
 from jgraph.train.__main__ import parse
 from jgraph.train.config import OPTIMIZERS, DefaultValue, OptimizerConfig, TrainConfig
 from jgraph.train.optimizer import learning_rate, moments_in, optimizer, restart_schedule
@@ -78,7 +80,7 @@ def ours(config: OptimizerConfig, params: Any, steps: int = STEPS, **options: An
     run, state = step.compile(BATCH), step.init(params)
     for _ in range(steps):
         state, _ = run(state, BATCH)
-    return step.bound.unpack(state.params)
+    return step.bound.layout.unpack(state.params)
 
 
 def assert_near(found: Any, expected: Any, start: Any = None):
@@ -183,12 +185,18 @@ def test_the_default_optimizer_has_the_program_of_adamw_with_a_cosine():
         )
 
     step = TrainSetup.of(config).step
-    before = dataclasses.replace(step, transform=adamw(step.bound.is_matrix))
+    decays = {name: param.decays for name, param in step.bound.layout.params.items()}
+    before = with_transform(step, adamw(decays))
     batch = jax.ShapeDtypeStruct((4, 9), jnp.int32)
-    assert step.sees == "arrays"
+    assert isinstance(step.update.optimizer, ElementwiseOptimizer)
     assert step.lower(batch).as_text() == before.lower(batch).as_text()
-    changed = dataclasses.replace(step, transform=optax.adamw(3e-4))
+    changed = with_transform(step, optax.adamw(3e-4))
     assert step.lower(batch).as_text() != changed.lower(batch).as_text()
+
+
+def with_transform(step: TrainStep, transform: Any) -> TrainStep:
+    optimizer = dataclasses.replace(step.update.optimizer, transform=transform)
+    return dataclasses.replace(step, update=dataclasses.replace(step.update, optimizer=optimizer))
 
 
 def test_small_parameters_share_an_array_only_if_the_optimizer_updates_elements():
@@ -226,7 +234,7 @@ def test_frozen_parameters_have_no_state_and_groups_apply_to_the_others(name):
     assert {leaf.shape for leaf in jax.tree.leaves(state.opt_state)}.isdisjoint({(16, 8)})
     for _ in range(STEPS):
         state, _ = run(state, BATCH)
-    found, start = step.bound.unpack(state.params), parameters()
+    found, start = step.bound.layout.unpack(state.params), parameters()
     same = jax.tree.map(lambda a, b: bool((a == b).all()), found, start)
     frozen = {"embedding": True, "head_DV": False}
     assert same == frozen | {

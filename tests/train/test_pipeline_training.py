@@ -72,7 +72,7 @@ class Trained:
 
     def weights(self) -> dict[str, np.ndarray]:
         """Returns the parameters in the model's layout, by name."""
-        tree = jax.device_get(jax.jit(self.setup.step.bound.unpack)(self.state.params))
+        tree = jax.device_get(jax.jit(self.setup.step.bound.layout.unpack)(self.state.params))
         return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
@@ -158,7 +158,7 @@ def test_a_pipeline_has_the_losses_weights_and_evaluation_of_one_device():
     assert_evaluated_as(ours, of_one_device(3, "untied"))
     # The model's tree has no padding of vocabulary and layers. pack restores the padding with zeros.
     bound = ours.setup.step.bound
-    again = jax.jit(lambda params: bound.pack(bound.unpack(params)))(ours.state.params)
+    again = jax.jit(lambda params: bound.layout.pack(bound.layout.unpack(params)))(ours.state.params)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(ours.state.params), jax.device_get(again))
 
 
@@ -220,13 +220,13 @@ def test_auto_uses_measured_times_and_respects_the_memory_limit(short_measuremen
         shared.append(value)
         return 1e-3
 
-    parts = autotune.measure(bound.pipeline, bound.shapes, shapes_of(config), share=share)
+    parts = autotune.measure(bound.pipeline, shapes_of(config), share=share)
     assert (parts.forward, parts.dgrad, parts.wgrad, parts.head) == (1e-3, 1e-3, 1e-3, 0.0)
     assert len(shared) == 3
     assert all(value > 0 for value in shared)
 
     def chosen(limit: float | None):
-        return choose(bound.pipeline, bound.shapes, shapes_of(config), parts=parts, memory_limit=limit)
+        return choose(bound.pipeline, shapes_of(config), parts=parts, memory_limit=limit)
 
     free = chosen(None)
     assert {candidate.name for candidate in free.candidates} <= set(NAMES)
@@ -245,7 +245,7 @@ def test_auto_tries_one_chunk_if_there_are_too_few_layers_for_two():
     config = config_of(pp=2, num_layers=3)
     _, bound = staged(config)
     parts = autotune.Parts(1e-3, 1e-3, 1e-3)
-    found = choose(bound.pipeline, bound.shapes, shapes_of(config), parts=parts, memory_limit=None)
+    found = choose(bound.pipeline, shapes_of(config), parts=parts, memory_limit=None)
     assert {candidate.chunks for candidate in found.candidates if candidate.peak_bytes is not None} == {1}
 
 
@@ -255,7 +255,7 @@ def test_auto_with_the_dispatch_engine_times_the_loss(short_measurements):
     assert isinstance(setup.step.bound, BoundPipeline)
     assert setup.step.bound.engine == "dispatch"
     _, bound = staged(config_of(pp=2, num_layers=2))
-    parts = autotune.measure(bound.pipeline, bound.shapes, shapes_of(setup.config), engine="dispatch")
+    parts = autotune.measure(bound.pipeline, shapes_of(setup.config), engine="dispatch")
     assert parts.head > 0
 
 

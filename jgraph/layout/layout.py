@@ -1,0 +1,164 @@
+"""A layout maps the parameters of a model to the arrays of a step, and layouts compose.
+
+A strategy is a chain of layouts and a way to sum gradients. Each layout is a function of the description of its input, and
+returns the description of its output with two functions: `pack`, and `unpack`, which inverts it bit for bit.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+
+from jgraph.layout.param import Param, Params
+from jgraph.tree import PyTree, leaf_names
+
+Arrays: TypeAlias = dict[str, Array]
+"""The arrays of a step by name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How the parameters of a model are stored as the arrays of a step.
+
+    Attributes:
+        params: The description of each array, by its name.
+        pack: Maps parameters in the model's own tree to a dict of arrays by name. Padding is zero. A pure function.
+        unpack: Inverts `pack` bit for bit. A pure function.
+        first: The first layout of the chain, which names the leaves of the model's own tree; None if it is this one.
+
+    Examples:
+        >>> from jgraph.layout import named, packed
+        >>> layout = named({"a": jnp.zeros(3), "b": jnp.zeros(2)}).then(packed())
+        >>> layout.pack({"a": jnp.zeros(3), "b": jnp.ones(2)})
+        {'small vectors (float32)': Array([0., 0., 0., 1., 1.], dtype=float32)}
+    """
+
+    params: Params
+    pack: Callable[[PyTree], Arrays]
+    unpack: Callable[[Arrays], PyTree]
+    first: "Layout | None" = None
+
+    def then(self, make: "MakeLayout") -> "Layout":
+        """Composes two layouts, like `optax.chain`: the output of this layout is the input of the next one."""
+        after = make(self.params)
+
+        def pack(tree: PyTree) -> Arrays:
+            return after.pack(self.pack(tree))
+
+        def unpack(arrays: Arrays) -> PyTree:
+            return self.unpack(after.unpack(arrays))
+
+        return Layout(after.params, pack, unpack, self.own)
+
+    @property
+    def own(self) -> "Layout":
+        """The layout of the model's own tree: its leaves by name."""
+        return self.first or self
+
+    @property
+    def trained(self) -> "Layout":
+        """The same layout for gradients and moments, which frozen parameters do not have.
+
+        In the model's own tree, None is in the place of frozen parameters. Arrays with frozen parameters only are missing. XLA
+        removes the zeros that replace them here.
+        """
+        own = self.own
+        if all(param.is_trained for param in own.params.values()):
+            return self
+        kept = {name: param for name, param in self.params.items() if param.is_trained}
+
+        def pack(tree: PyTree) -> Arrays:
+            arrays = self.pack(own.unpack(_filled(own.pack(tree), own.params)))
+            return {name: arrays[name] for name in kept}
+
+        def unpack(arrays: Arrays) -> PyTree:
+            whole = own.pack(self.unpack(_filled(arrays, self.params)))
+            return own.unpack({name: whole[name] for name, param in own.params.items() if param.is_trained})
+
+        return Layout(kept, pack, unpack, own)
+
+    def shardings(self, mesh: Mesh | None) -> dict[str, NamedSharding | None]:
+        """Returns the placement of each array; None for each if the mesh is None."""
+        return {name: None if mesh is None else NamedSharding(mesh, param.spec) for name, param in self.params.items()}
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes of the arrays, in the dtypes of the model's own parameters."""
+        return {name: param.aval for name, param in self.params.items()}
+
+    def tree_shapes(self) -> PyTree:
+        """Returns the shapes of the parameters in the model's own tree."""
+        return jax.eval_shape(self.unpack, self.shapes())
+
+
+def _filled(arrays: Arrays, params: Params) -> Arrays:
+    """Adds zeros for missing arrays. They are bools, which JAX promotes to the dtype of any array that they are joined with."""
+    return {name: arrays[name] if name in arrays else jnp.zeros(p.shape, jnp.bool_) for name, p in params.items()}
+
+
+MakeLayout: TypeAlias = Callable[[Params], Layout]
+
+
+def named(tree: PyTree, frozen: Collection[str] = ()) -> Layout:
+    """The first layout of a chain: maps the model's own tree to a dict of its leaves by name.
+
+    Args:
+        tree: Arrays or shapes of the parameters.
+        frozen: Names of the parameters that are not trained.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    names = leaf_names(tree)
+    pairs = zip(names, leaves, strict=True)
+    params = {name: Param.describe(name, leaf, trained=name not in frozen) for name, leaf in pairs}
+
+    def pack(tree: PyTree) -> Arrays:
+        found = zip(names, structure.flatten_up_to(tree), strict=True)
+        return {name: leaf for name, leaf in found if leaf is not None}
+
+    def unpack(arrays: Arrays) -> PyTree:
+        return structure.unflatten([arrays.get(name) for name in names])
+
+    return Layout(params, pack, unpack)
+
+
+def each(change: Callable[[str, Param], "Change | None"]) -> MakeLayout:
+    """A layout that changes arrays one by one and keeps their names. `change` returns None to leave an array alone."""
+
+    def make(params: Params) -> Layout:
+        changes = {name: found for name, param in params.items() if (found := change(name, param)) is not None}
+
+        def pack(arrays: Arrays) -> Arrays:
+            return {name: changes[name].pack(array) if name in changes else array for name, array in arrays.items()}
+
+        def unpack(arrays: Arrays) -> Arrays:
+            return {name: changes[name].unpack(array) if name in changes else array for name, array in arrays.items()}
+
+        return Layout({name: changes[name].param if name in changes else p for name, p in params.items()}, pack, unpack)
+
+    return make
+
+
+def _same(array: Array) -> Array:
+    return array
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """A new description of one array, and how the array changes; by default not at all."""
+
+    param: Param
+    pack: Callable[[Array], Array] = _same
+    unpack: Callable[[Array], Array] = _same
+
+
+def described(change: Callable[[str, Param], Param]) -> MakeLayout:
+    """A layout that changes descriptions only."""
+    return each(lambda name, param: Change(change(name, param)))
+
+
+def alone(names: Collection[str] | None = None) -> MakeLayout:
+    """A layout in which the named parameters, or all of them, share no array with others."""
+    return described(lambda name, param: replace(param, joins=param.joins and names is not None and name not in names))

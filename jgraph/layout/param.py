@@ -1,0 +1,111 @@
+"""Describes the arrays of a step. All facts that follow from the name of a parameter are read here, once."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from jgraph.mesh import PARTITIONED_AXES, axis_names
+from jgraph.tree import expert_axis, is_matrix, is_router
+
+Entry: TypeAlias = str | tuple[str, ...] | None
+"""The mesh axes of an array axis, as in a PartitionSpec."""
+
+Kind: TypeAlias = Literal["matrix", "vector", "router matrix", "router vector"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Param:
+    """What a step knows of an array.
+
+    Attributes:
+        shape: Shape of the whole array, with padding.
+        dtype: Dtype of the parameters in the model's own tree.
+        kind: Matrices have weight decay. The parameters of routers, the layers that choose experts, are never cast.
+        axes: The mesh axes of each array axis.
+        trained: Whether the array has trained elements; one bool for all of it, or one for each row of an array of stacked
+            layers.
+        joins: Whether small arrays of this kind may share an array.
+        wanted: The array axis that rules, annotations or experts ask to shard over `fsdp`. `any` lets the layout choose an
+            axis, and `none` replicates the array.
+        groups: Number of device groups of `fsdp` that compute with different shards: the devices of experts.
+        experts: The array axis of the experts of a mixture; None for other parameters.
+        padding: Number of zeros at the end of the array axis that is sharded over `fsdp`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    kind: Kind
+    axes: tuple[Entry, ...]
+    trained: tuple[bool, ...] = (True,)
+    joins: bool = True
+    wanted: int | Literal["any", "none"] = "any"
+    groups: int = 1
+    experts: int | None = None
+    padding: int = 0
+
+    @classmethod
+    def describe(cls, name: str, leaf: Array | jax.ShapeDtypeStruct, *, trained: bool = True) -> Self:
+        """Describes a parameter of the model by its name, shape and dtype."""
+        kind = KINDS[(0 if is_matrix(name, leaf) else 1) + (2 if is_router(name) else 0)]
+        axes = (None,) * leaf.ndim
+        return cls(leaf.shape, leaf.dtype, kind, axes, (trained,), experts=expert_axis(name, leaf.ndim))
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return _spec(self.axes)
+
+    @property
+    def rank_spec(self) -> PartitionSpec:
+        """The part of `spec` on the mesh axes of ranks: a function under `jax.shard_map` sees the other axes whole."""
+        kept = [tuple(name for name in axis_names(entry) if name not in PARTITIONED_AXES) for entry in self.axes]
+        return _spec([names[0] if len(names) == 1 else names or None for names in kept])
+
+    @property
+    def decays(self) -> bool:
+        """True if weight decay applies."""
+        return self.kind.endswith("matrix")
+
+    @property
+    def is_cast(self) -> bool:
+        """True if a strategy computes with a copy in its compute dtype."""
+        return self.kind == "matrix"
+
+    @property
+    def is_trained(self) -> bool:
+        """True if the array has trained elements."""
+        return any(self.trained)
+
+    def mask(self) -> Array | None:
+        """Bools that broadcast to the array, False for frozen rows; None if the whole array is trained."""
+        if all(self.trained):
+            return None
+        return jnp.asarray(np.reshape(self.trained, (-1, *[1] * (len(self.shape) - 1))))
+
+    def axis_of(self, mesh_axis: str) -> int | None:
+        """The array axis that is sharded over a mesh axis; None if there is none."""
+        return next((i for i, entry in enumerate(self.axes) if mesh_axis in axis_names(entry)), None)
+
+    def placed(self, axis: int, *mesh_axes: str) -> Self:
+        """Returns a copy with an array axis that is sharded over other mesh axes."""
+        entry = mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes
+        return replace(self, axes=tuple(entry if i == axis else old for i, old in enumerate(self.axes)))
+
+
+Params: TypeAlias = Mapping[str, Param]
+
+
+def _spec(axes: Sequence[Entry]) -> PartitionSpec:
+    """Without None at the end, so that equal placements are equal specs."""
+    count = max((i + 1 for i, entry in enumerate(axes) if entry is not None), default=0)
+    return PartitionSpec(*axes[:count])

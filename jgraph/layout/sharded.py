@@ -1,0 +1,141 @@
+"""Arrays sharded over the mesh axis `fsdp`: choice of the sharded axis, all-gather, reduce-scatter."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+from jgraph.errors import ConfigError
+from jgraph.layout.layout import Change, MakeLayout, each
+from jgraph.layout.param import Param
+from jgraph.mesh import PARTITIONED_AXES, Axis, axis_names, per_shard
+
+AXIS = Axis.FSDP.value
+
+
+def sharded(ranks: int, *, uneven: Literal["pad", "replicate"] = "pad") -> MakeLayout:
+    """A layout that shards an axis of each array: the wanted axis, else the first divisible axis, else the longest axis.
+
+    Args:
+        ranks: Size of the mesh axis `fsdp`. An axis is divisible if `ranks` divides its length.
+        uneven: For arrays without a divisible axis: `pad` the longest axis with zeros, or `replicate` the array.
+
+    Raises:
+        ConfigError: When the layout is made, if an array does not have the wanted axis, or it is on another mesh axis.
+    """
+
+    def change(name: str, param: Param) -> Change | None:
+        axis = _axis(name, param, ranks, uneven)
+        if axis is None:
+            return None
+        length = param.shape[axis]
+        padding = -length % ranks
+        shape = tuple(n + padding if i == axis else n for i, n in enumerate(param.shape))
+        placed = replace(param.placed(axis, AXIS), shape=shape, padding=padding)
+        shard = Shard.of(placed)
+        return Change(placed, shard.pad, shard.unpad)
+
+    return each(change)
+
+
+def _axis(name: str, param: Param, ranks: int, uneven: Literal["pad", "replicate"]) -> int | None:
+    """Returns the array axis to shard; None to replicate the array."""
+    free = [i for i, entry in enumerate(param.axes) if entry is None]
+    wanted = param.wanted
+    if wanted == "none":
+        return None
+    if isinstance(wanted, int):
+        if wanted in free:
+            return wanted
+        must = f"below {len(param.shape)}, its shape is {param.shape}"
+        if wanted < len(param.shape):
+            must = "another axis, because this one is split over another mesh axis"
+        raise ConfigError(f"`shard_rules` shards {name} along axis {wanted}: must be {must}", field="shard_rules")
+    divisible = next((i for i in free if param.shape[i] % ranks == 0), None)
+    if divisible is not None or uneven == "replicate":
+        return divisible
+    return max(free, key=lambda i: param.shape[i], default=None)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The shard of an array on a device of the mesh axis `fsdp`: 1/N of the padded array.
+
+    Attributes:
+        axis: Index of the sharded axis. None if the array is replicated.
+        padding: Number of zeros at the end of this axis.
+        groups: Number of equal groups of consecutive devices. `gather` returns the shards of the own group: the whole array for
+            one group, the experts that its tokens are sent to for several.
+        partitioned: The mesh axes of each array axis over which XLA partitions the step.
+    """
+
+    axis: int | None
+    padding: int = 0
+    groups: int = 1
+    partitioned: PartitionSpec | None = None
+
+    @classmethod
+    def of(cls, param: Param, *, lead: int = 0) -> Self:
+        """Returns the shard of an array, without the first `lead` axes."""
+        axis = param.axis_of(AXIS)
+        kept = [tuple(name for name in axis_names(entry) if name in PARTITIONED_AXES) or None for entry in param.axes[lead:]]
+        partitioned = PartitionSpec(*kept) if any(kept) else None
+        return cls(None if axis is None else axis - lead, param.padding, param.groups, partitioned)
+
+    def pad(self, whole: Array) -> Array:
+        """Pads the sharded axis of a whole array with zeros at its end."""
+        if not self.padding:
+            return whole
+        return jnp.pad(whole, [(0, self.padding) if i == self.axis else (0, 0) for i in range(whole.ndim)])
+
+    def unpad(self, padded: Array) -> Array:
+        """Inverts `pad`."""
+        if self.axis is None or not self.padding:
+            return padded
+        return lax.slice_in_dim(padded, 0, padded.shape[self.axis] - self.padding, axis=self.axis)
+
+    # --- On one device, under `jax.shard_map` ---
+
+    def gather(self, part: Array) -> Array:
+        """All-gathers the shards of the own group of devices, without padding. A replicated array is returned unchanged."""
+        if self.axis is None or self._is_own:
+            return part
+        options: dict[str, Any] = {"axis": self.axis, "tiled": True, "axis_index_groups": self._neighbors}
+        # FP8 is sent as bytes, because not every collective library supports it.
+        is_fp8 = part.dtype.itemsize == 1
+        payload = lax.bitcast_convert_type(part, jnp.uint8) if is_fp8 else part
+        whole = self.unpad(self._on_shards(lambda x: lax.all_gather(x, AXIS, **options), payload))
+        return lax.bitcast_convert_type(whole, part.dtype) if is_fp8 else whole
+
+    def scatter(self, whole: Array) -> Array:
+        """Sums a gradient of `gather` over the own group, and returns the shard of this device, with padding.
+
+        For a replicated array, returns the whole sum over the axis `fsdp`.
+        """
+        if self.axis is None:
+            return lax.psum(whole, AXIS)
+        if self._is_own:
+            return whole
+        options: dict[str, Any] = {"scatter_dimension": self.axis, "tiled": True, "axis_index_groups": self._neighbors}
+        return self._on_shards(lambda x: lax.psum_scatter(x, AXIS, **options), self.pad(whole))
+
+    def _on_shards(self, collective: Callable[[Array], Array], x: Array) -> Array:
+        """Runs a collective on the shards over partitioned axes. XLA would gather the argument of the collective over them."""
+        if self.partitioned is None:
+            return collective(x)
+        return per_shard(collective, (self.partitioned,), self.partitioned)(x)
+
+    @property
+    def _is_own(self) -> bool:
+        """True if each device is a group of its own, so nothing is gathered."""
+        return self.groups > 1 and self.groups == lax.axis_size(AXIS)
+
+    @property
+    def _neighbors(self) -> list[list[int]] | None:
+        if self.groups == 1:
+            return None
+        size = lax.axis_size(AXIS) // self.groups
+        return [list(range(first, first + size)) for first in range(0, self.groups * size, size)]

@@ -1,0 +1,197 @@
+"""The update of a training step: clipping, an optax transform, and the check for finite values. Pure functions of a state."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from jgraph.checkpoint.canonical import spread
+from jgraph.layout import Arrays, Layout
+from jgraph.step.state import StepMetrics, TrainState
+from jgraph.step.transform import Transform, apply_transform, state_shardings
+from jgraph.strategies import checks
+from jgraph.strategies.objective import Loss, Objective, Tree, halted, raised
+
+
+@dataclass(frozen=True, eq=False)
+class Optimizer:
+    """An optax transform that gets gradients and parameters in the model's own tree.
+
+    Attributes:
+        transform: The transform.
+        layout: The layout of the trained parameters.
+    """
+
+    transform: Transform
+    layout: Layout
+
+    @property
+    def moments(self) -> Layout | None:
+        """The layout of moments in the optimizer state; None if they are in the model's own tree already."""
+        return None
+
+    def see(self, arrays: Arrays) -> Tree:
+        """Returns arrays of the step as the transform sees them."""
+        return self.layout.unpack(arrays)
+
+    def store(self, seen: Tree) -> Arrays:
+        """Inverts `see`."""
+        return self.layout.pack(seen)
+
+    def shardings(self, mesh: Mesh, params: Tree, opt_state: Tree) -> Tree:
+        """Places an optimizer state: every array over as many devices as possible, in the mesh axes of `params`."""
+        return spread(mesh, params, opt_state)
+
+
+class ElementwiseOptimizer(Optimizer):
+    """An optax transform that gets the arrays of the step themselves, because it updates every element independently."""
+
+    @property
+    def moments(self) -> Layout | None:
+        return self.layout
+
+    def see(self, arrays: Arrays) -> Tree:
+        return arrays
+
+    def store(self, seen: Tree) -> Arrays:
+        return seen
+
+    def shardings(self, mesh: Mesh, params: Tree, opt_state: Tree) -> Tree:
+        """Places moments like the arrays that they belong to."""
+        return state_shardings(self.transform, opt_state, self.layout, mesh)
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """Initializes and updates the state of a training step.
+
+    Attributes:
+        optimizer: The optax transform, and what it sees.
+        layout: The layout of the arrays of the step.
+        shapes: Shapes of the parameters, in the model's own tree.
+        objective: The loss and the choices that the strategy needs.
+        clip_norm: Largest global L2 norm of the gradient; None does not clip.
+        params_dtype: Floating dtype of the parameters in the state.
+        read_dtype: The mean gradient is rounded to this floating dtype before the update. None does not round.
+        frozen_dtype: Floating dtype of arrays with frozen parameters only.
+        observed: Shapes of the observed state.
+    """
+
+    optimizer: Optimizer
+    layout: Layout
+    shapes: Tree
+    objective: Objective
+    clip_norm: float | None
+    params_dtype: Any
+    read_dtype: Any
+    frozen_dtype: Any
+    observed: Tree
+
+    def initial(self, tree: Tree, carried: Tree, observed: Tree = None) -> TrainState:
+        """Returns the state before the first step, for parameters in the model's own tree.
+
+        Raises:
+            ShapeError: If `tree` or `carried` differ from the shapes of the step.
+        """
+        checks.check_params(tree, self.shapes)
+        checks.check_carried(carried, self.objective.carried)
+        dtypes = {name: self.params_dtype if p.is_trained else self.frozen_dtype for name, p in self.layout.params.items()}
+        params = {name: array.astype(dtypes[name]) for name, array in self.layout.pack(tree).items()}
+        if observed is None:
+            observed = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.observed)
+        zero = jnp.zeros((), jnp.int32)
+        # Copies, because the first step donates the state.
+        rest = jax.tree.map(jnp.array, (carried, observed))
+        opt_state = self.optimizer.transform.init(self.optimizer.see(self._trained(params)))
+        return TrainState(zero, zero.copy(), params, opt_state, *rest)
+
+    @cached_property
+    def state(self) -> TrainState:
+        """The shapes of the state, without shardings."""
+        return jax.eval_shape(self.initial, self.shapes, self.objective.carried)
+
+    def shardings(self, mesh: Mesh) -> TrainState:
+        """Returns the placement of the state.
+
+        Raises:
+            ConfigError: If an elementwise transform has a moment with another shape than its parameter.
+        """
+        placed, state = self.layout.shardings(mesh), self.state
+        params = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[name]) for name, leaf in state.params.items()
+        }
+        replicated: Any = NamedSharding(mesh, PartitionSpec())
+        opt_state = self.optimizer.shardings(mesh, params, state.opt_state)
+        return TrainState(replicated, replicated, placed, opt_state, *jax.tree.map(lambda _: replicated, state.carry))
+
+    def apply(self, state: TrainState, sums: Loss, grads: Arrays) -> tuple[TrainState, StepMetrics]:
+        """Clips the gradient and applies the update of the transform if loss and gradient are finite. Called under `jax.jit`.
+
+        Args:
+            state: The state before the step.
+            sums: Sums over the whole batch: loss, weight (not None) and metrics. `sums.carried` is a `Carry` of the carried and
+                the observed state after the batch.
+            grads: The mean gradient over the batch, not yet clipped: the trained arrays of the step.
+
+        Returns:
+            (state, metrics): the new state and the metrics of the step. If an array with the reduction `halt` is positive in
+            `state` or in `sums`, only the arrays with this reduction change, to the elementwise maximum of both. Otherwise, if
+            the loss or the gradient norm is not finite, `step` and `skipped` grow by 1, the arrays with the reduction `halt`
+            become the maximum of both, and no other leaf changes.
+        """
+        grads, before = self._trained(grads), self._trained(state.params)
+        if self.read_dtype is not None:
+            grads = _cast(grads, self.read_dtype)
+        grads = self._of_trained_rows(grads)
+        assert sums.weight is not None, "a bound strategy returns a weight"
+        loss = sums.total / sums.weight
+        square_sums = jnp.stack([jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)])
+        norm = jnp.sqrt(jnp.sum(square_sums))
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        reductions = self.objective.reductions
+        after = sums.carried
+        carried, as_before = raised(reductions, state.carried, after.model), raised(reductions, after.model, state.carried)
+        flag = halted(reductions, carried)
+        counts = 1 if flag is None else jnp.where(flag == 0, 1, 0)
+        applied = finite if flag is None else finite & (flag == 0)
+        params, opt_state = self._updated(grads, norm, before, state.opt_state, loss)
+        new = (params, opt_state, carried, after.observed)
+        old = (before, state.opt_state, as_before, state.observed)
+        # Cast to the dtype of the new leaf, so that a transform that changes a dtype fails the check of donated buffers.
+        new = jax.tree.map(lambda new, old: jnp.where(applied, new, old).astype(new.dtype), new, old)
+        skipped = state.skipped + jnp.where(finite, 0, counts)
+        aux = jax.tree.map(lambda leaf: leaf / sums.weight, sums.aux)
+        new = TrainState(state.step + counts, skipped, state.params | new[0], *new[1:])
+        return new, StepMetrics(loss, norm, square_sums, aux, flag)
+
+    def _updated(self, grads: Arrays, norm: Array, params: Arrays, opt_state: Tree, loss: Array) -> tuple[Arrays, Tree]:
+        """Returns the new trained parameters and the new optimizer state."""
+        scale = 1.0 if self.clip_norm is None else jnp.minimum(1.0, self.clip_norm / norm)
+        scaled = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, grads)
+        # In float32, because weight decay in bfloat16 would be rounded to zero.
+        params32 = _cast(params, jnp.float32)
+        optimizer = self.optimizer
+        seen = optimizer.see(scaled), optimizer.see(params32)
+        updates, opt_state = apply_transform(optimizer.transform, seen[0], opt_state, seen[1], value=loss)
+        updates = self._of_trained_rows(optimizer.store(updates))
+        return jax.tree.map(lambda p, u, old: (p + u).astype(old.dtype), params32, updates, params), opt_state
+
+    def _trained(self, arrays: Arrays) -> Arrays:
+        return {name: arrays[name] for name, param in self.layout.params.items() if param.is_trained}
+
+    def _of_trained_rows(self, arrays: Arrays) -> Arrays:
+        """Replaces frozen rows by zeros."""
+        masks = {name: self.layout.params[name].mask() for name in arrays}
+        return {
+            name: array if (mask := masks[name]) is None else jnp.where(mask, array, jnp.zeros((), array.dtype))
+            for name, array in arrays.items()
+        }
+
+
+def _cast(arrays: Arrays, dtype: DTypeLike) -> Arrays:
+    return {name: array.astype(dtype) for name, array in arrays.items()}
