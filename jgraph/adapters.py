@@ -147,11 +147,12 @@ class AdaptedModel(FunctionalModel):
         """Names of the parameters of the base model, for the argument `freeze` of `train_step`."""
         return tuple(leaf_names(self.base.shapes))
 
-    def tensor_rules(self, rules: Mapping[str, Split]) -> dict[str, Split | None]:
+    def tensor_rules(self, rules: Mapping[str, Split | None]) -> dict[str, Split | None]:
         """Returns rules for `jgraph.TensorParallel`: those of the base model, and those of the adapters before them."""
         found: dict[str, Split | None] = {}
         for pattern, split in rules.items():
-            found |= {pattern + A: split if split.axis == -2 else None, pattern + B: split if split.axis == -1 else None}
+            axis = None if split is None else split.axis
+            found |= {pattern + A: split if axis == -2 else None, pattern + B: split if axis == -1 else None}
         return found | dict(rules)
 
     def with_adapters(self, base: Tree) -> Tree:
@@ -222,7 +223,7 @@ def lora(
     rank: int,
     alpha: float = 16.0,
     targets: Sequence[str] = TARGETS,
-    rules: Mapping[str, Split] | None = None,
+    rules: Mapping[str, Split | None] | None = None,
     key: int = 0,
 ) -> AdaptedModel:
     """Adds low-rank adapters (LoRA) to the linear layers of a model. Traces the model and computes nothing.
@@ -443,7 +444,7 @@ def _transposed(view: View) -> View:
     return (*view[:-2], view[-1], view[-2])
 
 
-def _adapter(traced: _Traced, name: str, shape: Sequence[int], rules: Mapping[str, Split]) -> Adapter:
+def _adapter(traced: _Traced, name: str, shape: Sequence[int], rules: Mapping[str, Split | None]) -> Adapter:
     """Makes the adapter of a parameter. Checks all its uses, because merged weights would compute other outputs otherwise."""
     views = list((traced.uses(name) or {}).values())
     if not views or any(view not in (views[0], _transposed(views[0])) for view in views):

@@ -241,7 +241,11 @@ def _named(shapes: Tree, specs: Tree) -> dict[str, PartitionSpec | None]:
 
 
 def _decoder(module: Any) -> Decoder | None:
-    return module.cached_decoder() if hasattr(module, "cached_decoder") else None
+    found = module.cached_decoder() if hasattr(module, "cached_decoder") else None
+    if not isinstance(found, Decoder | None):
+        must = f"its cached_decoder() must return a jgraph.Decoder, not a {type(found).__name__}"
+        raise ConfigError(f"`make` returns {type(module).__name__}: {must}", field="make")
+    return found
 
 
 def _seeded(streams: Tree, key: Array) -> Tree:

@@ -123,7 +123,7 @@ def _explain(
             jax.config.update("jax_num_cpu_devices", config.parallel.num_devices)
     notes = ()
     # With `cp`, attention is a Pallas kernel.
-    is_library = config.parallel.cp == 1 and getattr(config.model, "attention", "") in ("auto", "xla")
+    is_library = config.parallel.cp == 1 and config.hooks.attention in ("auto", "xla")
     if target is not None and is_library:
         # cuDNN's attention can be compiled only on the GPU itself, not for another model of GPU.
         config = config.changed(model=dataclasses.replace(config.model, attention="xla"))

@@ -6,12 +6,13 @@ continues from the step before, with the same batches: they are a pure function 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jgraph.errors import ConfigError
 from jgraph.moe.config import capacity_of, rows_per_pair
 from jgraph.step.state import StepMetrics
 from jgraph.train.config import TrainConfig
+from jgraph.train.model import Experts
 
 Numbered = tuple[int, StepMetrics]
 
@@ -72,16 +73,15 @@ def grown(config: TrainConfig, halt: Halt) -> tuple[TrainConfig, str]:
     Raises:
         ConfigError: If the rows fit with the present capacity, so that the model halted for another reason.
     """
-    moe: Any = getattr(config.model, "moe", None)
-    devices = config.parallel.ep
+    moe, devices = config.hooks.moe or Experts(), config.parallel.ep
     ranks = config.parallel.data_ranks * config.parallel.cp
     tokens = config.input.tokens_per_step // (config.input.num_microbatches * ranks)
-    rows = tokens * getattr(moe, "experts_per_token", 1)  # per device, layer and microbatch
-    allowed = rows_per_pair(moe.capacity, rows, devices) if hasattr(moe, "capacity") else rows
+    rows = tokens * moe.experts_per_token  # per device, layer and microbatch
+    allowed = rows if moe.capacity is None else rows_per_pair(moe.capacity, rows, devices)
     if halt.needed <= allowed:
         must = "halt a step only if a device needs more rows than `model.moe.capacity` allows"
         raise ConfigError(f"`module` is {config.module}: must {must} (step {halt.number} needs {halt.needed})", field="module")
     capacity = capacity_of(halt.needed, rows, devices)
     overflow = f"a device sends {halt.needed} expert rows to another, but the capacity allows {allowed}"
     line = f"step {halt.number}: {overflow}; repeating the step with `model.moe.capacity` {capacity:g}"
-    return config.changed(model=replace(config.model, moe=replace(moe, capacity=capacity))), line
+    return config.changed(model=replace(config.model, moe=replace(config.model.moe, capacity=capacity))), line

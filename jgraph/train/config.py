@@ -8,13 +8,14 @@ names. This module does not import jax, so that an invalid flag is reported at o
 import ast
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias
 
 from tyro.conf import OmitArgPrefixes, arg
 
 from jgraph.errors import ConfigError, check_choice, check_types, require, require_positive
 from jgraph.precision.config import FP8Config
-from jgraph.train.model import check_import, is_class_name, settings_from, settings_of
+from jgraph.train.model import SettingsHooks, check_import, is_class_name, settings_from, settings_hooks, settings_of
 
 DtypeName: TypeAlias = Literal["bfloat16", "float32"]
 
@@ -711,10 +712,10 @@ class TrainConfig:
 
     def _check_experts(self) -> None:
         """Checks that the experts of the model can be sharded over `ep` devices. Raises ConfigError."""
-        ep, shards = self.parallel.ep, self.parallel.shards
-        if ep == 1 or (moe := getattr(self.model, "moe", None)) is None:
+        ep, shards, moe = self.parallel.ep, self.parallel.shards, self.hooks.moe
+        if ep == 1 or moe is None:
             return
-        experts = getattr(moe, "num_experts", 0)
+        experts = moe.num_experts
         require(experts > 0, "ep", ep, "1 for a model without experts")
         require(experts % shards == 0, "ep", ep, f"such that {shards} devices divide `model.moe.num_experts` {experts}")
 
@@ -729,12 +730,17 @@ class TrainConfig:
         require(not reshards, "reshard_after_forward", reshards, f"False in a pipeline; {advice}")
         if self.pipeline.pp_engine == "dispatch":
             # The balance loss needs all tokens of a microbatch, and a dispatched executable has only those of its device.
-            has_experts = bool(getattr(getattr(self.model, "moe", None), "num_experts", 0))
+            has_experts = self.hooks.moe is not None and self.hooks.moe.num_experts > 0
             fsdp, dp, profile = self.parallel.fsdp, self.parallel.dp, self.monitor.profile
             for name, size in (("fsdp", fsdp), ("cp", self.parallel.cp), ("tp", self.parallel.tp)):
                 require(size == 1, "pp_engine", "dispatch", f"program with `{name}` {size}")
             require(not profile, "pp_engine", "dispatch", f"program with `profile` {profile}")
             require(dp == 1 or not has_experts, "pp_engine", "dispatch", f"program with `dp` {dp}")
+
+    @cached_property
+    def hooks(self) -> SettingsHooks:
+        """The optional members of the settings of the model that jgraph reads."""
+        return settings_hooks(self.module, self.model)
 
     @property
     def data_options(self) -> dict[str, Any]:
@@ -743,7 +749,7 @@ class TrainConfig:
         A dict with the keys `field`, `documents`, `format`, `truncate`, `seq_len` and `vocab_size`. `vocab_size` is None if the
         settings of the model have no such field.
         """
-        batch, vocab_size = self.input, getattr(self.model, "vocab_size", None)
+        batch, vocab_size = self.input, self.hooks.vocab_size or None
         options = {"field": batch.data_field, "documents": batch.data_documents}
         options |= {"format": batch.data_format, "truncate": batch.data_truncate}
         return options | {"seq_len": batch.seq_len, "vocab_size": vocab_size}

@@ -153,8 +153,8 @@ def _of_run(saved: SavedRun) -> _Model:
         return found["params"], found["carried"]
 
     model, settings = saved.config.model, _settings(saved.config)
-    if saved.config.is_fp8 and (in_fp8 := getattr(model, "in_fp8", None)):
-        model = in_fp8()
+    if saved.config.is_fp8:
+        model = saved.config.hooks.in_fp8(model)
     source = f"{saved.path} after {saved.step} steps"
     return _Model(source, TrainConfig.of(**settings, model=model), tokenizer_of(saved), weights)
 

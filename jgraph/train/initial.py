@@ -35,7 +35,8 @@ from jgraph.interop.load import load
 from jgraph.interop.names import HuggingFace
 from jgraph.step.state import TrainState
 from jgraph.train.config import InitialConfig, TrainConfig
-from jgraph.train.model import find_model
+from jgraph.train.hooks import model_hooks
+from jgraph.train.model import settings_hooks
 from jgraph.train.optimizer import restart_schedule
 from jgraph.train.rundir import ORIGIN, RunDir
 from jgraph.train.saved import SavedRun
@@ -58,8 +59,7 @@ def names_of(module: str, *, field: str) -> HuggingFace:
     Raises:
         ConfigError: If the class cannot be imported, or its attribute `hugging_face` is missing or not a `HuggingFace`.
     """
-    names = getattr(find_model(module), "hugging_face", None)
-    if not isinstance(names, HuggingFace):
+    if (names := model_hooks(module).hugging_face) is None:
         raise ConfigError(
             f"`module` is {module}: must have the attribute hugging_face, a HuggingFace, for `{field}`", field="module"
         )
@@ -90,7 +90,7 @@ def with_settings_of(
     path = copy if not Path(init_from).exists() and (copy / CONFIG_FILE).exists() else Path(init_from)
     folder = Folder(path, field="init_from")
     settings = folder.settings(names_of(module, field="init_from"), model)
-    if compute_dtype == "model" or not hasattr(settings, "compute_dtype"):
+    if compute_dtype == "model" or settings_hooks(module, settings).compute_dtype is None:
         return settings
     return dataclasses.replace(settings, compute_dtype=folder.dtype)
 
@@ -204,7 +204,7 @@ def tokenizer_warning(config: TrainConfig) -> str:
     data = config.input.data
     own, beside, shown = vocabulary(source), tokenizer_beside(data), " ".join(data)
     # A run without a tokenizer was trained on bytes if its vocabulary has at most 256 tokens.
-    reads_bytes = not config.initial.init_from and getattr(config.model, "vocab_size", 0) <= 256
+    reads_bytes = not config.initial.init_from and config.hooks.vocab_size <= 256
     if own is None and not reads_bytes and is_text(data):
         return f"`{name}` {path} has no {TOKENIZER_FILE}: `data` {shown} is read as bytes"
     if own and (other := vocabulary(beside)) and own.read_bytes() != other.read_bytes():

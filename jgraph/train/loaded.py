@@ -255,7 +255,7 @@ def tokenizer_of(saved: SavedRun) -> Tokenizer:
     """
     origin, folder = saved.dir.origin, copied_folder(saved.dir)
     own, beside = vocabulary(origin), tokenizer_beside(saved.config.input.data)
-    is_bytes = is_text(saved.config.input.data) or getattr(saved.config.model, "vocab_size", 256) <= 256
+    is_bytes = is_text(saved.config.input.data) or saved.config.hooks.vocab_size <= 256
     if own or beside or is_bytes:
         found = beside if beside and not own else origin if origin.exists() else None
         return Tokenizer.of(found, ends=folder.ends if folder else [])

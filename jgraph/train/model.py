@@ -1,4 +1,4 @@
-"""Imports a model class by name, finds its settings, and reports errors of its code in one line."""
+"""Imports a model class by name, reads its settings, and reports errors of its code in one line. No JAX here."""
 
 import contextlib
 import importlib
@@ -6,12 +6,156 @@ import inspect
 import re
 import traceback
 import typing
-from collections.abc import Iterator
-from dataclasses import is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
-from jgraph.errors import ConfigError, JgraphError, require
+from jgraph.errors import ConfigError, JgraphError, check_types, require
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What jgraph reads of `moe` in the settings of a model. Each field is optional there.
+
+    Attributes:
+        num_experts: Number of experts, which `ep` devices share.
+        experts_per_token: Number of experts that process each token.
+        capacity: Factor of the expert buffers. After a step that exceeds it, the run continues with a larger factor.
+    """
+
+    num_experts: int = 0
+    experts_per_token: int = 1
+    capacity: float | None = None
+
+
+class ModelSettings(Protocol):
+    """Settings of a model: the dataclass that its constructor takes as first argument.
+
+    jgraph reads these attributes and methods of the settings. Each is optional, which a Protocol cannot express, and None
+    counts as missing. `SettingsHooks` has the defaults.
+    """
+
+    vocab_size: int
+    """Rows of the embedding, compared with the vocabulary of the data. If missing, the data is not checked."""
+
+    compute_dtype: str
+    """Name of the dtype that sharded matrices are cast to before they are gathered and used. If missing, they are not cast.
+
+    Without a preset, a run that starts with the weights of a Hugging Face folder sets it to the dtype of the folder.
+    """
+
+    scan_layers: bool
+    """True if parameters of layers are stacked along a first axis, for Muon. If missing, each layer has its own."""
+
+    attention: str
+    """Attention kernel. With `auto` or `xla`, `jgraph.inspect` sets `xla` to compile for a GPU that is not present.
+
+    If missing or another value, `jgraph.inspect` compiles the model as it is.
+    """
+
+    moe: Experts
+    """Settings of experts, for example a `jgraph.MoEConfig`. If missing, the model has no experts."""
+
+    def flops(self, sequences: int, length: int) -> float:
+        """Computes the FLOPs of loss and gradients, for the logged model FLOPs utilization.
+
+        If missing, three times the FLOPs of the matmuls in the traced loss are logged.
+
+        Args:
+            sequences: Number of sequences of a step.
+            length: Number of predicted tokens per sequence.
+
+        Returns:
+            The FLOPs of all sequences.
+        """
+        ...
+
+    def in_fp8(self) -> Self:
+        """Adapts the settings to `--precision fp8`, after calibration. If missing, the settings do not change.
+
+        Returns:
+            Settings of the same class, with the same parameters.
+        """
+        ...
+
+    def with_visible_matmuls(self) -> Self:
+        """Adapts the settings to FP8 and LoRA, which do not find matmuls inside `jax.shard_map`.
+
+        If missing, the settings do not change.
+
+        Returns:
+            Settings of the same class, with the same parameters.
+
+        Raises:
+            ConfigError: If a setting requires such matmuls.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class SettingsHooks:
+    """The members of `ModelSettings` that the settings of a model have, and a default for each other member.
+
+    Methods take the settings as their first argument.
+    """
+
+    vocab_size: int = 0
+    compute_dtype: str | type | None = None
+    scan_layers: bool = False
+    attention: str | None = None
+    moe: Experts | None = None
+    flops: Callable[[ModelSettings, int, int], float] | None = None
+    in_fp8: Callable[[ModelSettings], ModelSettings] = lambda settings: settings
+    with_visible_matmuls: Callable[[ModelSettings], ModelSettings] = lambda settings: settings
+
+
+def settings_hooks(module: str, settings: ModelSettings | None) -> SettingsHooks:
+    """Resolves the hooks in the settings of a model, None for a model without settings. Raises ConfigError for a wrong type."""
+    kind = type(settings)
+    found = present(SettingsHooks, settings, module, flops=Real, in_fp8=kind, with_visible_matmuls=kind)
+    if "moe" in found:
+        found["moe"] = Experts(**present(Experts, found["moe"], module))
+        check_types(found["moe"], prefix="model.moe.")
+    hooks = SettingsHooks(**found)
+    check_types(hooks, prefix="model.")
+    return hooks
+
+
+def present(hooks: type, source: Any, module: str, **methods: type) -> dict[str, Any]:
+    """Returns the attributes of `source` that have the name of a field of the dataclass `hooks`, and are not None.
+
+    Args:
+        hooks: The dataclass.
+        source: A class, or an object. The methods of an object take it as their first argument.
+        module: The model class, as `package.module:Class`, for errors.
+        **methods: Types of the results of methods. A method of another type raises ConfigError. Its result raises the error if
+            it fails or returns another type.
+    """
+    found = {each.name: getattr(source, each.name, None) for each in fields(hooks)}
+    found = {name: value for name, value in found.items() if value is not None}
+    owner = source if isinstance(source, type) else type(source)
+    for name in methods.keys() & found.keys():
+        found[name] = _checked(module, name, getattr(owner, name, found[name]), methods[name])
+    return found
+
+
+def _checked(module: str, name: str, method: Callable[..., R], result: type[R]) -> Callable[..., R]:
+    must = f"have {name}(...), a method that returns a {result.__name__}"
+    if not callable(method):
+        raise ConfigError(f"`module` is {module}: must {must} (it is a {type(method).__name__})", field="module")
+
+    def call(*args: Any) -> R:
+        with model_errors(module, must):
+            found = method(*args)
+            if not isinstance(found, result):
+                raise TypeError(f"it returns {found!r}")
+        return found
+
+    return call
 
 
 def find_model(name: str) -> Any:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jgraph.adapters import AdaptedModel, lora
 from jgraph.device import find as device_info
 from jgraph.dispatch import in_turn
-from jgraph.errors import ConfigError
+from jgraph.errors import ConfigError, require
 from jgraph.layout import named
 from jgraph.mesh import Axis
 from jgraph.modules import FunctionalModel, functional
@@ -28,9 +28,10 @@ from jgraph.schedule import Schedule
 from jgraph.step import TrainStep, train_step
 from jgraph.step.compiled import CompiledStep
 from jgraph.step.state import TrainState
-from jgraph.strategies import FullySharded, Loss, Replicated, Strategy, TensorParallel
+from jgraph.strategies import FullySharded, Loss, Replicated, Split, Strategy, TensorParallel
 from jgraph.strategies.objective import Objective
 from jgraph.train.config import InputConfig, ParallelConfig, TrainConfig
+from jgraph.train.hooks import ModelHooks, model_hooks, set_remat
 from jgraph.train.model import find_model, model_errors
 from jgraph.train.optimizer import optimizer
 from jgraph.xla.options import OptionValue
@@ -75,24 +76,23 @@ class TrainSetup:
             OrderError: If no valid pipeline schedule of the name `schedule` exists for this number of ranks, chunks and
                 microbatches, or the schedule in the file cannot run.
         """
-        model = functional_model(config)
+        model, hooks = functional_model(config), model_hooks(config.module)
         mesh = _mesh(config.parallel, is_pipeline=config.is_pipeline, is_sharded=config.is_sharded)
         with _errors_by_flag(config):
             fp8, batch = fp8_recipe(config), batch_shapes(config.input, config.input.batch_size)
             if config.is_pipeline:
                 assert mesh is not None, "a pipeline has a mesh"
-                loss = _pipeline_model(config)
+                loss = _pipeline_model(config, hooks)
                 if isinstance(model, AdaptedModel):
                     loss = model.pipeline(loss)
                 strategy: Strategy = _pipelined(config, mesh, model, loss)
             else:
                 loss, strategy = _mean_loss(model), _data_parallel(config, mesh, model)
-            strategy = _tensor_parallel(config, strategy, model)
+            strategy = _tensor_parallel(config, strategy, model, hooks)
             frozen, frozen_dtype = config.freeze, None
             if isinstance(model, AdaptedModel):
                 frozen, frozen_dtype = (*frozen, *model.frozen), config.lora.base_dtype
-            stacked = getattr(config.model, "scan_layers", False)
-            transform = optimizer(config.optimizer, config.steps, model.shapes, stacked=stacked)
+            transform = optimizer(config.optimizer, config.steps, model.shapes, stacked=config.hooks.scan_layers)
             step = train_step(
                 loss,
                 transform,
@@ -222,30 +222,25 @@ def functional_model(config: TrainConfig) -> FunctionalModel:
     """
     found = find_model(config.module)
     call: Callable[..., Any] = found
-    model_config: Any = config.model
-    if config.is_fp8 and hasattr(model_config, "in_fp8"):
-        model_config = model_config.in_fp8()
-    if (config.dtypes.precision == "fp8" or config.lora.rank) and hasattr(model_config, "with_visible_matmuls"):
-        model_config = model_config.with_visible_matmuls()
+    hooks = model_hooks(config.module)
+    model_config: Any = config.hooks.in_fp8(config.model) if config.is_fp8 else config.model
+    if config.dtypes.precision == "fp8" or config.lora.rank:
+        model_config = config.hooks.with_visible_matmuls(model_config)
     settings: list[Any] = [] if config.model is None else [model_config]
     is_linen = inspect.isclass(found) and issubclass(found, nn.Module)
     remat = "nothing" if config.is_pipeline else config.compile.remat  # the stages of a pipeline recompute on their own
 
     def make() -> Any:
         made = call(*settings) if is_linen else call(*settings, rngs=nnx.Rngs(config.seed))
-        if remat != "nothing":
-            if is_linen or not hasattr(made, "remat"):
-                message = f"must be nothing for {config.module}, which has no attribute `remat`, except in a pipeline"
-                raise ConfigError(f"`remat` is {remat}: {message}", field="remat")
-            made.remat = remat
+        set_remat(made, remat, config.module)
         return made
 
     with model_errors(config.module, f"be called as Class(config.model{'' if is_linen else ', rngs=nnx.Rngs(seed)'})"):
         model = functional(make, batch_shapes(config.input, 1), key=config.seed)
-    return _adapted(config, model) if config.lora.rank else model
+    return _adapted(config, model, hooks.tensor_rules(config.model)) if config.lora.rank else model
 
 
-def _adapted(config: TrainConfig, model: FunctionalModel) -> AdaptedModel:
+def _adapted(config: TrainConfig, model: FunctionalModel, rules: Mapping[str, Split | None]) -> AdaptedModel:
     """Adds the adapters of a configuration to a model."""
     choices = config.lora
     with _errors_by_flag(config):
@@ -255,7 +250,7 @@ def _adapted(config: TrainConfig, model: FunctionalModel) -> AdaptedModel:
             rank=choices.rank,
             alpha=choices.alpha,
             targets=choices.targets,
-            rules=_tensor_rules(config),
+            rules=rules,
             key=config.seed,
         )
 
@@ -358,37 +353,27 @@ def _data_parallel(config: TrainConfig, mesh: Mesh | None, model: FunctionalMode
     return FullySharded(
         mesh,
         model.shapes,
-        compute_dtype=_compute_dtype(config.model),
+        compute_dtype=_compute_dtype(config),
         reshard_after_forward=config.parallel.reshard_after_forward,
         **_sharding(config.parallel, model),
     )
 
 
-def _tensor_parallel(config: TrainConfig, strategy: Strategy, model: FunctionalModel) -> Strategy:
+def _tensor_parallel(config: TrainConfig, strategy: Strategy, model: FunctionalModel, hooks: ModelHooks) -> Strategy:
     """Returns the strategy with its matrices split over `tp` devices. Raises ConfigError if the model does not support it."""
-    cp, tp, found = config.parallel.cp, config.parallel.tp, find_model(config.module)
-    if cp > 1 and not getattr(found, "splits_sequences", False):
-        must = f"must be 1 for {config.module}, which has no attribute `splits_sequences`"
-        raise ConfigError(f"`cp` is {cp}: {must}", field="cp")
+    cp, tp = config.parallel.cp, config.parallel.tp
+    has_axis = cp == 1 or hooks.splits_sequences
+    require(has_axis, "cp", cp, f"1 for {config.module}, which has no attribute `splits_sequences`")
     if tp == 1:
         return strategy
-    rules = _tensor_rules(config)
+    rules = hooks.tensor_rules(config.model)
     if isinstance(model, AdaptedModel):
         rules = model.tensor_rules(rules)
-    if config.is_pipeline and not rules:
-        must = f"must be 1 in a pipeline for {config.module}, which has no tensor_rules(config)"
-        raise ConfigError(f"`tp` is {tp}: {must}", field="tp")
+    lacks = f"for {config.module}, which has no tensor_rules(config)"
+    require(not config.is_pipeline or len(rules) > 0, "tp", tp, f"1 in a pipeline {lacks}")
     parallel = TensorParallel(strategy, rules, model.annotations)
-    if not parallel.splits(tp):
-        must = f"must be 1 for {config.module}, which has no tensor_rules(config) and no partition name `{Axis.TENSOR}`"
-        raise ConfigError(f"`tp` is {tp}: {must}", field="tp")
+    require(len(parallel.splits(tp)) > 0, "tp", tp, f"1 {lacks} and no partition name `{Axis.TENSOR}`")
     return parallel
-
-
-def _tensor_rules(config: TrainConfig) -> Mapping[str, Any]:
-    """Returns how the model splits its parameters over devices and into parts; {} if it has no rules."""
-    found = find_model(config.module)
-    return found.tensor_rules(config.model) if hasattr(found, "tensor_rules") else {}
 
 
 def _sharding(parallel: ParallelConfig, model: FunctionalModel) -> dict[str, Any]:
@@ -398,20 +383,20 @@ def _sharding(parallel: ParallelConfig, model: FunctionalModel) -> dict[str, Any
     return rules | {"experts": parallel.ep, "shards": shards}
 
 
-def _compute_dtype(settings: Any) -> Any:
+def _compute_dtype(config: TrainConfig) -> np.dtype | None:
     """Returns the compute dtype of the model, or None if its settings define no dtype."""
-    dtype = getattr(settings, "compute_dtype", None)
-    return None if dtype is None else jnp.dtype(dtype)
+    dtype = config.hooks.compute_dtype
+    with model_errors(config.module, "have the name of a dtype in its settings, compute_dtype"):
+        return None if dtype is None else jnp.dtype(dtype)
 
 
-def _pipeline_model(config: TrainConfig) -> PipelineModel:
+def _pipeline_model(config: TrainConfig, hooks: ModelHooks) -> PipelineModel:
     """Returns the functions of the model for a pipeline. Raises ConfigError if it has none."""
-    make = getattr(find_model(config.module), "pipeline_model", None)
     pp = config.parallel.pp
-    if make is None:
+    if hooks.pipeline_model is None:
         message = f"must be 1 for {config.module}, which has no pipeline_model(config, ranks)"
         raise ConfigError(f"`pp` is {pp}: {message}", field="pp")
-    pipeline = make(config.model, pp)
+    pipeline = hooks.pipeline_model(config.model, pp)
     if config.input.data_documents == "separate" and pipeline.context is None:
         message = f"must be joined for {config.module}: its pipeline_model passes no context to the layers"
         raise ConfigError(f"`data_documents` is separate: {message}", field="data_documents")
@@ -422,10 +407,9 @@ def _pipelined(config: TrainConfig, mesh: Mesh, found: FunctionalModel, model: P
     """Returns the strategy of a pipeline. Raises ConfigError if there are too few layers."""
     parallel, chunks = config.parallel, config.pipeline.chunks
     num_layers = len(jax.eval_shape(model.split, found.shapes)[1])
-    if num_layers < parallel.pp * chunks:
-        must = f"must be such that `pp` x `chunks` {chunks} is at most the {num_layers} layers"
-        raise ConfigError(f"`pp` is {parallel.pp}: {must}", field="pp")
-    choices = {"compute_dtype": _compute_dtype(config.model), "remat": config.compile.remat}
+    fitting = f"such that `pp` x `chunks` {chunks} is at most the {num_layers} layers"
+    require(parallel.pp * chunks <= num_layers, "pp", parallel.pp, fitting)
+    choices = {"compute_dtype": _compute_dtype(config), "remat": config.compile.remat}
     choices |= _sharding(parallel, found) if parallel.shards > 1 else {}
     is_auto = config.pipeline.schedule == "auto"
     schedule = find_schedule(

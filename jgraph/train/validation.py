@@ -76,8 +76,8 @@ def flops_per_step(setup: TrainSetup) -> float:
         FLOPs of the matmuls in the forward loss, which is traced for that.
     """
     batch = setup.config.input
-    if (count := getattr(setup.config.model, "flops", None)) is not None:
-        return count(batch.batch_size, batch.seq_len)
+    if (count := setup.config.hooks.flops) is not None:
+        return count(setup.config.model, batch.batch_size, batch.seq_len)
     return 3 * product_flops(partial(loss, setup), setup.step.state, batch_shapes(batch, batch.batch_size))
 
 
