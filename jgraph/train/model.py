@@ -114,7 +114,18 @@ class SettingsHooks:
 
 
 def settings_hooks(module: str, settings: ModelSettings | None) -> SettingsHooks:
-    """Resolves the hooks in the settings of a model, None for a model without settings. Raises ConfigError for a wrong type."""
+    """Resolves the hooks in the settings of a model.
+
+    Args:
+        module: The model class, as `package.module:Class`, for errors.
+        settings: The settings; None for a model without settings.
+
+    Returns:
+        The hooks. Their methods raise ConfigError if they fail or return another type.
+
+    Raises:
+        ConfigError: If a hook has the wrong type.
+    """
     kind = type(settings)
     found = present(SettingsHooks, settings, module, flops=Real, in_fp8=kind, with_visible_matmuls=kind)
     if "moe" in found:
