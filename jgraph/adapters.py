@@ -10,10 +10,10 @@ columns of B belongs to part i of the columns of A.
 """
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -21,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jgraph.autodiff import find
-from jgraph.autodiff.linear import DelayedProduct
+from jgraph.autodiff.traced import Site, Traced
 from jgraph.autodiff.view import View, axis_of, of_slice, view_of
 from jgraph.errors import ConfigError, require
 from jgraph.mesh import partitioned, with_batch_axes
@@ -30,7 +29,7 @@ from jgraph.modules import FunctionalModel
 from jgraph.pipeline import PipelineModel
 from jgraph.strategies import Split
 from jgraph.strategies.tensor_parallel import AXIS
-from jgraph.tree import ADAPTER_A as A, ADAPTER_B as B, leaf_names, matching
+from jgraph.tree import ADAPTER_A as A, ADAPTER_B as B, leaf_names, matching, path_name
 
 Tree = Any
 
@@ -178,9 +177,9 @@ class AdaptedModel(FunctionalModel):
             The parameters of the base model, in their dtypes. The sums are computed in float32.
         """
         base, low = separated(params)
-        names, leaves, structure = leaf_names(base), *jax.tree.flatten(base)
-        pairs = zip(names, leaves, strict=True)
-        return structure.unflatten([self.merged(name, leaf, *low[name]) if name in low else leaf for name, leaf in pairs])
+        pairs = zip(leaf_names(base), jax.tree.leaves(base), strict=True)
+        merged = [self.merged(name, leaf, *low[name]) if name in low else leaf for name, leaf in pairs]
+        return jax.tree.unflatten(jax.tree.structure(base), merged)
 
     def merged(self, name: str, weight: Array, a: Array, b: Array) -> Array:
         """Adds one adapter to its weight.
@@ -272,7 +271,7 @@ def lora(
     names = leaf_names(model.shapes)
     wanted = {name for pattern in targets for name in matching(pattern, names, field="targets")}
     random = jax.eval_shape(lambda: jax.random.key(0))
-    traced = _traced(with_batch_axes(partial(model.call, "loss", "train")), model.shapes, model.carried, random, batch)
+    traced = Traced.of(with_batch_axes(partial(model.call, "loss", "train")), model.shapes, model.carried, random, batch)
     pairs = zip(names, jax.tree.leaves(model.shapes), strict=True)
     adapters = {name: _adapter(traced, name, leaf.shape, rules or {}) for name, leaf in pairs if name in wanted}
     scale = alpha / rank
@@ -304,52 +303,28 @@ def lora(
 
 
 def separated(params: Tree) -> tuple[Tree, dict[str, tuple[Array, Array]]]:
-    """Separates adapters from the other parameters.
+    """Returns the parameters without adapters, and the pair (A, B) of each adapter by the name of its parameter."""
+    named = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
+    names = [name.removesuffix(B) for name in named if name.endswith(B)]
 
-    Args:
-        params: Parameters with adapters, nested dicts, lists and tuples of arrays.
-
-    Returns:
-        The parameters without adapters, and the pair (A, B) of each adapter by the name of its parameter.
-    """
-    low: dict[str, tuple[Array, Array]] = {}
-
-    def of(tree: Tree, path: tuple[Any, ...]) -> Tree:
+    def base(tree: Tree) -> Tree:
         if isinstance(tree, list | tuple):
-            return type(tree)(of(child, (*path, i)) for i, child in enumerate(tree))
+            return type(tree)(map(base, tree))
         if not isinstance(tree, Mapping):
             return tree
-        for key in tree:
-            if isinstance(key, str) and key.endswith(B):
-                name = key.removesuffix(B)
-                low["/".join(map(str, (*path, name)))] = tree[name + A], tree[key]
-        return {key: of(child, (*path, key)) for key, child in tree.items() if not str(key).endswith((A, B))}
+        return {key: base(child) for key, child in tree.items() if not str(key).endswith((A, B))}
 
-    return of(params, ()), low
+    return base(params), {name: (named[name + A], named[name + B]) for name in names}
 
 
 def joined(params: Tree, low: Mapping[str, tuple[Array, Array]]) -> Tree:
-    """Inverts `separated`, for nested dicts.
-
-    Args:
-        params: Parameters without adapters, nested dicts of arrays.
-        low: The pair (A, B) of each adapter by the name of its parameter.
-
-    Returns:
-        New dicts with the arrays of both arguments.
-    """
-
-    def of(tree: Tree, path: tuple[Any, ...]) -> Tree:
-        if not isinstance(tree, Mapping):
-            return tree
-        found = {}
-        for key, child in tree.items():
-            found[key] = of(child, (*path, key))
-            if (name := "/".join(map(str, (*path, key)))) in low:
-                found |= dict(zip((f"{key}{A}", f"{key}{B}"), low[name], strict=True))
-        return found
-
-    return of(params, ())
+    """Inverts `separated`, for nested dicts."""
+    found = jax.tree.map(lambda leaf: leaf, params)
+    for path, _ in jax.tree_util.tree_leaves_with_path(params):
+        if pair := low.get(path_name(path)):
+            *above, last = (key.key for key in path)
+            reduce(lambda tree, key: tree[key], above, found).update({last + A: pair[0], last + B: pair[1]})
+    return found
 
 
 def _initial(adapter: Adapter, rank: int, key: Array) -> tuple[Array, Array]:
@@ -364,37 +339,31 @@ def _run(function: Callable[..., Tree], adapters: Mapping[str, Adapter], scale: 
     base, low = separated(params)
     if not low:
         return function(base, *args)
-    traced = _traced(function, base, *args)
-    local: dict[str, Adapter] = {}
+    traced = Traced.of(function, base, *args)
+    sites: dict[Site, tuple[str, Adapter, bool]] = {}
     for name in low:
         # The parameters of a layer have the ends of the names.
         found = (adapter for full, adapter in adapters.items() if f"/{full}".endswith(f"/{name}"))
-        local[name] = min(found, key=lambda adapter: len(adapter.name))
-    sites: dict[DelayedProduct, tuple[str, bool]] = {}
-    for name, adapter in local.items():
-        uses = traced.uses(name)
+        adapter, uses = min(found, key=lambda adapter: len(adapter.name)), _uses(traced, name)
         flips = {site: adapter.is_transposed(view) for site, view in (uses or {}).items()}
         # The adapter would be missing in other uses.
         if uses is None or None in flips.values():
             must = "must be used only as the weight of matmuls outside `jax.shard_map`"
             hint = "; for `jgraph_models.gpt.GPT`, pass `config.with_visible_matmuls()`"
             raise ConfigError(f"`params` has an adapter of {name}: {must}{hint}", field="params")
-        sites |= {site: (name, bool(flip)) for site, flip in flips.items()}
+        sites |= {site: (name, adapter, bool(flip)) for site, flip in flips.items()}
 
-    def multiply(site: DelayedProduct, x: Array, w: Array, extra: Sequence[Array], given: Any) -> Array:
+    def multiply(site: Site, x: Array, w: Array, extra: Sequence[Array], given: tuple[Array, Array]) -> Array:
+        _, adapter, is_transposed = sites[site]
         y = site.run(x, w, extra)
-        if given is None:
-            return y
-        name, is_transposed = sites[site]
-        a, b = given[0].astype(x.dtype), local[name].whole((given[1] * scale).astype(x.dtype), partitioned(AXIS))
+        a, b = given[0].astype(x.dtype), adapter.whole((given[1] * scale).astype(x.dtype), partitioned(AXIS))
         return y + _low(site, x, *((b.T, a.T) if is_transposed else (a, b))).astype(y.dtype)
 
-    given = [low[sites[site][0]] if site in sites else None for site in traced.block.all_sites()]
-    out, _ = find.run_forward(traced.block, traced.closed.consts, jax.tree.leaves((base, args)), given, multiply)
-    return jax.tree.unflatten(traced.structure, out)
+    given = [low[sites[site][0]] if site in sites else None for site in traced.sites]
+    return traced.run(multiply, given, base, *args)[0]
 
 
-def _low(site: DelayedProduct, x: Array, a: Array, b: Array) -> Array:
+def _low(site: Site, x: Array, a: Array, b: Array) -> Array:
     """Returns (x A) B in the shape of the matmul's result, for A [K, P] and B [P, N]."""
     contract = site.eqn.params["dimension_numbers"][0]
     x_last, w_first = contract[site.data], contract[site.weight]
@@ -405,32 +374,15 @@ def _low(site: DelayedProduct, x: Array, a: Array, b: Array) -> Array:
     return out if site.data == 0 else jnp.moveaxis(out, tuple(range(low.ndim - 1)), tuple(range(1 - low.ndim, 0)))
 
 
-@dataclass(frozen=True, eq=False)
-class _Traced:
-    """A function and its matmuls with parameters. `others` has the indices of parameters with uses other than matmuls."""
-
-    closed: Any
-    block: find.Block
-    others: Container[int]
-    names: Sequence[str]
-    structure: Any
-
-    def uses(self, name: str) -> dict[DelayedProduct, View] | None:
-        """Returns the places of the weights [*lead, K, N] in a parameter. None if it has another use than as a whole weight."""
-        index = self.names.index(name)
-        found = {site: _matrix(site) for site in self.block.all_sites() if index in site.params}
-        whole = {site: view for site, view in found.items() if view is not None}
-        return None if index in self.others or len(whole) < len(found) else whole
+def _uses(traced: Traced, name: str) -> dict[Site, View] | None:
+    """Returns the places of the weights [*lead, K, N] in a parameter. None if it has another use than as a whole weight."""
+    index = traced.names.index(name)
+    found = {site: _matrix(site) for site in traced.sites if index in site.params}
+    whole = {site: view for site, view in found.items() if view is not None}
+    return None if index in traced.stray or len(whole) < len(found) else whole
 
 
-def _traced(function: Callable[..., Tree], params: Tree, *args: Tree) -> _Traced:
-    traced = jax.jit(function).trace(params, *args)
-    closed, names = traced.jaxpr, leaf_names(params)
-    found = find.find_all(closed.jaxpr, len(names))
-    return _Traced(closed, found.block, found.stray, names, jax.tree.structure(traced.out_info))
-
-
-def _matrix(site: DelayedProduct) -> View | None:
+def _matrix(site: Site) -> View | None:
     """Returns the view [*lead, K, N] of the weight of a matmul, None if it is not the whole parameter."""
     if site.view is None or len(site.params) > 1 or site.name != "dot_general" or any(site.eqn.params["dimension_numbers"][1]):
         return None
@@ -444,9 +396,9 @@ def _transposed(view: View) -> View:
     return (*view[:-2], view[-1], view[-2])
 
 
-def _adapter(traced: _Traced, name: str, shape: Sequence[int], rules: Mapping[str, Split | None]) -> Adapter:
+def _adapter(traced: Traced, name: str, shape: Sequence[int], rules: Mapping[str, Split | None]) -> Adapter:
     """Makes the adapter of a parameter. Checks all its uses, because merged weights would compute other outputs otherwise."""
-    views = list((traced.uses(name) or {}).values())
+    views = list((_uses(traced, name) or {}).values())
     if not views or any(view not in (views[0], _transposed(views[0])) for view in views):
         must = "must select parameters with no other use than as the whole weight of matmuls, or its transpose"
         raise ConfigError(f"`targets` selects {name}: {must}; leave it out of the patterns", field="targets")

@@ -1,24 +1,26 @@
 """`split_backward`: splits the backward pass of a stage into dgrad, and wgrad at any later time.
 
-The stage is traced once for each set of shapes, and its matmuls get taps (`linear.py`). dgrad is one `jax.vjp` with respect to
-the input, the undelayed parameters and the taps. The cotangents of the taps are the operands of wgrad. `_trace.py` decides
-which arrays are saved, and for how long.
+The stage is traced once for each set of shapes (`traced.py`), and its matmuls get taps (`linear.py`). dgrad is one `jax.vjp`
+with respect to the input, the undelayed parameters and the taps. The cotangents of the taps are the operands of wgrad.
+`_trace.py` decides which arrays are saved, and for how long.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 
-from jgraph.autodiff import find, replay
-from jgraph.autodiff._trace import Options, Recompute, StageTrace, Trees, dgrad_leaves, make_trace, run_callbacks, vjp
+from jgraph.autodiff import replay
+from jgraph.autodiff._trace import Options, Recompute, StageTrace, make_trace, replaced, run_dgrad
 from jgraph.autodiff.linear import OwnProducts
+from jgraph.autodiff.traced import MISSING, Traced
 from jgraph.errors import SplitError, check_choice
 from jgraph.scopes import scope
 from jgraph.tree import PyTree, leaf_names, path_name
@@ -45,9 +47,10 @@ class Residuals:
 
     @property
     def by_index(self) -> dict[int, Array]:
-        """The arrays by their index in `StageTrace.avals`: those for wgrad, and those for dgrad unless `dgrad` is empty."""
-        kept = dict(zip(self.trace.for_wgrad, self.wgrad, strict=True))
-        return kept | (dict(zip(self.trace.for_dgrad, self.dgrad, strict=True)) if self.dgrad else {})
+        """The arrays by their index in `Candidates`: those for wgrad, and those for dgrad unless `dgrad` is empty."""
+        lifetimes = self.trace.lifetimes
+        kept = dict(zip(lifetimes.for_wgrad, self.wgrad, strict=True))
+        return kept | (dict(zip(lifetimes.for_dgrad, self.dgrad, strict=True)) if self.dgrad else {})
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["trace"])
@@ -157,7 +160,7 @@ class Split:
     """
 
     def __init__(self, options: Options):
-        self._options, self._stage, traced = options, options.stage, options.stage.traced
+        self._options, traced = options, options.stage.traced
         self._traces: dict[Any, StageTrace] = {}
         # Jitted, so that unneeded results are not computed even if the caller does not jit.
         self._forward = jax.jit(traced(replay.exact_products(self._run_forward)))
@@ -168,7 +171,8 @@ class Split:
     def __repr__(self) -> str:
         options = self._options
         which = "every product" + (f" of {', '.join(options.delay)}" if options.delay is not None else "")
-        return f"Split({getattr(self._stage.fn, '__name__', self._stage.fn)}: {which} delayed, recompute={options.recompute!r})"
+        fn = options.stage.fn
+        return f"Split({getattr(fn, '__name__', fn)}: {which} delayed, recompute={options.recompute!r})"
 
     def forward(self, params: PyTree, x: PyTree, *extra: PyTree) -> tuple[Any, ...]:
         """Runs the stage, and its callbacks.
@@ -203,11 +207,11 @@ class Split:
         Raises:
             SplitError: If dy does not match y in structure or shapes, or the residuals are deleted or come from another split.
         """
-        trace = self._trace_of(residuals, "residuals")
-        leaves, tree = jax.tree.flatten(dy)
-        if tree != trace.trees.y:
-            raise SplitError(f"dy has the structure {tree}, but y has {trace.trees.y}; pass one gradient for each leaf of y")
-        for leaf, aval, floating in zip(leaves, trace.y_avals, trace.float_y, strict=True):
+        stage = self._trace_of(residuals, "residuals").stage
+        (leaves, tree), (avals, structure) = jax.tree.flatten(dy), jax.tree.flatten(stage.y)
+        if tree != structure:
+            raise SplitError(f"dy has the structure {tree}, but y has {structure}; pass one gradient for each leaf of y")
+        for leaf, aval, floating in zip(leaves, avals, stage.float_y, strict=True):
             if floating and jnp.shape(leaf) != aval.shape:
                 raise SplitError(f"dy has a leaf of shape {jnp.shape(leaf)}, but y has {aval.shape}; the shapes must agree")
         return self._dgrad(params, residuals, dy)
@@ -281,12 +285,11 @@ class Split:
         """
         y, residuals, *aux = jax.eval_shape(self.forward, params, x, *extra)
         _, _, stash = jax.eval_shape(self.dgrad, params, residuals, y)
-        paths = leaf_names(self._stage.params(params))
-        delayed = tuple(path for path, late in zip(paths, residuals.trace.delayed, strict=False) if late)
-        return Spec(y, residuals, stash, delayed, *aux)
+        delayed = compress(leaf_names(self._options.stage.params(params)), residuals.trace.stage.traced.is_weight)
+        return Spec(y, residuals, stash, tuple(delayed), *aux)
 
     def _trace_of(self, saved: Residuals | Stash, name: str) -> StageTrace:
-        if saved.trace.owner is not self._options:
+        if saved.trace.stage.owner is not self._options:
             raise SplitError(f"`{name}` comes from another split_backward: must be passed to the split that made it")
         for leaf in jax.tree.leaves(saved):
             if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
@@ -301,41 +304,37 @@ class Split:
     def _run_forward(self, params: PyTree, x: PyTree, *extra: PyTree) -> tuple[Any, ...]:
         # dgrad traces the stage again, with zeros. They must have the same types, including the mesh.
         with jax.sharding.use_abstract_mesh(replay.mesh_of(jax.tree.leaves((params, x, extra)))):
-            trace, closed_over = self._trace(params, x, extra)
-            inputs = [*closed_over, *jax.tree.leaves((params, x, extra))]
-            out, extras, leaves, _ = vjp(trace, inputs)
-            run_callbacks(trace, inputs)
-        candidates, num_y = [*leaves, *extras], len(trace.float_y)
-        residuals = Residuals(
-            tuple(candidates[i] for i in trace.for_dgrad), tuple(candidates[i] for i in trace.for_wgrad), trace
-        )
-        y, aux = jax.tree.unflatten(trace.trees.y, out[:num_y]), jax.tree.unflatten(trace.trees.aux, out[num_y:])
-        return (y, residuals, aux) if self._options.has_aux else (y, residuals)
+            trace, consts = self._trace(params, x, *extra)
+            out, extras, leaves, _ = trace.stage.vjp(consts, params, x, *extra)
+            trace.stage.run_callbacks(consts, params, x, *extra)
+        candidates, lifetimes = [*leaves, *extras], trace.lifetimes
+        for_dgrad, for_wgrad = (tuple(candidates[i] for i in places) for places in (lifetimes.for_dgrad, lifetimes.for_wgrad))
+        y, *aux = out if self._options.has_aux else (out,)
+        return (y, Residuals(for_dgrad, for_wgrad, trace), *aux)
 
-    def _trace(self, params: PyTree, x: PyTree, extra: tuple[PyTree, ...]) -> tuple[StageTrace, list[Array]]:
+    def _trace(self, *args: PyTree) -> tuple[StageTrace, Sequence[Array]]:
         """Returns the trace for the shapes of the arguments, and the arrays that the stage closes over in this call."""
-        leaves, tree = jax.tree.flatten((params, x, extra))
+        leaves, tree = jax.tree.flatten(args)
         key = (tree, jax.sharding.get_abstract_mesh(), *map(jax.typeof, leaves))
         trace = self._traces.get(key)
-        if trace is not None and all(const is not None for const in trace.consts):
-            return trace, trace.consts
-        _check_leaves("params", params)
-        _check_leaves("x", x)
+        if trace is not None and all(const is not MISSING for const in trace.stage.traced.consts):
+            return trace, trace.stage.traced.consts
+        _check_leaves("params", args[0])
+        _check_leaves("x", args[1])
 
-        def stage(params, x, *extra):
-            return self._stage.fn(self._stage.params(params), x, *extra)
+        def stage(params, *args):
+            return self._options.stage.fn(self._options.stage.params(params), *args)
 
-        closed, y = jax.make_jaxpr(stage, return_shape=True)(params, x, *extra)
+        traced = Traced.of(stage, *args)
+        y = traced.out
         if self._options.has_aux and not (isinstance(y, tuple) and len(y) == 2):
             raise SplitError(f"`stage_fn` returns {type(y).__name__}: must return (y, aux) with `has_aux`", field="has_aux")
-        y, aux = y if self._options.has_aux else (y, ())
-        _check_leaves("y", y)
-        if any(map(replay.explicit_axes, replay.avals(closed.jaxpr))):
+        _check_leaves("y", y[0] if self._options.has_aux else y)
+        if any(map(replay.explicit_axes, replay.avals(traced.jaxpr))):
             raise SplitError(f"the stage computes with arrays sharded over explicit mesh axes: {_AUTO}")
         if trace is None:
-            trees = Trees(*map(jax.tree.structure, (params, x, extra, y, aux)))
-            trace = self._traces[key] = make_trace(self._options, closed, trees, (params, x, extra))
-        return trace, closed.consts
+            trace = self._traces[key] = make_trace(self._options, traced, args)
+        return trace, traced.consts
 
 
 _AUTO = "must be automatic axes, jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...)), or under jax.shard_map"
@@ -344,7 +343,7 @@ _AUTO = "must be automatic axes, jax.make_mesh(..., axis_types=(jax.sharding.Axi
 def _check_leaves(side: str, tree: PyTree) -> None:
     """Raises SplitError if a leaf of params, x or y (`side`) cannot be differentiated."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        aval: Any = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+        aval: Any = leaf if isinstance(leaf, jax.ShapeDtypeStruct | ShapedArray) else jax.typeof(leaf)
         name = path_name(path)
         label = f"{side}/{name}" if name else side
         if axes := replay.explicit_axes(aval):
@@ -358,26 +357,23 @@ def _check_leaves(side: str, tree: PyTree) -> None:
 
 @scope("dgrad")
 def _run_dgrad(params: PyTree, residuals: Residuals, dy: PyTree) -> tuple[PyTree, PyTree, Stash]:
-    trace = residuals.trace
-    flat = jax.tree.leaves(params)
-    with jax.sharding.use_abstract_mesh(trace.mesh):
-        dx, early, taps = dgrad_leaves(trace, flat, residuals.by_index, jax.tree.leaves(dy))
-    is_float = [jnp.issubdtype(jnp.result_type(leaf), jnp.floating) for leaf in flat]
-    gradients = [None if f else np.zeros(jnp.shape(leaf), jax.dtypes.float0) for leaf, f in zip(flat, is_float, strict=True)]
-    for place, gradient in zip(np.flatnonzero(trace.early), early, strict=True):
-        gradients[place] = gradient
-    stash = Stash(tuple(taps[i] for i in trace.stashed), trace)
-    return jax.tree.unflatten(trace.trees.x, dx), jax.tree.unflatten(trace.trees.params, gradients), stash
+    trace, (leaves, structure) = residuals.trace, jax.tree.flatten(params)
+    with jax.sharding.use_abstract_mesh(trace.stage.mesh):
+        dx, early, taps = run_dgrad(trace.stage, trace.candidates, params, residuals.by_index, jax.tree.leaves(dy))
+    is_float = [jnp.issubdtype(jnp.result_type(leaf), jnp.floating) for leaf in leaves]
+    zeros = [None if f else np.zeros(jnp.shape(leaf), jax.dtypes.float0) for leaf, f in zip(leaves, is_float, strict=True)]
+    gradients = jax.tree.unflatten(structure, replaced(zeros, trace.stage.early, early))
+    return dx, gradients, Stash(tuple(taps[i] for i in trace.lifetimes.stashed), trace)
 
 
 @scope("wgrad")
 def _run_wgrad(params: PyTree, residuals: Residuals, stash: Stash) -> PyTree:
-    return _late(jax.tree.leaves(params), residuals, stash, adding=False)
+    return _late(params, residuals, stash, adding=False)
 
 
 @scope("wgrad")
 def _run_accumulate(main_grad: PyTree, params: PyTree, residuals: Residuals, stash: Stash) -> PyTree:
-    late = _late(jax.tree.leaves(params), residuals, stash, adding=True)
+    late = _late(params, residuals, stash, adding=True)
 
     def added(total: Any, late: Any) -> Any:
         if total is None or not jax.tree.leaves(late):
@@ -387,52 +383,42 @@ def _run_accumulate(main_grad: PyTree, params: PyTree, residuals: Residuals, sta
     return jax.tree.map(added, main_grad, late, is_leaf=lambda leaf: leaf is None)
 
 
-def _late(params: list[Array], residuals: Residuals, stash: Stash, *, adding: bool) -> PyTree:
-    """Computes the gradients of the delayed parameters.
+def _late(params: PyTree, residuals: Residuals, stash: Stash, *, adding: bool) -> PyTree:
+    """Computes the gradients of the delayed parameters, in the structure of params with None for other parameters.
 
-    Args:
-        params: Leaves of the parameters.
-        residuals: Result of `forward`.
-        stash: Result of `dgrad`.
-        adding: If False, gradients have the dtypes of the parameters. If True, gradients are float32 unless they pass through a
-            cast, and a gradient that a kernel can add to a sum is replaced by a function from the sum to the new sum.
-
-    Returns:
-        The gradients in the structure of params, with None for parameters that are not delayed.
+    If `adding`, gradients are float32 unless they pass through a cast, and a gradient that a kernel can add to a sum is
+    replaced by a function from the sum to the new sum.
     """
-    trace, kept = residuals.trace, residuals.by_index
-    again: list[Array] = []
-    if None in trace.taps_from:
+    trace, kept, (leaves, structure) = residuals.trace, residuals.by_index, jax.tree.flatten(params)
+    stage, again = trace.stage, list[Array]()
+    if None in trace.lifetimes.taps_from:
         # Run dgrad with zeros for dy, because only cotangents that do not depend on dy are read from it.
-        with jax.sharding.use_abstract_mesh(trace.mesh):
-            again = dgrad_leaves(trace, params, kept, [replay.zeros(aval) for aval in trace.y_avals])[2]
+        dy = jax.tree.leaves(jax.tree.map(replay.zeros, stage.y))
+        with jax.sharding.use_abstract_mesh(stage.mesh):
+            again = run_dgrad(stage, trace.candidates, params, kept, dy)[2]
     # A gradient that passes through a cast has the dtype of the parameter, and is converted to float32 afterwards.
-    is_wide = adding and not trace.exact
-    delayed = [
-        leaf.astype(jnp.float32 if is_wide else leaf.dtype) for leaf, late in zip(params, trace.delayed, strict=True) if late
-    ]
+    is_wide = adding and not stage.exact
+    delayed = [leaf.astype(jnp.float32 if is_wide else leaf.dtype) for leaf in compress(leaves, stage.traced.is_weight)]
 
     def weights(delayed):
-        given = iter(delayed)
-        inputs: list[Any] = [find.MISSING if const is None else const for const in trace.consts]
-        inputs += [next(given) if late else find.MISSING for late in trace.delayed]
-        inputs += [find.MISSING] * (len(trace.jaxpr.invars) - len(inputs))
-        return find.run_weights(trace.block, (), inputs, keep_dtype=not trace.exact)[1]
+        params = replaced([MISSING] * len(leaves), stage.traced.is_weight, delayed)
+        return stage.traced.weights(params, stage.traced.consts, keep_dtype=not stage.exact)
 
     products, pull_back = jax.vjp(weights, delayed)
-    sites, extras, cotangents = trace.block.all_sites(), iter(kept[i] for i in trace.extras), []
-    leaves = [again[i] if place is None else stash.arrays[place] for i, place in enumerate(trace.taps_from)]
-    taps = jax.tree.unflatten(jax.tree.structure([site.tap() for site in sites]), leaves)
+    cotangents, extras = [], iter(kept[i] for i in trace.candidates.extras)
+    operands = [again[i] if place is None else stash.arrays[place] for i, place in enumerate(trace.lifetimes.taps_from)]
+    taps = jax.tree.unflatten(jax.tree.structure(stage.taps()), operands)
     # Functions that add a gradient, by the index of a parameter that is the unchanged weight of exactly one matmul.
     adders: dict[int, Callable[[Array], Array]] = {}
-    unchanged = weights(delayed) if adding else [None] * len(sites)
-    for site, w, tap, weight in zip(sites, products, taps, unchanged, strict=True):
+    unchanged = weights(delayed) if adding else [None] * len(taps)
+    for product, w, tap, weight in zip(stage.products, products, taps, unchanged, strict=True):
+        site = product.site
         extra = [next(extras) for _ in site.eqn.invars[2:]]
         place = next((i for i, leaf in enumerate(delayed) if leaf is weight), None)
-        if place is not None and site.adds and sum(bool(site.params & other.params) for other in sites) == 1:
-            adders[place] = partial(site.add_weight_gradient, tap, extra)
+        if place is not None and product.adds and sum(bool(site.params & other.params) for other in stage.traced.sites) == 1:
+            adders[place] = partial(product.add_weight_gradient, tap, extra)
             cotangents.append(replay.zeros(jax.typeof(w)))
         else:
-            cotangents.append(site.weight_gradient(tap, extra, w.dtype))
-    late = iter([adders.get(i, gradient) for i, gradient in enumerate(pull_back(cotangents)[0])])
-    return jax.tree.unflatten(trace.trees.params, [next(late) if is_late else None for is_late in trace.delayed])
+            cotangents.append(product.weight_gradient(tap, extra, w.dtype))
+    late = [adders.get(i, gradient) for i, gradient in enumerate(pull_back(cotangents)[0])]
+    return jax.tree.unflatten(structure, replaced([None] * len(leaves), stage.traced.is_weight, late))

@@ -1,6 +1,6 @@
-"""Traces a stage and decides which arrays of its forward pass are saved.
+"""Decides which arrays of the forward pass of a stage are saved.
 
-A `StageTrace` is one trace of a stage with taps on its matmuls (`find.py`). It sorts the residuals of the vjp by lifetime:
+A `TappedStage` is a trace of a stage with taps on its matmuls. A `StageTrace` sorts the residuals of its vjp by lifetime:
 
     forward -> dgrad   arrays that only dgrad reads
     forward -> wgrad   arrays from which wgrad computes the data operands of the matmuls; dgrad may read them too
@@ -10,12 +10,12 @@ Arrays that depend only on parameters (weights, their casts and slices) are not 
 from `params`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
-from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from functools import cached_property, partial
+from itertools import compress
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,47 +24,20 @@ from jax import Array
 from jax.core import Tracer
 from jax.extend import core
 
-from jgraph.autodiff import find, replay
+from jgraph.autodiff import replay
 from jgraph.autodiff.linear import DelayedProduct, OwnProducts
 from jgraph.autodiff.replay import Aval, aval_of
+from jgraph.autodiff.traced import MISSING, Site, Traced
 from jgraph.errors import SplitError
 from jgraph.kernels.quantize import CALLS
 from jgraph.tree import PyTree, leaf_names
 
-_TreeDef = Any  # Type checkers do not accept `jax.tree_util.PyTreeDef`.
 Recompute = Literal["elementwise", "wide", "nothing"]
-
-
-class Trees(NamedTuple):
-    """Structures of the arguments and results of a stage, as `jax.tree.structure` returns them.
-
-    Attributes:
-        params: Structure of the parameters.
-        x: Structure of the input.
-        extra: Structure of the tuple of further arguments.
-        y: Structure of the output.
-        aux: Structure of the auxiliary output; that of () without `has_aux`.
-    """
-
-    params: _TreeDef
-    x: _TreeDef
-    extra: _TreeDef
-    y: _TreeDef
-    aux: _TreeDef
 
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """The checked arguments of `split_backward`. Compared by identity.
-
-    Attributes:
-        stage: The stage and its replaced matmuls.
-        has_aux: True if the stage returns `(y, aux)`.
-        delay: Patterns (`fnmatch`) of the paths of delayed parameters; None delays each parameter that is only used as the
-            weight of matmuls.
-        recompute: Operations that the backward pass recomputes: `elementwise`, `wide` (also matmuls with at least four times as
-            many output elements as data elements) or `nothing`.
-    """
+    """The checked arguments of `split_backward`. Compared by identity."""
 
     stage: OwnProducts
     has_aux: bool
@@ -72,156 +45,194 @@ class Options:
     recompute: Recompute
 
 
-@dataclass(eq=False)
-class StageTrace:
-    """One trace of a stage. Compared by identity, because arrays of different traces cannot be mixed.
+@dataclass(frozen=True, eq=False)
+class TappedStage:
+    """A traced stage with taps on its matmuls.
 
     A *tap* is an unused argument of a matmul. Its cotangent contains the operands of wgrad: x and dy.
 
     Attributes:
         owner: The options of the `Split` that made the trace.
-        jaxpr: Jaxpr of the stage. Its inputs are the arrays that the stage closes over, params, x and extra.
-        consts: Arrays that the stage closes over. A tracer is replaced by None and counts as data.
-        trees: Structures of the arguments and results.
-        delayed: For each leaf of params, True if wgrad computes its gradient.
-        early: For each leaf of params, True if dgrad computes its gradient.
-        exact: True if a gradient must pass through the casts between a parameter and its matmul.
-        block: The jaxpr with its delayed matmuls.
+        traced: The stage without callbacks, a function of params, x and extra. wgrad computes the gradients of its weights.
+        callbacks: The stage with its callbacks; None if it has none.
+        products: The matmul of each site.
         given: Maps params to the additional arguments of each matmul.
-        y_avals: Shape and dtype of each leaf of y.
-        float_y: For each leaf of y, True if it has a gradient.
+        early: For each leaf of params, True if dgrad computes its gradient.
         policy: Policy of `jax.checkpoint` that selects the recomputed operations; None if nothing is recomputed.
         mesh: Mesh of the arrays; may be empty.
-        noisy: The stage with its callbacks, which are removed from `jaxpr`; None if it has no callbacks.
-        avals: Candidates for residuals: the leaves of the vjp, then the other operands of the matmuls, such as group sizes.
-        keep: For each leaf of the vjp, its index in `avals`, or None if it is recomputed from params.
-        extras: Indices in `avals` of the other operands of the matmuls.
-        for_dgrad: Indices in `avals` of the residuals that only dgrad reads.
-        for_wgrad: Indices in `avals` of the residuals that wgrad reads.
-        taps_from: For each leaf of the taps' cotangents, its index in the stash, or None if wgrad recomputes it.
-        stashed: For each array of the stash, its index among the leaves of the taps' cotangents.
     """
 
     owner: Options
-    jaxpr: core.Jaxpr
-    consts: list[Any]
-    trees: Trees
-    delayed: tuple[bool, ...]
-    early: tuple[bool, ...]
-    exact: bool
-    block: find.Block
-    given: Callable[[PyTree], Sequence[Any]]
-    y_avals: list[Aval]
-    float_y: list[bool]
+    traced: Traced
+    callbacks: core.Jaxpr | None
+    products: Sequence[DelayedProduct]
+    given: Callable[[PyTree], Sequence[PyTree]]
+    early: Sequence[bool]
     policy: Callable[..., bool] | None
     mesh: jax.sharding.AbstractMesh
-    noisy: core.Jaxpr | None
-    avals: list[Aval] = field(default_factory=list)
-    keep: list[int | None] = field(default_factory=list)
-    extras: list[int] = field(default_factory=list)
-    for_dgrad: list[int] = field(default_factory=list)
-    for_wgrad: list[int] = field(default_factory=list)
-    taps_from: list[int | None] = field(default_factory=list)
-    stashed: list[int] = field(default_factory=list)
 
-    def parts(self, inputs: Sequence[Any]) -> tuple[list[Any], ...]:
-        """Splits the inputs of `jaxpr` by their origin.
+    @property
+    def exact(self) -> bool:
+        """True if a gradient must pass through the casts between a parameter and its matmul."""
+        return not all(site.moved for site in self.traced.sites)
 
-        Args:
-            inputs: One value per input of `jaxpr`.
+    @property
+    def y(self) -> PyTree:
+        """Shapes and dtypes of y."""
+        return self.traced.out[0] if self.owner.has_aux else self.traced.out
+
+    @cached_property
+    def float_y(self) -> list[bool]:
+        """For each leaf of y, True if it has a gradient."""
+        return [jnp.issubdtype(aval.dtype, jnp.floating) for aval in jax.tree.leaves(self.y)]
+
+    def taps(self) -> list[PyTree]:
+        """Returns the tap of each matmul, zeros."""
+        return [product.tap() for product in self.products]
+
+    def blanks(self) -> tuple[list[Array], tuple[PyTree, ...]]:
+        """Returns the closed-over arrays, with zeros in place of tracers, and zeros for (params, x, *extra)."""
+        pairs = zip(self.traced.consts, self.traced.jaxpr.constvars, strict=True)
+        consts = [replay.zeros(aval_of(v)) if const is MISSING else const for const, v in pairs]
+        return consts, jax.tree.map(replay.zeros, self.traced.args)
+
+    def vjp(self, consts: Sequence[Array], params: PyTree, *args: PyTree):
+        """Runs the stage with taps, and takes its vjp with respect to x, early parameters and taps. Does not run callbacks.
 
         Returns:
-            Four lists: the arrays that the stage closes over, the leaves of params, of x and of extra.
+            Four values: the result of the stage; the operands of the matmuls other than data and weight; the leaves of the vjp
+            function, which are its residuals; and the tree structure of the vjp function.
         """
-        ends = np.cumsum([0, len(self.consts), len(self.delayed), self.trees.x.num_leaves, self.trees.extra.num_leaves])
-        return tuple(list(inputs[start:end]) for start, end in pairwise(ends))
+        products = dict(zip(self.traced.sites, self.products, strict=True))
+        leaves, structure = jax.tree.flatten(params)
 
-    def blanks(self) -> list[Array]:
-        """Returns a value for each input of `jaxpr`: its array if the stage closes over it, otherwise new zeros."""
-        consts = [*self.consts, *[None] * (len(self.jaxpr.invars) - len(self.consts))]
-        return [replay.zeros(aval_of(v)) if c is None else c for v, c in zip(self.jaxpr.invars, consts, strict=True)]
+        def multiply(site: Site, x: Array, w: Array, extra: Sequence[Array], given: tuple[PyTree, PyTree]) -> Array:
+            return products[site].multiply(x, w, extra, *given)
+
+        def run(x, early, taps):
+            whole = jax.tree.unflatten(structure, replaced(leaves, self.early, early))
+            given = list(zip(taps, self.given(whole), strict=True))
+            out, extras = self.traced.run(multiply, given, whole, x, *args[1:], consts=consts)
+            y = jax.tree.leaves(out[0] if self.owner.has_aux else out)
+            return list(compress(y, self.float_y)), (out, extras)
+
+        if self.policy:
+            run = jax.checkpoint(run, policy=self.policy, prevent_cse=False)
+        _, vjp, (out, extras) = jax.vjp(run, args[0], list(compress(leaves, self.early)), self.taps(), has_aux=True)
+        return out, jax.tree.leaves(extras), *jax.tree.flatten(vjp)
+
+    def run_callbacks(self, consts: Sequence[Array], *args: PyTree) -> None:
+        """Runs the stage again with its callbacks, and drops its results. Does nothing if it has no callbacks.
+
+        Called while forward is traced: XLA removes the other operations, or merges them with the operations of `vjp`.
+        """
+        if self.callbacks is not None:
+            core.jaxpr_as_fun(core.ClosedJaxpr(self.callbacks, consts))(*jax.tree.leaves(args))
 
 
-def make_trace(owner: Options, closed: core.ClosedJaxpr, trees: Trees, args: tuple[PyTree, PyTree, PyTree]) -> StageTrace:
+@dataclass(frozen=True)
+class Candidates:
+    """Arrays that forward may save: the leaves of the vjp, then the other operands of the matmuls, such as group sizes.
+
+    Attributes:
+        avals: Shape and dtype of each candidate.
+        keep: For each leaf of the vjp, the index of its first occurrence. None if it is recomputed from params.
+        extras: The indices of the other operands of the matmuls.
+    """
+
+    avals: Sequence[Aval]
+    keep: Sequence[int | None]
+    extras: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """The saved arrays. Candidates are named by their index, taps by the index of a leaf of their cotangents.
+
+    Attributes:
+        for_dgrad: Candidates that only dgrad reads.
+        for_wgrad: Candidates that wgrad reads.
+        stashed: The tap of each array of the stash.
+        taps_from: For each tap, its index in the stash, or None if wgrad recomputes it.
+    """
+
+    for_dgrad: Sequence[int]
+    for_wgrad: Sequence[int]
+    stashed: Sequence[int]
+    taps_from: Sequence[int | None]
+
+
+@dataclass(frozen=True, eq=False)
+class StageTrace:
+    """A traced stage and its saved arrays. Compared by identity, because arrays of different traces cannot be mixed."""
+
+    stage: TappedStage
+    candidates: Candidates
+    lifetimes: Lifetimes
+
+
+def replaced(values: Iterable[Any], flags: Sequence[bool], others: Iterable[Any]) -> list[Any]:
+    """Returns `values`, with `others` in the places with a flag."""
+    others = iter(others)
+    return [next(others) if flag else value for value, flag in zip(values, flags, strict=True)]
+
+
+def make_trace(owner: Options, traced: Traced, args: tuple[PyTree, ...]) -> StageTrace:
     """Finds the matmuls of a traced stage and decides which arrays are saved. Traces dgrad, and runs nothing.
 
-    Args:
-        owner: The stage and the arguments of `split_backward`.
-        closed: Jaxpr of the stage. Its inputs are the leaves of params, x and extra.
-        trees: Structures of the arguments and results.
-        args: (params, x, extra). Only gradients of `owner.stage.params(params)`, the first leaves of params, can be delayed.
-
-    Returns:
-        The trace, with all fields.
-
-    Raises:
-        SplitError: If a pattern of `delay` matches no parameter, a parameter in `delay` is used other than as the weight of a
-            matmul, the stage reads the result of a callback, or a function with a custom derivative has a callback.
+    `args` are (params, x, *extra). Only gradients of `owner.stage.params(params)`, the first leaves of params, can be delayed.
     """
-    jaxpr, delay, paths = closed.jaxpr, owner.delay, leaf_names(owner.stage.params(args[0]))
-    consts = [None if isinstance(const, Tracer) else const for const in closed.consts]
-    # Tracers that the stage closes over become inputs.
-    noisy = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], debug_info=jaxpr.debug_info)
-    whole = replay.without_callbacks(noisy)
-    _check_callbacks(whole)
-    num_params, num_y, num_others = trees.params.num_leaves, trees.y.num_leaves, len(jaxpr.invars) - trees.params.num_leaves
-    wanted = [i < num_y for i in range(len(whole.outvars))]
-    floating = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in closed.in_avals[:num_params]]
-    delayed = [
-        f and (delay is None or any(fnmatchcase(path, p) for p in delay)) for path, f in zip(paths, floating, strict=False)
-    ]
-    delayed += [False] * (num_params - len(paths))
+    paths, with_callbacks = leaf_names(owner.stage.params(args[0])), traced.jaxpr
+    jaxpr = replay.without_callbacks(with_callbacks)
+    _check_callbacks(jaxpr)
+    # The trace is used by later calls, with other tracers.
+    consts = [MISSING if isinstance(const, Tracer) else const for const in traced.consts]
+    traced = _delayable(owner, replace(traced, jaxpr=jaxpr, consts=consts), paths)
+    bound = owner.stage.bind(traced.sites, paths, *args)
+    pairs = zip(jax.tree.leaves(traced.args[0]), bound.differentiated, traced.is_weight, strict=True)
+    # A jax.checkpoint in the stage decides which arrays are saved. A policy cannot save complex numbers.
+    is_complex = any(jnp.issubdtype(getattr(aval, "dtype", jnp.float32), jnp.complexfloating) for aval in replay.avals(jaxpr))
+    recomputes = owner.recompute != "nothing" and not is_complex and not replay.holds(jaxpr, replay.CHECKPOINTS)
+    again = frozenset(product.computed_as() for product in bound.products if owner.recompute == "wide" and product.is_wide)
+    stage = TappedStage(
+        owner,
+        traced,
+        callbacks=None if with_callbacks is jaxpr else with_callbacks,
+        products=bound.products,
+        given=bound.given,
+        early=[jnp.issubdtype(aval.dtype, jnp.floating) and d and not is_late for aval, d, is_late in pairs],
+        policy=partial(_keeps, again) if recomputes else None,
+        mesh=jax.sharding.get_abstract_mesh(),
+    )
+    trace, costs = _with_lifetimes(stage)
+    keeping = [product.keeping_x() if is_larger else product for product, is_larger in zip(bound.products, costs, strict=True)]
+    return trace if keeping == [*bound.products] else _with_lifetimes(replace(stage, products=keeping))[0]
+
+
+def _delayable(owner: Options, traced: Traced, paths: Sequence[str]) -> Traced:
+    """Finds the parameters with gradients that wgrad can compute, and ignores auxiliary outputs."""
+    delay, leaves = owner.delay, jax.tree.leaves(traced.args[0])
     for pattern in delay or ():
         if not any(fnmatchcase(path, pattern) for path in paths):
             names = f"{', '.join(paths[:8])}{' ...' * (len(paths) > 8)}"
             raise SplitError(f"`delay` has {pattern!r}, which matches no parameter: must match one of {names}", field="delay")
-    while True:
-        params = [None] * len(consts) + [i if late else None for i, late in enumerate(delayed)] + [None] * num_others
-        data = [const is None for const in consts] + [not late for late in delayed] + [True] * num_others
-        found = find.find(whole, wanted, params, data)
-        if not found.stray:
-            break
+    selected = [delay is None or any(fnmatchcase(path, p) for p in delay) for path in paths]
+    selected += [False] * (len(leaves) - len(paths))
+    floating = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in leaves]
+    num_y = len(jax.tree.leaves(traced.out[0] if owner.has_aux else traced.out))
+    wanted = [i < num_y for i in range(len(traced.wanted))]
+    traced = replace(traced, replaceable=[s and f for s, f in zip(selected, floating, strict=True)], wanted=wanted)
+    while stray := traced.stray:
         if delay is not None:
-            i, by = next(iter(found.stray.items()))
+            i, by = next(iter(stray.items()))
             raise SplitError(
                 f"parameter {paths[i]} reaches the output through {by}, not only as the weight of a matmul, so its gradient "
                 f"cannot be delayed; remove it from delay={list(delay)} to compute its gradient in dgrad",
                 path=paths[i],
                 field="delay",
             )
-        for i in found.stray:
-            delayed[i] = False
-    sites = found.block.all_sites()
-    weights = frozenset[int]().union(*(site.params for site in sites))
-    late = tuple(i in weights for i in range(num_params))
-    # A jax.checkpoint in the stage decides which arrays are saved. A policy cannot save complex numbers.
-    is_complex = any(jnp.issubdtype(getattr(aval, "dtype", jnp.float32), jnp.complexfloating) for aval in replay.avals(whole))
-    recomputes = owner.recompute != "nothing" and not is_complex and not replay.holds(whole, replay.CHECKPOINTS)
-    bound = owner.stage.bind(sites, paths, *args)
-    found.block.replace(dict(zip(sites, bound.sites, strict=True)))
-    again = frozenset(site.computed_as() for site in bound.sites if owner.recompute == "wide" and site.is_wide)
-    trace = StageTrace(
-        owner,
-        whole,
-        consts,
-        trees,
-        delayed=late,
-        early=tuple(f and d and not is_late for f, d, is_late in zip(floating, bound.differentiated, late, strict=True)),
-        exact=not all(site.moved for site in sites),
-        block=found.block,
-        given=bound.given,
-        y_avals=list(closed.out_avals[:num_y]),
-        float_y=[jnp.issubdtype(aval.dtype, jnp.floating) for aval in closed.out_avals[:num_y]],
-        policy=partial(_keeps, again) if recomputes else None,
-        mesh=jax.sharding.get_abstract_mesh(),
-        noisy=None if noisy is whole else noisy,
-    )
-    costs = zip(bound.sites, _sort_by_lifetime(trace), strict=True)
-    keeping = {site: site.keeping_x() for site, is_larger in costs if is_larger}
-    if any(kept is not site for site, kept in keeping.items()):
-        found.block.replace(keeping)
-        _sort_by_lifetime(trace)
-    return trace
+        traced = replace(traced, replaceable=[can and i not in stray for i, can in enumerate(traced.replaceable)])
+    return traced
 
 
 def _check_callbacks(jaxpr: core.Jaxpr) -> None:
@@ -231,51 +242,6 @@ def _check_callbacks(jaxpr: core.Jaxpr) -> None:
             "the stage reads the result of an io_callback, or has a callback in a custom_jvp or custom_vjp function: a "
             "callback must return nothing and be outside of such functions; use jax.pure_callback to compute values"
         )
-
-
-def run_callbacks(trace: StageTrace, inputs: Sequence[Array]) -> None:
-    """Runs the stage again with its callbacks, and drops its results. Does nothing if it has no callbacks.
-
-    Called while forward is traced: XLA removes the other operations, or merges them with the operations of `vjp`.
-
-    Args:
-        trace: The trace.
-        inputs: Inputs of `trace.jaxpr`.
-    """
-    if trace.noisy is not None:
-        core.jaxpr_as_fun(core.ClosedJaxpr(trace.noisy, ()))(*inputs)
-
-
-def vjp(trace: StageTrace, inputs: Sequence[Array]):
-    """Runs the stage with taps, and takes its vjp with respect to x, early parameters and taps. Does not run callbacks.
-
-    Args:
-        trace: The trace.
-        inputs: Inputs of `trace.jaxpr`.
-
-    Returns:
-        Four values: the leaves of y and aux; the operands of the matmuls other than data and weight; the leaves of the vjp
-        function, which are its residuals; and the tree structure of the vjp function.
-    """
-    closed_over, params, x, extra = trace.parts(inputs)
-    early = [leaf for leaf, is_early in zip(params, trace.early, strict=True) if is_early]
-
-    def run(x, early, taps):
-        given = iter(early)
-        whole = [next(given) if is_early else leaf for leaf, is_early in zip(params, trace.early, strict=True)]
-        taps = list(zip(taps, trace.given(jax.tree.unflatten(trace.trees.params, whole)), strict=True))
-        out, extras = find.run_forward(trace.block, (), [*closed_over, *whole, *x, *extra], taps, _multiply)
-        return [v for v, f in zip(out, trace.float_y, strict=False) if f], (out, extras)
-
-    if trace.policy:
-        run = jax.checkpoint(run, policy=trace.policy, prevent_cse=False)
-    _, vjp, (y, extras) = jax.vjp(run, x, early, [site.tap() for site in trace.block.all_sites()], has_aux=True)
-    leaves, tree = jax.tree.flatten(vjp)
-    return y, jax.tree.leaves(extras), leaves, tree
-
-
-def _multiply(site: DelayedProduct, x: Array, w: Array, extra: Sequence[Array], tap: tuple[Any, Any]) -> Array:
-    return site.multiply(x, w, extra, *tap)
 
 
 def _keeps(again: frozenset[Any], primitive: core.Primitive, *avals: Aval, **params: Any) -> bool:
@@ -301,69 +267,69 @@ _CHEAP = frozenset({
 """Primitives that are cheap to recompute: elementwise operations, reshapes, random numbers from a key, and casts to FP8."""
 
 
-def dgrad_leaves(trace: StageTrace, params: Sequence[Array], kept: Mapping[int, Array], dy: Sequence[Array]):
-    """Runs the backward pass of `vjp`.
+def run_dgrad(stage: TappedStage, candidates: Candidates, params: PyTree, kept: Mapping[int, Array], dy: Sequence[Array]):
+    """Runs the backward pass of `TappedStage.vjp`.
 
     Runs the forward pass on zeros, to get the structure of the vjp function and the arrays that depend only on parameters. The
     compiler removes the rest of the forward pass.
 
     Args:
-        trace: The trace.
-        params: Leaves of the parameters.
-        kept: Residuals by their index in `trace.avals`. Missing residuals are replaced by zeros: the results that depend on
+        stage: The stage.
+        candidates: Its candidates.
+        params: The parameters.
+        kept: Residuals by their index in `candidates`. Missing residuals are replaced by zeros: the results that depend on
             them are wrong.
         dy: Leaves of dy, also for leaves of y without a gradient, which are ignored.
 
     Returns:
-        Three lists: the leaves of dx, the gradients of the early parameters in the order of params, and the leaves of the
-        cotangents of the taps, in the order of the matmuls.
+        dx, the gradients of the early parameters in the order of params, and the leaves of the cotangents of the taps.
     """
-    closed_over, _, x, extra = trace.parts(trace.blanks())
-    _, _, fresh, tree = vjp(trace, [*closed_over, *params, *x, *extra])
+    consts, (_, *args) = stage.blanks()
+    _, _, fresh, tree = stage.vjp(consts, params, *args)
     leaves = [
-        leaf if i is None else kept[i] if i in kept else replay.zeros(trace.avals[i])
-        for leaf, i in zip(fresh, trace.keep, strict=True)
+        leaf if i is None else kept[i] if i in kept else replay.zeros(candidates.avals[i])
+        for leaf, i in zip(fresh, candidates.keep, strict=True)
     ]
-    dx, early, taps = jax.tree.unflatten(tree, leaves)([leaf for leaf, f in zip(dy, trace.float_y, strict=True) if f])
+    dx, early, taps = jax.tree.unflatten(tree, leaves)(list(compress(dy, stage.float_y)))
     return dx, early, jax.tree.leaves(taps)
 
 
-def _sort_by_lifetime(trace: StageTrace) -> list[bool]:
-    """Fills in the fields of a trace that describe the saved arrays.
-
-    Returns:
-        For each matmul, True if wgrad recomputes the first leaf of its tap from residuals that dgrad does not read and that are
-        larger than the leaf.
-    """
-    trace.taps_from = []
-    inputs = trace.blanks()
-    _, params, x, extra = trace.parts(inputs)
-
-    def forward(*inputs):
-        _, extras, leaves, _ = vjp(trace, inputs)
+def _find_candidates(stage: TappedStage, consts: Sequence[Array], params: PyTree, *args: PyTree) -> Candidates:
+    def forward(consts, params, *args):
+        _, extras, leaves, _ = stage.vjp(consts, params, *args)
         return leaves, extras
 
-    closed, (leaves, _) = jax.make_jaxpr(forward, return_shape=True)(*inputs)
+    closed, (leaves, _) = jax.make_jaxpr(forward, return_shape=True)(consts, params, *args)
     _check_callbacks(closed.jaxpr)  # Includes the forward rules of custom_vjp functions, unlike the trace of the stage.
     outs = closed.jaxpr.outvars
-    is_data = [const is None for const in trace.consts] + [False] * len(params) + [True] * (len(x) + len(extra))
+    is_data = [const is MISSING for const in stage.traced.consts]
+    is_data += [False] * len(jax.tree.leaves(params)) + [True] * len(jax.tree.leaves(args))
     varies = replay.depends(closed.jaxpr, is_data)
     # The same array can occur several times, e.g. as the input of three projections.
     first = {v: i for i, v in reversed(list(enumerate(outs))) if not replay.is_literal(v)}
     same = [i if replay.is_literal(v) else first[v] for i, v in enumerate(outs)]
-    trace.avals = [aval_of(v) for v in outs]
-    trace.keep = [same[i] if varies[i] else None for i in range(len(leaves))]
-    trace.extras = same[len(leaves) :]
+    keep = [same[i] if varies[i] else None for i in range(len(leaves))]
+    return Candidates([aval_of(v) for v in outs], keep, same[len(leaves) :])
 
-    places = sorted({i for i in trace.keep if i is not None})
+
+def _with_lifetimes(stage: TappedStage) -> tuple[StageTrace, list[bool]]:
+    """Sorts the candidates by lifetime.
+
+    Returns:
+        The trace, and for each matmul, True if wgrad recomputes the first leaf of its tap from residuals that dgrad does not
+        read and that are larger than the leaf.
+    """
+    consts, (params, *args) = stage.blanks()
+    candidates = _find_candidates(stage, consts, params, *args)
+    avals, places = candidates.avals, sorted({i for i in candidates.keep if i is not None})
 
     def dgrad(kept, dy, params):
-        return dgrad_leaves(trace, params, dict(zip(places, kept, strict=True)), dy)
+        return run_dgrad(stage, candidates, params, dict(zip(places, kept, strict=True)), dy)
 
-    kept, dy = [replay.zeros(trace.avals[i]) for i in places], [replay.zeros(aval) for aval in trace.y_avals]
+    kept, dy = [replay.zeros(avals[i]) for i in places], jax.tree.leaves(jax.tree.map(replay.zeros, stage.y))
     closed, (dx, early, taps) = jax.make_jaxpr(dgrad, return_shape=True)(kept, dy, params)
     _check_callbacks(closed.jaxpr)
-    jaxpr, num_gradients = closed.jaxpr, len(dx) + len(early)
+    jaxpr, num_gradients = closed.jaxpr, len(jax.tree.leaves((dx, early)))
 
     def sources(outputs: Sequence[int]) -> tuple[set[int], bool]:
         """Returns the residuals that `outputs` depend on, and True if only cheap primitives compute them, without dy."""
@@ -372,22 +338,23 @@ def _sort_by_lifetime(trace: StageTrace) -> list[bool]:
         from_dy = any(given[len(places) : len(places) + len(dy)])
         return {place for place, flag in zip(places, given, strict=False) if flag}, primitives <= _CHEAP and not from_dy
 
-    stash: dict[Any, int] = {}  # Index of the first tap of each stashed array.
-    by_tap: list[set[int]] = []
+    stash: dict[Any, int] = {}  # The first tap of each stashed array.
+    recomputed_from: list[set[int]] = []  # Residuals, for each tap.
+    taps_from: list[int | None] = []
     for tap, v in enumerate(jaxpr.outvars[num_gradients:]):
         needed, is_cheap = sources([num_gradients + tap])
-        by_tap.append(needed if is_cheap else set())
+        recomputed_from.append(needed if is_cheap else set())
         key = tap if replay.is_literal(v) else v
         if not is_cheap:
             stash.setdefault(key, tap)
-        trace.taps_from.append(None if is_cheap else list(stash).index(key))
-    trace.stashed = list(stash.values())
-    for_wgrad = set(trace.extras).union(*by_tap)
-    for_dgrad, _ = sources([*range(num_gradients), *(num_gradients + tap for tap in trace.stashed)])
-    trace.for_wgrad, trace.for_dgrad = sorted(for_wgrad), sorted(for_dgrad - for_wgrad)
-    firsts = np.cumsum([0, *(len(jax.tree.leaves(site.tap())) for site in trace.block.all_sites())])[:-1]
+        taps_from.append(None if is_cheap else list(stash).index(key))
+    for_wgrad = set(candidates.extras).union(*recomputed_from)
+    for_dgrad, _ = sources([*range(num_gradients), *(num_gradients + tap for tap in stash.values())])
+    lifetimes = Lifetimes(sorted(for_dgrad - for_wgrad), sorted(for_wgrad), [*stash.values()], taps_from)
+    firsts = np.cumsum([0, *(len(jax.tree.leaves(tap)) for tap in stage.taps())])[:-1]
 
     def nbytes(aval: Any) -> int:
         return aval.size * aval.dtype.itemsize
 
-    return [sum(nbytes(trace.avals[i]) for i in by_tap[tap] - for_dgrad) > nbytes(taps[tap]) for tap in firsts]
+    is_larger = [sum(nbytes(avals[i]) for i in recomputed_from[tap] - for_dgrad) > nbytes(taps[tap]) for tap in firsts]
+    return StageTrace(stage, candidates, lifetimes), is_larger

@@ -15,284 +15,135 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend import core
 
 from jgraph.autodiff import replay
-from jgraph.autodiff.replay import Aval, aval_of
-from jgraph.autodiff.view import View
+from jgraph.autodiff.replay import aval_of
+from jgraph.autodiff.traced import GROUPED, Site
 from jgraph.kernels import grouped
-
-GROUPED = "grouped product"
-
-# Indices of the operands that may be the weight, by the name of the matmul. Other operands, such as group sizes, are saved.
-PRODUCTS = {"dot_general": (0, 1), "conv_general_dilated": (1,), "ragged_dot": (1,), "ragged_dot_general": (1,), GROUPED: (1,)}
-
-
-def name_of(eqn: core.JaxprEqn) -> str:
-    """Returns the name of an equation, to be looked up in `PRODUCTS`, the dict of the kinds of matmuls in this module.
-
-    Args:
-        eqn: Any equation.
-
-    Returns:
-        The constant `GROUPED` for a call of `grouped_dot` that is not vmapped. Otherwise, the name of the primitive. The
-        equation is a matmul if its name is a key of `PRODUCTS`.
-    """
-    name = eqn.primitive.name
-    if name in replay.CUSTOM and [inner.params.get("name") for inner in replay.body(eqn).eqns] == [grouped.DOT]:
-        # A vmapped `grouped_dot` has an additional axis and is not a grouped matmul.
-        return GROUPED if [aval_of(v).ndim for v in eqn.invars] == [2, 3, 1] else name
-    return name
+from jgraph.tree import PyTree
 
 
 @dataclass(frozen=True, eq=False)
 class DelayedProduct:
-    """A matmul with a delayed weight gradient: wgrad computes dw, after dgrad has computed dx.
+    """A matmul with a delayed weight gradient: wgrad computes dw, after dgrad has computed dx. FP8 has subclasses.
 
-    The matmul multiplies the data x by the weight w. dx, dw and dy are the gradients of x, w and the output.
-
-    Attributes:
-        eqn: The equation: a `dot_general`, convolution, ragged matmul or grouped matmul.
-        weight: Index of the operand that is the weight, 0 or 1. The other one of these two operands is the data.
-        lead: Lengths of the scans around the equation, outermost first. Empty outside of scans.
-        params: Indices of the delayed parameters that the weight is computed from, as in the argument `params` of
-            `jgraph.autodiff.find.find`.
-        moved: True if only operations without arithmetic, such as casts, reshapes and slices, compute the weight from the
-            parameters.
-        view: Place of the weight [*lead, ...] in its parameter, if it is the whole parameter after transposes, reshapes and
-            casts. Otherwise None.
+    `extra` are the operands after x and w, such as group sizes.
     """
 
-    eqn: core.JaxprEqn
-    weight: int
-    lead: tuple[int, ...]
-    params: frozenset[int]
-    moved: bool
-    view: View | None
-
-    @property
-    def data(self) -> int:
-        """Index of the operand that is the data, 1 or 0."""
-        return 1 - self.weight
-
-    @property
-    def name(self) -> str:
-        """Kind of the matmul: the name of its primitive, or `GROUPED` for a grouped matmul. A key of `PRODUCTS`."""
-        return name_of(self.eqn)
-
-    @property
-    def x_aval(self) -> Aval:
-        """Shape and dtype of the data, without the leading axes `lead`."""
-        return aval_of(self.eqn.invars[self.data])
-
-    @property
-    def w_aval(self) -> Aval:
-        """Shape and dtype of the weight, without the leading axes `lead`."""
-        return aval_of(self.eqn.invars[self.weight])
+    site: Site
 
     @property
     def is_wide(self) -> bool:
         """True for a `dot_general` without batch axes, if its output has at least four times as many elements as the data."""
-        is_plain = self.eqn.primitive.name == "dot_general" and not any(self.eqn.params["dimension_numbers"][1])
-        return is_plain and aval_of(self.eqn.outvars[0]).size >= 4 * self.x_aval.size
-
-    def run(self, x: Array, w: Array, extra: Sequence[Array]) -> Array:
-        """Computes the matmul.
-
-        Args:
-            x: The data, with the shape and dtype `x_aval`.
-            w: The weight, with the shape and dtype `w_aval`.
-            extra: The operands after the first two, such as the group sizes of a ragged matmul. Empty if there are none.
-
-        Returns:
-            The result, with the shape and dtype of the output of the equation.
-        """
-        operands = (x, w) if self.weight == 1 else (w, x)
-        return replay.apply(self.eqn, (*operands, *extra))[0]
+        is_plain = self.site.name == "dot_general" and not any(self.site.eqn.params["dimension_numbers"][1])
+        return is_plain and self.site.y_aval.size >= 4 * self.site.x_aval.size
 
     def computed_as(self) -> Any:
-        """Returns (lhs shape, rhs shape, dimension numbers) of the `dot_general` that computes the matmul.
+        """Returns (lhs shape, rhs shape, dimension numbers) of the `dot_general` that computes a wide matmul.
 
-        A policy of `jax.checkpoint` recognizes the matmul by these values. The shapes are tuples of integers. Call this only
-        for a `dot_general`; for other matmuls it raises ValueError or KeyError.
+        A policy of `jax.checkpoint` recognizes the matmul by these values.
         """
-        lhs, rhs = (aval_of(v).shape for v in self.eqn.invars)
-        return lhs, rhs, self.eqn.params["dimension_numbers"]
+        lhs, rhs = (aval_of(v).shape for v in self.site.eqn.invars)
+        return lhs, rhs, self.site.eqn.params["dimension_numbers"]
 
-    def tap(self) -> Any:
-        """Returns the tap, an additional argument of `multiply` that is zeros and is not read.
+    def tap(self) -> PyTree:
+        """Returns zeros with the shapes of the operands of wgrad, here of (x, dy), with the leading axes of the scans."""
+        site = self.site
+        return replay.zeros(site.x_aval, *site.lead), replay.zeros(site.y_aval, *site.lead)
 
-        The backward rule of `multiply` returns the arrays that `weight_gradient` needs as the cotangent of the tap. In this
-        class, these are x and dy.
+    def multiply(self, x: Array, w: Array, extra: Sequence[Array], tap: PyTree, given: PyTree) -> Array:
+        """Computes the matmul. The cotangent of `tap` is the operands of wgrad, and those of `w` and `extra` are zero.
 
-        Returns:
-            In this class, a pair of arrays: zeros [*lead, *shape of x] in the dtype of x, and zeros [*lead, *shape of the
-            output] in the dtype of the output. A subclass may return another tree.
+        `tap` is not read. `given` are the additional arguments of this matmul from `BoundProducts.given`, here not read.
         """
-        return replay.zeros(self.x_aval, *self.lead), replay.zeros(aval_of(self.eqn.outvars[0]), *self.lead)
-
-    def multiply(self, x: Array, w: Array, extra: Sequence[Array], tap: Any, given: Any) -> Array:
-        """Computes the matmul, with a backward rule that computes dx and does not compute dw.
-
-        The cotangent of `x` is dx. The cotangent of `tap` is (x, dy) in this class. The cotangents of `w` and `extra` are zero.
-
-        Args:
-            x: The data, with the shape and dtype `x_aval`.
-            w: The weight, with the shape and dtype `w_aval`.
-            extra: The operands after the first two, such as the group sizes of a ragged matmul. Empty if there are none.
-            tap: The tap, as `tap` returns it but without the leading axes `lead`. Its values are not read.
-            given: The additional arguments of this matmul from `BoundProducts.given`. Not read in this class.
-
-        Returns:
-            The result, with the shape and dtype of the output of the equation.
-        """
+        site = self.site
 
         @jax.custom_vjp
         def run(x, w, extra, tap):
-            return self.run(x, w, extra)
+            return site.run(x, w, extra)
 
         def forward(x, w, extra, tap):
-            return self.run(x, w, extra), (x, w, extra)
+            return site.run(x, w, extra), (x, w, extra)
 
         def backward(kept, dy):
             x, w, extra = kept
-            if self.name == GROUPED:
+            if site.name == GROUPED:
                 dx = grouped.grouped_dgrad(dy, w, *extra)
             else:
-                (dx,) = jax.linear_transpose(lambda x: self.run(x, w, extra), replay.zeros(self.x_aval))(dy)
+                (dx,) = jax.linear_transpose(lambda x: site.run(x, w, extra), replay.zeros(site.x_aval))(dy)
             return dx, None, None, (x, dy)
 
         run.defvjp(forward, backward)
         return run(x, w, extra, tap)
 
     def keeping_x(self) -> "DelayedProduct":
-        """Returns the matmul to use in place of this one when it is better to save x for wgrad than to recompute x.
+        """Returns the matmul to use if x has fewer bytes than the arrays that wgrad recomputes x from.
 
-        The caller uses the result if x takes less memory than the arrays from which wgrad would recompute x.
-
-        Returns:
-            In this class, `self`. A subclass may return another matmul, with a tap whose cotangent contains x.
+        A subclass may return a matmul that saves x for wgrad.
         """
         return self
 
-    def weight_gradient(self, tap: Any, extra: Sequence[Array], dtype: Any) -> Array:
-        """Computes dw, the gradient of the weight.
-
-        Args:
-            tap: Cotangent of the tap that `multiply` got. In this class, the pair (x, dy), of the shapes [*lead, *shape of x]
-                and [*lead, *shape of the output].
-            extra: The operands of the matmul after the first two, each with the leading axes `lead`. Empty if there are none.
-            dtype: Floating dtype of the result.
-
-        Returns:
-            The array dw in `dtype`, [*lead, *shape of the weight].
-        """
-        wgrad = partial(_weight_gradient, self, dtype=dtype)
-        for _ in self.lead:
+    def weight_gradient(self, tap: PyTree, extra: Sequence[Array], dtype: Any) -> Array:
+        """Computes dw in `dtype` from the cotangent of the tap. All arrays have the leading axes of the scans."""
+        wgrad = partial(_weight_gradient, self.site, dtype)
+        for _ in self.site.lead:
             # The kernel of a grouped matmul cannot be vmapped.
-            wgrad = _mapped(wgrad) if self.name == GROUPED else jax.vmap(wgrad)
-        return wgrad(tap[0], extra, tap[1])
+            wgrad = partial(lax.map, wgrad) if self.site.name == GROUPED else jax.vmap(wgrad)
+        return wgrad((tap[0], extra, tap[1]))
 
     @property
     def adds(self) -> bool:
-        """True if `add_weight_gradient` may be called. In this class, True for a grouped matmul outside of scans.
+        """True if `add_weight_gradient` exists. Otherwise, XLA fuses the addition to the sum into the matmul."""
+        return self.site.name == GROUPED and not self.site.lead
 
-        If False, call `weight_gradient` and add the result to the sum. XLA fuses this addition into the matmul.
-        """
-        return self.name == GROUPED and not self.lead
-
-    def add_weight_gradient(self, tap: Any, extra: Sequence[Array], total: Array) -> Array:
-        """Adds dw to a sum inside the kernel that computes dw. Call this only if the property `adds` is True.
-
-        Args:
-            tap: Cotangent of the tap that `multiply` got. In this class, the pair (x, dy).
-            extra: The operands of the matmul after the first two: one array, the group sizes.
-            total: The sum, float32 in the shape of the weight. Updated in place if the caller's `jax.jit` donates it.
-
-        Returns:
-            The new sum, float32 in the shape of the weight.
-        """
+    def add_weight_gradient(self, tap: PyTree, extra: Sequence[Array], total: Array) -> Array:
+        """Adds dw to a float32 sum inside the kernel that computes dw. Updates the sum in place if it is donated."""
         return grouped.grouped_wgrad(*tap, *extra, dtype=total.dtype, add_GKN=total)
 
 
 class BoundProducts(NamedTuple):
-    """The delayed matmuls of a stage after `OwnProducts.bind` has replaced some of them.
+    """The matmuls of a stage, from `OwnProducts.bind`.
 
     Attributes:
-        sites: All delayed matmuls of the stage after the replacement, in the order of the argument `sites` of
-            `OwnProducts.bind`.
-        given: A function of the first argument of the stage. Returns a sequence with one element for each matmul of `sites`, in
-            the same order: a tree of the additional arguments of the matmul. The element is passed to
-            `DelayedProduct.multiply` as `given`.
+        products: The matmul of each site.
+        given: Maps the first argument of the stage to the additional arguments of each matmul, a tree of arrays.
         differentiated: For each leaf of the first argument of the stage, True if the stage computes its gradient.
     """
 
-    sites: Sequence[DelayedProduct]
-    given: Callable[[Any], Sequence[Any]]
+    products: Sequence[DelayedProduct]
+    given: Callable[[PyTree], Sequence[PyTree]]
     differentiated: Sequence[bool]
 
 
 @dataclass(frozen=True, eq=False)
 class OwnProducts:
-    """A stage: a function, and how to replace its delayed matmuls. `split_backward` accepts it in place of a function.
+    """A stage: a function `fn(params, x, *extra)`, and its own matmuls. `split_backward` accepts it in place of a function.
 
-    The first argument of the stage is a tree with the parameters of `fn`, followed by the additional arguments of the matmuls.
-    In this base class, no matmul is replaced, and the first argument of the stage is the parameters of `fn`. `jgraph.fp8` makes
-    a subclass that replaces matmuls by FP8 matmuls.
-
-    Attributes:
-        fn: `fn(params, x, *extra)`, a pure function of trees of arrays.
+    The first argument of the stage is a tree that begins with params. Here it is params, and no matmul is replaced.
     """
 
-    fn: Callable[..., Any]
+    fn: Callable[..., PyTree]
 
-    def params(self, given: Any) -> Any:
-        """Selects the parameters of `fn` from the first argument of the stage.
-
-        Args:
-            given: First argument of the stage, a tree. Its first leaves are the leaves of the parameters of `fn`.
-
-        Returns:
-            The first argument of `fn`. In this class, `given` itself.
-        """
+    def params(self, given: PyTree) -> PyTree:
+        """Selects params from the first argument of the stage."""
         return given
 
-    def bind(
-        self, sites: Sequence[DelayedProduct], names: Sequence[str], given: Any, x: Any, extra: Sequence[Any]
-    ) -> BoundProducts:
-        """Selects the matmuls that replace `sites`. Called once per trace of the stage.
+    def bind(self, sites: Sequence[Site], names: Sequence[str], given: PyTree, x: PyTree, *extra: PyTree) -> BoundProducts:
+        """Selects the matmuls of the sites with a delayed gradient. Called once per trace with the arguments of the stage.
 
-        Args:
-            sites: The delayed matmuls that were found in `fn`, in the order of its equations.
-            names: Names of the parameters of `fn`, in the order of their leaves.
-            given: First argument of the stage, a tree of arrays, tracers or shapes.
-            x: Second argument of the stage, a tree of arrays, tracers or shapes.
-            extra: The arguments of the stage after x.
-
-        Returns:
-            The matmuls and their additional arguments. In this class, the matmuls are `sites`, the additional arguments of
-            each matmul are (), and every leaf of `given` has a gradient.
+        `names` are the names of params.
         """
-        return BoundProducts(sites, lambda _: [()] * len(sites), [True] * len(jax.tree.leaves(given)))
+        num_leaves = len(jax.tree.leaves(given))
+        return BoundProducts([DelayedProduct(site) for site in sites], lambda _: [()] * len(sites), [True] * num_leaves)
 
-    def traced(self, part: Callable[..., Any]) -> Callable[..., Any]:
-        """Transforms one of the functions forward, dgrad and wgrad before `jax.jit`. Called once for each of the three.
-
-        Args:
-            part: The function. Its arguments and results are trees of arrays.
-
-        Returns:
-            A function with the same arguments and results. In this class, `part` itself.
-        """
+    def traced(self, part: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """Transforms forward, dgrad or wgrad before `jax.jit`."""
         return part
 
 
-def _mapped(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: lax.map(lambda args: fn(*args), args)
-
-
-def _weight_gradient(site: DelayedProduct, x: Array, extra: Sequence[Array], dy: Array, dtype: Any) -> Array:
+def _weight_gradient(site: Site, dtype: Any, operands: tuple[Array, Sequence[Array], Array]) -> Array:
     """Computes dw = x * dy. A float32 result is the accumulator of the matmul and is not rounded."""
+    x, extra, dy = operands
     if site.name == GROUPED:
         return grouped.grouped_wgrad(x, dy, *extra, dtype=dtype)
     if np.dtype(dtype) != site.w_aval.dtype:
@@ -304,7 +155,7 @@ def _weight_gradient(site: DelayedProduct, x: Array, extra: Sequence[Array], dy:
     return dw.astype(dtype)
 
 
-def _dot_gradient(site: DelayedProduct, x: Array, dy: Array, dtype: Any) -> Array:
+def _dot_gradient(site: Site, x: Array, dy: Array, dtype: Any) -> Array:
     """Computes dw of a `dot_general` in `dtype`. JAX's transpose rule cannot return a different dtype."""
     contract, batch = site.eqn.params["dimension_numbers"]
     x_contract, w_contract = contract[site.data], contract[site.weight]

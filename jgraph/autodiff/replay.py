@@ -28,43 +28,27 @@ Aval: TypeAlias = ShapedArray
 Atom: TypeAlias = core.Var | core.Literal
 # The values of variables: arrays, tracers, or markers of an interpreter.
 Environment: TypeAlias = dict[core.Var, Any]
+Reader: TypeAlias = Callable[[Atom], Any]
 
 
 def aval_of(atom: Any) -> Aval:
-    """Returns the abstract value of a variable or literal, an object with `shape` and `dtype`.
-
-    This is `atom.aval`. The function only gives it a useful type for type checkers.
-    """
+    """Returns the abstract value of a variable or literal. This is `atom.aval` with a useful type for type checkers."""
     return atom.aval
 
 
 def body(eqn: core.JaxprEqn) -> core.Jaxpr:
-    """Returns the jaxpr inside a jit, checkpoint, scan, `custom_jvp` or `custom_vjp` equation.
-
-    The values of its constants are not part of the result. Raises KeyError for another equation.
-    """
+    """Returns the jaxpr inside a jit, checkpoint, scan, `custom_jvp` or `custom_vjp` equation, without its constants."""
     inner = eqn.params["call_jaxpr" if eqn.primitive.name in CUSTOM else "jaxpr"]
     return getattr(inner, "jaxpr", inner)
 
 
 def body_consts(eqn: core.JaxprEqn) -> list[Any]:
-    """Returns a new list of the values of the constants of the jaxpr inside a jit, checkpoint or scan equation.
-
-    Empty if there are none.
-    """
+    """Returns the values of the constants of the jaxpr inside a jit, checkpoint or scan equation."""
     return list(getattr(eqn.params["jaxpr"], "consts", ()))
 
 
 def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
-    """Counts the operands of a scan by role.
-
-    Args:
-        eqn: A scan equation.
-
-    Returns:
-        (constants, carries): the numbers of operands of these roles. The operands of the scan are first the constants, then
-        the carries, then the arrays that are scanned over.
-    """
+    """Returns the numbers of constants and of carries of a scan. Its other operands are the arrays that it scans over."""
     if "num_carry" in eqn.params:  # before jax 0.11
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
@@ -72,22 +56,14 @@ def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
 
 
 def is_literal(atom: Any) -> bool:
-    """True if an operand of an equation is a literal, False if it is a variable.
-
-    Literals are not hashable, so they cannot be looked up in an environment (a dict from variables to values).
-    """
+    """True if an operand is a literal, which is not hashable, and False if it is a variable."""
     return isinstance(atom, core.Literal)
 
 
 def apply(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Runs one equation on new operands. Inside a trace, this adds it to the trace.
 
-    Args:
-        eqn: The equation.
-        values: One value for each operand, with the shape and dtype of the operand. Values for literals are ignored.
-
-    Returns:
-        One value for each output of the equation. None for an output that is marked as unread (`DropVar`).
+    Values for literals are ignored. An output that is marked as unread (`DropVar`) is None.
     """
     given: dict[Any, Any] = {v: value for v, value in zip(eqn.invars, values, strict=True) if not is_literal(v)}
     results = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
@@ -98,53 +74,36 @@ def apply(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
 
 
 def environment(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Environment:
-    """Builds the environment (a dict from variables to values) before the first equation of a jaxpr.
-
-    Args:
-        jaxpr: The jaxpr.
-        consts: Values of its constants, one each.
-        args: Values of its inputs, one each.
-
-    Returns:
-        A new dict from variables (of constants and inputs) to values.
-    """
+    """Returns the values of the variables before the first equation of a jaxpr."""
     return dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
 
 
-def reader(env: Environment) -> Callable[[Atom], Any]:
-    """Returns a function that reads an environment.
-
-    Args:
-        env: Maps variables to values. Not copied, so the function also sees later values.
-
-    Returns:
-        A function `read(atom)`. For a variable, it returns the value in `env`, and raises KeyError if there is none. For a
-        literal, it returns the value of the literal.
-    """
+def reader(env: Environment) -> Reader:
+    """Returns a function that reads a variable in an environment, or a literal. It also sees later values."""
     return lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
 
 
 def write(env: Environment, outvars: Iterable[core.Var], values: Iterable[Any]) -> None:
-    """Adds the outputs of an equation to an environment, in place. Skips outputs that are marked as unread (`DropVar`).
-
-    Args:
-        env: The environment: a dict from variables to values.
-        outvars: Output variables of the equation.
-        values: Values of the outputs, one each.
-    """
+    """Adds the outputs of an equation to an environment. Skips outputs that are marked as unread (`DropVar`)."""
     env.update((v, x) for v, x in zip(outvars, values, strict=True) if not isinstance(v, core.DropVar))
+
+
+def interpret(
+    jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], evaluate: Callable[[int, core.JaxprEqn, Reader], Any]
+) -> list[Any]:
+    """Evaluates a jaxpr with the rule `evaluate(index, equation, read)`, which returns None to skip an equation."""
+    env = environment(jaxpr, consts, args)
+    read = reader(env)
+    for i, eqn in enumerate(jaxpr.eqns):
+        if (values := evaluate(i, eqn, read)) is not None:
+            write(env, eqn.outvars, values)
+    return [read(v) for v in jaxpr.outvars]
 
 
 def depends(jaxpr: core.Jaxpr, given: Sequence[bool]) -> list[bool]:
     """Finds the outputs that depend on marked inputs. May report an output that does not depend on them.
 
-    Args:
-        jaxpr: The jaxpr.
-        given: For each input, True if it is marked.
-
-    Returns:
-        For each output, True if it depends on a marked input. Each result of an equation other than jit, checkpoint and scan,
-        such as `cond` or `while`, counts as depending on all operands of the equation.
+    Each result of an equation other than jit, checkpoint and scan counts as depending on all operands of the equation.
     """
     marked = _depending(jaxpr, given)
     return [not is_literal(v) and v in marked for v in jaxpr.outvars]
@@ -168,29 +127,12 @@ def _depending(jaxpr: core.Jaxpr, given: Sequence[bool]) -> set[Any]:
 
 
 def holds(jaxpr: core.Jaxpr, names: Sequence[str]) -> bool:
-    """Searches a jaxpr and the jaxprs nested in it for primitives.
-
-    Args:
-        jaxpr: The jaxpr.
-        names: Names of the primitives, such as `scan`.
-
-    Returns:
-        True if at least one equation has a primitive with one of the names.
-    """
+    """True if a jaxpr or a jaxpr nested in it has an equation with one of the primitives."""
     return any(eqn.primitive.name in names for eqn in jaxpr.eqns) or any(holds(inner, names) for inner in core.subjaxprs(jaxpr))
 
 
 def primitives(name: str, params: dict[str, Any]) -> set[str]:
-    """Lists the primitives that an equation runs.
-
-    Args:
-        name: Name of the primitive of the equation.
-        params: Parameters of the equation (`eqn.params`).
-
-    Returns:
-        A set of names. For an equation other than jit, `custom_jvp` and `custom_vjp`, {name}. For these, the primitives of the
-        equations inside, where nested jits, `custom_jvp`s and `custom_vjp`s are replaced by their own contents.
-    """
+    """Returns the primitives that an equation runs: its own, or for jit and custom derivatives, those inside."""
     if name not in _RULES:
         return {name}
     inner = [eqn for jaxpr in core.jaxprs_in_params(params) for eqn in jaxpr.eqns]
@@ -198,38 +140,16 @@ def primitives(name: str, params: dict[str, Any]) -> set[str]:
 
 
 def needs(jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[bool] | None = None) -> tuple[list[bool], set[str]]:
-    """Finds the inputs and primitives that compute the wanted outputs. May report an input that is not needed.
-
-    A call of a quantization kernel counts as one primitive with the name of the kernel.
-
-    Args:
-        jaxpr: The jaxpr.
-        wanted: For each output, True if it is wanted.
-        data: For each input, True if it is data. Primitives without an operand that depends on data are then left out of
-            `names`. None leaves none out.
-
-    Returns:
-        (needed, names): a list with a bool for each input, True if the wanted outputs need the input; and the set of the names
-        of the primitives, including those of nested jaxprs.
-    """
+    """Returns which inputs the wanted outputs need, and the primitives that compute them, as `live_variables`."""
     live, used = live_variables(jaxpr, wanted, data)
     return [v in live for v in jaxpr.invars], used
 
 
 def live_variables(jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[bool] | None = None) -> tuple[set[Any], set[str]]:
-    """Finds the variables and primitives that compute the wanted outputs. May report a variable that is not needed.
+    """Finds the variables, including inputs, and the primitives that compute the wanted outputs. May report too many.
 
-    A call of a quantization kernel counts as one primitive with the name of the kernel.
-
-    Args:
-        jaxpr: The jaxpr.
-        wanted: For each output, True if it is wanted.
-        data: For each input, True if it is data. Primitives without an operand that depends on data are then left out of
-            `names`. None leaves none out. `variables` does not depend on this argument.
-
-    Returns:
-        (variables, names): the set of variables of `jaxpr`, including inputs, that the wanted outputs need; and the set of
-        names of the primitives, including those of nested jaxprs.
+    `data` marks inputs: primitives without an operand that depends on a marked input are then left out. A call of a
+    quantization kernel counts as one primitive with the name of the kernel.
     """
     live: set[Any] = {v for v, flag in zip(jaxpr.outvars, wanted, strict=True) if flag and not is_literal(v)}
     marked = None if data is None else _depending(jaxpr, data)
@@ -254,15 +174,9 @@ def live_variables(jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[boo
 
 
 def wanted_inside(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
-    """Finds the wanted outputs of the jaxpr inside a jit, checkpoint or scan.
+    """Returns the wanted outputs of the jaxpr inside a jit, checkpoint or scan from the wanted outputs of its equation.
 
-    Args:
-        eqn: A jit, checkpoint or scan equation.
-        wanted: For each output of the equation, True if it is wanted.
-
-    Returns:
-        A list with a bool for each output of the inner jaxpr, True if it is wanted. For jit and checkpoint, equal to `wanted`.
-        For a scan, a carry is also wanted if a later iteration reads it to compute a wanted output.
+    A carry of a scan is also wanted if a later iteration reads it to compute a wanted output.
     """
     wanted = list(wanted)
     if eqn.primitive.name == SCAN:
@@ -277,15 +191,9 @@ def wanted_inside(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
 
 
 def forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
-    """Finds the outputs that are inputs which the jaxpr passes through unchanged.
+    """Returns for each output the index of the input that it is, also through jits and checkpoints.
 
-    Also finds inputs that are passed through nested jits and checkpoints.
-
-    Args:
-        jaxpr: The jaxpr.
-
-    Returns:
-        For each output, the index of the input that it is. None if the output is computed, or is a literal or constant.
+    None if the output is computed, or is a literal or constant.
     """
     place = {v: i for i, v in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
@@ -297,15 +205,9 @@ def forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
 
 
 def without_callbacks(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """Removes debug and I/O callbacks with unread results, also from nested jaxprs. Does not change the argument.
+    """Removes debug and I/O callbacks with unread results, also from nested jaxprs.
 
     Keeps callbacks inside functions with a custom derivative, because their derivative rules cannot be inspected.
-
-    Args:
-        jaxpr: The jaxpr.
-
-    Returns:
-        A new jaxpr with the same inputs and outputs. `jaxpr` itself if it has no debug or I/O callbacks.
     """
     if not holds(jaxpr, CALLBACKS):
         return jaxpr
@@ -340,30 +242,21 @@ def exact_products(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function so that it runs without `reduce_precision` equations that round a matmul's output to its own dtype.
 
     These equations change no value. `jax.checkpoint` inserts them for residuals, and they prevent XLA from fusing a GELU into
-    the matmul.
-
-    Args:
-        fn: A function of positional arguments that are trees of arrays.
-
-    Returns:
-        A function with the same arguments and results. Each call traces `fn`, removes the equations that follow a
-        `dot_general`, and runs the changed jaxpr. Nested jaxprs are not changed.
+    the matmul. Each call traces the function. Nested jaxprs are not changed.
     """
 
     @wraps(fn)
     def run(*args: Any) -> Any:
         closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-        products, same, eqns = set[Any](), dict[Any, Any](), []
-        for eqn in closed.jaxpr.eqns:
-            inputs = [v if is_literal(v) else same.get(v, v) for v in eqn.invars]
-            if eqn.primitive.name == "reduce_precision" and inputs[0] in products and _keeps_all_bits(eqn):
-                same[eqn.outvars[0]] = inputs[0]
-                continue
-            products.update(eqn.outvars if eqn.primitive.name == "dot_general" else ())
-            eqns.append(eqn.replace(invars=inputs))
-        outs = [v if is_literal(v) else same.get(v, v) for v in closed.jaxpr.outvars]
-        program = closed.jaxpr.replace(eqns=eqns, outvars=outs, debug_info=closed.jaxpr.debug_info)
-        results = core.jaxpr_as_fun(core.ClosedJaxpr(program, closed.consts))(*jax.tree.leaves(args))
+        products = set[int]()  # ids of variables
+
+        def evaluate(_: int, eqn: core.JaxprEqn, read: Reader) -> Sequence[Any]:
+            values, name = [read(v) for v in eqn.invars], eqn.primitive.name
+            is_exact = name == "reduce_precision" and products.issuperset(map(id, eqn.invars)) and _keeps_all_bits(eqn)
+            products.update(map(id, eqn.outvars) if is_exact or name == "dot_general" else ())
+            return values if is_exact else apply(eqn, values)
+
+        results = interpret(closed.jaxpr, closed.consts, jax.tree.leaves(args), evaluate)
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return run
@@ -375,10 +268,7 @@ def _keeps_all_bits(eqn: core.JaxprEqn) -> bool:
 
 
 def avals(jaxpr: core.Jaxpr) -> Iterator[Aval]:
-    """Yields the abstract value (shape and dtype) of every operand and result of every equation.
-
-    Includes the equations of nested jaxprs. An array that several equations use is yielded several times.
-    """
+    """Yields the shape and dtype of every operand and result of every equation, also of nested jaxprs."""
     for eqn in jaxpr.eqns:
         yield from map(aval_of, (*eqn.invars, *eqn.outvars))
     for inner in core.subjaxprs(jaxpr):
@@ -386,43 +276,20 @@ def avals(jaxpr: core.Jaxpr) -> Iterator[Aval]:
 
 
 def explicit_axes(aval: Aval) -> list[Any]:
-    """Lists the explicit mesh axes that an abstract value is sharded over.
-
-    Args:
-        aval: The abstract value of an array.
-
-    Returns:
-        The entries of its PartitionSpec that are not None, each an axis name or a tuple of names. Empty without a sharding.
-    """
+    """Returns the explicit mesh axes that an array is sharded over: the entries of its PartitionSpec that are not None."""
     return [axis for axis in getattr(getattr(aval, "sharding", None), "spec", ()) if axis is not None]
 
 
 def mesh_of(leaves: Iterable[Any]) -> jax.sharding.AbstractMesh:
-    """Returns the abstract mesh of the first leaf with a non-empty mesh in its type.
-
-    Args:
-        leaves: Arrays or tracers.
-
-    Returns:
-        The mesh. If no leaf has one, the current abstract mesh of JAX, which is empty if none was set.
-    """
+    """Returns the mesh of the first leaf with a non-empty mesh in its type, or else the current abstract mesh."""
     meshes = (aval.sharding.mesh for aval in map(jax.typeof, leaves) if hasattr(aval, "sharding"))
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 
 
 def zeros(aval: Any, *lead: int, shape: Sequence[int] | None = None, dtype: Any = None) -> jax.Array:
-    """Makes an array of zeros with the shape and dtype of an abstract value.
+    """Makes zeros with the shape and dtype of an abstract value, after the axes `lead`. The dtype may be that of random keys.
 
     Inside `jax.shard_map`, the type of the array varies over the same mesh axes as the abstract value.
-
-    Args:
-        aval: An abstract value or `jax.ShapeDtypeStruct`. Its dtype may be that of random keys.
-        *lead: Lengths of additional leading axes.
-        shape: Shape of the array after the leading axes. None takes the shape of `aval`.
-        dtype: Dtype of the array. None takes the dtype of `aval`.
-
-    Returns:
-        The array of zeros, [*lead, *shape], in `dtype`.
     """
     blank = jnp.zeros((*lead, *(aval.shape if shape is None else shape)), dtype or aval.dtype)
     # `mat.varying` since jax 0.12.

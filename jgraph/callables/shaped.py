@@ -308,7 +308,7 @@ def shape_callable(
     reason = "must not, because a callable runs on one device"
     with refused_axes(lambda axis: CallableError(f"callable {index} reduces over the mesh axis {axis!r}: {reason}")):
         spec = split.spec(weights.shapes(), *_stage_args(x.shapes(), extra.shapes(), takes_gradient))
-    y, kept = Side.of(spec.y), spec.residuals.trace
+    y, kept = Side.of(spec.y), spec.residuals.trace.stage
     for path, aval in zip(y.paths, y.avals, strict=True):
         if not jnp.issubdtype(aval.dtype, jnp.floating):
             raise CallableError(f"callable {index}: y{path and '/' + path} is {aval.dtype}; every output must be floating")
@@ -324,7 +324,7 @@ def shape_callable(
         stash=Side.of(spec.stash),
         num_dgrad=len(spec.residuals.dgrad),
         takes_gradient=takes_gradient,
-        late=tuple(i for i, late in enumerate(kept.delayed) if late),
+        late=tuple(i for i, late in enumerate(kept.traced.is_weight) if late),
         early=tuple(i for i, early in enumerate(kept.early) if early),
         device=device,
         aux=Side.of(spec.aux),

@@ -289,12 +289,12 @@ class FP8Precision(StagePrecision):
             For each chunk, a list with the quantized weight of each matmul; None for a matmul that is not in FP8.
         """
         plan = function.plan(*args)
-        named = [dict(zip(plan.names, jax.tree.leaves(stage), strict=False)) for stage in stages]
+        named = [dict(zip(plan.traced.names, jax.tree.leaves(stage), strict=False)) for stage in stages]
         leaves = len(named[0]) // len(stages[0])
         of_all: dict[int, Array] = {}
 
         def over_layers(name: str, _: Array) -> Array:
-            i = plan.names.index(name) % leaves
+            i = plan.traced.names.index(name) % leaves
             if i not in of_all:
                 local = [amax(parts[other]) for parts in named for other in list(parts)[i::leaves]]
                 of_all[i] = lax.pmax(jnp.max(jnp.stack(local)), (AXIS, *axes))
@@ -353,4 +353,4 @@ class FP8Precision(StagePrecision):
             One entry per matmul of the stage.
         """
         first = weights[: int(len(weights) * share)]
-        return [None] * (len(function.plan(*args).sites) - len(first)) + first
+        return [None] * (len(function.plan(*args).traced.sites) - len(first)) + first

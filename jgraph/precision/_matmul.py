@@ -24,8 +24,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jgraph.autodiff import replay
-from jgraph.autodiff.linear import GROUPED, DelayedProduct
-from jgraph.autodiff.replay import aval_of
+from jgraph.autodiff.linear import DelayedProduct
+from jgraph.autodiff.traced import GROUPED, Site
 from jgraph.kernels import amax, cast_transpose
 from jgraph.kernels.blocks import BLOCK, Blocks, block_dot, quantize_blocks
 from jgraph.kernels.grouped import grouped_dot_fp8, grouped_wgrad
@@ -78,14 +78,14 @@ class DotLayout(NamedTuple):
         accumulation: Accumulation of dgrad and wgrad, as in `FP8Config`.
     """
 
-    site: DelayedProduct
+    site: Site
     x_axes: Sequence[int]
     w_axes: Sequence[int]
     sizes: tuple[int, int, int]
     accumulation: _Accumulation = "full"
 
     @classmethod
-    def of(cls, site: DelayedProduct, accumulation: _Accumulation = "full") -> "DotLayout":
+    def of(cls, site: Site, accumulation: _Accumulation = "full") -> "DotLayout":
         """Reads the layout from the dimension numbers of a matmul.
 
         Args:
@@ -127,7 +127,7 @@ class DotLayout(NamedTuple):
             y in `dtype`, in the shape of the original matmul's result.
         """
         y_MN = dot((x.rows, x.scale), (w.columns, w.scale), dtype, "fast")
-        return (y_MN if self.site.data == 0 else y_MN.T).reshape(aval_of(self.site.eqn.outvars[0]).shape)
+        return (y_MN if self.site.data == 0 else y_MN.T).reshape(self.site.y_aval.shape)
 
     def dgrad(self, dy: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
         """Computes dx = dy @ w.T in FP8.
@@ -234,7 +234,7 @@ class GroupedLayout(NamedTuple):
         return grouped_wgrad(x, dy, *extra, dtype=dtype)
 
 
-def layout_of(site: DelayedProduct, accumulation: _Accumulation = "full") -> DotLayout | GroupedLayout:
+def layout_of(site: Site, accumulation: _Accumulation = "full") -> DotLayout | GroupedLayout:
     """Returns the layout of a matmul as [M, K] times [K, N].
 
     Args:
@@ -263,7 +263,7 @@ def formats(config: FP8Config) -> tuple[DTypeLike, DTypeLike, DTypeLike]:
     return jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.float8_e5m2 if is_hybrid else jnp.float8_e4m3fn
 
 
-def wgrad_precision(site: DelayedProduct, config: FP8Config) -> Literal["fp8", "bf16"]:
+def wgrad_precision(site: Site, config: FP8Config) -> Literal["fp8", "bf16"]:
     """Returns the precision of the operands of a weight gradient.
 
     Args:
@@ -276,7 +276,7 @@ def wgrad_precision(site: DelayedProduct, config: FP8Config) -> Literal["fp8", "
     return "bf16" if site.name == GROUPED else config.wgrad
 
 
-def unsupported(site: DelayedProduct, config: FP8Config) -> str:
+def unsupported(site: Site, config: FP8Config) -> str:
     """Checks whether a matmul can be in FP8.
 
     A matmul can be in FP8 if it is a `dot_general` without batch dimensions or a `grouped_dot`; if only casts, reshapes and
@@ -312,9 +312,7 @@ def unsupported(site: DelayedProduct, config: FP8Config) -> str:
     return ""
 
 
-def fp8_matmul(
-    config: FP8Config, site: DelayedProduct, x: Array, w: Array, extra: _Extra, tap: Tap, saved: _Saved = "columns"
-) -> Array:
+def fp8_matmul(config: FP8Config, site: Site, x: Array, w: Array, extra: _Extra, tap: Tap, saved: _Saved = "columns") -> Array:
     """Computes a matmul or grouped matmul in FP8. Has a custom backward rule.
 
     The gradients of `x` and `w` are computed from quantized operands (`w` has none if `tap.delayed` is given). If `w` is not
@@ -347,7 +345,7 @@ def fp8_matmul(
 
     def multiply(x: Array, extra: _Extra, tap: Tap, want: Want) -> tuple[Array, FP8Array]:
         x_fp8 = to_fp8(layout.x_matrix(x), tap.scales, 0, x_dtype, want)
-        return layout.forward(x_fp8, tap.weight, extra, aval_of(site.eqn.outvars[0]).dtype), x_fp8
+        return layout.forward(x_fp8, tap.weight, extra, site.y_aval.dtype), x_fp8
 
     def forward(*args: PyTree) -> tuple[Array, PyTree]:
         # With symbolic zeros, each argument knows whether it is differentiated.
@@ -520,7 +518,7 @@ class DelayedFP8Product(DelayedProduct):
 
     def computed_as(self) -> Any:
         """Returns the shapes (M, K) and (N, K) and the dimension numbers of the FP8 matmul, which contracts the last axes."""
-        m, k, n = DotLayout.of(self).sizes
+        m, k, n = DotLayout.of(self.site).sizes
         return (m, k), (n, k), (((1,), (1,)), ((), ()))
 
     def tap(self) -> Any:
@@ -528,20 +526,20 @@ class DelayedFP8Product(DelayedProduct):
 
         The operands are the pairs (FP8 columns, scale) of x and dy; x and dy themselves if wgrad is in bfloat16.
         """
-        if wgrad_precision(self, self.config) == "bf16":
+        if wgrad_precision(self.site, self.config) == "bf16":
             return super().tap()
-        (m, k, n), (x_dtype, _, dy_dtype) = DotLayout.of(self).sizes, formats(self.config)
+        (m, k, n), (x_dtype, _, dy_dtype) = DotLayout.of(self.site).sizes, formats(self.config)
 
         def zeros(aval: replay.Aval, rows: int, dtype: DTypeLike) -> _Scaled:
             def array(*shape: int, dtype: DTypeLike) -> Array:
-                return replay.zeros(aval, *self.lead, shape=shape, dtype=dtype)
+                return replay.zeros(aval, *self.site.lead, shape=shape, dtype=dtype)
 
             columns, scale = array(rows, m, dtype=dtype), array(dtype=jnp.float32)
             if self.config.recipe == "mxfp8":
                 return Blocks(columns, array(rows, m // BLOCK, dtype=jnp.float8_e8m0fnu)), scale
             return columns, scale
 
-        return zeros(self.x_aval, k, x_dtype), zeros(aval_of(self.eqn.outvars[0]), n, dy_dtype)
+        return zeros(self.site.x_aval, k, x_dtype), zeros(self.site.y_aval, n, dy_dtype)
 
     def multiply(self, x: Array, w: Array, extra: _Extra, tap: Any, given: Tap) -> Array:
         """Computes the matmul in FP8. The gradient of `tap` is the operands of wgrad, and `w` has no gradient.
@@ -556,7 +554,7 @@ class DelayedFP8Product(DelayedProduct):
         Returns:
             The result in the shape and dtype of the original matmul.
         """
-        return fp8_matmul(self.config, self, x, w, extra, given._replace(delayed=tap), saved=self.saved)
+        return fp8_matmul(self.config, self.site, x, w, extra, given._replace(delayed=tap), saved=self.saved)
 
     def keeping_x(self) -> "DelayedFP8Product":
         """Returns a copy that saves the FP8 columns of x in the forward pass, so that wgrad does not recompute x."""
@@ -575,12 +573,12 @@ class DelayedFP8Product(DelayedProduct):
         Returns:
             The gradient of the weight in `dtype`, with the leading axes `lead`.
         """
-        if wgrad_precision(self, self.config) == "bf16":
+        if wgrad_precision(self.site, self.config) == "bf16":
             return super().weight_gradient(tap, extra, dtype)
 
         def wgrad(tap: Any) -> Array:
-            return DotLayout.of(self, self.config.accumulation).wgrad(tap[0], tap[1], extra, dtype, barrier=False)
+            return DotLayout.of(self.site, self.config.accumulation).wgrad(tap[0], tap[1], extra, dtype, barrier=False)
 
-        for _ in self.lead:
+        for _ in self.site.lead:
             wgrad = partial(lax.map, wgrad)  # pyright: ignore[reportAssignmentType]
         return wgrad(tap)

@@ -32,7 +32,6 @@ _WRITTEN = ("optimization_barrier", "dot_general")
 _VIEWS = ("reshape", "copy")
 
 _Shape: TypeAlias = tuple[int, ...]
-_Reader: TypeAlias = Callable[[Any], Any]
 
 
 def fused(fn: Callable[..., Any], implementation: str = "auto") -> Callable[..., Any]:
@@ -66,28 +65,16 @@ def fused(fn: Callable[..., Any], implementation: str = "auto") -> Callable[...,
             closed = jax.make_jaxpr(lambda *leaves, whole=closed: _inlined(whole.jaxpr, whole.consts, leaves))(*leaves)
         fusions, needed = _fusions(closed.jaxpr, implementation)
 
-        def evaluate(i: int, eqn: core.JaxprEqn, read: _Reader) -> Sequence[Any] | None:
+        def evaluate(i: int, eqn: core.JaxprEqn, read: replay.Reader) -> Sequence[Any] | None:
             if i not in needed:
                 return None
             if i in fusions:
                 return fusions[i].run(read, eqn, implementation)
             return replay.apply(eqn, [read(v) for v in eqn.invars])
 
-        return jax.tree.unflatten(jax.tree.structure(out), _interpret(closed.jaxpr, closed.consts, leaves, evaluate))
+        return jax.tree.unflatten(jax.tree.structure(out), replay.interpret(closed.jaxpr, closed.consts, leaves, evaluate))
 
     return run
-
-
-def _interpret(
-    jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], evaluate: Callable[..., Sequence[Any] | None]
-) -> list[Any]:
-    """Evaluates a jaxpr with the rule `evaluate(index, equation, read)`, which returns None to skip an equation."""
-    env = replay.environment(jaxpr, consts, args)
-    read = replay.reader(env)
-    for i, eqn in enumerate(jaxpr.eqns):
-        if (values := evaluate(i, eqn, read)) is not None:
-            replay.write(env, eqn.outvars, values)
-    return [read(v) for v in jaxpr.outvars]
 
 
 def _is_inlined(eqn: core.JaxprEqn) -> bool:
@@ -98,11 +85,11 @@ def _is_inlined(eqn: core.JaxprEqn) -> bool:
 def _inlined(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Evaluates a jaxpr, and inlines the bodies of its `jax.checkpoint` equations."""
 
-    def evaluate(_: int, eqn: core.JaxprEqn, read: _Reader) -> Sequence[Any]:
+    def evaluate(_: int, eqn: core.JaxprEqn, read: replay.Reader) -> Sequence[Any]:
         values = [read(v) for v in eqn.invars]
         return _inlined(replay.body(eqn), replay.body_consts(eqn), values) if _is_inlined(eqn) else replay.apply(eqn, values)
 
-    return _interpret(jaxpr, consts, args, evaluate)
+    return replay.interpret(jaxpr, consts, args, evaluate)
 
 
 @dataclass(frozen=True)
@@ -120,7 +107,7 @@ class _Fusion:
     inputs: tuple[tuple[Any, _Shape], ...] = ()
     replaced: tuple[core.Var, ...] = ()
 
-    def run(self, read: _Reader, eqn: core.JaxprEqn, implementation: str) -> list[Array]:
+    def run(self, read: replay.Reader, eqn: core.JaxprEqn, implementation: str) -> list[Array]:
         """Computes the results of the quantization `eqn` with the fused function."""
         call: Any = _quantization(eqn)
         dtype, want, results = call

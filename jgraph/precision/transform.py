@@ -1,7 +1,7 @@
 """The transform `fp8(fn, config)`, which computes the matmuls of a function in FP8.
 
-It finds the matmuls with parameters in the trace of the function, like the split backward (`autodiff/find.py`). A matmul is
-named after its parameter. `quantize` computes the FP8 weights once per step, for all microbatches.
+It replaces the matmuls with parameters in the trace of the function (`autodiff/traced.py`). A matmul is named after its
+parameter. `quantize` computes the FP8 weights once per step, for all microbatches.
 """
 
 import fnmatch
@@ -9,17 +9,16 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.extend import core
 from jax.typing import DTypeLike
 
-from jgraph.autodiff import find
-from jgraph.autodiff.linear import GROUPED, BoundProducts, DelayedProduct, OwnProducts
+from jgraph.autodiff.linear import BoundProducts, DelayedProduct, OwnProducts
+from jgraph.autodiff.traced import GROUPED, MISSING, Site, Traced
 from jgraph.errors import ConfigError, SplitError
 from jgraph.kernels import amax, cast, cast_transpose
 from jgraph.precision._matmul import (
@@ -38,7 +37,7 @@ from jgraph.precision.config import DEFAULT_KEEP, FP8Config
 from jgraph.precision.fuse import fused
 from jgraph.precision.scaling import AmaxHistory, FP8Array, observe, scale_for
 from jgraph.scopes import scope
-from jgraph.tree import PyTree, is_adapter, is_router, leaf_names, matching
+from jgraph.tree import PyTree, is_adapter, is_router, matching
 
 # The weight of each matmul of a function, with leading axes for the enclosing scans; None for a matmul that is not in FP8.
 Weights: TypeAlias = Sequence[FP8Array | None]
@@ -153,11 +152,8 @@ class FP8Function(OwnProducts):
             ConfigError: If no matmul can be in FP8, if a pattern of `config.keep` that is not a default matches no parameter,
                 or if `config.blocks` is `inner` and no parameter name has a number.
         """
-        traced = self._jitted.trace(params, *args)
-        closed, names = traced.jaxpr, leaf_names(params)
-        block = find.find_all(closed.jaxpr, len(names)).block
-        sites = tuple(block.all_sites())
-        products = _products(sites, names, self.config)
+        traced = Traced.of(self.fn, params, *args)
+        products = _products(traced.sites, traced.names, self.config)
         if all(product.kept for product in products):
             reasons = (
                 "; ".join(f"{p.name}: {p.kept}" for p in products[:2])
@@ -165,12 +161,7 @@ class FP8Function(OwnProducts):
             )
             message = f"`{self.argument}` has no matmul that can be in FP8 ({reasons}): must have at least one"
             raise ConfigError(message, field=self.argument)
-        structure = jax.tree.structure(traced.out_info)
-        return FP8Trace(self.config, closed, block, sites, products, tuple(names), structure, self.num_losses)
-
-    @cached_property
-    def _jitted(self) -> Any:
-        return jax.jit(self.fn)  # jax.jit caches traces.
+        return FP8Trace(self.config, traced, products, self.num_losses)
 
     def init(self, params: PyTree, *args: PyTree) -> PyTree:
         """Creates the state before the first step. Traces the function, but does not run it.
@@ -249,33 +240,14 @@ class FP8Function(OwnProducts):
             raise SplitError(f"{message}; None as weights quantizes them in each call", field="params")
         return given[0]
 
-    def bind(
-        self, sites: Sequence[DelayedProduct], names: Sequence[str], given: PyTree, x: PyTree, extra: Sequence[PyTree]
-    ) -> BoundProducts:
+    def bind(self, sites: Sequence[Site], names: Sequence[str], given: PyTree, x: PyTree, *extra: PyTree) -> BoundProducts:
         """Replaces matmuls of `fn` by FP8 matmuls. Called by `split_backward` once per trace.
 
-        `split_backward` splits the backward pass into dgrad, which computes the gradients of data, and wgrad, which later
-        computes the weight gradients of some matmuls. Those weight gradients are called delayed.
-
-        Args:
-            sites: The matmuls of `fn` with a delayed weight gradient, in the order of the trace.
-            names: Names of the parameters, in the order of their leaves.
-            given: The tuple (params, state, weights) of trees of arrays, tracers or `jax.ShapeDtypeStruct`. `weights` may be
-                None.
-            x: The argument of `fn` after the parameters.
-            extra: The arguments of `fn` after `x`.
-
-        Returns:
-            A `BoundProducts`. Its field `sites` has one matmul for each entry of the argument `sites`, in the same order. It is
-            in FP8 if the recipe selects it, else unchanged. Its field `given` is a function that maps the tuple (params, state,
-            weights) to a list with the additional arguments of each matmul: a `Tap` with the quantized weight and scales for an
-            FP8 matmul, () for an unchanged one. Its field `differentiated` is a list with True for each leaf of params and
-            state and False for each leaf of weights. dgrad thus returns the next state as the gradient of the state.
+        dgrad returns the next state as the gradient of the state.
 
         Raises:
             SplitError: If the weight gradient of an FP8 matmul is not delayed, because the matmul is not in `sites`.
-            ConfigError: If no matmul can be in FP8, if a pattern of `config.keep` that is not a default matches no parameter,
-                or if `config.blocks` is `inner` and no parameter name has a number.
+            ConfigError: As `plan`.
         """
         trace, products = self.plan(given[0], x, *extra), _products(sites, names, self.config)
         quantized, delayed = ([p.name for p in found if not p.kept] for found in (trace.products, products))
@@ -288,9 +260,9 @@ class FP8Function(OwnProducts):
             quantized = iter([tap for tap in trace.taps(*given) if tap is not None])
             return [() if product.kept else next(quantized) for product in products]
 
-        pairs = zip(sites, products, strict=True)
         to_fp8 = CalibratedProduct if self.config.calibrates else partial(DelayedFP8Product, config=self.config)
-        bound = [site if product.kept else to_fp8(**vars(site)) for site, product in pairs]
+        pairs = zip(sites, products, strict=True)
+        bound = [DelayedProduct(site) if product.kept else to_fp8(site) for site, product in pairs]
         params, state, weights = map(jax.tree.leaves, given)
         return BoundProducts(bound, taps, [True] * len([*params, *state]) + [False] * len(weights))
 
@@ -314,23 +286,15 @@ class FP8Trace:
 
     Attributes:
         config: The recipe.
-        closed: The traced jaxpr with its constants.
-        block: The jaxpr of `closed` as a `jgraph.autodiff.find.Block`, which marks the matmuls that were found in it.
-        sites: The matmuls of data and a parameter, in the order of the equations; also those that are not in FP8.
-        products: The description of each matmul, in the order of `sites`.
-        names: Names of all parameters, such as `blocks/0/mlp/up/kernel`, in the order of `jax.tree.leaves`.
-        structure: Tree structure of the function's result.
+        traced: The trace of the function. Its `sites` are the matmuls of data and a parameter; also those that are not in FP8.
+        products: The description of each matmul, in the order of the equations.
         num_losses: Number of losses that are averaged into a batch's loss. Each is differentiated separately. Delayed scaling
             divides the amax of gradients by this number.
     """
 
     config: FP8Config
-    closed: core.ClosedJaxpr
-    block: find.Block
-    sites: tuple[DelayedProduct, ...]
+    traced: Traced
     products: tuple[Product, ...]
-    names: tuple[str, ...]
-    structure: Any
     num_losses: int
 
     @property
@@ -361,7 +325,7 @@ class FP8Trace:
             A list with an entry for each matmul, in the order of `sites`: the weight in FP8 with its transpose, scale and amax
             (`FP8Array`), with leading axes for the enclosing scans; None for a matmul that is not in FP8.
         """
-        named = dict(zip(self.names, jax.tree.leaves(params), strict=True))
+        named = dict(zip(self.traced.names, jax.tree.leaves(params), strict=True))
         return self.views(named, self.scales(named, state))
 
     @scope("quantize")
@@ -392,7 +356,7 @@ class FP8Trace:
         for i, start, _ in self._entries():
             if (name := self.weight_of(i)) in scales:
                 continue
-            reads_all = math.prod(self.sites[i].lead) * self.sites[i].w_aval.size == parts[name].size
+            reads_all = math.prod(self.traced.sites[i].lead) * self.traced.sites[i].w_aval.size == parts[name].size
             largest: Any = None
             if earlier is None or over_devices is not None or not reads_all or self.config.calibrates:
                 largest = amax(parts[name]) if over_devices is None else over_devices(name, amax(parts[name]))
@@ -435,12 +399,13 @@ class FP8Trace:
         """
         dtype, matrices = formats(self.config)[1], []
         if not self.config.calibrates:
-            matrices = self._weights([arrays[name] if name in scales else find.MISSING for name in self.names])
-        views: list[FP8Array | None] = [None] * len(self.sites)
+            given = [arrays[name] if name in scales else MISSING for name in self.traced.names]
+            matrices = self.traced.weights(given, keep_dtype=True)
+        views: list[FP8Array | None] = [None] * len(self.traced.sites)
         known = {name: scale.amax for name, scale in scales.items()}
         for i, _, _ in self._entries():
-            name, lead = self.weight_of(i), self.sites[i].lead
-            matrix = layout_of(self.sites[i]).w_matrix
+            name, lead = self.weight_of(i), self.traced.sites[i].lead
+            matrix = layout_of(self.traced.sites[i]).w_matrix
             view = partial(_view, matrix, scales[name].scale, dtype, "xla" if lead else "auto")
             if self.config.recipe == "mxfp8":
                 view = partial(_block_view, matrix)
@@ -470,19 +435,16 @@ class FP8Trace:
             have one leading axis per enclosing scan.
         """
         weights = weights or self.quantize(*jax.lax.stop_gradient((params, state)))
-        taps: list[Tap | None] = [None] * len(self.sites)
-        scales, observed = [], []
-        if self._is_delayed:
-            scales, observed = observe(state, self.config, formats(self.config), self.num_losses)
+        taps: list[Tap | None] = [None] * len(self.traced.sites)
+        observed = observe(state, self.config, formats(self.config), self.num_losses) if self._is_delayed else ((), ())
+        entries = list(zip(*observed, strict=True))
         for i, start, stop in self._entries():
-            weight, lead = weights[i], self.sites[i].lead
+            weight, lead = weights[i], self.traced.sites[i].lead
             assert weight is not None, "FP8 matmuls have FP8 weights"
             # A pipeline packs the weights of its devices into one array, which changes the shape of the scalars.
             weight = weight._replace(scale=weight.scale.reshape(lead), amax=weight.amax.reshape(lead))
-            taps[i] = Tap(weight, None, None)
-            if self._is_delayed:
-                entries = [(scales[k], observed[k]) for k in range(start, stop)]
-                taps[i] = Tap(weight, *jax.tree.map(lambda *rows: jnp.stack(rows).reshape(*lead, *rows[0].shape), *entries))  # noqa: B023
+            scaling = jax.tree.map(partial(_stacked, lead), *entries[start:stop]) if entries else (None, None)
+            taps[i] = Tap(weight, *scaling)
         return taps
 
     def apply(self, params: PyTree, state: PyTree, weights: Weights | None, *args: PyTree, uncast: bool = False) -> PyTree:
@@ -502,31 +464,26 @@ class FP8Trace:
         Returns:
             The result of the function.
         """
-        leaves, avals = jax.tree.leaves((params, args)), self.closed.in_avals[: len(self.names)]
-        taps = self.taps(params, state, weights)
+        leaves, taps = jax.tree.leaves(params), self.taps(params, state, weights)
         # Calibration computes the matmuls and their gradients as without FP8.
-        whole = self._weights(leaves[: len(avals)]) if uncast and not self.config.calibrates else [None] * len(taps)
-        given: list[tuple[Tap, Array | None] | None] = []
-        for site, tap, w in zip(self.sites, taps, whole, strict=True):
-            if tap is None:
-                given.append(None)
-                continue
-            # A weight that every iteration of a scan reads would be stacked once per iteration. Its gradient is accumulated in
-            # the scan instead.
-            is_stacked = w is not None and w.size > leaves[min(site.params)].size
-            given.append((tap, None if is_stacked else w))
+        is_uncast = uncast and not self.config.calibrates
+        whole = self.traced.weights(leaves, keep_dtype=True) if is_uncast else [None] * len(taps)
+        # A weight that every iteration of a scan reads would be stacked once per iteration. Its gradient is accumulated in the
+        # scan instead.
+        given = [
+            None if tap is None else (tap, None if w is None or w.size > leaves[min(site.params)].size else w)
+            for site, tap, w in zip(self.traced.sites, taps, whole, strict=True)
+        ]
 
-        def multiply(site: DelayedProduct, x: Array, w: Array, extra: Sequence[Array], given: Any) -> Array:
-            if given is None:
-                return site.run(x, w, extra)
+        def multiply(site: Site, x: Array, w: Array, extra: Sequence[Array], given: tuple[Tap, Array | None]) -> Array:
             tap, uncast_w = given
             if self.config.calibrates:
                 return calibrated(site.run(x, w, extra), x, tap)
             return fp8_matmul(self.config, site, x, w if uncast_w is None else uncast_w, extra, tap)
 
-        leaves[: len(avals)] = [leaf.astype(aval.dtype) for leaf, aval in zip(leaves, avals, strict=False)]
-        out, _ = find.run_forward(self.block, self.closed.consts, leaves, given, multiply)
-        return jax.tree.unflatten(self.structure, out)
+        avals = jax.tree.leaves(self.traced.args[0])
+        cast = [leaf.astype(aval.dtype) for leaf, aval in zip(leaves, avals, strict=True)]
+        return self.traced.run(multiply, given, cast, *args)[0]
 
     def weight_of(self, i: int) -> str:
         """Returns the name of a matmul's parameter.
@@ -540,17 +497,12 @@ class FP8Trace:
         Raises:
             ValueError: If the weight is computed from several parameters.
         """
-        (index,) = self.sites[i].params
-        return self.names[index]
+        (index,) = self.traced.sites[i].params
+        return self.traced.names[index]
 
     @property
     def _is_delayed(self) -> bool:
         return self.config.recipe == "delayed"
-
-    def _weights(self, params: Sequence[Any]) -> list[Any]:
-        """Returns the weight of each matmul in the dtype of its parameter, with leading axes for the enclosing scans."""
-        given = [*params, *[find.MISSING] * (len(self.closed.jaxpr.invars) - len(params))]
-        return find.run_weights(self.block, [find.MISSING] * len(self.closed.consts), given, keep_dtype=True)[1]
 
     def _entries(self) -> Iterator[tuple[int, int, int]]:
         """Yields (index, start, stop) for each FP8 matmul: its range of entries in an amax history, one per scan iteration."""
@@ -559,6 +511,10 @@ class FP8Trace:
             if not product.kept:
                 yield i, start, start + product.repeats
                 start += product.repeats
+
+
+def _stacked(lead: tuple[int, ...], *rows: Array) -> Array:
+    return jnp.stack(rows).reshape(*lead, *rows[0].shape)
 
 
 def _view(
@@ -578,7 +534,7 @@ def _block_view(matrix: Callable[[Array], Array], w: Array) -> tuple[Any, Any, A
     return quantized.rows, quantized.columns, None
 
 
-def _products(sites: Sequence[DelayedProduct], names: Sequence[str], config: FP8Config) -> tuple[Product, ...]:
+def _products(sites: Sequence[Site], names: Sequence[str], config: FP8Config) -> tuple[Product, ...]:
     """Describes the matmuls and selects those in FP8."""
     kept = {name for pattern in config.keep for name in _matching(pattern, names)}
     numbers = {number for site in sites for p in site.params if (number := _block_number(names[p])) is not None}

@@ -153,6 +153,31 @@ def test_keep_excludes_the_head_by_default_and_other_layers_by_pattern():
     assert quantized(FP8Config(keep=("*down",))) == [*(f"blocks/{i}/up" for i in range(3)), "head"]
 
 
+def test_a_kept_matmul_in_a_scan_is_not_quantized():
+    def layer(x, p):
+        return jnp.tanh(x @ p["quantized"]) @ p["kept"], None
+
+    def unrolled(params, x):
+        return functools.reduce(lambda x, i: layer(x, jax.tree.map(lambda leaf: leaf[i], params))[0], range(3), x)
+
+    params, x, dy = {"quantized": normal(1, 3, D, F), "kept": normal(2, 3, F, D)}, normal(3, B, D), normal(4, B, D)
+    functions = (lambda params, x: jax.lax.scan(layer, x, params)[0], unrolled)
+    scanned, unrolled = (jgraph.fp8(fn, FP8Config(keep=("kept",))) for fn in functions)
+    assert [(p.name, p.kept) for p in scanned.plan(params, x).products] == [("quantized", ""), ("kept", "kept by `fp8.keep`")]
+    found, expected = (with_gradients(lambda p, x, f=f: f.apply(p, {}, x), dy, params, x) for f in (scanned, unrolled))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected)
+
+
+def test_a_function_may_close_over_a_traced_array():
+    params, x = {"w": normal(1, D, F)}, normal(2, B, D)
+
+    def scaled(factor, x):
+        return jgraph.fp8(lambda params, x: x @ params["w"] * factor).apply(params, {}, x)
+
+    expected = jgraph.fp8(lambda params, x: x @ params["w"] * 3.0).apply(params, {}, x)
+    np.testing.assert_allclose(jax.jit(scaled)(3.0, x), expected, rtol=1e-6)
+
+
 def test_a_grouped_matmul_quantizes_forward_and_dgrad_but_not_wgrad():
     sizes = (20, 0, 9)  # three rows have no group
     w_GDF, x_BD, dy_BF = normal(0, 3, D, F), normal(1, B, D, dtype=jnp.bfloat16), normal(2, B, F, dtype=jnp.bfloat16)
