@@ -86,15 +86,7 @@ class DotLayout(NamedTuple):
 
     @classmethod
     def of(cls, site: Site, accumulation: _Accumulation = "full") -> "DotLayout":
-        """Reads the layout from the dimension numbers of a matmul.
-
-        Args:
-            site: A `dot_general` without batch dimensions.
-            accumulation: Accumulation of dgrad and wgrad.
-
-        Returns:
-            The layout.
-        """
+        """Reads the layout from the dimension numbers of a `dot_general` without batch dimensions."""
         (contract, _), x, w = site.eqn.params["dimension_numbers"], site.x_aval.shape, site.w_aval.shape
         x_last, w_first = contract[site.data], contract[site.weight]
         x_first, w_last = [i for i in range(len(x)) if i not in x_last], [i for i in range(len(w)) if i not in w_first]
@@ -115,49 +107,20 @@ class DotLayout(NamedTuple):
         return dy.reshape(m, n) if self.site.data == 0 else dy.reshape(n, m).T
 
     def forward(self, x: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
-        """Computes y = x @ w in FP8 with fast accumulation (about 14 bits).
-
-        Args:
-            x: Quantized data; reads `rows` [M, K].
-            w: Quantized weight; reads `columns` [N, K].
-            extra: Unused.
-            dtype: Dtype of the result.
-
-        Returns:
-            y in `dtype`, in the shape of the original matmul's result.
-        """
+        """Computes y = x @ w in FP8 with fast accumulation (about 14 bits), in the shape of the original matmul's result."""
         y_MN = dot((x.rows, x.scale), (w.columns, w.scale), dtype, "fast")
         return (y_MN if self.site.data == 0 else y_MN.T).reshape(self.site.y_aval.shape)
 
     def dgrad(self, dy: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
-        """Computes dx = dy @ w.T in FP8.
-
-        Args:
-            dy: Quantized gradient of y; reads `rows` [M, N].
-            w: Quantized weight; reads `rows` [K, N].
-            extra: Unused.
-            dtype: Dtype of the result.
-
-        Returns:
-            dx in `dtype`, in the shape of x in the original matmul.
-        """
+        """Computes dx = dy @ w.T in FP8, in the shape of x in the original matmul."""
         dx_MK = dot((dy.rows, dy.scale), (w.rows, w.scale), dtype, self.accumulation)
         return _restored(dx_MK, self.site.x_aval.shape, self.x_axes)
 
     def wgrad(self, x: _Operand, dy: _Operand, extra: _Extra, dtype: DTypeLike, barrier: bool = True) -> Array:
-        """Computes dw = x.T @ dy. Accumulates in float32 unless the operands are in FP8 and `accumulation` is fast.
+        """Computes dw = x.T @ dy in the shape of w, from arrays, or from FP8 columns and their scales.
 
-        Args:
-            x: The data in the shape of the original matmul, or the pair of its FP8 columns [K, M] and their scale.
-            dy: The gradient of y in the shape of the original result, or the pair of its FP8 columns [N, M] and their scale.
-                A pair if and only if `x` is one.
-            extra: Unused.
-            dtype: Dtype of the result.
-            barrier: True for an optimization barrier after an FP8 matmul. Without it, XLA can fuse the addition to an
-                accumulator.
-
-        Returns:
-            dw in `dtype`, in the shape of w in the original matmul.
+        Accumulates in float32 unless the operands are in FP8 and `accumulation` is fast. `barrier` puts an optimization barrier
+        after an FP8 matmul. Without it, XLA can fuse the addition to an accumulator.
         """
         if isinstance(x, tuple):
             dw_KN = dot(x, dy, dtype, self.accumulation, barrier)  # pyright: ignore[reportArgumentType]
@@ -189,107 +152,49 @@ class GroupedLayout(NamedTuple):
         return dy_MN
 
     def forward(self, x: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
-        """Computes y in FP8.
-
-        Args:
-            x: Quantized data; reads `rows` [M, K].
-            w: Quantized weights of all G groups; reads `columns` [N, G * K].
-            extra: The group sizes, a sequence of one int32 array [G].
-            dtype: Dtype of the result. The kernel's result is bfloat16.
-
-        Returns:
-            y [M, N] in `dtype`.
-        """
+        """Computes y [M, N] in FP8 from the rows of x and `w.columns` [N, G * K]. The kernel's result is bfloat16."""
         _, k, n = self.sizes
         w_NGK = w.columns.reshape(n, -1, k)
         return grouped_dot_fp8(x.rows, w_NGK, extra[0], 1 / x.scale / w.scale, order="NGK").astype(dtype)
 
     def dgrad(self, dy: FP8Array, w: FP8Array, extra: _Extra, dtype: DTypeLike) -> Array:
-        """Computes dx in FP8: the rows of dy times the transposed matrix of their group.
-
-        Args:
-            dy: Quantized gradient of y; reads `rows` [M, N].
-            w: Quantized weights of all G groups; reads `rows` [G * K, N].
-            extra: The group sizes, a sequence of one int32 array [G].
-            dtype: Dtype of the result. The kernel's result is bfloat16.
-
-        Returns:
-            dx [M, K] in `dtype`.
-        """
+        """Computes dx [M, K] in FP8: the rows of dy times the transposed matrix of their group."""
         w_GKN = w.rows.reshape(-1, *self.sizes[1:])
         return grouped_dot_fp8(dy.rows, w_GKN, extra[0], 1 / dy.scale / w.scale, order="GNK").astype(dtype)
 
     def wgrad(self, x: Any, dy: Any, extra: _Extra, dtype: DTypeLike) -> Array:
-        """Computes dw without FP8: the transposed rows of x of each group times its rows of dy.
-
-        Args:
-            x: The data [M, K], bfloat16 or float32.
-            dy: The gradient of y [M, N], in the dtype of `x`.
-            extra: The group sizes, a sequence of one int32 array [G].
-            dtype: Dtype of the result, bfloat16 or float32.
-
-        Returns:
-            dw [G, K, N] in `dtype`.
-        """
+        """Computes dw [G, K, N] without FP8: the transposed rows of x of each group times its rows of dy."""
         return grouped_wgrad(x, dy, *extra, dtype=dtype)
 
 
 def layout_of(site: Site, accumulation: _Accumulation = "full") -> DotLayout | GroupedLayout:
-    """Returns the layout of a matmul as [M, K] times [K, N].
-
-    Args:
-        site: A `dot_general` without batch dimensions, or a `grouped_dot`.
-        accumulation: Accumulation of dgrad and wgrad of a `dot_general`.
-
-    Returns:
-        A `GroupedLayout` for a `grouped_dot`, else a `DotLayout`.
-    """
+    """Returns the layout of a `dot_general` without batch dimensions or of a `grouped_dot` as [M, K] times [K, N]."""
     if site.name == GROUPED:
         return GroupedLayout((site.x_aval.shape[0], *site.w_aval.shape[1:]))
     return DotLayout.of(site, accumulation)
 
 
 def formats(config: FP8Config) -> tuple[DTypeLike, DTypeLike, DTypeLike]:
-    """Returns the FP8 dtypes of a recipe.
+    """Returns the FP8 dtypes of x (data), w (weight) and dy (gradient of the result).
 
-    Args:
-        config: The recipe; reads `format` and `recipe`.
-
-    Returns:
-        The dtypes of x (data), w (weight) and dy (gradient of the result). All are float8_e4m3fn, except that dy is float8_e5m2
-        for the format `hybrid` without blocks.
+    All are float8_e4m3fn, except that dy is float8_e5m2 for the format `hybrid` without blocks.
     """
     is_hybrid = config.format == "hybrid" and config.recipe != "mxfp8"
     return jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.float8_e5m2 if is_hybrid else jnp.float8_e4m3fn
 
 
 def wgrad_precision(site: Site, config: FP8Config) -> Literal["fp8", "bf16"]:
-    """Returns the precision of the operands of a weight gradient.
-
-    Args:
-        site: The matmul.
-        config: The recipe; reads `wgrad`.
-
-    Returns:
-        `bf16` for a grouped matmul, else `config.wgrad`. `bf16` means that the operands are not quantized.
-    """
+    """Returns the precision of the operands of a weight gradient. Those of a grouped matmul are not quantized."""
     return "bf16" if site.name == GROUPED else config.wgrad
 
 
 def unsupported(site: Site, config: FP8Config) -> str:
-    """Checks whether a matmul can be in FP8.
+    """Returns the reason why a matmul cannot be in FP8, a phrase for the log; an empty string if it can.
 
     A matmul can be in FP8 if it is a `dot_general` without batch dimensions or a `grouped_dot`; if only casts, reshapes and
     slices compute its weight from one parameter; if its operands are bfloat16 or float32; and if M, K and N are multiples of
     16. Before jax 0.12, a `grouped_dot` also needs the format `e4m3`. The recipe `mxfp8` needs multiples of 32, and does not
     support a `grouped_dot`.
-
-    Args:
-        site: The matmul.
-        config: The recipe; reads `format` and `recipe`.
-
-    Returns:
-        The reason why the matmul cannot be in FP8, a phrase for the log; an empty string if it can.
     """
     if site.name not in ("dot_general", GROUPED):
         return f"a {site.name}"
@@ -322,15 +227,11 @@ def fp8_matmul(config: FP8Config, site: Site, x: Array, w: Array, extra: _Extra,
     Args:
         config: The recipe.
         site: The matmul in the trace of the function.
-        x: The data operand in the shape of the original matmul, bfloat16 or float32.
+        x: The data in the shape of the original matmul, bfloat16 or float32.
         w: The weight. Only its dtype is read, which is the dtype of its gradient.
         extra: The other operands: the group sizes of a grouped matmul, else empty.
         tap: The quantized weight, the scales and the taps.
-        saved: Residual for an FP8 weight gradient: the quantized columns of x ("columns"), or x itself ("x"), which backward
-            quantizes again. Without an FP8 weight gradient, the residual is x.
-
-    Returns:
-        The result in the shape and dtype of the original matmul.
+        saved: Residual for an FP8 weight gradient: the quantized columns of x, or x itself, which backward quantizes again.
     """
     layout, (x_dtype, _, dy_dtype), w_dtype = layout_of(site, config.accumulation), formats(config), w.dtype
     quantizes_wgrad, is_delayed = wgrad_precision(site, config) == "fp8", tap.delayed is not None
@@ -382,15 +283,9 @@ def fp8_matmul(config: FP8Config, site: Site, x: Array, w: Array, extra: _Extra,
 
 
 def calibrated(y: Array, x: Array, tap: Tap) -> Array:
-    """Observes the arrays of a matmul that is not in FP8. Has a custom backward rule.
+    """Returns the result `y` of a matmul that is not in FP8, and observes its arrays.
 
-    Args:
-        y: The result of the matmul.
-        x: The data. It has no gradient here.
-        tap: Reads `weight.amax`. The cotangents of `tap.amax` are the amax of x, of the weight and of dy, float32 scalars.
-
-    Returns:
-        `y` itself. Its gradient is unchanged.
+    The gradient of `y` is unchanged. The cotangents of `tap.amax` are the amax of x, of the weight and of dy.
     """
 
     @jax.custom_vjp
@@ -412,34 +307,12 @@ class CalibratedProduct(DelayedProduct):
     """A matmul with a delayed weight gradient that is not in FP8, and returns the amax of its arrays."""
 
     def multiply(self, x: Array, w: Array, extra: _Extra, tap: Any, given: Tap) -> Array:
-        """Computes the matmul as in the base class. The cotangent of `given.amax` is the amax of x, w and dy.
-
-        Args:
-            x: The data.
-            w: The weight.
-            extra: The other operands.
-            tap: The tap, without the leading axes `lead`.
-            given: The amax of the weight, and the tap for the amax.
-
-        Returns:
-            The result in the shape and dtype of the original matmul.
-        """
+        """Computes the matmul as in the base class. The cotangent of `given.amax` is the amax of x, w and dy."""
         return calibrated(super().multiply(x, w, extra, tap, ()), x, given)
 
 
 def quantize(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, want: Want) -> FP8Array:
-    """Quantizes a matrix.
-
-    Args:
-        x_MK: The matrix, bfloat16 or float32.
-        scales: float32 scales; None computes the scale from the amax of the matrix.
-        which: Index of the matrix in `scales`.
-        dtype: float8_e4m3fn or float8_e5m2.
-        want: `both`, `rows` or `columns`.
-
-    Returns:
-        The quantized matrix. Elements that are not finite are NaN.
-    """
+    """Quantizes a matrix by `scales[which]`, or by its own amax if `scales` is None. Elements that are not finite are NaN."""
     with scope("quantize"):
         if scales is None:
             known = checkpoint_name(amax(x_MK), _SAVED)
@@ -453,15 +326,7 @@ def quantize(x_MK: Array, scales: Array | None, which: int, dtype: DTypeLike, wa
 
 
 def block_scaled(x_MK: Array, want: Want) -> FP8Array:
-    """Quantizes a matrix to MXFP8, its rows and its columns separately.
-
-    Args:
-        x_MK: bfloat16 or float32 matrix.
-        want: Results to compute: `both`, `rows` or `columns`.
-
-    Returns:
-        The matrix, with a `Blocks` or None in `rows` and in `columns`.
-    """
+    """Quantizes a matrix to MXFP8, its rows and its columns separately."""
     with scope("quantize"):
         rows = quantize_blocks(x_MK) if want in ("both", "rows") else None
         columns = quantize_blocks(x_MK.T) if want in ("both", "columns") else None
@@ -472,17 +337,8 @@ def dot(a: _Scaled, b: _Scaled, dtype: DTypeLike, accumulation: _Accumulation, b
     """Contracts FP8 matrices [M, K] and [N, K] over K.
 
     XLA recognizes an FP8 matmul by the conversion of each operand and its multiplication by a scalar. The scalars become
-    arguments of the cuBLASLt call.
-
-    Args:
-        a: The first matrix and its scale. MXFP8 matrices ignore the scales and `accumulation`.
-        b: The second matrix and its scale.
-        dtype: Dtype of the result.
-        accumulation: `full` adds the partial sums of the tensor cores in float32. `fast` keeps about 14 bits.
-        barrier: True for an optimization barrier after the matmul.
-
-    Returns:
-        The product [M, N] in `dtype`.
+    arguments of the cuBLASLt call. The accumulation `full` adds the partial sums of the tensor cores in float32, `fast` keeps
+    about 14 bits. MXFP8 matrices ignore scales and accumulation.
     """
     if isinstance(a[0], Blocks) and isinstance(b[0], Blocks):
         return block_dot(a[0], b[0], dtype)
@@ -522,10 +378,7 @@ class DelayedFP8Product(DelayedProduct):
         return (m, k), (n, k), (((1,), (1,)), ((), ()))
 
     def tap(self) -> Any:
-        """Returns zeros with the shapes of the operands of wgrad, and the leading axes `lead` of the enclosing scans.
-
-        The operands are the pairs (FP8 columns, scale) of x and dy; x and dy themselves if wgrad is in bfloat16.
-        """
+        """Returns zeros like the FP8 columns and scales of x and dy, or like x and dy if wgrad is in bfloat16."""
         if wgrad_precision(self.site, self.config) == "bf16":
             return super().tap()
         (m, k, n), (x_dtype, _, dy_dtype) = DotLayout.of(self.site).sizes, formats(self.config)
@@ -542,18 +395,7 @@ class DelayedFP8Product(DelayedProduct):
         return zeros(self.site.x_aval, k, x_dtype), zeros(self.site.y_aval, n, dy_dtype)
 
     def multiply(self, x: Array, w: Array, extra: _Extra, tap: Any, given: Tap) -> Array:
-        """Computes the matmul in FP8. The gradient of `tap` is the operands of wgrad, and `w` has no gradient.
-
-        Args:
-            x: The data.
-            w: The weight; only its dtype is read.
-            extra: The other operands.
-            tap: The tap, without the leading axes `lead`.
-            given: The quantized weight, the scales and the tap for the amax.
-
-        Returns:
-            The result in the shape and dtype of the original matmul.
-        """
+        """Computes the matmul in FP8. The gradient of `tap` is the operands of wgrad, and `w` has no gradient."""
         return fp8_matmul(self.config, self.site, x, w, extra, given._replace(delayed=tap), saved=self.saved)
 
     def keeping_x(self) -> "DelayedFP8Product":
@@ -564,14 +406,6 @@ class DelayedFP8Product(DelayedProduct):
         """Computes dw in FP8, or in bfloat16 if the recipe asks for it.
 
         Loops over the iterations of the enclosing scans, because XLA does not recognize a batched FP8 matmul.
-
-        Args:
-            tap: Cotangents of the tap, with the leading axes `lead`.
-            extra: The other operands, with the leading axes `lead`.
-            dtype: Dtype of the result.
-
-        Returns:
-            The gradient of the weight in `dtype`, with the leading axes `lead`.
         """
         if wgrad_precision(self.site, self.config) == "bf16":
             return super().weight_gradient(tap, extra, dtype)
