@@ -1,37 +1,21 @@
 """Evaluates the model of a run or of a Hugging Face folder on held-out text, on any devices."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jgraph.adapters import separated
-from jgraph.data import Corpus, Tokenizer, has_chats, is_text, load
+from jgraph.data import Corpus, has_chats, is_text, load
 from jgraph.errors import ConfigError, DataError
-from jgraph.interop.folder import Folder
 from jgraph.processes import devices_of_ranks
 from jgraph.train.config import TrainConfig
-from jgraph.train.loaded import (
-    checked,
-    is_folder,
-    open_adapter,
-    open_folder,
-    place_adapter,
-    place_folder,
-    tokenizer_in,
-    tokenizer_of,
-)
-from jgraph.train.saved import SavedRun
+from jgraph.train.loaded import Source, is_folder, opened
 from jgraph.train.setup import TrainSetup
 from jgraph.train.validation import evaluator, heldout
 from jgraph.train.watchdog import Watchdog
-
-Tree = Any
 
 _LONGEST, _ROWS = 1024, 8  # for a folder: maximum tokens per sequence, and sequences per batch
 # An evaluation uses these settings of the run. All others have their defaults, so that any number of devices can be used.
@@ -78,22 +62,6 @@ class Evaluation:
         return self.loss / math.log(2) * self.tokens / self.bytes if self.bytes else None
 
 
-class _Model(NamedTuple):
-    """A model to evaluate.
-
-    Attributes:
-        source: The run and its step, or the folder.
-        config: Configuration of the evaluation.
-        tokenizer: The tokenizer, perhaps for ids without text.
-        weights: Reads parameters with the shapes and shardings of the second argument, and the carried state.
-    """
-
-    source: str
-    config: TrainConfig
-    tokenizer: Tokenizer
-    weights: Callable[[TrainSetup, Tree], tuple[Tree, Tree]]
-
-
 def evaluate(
     path: str | Path,
     step: int | None = None,
@@ -128,68 +96,35 @@ def evaluate(
         DataError: If the data cannot be read, or is text and the model has no tokenizer.
         CheckpointError: If the run does not have the checkpoint, or the checkpoint is damaged.
     """
-    path = checked(path)
-
-    def adapted(model: _Model) -> _Model:
-        return model if adapter is None else _with_adapter(model, Path(adapter))
-
-    if not is_folder(path):
-        saved = SavedRun(path, step, module=module)
-        try:
-            return _evaluated(adapted(_of_run(saved)), overrides)
-        finally:
-            saved.close()
-    if "data" not in overrides:
+    from_folder = is_folder(Path(path))
+    if from_folder and "data" not in overrides:
         raise ConfigError("`data` is missing: must be given for a Hugging Face folder", field="data")
-    return _evaluated(adapted(_of_folder(*open_folder(path, step, module))), overrides)
+    with opened(path, step, module=module, adapter=adapter) as source:
+        fields = _settings(source.config)
+        if from_folder:
+            fields |= {"batch_size": _ROWS, "seq_len": min(_LONGEST, source.window or _LONGEST)}
+        return _evaluated(source, fields, overrides)
 
 
-def _of_run(saved: SavedRun) -> _Model:
-    def weights(setup: TrainSetup, like: Tree) -> tuple[Tree, Tree]:
-        # Frozen base weights keep their dtype.
-        dtype = None if saved.config.lora.rank else jnp.dtype(saved.config.dtypes.main_params_dtype)
-        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=leaf.sharding), like)
-        found = saved.place(params=like, carried=setup.step.canonical.shapes().carried)
-        return found["params"], found["carried"]
-
-    model, settings = saved.config.model, _settings(saved.config)
-    if saved.config.is_fp8:
-        model = saved.config.hooks.in_fp8(model)
-    source = f"{saved.path} after {saved.step} steps"
-    return _Model(source, TrainConfig.of(**settings, model=model), tokenizer_of(saved), weights)
+def _settings(config: TrainConfig) -> dict[str, Any]:
+    """Returns the settings of a run that its evaluation uses. FP8 is not one of them, but a model for FP8 is."""
+    fields, model = config.to_dict(), config.model
+    if config.is_fp8:
+        model = config.hooks.in_fp8(model)
+    return {name: fields[name] for name in _SETTINGS.split()} | {"lora": config.lora, "model": model}
 
 
-def _of_folder(folder: Folder, config: TrainConfig) -> _Model:
-    def weights(setup: TrainSetup, like: Tree) -> tuple[Tree, Tree]:
-        return place_folder(folder, config, like), setup.new_carried()
-
-    longest = min(_LONGEST, folder.window or _LONGEST)
-    sizes = TrainConfig.of(module=config.module, model=config.model, batch_size=_ROWS, seq_len=longest)
-    return _Model(str(folder.path), sizes, tokenizer_in(folder.path, folder.ends), weights)
-
-
-def _with_adapter(model: _Model, path: Path) -> _Model:
-    folder, config, adapted = open_adapter(path, model.config)
-
-    def weights(setup: TrainSetup, like: Tree) -> tuple[Tree, Tree]:
-        base, carried = model.weights(setup, separated(like)[0])
-        return place_adapter(folder, config, adapted, base, like), carried
-
-    return model._replace(source=f"{model.source} with {path}", config=config, weights=weights)
-
-
-def _evaluated(model: _Model, overrides: dict[str, Any]) -> Evaluation:
-    fields = _settings(model.config) | {"model": model.config.model}
+def _evaluated(model: Source, fields: dict[str, Any], overrides: dict[str, Any]) -> Evaluation:
     if "batch_size" in overrides:
         fields["num_microbatches"] = 1
-    if "data" in overrides and "data_format" not in overrides and has_chats(overrides["data"], model.config.input.data_field):
+    if "data" in overrides and "data_format" not in overrides and has_chats(overrides["data"], fields["data_field"]):
         overrides = overrides | {"data_format": "chat"}
     # Checked before the batch size: too few devices must be reported first.
     ranks = {name: count for name in ("dp", "fsdp", "tp") if isinstance(count := overrides.get(name), int) and count > 1}
     devices_of_ranks(math.prod(ranks.values()), flags=" ".join(f"`{name}` {count}" for name, count in ranks.items()))
     config = TrainConfig.of(**fields | overrides)
     if model.tokenizer.name == "numbers" and is_text(config.input.data):
-        must = f"directories of token files, because {model.source} has no tokenizer for text"
+        must = f"directories of token files, because {model.about} has no tokenizer for text"
         raise DataError(f"`data` is {' '.join(config.input.data)}: must be {must}")
     corpus = load(config.input.data, tokenizer=model.tokenizer, **config.data_options)
     setup, batches = TrainSetup.of(config), heldout(config, corpus)
@@ -198,10 +133,12 @@ def _evaluated(model: _Model, overrides: dict[str, Any]) -> Evaluation:
     if config.input.data_format == "chat":
         weights = [batch["weights"] for batch in batches if isinstance(batch, dict)]
         counted = [list(map(_trained, *both)) for both in zip(rows, weights, strict=True)]
-    state = setup.inference_state(*model.weights(setup, setup.step.canonical.shapes().params))
+    shapes = setup.step.canonical.shapes()
+    params, carried = model.weights(shapes.params, shapes.carried)
+    state = setup.inference_state(params, setup.new_carried() if carried is None else carried)
     loss = evaluator(setup, batches, Watchdog(0, print))(state)
     return Evaluation(
-        source=model.source,
+        source=model.about,
         data=corpus.name,
         fingerprint=corpus.fingerprint,
         batches=len(batches),
@@ -212,11 +149,6 @@ def _evaluated(model: _Model, overrides: dict[str, Any]) -> Evaluation:
         bytes=_bytes(corpus, counted),
         loss=loss,
     )
-
-
-def _settings(config: TrainConfig) -> dict[str, Any]:
-    fields = config.to_dict()
-    return {name: fields[name] for name in _SETTINGS.split()} | {"lora": config.lora}
 
 
 def _trained(row_S: np.ndarray, weights_T: np.ndarray) -> np.ndarray:

@@ -1,17 +1,18 @@
 """Loads the model of a run or of a Hugging Face folder onto one device."""
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgraph.adapters import A, AdaptedModel, B, joined
+from jgraph.adapters import A, AdaptedModel, B, joined, separated
 from jgraph.data import Tokenizer, is_text, tokenizer_beside
 from jgraph.data.chat import prompt
 from jgraph.data.tokenizer import TOKENIZER_FILE, vocabulary
@@ -27,7 +28,7 @@ from jgraph.train.config import LoRAConfig, TrainConfig
 from jgraph.train.initial import copied_folder, names_of
 from jgraph.train.saved import SavedRun
 from jgraph.train.setup import functional_model
-from jgraph.tree import leaf_names, path_name
+from jgraph.tree import leaf_names
 
 Tree = Any
 Message: TypeAlias = Mapping[str, Any]
@@ -200,36 +201,45 @@ def load(path: str | Path, step: int | None = None, *, module: str = "", adapter
         CheckpointError: If the run does not have the checkpoint, or the checkpoint is damaged.
         DataError: If the tokenizer is damaged, or the package `transformers` is not installed.
     """
-    path = checked(path)
-    loaded = _of_folder(path, step, module) if is_folder(path) else _of_run(path, step, module)
-    return loaded if adapter is None else _with_adapter(loaded, Path(adapter))
+    with opened(path, step, module=module, adapter=adapter) as source:
+        model = functional_model(source.config)
+        params, carried = source.weights(model.shapes, model.carried)
+    carried = model.new_state() if carried is None else carried
+    return Loaded(model, params, carried, source.tokenizer, source.config, source.window, source.about)
 
 
-def checked(path: str | Path) -> Path:
-    """Checks that a path is a directory with a config.json, as a run directory and a Hugging Face folder are.
+class Source(NamedTuple):
+    """A model that is opened, but not read.
 
-    Args:
-        path: The path.
-
-    Returns:
-        The same path as a `Path`.
-
-    Raises:
-        ConfigError: If the path does not exist or has no config.json. The message names the argument `run`.
+    `weights(params, carried)` reads arrays with the shapes and shardings of two trees, in the dtypes of the files. The second
+    result is None if the source has no carried state.
     """
+
+    about: str
+    config: TrainConfig
+    tokenizer: Tokenizer
+    window: int | None
+    weights: Callable[[Tree, Tree], tuple[Tree, Tree | None]]
+
+
+@contextlib.contextmanager
+def opened(path: str | Path, step: int | None, *, module: str, adapter: str | Path | None) -> Iterator[Source]:
+    """Opens the run directory or Hugging Face folder of `load`, with an adapter if one is given, until the end of a `with`."""
     check_exists(path, field="run")
-    if not (Path(path) / "config.json").exists():
+    path = Path(path)
+    if not (path / "config.json").exists():
         must = "a run directory or a Hugging Face folder, with a config.json"
         raise ConfigError(f"`run` is {path}: must be {must}", field="run")
-    return Path(path)
+    with contextlib.ExitStack() as stack:
+        if is_folder(path):
+            source = _of_folder(path, step, module)
+        else:
+            source = _of_run(stack.enter_context(contextlib.closing(SavedRun(path, step, module=module))))
+        yield source if adapter is None else _with_adapter(source, Path(adapter))
 
 
 def is_folder(path: Path) -> bool:
-    """Returns True if a directory is a Hugging Face folder: if its config.json has the key "architectures".
-
-    Args:
-        path: The directory. The result is False for a run directory, and if config.json is missing or damaged.
-    """
+    """Returns True for a Hugging Face folder: its config.json has the key "architectures". False for a damaged config.json."""
     try:
         fields = json.loads((path / "config.json").read_text())
     except (OSError, ValueError, RecursionError):
@@ -237,21 +247,20 @@ def is_folder(path: Path) -> bool:
     return isinstance(fields, dict) and "architectures" in fields
 
 
-def _of_run(path: Path, step: int | None, module: str) -> Loaded:
-    saved = SavedRun(path, step, module=module)
-    model = saved.model
-    params = jax.tree_util.tree_map_with_path(lambda key, _: jnp.asarray(saved.read(path_name(key))), model.shapes)
-    carried = saved.place(carried=model.carried)["carried"]
-    saved.close()
-    source = f"{path} after {saved.step} steps"
-    return Loaded(model, params, carried, tokenizer_of(saved), saved.config, saved.config.input.seq_len, source)
+def _of_run(saved: SavedRun) -> Source:
+    def weights(params: Tree, carried: Tree) -> tuple[Tree, Tree]:
+        found = saved.read_tree(params=params, carried=carried)
+        return found["params"], found["carried"]
+
+    about = f"{saved.path} after {saved.step} steps"
+    return Source(about, saved.config, _tokenizer_of(saved), saved.config.input.seq_len, weights)
 
 
-def tokenizer_of(saved: SavedRun) -> Tokenizer:
+def _tokenizer_of(saved: SavedRun) -> Tokenizer:
     """Returns the tokenizer in the run directory, else that of the token files of the run.
 
     Without one, text is bytes if the run was trained on text or has a vocabulary of at most 256 tokens. Otherwise ids have no
-    text. Raises DataError if the tokenizer is damaged, or `transformers` is not installed.
+    text.
     """
     origin, folder = saved.dir.origin, copied_folder(saved.dir)
     own, beside = vocabulary(origin), tokenizer_beside(saved.config.input.data)
@@ -262,91 +271,43 @@ def tokenizer_of(saved: SavedRun) -> Tokenizer:
     return Tokenizer(without=f"{saved.dir.path} has no tokenizer")
 
 
-def open_folder(path: Path, step: int | None, module: str) -> tuple[Folder, TrainConfig]:
-    """Opens a Hugging Face folder of a GPT of `jgraph_models`. Reads config.json and the names and shapes of the tensors.
-
-    Args:
-        path: The folder, with config.json and safetensors files.
-        step: Must be None, because a folder has no checkpoints.
-        module: Must be empty, because config.json defines the model.
-
-    Returns:
-        The folder, and a default configuration with the settings of its model. `compute_dtype` of these settings is bfloat16 if
-        config.json has this dtype, else float32.
-
-    Raises:
-        ConfigError: If `step` or `module` is given, a file is missing or damaged, the model is not supported, or the tensors
-            are not those that config.json requires.
-    """
+def _of_folder(path: Path, step: int | None, module: str) -> Source:
+    """Opens the folder of a GPT of `jgraph_models`: reads config.json, and the names and shapes of the tensors."""
     require(step is None, "step", step, "left out for a Hugging Face folder")
     require(not module, "module", module, "left out for a Hugging Face folder")
     config = TrainConfig()
     folder, names = Folder(path, field="run"), names_of(config.module, field="run")
     settings = dataclasses.replace(folder.settings(names, config.model), compute_dtype=folder.dtype)
     folder.check(names, settings)
-    return folder, config.changed(model=settings, init_from=str(path), preset="")
+
+    def weights(params: Tree, carried: Tree) -> tuple[Tree, None]:
+        # In the dtype of the folder: only updates need parameters in float32.
+        dtype = jnp.dtype(settings.compute_dtype)
+        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), params)
+        return load_folder(folder, names.parts(settings), like), None
+
+    window, ends = folder.window, folder.ends  # read first: a wrong field must not wait for a tokenizer
+    tokenizer = Tokenizer.of(path, ends=ends) if vocabulary(path) else Tokenizer(without=f"{path} has no {TOKENIZER_FILE}")
+    config = config.changed(model=settings, init_from=str(path), preset="")
+    return Source(str(path), config, tokenizer, window, weights)
 
 
-def place_folder(folder: Folder, config: TrainConfig, like: Tree) -> Tree:
-    """Loads the parameters of a Hugging Face folder onto devices.
+def _with_adapter(source: Source, path: Path) -> Source:
+    folder, config, model = open_adapter(path, source.config)
 
-    Args:
-        folder: The folder, from `open_folder`.
-        config: The configuration, from `open_folder`.
-        like: `jax.ShapeDtypeStruct`s in the model's own tree. Their shapes and shardings are used, and their dtypes ignored. A
-            leaf without a sharding goes to the first device.
+    def weights(params: Tree, carried: Tree) -> tuple[Tree, Tree | None]:
+        base, found = source.weights(separated(params)[0], carried)
+        parts, leaves = _parts_of_adapters(config, model), dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
+        low = load_folder(folder, parts, {name: leaves[name] for name in parts})
+        return joined(base, {name: (low[name + A], low[name + B]) for name in model.adapters}), found
 
-    Returns:
-        The parameters, a tree like `like`, in the dtype `config.model.compute_dtype`: bfloat16 or float32.
-
-    Raises:
-        ConfigError: If a tensor cannot be read.
-    """
-    parts = names_of(config.module, field="run").parts(config.model)
-    # In the dtype of the folder: only updates need parameters in float32.
-    dtype = jnp.dtype(config.model.compute_dtype)
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), like)
-    return load_folder(folder, parts, like)
-
-
-def _of_folder(path: Path, step: int | None, module: str) -> Loaded:
-    folder, config = open_folder(path, step, module)
-    window, ends = folder.window, folder.ends
-    model = functional_model(config)
-    params = place_folder(folder, config, model.shapes)
-    return Loaded(model, params, model.new_state(), tokenizer_in(path, ends), config, window, str(path))
-
-
-def tokenizer_in(folder: Path, ends: Sequence[int]) -> Tokenizer:
-    """Returns the tokenizer of a Hugging Face folder. Without one, ids have no text.
-
-    Args:
-        folder: The folder.
-        ends: More ids that end a generated text.
-    """
-    without = Tokenizer(without=f"{folder} has no {TOKENIZER_FILE}")
-    return Tokenizer.of(folder, ends=ends) if vocabulary(folder) else without
-
-
-def _with_adapter(loaded: Loaded, path: Path) -> Loaded:
-    folder, config, model = open_adapter(path, loaded.config)
-    params = place_adapter(folder, config, model, loaded.params, model.shapes)
-    return dataclasses.replace(loaded, model=model, params=params, config=config, source=f"{loaded.source} with {path}")
+    return source._replace(about=f"{source.about} with {path}", config=config, weights=weights)
 
 
 def open_adapter(path: Path, config: TrainConfig) -> tuple[AdapterFolder, TrainConfig, AdaptedModel]:
-    """Opens a PEFT folder with a LoRA adapter. Reads adapter_config.json and the names and shapes of the matrices.
+    """Opens a PEFT folder: reads adapter_config.json, and the names and shapes of the matrices.
 
-    Args:
-        path: The folder.
-        config: The configuration of the base model.
-
-    Returns:
-        The folder, a copy of `config` with the rank, alpha and targets of the adapter in `lora`, and its model.
-
-    Raises:
-        ConfigError: If `config` has adapters, the folder is damaged, has features other than plain LoRA, or does not fit the
-            model.
+    Returns the folder, a copy of `config` with the rank, alpha and targets of the adapter in `lora`, and its model.
     """
     require(not config.lora.rank, "adapter", path, "left out for a run with LoRA")
     folder = AdapterFolder(path, field="adapter")
@@ -361,28 +322,6 @@ def open_adapter(path: Path, config: TrainConfig) -> tuple[AdapterFolder, TrainC
         raise folder.error(f"does not fit the model: {e}") from e
     folder.check_adapters(parts)
     return folder, config, model
-
-
-def place_adapter(folder: AdapterFolder, config: TrainConfig, model: AdaptedModel, params: Tree, like: Tree) -> Tree:
-    """Loads an adapter onto devices, beside the parameters of its base model.
-
-    Args:
-        folder: The PEFT folder, from `open_adapter`.
-        config: The configuration, from `open_adapter`.
-        model: The model, from `open_adapter`.
-        params: Parameters of the base model. Not copied.
-        like: `jax.ShapeDtypeStruct`s of all parameters, a tree like `model.shapes`. A leaf without a sharding goes to the first
-            device.
-
-    Returns:
-        The parameters with adapters, a tree like `like`.
-
-    Raises:
-        ConfigError: If a matrix cannot be read.
-    """
-    parts, leaves = _parts_of_adapters(config, model), dict(zip(leaf_names(like), jax.tree.leaves(like), strict=True))
-    low = load_folder(folder, parts, {name: leaves[name] for name in parts})
-    return joined(params, {name: (low[name + A], low[name + B]) for name in model.adapters})
 
 
 def _parts_of_adapters(config: TrainConfig, model: AdaptedModel) -> dict[str, tuple[Part, ...]]:

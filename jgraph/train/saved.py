@@ -93,17 +93,16 @@ class SavedRun:
         arrays = weight.astype(np.float32), self.read(name + A), self.read(name + B)
         return np.asarray(self.model.merged(name, *map(jnp.asarray, arrays)))
 
-    def place(self, **like: Tree) -> dict[str, Tree]:
+    def read_tree(self, **like: Tree) -> dict[str, Tree]:
         """Reads parts of the saved state onto devices. Collective: every process must call this method with the same shapes.
 
         Args:
             **like: Any of `params`, `carried` (mutable state of the model), `observed` (FP8 amax histories) and `opt_state`, as
                 trees of `jax.ShapeDtypeStruct` in the structure of the checkpoint. The shape of a leaf must be the saved shape.
-                Its dtype may differ from the saved dtype: the array is then cast. A leaf without a sharding goes to the
-                first device.
+                A leaf without a sharding goes to the first device.
 
         Returns:
-            The trees by the names of the arguments, as arrays with the dtypes and shardings of `like`.
+            The trees by the names of the arguments, as arrays with the saved dtypes and the shardings of `like`.
 
         Raises:
             CheckpointError: If the checkpoint does not have a leaf, a leaf has another shape, or its data is damaged.
@@ -111,8 +110,11 @@ class SavedRun:
         paths, structure = jax.tree_util.tree_flatten_with_path(like)
         names = [f".{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in paths]
         found = self._reader.place({name: leaf for name, (_, leaf) in zip(names, paths, strict=True)})
-        leaves = [in_turn(found[name].astype(leaf.dtype)) for name, (_, leaf) in zip(names, paths, strict=True)]
-        return structure.unflatten(leaves)
+        return structure.unflatten([found[name] for name in names])
+
+    def place(self, **like: Tree) -> dict[str, Tree]:
+        """Reads parts of the saved state as `read_tree` does, and casts them to the dtypes of `like`."""
+        return jax.tree.map(lambda array, leaf: in_turn(array.astype(leaf.dtype)), self.read_tree(**like), like)
 
     def close(self) -> None:
         """Closes the checkpoint and ends the threads that read it. No array can be read afterwards."""
