@@ -55,9 +55,10 @@ def export(
     from absl import logging
 
     from jgraph.adapters import AdaptedModel
+    from jgraph.data._texts import check_empty
     from jgraph.data.tokenizer import tokenizer_files
     from jgraph.interop.adapter import write_adapter
-    from jgraph.interop.write import check_empty, write
+    from jgraph.interop.write import write
     from jgraph.train.initial import copied_folder, names_of
     from jgraph.train.saved import SavedRun
 

@@ -12,9 +12,10 @@ from tokenizers import Tokenizer, models
 
 from jgraph import __main__ as command, aot, evaluate, sample
 from jgraph.data.__main__ import main as data
-from jgraph.errors import ConfigError, download_hint
+from jgraph.data._texts import check_empty
+from jgraph.errors import ConfigError, download_hint, os_errors
 from jgraph.inspect.__main__ import main as inspect_main
-from jgraph.interop.write import check_empty, write
+from jgraph.interop.write import write
 from jgraph.profile.__main__ import main as profile
 from jgraph.train.__main__ import main as train
 from tests import tiny
@@ -156,7 +157,10 @@ def test_a_schedule_file_that_cannot_be_read_is_refused_with_its_path(capsys, na
 
 def test_a_model_folder_that_cannot_be_created_is_refused_with_its_argument(blocked):
     check_empty(blocked, field="to")
-    with pytest.raises(ConfigError, match=r"`to` is .*inside: cannot be written \(Not a directory\)") as error:
+    with (
+        pytest.raises(ConfigError, match=r"`to` is .*inside: cannot be written \(Not a directory\)") as error,
+        os_errors("to", blocked),
+    ):
         write(blocked, {}, {}, lambda name: None, dtype="float32")
     assert error.value.field == "to"
 

@@ -5,8 +5,6 @@ documents first. The directory is hidden until it is complete.
 """
 
 import json
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from itertools import tee
 from pathlib import Path
@@ -14,7 +12,17 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jgraph.data._texts import FIELD, HELDOUT_FRACTION, copy_files, count_heldout, digest, named, read
+from jgraph.data._texts import (
+    FIELD,
+    HELDOUT_FRACTION,
+    check_empty,
+    copy_files,
+    count_heldout,
+    digest,
+    named,
+    new_folder,
+    read,
+)
 from jgraph.data.tokenfile import ENDS_FILE, read_tokens, write_tokens
 from jgraph.data.tokenizer import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Tokenizer, tokenizer_files
 from jgraph.errors import DataError, download_hint, os_errors, require
@@ -52,10 +60,10 @@ def make_token_files(
         shard_tokens: Number of tokens, below 2**31. A file ends with the document that reaches this number.
 
     Raises:
-        ConfigError: If a number is out of range, the tokenizer cannot be read, or `out` cannot be written.
+        ConfigError: If a number is out of range, the tokenizer cannot be read, or `out` cannot be written, is a file, or is a
+            directory that is not empty.
         DataError: If a text is missing, cannot be read, is empty, damaged or not UTF-8, or lacks the field; if an optional
-            library is missing; if there are no two different documents; if `out` is a file or a directory that is not empty; or
-            if the tokenizer is missing or invalid.
+            library is missing; if there are no two different documents; or if the tokenizer is missing or invalid.
     """
     require(0 < shard_tokens < 2**31, "shard_tokens", shard_tokens, "positive and below 2**31")
     require(0 < heldout_fraction < 1, "heldout_fraction", heldout_fraction, "in (0, 1)")  # before hours of tokenizing
@@ -63,8 +71,7 @@ def make_token_files(
         raise DataError("`text` is empty: name at least one text file")
     if not tokenizer.exists():
         raise DataError(f"`tokenizer` is {tokenizer}: no such file or folder{download_hint(tokenizer)}")
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise DataError(f"`out` is {out}: must not exist, or be an empty directory")
+    check_empty(out, field="out")
     with os_errors("tokenizer", tokenizer, "read"):
         encoder = Tokenizer.of(tokenizer)
         if encoder.name == "bytes":
@@ -72,34 +79,27 @@ def make_token_files(
         folder = Path(encoder.name)
         files = {name: folder / name for name in tokenizer_files(folder)} if folder.is_dir() else {TOKENIZER_FILE: tokenizer}
     size = {"vocab_size": encoder.vocab_size}
-    out = out.absolute()
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    spool = partial / "spool"
-    try:
-        with os_errors("out", out):
-            partial.mkdir(parents=True)
-            copy_files(files, partial)
-            declared = partial / TOKENIZER_CONFIG_FILE
-            fields = json.loads(declared.read_text(encoding="utf-8")) if declared.exists() else {}
-            if fields or encoder.kind != "TokenizersBackend":
-                # `transformers` also chooses a class by the model type of a config.json beside it: later none, or another one.
-                declared.write_text(json.dumps(fields | {"tokenizer_class": encoder.kind}, indent=2), encoding="utf-8")
-            documents: list[_Document] = []
-            write_tokens(spool, _tokenize(texts, field, encoder, documents), **size)
-            documents.sort()
-            num_heldout = count_heldout([key for key, _, _ in documents], heldout_fraction)
-            tokens = read_tokens(spool)
-            for side, part in (("heldout", documents[:num_heldout]), ("train", documents[num_heldout:])):
-                ends = []
-                for index, shard in enumerate(_shards(part, shard_tokens)):
-                    spans = (tokens[start:stop] for _, start, stop in shard)
-                    write_tokens(partial / f"{side}-{index:05d}.bin", spans, **size)
-                    ends.append(np.cumsum([stop - start for _, start, stop in shard], dtype=np.int64))
-                write_tokens(partial / ENDS_FILE.format(side=side), ends, vocab_size=1 + max(int(array[-1]) for array in ends))
-            spool.unlink()
-            partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with os_errors("out", out), new_folder(out) as partial:
+        copy_files(files, partial)
+        spool = partial / "spool"
+        declared = partial / TOKENIZER_CONFIG_FILE
+        fields = json.loads(declared.read_text(encoding="utf-8")) if declared.exists() else {}
+        if fields or encoder.kind != "TokenizersBackend":
+            # `transformers` also chooses a class by the model type of a config.json beside it: later none, or another one.
+            declared.write_text(json.dumps(fields | {"tokenizer_class": encoder.kind}, indent=2), encoding="utf-8")
+        documents: list[_Document] = []
+        write_tokens(spool, _tokenize(texts, field, encoder, documents), **size)
+        documents.sort()
+        num_heldout = count_heldout([key for key, _, _ in documents], heldout_fraction)
+        tokens = read_tokens(spool)
+        for side, part in (("heldout", documents[:num_heldout]), ("train", documents[num_heldout:])):
+            ends = []
+            for index, shard in enumerate(_shards(part, shard_tokens)):
+                spans = (tokens[start:stop] for _, start, stop in shard)
+                write_tokens(partial / f"{side}-{index:05d}.bin", spans, **size)
+                ends.append(np.cumsum([stop - start for _, start, stop in shard], dtype=np.int64))
+            write_tokens(partial / ENDS_FILE.format(side=side), ends, vocab_size=1 + max(int(array[-1]) for array in ends))
+        spool.unlink()
 
 
 def _tokenize(texts: Sequence[str | Path], field: str, encoder: Tokenizer, found: list[_Document]) -> Iterator[np.ndarray]:

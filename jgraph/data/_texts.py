@@ -35,7 +35,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from jgraph.errors import DataError, JgraphError, download_hint, require
+from jgraph.errors import ConfigError, DataError, JgraphError, download_hint, os_errors, require
 
 _T = TypeVar("_T")
 
@@ -366,6 +366,27 @@ def copy_files(files: Mapping[str, Path], to: Path) -> None:
     for name, file in files.items():
         (to / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, to / name)
+
+
+def check_empty(to: Path, *, field: str) -> None:
+    """Raises ConfigError, which names the argument `field`, unless a path does not exist or is an empty directory."""
+    with os_errors(field, to):
+        is_occupied = to.exists() and not (to.is_dir() and not any(to.iterdir()))
+    if is_occupied:
+        raise ConfigError(f"`{field}` is {to}: must not exist, or be an empty directory", field=field)
+
+
+@contextlib.contextmanager
+def new_folder(to: Path) -> Iterator[Path]:
+    """Yields a hidden folder that gets the name `to` when it is complete. If an error is raised, nothing is left."""
+    to = to.absolute()
+    partial = to.with_name(f".{to.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        partial.rename(to)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 # --- Documents ---

@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from jgraph.adapters import A, Adapter, B
+from jgraph.data._texts import new_folder
 from jgraph.errors import ConfigError, require
 from jgraph.interop import fields
 from jgraph.interop.folder import Folder
 from jgraph.interop.names import Box, Part
-from jgraph.interop.write import new_folder, tensors_of, write_json, write_tensors
+from jgraph.interop.write import tensors_of, write_json, write_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # Fields of adapter_config.json for features that are not supported. Must be false, null or empty.

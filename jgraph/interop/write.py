@@ -1,10 +1,7 @@
 """Writes the parameters of a model to a Hugging Face folder. Leaves no files behind if it fails. No jax here."""
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,29 +11,12 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from jgraph.data._texts import copy_files
-from jgraph.errors import ConfigError, os_errors
+from jgraph.data._texts import copy_files, new_folder
 from jgraph.interop.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from jgraph.interop.names import Part
 
 _FILE_BYTES = 5_000_000_000
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-
-
-def check_empty(to: Path, *, field: str) -> None:
-    """Checks that a path is free for a new folder: it does not exist, or is an empty directory. Creates nothing.
-
-    Args:
-        to: Path of the new folder.
-        field: Name of the caller's argument for the path. The error names it.
-
-    Raises:
-        ConfigError: If `to` exists and is not an empty directory, or cannot be read.
-    """
-    with os_errors(field, to):
-        is_occupied = to.exists() and not (to.is_dir() and not any(to.iterdir()))
-    if is_occupied:
-        raise ConfigError(f"`{field}` is {to}: must not exist, or be an empty directory", field=field)
 
 
 def write(
@@ -69,8 +49,7 @@ def write(
         The absolute paths of all files in the folder, sorted.
 
     Raises:
-        ConfigError: If the hidden folder cannot be created.
-        OSError: If a file cannot be copied or written, or `to` is not empty.
+        OSError: If a file or the folder cannot be written, or `to` is not empty.
     """
     with new_folder(to) as folder:
         copy_files(beside, folder)
@@ -86,31 +65,6 @@ def write(
         if len(files) > 1:
             write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": index})
     return sorted(to.absolute().iterdir())
-
-
-@contextmanager
-def new_folder(to: Path) -> Iterator[Path]:
-    """Creates a folder that appears under its name when it is complete. If an error is raised, nothing is left.
-
-    Args:
-        to: The new folder. Nothing may exist at the path, except an empty directory. Missing parents are created.
-
-    Yields:
-        A hidden folder beside `to`, for the files. It is renamed at the end.
-
-    Raises:
-        ConfigError: If the hidden folder cannot be created.
-        OSError: If `to` is not empty.
-    """
-    to = to.absolute()
-    partial = to.with_name(f".{to.name}.{os.getpid()}.partial")
-    with os_errors("to", to):
-        partial.mkdir(parents=True)
-    try:
-        yield partial
-        partial.rename(to)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_tensors(file: Path, arrays: Mapping[str, np.ndarray]) -> None:

@@ -140,7 +140,7 @@ def test_an_interrupted_make_leaves_no_files(make, tmp_path, monkeypatch):
 def test_an_empty_output_directory_is_used_and_a_nonempty_one_is_refused(make, tmp_path):
     (tmp_path / "tokens").mkdir()
     make()
-    with pytest.raises(DataError, match=r"`out` is .*tokens: must not exist, or be an empty directory"):
+    with pytest.raises(ConfigError, match=r"`out` is .*tokens: must not exist, or be an empty directory"):
         make()
 
 
