@@ -167,7 +167,9 @@ def stream(
     key = jax.random.key(key) if isinstance(key, int | np.integer) else key
     lengths_B, stop_S = np.array([len(row) for row in rows], np.int32), np.array(stop, np.int32)
     sizes = {"slots": int(slots), "length": _rounded(length)}
-    _check_ids(decoder, weights, rows, tokens_BT, lengths_B, sizes)
+    shapes = _prepare.eval_shape(weights, decoder=decoder)
+    logits = functools.partial(_read.eval_shape, shapes, tokens_BT, lengths_B, decoder=decoder, **sizes)
+    check_ids("prompts", rows, lambda: logits()[0], "logits(tokens_BT) or cached_decoder()")
     where = _replicated(params)
 
     def steps() -> Iterator[np.ndarray]:
@@ -195,7 +197,7 @@ def _prepare(weights: tuple[Tree, Tree], *, decoder: Decoder) -> Tree:
     return decoder.prepare(*weights)
 
 
-# Jitted, so that `_check_ids` and `_begin` share one cached trace. Tracing takes tenths of a second.
+# Jitted, so that the check of ids and `_begin` share one cached trace. Tracing takes tenths of a second.
 @functools.partial(jax.jit, static_argnames=("decoder", "slots", "length"))
 def _read(
     weights: Tree, tokens_BT: Array, lengths_B: Array, *, decoder: Decoder, slots: int, length: int
@@ -308,30 +310,15 @@ def _rows(prompts: Sequence[Prompt]) -> list[np.ndarray]:
     return rows
 
 
-def _check_ids(
-    decoder: Decoder, weights: Tree, rows: list[np.ndarray], tokens_BT: np.ndarray, lengths_B: np.ndarray, sizes: dict[str, int]
-) -> None:
-    """Raises ConfigError if the model has no logits, or a token id is out of range, for which JAX would read another row."""
-    weights = _prepare.eval_shape(weights, decoder=decoder)
-    try:
-        logits, _ = _read.eval_shape(weights, tokens_BT, lengths_B, decoder=decoder, **sizes)
-        vocab_size = logits.shape[1]
-    except AttributeError as e:
-        raise ConfigError(f"`model` must have a method logits(tokens_BT) or cached_decoder(): {e}", field="model") from e
-    check_in_vocabulary("prompts", rows, vocab_size)
+def check_ids(name: str, rows: Sequence[np.ndarray], logits: Callable[[], jax.ShapeDtypeStruct], methods: str) -> None:
+    """Raises ConfigError if the model has no logits, or an id in the argument `name` is out of range.
 
-
-def check_in_vocabulary(name: str, rows: Sequence[np.ndarray], vocab_size: int) -> None:
-    """Checks that token ids are in the vocabulary.
-
-    Args:
-        name: Name of the caller's argument with the rows.
-        rows: Integer ids, 1-D, at least one per row.
-        vocab_size: Number of ids.
-
-    Raises:
-        ConfigError: If an id is negative or not below `vocab_size`.
+    For such an id, JAX would read another row. `logits` returns a shape that ends with the size of the vocabulary.
     """
+    try:
+        vocab_size = logits().shape[-1]
+    except AttributeError as e:
+        raise ConfigError(f"`model` must have a method {methods}: {e}", field="model") from e
     for index, row in enumerate(rows):
         low, high = int(row.min()), int(row.max())
         if low < 0 or high >= vocab_size:

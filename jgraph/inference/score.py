@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jgraph.errors import ConfigError, require
-from jgraph.inference.generate import check_in_vocabulary
+from jgraph.errors import require
+from jgraph.inference.generate import check_ids
 from jgraph.modules import FunctionalModel
 
 Tree = Any
@@ -43,29 +43,11 @@ def scores(
     window: int | None = None,
     carried: Tree = None,
 ) -> Iterator[tuple[int, Score]]:
-    """Scores continuations of contexts, the longest pairs first.
+    """Yields the index and the score of each pair of a context and a continuation, the longest pairs first.
 
-    The call checks the arguments. The model must be causal, because shorter rows are padded on the right.
-
-    Args:
-        model: A model from `jgraph.functional` with a method `logits(tokens_BT)`.
-        params: Parameters in the model's own tree. Not donated.
-        pairs: The token ids of each context, at least one, and of its continuation, at most `window`. A continuation without
-            tokens has the log probability 0.
-        batch_size: Number of rows of a batch; positive.
-        window: Maximum number of tokens that the model reads; None for no limit. A longer pair loses tokens at the start of its
-            context.
-        carried: The model's mutable state; None if it has no state.
-
-    Yields:
-        The index in `pairs` of a pair, and its score. Each pair once.
-
-    Raises:
-        ConfigError: If an argument has a value that is not allowed, a token id is outside the vocabulary, or the model has no
-            method `logits`. The call raises it, not the iterator.
+    A context has at least one token, and loses tokens at its start if the pair does not fit into `window`. A continuation
+    without tokens has the log probability 0. The model must be causal, because shorter rows are padded on the right.
     """
-    require(batch_size > 0, "batch_size", batch_size, "positive")
-    require(window is None or window > 0, "window", window, "positive")
     for index, (context, continuation) in enumerate(pairs):
         require(len(context) > 0, "pairs", f"a context without tokens at index {index}", "at least one token")
         length = f"a continuation of {len(continuation)} tokens at index {index}"
@@ -73,24 +55,20 @@ def scores(
     first = -(window + 1) if window else 0  # the last token is predicted, but not read
     rows = [np.asarray([*context, *continuation], np.int32)[first:] for context, continuation in pairs]
     weights = (params, {} if carried is None else carried)
-    if rows:
-        _check_ids(model, weights, rows)
+    one_token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    check_ids("pairs", rows, lambda: _logits.eval_shape(weights, one_token, model=model), "logits(tokens_BT)")
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
-
-    def steps() -> Iterator[tuple[int, Score]]:
-        for start in range(0, len(order), batch_size):
-            batch = order[start : start + batch_size]
-            shape = (batch_size, _padded(len(rows[batch[0]]) - 1, window))
-            tokens_BT, labels_BT = np.zeros(shape, np.int32), np.full(shape, _IGNORED, np.int32)
-            for number, index in enumerate(batch):
-                row, count = rows[index], len(pairs[index][1])
-                tokens_BT[number, : len(row) - 1] = row[:-1]
-                labels_BT[number, len(row) - 1 - count : len(row) - 1] = row[len(row) - count :]
-            log_probs_B, greedy_B = map(np.asarray, _scores(weights, tokens_BT, labels_BT, model=model))
-            for number, index in enumerate(batch):
-                yield index, Score(float(log_probs_B[number]), bool(greedy_B[number]))
-
-    return steps()
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        shape = (batch_size, _padded(len(rows[batch[0]]) - 1, window))
+        tokens_BT, labels_BT = np.zeros(shape, np.int32), np.full(shape, _IGNORED, np.int32)
+        for number, index in enumerate(batch):
+            row, count = rows[index], len(pairs[index][1])
+            tokens_BT[number, : len(row) - 1] = row[:-1]
+            labels_BT[number, len(row) - 1 - count : len(row) - 1] = row[len(row) - count :]
+        log_probs_B, greedy_B = map(np.asarray, _scores(weights, tokens_BT, labels_BT, model=model))
+        for number, index in enumerate(batch):
+            yield index, Score(float(log_probs_B[number]), bool(greedy_B[number]))
 
 
 def _padded(length: int, window: int | None) -> int:
@@ -98,7 +76,7 @@ def _padded(length: int, window: int | None) -> int:
     return padded if window is None else min(padded, window)
 
 
-# Jitted, so that `_check_ids` and `_scores` share one cached trace.
+# Jitted, so that the check of ids and `_scores` share one cached trace.
 @functools.partial(jax.jit, static_argnames="model")
 def _logits(weights: tuple[Tree, Tree], tokens_BT: Array, *, model: FunctionalModel) -> Array:
     return model.evaluate("logits", *weights, tokens_BT)
@@ -113,12 +91,3 @@ def _scores(weights: tuple[Tree, Tree], tokens_BT: Array, labels_BT: Array, *, m
     log_probs_BT = label_logits_BT - jax.nn.logsumexp(logits_BTV, axis=-1)
     is_greedy_BT = jnp.argmax(logits_BTV, axis=-1) == labels_BT
     return jnp.sum(jnp.where(is_scored_BT, log_probs_BT, 0.0), axis=1), jnp.all(is_greedy_BT | ~is_scored_BT, axis=1)
-
-
-def _check_ids(model: FunctionalModel, weights: tuple[Tree, Tree], rows: list[np.ndarray]) -> None:
-    """Raises ConfigError if the model has no logits, or a token id is out of range, for which JAX would read another row."""
-    try:
-        vocab_size = _logits.eval_shape(weights, jax.ShapeDtypeStruct((1, 1), jnp.int32), model=model).shape[-1]
-    except AttributeError as e:
-        raise ConfigError(f"`model` must have a method logits(tokens_BT): {e}", field="model") from e
-    check_in_vocabulary("pairs", rows, vocab_size)

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from jgraph.kernels._check import chosen, require
 from jgraph.kernels._mosaic import SLAB, has_wgmma, kernel, plgpu, products, shared
+from jgraph.kernels.rotary import rotated_heads
 
 
 def rotary_attention(qkv_BTNK: Array, cos_TP: np.ndarray, sin_TP: np.ndarray, *, implementation: str = "auto") -> Array:
@@ -82,14 +83,9 @@ def _fits(shape: tuple[int, ...], dtype: DTypeLike) -> bool:
 
 def _xla(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array) -> Array:
     """Reference implementation."""
-    q_BTHK, k_BTHK, v_BTHK = jnp.split(qkv_BTNK, 3, axis=2)
-
-    def rotated(x_BTHK: Array) -> Array:
-        a, b = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
-        cos, sin = cos_TP[:, None], sin_TP[:, None]
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHK.dtype)
-
-    return jax.nn.dot_product_attention(rotated(q_BTHK), rotated(k_BTHK), v_BTHK, is_causal=True, implementation="xla")
+    H = qkv_BTNK.shape[2] // 3
+    q_BTHK, k_BTHK, v_BTHK = rotated_heads(qkv_BTNK, cos_TP, sin_TP, num_heads=H, num_kv_heads=H)
+    return jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, implementation="xla")
 
 
 # A jitted function, because jax 0.11 names and compiles every call of a kernel separately.

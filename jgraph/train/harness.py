@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from jgraph.data import library
 from jgraph.errors import ConfigError, DataError, require
-from jgraph.inference.generate import ENDED, stream
+from jgraph.inference.generate import stream
 from jgraph.inference.score import scores
 from jgraph.inference.text import TextStream
-from jgraph.train.loaded import Loaded
+from jgraph.train.loaded import Loaded, pieces
 
 _LONGEST = 2048  # as in lm-eval, for a model with an unknown window
 _GENERATION = {"do_sample", "temperature", "top_k", "top_p", "until", "max_gen_toks"}
@@ -155,13 +155,11 @@ class _LoadedLM:
         # Decoded without the context, as in lm-eval.
         until = [text for text in settings["until"] if text]
         decode = partial(loaded.tokenizer.decode, special=False)
-        texts, pieces = [TextStream(decode, (), until) for _ in range(count)], [""] * count
-        for tokens_B in stream(loaded.model, loaded.params, rows, stop=loaded.tokenizer.ends, **choices):
-            for number, (text, token) in enumerate(zip(texts, tokens_B[:count].tolist(), strict=True)):
-                pieces[number] += text.finish() if token == ENDED else text.push(token)
-            if all(text.ended for text in texts):
-                break
-        return [piece + text.finish() for piece, text in zip(pieces, texts, strict=True)]
+        texts, found = [TextStream(decode, (), until) for _ in range(count)], [""] * count
+        steps = stream(loaded.model, loaded.params, rows, stop=loaded.tokenizer.ends, **choices)
+        for number, piece in pieces((tokens_B[:count] for tokens_B in steps), texts):
+            found[number] += piece
+        return found
 
 
 def _progress(steps: Iterator[Any], total: int, name: str, disable: bool) -> Iterator[Any]:

@@ -116,7 +116,7 @@ class Loaded:
     def _stream(self, rows: list[list[int]], stop: Sequence[str], settings: dict[str, Any]) -> Iterator[tuple[int, str]]:
         settings = {"window": self.window, "carried": self.carried} | settings
         steps = stream(self.model, self.params, rows, stop=self.tokenizer.ends, **settings)
-        return _pieces(steps, [TextStream(self.tokenizer.decode, row, stop) for row in rows])
+        return pieces(steps, [TextStream(self.tokenizer.decode, row, stop) for row in rows])
 
     def chat(self, messages: Sequence[Message], *, tools: Any = None, **settings: Any) -> str:
         """Generates the assistant's answer to a conversation.
@@ -167,10 +167,11 @@ class Loaded:
         return self._stream([*rows], (*stop, *dict.fromkeys(end for own in ends for end in own)), settings)
 
 
-def _pieces(steps: Iterator[np.ndarray], texts: list[TextStream]) -> Iterator[tuple[int, str]]:
+def pieces(steps: Iterator[np.ndarray], texts: list[TextStream]) -> Iterator[tuple[int, str]]:
+    """Yields the pieces of several texts from the tokens of `stream`, each with the number of its text."""
     for tokens_B in steps:
         for number, (text, token) in enumerate(zip(texts, tokens_B.tolist(), strict=True)):
-            if token != ENDED and (piece := text.push(token)):
+            if piece := text.finish() if token == ENDED else text.push(token):
                 yield number, piece
         if all(text.ended for text in texts):
             return

@@ -4,27 +4,12 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from jgraph.errors import ConfigError, os_errors
 from jgraph.train.rundir import RunDir, replace_json
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-
-
-class Tracker(Protocol):
-    """A destination of the metrics of a run. `MetricsLog` calls its methods."""
-
-    def add(self, entry: dict[str, Any]) -> None:
-        """Receives an entry of metrics.jsonl. Called once per logged step, in order.
-
-        Args:
-            entry: A dict with "step" (int, number of finished steps) and the metrics by name. A number that is unknown or not
-                finite is None, and a metric may be a list. Must not be changed.
-        """
-
-    def close(self) -> None:
-        """Writes the entries that are not written yet, and closes files and connections. Called once, at the end of the run."""
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -42,7 +27,7 @@ def check_installed(names: Sequence[str]) -> None:
             raise ConfigError(f"`log` is {name}: {wrong}", field="log")
 
 
-def start(names: Sequence[str], run_dir: RunDir, done: int) -> list[Tracker]:
+def start(names: Sequence[str], run_dir: RunDir, done: int) -> "list[Tracker]":
     """Starts the trackers of a run. Opens files in the run directory, or connects to Weights & Biases.
 
     Args:
@@ -146,3 +131,7 @@ class Wandb:
 
 def _numbers(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if name != "step" and isinstance(value, int | float)}
+
+
+Tracker: TypeAlias = TensorBoard | Wandb
+"""A destination of the metrics. `add` receives each entry of metrics.jsonl, `close` writes the rest."""

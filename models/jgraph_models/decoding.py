@@ -139,9 +139,8 @@ def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], ke
         return jax.lax.platform_dependent(x, kernel, bias, normed, cuda=single, default=general)
 
     def norm(x: Array, params: Tree) -> Array:
-        x32 = x.astype(jnp.float32)
-        root = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.norm_eps)
-        return (x32 * (root * params["scale"].astype(jnp.float32))).astype(dtype)
+        scale_D = params["scale"].astype(jnp.float32)
+        return jgraph.rms_norm(x, scale_D, epsilon=config.norm_eps, implementation="xla")[1]
 
     def logits(weights: Tree, x_BD: Array) -> Array:
         head_VD = weights["head_VD" if config.head == "untied" else "embedding_VD"]
