@@ -13,7 +13,6 @@ With --tasks, prints a table of the metrics of tasks of the Language Model Evalu
 """
 
 import dataclasses
-import math
 import sys
 from json import dumps
 from pathlib import Path
@@ -93,6 +92,7 @@ def evaluate(
     from absl import logging
 
     from jgraph.dispatch import check_devices
+    from jgraph.train.metrics import finite
 
     logging.set_verbosity(logging.FATAL)  # Orbax also logs the errors that it raises.
     check_devices()
@@ -103,20 +103,11 @@ def evaluate(
         fields = _evaluate_text(run, step, of_model, _given(of_text | sizes))
     if json is not None:
         with os_errors("json", json):
-            json.write_text(dumps(_valid(fields), indent=2) + "\n")
+            json.write_text(dumps(finite(fields), indent=2) + "\n")
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
-
-
-def _valid(value: Any) -> Any:
-    """Replaces infinities and NaN by None, because JSON has neither."""
-    if isinstance(value, dict):
-        return {name: _valid(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_valid(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _shown(value: Any) -> str:
@@ -141,6 +132,7 @@ def _evaluate_tasks(
 ) -> dict[str, Any]:
     from jgraph.train.harness import score_tasks
     from jgraph.train.loaded import load
+    from jgraph.train.metrics import finite
 
     loaded = load(run, step, **of_model)
     found = score_tasks(loaded, tasks, **options)
@@ -150,7 +142,7 @@ def _evaluate_tasks(
     print(f"model  {loaded.source}")
     for row in rows:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
-    return {"source": loaded.source, "results": [one._asdict() for one in found]}
+    return {"source": loaded.source, "results": [finite(one._asdict()) for one in found]}
 
 
 main = command("python -m jgraph.evaluate", __doc__, evaluate)

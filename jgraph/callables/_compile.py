@@ -20,7 +20,8 @@ from jax import Array
 from jgraph.callables.shaped import Shaped
 from jgraph.schedule.action import Kind
 from jgraph.xla import CaptureReport, check_identity, compile_and_report
-from jgraph.xla.cache import for_elsewhere
+from jgraph.xla.cache import UNREADABLE
+from jgraph.xla.donation import without_warning
 
 # A gradient is returned as a new array of the parameter's dtype, as a new float32 sum, or added to a float32 sum.
 How = Literal["new", "start", "add"]
@@ -237,7 +238,7 @@ def compile_tasks(
         program, platform = lowered[name[0]]
         return compile_and_report(program, dict(options), platform=platform)
 
-    with ThreadPoolExecutor(min(16, len(distinct))) as pool, for_elsewhere():
+    with ThreadPoolExecutor(min(16, len(distinct))) as pool, without_warning(UNREADABLE):
         made = dict(zip(distinct, pool.map(compiled, distinct), strict=True))
     for (io, _), (executable, _) in made.items():
         if io.sums:

@@ -30,8 +30,9 @@ import numpy as np
 from jgraph.device import DEVICES
 from jgraph.errors import TargetError, os_errors
 from jgraph.tree import PyTree
-from jgraph.xla.cache import for_elsewhere, user_cache
+from jgraph.xla.cache import UNREADABLE, user_cache
 from jgraph.xla.capture import CaptureReport, compile_and_report
+from jgraph.xla.donation import without_warning
 from jgraph.xla.options import OptionValue
 
 Device: TypeAlias = Any  # type checkers take jax.Device for a variable
@@ -217,7 +218,7 @@ def compile_lowered(
         TargetError: If compiling the program needs a GPU, the program is for present devices, or XLA writes no dump of its
             thunks because XLA_FLAGS disables it.
     """
-    with _needs_no_gpu(), for_elsewhere():
+    with _needs_no_gpu(), without_warning(UNREADABLE):
         compiled, report = compile_and_report(lowered, compiler_options, platform="gpu")
     used = {device for sharding in jax.tree.leaves(compiled.input_shardings) for device in sharding.device_set}
     if used & set(jax.devices()):

@@ -10,7 +10,6 @@ import importlib.metadata
 import os
 import tempfile
 import threading
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from jgraph.errors import os_errors
 
 _CONFIG: Any = jax.config  # type checkers do not see its options
+UNREADABLE = "Error reading persistent compilation cache entry"
+"""JAX's warning about a program for a device that is not present. JAX cannot load it, and compiles it again."""
 _HIT = "/jax/compilation_cache/cache_hits"
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -110,21 +111,6 @@ def watch() -> Iterator[Compiles]:
     finally:
         jax.monitoring.unregister_event_listener(on_event)
         jax.monitoring.unregister_event_duration_listener(on_event)
-
-
-@contextlib.contextmanager
-def for_elsewhere() -> Iterator[None]:
-    """Suppresses JAX's warning "Error reading persistent compilation cache entry" inside a `with` block.
-
-    Put it around compilation for a device that is not present. JAX cannot load a cached program for such a device: it warns
-    and compiles again. Filters of the `warnings` module are restored at the end of the block.
-
-    Yields:
-        None, once.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Error reading persistent compilation cache entry")
-        yield
 
 
 def report_file(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, options: Mapping[str, object]) -> Path | None:

@@ -17,6 +17,9 @@ from jgraph.errors import DonationError
 from jgraph.tree import PyTree
 from jgraph.xla.hlo import HloModule
 
+UNUSABLE = "Some donated buffers were not usable"
+"""JAX's warning about dropped donations, which `donations` lists."""
+
 _Leaf: TypeAlias = jax.ShapeDtypeStruct  # or jax.stages.ArgInfo, which also has shape and dtype
 
 
@@ -43,14 +46,10 @@ class Donation:
 
 
 @contextlib.contextmanager
-def without_warnings() -> Iterator[None]:
-    """Suppresses JAX's warning about donations that were not usable, inside a `with` block. `donations` lists them.
-
-    Yields:
-        None, once.
-    """
+def without_warning(message: str) -> Iterator[None]:
+    """Suppresses warnings that begin with a message, inside a `with` block."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        warnings.filterwarnings("ignore", message=message)
         yield
 
 

@@ -13,7 +13,7 @@ from jgraph.errors import ConfigError
 from jgraph.tree import PyTree
 from jgraph.xla import aot
 from jgraph.xla.capture import CaptureReport, compile_and_report
-from jgraph.xla.donation import Donation, donations, without_warnings
+from jgraph.xla.donation import UNUSABLE, Donation, donations, without_warning
 from jgraph.xla.hlo import COLLECTIVES, HloModule, Instruction
 from jgraph.xla.options import OptionValue
 
@@ -260,7 +260,7 @@ def explain(
         jitted = jax.jit(fn, donate_argnums=donate_argnums)
     elif donate_argnums not in ((), []):
         raise ConfigError("`donate_argnums` must be left out for a jitted function: pass it to jax.jit", field="donate_argnums")
-    with without_warnings():
+    with without_warning(UNUSABLE):
         lowered, names = _lower(jitted, args, target)
     return _report(lowered, names, compiler_options or {}, name=getattr(fn, "__name__", type(fn).__name__), target=target)
 
@@ -276,7 +276,7 @@ def report(traced: jax.stages.Traced, compiler_options: Mapping[str, OptionValue
     Returns:
         The report.
     """
-    with without_warnings():
+    with without_warning(UNUSABLE):
         lowered = traced.lower()
     return _report(lowered, argument_names(traced, lowered), compiler_options, name=name)
 

@@ -18,7 +18,7 @@ from jax.core import eval_context
 from jax.extend.core import get_opaque_trace_state
 
 from jgraph.errors import DonationError, check_choice
-from jgraph.xla.donation import Donation, donations, without_warnings
+from jgraph.xla.donation import UNUSABLE, Donation, donations, without_warning
 from jgraph.xla.explain import Explanation, argument_names, report
 from jgraph.xla.options import Graph, OptionValue, compiler_options, option_errors
 
@@ -140,7 +140,7 @@ class Jitted(Generic[P, R]):
 
     def _check(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """Compiles the program for new arguments. Raises DonationError if it does not reuse the buffer of a donated leaf."""
-        with without_warnings(), option_errors():
+        with without_warning(UNUSABLE), option_errors():
             traced = self.trace(*args, **kwargs)
             lowered = traced.lower()
             compiled = lowered.compile()
