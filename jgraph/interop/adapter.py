@@ -153,23 +153,9 @@ def write_adapter(
     alpha: float,
     base: str,
 ) -> list[Path]:
-    """Writes adapters as a PEFT folder in float32. Leaves no files behind if it fails.
+    """Writes adapters as a PEFT folder in float32, and returns the paths of its files. `base` names the base model, or is "".
 
-    Args:
-        to: The new folder. Nothing may exist at the path, except an empty directory. Missing parents are created.
-        parts: The tensors of every parameter of the model and their positions in it, by parameter name.
-        adapters: The adapters by the name of their parameter, from `AdaptedModel.adapters`.
-        parameter: Called with the name of each A and B. Must return the whole matrix as a numpy array.
-        rank: Rank of the adapters.
-        alpha: The adapters are multiplied by `alpha / rank`.
-        base: Path or id of the base model; "" if it has none.
-
-    Returns:
-        The absolute paths of all files in the folder, sorted.
-
-    Raises:
-        ConfigError: If an adapter has no PEFT format, or the hidden folder cannot be created.
-        OSError: If a file cannot be written, or `to` is not empty.
+    Raises ConfigError for an adapter that has no PEFT format.
     """
     own = adapter_parts(parts, adapters, rank)
     targets = [_layer(part) for name in adapters for part in parts[name]]

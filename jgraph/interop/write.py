@@ -29,27 +29,9 @@ def write(
     beside: Mapping[str, Path] = MappingProxyType({}),
     file_bytes: int = _FILE_BYTES,
 ) -> list[Path]:
-    """Writes a Hugging Face folder: config.json, and the tensors in safetensors files.
+    """Writes a Hugging Face folder: config.json with `dtype`, the files `beside`, and safetensors files of up to `file_bytes`.
 
-    A single file is model.safetensors. Several files are model-00001-of-0000N.safetensors and so on, with a
-    model.safetensors.index.json. The folder is written beside `to`, under a hidden name with the process id, and renamed when
-    it is complete. If an error is raised, the hidden folder is deleted.
-
-    Args:
-        to: The new folder. Nothing may exist at the path, except an empty directory. Missing parents are created.
-        config: Content of config.json. Its fields `dtype` and `torch_dtype` are replaced by `dtype`.
-        parts: The tensors of every parameter and their positions in it, by parameter name.
-        parameter: Called with each name in `parts`, once and in order. Must return the whole parameter as a numpy array, which
-            must not be changed later. It is cast to `dtype`.
-        dtype: Dtype of the tensors, `float32` or `bfloat16`.
-        beside: Other files to copy into the folder, by their paths in it.
-        file_bytes: Largest total size in bytes of the tensors in a file. A larger tensor gets a file of its own.
-
-    Returns:
-        The absolute paths of all files in the folder, sorted.
-
-    Raises:
-        OSError: If a file or the folder cannot be written, or `to` is not empty.
+    Calls `parameter` once for each name in `parts`, so that one is in memory at a time. Returns the paths of the files.
     """
     with new_folder(to) as folder:
         copy_files(beside, folder)

@@ -70,31 +70,10 @@ def evaluate(
     adapter: str | Path | None = None,
     **overrides: Any,
 ) -> Evaluation:
-    """Evaluates the model of a run directory or of a Hugging Face folder on held-out text. Changes no files of the run.
+    """Evaluates the model of `jgraph.load` on held-out text, on any devices. `overrides` are fields of `TrainConfig`.
 
-    For a run, the defaults select the same batches that the run evaluates while it trains.
-
-    Args:
-        path: A run directory, or a folder with the config.json and safetensors files of a model. The run may have used any
-            number of devices and may still be training.
-        step: Number of finished steps of the run's checkpoint; None for the newest. Must be None for a folder.
-        module: Model class of the run, as `package.module:Class`. Required for a class outside `jgraph_models`, because loading
-            imports the module and so runs its code. Must be empty for a folder.
-        adapter: A PEFT folder with a LoRA adapter for the model; None for a run with LoRA.
-        **overrides: Fields of `TrainConfig` that replace the settings of the evaluation. `data`: names of corpora, files or
-            directories, required for a folder. `batch_size`: sequences per batch. `seq_len`: predicted tokens per sequence.
-            `eval_batches`: largest number of batches. `dp`, `fsdp`, `tp`: number of devices. The defaults are the settings of
-            the run, but on one device. For a folder they are 8 sequences of at most 1024 tokens and 16 batches.
-
-    Returns:
-        The loss, and the size of the evaluated text.
-
-    Raises:
-        ConfigError: If an argument has a value that is not allowed, there are too few devices, or `path` is neither a run nor a
-            folder. Also if `module` is another class than that of the run, or is empty for a class outside `jgraph_models`.
-        TypeError: If an override is not the name of a field.
-        DataError: If the data cannot be read, or is text and the model has no tokenizer.
-        CheckpointError: If the run does not have the checkpoint, or the checkpoint is damaged.
+    The defaults are those of the run, which select the batches that it evaluates itself, but one device. For a folder, they are
+    8 sequences of at most 1024 tokens and 16 batches, and `data` must be given.
     """
     from_folder = is_folder(Path(path))
     if from_folder and "data" not in overrides:

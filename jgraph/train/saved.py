@@ -94,18 +94,9 @@ class SavedRun:
         return np.asarray(self.model.merged(name, *map(jnp.asarray, arrays)))
 
     def read_tree(self, **like: Tree) -> dict[str, Tree]:
-        """Reads parts of the saved state onto devices. Collective: every process must call this method with the same shapes.
+        """Reads `params`, `carried`, `observed` or `opt_state` to the shardings of trees of shapes, in the saved dtypes.
 
-        Args:
-            **like: Any of `params`, `carried` (mutable state of the model), `observed` (FP8 amax histories) and `opt_state`, as
-                trees of `jax.ShapeDtypeStruct` in the structure of the checkpoint. The shape of a leaf must be the saved shape.
-                A leaf without a sharding goes to the first device.
-
-        Returns:
-            The trees by the names of the arguments, as arrays with the saved dtypes and the shardings of `like`.
-
-        Raises:
-            CheckpointError: If the checkpoint does not have a leaf, a leaf has another shape, or its data is damaged.
+        A leaf without a sharding goes to the first device. Collective: every process must call it with the same shapes.
         """
         paths, structure = jax.tree_util.tree_flatten_with_path(like)
         names = [f".{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in paths]
