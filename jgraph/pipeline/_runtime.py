@@ -316,7 +316,12 @@ class RankRuntime:
             return state
         dx = jnp.where((row["stage"] == 0) & is_dgrad, dx, jnp.zeros((), dx.dtype))
         zeros = jax.tree.map(jnp.zeros_like, state.outer)
-        return state.add_outer(_where_any(numbers, row["back"], lambda m: self.rank.embed_backward(m, dx), zeros))
+
+        def embed_backward(m: Array) -> Tree:
+            # In the dtype of the sums: parameters in bfloat16 have gradients in bfloat16.
+            return jax.tree.map(lambda g: g.astype(jnp.float32), self.rank.embed_backward(m, dx))
+
+        return state.add_outer(_where_any(numbers, row["back"], embed_backward, zeros))
 
     def send(self, state: State, row: Row, out: Array, pools: Sequence[str]) -> State:
         """Sends the result of the tick to the rank that reads it, and writes the received arrays to pools.

@@ -54,8 +54,12 @@ class Split:
             True if the parameter is split, False if it is replicated.
 
         Raises:
-            ConfigError: If the devices cannot share the units of a part, and `uneven` is `refuse`.
+            ConfigError: If the devices cannot share the units of a part, and `uneven` is `refuse`; or the units of all parts do
+                not divide the axis.
         """
+        if self.parts and length % sum(self.parts):
+            must = f"their sum must divide the length {length} of {name}, axis {self.axis}"
+            raise ConfigError(f"`parts` of a split is {self.parts}: {must}", field="tensor")
         uneven = [count for count in self.parts or (length,) if count % devices]
         if uneven and self.uneven == "refuse":
             what = f"{uneven[0]} heads or units" if self.parts else f"length {length}"

@@ -145,3 +145,15 @@ def test_replicas_of_the_dispatch_engine_draw_different_random_numbers():
     rows = {"x": np.ones((2, 2), np.float32), "y": np.ones((2, 4), np.float32)}
     state, _ = step.compile(rows)(step.init(new_params, carried), step.place(rows))
     assert np.all(state.carried["largest"] > -state.carried["least"])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "aligned"])
+def test_parameters_in_bfloat16_train_with_every_runtime(schedule, batch):
+    strategy = Pipelined(jax.make_mesh((2,), ("pipe",)), shapes(), generate(schedule, pp=2, microbatches=4))
+    choices = {"num_microbatches": 4, "params_dtype": jnp.bfloat16}
+    found, metrics = trained(train_step(MODEL, optax.sgd(1e-2), strategy, **choices), batch)
+    expected, on_one = trained(train_step(whole, optax.sgd(1e-2), Replicated(None, shapes()), **choices), batch)
+    assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(jnp.bfloat16)}
+    np.testing.assert_allclose(metrics.loss, on_one.loss, rtol=1e-2)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=2e-2)

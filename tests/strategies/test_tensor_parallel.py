@@ -430,3 +430,8 @@ def test_a_rule_that_replicates_a_parameter_overrides_its_partition_names():
     annotations = dict.fromkeys(shapes, PartitionSpec(None, "tensor"))
     inner = jgraph.Replicated(mesh_of(data=1, tensor=2), shapes)
     assert set(jgraph.TensorParallel(inner, {"w": None}, annotations).splits(2)) == {"v"}
+
+
+def test_parts_that_do_not_divide_the_axis_are_refused():
+    with pytest.raises(ConfigError, match=r"`parts` of a split is \(2, 4\): their sum must divide the length 5 of w, axis -1"):
+        jgraph.Split(axis=-1, parts=(2, 4)).check("w", 5, 2)
