@@ -243,11 +243,21 @@ class FP8Function(OwnProducts):
     def bind(self, sites: Sequence[Site], names: Sequence[str], given: PyTree, x: PyTree, *extra: PyTree) -> BoundProducts:
         """Replaces matmuls of `fn` by FP8 matmuls. Called by `split_backward` once per trace.
 
-        dgrad returns the next state as the gradient of the state.
+        Args:
+            sites: The matmuls of `fn` with a weight gradient that wgrad computes, in the order of the trace.
+            names: Names of the parameters, in the order of their leaves.
+            given: The tuple (params, state, weights) of trees of arrays, tracers or shapes. `weights` may be None.
+            x: The argument of `fn` after the parameters.
+            *extra: The arguments of `fn` after `x`.
+
+        Returns:
+            The matmul of each site, in FP8 if the recipe selects it; a function from (params, state, weights) to their
+            additional arguments; and True for each leaf of params and state, False for each leaf of weights. dgrad thus returns
+            the next state as the gradient of the state.
 
         Raises:
             SplitError: If the weight gradient of an FP8 matmul is not delayed, because the matmul is not in `sites`.
-            ConfigError: As `plan`.
+            ConfigError: If no matmul can be in FP8, or the recipe does not fit the parameters, as in `plan`.
         """
         trace, products = self.plan(given[0], x, *extra), _products(sites, names, self.config)
         quantized, delayed = ([p.name for p in found if not p.kept] for found in (trace.products, products))

@@ -161,10 +161,10 @@ def test_a_kept_matmul_in_a_scan_is_not_quantized():
         return functools.reduce(lambda x, i: layer(x, jax.tree.map(lambda leaf: leaf[i], params))[0], range(3), x)
 
     params, x, dy = {"quantized": normal(1, 3, D, F), "kept": normal(2, 3, F, D)}, normal(3, B, D), normal(4, B, D)
-    functions = (lambda params, x: jax.lax.scan(layer, x, params)[0], unrolled)
-    scanned, unrolled = (jgraph.fp8(fn, FP8Config(keep=("kept",))) for fn in functions)
-    assert [(p.name, p.kept) for p in scanned.plan(params, x).products] == [("quantized", ""), ("kept", "kept by `fp8.keep`")]
-    found, expected = (with_gradients(lambda p, x, f=f: f.apply(p, {}, x), dy, params, x) for f in (scanned, unrolled))
+    config = FP8Config(keep=("kept",))
+    ways = jgraph.fp8(lambda params, x: jax.lax.scan(layer, x, params)[0], config), jgraph.fp8(unrolled, config)
+    assert [(p.name, p.kept) for p in ways[0].plan(params, x).products] == [("quantized", ""), ("kept", "kept by `fp8.keep`")]
+    found, expected = (with_gradients(lambda p, x, f=f: f.apply(p, {}, x), dy, params, x) for f in ways)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, expected)
 
 
