@@ -54,11 +54,10 @@ def megatron_order(
     """
     chunks = 1 if vpp is None else vpp
     group = pp_size if microbatch_group_size is None else microbatch_group_size
-    check_integer("pp_size", pp_size)
+    sizes = {"pp_size": pp_size, "num_microbatches": num_microbatches, "vpp": chunks, "microbatch_group_size": group}
+    for name, size in sizes.items():
+        check_integer(name, size)
     check_integer("pp_rank", pp_rank, 0)
-    check_integer("num_microbatches", num_microbatches)
-    check_integer("vpp", chunks)
-    check_integer("microbatch_group_size", group)
     given = (1,) * chunks if num_layers_per_chunk is None else num_layers_per_chunk
     layers = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else ()
     for number in layers:

@@ -159,23 +159,18 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
     """
     # These flags determine the other flags and their defaults. tyro parses them again and reports errors.
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--preset", nargs="?", default="", const="")
-    first.add_argument("--model.module", nargs="?", dest="module")
-    first.add_argument("--init-from", nargs="?", default="")
-    first.add_argument("--continue-from", nargs="?", default="")
-    first.add_argument("--run-dir", nargs="?", default="")
-    first.add_argument("--lora.rank", nargs="?", dest="rank")
+    for flag in ("preset", "model.module", "init-from", "continue-from", "run-dir", "lora.rank", "data.field"):
+        first.add_argument(f"--{flag}", nargs="?", default="", const="", dest=flag.rpartition(".")[2].replace("-", "_"))
     first.add_argument("--data", nargs="*", default=[])
-    first.add_argument("--data.field", nargs="?", dest="field", default=FIELD)
     chosen = first.parse_known_args(args)[0]
     trains: Trained = "given weights" if chosen.init_from else "from scratch"
-    if chosen.rank not in (None, "0"):
+    if chosen.rank not in ("", "0"):
         trains = "adapters"
     base = preset(chosen.preset or "cpu-tiny", trains=trains)
     if chosen.continue_from:
         from jgraph.train.initial import config_of_run
 
-        source = config_of_run(chosen.continue_from, chosen.run_dir or base.output.run_dir, module=chosen.module or "")
+        source = config_of_run(chosen.continue_from, chosen.run_dir or base.output.run_dir, module=chosen.module)
         if not chosen.preset and source.preset in PRESETS:
             base = preset(source.preset, trains=trains)
         base = base.changed(module=source.module, model=source.model)
@@ -195,7 +190,7 @@ def parse(args: Sequence[str], prog: str = _PROG) -> TrainConfig | None:
         compute_dtype = "model" if chosen.preset else "folder"
         run_dir = chosen.run_dir or base.output.run_dir
         model = with_settings_of(module, model, chosen.init_from, run_dir, compute_dtype=compute_dtype)
-    if chosen.rank and chosen.rank.isdecimal() and int(chosen.rank) and (chosen.init_from or chosen.continue_from):
+    if chosen.rank.isdecimal() and int(chosen.rank) and (chosen.init_from or chosen.continue_from):
         from jgraph.train.initial import dtype_of_source
 
         dtype = dtype_of_source(chosen.init_from, chosen.continue_from, chosen.run_dir or base.output.run_dir)
