@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgraph.pipeline import PipelineModel
+from jgraph.layout import named
+from jgraph.pipeline import Pipeline, PipelineModel
 from jgraph.schedule import Order, Schedule, generate, read, write
 from tests.autodiff.stages import grouped_mlp, grouped_params
 from tests.pipeline import model
@@ -155,5 +156,6 @@ def routed_loss(outer, layers, inputs, key):
 def test_layers_with_experts_have_the_gradients_of_one_device(name, runtime, remat):
     given = model.params(2)[0], [grouped_params(seed=3 * i, width=model.D) for i in range(2)]
     parts = PipelineModel(model.embed, routed_layer, model.head)
-    pipe = model.pipeline(generate(name, pp=2, microbatches=3), 2, parts=parts, runtime=runtime, remat=remat)
+    choices = {"runtime": runtime, "remat": remat}
+    pipe = Pipeline.of(parts, generate(name, pp=2, microbatches=3), model.mesh(2), named(given), **choices)
     model.assert_same(model.run_pipeline(pipe, given=given), model.one_device(*given, model.batch(3), loss=routed_loss))
