@@ -99,6 +99,7 @@ def train_step(
         OrderError: If the layers of a pipeline do not make the stages of its schedule.
 
     Examples:
+        >>> import optax
         >>> def loss(params, batch, key):
         ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
         >>> params, batch = {"w": jnp.zeros((8, 1))}, {"x": jnp.ones((4, 8)), "y": jnp.ones((4, 1))}
@@ -321,6 +322,7 @@ class TrainStep:
             ShapeError: If M times the number of data ranks does not divide `rows`.
 
         Examples:
+            >>> import optax
             >>> step = jgraph.train_step(lambda params, x, key: jnp.mean(x), optax.sgd(0.1), jgraph.Replicated(None, {}))
             >>> step.batch_rows(4)
             array([0, 1, 2, 3])

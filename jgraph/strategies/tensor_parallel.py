@@ -32,7 +32,8 @@ class Split:
     """How a parameter is split over the devices of the mesh axis `tensor`.
 
     Attributes:
-        axis: Index of the split axis, negative: -1 for the columns of a matrix, -2 for its rows.
+        axis: Index of the split axis: -1 for the columns of a matrix, -2 for its rows. Count from the end, so that the rule
+            also fits scanned layers, which have an additional first axis.
         parts: The axis is a concatenation of parts, for example queries, keys and values. Number of units of each part, such as
             heads: (32, 8, 8). Every device gets an equal share of the units of each part. () for one part, the whole axis.
         uneven: What to do if the devices cannot share the units equally: `refuse`, or `replicate` the parameter.
@@ -93,7 +94,7 @@ class Split:
     def _ordered(self, array: Array, devices: int, *, inverse: bool) -> Array:
         if len(self.parts) < 2:
             return array
-        axis = array.ndim + self.axis
+        axis = self.axis % array.ndim
         length, units = array.shape[axis], sum(self.parts)
         shares = [count * (length // units) // devices for count in self.parts]
         ends = [sum(shares[: i + 1]) for i in range(len(shares) - 1)]
@@ -192,7 +193,7 @@ class TensorParallel:
 
 def _split(split: Split, param: Param, mesh: AbstractMesh) -> Change:
     """Orders a concatenated axis by device, and places it on the devices."""
-    devices, axis = mesh.shape[AXIS], len(param.shape) + split.axis
+    devices, axis = mesh.shape[AXIS], split.axis % len(param.shape)
     placed = param.placed(axis, AXIS)
     # Otherwise XLA replicates the array while it stacks or slices the layers of a pipeline.
     spec = PartitionSpec(*[AXIS if i == axis else PartitionSpec.UNCONSTRAINED for i in range(len(param.shape))])
@@ -258,7 +259,7 @@ def specs_of(rules: Mapping[str, Split | None], params: Tree) -> Tree:
 
     def of(path: Any, leaf: Any) -> PartitionSpec:
         split = _split_of(rules, path_name(path), leaf.shape)
-        return PartitionSpec(*[AXIS if split and i == leaf.ndim + split.axis else None for i in range(leaf.ndim)])
+        return PartitionSpec(*[AXIS if split and i == split.axis % leaf.ndim else None for i in range(leaf.ndim)])
 
     return jax.tree_util.tree_map_with_path(of, params)
 

@@ -435,3 +435,17 @@ def test_a_rule_that_replicates_a_parameter_overrides_its_partition_names():
 def test_parts_that_do_not_divide_the_axis_are_refused():
     with pytest.raises(ConfigError, match=r"`parts` of a split is \(2, 4\): their sum must divide the length 5 of w, axis -1"):
         jgraph.Split(axis=-1, parts=(2, 4)).check("w", 5, 2)
+
+
+def test_an_axis_can_be_counted_from_the_front():
+    shapes = {"w": jax.ShapeDtypeStruct((8, 12), jnp.float32)}
+    strategies = [
+        jgraph.TensorParallel(
+            jgraph.Replicated(mesh_of(data=1, tensor=2), shapes), {"w": jgraph.Split(axis=axis, parts=(4, 2))}
+        )
+        for axis in (1, -1)
+    ]
+    assert [specs(strategy)["w"] for strategy in strategies] == [(None, "tensor")] * 2
+    front, back = (strategy.bind(Objective(loss=lambda *_: 0.0, layout=layout_of(shapes))).layout for strategy in strategies)
+    tree = {"w": jnp.arange(96.0).reshape(8, 12)}
+    np.testing.assert_array_equal(*(jax.jit(layout.pack)(tree)["w"] for layout in (front, back)))
