@@ -15,7 +15,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jgraph.errors import ConfigError
 from jgraph.layout import Change, Param, each
@@ -164,7 +164,9 @@ class TensorParallel:
             ConfigError: If the devices cannot share a parameter, or the wrapped strategy raises it.
         """
         mesh: Any = getattr(self.strategy, "mesh", None)
-        splits, abstract = self.splits(mesh.shape[AXIS]), AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+        splits = self.splits(mesh.shape[AXIS])
+        # Without devices, so that the layout is also one for other devices (`BoundStrategy.on`).
+        abstract = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
         def change(name: str, param: Param) -> Change | None:
             return _split(splits[name], param, abstract) if name in splits else None
