@@ -10,14 +10,14 @@ receive from one copy.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from jgraph.kernels._mosaic import LINE, SLAB, kernel, plgpu, shared
+from jgraph.kernels._mosaic import LINE, SLAB, Ref, Slice, kernel, plgpu, shared
 
 Order = Literal["GKN", "GNK", "NGK"]
 """Order of the axes of the weights: G groups, K contracted, N columns."""
@@ -57,11 +57,11 @@ class _Cursor(NamedTuple):
         after: int32, first pair of tiles of the next group.
     """
 
-    group: Any
-    begin: Any
-    end: Any
-    first: Any
-    after: Any
+    group: Array
+    begin: Array
+    end: Array
+    first: Array
+    after: Array
 
 
 class _Tiles(NamedTuple):
@@ -70,14 +70,12 @@ class _Tiles(NamedTuple):
     Attributes:
         sizes: Reference to int32 [G], the number of rows of each group.
         M: Total number of rows.
-        count: Maps `begin` and `end` of a group to its number of pairs.
-        total: int32, total number of pairs; None before `counted`.
+        pairs: Maps `begin` and `end` of a group to its number of pairs.
     """
 
-    sizes: Any
+    sizes: Ref
     M: int
-    count: Callable[[Any, Any], Any]
-    total: Any = None
+    pairs: Callable[[Array, Array], Array]
 
     def start(self) -> _Cursor:
         """Returns a cursor before the first group."""
@@ -88,16 +86,16 @@ class _Tiles(NamedTuple):
         G, group = self.sizes.shape[0], at.group + 1
         end = jnp.minimum(at.end + self.sizes[jnp.minimum(group, G - 1)], self.M)
         end = jnp.where(group == G, self.M, end)
-        return _Cursor(group, at.end, end, at.after, at.after + self.count(at.end, end))
+        return _Cursor(group, at.end, end, at.after, at.after + self.pairs(at.end, end))
 
-    def seek(self, at: _Cursor, pair: Any) -> _Cursor:
+    def seek(self, at: _Cursor, pair: Array) -> _Cursor:
         """Returns the cursor at the group of `pair`, which must not be in an earlier group."""
         return lax.while_loop(lambda at: at.after <= pair, self.next, at)
 
-    def counted(self) -> "_Tiles":
-        """Returns a copy with `total` set."""
+    def total(self) -> Array:
+        """Returns the total number of pairs."""
         last = lax.fori_loop(0, self.sizes.shape[0] + 1, lambda _, at: self.next(at), self.start())
-        return self._replace(total=last.after)
+        return last.after
 
 
 class _Work(NamedTuple):
@@ -116,19 +114,26 @@ class _Work(NamedTuple):
         prepare: `prepare(columns)` starts the copies of the addend of the result. None if there is no addend.
     """
 
-    steps: Any
-    valid: Any
-    columns: Any
-    right: Any
-    load: Callable[[Any, Any, Any], None]
-    operands: Callable[[Any, int], tuple[Any, Any]]
-    finish: Callable[[Any], None]
-    mask: Callable[[Any, Any], None] | None = None
+    steps: Array
+    valid: Array
+    columns: Array
+    right: Array
+    load: Callable[[Array, Array, Array], None]
+    operands: Callable[[Array, int], tuple[Ref, Ref]]
+    finish: Callable[[Array], None]
+    mask: Callable[[Array, Array], None] | None = None
     prepare: Callable[[int], None] | None = None
 
 
 def _persistent(
-    tiles: _Tiles, work: Callable[[_Cursor, Any], _Work], shape: _Shape, columns: int, full: Any, empty: Any, run: int = 1
+    tiles: _Tiles,
+    total: Array,
+    work: Callable[[_Cursor, Array], _Work],
+    shape: _Shape,
+    columns: int,
+    full: Ref,
+    empty: Ref,
+    run: int = 1,
 ) -> None:
     """Runs a block's share of the tiles: one warpgroup loads, two multiply and store.
 
@@ -137,6 +142,7 @@ def _persistent(
 
     Args:
         tiles: The tiles of all groups.
+        total: int32, their number of pairs.
         work: Maps a cursor and the index of a pair in its group to the work of this block's tile.
         shape: Tile sizes.
         columns: Number of columns of the result.
@@ -146,23 +152,23 @@ def _persistent(
     """
     gpu, places, widths = plgpu(), shape.stages, _widths(shape, columns)
     wg, cluster = lax.axis_index("wg"), lax.axis_index("clusters")
-    count = lax.div(tiles.total + (_CLUSTERS * run - 1), jnp.int32(_CLUSTERS * run)) * run
+    count = lax.div(total + (_CLUSTERS * run - 1), jnp.int32(_CLUSTERS * run)) * run
 
-    def place_of(step: Any) -> Any:
+    def place_of(step: Array) -> Array:
         return lax.rem(step, jnp.int32(places))
 
-    def loop(steps: Any, body: Callable[[Any], None]) -> None:
+    def loop(steps: Array, body: Callable[[Array], None]) -> None:
         lax.fori_loop(jnp.int32(0), steps, lambda k, _: body(k), None)
 
-    def shares(each: Callable[[_Work, Any, Any, Any], None]) -> Any:
+    def shares(each: Callable[[_Work, Array, Array, Array], None]) -> Array:
         """Calls `each(tile_work, stages_before, stages, kept)` for the block's tiles. Returns the total number of stages."""
 
-        def visit(turn: Any, carry: tuple[_Cursor, Any, Any]) -> tuple[_Cursor, Any, Any]:
+        def visit(turn: Array, carry: tuple[_Cursor, Array, Array]) -> tuple[_Cursor, Array, Array]:
             at, seen, before = carry
             # Rotated by one in each turn, so that all clusters share the narrower tiles of the last columns.
             round, part = lax.div(turn, jnp.int32(run)), lax.rem(turn, jnp.int32(run))
             number = (round * _CLUSTERS + lax.rem(cluster + round, jnp.int32(_CLUSTERS))) * run + part
-            exists, number = number < tiles.total, jnp.minimum(number, tiles.total - 1)
+            exists, number = number < total, jnp.minimum(number, total - 1)
             at = tiles.seek(at, number)
             tile = work(at, number - at.first)
             tile = tile._replace(steps=jnp.where(exists, tile.steps, 0), valid=exists & tile.valid)
@@ -176,8 +182,8 @@ def _persistent(
     def load():
         gpu.set_max_registers(40, action="decrease")
 
-        def each(tile: _Work, seen: Any, stages: Any, kept: Any) -> None:
-            def step(k: Any) -> None:
+        def each(tile: _Work, seen: Array, stages: Array, kept: Array) -> None:
+            def step(k: Array) -> None:
                 place = place_of(seen + k)
                 pl.when(seen + k >= places)(lambda: gpu.barrier_wait(empty.at[place]))
                 pl.when(k < tile.steps)(lambda: tile.load(k, place, kept))
@@ -197,13 +203,13 @@ def _persistent(
     def multiply():
         gpu.set_max_registers(232, action="increase")
 
-        def each(tile: _Work, seen: Any, stages: Any, kept: Any) -> None:
+        def each(tile: _Work, seen: Array, stages: Array, kept: Array) -> None:
             def multiplied(columns: int) -> None:
                 if tile.prepare is not None:
                     tile.prepare(columns)
 
-                def products(acc: Any) -> Any:
-                    def step(k: Any) -> None:
+                def products(acc: Ref) -> Array:
+                    def step(k: Array) -> None:
                         place = place_of(seen + k)
                         gpu.barrier_wait(full.at[place])
                         if tile.mask is not None:
@@ -221,7 +227,7 @@ def _persistent(
                 loop(stages - tile.steps, lambda k: idle(tile.steps + k))
                 tile.finish(result)
 
-            def idle(k: Any) -> None:
+            def idle(k: Array) -> None:
                 gpu.barrier_wait(full.at[place_of(seen + k)])
                 gpu.barrier_arrive(empty.at[place_of(seen + k)])
 
@@ -242,20 +248,25 @@ def _widths(shape: _Shape, columns: int) -> tuple[int, ...]:
     return tuple(sorted(widths | ({half if last <= half else shape.columns} if last else set())))
 
 
-def _aligned(row: Any) -> Any:
+def _aligned(row: Array) -> Array:
     """Rounds a row down to a multiple of `ALIGNED`, because a copy can only start there."""
     return pl.multiple_of(lax.div(row, jnp.int32(ALIGNED)) * ALIGNED, ALIGNED)
 
 
 def _persistent_kernel(
-    body: Callable[..., None], out_type: Any, stages: int, rings: Sequence[Any], staged: Any, barriers: int = 0
-) -> Any:
+    body: Callable[..., None],
+    outs: Sequence[jax.ShapeDtypeStruct],
+    stages: int,
+    rings: Sequence[pl.MemoryRef],
+    staged: pl.MemoryRef,
+    barriers: int = 0,
+) -> Callable[..., Sequence[Array]]:
     """Returns a kernel with one block per multiprocessor, in clusters of two.
 
     Args:
         body: Body of the kernel. Its scratch arguments are `rings`, `staged`, the barriers of filled stages, the barriers of
             consumed stages, and the additional barriers if `barriers` is not 0.
-        out_type: Shapes and dtypes of the results.
+        outs: Shapes and dtypes of the results.
         stages: Number of stages of the ring buffer.
         rings: Types of the ring buffers.
         staged: Type of the buffer that stages results.
@@ -265,7 +276,7 @@ def _persistent_kernel(
     gpu = plgpu()
     return kernel(
         body,
-        out_type=out_type,
+        outs,
         scratch_types=[
             *rings,
             staged,
@@ -315,21 +326,21 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
     slots = (2, shape.slots, SLAB, SWIZZLED)
     staged = gpu.RefUnion(shared(slots, jnp.bfloat16), gpu.SMEM(slots, jnp.bfloat16))
 
-    def split(begin: Any, end: Any) -> tuple[Any, Any]:
+    def split(begin: Array, end: Array) -> tuple[Array, Array]:
         """Returns the number of row tiles of a group, and the number of pairs of tiles one above the other."""
         down = lax.div(end - _aligned(begin) + (_ROWS - 1), jnp.int32(_ROWS))
         return down, lax.div(down, jnp.int32(2)) * across
 
-    def count(begin: Any, end: Any) -> Any:
+    def count(begin: Array, end: Array) -> Array:
         down, pairs = split(begin, end)
         return jnp.where(end > begin, pairs + lax.rem(down, jnp.int32(2)) * pl.cdiv(across, 2), 0)
 
-    def grouped_dot(sizes, *refs):
+    def grouped_dot(sizes: Ref, *refs: Ref) -> None:
         scaled, (x, w, y, xs, ws, staged, full, empty) = refs[:-8], refs[-8:]
         swizzled, plain = staged
         wg = lax.axis_index("wg")
 
-        def work(at: _Cursor, pair: Any) -> _Work:
+        def work(at: _Cursor, pair: Array) -> _Work:
             # The tiles of a pair are one above the other and share weights. A last single row of tiles is paired side by side,
             # and the pairs share rows of x.
             block, (down, above) = lax.axis_index(_CLUSTER), split(at.begin, at.end)
@@ -342,7 +353,7 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
             steps = jnp.where(at.group < G, jnp.int32(K // step), jnp.int32(0))
             left, slab = j * columns, top + wg * SLAB
 
-            def load(k: Any, place: Any, kept: Any) -> None:
+            def load(k: Array, place: Array, kept: Array) -> None:
                 along, side = pl.ds(k * step, step), pl.ds(left, columns)
                 at = {"G": group, "K": along, "N": side}
 
@@ -354,7 +365,7 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
                 pl.when(beside < 0)(lambda: copy(None, _CLUSTER))
                 pl.when(beside >= 0)(lambda: copy(_CLUSTER, None))
 
-            def finish(acc: Any) -> None:
+            def finish(acc: Array) -> None:
                 acc = (acc * scaled[0][0] if scaled else acc).astype(y.dtype)
                 low, high = jnp.clip(begin - slab, 0, SLAB), jnp.clip(end - slab, 0, SLAB)
                 for number, column in enumerate(range(0, acc.shape[1], SWIZZLED)):
@@ -363,14 +374,14 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
                     gpu.wait_smem_to_gmem(shape.slots - 1, wait_read_only=True)
 
                     @pl.when(high - low == SLAB)
-                    def _(piece=piece, slot=slot, side=side):
+                    def _(piece: Array = piece, slot: int = slot, side: Slice = side) -> None:
                         swizzled[wg, slot] = piece
                         gpu.commit_smem()
                         target = y.at[pl.ds(pl.multiple_of(slab, ALIGNED), SLAB), side]
                         gpu.copy_smem_to_gmem(swizzled.at[wg, slot], target)
 
                     @pl.when((high - low < SLAB) & (high > low))
-                    def _(piece=piece, slot=slot, side=side):
+                    def _(piece: Array = piece, slot: int = slot, side: Slice = side) -> None:
                         plain[wg, slot] = piece
                         gpu.commit_smem()
                         # The size of a copy is static, so the rows are copied in pieces of powers of two.
@@ -379,7 +390,7 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
                             at = low + ((high - low) & ~(2 * size - 1))
 
                             @pl.when(((high - low) & size) != 0)
-                            def _(at=at, size=size, slot=slot, side=side):
+                            def _(at: Array = at, size: int = size, slot: int = slot, side: Slice = side) -> None:
                                 source = plain.at[wg, slot, pl.ds(at, size)]
                                 gpu.copy_smem_to_gmem(source, y.at[pl.ds(slab + at, size), side], commit_group=False)
 
@@ -389,18 +400,19 @@ def product(x_MK: Array, weights: Array, sizes_G: Array, order: Order, scale: Ar
             valid, right = (end > slab) & (left < N), at.first + pair
             return _Work(steps, valid, jnp.clip(N - left, 0, columns), right, load, operands, finish)
 
-        def operands(place: Any, columns: int) -> tuple[Any, Any]:
+        def operands(place: Array, columns: int) -> tuple[Ref, Ref]:
             side = pl.ds(0, columns)
             b = ws.at[place, side].transpose((1, 0)) if K_last else ws.at[place, :, side]
             return xs.at[place, pl.ds(wg * SLAB, SLAB)], b
 
-        tiles = _Tiles(sizes, M, count).counted()
-        _persistent(tiles, work, shape, N, full, empty)
+        tiles = _Tiles(sizes, M, count)
+        _persistent(tiles, tiles.total(), work, shape, N, full, empty)
 
     operand = (columns, step) if K_last else (step, columns)
     rings = shared((shape.stages, _ROWS, step), x_MK.dtype), shared((shape.stages, *operand), weights.dtype)
-    run = _persistent_kernel(grouped_dot, jax.ShapeDtypeStruct((M, N), jnp.bfloat16), shape.stages, rings, staged)
-    return run(sizes_G, *([] if scale is None else [scale.reshape(1)]), x_MK, weights)
+    run = _persistent_kernel(grouped_dot, [jax.ShapeDtypeStruct((M, N), jnp.bfloat16)], shape.stages, rings, staged)
+    (y_MN,) = run(sizes_G, *([] if scale is None else [scale.reshape(1)]), x_MK, weights)
+    return y_MN
 
 
 def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtype: jnp.dtype) -> Array:
@@ -429,10 +441,12 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
     run = 1 if adds or G * shape.stages * step < M else _RUN
     staged = shared((2, shape.slots, SLAB, width), dtype)
 
-    def grouped_wgrad(sizes, x, dy, dw, xs, dys, staged, full, empty, *read):
+    def grouped_wgrad(
+        sizes: Ref, x: Ref, dy: Ref, dw: Ref, xs: Ref, dys: Ref, staged: Ref, full: Ref, empty: Ref, *read: Ref
+    ) -> None:
         wg = lax.axis_index("wg")
 
-        def work(at: _Cursor, pair: Any) -> _Work:
+        def work(at: _Cursor, pair: Array) -> _Work:
             # The tiles of a pair are one above the other and share columns of dy. So do all pairs of a run.
             if run > 1:
                 i, j = lax.rem(pair, jnp.int32(down)), lax.div(pair, jnp.int32(down))
@@ -443,7 +457,7 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
             top = _aligned(begin)
             steps = jnp.where(end > begin, lax.div(end - top + (step - 1), jnp.int32(step)), 0)
 
-            def load(k: Any, place: Any, kept: Any) -> None:
+            def load(k: Array, place: Array, kept: Array) -> None:
                 along = pl.ds(pl.multiple_of(top + k * step, ALIGNED), step)
                 gpu.copy_gmem_to_smem(x.at[along, pl.ds(i * _ROWS, _ROWS)], xs.at[place], full.at[place])
 
@@ -454,7 +468,7 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
 
                 pl.when(kept)(lambda: gpu.barrier_arrive(full.at[place]))
 
-            def mask(k: Any, place: Any) -> None:
+            def mask(k: Array, place: Array) -> None:
                 low, high = begin - top - k * step, end - top - k * step
 
                 @pl.when((low > 0) | (high < step))
@@ -466,7 +480,7 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
 
             head, left = i * _ROWS + wg * SLAB, j * columns
 
-            def piece_at(column: int) -> Any:
+            def piece_at(column: int) -> Ref:
                 return dw.at[at.group, pl.ds(head, SLAB), pl.ds(left + column, width)]
 
             def prepare(columns: int) -> None:
@@ -476,7 +490,7 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
                     for slot, column in enumerate(range(0, columns, width)):
                         gpu.copy_gmem_to_smem(piece_at(column), staged.at[wg, slot], read[0].at[wg * shape.slots + slot])
 
-            def store(acc: Any) -> None:
+            def store(acc: Array) -> None:
                 for number, column in enumerate(range(0, acc.shape[1], width)):
                     slot = number % shape.slots
                     new = acc[:, column : column + width].astype(dtype)
@@ -489,7 +503,7 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
                     gpu.commit_smem()
                     gpu.copy_smem_to_gmem(staged.at[wg, slot], piece_at(column))
 
-            def finish(acc: Any) -> None:
+            def finish(acc: Array) -> None:
                 if adds:
                     pl.when(steps > 0)(lambda: store(acc))
                 else:
@@ -498,18 +512,19 @@ def wgrad(x_MK: Array, dy_MN: Array, sizes_G: Array, add_GKN: Array | None, dtyp
             counted = jnp.clip(N - left, 0, columns)
             return _Work(steps, head < K, counted, right, load, operands, finish, mask, prepare if adds else None)
 
-        def operands(place: Any, columns: int) -> tuple[Any, Any]:
+        def operands(place: Array, columns: int) -> tuple[Ref, Ref]:
             return xs.at[place, :, pl.ds(wg * SLAB, SLAB)].transpose((1, 0)), dys.at[place, :, pl.ds(0, columns)]
 
-        tiles = _Tiles(sizes, M, lambda begin, end: jnp.int32(down * across), jnp.int32(G * down * across))
-        _persistent(tiles, work, shape, N, full, empty, run)
+        tiles = _Tiles(sizes, M, lambda begin, end: jnp.int32(down * across))
+        _persistent(tiles, jnp.int32(G * down * across), work, shape, N, full, empty, run)
 
     rings = shared((shape.stages, step, _ROWS), x_MK.dtype), shared((shape.stages, step, columns), dy_MN.dtype)
     barriers = 2 * shape.slots if adds else 0
-    out_type = () if adds else jax.ShapeDtypeStruct((G, K, N), dtype)
-    call = _persistent_kernel(grouped_wgrad, out_type, shape.stages, rings, staged, barriers)
+    outs = () if adds else (jax.ShapeDtypeStruct((G, K, N), dtype),)
+    call = _persistent_kernel(grouped_wgrad, outs, shape.stages, rings, staged, barriers)
     if add_GKN is None:
-        return call(sizes_G, x_MK, dy_MN)
+        (dw_GKN,) = call(sizes_G, x_MK, dy_MN)
+        return dw_GKN
     sum_GKN = jax.new_ref(add_GKN)
     call(sizes_G, x_MK, dy_MN, sum_GKN)
     return sum_GKN[...]

@@ -1,7 +1,8 @@
 """Device checks, shared memory layouts and tensor core products of the Mosaic GPU kernels."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from types import ModuleType
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,13 @@ SLAB = 64
 LINE = 128
 """Bytes in one line of swizzled shared memory."""
 
+Ref: TypeAlias = jax.Ref
+"""A reference inside of a kernel: to an array in memory, to an accumulator or to barriers, or a part of one, by `at`."""
+Slice: TypeAlias = slice | pl.Slice
+"""A range of indices, from `pl.ds`. Its start may be computed in the kernel."""
 
-def plgpu() -> Any:  # Typed as Any: jax 0.10, which the type checker uses, exports fewer names of this module
+
+def plgpu() -> ModuleType:  # not imported at the top: jax 0.10, which the type checker uses, exports fewer names
     """Returns the module `jax.experimental.pallas.mosaic_gpu`."""
     from jax.experimental.pallas import mosaic_gpu
 
@@ -45,7 +51,7 @@ def has_wgmma() -> bool:
     return has_mosaic() and device is not None and device.capability == (9, 0)
 
 
-def shared(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = None) -> Any:
+def shared(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = None) -> pl.MemoryRef:
     """Returns the type of a scratch array in shared memory that the tensor cores can read: tiled and swizzled.
 
     Args:
@@ -62,7 +68,13 @@ def shared(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = None)
     return plgpu().SMEM(shape, dtype, transforms=layout)
 
 
-def kernel(body: Callable[..., None], *, semantics: Literal["Lane", "Warpgroup"] = "Warpgroup", **options: Any) -> Any:
+def kernel(
+    body: Callable[..., None],
+    outs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    semantics: Literal["Lane", "Warpgroup"] = "Warpgroup",
+    **options: Any,
+) -> Callable[..., Sequence[Array]]:
     """Returns the function that runs a Mosaic GPU kernel. On a CPU, it runs the kernel in Pallas' interpreter.
 
     Roots and exponentials in the kernel are accurate to 2 float32 ulp.
@@ -70,19 +82,20 @@ def kernel(body: Callable[..., None], *, semantics: Literal["Lane", "Warpgroup"]
     Args:
         body: Body of the kernel, a function of references to inputs, results and scratch arrays. It is called while the kernel
             is traced.
+        outs: Shapes and dtypes of the results.
         semantics: Unit that executes an operation of the body: a warpgroup of 128 threads (Warpgroup) or a thread (Lane).
-        **options: Other arguments of `jax.experimental.pallas.mosaic_gpu.kernel`, such as `out_type`, `scratch_types` and
-            `grid`.
+        **options: Other arguments of `jax.experimental.pallas.mosaic_gpu.kernel`, such as `scratch_types` and `grid`.
 
     Returns:
-        A function of the input arrays. It returns the results in the structure of `out_type`.
+        A function of the input arrays. It returns the results in the order of `outs`.
     """
     gpu = plgpu()
     params = gpu.CompilerParams(approx_math=True, lowering_semantics=gpu.LoweringSemantics[semantics])
-    return gpu.kernel(body, compiler_params=params, interpret=gpu.InterpretGPUParams() if on_cpu() else None, **options)
+    interpret = gpu.InterpretGPUParams() if on_cpu() else None
+    return gpu.kernel(body, out_type=tuple(outs), compiler_params=params, interpret=interpret, **options)
 
 
-def store(ref: Any, values: Array) -> None:
+def store(ref: Ref, values: Array) -> None:
     """Stores an array of any register layout, inside of a kernel.
 
     Args:
@@ -95,7 +108,12 @@ def store(ref: Any, values: Array) -> None:
         ref[...] = values
 
 
-def products(*sums: Sequence[tuple[Any, Any]]) -> Sequence[Any]:
+def transposed(ref: Ref) -> Ref:
+    """Returns a reference to the transposed matrix, inside of a kernel."""
+    return ref.T  # pyright: ignore[reportAttributeAccessIssue]  # jax's class lacks a method that its traced references have
+
+
+def products(*sums: Sequence[tuple[Ref, Ref]]) -> Sequence[Array]:
     """Computes sums of matmuls on the tensor cores, inside of a kernel. Issues all matmuls before the first wait.
 
     Args:
@@ -105,7 +123,7 @@ def products(*sums: Sequence[tuple[Any, Any]]) -> Sequence[Any]:
         For each argument, the sum of a @ b over its pairs, a float32 array in registers.
     """
 
-    def run(*accs: Any) -> list[Any]:
+    def run(*accs: Ref) -> list[Array]:
         for acc, pairs in zip(accs, sums, strict=True):
             for a, b in pairs:
                 plgpu().wgmma(acc, a, b)
@@ -114,7 +132,7 @@ def products(*sums: Sequence[tuple[Any, Any]]) -> Sequence[Any]:
     return pl.run_scoped(run, *(plgpu().ACC((a.shape[0], b.shape[1]), jnp.float32) for (a, b), *_ in sums))
 
 
-def add_product(accumulator: Any, a: Any, b: Any) -> Any:
+def add_product(accumulator: Array, a: Array, b: Ref) -> Array:
     """Computes accumulator + a @ b on the tensor cores, inside of a kernel.
 
     Args:

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 
-from jgraph.kernels._mosaic import kernel, plgpu
+from jgraph.kernels._mosaic import Ref, Slice, kernel, plgpu
 
 ROWS = 4
 """Rows per block of threads. Each warp owns one row, so that a sum over a row needs no shared memory."""
@@ -15,7 +16,9 @@ WIDTH = 128
 """Columns that a warp loads at once: four float32 (16 bytes) per thread, the maximum in jax 0.12."""
 
 
-def call(body: Callable[..., None], outs: Sequence[jax.ShapeDtypeStruct], blocks: int, scratch: Any = ()) -> Any:
+def call(
+    body: Callable[..., None], outs: Sequence[jax.ShapeDtypeStruct], blocks: int, scratch: Sequence[pl.MemoryRef] = ()
+) -> Callable[..., Sequence[Array]]:
     """Returns the function that runs a kernel on `blocks` blocks of threads along the grid axis `i`.
 
     Args:
@@ -23,17 +26,16 @@ def call(body: Callable[..., None], outs: Sequence[jax.ShapeDtypeStruct], blocks
             the scratch buffers, in this order.
         outs: Shapes and dtypes of the results.
         blocks: Size of the grid.
-        scratch: Types of the scratch buffers and barriers.
+        scratch: Types of the scratch buffers.
 
     Returns:
         A function of the kernel's input arrays. It runs the kernel and returns a sequence of the results, in the order of
         `outs`.
     """
-    grid: Any = {"grid": (blocks,), "grid_names": ("i",)}
-    return kernel(body, semantics="Lane", out_type=tuple(outs), scratch_types=scratch, **grid)
+    return kernel(body, outs, semantics="Lane", scratch_types=scratch, grid=(blocks,), grid_names=("i",))
 
 
-def layout(columns: int = WIDTH // 32) -> Any:
+def layout(columns: int = WIDTH // 32) -> Any:  # jax does not export the class
     """Returns the register layout of `ROWS` rows: one row per warp, `columns` adjacent columns per thread."""
     from jax.experimental.mosaic.gpu import fragmented_array
 
@@ -41,7 +43,7 @@ def layout(columns: int = WIDTH // 32) -> Any:
     return plgpu().Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
-def load(ref: Any, *at: Any) -> Array:
+def load(ref: Ref, *at: Slice) -> Array:
     """Loads a block of `ROWS` rows inside of a kernel.
 
     Args:
@@ -54,12 +56,12 @@ def load(ref: Any, *at: Any) -> Array:
     return laid_out(plgpu().load(ref.at[at], layout=layout(), optimized=False).astype(jnp.float32))
 
 
-def load_columns(ref: Any) -> Array:
+def load_columns(ref: Ref) -> Array:
     """Loads the vector at the reference `ref`, with one element per column, inside of a kernel. Returns float32."""
     return plgpu().load(ref, layout=layout().reduce(0), optimized=False).astype(jnp.float32)
 
 
-def load_rows(ref: Any) -> Array:
+def load_rows(ref: Ref) -> Array:
     """Loads the vector at the reference `ref`, with one element per row (`ROWS` rows), inside of a kernel. Keeps its dtype."""
     return plgpu().load(ref, layout=layout().reduce(1), optimized=False)
 

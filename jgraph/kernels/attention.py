@@ -8,8 +8,7 @@ threads holds all tokens of a head. It reads the fused QKV projection directly, 
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from jgraph.kernels._check import chosen, require
-from jgraph.kernels._mosaic import SLAB, has_wgmma, kernel, plgpu, products, shared
+from jgraph.kernels._mosaic import SLAB, Ref, Slice, has_wgmma, kernel, plgpu, products, shared
 from jgraph.kernels.rotary import rotated_heads
 
 
@@ -93,7 +92,7 @@ def _xla(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array) -> Array:
 def _jgraph_attention(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array) -> Array:
     B, T, N, K = qkv_BTNK.shape
 
-    def attention(qkv: Any, cos: Any, sin: Any, y: Any, **scratch: Any) -> None:
+    def attention(qkv: Ref, cos: Ref, sin: Ref, y: Ref, **scratch: Ref) -> None:
         head = _Head(qkv, cos, sin, scratch)
         tiles, wg, v, p, out = head.tiles, head.wg, scratch["v"], scratch["p"], scratch["out"]
         exps, total = head.exps()
@@ -107,7 +106,8 @@ def _jgraph_attention(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array) -> Array:
         plgpu().wait_smem_to_gmem(0)
 
     run = _kernel(attention, qkv_BTNK, (B, T, N // 3, K), {"p": (T // SLAB, SLAB, SLAB), "out": (SLAB, K)})
-    return run(qkv_BTNK, cos_TP, sin_TP)
+    (y_BTHK,) = run(qkv_BTNK, cos_TP, sin_TP)
+    return y_BTHK
 
 
 @jax.jit
@@ -115,7 +115,7 @@ def _jgraph_attention_backward(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array, dy
     T, N, K = qkv_BTNK.shape[1:]
     H, P = N // 3, K // 2
 
-    def attention_backward(qkv: Any, cos: Any, sin: Any, dy: Any, dqkv: Any, **scratch: Any) -> None:
+    def attention_backward(qkv: Ref, cos: Ref, sin: Ref, dy: Ref, dqkv: Ref, **scratch: Ref) -> None:
         head = _Head(qkv, cos, sin, scratch, dy)
         q, k, v, g, p, s, dqk, dv = (scratch[name] for name in ("q", "k", "v", "g", "p", "s", "dqk", "dv"))
         gpu, tiles, wg = plgpu(), head.tiles, head.wg
@@ -148,10 +148,13 @@ def _jgraph_attention_backward(qkv_BTNK: Array, cos_TP: Array, sin_TP: Array, dy
 
     tiles = T // SLAB
     buffers = {"g": (SLAB, K), "p": (tiles, SLAB, SLAB), "s": (tiles, SLAB, SLAB), "dqk": (2, 2, SLAB, P), "dv": (SLAB, K)}
-    return _kernel(attention_backward, qkv_BTNK, qkv_BTNK.shape, buffers)(qkv_BTNK, cos_TP, sin_TP, dy_BTHK)
+    (dqkv_BTNK,) = _kernel(attention_backward, qkv_BTNK, qkv_BTNK.shape, buffers)(qkv_BTNK, cos_TP, sin_TP, dy_BTHK)
+    return dqkv_BTNK
 
 
-def _kernel(body: Callable[..., None], qkv: Array, out: tuple[int, ...], buffers: dict[str, tuple[int, ...]]) -> Any:
+def _kernel(
+    body: Callable[..., None], qkv: Array, out: tuple[int, ...], buffers: dict[str, tuple[int, ...]]
+) -> Callable[..., Sequence[Array]]:
     """Returns a kernel with one block per sequence and head, and one warpgroup per 64 tokens.
 
     Args:
@@ -168,7 +171,7 @@ def _kernel(body: Callable[..., None], qkv: Array, out: tuple[int, ...], buffers
     copies = (5 + ("g" in buffers)) * tiles
     return kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(out, qkv.dtype),
+        [jax.ShapeDtypeStruct(out, qkv.dtype)],
         scratch_types=scratch
         | {name: in_tiles((tiles, *shape)) for name, shape in buffers.items()}
         | {"loaded": plgpu().Barrier(num_arrivals=copies), "ready": plgpu().Barrier(num_arrivals=tiles)},
@@ -182,7 +185,7 @@ def _kernel(body: Callable[..., None], qkv: Array, out: tuple[int, ...], buffers
 class _Head:
     """Loads one head into shared memory and rotates it, for the forward and backward kernels. Warpgroup `wg` owns 64 tokens."""
 
-    def __init__(self, qkv: Any, cos: Any, sin: Any, scratch: dict[str, Any], dy: Any = None):
+    def __init__(self, qkv: Ref, cos: Ref, sin: Ref, scratch: dict[str, Ref], dy: Ref | None = None):
         gpu = plgpu()
         q, k, v, loaded, self.ready = (scratch[name] for name in ("q", "k", "v", "loaded", "ready"))
         self.q, self.k = q, k
@@ -212,7 +215,7 @@ class _Head:
         gpu.commit_smem()
         self.all_ready()
 
-    def rows(self, tile: Any) -> Any:
+    def rows(self, tile: Array | int) -> Slice:
         """Returns the slice of the tokens of a tile."""
         return pl.ds(tile * SLAB, SLAB)
 
@@ -221,7 +224,7 @@ class _Head:
         plgpu().barrier_arrive(self.ready)
         plgpu().barrier_wait(self.ready)
 
-    def exps(self) -> tuple[list[Any], Any]:
+    def exps(self) -> tuple[list[Array], Array]:
         """Computes the unnormalized softmax of the warpgroup's queries.
 
         Returns:

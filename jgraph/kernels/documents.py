@@ -12,7 +12,7 @@ compute 64 rows each.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,21 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jgraph.kernels._check import chosen, require
-from jgraph.kernels._mosaic import add_product, has_wgmma, kernel, plgpu, products, shared
+from jgraph.kernels._mosaic import Ref, Slice, add_product, has_wgmma, kernel, plgpu, products, shared, transposed
 
 _TILE, _HALF = 128, 64
 """Rows per block of threads, and per compute warpgroup."""
 _LEAST = -1e30
 """Initial value of a row's largest score. Finite, because all keys of the first block may be masked, and -inf - -inf is NaN."""
 _HEADS = (64, 128)
+
+_Kept: TypeAlias = tuple[Array, Array, Array, Array, tuple[Array, ...], Array, Array]
+"""Residuals: queries, keys, values, starts, positions, the attention, and log2 of the sums of exponentials."""
+_Source: TypeAlias = Callable[[Array], Sequence[Ref]]
+"""Maps a step to the slices of device memory that it copies into the ring."""
+_Carry = TypeVar("_Carry")
+_Step: TypeAlias = Callable[[Array, Sequence[Ref], _Carry, bool], _Carry]
+"""Maps a step, its buffers in the ring, the carried arrays, and True if scores must be masked, to the new carried arrays."""
 
 
 def document_attention(
@@ -124,13 +132,14 @@ def _attend(q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BS: Array, posit
 
 def _forward(
     q_BSHK: Array, k_BTGK: Array, v_BTGK: Array, starts_BS: Array, positions: tuple[Array, ...], scale: float
-) -> tuple[Any, Any]:
+) -> tuple[Array, _Kept]:
     y_BSHK, lse_BHS = _jgraph_documents(q_BSHK, k_BTGK, v_BTGK, starts_BS, positions, scale)
     return y_BSHK, (q_BSHK, k_BTGK, v_BTGK, starts_BS, positions, y_BSHK, lse_BHS)
 
 
-def _backward(scale: float, residuals: tuple[Any, ...], dy_BSHK: Array) -> tuple[Array | None, ...]:
-    *given, y_BSHK, lse_BHS = residuals
+def _backward(scale: float, residuals: _Kept, dy_BSHK: Array) -> tuple[Array | None, ...]:
+    q_BSHK, k_BTGK, v_BTGK, starts_BS, positions, y_BSHK, lse_BHS = residuals
+    given = q_BSHK, k_BTGK, v_BTGK, starts_BS, positions
     delta_BHS = jnp.einsum("bshk,bshk->bhs", y_BSHK, dy_BSHK, preferred_element_type=jnp.float32)
     return *_jgraph_documents_backward(*given, dy_BSHK, lse_BHS, delta_BHS, scale), None, None
 
@@ -138,20 +147,26 @@ def _backward(scale: float, residuals: tuple[Any, ...], dy_BSHK: Array) -> tuple
 _attend.defvjp(_forward, _backward)
 
 
+class _Loop(Protocol):
+    """Runs a step between four bounds. The middle range needs no mask."""
+
+    def __call__(self, step: _Step[_Carry], carry: _Carry, bounds: Sequence[Array]) -> _Carry: ...
+
+
 class _Work(NamedTuple):
     """The work of a block of threads.
 
     Attributes:
         resident: Slices of device memory. Each is copied once, into the buffer of the same position.
-        count: int32, number of steps.
-        source: Maps a step to the slices of device memory that it copies into the ring.
-        compute: Runs a compute warpgroup, given `loop(step, carry, bounds)`.
+        steps: int32, number of steps.
+        source: The other slices.
+        compute: Runs a compute warpgroup.
     """
 
-    resident: Sequence[Any]
-    count: Any
-    source: Callable[[Any], Sequence[Any]]
-    compute: Callable[[Callable[..., Any]], None]
+    resident: Sequence[Ref]
+    steps: Array
+    source: _Source
+    compute: Callable[[_Loop], None]
 
 
 class _Place(NamedTuple):
@@ -166,21 +181,21 @@ class _Place(NamedTuple):
         first: int32, index of the warpgroup's first token.
     """
 
-    row: Any
-    head: Any
-    tile: Any
-    half: Any
-    tokens: Any
-    first: Any
+    row: Array
+    head: Array
+    tile: Array
+    half: Slice
+    tokens: Slice
+    first: Array
 
 
 def _launch(
-    work: Callable[..., _Work],
+    work: Callable[["_Place", Sequence[Ref], Sequence[Ref]], _Work],
     args: Sequence[Array],
     outs: Sequence[jax.ShapeDtypeStruct],
     heads: int,
-    buffers: Sequence[Any],
-    ring: Sequence[Any],
+    buffers: Sequence[pl.MemoryRef],
+    ring: Sequence[pl.MemoryRef],
     loaded: int,
 ) -> Sequence[Array]:
     """Runs `work(place, refs, buffers)` for each sequence of the batch, head and tile of tokens.
@@ -200,7 +215,7 @@ def _launch(
     gpu, stages = plgpu(), ring[0].shape[0]
     B, N = outs[0].shape[:2]
 
-    def attend(*refs: Any, buffers: Any, ring: Any, loaded: Any, full: Any, empty: Any) -> None:
+    def attend(*refs: Ref, buffers: Sequence[Ref], ring: Sequence[Ref], loaded: Ref, full: Ref, empty: Ref) -> None:
         row, head, tile, wg = (lax.axis_index(name) for name in ("row", "head", "tile", "wg"))
         first = (2 * tile + wg) * _HALF
         mine = work(_Place(row, head, tile, pl.ds(wg * _HALF, _HALF), pl.ds(first, _HALF), first), refs, buffers)
@@ -212,26 +227,24 @@ def _launch(
                 gpu.copy_gmem_to_smem(source, buffer, loaded)
 
             # The last `stages` steps only wait, because a warpgroup must observe every phase of its barriers.
-            def step(number: Any, _: None) -> None:
+            def step(number: Array, _: None) -> None:
                 slot = lax.rem(number, jnp.int32(stages))
                 pl.when(number >= stages)(lambda: gpu.barrier_wait(empty.at[slot]))
 
-                @pl.when(number < mine.count)
+                @pl.when(number < mine.steps)
                 def _() -> None:
                     for source, buffer in zip(mine.source(number), ring, strict=True):
                         gpu.copy_gmem_to_smem(source, buffer.at[slot], full.at[slot])
 
-            lax.fori_loop(jnp.int32(0), mine.count + stages, step, None)
+            lax.fori_loop(jnp.int32(0), mine.steps + stages, step, None)
 
         @pl.when(wg < 2)
         def compute() -> None:
             gpu.set_max_registers(232, action="increase")
             gpu.barrier_wait(loaded)
 
-            def loop(step: Callable[..., Any], carry: Any, bounds: Sequence[Any]) -> Any:
-                """Runs `step(number, buffers, carry, masked)` between four bounds. The middle range needs no mask."""
-
-                def run(number: Any, carry: Any, masked: bool) -> Any:
+            def loop(step: _Step, carry: _Carry, bounds: Sequence[Array]) -> _Carry:
+                def run(number: Array, carry: _Carry, masked: bool) -> _Carry:
                     slot = lax.rem(number, jnp.int32(stages))
                     gpu.barrier_wait(full.at[slot])
                     carry = step(number, [buffer.at[slot] for buffer in ring], carry, masked)
@@ -247,7 +260,7 @@ def _launch(
 
     return kernel(
         attend,
-        out_type=tuple(outs),
+        outs,
         scratch_types={
             "buffers": list(buffers),
             "ring": list(ring),
@@ -262,23 +275,23 @@ def _launch(
     )(*args)
 
 
-def _full(shape: tuple[int, ...], value: float) -> Any:
+def _full(shape: tuple[int, ...], value: float) -> Array:
     """Returns a constant array in the layout of an accumulator, or a constant vector with one element per row of it."""
     layout = plgpu().Layout.WGMMA
     return plgpu().layout_cast(jnp.full(shape, value, jnp.float32), layout if len(shape) == 2 else layout.reduce(1))
 
 
-def _load(ref: Any, axis: int) -> Any:
+def _load(ref: Ref, axis: int) -> Array:
     """Loads a vector with one element per row (axis 0) or per column (axis 1) of an accumulator."""
     return plgpu().load(ref, layout=plgpu().Layout.WGMMA.reduce(1 - axis), optimized=False)
 
 
-def _spread(vector: Any, like: Any, axis: int = 0) -> Any:
+def _spread(vector: Array, like: Array, axis: int = 0) -> Array:
     """Broadcasts a vector along `axis` to the shape of `like`."""
     return lax.broadcast_in_dim(vector, like.shape, (axis,))
 
 
-def _mask(scores: Any, positions: Any, first_c: Any, starts: Any, axis: int) -> Any:
+def _mask(scores: Array, positions: Array, first_c: Array, starts: Array, axis: int) -> Array:
     """Sets the scores of keys after the query, or before its document, to -inf.
 
     Args:
@@ -298,8 +311,8 @@ def _mask(scores: Any, positions: Any, first_c: Any, starts: Any, axis: int) -> 
 
 
 def _keys(
-    k: Any, v: Any, starts: Any, positions: Sequence[Any], at: _Place, group: Any, C: int
-) -> tuple[Any, Any, tuple[Any, ...]]:
+    k: Ref, v: Ref, starts: Ref, positions: Sequence[Ref], at: _Place, group: Array, C: int
+) -> tuple[_Source, Array, tuple[Array, ...]]:
     """Returns the keys that a tile of queries reads.
 
     Args:
@@ -320,7 +333,7 @@ def _keys(
         begin, end = ref[begin], ref[end - 1] + C
     diagonal, last = lax.div(begin, jnp.int32(C)) - first, lax.div(end, jnp.int32(C)) - first
 
-    def source(number: Any) -> Sequence[Any]:
+    def source(number: Array) -> Sequence[Ref]:
         keys = pl.ds((first + number) * C, C)
         return k.at[at.row, keys, group], v.at[at.row, keys, group]
 
@@ -336,19 +349,21 @@ def _jgraph_documents(
     (B, S, H, K), G = q_BSHK.shape, k_BTGK.shape[2]
     gpu, C, factor = plgpu(), _TILE, scale * math.log2(math.e)
 
-    def work(at: _Place, refs: Any, scratch: Any) -> _Work:
+    def work(at: _Place, refs: Sequence[Ref], scratch: Sequence[Ref]) -> _Work:
         q, k, v, starts, *positions, y, lse = refs
         group = lax.div(at.head, jnp.int32(H // G))
         source, first, bounds = _keys(k, v, starts, positions, at, group, C)
 
-        def compute(loop: Any) -> None:
+        def compute(loop: _Loop) -> None:
             mine, sums = scratch[0].at[at.half], scratch[1].at[at.half]
             starts_Q = _load(starts.at[at.row, at.tokens], 0)
             queries = _load(positions[0].at[at.tokens], 0) if positions else at.first
 
-            def step(number: Any, buffers: Any, carry: Any, masked: bool) -> Any:
+            def step(
+                number: Array, buffers: Sequence[Ref], carry: tuple[Array, Array, Array], masked: bool
+            ) -> tuple[Array, Array, Array]:
                 largest_Q, total_Q, y_QK = carry
-                (scores_QC,) = products([(mine, buffers[0].T)])
+                (scores_QC,) = products([(mine, transposed(buffers[0]))])
                 if masked:
                     scores_QC = _mask(scores_QC, queries, (first + number) * C, starts_Q, 0)
                 new_Q = jnp.maximum(largest_Q, jnp.max(scores_QC, axis=1) * factor)
@@ -389,25 +404,25 @@ def _jgraph_documents_backward(
     ends_BJ2 = jnp.sum(starts_BS[:, None, None] <= places_J2[:, :, None], axis=-1, dtype=jnp.int32)
     begins_J2 = [jnp.sum(array_S < places_J2[:, :, None], axis=-1, dtype=jnp.int32) for array_S in positions]
 
-    def store(result: Any, buffer: Any, out: Any) -> None:
+    def store(result: Array, buffer: Ref, out: Ref) -> None:
         buffer[...] = result.astype(dtype)
         gpu.commit_smem()
         gpu.copy_smem_to_gmem(buffer, out)
 
-    def of_queries(at: _Place, refs: Any, scratch: Any) -> _Work:
+    def of_queries(at: _Place, refs: Sequence[Ref], scratch: Sequence[Ref]) -> _Work:
         q, k, v, starts, dy, lse, delta, *positions, dq = refs
         group, tile = lax.div(at.head, jnp.int32(R)), pl.ds(at.tile * _TILE, _TILE)
         source, first, bounds = _keys(k, v, starts, positions, at, group, N)
 
-        def compute(loop: Any) -> None:
+        def compute(loop: _Loop) -> None:
             q_QK, dy_QK = (buffer.at[at.half] for buffer in scratch)
             starts_Q = _load(starts.at[at.row, at.tokens], 0)
             queries = _load(positions[0].at[at.tokens], 0) if positions else at.first
             lse_Q, delta_Q = (_load(ref.at[at.row, at.head, at.tokens], 0) for ref in (lse, delta))
 
-            def step(number: Any, buffers: Any, dq_QK: Any, masked: bool) -> Any:
+            def step(number: Array, buffers: Sequence[Ref], dq_QK: Array, masked: bool) -> Array:
                 k_CK, v_CK = buffers
-                scores_QC, dshares_QC = products([(q_QK, k_CK.T)], [(dy_QK, v_CK.T)])
+                scores_QC, dshares_QC = products([(q_QK, transposed(k_CK))], [(dy_QK, transposed(v_CK))])
                 if masked:
                     scores_QC = _mask(scores_QC, queries, (first + number) * N, starts_Q, 0)
                 shares_QC = jnp.exp2(scores_QC * factor - _spread(lse_Q, scores_QC))
@@ -418,7 +433,7 @@ def _jgraph_documents_backward(
 
         return _Work([x.at[at.row, tile, at.head] for x in (q, dy)], bounds[-1], source, compute)
 
-    def of_keys(at: _Place, refs: Any, scratch: Any) -> _Work:
+    def of_keys(at: _Place, refs: Sequence[Ref], scratch: Sequence[Ref]) -> _Work:
         q, k, v, starts, dy, lse, delta, ends, *places, dk, dv = refs
         tile, first = pl.ds(at.tile * _TILE, _TILE), at.tile * (_TILE // N)
         plain, last = (ends[at.row, at.tile, which] + over for which, over in ((0, 0), (1, N - 1)))
@@ -430,19 +445,21 @@ def _jgraph_documents_backward(
         count = lax.div(last, jnp.int32(N)) - first  # 0 if no query reads the tile
         plain = jnp.clip(lax.div(plain, jnp.int32(N)) - first, diagonal, count)
 
-        def source(number: Any) -> Sequence[Any]:
+        def source(number: Array) -> Sequence[Ref]:
             head, queries = at.head * R + lax.div(number, count), pl.ds((first + lax.rem(number, count)) * N, N)
             by_row = (ref.at[at.row, head, queries] for ref in (lse, delta))
             by_query = starts.at[at.row, queries], *(ref.at[queries] for ref in places[:1])
             return q.at[at.row, queries, head], dy.at[at.row, queries, head], *by_row, *by_query
 
-        def compute(loop: Any) -> None:
+        def compute(loop: _Loop) -> None:
             k_CK, v_CK = (buffer.at[at.half] for buffer in scratch)
 
-            def head(r: Any, carry: Any) -> Any:
-                def step(number: Any, buffers: Any, carry: Any, masked: bool) -> Any:
+            def head(r: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+                def step(
+                    number: Array, buffers: Sequence[Ref], carry: tuple[Array, Array], masked: bool
+                ) -> tuple[Array, Array]:
                     (dk_CK, dv_CK), (q_QK, dy_QK, *by_query) = carry, buffers
-                    scores_CQ, dshares_CQ = products([(k_CK, q_QK.T)], [(v_CK, dy_QK.T)])
+                    scores_CQ, dshares_CQ = products([(k_CK, transposed(q_QK))], [(v_CK, transposed(dy_QK))])
                     lse_Q, delta_Q, starts_Q, *queries = (_load(ref, 1) for ref in by_query)
                     if masked:
                         (queries,) = queries or [(first + number - r * count) * N]

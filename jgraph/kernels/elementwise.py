@@ -3,7 +3,7 @@
 import math
 import operator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -14,13 +14,13 @@ Operand: TypeAlias = "int | float"
 _LOG2_E = math.log2(math.e)
 
 
-def _logistic(x: Any, times: int = 1) -> Any:
+def _logistic(x: Array, times: int = 1) -> Array:
     """Returns 1 / (1 + exp(-times * x)). rsqrt is cheaper than a division, and maps infinity to 0."""
     root = lax.rsqrt(1 + jnp.exp2(x * (-times * _LOG2_E)))
     return root * root
 
 
-def _erf(x: Any) -> Any:
+def _erf(x: Array) -> Array:
     """Returns the error function within 1.5e-7: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26."""
     size = jnp.abs(x)
     root = lax.rsqrt(1 + 0.3275911 * size)
@@ -68,7 +68,7 @@ class Elementwise:
     inputs: int = 1
     steps: tuple[tuple[str, tuple[Operand, ...]], ...] = ()
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Array) -> Array:
         """Applies the function.
 
         Args:

@@ -7,7 +7,7 @@ The group sizes are arrays on the device. Hopper runs a kernel, `_grouped_mosaic
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -244,7 +244,7 @@ def _jgraph_grouped_wgrad(
     return dw_GKN.astype(dtype) if add_GKN is None else add_GKN + dw_GKN
 
 
-def _dot_backward(implementation: str, residuals: tuple[Array, ...], dy_MN: Array) -> tuple[Any, ...]:
+def _dot_backward(implementation: str, residuals: tuple[Array, ...], dy_MN: Array) -> tuple[Array, Array, None]:
     x_MK, weights_GKN, sizes_G = residuals
     dx_MK = _jgraph_grouped_dgrad(dy_MN, weights_GKN, sizes_G, implementation)
     return dx_MK, _jgraph_grouped_wgrad(x_MK, dy_MN, sizes_G, None, weights_GKN.dtype, implementation), None

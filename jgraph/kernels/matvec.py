@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from jgraph.kernels import _rows
 from jgraph.kernels._check import require
-from jgraph.kernels._mosaic import has_mosaic, plgpu, store
+from jgraph.kernels._mosaic import Ref, has_mosaic, plgpu, store
 from jgraph.kernels._rows import ROWS, WIDTH
 
 _PIECE = 1024
@@ -111,7 +111,7 @@ def _jgraph_matvec(
     inputs: dict[str, Array] = {"x": x_D, "weights": weights_FD.reshape(parts, F, D)}
     inputs |= {name: array for name, array in (("scale", scale_D), ("add", add_F)) if array is not None}
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         named, (out, *normed) = dict(zip(inputs, refs, strict=False)), refs[len(inputs) :]
         rows = pl.ds(lax.axis_index("i") * ROWS, ROWS)
         loads = (
@@ -124,7 +124,7 @@ def _jgraph_matvec(
             _norm(named["x"], named["scale"], epsilon, normed[0])
         x = normed[0] if normed else named["x"]
 
-        def product(columns: Any) -> Array:
+        def product(columns: pl.Slice) -> Array:
             """Multiplies the next piece of weights by x. Loads another piece."""
             x_W = gpu.load(x.at[columns], layout=layout.reduce(0), optimized=False).astype(jnp.float32)
             x_RW = gpu.layout_cast(lax.broadcast_in_dim(x_W, (ROWS, columns.size), (1,)), layout)
@@ -150,7 +150,7 @@ def _jgraph_matvec(
     return y_F
 
 
-def _norm(x: Any, scale: Any, epsilon: float, out: Any) -> None:
+def _norm(x: Ref, scale: Ref, epsilon: float, out: Ref) -> None:
     """Stores the RMSNorm of the vector at the reference `x` in shared memory, inside of a kernel."""
     (D,) = x.shape
     # All threads share the vector. 4 float32 are 16 bytes, the maximum of a load in jax 0.12.

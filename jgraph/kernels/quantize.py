@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jgraph.errors import check_choice
 from jgraph.kernels._check import chosen, require, require_scalar
-from jgraph.kernels._mosaic import has_mosaic, kernel, plgpu
+from jgraph.kernels._mosaic import Ref, Slice, has_mosaic, kernel, plgpu
 from jgraph.kernels.elementwise import IDENTITY, Computed, Elementwise
 from jgraph.mesh import on_cpu
 
@@ -147,7 +147,7 @@ CALLS: dict[str, Want] = {**{name: want for want, name in _NAMES.items()}, "_jgr
 def _jitted(name: str, want: Want) -> Callable[..., Quantized]:
     """Returns a jitted function. Without jit, jax 0.11 names and compiles every call of a kernel separately, a second each."""
 
-    def run(inputs: Any, inverse_scale: Array, fn: Elementwise | None, dtype: jnp.dtype, name: str) -> Quantized:
+    def run(inputs: tuple[Array, ...], inverse_scale: Array, fn: Elementwise | None, dtype: jnp.dtype, name: str) -> Quantized:
         x = RotatedBack(*inputs) if fn is None else Computed(fn, inputs)
         return (_mosaic if name == "mosaic" else _xla)(x, inverse_scale, dtype, want)
 
@@ -273,12 +273,12 @@ class _ComputedTiles:
         self.scratch = [plgpu().SMEM((self.tiles, 2, _PAIRS, _WIDTH), x.dtype) for x in self.inputs if x.shape == (M, N)]
         self.num_arrivals, self.num_barriers = 2 * len(self.scratch), self.tiles
 
-    def load(self, refs: Any, scratch: Any, loaded: Any, i: Any, j: Any) -> Callable[[int, int], Any]:
+    def load(self, refs: Sequence[Ref], scratch: Sequence[Ref], loaded: Ref, i: Array, j: Array) -> Callable[[int, int], Array]:
         """Starts the copies of all tiles of a block. Returns the function that computes the tile of a parity of rows."""
         gpu = plgpu()
         pairs = pl.ds(i * _PAIRS, _PAIRS)
 
-        def columns(tile: int) -> Any:
+        def columns(tile: int) -> Slice:
             return pl.ds((j * self.tiles + tile) * _WIDTH, _WIDTH)
 
         for tile in range(self.tiles):
@@ -297,7 +297,7 @@ class _ComputedTiles:
             for parity in range(2)
         }
 
-        def operands(tile: int, parity: int) -> Iterator[Any]:
+        def operands(tile: int, parity: int) -> Iterator[Array]:
             tiled = iter(scratch)
             for which, x in enumerate(refs):
                 if self.whole[which]:
@@ -307,7 +307,7 @@ class _ComputedTiles:
                     found = lax.broadcast_in_dim(vectors[which, tile, parity], (_PAIRS, _WIDTH), along)
                 yield gpu.layout_cast(found, layout)
 
-        def value(tile: int, parity: int) -> Any:
+        def value(tile: int, parity: int) -> Array:
             if parity == 0:
                 gpu.barrier_wait(loaded.at[tile])
             return self.fn(*operands(tile, parity))
@@ -333,7 +333,7 @@ class _RotatedTiles:
         self.scratch = [gpu.SMEM((2, 2, _PAIRS, self.width), x.dq.dtype)]
         self.scratch += [gpu.SMEM((2, _PAIRS, self.width), jnp.bfloat16)] * 2
 
-    def load(self, refs: Any, scratch: Any, loaded: Any, i: Any, j: Any) -> Callable[[int, int], Any]:
+    def load(self, refs: Sequence[Ref], scratch: Sequence[Ref], loaded: Ref, i: Array, j: Array) -> Callable[[int, int], Array]:
         """Starts the copies of all tiles of a block. Returns the function that computes the tile of a parity of rows."""
         gpu = plgpu()
         pairs, (queries, keys, values) = pl.ds(i * _PAIRS, _PAIRS), self.heads
@@ -342,7 +342,7 @@ class _RotatedTiles:
         for part, first, stop in zip(refs[:3], starts[:-1], starts[1:], strict=True):
 
             @pl.when((j >= first) & (j < stop))
-            def _(part: Any = part, first: Any = first):
+            def _(part: Ref = part, first: int = first) -> None:
                 for tile in range(2):
                     columns = pl.ds(((j - first) * 2 + tile) * self.width, self.width)
                     for parity in range(2):
@@ -354,7 +354,7 @@ class _RotatedTiles:
                 gpu.copy_gmem_to_smem(table.at[position, parity], to.at[parity], loaded.at[0])
         rotates = (j < queries + keys).astype(jnp.float32)
 
-        def value(tile: int, parity: int) -> Any:
+        def value(tile: int, parity: int) -> Array:
             if (tile, parity) == (0, 0):
                 gpu.barrier_wait(loaded.at[0])
             own, other, cos, sin = (
@@ -377,7 +377,7 @@ def _mosaic(x: Computed | RotatedBack, inverse_scale: Array, dtype: jnp.dtype, w
     (M, N), tiles, width = source.shape, source.tiles, source.width
     H = M // 2
     grid = (pl.cdiv(H, _PAIRS), pl.cdiv(N, width * tiles))
-    out_type: dict[str, Any] = {"amax": jax.ShapeDtypeStruct(grid, jnp.float32)}
+    out_type = {"amax": jax.ShapeDtypeStruct(grid, jnp.float32)}
     scratch: dict[str, Any] = {"xs": source.scratch}
     scratch["loaded"] = gpu.Barrier(num_arrivals=source.num_arrivals, num_barriers=source.num_barriers)
     packed = {"rows": ((H, 2, N), dtype, (2, _PAIRS, width)), "columns": ((N, H), jnp.uint16, (width, _PAIRS))}
@@ -386,7 +386,7 @@ def _mosaic(x: Computed | RotatedBack, inverse_scale: Array, dtype: jnp.dtype, w
         scratch[name] = gpu.SMEM((tiles, *tile), written)
         out_type[name] = jax.ShapeDtypeStruct(shape, written)
 
-    def cast_transpose(*refs: Any, xs: Any, loaded: Any, rows: Any = None, columns: Any = None):
+    def cast_transpose(*refs: Ref, xs: Sequence[Ref], loaded: Ref, rows: Ref | None = None, columns: Ref | None = None) -> None:
         inputs, (scale, *others) = refs[: len(source.arrays)], refs[len(source.arrays) :]
         out = dict(zip(out_type, others, strict=True))
         i, j = lax.axis_index("i"), lax.axis_index("j")
@@ -421,7 +421,7 @@ def _mosaic(x: Computed | RotatedBack, inverse_scale: Array, dtype: jnp.dtype, w
 
     found = kernel(
         cast_transpose,
-        out_type=tuple(out_type.values()),
+        tuple(out_type.values()),
         scratch_types=scratch,
         grid=grid,
         grid_names=("i", "j"),

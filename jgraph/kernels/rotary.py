@@ -6,7 +6,7 @@ The gradient is one function. In FP8, the kernel that quantizes the gradient of 
 # B batch, T sequence, H query heads, G key/value heads, K head size, P = K/2 pairs
 
 import functools
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,11 @@ from jax import Array
 from jgraph.errors import ShapeError
 from jgraph.kernels.quantize import RotatedBack
 
+Table: TypeAlias = np.ndarray | Array
+"""Cosines or sines, a constant of NumPy or an array."""
 
-def rotate(x_BTHK: Array, cos_T1K: np.ndarray | Array, sin_T1K: np.ndarray | Array) -> Array:
+
+def rotate(x_BTHK: Array, cos_T1K: Table, sin_T1K: Table) -> Array:
     """Rotates the pairs (i, i + K/2) of each head in float32.
 
     Args:
@@ -33,7 +36,7 @@ def rotate(x_BTHK: Array, cos_T1K: np.ndarray | Array, sin_T1K: np.ndarray | Arr
 
 
 def rotated_heads(
-    qkv_BTHK: Array, cos_TP: np.ndarray | Array, sin_TP: np.ndarray | Array, *, num_heads: int, num_kv_heads: int
+    qkv_BTHK: Array, cos_TP: Table, sin_TP: Table, *, num_heads: int, num_kv_heads: int
 ) -> tuple[Array, Array, Array]:
     """Splits heads into queries, keys and values, and rotates the pairs (i, i + K/2) of queries and keys in float32.
 
@@ -62,17 +65,21 @@ def rotated_heads(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _rotated_heads(qkv_BTHK: Array, cos_TP: Any, sin_TP: Any, num_heads: int, num_kv_heads: int) -> tuple[Array, ...]:
+def _rotated_heads(qkv_BTHK: Array, cos_TP: Table, sin_TP: Table, num_heads: int, num_kv_heads: int) -> tuple[Array, ...]:
     q_BTHK, k_BTGK, v_BTGK = jnp.split(qkv_BTHK, [num_heads, num_heads + num_kv_heads], axis=2)
     tables = [jnp.concatenate(pair, -1)[:, None] for pair in ((cos_TP, cos_TP), (-sin_TP, sin_TP))]
     return rotate(q_BTHK, *tables), rotate(k_BTGK, *tables), v_BTGK
 
 
-def _forward(qkv_BTHK: Array, cos_TP: Any, sin_TP: Any, num_heads: int, num_kv_heads: int) -> tuple[Any, Any]:
+def _forward(
+    qkv_BTHK: Array, cos_TP: Table, sin_TP: Table, num_heads: int, num_kv_heads: int
+) -> tuple[tuple[Array, ...], tuple[Table, Table]]:
     return _rotated_heads(qkv_BTHK, cos_TP, sin_TP, num_heads, num_kv_heads), (cos_TP, sin_TP)
 
 
-def _backward(num_heads: int, num_kv_heads: int, tables: Any, gradients: tuple[Array, ...]) -> tuple[Array, None, None]:
+def _backward(
+    num_heads: int, num_kv_heads: int, tables: tuple[Array, Array], gradients: tuple[Array, ...]
+) -> tuple[Array, None, None]:
     B, T, _, K = gradients[0].shape
     parts = [gradient.reshape(B * T, -1) for gradient in gradients]
     return _jgraph_rotary_gradient(*parts, *tables).reshape(B, T, -1, K), None, None

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from jgraph.kernels import _rows
 from jgraph.kernels._check import chosen, require
-from jgraph.kernels._mosaic import has_mosaic
+from jgraph.kernels._mosaic import Ref, has_mosaic
 from jgraph.kernels._rows import ROWS, WIDTH, by_row, load, load_rows
 
 _COLUMNS = 512
@@ -70,7 +70,7 @@ def _jgraph_swiglu_backward(both_RF2: Array, weights_R: Array, dy_RF: Array) -> 
     R, F = dy_RF.shape
     width = max(width for width in range(WIDTH, min(_COLUMNS, F) + 1, WIDTH) if F % width == 0)
 
-    def kernel(both: Any, weights: Any, dy: Any, dboth: Any, dweights: Any) -> None:
+    def kernel(both: Ref, weights: Ref, dy: Ref, dboth: Ref, dweights: Ref) -> None:
         rows = pl.ds(lax.axis_index("i") * ROWS, ROWS)
         weight_R = load_rows(weights.at[rows])
         sums: Any = 0.0
