@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jgraph.autodiff.replay import JITS, SCAN, aval_of
+from jgraph.autodiff.replay import JITS, SCAN, Atom, aval_of
 from jgraph.kernels.grouped import CALLS
 
 
@@ -56,5 +56,5 @@ def _flops_of_equation(eqn: core.JaxprEqn) -> float:
     return times * sum(map(_flops_of_jaxpr, core.jaxprs_in_params(eqn.params)), 0.0)
 
 
-def _shape(atom: Any) -> tuple[int, ...]:
+def _shape(atom: Atom) -> tuple[int, ...]:
     return getattr(aval_of(atom), "shape", ())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,16 @@ from jax.core import ShapedArray, Tracer
 from jgraph.autodiff import replay
 from jgraph.autodiff._trace import Options, Recompute, StageTrace, make_trace, replaced, run_dgrad
 from jgraph.autodiff.linear import OwnProducts
-from jgraph.autodiff.traced import MISSING, Traced
+from jgraph.autodiff.traced import MISSING, Missing, Traced
 from jgraph.errors import SplitError, check_choice
 from jgraph.scopes import scope
-from jgraph.tree import PyTree, leaf_names, path_name
+from jgraph.tree import leaf_names, path_name
+from jgraph.types import Params, Tree
+
+_Params = TypeVar("_Params")
+"""Parameters or their gradients, with None for parameters without a gradient."""
+_Sums = TypeVar("_Sums")
+"""Sums of gradients."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["dgrad", "wgrad"], meta_fields=["trace"])
@@ -81,11 +87,11 @@ class Spec:
         aux: Auxiliary output of the stage; None without `has_aux`.
     """
 
-    y: PyTree
+    y: Any  # the structure is the stage's own
     residuals: Residuals
     stash: Stash
     delayed: tuple[str, ...]
-    aux: PyTree = None
+    aux: "Tree | None" = None
 
     def nbytes(self) -> dict[str, int]:
         """Returns the bytes of one microbatch by pool: a dict with the keys `forward_dgrad`, `forward_wgrad` and `stash`."""
@@ -94,7 +100,7 @@ class Spec:
 
 
 def split_backward(
-    stage_fn: Callable[..., PyTree] | OwnProducts,
+    stage_fn: Callable[..., Tree] | OwnProducts,
     *,
     delay: Sequence[str] | None = None,
     recompute: Recompute = "elementwise",
@@ -174,7 +180,7 @@ class Split:
         fn = options.stage.fn
         return f"Split({getattr(fn, '__name__', fn)}: {which} delayed, recompute={options.recompute!r})"
 
-    def forward(self, params: PyTree, x: PyTree, *extra: PyTree) -> tuple[Any, ...]:
+    def forward(self, params: Params, x: Tree, *extra: Tree) -> tuple[Any, ...]:
         """Runs the stage, and its callbacks.
 
         Args:
@@ -192,7 +198,7 @@ class Split:
         """
         return self._forward(params, x, *extra)
 
-    def dgrad(self, params: PyTree, residuals: Residuals, dy: PyTree) -> tuple[PyTree, PyTree, Stash]:
+    def dgrad(self, params: _Params, residuals: Residuals, dy: Tree) -> tuple[Tree, _Params, Stash]:
         """Computes the gradient of the input and the gradients of the parameters that are not delayed.
 
         Args:
@@ -216,7 +222,7 @@ class Split:
                 raise SplitError(f"dy has a leaf of shape {jnp.shape(leaf)}, but y has {aval.shape}; the shapes must agree")
         return self._dgrad(params, residuals, dy)
 
-    def wgrad(self, params: PyTree, residuals: Residuals, stash: Stash) -> PyTree:
+    def wgrad(self, params: _Params, residuals: Residuals, stash: Stash) -> _Params:
         """Computes the gradients of the delayed parameters.
 
         Args:
@@ -233,7 +239,7 @@ class Split:
         self._match(residuals, stash)
         return self._wgrad(params, residuals.after_dgrad(), stash)
 
-    def accumulate(self, main_grad: PyTree, params: PyTree, residuals: Residuals, stash: Stash) -> PyTree:
+    def accumulate(self, main_grad: _Sums, params: Params, residuals: Residuals, stash: Stash) -> _Sums:
         """Computes the gradients of `wgrad` and adds them to float32 sums. Grouped matmuls add them inside their kernel.
 
         Args:
@@ -254,7 +260,7 @@ class Split:
         return self._accumulate(main_grad, params, residuals.after_dgrad(), stash)
 
     @staticmethod
-    def merge(early: PyTree, late: PyTree) -> PyTree:
+    def merge(early: _Params, late: _Params) -> _Params:
         """Combines the gradients of `dgrad` and `wgrad`.
 
         Args:
@@ -267,7 +273,7 @@ class Split:
         """
         return jax.tree.map(lambda a, b: b if a is None else a, early, late, is_leaf=lambda leaf: leaf is None)
 
-    def spec(self, params: PyTree, x: PyTree, *extra: PyTree) -> Spec:
+    def spec(self, params: Params, x: Tree, *extra: Tree) -> Spec:
         """Computes the shapes of the arrays between forward, dgrad and wgrad. Traces the stage, but does not run it.
 
         Args:
@@ -301,7 +307,7 @@ class Split:
             raise SplitError("`stash` belongs to residuals of other shapes: pass the residuals that dgrad was called with")
 
     @scope("forward")
-    def _run_forward(self, params: PyTree, x: PyTree, *extra: PyTree) -> tuple[Any, ...]:
+    def _run_forward(self, params: Params, x: Tree, *extra: Tree) -> tuple[Any, ...]:
         # dgrad traces the stage again, with zeros. They must have the same types, including the mesh.
         with jax.sharding.use_abstract_mesh(replay.mesh_of(jax.tree.leaves((params, x, extra)))):
             trace, consts = self._trace(params, x, *extra)
@@ -309,38 +315,38 @@ class Split:
             trace.stage.run_callbacks(consts, params, x, *extra)
         candidates, lifetimes = [*leaves, *extras], trace.lifetimes
         for_dgrad, for_wgrad = (tuple(candidates[i] for i in places) for places in (lifetimes.for_dgrad, lifetimes.for_wgrad))
-        y, *aux = out if self._options.has_aux else (out,)
+        y, aux = self._options.y_and_aux(out)
         return (y, Residuals(for_dgrad, for_wgrad, trace), *aux)
 
-    def _trace(self, *args: PyTree) -> tuple[StageTrace, Sequence[Array]]:
+    def _trace(self, *args: Tree) -> tuple[StageTrace, Sequence[Array]]:
         """Returns the trace for the shapes of the arguments, and the arrays that the stage closes over in this call."""
         leaves, tree = jax.tree.flatten(args)
         key = (tree, jax.sharding.get_abstract_mesh(), *map(jax.typeof, leaves))
         trace = self._traces.get(key)
-        if trace is not None and all(const is not MISSING for const in trace.stage.traced.consts):
-            return trace, trace.stage.traced.consts
+        if trace is not None and len(consts := trace.stage.traced.known) == len(trace.stage.traced.consts):
+            return trace, consts
         _check_leaves("params", args[0])
         _check_leaves("x", args[1])
 
-        def stage(params, *args):
+        def stage(params: Params, *args: Tree) -> Tree:
             return self._options.stage.fn(self._options.stage.params(params), *args)
 
         traced = Traced.of(stage, *args)
         y = traced.out
         if self._options.has_aux and not (isinstance(y, tuple) and len(y) == 2):
             raise SplitError(f"`stage_fn` returns {type(y).__name__}: must return (y, aux) with `has_aux`", field="has_aux")
-        _check_leaves("y", y[0] if self._options.has_aux else y)
+        _check_leaves("y", self._options.y_and_aux(y)[0])
         if any(map(replay.explicit_axes, replay.avals(traced.jaxpr))):
             raise SplitError(f"the stage computes with arrays sharded over explicit mesh axes: {_AUTO}")
         if trace is None:
             trace = self._traces[key] = make_trace(self._options, traced, args)
-        return trace, traced.consts
+        return trace, traced.known
 
 
 _AUTO = "must be automatic axes, jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto, ...)), or under jax.shard_map"
 
 
-def _check_leaves(side: str, tree: PyTree) -> None:
+def _check_leaves(side: str, tree: Tree) -> None:
     """Raises SplitError if a leaf of params, x or y (`side`) cannot be differentiated."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         aval: Any = leaf if isinstance(leaf, jax.ShapeDtypeStruct | ShapedArray) else jax.typeof(leaf)
@@ -356,7 +362,7 @@ def _check_leaves(side: str, tree: PyTree) -> None:
 
 
 @scope("dgrad")
-def _run_dgrad(params: PyTree, residuals: Residuals, dy: PyTree) -> tuple[PyTree, PyTree, Stash]:
+def _run_dgrad(params: Params, residuals: Residuals, dy: Tree) -> tuple[Tree, Params, Stash]:
     trace, (leaves, structure) = residuals.trace, jax.tree.flatten(params)
     with jax.sharding.use_abstract_mesh(trace.stage.mesh):
         dx, early, taps = run_dgrad(trace.stage, trace.candidates, params, residuals.by_index, jax.tree.leaves(dy))
@@ -367,23 +373,23 @@ def _run_dgrad(params: PyTree, residuals: Residuals, dy: PyTree) -> tuple[PyTree
 
 
 @scope("wgrad")
-def _run_wgrad(params: PyTree, residuals: Residuals, stash: Stash) -> PyTree:
+def _run_wgrad(params: Params, residuals: Residuals, stash: Stash) -> Params:
     return _late(params, residuals, stash, adding=False)
 
 
 @scope("wgrad")
-def _run_accumulate(main_grad: PyTree, params: PyTree, residuals: Residuals, stash: Stash) -> PyTree:
+def _run_accumulate(main_grad: _Sums, params: Params, residuals: Residuals, stash: Stash) -> _Sums:
     late = _late(params, residuals, stash, adding=True)
 
-    def added(total: Any, late: Any) -> Any:
-        if total is None or not jax.tree.leaves(late):
+    def added(total: Array | None, late: Array | Callable[[Array], Array] | None) -> Array | None:
+        if total is None or late is None:
             return total
         return late(total) if callable(late) else total + late.astype(total.dtype)
 
     return jax.tree.map(added, main_grad, late, is_leaf=lambda leaf: leaf is None)
 
 
-def _late(params: PyTree, residuals: Residuals, stash: Stash, *, adding: bool) -> PyTree:
+def _late(params: Params, residuals: Residuals, stash: Stash, *, adding: bool) -> Params:
     """Computes the gradients of the delayed parameters, in the structure of params with None for other parameters.
 
     If `adding`, gradients are float32 unless they pass through a cast, and a gradient that a kernel can add to a sum is
@@ -400,9 +406,10 @@ def _late(params: PyTree, residuals: Residuals, stash: Stash, *, adding: bool) -
     is_wide = adding and not stage.exact
     delayed = [leaf.astype(jnp.float32 if is_wide else leaf.dtype) for leaf in compress(leaves, stage.traced.is_weight)]
 
-    def weights(delayed):
+    def weights(delayed: list[Array]) -> list[Array]:
         params = replaced([MISSING] * len(leaves), stage.traced.is_weight, delayed)
-        return stage.traced.weights(params, stage.traced.consts, keep_dtype=not stage.exact)
+        found = stage.traced.weights(params, stage.traced.consts, keep_dtype=not stage.exact)
+        return [w for w in found if not isinstance(w, Missing)]
 
     products, pull_back = jax.vjp(weights, delayed)
     cotangents, extras = [], iter(kept[i] for i in trace.candidates.extras)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from itertools import compress
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +25,17 @@ from jax.core import Tracer
 from jax.extend import core
 
 from jgraph.autodiff import replay
-from jgraph.autodiff.linear import DelayedProduct, OwnProducts
+from jgraph.autodiff.linear import DelayedProduct, Operands, OwnProducts, Wide
 from jgraph.autodiff.replay import Aval, aval_of
-from jgraph.autodiff.traced import MISSING, Site, Traced
+from jgraph.autodiff.traced import MISSING, Missing, Site, Traced
 from jgraph.errors import SplitError
 from jgraph.kernels.quantize import CALLS
-from jgraph.tree import PyTree, leaf_names
+from jgraph.tree import leaf_names
+from jgraph.types import Params, Tree
 
 Recompute = Literal["elementwise", "wide", "nothing"]
+_Value = TypeVar("_Value")
+_Other = TypeVar("_Other")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +46,13 @@ class Options:
     has_aux: bool
     delay: tuple[str, ...] | None
     recompute: Recompute
+
+    def y_and_aux(self, out: Tree) -> tuple[Tree, Sequence[Tree]]:
+        """Splits the result of the stage into y, and [aux] with `has_aux`."""
+        if not self.has_aux:
+            return out, ()
+        assert isinstance(out, tuple)
+        return out[0], out[1:]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +76,7 @@ class TappedStage:
     traced: Traced
     callbacks: core.Jaxpr | None
     products: Sequence[DelayedProduct]
-    given: Callable[[PyTree], Sequence[PyTree]]
+    given: Callable[[Params], Sequence[Any]]
     early: Sequence[bool]
     policy: Callable[..., bool] | None
     mesh: jax.sharding.AbstractMesh
@@ -77,26 +87,26 @@ class TappedStage:
         return not all(site.moved for site in self.traced.sites)
 
     @property
-    def y(self) -> PyTree:
+    def y(self) -> Tree:
         """Shapes and dtypes of y."""
-        return self.traced.out[0] if self.owner.has_aux else self.traced.out
+        return self.owner.y_and_aux(self.traced.out)[0]
 
     @cached_property
     def float_y(self) -> list[bool]:
         """For each leaf of y, True if it has a gradient."""
         return [jnp.issubdtype(aval.dtype, jnp.floating) for aval in jax.tree.leaves(self.y)]
 
-    def taps(self) -> list[PyTree]:
+    def taps(self) -> list[Operands]:
         """Returns the tap of each matmul, zeros."""
         return [product.tap() for product in self.products]
 
-    def blanks(self) -> tuple[list[Array], tuple[PyTree, ...]]:
+    def blanks(self) -> tuple[list[Array], tuple[Tree, ...]]:
         """Returns the closed-over arrays, with zeros in place of tracers, and zeros for (params, x, *extra)."""
         pairs = zip(self.traced.consts, self.traced.jaxpr.constvars, strict=True)
-        consts = [replay.zeros(aval_of(v)) if const is MISSING else const for const, v in pairs]
+        consts = [replay.zeros(aval_of(v)) if isinstance(const, Missing) else const for const, v in pairs]
         return consts, jax.tree.map(replay.zeros, self.traced.args)
 
-    def vjp(self, consts: Sequence[Array], params: PyTree, *args: PyTree):
+    def vjp(self, consts: Sequence[Array], params: Params, *args: Tree):
         """Runs the stage with taps, and takes its vjp with respect to x, early parameters and taps. Does not run callbacks.
 
         Returns:
@@ -106,14 +116,14 @@ class TappedStage:
         products = dict(zip(self.traced.sites, self.products, strict=True))
         leaves, structure = jax.tree.flatten(params)
 
-        def multiply(site: Site, x: Array, w: Array, extra: Sequence[Array], given: tuple[PyTree, PyTree]) -> Array:
+        def multiply(site: Site, x: Array, w: Array, extra: Sequence[Array], given: tuple[Operands, Any]) -> Array:
             return products[site].multiply(x, w, extra, *given)
 
-        def run(x, early, taps):
+        def run(x: Tree, early: list[Array], taps: list[Operands]) -> tuple[list[Array], tuple[Tree, list[tuple[Array, ...]]]]:
             whole = jax.tree.unflatten(structure, replaced(leaves, self.early, early))
             given = list(zip(taps, self.given(whole), strict=True))
             out, extras = self.traced.run(multiply, given, whole, x, *args[1:], consts=consts)
-            y = jax.tree.leaves(out[0] if self.owner.has_aux else out)
+            y = jax.tree.leaves(self.owner.y_and_aux(out)[0])
             return list(compress(y, self.float_y)), (out, extras)
 
         if self.policy:
@@ -121,7 +131,7 @@ class TappedStage:
         _, vjp, (out, extras) = jax.vjp(run, args[0], list(compress(leaves, self.early)), self.taps(), has_aux=True)
         return out, jax.tree.leaves(extras), *jax.tree.flatten(vjp)
 
-    def run_callbacks(self, consts: Sequence[Array], *args: PyTree) -> None:
+    def run_callbacks(self, consts: Sequence[Array], *args: Tree) -> None:
         """Runs the stage again with its callbacks, and drops its results. Does nothing if it has no callbacks.
 
         Called while forward is traced: XLA removes the other operations, or merges them with the operations of `vjp`.
@@ -171,13 +181,13 @@ class StageTrace:
     lifetimes: Lifetimes
 
 
-def replaced(values: Iterable[Any], flags: Sequence[bool], others: Iterable[Any]) -> list[Any]:
+def replaced(values: Iterable[_Value], flags: Sequence[bool], others: Iterable[_Other]) -> list[_Value | _Other]:
     """Returns `values`, with `others` in the places with a flag."""
     others = iter(others)
     return [next(others) if flag else value for value, flag in zip(values, flags, strict=True)]
 
 
-def make_trace(owner: Options, traced: Traced, args: tuple[PyTree, ...]) -> StageTrace:
+def make_trace(owner: Options, traced: Traced, args: tuple[Tree, ...]) -> StageTrace:
     """Finds the matmuls of a traced stage and decides which arrays are saved. Traces dgrad, and runs nothing.
 
     `args` are (params, x, *extra). Only gradients of `owner.stage.params(params)`, the first leaves of params, can be delayed.
@@ -219,7 +229,7 @@ def _delayable(owner: Options, traced: Traced, paths: Sequence[str]) -> Traced:
     selected = [delay is None or any(fnmatchcase(path, p) for p in delay) for path in paths]
     selected += [False] * (len(leaves) - len(paths))
     floating = [jnp.issubdtype(aval.dtype, jnp.floating) for aval in leaves]
-    num_y = len(jax.tree.leaves(traced.out[0] if owner.has_aux else traced.out))
+    num_y = len(jax.tree.leaves(owner.y_and_aux(traced.out)[0]))
     wanted = [i < num_y for i in range(len(traced.wanted))]
     traced = replace(traced, replaceable=[s and f for s, f in zip(selected, floating, strict=True)], wanted=wanted)
     while stray := traced.stray:
@@ -244,7 +254,7 @@ def _check_callbacks(jaxpr: core.Jaxpr) -> None:
         )
 
 
-def _keeps(again: frozenset[Any], primitive: core.Primitive, *avals: Aval, **params: Any) -> bool:
+def _keeps(again: frozenset[Wide], primitive: core.Primitive, *avals: Aval, **params: Any) -> bool:
     """A policy for `jax.checkpoint`: saves the results of primitives that are not in `_CHEAP`, except matmuls in `again`."""
     if primitive.name == "dot_general" and (*(aval.shape for aval in avals), params["dimension_numbers"]) in again:
         return False
@@ -267,7 +277,7 @@ _CHEAP = frozenset({
 """Primitives that are cheap to recompute: elementwise operations, reshapes, random numbers from a key, and casts to FP8."""
 
 
-def run_dgrad(stage: TappedStage, candidates: Candidates, params: PyTree, kept: Mapping[int, Array], dy: Sequence[Array]):
+def run_dgrad(stage: TappedStage, candidates: Candidates, params: Params, kept: Mapping[int, Array], dy: Sequence[Array]):
     """Runs the backward pass of `TappedStage.vjp`.
 
     Runs the forward pass on zeros, to get the structure of the vjp function and the arrays that depend only on parameters. The
@@ -294,8 +304,8 @@ def run_dgrad(stage: TappedStage, candidates: Candidates, params: PyTree, kept: 
     return dx, early, jax.tree.leaves(taps)
 
 
-def _find_candidates(stage: TappedStage, consts: Sequence[Array], params: PyTree, *args: PyTree) -> Candidates:
-    def forward(consts, params, *args):
+def _find_candidates(stage: TappedStage, consts: Sequence[Array], params: Params, *args: Tree) -> Candidates:
+    def forward(consts: Sequence[Array], params: Params, *args: Tree) -> tuple[list[Array], list[Array]]:
         _, extras, leaves, _ = stage.vjp(consts, params, *args)
         return leaves, extras
 
@@ -323,7 +333,7 @@ def _with_lifetimes(stage: TappedStage) -> tuple[StageTrace, list[bool]]:
     candidates = _find_candidates(stage, consts, params, *args)
     avals, places = candidates.avals, sorted({i for i in candidates.keep if i is not None})
 
-    def dgrad(kept, dy, params):
+    def dgrad(kept: list[Array], dy: list[Array], params: Params) -> tuple[Tree, list[Array], list[Array]]:
         return run_dgrad(stage, candidates, params, dict(zip(places, kept, strict=True)), dy)
 
     kept, dy = [replay.zeros(avals[i]) for i in places], jax.tree.leaves(jax.tree.map(replay.zeros, stage.y))
@@ -353,7 +363,7 @@ def _with_lifetimes(stage: TappedStage) -> tuple[StageTrace, list[bool]]:
     lifetimes = Lifetimes(sorted(for_dgrad - for_wgrad), sorted(for_wgrad), [*stash.values()], taps_from)
     firsts = np.cumsum([0, *(len(jax.tree.leaves(tap)) for tap in stage.taps())])[:-1]
 
-    def nbytes(aval: Any) -> int:
+    def nbytes(aval: Aval) -> int:
         return aval.size * aval.dtype.itemsize
 
     is_larger = [sum(nbytes(avals[i]) for i in recomputed_from[tap] - for_dgrad) > nbytes(taps[tap]) for tap in firsts]

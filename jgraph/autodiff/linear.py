@@ -9,18 +9,29 @@ the trace of dgrad shows the computation of x, and whether wgrad can recompute i
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from jgraph.autodiff import replay
 from jgraph.autodiff.replay import aval_of
 from jgraph.autodiff.traced import GROUPED, Site
 from jgraph.kernels import grouped
-from jgraph.tree import PyTree
+from jgraph.kernels.blocks import Blocks
+from jgraph.types import Params, Tree
+
+Operand: TypeAlias = Array | tuple[Array | Blocks, Array]
+"""An operand of wgrad, x or dy: the array, or in FP8 its columns and their scale."""
+Operands: TypeAlias = tuple[Operand, Operand]
+"""A tap, or its cotangent: the operands (x, dy) of wgrad."""
+Wide: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], lax.DotDimensionNumbers]
+"""(lhs shape, rhs shape, dimension numbers) of a `dot_general`."""
+_Kept: TypeAlias = tuple[Array, Array, Sequence[Array]]  # x, w and the other operands
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,20 +49,20 @@ class DelayedProduct:
         is_plain = self.site.name == "dot_general" and not any(self.site.eqn.params["dimension_numbers"][1])
         return is_plain and self.site.y_aval.size >= 4 * self.site.x_aval.size
 
-    def computed_as(self) -> Any:
-        """Returns (lhs shape, rhs shape, dimension numbers) of the `dot_general` that computes a wide matmul.
+    def computed_as(self) -> Wide:
+        """Describes the `dot_general` that computes a wide matmul.
 
         A policy of `jax.checkpoint` recognizes the matmul by these values.
         """
         lhs, rhs = (aval_of(v).shape for v in self.site.eqn.invars)
         return lhs, rhs, self.site.eqn.params["dimension_numbers"]
 
-    def tap(self) -> PyTree:
+    def tap(self) -> Operands:
         """Returns zeros with the shapes of the operands of wgrad, here of (x, dy), with the leading axes of the scans."""
         site = self.site
         return replay.zeros(site.x_aval, *site.lead), replay.zeros(site.y_aval, *site.lead)
 
-    def multiply(self, x: Array, w: Array, extra: Sequence[Array], tap: PyTree, given: PyTree) -> Array:
+    def multiply(self, x: Array, w: Array, extra: Sequence[Array], tap: Operands, given: Any) -> Array:
         """Computes the matmul. The cotangent of `tap` is the operands of wgrad, and those of `w` and `extra` are zero.
 
         `tap` is not read. `given` are the additional arguments of this matmul from `BoundProducts.given`, here not read.
@@ -59,13 +70,13 @@ class DelayedProduct:
         site = self.site
 
         @jax.custom_vjp
-        def run(x, w, extra, tap):
+        def run(x: Array, w: Array, extra: Sequence[Array], tap: Operands) -> Array:
             return site.run(x, w, extra)
 
-        def forward(x, w, extra, tap):
+        def forward(x: Array, w: Array, extra: Sequence[Array], tap: Operands) -> tuple[Array, _Kept]:
             return site.run(x, w, extra), (x, w, extra)
 
-        def backward(kept, dy):
+        def backward(kept: _Kept, dy: Array) -> tuple[Array, None, None, Operands]:
             x, w, extra = kept
             if site.name == GROUPED:
                 dx = grouped.grouped_dgrad(dy, w, *extra)
@@ -83,22 +94,24 @@ class DelayedProduct:
         """
         return self
 
-    def weight_gradient(self, tap: PyTree, extra: Sequence[Array], dtype: Any) -> Array:
+    def weight_gradient(self, tap: Operands, extra: Sequence[Array], dtype: DTypeLike) -> Array:
         """Computes dw in `dtype` from the cotangent of the tap. All arrays have the leading axes of the scans."""
         wgrad = partial(_weight_gradient, self.site, dtype)
         for _ in self.site.lead:
             # The kernel of a grouped matmul cannot be vmapped.
             wgrad = partial(lax.map, wgrad) if self.site.name == GROUPED else jax.vmap(wgrad)
-        return wgrad((tap[0], extra, tap[1]))
+        x, dy = jax.tree.leaves(tap)
+        return wgrad((x, extra, dy))
 
     @property
     def adds(self) -> bool:
         """True if `add_weight_gradient` exists. Otherwise, XLA fuses the addition to the sum into the matmul."""
         return self.site.name == GROUPED and not self.site.lead
 
-    def add_weight_gradient(self, tap: PyTree, extra: Sequence[Array], total: Array) -> Array:
+    def add_weight_gradient(self, tap: Operands, extra: Sequence[Array], total: Array) -> Array:
         """Adds dw to a float32 sum inside the kernel that computes dw. Updates the sum in place if it is donated."""
-        return grouped.grouped_wgrad(*tap, *extra, dtype=total.dtype, add_GKN=total)
+        x, dy = jax.tree.leaves(tap)
+        return grouped.grouped_wgrad(x, dy, *extra, dtype=total.dtype, add_GKN=total)
 
 
 class BoundProducts(NamedTuple):
@@ -111,7 +124,7 @@ class BoundProducts(NamedTuple):
     """
 
     products: Sequence[DelayedProduct]
-    given: Callable[[PyTree], Sequence[PyTree]]
+    given: Callable[[Params], Sequence[Any]]
     differentiated: Sequence[bool]
 
 
@@ -122,13 +135,13 @@ class OwnProducts:
     The first argument of the stage is a tree that begins with params. Here it is params, and no matmul is replaced.
     """
 
-    fn: Callable[..., PyTree]
+    fn: Callable[..., Tree]
 
-    def params(self, given: PyTree) -> PyTree:
+    def params(self, given: Tree) -> Params:
         """Selects params from the first argument of the stage."""
         return given
 
-    def bind(self, sites: Sequence[Site], names: Sequence[str], given: PyTree, x: PyTree, *extra: PyTree) -> BoundProducts:
+    def bind(self, sites: Sequence[Site], names: Sequence[str], given: Tree, x: Tree, *extra: Tree) -> BoundProducts:
         """Selects the matmuls of the sites with a delayed gradient. Called once per trace with the arguments of the stage.
 
         `names` are the names of params.
@@ -136,12 +149,12 @@ class OwnProducts:
         num_leaves = len(jax.tree.leaves(given))
         return BoundProducts([DelayedProduct(site) for site in sites], lambda _: [()] * len(sites), [True] * num_leaves)
 
-    def traced(self, part: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    def traced(self, part: Callable[..., Result]) -> Callable[..., Result]:
         """Transforms forward, dgrad or wgrad before `jax.jit`."""
         return part
 
 
-def _weight_gradient(site: Site, dtype: Any, operands: tuple[Array, Sequence[Array], Array]) -> Array:
+def _weight_gradient(site: Site, dtype: DTypeLike, operands: tuple[Array, Sequence[Array], Array]) -> Array:
     """Computes dw = x * dy. A float32 result is the accumulator of the matmul and is not rounded."""
     x, extra, dy = operands
     if site.name == GROUPED:
@@ -155,7 +168,7 @@ def _weight_gradient(site: Site, dtype: Any, operands: tuple[Array, Sequence[Arr
     return dw.astype(dtype)
 
 
-def _dot_gradient(site: Site, x: Array, dy: Array, dtype: Any) -> Array:
+def _dot_gradient(site: Site, x: Array, dy: Array, dtype: DTypeLike) -> Array:
     """Computes dw of a `dot_general` in `dtype`. JAX's transpose rule cannot return a different dtype."""
     contract, batch = site.eqn.params["dimension_numbers"]
     x_contract, w_contract = contract[site.data], contract[site.weight]

@@ -4,17 +4,19 @@ Uses `jax.extend.core` and the parameters of four kinds of equations: jit, check
 derivative. Never constructs an equation: an equation is run as a jaxpr with one equation.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend import core
+from jax.typing import DTypeLike
 
 from jgraph.kernels.quantize import CALLS
+from jgraph.types import Leaf, Tree
 
 JITS = ("jit", "pjit")
 CHECKPOINTS = ("checkpoint", "remat", "remat2")
@@ -26,9 +28,11 @@ _WITH_BODY = (*JITS, *CHECKPOINTS, SCAN)
 
 Aval: TypeAlias = ShapedArray
 Atom: TypeAlias = core.Var | core.Literal
-# The values of variables: arrays, tracers, or markers of an interpreter.
-Environment: TypeAlias = dict[core.Var, Any]
-Reader: TypeAlias = Callable[[Atom], Any]
+Value = TypeVar("Value")
+"""The values of variables: arrays, tracers, or markers of an interpreter."""
+Environment: TypeAlias = dict[core.Var, Value]
+Reader: TypeAlias = Callable[[Atom], Value]
+_Result = TypeVar("_Result")
 
 
 def aval_of(atom: Any) -> Aval:
@@ -42,7 +46,7 @@ def body(eqn: core.JaxprEqn) -> core.Jaxpr:
     return getattr(inner, "jaxpr", inner)
 
 
-def body_consts(eqn: core.JaxprEqn) -> list[Any]:
+def body_consts(eqn: core.JaxprEqn) -> list[jax.Array]:
     """Returns the values of the constants of the jaxpr inside a jit, checkpoint or scan equation."""
     return list(getattr(eqn.params["jaxpr"], "consts", ()))
 
@@ -55,17 +59,17 @@ def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def is_literal(atom: Any) -> bool:
+def is_literal(atom: Atom) -> bool:
     """True if an operand is a literal, which is not hashable, and False if it is a variable."""
     return isinstance(atom, core.Literal)
 
 
-def apply(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
+def apply(eqn: core.JaxprEqn, values: Sequence[jax.Array]) -> list[Any]:
     """Runs one equation on new operands. Inside a trace, this adds it to the trace.
 
     Values for literals are ignored. An output that is marked as unread (`DropVar`) is None.
     """
-    given: dict[Any, Any] = {v: value for v, value in zip(eqn.invars, values, strict=True) if not is_literal(v)}
+    given = {v: value for v, value in zip(eqn.invars, values, strict=True) if isinstance(v, core.Var)}
     results = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
     debug_info = core.DebugInfo("replay", eqn.primitive.name, ("",) * len(given), ("",) * len(results))
     program = core.Jaxpr((), list(given), results, [eqn], eqn.effects, debug_info)
@@ -73,24 +77,27 @@ def apply(eqn: core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     return [None if isinstance(v, core.DropVar) else next(out) for v in eqn.outvars]
 
 
-def environment(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Environment:
+def environment(jaxpr: core.Jaxpr, consts: Sequence[Value], args: Sequence[Value]) -> Environment[Value]:
     """Returns the values of the variables before the first equation of a jaxpr."""
     return dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
 
 
-def reader(env: Environment) -> Reader:
+def reader(env: Environment[Value]) -> Reader[Value]:
     """Returns a function that reads a variable in an environment, or a literal. It also sees later values."""
     return lambda atom: atom.val if isinstance(atom, core.Literal) else env[atom]
 
 
-def write(env: Environment, outvars: Iterable[core.Var], values: Iterable[Any]) -> None:
+def write(env: Environment[Value], outvars: Iterable[core.Var], values: Iterable[Value]) -> None:
     """Adds the outputs of an equation to an environment. Skips outputs that are marked as unread (`DropVar`)."""
     env.update((v, x) for v, x in zip(outvars, values, strict=True) if not isinstance(v, core.DropVar))
 
 
 def interpret(
-    jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], evaluate: Callable[[int, core.JaxprEqn, Reader], Any]
-) -> list[Any]:
+    jaxpr: core.Jaxpr,
+    consts: Sequence[Value],
+    args: Sequence[Value],
+    evaluate: Callable[[int, core.JaxprEqn, Reader[Value]], Sequence[Value] | None],
+) -> list[Value]:
     """Evaluates a jaxpr with the rule `evaluate(index, equation, read)`, which returns None to skip an equation."""
     env = environment(jaxpr, consts, args)
     read = reader(env)
@@ -109,7 +116,7 @@ def depends(jaxpr: core.Jaxpr, given: Sequence[bool]) -> list[bool]:
     return [not is_literal(v) and v in marked for v in jaxpr.outvars]
 
 
-def _depending(jaxpr: core.Jaxpr, given: Sequence[bool]) -> set[Any]:
+def _depending(jaxpr: core.Jaxpr, given: Sequence[bool]) -> set[core.Var]:
     """Returns the variables that depend on a marked input."""
     marked = {v for v, flag in zip(jaxpr.invars, given, strict=True) if flag}
     for eqn in jaxpr.eqns:
@@ -131,7 +138,7 @@ def holds(jaxpr: core.Jaxpr, names: Sequence[str]) -> bool:
     return any(eqn.primitive.name in names for eqn in jaxpr.eqns) or any(holds(inner, names) for inner in core.subjaxprs(jaxpr))
 
 
-def primitives(name: str, params: dict[str, Any]) -> set[str]:
+def primitives(name: str, params: Mapping[str, Any]) -> set[str]:
     """Returns the primitives that an equation runs: its own, or for jit and custom derivatives, those inside."""
     if name not in _RULES:
         return {name}
@@ -145,13 +152,15 @@ def needs(jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[bool] | None
     return [v in live for v in jaxpr.invars], used
 
 
-def live_variables(jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[bool] | None = None) -> tuple[set[Any], set[str]]:
+def live_variables(
+    jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[bool] | None = None
+) -> tuple[set[core.Var], set[str]]:
     """Finds the variables, including inputs, and the primitives that compute the wanted outputs. May report too many.
 
     `data` marks inputs: primitives without an operand that depends on a marked input are then left out. A call of a
     quantization kernel counts as one primitive with the name of the kernel.
     """
-    live: set[Any] = {v for v, flag in zip(jaxpr.outvars, wanted, strict=True) if flag and not is_literal(v)}
+    live = {v for v, flag in zip(jaxpr.outvars, wanted, strict=True) if flag and isinstance(v, core.Var)}
     marked = None if data is None else _depending(jaxpr, data)
     used: set[str] = set()
     for eqn in reversed(jaxpr.eqns):
@@ -169,7 +178,7 @@ def live_variables(jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[boo
         else:
             names = primitives(eqn.primitive.name, eqn.params)
         used |= names if is_data is None or any(is_data) else set()
-        live.update(v for v, flag in zip(eqn.invars, given, strict=True) if flag and not is_literal(v))
+        live.update(v for v, flag in zip(eqn.invars, given, strict=True) if flag and isinstance(v, core.Var))
     return live, used
 
 
@@ -234,11 +243,11 @@ def _param_without_callbacks(param: Any) -> Any:
     return tuple(map(_param_without_callbacks, param)) if type(param) is tuple else param
 
 
-def _effects(holders: Iterable[core.Jaxpr | core.JaxprEqn]) -> set[Any]:
+def _effects(holders: Iterable[core.Jaxpr | core.JaxprEqn]) -> set[core.Effect]:
     return set().union(*(holder.effects for holder in holders))
 
 
-def exact_products(fn: Callable[..., Any]) -> Callable[..., Any]:
+def exact_products(fn: Callable[..., _Result]) -> Callable[..., _Result]:
     """Wraps a function so that it runs without `reduce_precision` equations that round a matmul's output to its own dtype.
 
     These equations change no value. `jax.checkpoint` inserts them for residuals, and they prevent XLA from fusing a GELU into
@@ -246,11 +255,11 @@ def exact_products(fn: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(fn)
-    def run(*args: Any) -> Any:
+    def run(*args: Tree) -> _Result:
         closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
         products = set[int]()  # ids of variables
 
-        def evaluate(_: int, eqn: core.JaxprEqn, read: Reader) -> Sequence[Any]:
+        def evaluate(_: int, eqn: core.JaxprEqn, read: Reader[jax.Array]) -> Sequence[jax.Array]:
             values, name = [read(v) for v in eqn.invars], eqn.primitive.name
             is_exact = name == "reduce_precision" and products.issuperset(map(id, eqn.invars)) and _keeps_all_bits(eqn)
             products.update(map(id, eqn.outvars) if is_exact or name == "dot_general" else ())
@@ -275,18 +284,18 @@ def avals(jaxpr: core.Jaxpr) -> Iterator[Aval]:
         yield from avals(inner)
 
 
-def explicit_axes(aval: Aval) -> list[Any]:
+def explicit_axes(aval: Aval | jax.ShapeDtypeStruct) -> list[str | tuple[str, ...]]:
     """Returns the explicit mesh axes that an array is sharded over: the entries of its PartitionSpec that are not None."""
     return [axis for axis in getattr(getattr(aval, "sharding", None), "spec", ()) if axis is not None]
 
 
-def mesh_of(leaves: Iterable[Any]) -> jax.sharding.AbstractMesh:
+def mesh_of(leaves: Iterable[Leaf]) -> jax.sharding.AbstractMesh:
     """Returns the mesh of the first leaf with a non-empty mesh in its type, or else the current abstract mesh."""
     meshes = (aval.sharding.mesh for aval in map(jax.typeof, leaves) if hasattr(aval, "sharding"))
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 
 
-def zeros(aval: Any, *lead: int, shape: Sequence[int] | None = None, dtype: Any = None) -> jax.Array:
+def zeros(aval: Aval | Leaf, *lead: int, shape: Sequence[int] | None = None, dtype: DTypeLike | None = None) -> jax.Array:
     """Makes zeros with the shape and dtype of an abstract value, after the axes `lead`. The dtype may be that of random keys.
 
     Inside `jax.shard_map`, the type of the array varies over the same mesh axes as the abstract value.

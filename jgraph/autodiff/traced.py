@@ -8,9 +8,10 @@ weight gradients, passed back through casts, reshapes and slices.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 from itertools import islice, repeat
-from typing import Any, Self, TypeAlias
+from typing import Final, Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,11 @@ from jax.core import Tracer
 from jax.extend import core
 
 from jgraph.autodiff import replay
-from jgraph.autodiff.replay import Aval, Environment, aval_of
+from jgraph.autodiff.replay import Atom, Aval, Environment, Reader, aval_of
 from jgraph.autodiff.view import View, moved, view_of
 from jgraph.kernels import grouped
-from jgraph.tree import PyTree, leaf_names
+from jgraph.tree import leaf_names
+from jgraph.types import Params, Tree
 
 GROUPED = "grouped product"
 
@@ -37,11 +39,22 @@ _MOVES = frozenset({
 })
 # fmt: on
 
-# Computes a matmul from (site, x, w, other operands, additional arguments).
-Multiply: TypeAlias = Callable[["Site", Array, Array, Sequence[Array], Any], Array]
+Given = TypeVar("Given")
+"""The additional arguments of a site, a tree of arrays."""
+Multiply: TypeAlias = Callable[["Site", Array, Array, Sequence[Array], Given], Array]
+"""Computes a matmul from (site, x, w, other operands, additional arguments)."""
 
-MISSING = object()
+
+class Missing(Enum):
+    """The type of `MISSING`."""
+
+    MISSING = "missing"
+
+
+MISSING: Final = Missing.MISSING
 """A value that is not known: one that depends on data, or an array that the function closed over in an earlier call."""
+Known: TypeAlias = Array | Missing
+"""A value that may be `MISSING`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +154,9 @@ class _Value:
 
 _DATA, _CONSTANT = _Value(True), _Value(False)
 
+_Extra: TypeAlias = tuple[Array, ...]
+"""The operands of a matmul other than the data and the weight."""
+
 
 def _mark(stray: dict[int, str], values: Sequence[_Value], by: str, wanted: Iterable[bool] = repeat(True)) -> None:
     """Records the parameters of wanted values as stray, with the primitive `by`."""
@@ -154,10 +170,10 @@ def _walk(
 ) -> list[_Value]:
     """Classifies all variables of a block. Adds the sites to the block, and the stray parameters to `stray`."""
     jaxpr, (live, _) = block.jaxpr, replay.live_variables(block.jaxpr, wanted)
-    env: Environment = dict.fromkeys(jaxpr.constvars, _CONSTANT) | dict(given)
+    env: Environment[_Value] = dict.fromkeys(jaxpr.constvars, _CONSTANT) | dict(given)
 
-    def read(atom: Any) -> _Value:
-        return _CONSTANT if replay.is_literal(atom) else env[atom]
+    def read(atom: Atom) -> _Value:
+        return _CONSTANT if isinstance(atom, core.Literal) else env[atom]
 
     for i, eqn in enumerate(jaxpr.eqns):
         name, values = _name_of(eqn), [read(v) for v in eqn.invars]
@@ -214,14 +230,14 @@ class Traced:
     """
 
     jaxpr: core.Jaxpr
-    consts: Sequence[Any]
-    args: tuple[PyTree, ...]
-    out: PyTree
+    consts: Sequence[Known]
+    args: tuple[Tree, ...]
+    out: Tree
     replaceable: Sequence[bool]
     wanted: Sequence[bool]
 
     @classmethod
-    def of(cls, fn: Callable[..., PyTree], params: PyTree, *args: PyTree) -> Self:
+    def of(cls, fn: Callable[..., Tree], params: Params, *args: Tree) -> Self:
         """Traces a function of arrays or shapes. JAX caches the trace by shapes and dtypes."""
         closed, out = jax.make_jaxpr(fn, return_shape=True)(params, *args)
         shapes = jax.tree.unflatten(jax.tree.structure((params, *args)), closed.in_avals)
@@ -233,6 +249,11 @@ class Traced:
     def names(self) -> list[str]:
         """Names of the parameters, in the order of the leaves."""
         return leaf_names(self.args[0])
+
+    @cached_property
+    def known(self) -> list[Array]:
+        """The arrays that the function closes over, without those that are `MISSING`."""
+        return [const for const in self.consts if not isinstance(const, Missing)]
 
     @cached_property
     def _found(self) -> tuple[Block, dict[int, str]]:
@@ -269,8 +290,8 @@ class Traced:
         return self._found[1]
 
     def run(
-        self, multiply: Multiply, given: Sequence[Any], *args: PyTree, consts: Sequence[Any] | None = None
-    ) -> tuple[PyTree, list[tuple[Array, ...]]]:
+        self, multiply: Multiply[Given], given: Sequence[Given | None], *args: Tree, consts: Sequence[Array] | None = None
+    ) -> tuple[Tree, list[_Extra]]:
         """Computes the function with other matmuls.
 
         Args:
@@ -279,16 +300,16 @@ class Traced:
             given: The additional arguments of each site, a tree of arrays with a leading axis for each scan around the site.
                 None keeps the matmul.
             *args: (params, *args), as traced.
-            consts: The arrays that the function closes over. None takes those of the trace.
+            consts: The arrays that the function closes over. None takes those of the trace, which must be known.
 
         Returns:
             The result, and the other operands of each site with a leading axis for each scan.
         """
-        consts = self.consts if consts is None else consts
+        consts = self.known if consts is None else consts
         out, extra = _run(self._found[0], consts, jax.tree.leaves(args), given, multiply)
         return jax.tree.unflatten(jax.tree.structure(self.out), out), extra
 
-    def weights(self, params: Sequence[Any], consts: Sequence[Any] | None = None, *, keep_dtype: bool) -> list[Any]:
+    def weights(self, params: Sequence[Known], consts: Sequence[Known] | None = None, *, keep_dtype: bool) -> list[Known]:
         """Computes the weight of each site, with a leading axis for each scan around it.
 
         Args:
@@ -305,11 +326,11 @@ class Traced:
 
 
 def _run(
-    block: Block, consts: Sequence[Any], args: Sequence[Any], given: Sequence[Any], multiply: Multiply
-) -> tuple[list[Any], list[Any]]:
-    left, extras = iter(given), []
+    block: Block, consts: Sequence[Array], args: Sequence[Array], given: Sequence[Given | None], multiply: Multiply[Given]
+) -> tuple[list[Array], list[_Extra]]:
+    left, extras = iter(given), list[_Extra]()
 
-    def evaluate(i: int, eqn: core.JaxprEqn, read: replay.Reader) -> Sequence[Any]:
+    def evaluate(i: int, eqn: core.JaxprEqn, read: Reader[Array]) -> Sequence[Array]:
         values = [read(v) for v in eqn.invars]
         if i in block.sites:
             site, own, extra = block.sites[i], next(left), tuple(values[2:])
@@ -326,8 +347,10 @@ def _run(
     return replay.interpret(block.jaxpr, consts, args, evaluate), extras
 
 
-def _run_call(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], given: Sequence[Any], multiply: Multiply):
-    def run(values, given):
+def _run_call(
+    inner: Block, eqn: core.JaxprEqn, values: Sequence[Array], given: Sequence[Given | None], multiply: Multiply[Given]
+) -> tuple[list[Array], list[_Extra]]:
+    def run(values: list[Array], given: Sequence[Given | None]) -> tuple[list[Array], list[_Extra]]:
         return _run(inner, replay.body_consts(eqn), values, given, multiply)
 
     if eqn.primitive.name in replay.CHECKPOINTS:
@@ -335,10 +358,14 @@ def _run_call(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], given: Se
     return run(list(values), given)
 
 
-def _run_scan(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], given: Sequence[Any], multiply: Multiply):
+def _run_scan(
+    inner: Block, eqn: core.JaxprEqn, values: Sequence[Array], given: Sequence[Given | None], multiply: Multiply[Given]
+) -> tuple[list[Array], list[_Extra]]:
     consts, carry = replay.scan_counts(eqn)
 
-    def run(carried, scanned):
+    def run(
+        carried: list[Array], scanned: tuple[list[Array], Sequence[Given | None]]
+    ) -> tuple[list[Array], tuple[list[Array], list[_Extra]]]:
         xs, given = scanned
         out, extras = _run(inner, replay.body_consts(eqn), [*values[:consts], *carried, *xs], given, multiply)
         return out[:carry], (out[carry:], extras)
@@ -349,12 +376,13 @@ def _run_scan(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], given: Se
     return [*carried, *ys], extras
 
 
-def _weights(block: Block, consts: Sequence[Any], args: Sequence[Any], keep_dtype: bool) -> tuple[list[Any], list[Any]]:
+def _weights(block: Block, consts: Sequence[Known], args: Sequence[Known], keep_dtype: bool) -> tuple[list[Known], list[Known]]:
     """Returns the outputs of the jaxpr and the weights of its sites, `MISSING` where they depend on `MISSING` inputs."""
-    weights = []
+    weights = list[Known]()
 
-    def evaluate(i: int, eqn: core.JaxprEqn, read: replay.Reader) -> Sequence[Any]:
-        values, out = [read(v) for v in eqn.invars], [MISSING] * len(eqn.outvars)
+    def evaluate(i: int, eqn: core.JaxprEqn, read: Reader[Known]) -> Sequence[Known]:
+        values, out = [read(v) for v in eqn.invars], list[Known]([MISSING] * len(eqn.outvars))
+        known = [value for value in values if not isinstance(value, Missing)]
         if i in block.sites:
             weights.append(values[block.sites[i].weight])
         elif i in block.calls and eqn.primitive.name == replay.SCAN:
@@ -362,8 +390,8 @@ def _weights(block: Block, consts: Sequence[Any], args: Sequence[Any], keep_dtyp
         elif i in block.calls:
             out, more = _weights(block.calls[i], replay.body_consts(eqn), values, keep_dtype)
             weights.extend(more)
-        elif not any(v is MISSING for v in values):
-            out = values if keep_dtype and _is_float_cast(eqn) else replay.apply(eqn, values)
+        elif len(known) == len(values):
+            out = values if keep_dtype and _is_float_cast(eqn) else replay.apply(eqn, known)
         return out
 
     return replay.interpret(block.jaxpr, consts, args, evaluate), weights
@@ -374,15 +402,15 @@ def _is_float_cast(eqn: core.JaxprEqn) -> bool:
     return eqn.primitive.name == "convert_element_type" and all(jnp.issubdtype(a.dtype, jnp.floating) for a in avals)
 
 
-def _scanned_weights(inner: Block, eqn: core.JaxprEqn, values: Sequence[Any], keep_dtype: bool) -> list[Any]:
+def _scanned_weights(inner: Block, eqn: core.JaxprEqn, values: Sequence[Known], keep_dtype: bool) -> list[Known]:
     """Returns the weights of all iterations of a scan, stacked. Uses `jax.vmap`, because they do not depend on the carry."""
     consts, carry = replay.scan_counts(eqn)
-    xs = {k: v for k, v in enumerate(values) if k >= consts + carry and v is not MISSING}
+    xs = {k: v for k, v in enumerate(values) if k >= consts + carry and not isinstance(v, Missing)}
 
-    def step(xs):
+    def step(xs: dict[int, Array]) -> dict[int, Array]:
         entering = [values[k] if k < consts else xs.get(k, MISSING) for k in range(len(values))]
         weights = _weights(inner, replay.body_consts(eqn), entering, keep_dtype)[1]
-        return {i: w for i, w in enumerate(weights) if w is not MISSING}
+        return {i: w for i, w in enumerate(weights) if not isinstance(w, Missing)}
 
     stacked = jax.vmap(step, axis_size=eqn.params["length"])(xs)
     return [stacked.get(i, MISSING) for i in range(len(inner.all_sites()))]

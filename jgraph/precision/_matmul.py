@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jgraph.autodiff import replay
-from jgraph.autodiff.linear import DelayedProduct
+from jgraph.autodiff.linear import DelayedProduct, Operand, Operands, Wide
 from jgraph.autodiff.traced import GROUPED, Site
 from jgraph.kernels import amax, cast_transpose
 from jgraph.kernels.blocks import BLOCK, Blocks, block_dot, quantize_blocks
@@ -33,7 +33,6 @@ from jgraph.kernels.quantize import Want
 from jgraph.precision.config import FP8Config
 from jgraph.precision.scaling import Amax, FP8Array, scale_for
 from jgraph.scopes import scope
-from jgraph.tree import PyTree
 
 _SAVED = "fp8"  # The split backward saves values with this checkpoint name instead of recomputing them.
 MULTIPLE = 16  # cuBLASLt requires M, K and N to be multiples of 16.
@@ -43,8 +42,6 @@ _Accumulation: TypeAlias = Literal["full", "fast"]
 
 # Rows or columns in FP8, and their scale.
 _Scaled: TypeAlias = tuple[Array | Blocks, Array]
-# An operand of wgrad: the array, or its columns in FP8.
-_Operand: TypeAlias = Array | _Scaled
 # The group sizes of a grouped matmul.
 _Extra: TypeAlias = Sequence[Array]
 
@@ -64,7 +61,11 @@ class Tap(NamedTuple):
     weight: FP8Array
     scales: Array | None
     amax: Amax | None
-    delayed: PyTree = None
+    delayed: Operands | None = None
+
+
+_Kept: TypeAlias = tuple[Array | None, Array, Array, _Extra, Tap]
+"""Residuals: the operand x of wgrad, None without a weight gradient; scale and amax of x; the other operands; the tap."""
 
 
 class DotLayout(NamedTuple):
@@ -116,7 +117,7 @@ class DotLayout(NamedTuple):
         dx_MK = dot((dy.rows, dy.scale), (w.rows, w.scale), dtype, self.accumulation)
         return _restored(dx_MK, self.site.x_aval.shape, self.x_axes)
 
-    def wgrad(self, x: _Operand, dy: _Operand, extra: _Extra, dtype: DTypeLike, barrier: bool = True) -> Array:
+    def wgrad(self, x: Operand, dy: Operand, extra: _Extra, dtype: DTypeLike, barrier: bool = True) -> Array:
         """Computes dw = x.T @ dy in the shape of w, from arrays, or from FP8 columns and their scales.
 
         Accumulates in float32 unless the operands are in FP8 and `accumulation` is fast. `barrier` puts an optimization barrier
@@ -162,8 +163,10 @@ class GroupedLayout(NamedTuple):
         w_GKN = w.rows.reshape(-1, *self.sizes[1:])
         return grouped_dot_fp8(dy.rows, w_GKN, extra[0], 1 / dy.scale / w.scale, order="GNK").astype(dtype)
 
-    def wgrad(self, x: Any, dy: Any, extra: _Extra, dtype: DTypeLike) -> Array:
+    def wgrad(self, x: Operand, dy: Operand, extra: _Extra, dtype: DTypeLike) -> Array:
         """Computes dw [G, K, N] without FP8: the transposed rows of x of each group times its rows of dy."""
+        assert isinstance(x, Array), "operands of a grouped matmul are not quantized"
+        assert isinstance(dy, Array)
         return grouped_wgrad(x, dy, *extra, dtype=dtype)
 
 
@@ -248,7 +251,7 @@ def fp8_matmul(config: FP8Config, site: Site, x: Array, w: Array, extra: _Extra,
         x_fp8 = to_fp8(layout.x_matrix(x), tap.scales, 0, x_dtype, want)
         return layout.forward(x_fp8, tap.weight, extra, site.y_aval.dtype), x_fp8
 
-    def forward(*args: PyTree) -> tuple[Array, PyTree]:
+    def forward(*args: Any) -> tuple[Array, _Kept]:
         # With symbolic zeros, each argument knows whether it is differentiated.
         x, _, extra, tap = jax.tree.map(lambda leaf: leaf.value, args)
         has_wgrad = is_delayed or args[1].perturbed
@@ -257,7 +260,7 @@ def fp8_matmul(config: FP8Config, site: Site, x: Array, w: Array, extra: _Extra,
         residual = checkpoint_name(x_fp8.columns, _SAVED) if saves_columns and has_wgrad else x
         return y, (residual if has_wgrad else None, x_fp8.scale, x_fp8.amax, extra, tap._replace(delayed=None))
 
-    def backward(residuals: PyTree, dy: Any) -> tuple[Array, Array | None, None, PyTree]:
+    def backward(residuals: _Kept, dy: Any) -> tuple[Array, Array | None, None, Tap]:
         x, x_scale, x_amax, extra, tap = residuals
         dy = dy if isinstance(dy, Array) else jnp.zeros(dy.shape, dy.dtype)  # a symbolic zero
         has_wgrad = x is not None
@@ -292,10 +295,10 @@ def calibrated(y: Array, x: Array, tap: Tap) -> Array:
     def run(y: Array, x_amax: Array, tap: Tap) -> Array:
         return y
 
-    def forward(y: Array, x_amax: Array, tap: Tap) -> tuple[Array, PyTree]:
+    def forward(y: Array, x_amax: Array, tap: Tap) -> tuple[Array, tuple[Array, Array]]:
         return y, (x_amax, tap.weight.amax)
 
-    def backward(largest: PyTree, dy: Array) -> tuple[Array, None, Any]:
+    def backward(largest: tuple[Array, Array], dy: Array) -> tuple[Array, None, Tap]:
         return dy, None, Tap(None, None, (*largest, amax(dy)))  # pyright: ignore[reportArgumentType]
 
     run.defvjp(forward, backward)
@@ -306,7 +309,7 @@ def calibrated(y: Array, x: Array, tap: Tap) -> Array:
 class CalibratedProduct(DelayedProduct):
     """A matmul with a delayed weight gradient that is not in FP8, and returns the amax of its arrays."""
 
-    def multiply(self, x: Array, w: Array, extra: _Extra, tap: Any, given: Tap) -> Array:
+    def multiply(self, x: Array, w: Array, extra: _Extra, tap: Operands, given: Tap) -> Array:
         """Computes the matmul as in the base class. The cotangent of `given.amax` is the amax of x, w and dy."""
         return calibrated(super().multiply(x, w, extra, tap, ()), x, given)
 
@@ -372,12 +375,12 @@ class DelayedFP8Product(DelayedProduct):
     config: FP8Config
     saved: _Saved = "x"
 
-    def computed_as(self) -> Any:
+    def computed_as(self) -> Wide:
         """Returns the shapes (M, K) and (N, K) and the dimension numbers of the FP8 matmul, which contracts the last axes."""
         m, k, n = DotLayout.of(self.site).sizes
         return (m, k), (n, k), (((1,), (1,)), ((), ()))
 
-    def tap(self) -> Any:
+    def tap(self) -> Operands:
         """Returns zeros like the FP8 columns and scales of x and dy, or like x and dy if wgrad is in bfloat16."""
         if wgrad_precision(self.site, self.config) == "bf16":
             return super().tap()
@@ -394,7 +397,7 @@ class DelayedFP8Product(DelayedProduct):
 
         return zeros(self.site.x_aval, k, x_dtype), zeros(self.site.y_aval, n, dy_dtype)
 
-    def multiply(self, x: Array, w: Array, extra: _Extra, tap: Any, given: Tap) -> Array:
+    def multiply(self, x: Array, w: Array, extra: _Extra, tap: Operands, given: Tap) -> Array:
         """Computes the matmul in FP8. The gradient of `tap` is the operands of wgrad, and `w` has no gradient."""
         return fp8_matmul(self.config, self.site, x, w, extra, given._replace(delayed=tap), saved=self.saved)
 
@@ -402,7 +405,7 @@ class DelayedFP8Product(DelayedProduct):
         """Returns a copy that saves the FP8 columns of x in the forward pass, so that wgrad does not recompute x."""
         return replace(self, saved="columns")
 
-    def weight_gradient(self, tap: Any, extra: _Extra, dtype: Any) -> Array:
+    def weight_gradient(self, tap: Operands, extra: _Extra, dtype: DTypeLike) -> Array:
         """Computes dw in FP8, or in bfloat16 if the recipe asks for it.
 
         Loops over the iterations of the enclosing scans, because XLA does not recognize a batched FP8 matmul.
@@ -410,7 +413,7 @@ class DelayedFP8Product(DelayedProduct):
         if wgrad_precision(self.site, self.config) == "bf16":
             return super().weight_gradient(tap, extra, dtype)
 
-        def wgrad(tap: Any) -> Array:
+        def wgrad(tap: Operands) -> Array:
             return DotLayout.of(self.site, self.config.accumulation).wgrad(tap[0], tap[1], extra, dtype, barrier=False)
 
         for _ in self.site.lead:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,12 @@ from jax.extend import core
 from jax.typing import DTypeLike
 
 from jgraph.autodiff import replay
-from jgraph.autodiff.replay import Aval, aval_of
+from jgraph.autodiff.replay import Atom, Aval, Reader, aval_of
 from jgraph.kernels.elementwise import IDENTITY, Computed, Elementwise, Operand, can
 from jgraph.kernels.quantize import CALLS, RotatedBack, Want, can_rotate, cast_transpose, choose, has_kernel
 from jgraph.kernels.rotary import GRADIENT
 from jgraph.scopes import scope
+from jgraph.types import Tree
 
 _MAX_TILES = 4  # Maximum number of [M, N] inputs of a kernel, because all input tiles must fit into shared memory.
 _FLOATS = (jnp.bfloat16, jnp.float32)
@@ -32,9 +33,10 @@ _WRITTEN = ("optimization_barrier", "dot_general")
 _VIEWS = ("reshape", "copy")
 
 _Shape: TypeAlias = tuple[int, ...]
+_Result = TypeVar("_Result")
 
 
-def fused(fn: Callable[..., Any], implementation: str = "auto") -> Callable[..., Any]:
+def fused(fn: Callable[..., _Result], implementation: str = "auto") -> Callable[..., _Result]:
     """Fuses elementwise functions into the quantization kernels that read their results.
 
     The input of a call of `jgraph.kernels.cast_transpose` or `jgraph.kernels.amax` is often the result of an elementwise
@@ -56,7 +58,7 @@ def fused(fn: Callable[..., Any], implementation: str = "auto") -> Callable[...,
     """
 
     @wraps(fn)
-    def run(*args: Any) -> Any:
+    def run(*args: Tree) -> _Result:
         if implementation == "auto" and not has_kernel():
             return fn(*args)
         closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
@@ -65,7 +67,7 @@ def fused(fn: Callable[..., Any], implementation: str = "auto") -> Callable[...,
             closed = jax.make_jaxpr(lambda *leaves, whole=closed: _inlined(whole.jaxpr, whole.consts, leaves))(*leaves)
         fusions, needed = _fusions(closed.jaxpr, implementation)
 
-        def evaluate(i: int, eqn: core.JaxprEqn, read: replay.Reader) -> Sequence[Any] | None:
+        def evaluate(i: int, eqn: core.JaxprEqn, read: Reader[Array]) -> Sequence[Array] | None:
             if i not in needed:
                 return None
             if i in fusions:
@@ -82,10 +84,10 @@ def _is_inlined(eqn: core.JaxprEqn) -> bool:
     return eqn.primitive.name in replay.CHECKPOINTS and not (eqn.params["differentiated"] and np.any(eqn.params["prevent_cse"]))
 
 
-def _inlined(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _inlined(jaxpr: core.Jaxpr, consts: Sequence[Array], args: Sequence[Array]) -> list[Array]:
     """Evaluates a jaxpr, and inlines the bodies of its `jax.checkpoint` equations."""
 
-    def evaluate(_: int, eqn: core.JaxprEqn, read: replay.Reader) -> Sequence[Any]:
+    def evaluate(_: int, eqn: core.JaxprEqn, read: Reader[Array]) -> Sequence[Array]:
         values = [read(v) for v in eqn.invars]
         return _inlined(replay.body(eqn), replay.body_consts(eqn), values) if _is_inlined(eqn) else replay.apply(eqn, values)
 
@@ -104,12 +106,13 @@ class _Fusion:
     """
 
     fn: Elementwise | None
-    inputs: tuple[tuple[Any, _Shape], ...] = ()
+    inputs: tuple[tuple[Atom, _Shape], ...] = ()
     replaced: tuple[core.Var, ...] = ()
 
-    def run(self, read: replay.Reader, eqn: core.JaxprEqn, implementation: str) -> list[Array]:
+    def run(self, read: Reader[Array], eqn: core.JaxprEqn, implementation: str) -> list[Array]:
         """Computes the results of the quantization `eqn` with the fused function."""
-        call: Any = _quantization(eqn)
+        call = _quantization(eqn)
+        assert call is not None, "only quantizations are fused"
         dtype, want, results = call
         scale = read(eqn.invars[1]) if len(eqn.invars) == 2 else jnp.float32(1)
         inputs = tuple(read(v).reshape(shape) for v, shape in self.inputs)
@@ -142,18 +145,18 @@ def _quantization(eqn: core.JaxprEqn) -> tuple[DTypeLike, Want, tuple[str, ...]]
             return None
         names.append(fits[0])
         dtype = aval.dtype
-    arrays: list[Any] = [name for name in shapes if name in names]
-    return dtype, "both" if len(arrays) == 2 else (arrays or ["amax"])[0], tuple(names)
+    wanted: Want = "rows" if "rows" in names else "columns" if "columns" in names else "amax"
+    return dtype, "both" if {"rows", "columns"} <= {*names} else wanted, tuple(names)
 
 
 def _fusions(jaxpr: core.Jaxpr, implementation: str) -> tuple[dict[int, _Fusion], set[int]]:
     """Returns the fusions by the index of their quantization equation, and the indices of the equations that remain needed."""
     outermost, found = _Frame(jaxpr), {}
-    calls: dict[int, Any] = {i: eqn.invars[0] for i, eqn in enumerate(jaxpr.eqns) if _quantization(eqn) is not None}
+    calls = {i: eqn.invars[0] for i, eqn in enumerate(jaxpr.eqns) if _quantization(eqn) is not None}
     _, written = _needed(jaxpr, dict.fromkeys(calls, _Fusion(IDENTITY)))
     for i, x in calls.items():
-        has_fast_kernel = implementation != "auto" or choose(x.aval.shape) != "xla"
-        if len(x.aval.shape) != 2 or not has_fast_kernel:
+        has_fast_kernel = implementation != "auto" or choose(aval_of(x).shape) != "xla"
+        if len(aval_of(x).shape) != 2 or not has_fast_kernel:
             continue
         if fusion := _rotated(outermost, x, implementation) or _Search(outermost, x, written).fusion():
             found[i] = fusion
@@ -166,12 +169,12 @@ def _fusions(jaxpr: core.Jaxpr, implementation: str) -> tuple[dict[int, _Fusion]
             del found[i]
 
 
-def _rotated(outermost: "_Frame", x: Any, implementation: str) -> _Fusion | None:
+def _rotated(outermost: "_Frame", x: Atom, implementation: str) -> _Fusion | None:
     """Returns the fusion of the gradient of `rotated_heads`, if `x` is a view of it that the kernel supports."""
     atom, frame, replaced = x, outermost, []
     while True:
         atom, frame = frame.resolve(atom)
-        if replay.is_literal(atom) or atom not in frame.definitions:
+        if isinstance(atom, core.Literal) or atom not in frame.definitions:
             return None
         eqn, index = frame.definitions[atom]
         if frame is outermost:
@@ -187,21 +190,22 @@ def _rotated(outermost: "_Frame", x: Any, implementation: str) -> _Fusion | None
         else:
             return None
     found = [frame.resolve(v) for v in eqn.invars]
-    parts = RotatedBack(*(v.aval for v, _ in found))
+    avals: Any = [aval_of(v) for v, _ in found]
+    parts = RotatedBack(*avals)  # in place of arrays, because only shapes are read
     is_outside = any(frame is not outermost and not replay.is_literal(v) for v, frame in found)
-    if is_outside or parts.shape != x.aval.shape or (implementation == "auto" and not can_rotate(parts)):
+    if is_outside or parts.shape != aval_of(x).shape or (implementation == "auto" and not can_rotate(parts)):
         return None
-    return _Fusion(None, tuple((v, v.aval.shape) for v, _ in found), tuple(replaced))
+    return _Fusion(None, tuple((v, aval_of(v).shape) for v, _ in found), tuple(replaced))
 
 
-def _needed(jaxpr: core.Jaxpr, fusions: Mapping[int, _Fusion]) -> tuple[set[int], set[Any]]:
+def _needed(jaxpr: core.Jaxpr, fusions: Mapping[int, _Fusion]) -> tuple[set[int], set[core.Var]]:
     """Returns the equations, by index, and the variables that the outputs depend on."""
-    variables, equations = {v for v in jaxpr.outvars if not replay.is_literal(v)}, set()
+    variables, equations = {v for v in jaxpr.outvars if isinstance(v, core.Var)}, set[int]()
     for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
         if eqn.effects or not variables.isdisjoint(eqn.outvars):
             equations.add(i)
             inputs = [*(v for v, _ in fusions[i].inputs), *eqn.invars[1:]] if i in fusions else eqn.invars
-            variables.update(v for v in inputs if not replay.is_literal(v))
+            variables.update(v for v in inputs if isinstance(v, core.Var))
     return equations, variables
 
 
@@ -216,11 +220,11 @@ class _Frame:
     """
 
     jaxpr: core.Jaxpr
-    arguments: Mapping[Any, tuple[Any, "_Frame"]] = field(default_factory=dict)
+    arguments: Mapping[core.Var, tuple[Atom, "_Frame"]] = field(default_factory=dict)
     calls: dict[int, "_Frame"] = field(default_factory=dict)
 
     @cached_property
-    def definitions(self) -> dict[Any, tuple[core.JaxprEqn, int]]:
+    def definitions(self) -> dict[core.Var, tuple[core.JaxprEqn, int]]:
         """Maps each variable to the equation that computes it, and the index of the result."""
         return {v: (eqn, i) for eqn in self.jaxpr.eqns for i, v in enumerate(eqn.outvars)}
 
@@ -230,10 +234,10 @@ class _Frame:
         arguments = {v: (operand, self) for v, operand in zip(jaxpr.invars, eqn.invars, strict=True)}
         return self.calls.setdefault(id(eqn), _Frame(jaxpr, arguments))
 
-    def resolve(self, atom: Any) -> tuple[Any, "_Frame"]:
+    def resolve(self, atom: Atom) -> tuple[Atom, "_Frame"]:
         """Follows `atom` through the arguments of calls to the variable or literal that defines it, and its frame."""
         frame = self
-        while not replay.is_literal(atom) and atom in frame.arguments:
+        while isinstance(atom, core.Var) and atom in frame.arguments:
             atom, frame = frame.arguments[atom]
         return atom, frame
 
@@ -258,13 +262,18 @@ class _Search:
     """
 
     outermost: _Frame
-    target: Any
-    written: set[Any]
-    inputs: list[tuple[Any, _Shape]] = field(default_factory=list)
+    target: Atom
+    written: set[core.Var]
+    inputs: list[tuple[Atom, _Shape]] = field(default_factory=list)
     steps: list[tuple[str, tuple[Operand, ...]]] = field(default_factory=list)
-    known: dict[tuple[_Frame, Any], Operand] = field(default_factory=dict)
-    replaced: list[Any] = field(default_factory=list)
+    known: dict[tuple[_Frame, core.Var], Operand] = field(default_factory=dict)
+    replaced: list[core.Var] = field(default_factory=list)
     has_steps: bool = False
+
+    @property
+    def shape(self) -> _Shape:
+        """The shape [M, N] of the target."""
+        return aval_of(self.target).shape
 
     def fusion(self) -> _Fusion | None:
         """Returns the fusion. None if a kernel cannot compute the target, or if there is no operation to fuse."""
@@ -272,7 +281,7 @@ class _Search:
             self.follow(self.target, self.outermost)
         except _NotFusibleError:
             return None
-        tiles = sum(shape == self.target.aval.shape for _, shape in self.inputs)
+        tiles = sum(shape == self.shape for _, shape in self.inputs)
         if not self.steps or not 0 < tiles <= _MAX_TILES:
             return None
         count = len(self.inputs)
@@ -282,31 +291,31 @@ class _Search:
         )
         return _Fusion(Elementwise(count, steps), tuple(self.inputs), tuple(self.replaced))
 
-    def follow(self, atom: Any, frame: _Frame) -> Operand:
+    def follow(self, atom: Atom, frame: _Frame) -> Operand:
         """Returns the operand that stands for a variable or literal."""
         atom, frame = frame.resolve(atom)
-        if replay.is_literal(atom):
-            if jnp.size(atom.val) != 1 or not jnp.issubdtype(atom.aval.dtype, jnp.floating):
+        if isinstance(atom, core.Literal):
+            if jnp.size(atom.val) != 1 or not jnp.issubdtype(aval_of(atom).dtype, jnp.floating):
                 raise _NotFusibleError
             return float(atom.val)
         if (frame, atom) not in self.known:
             self.known[frame, atom] = self.define(atom, frame)
         return self.known[frame, atom]
 
-    def read(self, atom: Any, frame: _Frame, shape: _Shape) -> Operand:
+    def read(self, atom: Atom, frame: _Frame, shape: _Shape) -> Operand:
         """Adds an argument that the kernel reads in the given shape. Returns its operand."""
         atom, frame = frame.resolve(atom)
         is_array = frame is self.outermost and not replay.is_literal(atom)
-        if not is_array or atom.aval.dtype not in _FLOATS or atom.aval.size != math.prod(shape):
+        if not is_array or aval_of(atom).dtype not in _FLOATS or aval_of(atom).size != math.prod(shape):
             raise _NotFusibleError
         self.inputs.append((atom, shape))
         return -len(self.inputs)
 
-    def broadcast(self, atom: Any, frame: _Frame, axes: Sequence[int], result: Aval) -> Operand:
+    def broadcast(self, atom: Atom, frame: _Frame, axes: Sequence[int], result: Aval) -> Operand:
         """Follows a broadcast constant, or reads a broadcast column or row."""
         if replay.is_literal(atom):
             return self.follow(atom, frame)
-        (rows, columns), small, last = self.target.aval.shape, atom.aval, len(result.shape) - 1
+        (rows, columns), small, last = self.shape, aval_of(atom), len(result.shape) - 1
         width = small.shape[axes.index(last)] if last in axes else 1
         if result.size == rows * columns and result.shape[last] == columns:
             if small.size == rows and width == 1:
@@ -315,24 +324,25 @@ class _Search:
                 return self.read(atom, frame, (1, columns))
         raise _NotFusibleError
 
-    def define(self, var: Any, frame: _Frame) -> Operand:
+    def define(self, var: core.Var, frame: _Frame) -> Operand:
         """Follows the equation that computes a variable. Returns the operand of the variable."""
         eqn, index = frame.definitions.get(var, (None, 0))
         name, operands = ("", []) if eqn is None else (eqn.primitive.name, eqn.invars)
-        is_whole = var.aval.size == self.target.aval.size
-        is_written = self.has_steps and var in self.written and var.aval.dtype == jnp.bfloat16 and name not in _VIEWS
+        aval = aval_of(var)
+        is_whole = aval.size == math.prod(self.shape)
+        is_written = self.has_steps and var in self.written and aval.dtype == jnp.bfloat16 and name not in _VIEWS
         if eqn is None or name in _WRITTEN or is_written:
-            return self.read(var, frame, self.target.aval.shape)
+            return self.read(var, frame, self.shape)
         if not self.has_steps and frame is self.outermost:
             self.replaced.append(var)
         if name in (*replay.JITS, *replay.CUSTOM) and _quantization(eqn) is None:
             inner = frame.inside(eqn)
             return self.follow(inner.jaxpr.outvars[index], inner)
         is_cast = name == "convert_element_type" and all(aval_of(v).dtype in _FLOATS for v in (var, *operands))
-        if is_cast or (name in _VIEWS and aval_of(operands[0]).size == var.aval.size):
+        if is_cast or (name in _VIEWS and aval_of(operands[0]).size == aval.size):
             return self.follow(operands[0], frame)
         if name == "broadcast_in_dim":
-            return self.broadcast(operands[0], frame, eqn.params["broadcast_dimensions"], var.aval)
+            return self.broadcast(operands[0], frame, eqn.params["broadcast_dimensions"], aval)
         self.has_steps = True
         if name == "integer_pow" and eqn.params["y"] > 0:
             power = base = self.follow(operands[0], frame)
@@ -341,13 +351,13 @@ class _Search:
             return power
         if not can(name) or not is_whole:
             raise _NotFusibleError
-        return self.step(name, [self.operand(v, frame, var.aval) for v in operands])
+        return self.step(name, [self.operand(v, frame, aval) for v in operands])
 
-    def operand(self, atom: Any, frame: _Frame, result: Aval) -> Operand:
+    def operand(self, atom: Atom, frame: _Frame, result: Aval) -> Operand:
         """Follows an operand of an operation that has the shape `result`. Axes of length 1 are broadcast."""
-        if atom.aval.size == result.size:
+        if aval_of(atom).size == result.size:
             return self.follow(atom, frame)
-        return self.broadcast(atom, frame, range(len(atom.aval.shape)), result)
+        return self.broadcast(atom, frame, range(len(aval_of(atom).shape)), result)
 
     def step(self, name: str, operands: Sequence[Operand]) -> Operand:
         """Adds an operation. Returns the operand of its result."""

@@ -8,15 +8,16 @@ from typing import Any, Literal, NamedTuple, Self, TypeAlias
 import jax
 from jax import Array
 
+from jgraph.autodiff.linear import Result
 from jgraph.errors import ConfigError
 from jgraph.precision.config import FP8Config
 from jgraph.precision.fuse import fused
 from jgraph.precision.transform import FP8Function, FP8Trace, Product
-from jgraph.tree import PyTree
+from jgraph.types import Params, Tree
 from jgraph.xla.explain import FP8Products
 
 _Parts: TypeAlias = Mapping[str, Array]
-_Args: TypeAlias = Sequence[PyTree]
+_Args: TypeAlias = Sequence[Tree]
 _Amax: TypeAlias = Callable[[str, Array], Array] | None
 _Loops: TypeAlias = Literal["none", "microbatches"]
 
@@ -51,7 +52,7 @@ class StepLoss:
     fn: Callable[..., Any]
 
     @property
-    def observed(self) -> PyTree:
+    def observed(self) -> Tree:
         """The observed state as a tree of `jax.ShapeDtypeStruct`; {} in this class."""
         return {}
 
@@ -61,7 +62,7 @@ class StepLoss:
         return ()
 
     def prepare(
-        self, whole: PyTree, parts: _Parts, observed: PyTree, args: _Args, over_devices: _Amax = None, uncast: bool = False
+        self, whole: Params, parts: _Parts, observed: Tree, args: _Args, over_devices: _Amax = None, uncast: bool = False
     ) -> Prepared:
         """Prepares a step, before its first microbatch. Called inside the jitted step.
 
@@ -83,7 +84,7 @@ class StepLoss:
         """
         return Prepared({}, lambda params, observed, parts, *args: self.fn(params, *args))
 
-    def traced(self, part: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    def traced(self, part: Callable[..., Result]) -> Callable[..., Result]:
         """Transforms the function that computes the loss and its gradients. Called while the jitted step is traced.
 
         Args:
@@ -122,7 +123,7 @@ class FP8Loss(StepLoss):
     trace: FP8Trace
 
     @classmethod
-    def of(cls, fn: Callable[..., Any], config: FP8Config, params: PyTree, args: _Args) -> Self:
+    def of(cls, fn: Callable[..., Any], config: FP8Config, params: Params, args: _Args) -> Self:
         """Traces a loss function and selects its FP8 matmuls. Does not run the function.
 
         Args:
@@ -143,7 +144,7 @@ class FP8Loss(StepLoss):
         return cls(fn, function, function.plan(params, *args))
 
     @property
-    def observed(self) -> PyTree:
+    def observed(self) -> Tree:
         """Shapes and dtypes of the amax history, an `AmaxHistory` of `jax.ShapeDtypeStruct`; {} for current scaling."""
         return jax.eval_shape(self.trace.init)
 
@@ -174,7 +175,7 @@ class FP8Loss(StepLoss):
         return replace(self, function=replace(self.function, num_losses=num_losses))
 
     def prepare(
-        self, whole: PyTree, parts: _Parts, observed: PyTree, args: _Args, over_devices: _Amax = None, uncast: bool = False
+        self, whole: Params, parts: _Parts, observed: Tree, args: _Args, over_devices: _Amax = None, uncast: bool = False
     ) -> Prepared:
         """Quantizes the weights, before the first microbatch of a step. Called inside the jitted step.
 
@@ -199,12 +200,12 @@ class FP8Loss(StepLoss):
             weights = trace.views(parts, scales)
             return Prepared({}, lambda params, state, _, *args: trace.apply(params, state, weights, *args, uncast=uncast))
 
-        def apply(params: PyTree, state: PyTree, gathered: Mapping[str, Array], *args: PyTree) -> Any:
+        def apply(params: Params, state: Tree, gathered: _Parts, *args: Tree) -> Any:
             return trace.apply(params, state, trace.views(gathered, scales), *args, uncast=uncast)
 
         return Prepared(trace.cast(parts, scales), apply)
 
-    def traced(self, part: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    def traced(self, part: Callable[..., Result]) -> Callable[..., Result]:
         """Fuses elementwise functions, such as GELU, into the kernels that quantize their results.
 
         Args:

@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from jgraph.autodiff.linear import BoundProducts, DelayedProduct, OwnProducts
-from jgraph.autodiff.traced import GROUPED, MISSING, Site, Traced
+from jgraph.autodiff.linear import BoundProducts, DelayedProduct, OwnProducts, Result
+from jgraph.autodiff.traced import GROUPED, MISSING, Missing, Site, Traced
 from jgraph.errors import ConfigError, SplitError
 from jgraph.kernels import amax, cast, cast_transpose
+from jgraph.kernels.blocks import Blocks
 from jgraph.precision._matmul import (
     CalibratedProduct,
     DelayedFP8Product,
@@ -37,10 +38,13 @@ from jgraph.precision.config import DEFAULT_KEEP, FP8Config
 from jgraph.precision.fuse import fused
 from jgraph.precision.scaling import AmaxHistory, FP8Array, observe, scale_for
 from jgraph.scopes import scope
-from jgraph.tree import PyTree, is_adapter, is_router, matching
+from jgraph.tree import is_adapter, is_router, matching
+from jgraph.types import Params, Tree
 
 # The weight of each matmul of a function, with leading axes for the enclosing scans; None for a matmul that is not in FP8.
 Weights: TypeAlias = Sequence[FP8Array | None]
+# The FP8 rows and columns of a weight, and its amax.
+_Views: TypeAlias = tuple[Array | Blocks | None, Array | Blocks | None, Array | None]
 
 
 class Product(NamedTuple):
@@ -75,7 +79,7 @@ class Scale(NamedTuple):
     amax: Array | None
 
 
-def fp8(fn: Callable[..., PyTree], config: FP8Config = FP8Config()) -> "FP8Function":  # noqa: B008 - frozen
+def fp8(fn: Callable[..., Tree], config: FP8Config = FP8Config()) -> "FP8Function":  # noqa: B008 - frozen
     """Computes in FP8 each matmul of data and a parameter in a function, forward and backward.
 
     Finds the matmuls in the trace of the function, including matmuls of Flax layers, `jnp.einsum` and `grouped_dot`, in a scan
@@ -131,12 +135,12 @@ class FP8Function(OwnProducts):
         argument: Name of `fn` in error messages.
     """
 
-    fn: Callable[..., PyTree]
+    fn: Callable[..., Tree]
     config: FP8Config
     num_losses: int = 1
     argument: str = "fn"
 
-    def plan(self, params: PyTree, *args: PyTree) -> "FP8Trace":
+    def plan(self, params: Params, *args: Tree) -> "FP8Trace":
         """Traces the function and selects its FP8 matmuls. Does not run the function.
 
         `jax.jit` caches the trace by shapes and dtypes.
@@ -163,7 +167,7 @@ class FP8Function(OwnProducts):
             raise ConfigError(message, field=self.argument)
         return FP8Trace(self.config, traced, products, self.num_losses)
 
-    def init(self, params: PyTree, *args: PyTree) -> PyTree:
+    def init(self, params: Params, *args: Tree) -> AmaxHistory | dict[str, Array]:
         """Creates the state before the first step. Traces the function, but does not run it.
 
         Args:
@@ -180,7 +184,7 @@ class FP8Function(OwnProducts):
         """
         return self.plan(params, *args).init()
 
-    def quantize(self, params: PyTree, state: PyTree, *args: PyTree) -> Weights:
+    def quantize(self, params: Params, state: Tree, *args: Tree) -> Weights:
         """Quantizes the weights once, for all calls of `apply` in a step. Does not run the function.
 
         Args:
@@ -201,7 +205,7 @@ class FP8Function(OwnProducts):
         """
         return self.plan(params, *args).quantize(params, state)
 
-    def apply(self, params: PyTree, state: PyTree, *args: PyTree, weights: Weights | None = None) -> PyTree:
+    def apply(self, params: Params, state: Tree, *args: Tree, weights: Weights | None = None) -> Any:
         """Computes `fn(params, *args)` with FP8 matmuls. Can be jitted; donates nothing.
 
         Args:
@@ -222,7 +226,7 @@ class FP8Function(OwnProducts):
         """
         return self.plan(params, *args).apply(params, state, weights, *args)
 
-    def params(self, given: PyTree) -> PyTree:
+    def params(self, given: Tree) -> Params:
         """Returns the first entry of the tuple (params, state, weights). Called by `split_backward`.
 
         Args:
@@ -240,7 +244,7 @@ class FP8Function(OwnProducts):
             raise SplitError(f"{message}; None as weights quantizes them in each call", field="params")
         return given[0]
 
-    def bind(self, sites: Sequence[Site], names: Sequence[str], given: PyTree, x: PyTree, *extra: PyTree) -> BoundProducts:
+    def bind(self, sites: Sequence[Site], names: Sequence[str], given: Any, x: Tree, *extra: Tree) -> BoundProducts:
         """Replaces matmuls of `fn` by FP8 matmuls. Called by `split_backward` once per trace.
 
         Args:
@@ -266,7 +270,7 @@ class FP8Function(OwnProducts):
             message = f"the weight gradient of the FP8 matmul with {name} is not delayed"
             raise SplitError(f"{message}: add {name} to `keep` of the recipe, or to `delay` if you pass it", field="delay")
 
-        def taps(given: PyTree) -> list[Any]:
+        def taps(given: Any) -> list[Tap | tuple[()]]:
             quantized = iter([tap for tap in trace.taps(*given) if tap is not None])
             return [() if product.kept else next(quantized) for product in products]
 
@@ -276,7 +280,7 @@ class FP8Function(OwnProducts):
         params, state, weights = map(jax.tree.leaves, given)
         return BoundProducts(bound, taps, [True] * len([*params, *state]) + [False] * len(weights))
 
-    def traced(self, part: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    def traced(self, part: Callable[..., Result]) -> Callable[..., Result]:
         """Fuses elementwise functions, such as GELU, into the kernels that quantize their results. Called by `split_backward`.
 
         Args:
@@ -312,7 +316,7 @@ class FP8Trace:
         """Names of the parameters that are weights of FP8 matmuls, each once, in the order of their first use."""
         return tuple({self.weight_of(i): None for i, _, _ in self._entries()})
 
-    def init(self) -> PyTree:
+    def init(self) -> AmaxHistory | dict[str, Array]:
         """Creates the state before the first step.
 
         Returns:
@@ -323,7 +327,7 @@ class FP8Trace:
             return {}
         return AmaxHistory.zeros(sum(stop - start for _, start, stop in self._entries()), self.config.history)
 
-    def quantize(self, params: PyTree, state: PyTree) -> Weights:
+    def quantize(self, params: Params, state: Tree) -> Weights:
         """Quantizes the weights of all FP8 matmuls.
 
         Args:
@@ -340,7 +344,7 @@ class FP8Trace:
 
     @scope("quantize")
     def scales(
-        self, parts: Mapping[str, Array], state: PyTree, over_devices: Callable[[str, Array], Array] | None = None
+        self, parts: Mapping[str, Array], state: Tree, over_devices: Callable[[str, Array], Array] | None = None
     ) -> dict[str, Scale]:
         """Computes the scales of the weights of FP8 matmuls.
 
@@ -362,7 +366,7 @@ class FP8Trace:
         if self.config.recipe == "mxfp8":
             return dict.fromkeys(self.weights, Scale(jnp.float32(1), jnp.float32(0)))
         dtype, scales = formats(self.config)[1], {}
-        earlier = state.amax(self.config) if self._is_delayed else None
+        earlier = self._history(state).amax(self.config) if self._is_delayed else None
         for i, start, _ in self._entries():
             if (name := self.weight_of(i)) in scales:
                 continue
@@ -407,10 +411,11 @@ class FP8Trace:
             scans; None for a matmul that is not in FP8. Elements that are not finite are NaN. For calibration, the matrices are
             None.
         """
-        dtype, matrices = formats(self.config)[1], []
+        dtype, matrices = formats(self.config)[1], dict[int, Array]()
         if not self.config.calibrates:
             given = [arrays[name] if name in scales else MISSING for name in self.traced.names]
-            matrices = self.traced.weights(given, keep_dtype=True)
+            found = self.traced.weights(given, keep_dtype=True)
+            matrices = {i: w for i, w in enumerate(found) if not isinstance(w, Missing)}
         views: list[FP8Array | None] = [None] * len(self.traced.sites)
         known = {name: scale.amax for name, scale in scales.items()}
         for i, _, _ in self._entries():
@@ -428,7 +433,7 @@ class FP8Trace:
             views[i] = FP8Array(rows, columns, *scalars)  # pyright: ignore[reportArgumentType]
         return views
 
-    def taps(self, params: PyTree, state: PyTree, weights: Weights | None) -> list[Tap | None]:
+    def taps(self, params: Params, state: Tree, weights: Weights | None) -> list[Tap | None]:
         """Builds the additional arguments of the FP8 matmuls.
 
         Args:
@@ -446,7 +451,9 @@ class FP8Trace:
         """
         weights = weights or self.quantize(*jax.lax.stop_gradient((params, state)))
         taps: list[Tap | None] = [None] * len(self.traced.sites)
-        observed = observe(state, self.config, formats(self.config), self.num_losses) if self._is_delayed else ((), ())
+        observed = (
+            observe(self._history(state), self.config, formats(self.config), self.num_losses) if self._is_delayed else ((), ())
+        )
         entries = list(zip(*observed, strict=True))
         for i, start, stop in self._entries():
             weight, lead = weights[i], self.traced.sites[i].lead
@@ -457,7 +464,7 @@ class FP8Trace:
             taps[i] = Tap(weight, *scaling)
         return taps
 
-    def apply(self, params: PyTree, state: PyTree, weights: Weights | None, *args: PyTree, uncast: bool = False) -> PyTree:
+    def apply(self, params: Params, state: Tree, weights: Weights | None, *args: Tree, uncast: bool = False) -> Any:
         """Computes the function with FP8 matmuls. Differentiable in `params` and `args`.
 
         Args:
@@ -477,11 +484,11 @@ class FP8Trace:
         leaves, taps = jax.tree.leaves(params), self.taps(params, state, weights)
         # Calibration computes the matmuls and their gradients as without FP8.
         is_uncast = uncast and not self.config.calibrates
-        whole = self.traced.weights(leaves, keep_dtype=True) if is_uncast else [None] * len(taps)
+        whole = self.traced.weights(leaves, keep_dtype=True) if is_uncast else [MISSING] * len(taps)
         # A weight that every iteration of a scan reads would be stacked once per iteration. Its gradient is accumulated in the
         # scan instead.
         given = [
-            None if tap is None else (tap, None if w is None or w.size > leaves[min(site.params)].size else w)
+            None if tap is None else (tap, None if isinstance(w, Missing) or w.size > leaves[min(site.params)].size else w)
             for site, tap, w in zip(self.traced.sites, taps, whole, strict=True)
         ]
 
@@ -514,6 +521,10 @@ class FP8Trace:
     def _is_delayed(self) -> bool:
         return self.config.recipe == "delayed"
 
+    def _history(self, state: Tree) -> AmaxHistory:
+        assert isinstance(state, AmaxHistory), "the state of delayed scaling is a history"
+        return state
+
     def _entries(self) -> Iterator[tuple[int, int, int]]:
         """Yields (index, start, stop) for each FP8 matmul: its range of entries in an amax history, one per scan iteration."""
         start = 0
@@ -527,9 +538,7 @@ def _stacked(lead: tuple[int, ...], *rows: Array) -> Array:
     return jnp.stack(rows).reshape(*lead, *rows[0].shape)
 
 
-def _view(
-    matrix: Callable[[Array], Array], scale: Array, dtype: DTypeLike, implementation: str, w: Array
-) -> tuple[Any, Any, Any]:
+def _view(matrix: Callable[[Array], Array], scale: Array, dtype: DTypeLike, implementation: str, w: Array) -> _Views:
     """Returns the FP8 rows and columns of a weight, and its amax. The amax is None if `w` already is in FP8."""
     rows_KN = matrix(w)
     if rows_KN.dtype == dtype:
@@ -537,7 +546,7 @@ def _view(
     return cast_transpose(rows_KN, scale, dtype, implementation=implementation)
 
 
-def _block_view(matrix: Callable[[Array], Array], w: Array) -> tuple[Any, Any, Any]:
+def _block_view(matrix: Callable[[Array], Array], w: Array) -> _Views:
     """Returns the MXFP8 rows and columns of a weight, and its amax, which is not computed."""
     # Rounded to bfloat16 first, so that the values equal those of a weight that was gathered in bfloat16.
     quantized = block_scaled(matrix(w).astype(jnp.bfloat16), "both")
