@@ -17,7 +17,8 @@ from jax.experimental import multihost_utils
 
 from jgraph.errors import ConfigError
 
-Device: TypeAlias = Any  # type checkers take jax.Device for a variable
+JaxDevice: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
+"""A device. Type checkers do not accept `jax.Device` itself, because jax declares it without a type."""
 
 # The processes of a job start within this time of each other.
 _PATIENCE_SECONDS = 300
@@ -105,7 +106,7 @@ def connect(
         )
 
 
-def devices_of_ranks(count: int, *, flags: str) -> list[Device]:
+def devices_of_ranks(count: int, *, flags: str) -> list[JaxDevice]:
     """Returns one `jax.Device` for each rank. Starts JAX's backend.
 
     Args:

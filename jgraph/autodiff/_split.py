@@ -198,7 +198,7 @@ class Split:
         """
         return self._forward(params, x, *extra)
 
-    def dgrad(self, params: _Params, residuals: Residuals, dy: Tree) -> tuple[Tree, _Params, Stash]:
+    def dgrad(self, params: _Params, residuals: Residuals, dy: Tree) -> tuple[Any, _Params, Stash]:
         """Computes the gradient of the input and the gradients of the parameters that are not delayed.
 
         Args:

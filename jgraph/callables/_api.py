@@ -1,41 +1,47 @@
 """`make_graphed_callables`: checks the arguments, and compiles all executables before the first call."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 from flax import linen, nnx
 
 from jgraph.callables import _arguments as arguments
+from jgraph.callables._arguments import OrderLike
 from jgraph.callables._callable import Graphed, ParamGrads, interfaces_of
 from jgraph.callables._compile import Executable, compile_tasks
 from jgraph.callables._group import GraphedCallables
 from jgraph.callables.shaped import Shaped, shape_callable
 from jgraph.errors import CallableError, check_choice
 from jgraph.precision.transform import FP8Function
+from jgraph.processes import JaxDevice
 from jgraph.schedule.action import Kind
-from jgraph.tree import PyTree
+from jgraph.types import Params, Tree
+from jgraph.xla.options import OptionValue
+
+Function: TypeAlias = Callable[..., Tree] | FP8Function | nnx.Module | linen.Module
+"""A callable: a function, an FP8 function or a Flax module."""
 
 # Attributes of Flax modules that select inference.
 _MODES = ("deterministic", "use_running_average")
 
 
 def make_graphed_callables(
-    callables: Any,
-    params: PyTree,
-    sample_args: Sequence[Any],
+    callables: Function | tuple[Function, ...] | list[Function],
+    params: Params,
+    sample_args: Sequence[Tree],
     *,
-    sample_kwargs: Any = None,
-    order: Any = None,
+    sample_kwargs: Mapping[str, Tree] | Sequence[Mapping[str, Tree] | None] | None = None,
+    order: OrderLike | None = None,
     num_layers_per_chunk: int | Sequence[int] | None = None,
     delay_wgrad: bool | Sequence[bool] = False,
     reuse_buffers: bool = False,
     param_grads: ParamGrads = "owned",
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[JaxDevice] | None = None,
     training: bool = True,
-    compiler_options: Mapping[str, Any] | None = None,
+    compiler_options: Mapping[str, OptionValue] | None = None,
 ) -> GraphedCallables:
     """Compiles forward and backward of each callable once, as CUDA graphs that your code can call in any order.
 
@@ -96,15 +102,15 @@ def make_graphed_callables(
     """
     check_choice("param_grads", param_grads, get_args(ParamGrads))
     fns = tuple(callables) if isinstance(callables, (tuple, list)) else (callables,)
+    given: dict[str, Any] = {"params": params, "sample_args": sample_args, "sample_kwargs": sample_kwargs}
     if not isinstance(callables, (tuple, list)):
-        params, sample_args, sample_kwargs = (params,), (sample_args,), (sample_kwargs,)
+        given = {name: (values,) for name, values in given.items()}
     arguments.check_argument(len(fns) > 0, "callables", "`callables` is empty: must be a callable, or a tuple of callables")
     # Copied, so that the caller may change the lists later.
     lists = (delay_wgrad, num_layers_per_chunk)
     delay_wgrad, num_layers_per_chunk = (tuple(v) if isinstance(v, Sequence) else v for v in lists)  # pyright: ignore[reportAssignmentType]
-    given = (("params", params), ("sample_args", sample_args), ("sample_kwargs", sample_kwargs))
-    every, sample_args, sample_kwargs = (arguments.each(name, values, len(fns)) for name, values in given)
-    samples = [(every[i], *arguments.sample_of(i, sample_args[i], sample_kwargs[i])) for i in range(len(fns))]
+    every, args, kwargs = (arguments.each(name, values, len(fns)) for name, values in given.items())
+    samples = [(every[i], *arguments.sample_of(i, args[i], kwargs[i])) for i in range(len(fns))]
     arguments.check_concrete("make_graphed_callables", samples)
     schedule, delayed = arguments.schedule_of(order, num_layers_per_chunk, delay_wgrad, len(fns))
     wrong = "`reuse_buffers` is True without an order: pass `order`, such as [1, -1]"
@@ -121,7 +127,7 @@ def make_graphed_callables(
 
     # Layers with the same function and shapes are traced once. Each layer has separate executables, so that its command buffers
     # find every array at the address of the previous call.
-    traced: dict[Any, Shaped] = {}
+    traced: dict[tuple[int, Hashable], Shaped] = {}
     shaped = []
     for i, (fn, sample) in enumerate(zip(fns, samples, strict=True)):
         name = (id(fn), arguments.signature(sample))
@@ -155,7 +161,7 @@ def _check_chain(shaped: Sequence[Shaped]) -> None:
             raise CallableError(wrong, mismatches=tuple(texts))
 
 
-def _function(fn: Any, i: int) -> Callable[..., PyTree] | FP8Function:
+def _function(fn: Function, i: int) -> Callable[..., Tree] | FP8Function:
     """Returns `fn(params, x, *extra, **kwargs)` for a function or a Flax module. FP8 functions are returned unchanged."""
     if isinstance(fn, linen.Module):
         return fn.apply
@@ -172,7 +178,7 @@ def _function(fn: Any, i: int) -> Callable[..., PyTree] | FP8Function:
     return lambda params, x, *extra, **kwargs: nnx.merge(graphdef, params)(x, *extra, **kwargs)
 
 
-def _mode_check(fn: Any, i: int, training: bool) -> Callable[[], None] | None:
+def _mode_check(fn: Function, i: int, training: bool) -> Callable[[], None] | None:
     """Returns a function that raises CallableError if a module is not in the mode `training`; None if it has no modes."""
     modules = list(nnx.iter_modules(fn)) if isinstance(fn, nnx.Module) else []
     switches = [

@@ -1,8 +1,8 @@
 """Checks the arguments of `make_graphed_callables`, of calls and of `run`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from numbers import Number
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,14 @@ from jgraph.callables._borrowed import check_no_handles
 from jgraph.callables._dataflow import layers_of, ranks_of
 from jgraph.callables.shaped import Shaped, Side, shape_of
 from jgraph.errors import CallableError, OrderError
+from jgraph.processes import JaxDevice
 from jgraph.schedule.action import FORWARD, WGRAD
 from jgraph.schedule.order import Order, one_each
 from jgraph.schedule.schedule import Schedule
-from jgraph.tree import PyTree
+from jgraph.types import Leaf, Params, Tree
+
+OrderLike: TypeAlias = Order | Schedule | Sequence[float] | Sequence[Order | Sequence[float]]
+"""Signed numbers of one rank, an order, a schedule, or one order per rank."""
 
 
 def check_argument(condition: bool, field: str, message: str) -> None:
@@ -25,7 +29,7 @@ def check_argument(condition: bool, field: str, message: str) -> None:
         raise CallableError(message, field=field)
 
 
-def each(name: str, given: Any, count: int, *, of: str = "callables") -> tuple[Any, ...]:
+def each(name: str, given: Sequence[Any] | None, count: int, *, of: str = "callables") -> tuple[Any, ...]:
     """Converts an argument to a tuple with one value per item.
 
     Args:
@@ -48,7 +52,7 @@ def each(name: str, given: Any, count: int, *, of: str = "callables") -> tuple[A
     return tuple(given)
 
 
-def tuples(name: str, given: Sequence[Any] | None, count: int) -> list[tuple[Any, ...]]:
+def tuples(name: str, given: Sequence[Sequence[Tree]] | None, count: int) -> list[tuple[Tree, ...]]:
     """Converts an argument to the positional arguments of each microbatch.
 
     Args:
@@ -68,7 +72,7 @@ def tuples(name: str, given: Sequence[Any] | None, count: int) -> list[tuple[Any
     return [tuple(arguments) for arguments in given]
 
 
-def sample_of(i: int, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def sample_of(i: int, args: Sequence[Tree], kwargs: Mapping[str, Tree] | None) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
     """Checks the sample arguments of callable `i`.
 
     Args:
@@ -91,7 +95,7 @@ def sample_of(i: int, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str
 
 
 def schedule_of(
-    order: Any, layers: int | Sequence[int] | None, delay_wgrad: bool | Sequence[bool], count: int
+    order: OrderLike | None, layers: int | Sequence[int] | None, delay_wgrad: bool | Sequence[bool], count: int
 ) -> tuple[Schedule | None, tuple[bool, ...]]:
     """Parses an order.
 
@@ -184,7 +188,7 @@ def _chunks(schedule: Schedule) -> list[tuple[int, int, range]]:
     ]
 
 
-def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequence[Any]) -> list[Any]:
+def homes(schedule: Schedule | None, devices: Sequence[JaxDevice] | None, params: Sequence[Params]) -> list[JaxDevice]:
     """Finds the device of each callable.
 
     Args:
@@ -216,7 +220,7 @@ def homes(schedule: Schedule | None, devices: Sequence[Any] | None, params: Sequ
     return [devices[rank % len(devices)] for rank in ranks]
 
 
-def check_extra(callables: Sequence[Shaped], extra: Sequence[Any] | None, key: jax.Array | None) -> None:
+def check_extra(callables: Sequence[Shaped], extra: Sequence[Sequence[Tree]] | None, key: jax.Array | None) -> None:
     """Checks that `extra` and `key` of `run` supply the arguments of the callables besides params and x.
 
     Args:
@@ -242,7 +246,7 @@ def check_extra(callables: Sequence[Shaped], extra: Sequence[Any] | None, key: j
     check_argument(takes_any, "extra", "`extra` must be None, because no callable takes arguments after x")
 
 
-def call_differences(shaped: Shaped, params: PyTree, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> list[str]:
+def call_differences(shaped: Shaped, params: Params, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> list[str]:
     """Describes every difference between the arguments of a call and the sample.
 
     Args:
@@ -292,7 +296,7 @@ def check_concrete(name: str, tree: Any) -> None:
         )
 
 
-def differences(side: Side, given: Any, name: str, device: Any) -> list[str]:
+def differences(side: Side, given: Tree, name: str, device: JaxDevice | None) -> list[str]:
     """Describes every difference between an argument and the sample.
 
     Args:
@@ -325,7 +329,7 @@ def differences(side: Side, given: Any, name: str, device: Any) -> list[str]:
     return texts
 
 
-def matching_leaves(side: Side, tree: PyTree, name: str, device: Any = None) -> list[Any]:
+def matching_leaves(side: Side, tree: Tree, name: str, device: JaxDevice | None = None) -> list[Leaf]:
     """Checks an argument of `run` against the sample.
 
     Args:
@@ -351,7 +355,7 @@ def matching_leaves(side: Side, tree: PyTree, name: str, device: Any = None) -> 
     return leaves
 
 
-def put(device: Any, leaf: Any) -> jax.Array:
+def put(device: JaxDevice, leaf: Leaf) -> jax.Array:
     """Puts an array on a device.
 
     Copies a NumPy array first, because a CPU device would share its memory with the caller.
@@ -366,23 +370,23 @@ def put(device: Any, leaf: Any) -> jax.Array:
     return jax.device_put(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, device)
 
 
-def signature(sample: Any) -> Any:
+def signature(sample: Tree) -> Hashable:
     """Returns a hashable description of a tree. Trees of equal structure, shapes and dtypes have equal signatures."""
     leaves, tree = jax.tree.flatten(sample)
     return tree, *((aval.shape, aval.dtype) for aval in map(shape_of, leaves))
 
 
-def _fits(leaf: Any, aval: jax.ShapeDtypeStruct) -> bool:
+def _fits(leaf: Leaf, aval: jax.ShapeDtypeStruct) -> bool:
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         return False
     given = leaf if isinstance(leaf, jax.Array) else shape_of(leaf)
     return given.shape == aval.shape and given.dtype == aval.dtype
 
 
-def devices_of(leaf: Any) -> str:
+def devices_of(leaf: Leaf) -> str:
     """Returns the names of a leaf's devices, sorted and separated by commas; "the host" if the leaf is not a JAX array."""
     return ", ".join(sorted(map(str, leaf.devices()))) if isinstance(leaf, jax.Array) else "the host"
 
 
-def _show(aval: Any) -> str:
+def _show(aval: jax.ShapeDtypeStruct) -> str:
     return f"{aval.dtype}{list(aval.shape)}"

@@ -4,14 +4,17 @@ A jax.Array raises only "Array has been deleted" after its buffer was donated. G
 returned as handles, which name the call that updated the buffer.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jgraph.errors import OwnershipError
+from jgraph.types import Tree
 
 
 @dataclass(eq=False)
@@ -79,7 +82,7 @@ class Borrowed:
     def __jax_array__(self) -> jax.Array:
         return self.value
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         # Always a copy, because on a CPU a NumPy view of the buffer would prevent an update in place.
         return np.array(self.value, dtype)
 
@@ -88,7 +91,7 @@ class Borrowed:
         return f"Borrowed({where}: {self.dtype}{list(self.shape)}, {self._lease.ended or 'live'})"
 
 
-def _operator(name: str) -> Any:
+def _operator(name: str) -> Callable[..., Any]:
     """Returns a method that applies the array operator `name` to `value`."""
     return lambda self, *args: getattr(self.value, name)(*(arg.value if isinstance(arg, Borrowed) else arg for arg in args))
 
@@ -100,7 +103,7 @@ for _name in "neg pos abs invert lt le gt ge eq ne getitem len iter contains boo
     setattr(Borrowed, f"__{_name}__", _operator(f"__{_name}__"))
 
 
-def check_no_handles(tree: Any) -> None:
+def check_no_handles(tree: Tree) -> None:
     """Raises OwnershipError if `tree` contains a handle (`Borrowed`), also a stale one.
 
     main_grad may be updated while an executable reads the handle's buffer.

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 
 from jgraph.callables._arguments import call_differences, check_concrete, differences, mismatch
 from jgraph.callables._borrowed import check_no_handles
-from jgraph.callables._compile import Executable, Grad, Interface, Registers, Task, gather, interface
+from jgraph.callables._compile import Executable, Grad, Interface, Registers, Select, Task, gather, interface
 from jgraph.callables._main_grad import MainGrad
 from jgraph.callables._microbatches import Microbatch, Waiting
 from jgraph.callables._packs import Pack, packs_of
 from jgraph.callables.shaped import Shaped, TreeDef
 from jgraph.errors import CallableError, OwnershipError
 from jgraph.schedule.action import Kind
-from jgraph.tree import PyTree
+from jgraph.types import Params, Tree
 
 ParamGrads = Literal["owned", "aliased"]
 
@@ -125,7 +125,7 @@ class Graphed:
         waiting = f"; waiting microbatches: {', '.join(map(str, self.pending))}" if self.pending else ""
         return f"Graphed({self.index}: {', '.join(self.parts)}; {x} -> {y}{waiting})"
 
-    def __call__(self, params: PyTree, x: PyTree, *extra: PyTree, **kwargs: PyTree) -> PyTree:
+    def __call__(self, params: Params, x: Tree, *extra: Tree, **kwargs: Tree) -> Any:
         """Runs forward, and keeps the arrays for the backward, also arguments. With `training=False`, keeps no arrays.
 
         All arguments have the structure, shapes and dtypes of the samples, and are never donated. NumPy arrays are copied. Do
@@ -155,7 +155,7 @@ class Graphed:
             self.waiting.add(arrays[: len(shaped.params.avals)], self._residuals((*arrays, *outs)))
             return shaped.y.tree.unflatten(outs[: len(shaped.y.avals)])
 
-    def evaluate(self, params: PyTree, x: PyTree, *extra: PyTree, **kwargs: PyTree) -> PyTree:
+    def evaluate(self, params: Params, x: Tree, *extra: Tree, **kwargs: Tree) -> Any:
         """Runs forward without a later backward, and keeps no arrays. Any thread may call it at any time.
 
         Runs the same executable as a call of the object, including dropout. The arguments have the structure, shapes and dtypes
@@ -179,7 +179,7 @@ class Graphed:
         y = self.shaped.y
         return y.unflatten(self._forward(params, x, extra, kwargs)[1][: len(y)])
 
-    def backward(self, dy: PyTree, *, microbatch: int | None = None) -> tuple[PyTree, PyTree]:
+    def backward(self, dy: Tree, *, microbatch: int | None = None) -> tuple[Tree, Tree]:
         """Runs the whole backward of a microbatch, and frees the arrays that its forward kept. Updates main_grad in place.
 
         With `delay_wgrad`, runs dgrad, then wgrad.
@@ -213,7 +213,7 @@ class Graphed:
             outs = self._run_backward(pending, "backward", self._dy(dy), dy)
             return self._finish(pending, outs[self.shaped.num_dx :]), self._dx(outs)
 
-    def dgrad(self, dy: PyTree, *, microbatch: int | None = None) -> PyTree:
+    def dgrad(self, dy: Tree, *, microbatch: int | None = None) -> Tree:
         """Computes dx of a microbatch, and keeps its stash (arrays for wgrad). Needs `delay_wgrad`.
 
         Frees the arrays that only dgrad reads. Adds aliased gradients of parameters that are not delayed to main_grad, in
@@ -240,7 +240,7 @@ class Graphed:
                 raise CallableError(f"{wrong}; call backward, or build it with delay_wgrad=True")
             return self._dgrad(self.waiting.next("dgrad", "forward", microbatch), dy)
 
-    def wgrad(self, *, microbatch: int | None = None) -> PyTree:
+    def wgrad(self, *, microbatch: int | None = None) -> Tree:
         """Computes the delayed gradients of a microbatch, adds them to main_grad in place, and frees the microbatch's arrays.
 
         If the callable has no parameter to delay, only returns the gradients that `dgrad` computed.
@@ -284,7 +284,7 @@ class Graphed:
             self.waiting.drop(microbatch)
 
     @property
-    def main_grad(self) -> PyTree:
+    def main_grad(self) -> Tree:
         """The float32 sums of aliased gradients since `zero_grads`, with the structure of params.
 
         A leaf is a `Borrowed` handle, which the next update of main_grad makes stale, or None for a parameter without an
@@ -335,8 +335,8 @@ class Graphed:
             raise CallableError(f"callable {self.index} was built with training=False and has no backward")
 
     def _forward(
-        self, params: PyTree, x: PyTree, extra: tuple[PyTree, ...], kwargs: dict[str, PyTree]
-    ) -> tuple[list[Any], list[jax.Array]]:
+        self, params: Params, x: Tree, extra: tuple[Tree, ...], kwargs: dict[str, Tree]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns the leaves of (params, x, extra) and the outputs of the executable."""
         if self._check_mode is not None:
             self._check_mode()
@@ -356,7 +356,7 @@ class Graphed:
             raise cause
         raise mismatch(shaped, texts) from cause
 
-    def _dgrad(self, pending: Microbatch, dy: PyTree) -> PyTree:
+    def _dgrad(self, pending: Microbatch, dy: Tree) -> Tree:
         leaves = self._dy(dy)
         outs = self._run_backward(pending, "dgrad", leaves, dy)
         pending.early = outs[len(outs) - len(self.parts["dgrad"].news) :]
@@ -365,22 +365,22 @@ class Graphed:
         self.waiting.after_dgrad(pending)
         return self._dx(outs)
 
-    def _wgrad(self, pending: Microbatch) -> PyTree:
+    def _wgrad(self, pending: Microbatch) -> Tree:
         # Without late parameters there is no wgrad executable, because dgrad computed all gradients.
         outs = self._run_backward(pending, "wgrad", pending.stash, None) if "wgrad" in self.parts else []
         return self._finish(pending, outs)
 
-    def _finish(self, pending: Microbatch, new: Sequence[Any]) -> PyTree:
+    def _finish(self, pending: Microbatch, new: Sequence[jax.Array]) -> Tree:
         """Removes a microbatch. Returns its gradients in the structure of params: new arrays, handles, None for integers."""
         self.waiting.end(pending)
         gradients = self._grads((*pending.early, *new, *self.gradients.handles(), None))
         return self.shaped.params.tree.unflatten(gradients)
 
-    def _dx(self, outs: Sequence[Any]) -> PyTree:
+    def _dx(self, outs: Sequence[jax.Array]) -> Any:
         shaped = self.shaped
         return shaped.x.tree.unflatten(outs[: shaped.num_dx]) if shaped.takes_gradient else None
 
-    def _run(self, kind: Kind, arrays: Sequence[Any], number: int = -1) -> list[jax.Array]:
+    def _run(self, kind: Kind, arrays: Sequence[jax.Array], number: int = -1) -> list[jax.Array]:
         part = self.parts[kind]
         if not part.adds:
             return part.compiled(*part.read(arrays))
@@ -389,7 +389,7 @@ class Graphed:
         self.gradients.update(zip(part.adds, outs[:count], strict=True), f"the {kind} of microbatch {number}")
         return outs[count:]
 
-    def _run_backward(self, pending: Microbatch, kind: Kind, rest: Sequence[Any], dy: PyTree) -> list[jax.Array]:
+    def _run_backward(self, pending: Microbatch, kind: Kind, rest: Sequence[jax.Array], dy: "Tree | None") -> list[jax.Array]:
         """Runs a backward executable. Diagnoses the cause only if it fails."""
         read = (*pending.params, *pending.residuals, *rest)
         try:
@@ -413,7 +413,7 @@ class Graphed:
                 raise
             raise mismatch(shaped, texts) from e
 
-    def _dy(self, dy: PyTree) -> list[Any]:
+    def _dy(self, dy: Tree) -> list[jax.Array]:
         """Returns the leaves of dy. Raises CallableError if dy does not have the structure of y."""
         shaped = self.shaped
         if (leaves := self._leaves(shaped.y.tree, dy)) is None:
@@ -421,7 +421,7 @@ class Graphed:
             raise mismatch(shaped, differences(shaped.y, dy, "dy", shaped.device))
         return leaves
 
-    def _leaves(self, structure: TreeDef, tree: PyTree) -> list[Any] | None:
+    def _leaves(self, structure: TreeDef, tree: Tree) -> list[jax.Array] | None:
         """Returns the leaves of a tree as JAX arrays, or None if the tree has another structure.
 
         NumPy arrays are copied, because they may change before the backward reads them.
@@ -441,7 +441,7 @@ class Graphed:
         return arrays
 
 
-def _passed(sources: Sequence[int | None], given: int, new: int) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def _passed(sources: Sequence[int | None], given: int, new: int) -> Select:
     """Returns a function that selects the residuals or the stash from a sequence of inputs and new arrays.
 
     Args:

@@ -11,17 +11,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jgraph.callables.shaped import Shaped
 from jgraph.schedule.action import Kind
 from jgraph.xla import CaptureReport, check_identity, compile_and_report
 from jgraph.xla.cache import UNREADABLE
 from jgraph.xla.donation import without_warning
+from jgraph.xla.options import OptionValue
+
+_T = TypeVar("_T")
 
 # A gradient is returned as a new array of the parameter's dtype, as a new float32 sum, or added to a float32 sum.
 How = Literal["new", "start", "add"]
@@ -29,6 +33,10 @@ How = Literal["new", "start", "add"]
 Copies = Literal["shared", "each"]
 # (index of the parameter, register of the gradient, how it is returned)
 Grad = tuple[int, int, How]
+# Selects arrays of a sequence.
+Select: TypeAlias = Callable[[Sequence[Array]], tuple[Array, ...]]
+# Shape and dtype.
+_Shape: TypeAlias = tuple[tuple[int, ...], DTypeLike]
 
 
 @dataclass(frozen=True)
@@ -72,15 +80,15 @@ class Registers:
         avals: Shape and dtype of each register. Methods append to this list.
     """
 
-    def __init__(self, avals: Iterable[Any] = ()):
-        self.avals: list[Any] = list(avals)
+    def __init__(self, avals: Iterable[jax.ShapeDtypeStruct] = ()):
+        self.avals = list(avals)
 
-    def register(self, aval: Any) -> int:
+    def register(self, aval: jax.ShapeDtypeStruct) -> int:
         """Adds a register for an array with the shape and dtype of `aval`, and returns its number."""
         self.avals.append(aval)
         return len(self.avals) - 1
 
-    def new(self, avals: Iterable[Any]) -> list[int]:
+    def new(self, avals: Iterable[jax.ShapeDtypeStruct]) -> list[int]:
         """Adds one register per aval, and returns their numbers in order."""
         return [self.register(aval) for aval in avals]
 
@@ -136,7 +144,7 @@ class Interface:
     donated: tuple[int, ...]
     read: tuple[int, ...]
     outs: tuple[int, ...]
-    shapes: tuple[tuple[Any, Any], ...]
+    shapes: tuple[_Shape, ...]
 
     @property
     def name(self) -> str:
@@ -148,12 +156,14 @@ class Interface:
         """Returns a copy with registers renumbered by first use, so that equal computations have equal interfaces."""
         names: dict[int, int] = {}
 
-        def renamed(registers: Iterable[int | None]) -> tuple[Any, ...]:
-            return tuple(r if r is None else names.setdefault(r, len(names)) for r in registers)
+        def renamed(registers: Iterable[int]) -> tuple[int, ...]:
+            return tuple(names.setdefault(r, len(names)) for r in registers)
 
         def of_task(task: Task) -> Task:
             grads = tuple((place, *renamed([register]), how) for place, register, how in task.grads)
-            return replace(task, ins=renamed(task.ins), outs=renamed(task.outs), params=renamed(task.params), grads=grads)
+            ins = renamed(task.ins)
+            outs = tuple(r if r is None else renamed([r])[0] for r in task.outs)
+            return replace(task, ins=ins, outs=outs, params=renamed(task.params), grads=grads)
 
         ins = {name: renamed(getattr(self, name)) for name in ("sums", "donated", "read")}
         return replace(self, **ins, tasks=tuple(map(of_task, self.tasks)), outs=renamed(self.outs))
@@ -174,12 +184,12 @@ class Executable:
     io: Interface
 
     @cached_property
-    def select(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    def select(self) -> Select:
         """A function from a sequence of arrays by register to the arguments of `compiled`."""
         return gather((*self.io.sums, *self.io.donated, *self.io.read))
 
     @cached_property
-    def read(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    def read(self) -> Select:
         """A function from a sequence of arrays by register to the arguments after `sums` and `donated`."""
         return gather(self.io.read)
 
@@ -194,7 +204,7 @@ class Executable:
         return tuple(place for task in self.io.tasks for place, _, how in task.grads if how == "new")
 
 
-def gather(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def gather(places: Sequence[int]) -> Callable[[Sequence[_T]], tuple[_T, ...]]:
     """Returns a function that selects the items at `places` of a sequence.
 
     Args:
@@ -209,7 +219,11 @@ def gather(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 
 def compile_tasks(
-    interfaces: Sequence[Interface], callables: Sequence[Shaped], options: Mapping[str, Any], *, copies: Copies = "shared"
+    interfaces: Sequence[Interface],
+    callables: Sequence[Shaped],
+    options: Mapping[str, OptionValue],
+    *,
+    copies: Copies = "shared",
 ) -> list[Executable]:
     """Compiles executables, up to 16 at a time in threads. Does not run them.
 
@@ -249,7 +263,7 @@ def compile_tasks(
 def _lower(io: Interface, callables: Mapping[int, Shaped]) -> tuple[jax.stages.Lowered, str]:
     """Lowers an executable. Returns the lowered program and its platform."""
 
-    def run(*arrays: Any) -> list[Any]:
+    def run(*arrays: Array) -> list[Array]:
         env = dict(zip((*io.sums, *io.donated, *io.read), arrays, strict=True))
         for task in io.tasks:
             _run(task, callables[task.index], env)
@@ -265,7 +279,7 @@ def _lower(io: Interface, callables: Mapping[int, Shaped]) -> tuple[jax.stages.L
 
 def interface(
     tasks: Sequence[Task],
-    avals: Sequence[Any],
+    avals: Sequence[jax.ShapeDtypeStruct],
     wanted: Collection[int],
     *,
     standing: Collection[int] = (),
@@ -287,7 +301,7 @@ def interface(
         The interface of the executable. The outputs with a buffer come first.
     """
 
-    def kind(register: int) -> tuple[Any, Any]:
+    def kind(register: int) -> _Shape:
         return avals[register].shape, avals[register].dtype
 
     sums: dict[int, None] = {}
@@ -314,7 +328,7 @@ def interface(
     return Interface(tuple(tasks), tuple(sums), tuple(donated), tuple(read), (*buffers, *outs), shapes)
 
 
-def fold_key(key: Array, *, step: Any, microbatch: Any, layer: Any) -> Array:
+def fold_key(key: Array, *, step: Array | int, microbatch: Array | int, layer: Array | int) -> Array:
     """Folds step, microbatch and layer into a random key, like pipelines and graphed callables do for every layer.
 
     Args:
@@ -331,10 +345,10 @@ def fold_key(key: Array, *, step: Any, microbatch: Any, layer: Any) -> Array:
     return key
 
 
-def _run(task: Task, shaped: Shaped, env: dict[int, Any]) -> None:
+def _run(task: Task, shaped: Shaped, env: dict[int, Array]) -> None:
     """Computes a task and writes its outputs into `env`, which maps registers to arrays."""
     ins, read = [env[r] for r in task.ins], [env[r] for r in task.params]
-    outs: Sequence[Any]
+    outs: Sequence[Array]
     if task.fn is not None:
         outs, gradients = task.fn(read, ins) if task.kind == "loss" else (task.fn(ins), ())
         for (_, register, how), gradient in zip(task.grads, gradients, strict=True):
@@ -349,13 +363,19 @@ def _run(task: Task, shaped: Shaped, env: dict[int, Any]) -> None:
     env |= {register: value for register, value in zip(task.outs, outs, strict=True) if register is not None}
 
 
-def _summed(env: Mapping[int, Any], register: int, how: How, gradient: Array, merge: Any = jnp.add) -> Array:
+def _summed(
+    env: Mapping[int, Array],
+    register: int,
+    how: How,
+    gradient: Array,
+    merge: Callable[[Array, Array], Array] = jnp.add,
+) -> Array:
     """Casts a gradient to float32 unless `how` is new, and merges it with the sum in its register if `how` is add."""
     wide = gradient if how == "new" else gradient.astype(jnp.float32)
     return merge(env[register], wide) if how == "add" else wide
 
 
-def _backward(task: Task, shaped: Shaped, ins: list[Any], read: list[Any], env: dict[int, Any]) -> list[Any]:
+def _backward(task: Task, shaped: Shaped, ins: list[Array], read: list[Array], env: dict[int, Array]) -> list[Array]:
     """Computes a dgrad, wgrad or backward, and writes its gradients into `env`.
 
     Returns:
@@ -364,7 +384,7 @@ def _backward(task: Task, shaped: Shaped, ins: list[Any], read: list[Any], env: 
     registers: dict[int, tuple[int, How]] = {place: (register, how) for place, register, how in task.grads}
     arrays = [*[None] * (shaped.num_dgrad if task.kind == "wgrad" else 0), *ins]
     residuals, rest = arrays[: len(shaped.residuals)], arrays[len(shaped.residuals) :]
-    dx, stash, gradients = [], rest, dict[int, Any]()
+    dx, stash, gradients = list[Array](), rest, dict[int, Array]()
     if task.kind != "wgrad":
         count = len(shaped.reads["dgrad"])
         dx, early, stash = shaped.dgrad(shaped.fill("dgrad", read[:count]), residuals, rest)

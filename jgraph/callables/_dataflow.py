@@ -6,23 +6,26 @@ The actions of all ranks are visited in the order of ticks, layer by layer. Ever
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jgraph.callables._compile import Grad, How, Registers, Task
 from jgraph.callables.shaped import Shaped, Side, shape_of
 from jgraph.errors import CallableError
+from jgraph.processes import JaxDevice
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, KINDS, Kind
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.tables import tick_table
+from jgraph.types import Params, Tree
 
 Join = Literal["segments", "nothing"]
 Outputs = Literal["drop", "keep"]
 # Name of an argument or result of a plan, such as ("params", callable, parameter).
-Name = tuple[Any, ...]
+Name: TypeAlias = tuple[str, *tuple[int, ...]]
 
 # Maximum number of tasks per executable. Compiling more takes longer than the launches that it saves.
 _MOST_JOINED = 64
@@ -62,7 +65,7 @@ class Loss:
     aval: jax.ShapeDtypeStruct
 
     @classmethod
-    def of(cls, fn: Callable[..., jax.Array], y: Side, args: tuple[Any, ...], params: Any = ()) -> "Loss":
+    def of(cls, fn: Callable[..., jax.Array], y: Side, args: tuple[Tree, ...], params: Params = ()) -> "Loss":
         """Traces a loss. Does not run it.
 
         Args:
@@ -85,7 +88,7 @@ class Loss:
             raise CallableError(f"loss_fn returns {loss.dtype}{list(loss.shape)}: must be a floating scalar")
         return cls(fn, weights, given, y, shape_of(loss))
 
-    def differentiated(self, params: list[Any], ins: list[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def differentiated(self, params: list[jax.Array], ins: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Computes the loss and its gradients. A pure function.
 
         Args:
@@ -115,7 +118,7 @@ class PlanFunction:
         shapes: Shapes of the inputs that are arguments of the plan, by name.
     """
 
-    fn: Callable[[list[Any]], list[Any]]
+    fn: Callable[[list[jax.Array]], list[jax.Array]]
     index: int
     ins: Sequence[Name]
     outs: Sequence[Name]
@@ -139,7 +142,7 @@ class Unit:
     rank: int
     tick: int
     tasks: list[Task] = field(default_factory=list)
-    sends: list[tuple[int, int, Any]] = field(default_factory=list)
+    sends: list[tuple[int, int, JaxDevice]] = field(default_factory=list)
     needed_at: int = -1
     used_at: int = _NEVER
 
@@ -171,10 +174,10 @@ class Flow(Registers):
         self.devices = [by_rank[rank] for rank in range(schedule.num_ranks)]
         self.named: dict[Name, int] = {}
         self.results: dict[Name, int] = {}
-        self.standing: dict[int, Any] = {}
+        self.standing: dict[int, JaxDevice] = {}
         # Registers of arrays with a later reader, by ("x" | "dy" | "residuals" | "stash", callable, microbatch).
         self._values: dict[tuple[str, int, int], list[int]] = {}
-        self._buffers: dict[tuple[int, Any, Any], list[int]] = {}
+        self._buffers: dict[tuple[int, tuple[int, ...], DTypeLike], list[int]] = {}
 
     def send_buffer(self, source: int, rank: int, busy: set[int]) -> int:
         """Selects the send buffer for an array: a register that is written before a transfer to another device.
@@ -257,8 +260,9 @@ class Flow(Registers):
                 units += [unit] if unit.tasks else []
         return units
 
-    def _given(self, aval: Any, *name: Any) -> int:
+    def _given(self, aval: jax.ShapeDtypeStruct, kind: str, *place: int) -> int:
         """Returns the register of an argument of the plan, or of the plan function's result with the same name."""
+        name = (kind, *place)
         if name in self.results:
             return self.results[name]
         if name not in self.named:

@@ -1,22 +1,25 @@
 """A sequence of graphed callables: plays an order, places parameters, and frees all buffers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any, get_args, overload
 
 import jax
 import jax.numpy as jnp
 
 from jgraph.callables import _arguments as arguments
+from jgraph.callables._arguments import OrderLike
 from jgraph.callables._callable import Graphed
 from jgraph.callables._dataflow import Flow, Join, Loss, Outputs, ranks_of
 from jgraph.callables.plan import ExecutionPlan, Reports, make_plan, play
 from jgraph.callables.shaped import Shaped, Side, shape_of
 from jgraph.errors import CallableError, OrderError, OwnershipError, check_choice
+from jgraph.processes import JaxDevice
 from jgraph.schedule.schedule import Schedule
-from jgraph.tree import PyTree
+from jgraph.types import Leaf, Params, Tree
+from jgraph.xla.options import OptionValue
 
 # Maximum number of compiled plans that `run` keeps. A training run uses one or two.
 _MOST_PLANS = 8
@@ -35,8 +38,8 @@ class RunResult:
     """
 
     losses: tuple[jax.Array, ...]
-    grads: tuple[PyTree, ...]
-    outputs: tuple[PyTree, ...] | None
+    grads: tuple[Tree, ...]
+    outputs: tuple[Tree, ...] | None
 
 
 class GraphedCallables(Sequence[Graphed]):
@@ -51,23 +54,29 @@ class GraphedCallables(Sequence[Graphed]):
     def __init__(
         self,
         graphed: tuple[Graphed, ...],
-        params: Sequence[PyTree] | None,
+        params: Sequence[Params] | None,
         schedule: Schedule | None,
         *,
-        parse: Callable[[Any], tuple[Schedule | None, Any]],
+        parse: Callable[[OrderLike], tuple[Schedule | None, tuple[bool, ...]]],
         reuse_buffers: bool,
-        options: Mapping[str, Any],
+        options: Mapping[str, OptionValue],
     ):
         self._graphed, self._params, self.schedule, self._reuse_buffers = graphed, params, schedule, reuse_buffers
         self._parse, self._options = parse, options
         self._shaped = [one.shaped for one in graphed]
-        self._plans: dict[Any, ExecutionPlan] = {}
+        self._plans: dict[Hashable, ExecutionPlan] = {}
         self._runs = 0
 
     def __len__(self) -> int:
         return len(self._graphed)
 
-    def __getitem__(self, index):
+    @overload
+    def __getitem__(self, index: int) -> Graphed: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Graphed, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Graphed | tuple[Graphed, ...]:
         return self._graphed[index]
 
     def __repr__(self) -> str:
@@ -84,7 +93,7 @@ class GraphedCallables(Sequence[Graphed]):
         single = [(part.io.name, part.report) for graphed in self._graphed for part in graphed.parts.values()]
         return single + [report for plan in self._plans.values() for report in plan.reports]
 
-    def place(self, params: Sequence[PyTree]) -> tuple[PyTree, ...]:
+    def place(self, params: Sequence[Params]) -> tuple[Params, ...]:
         """Puts the params of every callable on its device.
 
         Args:
@@ -134,13 +143,13 @@ class GraphedCallables(Sequence[Graphed]):
 
     def run(
         self,
-        order: Any,
-        inputs: Sequence[PyTree],
+        order: OrderLike | None,
+        inputs: Sequence[Tree],
         loss_fn: Callable[..., jax.Array],
         *,
-        params: Sequence[PyTree] | None = None,
-        extra: Sequence[tuple[PyTree, ...]] | None = None,
-        loss_args: Sequence[tuple[PyTree, ...]] | None = None,
+        params: Sequence[Params] | None = None,
+        extra: Sequence[Sequence[Tree]] | None = None,
+        loss_args: Sequence[Sequence[Tree]] | None = None,
         key: jax.Array | None = None,
         step: int = 0,
         outputs: Outputs = "drop",
@@ -224,7 +233,13 @@ class GraphedCallables(Sequence[Graphed]):
             return stack.pop_all()
 
     def _plan(
-        self, schedule: Schedule, loss_fn: Callable[..., Any], loss_args: tuple[PyTree, ...], *, outputs: Outputs, join: Join
+        self,
+        schedule: Schedule,
+        loss_fn: Callable[..., jax.Array],
+        loss_args: tuple[Tree, ...],
+        *,
+        outputs: Outputs,
+        join: Join,
     ) -> ExecutionPlan:
         """Returns the plan for a schedule, a loss and options. Compiles it on the first call."""
         ticks = tuple(row.tobytes() for row in schedule.ticks)
@@ -275,8 +290,8 @@ class GraphedCallables(Sequence[Graphed]):
         return RunResult(losses, grads, outputs or None)
 
     def _give(
-        self, flow: Flow, given: Mapping[str, Sequence[PyTree]], key: jax.Array | None, step: int
-    ) -> dict[str, Callable[..., Any]]:
+        self, flow: Flow, given: Mapping[str, Sequence[Tree]], key: jax.Array | None, step: int
+    ) -> dict[str, Callable[..., jax.Array]]:
         """Returns the functions for `ExecutionPlan.fill`, from the arguments of `run`.
 
         Raises:
@@ -284,9 +299,9 @@ class GraphedCallables(Sequence[Graphed]):
         """
         callables = self._shaped
         first, last = callables[0], callables[-1]
-        sent: dict[Any, jax.Array] = {}
+        sent: dict[tuple[int, JaxDevice], jax.Array] = {}
 
-        def on(device: Any, leaf: Any) -> jax.Array:
+        def on(device: JaxDevice, leaf: Leaf) -> jax.Array:
             """Returns the array on a device. Sends an array only once, even if several registers share it."""
             if isinstance(leaf, jax.Array) and leaf.devices() == {device}:
                 return leaf
@@ -294,29 +309,35 @@ class GraphedCallables(Sequence[Graphed]):
                 sent[id(leaf), device] = arguments.put(device, leaf)
             return sent[id(leaf), device]
 
-        def leaves(side: Side, name: str) -> list[list[Any]]:
+        def folded(i: int, _: int) -> jax.Array:
+            assert key is not None, "checked by `check_extra`"
+            return on(callables[i].device, key)
+
+        def leaves(side: Side, name: str) -> list[list[Leaf]]:
             return [arguments.matching_leaves(side, tree, f"{name}[{m}]") for m, tree in enumerate(given[name])]
 
         params = arguments.each("params", given["params"], len(self))
         weights = [_params(i, *pair) for i, pair in enumerate(zip(callables, params, strict=True))]
         x, rest = leaves(first.x, "inputs"), leaves(flow.loss.args, "loss_args")
-        more = {i: leaves(callables[i].positional, "extra") for i in {name[1] for name in flow.named if name[0] == "extra"}}
+        more = {i: leaves(callables[i].positional, "extra") for i in {i for kind, i, *_ in flow.named if kind == "extra"}}
         return {
             "params": lambda i, place: weights[i][place],
             "x": lambda m, place: on(first.device, x[m][place]),
             "loss": lambda m, place: on(last.device, rest[m][place]),
             "extra": lambda i, m, place: on(callables[i].device, more[i][m][place]),
-            "keys": lambda i, _: on(callables[i].device, key),
+            "keys": folded,
             "step": lambda rank: jnp.asarray(step, jnp.int32, device=flow.devices[rank]),
             "microbatch": lambda rank, m: jnp.asarray(m, jnp.int32, device=flow.devices[rank]),
         }
 
 
-def _params(i: int, shaped: Shaped, tree: PyTree) -> list[jax.Array]:
+def _params(i: int, shaped: Shaped, tree: Params) -> list[jax.Array]:
     """Returns the leaves of the params of callable `i`. Raises CallableError if one is not on its device."""
     leaves = arguments.matching_leaves(shaped.params, tree, f"params[{i}]", shaped.device)
+    arrays = []
     for leaf, path in zip(leaves, shaped.params.paths, strict=True):
         if not isinstance(leaf, jax.Array) or leaf.devices() != {shaped.device}:
             text = f"params[{i}]/{path} is on {arguments.devices_of(leaf)}, used on {shaped.device}"
             raise CallableError(f"{text}; pass graphed.place(params) to run", mismatches=(text,), field="params")
-    return leaves
+        arrays.append(leaf)
+    return arrays

@@ -1,7 +1,6 @@
 """main_grad: the float32 sums of a callable's aliased gradients. Each sum stays in the same buffer."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jgraph.callables._borrowed import Borrowed, Lease
 from jgraph.callables._compile import Executable
 from jgraph.callables.shaped import Shaped
 from jgraph.errors import OwnershipError
+from jgraph.types import Tree
 
 
 class MainGrad:
@@ -121,7 +121,7 @@ class MainGrad:
         sums, lease, paths = self.open(), self._lease, self._params.paths
         return [Borrowed(sums[place], lease, paths[place]) for place in self.places]
 
-    def tree(self, owned: Mapping[int, Any]) -> Any:
+    def tree(self, owned: Mapping[int, jax.Array]) -> Tree:
         """Returns gradients in the structure of params.
 
         Args:

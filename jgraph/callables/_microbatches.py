@@ -7,6 +7,8 @@ from itertools import islice
 from threading import RLock, get_ident
 from typing import Any, Literal
 
+from jax import Array
+
 from jgraph.errors import CallableError
 
 _ADVICE = "build callables for each thread, or call evaluate, which keeps no arrays"
@@ -26,10 +28,10 @@ class Microbatch:
     """
 
     number: int
-    params: Sequence[Any]
-    residuals: Sequence[Any]
-    stash: Sequence[Any] = ()
-    early: Sequence[Any] = ()
+    params: Sequence[Array]
+    residuals: Sequence[Array]
+    stash: Sequence[Array] = ()
+    early: Sequence[Array] = ()
 
 
 class Waiting:
@@ -86,7 +88,7 @@ class Waiting:
         """Numbers of all waiting microbatches: first the microbatches after dgrad, then the others, each oldest first."""
         return tuple(number for waiting in self.after.values() for number in waiting)
 
-    def add(self, params: Sequence[Any], residuals: Sequence[Any]) -> None:
+    def add(self, params: Sequence[Array], residuals: Sequence[Array]) -> None:
         """Adds a microbatch after its forward, with the next number. Call it while holding the lock.
 
         Args:
@@ -155,7 +157,7 @@ class Waiting:
             advice = "finish or drop() them before the next step; for a forward without a backward, call evaluate"
             raise CallableError(f"{wrong}; {advice}")
 
-    def _check_waits(self, part: str, waiting: Sequence[int], number: Any) -> None:
+    def _check_waits(self, part: str, waiting: Sequence[int], number: int) -> None:
         if number not in waiting:
             wrong = f"microbatch {number!r} does not wait for {part}; waiting: {', '.join(map(str, waiting)) or 'none'}"
             raise CallableError(f"{self._name}: {wrong}", field="microbatch")

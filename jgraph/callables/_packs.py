@@ -7,7 +7,6 @@ cheap.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +56,7 @@ def packs_of(shaped: Shaped) -> list[Pack]:
     Returns:
         The packs.
     """
-    places: dict[Any, list[int]] = defaultdict(list)
+    places: dict[jnp.dtype, list[int]] = defaultdict(list)
     for i, (aval, source) in enumerate(zip(shaped.residuals.avals, shaped.residuals_from, strict=True)):
         is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
         if source is None and not is_key and aval.size * aval.dtype.itemsize <= _MOST_BYTES:

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jgraph.callables._compile import Copies, Executable, compile_tasks, interface
 from jgraph.callables._dataflow import Flow, Join, Loss as Loss, Outputs, PlanFunction as PlanFunction, segments_of
 from jgraph.callables.shaped import Shaped
+from jgraph.processes import JaxDevice
 from jgraph.schedule.schedule import Schedule
 from jgraph.xla import CaptureReport
+from jgraph.xla.options import OptionValue
 
 # Maximum number of instructions with separate executables. In longer plans, equal instructions share an executable.
 _MOST_EXECUTABLES = 512
@@ -38,7 +40,7 @@ class Instruction:
     """
 
     executable: Executable
-    sends: tuple[tuple[int, int, Any], ...]
+    sends: tuple[tuple[int, int, JaxDevice], ...]
     returns: tuple[tuple[int, int], ...]
     frees: tuple[int, ...]
 
@@ -71,7 +73,7 @@ class ExecutionPlan:
         executables = [instruction.executable for instruction in self.instructions]
         return [(e.io.name, e.report) for e in {id(e.compiled): e for e in executables}.values()]
 
-    def fill(self, give: Mapping[str, Callable[..., Any]]) -> list[Any]:
+    def fill(self, give: Mapping[str, Callable[..., jax.Array]]) -> list[Any]:
         """Fills the registers with the arguments of the plan.
 
         Args:
@@ -95,7 +97,7 @@ def make_plan(
     *,
     aliased: Sequence[Sequence[int]],
     reuse: bool,
-    options: Mapping[str, Any],
+    options: Mapping[str, OptionValue],
     join: Join = "segments",
     outputs: Outputs = "drop",
     copies: Copies = "each",

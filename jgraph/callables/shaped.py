@@ -7,18 +7,23 @@ The host keeps the input array instead, so nothing is copied and the owner of th
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeAlias, TypedDict
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.extend import core
 
-from jgraph.autodiff import Recompute, Split, replay, split_backward
+from jgraph.autodiff import Recompute, Residuals, Split, Stash, replay, split_backward
 from jgraph.autodiff.linear import OwnProducts
 from jgraph.errors import CallableError
 from jgraph.mesh import refused_axes
-from jgraph.tree import PyTree, leaf_names
+from jgraph.processes import JaxDevice
+from jgraph.tree import leaf_names
+from jgraph.types import Leaf, Params, Tree
 
-TreeDef = Any  # Type checkers do not accept `jax.tree_util.PyTreeDef`.
+TreeDef: TypeAlias = jax.tree_util.PyTreeDef  # pyright: ignore[reportInvalidTypeForm]
+"""The structure of a tree. Type checkers do not accept the class itself, because jax declares it without a type."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Side:
     paths: tuple[str, ...]
 
     @classmethod
-    def of(cls, tree: PyTree) -> "Side":
+    def of(cls, tree: "Tree | Residuals | Stash | None") -> "Side":
         """Returns the `Side` of a tree of arrays, Python numbers or shapes. Ignores shardings and weak types."""
         leaves, structure = jax.tree.flatten(tree)
         return cls(structure, tuple(map(shape_of, leaves)), tuple(leaf_names(tree)))
@@ -44,11 +49,11 @@ class Side:
     def __len__(self) -> int:
         return len(self.avals)
 
-    def unflatten(self, leaves: Sequence[Any]) -> PyTree:
+    def unflatten(self, leaves: Sequence[Leaf | None]) -> Any:
         """Returns a tree with the structure `tree`. `leaves` has one object for each leaf, in the order of `avals`."""
         return self.tree.unflatten(leaves)
 
-    def shapes(self) -> PyTree:
+    def shapes(self) -> Any:
         """Returns a tree with the structure `tree`. Each leaf is the `jax.ShapeDtypeStruct` from `avals`."""
         return self.unflatten(self.avals)
 
@@ -98,7 +103,7 @@ class Shaped:
     takes_gradient: bool
     late: tuple[int, ...]
     early: tuple[int, ...]
-    device: Any
+    device: JaxDevice
     maxima: tuple[int, ...] = ()
     reads: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     residuals_from: tuple[int | None, ...] = ()
@@ -138,7 +143,7 @@ class Shaped:
         avals = enumerate(self.extra.avals)
         return tuple(i for i, a in avals if i >= len(self.positional) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key))
 
-    def fill(self, part: str, read: Sequence[Any]) -> list[Any]:
+    def fill(self, part: str, read: Sequence[Array]) -> list[Array]:
         """Makes the list of all leaves of `params` from the parameters that an action reads.
 
         Args:
@@ -150,7 +155,7 @@ class Shaped:
         """
         return filled(self.params.avals, self.reads[part], read)
 
-    def forward(self, params: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    def forward(self, params: Sequence[Array], inputs: Sequence[Array]) -> list[Array]:
         """Computes forward: the output and the arrays that the gradients need. A pure function of leaves, to be traced.
 
         Args:
@@ -164,8 +169,8 @@ class Shaped:
         return jax.tree.leaves(self.split.forward(self.params.unflatten(params), *_stage_args(x, extra, self.takes_gradient)))
 
     def dgrad(
-        self, params: Sequence[Any], residuals: Sequence[Any], dy: Sequence[Any]
-    ) -> tuple[list[Any], dict[int, Any], list[Any]]:
+        self, params: Sequence[Array], residuals: Sequence[Array], dy: Sequence[Array]
+    ) -> tuple[list[Array], dict[int, Array], list[Array]]:
         """Computes dgrad: the gradient dx of x, and the gradients of early parameters. A pure function, to be traced.
 
         Args:
@@ -183,8 +188,12 @@ class Shaped:
         return jax.tree.leaves(dx), {i: gradients[i] for i in self.early}, jax.tree.leaves(stash)
 
     def wgrad(
-        self, params: Sequence[Any], residuals: Sequence[Any], stash: Sequence[Any], sums: Mapping[int, Any] | None
-    ) -> dict[int, Any]:
+        self,
+        params: Sequence[Array],
+        residuals: Sequence[Array | None],
+        stash: Sequence[Array],
+        sums: Mapping[int, Array] | None,
+    ) -> dict[int, Array]:
         """Computes wgrad: the gradients of late parameters. A pure function, to be traced.
 
         Args:
@@ -209,18 +218,17 @@ class Shaped:
         return {i: leaves[i] for i in self.late}
 
 
-def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+def shape_of(leaf: Leaf | float) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of a leaf as a `jax.ShapeDtypeStruct`, without sharding and weak type.
 
     Args:
         leaf: An array, tracer, shape or Python number.
     """
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        leaf = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    aval: Any = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def reads_of(jaxpr: Any, count: int) -> tuple[int, ...]:
+def reads_of(jaxpr: core.Jaxpr, count: int) -> tuple[int, ...]:
     """Finds the inputs that the outputs of a jaxpr depend on. May report an input that is not needed.
 
     Args:
@@ -234,7 +242,7 @@ def reads_of(jaxpr: Any, count: int) -> tuple[int, ...]:
     return tuple(i for i in range(count) if needed[i])
 
 
-def filled(avals: Sequence[jax.ShapeDtypeStruct], places: Sequence[int], arrays: Sequence[Any]) -> list[Any]:
+def filled(avals: Sequence[jax.ShapeDtypeStruct], places: Sequence[int], arrays: Sequence[Array]) -> list[Array]:
     """Makes a list of arrays: some are given, and the others are zeros.
 
     Args:
@@ -251,13 +259,13 @@ def filled(avals: Sequence[jax.ShapeDtypeStruct], places: Sequence[int], arrays:
 
 
 def shape_callable(
-    fn: Callable[..., PyTree] | OwnProducts,
+    fn: Callable[..., Tree] | OwnProducts,
     index: int,
-    params: PyTree,
-    args: Sequence[PyTree],
-    kwargs: Mapping[str, Any],
+    params: Params,
+    args: Sequence[Tree],
+    kwargs: Mapping[str, Tree],
     *,
-    device: Any,
+    device: JaxDevice,
     has_aux: bool = False,
     recompute: Recompute = "elementwise",
 ) -> Shaped:
@@ -300,7 +308,7 @@ def shape_callable(
         )
     products = fn if isinstance(fn, OwnProducts) else OwnProducts(fn)
 
-    def stage(params: PyTree, x: PyTree, rest: PyTree) -> PyTree:
+    def stage(params: Params, x: Tree, rest: tuple[Tree, tuple[Sequence[Tree], Mapping[str, Tree]]]) -> Tree:
         integers, (positional, named) = rest
         return products.fn(params, x if takes_gradient else integers, *positional, **named)
 
@@ -333,12 +341,20 @@ def shape_callable(
     return replace(shaped, **_flows(shaped))
 
 
-def _stage_args(x: PyTree, extra: PyTree, takes_gradient: bool) -> tuple[PyTree, PyTree]:
+class _Flows(TypedDict):
+    """The fields of `Shaped` that a trace of its actions gives."""
+
+    reads: Mapping[str, tuple[int, ...]]
+    residuals_from: tuple[int | None, ...]
+    stash_from: tuple[int | None, ...]
+
+
+def _stage_args(x: Tree, extra: Tree, takes_gradient: bool) -> tuple[Tree, Tree]:
     """Returns the arguments of a stage after params. Integers are an extra argument, because they are not differentiated."""
     return (x, ((), extra)) if takes_gradient else ((), (x, extra))
 
 
-def _flows(shaped: Shaped) -> dict[str, Any]:
+def _flows(shaped: Shaped) -> _Flows:
     """Traces the actions to find the parameters that each of them reads, and the arrays that it passes through."""
     weights, residuals, stash, dy = (side.avals for side in (shaped.params, shaped.residuals, shaped.stash, shaped.y))
     forward = jax.make_jaxpr(shaped.forward)(weights, (*shaped.x.avals, *shaped.extra.avals)).jaxpr
@@ -346,7 +362,7 @@ def _flows(shaped: Shaped) -> dict[str, Any]:
     late = jax.make_jaxpr(partial(shaped.wgrad, sums=None))(weights, residuals, stash).jaxpr
     count = len(weights)
 
-    def passed(jaxpr: Any, start: int, length: int) -> tuple[int | None, ...]:
+    def passed(jaxpr: core.Jaxpr, start: int, length: int) -> tuple[int | None, ...]:
         sources = replay.forwarded(jaxpr)[start : start + length]
         return tuple(i - count if i is not None and i >= count else None for i in sources)
 

@@ -22,20 +22,19 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
 
 from jgraph.device import DEVICES
 from jgraph.errors import TargetError, os_errors
+from jgraph.processes import JaxDevice
 from jgraph.tree import PyTree
 from jgraph.xla.cache import UNREADABLE, user_cache
 from jgraph.xla.capture import CaptureReport, compile_and_report
 from jgraph.xla.donation import without_warning
 from jgraph.xla.options import OptionValue
-
-Device: TypeAlias = Any  # type checkers take jax.Device for a variable
 
 _LIBRARY = "xla_cuda_plugin.so"
 _MOSAIC = "jax_cuda13_plugin/libmosaic_gpu_runtime.so"
@@ -43,7 +42,7 @@ GPUS = tuple(device.aot for device in DEVICES if device.aot)
 """GPUs that can be compiled for. Each has a description in this directory."""
 
 
-def devices(count: int = 1, *, gpu: str = "h200", directory: Path | None = None) -> list[Device]:
+def devices(count: int = 1, *, gpu: str = "h200", directory: Path | None = None) -> list[JaxDevice]:
     """Returns compile-only GPUs of one host. `jax.devices()` does not change.
 
     The first call loads NVIDIA's PJRT plugin into the process, and sets the environment variable MOSAIC_GPU_RUNTIME_LIB_PATH if
@@ -335,7 +334,7 @@ def install(directory: Path | None = None) -> Path:
 
 
 @functools.cache
-def _compile_only_devices(library: str, gpu: str, count: int) -> tuple[Device, ...]:
+def _compile_only_devices(library: str, gpu: str, count: int) -> tuple[JaxDevice, ...]:
     """Returns compile-only devices for the description in GPU.textproto, from the plugin `library`.
 
     The public `jax.experimental.topologies.get_topology_desc` takes the plugin from JAX's registry, where it becomes a backend
