@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -18,6 +18,40 @@ from jgraph.xla.launches import launches_of
 
 _COMMUNICATION = frozenset(COLLECTIVES.values())
 _MOST_HIDING = 3
+
+
+class Total(TypedDict):
+    """The time of a step in one source line or named scope.
+
+    Attributes:
+        name: The line or scope, empty for events without one.
+        count: Number of events.
+        ms: The time that the events own (see `Step.own_ms`).
+    """
+
+    name: str
+    count: int
+    ms: float
+
+
+class Graph(TypedDict):
+    """The launches of one CUDA graph in a step.
+
+    Attributes:
+        launches: Number of launches.
+        count: Number of kernels and copies.
+        ms: Sum of their durations.
+        named_ms: The part of `ms` in kernels with the name of an instruction.
+        graph: Number of the graph.
+        module: Name of the program.
+    """
+
+    launches: int
+    count: int
+    ms: float
+    named_ms: float
+    graph: str
+    module: str
 
 
 @dataclass(frozen=True)
@@ -220,7 +254,7 @@ def groups(step: Step, device: Device | None) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -(row["ms"] if row["over_ms"] is None else row["over_ms"]))
 
 
-def totals(step: Step, names: Sequence[str]) -> list[dict[str, Any]]:
+def totals(step: Step, names: Sequence[str]) -> list[Total]:
     """Returns `lines` or `scopes` of profile.json: the time of a step by source line or by named scope.
 
     Args:
@@ -228,15 +262,14 @@ def totals(step: Step, names: Sequence[str]) -> list[dict[str, Any]]:
         names: One name for each event, `step.sources` or `step.scopes`.
 
     Returns:
-        A list of one dict of JSON values per name: `name`, empty for events without one; `count`, the number of events; and
-        `ms`, the time that the events own (see `Step.own_ms`). The largest time is first. Empty if no event has a name.
+        One entry per name, the largest time first. Empty if no event has a name.
     """
     if not any(names):
         return []
     members: dict[str, list[int]] = defaultdict(list)
     for i, name in enumerate(names):
         members[name].append(i)
-    rows = [{"name": name, "count": len(found), "ms": float(step.own_ms[found].sum())} for name, found in members.items()]
+    rows = [Total(name=name, count=len(found), ms=float(step.own_ms[found].sum())) for name, found in members.items()]
     return sorted(rows, key=lambda row: -row["ms"])
 
 
@@ -269,24 +302,22 @@ def collectives(step: Step) -> list[dict[str, Any]]:
     return sorted(rows.values(), key=lambda row: -row["exposed_ms"])
 
 
-def graphs(step: Step) -> list[dict[str, Any]]:
+def graphs(step: Step) -> list[Graph]:
     """Returns `graphs` of profile.json: the launches of each CUDA graph.
 
     Args:
         step: The step of one device.
 
     Returns:
-        A list of one dict of JSON values for each graph, in the order of their first launches: `graph`, its number; `module`,
-        the name of the program; `launches`; `count`, the number of kernels and copies; `ms`, the sum of their durations; and
-        `named_ms`, the part of `ms` in kernels with the name of an instruction. Empty without graphs.
+        One entry for each graph, in the order of their first launches. Empty without graphs.
     """
-    events, rows, launches = step.events, dict[str, dict[str, Any]](), set[str]()
-    new = {"launches": 0, "count": 0, "ms": 0.0, "named_ms": 0.0}
+    events, rows, launches = step.events, dict[str, Graph](), set[str]()
     for i, launch in enumerate(events.graph):
         if not launch:
             continue
         graph, took = launch.partition("/")[0], float(events.end[i] - events.start[i])
-        row = rows.setdefault(graph, dict(new, graph=graph, module=events.module[i]))
+        new = Graph(launches=0, count=0, ms=0.0, named_ms=0.0, graph=graph, module=events.module[i])
+        row = rows.setdefault(graph, new)
         row["launches"] += launch not in launches
         row["count"] += 1
         row["ms"] += took

@@ -15,7 +15,7 @@ from jgraph.errors import ProfileError
 from jgraph.page import render
 from jgraph.profile import _actions, attribution
 from jgraph.profile._steps import name_of
-from jgraph.profile.attribution import Step
+from jgraph.profile.attribution import Graph, Step
 from jgraph.profile.program import Program
 from jgraph.profile.trace import read
 from jgraph.schedule import files
@@ -122,7 +122,7 @@ def of_trace(path: Path, *, program: Path | None = None, steps: int | None = Non
     return found | {"about": found["about"] | {"notes": _notes(first, trace.device, found["graphs"])}}
 
 
-def _notes(step: Step, device: str, graphs: Sequence[Mapping[str, Any]]) -> list[str]:
+def _notes(step: Step, device: str, graphs: Sequence[Graph]) -> list[str]:
     """Returns sentences on a trace: the rule that found the steps, missing programs, and CUDA graphs."""
     notes = [step.found_by] if step.found_by else []
     missing = dict.fromkeys(name_of(module) for module in step.events.module if module not in {"", *step.programs})
@@ -132,7 +132,7 @@ def _notes(step: Step, device: str, graphs: Sequence[Mapping[str, Any]]) -> list
             "Pass `program`: a file with the result of compiled.as_text()."
         )
     if graphs:
-        ms, named_ms = (sum(graph[key] for graph in graphs) for key in ("ms", "named_ms"))
+        ms, named_ms = sum(graph["ms"] for graph in graphs), sum(graph["named_ms"] for graph in graphs)
         notes.append(
             f"{ms:.3f} ms of kernels ran in CUDA graphs, where the profiler does not record instructions. {named_ms:.3f} ms of "
             "them are in kernels with the name of an instruction. For the others, record a trace without CUDA graphs: compile "

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Self, SupportsInt, TypeGuard, TypeVar, get_args
+from typing import Any, Literal, Self, SupportsInt, TypeGuard, TypeVar, get_args, overload
 
 import numpy as np
 
@@ -108,7 +108,13 @@ class Order(Sequence[Action]):
         """Returns the number of actions."""
         return len(self.kinds)
 
-    def __getitem__(self, index):
+    @overload
+    def __getitem__(self, index: int) -> Action: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Action]: ...
+
+    def __getitem__(self, index: int | slice) -> Action | list[Action]:
         """Returns the `Action` at an integer index, or a list of actions for a slice."""
         return self._actions[index]
 

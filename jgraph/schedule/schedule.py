@@ -8,7 +8,7 @@ not deadlock. A `Schedule` is validated when it is constructed.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import overload
 
 import numpy as np
 
@@ -90,7 +90,13 @@ class Schedule(Sequence[Order]):
         """Returns the number of ranks."""
         return len(self.orders)
 
-    def __getitem__(self, index):
+    @overload
+    def __getitem__(self, index: int) -> Order: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Order, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Order | tuple[Order, ...]:
         """Returns the order of a rank, or a tuple of orders for a slice."""
         return self.orders[index]
 
@@ -301,7 +307,7 @@ def _check_counts(schedule: Schedule) -> None:
         raise OrderError(f"the ranks have stages {all_stages}; each of 0 to {len(all_stages) - 1} must occur exactly once")
 
 
-def _check_rows(field: str, rows: Sequence[Any], orders: Sequence[Order]) -> None:
+def _check_rows(field: str, rows: Sequence[Sequence[int] | np.ndarray], orders: Sequence[Order]) -> None:
     """Raises OrderError if there is not one row per order."""
     if len(rows) != len(orders):
         raise OrderError(f"`{field}` has {len(rows)} rows for {len(orders)} orders; give one row per order", field=field)

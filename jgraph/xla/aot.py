@@ -22,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 import numpy as np
@@ -30,11 +30,14 @@ import numpy as np
 from jgraph.device import DEVICES
 from jgraph.errors import TargetError, os_errors
 from jgraph.processes import JaxDevice
-from jgraph.tree import PyTree
+from jgraph.types import Tree
 from jgraph.xla.cache import UNREADABLE, user_cache
 from jgraph.xla.capture import CaptureReport, compile_and_report
 from jgraph.xla.donation import without_warning
 from jgraph.xla.options import OptionValue
+
+_Args = TypeVar("_Args")
+_Leaf = TypeVar("_Leaf")
 
 _LIBRARY = "xla_cuda_plugin.so"
 _MOSAIC = "jax_cuda13_plugin/libmosaic_gpu_runtime.so"
@@ -72,7 +75,7 @@ def devices(count: int = 1, *, gpu: str = "h200", directory: Path | None = None)
 
 def compile_for(
     jitted: jax.stages.Wrapped,
-    *args: PyTree,
+    *args: Any,
     gpu: str = "h200",
     compiler_options: Mapping[str, OptionValue] | None = None,
 ) -> tuple[jax.stages.Compiled, CaptureReport]:
@@ -97,7 +100,9 @@ def compile_for(
     return compile_lowered(lower(jitted, args, gpu=gpu)[1], compiler_options or {})
 
 
-def lower(jitted: Any, args: Sequence[PyTree], *, gpu: str = "h200") -> tuple[Any, Any]:
+def lower(
+    jitted: jax.stages.Wrapped, args: Sequence[Tree], *, gpu: str = "h200"
+) -> tuple[jax.stages.Traced, jax.stages.Lowered]:
     """Traces and lowers a jitted function for a GPU that is not present.
 
     Args:
@@ -118,7 +123,7 @@ def lower(jitted: Any, args: Sequence[PyTree], *, gpu: str = "h200") -> tuple[An
             return traced, traced.lower()
 
 
-def moved(args: PyTree, *, gpu: str = "h200") -> PyTree:
+def moved(args: _Args, *, gpu: str = "h200") -> _Args:
     """Replaces arrays that are committed to present devices by shapes for GPUs that are not present.
 
     Args:
@@ -130,10 +135,10 @@ def moved(args: PyTree, *, gpu: str = "h200") -> PyTree:
         are on a mesh. All other leaves are the same objects. `args` itself if no array is committed.
     """
 
-    def is_committed(leaf: Any) -> bool:
+    def is_committed(leaf: Any) -> TypeGuard[jax.Array]:
         return isinstance(leaf, jax.Array) and leaf.committed
 
-    def move(leaf: Any) -> Any:
+    def move(leaf: jax.Array | _Leaf) -> jax.Array | jax.ShapeDtypeStruct | _Leaf:
         if not is_committed(leaf):
             return leaf
         aval: Any = jax.typeof(leaf)  # a key has no `weak_type` itself
@@ -148,21 +153,21 @@ def moved(args: PyTree, *, gpu: str = "h200") -> PyTree:
     return jax.tree.map(move, args) if any(map(is_committed, jax.tree.leaves(args))) else args
 
 
-def _mesh_of(mesh: Any, gpu: str) -> jax.sharding.Mesh:
+def _mesh_of(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, gpu: str) -> jax.sharding.Mesh:
     """Returns a mesh of GPUs that are not present, with the axes of a mesh of present devices."""
-    gpus = np.array(devices(mesh.size, gpu=gpu)).reshape(mesh.devices.shape)
+    gpus = np.array(devices(mesh.size, gpu=gpu)).reshape(mesh.axis_sizes)
     return jax.sharding.Mesh(gpus, mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def is_on_mesh(args: PyTree) -> bool:
+def is_on_mesh(args: Sequence[Tree]) -> bool:
     """True if an array of `args` is on a mesh of present devices."""
     leaves = (leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array))
     return any(isinstance(leaf.sharding, jax.sharding.NamedSharding) for leaf in leaves)
 
 
 def released(
-    jitted: jax.stages.Wrapped, args: Sequence[PyTree], *, gpu: str = "h200"
-) -> tuple[jax.stages.Wrapped, Sequence[PyTree]]:
+    jitted: jax.stages.Wrapped, args: Sequence[Tree], *, gpu: str = "h200"
+) -> tuple[jax.stages.Wrapped, Sequence[jax.ShapeDtypeStruct]]:
     """Releases a program that names one present device in its shardings, so that `lower` can lower it for another.
 
     Shardings on a mesh of present devices, of `jax.jit` or in the function, choose the device. `jax.export` drops them.
@@ -192,7 +197,7 @@ def released(
             f"jgraph.xla.aot.devices({exported.nr_devices}) and pass shapes with shardings on this mesh"
         )
 
-    def call(*leaves: Any) -> Any:
+    def call(*leaves: jax.Array) -> Tree:
         args, kwargs = jax.tree.unflatten(structure, leaves)
         return exported.call(*args, **kwargs)
 

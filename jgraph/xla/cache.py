@@ -19,6 +19,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jgraph.errors import os_errors
+from jgraph.xla.options import OptionValue
 
 _CONFIG: Any = jax.config  # type checkers do not see its options
 UNREADABLE = "Error reading persistent compilation cache entry"
@@ -113,7 +114,7 @@ def watch() -> Iterator[Compiles]:
         jax.monitoring.unregister_event_duration_listener(on_event)
 
 
-def report_file(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, options: Mapping[str, object]) -> Path | None:
+def report_file(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, options: Mapping[str, OptionValue]) -> Path | None:
     """Returns the path of the JSON file for the capture report of a program: the command buffers that XLA built for it.
 
     The name is a hash of the inputs of JAX's own cache key: the program without source lines, options, versions, XLA_FLAGS and

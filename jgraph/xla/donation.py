@@ -9,12 +9,11 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 
 from jgraph.errors import DonationError
-from jgraph.tree import PyTree
 from jgraph.xla.hlo import HloModule
 
 UNUSABLE = "Some donated buffers were not usable"
@@ -71,7 +70,7 @@ def alias_map(compiled: jax.stages.Compiled) -> dict[int, int]:
     return HloModule(text).aliases
 
 
-def check_identity(compiled: jax.stages.Compiled, state: PyTree) -> None:
+def check_identity(compiled: jax.stages.Compiled, state: Any) -> None:
     """Checks that a compiled program updates every leaf of a donated state in place. Does not run the program.
 
     Args:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jgraph.errors import ConfigError
-from jgraph.tree import PyTree
+from jgraph.types import Leaf, Tree
 from jgraph.xla import aot
 from jgraph.xla.capture import CaptureReport, compile_and_report
 from jgraph.xla.donation import UNUSABLE, Donation, donations, without_warning
@@ -221,7 +221,7 @@ class Explanation:
 
 def explain(
     fn: Callable[..., Any],
-    *args: PyTree,
+    *args: Any,
     donate_argnums: int | Sequence[int] = (),
     target: str | None = None,
     compiler_options: Mapping[str, OptionValue] | None = None,
@@ -281,7 +281,7 @@ def report(traced: jax.stages.Traced, compiler_options: Mapping[str, OptionValue
     return _report(lowered, argument_names(traced, lowered), compiler_options, name=name)
 
 
-def _lower(jitted: Any, args: Sequence[PyTree], target: str | None) -> tuple[jax.stages.Lowered, list[str]]:
+def _lower(jitted: Any, args: Sequence[Tree], target: str | None) -> tuple[jax.stages.Lowered, list[str]]:
     """Lowers a jitted function. Returns the program and the paths of its argument leaves."""
     if not hasattr(jitted, "trace"):
         jitted, names, args = _as_jax_jit(jitted, args)
@@ -304,7 +304,7 @@ def _lower(jitted: Any, args: Sequence[PyTree], target: str | None) -> tuple[jax
     return lowered, names or argument_names(traced, lowered)
 
 
-def _as_jax_jit(wrapper: Any, args: Sequence[PyTree]) -> tuple[jax.stages.Wrapped, list[str], list[Any]]:
+def _as_jax_jit(wrapper: Callable[..., Any], args: Sequence[Tree]) -> tuple[jax.stages.Wrapped, list[str], list[Leaf]]:
     """Converts a jitted function that takes leaves of any type, such as that of Equinox, to one of arrays only.
 
     Returns:
@@ -314,7 +314,7 @@ def _as_jax_jit(wrapper: Any, args: Sequence[PyTree]) -> tuple[jax.stages.Wrappe
     leaves = [leaf for _, leaf in paths]
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)]
 
-    def call(*arrays: Any) -> Any:
+    def call(*arrays: Leaf) -> Tree:
         given = dict(zip(at, arrays, strict=True))
         result = wrapper(*jax.tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)]))
         return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else None, result)

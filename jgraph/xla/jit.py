@@ -70,7 +70,7 @@ class Jitted(Generic[P, R]):
         with self._tracing():
             return self._jitted(*args, **kwargs)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: Any, owner: type | None = None) -> "Jitted[P, R] | types.MethodType":
         return self if instance is None else types.MethodType(self, instance)
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
@@ -173,13 +173,13 @@ def jit(
 
 
 def jit(
-    fn: Callable[..., Any] | None = None,
+    fn: Callable[P, R] | None = None,
     *,
     graph: Graph = "auto",
     xla_options: Sequence[str] = (),
     donation: OnDropped = "error",
     **jit_options: Any,
-) -> Any:
+) -> Jitted[P, R] | Callable[[Callable[P, R]], Jitted[P, R]]:
     """Compiles a function as `jax.jit` does, and checks that XLA reuses the buffers of donated arguments.
 
     Works as a decorator, on functions and methods. Under `jax.jit`, `jax.grad` and other transformations, it behaves as
@@ -243,11 +243,11 @@ def _state_outside_transformations() -> Any:
         return get_opaque_trace_state(convention="nnx")
 
 
-def _message(function: Any, dropped: Sequence[Donation]) -> str:
+def _message(function: Jitted[P, R], dropped: Sequence[Donation]) -> str:
     leaves = "; ".join(map(str, dropped))
     count = "1 donated leaf" if len(dropped) == 1 else f"{len(dropped)} donated leaves"
     return f"XLA does not reuse {count} of {_name(function)}: {leaves}; do not donate such an array, or return one like it"
 
 
-def _name(function: Any) -> str:
+def _name(function: Jitted[P, R]) -> str:
     return getattr(function, "__name__", "the function")

@@ -12,13 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import NoReturn, TypeAlias
 
 import jax
 
 from jgraph.errors import JgraphError
 
-ProfileData: TypeAlias = Any  # type checkers take jax.profiler.ProfileData for a variable
+ProfileData: TypeAlias = jax.profiler.ProfileData  # pyright: ignore[reportInvalidTypeForm]
+"""A recorded profile. Type checkers do not accept the class itself, because jax declares it without a type."""
 
 _GRAPH_EVENTS = ("cuGraph", "command_buffer::")
 # XLA's events for the first recording of a graph. jax 0.10 has the last name, 0.12 the second.
@@ -110,9 +111,6 @@ def profiler_options() -> jax.profiler.ProfileOptions:
 
 def graph_events(profile: ProfileData) -> dict[str, list[float]]:
     """Reads the host events about command buffers from a recorded profile.
-
-    Args:
-        profile: A `jax.profiler.ProfileData`.
 
     Returns:
         The durations in ms of all occurrences of each event, by its name without arguments, e.g. `cuGraphLaunch` or
