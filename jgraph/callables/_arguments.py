@@ -30,19 +30,9 @@ def check_argument(condition: bool, field: str, message: str) -> None:
 
 
 def each(name: str, given: Sequence[Any] | None, count: int, *, of: str = "callables") -> tuple[Any, ...]:
-    """Converts an argument to a tuple with one value per item.
+    """Converts a tuple or list with one value per item to a tuple, without copies. None stands for a tuple of None.
 
-    Args:
-        name: Name of the argument, for the error.
-        given: A tuple or list of values. None stands for a tuple of None.
-        count: Number of items.
-        of: Plural name of the items, for the error.
-
-    Returns:
-        A tuple with `count` values. The values are not copied.
-
-    Raises:
-        CallableError: If the argument is not a tuple or list with `count` values.
+    Raises CallableError for another type or number of values. `of` is the plural name of the items.
     """
     if given is None:
         return (None,) * count
@@ -53,19 +43,7 @@ def each(name: str, given: Sequence[Any] | None, count: int, *, of: str = "calla
 
 
 def tuples(name: str, given: Sequence[Sequence[Tree]] | None, count: int) -> list[tuple[Tree, ...]]:
-    """Converts an argument to the positional arguments of each microbatch.
-
-    Args:
-        name: Name of the argument, for the error.
-        given: For each microbatch, a tuple or list of arguments. None stands for no arguments.
-        count: Number of microbatches.
-
-    Returns:
-        One tuple per microbatch.
-
-    Raises:
-        CallableError: If `given`, or a value in it, is not a tuple or list, or there are not `count` values.
-    """
+    """Converts an argument to the positional arguments of each microbatch. Raises CallableError for another structure."""
     for m, arguments in enumerate(given := each(name, [()] * count if given is None else given, count, of="microbatches")):
         if not isinstance(arguments, (tuple, list)):
             raise CallableError(f"`{name}[{m}]` is {type(arguments).__name__}: must be a tuple of arguments", field=name)
@@ -73,19 +51,7 @@ def tuples(name: str, given: Sequence[Sequence[Tree]] | None, count: int) -> lis
 
 
 def sample_of(i: int, args: Sequence[Tree], kwargs: Mapping[str, Tree] | None) -> tuple[tuple[Tree, ...], dict[str, Tree]]:
-    """Checks the sample arguments of callable `i`.
-
-    Args:
-        i: Number of the callable, for the error.
-        args: The positional arguments, a tuple or list (x, *extra).
-        kwargs: The keyword arguments, a mapping; None for none.
-
-    Returns:
-        The positional arguments as a tuple, and the keyword arguments as a dict.
-
-    Raises:
-        CallableError: If `args` is not a nonempty tuple or list, or `kwargs` is not a mapping.
-    """
+    """Checks the sample arguments of callable `i`: (x, *extra), and keyword arguments or None. Raises CallableError."""
     kwargs = {} if kwargs is None else kwargs
     wrong = f"`sample_args` of callable {i} is {type(args).__name__}: must be a tuple (x, *extra)"
     check_argument(isinstance(args, (tuple, list)) and len(args) > 0, "sample_args", wrong)
@@ -140,12 +106,7 @@ def schedule_of(
 
 
 def check_wgrads(schedule: Schedule, callables: Sequence[Shaped]) -> None:
-    """Raises OrderError if an order has wgrads of a chunk without delayed gradients.
-
-    Args:
-        schedule: The order of each rank.
-        callables: All callables, in the order of the data.
-    """
+    """Raises OrderError if an order has wgrads of a chunk without delayed gradients."""
     for rank, chunk, places in _chunks(schedule):
         row = schedule.orders[rank]
         if row.delay_wgrad[chunk] and not any(callables[i].late for i in places):
@@ -161,15 +122,7 @@ def check_wgrads(schedule: Schedule, callables: Sequence[Shaped]) -> None:
 
 
 def most_waiting(schedule: Schedule | None, count: int) -> list[int]:
-    """Returns the maximum number of microbatches of each callable that wait for their dgrad at once.
-
-    Args:
-        schedule: The order of each rank; None for no order.
-        count: Number of callables.
-
-    Returns:
-        One number per callable. All are 1 without an order.
-    """
+    """Returns the maximum number of microbatches of each callable that wait for their dgrad at once; 1 without an order."""
     most = [1] * count
     for rank, chunk, places in _chunks(schedule) if schedule is not None else ():
         assert schedule is not None
@@ -189,20 +142,9 @@ def _chunks(schedule: Schedule) -> list[tuple[int, int, range]]:
 
 
 def homes(schedule: Schedule | None, devices: Sequence[JaxDevice] | None, params: Sequence[Params]) -> list[JaxDevice]:
-    """Finds the device of each callable.
+    """Returns the device of each callable: one device per rank, or one for all. Raises CallableError for other lists.
 
-    Args:
-        schedule: The order of each rank; None for one rank.
-        devices: A list of one device per rank, or of one device for all ranks. None uses the device of the committed arrays in
-            `params`, or JAX's default device if there are none.
-        params: The parameters of each callable.
-
-    Returns:
-        One device per callable.
-
-    Raises:
-        CallableError: If `devices` is None and the params are on several devices, or `devices` is not a list with one device or
-            one per rank.
+    Without `devices`, it is the device of the committed arrays in `params`, or JAX's default device if there are none.
     """
     if devices is None:
         held = {d for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array) and leaf.committed for d in leaf.devices()}
@@ -221,17 +163,7 @@ def homes(schedule: Schedule | None, devices: Sequence[JaxDevice] | None, params
 
 
 def check_extra(callables: Sequence[Shaped], extra: Sequence[Sequence[Tree]] | None, key: jax.Array | None) -> None:
-    """Checks that `extra` and `key` of `run` supply the arguments of the callables besides params and x.
-
-    Args:
-        callables: All callables.
-        extra: Arguments after x for each microbatch; None for none.
-        key: The random key; None for none.
-
-    Raises:
-        CallableError: If a callable takes a keyword argument that is not a random key, `key` is None or of another dtype
-            although a callable takes a key, or `extra` is not None although no callable takes arguments after x.
-    """
+    """Raises CallableError unless `extra` and `key` of `run` supply the arguments of the callables besides params and x."""
     for i, shaped in enumerate(callables):
         for place in range(len(shaped.positional), len(shaped.extra)):
             name, aval = shaped.extra.paths[place].removeprefix("1/"), shaped.extra.avals[place]
@@ -247,17 +179,7 @@ def check_extra(callables: Sequence[Shaped], extra: Sequence[Sequence[Tree]] | N
 
 
 def call_differences(shaped: Shaped, params: Params, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> list[str]:
-    """Describes every difference between the arguments of a call and the sample.
-
-    Args:
-        shaped: The callable.
-        params: Parameters of the call.
-        args: (x, *extra) of the call.
-        kwargs: Keyword arguments of the call.
-
-    Returns:
-        One text per difference in paths, shapes, dtypes, devices or structure. Empty if there is none.
-    """
+    """Describes every difference in paths, shapes, dtypes, devices or structure between a call and the sample."""
     device, num_extra = shaped.device, len(shaped.extra.shapes()[0])
     texts = differences(shaped.params, params, "params", device) + differences(shaped.x, args[0], "x", device)
     if len(args) - 1 != num_extra:
@@ -266,15 +188,7 @@ def call_differences(shaped: Shaped, params: Params, args: Sequence[Tree], kwarg
 
 
 def mismatch(shaped: Shaped, texts: Sequence[str]) -> CallableError:
-    """Returns, but does not raise, the error for a call with arguments that differ from the sample.
-
-    Args:
-        shaped: The callable.
-        texts: Descriptions of the differences, also stored as `mismatches` of the error.
-
-    Returns:
-        The error.
-    """
+    """Returns, but does not raise, the error for a call with arguments that differ from the sample."""
     return CallableError(
         f"the arguments of callable {shaped.index} differ from its sample: {'; '.join(texts)}; "
         f"pass the shapes of the sample, or build another callable",
@@ -283,12 +197,7 @@ def mismatch(shaped: Shaped, texts: Sequence[str]) -> CallableError:
 
 
 def check_concrete(name: str, tree: Any) -> None:
-    """Raises CallableError if a leaf is a tracer, which means that the call is inside a JAX transformation.
-
-    Args:
-        name: Name of the called function, for the message.
-        tree: The arguments of the call.
-    """
+    """Raises CallableError if a leaf is a tracer, which means that the call is inside a JAX transformation."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
         raise CallableError(
             f"{name} is compiled and cannot be called inside jax.jit, jax.grad, jax.vmap or another transformation: call it "
@@ -297,17 +206,7 @@ def check_concrete(name: str, tree: Any) -> None:
 
 
 def differences(side: Side, given: Tree, name: str, device: JaxDevice | None) -> list[str]:
-    """Describes every difference between an argument and the sample.
-
-    Args:
-        side: The sample.
-        given: The argument, a tree of arrays.
-        name: Name of the argument, for the texts.
-        device: The device of the callable. An array that is committed to another device is a difference.
-
-    Returns:
-        One text per difference in paths, shapes, dtypes, devices or structure, or for a deleted array. Empty if there is none.
-    """
+    """Describes every difference between an argument and the sample, and every array that is deleted or on another device."""
     actual = Side.of(given)
     leaves = dict(zip(actual.paths, jax.tree.leaves(given), strict=True))
     expected, found = dict(zip(side.paths, side.avals, strict=True)), dict(zip(actual.paths, actual.avals, strict=True))
@@ -330,21 +229,9 @@ def differences(side: Side, given: Tree, name: str, device: JaxDevice | None) ->
 
 
 def matching_leaves(side: Side, tree: Tree, name: str, device: JaxDevice | None = None) -> list[Leaf]:
-    """Checks an argument of `run` against the sample.
+    """Returns the leaves of an argument of `run`, not copied.
 
-    Args:
-        side: The sample.
-        tree: The argument, a tree of arrays.
-        name: Name of the argument, for the error.
-        device: The device of the callable, for the error only; None if arrays on every device are allowed.
-
-    Returns:
-        The leaves of the argument, not copied.
-
-    Raises:
-        CallableError: If structure, shapes or dtypes differ from the sample, or an array is deleted. The message lists every
-            difference.
-        OwnershipError: If the argument contains a `Borrowed` handle.
+    Raises CallableError with every difference from the sample, and OwnershipError for a `Borrowed` handle.
     """
     leaves, structure = jax.tree.flatten(tree)
     if structure != side.tree:
@@ -356,17 +243,7 @@ def matching_leaves(side: Side, tree: Tree, name: str, device: JaxDevice | None 
 
 
 def put(device: JaxDevice, leaf: Leaf) -> jax.Array:
-    """Puts an array on a device.
-
-    Copies a NumPy array first, because a CPU device would share its memory with the caller.
-
-    Args:
-        device: The device.
-        leaf: A JAX or NumPy array, or a number.
-
-    Returns:
-        The array on the device. A JAX array that is there already is not copied.
-    """
+    """Puts an array on a device. Copies a NumPy array first, because a CPU device would share its memory with the caller."""
     return jax.device_put(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, device)
 
 

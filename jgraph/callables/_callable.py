@@ -444,10 +444,7 @@ class Graphed:
 def _passed(sources: Sequence[int | None], given: int, new: int) -> Select:
     """Returns a function that selects the residuals or the stash from a sequence of inputs and new arrays.
 
-    Args:
-        sources: Position of each array among the inputs, or None for a new array.
-        given: Position of the first input in the sequence.
-        new: Position of the first new array in the sequence.
+    `sources` has the position of each array among the inputs, which begin at `given`, or None for the next new array.
     """
     places = []
     for source in sources:

@@ -205,14 +205,7 @@ class Executable:
 
 
 def gather(places: Sequence[int]) -> Callable[[Sequence[_T]], tuple[_T, ...]]:
-    """Returns a function that selects the items at `places` of a sequence.
-
-    Args:
-        places: Indices into the sequence. May repeat.
-
-    Returns:
-        A function from a sequence to the tuple of the selected items. For two or more items, it runs in C.
-    """
+    """Returns a function that selects the items at `places` of a sequence. For two or more items, it runs in C."""
     if len(places) > 1:
         return itemgetter(*places)
     return lambda arrays: tuple([arrays[i] for i in places])

@@ -144,44 +144,18 @@ class Shaped:
         return tuple(i for i, a in avals if i >= len(self.positional) and jnp.issubdtype(a.dtype, jax.dtypes.prng_key))
 
     def fill(self, part: str, read: Sequence[Array]) -> list[Array]:
-        """Makes the list of all leaves of `params` from the parameters that an action reads.
-
-        Args:
-            part: Kind of the action: `forward`, `dgrad`, `wgrad` or `backward`.
-            read: The parameters that the action reads, in the order of `reads[part]`.
-
-        Returns:
-            A new list with one array for each leaf of `params`. It has zeros for parameters that the action does not read.
-        """
+        """Returns all leaves of `params`: those that an action (`part`) reads, in the order of `reads[part]`, and zeros."""
         return filled(self.params.avals, self.reads[part], read)
 
     def forward(self, params: Sequence[Array], inputs: Sequence[Array]) -> list[Array]:
-        """Computes forward: the output and the arrays that the gradients need. A pure function of leaves, to be traced.
-
-        Args:
-            params: All leaves of `params`.
-            inputs: The leaves of x, then the leaves of `extra`.
-
-        Returns:
-            One list: the leaves of y, then the leaves of `residuals`, then the leaves of `aux`.
-        """
+        """Computes the leaves of y, then of `residuals`, then of `aux`, from all leaves of `params` and of (x, extra)."""
         x, extra = self.x.unflatten(inputs[: len(self.x)]), self.extra.unflatten(inputs[len(self.x) :])
         return jax.tree.leaves(self.split.forward(self.params.unflatten(params), *_stage_args(x, extra, self.takes_gradient)))
 
     def dgrad(
         self, params: Sequence[Array], residuals: Sequence[Array], dy: Sequence[Array]
     ) -> tuple[list[Array], dict[int, Array], list[Array]]:
-        """Computes dgrad: the gradient dx of x, and the gradients of early parameters. A pure function, to be traced.
-
-        Args:
-            params: All leaves of `params`.
-            residuals: All leaves of `residuals`, from `forward`.
-            dy: Leaves of dy, the gradient of y.
-
-        Returns:
-            (dx, gradients, stash): the list of the leaves of dx, empty if `takes_gradient` is False; a dict from the index of
-            each early parameter to its gradient; and the list of the leaves of `stash`, for `wgrad`.
-        """
+        """Computes the leaves of dx (none without `takes_gradient`), the early gradients by index, and the stash."""
         weights = self.params.unflatten(params)
         dx, early, stash = self.split.dgrad(weights, self.residuals.unflatten(residuals), self.y.unflatten(dy))
         gradients = self.params.tree.flatten_up_to(early)
@@ -194,18 +168,9 @@ class Shaped:
         stash: Sequence[Array],
         sums: Mapping[int, Array] | None,
     ) -> dict[int, Array]:
-        """Computes wgrad: the gradients of late parameters. A pure function, to be traced.
+        """Computes the gradients of late parameters by index, or with `sums` their new float32 sums.
 
-        Args:
-            params: All leaves of `params`.
-            residuals: All leaves of `residuals`, from `forward`. The first `num_dgrad` leaves are not read and may be None.
-            stash: All leaves of `stash`, from `dgrad`.
-            sums: A dict from the index of each late parameter to a float32 sum, to which its gradient is added. None computes
-                the gradients alone, in the dtypes of the parameters.
-
-        Returns:
-            A dict from the index of each late parameter to its gradient, or to its new sum if `sums` is given. Empty if there
-            are no late parameters.
+        The first `num_dgrad` residuals are not read, and may be None.
         """
         if not self.late:
             return {}
@@ -219,41 +184,19 @@ class Shaped:
 
 
 def shape_of(leaf: Leaf | float) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of a leaf as a `jax.ShapeDtypeStruct`, without sharding and weak type.
-
-    Args:
-        leaf: An array, tracer, shape or Python number.
-    """
+    """Returns the shape and dtype of an array, tracer, shape or Python number, without sharding and weak type."""
     aval: Any = leaf if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else jax.typeof(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def reads_of(jaxpr: core.Jaxpr, count: int) -> tuple[int, ...]:
-    """Finds the inputs that the outputs of a jaxpr depend on. May report an input that is not needed.
-
-    Args:
-        jaxpr: The jaxpr.
-        count: Only the first `count` inputs are considered.
-
-    Returns:
-        The indices of the inputs, ascending, all below `count`.
-    """
+    """Finds the first `count` inputs that the outputs of a jaxpr depend on. May report an input that is not needed."""
     needed, _ = replay.needs(jaxpr, [True] * len(jaxpr.outvars))
     return tuple(i for i in range(count) if needed[i])
 
 
 def filled(avals: Sequence[jax.ShapeDtypeStruct], places: Sequence[int], arrays: Sequence[Array]) -> list[Array]:
-    """Makes a list of arrays: some are given, and the others are zeros.
-
-    Args:
-        avals: Shape and dtype of each array of the result.
-        places: For each array in `arrays`, its index in the result.
-        arrays: The given arrays, as many as `places`.
-
-    Returns:
-        A new list with one array for each element of `avals`. It has the given arrays at the indices `places`, and new zeros at
-        other indices.
-    """
+    """Returns one array for each element of `avals`: `arrays` at the indices `places`, and zeros elsewhere."""
     given = dict(zip(places, arrays, strict=True))
     return [given[i] if i in given else replay.zeros(aval) for i, aval in enumerate(avals)]
 

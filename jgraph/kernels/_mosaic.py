@@ -54,13 +54,7 @@ def has_wgmma() -> bool:
 def shared(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = None) -> pl.MemoryRef:
     """Returns the type of a scratch array in shared memory that the tensor cores can read: tiled and swizzled.
 
-    Args:
-        shape: Shape of the array.
-        dtype: Dtype of the array.
-        columns: Columns of a tile of 8 rows; None for as many as fit into a line of 128 bytes.
-
-    Returns:
-        The type, for `scratch_types` of `kernel`.
+    A tile has 8 rows and `columns` columns; None for as many as fit into a line of 128 bytes.
     """
     size = jnp.dtype(dtype).itemsize
     columns = LINE // size if columns is None else columns
@@ -96,12 +90,7 @@ def kernel(
 
 
 def store(ref: Ref, values: Array) -> None:
-    """Stores an array of any register layout, inside of a kernel.
-
-    Args:
-        ref: Reference to an array in device memory.
-        values: Array with the shape and dtype of that array.
-    """
+    """Stores an array of any register layout, inside of a kernel."""
     if hasattr(plgpu(), "store"):  # jax 0.12, where an assignment refuses stores of less than 128 bytes
         plgpu().store(ref, values, optimized=False)
     else:
@@ -114,13 +103,9 @@ def transposed(ref: Ref) -> Ref:
 
 
 def products(*sums: Sequence[tuple[Ref, Ref]]) -> Sequence[Array]:
-    """Computes sums of matmuls on the tensor cores, inside of a kernel. Issues all matmuls before the first wait.
+    """Computes sums of matmuls on the tensor cores, inside of a kernel: for each argument, the sum of a @ b over its pairs.
 
-    Args:
-        *sums: One or more sequences of pairs (a, b) of references to arrays in shared memory.
-
-    Returns:
-        For each argument, the sum of a @ b over its pairs, a float32 array in registers.
+    Issues all matmuls before the first wait. Operands are in shared memory, results are float32 in registers.
     """
 
     def run(*accs: Ref) -> list[Array]:
@@ -133,16 +118,7 @@ def products(*sums: Sequence[tuple[Ref, Ref]]) -> Sequence[Array]:
 
 
 def add_product(accumulator: Array, a: Array, b: Ref) -> Array:
-    """Computes accumulator + a @ b on the tensor cores, inside of a kernel.
-
-    Args:
-        accumulator: float32 array in registers.
-        a: Array in registers, bfloat16.
-        b: Reference to an array in shared memory, bfloat16.
-
-    Returns:
-        The sum, a float32 array in registers.
-    """
+    """Computes accumulator + a @ b on the tensor cores in float32, inside of a kernel. `a` and `b` are bfloat16."""
     if on_cpu():  # Pallas' interpreter supports neither run_state nor operands in registers
         return accumulator + lax.dot(a, b[...], preferred_element_type=jnp.float32)
     return pl.run_state(lambda acc: plgpu().wgmma(acc, a, b))(plgpu().ACC.init(accumulator))

@@ -292,17 +292,9 @@ def _spread(vector: Array, like: Array, axis: int = 0) -> Array:
 
 
 def _mask(scores: Array, positions: Array, first_c: Array, starts: Array, axis: int) -> Array:
-    """Sets the scores of keys after the query, or before its document, to -inf.
+    """Sets the scores of keys after the query, or before its document, to -inf. Queries lie along `axis`.
 
-    Args:
-        scores: Scores of queries along `axis` and keys along the other axis.
-        positions: int32, position of the first of consecutive queries, or a vector with the position of each query.
-        first_c: int32, position of the first key.
-        starts: int32, a vector with the position of the first token of each query's document.
-        axis: Axis of the queries.
-
-    Returns:
-        The masked scores.
+    `positions` has the position of the first of consecutive queries, or of each query; `first_c` that of the first key.
     """
     iota = functools.partial(plgpu().broadcasted_iota, jnp.int32, scores.shape, layout=plgpu().Layout.WGMMA)
     q = _spread(positions, scores, axis) if positions.ndim else iota(axis) + positions
@@ -313,19 +305,9 @@ def _mask(scores: Array, positions: Array, first_c: Array, starts: Array, axis: 
 def _keys(
     k: Ref, v: Ref, starts: Ref, positions: Sequence[Ref], at: _Place, group: Array, C: int
 ) -> tuple[_Source, Array, tuple[Array, ...]]:
-    """Returns the keys that a tile of queries reads.
+    """Returns the keys that a tile of queries reads: `_Work.source`, its first block of C keys, and bounds relative to it.
 
-    Args:
-        k: Keys [B, T, G, K] in device memory.
-        v: Values [B, T, G, K] in device memory.
-        starts: int32 [B, S] in device memory.
-        positions: The positions of the queries, int32 [S] in device memory, or nothing if S equals T.
-        at: The place of the warpgroup.
-        group: int32, index of the key head.
-        C: Keys per block.
-
-    Returns:
-        `_Work.source`, the index of the first block of C keys, and the bounds of `loop` relative to it.
+    `positions` is empty if S equals T.
     """
     begin, end = at.tile * _TILE, (at.tile + 1) * _TILE
     first, plain = (lax.div(starts[at.row, token] + over, jnp.int32(C)) for token, over in ((begin, 0), (end - 1, C - 1)))

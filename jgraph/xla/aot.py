@@ -103,19 +103,7 @@ def compile_for(
 def lower(
     jitted: jax.stages.Wrapped, args: Sequence[Tree], *, gpu: str = "h200"
 ) -> tuple[jax.stages.Traced, jax.stages.Lowered]:
-    """Traces and lowers a jitted function for a GPU that is not present.
-
-    Args:
-        jitted: The result of `jax.jit`, or a wrapper of it with a method `trace`.
-        args: The positional arguments of `jitted`, as in `compile_for`.
-        gpu: Model of GPU: `h200`, `h100` or `b200`.
-
-    Returns:
-        The results of `trace` and of its method `lower`.
-
-    Raises:
-        TargetError: If the GPU is unknown, its compiler is not installed or does not match this jaxlib, or lowering needs one.
-    """
+    """Traces and lowers a jitted function for a GPU that is not present. Raises TargetError if that is not possible."""
     with lowering_for(gpu):
         traced = jitted.trace(*moved(args, gpu=gpu))
         # Tracing may compute constants, which this device cannot do.
@@ -124,15 +112,9 @@ def lower(
 
 
 def moved(args: _Args, *, gpu: str = "h200") -> _Args:
-    """Replaces arrays that are committed to present devices by shapes for GPUs that are not present.
+    """Replaces arrays that are committed to present devices by shapes, with a sharding over as many GPUs if they are on a mesh.
 
-    Args:
-        args: A pytree with leaves of any type.
-        gpu: Model of GPU: `h200`, `h100` or `b200`.
-
-    Returns:
-        A tree like `args`. Committed arrays are instances of `jax.ShapeDtypeStruct`, with a sharding over as many GPUs if they
-        are on a mesh. All other leaves are the same objects. `args` itself if no array is committed.
+    Other leaves, of any type, are the same objects. Returns `args` itself if no array is committed.
     """
 
     def is_committed(leaf: Any) -> TypeGuard[jax.Array]:
@@ -170,18 +152,8 @@ def released(
 ) -> tuple[jax.stages.Wrapped, Sequence[jax.ShapeDtypeStruct]]:
     """Releases a program that names one present device in its shardings, so that `lower` can lower it for another.
 
-    Shardings on a mesh of present devices, of `jax.jit` or in the function, choose the device. `jax.export` drops them.
-
-    Args:
-        jitted: The result of `jax.jit`.
-        args: Its positional arguments.
-        gpu: Model of GPU: `h200`, `h100` or `b200`.
-
-    Returns:
-        (jitted function, shapes of its arguments). The function has the same donated arguments, and no static ones.
-
-    Raises:
-        TargetError: If the program is for several devices, or lowering needs a GPU.
+    Shardings on a mesh of present devices, of `jax.jit` or in the function, choose the device. `jax.export` drops them. Returns
+    a function with the same donated arguments and no static ones, and their shapes. Raises TargetError for several devices.
     """
     # A mesh from `jax.set_mesh` must be that of the shardings.
     with _needs_no_gpu() if jax.sharding.get_mesh().axis_names else lowering_for(gpu):
