@@ -44,7 +44,15 @@ def layout(columns: int = WIDTH // 32) -> Any:  # jax does not export the class
 
 
 def load(ref: Ref, *at: Slice) -> Array:
-    """Loads a block of `ROWS` rows, and optionally of a multiple of `WIDTH` columns, inside of a kernel. Returns float32."""
+    """Loads a block of `ROWS` rows inside of a kernel.
+
+    Args:
+        ref: Reference to an array in device memory.
+        *at: Index of the block: the slice of `ROWS` rows, and optionally a slice of columns, a multiple of `WIDTH`.
+
+    Returns:
+        The values, float32, distributed over the registers of the threads as in `layout`.
+    """
     return laid_out(plgpu().load(ref.at[at], layout=layout(), optimized=False).astype(jnp.float32))
 
 
