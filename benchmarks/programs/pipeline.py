@@ -84,7 +84,7 @@ def time_schedule(request: Row) -> None:
     answer(**count_graph_launches(run, wait))
     if request["actions"] and turns:
         latest.clear()
-        alone = time_actions(pipe, params, inputs, timer, options)
+        alone = time_actions(pipe, inputs, timer, options)
         alone |= time_ends(pipe, params, inputs, timer, options, together=runtime != "dispatched")
         alone["permute_ms"] = time_permute(pipe, params, inputs, timer, options)
         answer(
@@ -167,7 +167,7 @@ def mpmd_step(pipe: Pipeline, params: Any, inputs: Any, history: Any, options: A
     Returns:
         A function that dispatches a step and returns the loss and all results, including the accumulated gradients.
     """
-    start = time.perf_counter()
+    start, params = time.perf_counter(), pipe.arrays(params)
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(pipe.mesh, PartitionSpec()))
     held: list[Any] = [Carry({}, history)]
 
@@ -175,7 +175,7 @@ def mpmd_step(pipe: Pipeline, params: Any, inputs: Any, history: Any, options: A
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
 
     key = jax.random.key(0)
-    gradients = dispatched(pipe, shapes(params), shapes(held[0]), lambda params: params, shapes(inputs), key, options)
+    gradients = dispatched(pipe, shapes(params), shapes(held[0]), pipe.tree, shapes(inputs), key, options)
     histories = gradients.results["histories"]
 
     def finish(histories: Any) -> Any:
@@ -195,12 +195,11 @@ def mpmd_step(pipe: Pipeline, params: Any, inputs: Any, history: Any, options: A
     return call
 
 
-def time_actions(pipe: Pipeline, params: Any, inputs: Any, timer: Timer, options: Any) -> Row:
+def time_actions(pipe: Pipeline, inputs: Any, timer: Timer, options: Any) -> Row:
     """Times forward, dgrad and wgrad of a stage on one GPU. Each call depends on the previous one, as in a pipeline.
 
     Args:
         pipe: The pipeline.
-        params: Sharded parameters, for their shapes.
         inputs: The batch, by microbatch.
         timer: Durations of the measurement.
         options: XLA options.
@@ -210,7 +209,7 @@ def time_actions(pipe: Pipeline, params: Any, inputs: Any, timer: Timer, options
     """
     layers = pipe.assignment.layers_per_stage
     function, split, calls = pipe.stage(None, layers), pipe.split(None, layers), max(1, CALLED_LAYERS // layers)
-    shapes, (x, *_) = pipe.layer_shapes(params, inputs)
+    shapes, (x, *_) = pipe.layer_shapes(inputs)
     ([layer], extra), _, _ = shapes
 
     def forward(stage: Any, x: jax.Array) -> Any:
@@ -275,7 +274,7 @@ def time_ends(pipe: Pipeline, params: Any, inputs: Any, timer: Timer, options: A
     Returns:
         `head_ms`, and `embed_ms` if the model has an embedding.
     """
-    model, (x, *_) = pipe.model, pipe.inputs(params, inputs)
+    model, (x, *_) = pipe.model, pipe.inputs(inputs)
     mesh = pipe.mesh if together else Mesh(pipe.mesh.devices[:, :1], pipe.mesh.axis_names)
     specs = pipe.specs["outer"]
     outer, inputs, x = jax.device_put(
@@ -327,7 +326,7 @@ def time_permute(pipe: Pipeline, params: Any, inputs: Any, timer: Timer, options
         Milliseconds per transfer.
     """
     ranks = pipe.mesh.shape["pipe"]
-    x = jax.device_put(random_like(pipe.inputs(params, inputs)[0]), NamedSharding(pipe.mesh, PartitionSpec()))
+    x = jax.device_put(random_like(pipe.inputs(inputs)[0]), NamedSharding(pipe.mesh, PartitionSpec()))
 
     def permute(x: jax.Array) -> jax.Array:
         for i in range(CALLS):
