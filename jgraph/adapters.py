@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial, reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,14 @@ from jgraph.autodiff.traced import Site, Traced
 from jgraph.autodiff.view import View, axis_of, of_slice, view_of
 from jgraph.errors import ConfigError, require
 from jgraph.mesh import partitioned, with_batch_axes
-from jgraph.modules import FunctionalModel
+from jgraph.modules import FunctionalModel, Mode
 from jgraph.pipeline import PipelineModel
 from jgraph.strategies import Split
 from jgraph.strategies.tensor_parallel import AXIS
 from jgraph.tree import ADAPTER_A as A, ADAPTER_B as B, leaf_names, matching, path_name
+from jgraph.types import Batch, Carried, Key, Params, Tree
 
-Tree = Any
+_T = TypeVar("_T", bound=Tree)
 
 TARGETS = ("*/kernel",)
 
@@ -154,7 +155,7 @@ class AdaptedModel(FunctionalModel):
             found |= {pattern + A: split if axis == -2 else None, pattern + B: split if axis == -1 else None}
         return found | dict(rules)
 
-    def with_adapters(self, base: Tree) -> Tree:
+    def with_adapters(self, base: Params) -> Params:
         """Adds new adapters to parameters of the base model. Can be jitted.
 
         Args:
@@ -167,7 +168,7 @@ class AdaptedModel(FunctionalModel):
         pairs = enumerate(self.adapters.values())
         return joined(base, {adapter.name: _initial(adapter, self.rank, keys[i]) for i, adapter in pairs})
 
-    def merge(self, params: Tree) -> Tree:
+    def merge(self, params: Params) -> Params:
         """Adds the adapters to their weights: W + (alpha / rank) A B. Can be jitted.
 
         Args:
@@ -217,7 +218,7 @@ class AdaptedModel(FunctionalModel):
 
 def lora(
     model: FunctionalModel,
-    batch: Tree,
+    batch: Batch,
     *,
     rank: int,
     alpha: float = 16.0,
@@ -276,11 +277,11 @@ def lora(
     adapters = {name: _adapter(traced, name, leaf.shape, rules or {}) for name, leaf in pairs if name in wanted}
     scale = alpha / rank
 
-    def init() -> tuple[Tree, Tree]:
+    def init() -> tuple[Params, Carried]:
         params, carried = model.init()
         return made.with_adapters(params), carried
 
-    def call(name: str, mode: Any, params: Tree, *args: Any) -> tuple[Any, Tree]:
+    def call(name: str, mode: Mode, params: Params, *args: Tree) -> tuple[Any, Carried]:
         return _run(partial(model.call, name, mode), adapters, scale, params, *args)
 
     made = AdaptedModel(
@@ -292,7 +293,7 @@ def lora(
         seed=key,
     )
     shapes = jax.eval_shape(made.with_adapters, model.shapes)
-    made = replace(made, shapes=shapes, annotations=dict.fromkeys(leaf_names(shapes)) | model.annotations)
+    made = replace(made, shapes=shapes, annotations={**dict.fromkeys(leaf_names(shapes)), **model.annotations})
     if (decoder := model.decoder) is None:
         return made
     # Text is generated with merged weights.
@@ -302,12 +303,12 @@ def lora(
     )
 
 
-def separated(params: Tree) -> tuple[Tree, dict[str, tuple[Array, Array]]]:
+def separated(params: Params) -> tuple[Params, dict[str, tuple[Array, Array]]]:
     """Returns the parameters without adapters, and the pair (A, B) of each adapter by the name of its parameter."""
     named = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
     names = [name.removesuffix(B) for name in named if name.endswith(B)]
 
-    def base(tree: Tree) -> Tree:
+    def base(tree: Params) -> Params:
         if isinstance(tree, list | tuple):
             return type(tree)(map(base, tree))
         if not isinstance(tree, Mapping):
@@ -317,7 +318,7 @@ def separated(params: Tree) -> tuple[Tree, dict[str, tuple[Array, Array]]]:
     return base(params), {name: (named[name + A], named[name + B]) for name in names}
 
 
-def joined(params: Tree, low: Mapping[str, tuple[Array, Array]]) -> Tree:
+def joined(params: Params, low: Mapping[str, tuple[Array, Array]]) -> Params:
     """Inverts `separated`, for nested dicts."""
     found = jax.tree.map(lambda leaf: leaf, params)
     for path, _ in jax.tree_util.tree_leaves_with_path(params):
@@ -327,14 +328,14 @@ def joined(params: Tree, low: Mapping[str, tuple[Array, Array]]) -> Tree:
     return found
 
 
-def _initial(adapter: Adapter, rank: int, key: Array) -> tuple[Array, Array]:
+def _initial(adapter: Adapter, rank: int, key: Key) -> tuple[Array, Array]:
     a, b = adapter.shapes(rank)
     # The distribution of PyTorch's linear layers, as in PEFT.
     limit = 1 / math.sqrt(adapter.rows)
     return jax.random.uniform(key, a, jnp.float32, -limit, limit), jnp.zeros(b, jnp.float32)
 
 
-def _run(function: Callable[..., Tree], adapters: Mapping[str, Adapter], scale: float, params: Tree, *args: Tree) -> Tree:
+def _run(function: Callable[..., _T], adapters: Mapping[str, Adapter], scale: float, params: Params, *args: Tree) -> _T:
     """Calls `function(params, *args)` with adapters beside its matmuls. `params` may be those of a layer."""
     base, low = separated(params)
     if not low:

@@ -183,7 +183,9 @@ def _mean_loss_forward(
     return _sum(losses) / labels_N.size, (jnp.concatenate(dx), _sum(dhead).astype(head_DV.dtype))
 
 
-def _mean_loss_backward(chunk: int, vocabulary: _Vocabulary, precision: Precision, gradients, dloss: Array):
+def _mean_loss_backward(
+    chunk: int, vocabulary: _Vocabulary, precision: Precision, gradients: tuple[Array, Array], dloss: Array
+):
     dx_ND, dhead_DV = gradients
     dloss = vocabulary.sum(dloss)  # each device may use the loss, or only one of them
     if precision == "fp8":

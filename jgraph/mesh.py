@@ -4,18 +4,18 @@ import contextlib
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax import Array, lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jgraph.errors import ConfigError, JgraphError
+from jgraph.types import Device, Specs, Tree
 
 _T = TypeVar("_T")
-_AxisName: TypeAlias = Any
 
 
 class Axis(StrEnum):
@@ -33,8 +33,8 @@ class Axis(StrEnum):
     """Tensor parallelism: different columns or rows of the same matrices, the same part of the batch."""
 
 
-# Flax annotates `axis_name` as a string although it takes a tuple.
-BATCH_AXES: _AxisName = (Axis.DATA.value, Axis.FSDP.value)
+# Without a type: Flax annotates `axis_name` as a string although it takes a tuple.
+BATCH_AXES: Any = (Axis.DATA.value, Axis.FSDP.value)
 """The mesh axes that a batch is sharded over, as an `axis_name` for reductions over all rows of a microbatch.
 
 Every layout binds both axes inside a loss: `nnx.BatchNorm(64, axis_name=jgraph.BATCH_AXES, rngs=rngs)`.
@@ -48,7 +48,7 @@ On the other axes, each device runs the function of its rank under `jax.shard_ma
 """
 
 
-def on_ranks(fn: Callable[..., _T], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., _T]:
+def on_ranks(fn: Callable[..., _T], mesh: Mesh, in_specs: Specs, out_specs: Specs) -> Callable[..., _T]:
     """Runs a function on each rank by `jax.shard_map` over all axes of a mesh except `PARTITIONED_AXES`.
 
     Args:
@@ -70,7 +70,7 @@ def on_ranks(fn: Callable[..., _T], mesh: Mesh, in_specs: Any, out_specs: Any) -
 def _under(mesh: Mesh, fn: Callable[..., _T]) -> Callable[..., _T]:
     """Sets the mesh of the function while it is traced."""
 
-    def traced(*args: Any) -> _T:
+    def traced(*args: Tree) -> _T:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return fn(*args)
 
@@ -93,7 +93,7 @@ def is_whole() -> bool:
     return all(partitioned(axis) == 1 for axis in PARTITIONED_AXES)
 
 
-def target_device() -> Any:
+def target_device() -> Device:
     """Returns the abstract device of the current mesh, or JAX's first device if there is none."""
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
@@ -103,7 +103,7 @@ def on_cpu() -> bool:
     return target_device().platform == "cpu"
 
 
-def axis_names(entry: Any) -> tuple[str, ...]:
+def axis_names(entry: str | Iterable[str] | None) -> tuple[str, ...]:
     """Returns the mesh axes in an entry of a PartitionSpec: a name, a tuple of names, or None."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
@@ -149,7 +149,7 @@ def token_axes(shape: Sequence[int]) -> PartitionSpec:
     return PartitionSpec(*none, PARTITIONED_AXES if is_even else Axis.CONTEXT.value)
 
 
-def per_shard(fn: Callable[..., _T], in_specs: Any, out_specs: Any) -> Callable[..., _T]:
+def per_shard(fn: Callable[..., _T], in_specs: Specs, out_specs: Specs) -> Callable[..., _T]:
     """Runs a function on the shards of its arguments over `PARTITIONED_AXES` of the current mesh.
 
     Call it while a step is being traced. XLA cannot partition Pallas kernels, and functions that split an axis in parts need
@@ -172,10 +172,10 @@ def per_shard(fn: Callable[..., _T], in_specs: Any, out_specs: Any) -> Callable[
     # With axes of size one, so that no axis remains: cuDNN's attention needs that.
     manual = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
 
-    def run(*args: Any) -> _T:
+    def run(*args: Tree) -> _T:
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(args)]
 
-        def on_shard(*args: Any) -> _T:
+        def on_shard(*args: Tree) -> _T:
             leaves, structure = jax.tree.flatten(args)
             return fn(*structure.unflatten([leaf.astype(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]))
 
@@ -201,7 +201,7 @@ def summable(x: Array) -> Array:
     return x.astype("float32") if on_cpu() else x
 
 
-def _with_axes(specs: Any, is_kept: Callable[[str], bool]) -> Any:
+def _with_axes(specs: Specs, is_kept: Callable[[str], bool]) -> Specs:
     """Returns a tree of PartitionSpecs with the mesh axes for which `is_kept` is true."""
 
     def of(spec: PartitionSpec) -> PartitionSpec:
@@ -240,7 +240,7 @@ def with_batch_axes(fn: Callable[..., _T]) -> Callable[..., _T]:
         return ConfigError(f"`axis_name` is {axis!r}: must be {allowed}", field="axis_name")
 
     @functools.wraps(fn)
-    def bound(*args: Any) -> _T:
+    def bound(*args: Tree) -> _T:
         try:
             return fn(*args)
         except NameError as e:
@@ -292,7 +292,7 @@ def _over_one(fn: Callable[..., _T], axis: str) -> Callable[..., _T]:
     return lambda *args: jax.tree.map(lambda leaf: leaf[0], mapped(*args))
 
 
-def checked(mesh: object, *, needs: tuple[Axis, ...], allows: tuple[Axis, ...]) -> Mesh:
+def checked(mesh: Mesh, *, needs: tuple[Axis, ...], allows: tuple[Axis, ...]) -> Mesh:
     """Checks the axis names of a mesh, and returns the mesh with axes of type `jax.sharding.AxisType.Auto`.
 
     `jax.make_mesh` creates axes of type `AxisType.Explicit` by default. With those, the caller would have to place every

@@ -5,10 +5,10 @@ streams, such as running statistics, are mutable state: an argument and a result
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import flax.linen as nn
 import jax
@@ -20,13 +20,19 @@ from jax.sharding import PartitionSpec
 from jgraph.errors import ConfigError, require
 from jgraph.mesh import with_batch_axes
 from jgraph.tree import leaf_names
+from jgraph.types import Annotations, Batch, Carried, Key, Params, Reductions, Shardings, Specs, Tree
 
-Tree = Any
 Mode = Literal["train", "evaluate"]
+
+# What a decoder reads in place of parameters, and what it keeps of the tokens that it has read.
+Weights = TypeVar("Weights", bound=Tree)
+Cache = TypeVar("Cache", bound=Tree)
+
+FlaxModule: TypeAlias = nnx.Module | nn.Module
 
 
 @dataclass(frozen=True, eq=False)
-class Decoder:
+class Decoder(Generic[Weights, Cache]):
     """Functions that generate text with a KV cache. A Flax module provides them by a method `cached_decoder()`.
 
     All three functions are traced inside `jax.jit`. B texts, T tokens of the longest prompt, V vocabulary. Logits are float32
@@ -45,9 +51,9 @@ class Decoder:
             donated.
     """
 
-    prepare: Callable[[Tree, Tree], Tree]
-    prefill: Callable[..., tuple[Array, Tree]]
-    decode: Callable[[Tree, Array, Tree, Array], tuple[Array, Tree]]
+    prepare: Callable[[Params, Carried], Weights]
+    prefill: Callable[..., tuple[Array, Cache]]
+    decode: Callable[[Weights, Array, Cache, Array], tuple[Array, Cache]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,15 +78,15 @@ class FunctionalModel:
             positive). Taken from the metadata `reduction` of an NNX variable, "mean" without it and for Linen.
     """
 
-    shapes: Tree
-    carried: Tree
-    init: Callable[[], tuple[Tree, Tree]]
-    call: Callable[..., tuple[Any, Tree]]
-    annotations: dict[str, PartitionSpec | None] = field(default_factory=dict)
+    shapes: Params
+    carried: Carried
+    init: Callable[[], tuple[Params, Carried]]
+    call: Callable[..., tuple[Any, Carried]]
+    annotations: Annotations = field(default_factory=dict)
     decoder: Decoder | None = None
-    reductions: Tree = field(default_factory=dict)
+    reductions: Reductions = field(default_factory=dict)
 
-    def new_state(self, shardings: Tree = None) -> Tree:
+    def new_state(self, shardings: Shardings = None) -> Carried:
         """Computes the initial mutable state, without the parameters.
 
         Args:
@@ -91,7 +97,7 @@ class FunctionalModel:
         """
         return jax.jit(lambda: self.init()[1], out_shardings=shardings)() if jax.tree.leaves(self.carried) else self.carried
 
-    def loss(self, params: Tree, batch: Tree, key: Array, carried: Tree = None) -> tuple[Array, Tree]:
+    def loss(self, params: Params, batch: Batch, key: Key, carried: Carried = None) -> tuple[Array, Carried]:
         """Computes the module's `loss(batch)` in training mode, with dropout and updates of the mutable state.
 
         The loss may use collectives over the mesh axes `jgraph.BATCH_AXES`, also outside `jax.shard_map`.
@@ -120,7 +126,7 @@ class FunctionalModel:
             )
         return with_batch_axes(partial(self.call, "loss", "train"))(params, carried, key, batch)
 
-    def evaluate(self, name: str, params: Tree, carried: Tree, *args: Any) -> Any:
+    def evaluate(self, name: str, params: Params, carried: Carried, *args: Tree) -> Any:
         """Calls a method in evaluation mode: without dropout, with running statistics, without changes of the mutable state.
 
         Args:
@@ -139,7 +145,7 @@ class FunctionalModel:
         return with_batch_axes(partial(self.call, name, "evaluate"))(params, carried, jax.random.key(0), *args)[0]
 
 
-def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> FunctionalModel:
+def functional(make: Callable[[], FlaxModule], batch: Batch = None, *, key: int = 0) -> FunctionalModel:
     """Converts a Flax module into pure functions of its parameters, for `train_step`. Only traces the module.
 
     Replaces `nnx.split` and `nnx.merge` for NNX, and `init` and `apply` for Linen. Dropout uses the key of each call. If a
@@ -172,7 +178,7 @@ def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> F
         >>> value, carried = model.loss(params, {"x": jnp.ones((4, 2)), "y": jnp.ones((4, 1))}, jax.random.key(0), carried)
     """
     _check_make(make)
-    found: list[Any] = []
+    found: list[FlaxModule] = []
 
     def build() -> nnx.Module | None:
         found.append(make())
@@ -186,12 +192,12 @@ def functional(make: Callable[[], Any], batch: Any = None, *, key: int = 0) -> F
         if batch is None:
             raise ConfigError("`batch` is None: must be arrays or shapes of a batch for a Linen module", field="batch")
         return _linen(made, batch, key)
-    if not isinstance(made, nnx.Module):
+    if shapes is None:
         raise ConfigError(f"`make` returns {made!r}: must return a Flax module, nnx.Module or linen.Module", field="make")
     return _nnx(make, shapes)
 
 
-def _check_make(make: Any) -> None:
+def _check_make(make: Callable[[], FlaxModule]) -> None:
     """Raises ConfigError unless `make` can be called without arguments."""
     fits = callable(make) and not isinstance(make, nnx.Module | nn.Module)
     description = type(make).__name__ if callable(make) else repr(make)
@@ -206,10 +212,11 @@ def _check_make(make: Any) -> None:
         pass
 
 
-def _nnx(make: Callable[[], nnx.Module], model: Any) -> FunctionalModel:
-    def split(model: Any) -> tuple[Any, Tree, Tree, Tree]:
+def _nnx(make: Callable[[], FlaxModule], model: nnx.Module) -> FunctionalModel:
+    def split(model: FlaxModule) -> tuple[nnx.GraphDef, Params, Tree, Carried]:
         graphdef, *states = nnx.split(model, nnx.Param, nnx.RngState, ...)
-        return graphdef, *map(nnx.to_pure_dict, states)
+        params, streams, carried = map(nnx.to_pure_dict, states)
+        return graphdef, params, streams, carried
 
     def reduction(variable: nnx.Variable) -> str:
         return variable.get_metadata().get("reduction", "mean")
@@ -222,11 +229,11 @@ def _nnx(make: Callable[[], nnx.Module], model: Any) -> FunctionalModel:
         set_mode()
         graphs[mode], shapes, streams, carried = split(model)
 
-    def init() -> tuple[Tree, Tree]:
+    def init() -> tuple[Params, Carried]:
         _, params, _, carried = split(make())
         return params, carried
 
-    def call(name: str, mode: Mode, params: Tree, carried: Tree, key: Array, *args: Any) -> tuple[Any, Tree]:
+    def call(name: str, mode: Mode, params: Params, carried: Carried, key: Key, *args: Tree) -> tuple[Any, Carried]:
         model = nnx.merge(graphs[mode], params, _seeded(streams, key), carried)
         found = getattr(model, name)(*args)
         return found, split(model)[3]
@@ -234,24 +241,25 @@ def _nnx(make: Callable[[], nnx.Module], model: Any) -> FunctionalModel:
     return FunctionalModel(shapes, carried, init, call, _named(shapes, specs), _decoder(model), reductions)
 
 
-def _named(shapes: Tree, specs: Tree) -> dict[str, PartitionSpec | None]:
+def _named(shapes: Params, specs: Specs) -> Annotations:
     """Returns PartitionSpecs by parameter name."""
     leaves = jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
     return dict(zip(leaf_names(shapes), leaves, strict=True))
 
 
-def _decoder(module: Any) -> Decoder | None:
-    found = module.cached_decoder() if hasattr(module, "cached_decoder") else None
+def _decoder(module: FlaxModule) -> Decoder | None:
+    make = getattr(module, "cached_decoder", None)
+    found = None if make is None else make()
     if not isinstance(found, Decoder | None):
         must = f"its cached_decoder() must return a jgraph.Decoder, not a {type(found).__name__}"
         raise ConfigError(f"`make` returns {type(module).__name__}: {must}", field="make")
     return found
 
 
-def _seeded(streams: Tree, key: Array) -> Tree:
+def _seeded(streams: Tree, key: Key) -> Tree:
     """Returns new random number streams for a call, each with its own key."""
 
-    def seed(index: int, leaf: Any) -> Array:
+    def seed(index: int, leaf: Array | jax.ShapeDtypeStruct) -> Array:
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jnp.zeros(leaf.shape, leaf.dtype)
         stream_key = jax.random.fold_in(key, index)
@@ -261,19 +269,21 @@ def _seeded(streams: Tree, key: Array) -> Tree:
     return structure.unflatten([seed(index, leaf) for index, leaf in enumerate(leaves)])
 
 
-def _linen(module: nn.Module, batch: Any, seed: int) -> FunctionalModel:
+def _linen(module: nn.Module, batch: Batch, seed: int) -> FunctionalModel:
     @with_batch_axes
-    def boxed(batch: Any) -> Tree:
+    def boxed(batch: Batch) -> Mapping[str, Mapping[str, Tree]]:
         return module.init(jax.random.key(seed), batch, method="loss", **_mode(module, "loss", "train"))
 
-    def split(variables: Tree) -> tuple[Tree, Tree]:
+    def split(variables: Mapping[str, Mapping[str, Tree]]) -> tuple[Params, Carried]:
         carried = dict(nn.meta.unbox(variables))
         return carried.pop("params"), carried
 
-    def init() -> tuple[Tree, Tree]:
+    def init() -> tuple[Params, Carried]:
         return split(boxed(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), batch)))
 
-    def call(name: str, mode: Mode, params: Tree, carried: Tree, key: Array, *args: Any) -> tuple[Any, Tree]:
+    def call(
+        name: str, mode: Mode, params: Mapping[str, Tree], carried: Mapping[str, Mapping[str, Tree]], key: Key, *args: Tree
+    ) -> tuple[Any, Carried]:
         # Linen derives all other streams from `params`.
         options: Any = {"method": name, "rngs": {"params": key}, **_mode(module, name, mode)}
         if mode == "train" and carried:

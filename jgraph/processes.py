@@ -8,8 +8,9 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Literal
 
 import jax
 import numpy as np
@@ -90,14 +91,17 @@ def connect(
             raise ConfigError(f"{source}: {must}", field="distributed.coordinator") from e
     # The trainer handles SIGTERM. JAX's service would intercept it.
     jax.config.update("jax_enable_preemption_service", False)
-    error = _initialize(
-        patience,
+    initialize = partial(
+        jax.distributed.initialize,
         coordinator_address=coordinator or None,
         num_processes=num_processes,
         process_id=process_id,
         cluster_detection_method=found or "deactivate",
+        # JAX aborts the process when its own timeout expires.
+        initialization_timeout=10 * int(patience) + 60,
         shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
     )
+    error = _error_of(initialize, patience)
     if error:
         raise ConfigError(
             f"{source}: the processes could not be connected: {error}; check that all of them are running, that "
@@ -171,19 +175,18 @@ def all_or_raise() -> Iterator[None]:
         raise ConfigError(f"process {failed[0]} failed and printed the reason; this one stops, too", field="")
 
 
-def _initialize(patience: float, **arguments: Any) -> str:
-    """Runs jax.distributed.initialize. Returns its error, or an empty string."""
-    # In a thread and with a longer timeout than `patience`, because JAX aborts the process when its own timeout expires.
+def _error_of(initialize: Callable[[], None], patience: float) -> str:
+    """Runs a function in a thread. Returns its error, or an empty string."""
     problem = [f"no connection after {patience:g} s"]
 
-    def initialize():
+    def run():
         try:
-            jax.distributed.initialize(initialization_timeout=10 * int(patience) + 60, **arguments)
+            initialize()
             problem[0] = ""
         except Exception as e:
             problem[0] = " ".join(str(e).split())
 
-    thread = threading.Thread(target=initialize, daemon=True)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(patience)
     return problem[0]

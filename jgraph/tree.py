@@ -2,17 +2,20 @@
 
 import fnmatch
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
+from jax.tree_util import KeyPath
 
 from jgraph.errors import ConfigError
+from jgraph.types import Mask, Tree, TreeOf
 
-PyTree: TypeAlias = Any
-"""A pytree of arrays or shapes. JAX has no type for it."""
+Fact = TypeVar("Fact")
+
+PyTree: TypeAlias = Any  # until the last room says `Tree`
 
 
-def path_name(path: Sequence[Any]) -> str:
+def path_name(path: KeyPath) -> str:
     """Returns the name of a leaf, e.g. `blocks/0/mlp/up/kernel`.
 
     Args:
@@ -24,7 +27,7 @@ def path_name(path: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
-def leaf_names(tree: PyTree) -> list[str]:
+def leaf_names(tree: Tree | TreeOf[str]) -> list[str]:
     """Returns the name of every leaf of a pytree, e.g. `blocks/0/mlp/up/kernel`, in the order of `jax.tree.leaves`."""
     return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
@@ -98,7 +101,7 @@ def matching(pattern: str, names: Sequence[str], *, field: str) -> list[str]:
     return found
 
 
-def only(mask: PyTree, tree: PyTree) -> PyTree:
+def only(mask: Mask, tree: Fact) -> Fact:
     """Replaces leaves by None, which is no leaf of a JAX tree.
 
     Args:

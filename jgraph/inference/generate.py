@@ -10,7 +10,7 @@ import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, require
 from jgraph.modules import Decoder, FunctionalModel
+from jgraph.types import Carried, Key, Params, Tree
 
-Tree = Any
 Prompt: TypeAlias = Sequence[int] | np.ndarray | Array
 
 # Settings of `draw` by name; empty for greedy decoding.
@@ -58,7 +58,22 @@ class DecodeState(NamedTuple):
     cache: Tree
 
 
-def generate(model: FunctionalModel | Decoder, params: Tree, prompts: Sequence[Prompt], **settings: Any) -> list[np.ndarray]:
+class Choices(TypedDict, total=False):
+    """Keyword arguments of `stream`."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    stop: Sequence[int]
+    key: int | Key
+    window: int | None
+    carried: Carried
+
+
+def generate(
+    model: FunctionalModel | Decoder, params: Params, prompts: Sequence[Prompt], **settings: Unpack[Choices]
+) -> list[np.ndarray]:
     """Continues several texts at once, and returns when all are complete.
 
     The first call compiles programs. Later calls compile again if the model, the number of texts, their longest length (rounded
@@ -90,7 +105,7 @@ def generate(model: FunctionalModel | Decoder, params: Tree, prompts: Sequence[P
 
 def stream(
     model: FunctionalModel | Decoder,
-    params: Tree,
+    params: Params,
     prompts: Sequence[Prompt],
     *,
     max_tokens: int = 128,
@@ -100,7 +115,7 @@ def stream(
     stop: Sequence[int] = (),
     key: int | Array = 0,
     window: int | None = None,
-    carried: Tree = None,
+    carried: Carried = None,
 ) -> Iterator[np.ndarray]:
     """Continues several texts at once, and yields one token of each text at a time.
 
@@ -193,7 +208,7 @@ def stream(
 
 
 @functools.partial(jax.jit, static_argnames="decoder")
-def _prepare(weights: tuple[Tree, Tree], *, decoder: Decoder) -> Tree:
+def _prepare(weights: tuple[Params, Carried], *, decoder: Decoder) -> Tree:
     return decoder.prepare(*weights)
 
 
@@ -210,7 +225,7 @@ def _begin(
     weights: Tree,
     tokens_BT: Array,
     lengths_B: Array,
-    key: Array,
+    key: Key,
     settings: Settings,
     stop_S: Array,
     *,
@@ -265,7 +280,7 @@ def _windowed(model: FunctionalModel) -> Decoder:
     return windowed(lambda weights, tokens_BT: model.evaluate("logits", *weights, tokens_BT))
 
 
-def windowed(logits_fn: Callable[[tuple[Tree, Tree], Array], Array]) -> Decoder:
+def windowed(logits_fn: Callable[[tuple[Params, Carried], Array], Array]) -> Decoder[tuple[Params, Carried], Array]:
     """Makes a decoder for a model without a KV cache. Traces and runs nothing.
 
     The cache of the decoder holds the last C tokens of each text, int32 [B, C]. C is the argument `slots` of its function
@@ -281,15 +296,17 @@ def windowed(logits_fn: Callable[[tuple[Tree, Tree], Array], Array]) -> Decoder:
         The decoder. Its logits are float32 [B, V]. Its function `prepare` returns the tuple (params, carried).
     """
 
-    def logits(weights: Tree, tokens_BT: Array, last_B: Array) -> Array:
+    def logits(weights: tuple[Params, Carried], tokens_BT: Array, last_B: Array) -> Array:
         logits_BTV = logits_fn(weights, tokens_BT)
         return jnp.take_along_axis(logits_BTV, last_B[:, None, None], axis=1)[:, 0].astype(jnp.float32)
 
-    def prefill(weights: Tree, tokens_BT: Array, lengths_B: Array, *, slots: int, length: int) -> tuple[Array, Array]:
+    def prefill(
+        weights: tuple[Params, Carried], tokens_BT: Array, lengths_B: Array, *, slots: int, length: int
+    ) -> tuple[Array, Array]:
         cache = jnp.pad(tokens_BT, ((0, 0), (0, slots - tokens_BT.shape[1])))
         return logits(weights, cache, lengths_B - 1), cache
 
-    def decode(weights: Tree, tokens_B: Array, cache: Array, positions_B: Array) -> tuple[Array, Array]:
+    def decode(weights: tuple[Params, Carried], tokens_B: Array, cache: Array, positions_B: Array) -> tuple[Array, Array]:
         slots = cache.shape[1]
         cache = jnp.where((positions_B < slots)[:, None], cache, jnp.roll(cache, -1, axis=1))
         last_B = jnp.minimum(positions_B, slots - 1)
@@ -326,7 +343,7 @@ def check_ids(name: str, rows: Sequence[np.ndarray], logits: Callable[[], jax.Sh
             raise ConfigError(f"`{name}` has {found}: ids must be from 0 to {vocab_size - 1}", field=name)
 
 
-def _replicated(params: Tree) -> NamedSharding | None:
+def _replicated(params: Params) -> NamedSharding | None:
     """Returns the sharding that replicates an array over the devices of the parameters; None for one device."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params))
     found = (s for s in shardings if isinstance(s, NamedSharding) and len(s.device_set) > 1)

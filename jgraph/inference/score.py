@@ -5,7 +5,7 @@
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,7 @@ from jax import Array
 from jgraph.errors import require
 from jgraph.inference.generate import check_ids
 from jgraph.modules import FunctionalModel
-
-Tree = Any
+from jgraph.types import Carried, Params
 
 _IGNORED = -1  # label of a position without a prediction to score
 _SHORTEST = 64  # rows are padded to a power of two of at least this length, so that few programs are compiled
@@ -36,12 +35,12 @@ class Score(NamedTuple):
 
 def scores(
     model: FunctionalModel,
-    params: Tree,
+    params: Params,
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
     *,
     batch_size: int = 8,
     window: int | None = None,
-    carried: Tree = None,
+    carried: Carried = None,
 ) -> Iterator[tuple[int, Score]]:
     """Yields the index and the score of each pair of a context and a continuation, the longest pairs first.
 
@@ -78,12 +77,14 @@ def _padded(length: int, window: int | None) -> int:
 
 # Jitted, so that the check of ids and `_scores` share one cached trace.
 @functools.partial(jax.jit, static_argnames="model")
-def _logits(weights: tuple[Tree, Tree], tokens_BT: Array, *, model: FunctionalModel) -> Array:
+def _logits(weights: tuple[Params, Carried], tokens_BT: Array, *, model: FunctionalModel) -> Array:
     return model.evaluate("logits", *weights, tokens_BT)
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _scores(weights: tuple[Tree, Tree], tokens_BT: Array, labels_BT: Array, *, model: FunctionalModel) -> tuple[Array, Array]:
+def _scores(
+    weights: tuple[Params, Carried], tokens_BT: Array, labels_BT: Array, *, model: FunctionalModel
+) -> tuple[Array, Array]:
     """Returns the sum of the log probabilities of the labels of each row, and whether all of them have the largest logit."""
     logits_BTV = _logits(weights, tokens_BT, model=model).astype(jnp.float32)
     is_scored_BT = labels_BT != _IGNORED

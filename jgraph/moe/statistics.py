@@ -2,19 +2,18 @@
 
 # L layers, E experts
 
-from typing import Any
-
 import jax
 import numpy as np
 
-from jgraph.tree import PyTree, path_name
+from jgraph.tree import path_name
+from jgraph.types import Carried
 
 Statistics = dict[str, np.ndarray]
 
 _NAMES = ("tokens_E", "unseen_E", "entropy", "balance", "z", "dropped")
 
 
-def statistics(carried: PyTree) -> dict[str, Statistics]:
+def statistics(carried: Carried) -> dict[str, Statistics]:
     """Reads the statistics of each mixture of experts after a step. Waits until the step has computed them.
 
     Args:
@@ -41,7 +40,7 @@ def statistics(carried: PyTree) -> dict[str, Statistics]:
     return {layer: {name: np.asarray(state[name]) for name in _NAMES} for layer, state in mixtures.items()}
 
 
-def summary(carried: PyTree) -> dict[str, Any]:
+def summary(carried: Carried) -> dict[str, float | list[float]]:
     """Summarizes the routers of all layers after a step, for a log. Waits until the step has computed the state.
 
     Args:
@@ -78,7 +77,7 @@ def summary(carried: PyTree) -> dict[str, Any]:
     }
 
 
-def dead_experts(carried: PyTree, steps: int = 100) -> dict[str, list[int]]:
+def dead_experts(carried: Carried, steps: int = 100) -> dict[str, list[int]]:
     """Finds the experts that had no token in the last steps. Waits until the step has computed the state.
 
     Args:

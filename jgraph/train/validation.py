@@ -23,6 +23,7 @@ from jgraph.train.config import TrainConfig
 from jgraph.train.model import model_errors
 from jgraph.train.setup import TrainSetup, batch_shapes
 from jgraph.train.watchdog import Watchdog
+from jgraph.types import Params
 
 Tree: TypeAlias = Any
 
@@ -219,9 +220,10 @@ def decoder(setup: TrainSetup) -> Decoder:
     """
     cached = setup.model.decoder
     if cached is None:
-        return windowed(lambda weights, tokens_BT: logits(setup, weights[0], tokens_BT))
+        return windowed(lambda weights, tokens_BT: logits(setup, _state(weights[0]), tokens_BT))
 
-    def prepare(state: TrainState) -> Tree:
+    def prepare(given: Params) -> Tree:
+        state = _state(given)
         return cached.prepare(setup.step.bound.layout.unpack(state.params), state.carried)
 
     if setup.step.num_devices == 1:
@@ -232,6 +234,11 @@ def decoder(setup: TrainSetup) -> Decoder:
         lambda state, *args, **sizes: cached.prefill(prepare(state), *args, **sizes),
         lambda state, *args: cached.decode(prepare(state), *args),
     )
+
+
+def _state(params: Params) -> TrainState:
+    assert isinstance(params, TrainState), "the decoder of a setup reads states"
+    return params
 
 
 def sample(setup: TrainSetup, state: TrainState, corpus: Corpus) -> tuple[str, str]:
