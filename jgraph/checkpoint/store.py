@@ -19,7 +19,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NotRequired, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,28 @@ from jax.sharding import SingleDeviceSharding
 
 from jgraph.errors import CheckpointError, JgraphError, require
 from jgraph.processes import all_gather_scalar, all_or_raise, is_process_zero
+from jgraph.types import Tree
 
-State = TypeVar("State")
+State = TypeVar("State", bound=Tree)
+_T = TypeVar("_T")
+
+
+class _Described(TypedDict):
+    """A leaf of a state."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class _Digest(TypedDict):
+    """The content of a checkpoint, and its checksums. Earlier versions wrote no step."""
+
+    leaves: list[_Described]
+    checksums: list[int]
+    step: NotRequired[int]
+    crc: int
+
 
 # Orbax moves old checkpoints to this directory. It would otherwise delete them file by file, and a process that is killed could
 # leave an incomplete checkpoint.
@@ -75,13 +95,13 @@ class Checkpoints:
         directory: Path,
         keep: int,
         *,
-        warn: Callable[[str], object] = warnings.warn,
+        warn: Callable[[str], None] = warnings.warn,
         wait: Callable[[list[Array]], list[Array]] = jax.block_until_ready,
     ):
         require(isinstance(keep, int) and keep > 0, "keep", repr(keep), "a positive integer")
         self._directory = Path(directory).absolute()
         self._keep, self._warn, self._wait = keep, warn, wait
-        self._unread: dict[str, Any] | None = None  # the digest of a save that was not read back yet
+        self._unread: tuple[int, _Digest] | None = None  # step and digest of a save that was not read back yet
         check_path(self._directory)
         with self._write_errors():
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -93,7 +113,7 @@ class Checkpoints:
         """The step of the newest checkpoint, which may be damaged or still being written; None if there is none. A property."""
         return self._manager.latest_step()
 
-    def check_space(self, state: object) -> None:
+    def check_space(self, state: Tree) -> None:
         """Checks that the disk has room for `keep` checkpoints and for one that is being written. Writes nothing.
 
         The checkpoints that are already in the directory need no more room. For each of the others, the free bytes of the disk
@@ -107,7 +127,7 @@ class Checkpoints:
         """
         check_space(self._directory, state, self._keep + 1 - len(self._manager.all_steps()))
 
-    def save(self, step: int, state: object) -> None:
+    def save(self, step: int, state: Tree) -> None:
         """Starts to write a checkpoint in the background. After the call, the caller may donate the arrays of the state.
 
         Blocks until the previous checkpoint is written, the checksums are computed and the arrays are copied to the host.
@@ -126,14 +146,14 @@ class Checkpoints:
             leaves, described = jax.tree.leaves(state), _describe(state)
             sums = checksums(leaves, self._wait)
             # The digest has a checksum too, so that a flipped digit in it is not reported as another model.
-            digest = {"leaves": described, "checksums": sums, "step": step, "crc": _crc(described, sums, step)}
+            digest: _Digest = {"leaves": described, "checksums": sums, "step": step, "crc": _crc(described, sums, step)}
             args = ocp.args.Composite(
                 state=ocp.args.PyTreeSave(leaves),  # pyright: ignore[reportCallIssue]
                 digest=ocp.args.JsonSave(digest),  # pyright: ignore[reportCallIssue]
             )
             self._finish()
             if self._manager.save(step, args=args):
-                self._unread = digest
+                self._unread = step, digest
             self._empty_trash()
 
     def restore_latest(self, like: State) -> tuple[int, State] | None:
@@ -208,12 +228,13 @@ class Checkpoints:
         be found and opened; `restore_latest` verifies the rest. Only process 0 reads, without Orbax's barriers, because `close`
         runs after an error of one process too.
         """
-        digest, self._unread = self._unread, None
+        unread, self._unread = self._unread, None
         self._manager.wait_until_finished()
         self._manager.check_for_errors()
-        if digest is None or not is_process_zero():
+        if unread is None or not is_process_zero():
             return
-        path, sizes = self._manager.directory / str(digest["step"]), [math.prod(leaf["shape"]) for leaf in digest["leaves"]]
+        step, digest = unread
+        path, sizes = self._manager.directory / str(step), [math.prod(leaf["shape"]) for leaf in digest["leaves"]]
         leaves: list[Any] = [ocp.PLACEHOLDER] * len(sizes)
         leaves[sizes.index(min(sizes))] = 0
         how = ocp.args.PyTreeRestore(leaves, restore_args=[ocp.RestoreArgs(restore_type=np.ndarray)] * len(sizes))  # pyright: ignore[reportCallIssue]
@@ -236,14 +257,14 @@ class Checkpoints:
                 raise _DamagedError(f"{leaf['name']} has checksum {actual:08x}, not {stored:08x}")
         return jax.tree.unflatten(jax.tree.structure(like), restored)
 
-    def _read(self, step: int, name: str, how: Any) -> Any:
+    def _read(self, step: int, name: str, how: ocp.args.CheckpointArgs) -> Any:
         restored, reason = _attempt(lambda: self._manager.restore(step, args=ocp.args.Composite(**{name: how}))[name])
         # A process reads only its own shards, so a single process may detect the damage.
         if any(all_gather_scalar(bool(reason))):
             raise _DamagedError(f"{name} cannot be read: {reason or 'another process reports an error'}")
         return restored
 
-    def _check_fits(self, step: int, found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    def _check_fits(self, step: int, found: list[_Described], expected: list[_Described]) -> None:
         saved, required = ({leaf["name"]: leaf for leaf in leaves} for leaves in (found, expected))
         differing = [
             f"{name}: {_shape(saved.get(name))} in the checkpoint, {_shape(required.get(name))} in this run"
@@ -383,7 +404,7 @@ class CheckpointReader:
                 raise self._damaged(f"{name} has checksum {actual:08x}, not {expected:08x}")
         return arrays
 
-    def _leaf(self, name: str) -> tuple[int, dict[str, Any]]:
+    def _leaf(self, name: str) -> tuple[int, _Described]:
         if name not in self._leaves:
             raise CheckpointError(f"checkpoint {self._directory / str(self.step)} has no {name}")
         return self._leaves[name]
@@ -392,7 +413,7 @@ class CheckpointReader:
         """Ends Orbax's threads. The reader cannot be used afterwards."""
         self._manager.close()
 
-    def _restore(self, name: str, how: Any) -> Any:
+    def _restore(self, name: str, how: ocp.args.CheckpointArgs) -> Any:
         try:
             return self._manager.restore(self.step, args=ocp.args.Composite(**{name: how}))[name]
         except Exception as e:  # Orbax, TensorStore and JSON raise different errors for damaged files
@@ -407,7 +428,7 @@ class _DamagedError(Exception):
     """A checkpoint is damaged. The message is the reason."""
 
 
-def _attempt(read: Callable[[], Any]) -> tuple[Any, str]:
+def _attempt(read: Callable[[], _T]) -> tuple[_T | None, str]:
     """Returns the result of a function that reads files, and "" or the reason why it failed.
 
     Orbax, TensorStore and JSON raise different errors for damaged files. Hides the tracebacks that Python prints for the
@@ -437,7 +458,7 @@ def hide_tracebacks() -> None:
     """
     before = sys.unraisablehook
 
-    def report(unraisable: Any) -> None:
+    def report(unraisable: sys.UnraisableHookArgs) -> None:
         if str(unraisable.exc_value) != "Event loop is closed":
             before(unraisable)
 
@@ -460,7 +481,7 @@ def check_path(directory: Path, refused: str = "*?[\\") -> None:
         raise CheckpointError(f"`run_dir`: checkpoints in {directory} could not be restored: {wrong}")
 
 
-def check_space(directory: Path, state: object, count: int) -> None:
+def check_space(directory: Path, state: Tree, count: int) -> None:
     """Checks that a disk has room for several copies of a state. Writes nothing.
 
     Args:
@@ -533,12 +554,12 @@ def _checksum(leaf: Array) -> Array:
 _checksums = jax.jit(lambda leaves: [_checksum(leaf) for leaf in leaves])
 
 
-def _describe(state: object) -> list[dict[str, Any]]:
+def _describe(state: Tree) -> list[_Described]:
     paths = jax.tree_util.tree_leaves_with_path(state)
     return [{"name": jax.tree_util.keystr(path), "dtype": str(leaf.dtype), "shape": list(leaf.shape)} for path, leaf in paths]
 
 
-def _unseal(digest: Any) -> list[int]:
+def _unseal(digest: _Digest) -> list[int]:
     """Returns the checksums in a digest. Raises _DamagedError if the digest is damaged."""
     try:
         step = (digest["step"],) if "step" in digest else ()
@@ -549,23 +570,23 @@ def _unseal(digest: Any) -> list[int]:
     raise _DamagedError("its digest does not match its checksum")
 
 
-def _crc(*parts: object) -> int:
+def _crc(*parts: list[_Described] | list[int] | int) -> int:
     return zlib.crc32(json.dumps(parts, sort_keys=True).encode())
 
 
-def _check_step(path: Path, digest: Any, field: str = "") -> None:
+def _check_step(path: Path, digest: _Digest, field: str = "") -> None:
     if (step := digest.get("step", int(path.name))) != int(path.name):
         raise CheckpointError(
             f"checkpoint {path} was saved as {step}: rename its directory to {step}, or move it away", field=field
         )
 
 
-def _mask(digest: Any) -> int:
+def _mask(digest: _Digest) -> int:
     """Returns the bits of a checksum that a digest has. Without a step, it is from an earlier version: the low word only."""
     return -1 if "step" in digest else 2**32 - 1
 
 
-def _shape(leaf: dict[str, Any] | None) -> str:
+def _shape(leaf: _Described | None) -> str:
     return f"{leaf['dtype']}{leaf['shape']}" if leaf else "absent"
 
 
