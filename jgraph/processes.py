@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import jax
 import numpy as np

@@ -108,9 +108,11 @@ def plain_step(config: TrainConfig, words: Sequence[str], mesh: Mesh | None = No
     packing = jgraph.Packing.of(jax.eval_shape(make_params)) if "params" in words else None
     transform = optimizer(config, words, packing)
 
+    def stored() -> Tree:
+        return packing.pack(make_params()) if packing else make_params()
+
     def init() -> Tree:
-        params = make_params()
-        params = packing.pack(params) if packing else params
+        params = stored()
         return params, transform.init(params)
 
     def loss(params: Tree, tokens_BS: Array) -> Array:

@@ -25,6 +25,7 @@ from jgraph.layout import named
 from jgraph.pipeline import Pipeline, Pipelined
 from jgraph.pipeline.dispatched import dispatched
 from jgraph.precision.config import XLA_OPTIONS
+from jgraph.precision.transform import FP8Function
 from jgraph.schedule import Costs, Schedule, simulate
 from jgraph.schedule.action import KINDS
 from jgraph.schedule.tables import tabulate
@@ -167,7 +168,7 @@ def mpmd_step(pipe: Pipeline, params: Any, inputs: Any, history: Any, options: A
     Returns:
         A function that dispatches a step and returns the loss and all results, including the accumulated gradients.
     """
-    start, params = time.perf_counter(), pipe.arrays(params)
+    start = time.perf_counter()
     step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(pipe.mesh, PartitionSpec()))
     held: list[Any] = [Carry({}, history)]
 
@@ -175,8 +176,9 @@ def mpmd_step(pipe: Pipeline, params: Any, inputs: Any, history: Any, options: A
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
 
     key = jax.random.key(0)
-    gradients = dispatched(pipe, shapes(params), shapes(held[0]), pipe.tree, shapes(inputs), key, options)
-    histories = gradients.results["histories"]
+    arrays = pipe.arrays(params)
+    gradients = dispatched(pipe, shapes(arrays), shapes(held[0]), pipe.tree, shapes(inputs), key, options)
+    histories = gradients.results.histories
 
     def finish(histories: Any) -> Any:
         return pipe.precision.finish(histories, (), pipe.assignment)
@@ -187,10 +189,10 @@ def mpmd_step(pipe: Pipeline, params: Any, inputs: Any, history: Any, options: A
     answer(compile_s=time.perf_counter() - start, capture=str(gradients))
 
     def call() -> tuple[jax.Array, Any]:
-        results = gradients(params, held[0], step, inputs)
+        results = gradients(arrays, held[0], step, inputs)
         if after:
-            held[0] = Carry({}, in_turn(after(results["histories"])))
-        return results["loss"], results
+            held[0] = Carry({}, in_turn(after(results.histories)))
+        return results.loss, results
 
     return call
 
@@ -241,7 +243,7 @@ def time_actions(pipe: Pipeline, inputs: Any, timer: Timer, options: Any) -> Row
     own = ([random_like(layer, 0.02, key) for key in range(layers)], extra)
     x, dy = random_like(x), random_like(x, key=1)
     state = pipe.precision.state(layers)
-    stage = own, state, function.quantize(own, state, x) if pipe.precision.weights else None
+    stage = own, state, function.quantize(own, state, x) if isinstance(function, FP8Function) else None
     call_forward = compiled(forward, stage, x)
     residuals, _ = call_forward(stage, x)
     call_dgrad = compiled(dgrad, stage, residuals, dy)
@@ -276,9 +278,9 @@ def time_ends(pipe: Pipeline, params: Any, inputs: Any, timer: Timer, options: A
     """
     model, (x, *_) = pipe.model, pipe.inputs(inputs)
     mesh = pipe.mesh if together else Mesh(pipe.mesh.devices[:, :1], pipe.mesh.axis_names)
-    specs = pipe.specs["outer"]
+    specs = pipe.specs.outer
     outer, inputs, x = jax.device_put(
-        (params["outer"], jax.tree.map(lambda leaf: leaf[:CALLS], inputs), random_like(x)),
+        (params.outer, jax.tree.map(lambda leaf: leaf[:CALLS], inputs), random_like(x)),
         (jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs), *[NamedSharding(mesh, PartitionSpec())] * 2),
     )
 

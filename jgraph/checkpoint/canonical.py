@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import combinations
-from typing import Any
+from typing import Generic, Protocol, TypeVar
 
 import jax
 from jax import Array
@@ -15,11 +15,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jgraph.dispatch import in_turn
 from jgraph.layout import Layout
 from jgraph.mesh import PARTITIONED_AXES
-from jgraph.tree import PyTree
+from jgraph.types import Arrays, OptState, Params, Registered, Shardings, Tree
+
+
+class _State(Registered, Protocol):
+    """A training state."""
+
+    @property
+    def params(self) -> Arrays: ...
+
+    @property
+    def opt_state(self) -> OptState: ...
+
+
+State = TypeVar("State", bound=_State)
 
 
 @dataclass(frozen=True, eq=False)
-class CanonicalLayout:
+class CanonicalLayout(Generic[State]):
     """Converts a training state between the layout of a run and the canonical layout.
 
     A run may store its parameters in other arrays than the model's parameter tree has, for example stacked or padded for its
@@ -36,12 +49,12 @@ class CanonicalLayout:
         mesh: Mesh of the devices; None for one device.
     """
 
-    params: Layout
-    moments: Layout | None
-    own: Any
+    params: Layout[Params]
+    moments: Layout[Params] | None
+    own: State
     mesh: Mesh | None
 
-    def of(self, state: Any) -> Any:
+    def of(self, state: State) -> State:
         """Converts a state from the layout of the run to the canonical layout.
 
         Copies every array. `state` stays valid, so the devices need memory for a second state.
@@ -59,7 +72,7 @@ class CanonicalLayout:
         return self._mapped(state, partial(_run, params), of_moments, lambda leaf: leaf.copy())
 
     @cached_property
-    def back(self) -> Callable[[Any], Any]:
+    def back(self) -> Callable[[State], State]:
         """The function that inverts the method `of`, bit for bit. A property: call `layout.back(state)`.
 
         The argument is a state of arrays in the canonical layout, with the structure of `shapes()` and any sharding. It stays
@@ -75,7 +88,7 @@ class CanonicalLayout:
         )
         return lambda canonical: in_turn(back(canonical))
 
-    def shapes(self) -> Any:
+    def shapes(self) -> State:
         """Returns the state in the canonical layout with a `jax.ShapeDtypeStruct` for every array. Creates no arrays.
 
         The result is a dataclass of the type of `own`. It can be the argument `like` of `Checkpoints.restore_latest`. On a
@@ -91,11 +104,11 @@ class CanonicalLayout:
 
     def _mapped(
         self,
-        state: Any,
-        like_params: Callable[[PyTree], PyTree],
-        like_moments: Callable[[PyTree], PyTree] | None,
+        state: State,
+        like_params: Callable[[Arrays], Params],
+        like_moments: Callable[[Arrays], Params] | None,
         other: Callable[[Array], Array],
-    ) -> Any:
+    ) -> State:
         """Maps parameters, moments and other leaves. One tree at a time, because the temporaries are large."""
         params = like_params(state.params)
         if self.moments is None or like_moments is None:
@@ -113,22 +126,22 @@ class CanonicalLayout:
         return dataclasses.replace(state, params=params, opt_state=opt_state, **rest)
 
     @cached_property
-    def _unpacks(self) -> tuple[Callable[[PyTree], PyTree], Callable[[PyTree], PyTree] | None]:
+    def _unpacks(self) -> tuple[Callable[[Arrays], Params], Callable[[Arrays], Params] | None]:
         """Jitted functions that convert parameters and moments to the model's own tree."""
         return self._jitted(self.params), None if self.moments is None else self._jitted(self.moments)
 
-    def _jitted(self, layout: Layout) -> Callable[[PyTree], PyTree]:
+    def _jitted(self, layout: Layout[Params]) -> Callable[[Arrays], Params]:
         if self.mesh is None:
             return jax.jit(layout.unpack)
         tree = jax.eval_shape(layout.unpack, layout.shapes())
         return jax.jit(layout.unpack, out_shardings=spread(self.mesh, self.own.params, tree))
 
 
-def _run(function: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
-    return in_turn(function(tree))
+def _run(function: Callable[[Arrays], Params], arrays: Arrays) -> Params:
+    return in_turn(function(arrays))
 
 
-def spread(mesh: Mesh, sharded: PyTree, leaves: PyTree) -> PyTree:
+def spread(mesh: Mesh, sharded: Tree, leaves: Tree) -> Shardings:
     """Returns shardings that split each leaf over many devices, so that no device holds a whole large model. Moves no data.
 
     The mesh axes of ranks split one array axis of a leaf, the partitioned mesh axes another one. The product of the sizes of

@@ -1,21 +1,21 @@
 """Layouts: how the parameters of a model are stored as the arrays of a step."""
 
-from jgraph.layout.layout import Arrays, Change, Layout, MakeLayout, alone, described, each, named
+from jgraph.layout.layout import Change, Layout, MakeLayout, alone, described, each, named
 from jgraph.layout.packed import Packing, packed
-from jgraph.layout.param import Param, Params
+from jgraph.layout.param import Description, Param
 from jgraph.layout.sharded import Shard, sharded
-from jgraph.layout.stacked import Stacked
+from jgraph.layout.stacked import Stacked, StackedTree
 
 __all__ = [
-    "Arrays",
     "Change",
+    "Description",
     "Layout",
     "MakeLayout",
     "Packing",
     "Param",
-    "Params",
     "Shard",
     "Stacked",
+    "StackedTree",
     "alone",
     "described",
     "each",

@@ -6,27 +6,29 @@ returns the description of its output with two functions: `pack`, and `unpack`, 
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
-from jgraph.layout.param import Param, Params
-from jgraph.tree import PyTree, leaf_names
+from jgraph.layout.param import Description, Param
+from jgraph.tree import leaf_names
+from jgraph.types import Arrays, Avals, Tree
 
-Arrays: TypeAlias = dict[str, Array]
-"""The arrays of a step by name."""
+# What a layout packs: the model's own tree, or the arrays of the layout before it.
+Whole = TypeVar("Whole", bound=Tree)
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class Layout(Generic[Whole]):
     """How the parameters of a model are stored as the arrays of a step.
 
     Attributes:
         params: The description of each array, by its name.
-        pack: Maps parameters in the model's own tree to a dict of arrays by name. Padding is zero. A pure function.
+        pack: Maps parameters (in the model's own tree, for a chain) to a dict of arrays by name. Padding is zero. A pure
+            function.
         unpack: Inverts `pack` bit for bit. A pure function.
         first: The first layout of the chain, which names the leaves of the model's own tree; None if it is this one.
 
@@ -37,30 +39,30 @@ class Layout:
         {'small vectors (float32)': Array([0., 0., 0., 1., 1.], dtype=float32)}
     """
 
-    params: Params
-    pack: Callable[[PyTree], Arrays]
-    unpack: Callable[[Arrays], PyTree]
-    first: "Layout | None" = None
+    params: Description
+    pack: Callable[[Whole], Arrays]
+    unpack: Callable[[Arrays], Whole]
+    first: "Layout[Whole] | None" = None
 
-    def then(self, make: "MakeLayout") -> "Layout":
+    def then(self, make: "MakeLayout") -> "Layout[Whole]":
         """Composes two layouts, like `optax.chain`: the output of this layout is the input of the next one."""
         after = make(self.params)
 
-        def pack(tree: PyTree) -> Arrays:
+        def pack(tree: Whole) -> Arrays:
             return after.pack(self.pack(tree))
 
-        def unpack(arrays: Arrays) -> PyTree:
+        def unpack(arrays: Arrays) -> Whole:
             return self.unpack(after.unpack(arrays))
 
         return Layout(after.params, pack, unpack, self.own)
 
     @property
-    def own(self) -> "Layout":
+    def own(self) -> "Layout[Whole]":
         """The layout of the model's own tree: its leaves by name."""
         return self.first or self
 
     @property
-    def trained(self) -> "Layout":
+    def trained(self) -> "Layout[Whole]":
         """The same layout for gradients and moments, which frozen parameters do not have.
 
         In the model's own tree, None is in the place of frozen parameters. Arrays with frozen parameters only are missing. XLA
@@ -71,11 +73,11 @@ class Layout:
             return self
         kept = {name: param for name, param in self.params.items() if param.is_trained}
 
-        def pack(tree: PyTree) -> Arrays:
+        def pack(tree: Whole) -> Arrays:
             arrays = self.pack(own.unpack(_filled(own.pack(tree), own.params)))
             return {name: arrays[name] for name in kept}
 
-        def unpack(arrays: Arrays) -> PyTree:
+        def unpack(arrays: Arrays) -> Whole:
             whole = own.pack(self.unpack(_filled(arrays, self.params)))
             return own.unpack({name: whole[name] for name, param in own.params.items() if param.is_trained})
 
@@ -85,24 +87,24 @@ class Layout:
         """Returns the placement of each array; None for each if the mesh is None."""
         return {name: None if mesh is None else NamedSharding(mesh, param.spec) for name, param in self.params.items()}
 
-    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def shapes(self) -> Avals:
         """Returns the shapes of the arrays, in the dtypes of the model's own parameters."""
         return {name: param.aval for name, param in self.params.items()}
 
-    def tree_shapes(self) -> PyTree:
+    def tree_shapes(self) -> Whole:
         """Returns the shapes of the parameters in the model's own tree."""
         return jax.eval_shape(self.unpack, self.shapes())
 
 
-def _filled(arrays: Arrays, params: Params) -> Arrays:
+def _filled(arrays: Arrays, params: Description) -> Arrays:
     """Adds zeros for missing arrays. They are bools, which JAX promotes to the dtype of any array that they are joined with."""
     return {name: arrays[name] if name in arrays else jnp.zeros(p.shape, jnp.bool_) for name, p in params.items()}
 
 
-MakeLayout: TypeAlias = Callable[[Params], Layout]
+MakeLayout: TypeAlias = Callable[[Description], Layout[Arrays]]
 
 
-def named(tree: PyTree, frozen: Collection[str] = ()) -> Layout:
+def named(tree: Whole, frozen: Collection[str] = ()) -> Layout[Whole]:
     """The first layout of a chain: maps the model's own tree to a dict of its leaves by name.
 
     Args:
@@ -114,11 +116,11 @@ def named(tree: PyTree, frozen: Collection[str] = ()) -> Layout:
     pairs = zip(names, leaves, strict=True)
     params = {name: Param.describe(name, leaf, trained=name not in frozen) for name, leaf in pairs}
 
-    def pack(tree: PyTree) -> Arrays:
+    def pack(tree: Whole) -> Arrays:
         found = zip(names, structure.flatten_up_to(tree), strict=True)
         return {name: leaf for name, leaf in found if leaf is not None}
 
-    def unpack(arrays: Arrays) -> PyTree:
+    def unpack(arrays: Arrays) -> Whole:
         return structure.unflatten([arrays.get(name) for name in names])
 
     return Layout(params, pack, unpack)
@@ -127,7 +129,7 @@ def named(tree: PyTree, frozen: Collection[str] = ()) -> Layout:
 def each(change: Callable[[str, Param], "Change | None"]) -> MakeLayout:
     """A layout that changes arrays one by one and keeps their names. `change` returns None to leave an array alone."""
 
-    def make(params: Params) -> Layout:
+    def make(params: Description) -> Layout[Arrays]:
         changes = {name: found for name, param in params.items() if (found := change(name, param)) is not None}
 
         def pack(arrays: Arrays) -> Arrays:

@@ -10,16 +10,17 @@ import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Generic, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jgraph.layout.layout import Arrays, Layout, MakeLayout, named
-from jgraph.layout.param import Param, Params
+from jgraph.layout.layout import Layout, MakeLayout, Whole, named
+from jgraph.layout.param import Description, Param
 from jgraph.mesh import Axis
-from jgraph.tree import PyTree, leaf_names
+from jgraph.tree import leaf_names
+from jgraph.types import Arrays, TreeDef
 
 # A kernel over a float32 leaf of this size is mostly launch overhead: 2 MiB at 4.3 TB/s take half a microsecond.
 SMALL = 2**19
@@ -38,7 +39,7 @@ def packed(small: int = SMALL) -> MakeLayout:
     An array of stacked layers is joined with others along the elements of each rank. Arrays on other mesh axes are not joined.
     """
 
-    def make(params: Params) -> Layout:
+    def make(params: Description) -> Layout[Arrays]:
         groups: dict[str, list[str]] = {}
         for name, param in params.items():
             groups.setdefault(_group(name, param, small), []).append(name)
@@ -47,7 +48,7 @@ def packed(small: int = SMALL) -> MakeLayout:
     return make
 
 
-def _grouped(params: Params, groups: Mapping[str, Sequence[str]]) -> Layout:
+def _grouped(params: Description, groups: Mapping[str, Sequence[str]]) -> Layout[Arrays]:
     """Joins the arrays of each group. An array without others keeps its shape."""
     lead = {group: _lead(params[names[0]]) for group, names in groups.items()}
     sizes = {group: [math.prod(params[name].shape[lead[group] :]) for name in names] for group, names in groups.items()}
@@ -99,7 +100,7 @@ def _group(name: str, param: Param, small: int) -> str:
 
 
 @dataclass(frozen=True)
-class Packing:
+class Packing(Generic[Whole]):
     """A map from the leaves of a parameter tree to a dict of fewer arrays. Made by `Packing.of`. Holds no arrays.
 
     Two packings are equal if their attributes are equal.
@@ -112,12 +113,12 @@ class Packing:
             positions of its leaves in `leaves`, from 0.
     """
 
-    treedef: Any
+    treedef: TreeDef
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     groups: tuple[tuple[str, tuple[int, ...]], ...]
 
     @classmethod
-    def of(cls, params: PyTree, *, small: int = SMALL, alone: Container[str] = (), frozen: Container[str] = ()) -> Self:
+    def of(cls, params: Whole, *, small: int = SMALL, alone: Container[str] = (), frozen: Container[str] = ()) -> Self:
         """Groups the small leaves of a tree by dtype and kind. Each other leaf is a group of its own.
 
         The kinds are matrices (weight decay applies), vectors, matrices of routers and vectors of routers. A router is the
@@ -141,13 +142,13 @@ class Packing:
         return cls(structure, tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves), groups)
 
     @cached_property
-    def _layout(self) -> Layout:
-        tree = self.treedef.unflatten(self.leaves)
+    def _layout(self) -> Layout[Whole]:
+        tree: Whole = jax.tree.unflatten(self.treedef, self.leaves)
         names = leaf_names(tree)
         groups = {group: [names[i] for i in indices] for group, indices in self.groups}
         return named(tree).then(lambda params: _grouped(params, groups))
 
-    def pack(self, params: PyTree) -> dict[str, Any]:
+    def pack(self, params: Whole) -> dict[str, Array | None]:
         """Concatenates the leaves of each group.
 
         Args:
@@ -158,10 +159,10 @@ class Packing:
             concatenated to a 1-D array. A single leaf is returned itself, with its shape and without a copy. None for a group
             of None.
         """
-        arrays: dict[str, Any] = self._layout.pack(params)
+        arrays = self._layout.pack(params)
         return {name: arrays.get(name) for name, _ in self.groups}
 
-    def unpack(self, packed: dict[str, Array]) -> PyTree:
+    def unpack(self, packed: Arrays) -> Whole:
         """Inverts `pack`: splits the arrays of the groups into leaves.
 
         Args:

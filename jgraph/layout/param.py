@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, TypeAlias, get_args
+from typing import Literal, Self, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ class Param:
     """
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     kind: Kind
     axes: tuple[Entry, ...]
     trained: tuple[bool, ...] = (True,)
@@ -102,7 +102,8 @@ class Param:
         return replace(self, axes=tuple(entry if i == axis else old for i, old in enumerate(self.axes)))
 
 
-Params: TypeAlias = Mapping[str, Param]
+Description: TypeAlias = Mapping[str, Param]
+"""The `Param` of each array by name."""
 
 
 def _spec(axes: Sequence[Entry]) -> PartitionSpec:

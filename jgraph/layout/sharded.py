@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from functools import partial
+from typing import Literal, Self
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -103,11 +104,11 @@ class Shard:
         """All-gathers the shards of the own group of devices, without padding. A replicated array is returned unchanged."""
         if self.axis is None or self._is_own:
             return part
-        options: dict[str, Any] = {"axis": self.axis, "tiled": True, "axis_index_groups": self._neighbors}
         # FP8 is sent as bytes, because not every collective library supports it.
         is_fp8 = part.dtype.itemsize == 1
         payload = lax.bitcast_convert_type(part, jnp.uint8) if is_fp8 else part
-        whole = self.unpad(self._on_shards(lambda x: lax.all_gather(x, AXIS, **options), payload))
+        collective = partial(lax.all_gather, axis_name=AXIS, axis=self.axis, tiled=True, axis_index_groups=self._neighbors)
+        whole = self.unpad(self._on_shards(collective, payload))
         return lax.bitcast_convert_type(whole, part.dtype) if is_fp8 else whole
 
     def scatter(self, whole: Array) -> Array:
@@ -119,8 +120,8 @@ class Shard:
             return lax.psum(whole, AXIS)
         if self._is_own:
             return whole
-        options: dict[str, Any] = {"scatter_dimension": self.axis, "tiled": True, "axis_index_groups": self._neighbors}
-        return self._on_shards(lambda x: lax.psum_scatter(x, AXIS, **options), self.pad(whole))
+        options = {"axis_name": AXIS, "axis_index_groups": self._neighbors}
+        return self._on_shards(partial(lax.psum_scatter, scatter_dimension=self.axis, tiled=True, **options), self.pad(whole))
 
     def _on_shards(self, collective: Callable[[Array], Array], x: Array) -> Array:
         """Runs a collective on the shards over partitioned axes. XLA would gather the argument of the collective over them."""

@@ -9,21 +9,36 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jgraph.errors import ConfigError
-from jgraph.layout.layout import Arrays, Layout, named
-from jgraph.layout.param import KINDS, Kind, Param, Params
+from jgraph.layout.layout import Layout, named
+from jgraph.layout.param import KINDS, Description, Kind, Param
 from jgraph.mesh import Axis, axis_names
-from jgraph.tree import PyTree, leaf_names
+from jgraph.tree import leaf_names
+from jgraph.types import Arrays, Avals, Leaf, Params, Registered, TreeOf
 
 AXIS = Axis.PIPE.value
 
+Fact = TypeVar("Fact")
+
 Place: TypeAlias = tuple[int, int, int]
 """Rank, chunk and place of a layer."""
+
+
+class StackedTree(NamedTuple, Generic[Fact]):
+    """The parameters of a pipeline as its engines compute with them, or a fact of each of these arrays.
+
+    Attributes:
+        layers: For each chunk, the layer at each place. The ranks are the first axis of its arrays.
+        outer: The parameters outside of layers, of embedding and head.
+    """
+
+    layers: list[list[TreeOf[Fact]]]
+    outer: TreeOf[Fact]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,19 +57,22 @@ class Stacked:
         mesh_shape: Sizes of the mesh axes by name.
     """
 
-    own: Layout
-    split: Callable[[PyTree], tuple[PyTree, list[PyTree]]]
-    join: Callable[[PyTree, list[PyTree]], PyTree]
+    own: Layout[Params]
+    split: Callable[[Params], tuple[Params, list[Params]]]
+    join: Callable[[Params, list[Params]], Params]
     places: Sequence[Place]
     over_ranks: Mapping[str, int]
     mesh_shape: Mapping[str, int]
 
     @cached_property
-    def tree(self) -> Layout:
-        """The layout of the tree of a pipeline, {"outer": tree, "layers": nested lists [chunk][place] of trees}."""
-        return named(jax.eval_shape(lambda tree: self._stack(*self.split(tree)), self.own.tree_shapes()))
+    def tree(self) -> Layout[StackedTree[Leaf | Registered]]:
+        """The layout of the tree of a pipeline."""
+        shapes: StackedTree[Leaf | Registered] = jax.eval_shape(
+            lambda tree: self._stack(*self.split(tree)), self.own.tree_shapes()
+        )
+        return named(shapes)
 
-    def __call__(self, params: Params) -> Layout:
+    def __call__(self, params: Description) -> Layout[Arrays]:
         """Describes the stacked arrays.
 
         Raises:
@@ -71,26 +89,26 @@ class Stacked:
 
         def unpack(arrays: Arrays) -> Arrays:
             tree = self.tree.unpack(arrays)
-            outer, layers = tree["outer"], tree["layers"]
-            own = [jax.tree.map(lambda leaf, rank=rank: leaf[rank], layers[chunk][place]) for rank, chunk, place in self.places]
-            return self.own.pack(self.join(outer, own))
+            of_rank = [(rank, tree.layers[chunk][place]) for rank, chunk, place in self.places]
+            own = [jax.tree.map(lambda leaf, rank=rank: leaf[rank], layer) for rank, layer in of_rank]
+            return self.own.pack(self.join(tree.outer, own))
 
         return Layout({name: self._describe(name, leaves) for name in names}, pack, unpack)
 
-    def _stack(self, outer: PyTree, layers: Sequence[PyTree]) -> PyTree:
+    def _stack(self, outer: Params, layers: Sequence[Params]) -> StackedTree[Leaf | Registered]:
         """Stacks the layers of all ranks at each chunk and place, with zeros where a rank has none."""
         assert len(layers) == len(self.places), "`split` returns all layers"
         at = dict(zip(self.places, layers, strict=True))
         ranks, chunks, longest = (1 + max(index) for index in zip(*self.places, strict=True))
         zeros = jax.tree.map(jnp.zeros_like, layers[0])
 
-        def stack(chunk: int, place: int) -> PyTree:
+        def stack(chunk: int, place: int) -> Params:
             of_ranks = [at.get((rank, chunk, place), zeros) for rank in range(ranks)]
             return jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_ranks)
 
-        return {"outer": outer, "layers": [[stack(chunk, place) for place in range(longest)] for chunk in range(chunks)]}
+        return StackedTree([[stack(chunk, place) for place in range(longest)] for chunk in range(chunks)], outer)
 
-    def _describe(self, name: str, leaves: Params) -> Param:
+    def _describe(self, name: str, leaves: Description) -> Param:
         """Describes an array from the leaves of `split` that it holds."""
         if name.startswith("outer"):
             path = name.removeprefix("outer/")
@@ -128,7 +146,7 @@ class _Followed:
     """
 
     stacked: Stacked
-    params: Params
+    params: Description
 
     def leaves(self) -> dict[str, Param]:
         """Describes each leaf. Leaves that share an array have the same axes."""
@@ -202,10 +220,10 @@ class _Followed:
         return {leaf for leaf, aval in self._trace(marked).items() if aval.dtype == jnp.int16}
 
     @cached_property
-    def _plain(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def _plain(self) -> Avals:
         return self._trace({name: param.aval for name, param in self.params.items()})
 
-    def _trace(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
+    def _trace(self, shapes: Avals) -> Avals:
         result = jax.eval_shape(lambda arrays: self.stacked.split(self.stacked.own.unpack(arrays)), shapes)
         return dict(zip(leaf_names(result), jax.tree.leaves(result), strict=True))
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,10 @@ from jgraph.callables.plan import PlanFunction
 from jgraph.callables.shaped import filled, reads_of
 from jgraph.mesh import Axis
 from jgraph.tree import leaf_names
+from jgraph.types import Params, Tree
 
-Tree = Any
+Name: TypeAlias = tuple[str | int, ...]
+"""The name of an array of an execution plan: its kind and indices, such as ("params", callable, parameter)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,14 +34,14 @@ class End:
     """
 
     fn: Callable[..., Array]
-    outer: Tree
-    kept: Tree
+    outer: Params
+    kept: Params
     reads: tuple[int, ...]
     axes: tuple[int | None, ...]
 
     @classmethod
     def of(
-        cls, fn: Callable[..., Array], kept: Tree, cast: Callable[[Tree], Tree], sharded: Mapping[str, int], *args: Tree
+        cls, fn: Callable[..., Array], kept: Params, cast: Callable[[Params], Params], sharded: Mapping[str, int], *args: Tree
     ) -> Self:
         """Finds the parameters that a function reads.
 
@@ -55,7 +57,7 @@ class End:
             The embedding or head, as a function of one rank.
         """
 
-        def alone(*args: Tree) -> Tree:
+        def alone(*args: Tree) -> Array:
             # All arguments are mapped, because jax 0.12 refuses a gradient with an axis that its argument does not have.
             mapped = jax.vmap(fn, axis_name=Axis.PIPE, axis_size=1)
             return jax.tree.map(lambda leaf: leaf[0], mapped(*jax.tree.map(lambda leaf: leaf[None], args)))
@@ -120,7 +122,7 @@ class End:
         parameters.__name__ = f"{name}_parameters"
         return PlanFunction(parameters, index, list(shapes), [("params", callable_, first + n) for n in computed], shapes)
 
-    def split(self, name: str, index: int, callable_: int, first: int, ranks: int, losses: Sequence[Any] = ()) -> PlanFunction:
+    def split(self, name: str, index: int, callable_: int, first: int, ranks: int, losses: Sequence[Name] = ()) -> PlanFunction:
         """Makes the function that splits gradients into shards for the ranks, and sums losses. Does not run it.
 
         Args:

@@ -9,7 +9,7 @@ of its forwards. At the end of the step, the ranks all-gather the reduced state.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,12 @@ import numpy as np
 from jax import Array, lax
 
 from jgraph.errors import ConfigError, ShapeError
-from jgraph.pipeline.partition import AXIS, PipelineModel, StageAssignment, Tree
+from jgraph.pipeline.partition import AXIS, PipelineModel, StageAssignment
 from jgraph.strategies.objective import before_any, merged, reduced
+from jgraph.types import Carried, Reduction, Reductions, TreeOf
+
+Bits: TypeAlias = Carried
+"""Carried state with floats reinterpreted as unsigned integers of the same width."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +37,11 @@ class LayerState:
             `sum`, `mean`, `last` (the value of the last microbatch) or `halt` (`max`, and a positive value halts the step).
     """
 
-    layer: Tree = field(default_factory=dict)
-    reductions: Tree = field(default_factory=dict)
+    layer: Carried = field(default_factory=dict)
+    reductions: Reductions = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: PipelineModel, shapes: Tree, reductions: Tree, num_layers: int) -> "LayerState":
+    def of(cls, model: PipelineModel, shapes: Carried, reductions: Reductions, num_layers: int) -> "LayerState":
         """Finds the state of a layer in the carried state of a model.
 
         Args:
@@ -76,14 +80,14 @@ class LayerState:
             raise ConfigError(f"`reductions` is {names[0]} for a layer: must be one per array of the layer", field="reductions")
         return cls(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), parts[0]), names[0])
 
-    def bits(self, *lead: int) -> Tree:
+    def bits(self, *lead: int) -> Bits:
         """Returns the shapes of the state as bits, with leading axes of the lengths `lead`.
 
         Bits are floats reinterpreted as unsigned integers of the same width. Other dtypes are unchanged.
         """
         return jax.tree.map(lambda s: jax.ShapeDtypeStruct((*lead, *s.shape), _bits(s.dtype)), self.layer)
 
-    def pick(self, layers: Sequence[Tree], table_CN: Array) -> Tree:
+    def pick(self, layers: Sequence[Carried], table_CN: Array) -> Bits:
         """Selects the state of the layers in a table, as bits.
 
         Floats are reinterpreted as unsigned integers of the same width, because a stage does not differentiate integers and
@@ -102,7 +106,7 @@ class LayerState:
 
         return jax.tree.map(of, *layers) if layers else {}
 
-    def at(self, bits_N: Tree, place: int) -> tuple[Tree, ...]:
+    def at(self, bits_N: Bits, place: int) -> tuple[Carried, ...]:
         """Returns the additional arguments of a layer: a tuple with its state, or () if layers carry no state.
 
         Args:
@@ -113,7 +117,7 @@ class LayerState:
             return ()
         return (jax.tree.map(lambda s, bits: lax.bitcast_convert_type(bits[place], s.dtype), self.layer, bits_N),)
 
-    def taken(self, made: Any) -> tuple[Array, Tree]:
+    def taken(self, made: Array | tuple[Array, Carried]) -> tuple[Array, Carried]:
         """Returns the result of a layer unchanged, after a check.
 
         Args:
@@ -125,12 +129,12 @@ class LayerState:
         Raises:
             ShapeError: If the result is not such a pair, or the state has other shapes or dtypes than `self.layer`.
         """
-        after = made[1] if isinstance(made, tuple) and len(made) == 2 else None
+        x, after = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if (found := _described(after)) != (must := _described(self.layer)):
             raise ShapeError(f"`layer` returns carried state {found}: must return (x, carried) with carried state {must}")
-        return made
+        return x, after
 
-    def start(self, chunks: int, after_N: Tree) -> Tree:
+    def start(self, chunks: int, after_N: Carried) -> Carried:
         """Returns the initial accumulator of a rank: zeros, or the lowest number of the dtype for maxima.
 
         Args:
@@ -143,7 +147,7 @@ class LayerState:
         shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct((chunks, *s.shape), s.dtype), after_N)
         return before_any(self.reductions, shapes)
 
-    def together(self, afters: Sequence[Tree], places: int) -> Tree:
+    def together(self, afters: Sequence[Carried], places: int) -> Carried:
         """Merges the states after the forwards of a stage over microbatches, and pads them to the longest stage.
 
         Args:
@@ -162,7 +166,7 @@ class LayerState:
             total = jax.tree.map(merged, self.reductions, total, after)
         return jax.tree.map(padded, total)
 
-    def add(self, total: Tree, new_N: Tree, chunk: Any, counts: Array) -> Tree:
+    def add(self, total: Carried, new_N: Carried, chunk: Array | int, counts: Array) -> Carried:
         """Merges the state after a forward of a chunk into the accumulator of the rank.
 
         Args:
@@ -175,13 +179,13 @@ class LayerState:
             The new accumulator. Means are sums, which `finish` divides.
         """
 
-        def add(kind: Any, total: Array, new: Array) -> Array:
+        def add(kind: Reduction, total: Array, new: Array) -> Array:
             is_chunk = (jnp.arange(len(total)) == chunk) & counts
             return jnp.where(is_chunk.reshape(-1, *[1] * new.ndim), merged(kind, total, new), total)
 
         return jax.tree.map(add, self.reductions, total, new_N)
 
-    def finish(self, total: Tree, count: int, axes: Sequence[str], layout: StageAssignment) -> list[Tree]:
+    def finish(self, total: Carried, count: int, axes: Sequence[str], layout: StageAssignment) -> list[Carried]:
         """Reduces the accumulators of all ranks. Call it under `jax.shard_map`: collective over `axes` and the axis `pipe`.
 
         Args:
@@ -197,9 +201,9 @@ class LayerState:
         return [jax.tree.map(lambda leaf, at=at: leaf[at], whole) for at in layout.places()]
 
 
-def _described(tree: Tree) -> Tree:
+def _described(tree: Carried) -> TreeOf[str]:
     return jax.tree.map(lambda s: f"{jnp.result_type(s)}{list(jnp.shape(s))}", tree)
 
 
-def _bits(dtype: Any) -> Any:
+def _bits(dtype: np.dtype) -> np.dtype:
     return jnp.dtype(f"uint{8 * dtype.itemsize}") if jnp.issubdtype(dtype, jnp.floating) else dtype

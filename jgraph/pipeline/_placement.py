@@ -2,26 +2,26 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jgraph.layout import Arrays, Layout, Param, Shard, Stacked, sharded
+from jgraph.layout import Layout, Param, Shard, Stacked, StackedTree, sharded
 from jgraph.mesh import Axis
-from jgraph.pipeline.partition import PipelineModel, StageAssignment, Tree
+from jgraph.pipeline.partition import PipelineModel, StageAssignment
 from jgraph.schedule import Schedule
 from jgraph.strategies.sharding import FSDPChoices, wanted
+from jgraph.tree import leaf_names
+from jgraph.types import Arrays, Leaf, Params, Registered, Tree
 
 _T = TypeVar("_T")
+Layers = TypeVar("Layers", bound=Tree)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Placement:
     """Places the parameters of a pipeline on a mesh.
-
-    The engines compute with a tree: `outer` has the parameters of embedding and head, and `layers` is a list of chunks, each a
-    list of layers. Arrays in `layers` have a leading axis of ranks.
 
     Attributes:
         model: The model, as embedding, layers and head.
@@ -34,44 +34,45 @@ class Placement:
     model: PipelineModel
     assignment: StageAssignment
     mesh: Mesh
-    layout: Layout
-    named: Layout
+    layout: Layout[Params]
+    named: Layout[StackedTree[Leaf | Registered]]
 
-    def tree(self, arrays: Arrays) -> Tree:
+    def tree(self, arrays: Arrays) -> StackedTree[Leaf | Registered]:
         """Returns arrays by name as a tree, with None for missing arrays."""
         return self.named.unpack(arrays)
 
-    def arrays(self, tree: Tree) -> Arrays:
+    def arrays(self, tree: StackedTree[Leaf | Registered]) -> Arrays:
         """Inverts `tree`."""
         return self.named.pack(tree)
 
     @property
-    def shapes(self) -> Tree:
+    def shapes(self) -> StackedTree[Leaf | Registered]:
         """Shapes of the tree of parameters, without shardings."""
         return self.named.tree_shapes()
 
-    def each(self, fact: Callable[[Param], _T]) -> Tree:
+    def each(self, fact: Callable[[Param], _T]) -> StackedTree[_T]:
         """Returns a tree like the parameters with a fact of each array."""
-        return self.tree({name: fact(param) for name, param in self.layout.params.items()})  # pyright: ignore[reportArgumentType]
+        shapes = self.shapes
+        facts = [fact(self.layout.params[name]) for name in leaf_names(shapes)]
+        return jax.tree.unflatten(jax.tree.structure(shapes), facts)
 
     @property
-    def specs(self) -> Tree:
+    def specs(self) -> StackedTree[PartitionSpec]:
         """The PartitionSpec of every parameter, over the axes of ranks."""
         return self.each(lambda param: param.rank_spec)
 
     @property
-    def shardings(self) -> Tree:
+    def shardings(self) -> StackedTree[NamedSharding]:
         """The NamedSharding of every parameter on the mesh of the pipeline."""
         return self.each(lambda param: NamedSharding(self.mesh, param.spec))
 
     @property
-    def shards(self) -> Tree:
+    def shards(self) -> StackedTree[Shard]:
         """The `Shard` of every parameter over `fsdp`, without the axis of ranks."""
-        shards = self.each(Shard.of)
-        return shards | {"layers": self.each(lambda param: Shard.of(param, lead=1))["layers"]}
+        return StackedTree(self.each(lambda param: Shard.of(param, lead=1)).layers, self.each(Shard.of).outer)
 
 
-def place(model: PipelineModel, schedule: Schedule, mesh: Mesh, given: Layout, choices: FSDPChoices) -> dict[str, Any]:
+def place(model: PipelineModel, schedule: Schedule, mesh: Mesh, given: Layout[Params], choices: FSDPChoices) -> Placement:
     """Stacks the layers of a model over the ranks of a schedule, and shards the arrays over `fsdp`.
 
     Args:
@@ -80,9 +81,6 @@ def place(model: PipelineModel, schedule: Schedule, mesh: Mesh, given: Layout, c
         mesh: The mesh of the pipeline.
         given: The layout of the parameters that the model gets.
         choices: How parameters are sharded over `fsdp`.
-
-    Returns:
-        The attributes of a `Placement`.
 
     Raises:
         OrderError: If there are fewer layers than stages, or ranks have different numbers of stages.
@@ -97,9 +95,9 @@ def place(model: PipelineModel, schedule: Schedule, mesh: Mesh, given: Layout, c
     layout = layout.then(stacked)
     if ranks > 1:
         layout = layout.then(sharded(ranks, uneven="replicate"))
-    return {"model": model, "assignment": assignment, "mesh": mesh, "layout": layout, "named": stacked.tree}
+    return Placement(model=model, assignment=assignment, mesh=mesh, layout=layout, named=stacked.tree)
 
 
-def without_ranks(layers: Tree) -> Tree:
+def without_ranks(layers: Layers) -> Layers:
     """Returns the shapes of layers without their first axis, the axis of ranks."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)

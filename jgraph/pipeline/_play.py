@@ -75,7 +75,7 @@ def play_aligned(runtime: RankRuntime) -> State:
         size = len(phase.kinds)
         ticks = phase.first_tick + np.arange(phase.rounds * size).reshape(phase.rounds, size)
 
-        def run(state: State, rows: Row, phase=phase, ticks=ticks) -> State:
+        def run(state: State, rows: Row, phase: Phase = phase, ticks: np.ndarray = ticks) -> State:
             return _round(runtime, state, phase, rows, ticks)
 
         rows = {name: row[ticks[0, 0] : ticks[-1, -1] + 1].reshape(ticks.shape) for name, row in runtime.rows.items()}

@@ -11,7 +11,7 @@ import glob
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Self, TypeAlias
+from typing import Generic, Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +21,21 @@ from jax import Array, lax
 from jgraph.errors import ConfigError
 from jgraph.kernels import amax
 from jgraph.layout import Shard
-from jgraph.pipeline.partition import AXIS, StageAssignment, Tree
+from jgraph.pipeline.partition import AXIS, StageAssignment
 from jgraph.precision.config import FP8Config
 from jgraph.precision.scaling import AmaxHistory
 from jgraph.precision.transform import FP8Function, FP8Trace, Weights
+from jgraph.types import Carried, Observed, Params, Tree, TreeOf
 
 Trees: TypeAlias = Sequence[Tree]  # one tree for each argument, or for each chunk
 Axes: TypeAlias = Sequence[str]
+StageFunction: TypeAlias = Callable[..., tuple[Array, Carried]] | FP8Function
+Fact = TypeVar("Fact")
+Function = TypeVar("Function", bound=StageFunction)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class StagePrecision:
+class StagePrecision(Generic[Function]):
     """Makes the stage functions, the observed state and the prepared weights of a pipeline; here for a model without FP8.
 
     Prepared weights are the FP8 copies of parameters for all microbatches of a step. A stage function takes them with its
@@ -43,7 +47,7 @@ class StagePrecision:
 
     weights: frozenset[str] = frozenset()
 
-    def function(self, stage: Callable[..., Tree], layers: int) -> Any:
+    def function(self, stage: Callable[..., tuple[Array, Carried]], layers: int) -> StageFunction:
         """Converts a stage to a function that also takes the observed state and the prepared weights.
 
         Args:
@@ -55,7 +59,7 @@ class StagePrecision:
         """
         return lambda params, *args: stage(params[0], *args)
 
-    def named_function(self, stage: Callable[..., Tree], layers: int, names: Sequence[str]) -> Any:
+    def named_function(self, stage: Callable[..., tuple[Array, Carried]], layers: int, names: Sequence[str]) -> StageFunction:
         """Converts a stage with parameters in a tree with the key `layers` to a function that also takes state and weights.
 
         Args:
@@ -69,11 +73,11 @@ class StagePrecision:
         """
         return self.function(stage, layers)
 
-    def state(self, layers: int) -> Tree:
+    def state(self, layers: int) -> Observed:
         """Returns the observed state of `layers` layers before the first step; here {}."""
         return {}
 
-    def pick(self, observed: Tree, layers_CN: Array) -> list[Tree]:
+    def pick(self, observed: Observed, layers_CN: Array) -> list[Observed]:
         """Selects the observed state of each chunk of a rank from the state of all layers.
 
         Args:
@@ -85,7 +89,7 @@ class StagePrecision:
         """
         return [{}] * len(layers_CN)
 
-    def finish(self, states: Trees, axes: Axes, layout: StageAssignment) -> Tree:
+    def finish(self, states: Sequence[Observed], axes: Axes, layout: StageAssignment) -> Observed:
         """Combines the observed state of all ranks. Call it under `jax.shard_map`: collective over `axes` and the axis `pipe`.
 
         Args:
@@ -98,7 +102,15 @@ class StagePrecision:
         """
         return {}
 
-    def prepare(self, function: Any, args: Trees, stages: Trees, states: Trees, shards: Trees, axes: Axes) -> list[Any]:
+    def prepare(
+        self,
+        function: Function,
+        args: Trees,
+        stages: Sequence[list[Params]],
+        states: Sequence[Observed],
+        shards: Sequence[list[TreeOf[Shard]]],
+        axes: Axes,
+    ) -> Sequence[Weights | None]:
         """Quantizes and gathers the weights of every chunk, once per step. Call it under `jax.shard_map`.
 
         Args:
@@ -115,7 +127,7 @@ class StagePrecision:
         """
         return [None] * len(stages)
 
-    def weight_shapes(self, function: Any, args: Trees, observed: Tree) -> Any:
+    def weight_shapes(self, function: Function, args: Trees, observed: Observed) -> Weights | None:
         """Returns the shapes of the prepared weights of one chunk.
 
         Args:
@@ -129,7 +141,9 @@ class StagePrecision:
         """
         return None
 
-    def first_weights(self, function: Any, args: Trees, weights: Any, share: Fraction) -> Any:
+    def first_weights(
+        self, function: Function, args: Trees, weights: Sequence[Fact] | None, share: Fraction
+    ) -> Sequence[Fact | None] | None:
         """Selects the weights of the first layers of a chunk, for a stage with fewer layers or with an embedding.
 
         Args:
@@ -145,7 +159,7 @@ class StagePrecision:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class FP8Precision(StagePrecision):
+class FP8Precision(StagePrecision[FP8Function]):
     """The precision of layers with matmuls in FP8.
 
     Attributes:
@@ -164,7 +178,7 @@ class FP8Precision(StagePrecision):
     num_losses: int
 
     @classmethod
-    def of(cls, layer: Callable[..., Any], params: Tree, whole: FP8Trace, args: Trees) -> Self:
+    def of(cls, layer: Callable[..., Tree], params: Params, whole: FP8Trace, args: Trees) -> Self:
         """Finds the matmuls of a layer.
 
         Args:
@@ -215,7 +229,7 @@ class FP8Precision(StagePrecision):
             num_losses=whole.num_losses,
         )
 
-    def function(self, stage: Callable[..., Tree], layers: int) -> FP8Function:
+    def function(self, stage: Callable[..., tuple[Array, Carried]], layers: int) -> FP8Function:
         """Converts a stage to an FP8 function that does not quantize the parameters in `kept`.
 
         Args:
@@ -228,7 +242,7 @@ class FP8Precision(StagePrecision):
         names = [f"0/{j}/{path}".rstrip("/") for j in range(layers) for path in self.kept]
         return FP8Function(stage, replace(self.config, keep=tuple(map(glob.escape, names))), self.num_losses)
 
-    def state(self, layers: int) -> Tree:
+    def state(self, layers: int) -> Observed:
         """Returns the observed state of `layers` layers before the first step.
 
         This is an `AmaxHistory` of zeros, with leaves float32 [H, layers * S, 3] and [layers * S, 3] for H steps and S matmuls
@@ -236,7 +250,7 @@ class FP8Precision(StagePrecision):
         """
         return {} if self.config.recipe != "delayed" else AmaxHistory.zeros(layers * self.entries.shape[1], self.config.history)
 
-    def pick(self, observed: Tree, layers_CN: Array) -> list[Tree]:
+    def pick(self, observed: Observed, layers_CN: Array) -> list[Observed]:
         """Returns a list with the amax history of each chunk: the entries of its layers.
 
         Args:
@@ -246,7 +260,7 @@ class FP8Precision(StagePrecision):
         entries = jnp.asarray(self.entries)[layers_CN]
         return [jax.tree.map(lambda leaf, of=of: jnp.take(leaf, of.ravel(), axis=-2), observed) for of in entries]
 
-    def finish(self, states: Trees, axes: Axes, layout: StageAssignment) -> Tree:
+    def finish(self, states: Sequence[Observed], axes: Axes, layout: StageAssignment) -> Observed:
         """Takes the maximum over `axes`, all-gathers the entries of all ranks over `pipe`, and drops padding.
 
         Args:
@@ -271,8 +285,14 @@ class FP8Precision(StagePrecision):
         return jax.tree.map(whole, *states)
 
     def prepare(
-        self, function: FP8Function, args: Trees, stages: Trees, states: Trees, shards: Trees, axes: Axes
-    ) -> list[Weights]:
+        self,
+        function: FP8Function,
+        args: Trees,
+        stages: Sequence[list[Params]],
+        states: Sequence[Observed],
+        shards: Sequence[list[TreeOf[Shard]]],
+        axes: Axes,
+    ) -> Sequence[Weights]:
         """Quantizes the local shards before they are gathered over `axes`. Call it under `jax.shard_map`.
 
         Collective over `axes`, and also over `pipe` if `is_stacked`: a stacked weight of all layers has one scale.
@@ -310,7 +330,7 @@ class FP8Precision(StagePrecision):
             weights.append(plan.views(arrays, scales))
         return weights
 
-    def weight_shapes(self, function: FP8Function, args: Trees, observed: Tree) -> Weights:
+    def weight_shapes(self, function: FP8Function, args: Trees, observed: Observed) -> Weights:
         """Returns the shapes of the quantized weight of each matmul of a chunk, without computing them.
 
         Args:
@@ -323,7 +343,7 @@ class FP8Precision(StagePrecision):
         """
         return jax.eval_shape(function.quantize, args[0], observed, *args[1:])
 
-    def named_function(self, stage: Callable[..., Tree], layers: int, names: Sequence[str]) -> FP8Function:
+    def named_function(self, stage: Callable[..., tuple[Array, Carried]], layers: int, names: Sequence[str]) -> FP8Function:
         """Converts a stage to an FP8 function that quantizes only the parameters `layers/j/PATH` with PATH in `weights`.
 
         Args:
@@ -338,7 +358,9 @@ class FP8Precision(StagePrecision):
         config = replace(self.config, keep=tuple(glob.escape(name) for name in names if name not in weights))
         return FP8Function(stage, config, self.num_losses)
 
-    def first_weights(self, function: FP8Function, args: Trees, weights: list[Any], share: Fraction) -> list[Any]:
+    def first_weights(
+        self, function: FP8Function, args: Trees, weights: Sequence[Fact] | None, share: Fraction
+    ) -> Sequence[Fact | None]:
         """Selects the weights of the first layers of a chunk, with None for each matmul of an embedding in front.
 
         The matmuls of an embedding come first and are not in FP8.
@@ -352,5 +374,6 @@ class FP8Precision(StagePrecision):
         Returns:
             One entry per matmul of the stage.
         """
+        assert weights is not None, "`prepare` returns weights"
         first = weights[: int(len(weights) * share)]
-        return [None] * (len(function.plan(*args).traced.sites) - len(first)) + first
+        return [*[None] * (len(function.plan(*args).traced.sites) - len(first)), *first]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,14 @@ import numpy as np
 from jax import Array, lax
 
 from jgraph.autodiff import Residuals, Stash
-from jgraph.pipeline._stage import StageExecutor
-from jgraph.pipeline.partition import AXIS, Tree
+from jgraph.pipeline._stage import StageExecutor, StageGrads
+from jgraph.pipeline.partition import AXIS
 from jgraph.schedule.action import FORWARD
 from jgraph.schedule.tables import ScheduleTables
 from jgraph.scopes import scope
+from jgraph.types import Carried, Params
+
+_T = TypeVar("_T")
 
 Row: TypeAlias = dict[str, Array]
 
@@ -88,18 +91,17 @@ class State:
     Attributes:
         pools: The pools by name: `forward_dgrad` and `forward_wgrad` (residuals for dgrad and wgrad), `stash` (from dgrad to
             wgrad), `activation` and `gradient` (received arrays), `loss` (gradients from the loss).
-        grads: For each chunk, the pair of the gradients (float32 sums over microbatches, in the tree of the chunk's parameters
-            and other inputs) and the observed state (maxima).
+        grads: For each chunk, the gradients over microbatches.
         outer: Gradients of embedding and head, float32 sums over microbatches.
         loss: Sum of the losses of microbatches, a float32 scalar; zero except on the rank of the last stage.
         carried: Carried state of all chunks, merged over microbatches, leaves [chunks, places, ...].
     """
 
     pools: dict[str, Pool]
-    grads: tuple[Tree, ...]
-    outer: Tree
+    grads: tuple[StageGrads, ...]
+    outer: Params
     loss: Array
-    carried: Tree
+    carried: Carried
 
     def write(self, pool: str, slot: Array, values: Sequence[Array]) -> "State":
         """Returns a state with other values in a slot of a pool.
@@ -115,7 +117,7 @@ class State:
         return replace(self, pools=self.pools | {pool: self.pools[pool].write(slot, values)})
 
     @scope("wgrad")
-    def add_outer(self, gradients: Tree) -> "State":
+    def add_outer(self, gradients: Params) -> "State":
         """Returns a state with `gradients`, a tree like `outer`, added to the gradients of embedding and head in float32."""
         return replace(self, outer=jax.tree.map(lambda a, g: a + g.astype(a.dtype), self.outer, gradients))
 
@@ -354,7 +356,7 @@ class RankRuntime:
         )
 
 
-def _where_any(numbers: np.ndarray, m: Array, compute: Callable[[Array], Any], none: Any) -> Any:
+def _where_any(numbers: np.ndarray, m: Array, compute: Callable[[Array], _T], none: _T) -> _T:
     """Returns `compute(m)` if the tick has a microbatch (m >= 0), else `none`. All ranks take the same branch.
 
     `numbers` has m for all ticks that share this code. There is no branch if all of them have a microbatch.

@@ -1,9 +1,9 @@
 """Computes the actions of a rank: forward, dgrad and wgrad of its chunks, embedding and head. Runs under `jax.shard_map`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,42 @@ from jax import Array, lax
 
 from jgraph.autodiff import Residuals, Spec, Split, Stash
 from jgraph.errors import ShapeError
-from jgraph.pipeline._layer_state import LayerState
-from jgraph.pipeline.partition import AXIS, PipelineModel, Tree
+from jgraph.layout import StackedTree
+from jgraph.pipeline._layer_state import Bits, LayerState
+from jgraph.pipeline.partition import AXIS, PipelineModel
+from jgraph.precision.transform import Weights
 from jgraph.scopes import scope
-from jgraph.strategies.objective import Reduction, merged
+from jgraph.strategies.objective import merged
 from jgraph.tree import only
+from jgraph.types import Batch, Carried, Key, Leaf, Observed, Params, Reduction, Tree
+
+_T = TypeVar("_T")
 
 Index: TypeAlias = Array | int
+
+
+class StageInputs(NamedTuple):
+    """Inputs of a stage that are not parameters, for all microbatches.
+
+    Attributes:
+        active: Bool scalar, False if the last layer is padding; None if no stage has padding.
+        carried: Carried state of the layers as bits; {} if layers carry no state.
+        first: Index of the first layer in the model; None if layers take no key.
+    """
+
+    active: Array | None
+    carried: Bits
+    first: Array | None
+
+
+Given: TypeAlias = tuple[list[Params], StageInputs]
+"""The parameters of each layer of a stage, and its other inputs."""
+
+StageParams: TypeAlias = tuple[Given, Observed, Weights | None]
+"""The first argument of a stage function. Weights are those in FP8; None without FP8."""
+
+StageGrads: TypeAlias = tuple[Given, Observed]
+"""Gradients of a stage: float32 sums, with None for frozen parameters. The gradient of the observed state is the next state."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,25 +62,23 @@ class StageExecutor:
         carried: The carried state of a layer.
         outer: Parameters of embedding and head in float32, for the embedding.
         head_outer: The same parameters in the compute dtype, for the head.
-        stages: First argument of the stage function for each chunk: `(given, observed, weights)`, where `given` are the
-            parameters and other inputs, `observed` the amax histories of FP8 and `weights` the quantized weights.
+        stages: First argument of the stage function for each chunk.
         inputs: The microbatches on this data rank, leaves [M, ...].
         key: Key data of the random key of the step, an integer array; None if layers take no key.
         impl: Implementation of the key, as returned by `jax.random.key_impl`; None if layers take no key.
-        trained: Bools for the parameters, False for frozen ones: a dict with `outer`, a tree like the attribute `outer`, and
-            `layers`, a list with the layers of each chunk. Frozen parameters have None in place of a gradient.
+        trained: Bools for the parameters, False for frozen ones, which have None in place of a gradient.
     """
 
     model: PipelineModel
     split: Split
     carried: LayerState
-    outer: Tree
-    head_outer: Tree
-    stages: Sequence[Tree]
-    inputs: Tree
-    key: Array | None
-    impl: Any
-    trained: Tree
+    outer: Params
+    head_outer: Params
+    stages: Sequence[StageParams]
+    inputs: Batch
+    key: Key | None
+    impl: Hashable
+    trained: StackedTree[bool]
 
     @cached_property
     def shapes(self) -> Spec:
@@ -82,24 +109,24 @@ class StageExecutor:
         return len(self.stages)
 
     @scope("wgrad")
-    def zero_grads(self) -> tuple[Tree, ...]:
+    def zero_grads(self) -> tuple[StageGrads, ...]:
         """Returns the initial gradients: for each chunk, float32 zeros in the shapes of (given, observed) of `stages`.
 
         Leaves that are not floating are returned unchanged. Frozen parameters are replaced by None.
         """
         stages = []
-        for ((layers, extra), observed, _), trained in zip(self.stages, self.trained["layers"], strict=True):
+        for ((layers, extra), observed, _), trained in zip(self.stages, self.trained.layers, strict=True):
             stages.append(((only(trained, layers), extra), observed))
         return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32) if _is_float(p) else p, tuple(stages))
 
     @scope("wgrad")
-    def zero_outer(self) -> Tree:
+    def zero_outer(self) -> Params:
         """Returns the initial gradients of embedding and head: float32 zeros in the shapes of `outer`, None for frozen ones."""
-        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), only(self.trained["outer"], self.outer))
+        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), only(self.trained.outer, self.outer))
 
     # --- Stages. `chunk` is an integer, or a traced int32 scalar. ---
 
-    def forward(self, chunk: Array, x: Array, m: Index) -> tuple[Array, Residuals, Tree]:
+    def forward(self, chunk: Array, x: Array, m: Index) -> tuple[Array, Residuals, Carried]:
         """Computes a forward of a chunk.
 
         Args:
@@ -113,7 +140,7 @@ class StageExecutor:
         """
         return self._by_chunk(chunk, lambda c: self.split.forward(self.stages[c], x, *self._stage_args(m)))
 
-    def dgrad(self, chunk: Array, residuals: Residuals, dy: Array) -> tuple[Array, Tree, Stash]:
+    def dgrad(self, chunk: Array, residuals: Residuals, dy: Array) -> tuple[Array, list[Array | None], Stash]:
         """Computes a dgrad of a chunk.
 
         Args:
@@ -134,7 +161,7 @@ class StageExecutor:
 
         return self._by_chunk(chunk, of)
 
-    def wgrad(self, chunk: Array, grads: tuple[Tree, ...], residuals: Residuals, stash: Stash) -> tuple[Tree, ...]:
+    def wgrad(self, chunk: Array, grads: tuple[StageGrads, ...], residuals: Residuals, stash: Stash) -> tuple[StageGrads, ...]:
         """Computes a wgrad of a chunk, and adds the delayed gradients: the gradients that dgrad does not compute.
 
         Args:
@@ -147,7 +174,7 @@ class StageExecutor:
             The new sums, like `grads`.
         """
 
-        def of(c: int, total: Tree) -> Tree:
+        def of(c: int, total: StageGrads) -> StageGrads:
             return self.split.accumulate((*total, None), self.stages[c], residuals, stash)[:2]
 
         if self.num_chunks == 1:
@@ -156,8 +183,8 @@ class StageExecutor:
 
     @scope("wgrad")
     def add_early(
-        self, chunk: Array, grads: tuple[Tree, ...], early: Sequence[Array | None], counts: Array | None
-    ) -> tuple[Tree, ...]:
+        self, chunk: Array, grads: tuple[StageGrads, ...], early: Sequence[Array | None], counts: Array | None
+    ) -> tuple[StageGrads, ...]:
         """Adds the early gradients of a chunk to the sums.
 
         The gradient of the observed state is the state after the microbatch. It is merged by maximum.
@@ -185,8 +212,9 @@ class StageExecutor:
             if self.num_chunks > 1:
                 is_chunk = jnp.equal(chunk, c)
                 where = is_chunk if counts is None else counts & is_chunk
-            leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
-            out.append(structure.unflatten(add(*args, where) for args in zip(kinds, leaves, early, strict=True)))
+            structure = jax.tree.structure(self.stages[c][:2])
+            sums = zip(kinds, structure.flatten_up_to(tree), early, strict=True)
+            out.append(structure.unflatten(add(*args, where) for args in sums))
         return tuple(out)
 
     # --- Embedding and head, by all ranks together ---
@@ -197,7 +225,7 @@ class StageExecutor:
         return self.model.embed(self.outer, self._microbatch(m))
 
     @scope("wgrad")
-    def embed_backward(self, m: Index, dx: Array) -> Tree:
+    def embed_backward(self, m: Index, dx: Array) -> Params:
         """Computes the gradients of the embedding. All ranks call it, because the embedding may have collectives.
 
         Args:
@@ -208,10 +236,10 @@ class StageExecutor:
             The gradients, a tree like `outer` with None for frozen parameters.
         """
         _, pull_back = jax.vjp(lambda outer: self.model.embed(outer, self._microbatch(m)), self.outer)
-        return only(self.trained["outer"], pull_back(dx)[0])
+        return only(self.trained.outer, pull_back(dx)[0])
 
     @scope("loss")
-    def head(self, m: Index, y: Array, here: Array) -> tuple[Array, Tree, Array]:
+    def head(self, m: Index, y: Array, here: Array) -> tuple[Array, Params, Array]:
         """Computes the loss of a microbatch and its gradients. All ranks call it, because the head may have collectives.
 
         Args:
@@ -230,14 +258,14 @@ class StageExecutor:
         if not self._shares_head:
             # A zero cotangent is not enough, because the derivative at y may be infinite on other ranks.
             d_outer = jax.tree.map(lambda g: jnp.where(here, g, jnp.zeros((), g.dtype)), d_outer)
-        return jnp.where(here, loss, 0), only(self.trained["outer"], d_outer), dy
+        return jnp.where(here, loss, 0), only(self.trained.outer, d_outer), dy
 
-    def _by_chunk(self, chunk: Array, compute: Callable[[int], Any]) -> Any:
+    def _by_chunk(self, chunk: Array, compute: Callable[[int], _T]) -> _T:
         if self.num_chunks == 1:
             return compute(0)
         return lax.switch(chunk, [lambda c=c: compute(c) for c in range(self.num_chunks)])
 
-    def _microbatch(self, m: Index) -> Tree:
+    def _microbatch(self, m: Index) -> Batch:
         """Returns the inputs of a microbatch."""
         return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, m, keepdims=False), self.inputs)
 
@@ -249,7 +277,7 @@ class StageExecutor:
         return (*context, jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(self.key, impl=self.impl), m)))
 
 
-def act_where(does: Array, act: Callable[[Tree], Tree], before: Tree) -> Tree:
+def act_where(does: Array, act: Callable[[_T], _T], before: _T) -> _T:
     """Returns `act(before)` if `does` is True on this rank, else `before`. Updates buffers in place.
 
     Uses a loop with at most one iteration, because XLA updates the carry of a loop in place, but copies the results of a
@@ -267,5 +295,5 @@ def act_where(does: Array, act: Callable[[Tree], Tree], before: Tree) -> Tree:
     return lax.fori_loop(0, does.astype(jnp.int32), lambda _, carry: act(carry), lax.optimization_barrier(before))
 
 
-def _is_float(leaf: Any) -> bool:
+def _is_float(leaf: Leaf) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)

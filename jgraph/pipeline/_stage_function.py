@@ -1,22 +1,27 @@
 """Makes the function of a pipeline stage from layers, with casts, recomputation, random keys, carried state and FP8."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Self
+from functools import partial
+from typing import Literal, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from jgraph.autodiff import Recompute, Split, split_backward
-from jgraph.pipeline._layer_state import LayerState
-from jgraph.pipeline._precision import FP8Precision, StagePrecision
-from jgraph.pipeline.partition import PipelineModel, Tree
+from jgraph.pipeline._layer_state import Bits, LayerState
+from jgraph.pipeline._precision import FP8Precision, StageFunction, StagePrecision
+from jgraph.pipeline._stage import Given
+from jgraph.pipeline.partition import PipelineModel
 from jgraph.precision.transform import FP8Trace
 from jgraph.tree import is_router, path_name
+from jgraph.types import Carried, Key, Leaf, Params, Tree
 
 Remat = Literal["nothing", "wide", "layer"]
+Cast = TypeVar("Cast", bound=Tree)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -39,7 +44,9 @@ class StageFunctions:
     carried: LayerState = field(default_factory=LayerState)
     precision: StagePrecision = field(default_factory=StagePrecision)
 
-    def with_precision(self, tree: Tree, whole: FP8Trace, args: Sequence[Tree]) -> Self:
+    def with_precision(
+        self, tree: Params, whole: FP8Trace, args: tuple[Leaf, tuple[Tree, ...], Leaf, *tuple[Carried, ...]]
+    ) -> Self:
         """Returns a copy that computes the matmuls of layers in FP8. Traces a layer on shapes.
 
         Args:
@@ -59,7 +66,7 @@ class StageFunctions:
         precision = FP8Precision.of(lambda params, *args: self.model.layer(self.cast(params), *args), params, whole, (x, *more))
         return replace(self, precision=precision)
 
-    def layers(self, tree: Tree, x: Array, context: tuple[Tree, ...], key: Array, *carried: Tree) -> Array:
+    def layers(self, tree: Params, x: Array, context: tuple[Tree, ...], key: Key, *carried: Carried) -> Array:
         """Computes all layers of the model, without a pipeline and without recomputation.
 
         Args:
@@ -79,7 +86,7 @@ class StageFunctions:
             x = y[0] if states else y
         return x
 
-    def split(self, impl: Any, layers: int = 1) -> Split:
+    def split(self, impl: Hashable, layers: int = 1) -> Split:
         """Returns the split backward of a stage: the pure functions forward, dgrad and wgrad.
 
         Args:
@@ -88,7 +95,7 @@ class StageFunctions:
         """
         return split_backward(self.stage(impl, layers), has_aux=True, recompute=self.recompute)
 
-    def stage(self, impl: Any, layers: int) -> Any:
+    def stage(self, impl: Hashable, layers: int) -> StageFunction:
         """Makes the function of a stage, for `split_backward`.
 
         Args:
@@ -96,31 +103,29 @@ class StageFunctions:
             layers: Number of layers of the stage.
 
         Returns:
-            `stage((given, observed, weights), x, *context, *key_data) -> (x, carried state)`. `given` is the pair of a list
-            with the parameters of each layer, and a dict with `carried` (carried state as bits), `first` (index of the first
-            layer, only with a key) and `active` (bool scalar, only if some stages have padding). `observed` has the amax
-            histories of FP8, and `weights` the quantized weights or None. `context` and `key_data` are empty if layers take
-            none.
+            `stage(params, x, *context, *key_data) -> (x, carried state)`, with `StageParams`. `context` and `key_data` are
+            empty if layers take none.
         """
-        has_context = self.model.context is not None
+        has_context, wrap = self.model.context is not None, partial(jax.random.wrap_key_data, impl=impl)
 
-        def stage(params: Tree, x: Array, *args: Tree) -> tuple[Array, Tree]:
+        def stage(params: Given, x: Array, *args: Tree) -> tuple[Array, Carried]:
             layers, extra = params
-            context, keys = args[:has_context], [jax.random.wrap_key_data(data, impl=impl) for data in args[has_context:]]
-            return self.through(layers, x, context, keys, extra.get("first"), extra["carried"], extra.get("active"))
+            context, keys = args[:has_context], jax.tree.map(wrap, args[has_context:])
+            first = 0 if extra.first is None else extra.first
+            return self.through(layers, x, context, keys, first, extra.carried, extra.active)
 
         return self.precision.function(stage, layers)
 
     def through(
         self,
-        layers: Sequence[Tree],
+        layers: Sequence[Params],
         x: Array,
         context: Sequence[Tree],
         key: Sequence[Array],
-        first: Any,
-        bits: Tree,
+        first: Array | int,
+        bits: Bits,
         active: Array | None = None,
-    ) -> tuple[Array, Tree]:
+    ) -> tuple[Array, Carried]:
         """Computes consecutive layers, each in `jax.checkpoint` if `remat` is `layer`.
 
         Args:
@@ -155,7 +160,7 @@ class StageFunctions:
             x = y if counts is None else jnp.where(counts, y, x)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *after) if after else {}
 
-    def cast(self, tree: Tree) -> Tree:
+    def cast(self, tree: Cast) -> Cast:
         """Casts matrices (leaves with two axes or more) to `compute_dtype`, except weights of routers.
 
         Args:
@@ -167,12 +172,12 @@ class StageFunctions:
         if self.compute_dtype is None:
             return tree
 
-        def of(path: Any, p: Array) -> Array:
+        def of(path: KeyPath, p: Array) -> Array:
             return p.astype(self.compute_dtype) if p.ndim > 1 and not is_router(path_name(path)) else p
 
         return jax.tree_util.tree_map_with_path(of, tree)
 
-    def of_rank(self, layers: Tree) -> Tree:
+    def of_rank(self, layers: Cast) -> Cast:
         """Returns the layers of a rank without the axis of ranks, with matrices cast to `compute_dtype`.
 
         Args:

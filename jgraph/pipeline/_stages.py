@@ -1,9 +1,9 @@
 """Traces the stages of a pipeline as callables on the arrays of one rank, and makes the execution plan of the schedule."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Self
+from typing import Generic, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,11 @@ from jgraph.device import peak_flops
 from jgraph.layout import Packing
 from jgraph.pipeline._ends import End
 from jgraph.pipeline.program import Pipeline
+from jgraph.strategies.base import Options
 from jgraph.tree import leaf_names
+from jgraph.types import Arrays, Batch, Carried, Device, Params, TreeOf
 
-Tree = Any
+Fact = TypeVar("Fact")
 
 # Minimum seconds of a stage's forward for which the update of a command buffer after arrays moved is negligible. Microbatches
 # then share executables, so that a few are compiled instead of hundreds.
@@ -34,11 +36,11 @@ class Chunk:
         longest: Number of layers of the longest stage, which is the length of this list.
     """
 
-    packing: Packing
+    packing: Packing[list[Params]]
     longest: int
 
     @classmethod
-    def of(cls, layers: Sequence[Tree], alone: Collection[str] = ()) -> Self:
+    def of(cls, layers: Sequence[Params], alone: Collection[str] = ()) -> Self:
         """Plans the packing of layers.
 
         Args:
@@ -51,7 +53,7 @@ class Chunk:
         names = [f"{j}/{path}".rstrip("/") for j in range(len(layers)) for path in alone]
         return cls(Packing.of(list(layers), alone=names), len(layers))
 
-    def pack(self, layers: Sequence[Tree]) -> dict[str, Array]:
+    def pack(self, layers: Sequence[Params]) -> Arrays:
         """Packs the parameters of layers.
 
         Args:
@@ -60,9 +62,9 @@ class Chunk:
         Returns:
             The arrays by name. Scalars get one axis, so that they can be sharded over the ranks.
         """
-        return {name: jnp.atleast_1d(leaf) for name, leaf in self.packing.pack(list(layers)).items()}
+        return {name: jnp.atleast_1d(leaf) for name, leaf in self.packing.pack(list(layers)).items() if leaf is not None}
 
-    def unpack(self, arrays: Mapping[str, Array]) -> list[Tree]:
+    def unpack(self, arrays: Mapping[str, Array]) -> list[Params]:
         """Inverts `pack`.
 
         Args:
@@ -82,6 +84,49 @@ class Chunk:
         """Returns the names of the arrays that a stage with `layers` layers reads, sorted alphabetically."""
         count = layers * len(self.packing.leaves) // self.longest
         return tuple(sorted(name for name, numbers in self.packing.groups if numbers[0] < count))
+
+
+class Begun(NamedTuple, Generic[Fact]):
+    """The results of the program before the schedule, or a fact of each of these arrays.
+
+    Attributes:
+        batch: The microbatches.
+        carried: For each chunk, the carried state of its layers as bits; empty if layers carry no state.
+        first: For each chunk, the index of its first layer; empty if layers take no key.
+        key: For each microbatch, the data of its key; empty if layers take no key.
+        layers: For each chunk, the packed arrays of its layers.
+        state: For each chunk, its observed state.
+        weights: For each chunk, its FP8 weights; None without FP8.
+    """
+
+    batch: Sequence[TreeOf[Fact]]
+    carried: Sequence[TreeOf[Fact]]
+    first: Sequence[Fact]
+    key: Sequence[Fact]
+    layers: Sequence[Mapping[str, Fact]]
+    state: Sequence[TreeOf[Fact]]
+    weights: Sequence[Sequence[TreeOf[Fact]] | None]
+
+
+class StageArrays(NamedTuple, Generic[Fact]):
+    """The parameters of a stage: the packed arrays of its layers, and those that the embedding reads, for the first stage."""
+
+    layers: Mapping[str, Fact]
+    outer: Sequence[Fact] = ()
+
+
+class StageExtra(NamedTuple, Generic[Fact]):
+    """The other inputs of a stage for one microbatch.
+
+    Attributes:
+        batch: The microbatch; () for a stage that does not read it.
+        carried: Carried state of the layers as bits; {} if layers carry no state.
+        keys: Key data of the microbatch and index of the first layer; () if layers take no key.
+    """
+
+    batch: TreeOf[Fact]
+    carried: TreeOf[Fact]
+    keys: Sequence[Fact]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +154,12 @@ class Stage:
 
 
 def stages_of(
-    pipeline: Pipeline, chunks: Sequence[Chunk], embed: End, x: jax.ShapeDtypeStruct, begun: Tree, impl: Any
+    pipeline: Pipeline,
+    chunks: Sequence[Chunk],
+    embed: End,
+    x: jax.ShapeDtypeStruct,
+    begun: Begun[jax.ShapeDtypeStruct],
+    impl: Hashable,
 ) -> list[Stage]:
     """Traces the stages. Stages with the same computation are traced once. Compiles and runs nothing.
 
@@ -118,43 +168,42 @@ def stages_of(
         chunks: For each chunk of a rank, the packing of its layers.
         embed: The embedding, which is part of the first stage.
         x: Shape and dtype of the array between stages, for one microbatch on one data rank.
-        begun: Shapes of the results of the program `begin`: `batch` and `key` by microbatch; by chunk `layers`, `first` (the
-            index of the first layer), `carried`, the observed `state` and the prepared `weights`.
+        begun: Shapes of the results of the program `begin`.
         impl: Implementation of the random keys, as returned by `jax.random.key_impl`.
 
     Returns:
         The stages from the first to the last.
     """
     layout, leaves, numbers = pipeline.assignment, jax.tree.leaves(begun), numbered(begun)
-    traced: dict[Any, Shaped] = {}
+    traced: dict[tuple[bool, int, int], Shaped] = {}
     stages = []
 
-    def shapes_of(sources: Tree) -> Tree:
-        return jax.tree.map(lambda source: shard(leaves[source]), sources)
+    def shape_of(number: int) -> jax.ShapeDtypeStruct:
+        return shard(leaves[number])
 
     for s in range(layout.num_stages):
         rank, c = next((rank, row.index(s)) for rank, row in enumerate(layout.placement) if s in row)
         count = int(layout.active()[rank, c].sum())
         names = chunks[c].names(count)
-        params: Tree = {"layers": {name: numbers["layers"][c][name] for name in names}}
-        shapes = shapes_of(params)
+        layers = {name: numbers.layers[c][name] for name in names}
+        params, shapes = StageArrays(layers), StageArrays(jax.tree.map(shape_of, layers))
         if s == 0:
-            params["outer"], shapes["outer"] = [len(leaves) + i for i in embed.reads], embed.shapes
-        extra = [
-            {
-                "batch": numbers["batch"][m] if s == 0 or pipeline.model.context else (),
-                "carried": numbers["carried"][c] if "carried" in numbers else {},
-                "keys": (numbers["key"][m], numbers["first"][c]) if pipeline.model.takes_key else (),
-            }
+            params, shapes = params._replace(outer=[len(leaves) + i for i in embed.reads]), shapes._replace(outer=embed.shapes)
+        extra: list[StageExtra[int]] = [
+            StageExtra(
+                batch=numbers.batch[m] if s == 0 or pipeline.model.context else (),
+                carried=numbers.carried[c] if numbers.carried else {},
+                keys=(numbers.key[m], numbers.first[c]) if pipeline.model.takes_key else (),
+            )
             for m in range(pipeline.schedule.num_microbatches)
         ]
-        fn: Any = _function(pipeline, chunks[c], count, embed if s == 0 else None, impl)
-        args = (() if s == 0 else x, shapes_of(extra[0]))
-        fn = pipeline.precision.named_function(fn, count, leaf_names(shapes))
+        stage = _function(pipeline, chunks[c], count, embed if s == 0 else None, impl)
+        args = (() if s == 0 else x, jax.tree.map(shape_of, extra[0]))
+        fn = pipeline.precision.named_function(stage, count, leaf_names(shapes))
         share = Fraction(count, chunks[c].longest)
-        weights = pipeline.precision.first_weights(fn, (shapes, *args), numbers["weights"][c], share)
-        more = (numbers["state"][c], weights)
-        params, shapes = (params, *more), (shapes, *shapes_of(more))
+        weights = pipeline.precision.first_weights(fn, (shapes, *args), numbers.weights[c], share)
+        more = (numbers.state[c], weights)
+        params, shapes = (params, *more), (shapes, *jax.tree.map(shape_of, more))
         name = (s == 0, count, c)
         if name not in traced:
             traced[name] = shape_callable(fn, s, shapes, args, {}, device=None, has_aux=True, recompute=pipeline.recompute)
@@ -167,9 +216,9 @@ def plan_of(
     pipeline: Pipeline,
     ends: tuple[End, End],
     stages: Sequence[Stage],
-    microbatch: Tree,
-    devices: Sequence[Any],
-    options: Mapping[str, Any],
+    microbatch: Batch,
+    devices: Sequence[Device],
+    options: Options,
 ) -> ExecutionPlan:
     """Compiles the schedule for one device per rank, that is for one replica of the pipeline.
 
@@ -195,7 +244,7 @@ def plan_of(
     losses = [("loss", m) for m in range(pipeline.schedule.num_microbatches)]
     carrying = stages if jax.tree.leaves(pipeline.carried.layer) else ()
 
-    def loss(params: Tree, y: Array, batch: Tree) -> Array:
+    def loss(params: list[Array], y: Array, batch: Batch) -> Array:
         return head(params, y, batch).astype(jnp.float32)
 
     return make_plan(
@@ -232,7 +281,7 @@ def _is_long(shaped: Shaped) -> bool:
     return rate is None or product_flops(shaped.forward, list(shaped.params.avals), inputs) / rate > _LONG
 
 
-def numbered(tree: Tree) -> Tree:
+def numbered(tree: Begun[jax.ShapeDtypeStruct]) -> Begun[int]:
     """Returns a tree in which each leaf is its index among the leaves, from 0 in the order of `jax.tree.leaves`."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(range(len(leaves)))
@@ -245,18 +294,18 @@ def shard(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _function(
-    pipeline: Pipeline, chunk: Chunk, count: int, embed: End | None, impl: Any
-) -> Callable[[Tree, Array, Tree], tuple[Array, Tree]]:
+    pipeline: Pipeline, chunk: Chunk, count: int, embed: End | None, impl: Hashable
+) -> Callable[[StageArrays[Array], Array, StageExtra[Array]], tuple[Array, Carried]]:
     """Makes the function `fn(params, x, extra) -> (y, carried)` of a stage with `count` layers. The first stage has `embed`."""
 
-    def stage(params: Tree, x: Array, extra: Tree) -> tuple[Array, Tree]:
+    def stage(params: StageArrays[Array], x: Array, extra: StageExtra[Array]) -> tuple[Array, Carried]:
         if embed is not None:
-            x = embed(params["outer"], extra["batch"])
-        key, first = (), None
-        if extra["keys"]:
-            data, (first,) = extra["keys"]
+            x = embed(params.outer, extra.batch)
+        key, first = (), 0
+        if extra.keys:
+            data, (first,) = extra.keys
             key = (jax.random.wrap_key_data(data, impl=impl),)
-        context = pipeline.model.context_of(extra["batch"])
-        return pipeline.through(chunk.unpack(params["layers"])[:count], x, context, key, first, extra["carried"])
+        context = pipeline.model.context_of(extra.batch)
+        return pipeline.through(chunk.unpack(params.layers)[:count], x, context, key, first, extra.carried)
 
     return stage

@@ -7,24 +7,28 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import SingleDeviceSharding
 
+from jgraph.autodiff import Residuals, Stash
 from jgraph.errors import ConfigError
 from jgraph.mesh import num_data_ranks
 from jgraph.pipeline._ends import End
+from jgraph.pipeline._stage import StageParams
 from jgraph.pipeline.memory import slot_bytes
-from jgraph.pipeline.partition import Tree
 from jgraph.pipeline.program import Pipeline
 from jgraph.pipeline.strategy import Engine
 from jgraph.precision.config import XLA_OPTIONS
 from jgraph.schedule import NAMES, POOLS, Choice, Costs, Schedule, best, generate, read
+from jgraph.types import Batch, Params, Tree
 from jgraph.xla import compiler_options
 from jgraph.xla.options import known
+
+_T = TypeVar("_T")
 
 _REPEATS = 5
 _SECONDS = 0.05  # Minimum duration of a repeat
@@ -86,7 +90,7 @@ class Parts:
 
 def choose(
     pipeline: Pipeline,
-    inputs: Tree,
+    inputs: Batch,
     *,
     parts: Parts,
     memory_limit: float | None,
@@ -132,7 +136,7 @@ def choose(
 
 def measure(
     pipeline: Pipeline,
-    inputs: Tree,
+    inputs: Batch,
     *,
     engine: Engine = "program",
     share: Callable[[float], float] = lambda seconds: seconds,
@@ -169,21 +173,21 @@ def measure(
     return Parts(**seconds)
 
 
-def _parts(pipeline: Pipeline, inputs: Tree) -> dict[str, tuple[jax.stages.Wrapped, tuple[Any, ...]]]:
+def _parts(pipeline: Pipeline, inputs: Batch) -> dict[str, tuple[jax.stages.Wrapped, tuple[Tree, ...]]]:
     """Returns the functions to time, with the shapes of their arguments: loops over each part of a layer, and the loss."""
     (given, observed, _), (x, *context) = pipeline.layer_shapes(inputs)
     function, split = pipeline.stage(None, 1), pipeline.split(None)
     stage = given, observed, pipeline.precision.weight_shapes(function, (given, x, *context), observed)
 
-    def forward(stage: Tree, x: Array, *context: Tree) -> Any:
+    def forward(stage: StageParams, x: Array, *context: Tree) -> tuple[Array, Residuals]:
         first = x, _zeros(split.forward, stage, x, *context)[1]
         return _repeated(lambda made, stage, *context: split.forward(stage, made[0], *context)[:2], first, stage, *context)
 
-    def dgrad(stage: Tree, residuals: Any, dy: Array) -> Any:
+    def dgrad(stage: StageParams, residuals: Residuals, dy: Array) -> tuple[Array, Params, Stash]:
         first = dy, *_zeros(split.dgrad, stage, residuals, dy)[1:]
         return _repeated(lambda made, stage, residuals: split.dgrad(stage, residuals, made[0]), first, stage, residuals)
 
-    def wgrad(sums: Tree, stage: Tree, residuals: Any, stash: Any) -> Tree:
+    def wgrad(sums: Params, stage: StageParams, residuals: Residuals, stash: Stash) -> Params:
         return _repeated(split.accumulate, sums, stage, residuals, stash)
 
     y, residuals = jax.eval_shape(lambda *given: split.forward(*given)[:2], stage, x, *context)
@@ -200,41 +204,41 @@ def _parts(pipeline: Pipeline, inputs: Tree) -> dict[str, tuple[jax.stages.Wrapp
     return {part: (jitted, alone[part]) for part, (jitted, _) in parts.items()}
 
 
-def _head(pipeline: Pipeline, inputs: Tree) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
+def _head(pipeline: Pipeline, inputs: Batch) -> tuple[jax.stages.Wrapped, tuple[Tree, ...]]:
     """Returns the function that computes the loss of a microbatch and its gradients, and the shapes of its arguments."""
     model, (x, *_) = pipeline.model, pipeline.inputs(inputs)
     shares = num_data_ranks(pipeline.mesh)
     microbatch = jax.tree.map(lambda s: jax.ShapeDtypeStruct((s.shape[1] // shares, *s.shape[2:]), s.dtype), inputs)
-    head = End.of(model.head, pipeline.shapes["outer"], pipeline.cast, model.sharded, x, microbatch)
+    head = End.of(model.head, pipeline.shapes.outer, pipeline.cast, model.sharded, x, microbatch)
 
-    def loss(arrays: list[Array], x: Array, microbatch: Tree) -> Array:
+    def loss(arrays: list[Array], x: Array, microbatch: Batch) -> Array:
         return head(arrays, x, microbatch).astype(jnp.float32)
 
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1))), (head.shapes, x, microbatch)
 
 
-def _repeated(part: Callable[..., Any], carry: Any, *given: Any) -> Any:
+def _repeated(part: Callable[..., _T], carry: _T, *given: Tree) -> _T:
     """Applies `part(carry, *given)` to its own result `_CALLS` times. The barrier prevents hoisting out of the loop."""
 
-    def step(_: Any, carry: Any) -> Any:
+    def step(_: Array, carry: _T) -> _T:
         carry, held = jax.lax.optimization_barrier((carry, given))
         return part(carry, *held)
 
     return jax.lax.fori_loop(0, _CALLS, step, carry)
 
 
-def _zeros(fn: Callable[..., Any], *args: Any) -> Any:
+def _zeros(fn: Callable[..., _T], *args: Tree) -> _T:
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(fn, *args))
 
 
-def _filled(shapes: Tree) -> Tree:
+def _filled(shapes: tuple[Tree, ...]) -> tuple[Tree, ...]:
     """Makes arrays of given shapes for timing. Arrays without a sharding are put on the first local device.
 
     Floats are pseudorandom, because a device computes faster with zeros, which draw less power. Integers are zeros.
     """
     default = SingleDeviceSharding(jax.local_devices()[0])
 
-    def fill(s: Any) -> Array:
+    def fill(s: jax.ShapeDtypeStruct) -> Array:
         if not jnp.issubdtype(s.dtype, jnp.floating):
             return jnp.zeros(s.shape, s.dtype)
         mixed = lax.iota(jnp.uint32, math.prod(s.shape)) * jnp.uint32(2654435761)  # 2**32 over the golden ratio
@@ -244,7 +248,7 @@ def _filled(shapes: Tree) -> Tree:
     return jax.jit(lambda: jax.tree.map(fill, shapes), out_shardings=shardings)()
 
 
-def _seconds_of(run: Callable[[], Any]) -> float:
+def _seconds_of(run: Callable[[], Tree]) -> float:
     """Returns the seconds of a call that returns arrays: the median over repeats of many calls, after two warmup calls."""
     jax.block_until_ready(run())
     start = time.perf_counter()

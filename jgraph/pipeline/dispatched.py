@@ -9,10 +9,10 @@ arrays over all ranks again, for the update program that both engines share. All
 # P ranks, D replicas of the pipeline, M microbatches, C chunks of a rank, N layers of a chunk
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +23,40 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jgraph.callables.plan import ExecutionPlan, play
 from jgraph.dispatch import in_turn
 from jgraph.errors import require
+from jgraph.layout import StackedTree
 from jgraph.mesh import Axis, batch_axes
-from jgraph.pipeline._ends import End, part_shape
-from jgraph.pipeline._stages import Chunk, Stage, numbered, plan_of, shard, stages_of
-from jgraph.pipeline.program import Pipeline
+from jgraph.pipeline._ends import End, Name, part_shape
+from jgraph.pipeline._stage import StageInputs
+from jgraph.pipeline._stages import Begun, Chunk, Stage, numbered, plan_of, shard, stages_of
+from jgraph.pipeline.program import Pipeline, PipelineParams, StepResult
+from jgraph.strategies.base import Options
 from jgraph.strategies.objective import Carry
 from jgraph.tree import leaf_names
+from jgraph.types import Arrays, Batch, Carried, Device, Key, Observed, Params, TreeOf
 from jgraph.xla import CaptureReport, check_identity, compile_and_report
 
-Tree = Any
+Fact = TypeVar("Fact")
+
+# Results of the program before the schedule that the ranks share. Each rank has its own of the others.
+_OF_BATCH = ("batch", "key")
+
+
+class Results(NamedTuple, Generic[Fact]):
+    """The results of a call, or a fact of each of these arrays.
+
+    Attributes:
+        carried: For each chunk, the carried state of its layers; empty if layers carry no state.
+        ends: The gradients of embedding and of head.
+        histories: For each chunk, the observed state.
+        layers: For each chunk, the gradients of its packed arrays.
+        loss: The sum of the losses.
+    """
+
+    carried: list[TreeOf[Fact]]
+    ends: list[list[Fact]]
+    histories: list[TreeOf[Fact]]
+    layers: list[dict[str, Fact]]
+    loss: Fact
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +69,7 @@ class _Result:
     """
 
     aval: jax.ShapeDtypeStruct
-    shards: Sequence[tuple[Any, ...] | None]
+    shards: Sequence[Name | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +99,7 @@ class Dispatched:
     """
 
     pipeline: Pipeline
-    shapes: Tree
+    shapes: PipelineParams
     chunks: tuple[Chunk, ...]
     ends: tuple[End, End]
     stages: tuple[Stage, ...]
@@ -82,8 +107,8 @@ class Dispatched:
     begin: jax.stages.Compiled
     report: CaptureReport | None
     plans: tuple[ExecutionPlan, ...]
-    buffers: dict[str, Any]
-    zeros: dict[Any, Array] = field(default_factory=dict)
+    buffers: dict[str, list[Array | None]]
+    zeros: dict[tuple[tuple[int, ...], Device], Array] = field(default_factory=dict)
 
     def __str__(self) -> str:
         reports = [self.report, *(report for plan in self.plans for _, report in plan.reports)]
@@ -102,7 +127,7 @@ class Dispatched:
         """
         return [self.begin, *(step.executable.compiled for plan in self.plans for step in plan.instructions)]
 
-    def __call__(self, params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
+    def __call__(self, params: Arrays, carry: Carry, step: Array, batch: Batch) -> Results[Array]:
         """Plays the schedule: launches all executables from the host, without waiting for the devices.
 
         Args:
@@ -112,7 +137,7 @@ class Dispatched:
             batch: A batch from `TrainStep.place`, leaves [M, B/M, ...]; not donated.
 
         Returns:
-            The argument of `collect`: a tree of arrays with the shapes and shardings of `results`. The next call overwrites the
+            The argument of `collect`, with the shapes and shardings of `results`. The next call overwrites the
             buffers of these arrays.
         """
         # Not removed from the dictionary, because the buffers must survive if `begin` refuses an argument.
@@ -122,7 +147,7 @@ class Dispatched:
         played = [self._play(plan, arrays) for plan in self.plans]
         homes = {device: (d, rank) for d, plan in enumerate(self.plans) for rank, device in enumerate(plan.flow.devices)}
 
-        def local(result: _Result, device: Any) -> Array:
+        def local(result: _Result, device: Device) -> Array:
             d, rank = homes[device]
             if (name := result.shards[rank]) is not None:
                 array = played[d][name]
@@ -138,13 +163,13 @@ class Dispatched:
 
         return jax.tree.map(whole, self._results)
 
-    def _play(self, plan: ExecutionPlan, arrays: Sequence[Any]) -> dict[Any, Array]:
+    def _play(self, plan: ExecutionPlan, arrays: Sequence[Array]) -> dict[Name, Array]:
         """Plays the plan of a replica on its shards of `arrays`, and returns the results by name.
 
         `arrays` has the results of `begin`, then the parameters of embedding and head.
         """
         head, last = self.ends[1], len(self.stages) - 1
-        first = len(arrays) - len(jax.tree.leaves(self.shapes["outer"]))
+        first = len(arrays) - len(jax.tree.leaves(self.shapes.outer))
         params = [*(stage.params for stage in self.stages), [first + i for i in head.reads]]
         ranks, order = [stage.rank for stage in (*self.stages, self.stages[-1])], list(self.pipeline.mesh.devices.flat)
         positions = [order.index(device) for device in plan.flow.devices]
@@ -171,17 +196,17 @@ class Dispatched:
     @cached_property
     def _outer(self) -> list[str]:
         """Names of the arrays of embedding and head, in the order of their leaves."""
-        return [f"outer/{name}".rstrip("/") for name in leaf_names(self.shapes["outer"])]
+        return [f"outer/{name}".rstrip("/") for name in leaf_names(self.shapes.outer)]
 
     @property
-    def results(self) -> Tree:
+    def results(self) -> Results[jax.ShapeDtypeStruct]:
         """Shapes and shardings of the tree that a call of this object returns, as `jax.ShapeDtypeStruct`s.
 
         Known before the first call, so that `collect` can be compiled for them.
         """
         return jax.tree.map(lambda result: result.aval, self._results)
 
-    def collect(self, results: Tree) -> tuple[Array, Tree, list[Tree], Tree]:
+    def collect(self, results: Results) -> StepResult:
         """Reduces the results of a call over all devices. A pure function; call it under `jax.jit`.
 
         Args:
@@ -196,22 +221,22 @@ class Dispatched:
         pipeline, data = self.pipeline, batch_axes(self.pipeline.mesh)
         specs = pipeline.specs
 
-        def local(results: Tree) -> tuple[Array, Tree, list[Tree], Tree]:
-            layers = [chunk.unpack(arrays) for chunk, arrays in zip(self.chunks, results["layers"], strict=True)]
-            leaves, structure = jax.tree.flatten(self.shapes["outer"])
+        def local(results: Results[Array]) -> StepResult:
+            layers = [chunk.unpack(arrays) for chunk, arrays in zip(self.chunks, results.layers, strict=True)]
+            leaves, structure = jax.tree.flatten(self.shapes.outer)
             sums: dict[int, Array] = {}
-            for end, gradients in zip(self.ends, results["ends"], strict=True):
+            for end, gradients in zip(self.ends, results.ends, strict=True):
                 for i, axis, gradient in zip(end.reads, end.axes, gradients, strict=True):
                     gradient = gradient.reshape(part_shape(leaves[i].shape, axis, pipeline.mesh.shape[Axis.PIPE]))
                     sums[i] = sums[i] + gradient if i in sums else gradient
             outer = [sums.get(i, jnp.zeros(leaf.shape, jnp.float32)) for i, leaf in enumerate(leaves)]
-            grads = {"outer": structure.unflatten(outer), "layers": jax.tree.map(lambda g: g[None], layers)}
+            grads = StackedTree(jax.tree.map(lambda g: g[None], layers), structure.unflatten(outer))
             count, after = pipeline.schedule.num_microbatches, []
-            histories = pipeline.precision.finish(results["histories"], data, pipeline.assignment)
-            if results["carried"]:
-                total = jax.tree.map(lambda *chunks: jnp.stack(chunks), *results["carried"])
+            histories = pipeline.precision.finish(results.histories, data, pipeline.assignment)
+            if results.carried:
+                total = jax.tree.map(lambda *chunks: jnp.stack(chunks), *results.carried)
                 after = pipeline.carried.finish(total, count, data, pipeline.assignment)
-            means = jax.tree.map(lambda total: lax.pmean(total, data) / count, (results["loss"][0], grads))
+            means = jax.tree.map(lambda total: lax.pmean(total, data) / count, (results.loss[0], grads))
             return *means, after, histories
 
         in_specs = jax.tree.map(lambda shape: shape.sharding.spec, self.results)
@@ -219,17 +244,17 @@ class Dispatched:
         return jax.shard_map(local, mesh=pipeline.mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)(results)
 
     @cached_property
-    def _results(self) -> Tree:
+    def _results(self) -> Results[_Result]:
         """The results of a call: by kind, then by chunk or end, then by array."""
         pipeline, mesh, flow = self.pipeline, self.pipeline.mesh, self.plans[0].flow
         ranks, carried, precision = range(mesh.shape[Axis.PIPE]), pipeline.carried.layer, pipeline.precision
         history = jax.eval_shape(partial(precision.state, pipeline.assignment.layers_per_stage))
 
-        def result(shards: Sequence[tuple[Any, ...] | None], axis: int | None = 0) -> _Result:
+        def result(shards: Sequence[Name | None], axis: int | None = 0) -> _Result:
             aval = next(flow.avals[flow.results[name]] for name in shards if name is not None)
             return _Result(_over_all(mesh, aval, axis), shards)
 
-        def of_chunk(c: int) -> tuple[Tree, Tree, Tree]:
+        def of_chunk(c: int) -> tuple[dict[str, _Result], TreeOf[_Result], TreeOf[_Result]]:
             stages = [next(stage for stage in self.stages if (stage.rank, stage.chunk) == (rank, c)) for rank in ranks]
             sums = {
                 name: [("sum", s.shaped.index, s.names.index(name)) if name in s.names else None for s in stages]
@@ -250,23 +275,23 @@ class Dispatched:
             return [result([(name, n, 0 if axis is None else rank) for rank in ranks], axis) for n, axis in axes]
 
         layers, states, histories = zip(*map(of_chunk, range(len(self.chunks))), strict=True)
-        return {
-            "carried": list(states) if jax.tree.leaves(carried) else [],
-            "histories": list(histories),
-            "ends": list(map(of_end, self.ends, ("embedding", "head"))),
-            "layers": list(layers),
-            "loss": result([("total",)] * len(ranks), None),
-        }
+        return Results(
+            carried=list(states) if jax.tree.leaves(carried) else [],
+            ends=list(map(of_end, self.ends, ("embedding", "head"))),
+            histories=list(histories),
+            layers=list(layers),
+            loss=result([("total",)] * len(ranks), None),
+        )
 
 
 def dispatched(
     pipeline: Pipeline,
-    params: Tree,
+    params: Arrays,
     carry: Carry,
-    unpack: Callable[[Tree], Tree],
-    batch: Tree,
-    key: Array,
-    options: Mapping[str, Any],
+    unpack: Callable[[Arrays], PipelineParams],
+    batch: Batch,
+    key: Key,
+    options: Options,
 ) -> Dispatched:
     """Traces and compiles all executables of the MPMD engine, and allocates its buffers.
 
@@ -290,23 +315,24 @@ def dispatched(
     is_local = all(device.process_index == jax.process_index() for device in pipeline.mesh.devices.flat)
     require(is_local, "engine", "dispatch", "program for several processes")
     model, mesh = pipeline.model, pipeline.mesh
-    shapes = jax.eval_shape(unpack, params)
+    shapes: PipelineParams = jax.eval_shape(unpack, params)
     alone = pipeline.precision.weights  # Not packed, because an FP8 matmul reads a whole parameter as its weight.
-    chunks = tuple(Chunk.of(jax.eval_shape(pipeline.of_rank, chunk), alone) for chunk in shapes["layers"])
+    chunks = tuple(Chunk.of(jax.eval_shape(pipeline.of_rank, chunk), alone) for chunk in shapes.layers)
     program, step = _begin(pipeline, chunks, unpack, key, shapes, batch), jax.ShapeDtypeStruct((), jnp.int32)
     begun = _placed(pipeline, jax.eval_shape(program, params, carry, step, batch))
-    microbatch = jax.tree.map(shard, begun["batch"][0])
-    embed = End.of(model.embed, shapes["outer"], lambda outer: outer, model.sharded, microbatch)
+    microbatch = jax.tree.map(shard, begun.batch[0])
+    embed = End.of(model.embed, shapes.outer, lambda outer: outer, model.sharded, microbatch)
     x = jax.eval_shape(embed, embed.shapes, microbatch)
-    head = End.of(model.head, shapes["outer"], pipeline.cast, model.sharded, x, microbatch)
+    head = End.of(model.head, shapes.outer, pipeline.cast, model.sharded, x, microbatch)
     stages = stages_of(pipeline, chunks, embed, x, begun, jax.random.key_impl(key))
-    ends, batch_numbers = (embed, head), [jax.tree.leaves(numbers) for numbers in numbered(begun)["batch"]]
+    ends, batch_numbers = (embed, head), [jax.tree.leaves(numbers) for numbers in numbered(begun).batch]
     # Numbers of the leaves of `begun` that a stage or the loss reads. Unquantized parameters of FP8 matmuls are not read.
     read = {stage.params[place] for stage in stages for places in stage.shaped.reads.values() for place in places}
     read |= {i for numbers in (*batch_numbers, *(args for stage in stages for args in stage.extra)) for i in numbers}
 
-    def begin_step(_: Tree, *args: Tree) -> list[Array | None]:
-        return [leaf if i in read else None for i, leaf in enumerate(jax.tree.leaves(program(*args)))]
+    def begin_step(_: list[Array | None], params: Arrays, carry: Carry, step: Array, batch: Batch) -> list[Array | None]:
+        begun = program(params, carry, step, batch)
+        return [leaf if i in read else None for i, leaf in enumerate(jax.tree.leaves(begun))]
 
     held = [leaf if i in read else None for i, leaf in enumerate(jax.tree.leaves(begun))]
     shardings = jax.tree.map(lambda leaf: leaf.sharding, held)
@@ -321,64 +347,71 @@ def dispatched(
 
 
 def _begin(
-    pipeline: Pipeline, chunks: Sequence[Chunk], unpack: Callable[[Tree], Tree], key: Array, shapes: Tree, batch: Tree
-) -> Callable[..., Tree]:
+    pipeline: Pipeline,
+    chunks: Sequence[Chunk],
+    unpack: Callable[[Arrays], PipelineParams],
+    key: Key,
+    shapes: PipelineParams,
+    batch: Batch,
+) -> Callable[[Arrays, Carry, Array, Batch], Begun[Array]]:
     """Makes the program before the schedule, `begin(params, carry, step, batch)`.
 
     It computes for each rank the parameters, observed state and prepared weights of its chunks, its microbatches and its keys.
     `shapes` and `batch` are the shapes of parameters and batch.
     """
     mesh, impl, count = pipeline.mesh, jax.random.key_impl(key), pipeline.schedule.num_microbatches
-    batch_spec, layers = batch_axes(mesh) or None, jax.eval_shape(pipeline.of_rank, shapes["layers"][0])
-    extra = {"carried": pipeline.carried.bits(len(layers)), "first": jax.ShapeDtypeStruct((), jnp.int32)}
+    batch_spec, layers = batch_axes(mesh) or None, jax.eval_shape(pipeline.of_rank, shapes.layers[0])
+    extra = StageInputs(None, pipeline.carried.bits(len(layers)), jax.eval_shape(jnp.int32, 0))
     keys = [jax.eval_shape(jax.random.key_data, key)] * pipeline.model.takes_key
     # Shapes of the arguments of the longest stage, without the embedding.
     args = ((layers, extra), *pipeline.inputs(batch), *keys)
     function = pipeline.stage(impl, len(layers))
 
-    def begin(params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
-        def local(layers: Tree, states: list[Tree], history: Tree, batch_M: Tree, data: Array) -> Tree:
+    def begin(params: Arrays, carry: Carry, step: Array, batch: Batch) -> Begun[Array]:
+        def local(
+            layers: list[list[Params]], states: list[Carried], history: Observed, batch_M: Batch, data: Array
+        ) -> Begun[Array]:
             table_CN = pipeline.own(pipeline.assignment.layers())
-            results = {
-                "batch": [jax.tree.map(lambda leaf, m=m: leaf[m], batch_M) for m in range(count)],
-                "layers": [chunk.pack(pipeline.of_rank(places)) for chunk, places in zip(chunks, layers, strict=True)],
-            }
-            parts, shards = jax.tree.map(lambda leaf: leaf[0], layers), [()] * len(chunks)
-            results["state"] = pipeline.precision.pick(history, table_CN)
-            weights = pipeline.precision.prepare(function, args, parts, results["state"], shards, ())
-            results["weights"] = jax.tree.map(jnp.atleast_1d, weights)
-            if states:
-                bits = pipeline.carried.pick(states, table_CN)
-                results["carried"] = [jax.tree.map(lambda leaf, c=c: leaf[c], bits) for c in range(len(chunks))]
+            parts, state = jax.tree.map(lambda leaf: leaf[0], layers), pipeline.precision.pick(history, table_CN)
+            weights = pipeline.precision.prepare(function, args, parts, state, [[]] * len(chunks), ())
+            bits = pipeline.carried.pick(states, table_CN)
+            begun = Begun(
+                batch=[jax.tree.map(lambda leaf, m=m: leaf[m], batch_M) for m in range(count)],
+                carried=[jax.tree.map(lambda leaf, c=c: leaf[c], bits) for c in range(len(chunks))] if states else (),
+                first=(),
+                key=(),
+                layers=[chunk.pack(pipeline.of_rank(places)) for chunk, places in zip(chunks, layers, strict=True)],
+                state=state,
+                weights=jax.tree.map(jnp.atleast_1d, weights),
+            )
             if not pipeline.model.takes_key:
-                return results
+                return begun
             key = jax.random.wrap_key_data(data, impl=impl)
             if any(mesh.shape[axis] > 1 for axis in batch_axes(mesh)):
                 key = jax.random.fold_in(key, lax.axis_index(batch_axes(mesh)))
             keys = [jax.random.key_data(jax.random.fold_in(key, m)) for m in range(count)]
-            return results | {"key": keys, "first": [table_CN[c, :1] for c in range(len(chunks))]}
+            return begun._replace(key=keys, first=[table_CN[c, :1] for c in range(len(chunks))])
 
         whole, data = unpack(params), jax.random.key_data(jax.random.fold_in(key, step))
         states = pipeline.model.split_carried(carry.model) if jax.tree.leaves(carry.model) else []
-        of_layers, of_batch = pipeline.specs["layers"], PartitionSpec(None, batch_spec)
+        of_layers, of_batch = pipeline.specs.layers, PartitionSpec(None, batch_spec)
         in_specs = (of_layers, PartitionSpec(), PartitionSpec(), of_batch, PartitionSpec())
-        of_ranks = ["layers", "state", "weights", *["first"] * pipeline.model.takes_key, *["carried"] * bool(states)]
-        out_specs = dict.fromkeys(of_ranks, PartitionSpec(Axis.PIPE))
-        out_specs |= dict.fromkeys(["batch", *["key"] * pipeline.model.takes_key], PartitionSpec(batch_spec))
+        # A spec in place of a field holds for all its arrays.
+        out_specs = Begun._make(PartitionSpec(batch_spec if name in _OF_BATCH else Axis.PIPE) for name in Begun._fields)
         run = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return run(whole["layers"], states, carry.observed, batch, data)
+        return run(whole.layers, states, carry.observed, batch, data)
 
     return begin
 
 
-def _placed(pipeline: Pipeline, begun: Tree) -> Tree:
+def _placed(pipeline: Pipeline, begun: Begun[jax.ShapeDtypeStruct]) -> Begun[jax.ShapeDtypeStruct]:
     """Adds shardings to the shapes of the results of `begin`."""
 
-    def placed(name: str, aval: Any) -> jax.ShapeDtypeStruct:
-        axes = batch_axes(pipeline.mesh) or None if name in ("batch", "key") else Axis.PIPE
+    def placed(name: str, aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        axes = batch_axes(pipeline.mesh) or None if name in _OF_BATCH else Axis.PIPE
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(pipeline.mesh, PartitionSpec(axes)))
 
-    return {name: jax.tree.map(partial(placed, name), tree) for name, tree in begun.items()}
+    return Begun(*(jax.tree.map(partial(placed, name), tree) for name, tree in begun._asdict().items()))
 
 
 def _over_all(mesh: Mesh, aval: jax.ShapeDtypeStruct, axis: int | None) -> jax.ShapeDtypeStruct:

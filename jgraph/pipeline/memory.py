@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +9,14 @@ from jax.typing import DTypeLike
 
 from jgraph.layout import Param
 from jgraph.pipeline._placement import without_ranks
-from jgraph.pipeline.partition import AXIS, Tree
+from jgraph.pipeline.partition import AXIS
 from jgraph.pipeline.program import Pipeline
 from jgraph.strategies import sharding as fsdp
 from jgraph.tree import leaf_names
+from jgraph.types import Batch, Params, Tree
 
 
-def bytes_per_rank(pipeline: Pipeline, inputs: Tree) -> dict[str, int]:
+def bytes_per_rank(pipeline: Pipeline, inputs: Batch) -> dict[str, int]:
     """Predicts the memory of a rank during a step of the SPMD engine, without parameters and optimizer state.
 
     Computes nothing on a device. All ranks have the same arrays, so the prediction holds for each of them.
@@ -37,8 +37,8 @@ def bytes_per_rank(pipeline: Pipeline, inputs: Tree) -> dict[str, int]:
     slots, sizes = pipeline.tables().slots, slot_bytes(pipeline, inputs)
     pools = {pool: slots[pool] * size for pool, size in sizes.items()}
     pools["in flight"] = sum(sizes[pool] for pool in ("forward_dgrad", "forward_wgrad", "stash"))
-    layers = without_ranks(pipeline.shapes["layers"])
-    outer = pipeline.each(lambda param: _of_rank(param, pipeline.mesh.shape[AXIS]))["outer"]
+    layers = without_ranks(pipeline.shapes.layers)
+    outer = pipeline.each(lambda param: _of_rank(param, pipeline.mesh.shape[AXIS])).outer
     weights = pipeline.precision.weights
     quantized, rest = _by_precision([layer for chunk in layers for layer in chunk], weights)
     is_cast = pipeline.compute_dtype not in (None, jnp.float32)
@@ -53,7 +53,7 @@ def bytes_per_rank(pipeline: Pipeline, inputs: Tree) -> dict[str, int]:
     return pools | {"main_grad": _nbytes([layers, outer], jnp.float32), "cast": cast, "gathered": gathered}
 
 
-def slot_bytes(pipeline: Pipeline, inputs: Tree, *, layers: int | None = None) -> dict[str, int]:
+def slot_bytes(pipeline: Pipeline, inputs: Batch, *, layers: int | None = None) -> dict[str, int]:
     """Computes the bytes of one slot of each pool. A slot holds the arrays of one stage and one microbatch on one device.
 
     Computes nothing on a device.
@@ -69,7 +69,7 @@ def slot_bytes(pipeline: Pipeline, inputs: Tree, *, layers: int | None = None) -
         the array that a stage passes to the next one.
     """
     x, *context = pipeline.inputs(inputs)
-    stage = without_ranks(pipeline.shapes["layers"][0])
+    stage = without_ranks(pipeline.shapes.layers[0])
     stage = [stage[0]] * layers if layers else stage
     spec = pipeline.split(None, len(stage)).spec(pipeline.stage_shapes(stage), x, *context)
     size = x.size * x.dtype.itemsize
@@ -87,7 +87,9 @@ def _nbytes(tree: Tree, dtype: DTypeLike | None = None) -> int:
     return sum(leaf.size * jnp.dtype(dtype or leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _by_precision(layers: Sequence[Tree], weights: frozenset[str]) -> tuple[list[Any], list[Any]]:
+def _by_precision(
+    layers: Sequence[Params], weights: frozenset[str]
+) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
     """Splits the parameters of layers into parameters that are quantized once per step, and the others."""
     named = [pair for layer in layers for pair in zip(leaf_names(layer), jax.tree.leaves(layer), strict=True)]
     return [leaf for name, leaf in named if name in weights], [leaf for name, leaf in named if name not in weights]

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jgraph.errors import OrderError
 from jgraph.mesh import Axis, summable
 from jgraph.schedule.schedule import Schedule
-from jgraph.strategies.objective import Tree
+from jgraph.types import Batch, Carried, Params, Tree
 
 AXIS = Axis.PIPE.value
 
@@ -69,18 +69,18 @@ class PipelineModel:
         ... )
     """
 
-    embed: Callable[[Tree, Tree], jax.Array]
+    embed: Callable[..., jax.Array]
     layer: Callable[..., jax.Array]
-    head: Callable[[Tree, jax.Array, Tree], jax.Array]
+    head: Callable[..., jax.Array]
     sharded: dict[str, int] = field(default_factory=dict)
-    split: Callable[[Tree], tuple[Tree, list[Tree]]] = lambda params: params
-    join: Callable[[Tree, list[Tree]], Tree] = lambda outer, layers: (outer, layers)
+    split: Callable[..., tuple[Params, list[Params]]] = lambda params: params
+    join: Callable[..., Params] = lambda outer, layers: (outer, layers)
     takes_key: bool = False
-    context: Callable[[Tree], Tree] | None = None
-    split_carried: Callable[[Tree], list[Tree]] = lambda carried: carried
-    join_carried: Callable[[list[Tree]], Tree] = lambda layers: layers
+    context: Callable[..., Tree] | None = None
+    split_carried: Callable[..., list[Carried]] = lambda carried: carried
+    join_carried: Callable[..., Carried] = lambda layers: layers
 
-    def context_of(self, batch: Tree) -> tuple[Tree, ...]:
+    def context_of(self, batch: Batch) -> tuple[Tree, ...]:
         """Returns the tuple `(context(batch),)` for a microbatch; empty if layers take no context."""
         return () if self.context is None else (self.context(batch),)
 

@@ -1,33 +1,55 @@
 """`Pipeline`: the SPMD program of a model and a schedule, as a pure function of parameters and microbatches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal, TypeAlias, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from jgraph.autodiff import split_backward
 from jgraph.errors import ConfigError, OrderError
-from jgraph.layout import Layout
+from jgraph.layout import Layout, Shard, StackedTree
 from jgraph.mesh import Axis, batch_axes, on_ranks
+from jgraph.pipeline._layer_state import LayerState
 from jgraph.pipeline._placement import Placement, place, without_ranks
 from jgraph.pipeline._play import play_aligned, play_general
+from jgraph.pipeline._precision import StagePrecision
 from jgraph.pipeline._runtime import RankRuntime, State
-from jgraph.pipeline._stage import StageExecutor
-from jgraph.pipeline._stage_function import StageFunctions
-from jgraph.pipeline.partition import AXIS, PipelineModel, Tree
+from jgraph.pipeline._stage import Given, StageExecutor, StageInputs, StageParams
+from jgraph.pipeline._stage_function import Remat, StageFunctions
+from jgraph.pipeline.partition import AXIS, PipelineModel
 from jgraph.schedule.action import BACKWARD
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.tables import ScheduleTables, phases, tabulate
 from jgraph.strategies.sharding import FSDPChoices
 from jgraph.tree import only
+from jgraph.types import Batch, Carried, Key, Leaf, Observed, Params, Registered, Specs, Tree, TreeOf
 
+_T = TypeVar("_T")
+Parts = TypeVar("Parts", bound=Tree)
 Runtime = Literal["auto", "aligned", "general"]
+
+PipelineParams: TypeAlias = StackedTree[Leaf | Registered]
+"""The parameters of a pipeline, gradients like them, or their shapes."""
+
+StepResult: TypeAlias = tuple[Array, PipelineParams, list[Carried], Observed]
+"""Loss, gradients, carried state of every layer and observed state after a step."""
+
+
+class PipelineChoices(TypedDict, total=False):
+    """Attributes of a `Pipeline` with defaults."""
+
+    compute_dtype: DTypeLike | None
+    remat: Remat
+    carried: LayerState
+    precision: StagePrecision
+    runtime: Runtime
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -66,9 +88,9 @@ class Pipeline(Placement, StageFunctions):
         model: PipelineModel,
         schedule: Schedule,
         mesh: Mesh,
-        given: Layout,
+        given: Layout[Params],
         fsdp: FSDPChoices | None = None,
-        **choices: Any,
+        **choices: Unpack[PipelineChoices],
     ) -> "Pipeline":
         """Makes a pipeline. With the runtime `auto`, the default, it selects `aligned` if this can run the schedule.
 
@@ -97,7 +119,8 @@ class Pipeline(Placement, StageFunctions):
             raise ConfigError(f"`pp` is {ranks}: must be the {schedule.num_ranks} ranks of the schedule", field="pp")
         # The explicit axes of `jax.make_mesh` would require the caller to shard the arguments.
         mesh = Mesh(mesh.devices, mesh.axis_names)
-        pipeline = cls(**place(model, schedule, mesh, given, fsdp or FSDPChoices()), schedule=schedule, **choices)
+        placed = place(model, schedule, mesh, given, fsdp or FSDPChoices())
+        pipeline = cls(**vars(placed), schedule=schedule, **choices)
         if pipeline.runtime != "general":
             try:
                 _check_aligned(schedule)
@@ -108,7 +131,7 @@ class Pipeline(Placement, StageFunctions):
                 return replace(pipeline, schedule=schedule.newest_first(), runtime="aligned")
         return replace(pipeline, runtime="general")
 
-    def loss_and_grads(self, params: Tree, inputs: Tree, key: Array | None = None) -> tuple[Array, Tree]:
+    def loss_and_grads(self, params: PipelineParams, inputs: Batch, key: Key | None = None) -> tuple[Array, PipelineParams]:
         """Computes the loss and the gradients of a batch. A pure function; call it under `jax.jit`.
 
         Only for a model without carried state and a pipeline without FP8. Use `step` in all other cases. Raises the same errors
@@ -127,8 +150,8 @@ class Pipeline(Placement, StageFunctions):
         return self.step(params, inputs, key)[:2]
 
     def step(
-        self, params: Tree, inputs: Tree, key: Array | None = None, carried: Sequence[Tree] = (), observed: Tree = None
-    ) -> tuple[Array, Tree, list[Tree], Tree]:
+        self, params: Params, inputs: Batch, key: Key | None = None, carried: Sequence[Tree] = (), observed: Observed = None
+    ) -> StepResult:
         """Computes the loss, the gradients and the state after a step. A pure function; call it under `jax.jit`.
 
         Args:
@@ -166,23 +189,23 @@ class Pipeline(Placement, StageFunctions):
 
     def _on_rank(
         self,
-        params: Tree,
-        inputs: Tree,
+        params: PipelineParams,
+        inputs: Batch,
         key: Array | None,
-        carried: list[Tree],
-        observed: Tree,
+        carried: list[Carried],
+        observed: Observed,
         *,
-        shards: Tree,
-        trained: Tree,
-        impl: Any,
-    ) -> tuple[Array, Tree, list[Tree], Tree]:
+        shards: StackedTree[Shard],
+        trained: StackedTree[bool],
+        impl: Hashable,
+    ) -> StepResult:
         """Computes `step` on one rank."""
         batch, layout = batch_axes(self.mesh), self.assignment
-        outer = _gathered(shards["outer"], params["outer"])
+        outer = _gathered(shards.outer, params.outer)
         if key is not None and any(self.mesh.shape[axis] > 1 for axis in batch):
             key = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl=impl), lax.axis_index(batch)))
         table_CN = self.own(layout.layers())
-        chunks, given = self._chunks(params["layers"], carried, table_CN, shards["layers"], has_key=key is not None)
+        chunks, given = self._chunks(params.layers, carried, table_CN, shards.layers, has_key=key is not None)
         function, head_outer = self.stage(impl, layout.layers_per_stage), self.cast(outer)
         first = jax.tree.map(lambda leaf: leaf[0], inputs)
         x = jax.eval_shape(self.model.embed, outer, first)
@@ -190,7 +213,7 @@ class Pipeline(Placement, StageFunctions):
         states = self.precision.pick(observed, table_CN)
         args = (given[0], x, *context, *([] if key is None else [key]))
         over = tuple(axis for axis in batch if axis == Axis.FSDP and self.mesh.shape[axis] > 1)
-        weights = self.precision.prepare(function, args, chunks, states, shards["layers"], over)
+        weights = self.precision.prepare(function, args, chunks, states, shards.layers, over)
         stages = list(zip(given, states, weights, strict=True))
         split = split_backward(function, has_aux=True, recompute=self.recompute)
         rank = StageExecutor(self.model, split, self.carried, outer, head_outer, stages, inputs, key, impl, trained)
@@ -203,8 +226,14 @@ class Pipeline(Placement, StageFunctions):
         return loss, grads, after, self.precision.finish([own for _, own in state.grads], batch, layout)
 
     def _chunks(
-        self, layers: Tree, carried: list[Tree], table_CN: Array, shards: list[Tree], *, has_key: bool
-    ) -> tuple[list[list[Tree]], list[tuple[Tree, Tree]]]:
+        self,
+        layers: list[list[Params]],
+        carried: list[Carried],
+        table_CN: Array,
+        shards: list[list[TreeOf[Shard]]],
+        *,
+        has_key: bool,
+    ) -> tuple[list[list[Params]], list[Given]]:
         """Returns the parameters of each chunk of this rank.
 
         Returns:
@@ -214,30 +243,29 @@ class Pipeline(Placement, StageFunctions):
         chunks, given = jax.tree.map(lambda leaf: leaf[0], layers), []
         states = self.carried.pick(carried, table_CN) if carried else {}
         for c, own in enumerate(chunks):
-            extra = {"carried": jax.tree.map(lambda leaf, c=c: leaf[c], states)}
+            bits, active = jax.tree.map(lambda leaf, c=c: leaf[c], states), None
             if not layout.is_even:
-                extra["active"] = self.own(layout.active()[:, c, -1])
+                active = self.own(layout.active()[:, c, -1])
                 # Padding computes with the parameters of the stage's first layer. With zeros, a derivative may be NaN, and a
                 # masked NaN is still NaN.
-                own = chunks[c] = [*own[:-1], jax.tree.map(partial(jnp.where, extra["active"]), own[-1], own[0])]
-            if has_key:
-                extra["first"] = table_CN[c, 0]
-            given.append((_gathered(shards[c], self.cast(own)), extra))
+                own = chunks[c] = [*own[:-1], jax.tree.map(partial(jnp.where, active), own[-1], own[0])]
+            first = table_CN[c, 0] if has_key else None
+            given.append((_gathered(shards[c], self.cast(own)), StageInputs(active, bits, first)))
         return chunks, given
 
-    def _mean_grads(self, state: State, shards: Tree) -> Tree:
+    def _mean_grads(self, state: State, shards: StackedTree[Shard]) -> PipelineParams:
         """Returns the mean gradients over microbatches and data ranks, in the tree of the parameters of `step`."""
         batch = batch_axes(self.mesh)
-        is_whole = self.each(lambda param: param.axis_of(AXIS) is None)["outer"]
+        is_whole = self.each(lambda param: param.axis_of(AXIS) is None).outer
         summed = jax.tree.map(lambda is_whole, g: g if g is None or not is_whole else lax.psum(g, AXIS), is_whole, state.outer)
-        grads = {"outer": summed, "layers": [_without_padding(*given) for given, _ in state.grads]}
+        grads = StackedTree([_without_padding(*given) for given, _ in state.grads], summed)
         if Axis.FSDP in batch:
             ranks = self.mesh.shape[Axis.FSDP]
             grads = jax.tree.map(lambda shard, g: None if g is None else shard.scatter(g) / ranks, shards, grads)
         # Divided last, because amax histories and attached losses of layers need the unscaled loss of a microbatch.
         data, count = tuple(axis for axis in batch if axis != Axis.FSDP), self.schedule.num_microbatches
         grads = jax.tree.map(lambda g: lax.pmean(g, data) / count, grads)
-        return grads | {"layers": jax.tree.map(lambda g: g[None], grads["layers"])}
+        return grads._replace(layers=jax.tree.map(lambda g: g[None], grads.layers))
 
     def own(self, table: np.ndarray) -> Array:
         """Returns the row of the calling rank, [...], from a table with one row per rank, [P, ...].
@@ -246,7 +274,7 @@ class Pipeline(Placement, StageFunctions):
         """
         return lax.dynamic_index_in_dim(jnp.asarray(table), lax.axis_index(AXIS), keepdims=False)
 
-    def _on_mesh(self, run: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+    def _on_mesh(self, run: Callable[..., _T], out_specs: Specs) -> Callable[..., _T]:
         in_specs = self.specs, PartitionSpec(None, batch_axes(self.mesh)), *[PartitionSpec()] * 3
         return on_ranks(run, self.mesh, in_specs, out_specs)
 
@@ -259,7 +287,7 @@ class Pipeline(Placement, StageFunctions):
 
     # --- Shapes ---
 
-    def inputs(self, inputs: Tree) -> tuple[Any, ...]:
+    def inputs(self, inputs: Batch) -> tuple[jax.ShapeDtypeStruct, *tuple[Tree, ...]]:
         """Computes the shapes of x and of the context, the inputs of a stage, for one microbatch on one data rank.
 
         x is the array that `PipelineModel.embed` returns and that a stage passes to the next one. Computes nothing on a device.
@@ -271,49 +299,47 @@ class Pipeline(Placement, StageFunctions):
             The tuple (x, context) if layers take a context, else (x,). `x` is a `jax.ShapeDtypeStruct` and `context` a tree of
             them, both without shardings.
         """
-        args: list[Any] = []
-        shards = self.shards["outer"]
+        args: list[Tree] = []
+        shards = self.shards.outer
 
         # Traced on the mesh, because an embedding may use the mesh axes.
-        def embed(params: Tree, inputs: Tree, *_: Any) -> None:
+        def embed(params: PipelineParams, inputs: Batch, *_: Tree) -> None:
             first = jax.tree.map(lambda leaf: leaf[0], inputs)
-            outer = _gathered(shards, params["outer"])
+            outer = _gathered(shards, params.outer)
             args.extend((jax.eval_shape(self.model.embed, outer, first), *jax.eval_shape(self.model.context_of, first)))
 
         jax.eval_shape(self._on_mesh(embed, None), self.shapes, inputs, None, [], None)
         # Without shardings, because these shapes are used outside the mesh.
         return tuple(jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), args))
 
-    def layer_shapes(self, inputs: Tree) -> tuple[Tree, tuple[Any, ...]]:
+    def layer_shapes(self, inputs: Batch) -> tuple[StageParams, tuple[jax.ShapeDtypeStruct, *tuple[Tree, ...]]]:
         """Returns the shapes of the arguments of a stage of one layer: `stage_shapes`, and the result of `inputs`."""
-        return self.stage_shapes(without_ranks(self.shapes["layers"][0][:1])), self.inputs(inputs)
+        return self.stage_shapes(without_ranks(self.shapes.layers[0][:1])), self.inputs(inputs)
 
-    def stage_shapes(self, layers: list[Tree]) -> Tree:
+    def stage_shapes(self, layers: list[Params]) -> StageParams:
         """Computes the shapes of the first argument of a stage, for a stage of these layers.
 
         Args:
             layers: Shapes of the parameters of each layer, without the axis of ranks.
 
         Returns:
-            The tuple (given, observed, None) of trees of `jax.ShapeDtypeStruct`. `given` is a pair: the list `layers` with
-            dtypes after the cast to `compute_dtype`, and the dict {"carried": carried state of the layers}, in which floats are
-            reinterpreted as unsigned integers. `observed` has the amax histories of FP8 of the layers; {} without them. None is
-            in the place of the FP8 weights, whose shapes `StagePrecision.weight_shapes` computes.
+            Trees of `jax.ShapeDtypeStruct`, with the dtypes after the cast to `compute_dtype`. None is in the place of the FP8
+            weights, whose shapes `StagePrecision.weight_shapes` computes.
         """
-        given = jax.eval_shape(self.cast, layers), {"carried": self.carried.bits(len(layers))}
+        given = jax.eval_shape(self.cast, layers), StageInputs(None, self.carried.bits(len(layers)), None)
         return given, jax.eval_shape(partial(self.precision.state, len(layers))), None
 
 
-def _gathered(shards: Tree, parts: Tree) -> Tree:
+def _gathered(shards: TreeOf[Shard], parts: Parts) -> Parts:
     """All-gathers parameters over `fsdp`."""
     return jax.tree.map(lambda shard, part: shard.gather(part), shards, parts)
 
 
-def _without_padding(grads: list[Tree], extra: Tree) -> list[Tree]:
+def _without_padding(grads: list[Params], extra: StageInputs) -> list[Params]:
     """Replaces the gradients of a padding layer by zeros."""
-    if "active" not in extra:
+    if (active := extra.active) is None:
         return grads
-    return [*grads[:-1], jax.tree.map(lambda g: jnp.where(extra["active"], g, jnp.zeros((), g.dtype)), grads[-1])]
+    return [*grads[:-1], jax.tree.map(lambda g: jnp.where(active, g, jnp.zeros((), g.dtype)), grads[-1])]
 
 
 def _check_aligned(schedule: Schedule) -> None:

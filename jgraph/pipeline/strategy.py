@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Self, get_args
+from typing import Literal, Self, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,14 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jgraph.errors import ConfigError, check_choice
-from jgraph.layout import Arrays, Layout, alone, packed
+from jgraph.layout import Layout, alone, packed
 from jgraph.mesh import PARTITIONED_AXES, Axis, checked, num_data_ranks, refused_axes, with_batch_axes
 from jgraph.pipeline._layer_state import LayerState
 from jgraph.pipeline._stage_function import Remat
-from jgraph.pipeline.dispatched import Dispatched, dispatched
+from jgraph.pipeline.dispatched import Dispatched, Results, dispatched
 from jgraph.pipeline.memory import bytes_per_rank
-from jgraph.pipeline.partition import PipelineModel, Tree
-from jgraph.pipeline.program import Pipeline
+from jgraph.pipeline.partition import PipelineModel
+from jgraph.pipeline.program import Pipeline, PipelineChoices, PipelineParams
 from jgraph.precision.loss import count, describe
 from jgraph.precision.transform import FP8Function, Product
 from jgraph.schedule import Costs, Schedule, files, simulate
@@ -27,10 +27,12 @@ from jgraph.strategies import sharding
 from jgraph.strategies.base import GradientProgram, Options, Pools, Reports, summary
 from jgraph.strategies.batches import BatchLayout, by_microbatch
 from jgraph.strategies.checks import check_split
-from jgraph.strategies.objective import Carry, Loss, Objective
+from jgraph.strategies.objective import Carry, Loss, LossFunction, LossInParts, Objective
 from jgraph.strategies.sharding import FSDPChoices
+from jgraph.types import Arrays, Batch, Carried, Json, Key, Observed, Params, Tree
 from jgraph.xla.explain import Memory
 
+_T = TypeVar("_T")
 Engine = Literal["program", "dispatch"]
 
 
@@ -66,7 +68,7 @@ class Pipelined(FSDPChoices):
     """
 
     mesh: Mesh
-    shapes: Tree
+    shapes: Params
     schedule: Schedule
     remat: Remat = "nothing"
     engine: Engine = "program"
@@ -100,7 +102,7 @@ class Pipelined(FSDPChoices):
             OrderError: If the model has fewer layers than the schedule has stages, or ranks have different numbers of stages.
             ShapeError: If the step is in FP8 and the batch cannot be divided among microbatches and data ranks.
         """
-        _check_model(objective.loss)
+        _checked(objective.loss)
         if objective.num_microbatches != self.schedule.num_microbatches:
             found, must = objective.num_microbatches, f"{self.schedule.num_microbatches}, as in the schedule"
             raise ConfigError(f"`num_microbatches` is {found}: must be {must}", field="num_microbatches")
@@ -134,11 +136,10 @@ class Pipelined(FSDPChoices):
             OrderError: If the model has fewer layers than the schedule has stages, or ranks have different numbers of stages.
             ShapeError: If the step is in FP8 and the batch cannot be divided among microbatches and data ranks.
         """
-        _check_model(objective.loss)
-        shapes, model = self.shapes, self._reducing(objective.loss)
+        shapes, model = self.shapes, self._reducing(_checked(objective.loss))
         num_layers = len(jax.eval_shape(model.split, shapes)[1])
         carried = LayerState.of(model, objective.carried, objective.reductions, num_layers)
-        choices = {"compute_dtype": self.compute_dtype, "remat": self.remat, "carried": carried}
+        choices: PipelineChoices = {"compute_dtype": self.compute_dtype, "remat": self.remat, "carried": carried}
         pipeline, products = Pipeline.of(model, self.schedule, self.mesh, objective.layout, self, **choices), ()
         if objective.fp8 is not None:
             BatchLayout(self.mesh, objective.num_microbatches).microbatch(objective.batch)  # raises ShapeError
@@ -161,7 +162,7 @@ class Pipelined(FSDPChoices):
         return replace(model, embed=wrap(model.embed), layer=wrap(model.layer), head=wrap(model.head))
 
 
-def _on_one_replica(fn: Callable[..., Tree]) -> Callable[..., Tree]:
+def _on_one_replica(fn: Callable[..., _T]) -> Callable[..., _T]:
     """Wraps a function of a model so that it raises ConfigError if it reduces over a mesh axis."""
 
     def refused(axis: str) -> ConfigError:
@@ -169,16 +170,17 @@ def _on_one_replica(fn: Callable[..., Tree]) -> Callable[..., Tree]:
         return ConfigError(f"`engine` is dispatch: {must}", field="engine")
 
     @functools.wraps(fn)
-    def piece(*args: Tree) -> Tree:
+    def piece(*args: Tree) -> _T:
         with refused_axes(refused):
             return fn(*args)
 
     return piece
 
 
-def _check_model(loss: Any) -> None:
+def _checked(loss: LossFunction | LossInParts) -> PipelineModel:
     if not isinstance(loss, PipelineModel):
         raise ConfigError(f"`loss` is {loss!r}: must be a jgraph.PipelineModel with the strategy Pipelined", field="loss")
+    return loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,8 +200,8 @@ class BoundPipeline:
     objective: Objective
     pipeline: Pipeline
     products: tuple[Product, ...]
-    layout: Layout
-    packing: Layout
+    layout: Layout[Params]
+    packing: Layout[Arrays]
     engine: Engine
 
     @property
@@ -207,7 +209,7 @@ class BoundPipeline:
         return BatchLayout(self.pipeline.mesh, self.objective.num_microbatches)
 
     @property
-    def observed(self) -> Tree:
+    def observed(self) -> Observed:
         return jax.eval_shape(partial(self.pipeline.precision.state, self.pipeline.assignment.num_layers))
 
     @property
@@ -223,14 +225,14 @@ class BoundPipeline:
 
     # --- Gradients ---
 
-    def loss_and_grads(self, params: Arrays, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Arrays]:
+    def loss_and_grads(self, params: Arrays, batch: Batch, key: Key, carry: Carry) -> tuple[Loss, Arrays]:
         """Computes the loss and the gradients with the SPMD program. The engine `dispatch` does not use this method."""
         pipeline = self.pipeline
         key_of_step = key if pipeline.model.takes_key else None
         layers = pipeline.model.split_carried(carry.model) if jax.tree.leaves(carry.model) else []
         return self.sums(carry, *pipeline.step(self.tree(params), batch, key_of_step, layers, carry.observed))
 
-    def compile_gradients(self, params: Arrays, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
+    def compile_gradients(self, params: Arrays, carry: Carry, batch: Batch, key: Key, options: Options) -> GradientProgram:
         """Compiles the executables of the ranks with the engine `dispatch`; compiles nothing with the engine `program`.
 
         Raises:
@@ -242,11 +244,13 @@ class BoundPipeline:
         program = dispatched(self.pipeline, params, carry, self.tree, batch, key, options)
         return _HostProgram(self, program.results, program)
 
-    def tree(self, params: Arrays) -> Tree:
+    def tree(self, params: Arrays) -> PipelineParams:
         """Returns the arrays of a step as the tree of the pipeline."""
         return self.pipeline.tree(self.packing.unpack(params))
 
-    def sums(self, carry: Carry, loss: Array, grads: Tree, layers: list[Tree], observed: Tree) -> tuple[Loss, Arrays]:
+    def sums(
+        self, carry: Carry, loss: Array, grads: PipelineParams, layers: list[Carried], observed: Observed
+    ) -> tuple[Loss, Arrays]:
         """Converts the four results of `Pipeline.step` to the results of `loss_and_grads`."""
         model = self.pipeline.model.join_carried(layers) if layers else carry.model
         sums = Loss(loss, jnp.ones((), jnp.float32), {}, Carry(model, observed))
@@ -257,7 +261,7 @@ class BoundPipeline:
 class _Reports(Reports):
     bound: BoundPipeline
 
-    def predict_memory(self, batch: Tree) -> Pools:
+    def predict_memory(self, batch: Batch) -> Pools:
         """Predicts the memory of a rank of the SPMD engine (`memory.bytes_per_rank`)."""
         pipeline, count = self.bound.pipeline, self.bound.objective.num_microbatches
         batch_M = jax.eval_shape(partial(by_microbatch, num_microbatches=count), batch)
@@ -265,7 +269,7 @@ class _Reports(Reports):
         return Pools(bytes_per_rank(pipeline, batch_M), "some" if is_partitioned else "whole")
 
     def describe(
-        self, batch: Tree, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None
+        self, batch: Batch, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None
     ) -> list[str]:
         """Describes the schedule and its memory in a line, and FP8 matmuls in another."""
         pipeline, fp8 = self.bound.pipeline, self.bound.objective.fp8
@@ -283,7 +287,7 @@ class _Reports(Reports):
             return [line]
         return [line, describe(self.bound.products, fp8, count(executables), loops="microbatches")]
 
-    def profile_facts(self) -> dict[str, Any]:
+    def profile_facts(self) -> dict[str, Json]:
         """Returns the schedule, and the device of each rank of the first replica as a trace names it."""
         pipeline, schedule = self.bound.pipeline, self.bound.pipeline.schedule
         ranks = pipeline.mesh.devices[0].reshape(schedule.num_ranks, -1)[:, 0]
@@ -310,8 +314,9 @@ class _HostProgram(GradientProgram):
     def executables(self) -> Sequence[jax.stages.Compiled]:
         return self.dispatched.executables
 
-    def run(self, params: Arrays, carry: Carry, step: Array, batch: Tree) -> Tree:
+    def run(self, params: Arrays, carry: Carry, step: Array, batch: Batch) -> Results[Array]:
         return self.dispatched(params, carry, step, batch)
 
-    def gradients(self, params: Arrays, carry: Carry, key: Array, inputs: Tree) -> tuple[Loss, Arrays]:
+    def gradients(self, params: Arrays, carry: Carry, key: Key, inputs: Tree) -> tuple[Loss, Arrays]:
+        assert isinstance(inputs, Results), "the result of `run`"
         return self.strategy.sums(carry, *self.dispatched.collect(inputs))

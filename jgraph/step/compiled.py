@@ -10,7 +10,7 @@ from jgraph.dispatch import in_turn
 from jgraph.errors import ShapeError
 from jgraph.step.state import StepMetrics, TrainState
 from jgraph.strategies.base import GradientProgram
-from jgraph.strategies.objective import Tree
+from jgraph.types import Batch
 from jgraph.xla import CaptureReport
 from jgraph.xla.explain import Memory
 
@@ -32,10 +32,10 @@ class CompiledStep:
 
     executable: jax.stages.Compiled
     capture: CaptureReport | None
-    batch: Tree
+    batch: Batch
     gradients: GradientProgram
 
-    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, StepMetrics]:
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """Runs a step. On GPUs, returns before the devices finish; on several CPU devices, waits for the results.
 
         Args:
@@ -85,7 +85,7 @@ class CompiledStep:
         return f"{self.gradients}\nupdate: {text}" if self.gradients.executables else text
 
 
-def _misplaced(batch: Tree, expected: Tree) -> str:
+def _misplaced(batch: Batch, expected: Batch) -> str:
     """Returns the reason why a batch is not from `TrainStep.place`. Empty if it is, or if the step runs on one device."""
     if jax.tree.structure(batch) != jax.tree.structure(expected):
         return ""

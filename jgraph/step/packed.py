@@ -8,11 +8,11 @@ import optax
 from jgraph.layout import Packing
 from jgraph.step.probe import check_elementwise
 from jgraph.step.transform import Transform, elementwise, make_transform
-from jgraph.tree import PyTree
+from jgraph.types import Mask, OptState, Params
 
 
 def packed(
-    transform: Transform | Callable[[PyTree], Transform], *, clip_norm: float | None = None
+    transform: Transform | Callable[[Mask], Transform], *, clip_norm: float | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Packs small parameters into a few arrays, so that an optax transform runs a few kernels instead of several per parameter.
 
@@ -43,20 +43,21 @@ def packed(
     declared = elementwise(transform)
     clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
 
-    def parts(params: PyTree) -> tuple[Packing, optax.GradientTransformationExtraArgs]:
+    def parts(params: Params) -> tuple[Packing, Transform]:
         packing = Packing.of(params)
         transform: Any = make_transform(declared, packing.decay_mask())  # optax.MultiSteps also has the methods of a transform
         return packing, optax.chain(clip, transform)
 
-    def init(params: PyTree) -> PyTree:
+    def init(params: Params) -> OptState:
         check_elementwise(declared, params)
         packing, inner = parts(params)
         return inner.init(packing.pack(params))
 
-    def update(updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, PyTree]:
+    def update(updates: Params, state: OptState, params: Params = None, **extra: Any) -> tuple[Params, OptState]:
         packing, inner = parts(updates if params is None else params)
         together = None if params is None else packing.pack(params)
-        updates, state = inner.update(packing.pack(updates), state, together, **extra)
-        return packing.unpack(updates), state
+        arrays, state = inner.update(packing.pack(updates), state, together, **extra)
+        return packing.unpack(arrays), state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    # optax annotates its trees as any iterables, which are no trees of JAX.
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]

@@ -12,14 +12,16 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.extend import core
+from jax.typing import ArrayLike
 
 from jgraph.autodiff import replay
 from jgraph.errors import ConfigError
 from jgraph.layout import Packing
-from jgraph.step.transform import Elementwise, apply_transform, make_transform
-from jgraph.strategies.objective import Tree
+from jgraph.step.transform import Elementwise, Transform, apply_transform, make_transform
 from jgraph.tree import is_matrix, leaf_names, path_name
+from jgraph.types import Params
 
 Expression: TypeAlias = str | tuple[str, ...]
 
@@ -30,14 +32,14 @@ _SETS = ("and", "concatenate", "or", "reduce_and", "reduce_or")  # combine condi
 _MIXING = ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "iota", "rev", "scan", "sort", "while")
 
 
-def check_elementwise(declared: Elementwise, shapes: Tree) -> None:
+def check_elementwise(declared: Elementwise, shapes: Params) -> None:
     """Checks that a transform computes the same updates for packed parameters as for separate parameters.
 
     Packed parameters are several parameters that share one array. Traces the transform, and runs nothing. Returns nothing.
 
     Args:
         declared: The transform to check.
-        shapes: Tree of arrays or shapes, the model's parameters. At most eight leaves, which differ in name and number of axes,
+        shapes: Arrays or shapes of the model's parameters. At most eight leaves, which differ in name and number of axes,
             are traced, as float32. Without leaves, nothing is checked.
 
     Raises:
@@ -64,7 +66,7 @@ def check_elementwise(declared: Elementwise, shapes: Tree) -> None:
         raise _not_elementwise("computes other updates for parameters that share an array than for separate ones")
 
 
-def _sample(shapes: Tree) -> Tree:
+def _sample(shapes: Params) -> Params:
     """Returns the shapes of a few leaves of different names and ranks, with None in place of the other leaves."""
     leaves, structure = jax.tree.flatten(shapes)
     kinds = [(name.rpartition("/")[2], leaf.ndim) for name, leaf in zip(leaf_names(shapes), leaves, strict=True)]
@@ -74,7 +76,7 @@ def _sample(shapes: Tree) -> Tree:
     )
 
 
-def _updates(transform: Any, params: Tree) -> list[Expression]:
+def _updates(transform: Transform, params: Params) -> list[Expression]:
     """Returns the expressions of the updates, in the order of the leaves. All are `_MIXED` if an update or new state is."""
     start, state = jax.make_jaxpr(transform.init, return_shape=True)(params)
     value = jax.ShapeDtypeStruct((), jnp.float32)
@@ -89,12 +91,12 @@ def _updates(transform: Any, params: Tree) -> list[Expression]:
     return [_MIXED] * count if _MIXED in outputs else outputs[:count]
 
 
-def _expressions(jaxpr: core.Jaxpr, consts: Sequence[Any], inputs: Sequence[Expression]) -> list[Expression]:
+def _expressions(jaxpr: core.Jaxpr, consts: Sequence[Array], inputs: Sequence[Expression]) -> list[Expression]:
     """Returns the expression of every output of a jaxpr."""
-    known: dict[Any, Expression] = dict(zip(jaxpr.invars, inputs, strict=True))
+    known: dict[core.Var, Expression] = dict(zip(jaxpr.invars, inputs, strict=True))
     known |= {var: _constant(value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
 
-    def read(atom: Any) -> Expression:
+    def read(atom: core.Var | core.Literal) -> Expression:
         return _constant(atom.val) if isinstance(atom, core.Literal) else known[atom]
 
     for eqn in jaxpr.eqns:
@@ -133,7 +135,7 @@ def _digest(*parts: Any) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-def _constant(value: Any) -> Expression:
+def _constant(value: ArrayLike) -> Expression:
     array = np.asarray(value)
     is_uniform = array.size == 1 or len({*array.ravel().tolist()}) == 1
     return f"{array.dtype} {array.ravel()[0].item()}" if is_uniform else _MIXED

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 import jax
 from jax import Array
 
-from jgraph.strategies.objective import Carry, Tree
+from jgraph.strategies.objective import Carry
+from jgraph.types import Arrays, Carried, Observed, OptState, Tree
 
 
 @jax.tree_util.register_dataclass
@@ -27,10 +28,10 @@ class TrainState:
 
     step: Array
     skipped: Array
-    params: Tree
-    opt_state: Tree
-    carried: Tree = field(default_factory=dict)
-    observed: Tree = field(default_factory=dict)
+    params: Arrays
+    opt_state: OptState
+    carried: Carried = field(default_factory=dict)
+    observed: Observed = field(default_factory=dict)
 
     @property
     def carry(self) -> Carry:

@@ -7,18 +7,18 @@ an update only if the loss and the gradient are finite, so the host may read the
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jgraph.checkpoint.canonical import CanonicalLayout
 from jgraph.dispatch import in_turn, warn_unordered
 from jgraph.errors import ConfigError
-from jgraph.layout import alone, named
+from jgraph.layout import alone, each, named
 from jgraph.mesh import PARTITIONED_AXES
 from jgraph.precision.config import FP8Config
 from jgraph.scopes import scope
@@ -26,32 +26,33 @@ from jgraph.step.compiled import CompiledStep
 from jgraph.step.probe import check_elementwise
 from jgraph.step.state import StepMetrics, TrainState
 from jgraph.step.transform import Elementwise, Transform, check_transform, make_transform
-from jgraph.step.update import ElementwiseOptimizer, Optimizer, Update
+from jgraph.step.update import Optimizer, Update
 from jgraph.strategies import checks
 from jgraph.strategies.base import BoundStrategy, GradientProgram, Strategy
-from jgraph.strategies.objective import Objective, Tree
+from jgraph.strategies.objective import LossFunction, LossInParts, Objective
 from jgraph.tree import leaf_names, matching
+from jgraph.types import Batch, Carried, Device, Key, Observed, Params, Reductions, Tree
 from jgraph.xla import check_identity, compile_and_report, compiler_options
 from jgraph.xla.options import OptionValue, known
 
 
 def train_step(
-    loss: Any,
+    loss: LossFunction | LossInParts,
     transform: Transform | Elementwise,
     strategy: Strategy,
     *,
     num_microbatches: int = 1,
     clip_norm: float | None = None,
-    key: Array | int = 0,
-    params_dtype: Any = jnp.float32,
-    grads_dtype: Any = jnp.float32,
-    read_dtype: Any = None,
+    key: Key | int = 0,
+    params_dtype: DTypeLike = jnp.float32,
+    grads_dtype: DTypeLike = jnp.float32,
+    read_dtype: DTypeLike | None = None,
     freeze: Sequence[str] = (),
-    frozen_dtype: Any = None,
-    carried: Tree = None,
-    reductions: Tree = "mean",
+    frozen_dtype: DTypeLike | None = None,
+    carried: Carried = None,
+    reductions: Reductions = "mean",
     fp8: FP8Config | None = None,
-    batch: Tree = None,
+    batch: Batch = None,
 ) -> "TrainStep":
     """Makes a training step: gradients of a loss over microbatches, clipping, an optax update, applied only if finite.
 
@@ -146,7 +147,8 @@ def train_step(
     of_trained = bound.layout.trained
     if is_elementwise:
         decays = {name: param.decays for name, param in of_trained.params.items()}
-        optimizer = ElementwiseOptimizer(make_transform(transform, decays), of_trained)
+        unchanged = each(lambda name, param: None)(of_trained.params)
+        optimizer = Optimizer(make_transform(transform, decays), unchanged, moments=of_trained)
     else:
         optimizer = Optimizer(transform, of_trained)
     update = Update(
@@ -177,7 +179,7 @@ class TrainStep:
 
     bound: BoundStrategy
     update: Update
-    key: Array
+    key: Key
 
     def __repr__(self) -> str:
         size, devices = sum(leaf.size for leaf in jax.tree.leaves(self.update.shapes)), self.num_devices
@@ -193,7 +195,7 @@ class TrainStep:
         """Number of devices of the mesh; 1 without a mesh."""
         return 1 if self.mesh is None else self.mesh.size
 
-    def on(self, devices: Sequence[Any]) -> "TrainStep":
+    def on(self, devices: Sequence[Device]) -> "TrainStep":
         """Returns the same step on other devices, for example compile-only devices from `jgraph.xla.aot`. Moves no arrays.
 
         Args:
@@ -213,7 +215,7 @@ class TrainStep:
 
     # --- State ---
 
-    def init(self, params: Tree | Callable[[], Tree], carried: Tree = None, observed: Tree = None) -> TrainState:
+    def init(self, params: Params | Callable[[], Params], carried: Carried = None, observed: Observed = None) -> TrainState:
         """Makes the initial state (before the first step) in one compiled program, on the devices of the step.
 
         Args:
@@ -267,7 +269,7 @@ class TrainStep:
         return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes, self.shardings)
 
     @cached_property
-    def shardings(self) -> Any:
+    def shardings(self) -> TrainState | None:
         """The shardings of the state, a `TrainState` of NamedShardings; None if the mesh is None. Computed once.
 
         Raises:
@@ -329,7 +331,7 @@ class TrainStep:
         """
         return self.bound.batches.rows(rows)
 
-    def place(self, batch: Tree) -> Tree:
+    def place(self, batch: Batch) -> Batch:
         """Reshapes a batch to microbatches and copies it to the devices of this process. Sends no row to another process.
 
         Args:
@@ -346,7 +348,7 @@ class TrainStep:
         """
         return self.bound.batches.place(batch)
 
-    def placed_shapes(self, batch: Tree) -> Tree:
+    def placed_shapes(self, batch: Batch) -> Batch:
         """Computes the shapes and shardings of a placed batch, to lower programs. Places nothing.
 
         Args:
@@ -364,7 +366,7 @@ class TrainStep:
     # --- The program ---
 
     def compile(
-        self, batch: Tree, *, graph: Literal["auto", "off", "full"] = "auto", xla_options: Sequence[str] = ()
+        self, batch: Batch, *, graph: Literal["auto", "off", "full"] = "auto", xla_options: Sequence[str] = ()
     ) -> CompiledStep:
         """Compiles the step and proves that it updates the state in place. Does not run it.
 
@@ -419,7 +421,7 @@ class TrainStep:
         chosen = (*known(self.bound.xla_options, platform), *xla_options)
         return compiler_options(graph, chosen, platform=platform, num_devices=self.num_devices)
 
-    def lower(self, batch: Tree) -> jax.stages.Lowered:
+    def lower(self, batch: Batch) -> jax.stages.Lowered:
         """Lowers the step as one program that computes gradients and update. Does not compile or run it.
 
         Args:
@@ -453,7 +455,5 @@ class TrainStep:
             with scope("optimizer"):
                 return self.update.apply(state, sums, grads)
 
-        results: dict[str, Any] = {}
-        if self.mesh is not None:
-            results["out_shardings"] = (self.shardings, NamedSharding(self.mesh, PartitionSpec()))
-        return jax.jit(step, donate_argnums=0, keep_unused=True, **results)
+        placed = None if self.mesh is None else (self.shardings, NamedSharding(self.mesh, PartitionSpec()))
+        return jax.jit(step, donate_argnums=0, keep_unused=True, out_shardings=placed)

@@ -7,7 +7,7 @@ declaration.
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard, TypeVar
 
 import jax
 import optax
@@ -16,10 +16,25 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgraph.errors import ConfigError
 from jgraph.layout import Layout
-from jgraph.strategies.objective import Tree
+from jgraph.types import Leaf, Mask, OptState, Params, Shardings, Tree
 
-# optax.MultiSteps is not a GradientTransformation.
-Transform: TypeAlias = optax.GradientTransformation | optax.MultiSteps
+Seen = TypeVar("Seen", bound=Tree)
+
+
+class Transform(Protocol):
+    """An `optax.GradientTransformation`, or another object with its functions, such as `optax.MultiSteps`."""
+
+    # Any, because optax annotates its trees as any iterables.
+
+    @property
+    def init(self) -> Callable[..., Any]:
+        """`init(params) -> state`."""
+        ...
+
+    @property
+    def update(self) -> Callable[..., tuple[Any, Any]]:
+        """`update(updates, state, params, **extra) -> (updates, state)`."""
+        ...
 
 
 class Elementwise(NamedTuple):
@@ -31,10 +46,10 @@ class Elementwise(NamedTuple):
             named `scale` or `bias`).
     """
 
-    make: Callable[[Tree], Transform]
+    make: Callable[[Mask], Transform]
 
 
-def elementwise(transform: Transform | Callable[[Tree], Transform]) -> Elementwise:
+def elementwise(transform: Transform | Callable[[Mask], Transform]) -> Elementwise:
     """Declares that an optax transform updates every element independently of all others.
 
     Small parameters then share one array, and the update takes a few kernels instead of one per parameter. SGD, Adam, AdamW and
@@ -64,7 +79,7 @@ def elementwise(transform: Transform | Callable[[Tree], Transform]) -> Elementwi
     return Elementwise(transform)  # pyright: ignore[reportArgumentType]
 
 
-def make_transform(declared: Elementwise, is_matrix: Tree) -> Transform:
+def make_transform(declared: Elementwise, is_matrix: Mask) -> Transform:
     """Returns the optax transform of a declaration by `elementwise`, for a tree of arrays.
 
     Args:
@@ -89,13 +104,15 @@ def make_transform(declared: Elementwise, is_matrix: Tree) -> Transform:
     return transform
 
 
-def check_transform(transform: Any) -> None:
+def check_transform(transform: Transform | Elementwise) -> None:
     """Raises ConfigError unless `transform` has the methods `init` and `update` of optax, or is an `Elementwise`."""
     if not isinstance(transform, Elementwise) and not _is_transform(transform):
         raise _not_a_transform(transform)
 
 
-def apply_transform(transform: Transform, grads: Tree, opt_state: Tree, params: Tree, *, value: Array) -> tuple[Tree, Tree]:
+def apply_transform(
+    transform: Transform, grads: Seen, opt_state: OptState, params: Seen, *, value: Array
+) -> tuple[Seen, OptState]:
     """Calls the `update` of a transform. A pure function.
 
     Args:
@@ -145,7 +162,7 @@ def _is_transform(value: Any) -> TypeGuard[Transform]:
     return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
 
 
-def state_shardings(transform: Transform, opt_state: Tree, layout: Layout, mesh: Mesh) -> Tree:
+def state_shardings(transform: Transform, opt_state: OptState, layout: Layout[Params], mesh: Mesh) -> Shardings:
     """Places the state of an elementwise transform: moments like their parameters, and the rest on every device.
 
     Args:
@@ -158,7 +175,7 @@ def state_shardings(transform: Transform, opt_state: Tree, layout: Layout, mesh:
         ConfigError: If a moment has another shape than its parameter.
     """
 
-    def of(leaf: Any, param: jax.ShapeDtypeStruct, sharding: Any) -> Any:
+    def of(leaf: Leaf, param: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
         if leaf.shape != param.shape:
             state = f"{leaf.dtype}{list(leaf.shape)} for a parameter of shape {list(param.shape)}"
             raise ConfigError(f"the optimizer state has {state}: must have the shape of the parameter", field="fsdp")
@@ -166,4 +183,5 @@ def state_shardings(transform: Transform, opt_state: Tree, layout: Layout, mesh:
 
     rest = NamedSharding(mesh, PartitionSpec())
     placed = layout.shapes(), layout.shardings(mesh)
-    return optax.tree_map_params(transform, of, opt_state, *placed, transform_non_params=lambda _: rest)
+    state: Any = opt_state  # optax annotates its trees as any iterables
+    return optax.tree_map_params(transform.init, of, state, *placed, transform_non_params=lambda _: rest)  # pyright: ignore[reportReturnType]

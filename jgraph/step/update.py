@@ -1,69 +1,57 @@
 """The update of a training step: clipping, an optax transform, and the check for finite values. Pure functions of a state."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jgraph.checkpoint.canonical import spread
-from jgraph.layout import Arrays, Layout
+from jgraph.layout import Layout
 from jgraph.step.state import StepMetrics, TrainState
 from jgraph.step.transform import Transform, apply_transform, state_shardings
 from jgraph.strategies import checks
-from jgraph.strategies.objective import Loss, Objective, Tree, halted, raised
+from jgraph.strategies.objective import Carry, Loss, Objective, halted, raised
+from jgraph.types import Arrays, Avals, Carried, Observed, OptState, Params, Shardings, Tree
+
+# What a transform sees: the model's own tree, or the arrays of the step.
+Seen = TypeVar("Seen", bound=Tree)
 
 
 @dataclass(frozen=True, eq=False)
-class Optimizer:
-    """An optax transform that gets gradients and parameters in the model's own tree.
+class Optimizer(Generic[Seen]):
+    """An optax transform, which sees the trained parameters in the model's own tree or as the arrays of the step.
 
     Attributes:
         transform: The transform.
-        layout: The layout of the trained parameters.
+        layout: The layout of the trained parameters, from the tree that the transform sees.
+        moments: The layout of moments in the optimizer state; None if they are in the model's own tree already.
     """
 
     transform: Transform
-    layout: Layout
+    layout: Layout[Seen]
+    moments: Layout[Params] | None = None
 
-    @property
-    def moments(self) -> Layout | None:
-        """The layout of moments in the optimizer state; None if they are in the model's own tree already."""
-        return None
+    def init(self, params: Arrays) -> OptState:
+        """Returns the state before the first step, for trained arrays."""
+        return self.transform.init(self.layout.unpack(params))
 
-    def see(self, arrays: Arrays) -> Tree:
-        """Returns arrays of the step as the transform sees them."""
-        return self.layout.unpack(arrays)
+    def update(self, grads: Arrays, opt_state: OptState, params: Arrays, loss: Array) -> tuple[Arrays, OptState]:
+        """Returns the updates of trained arrays, and the new state."""
+        seen = self.layout.unpack(grads), self.layout.unpack(params)
+        updates, opt_state = apply_transform(self.transform, seen[0], opt_state, seen[1], value=loss)
+        return self.layout.pack(updates), opt_state
 
-    def store(self, seen: Tree) -> Arrays:
-        """Inverts `see`."""
-        return self.layout.pack(seen)
-
-    def shardings(self, mesh: Mesh, params: Tree, opt_state: Tree) -> Tree:
-        """Places an optimizer state: every array over as many devices as possible, in the mesh axes of `params`."""
-        return spread(mesh, params, opt_state)
-
-
-class ElementwiseOptimizer(Optimizer):
-    """An optax transform that gets the arrays of the step themselves, because it updates every element independently."""
-
-    @property
-    def moments(self) -> Layout | None:
-        return self.layout
-
-    def see(self, arrays: Arrays) -> Tree:
-        return arrays
-
-    def store(self, seen: Tree) -> Arrays:
-        return seen
-
-    def shardings(self, mesh: Mesh, params: Tree, opt_state: Tree) -> Tree:
-        """Places moments like the arrays that they belong to."""
-        return state_shardings(self.transform, opt_state, self.layout, mesh)
+    def shardings(self, mesh: Mesh, params: Avals, opt_state: OptState) -> Shardings:
+        """Places moments like their arrays if `moments` describes them, else each array over as many devices as possible."""
+        if self.moments is None:
+            return spread(mesh, params, opt_state)
+        return state_shardings(self.transform, opt_state, self.moments, mesh)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +59,7 @@ class Update:
     """Initializes and updates the state of a training step.
 
     Attributes:
-        optimizer: The optax transform, and what it sees.
+        optimizer: The optax transform.
         layout: The layout of the arrays of the step.
         shapes: Shapes of the parameters, in the model's own tree.
         objective: The loss and the choices that the strategy needs.
@@ -82,17 +70,17 @@ class Update:
         observed: Shapes of the observed state.
     """
 
-    optimizer: Optimizer
-    layout: Layout
-    shapes: Tree
+    optimizer: Optimizer[Params] | Optimizer[Arrays]
+    layout: Layout[Params]
+    shapes: Params
     objective: Objective
     clip_norm: float | None
-    params_dtype: Any
-    read_dtype: Any
-    frozen_dtype: Any
-    observed: Tree
+    params_dtype: np.dtype
+    read_dtype: np.dtype | None
+    frozen_dtype: np.dtype
+    observed: Observed
 
-    def initial(self, tree: Tree, carried: Tree, observed: Tree = None) -> TrainState:
+    def initial(self, tree: Params, carried: Carried, observed: Observed = None) -> TrainState:
         """Returns the state before the first step, for parameters in the model's own tree.
 
         Raises:
@@ -107,7 +95,7 @@ class Update:
         zero = jnp.zeros((), jnp.int32)
         # Copies, because the first step donates the state.
         rest = jax.tree.map(jnp.array, (carried, observed))
-        opt_state = self.optimizer.transform.init(self.optimizer.see(self._trained(params)))
+        opt_state = self.optimizer.init(self._trained(params))
         return TrainState(zero, zero.copy(), params, opt_state, *rest)
 
     @cached_property
@@ -125,9 +113,9 @@ class Update:
         params = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed[name]) for name, leaf in state.params.items()
         }
-        replicated: Any = NamedSharding(mesh, PartitionSpec())
         opt_state = self.optimizer.shardings(mesh, params, state.opt_state)
-        return TrainState(replicated, replicated, placed, opt_state, *jax.tree.map(lambda _: replicated, state.carry))
+        replicated: TrainState = jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), state)
+        return replace(replicated, params=placed, opt_state=opt_state)
 
     def apply(self, state: TrainState, sums: Loss, grads: Arrays) -> tuple[TrainState, StepMetrics]:
         """Clips the gradient and applies the update of the transform if loss and gradient are finite. Called under `jax.jit`.
@@ -155,6 +143,7 @@ class Update:
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         reductions = self.objective.reductions
         after = sums.carried
+        assert isinstance(after, Carry), "a bound strategy returns both kinds of state"
         carried, as_before = raised(reductions, state.carried, after.model), raised(reductions, after.model, state.carried)
         flag = halted(reductions, carried)
         counts = 1 if flag is None else jnp.where(flag == 0, 1, 0)
@@ -169,16 +158,14 @@ class Update:
         new = TrainState(state.step + counts, skipped, state.params | new[0], *new[1:])
         return new, StepMetrics(loss, norm, square_sums, aux, flag)
 
-    def _updated(self, grads: Arrays, norm: Array, params: Arrays, opt_state: Tree, loss: Array) -> tuple[Arrays, Tree]:
+    def _updated(self, grads: Arrays, norm: Array, params: Arrays, opt_state: OptState, loss: Array) -> tuple[Arrays, OptState]:
         """Returns the new trained parameters and the new optimizer state."""
         scale = 1.0 if self.clip_norm is None else jnp.minimum(1.0, self.clip_norm / norm)
         scaled = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, grads)
         # In float32, because weight decay in bfloat16 would be rounded to zero.
         params32 = _cast(params, jnp.float32)
-        optimizer = self.optimizer
-        seen = optimizer.see(scaled), optimizer.see(params32)
-        updates, opt_state = apply_transform(optimizer.transform, seen[0], opt_state, seen[1], value=loss)
-        updates = self._of_trained_rows(optimizer.store(updates))
+        updates, opt_state = self.optimizer.update(scaled, opt_state, params32, loss)
+        updates = self._of_trained_rows(updates)
         return jax.tree.map(lambda p, u, old: (p + u).astype(old.dtype), params32, updates, params), opt_state
 
     def _trained(self, arrays: Arrays) -> Arrays:

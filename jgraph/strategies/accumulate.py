@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,15 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from jgraph.scopes import scope
-from jgraph.strategies.objective import Loss, Tree, before_any, merge
+from jgraph.strategies.objective import Loss, before_any, merge
+from jgraph.types import Arrays, Batch, Key, Reductions
 
-# (params, batch, key) -> sums, and gradients like the parameters
-MicrobatchFunction: TypeAlias = Callable[[Tree, Tree, Array], tuple[Loss, Tree]]
+MicrobatchFunction: TypeAlias = Callable[[Arrays, Batch, Key], tuple[Loss, Arrays]]
+"""`(params, batch, key) -> (sums, gradients)`, with the arrays of a step."""
 
 
 def accumulate(
-    sums_and_grads: MicrobatchFunction, num_microbatches: int, *, dtype: DTypeLike, reductions: Tree, at_once: int = 1
+    sums_and_grads: MicrobatchFunction, num_microbatches: int, *, dtype: DTypeLike, reductions: Reductions, at_once: int = 1
 ) -> MicrobatchFunction:
     """Returns a function that calls `sums_and_grads` on each microbatch and sums the results. Traces nothing itself.
 
@@ -45,14 +46,14 @@ def accumulate(
         with the reduction `mean` is summed and not divided by M. Its gradients are sums over the microbatches, too.
     """
 
-    def accumulated(params: Tree, batch_M: Tree, key: Array) -> tuple[Loss, Tree]:
-        def microbatch(m: Any, batch: Tree) -> tuple[Loss, Tree]:
+    def accumulated(params: Arrays, batch_M: Batch, key: Key) -> tuple[Loss, Arrays]:
+        def microbatch(m: Array | int, batch: Batch) -> tuple[Loss, Arrays]:
             return sums_and_grads(params, batch, jax.random.fold_in(key, m))
 
         if num_microbatches == 1:
             return microbatch(0, jax.tree.map(lambda leaf: jnp.squeeze(leaf, 0), batch_M))
 
-        def add(carry: tuple[Loss, Tree], this: tuple[Array, Tree]) -> tuple[tuple[Loss, Tree], None]:
+        def add(carry: tuple[Loss, Arrays], this: tuple[Array, Batch]) -> tuple[tuple[Loss, Arrays], None]:
             sums, grads = microbatch(*this)
             with scope("wgrad"):
                 return (

@@ -7,19 +7,21 @@ new file.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import jax
 from jax import Array
 from jax.sharding import Mesh
 
-from jgraph.layout import Arrays, Layout
+from jgraph.layout import Layout
 from jgraph.strategies.batches import BatchLayout
-from jgraph.strategies.objective import Carry, Loss, Objective, Tree
+from jgraph.strategies.objective import Carry, Loss, Objective
+from jgraph.types import Arrays, Batch, Json, Key, Observed, Params, Tree
 from jgraph.xla.explain import Memory
 from jgraph.xla.options import OptionValue
 
 Options: TypeAlias = Mapping[str, OptionValue]
+"""XLA options by name."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +46,7 @@ class GradientProgram:
         """The executables that `run` calls, in order. In this class, ()."""
         return ()
 
-    def run(self, params: Tree, carry: Carry, step: Array, batch: Tree) -> Tree:
+    def run(self, params: Arrays, carry: Carry, step: Array, batch: Batch) -> Tree:
         """Calls the executables. In this class, calls nothing and returns `batch` itself.
 
         Args:
@@ -59,7 +61,7 @@ class GradientProgram:
         """
         return batch
 
-    def gradients(self, params: Tree, carry: Carry, key: Array, inputs: Tree) -> tuple[Loss, Tree]:
+    def gradients(self, params: Arrays, carry: Carry, key: Key, inputs: Tree) -> tuple[Loss, Arrays]:
         """Computes the sums over the batch and the gradient of the mean loss. Traced into the program of the update.
 
         In this class, calls `loss_and_grads` of the strategy.
@@ -95,7 +97,7 @@ class Pools(NamedTuple):
 class Reports:
     """What a bound strategy tells about itself. The methods of this class tell nothing; a strategy overrides some."""
 
-    def predict_memory(self, batch: Tree) -> Pools:
+    def predict_memory(self, batch: Batch) -> Pools:
         """Predicts the memory of one device during a step, besides parameters and optimizer state. Compiles nothing.
 
         Args:
@@ -107,7 +109,7 @@ class Reports:
         return Pools({}, "some")
 
     def describe(
-        self, batch: Tree, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None
+        self, batch: Batch, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None
     ) -> list[str]:
         """Describes a compiled step for the log. Prints nothing.
 
@@ -122,7 +124,7 @@ class Reports:
         """
         return []
 
-    def profile_facts(self) -> dict[str, Any]:
+    def profile_facts(self) -> dict[str, Json]:
         """Returns facts about the strategy to be written into the report of a profile.
 
         Returns:
@@ -144,7 +146,7 @@ class BoundStrategy(Protocol):
         ...
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> Layout[Params]:
         """Maps the model's own tree to the arrays of a step, and describes each array.
 
         The description decides where an array is placed, whether weight decay applies, and which of its elements are trained.
@@ -152,7 +154,7 @@ class BoundStrategy(Protocol):
         ...
 
     @property
-    def observed(self) -> Tree:
+    def observed(self) -> Observed:
         """Shapes of the observed state (amax histories of FP8), a tree of `jax.ShapeDtypeStruct`; {} if there is none."""
         ...
 
@@ -173,7 +175,7 @@ class BoundStrategy(Protocol):
         """Returns a copy of the strategy for another mesh with the same shape and axis names. Moves no arrays."""
         ...
 
-    def loss_and_grads(self, params: Arrays, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Arrays]:
+    def loss_and_grads(self, params: Arrays, batch: Batch, key: Key, carry: Carry) -> tuple[Loss, Arrays]:
         """Computes the sums over a batch and the gradient of the mean loss, as a pure function to be jitted.
 
         Args:
@@ -191,7 +193,7 @@ class BoundStrategy(Protocol):
         """
         ...
 
-    def compile_gradients(self, params: Arrays, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
+    def compile_gradients(self, params: Arrays, carry: Carry, batch: Batch, key: Key, options: Options) -> GradientProgram:
         """Compiles the separate executables of the gradients, if the strategy has any. Does not run them.
 
         Args:
@@ -219,7 +221,7 @@ class Strategy(Protocol):
     """
 
     @property
-    def shapes(self) -> Tree:
+    def shapes(self) -> Params:
         """The parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree. Only shapes and dtypes are read."""
         ...
 
@@ -240,7 +242,7 @@ class Strategy(Protocol):
         ...
 
 
-def summary(mesh: Mesh | None, shapes: Tree) -> str:
+def summary(mesh: Mesh | None, shapes: Params) -> str:
     """Describes a mesh and the size of a model in a few words, for `repr`.
 
     Args:

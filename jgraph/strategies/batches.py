@@ -2,19 +2,19 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from jgraph.errors import ShapeError
 from jgraph.mesh import batch_axes, num_data_ranks
 from jgraph.strategies import checks
-from jgraph.strategies.objective import Tree
 from jgraph.tree import path_name
+from jgraph.types import Batch, Leaf
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class BatchLayout:
         parts = self.sharding.addressable_devices_indices_map(index_MB.shape).values()
         return np.unique(np.concatenate([index_MB[part].ravel() for part in parts if part is not None]))
 
-    def place(self, batch: Tree) -> Tree:
+    def place(self, batch: Batch) -> Batch:
         """Copies the rows of this process to its devices. Sends no row to another process.
 
         Args:
@@ -81,7 +81,7 @@ class BatchLayout:
         if not leaves or not all(checks.has_rows(leaf, multiple) for leaf in leaves):
             self._share(batch, local, "data ranks of this process")
 
-        def place(leaf: Any) -> Array:
+        def place(leaf: Array | np.ndarray) -> Array:
             rows = np.asarray(leaf)
             shape = (self.num_microbatches, len(rows) // self.num_microbatches, *rows.shape[1:])
             whole = (shape[0], shape[1] * total // local, *shape[2:])
@@ -89,7 +89,7 @@ class BatchLayout:
 
         return jax.tree.map(place, batch)
 
-    def placed_shapes(self, batch: Tree) -> Tree:
+    def placed_shapes(self, batch: Batch) -> Batch:
         """Computes the shapes and shardings of a placed batch. Places nothing.
 
         Args:
@@ -105,7 +105,7 @@ class BatchLayout:
         """
         sharding, num_microbatches = self.sharding, self.num_microbatches
 
-        def is_placed(leaf: Any) -> bool:
+        def is_placed(leaf: Leaf) -> bool:
             where = getattr(leaf, "sharding", None)
             if sharding is None or not isinstance(where, NamedSharding):
                 return False
@@ -113,7 +113,7 @@ class BatchLayout:
             is_same = (where.spec, where.mesh.shape) == (sharding.spec, sharding.mesh.shape)
             return is_same and leaf.shape[0] == num_microbatches
 
-        def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        def shape(leaf: Leaf) -> jax.ShapeDtypeStruct:
             lead = (num_microbatches, leaf.shape[0] // num_microbatches)
             placed = leaf.shape if sharding is None or is_placed(leaf) else (*lead, *leaf.shape[1:])
             return jax.ShapeDtypeStruct(placed, leaf.dtype, sharding=sharding)
@@ -123,7 +123,7 @@ class BatchLayout:
             self.microbatch(batch)  # raises ShapeError
         return jax.tree.map(shape, batch)
 
-    def microbatch(self, batch: Tree) -> Tree:
+    def microbatch(self, batch: Batch) -> Batch:
         """Computes the shapes of the part of a microbatch that one data rank gets.
 
         Args:
@@ -137,11 +137,11 @@ class BatchLayout:
         """
         return self._share(batch, num_data_ranks(self.mesh), "data ranks")
 
-    def _share(self, batch: Tree, ranks: int, what: str) -> Tree:
+    def _share(self, batch: Batch, ranks: int, what: str) -> Batch:
         """Returns the shapes of the rows of a microbatch on one of `ranks` ranks. `what` describes the ranks in the error."""
         checks.check_batch(batch)
 
-        def share(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        def share(path: KeyPath, leaf: Leaf) -> jax.ShapeDtypeStruct:
             if leaf.ndim == 0 or leaf.shape[0] % (self.num_microbatches * ranks):
                 raise ShapeError(
                     f"`batch` has an array of shape {list(leaf.shape)}{checks.at(path_name(path))}: its first axis must be "
@@ -152,7 +152,7 @@ class BatchLayout:
 
         return jax.tree_util.tree_map_with_path(share, batch)
 
-    def by_microbatch(self, placed: Tree) -> Tree:
+    def by_microbatch(self, placed: Batch) -> Batch:
         """Converts a placed batch to leaves [M, B/M, ...]. Can be traced.
 
         If `mesh` is None, reshapes leaves [B, ...]. Otherwise, returns `placed` itself, which has these shapes already.
@@ -168,7 +168,7 @@ class BatchLayout:
         return len(self.rows(self.num_microbatches * total)) // self.num_microbatches, total
 
 
-def by_microbatch(batch: Tree, num_microbatches: int) -> Tree:
+def by_microbatch(batch: Batch, num_microbatches: int) -> Batch:
     """Reshapes a batch to microbatches. A pure function of arrays.
 
     Args:

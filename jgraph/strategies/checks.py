@@ -15,18 +15,19 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jgraph.errors import ConfigError, ShapeError, check_choice
-from jgraph.layout import Params
+from jgraph.layout import Description
 from jgraph.mesh import Axis
 from jgraph.precision.config import FP8Config
-from jgraph.strategies.objective import Loss, Reduction, Tree
+from jgraph.strategies.objective import Loss, LossFunction, LossInParts
 from jgraph.tree import leaf_names
+from jgraph.types import Batch, Carried, Key, Leaf, Params, Reduction, Reductions, Tree
 
 _NOT_TRAINED = "parameters must be floating; pass other arrays as `carried` state, and freeze floating arrays with `freeze`"
 
 # --- Single values ---
 
 
-def check_count(field: str, value: Any) -> None:
+def check_count(field: str, value: int) -> None:
     """Checks that an argument is a positive integer, and no bool.
 
     Args:
@@ -40,7 +41,7 @@ def check_count(field: str, value: Any) -> None:
         raise ConfigError(f"`{field}` is {_shown(value)}: must be a positive integer", field=field)
 
 
-def check_split(mesh: Mesh | None, params: Params) -> None:
+def check_split(mesh: Mesh | None, params: Description) -> None:
     """Checks that a mesh with the axis `tensor` has parameters that are split over this axis.
 
     Without that, functions on the shards would read parts of concatenated parameters in a wrong order.
@@ -51,7 +52,7 @@ def check_split(mesh: Mesh | None, params: Params) -> None:
         raise ConfigError(f"`strategy` has a mesh with the axis tensor: {must}", field="strategy")
 
 
-def check_clip_norm(value: Any) -> None:
+def check_clip_norm(value: float | None) -> None:
     """Raises ConfigError unless `value`, the argument `clip_norm` of a step, is a positive number or None."""
     fits = value is None or (isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value) > 0)
     if not fits:
@@ -59,7 +60,7 @@ def check_clip_norm(value: Any) -> None:
         raise ConfigError(f"`clip_norm` is {_shown(value)}: {must}", field="clip_norm")
 
 
-def float_dtype(field: str, value: Any) -> Any:
+def float_dtype(field: str, value: DTypeLike | None) -> np.dtype:
     """Converts an argument to a floating dtype.
 
     Args:
@@ -81,7 +82,7 @@ def float_dtype(field: str, value: Any) -> Any:
     return dtype
 
 
-def check_fp8(config: Any, batch: Tree) -> None:
+def check_fp8(config: FP8Config | None, batch: Batch) -> None:
     """Checks the arguments `fp8` and `batch` of a step.
 
     Args:
@@ -98,7 +99,7 @@ def check_fp8(config: Any, batch: Tree) -> None:
         raise ConfigError("`batch` is None: must be arrays or shapes of a whole batch with `fp8`", field="batch")
 
 
-def random_key(value: Any) -> Array:
+def random_key(value: Key | int) -> Key:
     """Converts the argument `key` of a step to a random key.
 
     Args:
@@ -119,7 +120,7 @@ def random_key(value: Any) -> Array:
     return value  # pyright: ignore[reportReturnType]
 
 
-def strings(field: str, value: Any, *, example: str) -> tuple[str, ...]:
+def strings(field: str, value: Iterable[str], *, example: str) -> tuple[str, ...]:
     """Converts a collection of strings to a tuple.
 
     Args:
@@ -161,7 +162,7 @@ def check_shapes(strategy: Any) -> None:
             raise ConfigError(f"`shapes` of `strategy` has {_shown(leaf)}{at(name)}: {must}", field="strategy")
 
 
-def check_params(tree: Tree, shapes: Tree) -> None:
+def check_params(tree: Params, shapes: Params) -> None:
     """Checks that parameters have the structure and shapes of `shapes`. Their dtypes may differ.
 
     Args:
@@ -175,7 +176,7 @@ def check_params(tree: Tree, shapes: Tree) -> None:
     _check_tree("`params`", tree, shapes, like="the `shapes` of the strategy", field="params", dtypes="floating")
 
 
-def check_carried(tree: Tree, shapes: Tree) -> None:
+def check_carried(tree: Carried, shapes: Carried) -> None:
     """Checks carried state against the argument `carried` of `train_step`.
 
     Args:
@@ -191,7 +192,7 @@ def check_carried(tree: Tree, shapes: Tree) -> None:
     _check_tree("`carried`", tree, shapes, like="the `carried` of train_step", field="carried", dtypes="equal")
 
 
-def reductions_of(carried: Tree, reductions: Tree) -> Tree:
+def reductions_of(carried: Carried, reductions: Reductions) -> Reductions:
     """Returns one reduction for each leaf of the carried state.
 
     Args:
@@ -250,7 +251,7 @@ def _check_tree(label: str, tree: Tree, expected: Tree, *, like: str, field: str
             raise ShapeError(f"{found}: must be {required}, as in {like}", field=field)
 
 
-def check_batch(batch: Tree) -> None:
+def check_batch(batch: Batch) -> None:
     """Raises ShapeError unless each leaf of a batch is an array or shape with a dtype of numbers, bools or random keys.
 
     Python numbers and None count as leaves that are not arrays. The numbers of rows are not checked.
@@ -265,7 +266,7 @@ def check_batch(batch: Tree) -> None:
         raise ShapeError(f"`batch` has {_shown(leaf)}{at(name)}: must have {must}", field="batch")
 
 
-def has_rows(leaf: Any, multiple: int) -> bool:
+def has_rows(leaf: Leaf, multiple: int) -> bool:
     """Returns True if `leaf` is an array of numbers, and `multiple` divides the length of its first axis."""
     return _is_array(leaf) and _is_numeric(leaf.dtype) and len(leaf.shape) > 0 and leaf.shape[0] % multiple == 0
 
@@ -273,13 +274,14 @@ def has_rows(leaf: Any, multiple: int) -> bool:
 # --- The loss ---
 
 
-def check_function(loss: Any) -> None:
-    """Raises ConfigError unless `loss` is callable. Does not check its parameters."""
+def check_function(loss: LossFunction | LossInParts) -> LossFunction:
+    """Returns the loss. Raises ConfigError unless it is callable. Does not check its parameters."""
     if not callable(loss):
         raise ConfigError(f"`loss` is {_shown(loss)}: must be a function of params, batch and key", field="loss")
+    return loss
 
 
-def checked_loss(loss: Any, carried: Tree) -> Any:
+def checked_loss(loss: LossFunction | LossInParts, carried: Carried) -> LossFunction | LossInParts:
     """Wraps a loss function with checks of its result. Calls nothing itself.
 
     Args:
@@ -312,7 +314,7 @@ def checked_loss(loss: Any, carried: Tree) -> Any:
             raise ConfigError(f"`loss` takes {signature}: must take ({', '.join(names)}){hint}", field="loss") from None
 
     @functools.wraps(loss)
-    def checked(*args: Any) -> Any:
+    def checked(*args: Tree) -> Array | Loss:
         found = loss(*args)
         _check_loss(found)
         after = found.carried if isinstance(found, Loss) else {}
@@ -325,7 +327,7 @@ def checked_loss(loss: Any, carried: Tree) -> Any:
     return checked
 
 
-def _check_loss(found: Any) -> None:
+def _check_loss(found: Array | Loss) -> None:
     """Raises ShapeError unless a loss function returned a floating scalar, or a `Loss` with a scalar total and weight."""
     scalar, weight = (found.total, found.weight) if isinstance(found, Loss) else (found, None)
     shape, dtype = getattr(scalar, "shape", None), getattr(scalar, "dtype", None)
@@ -340,7 +342,7 @@ def _check_loss(found: Any) -> None:
 # --- Descriptions ---
 
 
-def _difference(label: str, tree: Tree, expected: Tree, *, like: str) -> str | None:
+def _difference(label: str, tree: Tree | Reductions, expected: Tree, *, like: str) -> str | None:
     """Returns a message about the difference of two tree structures; None if they are equal."""
     found, required = jax.tree.structure(tree), jax.tree.structure(expected)
     if found == required:
@@ -353,7 +355,7 @@ def _difference(label: str, tree: Tree, expected: Tree, *, like: str) -> str | N
     return f"{label} is {found}: must be {required}, as in {like}"
 
 
-def _named(tree: Tree) -> list[tuple[str, Any]]:
+def _named(tree: Tree) -> list[tuple[str, Leaf]]:
     return list(zip(leaf_names(tree), jax.tree.leaves(tree), strict=True))
 
 
@@ -384,7 +386,7 @@ def _is_numeric(dtype: DTypeLike) -> bool:
         return False
 
 
-def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
+def _shape_and_dtype(leaf: Leaf) -> tuple[tuple[int, ...], Any]:
     """Returns the shape and the dtype of an array or a number. The dtype of other objects is None."""
     if _is_array(leaf):
         known = _is_numeric(leaf.dtype)

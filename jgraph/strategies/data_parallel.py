@@ -3,14 +3,15 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
-from jgraph.layout import Arrays, Layout, Shard, alone, packed, sharded
+from jgraph.layout import Layout, Shard, alone, packed, sharded
 from jgraph.mesh import Axis, batch_axes, num_data_ranks, on_ranks, with_batch_axes
 from jgraph.precision.loss import FP8Loss, StepLoss
 from jgraph.strategies import sharding
@@ -18,8 +19,9 @@ from jgraph.strategies.accumulate import MicrobatchFunction, accumulate
 from jgraph.strategies.base import GradientProgram, Options, Pools, Reports
 from jgraph.strategies.batches import BatchLayout
 from jgraph.strategies.checks import check_function, check_split
-from jgraph.strategies.objective import Carry, Loss, Objective, Tree, finished, is_mean, summed
+from jgraph.strategies.objective import Carry, Loss, LossFunction, Objective, finished, is_mean, summed
 from jgraph.strategies.sharding import FSDPChoices, wanted
+from jgraph.types import Arrays, Batch, Key, Observed, Params, Tree
 from jgraph.xla.explain import Memory
 
 
@@ -45,10 +47,10 @@ class DataParallel:
     objective: Objective
     batches: BatchLayout
     loss: StepLoss
-    packing: Layout
-    layout: Layout
+    packing: Layout[Arrays]
+    layout: Layout[Params]
     shards: Mapping[str, Shard]
-    compute_dtype: Any = None
+    compute_dtype: DTypeLike | None = None
     reshard_after_forward: bool = False
 
     @classmethod
@@ -56,10 +58,10 @@ class DataParallel:
         cls, mesh: Mesh | None, objective: Objective, choices: FSDPChoices | None = None, *, reshard_after_forward: bool = False
     ) -> Self:
         """Binds a loss function. With FP8, traces the loss to find the matmuls. Without choices, replicates all arrays."""
-        check_function(objective.loss)
+        fn = check_function(objective.loss)
         check_split(mesh, objective.layout.params)
         batches = BatchLayout(mesh, objective.num_microbatches)
-        loss = _step_loss(objective, batches)
+        loss = _step_loss(objective, fn, batches)
         if choices is None:
             layout, packing = objective.layout.then(packed()), packed()(objective.layout.params)
             return cls(objective, batches, loss, packing, layout, {})
@@ -72,7 +74,7 @@ class DataParallel:
         return cls(objective, batches, loss, packing, layout, shards, choices.compute_dtype, reshard_after_forward)
 
     @property
-    def observed(self) -> Tree:
+    def observed(self) -> Observed:
         return self.loss.observed
 
     @property
@@ -88,10 +90,10 @@ class DataParallel:
 
     # --- Gradients ---
 
-    def compile_gradients(self, params: Arrays, carry: Carry, batch: Tree, key: Array, options: Options) -> GradientProgram:
+    def compile_gradients(self, params: Arrays, carry: Carry, batch: Batch, key: Key, options: Options) -> GradientProgram:
         return GradientProgram(self, batch)
 
-    def loss_and_grads(self, params: Arrays, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Arrays]:
+    def loss_and_grads(self, params: Arrays, batch: Batch, key: Key, carry: Carry) -> tuple[Loss, Arrays]:
         """Computes the sums and the gradient, under `jax.shard_map` if there is a mesh."""
         mesh = self.batches.mesh
         if mesh is None:
@@ -103,7 +105,7 @@ class DataParallel:
         run = on_ranks(self._on_device, mesh, in_specs, (PartitionSpec(), out_specs))
         return run(params, batch, key, carry)
 
-    def _on_device(self, params: Arrays, batch: Tree, key: Array, carry: Carry) -> tuple[Loss, Arrays]:
+    def _on_device(self, params: Arrays, batch: Batch, key: Key, carry: Carry) -> tuple[Loss, Arrays]:
         """Computes the sums and gradients on one device, and reduces them over the data ranks."""
         objective, num_microbatches, mesh = self.objective, self.objective.num_microbatches, self.batches.mesh
         axes, devices = ((), 1) if mesh is None else (batch_axes(mesh), num_data_ranks(mesh))
@@ -122,7 +124,7 @@ class DataParallel:
             grads = jax.lax.psum(grads, tuple(a for a in axes if a != Axis.FSDP or not self.shards))
         return sums, jax.tree.map(lambda g: (g / sums.weight).astype(g.dtype), grads)
 
-    def _microbatch_function(self, params: Tree, batch: Tree, key: Array, carry: Carry) -> MicrobatchFunction:
+    def _microbatch_function(self, params: Arrays, batch: Batch, key: Key, carry: Carry) -> MicrobatchFunction:
         """Returns the function of a microbatch. Prepares weights in FP8 once for all microbatches."""
         objective, shards = self.objective, self.shards
         state = (carry.model,) if jax.tree.leaves(carry.model) else ()
@@ -133,7 +135,7 @@ class DataParallel:
             self.batches.mesh is not None and objective.num_microbatches == 1 and objective.grads_dtype == jnp.float32
         )
 
-        def whole(params: Arrays) -> Tree:
+        def whole(params: Arrays) -> Params:
             dtypes = self._gathered_dtypes(params)
             return self._tree(sharding.gathered(params, shards, dtypes) if shards else params)
 
@@ -146,29 +148,29 @@ class DataParallel:
             uncast=bool(shards) or is_summed_directly,
         )
 
-        def loss(whole: Tree, observed: Tree, *args: Tree) -> Any:
+        def loss(whole: Params, observed: Observed, *args: Tree) -> Array | Loss:
             gathered = {name: shards[name].gather(part) for name, part in prepared.parts.items()}
             return prepared.apply(whole, observed, gathered, *args, *state)
 
         run = self.loss.traced(self._differentiated(loss, prepared.parts))
 
-        def sums_and_grads(params: Tree, batch: Tree, key: Array) -> tuple[Loss, Tree]:
+        def sums_and_grads(params: Arrays, batch: Batch, key: Key) -> tuple[Loss, Arrays]:
             sums, grads, observed = run(params, carry.observed, batch, key)
             return replace(sums, carried=Carry(sums.carried, observed)), grads
 
         return sums_and_grads
 
     def _differentiated(
-        self, loss: Callable[..., Any], replaced: Collection[str]
-    ) -> Callable[[Tree, Tree, Tree, Array], tuple[Loss, Tree, Tree]]:
+        self, loss: LossFunction, replaced: Collection[str]
+    ) -> Callable[[Arrays, Observed, Batch, Key], tuple[Loss, Arrays, Observed]]:
         """Returns a function that computes the sums, gradients and observed state of a microbatch.
 
         The loss gathers the parameters in `replaced` itself. Their gradients have the dtype of the sums.
         """
         sums_dtype, trained = self.objective.grads_dtype, list(self.layout.trained.params)
 
-        def differentiate(params: Arrays, observed: Tree, batch: Tree, key: Array) -> tuple[Loss, Arrays, Tree]:
-            def of(arrays: Arrays, observed: Tree) -> tuple[Array, Loss]:
+        def differentiate(params: Arrays, observed: Observed, batch: Batch, key: Key) -> tuple[Loss, Arrays, Observed]:
+            def of(arrays: Arrays, observed: Observed) -> tuple[Array, Loss]:
                 return summed(loss)(self._tree(arrays), observed, batch, key)
 
             if self.shards:
@@ -187,7 +189,7 @@ class DataParallel:
                     reduce="in buckets" if replaced else "scheduled",
                 )
 
-            def of_trained(arrays: Arrays, observed: Tree) -> tuple[Array, Loss]:
+            def of_trained(arrays: Arrays, observed: Observed) -> tuple[Array, Loss]:
                 return of(params | arrays, observed)
 
             differentiated = jax.value_and_grad(of_trained, argnums=(0, 1), has_aux=True)
@@ -196,11 +198,11 @@ class DataParallel:
 
         return differentiate
 
-    def _gathered_dtypes(self, params: Arrays) -> dict[str, Any]:
+    def _gathered_dtypes(self, params: Arrays) -> dict[str, DTypeLike]:
         cast, described = self.compute_dtype, self.layout.params
         return {name: cast if cast and described[name].is_cast else part.dtype for name, part in params.items()}
 
-    def _tree(self, arrays: Arrays) -> Tree:
+    def _tree(self, arrays: Arrays) -> Params:
         """Returns gathered arrays as the tree that the loss gets."""
         return self.objective.tree(self.packing.unpack(arrays))
 
@@ -209,7 +211,7 @@ class DataParallel:
 class _Reports(Reports):
     bound: DataParallel
 
-    def predict_memory(self, batch: Tree) -> Pools:
+    def predict_memory(self, batch: Batch) -> Pools:
         """Predicts the bytes of main_grad only."""
         bound = self.bound
         ranks = mesh.shape.get(Axis.FSDP, 1) if (mesh := bound.batches.mesh) else 1
@@ -219,17 +221,17 @@ class _Reports(Reports):
         return Pools({"main_grad": size * jnp.dtype(bound.objective.grads_dtype).itemsize}, "some")
 
     def describe(
-        self, batch: Tree, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None
+        self, batch: Batch, gradients: GradientProgram, executables: Sequence[jax.stages.Compiled], memory: Memory | None
     ) -> list[str]:
         note = "; weights in FP8 stay gathered for the backward" if self.bound.reshard_after_forward else ""
         return [line + note for line in self.bound.loss.describe(executables)]
 
 
-def _step_loss(objective: Objective, batches: BatchLayout) -> StepLoss:
+def _step_loss(objective: Objective, loss: LossFunction, batches: BatchLayout) -> StepLoss:
     """Returns the loss function of an objective, in FP8 if the objective has a recipe."""
-    fn = with_batch_axes(objective.loss)
+    fn = with_batch_axes(loss)
     if objective.fp8 is None:
         return StepLoss(fn)
     microbatch = batches.microbatch(objective.batch)
-    loss = FP8Loss.of(fn, objective.fp8, objective.layout.own.tree_shapes(), (microbatch, *objective.loss_args))
-    return loss.averaged(objective.num_microbatches * num_data_ranks(batches.mesh)) if is_mean(loss.result) else loss
+    in_fp8 = FP8Loss.of(fn, objective.fp8, objective.layout.own.tree_shapes(), (microbatch, *objective.loss_args))
+    return in_fp8.averaged(objective.num_microbatches * num_data_ranks(batches.mesh)) if is_mean(in_fp8.result) else in_fp8

@@ -7,8 +7,9 @@ from jax.sharding import Mesh
 from jgraph.mesh import Axis, checked
 from jgraph.strategies.base import summary
 from jgraph.strategies.data_parallel import DataParallel
-from jgraph.strategies.objective import Objective, Tree
+from jgraph.strategies.objective import Objective
 from jgraph.strategies.sharding import FSDPChoices
+from jgraph.types import Params
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +47,7 @@ class FullySharded(FSDPChoices):
     """
 
     mesh: Mesh
-    shapes: Tree
+    shapes: Params
     reshard_after_forward: bool = False
 
     def __repr__(self) -> str:

@@ -7,16 +7,16 @@ reduced over microbatches and devices, and replace the state if the update is ap
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
-from jgraph.layout import Arrays, Layout
+from jgraph.layout import Layout
 from jgraph.precision.config import FP8Config
-
-Tree: TypeAlias = Any  # a pytree of arrays, or of their shapes
+from jgraph.types import Arrays, Batch, Carried, Leaf, Observed, Params, Reduction, Reductions, Tree
 
 
 @jax.tree_util.register_dataclass
@@ -46,17 +46,29 @@ class Loss:
     total: Array
     weight: Array | float | None = None
     aux: Tree = field(default_factory=dict)
-    carried: Tree = field(default_factory=dict)
+    carried: Carried = field(default_factory=dict)
 
 
-LossFunction: TypeAlias = Callable[..., "Array | Loss"]
-Reduction: TypeAlias = Literal["max", "sum", "mean", "last", "halt"]
+LossFunction: TypeAlias = Callable[..., Array | Loss]
+"""`loss(params, batch, key)`, with parameters in the model's own tree, a microbatch and a random key. With carried state,
+`loss(params, batch, key, carried)`. Returns a scalar, the mean over the rows of the microbatch, or a `Loss`."""
+
+
+class LossInParts(Protocol):
+    """A loss as the parts of a model that a strategy computes on different devices: a `jgraph.PipelineModel`."""
+
+    @property
+    def embed(self) -> Callable[..., Array]: ...
+
+    @property
+    def layer(self) -> Callable[..., Array]: ...
+
+    @property
+    def head(self) -> Callable[..., Array]: ...
 
 
 class Carry(NamedTuple):
     """State other than parameters and optimizer state: carried state and observed state.
-
-    A `Carry` may also hold the names of reductions in place of the arrays.
 
     Attributes:
         model: The carried state of the model. A loss function returns it. {} if there is none.
@@ -65,8 +77,8 @@ class Carry(NamedTuple):
             and devices, the new states are reduced by maximum.
     """
 
-    model: Tree
-    observed: Tree
+    model: Carried
+    observed: Observed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,33 +99,26 @@ class Objective:
         batch: Arrays or shapes of a whole batch, leaves [B, ...]; required with `fp8`, may be None without.
     """
 
-    loss: Any
-    layout: Layout
+    loss: LossFunction | LossInParts
+    layout: Layout[Params]
     num_microbatches: int = 1
-    grads_dtype: Any = jnp.float32
-    carried: Tree = field(default_factory=dict)
-    reductions: Tree = field(default_factory=dict)
+    grads_dtype: DTypeLike = jnp.float32
+    carried: Carried = field(default_factory=dict)
+    reductions: Reductions = field(default_factory=dict)
     fp8: FP8Config | None = None
-    batch: Tree = None
+    batch: Batch = None
 
-    def tree(self, arrays: Arrays) -> Tree:
+    def tree(self, arrays: Arrays) -> Params:
         """Returns the parameters that the loss gets as a tree, from `layout.params` by name."""
         return self.layout.own.unpack(arrays)
 
-    def reductions_with(self, observed: Tree) -> Carry:
-        """Returns the reductions of carried and observed state.
-
-        Args:
-            observed: Shapes of the observed state.
-
-        Returns:
-            A `Carry`: `model` is the attribute `reductions`, and `observed` is a tree like the argument with the name `max` in
-            place of each leaf.
-        """
-        return Carry(self.reductions, jax.tree.map(lambda _: "max", observed))
+    def reductions_with(self, observed: Observed) -> Reductions:
+        """Returns the reductions of a `Carry`. Observed state is reduced by maximum."""
+        structure = jax.tree.structure(Carry(self.carried, observed))
+        return structure.unflatten([*jax.tree.leaves(self.reductions), *["max"] * len(jax.tree.leaves(observed))])
 
     @property
-    def loss_args(self) -> tuple[Tree, ...]:
+    def loss_args(self) -> tuple[Leaf, *tuple[Carried, ...]]:
         """Shapes of the arguments of the loss function after the batch.
 
         (key,), or (key, carried) if there is carried state. The leaves are shapes or, in `carried`, the given arrays.
@@ -122,28 +127,18 @@ class Objective:
         return (key, self.carried) if jax.tree.leaves(self.carried) else (key,)
 
 
-def is_mean(found: Any) -> bool:
-    """True if the result of a loss function is a mean over the rows of its batch, False if it is a sum with a weight.
-
-    Args:
-        found: The result of the loss function: a scalar, which is a mean, or a `Loss`, which is a mean if its weight is None.
-    """
+def is_mean(found: Array | Loss) -> bool:
+    """True if the result of a loss function is a mean over the rows of its batch, False if it is a sum with a weight."""
     return not isinstance(found, Loss) or found.weight is None
 
 
 def summed(loss: LossFunction) -> Callable[..., tuple[Array, Loss]]:
-    """Converts a loss function for `jax.value_and_grad(has_aux=True)`. Calls nothing itself.
+    """Converts a loss function for `jax.value_and_grad(has_aux=True)`.
 
-    Args:
-        loss: A function that returns a scalar or a `Loss`.
-
-    Returns:
-        `f(*args) -> (total, sums)`, where `args` are the arguments of `loss`. `total` is the result of `loss`, or its
-        `Loss.total`, as a float32 scalar. `sums` is a `Loss` with the same total, and the weight and metrics in float32; its
-        weight is None if the result is a mean. Weight, metrics and carried state have no gradient.
+    The function returns the total as a float32 scalar, and a `Loss` with float32 sums. Only the total has a gradient.
     """
 
-    def of(*args: Any) -> tuple[Array, Loss]:
+    def of(*args: Tree) -> tuple[Array, Loss]:
         found = loss(*args)
         sums = found if isinstance(found, Loss) else Loss(found)
         total, weight, aux = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), (sums.total, sums.weight, sums.aux))
@@ -152,74 +147,32 @@ def summed(loss: LossFunction) -> Callable[..., tuple[Array, Loss]]:
     return of
 
 
-def merge(reductions: Tree, a: Loss, b: Loss) -> Loss:
-    """Adds the sums of two microbatches, and merges their carried state.
-
-    Args:
-        reductions: Tree with the structure of the carried state. Each leaf is the name of a reduction: `max`, `sum`,
-            `mean`, `last` or `halt`.
-        a: Sums of the earlier microbatches.
-        b: Sums of the later microbatches.
-
-    Returns:
-        A `Loss` with the sums of totals, weights and metrics, and the carried state merged by `merged`. A weight that is None
-        in both stays None. Carried state with the reduction `mean` is summed; `reduced` divides it by the number of
-        microbatches later.
-    """
+def merge(reductions: Reductions, a: Loss, b: Loss) -> Loss:
+    """Adds the sums of two microbatches, the earlier one first, and merges their carried state by `merged`."""
     total, weight, aux = jax.tree.map(jnp.add, (a.total, a.weight, a.aux), (b.total, b.weight, b.aux))
     return Loss(total, weight, aux, jax.tree.map(merged, reductions, a.carried, b.carried))
 
 
 def merged(kind: Reduction, a: Array, b: Array) -> Array:
-    """Merges a leaf of the carried state of two microbatches.
-
-    Args:
-        kind: The reduction of the leaf: `max`, `halt` (the maximum, too), `sum`, `mean` or `last`.
-        a: The leaf after the earlier microbatch.
-        b: The leaf after the later microbatch.
-
-    Returns:
-        The merged leaf: the elementwise maximum for `max` and `halt`, the sum for `sum` and `mean`, and `b` for `last`.
-        `reduced` divides the sum of a `mean` by the number of microbatches later.
-    """
+    """Merges a leaf of the carried state of two microbatches. Means are summed, and divided by `reduced` later."""
     functions = {"max": jnp.maximum, "halt": jnp.maximum, "sum": jnp.add, "mean": jnp.add, "last": lambda a, b: b}
     return functions[kind](a, b)
 
 
-def before_any(reductions: Tree, shapes: Tree) -> Tree:
-    """Returns the carried state to start an accumulation from: merged with another state, it gives the other state.
+def before_any(reductions: Reductions, shapes: Carried) -> Carried:
+    """Returns the carried state to start an accumulation from: merged with another state, it gives the other state."""
 
-    Args:
-        reductions: Tree with the structure of the carried state. Each leaf is the name of a reduction: `max`, `sum`,
-            `mean`, `last` or `halt`.
-        shapes: Shapes and dtypes of the carried state.
-
-    Returns:
-        A tree like `shapes` of new arrays: minus infinity (or the lowest integer of an integer dtype) for the reductions `max`
-        and `halt`, and zeros for the others.
-    """
-
-    def of(kind: Reduction, leaf: Any) -> Array:
+    def of(kind: Reduction, leaf: Leaf) -> Array:
         lowest = -jnp.inf if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.iinfo(leaf.dtype).min
         return jnp.full(leaf.shape, lowest if kind in ("max", "halt") else 0, leaf.dtype)
 
     return jax.tree.map(of, reductions, shapes)
 
 
-def finished(reductions: Tree, sums: Loss, count: int, axes: Sequence[str] = (), devices: int = 1) -> Loss:
+def finished(reductions: Reductions, sums: Loss, count: int, axes: Sequence[str] = (), devices: int = 1) -> Loss:
     """Reduces the sums and the carried state over all devices. Called under `jax.shard_map` unless `axes` is empty.
 
-    Args:
-        reductions: Tree with the structure of the carried state. Each leaf is the name of a reduction: `max`, `sum`,
-            `mean`, `last` or `halt`.
-        sums: The sums over the microbatches of this device, and the carried state merged over them.
-        count: Number of microbatches.
-        axes: Mesh axes to reduce over. Empty if there is no mesh.
-        devices: Number of devices along these axes; 1 if `axes` is empty.
-
-    Returns:
-        A `Loss`, the same on all devices: the sums over all devices, and the reduced carried state. If `sums.weight` is None,
-        the weight is `count * devices` in float32.
+    A weight that is None becomes `count * devices`, for `count` microbatches.
     """
     total, weight, aux = sums.total, sums.weight, sums.aux
     if axes:
@@ -228,21 +181,10 @@ def finished(reductions: Tree, sums: Loss, count: int, axes: Sequence[str] = (),
     return Loss(total, jnp.float32(count * devices) if weight is None else weight, aux, carried)
 
 
-def reduced(reductions: Tree, carried: Tree, count: int, axes: Sequence[str]) -> Tree:
-    """Divides carried state with the reduction `mean` by the number of microbatches, and reduces all of it over mesh axes.
+def reduced(reductions: Reductions, carried: Carried, count: int, axes: Sequence[str]) -> Carried:
+    """Divides means by the number of microbatches, and reduces carried state over mesh axes, if there are any.
 
-    Called under `jax.shard_map` unless `axes` is empty.
-
-    Args:
-        reductions: Tree with the structure of the carried state. Each leaf is the name of a reduction: `max`, `sum`,
-            `mean`, `last` or `halt`.
-        carried: Carried state, merged over the microbatches of this device.
-        count: Number of microbatches.
-        axes: Mesh axes to reduce over. Empty if there is no mesh.
-
-    Returns:
-        The carried state, the same on all devices. Over the axes, `max` and `halt` take the maximum, `sum` the sum, `mean` the
-        mean, and `last` the state of the device with the highest index along `axes`.
+    With `last`, all devices get the state of the device with the highest index along `axes`.
     """
     carried = jax.tree.map(lambda kind, leaf: leaf / count if kind == "mean" else leaf, reductions, carried)
     return jax.tree.map(lambda kind, leaf: _reduce(kind, leaf, axes), reductions, carried) if axes else carried
@@ -262,32 +204,15 @@ def _reduce(kind: Reduction, leaf: Array, axes: Sequence[str]) -> Array:
             return jax.lax.psum(jnp.where(is_last, leaf, jnp.zeros_like(leaf)), axes)
 
 
-def raised(reductions: Tree, flags: Tree, carried: Tree) -> Tree:
-    """Takes the elementwise maximum of two carried states in the leaves with the reduction `halt`.
-
-    Args:
-        reductions: Tree with the structure of the carried state. Each leaf is the name of a reduction: `max`, `sum`,
-            `mean`, `last` or `halt`.
-        flags: A carried state. Only its leaves with the reduction `halt` are used.
-        carried: Another carried state with the same structure.
-
-    Returns:
-        A new tree: the maximum of both in leaves with the reduction `halt`, and the leaves of `carried` elsewhere.
-    """
+def raised(reductions: Reductions, flags: Carried, carried: Carried) -> Carried:
+    """Takes the elementwise maximum of two carried states in the leaves with the reduction `halt`; else those of `carried`."""
     return jax.tree.map(lambda kind, a, b: jnp.maximum(a, b) if kind == "halt" else b, reductions, flags, carried)
 
 
-def halted(reductions: Tree, carried: Tree) -> Array | None:
-    """Returns the largest number in the leaves with the reduction `halt`.
+def halted(reductions: Reductions, carried: Carried) -> Array | None:
+    """Returns the largest number in the leaves with the reduction `halt`, an int32 scalar; None if there is none.
 
-    Args:
-        reductions: Tree with the structure of the carried state. Each leaf is the name of a reduction: `max`, `sum`,
-            `mean`, `last` or `halt`.
-        carried: The carried state.
-
-    Returns:
-        An int32 scalar: the largest number, or 0 if all are negative. None if no leaf has the reduction `halt`. If it is
-        positive, the step must not change state other than these leaves.
+    If it is positive, the step must not change state other than these leaves.
     """
     pairs = zip(jax.tree.leaves(reductions), jax.tree.leaves(carried), strict=True)
     found = [jnp.max(leaf, initial=0).astype(jnp.int32) for kind, leaf in pairs if kind == "halt"]

@@ -10,14 +10,16 @@ Buckets follow PyTorch DDP (Li et al., arXiv:2006.15704, section 4.2), but are s
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend import core
+from jax.typing import DTypeLike
 
 from jgraph.autodiff import replay
+from jgraph.types import Tree
 
 Aux = TypeVar("Aux")
 
@@ -27,9 +29,9 @@ _BUCKET_BYTES = 2**27
 
 def reduce_in_buckets(
     backward: Callable[..., tuple[dict[str, Array], Aux]],
-    args: tuple[Any, ...],
+    args: tuple[Tree | Callable[..., Tree], ...],
     reduce: Callable[[str, Array], Array],
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> tuple[dict[str, Array], Aux]:
     """Runs a backward pass, and reduces gradients over devices while it runs. Traces `backward`, and replays the trace.
 
@@ -39,7 +41,7 @@ def reduce_in_buckets(
 
     Args:
         backward: Maps `*args` to gradients by parameter name, and auxiliary outputs.
-        args: The arguments, pytrees of arrays.
+        args: The arguments, pytrees of arrays. A function of `jax.vjp` is one.
         reduce: Called once per gradient with (name, gradient in `dtype`), for example to call `lax.psum_scatter`. Returns the
             reduced gradient.
         dtype: Gradients are cast to this dtype before they are reduced.
@@ -53,10 +55,11 @@ def reduce_in_buckets(
     last_use = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if not replay.is_literal(v)}
     env = replay.environment(jaxpr, closed.consts, jax.tree.leaves(args))
     read = replay.reader(env)
-    buckets = _buckets(jaxpr, gradient_vars, jnp.dtype(dtype).itemsize)
+    nbytes = {name: shape.size * jnp.dtype(dtype).itemsize for name, shape in shapes.items()}
+    buckets = _buckets(jaxpr, gradient_vars, nbytes)
     reduced: dict[str, Array] = {}
     in_flight: dict[str, Array] = {}
-    live: list[Any] = []  # variables that are computed since the last bucket and read later
+    live: list[core.Var] = []  # variables that are computed since the last bucket and read later
 
     for i, eqn in enumerate(jaxpr.eqns):
         replay.write(env, eqn.outvars, replay.apply(eqn, [read(v) for v in eqn.invars]))
@@ -77,7 +80,9 @@ def reduce_in_buckets(
     return reduced, jax.tree.unflatten(jax.tree.structure(aux), [read(v) for v in jaxpr.outvars[len(gradient_vars) :]])
 
 
-def _buckets(jaxpr: core.Jaxpr, gradient_vars: Mapping[str, Any], itemsize: int) -> dict[int, tuple[list[str], set[Any]]]:
+def _buckets(
+    jaxpr: core.Jaxpr, gradient_vars: Mapping[str, core.Var], nbytes: Mapping[str, int]
+) -> dict[int, tuple[list[str], set[core.Var]]]:
     """Groups gradients into buckets of at least `_BUCKET_BYTES`, in the order of the backward pass.
 
     Returns:
@@ -90,7 +95,7 @@ def _buckets(jaxpr: core.Jaxpr, gradient_vars: Mapping[str, Any], itemsize: int)
     bucket: list[str] = []
     for name, place in sorted(places.items(), key=lambda item: item[1]):
         bucket.append(name)
-        if sum(gradient_vars[n].aval.size * itemsize for n in bucket) >= _BUCKET_BYTES:
+        if sum(nbytes[n] for n in bucket) >= _BUCKET_BYTES:
             buckets[place], bucket = buckets.get(place, []) + bucket, []
     if bucket:
         end = max(places.values())

@@ -7,7 +7,8 @@ from jax.sharding import Mesh
 from jgraph.mesh import Axis, checked
 from jgraph.strategies.base import summary
 from jgraph.strategies.data_parallel import DataParallel
-from jgraph.strategies.objective import Objective, Tree
+from jgraph.strategies.objective import Objective
+from jgraph.types import Params
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +26,7 @@ class Replicated:
     """
 
     mesh: Mesh | None
-    shapes: Tree
+    shapes: Params
 
     def __repr__(self) -> str:
         return f"Replicated({summary(self.mesh, self.shapes)})"

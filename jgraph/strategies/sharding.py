@@ -7,7 +7,7 @@ which XLA's scheduler moves next to its use.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,16 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jgraph.errors import ConfigError, check_choice, require
-from jgraph.layout import Layout, MakeLayout, Param, Params, Shard, described
+from jgraph.layout import Description, Layout, MakeLayout, Param, Shard, described
 from jgraph.mesh import PARTITIONED_AXES, Axis
 from jgraph.precision.config import XLA_OPTIONS as FP8_XLA_OPTIONS, FP8Config
 from jgraph.strategies.checks import check_count, float_dtype, strings
-from jgraph.strategies.objective import Tree
 from jgraph.strategies.overlap import reduce_in_buckets
 from jgraph.tree import matching
+from jgraph.types import Annotations, Arrays, Observed
 
 Aux = TypeVar("Aux")
+PullBack = TypeVar("PullBack", bound=Callable[..., tuple])
 AXIS = Axis.FSDP.value
 Sharded = Literal["everything", "experts"]
 
@@ -73,7 +74,7 @@ class FSDPChoices:
     """
 
     shard_rules: tuple[str, ...] = ()
-    annotations: Mapping[str, Any] = field(default_factory=dict)
+    annotations: Annotations = field(default_factory=dict)
     compute_dtype: DTypeLike | None = None
     experts: int = 1
     shards: Sharded = "everything"
@@ -98,7 +99,7 @@ def wanted(choices: FSDPChoices, ranks: int) -> MakeLayout:
             another axis for experts.
     """
 
-    def make(params: Params) -> Layout:
+    def make(params: Description) -> Layout[Arrays]:
         axes, devices = asked_axes(list(params), choices.shard_rules, choices.annotations), choices.experts
         if devices == 1 and choices.shards == "everything":
             return described(lambda name, param: replace(param, wanted=axes.get(name, "any")))(params)
@@ -124,7 +125,7 @@ def wanted(choices: FSDPChoices, ranks: int) -> MakeLayout:
     return make
 
 
-def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, Any]) -> dict[str, int]:
+def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Annotations) -> dict[str, int]:
     """Returns the axis to shard of each parameter with a rule or an annotation of the model.
 
     Args:
@@ -141,7 +142,9 @@ def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, A
     """
     axes: dict[str, int] = {}
     for name, spec in specs.items():
-        named = [(i, part) for i, part in enumerate(spec or ()) if part is not None]
+        if spec is None:
+            continue
+        named = [(i, part) for i, part in enumerate(spec) if part is not None]
         named = [(i, part) for i, part in named if part not in PARTITIONED_AXES]
         if any(part != AXIS for _, part in named) or len(named) > 1:
             must = f"must be {AXIS!r} or {Axis.TENSOR.value!r}, each at most once"
@@ -162,17 +165,17 @@ def asked_axes(names: Sequence[str], rules: Sequence[str], specs: Mapping[str, A
 
 
 def value_and_grads(
-    loss: Callable[[dict[str, Array], Tree], tuple[Array, Aux]],
-    parts: dict[str, Array],
+    loss: Callable[[Arrays, Observed], tuple[Array, Aux]],
+    parts: Arrays,
     trained: Collection[str],
     shards: Mapping[str, Shard],
-    dtypes: Mapping[str, Any],
-    observed: Tree,
+    dtypes: Mapping[str, DTypeLike],
+    observed: Observed,
     *,
-    grads_dtype: Any,
+    grads_dtype: DTypeLike,
     reshard_after_forward: bool,
     reduce: Literal["in buckets", "scheduled"],
-) -> tuple[Aux, dict[str, Array], Tree]:
+) -> tuple[Aux, Arrays, Observed]:
     """Differentiates a loss with respect to sharded parameters on one device, under `jax.shard_map`.
 
     Args:
@@ -194,7 +197,7 @@ def value_and_grads(
     """
     whole = gathered(parts, shards, dtypes)
 
-    def of_trained(arrays: dict[str, Array], observed: Tree) -> tuple[Array, Aux]:
+    def of_trained(arrays: Arrays, observed: Observed) -> tuple[Array, Aux]:
         return loss(whole | arrays, observed)
 
     arrays = {name: whole[name] for name in trained}
@@ -215,12 +218,12 @@ def value_and_grads(
     return aux, grads, after
 
 
-def gathered(parts: Mapping[str, Array], shards: Mapping[str, Shard], dtypes: Mapping[str, Any]) -> dict[str, Array]:
+def gathered(parts: Mapping[str, Array], shards: Mapping[str, Shard], dtypes: Mapping[str, DTypeLike]) -> Arrays:
     """Casts and all-gathers parameters on one device, under `jax.shard_map`."""
     return {name: shards[name].gather(part.astype(dtypes[name])) for name, part in parts.items()}
 
 
-def _replaced(pull_back: Any, arrays: Mapping[int, Array]) -> Any:
+def _replaced(pull_back: PullBack, arrays: Mapping[int, Array]) -> PullBack:
     """Returns a vjp function with some residuals replaced, by the id of the array.
 
     A parameter that is saved as a residual is the same array object.

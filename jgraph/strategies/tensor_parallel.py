@@ -16,13 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from jgraph.errors import ConfigError
 from jgraph.layout import Change, Param, each
 from jgraph.mesh import Axis, axis_names, is_bound
 from jgraph.strategies.base import BoundStrategy, Strategy
-from jgraph.strategies.objective import Objective, Tree
+from jgraph.strategies.objective import Objective
 from jgraph.tree import leaf_names, path_name
+from jgraph.types import Annotations, Leaf, Params, Specs
 
 AXIS = Axis.TENSOR.value
 
@@ -136,7 +138,7 @@ class TensorParallel:
 
     strategy: Strategy
     rules: Mapping[str, Split | None] = field(default_factory=dict)
-    annotations: Mapping[str, Any] = field(default_factory=dict)
+    annotations: Annotations = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"TensorParallel({self.strategy!r}, {len(self.rules)} rules)"
@@ -147,7 +149,7 @@ class TensorParallel:
             raise ConfigError(f"`strategy` is {self.strategy!r}: its mesh must have the axis {AXIS}", field="strategy")
 
     @property
-    def shapes(self) -> Tree:
+    def shapes(self) -> Params:
         """The parameters, arrays or `jax.ShapeDtypeStruct`s in the model's own tree. Only shapes and dtypes are read."""
         return self.strategy.shapes
 
@@ -248,7 +250,7 @@ def _from(x: Array, shift: int) -> Array:
     return lax.ppermute(x, AXIS, [((i + shift) % devices, i) for i in range(devices)])
 
 
-def specs_of(rules: Mapping[str, Split | None], params: Tree) -> Tree:
+def specs_of(rules: Mapping[str, Split | None], params: Params) -> Specs:
     """Returns the mesh axes of the arrays of a step, for a function on their shards (`jgraph.mesh.per_shard`).
 
     Args:
@@ -259,7 +261,7 @@ def specs_of(rules: Mapping[str, Split | None], params: Tree) -> Tree:
         A tree with the structure of `params` and a PartitionSpec for each array.
     """
 
-    def of(path: Any, leaf: Any) -> PartitionSpec:
+    def of(path: KeyPath, leaf: Leaf) -> PartitionSpec:
         split = _split_of(rules, path_name(path), leaf.shape)
         return PartitionSpec(*[AXIS if split and i == split.axis % leaf.ndim else None for i in range(leaf.ndim)])
 

@@ -199,7 +199,8 @@ class TrainSetup:
             The state. Its parameters have the layout of the step and the dtypes of `params`. `carried` is the argument,
             `opt_state` is (), `observed` is {}, and the counters `step` and `skipped` are 0.
         """
-        shardings, zero = None if self.step.mesh is None else self.step.shardings.params, jnp.zeros((), jnp.int32)
+        placed, zero = self.step.shardings, jnp.zeros((), jnp.int32)
+        shardings = None if placed is None else placed.params
         return TrainState(
             zero, zero, in_turn(jax.jit(self.step.bound.layout.pack, out_shardings=shardings)(params)), (), carried
         )

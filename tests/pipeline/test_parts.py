@@ -95,8 +95,8 @@ SHARED = PipelineModel(shared_embed, model.layer, shared_head, sharded={"table":
 def test_embedding_and_head_sharded_over_ranks_have_correct_gradients(name, P, C, runtime):
     pipe = model.pipeline(generate(name, pp=P, microbatches=5, chunks=C), 4, parts=SHARED, runtime=runtime)
     stacked = model.placed(pipe, *model.params(4))
-    assert pipe.specs["outer"] == {"table": PartitionSpec("pipe"), "scale": PartitionSpec()}
-    assert stacked["outer"]["table"].addressable_shards[0].data.shape == (model.V // P, model.D)
+    assert pipe.specs.outer == {"table": PartitionSpec("pipe"), "scale": PartitionSpec()}
+    assert stacked.outer["table"].addressable_shards[0].data.shape == (model.V // P, model.D)
     model.assert_same(model.run_pipeline(pipe), model.expected(4, 5))
 
 

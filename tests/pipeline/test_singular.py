@@ -110,4 +110,4 @@ def test_padded_layers_have_zero_gradients():
     params = model.placed(pipe, *model.params(pipe.assignment.num_layers))
     _, grads = jax.device_get(jax.jit(pipe.loss_and_grads)(params, model.batch(M)))
     ((rank, chunk, place), *_) = np.argwhere(~pipe.assignment.active())
-    assert all((leaf[rank] == 0).all() for leaf in jax.tree.leaves(grads["layers"][chunk][place]))
+    assert all((leaf[rank] == 0).all() for leaf in jax.tree.leaves(grads.layers[chunk][place]))

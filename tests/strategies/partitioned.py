@@ -10,12 +10,13 @@ import jax
 from jax import Array
 from jax.sharding import Mesh
 
-from jgraph.layout import Arrays, Layout, Param, described
+from jgraph.layout import Layout, Param, described
 from jgraph.mesh import checked
 from jgraph.strategies.accumulate import accumulate
 from jgraph.strategies.base import GradientProgram, Options, Reports
 from jgraph.strategies.batches import BatchLayout
 from jgraph.strategies.objective import Carry, Loss, Objective, finished, summed
+from jgraph.types import Arrays
 
 Tree = Any
 AXIS = "toy"

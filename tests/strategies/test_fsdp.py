@@ -207,7 +207,7 @@ def axes_in_a_pipeline(**fields: Any) -> dict[str, int]:
     specs = form.pipeline.specs
     found = jax.tree_util.tree_leaves_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
     lead = {"outer": 0, "layers": 1}
-    return {path_name(path): spec.index("fsdp") - lead[path[0].key] for path, spec in found if "fsdp" in spec}
+    return {path_name(path): spec.index("fsdp") - lead[path[0].name] for path, spec in found if "fsdp" in spec}
 
 
 def test_shard_rules_of_a_pipeline_use_the_parameter_names_of_the_model():
@@ -224,7 +224,7 @@ def test_shard_rules_of_a_pipeline_use_the_axis_numbers_of_the_model(scan_layers
     rule = "blocks/mlp/up/kernel=2" if scan_layers else "blocks/[01]/mlp/up/kernel=1"
     form = TrainSetup.of(made.changed(model=model, shard_rules=(rule,))).step.bound
     assert isinstance(form, BoundPipeline)
-    specs = form.pipeline.specs["layers"][0]
+    specs = form.pipeline.specs.layers[0]
     assert [spec["mlp"]["up"]["kernel"] for spec in specs] == [PartitionSpec("pipe", None, "fsdp")] * 2
 
 

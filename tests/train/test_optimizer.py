@@ -18,7 +18,6 @@ import jgraph
 from jgraph.errors import ConfigError
 from jgraph.step import TrainStep
 from jgraph.step.transform import Elementwise
-from jgraph.step.update import ElementwiseOptimizer
 from jgraph.train.__main__ import parse
 from jgraph.train.config import OPTIMIZERS, DefaultValue, OptimizerConfig, TrainConfig
 from jgraph.train.optimizer import learning_rate, moments_in, optimizer, restart_schedule
@@ -188,7 +187,7 @@ def test_the_default_optimizer_has_the_program_of_adamw_with_a_cosine():
     decays = {name: param.decays for name, param in step.bound.layout.params.items()}
     before = with_transform(step, adamw(decays))
     batch = jax.ShapeDtypeStruct((4, 9), jnp.int32)
-    assert isinstance(step.update.optimizer, ElementwiseOptimizer)
+    assert step.update.optimizer.moments is not None
     assert step.lower(batch).as_text() == before.lower(batch).as_text()
     changed = with_transform(step, optax.adamw(3e-4))
     assert step.lower(batch).as_text() != changed.lower(batch).as_text()
