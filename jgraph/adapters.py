@@ -361,7 +361,8 @@ def _run(function: Callable[..., _T], adapters: Mapping[str, Adapter], scale: fl
         return y + _low(site, x, *((b.T, a.T) if is_transposed else (a, b))).astype(y.dtype)
 
     given = [low[sites[site][0]] if site in sites else None for site in traced.sites]
-    return traced.run(multiply, given, base, *args)[0]
+    result: Any = traced.run(multiply, given, base, *args)[0]  # a tree like the result of `function`
+    return result
 
 
 def _low(site: Site, x: Array, a: Array, b: Array) -> Array:

@@ -12,7 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from jgraph.callables._compile import Copies, Executable, compile_tasks, interface
-from jgraph.callables._dataflow import Flow, Join, Loss as Loss, Outputs, PlanFunction as PlanFunction, segments_of
+from jgraph.callables._dataflow import (
+    Flow,
+    Join,
+    Loss as Loss,
+    Name as Name,
+    Outputs,
+    PlanFunction as PlanFunction,
+    segments_of,
+)
 from jgraph.callables.shaped import Shaped
 from jgraph.processes import JaxDevice
 from jgraph.schedule.schedule import Schedule

@@ -3,20 +3,17 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self, TypeAlias
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jgraph.callables.plan import PlanFunction
+from jgraph.callables.plan import Name, PlanFunction
 from jgraph.callables.shaped import filled, reads_of
 from jgraph.mesh import Axis
 from jgraph.tree import leaf_names
 from jgraph.types import Params, Tree
-
-Name: TypeAlias = tuple[str | int, ...]
-"""The name of an array of an execution plan: its kind and indices, such as ("params", callable, parameter)."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -319,7 +319,7 @@ class RankRuntime:
         dx = jnp.where((row["stage"] == 0) & is_dgrad, dx, jnp.zeros((), dx.dtype))
         zeros = jax.tree.map(jnp.zeros_like, state.outer)
 
-        def embed_backward(m: Array) -> Tree:
+        def embed_backward(m: Array) -> Params:
             # In the dtype of the sums: parameters in bfloat16 have gradients in bfloat16.
             return jax.tree.map(lambda g: g.astype(jnp.float32), self.rank.embed_backward(m, dx))
 

@@ -20,12 +20,12 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jgraph.callables.plan import ExecutionPlan, play
+from jgraph.callables.plan import ExecutionPlan, Name, play
 from jgraph.dispatch import in_turn
 from jgraph.errors import require
 from jgraph.layout import StackedTree
 from jgraph.mesh import Axis, batch_axes
-from jgraph.pipeline._ends import End, Name, part_shape
+from jgraph.pipeline._ends import End, part_shape
 from jgraph.pipeline._stage import StageInputs
 from jgraph.pipeline._stages import Begun, Chunk, Stage, numbered, plan_of, shard, stages_of
 from jgraph.pipeline.program import Pipeline, PipelineParams, StepResult
