@@ -369,7 +369,7 @@ def _of_run(saved: SavedRun, setup: TrainSetup) -> TrainState:
     if config.lora != saved.config.lora:
         must = "weights, because the other run trained other parameters (`lora`)"
         raise ConfigError(f"`continue_with` is optimizer: must be {must}", field="continue_with")
-    found = saved.place(params=like.params, **parts, opt_state=like.opt_state)
+    found: dict[str, Any] = saved.place(params=like.params, **parts, opt_state=like.opt_state)
 
     def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)

@@ -29,8 +29,8 @@ from jgraph.train.initial import copied_folder, names_of
 from jgraph.train.saved import SavedRun
 from jgraph.train.setup import functional_model
 from jgraph.tree import leaf_names
+from jgraph.types import Tree
 
-Tree = Any
 Message: TypeAlias = Mapping[str, Any]
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,10 @@ from jgraph.step import elementwise
 from jgraph.step.transform import Elementwise
 from jgraph.train.config import OPTIMIZERS, OptimizerConfig
 from jgraph.tree import expert_axis, is_matrix, is_router, leaf_names, matching, path_name
+from jgraph.types import Mask, Params, Tree, TreeOf
 
-Tree = Any
+WhereDecays: TypeAlias = Mask | Callable[[Params], Mask]
+"""The parameters with weight decay: a bool for each, or a function of the parameters."""
 
 # Arguments of optax constructors that have flags of their own. A constructor has at most one name of each row.
 _KEYWORDS = {
@@ -50,7 +52,7 @@ def optimizer(
     schedule = learning_rate(config, steps)
     _check_arguments(config)
 
-    def make(mask: Tree, rate: float = 1.0, decay: float | None = None) -> optax.GradientTransformation:
+    def make(mask: WhereDecays, rate: float = 1.0, decay: float | None = None) -> optax.GradientTransformation:
         scaled = schedule if rate == 1 else lambda count: rate * schedule(count)
         return _transform(config, scaled, config.weight_decay if decay is None else decay, mask, stacked)
 
@@ -69,14 +71,14 @@ def optimizer(
         parts: dict[Any, Any] = {"rest": make(_matrices)}
         parts |= {str(i): make(_matrices, group.rate, group.decay) for i, group in enumerate(config.parameter_groups)}
 
-        def labels(params: Tree) -> Tree:
+        def labels(params: Params) -> TreeOf[str]:
             return jax.tree.map_with_path(lambda path, _: label_of.get(path_name(path), "rest"), params)
 
         return optax.partition(parts, labels)
     return elementwise(make) if OPTIMIZERS[config.name].updates == "elements" else make(_matrices)
 
 
-def adamw(config: OptimizerConfig, steps: int, *, decay_mask: Tree) -> optax.GradientTransformation:
+def adamw(config: OptimizerConfig, steps: int, *, decay_mask: WhereDecays) -> optax.GradientTransformation:
     """Returns AdamW (Loshchilov & Hutter, arXiv:1711.05101) with a learning rate schedule. Does not clip the gradient.
 
     Args:
@@ -92,7 +94,7 @@ def adamw(config: OptimizerConfig, steps: int, *, decay_mask: Tree) -> optax.Gra
     return _adamw(config, learning_rate(config, steps), config.weight_decay, decay_mask)
 
 
-def _adamw(config: OptimizerConfig, schedule: optax.Schedule, decay: float, mask: Tree) -> optax.GradientTransformation:
+def _adamw(config: OptimizerConfig, schedule: optax.Schedule, decay: float, mask: WhereDecays) -> optax.GradientTransformation:
     beta1, beta2, eps = float(config.beta1), float(config.beta2), float(config.eps)  # JAX refuses subclasses of float
     moments = optax.scale_by_adam(beta1, beta2, eps, **config.keywords)
     return optax.chain(
@@ -103,7 +105,7 @@ def _adamw(config: OptimizerConfig, schedule: optax.Schedule, decay: float, mask
 
 
 def _transform(
-    config: OptimizerConfig, schedule: optax.Schedule, decay: float, mask: Tree, stacked: bool
+    config: OptimizerConfig, schedule: optax.Schedule, decay: float, mask: WhereDecays, stacked: bool
 ) -> optax.GradientTransformation:
     """Returns the optimizer with a learning rate schedule, a weight decay, and a mask of the arrays that decay."""
     if config.name == "adamw":
@@ -143,12 +145,12 @@ def _check_arguments(config: OptimizerConfig) -> None:
             raise ConfigError(f"`optimizer.{field}` is {dtype}: {must}", field=f"optimizer.{field}")
 
 
-def _matrices(params: Tree) -> Tree:
+def _matrices(params: Params) -> Mask:
     """Returns a tree of bools: True for the matrices of a model's own tree, where weight decay applies."""
     return jax.tree.map_with_path(lambda path, leaf: is_matrix(path_name(path), leaf), params)
 
 
-def _muon_axes(params: Tree, stacked: bool) -> Tree:
+def _muon_axes(params: Params, stacked: bool) -> Tree:
     """Returns the axes of the matrices that muon orthogonalizes, and None for parameters of its Adam part.
 
     Muon orthogonalizes the last two axes of matrices, of each expert and of each stacked layer. Embeddings, heads, routers,
@@ -229,10 +231,10 @@ def moments_in(adam: optax.GradientTransformation, first: Any, second: Any) -> o
     def stored(state: optax.ScaleByAdamState) -> optax.ScaleByAdamState:
         return state._replace(mu=optax.tree.cast(state.mu, first), nu=optax.tree.cast(state.nu, second))
 
-    def init(params: Tree) -> optax.ScaleByAdamState:
+    def init(params: optax.Params) -> optax.ScaleByAdamState:
         return stored(adam.init(params))  # pyright: ignore[reportArgumentType]
 
-    def update(updates: Tree, state: Any, params: Tree = None):
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[optax.Updates, optax.OptState]:
         # XLA fuses the casts into the kernel that reads and writes the moments.
         state32 = state._replace(mu=optax.tree.cast(state.mu, jnp.float32), nu=optax.tree.cast(state.nu, jnp.float32))
         updates, new = adam.update(optax.tree.cast(updates, jnp.float32), state32, params)

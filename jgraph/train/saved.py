@@ -2,7 +2,6 @@
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,7 @@ from jgraph.modules import FunctionalModel
 from jgraph.train.rundir import RunDir
 from jgraph.train.setup import functional_model
 from jgraph.tree import path_name
-
-Tree = Any
+from jgraph.types import Tree
 
 
 class SavedRun:

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +34,8 @@ from jgraph.train.config import InputConfig, ParallelConfig, TrainConfig
 from jgraph.train.hooks import ModelHooks, model_hooks, set_remat
 from jgraph.train.model import find_model, model_errors
 from jgraph.train.optimizer import optimizer
+from jgraph.types import Tree
 from jgraph.xla.options import OptionValue
-
-Tree: TypeAlias = Any
 
 # Fields of the configuration that set an argument of the step or of the model.
 _FIELDS = {"experts": "ep", "engine": "pp_engine", "tensor": "tp", "context": "cp", "targets": "lora.targets"}

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +22,7 @@ from jgraph.train.config import TrainConfig
 from jgraph.train.model import model_errors
 from jgraph.train.setup import TrainSetup, batch_shapes
 from jgraph.train.watchdog import Watchdog
-from jgraph.types import Params
-
-Tree: TypeAlias = Any
+from jgraph.types import Params, Tree
 
 _PROMPT_TOKENS = 64
 _TEMPERATURE = 0.8

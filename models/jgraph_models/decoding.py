@@ -22,7 +22,7 @@ from jgraph.modules import Decoder
 from jgraph_models.gpt_config import GPTConfig
 from jgraph_models.rotary import Rotary, rotate
 
-Tree = Any
+DecoderTree = Any  # nested dicts of arrays, which the functions below index by name
 
 
 def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], kernel_of: Callable[[GPTConfig], Any]) -> Decoder:
@@ -44,7 +44,7 @@ def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], ke
     H, G, K = config.num_heads, config.num_kv_heads, config.head_size
     mixture = _Mixture(config) if config.moe.num_experts else None
 
-    def prepare(params: Tree, carried: Tree) -> Tree:
+    def prepare(params: DecoderTree, carried: DecoderTree) -> DecoderTree:
         def ready(path: Any, leaf: Array) -> Array:
             name = path[-1].key
             unchanged = name in ("scale", "router_DE")
@@ -61,7 +61,9 @@ def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], ke
             weights["layers"] = [layer | {"state": state} for layer, state in zip(weights["layers"], states, strict=True)]
         return weights
 
-    def prefill(weights: Tree, tokens_BT: Array, lengths_B: Array, *, slots: int, length: int) -> tuple[Array, Tree]:
+    def prefill(
+        weights: DecoderTree, tokens_BT: Array, lengths_B: Array, *, slots: int, length: int
+    ) -> tuple[Array, DecoderTree]:
         tables = rotary_of(config, length)
         T = tokens_BT.shape[1]
         rotary_T1K = tables[0][:T], tables[1][:T]
@@ -81,7 +83,7 @@ def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], ke
         x_BD = jnp.take_along_axis(x_BTD, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
         return logits(weights, x_BD), {"layers": caches, "rotary": [jnp.asarray(table) for table in tables]}
 
-    def decode(weights: Tree, tokens_B: Array, cache: Tree, positions_B: Array) -> tuple[Array, Tree]:
+    def decode(weights: DecoderTree, tokens_B: Array, cache: DecoderTree, positions_B: Array) -> tuple[Array, DecoderTree]:
         rotary_B1K: Any = tuple(table[positions_B] for table in cache["rotary"])
         x_BD, caches = weights["embedding_VD"][tokens_B], []
         for layer, kv_BECK in zip(weights["layers"], cache["layers"], strict=True):
@@ -96,7 +98,7 @@ def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], ke
             x_BD = block(layer, x_BD, attend)
         return logits(weights, x_BD), {"layers": caches, "rotary": cache["rotary"]}
 
-    def block(layer: Tree, x: Array, attend: Any) -> Array:
+    def block(layer: DecoderTree, x: Array, attend: Any) -> Array:
         """Applies attention and MLP to tokens [..., D]. `attend` takes queries, keys and values [..., heads, K]."""
         attention = layer["attention"]
         qkv = linear(x, **attention["qkv"], normed=layer["attention_norm"]).reshape(*x.shape[:-1], -1, K)
@@ -115,20 +117,20 @@ def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], ke
         kernel: Array,
         bias: Array | None = None,
         *,
-        normed: Tree | None = None,
+        normed: DecoderTree | None = None,
         activation: Any = None,
         dtype: Any = dtype,
     ) -> Array:
         """Multiplies tokens [..., D] by a matrix [F, D], after an optional norm. Applies the activation, then adds `bias`."""
         parts = 2 if activation is _gated else 1
 
-        def single(x: Array, kernel: Array, bias: Array | None, normed: Tree | None) -> Array:
+        def single(x: Array, kernel: Array, bias: Array | None, normed: DecoderTree | None) -> Array:
             scale_D, add_F = normed and normed["scale"], None if bias is None else bias.reshape(-1)
             before: Any = {"scale_D": scale_D, "epsilon": config.norm_eps}
             y_F = matvec(x.reshape(-1), kernel, **before, activation=activation, parts=parts, add_F=add_F, dtype=dtype)
             return y_F.reshape(*x.shape[:-1], -1)
 
-        def general(x: Array, kernel: Array, bias: Array | None, normed: Tree | None) -> Array:
+        def general(x: Array, kernel: Array, bias: Array | None, normed: DecoderTree | None) -> Array:
             x = norm(x, normed) if normed else x
             y = jnp.einsum("...d,fd->...f", x, kernel, preferred_element_type=jnp.float32)
             y = (activation(*jnp.split(y, parts, axis=-1)) if activation else y).astype(dtype)
@@ -138,11 +140,11 @@ def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], ke
             return general(x, kernel, bias, normed)
         return jax.lax.platform_dependent(x, kernel, bias, normed, cuda=single, default=general)
 
-    def norm(x: Array, params: Tree) -> Array:
+    def norm(x: Array, params: DecoderTree) -> Array:
         scale_D = params["scale"].astype(jnp.float32)
         return jgraph.rms_norm(x, scale_D, epsilon=config.norm_eps, implementation="xla")[1]
 
-    def logits(weights: Tree, x_BD: Array) -> Array:
+    def logits(weights: DecoderTree, x_BD: Array) -> Array:
         head_VD = weights["head_VD" if config.head == "untied" else "embedding_VD"]
         return linear(x_BD, head_VD, normed=weights["norm"], dtype=jnp.float32)
 
@@ -158,7 +160,7 @@ def decoder(config: GPTConfig, rotary_of: Callable[[GPTConfig, int], Rotary], ke
     return Decoder(prepare, prefill, decode)
 
 
-def by_layer(config: GPTConfig, tree: Tree) -> list[Tree]:
+def by_layer(config: GPTConfig, tree: DecoderTree) -> list[DecoderTree]:
     """Splits parameters or mutable state by layer.
 
     Args:
@@ -181,10 +183,10 @@ class _Mixture:
         moe.eval()
         self._graph, _, self._shapes = nnx.split(moe, nnx.Param, ...)
 
-    def __call__(self, params: Tree, state: Tree, x: Array) -> Array:
+    def __call__(self, params: DecoderTree, state: DecoderTree, x: Array) -> Array:
         return nnx.merge(self._graph, params, state)(x)
 
-    def state(self) -> Tree:
+    def state(self) -> DecoderTree:
         """Returns a state of zeros for a router without a bias. Raises ConfigError for a router with a bias."""
         shapes = nnx.to_pure_dict(self._shapes)
         if "bias_E" in shapes:
