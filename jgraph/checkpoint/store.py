@@ -458,7 +458,7 @@ def hide_tracebacks() -> None:
     """
     before = sys.unraisablehook
 
-    def report(unraisable: sys.UnraisableHookArgs) -> None:
+    def report(unraisable: "sys.UnraisableHookArgs") -> None:
         if str(unraisable.exc_value) != "Event loop is closed":
             before(unraisable)
 
