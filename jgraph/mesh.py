@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jgraph.errors import ConfigError, JgraphError
-from jgraph.types import Device, Specs, Tree
+from jgraph.types import JaxDevice, Specs, Tree
 
 _T = TypeVar("_T")
 
@@ -93,7 +93,7 @@ def is_whole() -> bool:
     return all(partitioned(axis) == 1 for axis in PARTITIONED_AXES)
 
 
-def target_device() -> Device:
+def target_device() -> JaxDevice:
     """Returns the abstract device of the current mesh, or JAX's first device if there is none."""
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 

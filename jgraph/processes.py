@@ -10,16 +10,14 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from jgraph.errors import ConfigError
-
-JaxDevice: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
-"""A device. Type checkers do not accept `jax.Device` itself, because jax declares it without a type."""
+from jgraph.types import JaxDevice
 
 # The processes of a job start within this time of each other.
 _PATIENCE_SECONDS = 300

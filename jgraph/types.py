@@ -87,20 +87,5 @@ class TreeDef(Protocol):
     def flatten_up_to(self, tree: Tree, /) -> list[Tree]: ...
 
 
-class Device(Protocol):
-    """A `jax.Device`, which type checkers take for a variable."""
-
-    @property
-    def id(self) -> int: ...
-
-    @property
-    def process_index(self) -> int: ...
-
-    @property
-    def platform(self) -> str: ...
-
-    @property
-    def device_kind(self) -> str: ...
-
-    @property
-    def local_hardware_id(self) -> int | None: ...
+JaxDevice: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
+"""A device. Type checkers do not accept `jax.Device` itself, because jax declares it without a type."""

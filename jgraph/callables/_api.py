@@ -16,9 +16,8 @@ from jgraph.callables._group import GraphedCallables
 from jgraph.callables.shaped import Shaped, shape_callable
 from jgraph.errors import CallableError, check_choice
 from jgraph.precision.transform import FP8Function
-from jgraph.processes import JaxDevice
 from jgraph.schedule.action import Kind
-from jgraph.types import Params, Tree
+from jgraph.types import JaxDevice, Params, Tree
 from jgraph.xla.options import OptionValue
 
 Function: TypeAlias = Callable[..., Tree] | FP8Function | nnx.Module | linen.Module

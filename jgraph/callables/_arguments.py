@@ -13,11 +13,10 @@ from jgraph.callables._borrowed import check_no_handles
 from jgraph.callables._dataflow import layers_of, ranks_of
 from jgraph.callables.shaped import Shaped, Side, shape_of
 from jgraph.errors import CallableError, OrderError
-from jgraph.processes import JaxDevice
 from jgraph.schedule.action import FORWARD, WGRAD
 from jgraph.schedule.order import Order, one_each
 from jgraph.schedule.schedule import Schedule
-from jgraph.types import Leaf, Params, Tree
+from jgraph.types import JaxDevice, Leaf, Params, Tree
 
 OrderLike: TypeAlias = Order | Schedule | Sequence[float] | Sequence[Order | Sequence[float]]
 """Signed numbers of one rank, an order, a schedule, or one order per rank."""

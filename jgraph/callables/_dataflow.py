@@ -16,11 +16,10 @@ from jax.typing import DTypeLike
 from jgraph.callables._compile import Grad, How, Registers, Task
 from jgraph.callables.shaped import Shaped, Side, shape_of
 from jgraph.errors import CallableError
-from jgraph.processes import JaxDevice
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, IDLE, KINDS, Kind
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.tables import tick_table
-from jgraph.types import Params, Tree
+from jgraph.types import JaxDevice, Params, Tree
 
 Join = Literal["segments", "nothing"]
 Outputs = Literal["drop", "keep"]

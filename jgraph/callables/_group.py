@@ -16,9 +16,8 @@ from jgraph.callables._dataflow import Flow, Join, Loss, Outputs, ranks_of
 from jgraph.callables.plan import ExecutionPlan, Reports, make_plan, play
 from jgraph.callables.shaped import Shaped, Side, shape_of
 from jgraph.errors import CallableError, OrderError, OwnershipError, check_choice
-from jgraph.processes import JaxDevice
 from jgraph.schedule.schedule import Schedule
-from jgraph.types import Leaf, Params, Tree
+from jgraph.types import JaxDevice, Leaf, Params, Tree
 from jgraph.xla.options import OptionValue
 
 # Maximum number of compiled plans that `run` keeps. A training run uses one or two.

@@ -22,8 +22,8 @@ from jgraph.callables._dataflow import (
     segments_of,
 )
 from jgraph.callables.shaped import Shaped
-from jgraph.processes import JaxDevice
 from jgraph.schedule.schedule import Schedule
+from jgraph.types import JaxDevice
 from jgraph.xla import CaptureReport
 from jgraph.xla.options import OptionValue
 

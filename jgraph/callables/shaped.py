@@ -18,9 +18,8 @@ from jgraph.autodiff import Recompute, Residuals, Split, Stash, replay, split_ba
 from jgraph.autodiff.linear import OwnProducts
 from jgraph.errors import CallableError
 from jgraph.mesh import refused_axes
-from jgraph.processes import JaxDevice
 from jgraph.tree import leaf_names
-from jgraph.types import Leaf, Params, Tree
+from jgraph.types import JaxDevice, Leaf, Params, Tree
 
 TreeDef: TypeAlias = jax.tree_util.PyTreeDef  # pyright: ignore[reportInvalidTypeForm]
 """The structure of a tree. Type checkers do not accept the class itself, because jax declares it without a type."""

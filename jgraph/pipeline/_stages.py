@@ -18,7 +18,7 @@ from jgraph.pipeline._ends import End
 from jgraph.pipeline.program import Pipeline
 from jgraph.strategies.base import Options
 from jgraph.tree import leaf_names
-from jgraph.types import Arrays, Batch, Carried, Device, Params, TreeOf
+from jgraph.types import Arrays, Batch, Carried, JaxDevice, Params, TreeOf
 
 Fact = TypeVar("Fact")
 
@@ -217,7 +217,7 @@ def plan_of(
     ends: tuple[End, End],
     stages: Sequence[Stage],
     microbatch: Batch,
-    devices: Sequence[Device],
+    devices: Sequence[JaxDevice],
     options: Options,
 ) -> ExecutionPlan:
     """Compiles the schedule for one device per rank, that is for one replica of the pipeline.

@@ -32,7 +32,7 @@ from jgraph.pipeline.program import Pipeline, PipelineParams, StepResult
 from jgraph.strategies.base import Options
 from jgraph.strategies.objective import Carry
 from jgraph.tree import leaf_names
-from jgraph.types import Arrays, Batch, Carried, Device, Key, Observed, Params, TreeOf
+from jgraph.types import Arrays, Batch, Carried, JaxDevice, Key, Observed, Params, TreeOf
 from jgraph.xla import CaptureReport, check_identity, compile_and_report
 
 Fact = TypeVar("Fact")
@@ -108,7 +108,7 @@ class Dispatched:
     report: CaptureReport | None
     plans: tuple[ExecutionPlan, ...]
     buffers: dict[str, list[Array | None]]
-    zeros: dict[tuple[tuple[int, ...], Device], Array] = field(default_factory=dict)
+    zeros: dict[tuple[tuple[int, ...], JaxDevice], Array] = field(default_factory=dict)
 
     def __str__(self) -> str:
         reports = [self.report, *(report for plan in self.plans for _, report in plan.reports)]
@@ -147,7 +147,7 @@ class Dispatched:
         played = [self._play(plan, arrays) for plan in self.plans]
         homes = {device: (d, rank) for d, plan in enumerate(self.plans) for rank, device in enumerate(plan.flow.devices)}
 
-        def local(result: _Result, device: Device) -> Array:
+        def local(result: _Result, device: JaxDevice) -> Array:
             d, rank = homes[device]
             if (name := result.shards[rank]) is not None:
                 array = played[d][name]

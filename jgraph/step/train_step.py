@@ -31,7 +31,7 @@ from jgraph.strategies import checks
 from jgraph.strategies.base import BoundStrategy, GradientProgram, Strategy
 from jgraph.strategies.objective import LossFunction, LossInParts, Objective
 from jgraph.tree import leaf_names, matching
-from jgraph.types import Batch, Carried, Device, Key, Observed, Params, Reductions, Tree
+from jgraph.types import Batch, Carried, JaxDevice, Key, Observed, Params, Reductions, Tree
 from jgraph.xla import check_identity, compile_and_report, compiler_options
 from jgraph.xla.options import OptionValue, known
 
@@ -195,7 +195,7 @@ class TrainStep:
         """Number of devices of the mesh; 1 without a mesh."""
         return 1 if self.mesh is None else self.mesh.size
 
-    def on(self, devices: Sequence[Device]) -> "TrainStep":
+    def on(self, devices: Sequence[JaxDevice]) -> "TrainStep":
         """Returns the same step on other devices, for example compile-only devices from `jgraph.xla.aot`. Moves no arrays.
 
         Args:

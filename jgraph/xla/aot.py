@@ -29,8 +29,7 @@ import numpy as np
 
 from jgraph.device import DEVICES
 from jgraph.errors import TargetError, os_errors
-from jgraph.processes import JaxDevice
-from jgraph.types import Tree
+from jgraph.types import JaxDevice, Tree
 from jgraph.xla.cache import UNREADABLE, user_cache
 from jgraph.xla.capture import CaptureReport, compile_and_report
 from jgraph.xla.donation import without_warning
