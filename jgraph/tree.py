@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections.abc import Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeVar
 
 import jax
 from jax.tree_util import KeyPath
@@ -11,8 +11,6 @@ from jgraph.errors import ConfigError
 from jgraph.types import Mask, Tree, TreeOf
 
 Fact = TypeVar("Fact")
-
-PyTree: TypeAlias = Any  # until the last room says `Tree`
 
 
 def path_name(path: KeyPath) -> str:

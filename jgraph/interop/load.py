@@ -9,10 +9,11 @@ from jax.sharding import SingleDeviceSharding
 
 from jgraph.interop.folder import Folder, read
 from jgraph.interop.names import Part, check_filled
-from jgraph.tree import PyTree, leaf_names, path_name
+from jgraph.tree import leaf_names, path_name
+from jgraph.types import Tree
 
 
-def load(folder: Folder, parts: Mapping[str, Sequence[Part]], like: PyTree) -> PyTree:
+def load(folder: Folder, parts: Mapping[str, Sequence[Part]], like: Tree) -> Tree:
     """Loads the parameters of a model from a folder, one parameter at a time. Call `Folder.check` first.
 
     Each process reads only the shards of its own devices. Tensors are cast to the dtypes of `like`.

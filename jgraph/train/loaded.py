@@ -299,7 +299,7 @@ def _with_adapter(source: Source, path: Path) -> Source:
     def weights(params: Tree, carried: Tree) -> tuple[Tree, Tree | None]:
         base, found = source.weights(separated(params)[0], carried)
         parts, leaves = _parts_of_adapters(config, model), dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
-        low = load_folder(folder, parts, {name: leaves[name] for name in parts})
+        low: Any = load_folder(folder, parts, {name: leaves[name] for name in parts})
         return joined(base, {name: (low[name + A], low[name + B]) for name in model.adapters}), found
 
     return source._replace(about=f"{source.about} with {path}", config=config, weights=weights)
