@@ -157,3 +157,11 @@ def test_parameters_in_bfloat16_train_with_every_runtime(schedule, batch):
     np.testing.assert_allclose(metrics.loss, on_one.loss, rtol=1e-2)
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=2e-2)
+
+
+def test_a_pipeline_can_freeze_all_its_layers(batch):
+    strategy = Pipelined(jax.make_mesh((2,), ("pipe",)), shapes(), generate("aligned", pp=2, microbatches=4))
+    step = train_step(MODEL, elementwise(optax.adam(1e-2)), strategy, num_microbatches=4, freeze=("layers/*",))
+    found, start = trained(step, batch)[0], new_params()
+    jax.tree.map(np.testing.assert_array_equal, found["layers"], start["layers"])
+    assert not np.array_equal(found["head"], start["head"])
