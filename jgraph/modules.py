@@ -24,7 +24,7 @@ from jgraph.types import Annotations, Batch, Carried, Key, Params, Reductions, S
 
 Mode = Literal["train", "evaluate"]
 
-# What a decoder reads in place of parameters, and what it keeps of the tokens that it has read.
+# The prepared parameters of a decoder, and its cache of earlier tokens.
 Weights = TypeVar("Weights", bound=Tree)
 Cache = TypeVar("Cache", bound=Tree)
 

@@ -17,7 +17,7 @@ from jgraph.layout.param import Description, Param
 from jgraph.tree import leaf_names
 from jgraph.types import Arrays, Avals, Tree
 
-# What a layout packs: the model's own tree, or the arrays of the layout before it.
+# The argument of `pack`: the model's own tree, or the arrays of the layout before.
 Whole = TypeVar("Whole", bound=Tree)
 
 

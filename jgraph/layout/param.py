@@ -1,6 +1,6 @@
 """Describes the arrays of a step. All facts that follow from the name of a parameter are read here, once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self, TypeAlias, get_args
 
@@ -68,8 +68,16 @@ class Param:
     @property
     def rank_spec(self) -> PartitionSpec:
         """The part of `spec` on the mesh axes of ranks: a function under `jax.shard_map` sees the other axes whole."""
-        kept = [tuple(name for name in axis_names(entry) if name not in PARTITIONED_AXES) for entry in self.axes]
-        return _spec([names[0] if len(names) == 1 else names or None for names in kept])
+        return _spec(self._axes_in(lambda name: name not in PARTITIONED_AXES))
+
+    @property
+    def partitioned_spec(self) -> PartitionSpec:
+        """The part of `spec` on the mesh axes over which XLA partitions the step."""
+        return _spec(self._axes_in(PARTITIONED_AXES.__contains__))
+
+    def _axes_in(self, keeps: Callable[[str], bool]) -> list[Entry]:
+        kept = [tuple(filter(keeps, axis_names(entry))) for entry in self.axes]
+        return [names[0] if len(names) == 1 else names or None for names in kept]
 
     @property
     def decays(self) -> bool:

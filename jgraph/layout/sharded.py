@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jgraph.errors import ConfigError
 from jgraph.layout.layout import Change, MakeLayout, each
 from jgraph.layout.param import Param
-from jgraph.mesh import PARTITIONED_AXES, Axis, axis_names, per_shard
+from jgraph.mesh import Axis, per_shard
 
 AXIS = Axis.FSDP.value
 
@@ -82,9 +82,10 @@ class Shard:
     def of(cls, param: Param, *, lead: int = 0) -> Self:
         """Returns the shard of an array, without the first `lead` axes."""
         axis = param.axis_of(AXIS)
-        kept = [tuple(name for name in axis_names(entry) if name in PARTITIONED_AXES) or None for entry in param.axes[lead:]]
-        partitioned = PartitionSpec(*kept) if any(kept) else None
-        return cls(None if axis is None else axis - lead, param.padding, param.groups, partitioned)
+        partitioned = PartitionSpec(*param.partitioned_spec[lead:])
+        return cls(
+            None if axis is None else axis - lead, param.padding, param.groups, partitioned if len(partitioned) else None
+        )
 
     def pad(self, whole: Array) -> Array:
         """Pads the sharded axis of a whole array with zeros at its end."""

@@ -19,7 +19,7 @@ from jgraph.strategies import checks
 from jgraph.strategies.objective import Carry, Loss, Objective, halted, raised
 from jgraph.types import Arrays, Avals, Carried, Observed, OptState, Params, Shardings, Tree
 
-# What a transform sees: the model's own tree, or the arrays of the step.
+# The arguments of a transform: the model's own tree, or the arrays of the step.
 Seen = TypeVar("Seen", bound=Tree)
 
 

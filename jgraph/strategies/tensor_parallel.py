@@ -186,10 +186,7 @@ class TensorParallel:
         """
         found: dict[str, Split] = {}
         for name, leaf in zip(leaf_names(self.shapes), jax.tree.leaves(self.shapes), strict=True):
-            has_rule = any(fnmatchcase(name, pattern) for pattern in self.rules)
-            split = _split_of(self.rules, name, leaf.shape)
-            if split is None and not has_rule:
-                split = _annotated(self.annotations.get(name), leaf.ndim)
+            split = _split_of(self.rules, name, leaf.shape, self.annotations.get(name))
             if split and split.check(name, leaf.shape[split.axis], devices):
                 found[name] = split
         return found
@@ -268,8 +265,13 @@ def specs_of(rules: Mapping[str, Split | None], params: Params) -> Specs:
     return jax.tree_util.tree_map_with_path(of, params)
 
 
-def _split_of(rules: Mapping[str, Split | None], name: str, shape: Sequence[int]) -> Split | None:
-    """Returns the `Split` of a parameter, by the first pattern that matches its name; None if it is replicated."""
+def _split_of(
+    rules: Mapping[str, Split | None], name: str, shape: Sequence[int], annotation: PartitionSpec | None = None
+) -> Split | None:
+    """Returns the `Split` of a parameter, by the first pattern that matches its name; None if it is replicated.
+
+    Without a pattern, experts are split as `jgraph.MoE` computes them, and other parameters as their annotation says.
+    """
     for pattern, split in rules.items():
         if fnmatchcase(name, pattern):
             return split
@@ -279,7 +281,7 @@ def _split_of(rules: Mapping[str, Split | None], name: str, shape: Sequence[int]
             return Split(axis=-1, parts=(shape[-1] // 2,) * 2)
         case "down_EFD" | "shared_down_FD":
             return Split(axis=-2)
-    return None
+    return _annotated(annotation, len(shape))
 
 
 def _annotated(spec: PartitionSpec | None, ndim: int) -> Split | None:
