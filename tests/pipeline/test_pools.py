@@ -42,7 +42,7 @@ def test_uninitialized_slots_do_not_affect_the_results(monkeypatch, name, P, C, 
 @pytest.mark.once
 @pytest.mark.target
 def test_a_pipeline_allocates_its_pools_without_initializing_them(h200):
-    pipe = pipeline_for_h200(model.PARTS, "aligned", layers=2)
+    pipe = pipeline_for_h200(model.PARTS, "aligned", model.params(2))
     text = compile_pipeline(pipe, model.batch(4)).as_text() or ""
     assert 'custom_call_target="AllocateBuffer"' in text
 
