@@ -1,6 +1,6 @@
 """Layouts: how the parameters of a model are stored as the arrays of a step."""
 
-from jgraph.layout.layout import Change, Layout, MakeLayout, alone, described, each, named
+from jgraph.layout.layout import Change, Layout, MakeLayout, alone, described, each, filled, named
 from jgraph.layout.packed import Packing, packed
 from jgraph.layout.param import Description, Param
 from jgraph.layout.sharded import Shard, sharded
@@ -19,6 +19,7 @@ __all__ = [
     "alone",
     "described",
     "each",
+    "filled",
     "named",
     "packed",
     "sharded",

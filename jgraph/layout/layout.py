@@ -4,7 +4,7 @@ A strategy is a chain of layouts and a way to sum gradients. Each layout is a fu
 returns the description of its output with two functions: `pack`, and `unpack`, which inverts it bit for bit.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, TypeAlias, TypeVar
 
@@ -74,11 +74,11 @@ class Layout(Generic[Whole]):
         kept = {name: param for name, param in self.params.items() if param.is_trained}
 
         def pack(tree: Whole) -> Arrays:
-            arrays = self.pack(own.unpack(_filled(own.pack(tree), own.params)))
+            arrays = self.pack(own.unpack(filled(own.pack(tree), own.params)))
             return {name: arrays[name] for name in kept}
 
         def unpack(arrays: Arrays) -> Whole:
-            whole = own.pack(self.unpack(_filled(arrays, self.params)))
+            whole = own.pack(self.unpack(filled(arrays, self.params)))
             return own.unpack({name: whole[name] for name, param in own.params.items() if param.is_trained})
 
         return Layout(kept, pack, unpack, own)
@@ -96,7 +96,7 @@ class Layout(Generic[Whole]):
         return jax.eval_shape(self.unpack, self.shapes())
 
 
-def _filled(arrays: Arrays, params: Description) -> Arrays:
+def filled(arrays: Mapping[str, Array], params: Description) -> Arrays:
     """Adds zeros for missing arrays. They are bools, which JAX promotes to the dtype of any array that they are joined with."""
     return {name: arrays[name] if name in arrays else jnp.zeros(p.shape, jnp.bool_) for name, p in params.items()}
 

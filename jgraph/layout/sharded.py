@@ -8,6 +8,7 @@ from typing import Literal, Self
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from jgraph.errors import ConfigError
 from jgraph.layout.layout import Change, MakeLayout, each
@@ -71,20 +72,26 @@ class Shard:
         groups: Number of equal groups of consecutive devices. `gather` returns the shards of the own group: the whole array for
             one group, the experts that its tokens are sent to for several.
         partitioned: The mesh axes of each array axis over which XLA partitions the step.
+        dtype: Dtype of the working copy; None for the dtype of the parameter.
     """
 
     axis: int | None
     padding: int = 0
     groups: int = 1
     partitioned: PartitionSpec | None = None
+    dtype: DTypeLike | None = None
 
     @classmethod
-    def of(cls, param: Param, *, lead: int = 0) -> Self:
+    def of(cls, param: Param, *, lead: int = 0, compute_dtype: DTypeLike | None = None) -> Self:
         """Returns the shard of an array, without the first `lead` axes."""
         axis = param.axis_of(AXIS)
         partitioned = PartitionSpec(*param.partitioned_spec[lead:])
         return cls(
-            None if axis is None else axis - lead, param.padding, param.groups, partitioned if len(partitioned) else None
+            axis=None if axis is None else axis - lead,
+            padding=param.padding,
+            groups=param.groups,
+            partitioned=partitioned if len(partitioned) else None,
+            dtype=compute_dtype if param.is_cast else None,
         )
 
     def pad(self, whole: Array) -> Array:
@@ -100,6 +107,10 @@ class Shard:
         return lax.slice_in_dim(padded, 0, padded.shape[self.axis] - self.padding, axis=self.axis)
 
     # --- On one device, under `jax.shard_map` ---
+
+    def working_copy(self, part: Array) -> Array:
+        """Casts the shard of a parameter, and gathers it."""
+        return self.gather(part if self.dtype is None else part.astype(self.dtype))
 
     def gather(self, part: Array) -> Array:
         """All-gathers the shards of the own group of devices, without padding. A replicated array is returned unchanged."""

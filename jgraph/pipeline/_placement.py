@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jgraph.layout import Layout, Param, Shard, Stacked, StackedTree, sharded
 from jgraph.mesh import Axis
@@ -29,6 +30,8 @@ class Placement:
         mesh: A mesh with the axis `pipe`, and optionally `data`, `fsdp`, `context` and `tensor`.
         layout: The layout of the arrays: stacked over the ranks, and sharded over `fsdp`.
         named: The layout of the tree: its leaves by name, which are the arrays of `layout`.
+        compute_dtype: Matrices of the layers and of the head, except weights of routers, are cast to this dtype once per step.
+            None does not cast.
     """
 
     model: PipelineModel
@@ -36,6 +39,7 @@ class Placement:
     mesh: Mesh
     layout: Layout[Params]
     named: Layout[StackedTree[Leaf | Registered]]
+    compute_dtype: DTypeLike | None = None
 
     def tree(self, arrays: Arrays) -> StackedTree[Leaf | Registered]:
         """Returns arrays by name as a tree, with None for missing arrays."""
@@ -68,8 +72,9 @@ class Placement:
 
     @property
     def shards(self) -> StackedTree[Shard]:
-        """The `Shard` of every parameter over `fsdp`, without the axis of ranks."""
-        return StackedTree(self.each(lambda param: Shard.of(param, lead=1)).layers, self.each(Shard.of).outer)
+        """The `Shard` of every parameter over `fsdp`, without the axis of ranks. Only copies of layers are cast."""
+        layers = self.each(lambda param: Shard.of(param, lead=1, compute_dtype=self.compute_dtype)).layers
+        return StackedTree(layers, self.each(Shard.of).outer)
 
 
 def place(model: PipelineModel, schedule: Schedule, mesh: Mesh, given: Layout[Params], choices: FSDPChoices) -> Placement:
@@ -95,7 +100,9 @@ def place(model: PipelineModel, schedule: Schedule, mesh: Mesh, given: Layout[Pa
     layout = layout.then(stacked)
     if ranks > 1:
         layout = layout.then(sharded(ranks, uneven="replicate"))
-    return Placement(model=model, assignment=assignment, mesh=mesh, layout=layout, named=stacked.tree)
+    return Placement(
+        model=model, assignment=assignment, mesh=mesh, layout=layout, named=stacked.tree, compute_dtype=choices.compute_dtype
+    )
 
 
 def without_ranks(layers: Layers) -> Layers:

@@ -8,7 +8,7 @@ dgrads. At the end of the step, the ranks combine their entries.
 # P ranks, C chunks, N places (layers of the longest stage), L layers, S entries of a layer in a history
 
 import glob
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Generic, Self, TypeAlias, TypeVar
@@ -23,6 +23,7 @@ from jgraph.kernels import amax
 from jgraph.layout import Shard
 from jgraph.pipeline.partition import AXIS, StageAssignment
 from jgraph.precision.config import FP8Config
+from jgraph.precision.loss import quantized
 from jgraph.precision.scaling import AmaxHistory
 from jgraph.precision.transform import FP8Function, FP8Trace, Weights
 from jgraph.types import Carried, Observed, Params, Tree, TreeOf
@@ -322,12 +323,9 @@ class FP8Precision(StagePrecision[FP8Function]):
 
         over = over_layers if self.is_stacked else (lambda _, local: lax.pmax(local, tuple(axes))) if axes else None
         weights = []
-        for parts, state, specs in zip(named, states, shards, strict=True):
-            scales, arrays = plan.scales(parts, state, over), parts
-            if axes:
-                spec_of: Mapping[str, Shard] = dict(zip(parts, jax.tree.leaves(specs), strict=True))
-                arrays = {name: spec_of[name].gather(part) for name, part in plan.cast(parts, scales).items()}
-            weights.append(plan.views(arrays, scales))
+        for parts, state, of_stage in zip(named, states, shards, strict=True):
+            sharded = dict(zip(parts, jax.tree.leaves(of_stage), strict=True)) if axes else {}
+            weights.append(quantized(plan, parts, state, sharded, over)())
         return weights
 
     def weight_shapes(self, function: FP8Function, args: Trees, observed: Observed) -> Weights:

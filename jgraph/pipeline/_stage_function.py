@@ -12,12 +12,13 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from jgraph.autodiff import Recompute, Split, split_backward
+from jgraph.layout import Param
 from jgraph.pipeline._layer_state import Bits, LayerState
 from jgraph.pipeline._precision import FP8Precision, StageFunction, StagePrecision
 from jgraph.pipeline._stage import Given
 from jgraph.pipeline.partition import PipelineModel
 from jgraph.precision.transform import FP8Trace
-from jgraph.tree import is_router, path_name
+from jgraph.tree import path_name
 from jgraph.types import Carried, Key, Leaf, Params, Tree
 
 Remat = Literal["nothing", "wide", "layer"]
@@ -161,7 +162,7 @@ class StageFunctions:
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *after) if after else {}
 
     def cast(self, tree: Cast) -> Cast:
-        """Casts matrices (leaves with two axes or more) to `compute_dtype`, except weights of routers.
+        """Casts matrices to `compute_dtype`, except weights of routers.
 
         Args:
             tree: Parameters of a layer, of embedding and head, or of several layers.
@@ -173,7 +174,7 @@ class StageFunctions:
             return tree
 
         def of(path: KeyPath, p: Array) -> Array:
-            return p.astype(self.compute_dtype) if p.ndim > 1 and not is_router(path_name(path)) else p
+            return p.astype(self.compute_dtype) if Param.describe(path_name(path), p).is_cast else p
 
         return jax.tree_util.tree_map_with_path(of, tree)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Generic, NamedTuple, Self, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,12 @@ from jgraph.autodiff import product_flops
 from jgraph.callables.plan import ExecutionPlan, Loss, PlanFunction, make_plan
 from jgraph.callables.shaped import Shaped, shape_callable
 from jgraph.device import peak_flops
-from jgraph.layout import Packing
+from jgraph.layout import Change, Layout, Param, alone, each, filled, named, packed
 from jgraph.pipeline._ends import End
 from jgraph.pipeline.program import Pipeline
 from jgraph.strategies.base import Options
 from jgraph.tree import leaf_names
-from jgraph.types import Arrays, Batch, Carried, JaxDevice, Params, TreeOf
+from jgraph.types import Batch, Carried, JaxDevice, Params, TreeOf
 
 Fact = TypeVar("Fact")
 
@@ -27,63 +27,17 @@ Fact = TypeVar("Fact")
 _LONG = 2e-4
 
 
-@dataclass(frozen=True, eq=False)
-class Chunk:
-    """The packing of the layers of a chunk into arrays by name. All ranks have the same layout. Holds no arrays.
+def chunk_layout(layers: Sequence[Params], weights: Collection[str]) -> Layout[list[Params]]:
+    """Packs the layers of a chunk. Weights of FP8 matmuls, given by their paths in a layer, keep arrays of their own."""
+    names = [f"{j}/{path}".rstrip("/") for j in range(len(layers)) for path in weights]
+    return named(list(layers)).then(alone(names)).then(packed()).then(each(_at_least_1d))
 
-    Attributes:
-        packing: The packing of a list with one tree per layer.
-        longest: Number of layers of the longest stage, which is the length of this list.
-    """
 
-    packing: Packing[list[Params]]
-    longest: int
-
-    @classmethod
-    def of(cls, layers: Sequence[Params], alone: Collection[str] = ()) -> Self:
-        """Plans the packing of layers.
-
-        Args:
-            layers: Shapes of the parameters of each layer of the longest stage.
-            alone: Paths of parameters of a layer that get an array of their own in every layer, with `/` between keys.
-
-        Returns:
-            The chunk.
-        """
-        names = [f"{j}/{path}".rstrip("/") for j in range(len(layers)) for path in alone]
-        return cls(Packing.of(list(layers), alone=names), len(layers))
-
-    def pack(self, layers: Sequence[Params]) -> Arrays:
-        """Packs the parameters of layers.
-
-        Args:
-            layers: Parameters of each layer of the longest stage.
-
-        Returns:
-            The arrays by name. Scalars get one axis, so that they can be sharded over the ranks.
-        """
-        return {name: jnp.atleast_1d(leaf) for name, leaf in self.packing.pack(list(layers)).items() if leaf is not None}
-
-    def unpack(self, arrays: Mapping[str, Array]) -> list[Params]:
-        """Inverts `pack`.
-
-        Args:
-            arrays: The arrays by name. Missing arrays are zero, for layers that a shorter stage does not have.
-
-        Returns:
-            The parameters of each layer of the longest stage.
-        """
-        whole = {}
-        for name, numbers in self.packing.groups:
-            leaves = [self.packing.leaves[i] for i in numbers]
-            shape = leaves[0].shape if len(leaves) == 1 else (sum(leaf.size for leaf in leaves),)
-            whole[name] = arrays[name].reshape(shape) if name in arrays else jnp.zeros(shape, leaves[0].dtype)
-        return self.packing.unpack(whole)
-
-    def names(self, layers: int) -> tuple[str, ...]:
-        """Returns the names of the arrays that a stage with `layers` layers reads, sorted alphabetically."""
-        count = layers * len(self.packing.leaves) // self.longest
-        return tuple(sorted(name for name, numbers in self.packing.groups if numbers[0] < count))
+def _at_least_1d(_: str, param: Param) -> Change | None:
+    """Gives scalars an axis, so that they can be sharded over the ranks."""
+    if param.shape:
+        return None
+    return Change(replace(param, shape=(1,), axes=(None,)), jnp.atleast_1d, lambda array: array.reshape(()))
 
 
 class Begun(NamedTuple, Generic[Fact]):
@@ -155,7 +109,7 @@ class Stage:
 
 def stages_of(
     pipeline: Pipeline,
-    chunks: Sequence[Chunk],
+    chunks: Sequence[Sequence[Params]],
     embed: End,
     x: jax.ShapeDtypeStruct,
     begun: Begun[jax.ShapeDtypeStruct],
@@ -165,7 +119,7 @@ def stages_of(
 
     Args:
         pipeline: The model with its schedule.
-        chunks: For each chunk of a rank, the packing of its layers.
+        chunks: For each chunk of a rank, the shapes of the layers of the longest stage.
         embed: The embedding, which is part of the first stage.
         x: Shape and dtype of the array between stages, for one microbatch on one data rank.
         begun: Shapes of the results of the program `begin`.
@@ -184,7 +138,7 @@ def stages_of(
     for s in range(layout.num_stages):
         rank, c = next((rank, row.index(s)) for rank, row in enumerate(layout.placement) if s in row)
         count = int(layout.active()[rank, c].sum())
-        names = chunks[c].names(count)
+        names = tuple(sorted(chunk_layout(chunks[c][:count], pipeline.precision.weights).params))
         layers = {name: numbers.layers[c][name] for name in names}
         params, shapes = StageArrays(layers), StageArrays(jax.tree.map(shape_of, layers))
         if s == 0:
@@ -197,10 +151,10 @@ def stages_of(
             )
             for m in range(pipeline.schedule.num_microbatches)
         ]
-        stage = _function(pipeline, chunks[c], count, embed if s == 0 else None, impl)
+        stage = _function(pipeline, chunk_layout(chunks[c], pipeline.precision.weights), count, embed if s == 0 else None, impl)
         args = (() if s == 0 else x, jax.tree.map(shape_of, extra[0]))
         fn = pipeline.precision.named_function(stage, count, leaf_names(shapes))
-        share = Fraction(count, chunks[c].longest)
+        share = Fraction(count, len(chunks[c]))
         weights = pipeline.precision.first_weights(fn, (shapes, *args), numbers.weights[c], share)
         more = (numbers.state[c], weights)
         params, shapes = (params, *more), (shapes, *jax.tree.map(shape_of, more))
@@ -294,7 +248,7 @@ def shard(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _function(
-    pipeline: Pipeline, chunk: Chunk, count: int, embed: End | None, impl: Hashable
+    pipeline: Pipeline, chunk: Layout[list[Params]], count: int, embed: End | None, impl: Hashable
 ) -> Callable[[StageArrays[Array], Array, StageExtra[Array]], tuple[Array, Carried]]:
     """Makes the function `fn(params, x, extra) -> (y, carried)` of a stage with `count` layers. The first stage has `embed`."""
 
@@ -306,6 +260,7 @@ def _function(
             data, (first,) = extra.keys
             key = (jax.random.wrap_key_data(data, impl=impl),)
         context = pipeline.model.context_of(extra.batch)
-        return pipeline.through(chunk.unpack(params.layers)[:count], x, context, key, first, extra.carried)
+        layers = chunk.unpack(filled(params.layers, chunk.params))[:count]
+        return pipeline.through(layers, x, context, key, first, extra.carried)
 
     return stage

@@ -23,11 +23,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jgraph.callables.plan import ExecutionPlan, Name, play
 from jgraph.dispatch import in_turn
 from jgraph.errors import require
-from jgraph.layout import StackedTree
+from jgraph.layout import Layout, StackedTree
 from jgraph.mesh import Axis, batch_axes
 from jgraph.pipeline._ends import End, part_shape
 from jgraph.pipeline._stage import StageInputs
-from jgraph.pipeline._stages import Begun, Chunk, Stage, numbered, plan_of, shard, stages_of
+from jgraph.pipeline._stages import Begun, Stage, chunk_layout, numbered, plan_of, shard, stages_of
 from jgraph.pipeline.program import Pipeline, PipelineParams, StepResult
 from jgraph.strategies.base import Options
 from jgraph.strategies.objective import Carry
@@ -82,7 +82,7 @@ class Dispatched:
     Attributes:
         pipeline: The model with its schedule.
         shapes: Shapes of the parameters, the tree of `Pipeline.shapes`.
-        chunks: How the layers of each chunk are packed into arrays; one `Chunk` per chunk of a rank. All ranks pack alike.
+        chunks: The layout of the layers of each chunk, the same on all ranks.
         ends: The pair of the embedding and the head of the model, each as the function `End`.
         stages: The stages of the pipeline, from the first to the last.
         batch: One list per microbatch, with one index per leaf of a batch: the position of the leaf's array in the list that
@@ -100,7 +100,7 @@ class Dispatched:
 
     pipeline: Pipeline
     shapes: PipelineParams
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Layout[list[Params]], ...]
     ends: tuple[End, End]
     stages: tuple[Stage, ...]
     batch: list[list[int]]
@@ -258,7 +258,7 @@ class Dispatched:
             stages = [next(stage for stage in self.stages if (stage.rank, stage.chunk) == (rank, c)) for rank in ranks]
             sums = {
                 name: [("sum", s.shaped.index, s.names.index(name)) if name in s.names else None for s in stages]
-                for name in self.chunks[c].names(self.chunks[c].longest)
+                for name in self.chunks[c].params
             }
             states = [[("state", s.shaped.index, n) for s in stages] for n in range(len(jax.tree.leaves(carried)))]
             maxima = [
@@ -316,15 +316,15 @@ def dispatched(
     require(is_local, "engine", "dispatch", "program for several processes")
     model, mesh = pipeline.model, pipeline.mesh
     shapes: PipelineParams = jax.eval_shape(unpack, params)
-    alone = pipeline.precision.weights  # Not packed, because an FP8 matmul reads a whole parameter as its weight.
-    chunks = tuple(Chunk.of(jax.eval_shape(pipeline.of_rank, chunk), alone) for chunk in shapes.layers)
+    layers = [jax.eval_shape(pipeline.of_rank, chunk) for chunk in shapes.layers]
+    chunks = tuple(chunk_layout(chunk, pipeline.precision.weights) for chunk in layers)
     program, step = _begin(pipeline, chunks, unpack, key, shapes, batch), jax.ShapeDtypeStruct((), jnp.int32)
     begun = _placed(pipeline, jax.eval_shape(program, params, carry, step, batch))
     microbatch = jax.tree.map(shard, begun.batch[0])
     embed = End.of(model.embed, shapes.outer, lambda outer: outer, model.sharded, microbatch)
     x = jax.eval_shape(embed, embed.shapes, microbatch)
     head = End.of(model.head, shapes.outer, pipeline.cast, model.sharded, x, microbatch)
-    stages = stages_of(pipeline, chunks, embed, x, begun, jax.random.key_impl(key))
+    stages = stages_of(pipeline, layers, embed, x, begun, jax.random.key_impl(key))
     ends, batch_numbers = (embed, head), [jax.tree.leaves(numbers) for numbers in numbered(begun).batch]
     # Numbers of the leaves of `begun` that a stage or the loss reads. Unquantized parameters of FP8 matmuls are not read.
     read = {stage.params[place] for stage in stages for places in stage.shaped.reads.values() for place in places}
@@ -348,7 +348,7 @@ def dispatched(
 
 def _begin(
     pipeline: Pipeline,
-    chunks: Sequence[Chunk],
+    chunks: Sequence[Layout[list[Params]]],
     unpack: Callable[[Arrays], PipelineParams],
     key: Key,
     shapes: PipelineParams,

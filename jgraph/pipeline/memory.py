@@ -41,15 +41,16 @@ def bytes_per_rank(pipeline: Pipeline, inputs: Batch) -> dict[str, int]:
     outer = pipeline.each(lambda param: _of_rank(param, pipeline.mesh.shape[AXIS])).outer
     weights = pipeline.precision.weights
     quantized, rest = _by_precision([layer for chunk in layers for layer in chunk], weights)
+    matrices = [leaf for name, leaf in rest if Param.describe(name, leaf).is_cast]
     is_cast = pipeline.compute_dtype not in (None, jnp.float32)
     if is_cast:
-        cast = _nbytes([outer, *(leaf for leaf in rest if leaf.ndim > 1)], pipeline.compute_dtype)
+        cast = _nbytes([outer, matrices], pipeline.compute_dtype)
     else:
         last = [] if pipeline.assignment.is_even else [chunk[-1] for chunk in layers]
-        cast = _nbytes(_by_precision(last, weights)[1])
+        cast = _nbytes([leaf for _, leaf in _by_precision(last, weights)[1]])
     cast += 2 * _nbytes(quantized, jnp.int8)
     is_sharded = pipeline.mesh.shape.get(fsdp.AXIS, 1) > 1
-    gathered = _nbytes(outer if is_cast else [rest, outer]) if is_sharded else 0
+    gathered = _nbytes(outer if is_cast else [outer, *(leaf for _, leaf in rest)]) if is_sharded else 0
     return pools | {"main_grad": _nbytes([layers, outer], jnp.float32), "cast": cast, "gathered": gathered}
 
 
@@ -89,7 +90,7 @@ def _nbytes(tree: Tree, dtype: DTypeLike | None = None) -> int:
 
 def _by_precision(
     layers: Sequence[Params], weights: frozenset[str]
-) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
-    """Splits the parameters of layers into parameters that are quantized once per step, and the others."""
+) -> tuple[list[jax.ShapeDtypeStruct], list[tuple[str, jax.ShapeDtypeStruct]]]:
+    """Splits the parameters of layers into parameters that are quantized once per step, and the others with their names."""
     named = [pair for layer in layers for pair in zip(leaf_names(layer), jax.tree.leaves(layer), strict=True)]
-    return [leaf for name, leaf in named if name in weights], [leaf for name, leaf in named if name not in weights]
+    return [leaf for name, leaf in named if name in weights], [(name, leaf) for name, leaf in named if name not in weights]

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
-from jax.typing import DTypeLike
 
 from jgraph.autodiff import split_backward
 from jgraph.errors import ConfigError, OrderError
@@ -27,12 +26,11 @@ from jgraph.pipeline.partition import AXIS, PipelineModel
 from jgraph.schedule.action import BACKWARD
 from jgraph.schedule.schedule import Schedule
 from jgraph.schedule.tables import ScheduleTables, phases, tabulate
-from jgraph.strategies.sharding import FSDPChoices
+from jgraph.strategies.sharding import FSDPChoices, gathered
 from jgraph.tree import only
 from jgraph.types import Batch, Carried, Key, Leaf, Observed, Params, Registered, Specs, Tree, TreeOf
 
 _T = TypeVar("_T")
-Parts = TypeVar("Parts", bound=Tree)
 Runtime = Literal["auto", "aligned", "general"]
 
 PipelineParams: TypeAlias = StackedTree[Leaf | Registered]
@@ -45,7 +43,6 @@ StepResult: TypeAlias = tuple[Array, PipelineParams, list[Carried], Observed]
 class PipelineChoices(TypedDict, total=False):
     """Attributes of a `Pipeline` with defaults."""
 
-    compute_dtype: DTypeLike | None
     remat: Remat
     carried: LayerState
     precision: StagePrecision
@@ -100,8 +97,8 @@ class Pipeline(Placement, StageFunctions):
             mesh: A mesh with the axis `pipe`, and optionally other axes. The pipeline gets a mesh with the same devices
                 and names, and all axes of the type `jax.sharding.AxisType.Auto`.
             given: The layout of the parameters that the model gets, for example `jgraph.layout.named` of their shapes.
-            fsdp: How parameters are sharded over `fsdp`; None for the defaults.
-            **choices: Values of the attributes `compute_dtype`, `remat`, `carried`, `precision` and `runtime`.
+            fsdp: How parameters are sharded over `fsdp`, and `compute_dtype`; None for the defaults.
+            **choices: Values of the attributes `remat`, `carried`, `precision` and `runtime`.
 
         Returns:
             The pipeline. Its `runtime` is `aligned` or `general`. With `aligned`, its `schedule` is the result of
@@ -201,7 +198,7 @@ class Pipeline(Placement, StageFunctions):
     ) -> StepResult:
         """Computes `step` on one rank."""
         batch, layout = batch_axes(self.mesh), self.assignment
-        outer = _gathered(shards.outer, params.outer)
+        outer = gathered(shards.outer, params.outer)
         if key is not None and any(self.mesh.shape[axis] > 1 for axis in batch):
             key = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key, impl=impl), lax.axis_index(batch)))
         table_CN = self.own(layout.layers())
@@ -250,7 +247,7 @@ class Pipeline(Placement, StageFunctions):
                 # masked NaN is still NaN.
                 own = chunks[c] = [*own[:-1], jax.tree.map(partial(jnp.where, active), own[-1], own[0])]
             first = table_CN[c, 0] if has_key else None
-            given.append((_gathered(shards[c], self.cast(own)), StageInputs(active, bits, first)))
+            given.append((gathered(shards[c], own), StageInputs(active, bits, first)))
         return chunks, given
 
     def _mean_grads(self, state: State, shards: StackedTree[Shard]) -> PipelineParams:
@@ -305,7 +302,7 @@ class Pipeline(Placement, StageFunctions):
         # Traced on the mesh, because an embedding may use the mesh axes.
         def embed(params: PipelineParams, inputs: Batch, *_: Tree) -> None:
             first = jax.tree.map(lambda leaf: leaf[0], inputs)
-            outer = _gathered(shards, params.outer)
+            outer = gathered(shards, params.outer)
             args.extend((jax.eval_shape(self.model.embed, outer, first), *jax.eval_shape(self.model.context_of, first)))
 
         jax.eval_shape(self._on_mesh(embed, None), self.shapes, inputs, None, [], None)
@@ -328,11 +325,6 @@ class Pipeline(Placement, StageFunctions):
         """
         given = jax.eval_shape(self.cast, layers), StageInputs(None, self.carried.bits(len(layers)), None)
         return given, jax.eval_shape(partial(self.precision.state, len(layers))), None
-
-
-def _gathered(shards: TreeOf[Shard], parts: Parts) -> Parts:
-    """All-gathers parameters over `fsdp`."""
-    return jax.tree.map(lambda shard, part: shard.gather(part), shards, parts)
 
 
 def _without_padding(grads: list[Params], extra: StageInputs) -> list[Params]:

@@ -139,7 +139,7 @@ class Pipelined(FSDPChoices):
         shapes, model = self.shapes, self._reducing(_checked(objective.loss))
         num_layers = len(jax.eval_shape(model.split, shapes)[1])
         carried = LayerState.of(model, objective.carried, objective.reductions, num_layers)
-        choices: PipelineChoices = {"compute_dtype": self.compute_dtype, "remat": self.remat, "carried": carried}
+        choices: PipelineChoices = {"remat": self.remat, "carried": carried}
         pipeline, products = Pipeline.of(model, self.schedule, self.mesh, objective.layout, self, **choices), ()
         if objective.fp8 is not None:
             BatchLayout(self.mesh, objective.num_microbatches).microbatch(objective.batch)  # raises ShapeError

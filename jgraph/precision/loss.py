@@ -3,157 +3,104 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import jax
-from jax import Array
+from jax import Array, lax
 
 from jgraph.autodiff.linear import Result
 from jgraph.errors import ConfigError
+from jgraph.layout import Shard
+from jgraph.mesh import Axis
 from jgraph.precision.config import FP8Config
 from jgraph.precision.fuse import fused
-from jgraph.precision.transform import FP8Function, FP8Trace, Product
-from jgraph.types import Params, Tree
+from jgraph.precision.transform import FP8Function, FP8Trace, Product, Weights
+from jgraph.types import Arrays, Observed, Params, Tree
 from jgraph.xla.explain import FP8Products
 
-_Parts: TypeAlias = Mapping[str, Array]
 _Args: TypeAlias = Sequence[Tree]
-_Amax: TypeAlias = Callable[[str, Array], Array] | None
 _Loops: TypeAlias = Literal["none", "microbatches"]
-
-
-class Prepared(NamedTuple):
-    """Results that `StepLoss.prepare` computes once per step, for all microbatches.
-
-    Attributes:
-        parts: Arrays that replace parameters, such as weights in FP8: a dict by parameter name. They are sharded like the
-            parameters. Empty if nothing is replaced.
-        apply: `apply(params, observed, parts, *args)` returns the loss function's result for a microbatch. `params` is the tree
-            of unsharded parameters. `observed` is the observed state (see `StepLoss`). `parts` is a dict with the arrays of the
-            attribute `parts`, gathered from all devices. `args` are the other arguments of the loss function. Call it once per
-            microbatch, and differentiate it with respect to `params` and `observed`.
-    """
-
-    parts: _Parts
-    apply: Callable[..., Any]
+GradsOfCast: TypeAlias = Literal["rounded", "parameter"]
 
 
 @dataclass(frozen=True, eq=False)
 class StepLoss:
-    """A loss function without FP8 matmuls. Subclasses add work that runs once per step, and observed state.
+    """The loss function `fn(params, *args)` of a step, here without FP8 matmuls.
 
-    Observed state is a tree of arrays that the backward pass computes, such as the amax history of FP8. A step passes it to
-    the loss function, and gets the next one as the gradient of the loss with respect to it. This class has none.
-
-    Attributes:
-        fn: The loss function `fn(params, *args)`.
+    Subclasses add work that runs once per step, and observed state: arrays that the backward pass computes, such as the amax
+    history of FP8. The gradient of the loss with respect to the observed state is the state after the microbatch.
     """
 
     fn: Callable[..., Any]
 
     @property
-    def observed(self) -> Tree:
-        """The observed state as a tree of `jax.ShapeDtypeStruct`; {} in this class."""
+    def observed(self) -> Observed:
+        """Shapes of the observed state, a tree of `jax.ShapeDtypeStruct`; {} here."""
         return {}
 
     @property
-    def prepared(self) -> tuple[str, ...]:
-        """Names of the parameters that `prepare` replaces by other arrays if `over_devices` is given; () in this class."""
+    def weights(self) -> tuple[str, ...]:
+        """Names of the parameters that matmuls read in a working copy other than a cast; () here."""
         return ()
 
-    def prepare(
-        self, whole: Params, parts: _Parts, observed: Tree, args: _Args, over_devices: _Amax = None, uncast: bool = False
-    ) -> Prepared:
-        """Prepares a step, before its first microbatch. Called inside the jitted step.
-
-        This class computes nothing and ignores the arguments.
+    def in_step(
+        self, whole: Params, parts: Arrays, shards: Mapping[str, Shard], observed: Observed, args: _Args
+    ) -> Callable[..., Any]:
+        """Makes the working copy of the weights for all microbatches of a step. Called inside the jitted step.
 
         Args:
-            whole: The unsharded parameters of the loss function as a tree of `jax.ShapeDtypeStruct`, in the model's own tree.
-            parts: A dict with the parameters by name, such as `blocks/0/mlp/up/kernel`, or with this device's shards of them.
-            observed: Observed state at the beginning of the step, a tree like the attribute `observed`.
-            args: Arguments of the loss function after the parameters, for one microbatch: arrays or `jax.ShapeDtypeStruct`.
-            over_devices: `over_devices(name, amax)` is called with a parameter name and the amax of this device's shard, a
-                float32 scalar. It returns the maximum over the devices. None if `parts` are not sharded.
-            uncast: Dtype of the gradient of a parameter that `fn` casts before an FP8 matmul, for example from float32 to
-                bfloat16. True: the matmul returns it in the parameter's dtype. False: it is first rounded to the cast's dtype.
+            whole: Shapes of the unsharded parameters, in the model's own tree.
+            parts: This device's shards of the parameters by name; whole parameters if `shards` is empty.
+            shards: How parameters are sharded over `fsdp`, by name; empty without this axis.
+            observed: Observed state before the step.
+            args: Arrays or shapes of the other arguments of the loss function, for one microbatch.
 
         Returns:
-            The arrays and the function that every microbatch uses. In this class, the field `parts` is {}, and the field
-            `apply` calls `fn(params, *args)`.
+            `loss(params, observed, *args)`, with the result of `fn`. It gathers the working copy of sharded weights.
         """
-        return Prepared({}, lambda params, observed, parts, *args: self.fn(params, *args))
+        return lambda params, observed, *args: self.fn(params, *args)
 
     def traced(self, part: Callable[..., Result]) -> Callable[..., Result]:
-        """Transforms the function that computes the loss and its gradients. Called while the jitted step is traced.
-
-        Args:
-            part: A function of trees of arrays that returns results and gradients of the loss function.
-
-        Returns:
-            A function with the same arguments and results; `part` in this class.
-        """
+        """Transforms the function that computes the loss and its gradients; the same function here."""
         return part
 
     def describe(self, executables: Sequence[jax.stages.Compiled]) -> list[str]:
-        """Describes a step for the log. Prints nothing.
-
-        Args:
-            executables: The compiled programs that a step runs, repeated for each run.
-
-        Returns:
-            A list of lines without line breaks; an empty list in this class.
-        """
+        """Returns lines for the log; none here. `executables` has an entry for each run of a step."""
         return []
 
 
 @dataclass(frozen=True, eq=False)
 class FP8Loss(StepLoss):
-    """A loss function with FP8 matmuls.
-
-    Quantizes the weights once per step. The observed state is the amax history of delayed scaling.
+    """A loss function with FP8 matmuls. The observed state is the amax history of delayed scaling.
 
     Attributes:
-        fn: The original loss function `fn(params, *args)`.
-        function: The loss function with FP8 matmuls, an `FP8Function`.
+        function: `fn` with FP8 matmuls.
         trace: Trace of `function` for the shapes of a microbatch.
+        grads: Dtype of the gradient of a parameter that `fn` casts before an FP8 matmul, e.g. from float32 to bfloat16: that of
+            the parameter, or first `rounded` to that of the cast.
     """
 
     function: FP8Function
     trace: FP8Trace
+    grads: GradsOfCast
 
     @classmethod
-    def of(cls, fn: Callable[..., Any], config: FP8Config, params: Params, args: _Args) -> Self:
-        """Traces a loss function and selects its FP8 matmuls. Does not run the function.
-
-        Args:
-            fn: The loss function `fn(params, *args)`.
-            config: The recipe.
-            params: Parameters, a tree of arrays or `jax.ShapeDtypeStruct`.
-            args: The other arguments of `fn` for one microbatch, a sequence of trees of arrays or `jax.ShapeDtypeStruct`.
-
-        Returns:
-            The loss function with FP8 matmuls, for a step that does not average several losses. `averaged` makes a copy for a
-            step that does.
+    def trace_loss(cls, fn: Callable[..., Any], config: FP8Config, params: Params, args: _Args, grads: GradsOfCast) -> Self:
+        """Selects the FP8 matmuls of a loss function, from the shapes of its arguments for one microbatch.
 
         Raises:
             ConfigError: If no matmul can be in FP8, if a pattern of `config.keep` that is not a default matches no parameter,
                 or if `config.blocks` is `inner` and no parameter name has a number.
         """
         function = FP8Function(fn, config, argument="loss")
-        return cls(fn, function, function.plan(params, *args))
+        return cls(fn, function, function.plan(params, *args), grads)
 
     @property
-    def observed(self) -> Tree:
-        """Shapes and dtypes of the amax history, an `AmaxHistory` of `jax.ShapeDtypeStruct`; {} for current scaling."""
+    def observed(self) -> Observed:
         return jax.eval_shape(self.trace.init)
 
     @property
-    def prepared(self) -> tuple[str, ...]:
-        """Names of the parameters that are weights of FP8 matmuls, in the order of their first use.
-
-        `prepare` replaces them by FP8 arrays if `over_devices` is given.
-        """
+    def weights(self) -> tuple[str, ...]:
         return self.trace.weights
 
     @property
@@ -162,72 +109,65 @@ class FP8Loss(StepLoss):
         return jax.tree.map(lambda _: 0, self.trace.traced.out)
 
     def averaged(self, num_losses: int) -> Self:
-        """Returns a copy for a step that averages several losses.
+        """Returns a copy for a step that averages this number of losses, such as one per microbatch and data rank.
 
-        Args:
-            num_losses: Number of losses that are averaged into the batch's loss, such as one per microbatch and data rank. Each
-                is differentiated separately, so its gradients are `num_losses` times as large as those of the batch's loss.
-                Delayed scaling divides the amax of output gradients by this number.
-
-        Returns:
-            The copy. Its attribute `trace` is the same object.
+        Each is differentiated separately, so delayed scaling divides the amax of its output gradients by the number.
         """
         return replace(self, function=replace(self.function, num_losses=num_losses))
 
-    def prepare(
-        self, whole: Params, parts: _Parts, observed: Tree, args: _Args, over_devices: _Amax = None, uncast: bool = False
-    ) -> Prepared:
-        """Quantizes the weights, before the first microbatch of a step. Called inside the jitted step.
-
-        The arguments are those of `StepLoss.prepare`. `observed` is the amax history; {} for current scaling.
-
-        Returns:
-            The arrays and the function that every microbatch uses. Without `over_devices`, the field `parts` is {}, and the
-            field `apply` uses the weights that were quantized here. With `over_devices`, the field `parts` has this device's
-            shards of the weights in FP8. The caller gathers them from all devices and passes them to `apply`.
+    def in_step(
+        self, whole: Params, parts: Arrays, shards: Mapping[str, Shard], observed: Observed, args: _Args
+    ) -> Callable[..., Any]:
+        """Quantizes the weights.
 
         Raises:
             ConfigError: If a matmul that the recipe selects runs under `jgraph.mesh.per_shard` on the mesh of the step.
         """
         trace = self.function.plan(whole, *args)
-        found, hidden = ({p.name for p in each.products if not p.kept} for each in (trace, self.trace))
-        if hidden := sorted(hidden - found):
-            must = f"must be kept in full precision: add {hidden[0]} to `fp8.keep`"
-            message = f"{hidden[0]} is multiplied under `jgraph.mesh.per_shard`, where matmuls cannot be in FP8: {must}"
+        self._check_visible(trace)
+        over_devices = (lambda _, local: lax.pmax(local, Axis.FSDP)) if shards else None
+        weights = quantized(trace, parts, observed, shards, over_devices)
+        uncast = self.grads == "parameter"
+        return lambda params, state, *args: trace.apply(params, state, weights(), *args, uncast=uncast)
+
+    def _check_visible(self, trace: FP8Trace) -> None:
+        hidden = self._selected(self.trace) - self._selected(trace)
+        if hidden:
+            name = min(hidden)
+            must = f"must be kept in full precision: add {name} to `fp8.keep`"
+            message = f"{name} is multiplied under `jgraph.mesh.per_shard`, where matmuls cannot be in FP8: {must}"
             raise ConfigError(message, field="fp8.keep")
-        scales = trace.scales(parts, observed, over_devices)
-        if over_devices is None:
-            weights = trace.views(parts, scales)
-            return Prepared({}, lambda params, state, _, *args: trace.apply(params, state, weights, *args, uncast=uncast))
 
-        def apply(params: Params, state: Tree, gathered: _Parts, *args: Tree) -> Any:
-            return trace.apply(params, state, trace.views(gathered, scales), *args, uncast=uncast)
-
-        return Prepared(trace.cast(parts, scales), apply)
+    @staticmethod
+    def _selected(trace: FP8Trace) -> set[str]:
+        return {product.name for product in trace.products if not product.kept}
 
     def traced(self, part: Callable[..., Result]) -> Callable[..., Result]:
-        """Fuses elementwise functions, such as GELU, into the kernels that quantize their results.
-
-        Args:
-            part: A function of trees of arrays that returns results and gradients of the loss function.
-
-        Returns:
-            `fused(part)`: a function with the same arguments, and results that differ by rounding. On a device without the
-            quantization kernel, it calls `part` unchanged.
-        """
+        """Fuses elementwise functions, such as GELU, into the kernels that quantize their results."""
         return fused(part)
 
     def describe(self, executables: Sequence[jax.stages.Compiled]) -> list[str]:
-        """Describes the FP8 matmuls of a step for the log. Prints nothing.
-
-        Args:
-            executables: The compiled programs that a step runs, repeated for each run.
-
-        Returns:
-            A list of one line: the numbers of matmuls in FP8 and of other matmuls with the reasons, and the number of compiled
-            FP8 matmuls.
-        """
         return [describe(self.trace.products, self.function.config, count(executables))]
+
+
+def quantized(
+    trace: FP8Trace,
+    parts: Mapping[str, Array],
+    observed: Observed,
+    shards: Mapping[str, Shard],
+    over_devices: Callable[[str, Array], Array] | None,
+) -> Callable[[], Weights]:
+    """Makes the working copy of the weights of FP8 matmuls, once per step. Calling the result gathers it.
+
+    Shards are quantized before they are gathered, so devices exchange FP8. Without shards, calls return the same arrays.
+    `over_devices(name, amax)` returns the maximum of an amax over the devices that hold parts of a weight.
+    """
+    scales = trace.scales(parts, observed, over_devices)
+    if not shards:
+        weights = trace.views(parts, scales)
+        return lambda: weights
+    cast = trace.cast(parts, scales)
+    return lambda: trace.views({name: shards[name].gather(part) for name, part in cast.items()}, scales)
 
 
 def describe(products: Sequence[Product], config: FP8Config, compiled: FP8Products | None, *, loops: _Loops = "none") -> str:

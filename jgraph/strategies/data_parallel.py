@@ -1,7 +1,7 @@
 """Gradients with data parallelism: every device computes the whole model on its part of the batch."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
-from jax.typing import DTypeLike
 
 from jgraph.layout import Layout, Shard, alone, packed, sharded
 from jgraph.mesh import Axis, batch_axes, num_data_ranks, on_ranks, with_batch_axes
@@ -39,8 +38,8 @@ class DataParallel:
         loss: The loss function, with its FP8 matmuls if the objective has an FP8 recipe.
         packing: The layout of the gathered arrays on a device: from the parameters of the loss, by name.
         layout: The layout of the arrays of the step.
-        shards: How each array is sharded over the axis `fsdp`, by name; empty without this axis.
-        compute_dtype: Matrices other than those of routers are cast to this dtype before they are gathered. None does not cast.
+        shards: How each array is sharded over the axis `fsdp`, and the dtype of its working copy, by name; empty without this
+            axis.
         reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying gathered.
     """
 
@@ -50,7 +49,6 @@ class DataParallel:
     packing: Layout[Arrays]
     layout: Layout[Params]
     shards: Mapping[str, Shard]
-    compute_dtype: DTypeLike | None = None
     reshard_after_forward: bool = False
 
     @classmethod
@@ -61,17 +59,17 @@ class DataParallel:
         fn = check_function(objective.loss)
         check_split(mesh, objective.layout.params)
         batches = BatchLayout(mesh, objective.num_microbatches)
-        loss = _step_loss(objective, fn, batches)
+        loss = _step_loss(objective, fn, batches, is_sharded=choices is not None)
         if choices is None:
             layout, packing = objective.layout.then(packed()), packed()(objective.layout.params)
             return cls(objective, batches, loss, packing, layout, {})
         assert mesh is not None, "a sharded strategy has a mesh"
         ranks = mesh.shape[Axis.FSDP]
         # Weights in FP8 are quantized before they are gathered, so they have arrays of their own.
-        chosen = objective.layout.then(wanted(choices, ranks)).then(alone(loss.prepared))
+        chosen = objective.layout.then(wanted(choices, ranks)).then(alone(loss.weights))
         layout, packing = chosen.then(packed()).then(sharded(ranks)), packed()(chosen.params)
-        shards = {name: Shard.of(param) for name, param in layout.params.items()}
-        return cls(objective, batches, loss, packing, layout, shards, choices.compute_dtype, reshard_after_forward)
+        shards = {name: Shard.of(param, compute_dtype=choices.compute_dtype) for name, param in layout.params.items()}
+        return cls(objective, batches, loss, packing, layout, shards, reshard_after_forward)
 
     @property
     def observed(self) -> Observed:
@@ -125,34 +123,18 @@ class DataParallel:
         return sums, jax.tree.map(lambda g: (g / sums.weight).astype(g.dtype), grads)
 
     def _microbatch_function(self, params: Arrays, batch: Batch, key: Key, carry: Carry) -> MicrobatchFunction:
-        """Returns the function of a microbatch. Prepares weights in FP8 once for all microbatches."""
-        objective, shards = self.objective, self.shards
+        """Returns the function of a microbatch. Makes the working copy of FP8 weights once for all microbatches."""
+        shards = self.shards
         state = (carry.model,) if jax.tree.leaves(carry.model) else ()
         first = jax.tree.map(lambda leaf: leaf[0], batch)
-        # Without shards, an FP8 matmul may return a weight gradient in bfloat16, which halves the bytes that the cast reads.
-        # If the gradients of a single microbatch are summed over devices, the matmul returns the dtype of the sum.
-        is_summed_directly = (
-            self.batches.mesh is not None and objective.num_microbatches == 1 and objective.grads_dtype == jnp.float32
-        )
-
-        def whole(params: Arrays) -> Params:
-            dtypes = self._gathered_dtypes(params)
-            return self._tree(sharding.gathered(params, shards, dtypes) if shards else params)
-
-        prepared = self.loss.prepare(
-            jax.eval_shape(whole, params),
-            params if shards else self.packing.unpack(params),
-            carry.observed,
-            (first, key, *state),
-            over_devices=(lambda _, amax: jax.lax.pmax(amax, sharding.AXIS)) if shards else None,
-            uncast=bool(shards) or is_summed_directly,
-        )
+        whole = jax.eval_shape(lambda: self._tree(sharding.gathered(shards, params) if shards else params))
+        parts = params if shards else self.packing.unpack(params)
+        in_step = self.loss.in_step(whole, parts, shards, carry.observed, (first, key, *state))
 
         def loss(whole: Params, observed: Observed, *args: Tree) -> Array | Loss:
-            gathered = {name: shards[name].gather(part) for name, part in prepared.parts.items()}
-            return prepared.apply(whole, observed, gathered, *args, *state)
+            return in_step(whole, observed, *args, *state)
 
-        run = self.loss.traced(self._differentiated(loss, prepared.parts))
+        run = self.loss.traced(self._differentiated(loss))
 
         def sums_and_grads(params: Arrays, batch: Batch, key: Key) -> tuple[Loss, Arrays]:
             sums, grads, observed = run(params, carry.observed, batch, key)
@@ -160,33 +142,36 @@ class DataParallel:
 
         return sums_and_grads
 
-    def _differentiated(
-        self, loss: LossFunction, replaced: Collection[str]
-    ) -> Callable[[Arrays, Observed, Batch, Key], tuple[Loss, Arrays, Observed]]:
-        """Returns a function that computes the sums, gradients and observed state of a microbatch.
+    def _differentiated(self, loss: LossFunction) -> Callable[[Arrays, Observed, Batch, Key], tuple[Loss, Arrays, Observed]]:
+        """Returns a function that computes the sums, gradients and observed state of a microbatch."""
+        sums_dtype, fp8 = self.objective.grads_dtype, self.objective.fp8
+        trained = list(self.layout.trained.params)
+        in_fp8 = self.loss.weights if fp8 is not None and not fp8.calibrates else ()
 
-        The loss gathers the parameters in `replaced` itself. Their gradients have the dtype of the sums.
-        """
-        sums_dtype, trained = self.objective.grads_dtype, list(self.layout.trained.params)
+        def widened(params: Arrays) -> dict[str, Shard]:
+            """Gives the gradients of FP8 weights, which the loss gathers itself, the dtype of the sums."""
+            shards = dict(self.shards)
+            for name in in_fp8:
+                copied = shards[name].dtype or params[name].dtype
+                shards[name] = replace(shards[name], dtype=jnp.promote_types(copied, sums_dtype))
+            return shards
 
         def differentiate(params: Arrays, observed: Observed, batch: Batch, key: Key) -> tuple[Loss, Arrays, Observed]:
             def of(arrays: Arrays, observed: Observed) -> tuple[Array, Loss]:
                 return summed(loss)(self._tree(arrays), observed, batch, key)
 
             if self.shards:
-                dtypes = self._gathered_dtypes(params)
                 return sharding.value_and_grads(
                     of,
                     params,
                     trained,
-                    self.shards,
-                    dtypes | {name: jnp.promote_types(dtypes[name], sums_dtype) for name in replaced},
+                    widened(params),
                     observed,
                     grads_dtype=sums_dtype,
                     reshard_after_forward=self.reshard_after_forward,
                     # FP8 wgrads are too short to hide reductions. bfloat16 wgrads hide them, and barriers cost 2 to 4%
                     # (notes/develop/measurements/sharding.md).
-                    reduce="in buckets" if replaced else "scheduled",
+                    reduce="in buckets" if in_fp8 else "scheduled",
                 )
 
             def of_trained(arrays: Arrays, observed: Observed) -> tuple[Array, Loss]:
@@ -197,10 +182,6 @@ class DataParallel:
             return sums, grads, after
 
         return differentiate
-
-    def _gathered_dtypes(self, params: Arrays) -> dict[str, DTypeLike]:
-        cast, described = self.compute_dtype, self.layout.params
-        return {name: cast if cast and described[name].is_cast else part.dtype for name, part in params.items()}
 
     def _tree(self, arrays: Arrays) -> Params:
         """Returns gathered arrays as the tree that the loss gets."""
@@ -227,11 +208,15 @@ class _Reports(Reports):
         return [line + note for line in self.bound.loss.describe(executables)]
 
 
-def _step_loss(objective: Objective, loss: LossFunction, batches: BatchLayout) -> StepLoss:
+def _step_loss(objective: Objective, loss: LossFunction, batches: BatchLayout, *, is_sharded: bool) -> StepLoss:
     """Returns the loss function of an objective, in FP8 if the objective has a recipe."""
     fn = with_batch_axes(loss)
     if objective.fp8 is None:
         return StepLoss(fn)
-    microbatch = batches.microbatch(objective.batch)
-    in_fp8 = FP8Loss.of(fn, objective.fp8, objective.layout.own.tree_shapes(), (microbatch, *objective.loss_args))
+    args = (batches.microbatch(objective.batch), *objective.loss_args)
+    # An FP8 matmul may return a weight gradient in bfloat16, which halves the bytes that the cast reads. If the gradients of a
+    # single microbatch are summed over devices, the matmul returns the dtype of the sum.
+    is_summed_directly = batches.mesh is not None and objective.num_microbatches == 1 and objective.grads_dtype == jnp.float32
+    grads = "parameter" if is_sharded or is_summed_directly else "rounded"
+    in_fp8 = FP8Loss.trace_loss(fn, objective.fp8, objective.layout.own.tree_shapes(), args, grads)
     return in_fp8.averaged(objective.num_microbatches * num_data_ranks(batches.mesh)) if is_mean(in_fp8.result) else in_fp8

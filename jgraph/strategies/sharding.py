@@ -22,8 +22,9 @@ from jgraph.precision.config import XLA_OPTIONS as FP8_XLA_OPTIONS, FP8Config
 from jgraph.strategies.checks import check_count, float_dtype, strings
 from jgraph.strategies.overlap import reduce_in_buckets
 from jgraph.tree import matching
-from jgraph.types import Annotations, Arrays, Observed
+from jgraph.types import Annotations, Arrays, Observed, Tree, TreeOf
 
+Parts = TypeVar("Parts", bound=Tree)
 Aux = TypeVar("Aux")
 PullBack = TypeVar("PullBack", bound=Callable[..., tuple])
 AXIS = Axis.FSDP.value
@@ -169,7 +170,6 @@ def value_and_grads(
     parts: Arrays,
     trained: Collection[str],
     shards: Mapping[str, Shard],
-    dtypes: Mapping[str, DTypeLike],
     observed: Observed,
     *,
     grads_dtype: DTypeLike,
@@ -182,8 +182,7 @@ def value_and_grads(
         loss: `loss(whole, observed) -> (scalar, aux)`. `whole` is the dict of gathered parameters by name. Traced once.
         parts: The shards of this device, by parameter name.
         trained: Names of the trained parameters.
-        shards: The sharding of each parameter.
-        dtypes: Dtypes to which the parameters are cast before they are gathered.
+        shards: The sharding of each parameter, and the dtype of its working copy.
         observed: Observed state (amax histories of FP8) before the microbatch.
         grads_dtype: Dtype to which gradients are cast before they are summed over devices.
         reshard_after_forward: Whether parameters are gathered a second time for the backward pass, instead of staying gathered.
@@ -195,7 +194,7 @@ def value_and_grads(
         the device group of the parameter (`Shard.scatter`); and the gradient of `observed` on this device, which FP8 matmuls
         make the observed state after the microbatch.
     """
-    whole = gathered(parts, shards, dtypes)
+    whole = gathered(shards, parts)
 
     def of_trained(arrays: Arrays, observed: Observed) -> tuple[Array, Aux]:
         return loss(whole | arrays, observed)
@@ -204,7 +203,7 @@ def value_and_grads(
     value, pull_back, aux = jax.vjp(of_trained, arrays, observed, has_aux=True)
     if reshard_after_forward:
         # The barrier orders the second all-gather after the forward pass. Without it, XLA would merge the two.
-        regathered = gathered(lax.optimization_barrier((parts, value))[0], shards, dtypes)
+        regathered = gathered(shards, lax.optimization_barrier((parts, value))[0])
         pull_back = _replaced(pull_back, {id(array): regathered[name] for name, array in whole.items()})
 
     def add(name: str, whole: Array) -> Array:
@@ -218,9 +217,9 @@ def value_and_grads(
     return aux, grads, after
 
 
-def gathered(parts: Mapping[str, Array], shards: Mapping[str, Shard], dtypes: Mapping[str, DTypeLike]) -> Arrays:
-    """Casts and all-gathers parameters on one device, under `jax.shard_map`."""
-    return {name: shards[name].gather(part.astype(dtypes[name])) for name, part in parts.items()}
+def gathered(shards: TreeOf[Shard], parts: Parts) -> Parts:
+    """Makes the working copy of a tree of parameters on one device, under `jax.shard_map`."""
+    return jax.tree.map(lambda shard, part: shard.working_copy(part), shards, parts)
 
 
 def _replaced(pull_back: PullBack, arrays: Mapping[int, Array]) -> PullBack:

@@ -15,6 +15,7 @@ from jgraph.layout import Stacked, named
 from jgraph.pipeline import Pipeline, PipelineModel, StageAssignment
 from jgraph.pipeline._ends import End
 from jgraph.schedule import Order, Schedule, generate, vee
+from jgraph.strategies.sharding import FSDPChoices
 from tests.pipeline import model
 
 
@@ -46,6 +47,23 @@ def test_first_stages_take_the_extra_layers_and_other_stages_are_padded():
 def test_auto_selects_the_aligned_runtime_for_aligned_schedules(name, runtime):
     schedule = generate(name, pp=1, microbatches=2) if name == "gpipe" else generate(name, pp=2, microbatches=4)
     assert model.pipeline(schedule, 4).runtime == runtime
+
+
+def test_a_pipeline_casts_the_parameters_that_other_strategies_cast():
+    shapes = {"kernel": (4, 8, 8), "bias": (4, 8), "scale": (8,)}  # of four experts, so that a bias has two axes
+    layers = [{name: jnp.ones(shape) for name, shape in shapes.items()} for _ in range(2)]
+    parts = PipelineModel(model.embed, lambda p, x: x, model.head)
+    choices = FSDPChoices(compute_dtype=jnp.bfloat16)
+    schedule = generate("1f1b", pp=2, microbatches=2)
+    pipe = Pipeline.of(parts, schedule, model.mesh(2), named((model.params(2)[0], layers)), fsdp=choices)
+    (given, _), _, _ = pipe.stage_shapes(jax.eval_shape(lambda: layers[:1]))
+    assert {name: leaf.dtype for name, leaf in given[0].items()} == {
+        "kernel": jnp.bfloat16,
+        "bias": jnp.float32,
+        "scale": jnp.float32,
+    }
+    copies = pipe.shards.layers[0][0]
+    assert {name: shard.dtype for name, shard in copies.items()} == {"kernel": jnp.bfloat16, "bias": None, "scale": None}
 
 
 # --- Embedding and head sharded over the ranks: each rank has V / P rows of the table. ---

@@ -10,6 +10,7 @@ import pytest
 
 from jgraph.pipeline import PipelineModel
 from jgraph.schedule import generate
+from jgraph.strategies.sharding import FSDPChoices
 from tests.pipeline import model
 
 pytestmark = pytest.mark.once
@@ -88,7 +89,9 @@ def distance(a, b) -> float:
 
 @pytest.mark.parametrize(("name", "C"), [("aligned", 1), ("zb-v", 2), ("1f1b", 1)])
 def test_bfloat16_pipelines_have_float32_gradients_as_accurate_as_one_device(name, C):
-    pipe = model.pipeline(generate(name, pp=2, microbatches=M, chunks=C), L, parts=LOW, compute_dtype=jnp.bfloat16)
+    pipe = model.pipeline(
+        generate(name, pp=2, microbatches=M, chunks=C), L, parts=LOW, fsdp=FSDPChoices(compute_dtype=jnp.bfloat16)
+    )
     loss, grads = model.run_pipeline(pipe)
     want_loss, want = model.expected(L, M)
     assert loss.dtype == np.float32
