@@ -1,10 +1,21 @@
-"""MkDocs hook: links from a page to files outside `notes/` become links to the repository."""
+"""MkDocs hooks: addresses of pyproject.toml, and links from a page to files outside `notes/`."""
 
 import posixpath
 import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 _LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)\s#]+)((?:#[^)\s]*)?\))")
+
+
+def on_config(config: Any) -> Any:
+    """Takes the addresses of the site and of the repository from pyproject.toml."""
+    urls = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    config["site_url"] = urls["Documentation"]
+    config["repo_url"] = urls["Repository"]
+    config["repo_name"] = "GitHub"
+    return config
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,11 @@ def test_functions_named_with_a_file_on_the_upstream_page_are_in_that_file():
     assert pairs
     missing = [(file, name) for file, name in pairs if not re.search(rf"\b{name}\b", (ROOT / "jgraph" / file).read_text())]
     assert not missing
+
+
+def test_readme_clones_the_repository_of_the_package():
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
+    assert f"git clone {urls['Repository']} && cd jgraph" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_reference_has_one_entry_per_public_name():
