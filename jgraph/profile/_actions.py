@@ -29,24 +29,9 @@ _MOST_SLOW = 10
 
 
 def measured(schedule: Schedule, ranks: Sequence[Kernels], runtime: Runtime) -> Simulation:
-    """Computes the measured start and end of every action of a pipeline step.
+    """Computes the start and end of every action in ms, from its first and last kernel. `ranks` has the kernels of each rank.
 
-    An action lasts from the start of its first kernel to the end of its last.
-
-    Args:
-        schedule: The schedule that the SPMD engine runs (`Pipeline.schedule`), which may differ from the requested one in the
-            order of wgrads.
-        ranks: The kernels of each rank: a mapping from the kind of the action (FORWARD, DGRAD, WGRAD) to the start and end in
-            ms of each kernel, float64 [n, 2], sorted by start.
-        runtime: The runtime of the SPMD engine. `aligned`: all ranks run the same kind of action in a tick, so a rank that is
-            idle in a tick also runs the forward or dgrad of that tick. `general`: an idle rank runs nothing.
-
-    Returns:
-        The start and end of every action in ms from the start of the first action.
-
-    Raises:
-        ProfileError: If the number of ranks is not that of the schedule, or the kernels of a kind cannot be divided equally
-            among its actions.
+    `schedule` is the one that the SPMD engine runs (`Pipeline.schedule`): its wgrads may have another order than requested.
     """
     if len(ranks) != schedule.num_ranks:
         raise ProfileError(f"the trace has {len(ranks)} ranks, the schedule {schedule.num_ranks}: must be equal")
@@ -58,6 +43,7 @@ def measured(schedule: Schedule, ranks: Sequence[Kernels], runtime: Runtime) -> 
         start_T, end_T = np.full(len(kinds_T), np.inf), np.full(len(kinds_T), -np.inf)
         for kind, parts in _PARTS.items():
             runs = np.isin(kinds_T, parts)
+            # A rank that is idle in a tick also runs the tick's forward or dgrad. In the general runtime it runs nothing.
             if runtime == "aligned" and kind != WGRAD:
                 runs = (lead_T == kind) & (kinds_T != WGRAD)
             runs = np.flatnonzero(runs)
@@ -78,50 +64,18 @@ def measured(schedule: Schedule, ranks: Sequence[Kernels], runtime: Runtime) -> 
 
 
 def costs(run: Simulation) -> dict[str, float]:
-    """Returns the median time in ms of an action, by kind. Kinds that the schedule lacks are absent.
-
-    Args:
-        run: A step with times in ms.
-
-    Returns:
-        A dict with some of the keys `forward`, `dgrad`, `wgrad` and `backward`.
-    """
+    """Returns the median time in ms of an action, by kind. Kinds that the schedule lacks are absent."""
     kinds, took = np.concatenate([order.kinds for order in run.schedule]), np.concatenate(run.ends) - np.concatenate(run.starts)
     return {KINDS[kind]: float(np.median(took[kinds == kind])) for kind in np.unique(kinds)}
 
 
 def planned(schedule: Schedule, costs_ms: Mapping[str, float], runtime: Runtime) -> Simulation:
-    """Simulates a step. Every action takes the cost of its kind, and transfers take no time.
-
-    Args:
-        schedule: The schedule.
-        costs_ms: Time of an action in ms, by `forward`, `dgrad`, `wgrad` and `backward`. A kind that the schedule lacks may be
-            absent.
-        runtime: Determines which ranks wait for each other after each tick. `aligned`: all ranks. `general`: ranks that
-            exchange arrays.
-
-    Returns:
-        The simulated step, in ms.
-    """
+    """Simulates a step. Every action takes the cost of its kind, and transfers take no time."""
     return simulate(schedule, Costs(**costs_ms), execution=_EXECUTION[runtime])
 
 
 def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, Any]:
-    """Returns `pipeline` of profile.json: the measured step, and the step simulated with the measured costs.
-
-    Args:
-        schedule: The schedule that the SPMD engine runs.
-        run: The measured step, in ms.
-        runtime: Determines which ranks wait for each other after each tick in the simulation. `aligned`: all ranks. `general`:
-            ranks that exchange arrays.
-
-    Returns:
-        A dict of JSON values: `schedule`, the name; `ranks`, `microbatches` and `chunks` per rank, numbers; `costs_ms`, the
-        median time by kind of action; `planned` and `measured`, each with `step_ms` and `bubble`, the idle fraction; `actions`,
-        dicts with `rank`, `kind`, `chunk`, `microbatch`, `planned_start_ms`, `planned_end_ms`, `start_ms`, `end_ms` and
-        `slow_ms`, the time above the median of the kind; and `slow`, indices into `actions` of at most 10 actions with
-        `slow_ms` > 0, the largest first.
-    """
+    """Returns `pipeline` of profile.json: the measured step, and the step simulated with the median costs."""
     costs_ms = costs(run)
     plan = planned(schedule, costs_ms, runtime)
     actions: list[dict[str, Any]] = []
@@ -131,6 +85,7 @@ def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, A
             action_ms: dict[str, float] = dict(
                 zip(("planned_start_ms", "planned_end_ms", "start_ms", "end_ms"), times, strict=True)
             )
+            # The time above the median of the kind.
             action_ms["slow_ms"] = action_ms["end_ms"] - action_ms["start_ms"] - costs_ms[action.kind]
             fields = {"rank": r, "kind": action.kind, "chunk": action.chunk, "microbatch": action.microbatch}
             actions.append(fields | {name: round(float(ms), 4) for name, ms in action_ms.items()})
@@ -139,10 +94,11 @@ def report(schedule: Schedule, run: Simulation, runtime: Runtime) -> dict[str, A
         "schedule": schedule.name,
         "ranks": schedule.num_ranks,
         "microbatches": schedule.num_microbatches,
-        "chunks": len(schedule.placement[0]),
+        "chunks": len(schedule.placement[0]),  # per rank
         "costs_ms": {kind: round(ms, 4) for kind, ms in costs_ms.items()},
         "planned": {"step_ms": round(plan.makespan, 4), "bubble": plan.bubble},
         "measured": {"step_ms": round(run.makespan, 4), "bubble": run.bubble},
         "actions": actions,
+        # Indices into `actions`.
         "slow": [i for i in slowest if actions[i]["slow_ms"] > 0],
     }

@@ -53,32 +53,15 @@ _NOT_SCOPES |= {"checkpoint", "rematted_computation"}
 
 @dataclass(frozen=True)
 class Purpose:
-    """The purpose of an instruction.
+    """The purpose of an instruction."""
 
-    Attributes:
-        category: One of `CATEGORIES`, such as `forward`, `optimizer` or `all-reduce`.
-        action: The pipeline action that it belongs to: `forward`, `dgrad` or `wgrad`. Empty if none.
-        is_work: True for matmuls and attention, which dominate the time of an action.
-    """
-
-    category: str
-    action: str = ""
-    is_work: bool = False
+    category: str  # one of `CATEGORIES`
+    action: str = ""  # of a pipeline: `forward`, `dgrad`, `wgrad`, or empty
+    is_work: bool = False  # matmuls and attention, which dominate the time of an action
 
 
 def purposes(events: Events, programs: Mapping[str, Program]) -> tuple[Purpose, ...]:
-    """Assigns a purpose to each event.
-
-    Args:
-        events: Events of one device.
-        programs: The programs that ran, by the name of the module in `events`.
-
-    Returns:
-        One purpose per event, in the same order. Events of other programs have the purpose that their names show.
-
-    Raises:
-        ProfileError: If the text of a program is damaged.
-    """
+    """Returns the purpose of each event. Without a known instruction, it is the one that the names show."""
     known = {
         (module, op): purpose_of(programs[module], programs[module].instructions[op])
         for module, op in set(zip(events.module, events.op, strict=True))
@@ -91,14 +74,7 @@ def purposes(events: Events, programs: Mapping[str, Program]) -> tuple[Purpose, 
 
 
 def scope_of(op_name: str) -> str:
-    """Returns the path of named scopes in JAX's name of an operation, without its transforms, control flow and primitive.
-
-    Args:
-        op_name: JAX's name, such as `jit(step)/transpose(jvp(decoder))/layer/dot_general`.
-
-    Returns:
-        The path, such as `decoder/layer`. Empty if the operation is in no scope.
-    """
+    """Returns the named scopes, such as `decoder/layer` for `jit(step)/transpose(jvp(decoder))/layer/dot_general`."""
     if not op_name.startswith(("jit(", "pjit(", "pmap(")):
         return ""
     unwrapped = re.sub(r"\w+\(|\)", "", re.sub(r"\bp?(jit|map)\([^()]*\)|\bbranch_\d+_fun\b", "", op_name.split(";")[-1]))
@@ -108,18 +84,7 @@ def scope_of(op_name: str) -> str:
 
 
 def purpose_of(program: Program, instruction: Instruction) -> Purpose:
-    """Assigns a purpose to an instruction that launches a kernel.
-
-    Args:
-        program: The program.
-        instruction: An instruction of the program.
-
-    Returns:
-        The purpose. Its category is `other` if the names of the instruction have no known scope.
-
-    Raises:
-        ProfileError: If the text of the program is damaged.
-    """
+    """Returns the purpose of an instruction that launches a kernel: `other` if its names have no known scope."""
     parts = list(program.inside(instruction))
     for part in parts:
         if collective := COLLECTIVES.get(re.sub(r"-(start|done|update)$", "", part.opcode)):
@@ -144,15 +109,9 @@ def purpose_of(program: Program, instruction: Instruction) -> Purpose:
 
 
 def purpose_of_hidden(op: str, scopes: str = "") -> Purpose:
-    """Assigns a purpose to an instruction that is not in the text of the program, inside an asynchronous start.
+    """Returns the purpose of an instruction that is not in the text of the program, inside an asynchronous start.
 
-    Args:
-        op: Name of the instruction. XLA names a collective after JAX's primitive or its opcode. Otherwise, the name of the
-            kernel or copy.
-        scopes: JAX's name of the operation, with its scopes. Empty if unknown.
-
-    Returns:
-        The purpose. Its category is that of a collective, else one from the scopes, else `other`.
+    XLA names a collective after JAX's primitive or its opcode. Other names are those of kernels or copies.
     """
     if op.startswith(("Memcpy", "Memset")):
         return Purpose("copies")

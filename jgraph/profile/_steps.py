@@ -23,15 +23,7 @@ def name_of(module: str) -> str:
 
 
 def programs_of(trace: Trace, program: Program | None) -> dict[str, Program]:
-    """Returns the programs that ran, by the name and number of the module.
-
-    Args:
-        trace: The trace.
-        program: A program that ran, which replaces the one in the trace.
-
-    Raises:
-        ProfileError: If the trace has no kernel of `program`.
-    """
+    """Returns the programs that ran, by module. `program` replaces one in the trace, or ProfileError if it did not run."""
     ops: dict[str, set[str]] = defaultdict(set)
     for events in trace.devices.values():
         for module, op in zip(events.module, events.op, strict=True):
@@ -58,11 +50,9 @@ def programs_of(trace: Trace, program: Program | None) -> dict[str, Program]:
 
 
 def name_captured(events: Events, programs: Mapping[str, Program]) -> Events:
-    """Returns events where kernels in CUDA graphs have the instruction with the name of the kernel.
+    """Gives kernels in CUDA graphs, which have no instruction, the one with the name of the kernel, if there is one.
 
-    Args:
-        events: The events of one device.
-        programs: The programs that ran, from `programs_of`.
+    Equal fusions share a kernel, which has the name of one of them.
     """
     if not any(events.graph):
         return events
@@ -75,20 +65,9 @@ def name_captured(events: Events, programs: Mapping[str, Program]) -> Events:
 def find_steps(
     trace: Trace, programs: Mapping[str, Program], program: Program | None, count: int | None
 ) -> tuple[_Bounds, str]:
-    """Finds the steps of a trace, by the rules that `attribution.choose_step` describes.
+    """Returns start and end in ms of each step, by device, and the rule that found them, as a sentence.
 
-    Args:
-        trace: The trace.
-        programs: The programs that ran, from `programs_of`.
-        program: The program that determines the steps. By default, the one with the longest total time.
-        count: The number of steps. None to find it.
-
-    Returns:
-        The start and end of each step in ms, by device, and the rule as a sentence, which is empty if `count` is given. Devices
-        that ran no kernel of the step are absent.
-
-    Raises:
-        ProfileError: If no instruction ran `count` times.
+    Devices without a kernel of the step are absent. With `count`, there is no rule; ProfileError if nothing ran `count` times.
     """
     ms: dict[str, float] = defaultdict(float)
     for events in trace.devices.values():
@@ -103,6 +82,7 @@ def find_steps(
         return _bounds(trace, {main}, count), ""
     annotated = f"{trace.annotated} steps, marked by jax.profiler.StepTraceAnnotation."
     repeated = f"{executions[main]} steps: the executions of {name}, the program with the longest time."
+    # In this order: marked steps, executions of the program with the longest total time, the whole trace.
     rules = ({main}, trace.annotated, annotated), (every, trace.annotated, annotated), ({main}, executions[main], repeated)
     for modules, number, found_by in rules:
         with contextlib.suppress(ProfileError):

@@ -21,94 +21,67 @@ _MOST_HIDING = 3
 
 
 class Total(TypedDict):
-    """The time of a step in one source line or named scope.
+    """The time of a step in one source line or named scope."""
 
-    Attributes:
-        name: The line or scope, empty for events without one.
-        count: Number of events.
-        ms: The time that the events own (see `Step.own_ms`).
-    """
-
-    name: str
+    name: str  # empty for events without a line or scope
     count: int
-    ms: float
+    ms: float  # `Step.own_ms` of the events
 
 
 class Graph(TypedDict):
-    """The launches of one CUDA graph in a step.
-
-    Attributes:
-        launches: Number of launches.
-        count: Number of kernels and copies.
-        ms: Sum of their durations.
-        named_ms: The part of `ms` in kernels with the name of an instruction.
-        graph: Number of the graph.
-        module: Name of the program.
-    """
+    """The launches of one CUDA graph in a step."""
 
     launches: int
-    count: int
-    ms: float
-    named_ms: float
-    graph: str
+    count: int  # of kernels and copies
+    ms: float  # sum of their durations
+    named_ms: float  # the part of `ms` in kernels with the name of an instruction
+    graph: str  # number of the graph
     module: str
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a trace on one device.
+    """One step of a trace on one device. Its n events are those that begin in the step."""
 
-    Attributes:
-        events: The n events that begin in the step. Their times are in ms after the start of the step.
-        purposes: A tuple of n `Purpose`s, one per event. A purpose has the category of the event, such as `forward` or
-            `all-reduce`, and its pipeline action.
-        ms: Time in ms until the next step starts, or until the end of the last event if only one step was traced.
-        all_ms: Times in ms of all steps of the trace on this device, in order, a tuple of floats.
-        programs: The programs that ran, by the name of the module in `events`. Modules without a known program are absent.
-        found_by: The rule that found the steps, as a sentence. Empty if their number was given.
-    """
-
-    events: Events
-    purposes: tuple[Purpose, ...]
-    ms: float
-    all_ms: tuple[float, ...]
-    programs: Mapping[str, Program]
-    found_by: str
+    events: Events  # times in ms after the start of the step
+    purposes: tuple[Purpose, ...]  # one per event
+    ms: float  # until the next step starts, or until the end of the last event if only one step was traced
+    all_ms: tuple[float, ...]  # of all steps of the trace on this device, in order
+    programs: Mapping[str, Program]  # by the module in `events`; modules without a known program are absent
+    found_by: str  # the rule that found the steps, as a sentence; empty if their number was given
 
     @cached_property
     def is_collective(self) -> np.ndarray:
-        """True for each event that is a collective, bool [n]. A property."""
         return np.array([purpose.category in _COMMUNICATION for purpose in self.purposes], bool)
 
     @cached_property
     def own_ms(self) -> np.ndarray:
-        """The time in ms that each event owns, float64 [n]. A property.
+        """The time in ms that each event owns, float64 [n].
 
-        At each instant, only one of the running events owns the time: the one that began last. A collective owns only the time
-        when no other event runs. The sum is the time when at least one event runs.
+        Each instant has one owner (see `trace.owners`), so the sum is the time when at least one event runs.
         """
         start, end, owner = owners(self.events, self.is_collective)
         return np.bincount(owner, end - start, len(self.events))
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """`Program.label` of each event, or the name of its kernel without C++ arguments. A property."""
+        """`Program.label` of each event, or the name of its kernel without C++ arguments."""
         labels = self._describe(Program.label)
         return tuple(label or name.partition("(")[0] or name for label, name in zip(labels, self.events.name, strict=True))
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
-        """The source line of each event as `file:line`, empty if unknown. A property."""
+        """The source line of each event as `file:line`, empty if unknown."""
         return self._describe(lambda program, instruction: _first(op.source for op in _parts(program, instruction)))
 
     @cached_property
     def scopes(self) -> tuple[str, ...]:
-        """The path of named scopes of each event, such as `decoder/layer`. Empty outside of scopes. A property."""
+        """The path of named scopes of each event, such as `decoder/layer`. Empty outside of scopes."""
         names = self._describe(lambda program, instruction: _first(op.name for op in _parts(program, instruction)))
         return tuple(scope_of(name or given) for name, given in zip(names, self.events.scopes, strict=True))
 
     def _describe(self, describe: Callable[[Program, Instruction], str]) -> tuple[str, ...]:
-        """Describes the instruction of each event. The description of an event without a known instruction is empty."""
+        """Describes the instruction of each event. Empty for an event without a known instruction."""
         events, found = list(zip(self.events.module, self.events.op, strict=True)), dict[tuple[str, str], str]()
         for module, op in set(events):
             if instruction := module in self.programs and self.programs[module].instructions.get(op):
@@ -124,38 +97,19 @@ def _parts(program: Program, instruction: Instruction) -> list[Op]:
 
 
 def _first(texts: Iterable[str]) -> str:
-    """Returns the first text that is not empty."""
     return next(filter(None, texts), "")
 
 
 def choose_step(trace: Trace, program: Program | None = None, count: int | None = None) -> dict[int, Step]:
-    """Selects the step to report: the last step but one, or the only step.
+    """Selects the step to report, by device: the last step but one, or the only step.
 
-    The first steps are not used, because they are faster: the GPU was idle before. The last step is not used, because a step
-    ends when the next one starts. The step has the same start and end on all devices. It starts at the earliest event of any
-    device.
-
-    Kernels in a CUDA graph have no instruction. They get the instruction with the name of the kernel, if there is one. Equal
-    fusions share a kernel, which has the name of one of them.
-
-    Args:
-        trace: A trace.
-        program: A program that ran, which replaces the one in the trace.
-        count: The number of equal steps in the trace. By default, it is the number of steps that
-            `jax.profiler.StepTraceAnnotation` marks. Otherwise, each execution of the program with the longest total time is a
-            step. If no program was repeated, the whole trace is one step.
-
-    Returns:
-        The step of each device, by device number.
-
-    Raises:
-        ProfileError: If the trace has no kernel of the program, no instruction ran `count` times, or the text of a program is
-            damaged.
+    It has the same start and end on all devices: the earliest event of any device starts it.
     """
     programs = programs_of(trace, program)
     trace = replace(trace, devices={device: name_captured(events, programs) for device, events in trace.devices.items()})
     bounds, found_by = find_steps(trace, programs, program, count)
     count = len(next(iter(bounds.values())))
+    # The first steps are faster, because the GPU was idle before. The last one has no next step, whose start would end it.
     k = max(count - 2, 0)
     start = min(found[k][0] for found in bounds.values())
     stop = min(found[k + 1][0] for found in bounds.values()) if count > 1 else max(found[k][1] for found in bounds.values())
@@ -171,26 +125,13 @@ def choose_step(trace: Trace, program: Program | None = None, count: int | None 
 
 
 def by_category(rank: int, step: Step) -> dict[str, Any]:
-    """Returns the entry of one device in `uncaptured.ranks` of profile.json.
-
-    The step ran without command buffers (CUDA graphs). An event is a kernel or a copy.
-
-    Args:
-        rank: The device number.
-        step: The step on this device, from `choose_step`.
-
-    Returns:
-        A dict of JSON values: `rank`; `busy_ms`, the time when at least one event runs; `idle_ms`, the rest of the step;
-        `attributed`, the fraction of `busy_ms` outside the category `other`, 1 if nothing ran; and `categories`, a dict by
-        category, in display order. Each of its values is a dict of `ms`, the time that the events of the category own (see
-        `Step.own_ms`); `kernel_ms`, the sum of their durations; and `kernels`, their number. Categories without events are
-        absent.
-    """
+    """Returns the entry of one device in `uncaptured.ranks` of profile.json. An event is a kernel or a copy."""
     events, own_ms = step.events, step.own_ms
     categories: dict[str, dict[str, float]] = {}
     for category in CATEGORIES:
         chosen = np.array([purpose.category == category for purpose in step.purposes], bool)
         if chosen.any():
+            # `ms` is the time that the events own, `kernel_ms` the sum of their durations.
             kernel_ms = float((events.end - events.start)[chosen].sum())
             categories[category] = {"ms": float(own_ms[chosen].sum()), "kernel_ms": kernel_ms, "kernels": int(chosen.sum())}
     busy_ms = float(own_ms.sum())
@@ -199,32 +140,16 @@ def by_category(rank: int, step: Step) -> dict[str, Any]:
         "rank": rank,
         "busy_ms": busy_ms,
         "idle_ms": max(step.ms - busy_ms, 0.0),
+        # The fraction of `busy_ms` outside the category `other`.
         "attributed": 1 - other_ms / busy_ms if busy_ms else 1.0,
         "categories": categories,
     }
 
 
 def groups(step: Step, device: Device | None) -> list[dict[str, Any]]:
-    """Returns `groups` of profile.json: groups of equal kernels. The group that exceeds its roofline most is the first.
+    """Returns `groups` of profile.json: kernels of equal category and label. The one that exceeds its roofline most is first.
 
-    Kernels are equal if they have the same category and label (see `Step.labels`). The roofline of a group is the least time
-    that its work takes: the time of its FLOPs at the GPU's matmul rate, or the time of its bytes at the GPU's copy rate,
-    whichever is longer (Williams et al., "Roofline", doi:10.1145/1498765.1498785). For a collective it is the time of its bytes
-    at the link rate.
-
-    Args:
-        step: The step of one device.
-        device: The GPU, which has the rates. If None, all rooflines are unknown.
-
-    Returns:
-        A list of one dict of JSON values per group: `label`; `category`; `source`, the source line of one operation of the
-        group, or an empty string; `count`, the number of events; `ms`, the time that the events own (see `Step.own_ms`);
-        `flops` and `bytes`, the sums over all events; `roofline_ms`, None if unknown; `bound`, the rate that determines the
-        roofline: `compute`, `memory` or `link`, or an empty string if unknown; `over_ms`, which is `ms` minus `roofline_ms`,
-        None if unknown. The list is sorted by `over_ms`, or by `ms` where `over_ms` is None, the largest first.
-
-    Raises:
-        ProfileError: If the text of the program is damaged.
+    A roofline is the least time that the work takes (Williams et al., "Roofline", doi:10.1145/1498765.1498785).
     """
     events = step.events
     members: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -248,6 +173,7 @@ def groups(step: Step, device: Device | None) -> list[dict[str, Any]]:
                 nbytes += program.nbytes(program.instructions[op]) * runs[module, op]
         ms = float(step.own_ms[found].sum())
         roofline_ms, bound = _roofline(device, flops, nbytes, category in _COMMUNICATION)
+        # `ms` is the time that the events own, `source` the line of one of them. FLOPs and bytes are sums over all events.
         row = {"label": label, "category": category, "source": _first(step.sources[i] for i in found)}
         row |= {"count": len(found), "ms": ms, "flops": flops, "bytes": nbytes, "roofline_ms": roofline_ms, "bound": bound}
         rows.append(row | {"over_ms": None if roofline_ms is None else ms - roofline_ms})
@@ -255,15 +181,7 @@ def groups(step: Step, device: Device | None) -> list[dict[str, Any]]:
 
 
 def totals(step: Step, names: Sequence[str]) -> list[Total]:
-    """Returns `lines` or `scopes` of profile.json: the time of a step by source line or by named scope.
-
-    Args:
-        step: The step of one device.
-        names: One name for each event, `step.sources` or `step.scopes`.
-
-    Returns:
-        One entry per name, the largest time first. Empty if no event has a name.
-    """
+    """Returns `lines` or `scopes` of profile.json, largest time first. Empty if no event has a name. `names`: one per event."""
     if not any(names):
         return []
     members: dict[str, list[int]] = defaultdict(list)
@@ -274,17 +192,7 @@ def totals(step: Step, names: Sequence[str]) -> list[Total]:
 
 
 def collectives(step: Step) -> list[dict[str, Any]]:
-    """Returns `collectives` of profile.json: exposed and hidden time of each collective, and the kernels that hide it.
-
-    Args:
-        step: The step of one device.
-
-    Returns:
-        A list of one dict of JSON values for each category and label: `label`; `category`; `count`, the number of events; `ms`,
-        the sum of their durations; `exposed_ms`, the time when no other event runs; `hidden_ms`, the rest of `ms`; and
-        `hidden_by`, the labels of up to 3 kernels that run at the same time the longest, as a list of (label, ms). The largest
-        `exposed_ms` is first.
-    """
+    """Returns `collectives` of profile.json, for each category and label. The largest exposed time is first."""
     events, rows = step.events, dict[tuple[str, str], dict[str, Any]]()
     hiding: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for i in np.flatnonzero(step.is_collective):
@@ -292,25 +200,20 @@ def collectives(step: Step) -> list[dict[str, Any]]:
         row = rows.setdefault(key, {"label": key[1], "category": key[0], "count": 0, "ms": 0.0, "exposed_ms": 0.0})
         row["count"] += 1
         row["ms"] += float(events.end[i] - events.start[i])
+        # The time when no other event runs.
         row["exposed_ms"] += float(step.own_ms[i])
         overlap = np.minimum(events.end, events.end[i]) - np.maximum(events.start, events.start[i])
         for j in np.flatnonzero((overlap > 0) & ~step.is_collective):
             hiding[key][step.labels[j]] += float(overlap[j])
     for key, row in rows.items():
         longest = sorted(hiding[key].items(), key=lambda found: -found[1])[:_MOST_HIDING]
+        # `hidden_by` has the labels and times of the kernels that run at the same time the longest.
         row |= {"hidden_ms": max(row["ms"] - row["exposed_ms"], 0.0), "hidden_by": longest}
     return sorted(rows.values(), key=lambda row: -row["exposed_ms"])
 
 
 def graphs(step: Step) -> list[Graph]:
-    """Returns `graphs` of profile.json: the launches of each CUDA graph.
-
-    Args:
-        step: The step of one device.
-
-    Returns:
-        One entry for each graph, in the order of their first launches. Empty without graphs.
-    """
+    """Returns `graphs` of profile.json: the launches of each CUDA graph, in the order of their first launches."""
     events, rows, launches = step.events, dict[str, Graph](), set[str]()
     for i, launch in enumerate(events.graph):
         if not launch:
@@ -328,6 +231,7 @@ def graphs(step: Step) -> list[Graph]:
 
 def _roofline(device: Device | None, flops: int, nbytes: int, communicates: bool) -> tuple[float | None, str]:
     """Returns the roofline in ms and the rate that bounds it, or (None, "") if the rate or the work is unknown."""
+    # At the GPU's matmul rate and copy rate, whichever takes longer. A collective: at the link rate.
     if device is None or not nbytes:
         return None, ""
     if communicates:
@@ -338,24 +242,9 @@ def _roofline(device: Device | None, flops: int, nbytes: int, communicates: bool
 
 
 def captured(trace: Trace, count: int) -> dict[str, Any]:
-    """Returns `captured` of profile.json: the times of steps that ran in command buffers (CUDA graphs).
+    """Returns `captured` of profile.json: the times of the `count` equal steps of a run with command buffers, in ms.
 
-    A step lasts until the start of the next step. The last step lasts until the end of its last event. `step_ms`, `busy_ms` and
-    `idle_ms` are means over all steps but the last, or of the only step.
-
-    Args:
-        trace: A trace of a run with command buffers.
-        count: The number of equal steps in the trace.
-
-    Returns:
-        A dict of JSON values: `steps_ms`, a list of the time of each step; `step_ms`, the mean time of a step; `launches`,
-        `updates` and `records`, the numbers of launches, updates and recordings of command buffers per step, summed over all
-        devices; `launch_ms` and `update_ms`, the time that the host takes for the launches and the updates of a step;
-        `busy_ms`, the time per step when at least one event runs, a mean over the devices; `idle_ms`, which is `step_ms` minus
-        `busy_ms`. Times are in ms.
-
-    Raises:
-        ProfileError: If no kernel ran `count` times.
+    Means are over all steps but the last, or of the only step: the last step has no successor, so it ends with its last event.
     """
     launches = launches_of(trace.host)
     host = {name: sum(ms) / count for name, ms in trace.host.items()}
@@ -370,27 +259,18 @@ def captured(trace: Trace, count: int) -> dict[str, Any]:
     return {
         "steps_ms": [*map(float, np.diff(starts)), float(end - starts[-1])],
         "step_ms": step_ms,
+        # Per step, summed over all devices.
         **{name: number / count for name, number in vars(launches).items()},
+        # Time of the host.
         "launch_ms": host.get("cuGraphLaunch", host.get("command_buffer::execute", 0.0)),
         "update_ms": host.get("command_buffer::update", 0.0),
-        "busy_ms": busy_ms,
+        "busy_ms": busy_ms,  # when at least one event runs, a mean over the devices
         "idle_ms": max(step_ms - busy_ms, 0.0),
     }
 
 
 def timeline(chosen: Mapping[int, Step]) -> dict[str, Any]:
-    """Returns `timeline` of profile.json: every event of the step, by device and stream.
-
-    Args:
-        chosen: The step of each device, by device number.
-
-    Returns:
-        A dict of JSON values: `names`, a list of the names of instructions, or of kernels that have no instruction;
-        `categories`, a list of all categories; and `tracks`, a list of one dict per device and stream. A track has `rank`, the
-        device number; `stream`, the name of the stream; and four lists with one entry per event, in the order of start:
-        `start_ms`, after the start of the step; `ms`, the duration; `name`, an index into `names`; and `category`, an index
-        into `categories`.
-    """
+    """Returns `timeline` of profile.json: every event of the step, by device and stream."""
     names: dict[str, int] = {}
     tracks = []
     for rank, step in chosen.items():
@@ -400,6 +280,7 @@ def timeline(chosen: Mapping[int, Step]) -> dict[str, Any]:
             purposes = [step.purposes[i] for i in np.flatnonzero(mask)]
             track = {"rank": rank, "stream": stream, "start_ms": events.start.round(4).tolist()}
             track["ms"] = (events.end - events.start).round(4).tolist()
+            # Indices: of the instruction, or of a kernel that has none, in `names`; and in `categories`.
             track["name"] = [names.setdefault(op or name, len(names)) for op, name in zip(events.op, events.name, strict=True)]
             track["category"] = [CATEGORIES.index(purpose.category) for purpose in purposes]
             tracks.append(track)
@@ -407,17 +288,9 @@ def timeline(chosen: Mapping[int, Step]) -> dict[str, Any]:
 
 
 def action_kernels(step: Step) -> dict[str, np.ndarray]:
-    """Returns the times of the matmuls and attention kernels of a pipeline step, by pipeline action.
+    """Returns start and end, float64 [kernels, 2], of the matmuls and attention kernels of each pipeline action.
 
-    The actions are `forward`, `dgrad` (the gradients of activations) and `wgrad` (the gradients of weights). An instruction may
-    launch several kernels in one run. They count as one entry, from the start of the first to the end of the last.
-
-    Args:
-        step: The step on one device of the pipeline, from `choose_step`.
-
-    Returns:
-        A dict with some of the keys `forward`, `dgrad` and `wgrad`. A value is a float64 array [number of entries, 2], sorted
-        by start: the start and end of each entry, in ms after the start of the step. Actions without such kernels are absent.
+    Sorted by start, in ms after the start of the step. Actions without such kernels are absent.
     """
     events = step.events
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)

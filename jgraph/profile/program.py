@@ -1,7 +1,7 @@
 """Computes the FLOPs and bytes of the instructions of a compiled program, and finds the instructions that depend on the batch.
 
-In a backward pass, a matmul of two operands that depend on the batch is a wgrad. One with an operand that depends on weights
-alone is a dgrad.
+In a backward pass, a matmul of two operands that depend on the batch is a wgrad. If an operand depends on weights alone, it is
+a dgrad.
 """
 
 import math
@@ -24,36 +24,21 @@ _Depends: TypeAlias = bool | list["_Depends"]
 
 
 class Program(HloModule):
-    """The text of a compiled program, with the FLOPs and bytes of its instructions.
+    """The text of a compiled program, with the FLOPs and bytes of its instructions. Create it with `Program.of(text)`.
 
-    Create it with `Program.of(compiled.as_text())`. `instructions` is a dict of all `Instruction`s of the program by name. The
-    methods take one of its values as their argument. FLOPs and bytes are of one run of the instruction on one device.
+    FLOPs and bytes are of one run on one device. Methods raise ProfileError if a called computation is missing in the text.
     """
 
     @classmethod
     def of_proto(cls, proto: bytes) -> Self:
-        """Parses a program that a trace contains.
-
-        Args:
-            proto: A serialized `HloModuleProto`.
-
-        Raises:
-            ProfileError: If XLA cannot read the program.
-        """
+        """Parses a serialized `HloModuleProto` of a trace. Raises ProfileError if XLA cannot read it."""
         try:
             return cls.of(xla_client.XlaComputation(proto).as_hlo_module().to_string())
         except RuntimeError as e:
             raise ProfileError(f"the program in the trace cannot be read ({e})") from e
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """Yields an instruction and, if it is a fusion, call or asynchronous start, the instructions inside it, recursively.
-
-        Args:
-            instruction: An instruction of this program, a value of `instructions`. It is yielded first.
-
-        Raises:
-            ProfileError: If the text of the program is damaged: a called computation is missing.
-        """
+        """Yields an instruction and, for a fusion, call or asynchronous start, those inside it, recursively."""
         yield instruction
         if instruction.opcode in ("fusion", "async-start", "call"):
             for name in instruction.called:
@@ -63,40 +48,17 @@ class Program(HloModule):
                     yield from self.inside(inner)
 
     def matmul(self, instruction: Instruction) -> Instruction | None:
-        """Returns the matmul or convolution with the most FLOPs among an instruction and those that `inside` yields for it.
-
-        None if there is none.
-
-        Args:
-            instruction: An instruction of this program, a value of `instructions`.
-
-        Raises:
-            ProfileError: If the text of the program is damaged: a called computation is missing.
-        """
+        """Returns the matmul or convolution with the most FLOPs `inside` the instruction."""
         return max((inner for inner in self.inside(instruction) if inner.is_matmul), key=self._own_flops, default=None)
 
     def flops(self, instruction: Instruction) -> int:
-        """Counts the FLOPs of the matmuls and attention in an instruction, also inside a fusion or call.
-
-        A multiplication and an addition are 2 FLOPs. A grouped matmul multiplies each row by the matrix of the row's group. It
-        counts as if every row belonged to a group. All other operations count as 0.
-
-        Args:
-            instruction: An instruction of this program, a value of `instructions`.
-
-        Raises:
-            ProfileError: If the text of the program is damaged: a called computation is missing.
-        """
+        """Counts the FLOPs of matmuls and attention `inside`. A multiplication and an addition are 2, other operations 0."""
         return sum(self._own_flops(inner) for inner in self.inside(instruction))
 
     def nbytes(self, instruction: Instruction) -> int:
         """Counts the bytes that an instruction reads and writes.
 
-        If the instruction slices an array or updates it in place, only the sliced or updated part counts. Results of dtype int8
-        or uint8 do not count, because they are the workspace of a library.
-
-        Args:
-            instruction: An instruction of this program, a value of `instructions`.
+        Of an array that it slices or updates in place, only the sliced or updated part counts.
         """
         operands = self._operands(instruction)
         # Results of type byte are workspace of a library.
@@ -122,17 +84,7 @@ class Program(HloModule):
         return max(written, 0) + read
 
     def sent_bytes(self, instruction: Instruction) -> int:
-        """Estimates the bytes that a collective, such as an all-gather, sends from one device.
-
-        The estimate is the total size of the operands or of the results, whichever is larger. For an all-reduce it is twice
-        that.
-
-        Args:
-            instruction: A collective of this program, a value of `instructions`.
-
-        Raises:
-            ProfileError: If the text of the program is damaged: a called computation is missing.
-        """
+        """Estimates the bytes that a collective sends from one device: its operands or results, twice for an all-reduce."""
         operands = sum(shape.nbytes for operand in self._operands(instruction) for shape in operand.shapes)
         results = sum(shape.nbytes for shape in instruction.shapes)
         results -= operands if instruction.opcode.endswith("-start") else 0  # the operands are part of its result
@@ -140,18 +92,9 @@ class Program(HloModule):
         return max(operands, results) * (2 if is_all_reduce else 1)
 
     def label(self, instruction: Instruction) -> str:
-        """Returns a label that is equal for instructions with the same work and shapes.
+        """Returns a label that is equal for instructions with the same work and shapes, such as `transpose bf16[64,16]`.
 
-        An instruction with a matmul or attention inside has a label such as
-        `matmul bf16[16,1024] x bf16[1024,64] -> bf16[16,64]` or `attention forward bf16[8,1024,12,64]`. The label of another
-        instruction is its kind and at most three result shapes, such as `transpose bf16[64,16]`. The kind is the opcode, or for
-        a fusion its name without the number.
-
-        Args:
-            instruction: An instruction of this program, a value of `instructions`.
-
-        Raises:
-            ProfileError: If the text of the program is damaged: a called computation is missing.
+        With a matmul or attention inside: `matmul bf16[4,8] x bf16[8,2] -> bf16[4,2]` or `attention forward bf16[8,128,12,64]`.
         """
         if (matmul := self.matmul(instruction)) is not None:
             return f"matmul {self._shape(matmul, 0)} x {self._shape(matmul, 1)} -> {matmul.shapes[0]}"
@@ -189,7 +132,7 @@ class Program(HloModule):
         return flops // 2 if "CAUSAL" in instruction.text else flops
 
     def _grouped_flops(self, instruction: Instruction) -> int:
-        """Counts the FLOPs of a grouped matmul kernel, as if every row belonged to a group. 0 for other instructions."""
+        """Counts a grouped matmul as if every row belonged to a group. 0 for other instructions."""
         if instruction.opcode != "custom-call" or not _GROUPED.search(instruction.op_name):
             return 0
         operands = [operand.shapes[0] for operand in self._operands(instruction)]
@@ -205,10 +148,9 @@ class Program(HloModule):
 
     @cached_property
     def of_batch(self) -> set[str]:
-        """The names of the instructions whose results depend on the batch, a set of str. A property.
+        """The names of the instructions with results that depend on the batch: on arguments with buffers that no output reuses.
 
-        Every argument of the program whose buffer no output reuses counts as a part of the batch. The state of a training step
-        is donated, so outputs reuse its buffers. If nothing is donated, an argument with the shape of an output is state.
+        The state of a step is donated, so outputs reuse its buffers. Without donation, an argument like an output is state.
         """
         found: set[str] = set()
         computation = self.computations[self.entry]

@@ -26,38 +26,9 @@ _ABOUT = ("title", "device", "devices", "versions", "date", "flags", "memory", "
 
 
 def of_run(directory: Path) -> dict[str, Any]:
-    """Computes the contents of profile.json from the recording that a run with `--profile` has made. Writes nothing.
+    """Computes profile.json from the recording of a run with `--profile`. Writes nothing. Raises ProfileError if it is damaged.
 
-    If the forward and backward passes of a pipeline's microbatches cannot be told apart in the trace, `pipeline` is None and
-    an entry of `about.notes` has the reason.
-
-    Args:
-        directory: Directory of the recording, `profile` in the run directory. It has run.json, program.txt.gz, and traces in
-            `uncaptured` and optionally `captured`.
-
-    Returns:
-        A dict of JSON values. Times are in ms.
-        - `format`: the version of the format.
-        - `title`: a line of text.
-        - `about`: a dict of `device`, its name; `devices`, their number; `versions`, of libraries by name; `date`, UTC in ISO
-          format; `flags`, a str of the settings that differ from the preset; and `notes`, a list of sentences.
-        - `captured`: the times of the steps with command buffers (CUDA graphs), from `attribution.captured`. None if there is
-          no such trace.
-        - `uncaptured`: the times of the steps without command buffers. A dict of `steps_ms`, all steps on the first device;
-          `step_ms`, the step that `attribution.choose_step` selects; and `ranks`, a list with the result of
-          `attribution.by_category` for this step on each device.
-        - `groups`: the groups of equal kernels of the first device, from `attribution.groups`.
-        - `lines`, `scopes`: the time of the first device by source line and by named scope, from `attribution.totals`.
-        - `collectives`, `graphs`: the collectives and CUDA graphs of the first device, from the functions in `attribution`.
-        - `roofline`: a dict of the GPU's rates and other properties. None if the GPU is unknown.
-        - `pipeline`: a dict of the actions of a pipeline, in the measured and in a simulated step. None without a pipeline.
-        - `memory`: bytes per device. A dict of `pools`, bytes by use; and the peaks `predicted_peak`, `compiled_peak` and
-          `measured_peak`, each None if unknown.
-        - `timeline`: all events of the selected step, from `attribution.timeline`.
-
-    Raises:
-        ProfileError: If a file is missing or damaged, the traces are of another program, or a device of the pipeline is not in
-            the trace.
+    The directory has run.json, program.txt.gz, and traces in `uncaptured` and optionally `captured`.
     """
     try:
         about = json.loads((directory / "run.json").read_text())
@@ -76,6 +47,7 @@ def of_run(directory: Path) -> dict[str, Any]:
     if graphs:
         reason = "because kernels in a CUDA graph have no names"
         notes = [f"Kernels, categories and rooflines are those of a step without command buffers, {reason}."]
+    # `memory` is in bytes per device: `pools` by use; `predicted_peak`, `compiled_peak`, `measured_peak`, None if unknown.
     found = _report(about, chosen) | {"captured": graphs, "memory": about["memory"]}
     if "pipeline" in about:
         try:
@@ -89,23 +61,9 @@ def of_run(directory: Path) -> dict[str, Any]:
 
 
 def of_trace(path: Path, *, program: Path | None = None, steps: int | None = None) -> dict[str, Any]:
-    """Computes the contents of profile.json from a trace of any JAX program. Writes nothing.
+    """Computes profile.json from a trace of any JAX program, a file or the newest in a directory. Writes nothing.
 
-    Args:
-        path: A *.xplane.pb file, or a directory. In a directory and below, reads the newest *.xplane.pb file.
-        program: A file with the text of a program that ran, the result of `compiled.as_text()`. By default, the profiler has
-            stored the programs in the trace.
-        steps: The number of equal steps in the trace. By default, `attribution.choose_step` finds the steps.
-
-    Returns:
-        A dict of JSON values with the keys of the result of `of_run`. `title` is the name of the program with the longest time
-        and the devices. `about.notes` has the rule that found the steps, the missing programs, and the time in CUDA graphs.
-        `about.date` and `about.flags` are empty. `captured` and `pipeline` are None. `memory` has only `pools`,
-        which is empty.
-
-    Raises:
-        ProfileError: If there is no trace, a file is missing or damaged, the trace has no kernel of `program`, or no kernel ran
-            `steps` times.
+    `program` is a file with `compiled.as_text()`; by default, the trace has the programs. ProfileError as `choose_step`.
     """
     trace = read(path)
     try:
@@ -123,7 +81,6 @@ def of_trace(path: Path, *, program: Path | None = None, steps: int | None = Non
 
 
 def _notes(step: Step, device: str, graphs: Sequence[Graph]) -> list[str]:
-    """Returns sentences on a trace: the rule that found the steps, missing programs, and CUDA graphs."""
     notes = [step.found_by] if step.found_by else []
     missing = dict.fromkeys(name_of(module) for module in step.events.module if module not in {"", *step.programs})
     if missing:
@@ -147,19 +104,7 @@ def _notes(step: Step, device: str, graphs: Sequence[Graph]) -> list[str]:
 
 
 def write(profile: dict[str, Any], directory: Path) -> tuple[Path, Path]:
-    """Writes profile.json and profile.html. Replaces existing files. The page needs no server and no other file.
-
-    Args:
-        profile: The contents of profile.json, from `of_run` or `of_trace`.
-        directory: The directory; created if missing.
-
-    Returns:
-        The paths of profile.json and of profile.html.
-
-    Raises:
-        OSError: If a file cannot be written.
-        ValueError: If `profile` has NaN or infinity, which JSON lacks.
-    """
+    """Writes profile.json and profile.html, which needs no server. Replaces existing files. ValueError for NaN or infinity."""
     directory.mkdir(parents=True, exist_ok=True)
     data, html = directory / "profile.json", directory / "profile.html"
     data.write_text(json.dumps(profile, allow_nan=False) + "\n")
@@ -168,15 +113,17 @@ def write(profile: dict[str, Any], directory: Path) -> tuple[Path, Path]:
 
 
 def _report(about: Mapping[str, Any], chosen: Mapping[int, Step]) -> dict[str, Any]:
+    # All but `uncaptured` and `timeline` is of the first device.
     first = next(iter(chosen.values()))
     device = find_device(about["device"])
     shown = ("device", "devices", "versions", "date", "flags")
     return {
         "format": _FORMAT,
         "title": about["title"],
+        # `date` is UTC in ISO format, `flags` a text with the settings that differ from the preset.
         "about": {name: about[name] for name in shown} | {"notes": []},
         "uncaptured": {
-            "steps_ms": list(first.all_ms),
+            "steps_ms": list(first.all_ms),  # all steps; the others are of the step from `choose_step`
             "step_ms": first.ms,
             "ranks": [attribution.by_category(rank, step) for rank, step in chosen.items()],
         },
@@ -185,6 +132,7 @@ def _report(about: Mapping[str, Any], chosen: Mapping[int, Step]) -> dict[str, A
         "scopes": attribution.totals(first, first.scopes),
         "collectives": attribution.collectives(first),
         "graphs": attribution.graphs(first),
+        # The GPU's rates and other properties; None if it is unknown.
         "roofline": asdict(device) if device else None,
         "pipeline": None,
         "timeline": attribution.timeline(chosen),

@@ -26,52 +26,30 @@ _Row: TypeAlias = tuple[float, float, str, str, str, str, str, str]
 
 @dataclass(frozen=True)
 class Events:
-    """The n events of one device, sorted by start. On a GPU an event is a kernel or copy, on a CPU a thunk of XLA.
+    """The n events of one device, sorted by start. On a GPU an event is a kernel or copy, on a CPU a thunk of XLA."""
 
-    `len(events)` is n.
-
-    Attributes:
-        start: Start of each event in ms, float64 [n]. From `read`, 0 is the start of the first event of any device.
-        end: End of each event in ms, float64 [n], in the same time.
-        name: Names of the kernels, copies or thunks. This and the following attributes are tuples of n str, one per event.
-        op: Names of the HLO instructions. An empty string if unknown, such as for a kernel in a CUDA graph.
-        scopes: JAX's names of the operations, such as `jit(step)/dot_general`. An empty string if unknown.
-        module: Names and numbers of the HLO modules (programs), such as `jit_step(3)`. An empty string if unknown.
-        stream: Names of the streams of the GPU, or of the threads of the CPU.
-        graph: Launches of CUDA graphs, as `GRAPH/LAUNCH` with a number each. An empty string for events outside of graphs.
-    """
-
-    start: np.ndarray
+    start: np.ndarray  # float64 [n] in ms; from `read`, 0 is the start of the first event of any device
     end: np.ndarray
-    name: tuple[str, ...]
-    op: tuple[str, ...]
-    scopes: tuple[str, ...]
-    module: tuple[str, ...]
-    stream: tuple[str, ...]
-    graph: tuple[str, ...]
+    # Texts, one per event. Empty if unknown.
+    name: tuple[str, ...]  # kernels, copies or thunks
+    op: tuple[str, ...]  # HLO instructions; unknown for a kernel in a CUDA graph
+    scopes: tuple[str, ...]  # JAX's names of the operations, such as `jit(step)/dot_general`
+    module: tuple[str, ...]  # HLO modules (programs) with their numbers, such as `jit_step(3)`
+    stream: tuple[str, ...]  # streams of the GPU, or threads of the CPU
+    graph: tuple[str, ...]  # launches of CUDA graphs as `GRAPH/LAUNCH`, a number each; empty outside of graphs
 
     def __len__(self) -> int:
         return len(self.name)
 
     def where(self, mask: np.ndarray) -> "Events":
-        """Returns the selected events, with the same times.
-
-        Args:
-            mask: bool [n], True for the events to select.
-        """
         chosen = np.flatnonzero(mask)
         texts = (self.name, self.op, self.scopes, self.module, self.stream, self.graph)
         return Events(self.start[chosen], self.end[chosen], *(tuple(values[i] for i in chosen) for values in texts))
 
     def between(self, start: float, stop: float) -> "Events":
-        """Selects the events that begin in an interval [start, stop).
+        """Selects the events that begin in [start, stop), in ms. The new times are after `start`.
 
-        Args:
-            start: Start of the interval in ms, in the time of `self.start`.
-            stop: End of the interval in ms.
-
-        Returns:
-            New events. Their times are in ms after `start`. An event that ends after `stop` is shortened to end at `stop`.
+        An event that ends after `stop` is shortened.
         """
         found = self.where((self.start >= start) & (self.start < stop))
         return replace(found, start=found.start - start, end=np.minimum(found.end, stop) - start)
@@ -79,35 +57,18 @@ class Events:
 
 @dataclass(frozen=True)
 class Trace:
-    """The events in a trace of JAX's profiler.
+    """The events in a trace of JAX's profiler."""
 
-    Attributes:
-        device: The name of the GPU, such as `NVIDIA H200`; `GPU` if the trace does not have it; or `CPU`.
-        devices: Events by device number. A device without events is absent.
-        host: Durations in ms of the host's events for command buffers (CUDA graphs): a list of floats by the name of the event,
-            such as `cuGraphLaunch` or `command_buffer::update`.
-        programs: The stored programs, a serialized `HloModuleProto` by the name and number of the module.
-        annotated: The number of steps that `jax.profiler.StepTraceAnnotation` marks.
-        versions: Versions of jax and jaxlib by name. Empty if the trace does not have them.
-    """
-
-    device: str
-    devices: Mapping[int, Events]
-    host: Mapping[str, list[float]]
-    programs: Mapping[str, bytes] = field(default_factory=dict)
-    annotated: int = 0
+    device: str  # such as `NVIDIA H200`; `GPU` if the trace does not have the name; or `CPU`
+    devices: Mapping[int, Events]  # a device without events is absent
+    host: Mapping[str, list[float]]  # durations in ms of the host's events for command buffers, such as `cuGraphLaunch`
+    programs: Mapping[str, bytes] = field(default_factory=dict)  # serialized `HloModuleProto` by name and number of the module
+    annotated: int = 0  # number of steps that `jax.profiler.StepTraceAnnotation` marks
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
 def find(path: Path) -> Path:
-    """Returns the path of a trace: the *.xplane.pb file itself, or the newest such file in a directory and below.
-
-    Args:
-        path: A file, which is returned without a check of its format, or a directory.
-
-    Raises:
-        ProfileError: If nothing is at the path, or the directory has no *.xplane.pb file.
-    """
+    """Returns the file itself, or the newest *.xplane.pb below a directory. Raises ProfileError if there is none."""
     if not path.exists():
         raise ProfileError(f"{path}: no such file or directory; must be a *.xplane.pb, or a directory that contains one")
     if path.is_file():
@@ -119,18 +80,7 @@ def find(path: Path) -> Path:
 
 
 def read(path: Path) -> Trace:
-    """Reads a trace of JAX's profiler into arrays.
-
-    Args:
-        path: A *.xplane.pb file, or a directory. In a directory and below, reads the newest *.xplane.pb file.
-
-    Returns:
-        The trace: the events of each device, the durations of the host's events for command buffers (CUDA graphs), and the
-        programs that the profiler stored.
-
-    Raises:
-        ProfileError: If there is no trace, it is damaged, or no device ran anything.
-    """
+    """Reads a trace: a file, or the newest one in a directory. Raises ProfileError if it is damaged or no device ran."""
     file = find(path)
     try:
         with warnings.catch_warnings():
@@ -202,20 +152,9 @@ def _programs(data: bytes) -> dict[str, bytes]:
 
 
 def steps(events: Events, count: int) -> list[tuple[float, float]]:
-    """Finds the steps of a trace, by the instructions (or kernels without one) that ran `count` times: once per step.
+    """Returns start and end of each of `count` equal steps, by the instructions, or kernels without one, that ran `count` times.
 
-    One step is the whole trace.
-
-    Args:
-        events: The events of one device.
-        count: Number of equal steps in the trace.
-
-    Returns:
-        A list of the start and end of each step, in order, in ms in the time of `events`. A step starts at the first start, and
-        ends at the last end, of the instructions that ran `count` times.
-
-    Raises:
-        ProfileError: If no instruction or kernel ran `count` times.
+    One step is the whole trace. Raises ProfileError if nothing ran `count` times.
     """
     if count == 1:
         return [(float(events.start.min()), float(events.end.max()))]
@@ -231,18 +170,9 @@ def steps(events: Events, count: int) -> list[tuple[float, float]]:
 
 
 def owners(events: Events, is_collective: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Divides a device's busy time into consecutive pieces, each owned by one event.
+    """Divides a device's busy time into pieces, each owned by one event: the running one that began last.
 
-    Of several running events, the one that began last is the owner. A collective owns only the time when no other event runs.
-    Of several collectives alone, the one that began last is the owner. Time when no event runs is in no piece.
-
-    Args:
-        events: The n events of the device.
-        is_collective: bool [n], True for collectives.
-
-    Returns:
-        Three arrays with one element per piece, in the order of time: the start of the piece in ms, float64; its end in ms,
-        float64; and its owner, an int64 index into `events`. Times are in the time of `events`.
+    A collective owns only the time when no other event runs. Returns start, end and owner of each piece, in the order of time.
     """
     order = [(s, 1, i) for i, s in enumerate(events.start)] + [(e, 0, i) for i, e in enumerate(events.end)]
     pieces, active, ended, at = [], ([], []), set(), 0.0
