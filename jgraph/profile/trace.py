@@ -47,10 +47,7 @@ class Events:
         return Events(self.start[chosen], self.end[chosen], *(tuple(values[i] for i in chosen) for values in texts))
 
     def between(self, start: float, stop: float) -> "Events":
-        """Selects the events that begin in [start, stop), in ms. The new times are after `start`.
-
-        An event that ends after `stop` is shortened.
-        """
+        """Selects the events that begin in [start, stop) in ms, with times after `start`. Shortens them to end at `stop`."""
         found = self.where((self.start >= start) & (self.start < stop))
         return replace(found, start=found.start - start, end=np.minimum(found.end, stop) - start)
 
@@ -152,7 +149,7 @@ def _programs(data: bytes) -> dict[str, bytes]:
 
 
 def steps(events: Events, count: int) -> list[tuple[float, float]]:
-    """Returns start and end of each of `count` equal steps, by the instructions, or kernels without one, that ran `count` times.
+    """Returns start and end of each of `count` equal steps, by the instructions or unnamed kernels that ran `count` times.
 
     One step is the whole trace. Raises ProfileError if nothing ran `count` times.
     """
