@@ -19,29 +19,16 @@ Holes: TypeAlias = Literal["none", "zeros"]
 
 
 class RowOrder(NamedTuple):
-    """A permutation of rows, or an assignment of rows to a buffer with holes.
+    """A permutation of rows, or an assignment of rows to a buffer with holes. Copy k of a token has the index token * K + k."""
 
-    Attributes:
-        source: int32 [S], the index of the copy in each row of the buffer: token * K + k for copy k of a token. R for a hole.
-        inverse: int32 [R], the row of each copy; S for a copy without a row.
-    """
-
-    source: Array
-    inverse: Array
+    source: Array  # int32 [S], the copy in each row of the buffer; R for a hole
+    inverse: Array  # int32 [R], the row of each copy; S for a copy without a row
 
 
 def order_of(experts_NK: Array, counts_E: Array) -> RowOrder:
-    """Computes the order of the copies by expert, and by token within an expert.
+    """Returns the order of the copies by expert, and by token within an expert.
 
     Counts instead of sorting, because XLA sorts on GPUs with a library call that a command buffer cannot contain.
-
-    Args:
-        experts_NK: int32, indices of K different experts for each of N tokens.
-        counts_E: int32, number of tokens of each of E experts.
-
-    Returns:
-        The order, a permutation of R = N * K rows: `source` has the copy in each row, and `inverse` the row of each copy. Copy
-        k of a token has the index token * K + k.
     """
     is_NKE = experts_NK[..., None] == jnp.arange(counts_E.size, dtype=experts_NK.dtype)
     places_NE = jnp.cumsum(counts_E) - counts_E + _count_before(jnp.any(is_NKE, 1))
@@ -52,14 +39,14 @@ def order_of(experts_NK: Array, counts_E: Array) -> RowOrder:
 
 
 def _count_before(goes_NE: Array) -> Array:
-    """Counts the earlier tokens of each expert for each token, int32 [N, E].
+    """Counts the earlier tokens of each expert for each token, int32 [N, E], by matmuls with triangular matrices of ones.
 
-    Multiplies by triangular matrices of ones. The sums are exact: of a block in bfloat16, of several blocks in float32. A
-    cumulative sum along N would need a kernel for every power of two.
+    A cumulative sum along N would need a kernel for every power of two.
     """
     N, E = goes_NE.shape
     goes_BTE = jnp.pad(goes_NE, ((0, -N % _BLOCK), (0, 0))).reshape(-1, _BLOCK, E).astype(jnp.bfloat16)
     sums_BE = jnp.sum(goes_BTE, 1)
+    # The sums are exact: of a block in bfloat16, of several blocks in float32.
     within_BTE = jnp.einsum("st,bte->bse", _triangle(_BLOCK), goes_BTE, preferred_element_type=jnp.float32)
     blocks_BE = jnp.einsum("cb,be->ce", _triangle(len(sums_BE)), sums_BE, preferred_element_type=jnp.float32)
     return (within_BTE + blocks_BE[:, None]).reshape(-1, E)[:N].astype(jnp.int32)
@@ -70,25 +57,14 @@ def _triangle(size: int) -> Array:
 
 
 def moved(positions: Array, source_I: Array, target_I: Array, lengths_I: Array, hole: int) -> Array:
-    """Maps positions when intervals of positions are moved.
-
-    Args:
-        positions: int32, any shape.
-        source_I: int32, starts of the I intervals before the move. The intervals must not overlap.
-        target_I: int32, starts of the intervals after the move.
-        lengths_I: int32, lengths of the intervals; may be 0.
-        hole: Result for a position outside all intervals.
-
-    Returns:
-        The new positions, int32 with the shape of `positions`.
-    """
+    """Maps positions when intervals, which do not overlap, move from `source_I` to `target_I`. Others become `hole`."""
     offset = positions[..., None] - source_I
     is_inside = (offset >= 0) & (offset < lengths_I)
     return jnp.where(jnp.any(is_inside, -1), jnp.sum(jnp.where(is_inside, offset + target_I, 0), -1), hole)
 
 
 def _dispatched(x: Array, order: RowOrder, copies: int, holes: Holes = "none") -> Array:
-    """Copies the rows of x [N, ...] into the order of a buffer [S, ...]. Holes are zeros."""
+    """Copies the rows of x [N, ...] into the order of a buffer [S, ...]."""
     return _rows(x, order.source // copies, holes)
 
 

@@ -7,7 +7,7 @@ gradient.
 """
 
 # N tokens, K experts per token, R = N * K rows, G devices per group, C rows per pair of devices, S = G * C rows per device,
-# E experts, L = E / G experts per device, D model, F hidden of an expert
+# E experts, L = E / G experts per device, D model, F hidden of an expert. 2F: the F columns of gate, then the F columns of up
 
 from typing import NamedTuple
 
@@ -25,49 +25,20 @@ from jgraph.scopes import scope
 
 
 class Overflow(NamedTuple):
-    """The rows of a device beyond its capacity. A row is one token for one of its experts.
+    """The rows of a device beyond its capacity. A row is one token for one of its experts."""
 
-    Attributes:
-        dropped: int32 scalar, number of rows of this device that were not sent.
-        needed: int32 scalar, the maximum number of rows that this device had for another device; 0 if no row was dropped.
-    """
-
-    dropped: Array
-    needed: Array
+    dropped: Array  # int32 scalar, rows of this device that were not sent
+    needed: Array  # int32 scalar, most rows that this device had for another device; 0 if no row was dropped
 
 
 def experts(x_RD: Array, weights_R: Array, up_EDF2: Array, down_EFD: Array, sizes_E: Array) -> Array:
-    """Applies each expert, a SwiGLU MLP, to its rows, and multiplies the results by the weights of the rows.
-
-    The weights multiply the hidden rows, so that the gradient of the weights does not need the results of the experts. R is the
-    number of rows, E of experts, D the width of a token, F the hidden width.
-
-    Args:
-        x_RD: Rows in the order of their experts, bfloat16 or float32.
-        weights_R: float32, weight of each row.
-        up_EDF2: First matrices [E, D, 2F], with the F columns of gate before the F columns of up; same dtype as `x_RD`.
-        down_EFD: Second matrices [E, F, D]; same dtype as `x_RD`.
-        sizes_E: int32, number of rows of each expert. Rows beyond the sum give zeros.
-
-    Returns:
-        The weighted results, [R, D] in the dtype of `x_RD`.
-    """
+    """Applies each expert to its rows, and multiplies the results by the weights of the rows. Rows without an expert give 0."""
+    # The weights multiply the hidden rows, so that the gradient of the weights does not need the results of the experts.
     return grouped_dot(weighted_swiglu(grouped_dot(x_RD, up_EDF2, sizes_E), weights_R), down_EFD, sizes_E)
 
 
 def mixture(x_ND: Array, found: Routing, up_EDF2: Array, down_EFD: Array) -> Array:
-    """Computes the weighted sum of the experts of each token, on a device with all experts.
-
-    Args:
-        x_ND: N tokens of width D, bfloat16 or float32.
-        found: The routing of the tokens.
-        up_EDF2: First matrices of the E experts [E, D, 2F], with the F columns of gate before the F columns of up; same dtype
-            as `x_ND`.
-        down_EFD: Second matrices of the experts [E, F, D]; same dtype as `x_ND`.
-
-    Returns:
-        The weighted sums, [N, D] in the dtype of `x_ND`. They are added in float32.
-    """
+    """Returns the weighted sum of the experts of each token, added in float32, on a device with all experts."""
     copies = found.experts.shape[1]
     with scope("dispatch"):
         order = _dispatch.order_of(found.experts, found.counts)
@@ -80,23 +51,9 @@ def mixture(x_ND: Array, found: Routing, up_EDF2: Array, down_EFD: Array) -> Arr
 
 
 def sharded_mixture(x_ND: Array, found: Routing, up_LDF2: Array, down_LFD: Array, config: MoEConfig) -> tuple[Array, Overflow]:
-    """Computes the weighted sum of the experts of each token, with experts that are sharded over the devices of a group.
+    """Returns the weighted sum of the experts of each token, with experts that are sharded over the devices of a group.
 
-    Collective over the axis `fsdp`: call it under `jax.shard_map` on every device. Device i of a group holds the experts from
-    i * L to (i + 1) * L - 1. With P groups, device d of the axis belongs to group d % P: four devices have the groups (0, 2)
-    and (1, 3).
-
-    Args:
-        x_ND: Tokens of this device, bfloat16 or float32. N is the same on every device.
-        found: The routing of these tokens over all experts.
-        up_LDF2: First matrices of this device's L experts [L, D, 2F], with the F columns of gate before the F columns of up;
-            same dtype as `x_ND`.
-        down_LFD: Second matrices of this device's experts [L, F, D]; same dtype as `x_ND`.
-        config: Settings of the layer; only `capacity` is read.
-
-    Returns:
-        The weighted sums [N, D] in the dtype of `x_ND`, and the number of rows beyond the capacity. Such a row (a token for one
-        of its experts) is not sent, and counts as zero in the sum.
+    Collective over `fsdp`: all devices call it under `jax.shard_map` with the same N. A row beyond the capacity counts as 0.
     """
     (N, K), (E, L) = found.experts.shape, (found.counts.size, len(up_LDF2))
     G, C = E // L, rows_per_pair(config.capacity, N * K, E // L)
@@ -130,7 +87,9 @@ def sharded_mixture(x_ND: Array, found: Routing, up_LDF2: Array, down_LFD: Array
 
 
 def _exchanged(parts: Array, devices: int) -> Array:
-    """All-to-all in the group: sends part i to device i. Returns the received parts in the order of the devices."""
+    """Sends part i to device i of the group. Returns the received parts in the order of the devices."""
+    # Device d of the axis belongs to group d % num_groups: four devices have the groups (0, 2) and (1, 3). Device i of a group
+    # holds the experts from i * L to (i + 1) * L - 1.
     num_groups = lax.axis_size(Axis.FSDP) // devices
     groups = [list(range(first, num_groups * devices, num_groups)) for first in range(num_groups)] if num_groups > 1 else None
     with scope("exchange"):
@@ -138,7 +97,7 @@ def _exchanged(parts: Array, devices: int) -> Array:
 
 
 def _order_by_device(by_expert: RowOrder, rows_G: Array, capacity: int) -> RowOrder:
-    """Computes the order of copies in the send buffers for the devices of the group, from their order by expert."""
+    """Returns the order of copies in the send buffers for the devices of the group."""
     devices, copies = len(rows_G), by_expert.source.size
     size = devices * capacity
     firsts_G = jnp.arange(devices, dtype=jnp.int32) * capacity
@@ -149,7 +108,7 @@ def _order_by_device(by_expert: RowOrder, rows_G: Array, capacity: int) -> RowOr
 
 
 def _order_by_expert(counts_GL: Array, capacity: int) -> RowOrder:
-    """Computes the order by expert of the received rows, which are ordered by device and then by expert."""
+    """Returns the order by expert of the received rows, which are ordered by device and then by expert."""
     size = len(counts_GL) * capacity
     firsts_GL = jnp.arange(len(counts_GL), dtype=jnp.int32)[:, None] * capacity + jnp.cumsum(counts_GL, 1) - counts_GL
     by_expert_LG = counts_GL.T

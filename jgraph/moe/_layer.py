@@ -161,16 +161,9 @@ class MoE(nnx.Module):
         return y_BTD
 
     def _computed(self, x_BTD: Array, params: dict[str, Array], bias_E: Array | None) -> tuple[Array, dict[str, Array]]:
-        """Computes the layer on the tokens and hidden units of a device.
+        """Computes the layer on the tokens and hidden units of a device. Devices of the axis `tensor` have the same tokens.
 
-        Args:
-            x_BTD: Tokens of this device. All devices of the axis `tensor` have the same.
-            params: The parameters by name, with the hidden units of this device.
-            bias_E: The updated bias of the router `sigmoid`; None for other routers.
-
-        Returns:
-            The sum over the hidden units of this device, like `x_BTD`. And the new values of the state variables that do not
-            depend on old ones, by name, for the tokens of all devices of the axis `context`; {} in evaluation mode.
+        Returns the sum over these units, and the new values of state that does not depend on old state; {} in evaluation mode.
         """
         config, dtype = self.config, x_BTD.dtype
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])

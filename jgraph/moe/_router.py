@@ -1,7 +1,6 @@
 """Routes tokens to experts, and computes the losses of the router, in float32.
 
-Implements the routers of Mixtral and Qwen3 (arXiv:2401.04088), and of DeepSeek-V3 (arXiv:2412.19437), which is balanced by a
-bias.
+The routers of Mixtral and Qwen3 (arXiv:2401.04088), and of DeepSeek-V3 (arXiv:2412.19437), which a bias balances.
 """
 
 # N tokens, D model, E experts, K experts per token
@@ -17,37 +16,24 @@ from jgraph.moe.config import MoEConfig
 
 
 class Routing(NamedTuple):
-    """The experts of the tokens of a microbatch.
+    """The experts of the tokens of a microbatch."""
 
-    Attributes:
-        experts: int32 [N, K], indices of K different experts for each token.
-        weights: float32 [N, K], weights of the results of these experts.
-        probabilities: float32 [N, E], probabilities of all experts; a row sums to one.
-        counts: int32 [E], number of tokens of each expert.
-    """
-
-    experts: Array
-    weights: Array
-    probabilities: Array
-    counts: Array
+    experts: Array  # int32 [N, K], different ones for each token
+    weights: Array  # float32 [N, K], of the results of these experts
+    probabilities: Array  # float32 [N, E], a row sums to one
+    counts: Array  # int32 [E], tokens of each expert
 
 
 @jax.custom_vjp
 def logits(x_ND: Array, router_DE: Array) -> Array:
-    """Multiplies x by the matrix of the router in float32. TF32 would change the experts of tokens that are close to a tie.
+    """Multiplies tokens by the router's matrix in float32. TF32 would change the experts of tokens that are close to a tie.
 
-    A bfloat16 x is multiplied by three bfloat16 parts of the matrix, which together have its 24 bits. The products are exact,
-    and tensor cores add them in float32 (Henry, Tang and Heinecke, arXiv:1904.06376). Gradients are computed in the same way.
-
-    Args:
-        x_ND: Tokens, bfloat16 or a dtype that converts to float32 without loss. N tokens of width D.
-        router_DE: float32, a column for each of the E experts.
-
-    Returns:
-        The logits, float32 [N, E].
+    `x_ND` is bfloat16, or of a dtype that converts to float32 without loss.
     """
     if x_ND.dtype != jnp.bfloat16:
         return jnp.matmul(x_ND.astype(jnp.float32), router_DE, precision=lax.Precision.HIGHEST)
+    # Three bfloat16 parts of the matrix together have its 24 bits. The products are exact, and tensor cores add them in float32
+    # (Henry, Tang and Heinecke, arXiv:1904.06376).
     return _sum_of_thirds(_matmul(x_ND, jnp.concatenate(_parts(router_DE), 1)))
 
 
@@ -84,26 +70,14 @@ def _matmul(a: Array, b: Array) -> Array:
 
 
 def _sum_of_thirds(thirds: Array) -> Array:
-    """Adds three arrays that are concatenated along axis 1, the smallest first."""
     first, second, third = jnp.split(thirds, 3, 1)
-    return first + (second + third)
+    return first + (second + third)  # the smallest first
 
 
 def route(logits_NE: Array, config: MoEConfig, bias_E: Array | None = None) -> Routing:
-    """Selects the experts of every token, and computes their weights.
+    """Selects the experts of every token, and computes their weights. The selection is not differentiable.
 
-    Weights and probabilities are differentiable in `logits_NE`; the selection is not.
-
-    Args:
-        logits_NE: float32 logits of N tokens for E experts.
-        config: Settings of the router. Reads `router` (softmax-topk, topk-softmax or sigmoid), `weights` (normalized or
-            as-they-are), `weights_scale`, `experts_per_token` and `num_experts`.
-        bias_E: float32, added to the ranked values (the sigmoids for the router `sigmoid`) for the selection; None for no bias.
-            It does not change the weights and has no gradient.
-
-    Returns:
-        The indices and weights of the K selected experts of each token, the probabilities of all experts, and the number of
-        tokens of each expert.
+    The bias is added to the ranked values for the selection. It does not change the weights and has no gradient.
     """
     if config.router == "sigmoid":
         scores_NE = jax.nn.sigmoid(logits_NE)
@@ -127,49 +101,25 @@ def route(logits_NE: Array, config: MoEConfig, bias_E: Array | None = None) -> R
 
 
 def updated_bias(bias_E: Array, counts_E: Array, rate: float) -> Array:
-    """Updates the biases after a step: adds `rate` for experts with fewer tokens than the mean, subtracts it for more tokens.
-
-    Args:
-        bias_E: float32, a bias per expert. Not modified.
-        counts_E: int32, number of tokens of each expert in the step.
-        rate: Change of a bias per step. A bias of an expert with exactly the mean does not change.
-
-    Returns:
-        The new biases, float32 [E].
-    """
+    """Adds `rate` to the biases of experts with fewer tokens than the mean in a step, and subtracts it for more tokens."""
     counts_E = counts_E.astype(jnp.float32)
+    # Exactly the mean changes nothing.
     return bias_E + rate * jnp.sign(jnp.mean(counts_E) - counts_E)
 
 
 def entropy(probabilities_NE: Array) -> Array:
-    """Computes the entropy of the expert probabilities, averaged over tokens.
-
-    Args:
-        probabilities_NE: float32 probabilities of E experts for N tokens; a row sums to 1.
-
-    Returns:
-        A float32 scalar in nats, at most log E.
-    """
+    """Returns the mean entropy over tokens in nats, at most log E."""
     return -jnp.mean(jnp.sum(jax.scipy.special.xlogy(probabilities_NE, probabilities_NE), -1))
 
 
 def balance_loss(probabilities_NE: Array, counts_E: Array) -> Array:
-    """Computes the load-balancing loss of Switch (arXiv:2101.03961): E times the sum of fraction times probability.
+    """Returns the load-balancing loss of Switch (arXiv:2101.03961): E times the sum over experts of fraction times probability.
 
-    The sum is over experts. The fraction of an expert is its number of tokens divided by N, as in `load_balancing_loss_func` of
-    transformers. The probability is the mean over tokens. With K experts per token, the fractions sum to K, and a balanced
-    router has a loss of K. Under `jax.shard_map` over the axes `data`, `fsdp` or `context`, both are averaged over the devices
-    that share the microbatch.
-
-    Args:
-        probabilities_NE: float32 probabilities of E experts for N tokens; differentiated.
-        counts_E: int32, number of tokens of each expert; not differentiated.
-
-    Returns:
-        The loss, a float32 scalar.
+    A fraction is tokens / N, as in `load_balancing_loss_func` of transformers. They sum to K: a balanced router has the loss K.
     """
     fractions_E = lax.stop_gradient(counts_E.astype(jnp.float32)) / len(probabilities_NE)
     means_E = jnp.mean(probabilities_NE, 0)
+    # Under `jax.shard_map`, both are averaged over the devices that share the microbatch.
     mesh = jax.sharding.get_abstract_mesh()
     if axes := tuple(axis for axis in (*BATCH_AXES, Axis.CONTEXT.value) if axis in mesh.manual_axes and mesh.shape[axis] > 1):
         fractions_E, means_E = lax.pmean(jnp.stack([fractions_E, means_E]), axes)
@@ -177,32 +127,16 @@ def balance_loss(probabilities_NE: Array, counts_E: Array) -> Array:
 
 
 def z_loss(logits_NE: Array) -> Array:
-    """Computes the mean over tokens of the squared log-sum-exp of the logits (ST-MoE, arXiv:2202.08906).
-
-    Args:
-        logits_NE: float32 logits of N tokens for E experts; differentiated.
-
-    Returns:
-        The loss without a coefficient, a float32 scalar.
-    """
+    """Returns the mean over tokens of the squared log-sum-exp of the logits (ST-MoE, arXiv:2202.08906)."""
     return jnp.mean(jnp.square(jax.nn.logsumexp(logits_NE, -1)))
 
 
 @jax.custom_vjp
 def attach(y: Array, loss: Array) -> Array:
-    """Returns y, and adds the gradient of `loss` to the gradient of any loss that is computed from y.
-
-    Requires that the loss of a microbatch is differentiated with the cotangent 1, as in every strategy of jgraph. If the loss
-    of the microbatch is a sum (`jgraph.Loss` with a weight), multiply `loss` by the weight.
-
-    Args:
-        y: Any array that the loss of the microbatch depends on.
-        loss: A scalar. Its cotangent is always 1, independent of the cotangent of the result.
-
-    Returns:
-        `y`, unchanged.
-    """
+    """Returns y, and adds the gradient of `loss` to the gradient of any loss that is computed from y."""
     return y
 
 
+# Every strategy differentiates the loss of a microbatch with the cotangent 1. If that loss is a weighted sum (`jgraph.Loss`),
+# pass `loss` times the weight.
 attach.defvjp(lambda y, loss: (y, jnp.ones_like(loss)), lambda one, dy: (dy, one))

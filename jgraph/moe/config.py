@@ -57,33 +57,13 @@ class MoEConfig:
         require(chosen > 0 and (chosen <= experts or not experts), f"{_PREFIX}experts_per_token", chosen, allowed)
 
 
+# A row is one token for one of its experts. A group is the `devices` that together hold all experts of a layer.
 def rows_per_pair(capacity: float, rows: int, devices: int) -> int:
-    """Computes the number of rows that a device can send to each device of its group.
-
-    A group is the devices that together hold all experts of a layer. A row is one token for one of its experts.
-
-    Args:
-        capacity: Expert capacity: the number of rows as a multiple of the even share `rows / devices`.
-        rows: Number of rows of a device: its tokens in a microbatch times the experts per token.
-        devices: Number of devices of the group.
-
-    Returns:
-        capacity * rows / devices, rounded up to a multiple of 8; at most `rows`.
-    """
+    """Returns how many of its rows in a microbatch a device can send to each device of its group."""
     return min(rows, 8 * math.ceil(math.ceil(capacity * rows / devices) / 8))
 
 
 def capacity_of(needed: int, rows: int, devices: int) -> float:
-    """Computes a larger expert capacity after a step that exceeded the capacity. Adds a quarter to what the step needed.
-
-    Args:
-        needed: Number of rows that one device had for another, the maximum over the pairs of devices in a group. A row is one
-            token for one of its experts, and a group is the devices that together hold all experts.
-        rows: Number of rows of a device: its tokens in a microbatch times the experts per token.
-        devices: Number of devices of the group.
-
-    Returns:
-        A value for `MoEConfig.capacity`: 1.25 * needed / (rows / devices), rounded up to hundredths. At most `devices`, which
-        suffices even if one device sends all its rows to one other.
-    """
+    """Returns a larger `MoEConfig.capacity` after a step in which a device had `needed` rows for another."""
+    # A quarter more than needed. `devices` suffices even if one device sends all its rows to one other.
     return min(float(devices), math.ceil(125 * needed * devices / rows) / 100)
