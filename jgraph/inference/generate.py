@@ -28,7 +28,8 @@ Prompt: TypeAlias = Sequence[int] | np.ndarray | Array
 # Settings of `draw` by name; empty for greedy decoding.
 Settings: TypeAlias = dict[str, float]
 
-_RADIX_BITS = 8
+_RADIX_BITS = 8  # per pass of `_keep_likeliest`
+# The smallest normal float32, 1.2e-38, and the largest.
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 ENDED = -1
@@ -40,22 +41,12 @@ _STEPS_AHEAD = 4
 
 
 class DecodeState(NamedTuple):
-    """The state between two decode steps, for B texts.
+    """The state between two decode steps, for B texts. The decode program donates the old state."""
 
-    The decode program takes a state and returns the next one. It donates the arrays of the old state.
-
-    Attributes:
-        tokens: int32 [B], the last sampled token of each text; -1 (`ENDED`) for texts that have ended.
-        positions: int32 [B], the position of the token of `tokens` in its text, counted from 0 at the start of the prompt.
-        keys: Array of random keys from `jax.random.key`, [B], one per text.
-        cache: The cache of the decoder, a tree of arrays. The contents depend on the decoder: attention keys and values, or the
-            last tokens (int32) for a model without a KV cache.
-    """
-
-    tokens: Array
-    positions: Array
-    keys: Array
-    cache: Tree
+    tokens: Array  # int32 [B], the last sampled ones; `ENDED` for texts that have ended
+    positions: Array  # int32 [B] of these tokens, from 0 at the start of the prompt
+    keys: Array  # [B] keys of `jax.random.key`
+    cache: Tree  # of the decoder: attention keys and values, or the last tokens for a model without a KV cache
 
 
 class Choices(TypedDict, total=False):
@@ -234,7 +225,6 @@ def _begin(
     length: int,
     where: NamedSharding | None,
 ) -> DecodeState:
-    """Reads the prompts and samples the first token of each text."""
     logits_BV, cache = _read(weights, tokens_BT, lengths_B, decoder=decoder, slots=slots, length=length)
     keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(tokens_BT)))
     tokens_B = draw(logits_BV, settings, jax.vmap(jax.random.fold_in)(keys_B, lengths_B))
@@ -247,19 +237,7 @@ def _begin(
 def _next_token(
     state: DecodeState, weights: Tree, settings: Settings, stop_S: Array, *, decoder: Decoder, where: NamedSharding | None
 ) -> DecodeState:
-    """Reads the last token of each text and samples the next one.
-
-    Args:
-        state: State after the last token; donated and updated in place.
-        weights: Weights from `decoder.prepare`.
-        settings: Settings from `settings_of`.
-        stop_S: Token ids that end a text.
-        decoder: The decoder of the model.
-        where: Sharding of the state if the parameters are on several devices; None for one device.
-
-    Returns:
-        The state after the new token.
-    """
+    """Reads the last token of each text and samples the next one. Donates `state`, and updates it in place."""
     logits_BV, cache = decoder.decode(weights, jnp.maximum(state.tokens, 0), state.cache, state.positions)
     positions_B = state.positions + 1
     tokens_B = draw(logits_BV, settings, jax.vmap(jax.random.fold_in)(state.keys, positions_B))
@@ -281,19 +259,9 @@ def _windowed(model: FunctionalModel) -> Decoder:
 
 
 def windowed(logits_fn: Callable[[tuple[Params, Carried], Array], Array]) -> Decoder[tuple[Params, Carried], Array]:
-    """Makes a decoder for a model without a KV cache. Traces and runs nothing.
+    """Makes a decoder for a model without a KV cache: its cache is the last C = `slots` tokens of each text, int32 [B, C].
 
-    The cache of the decoder holds the last C tokens of each text, int32 [B, C]. C is the argument `slots` of its function
-    `prefill`. `stream` sets it to the maximum length of the texts, rounded up to a multiple of 64, or to `window` if that is
-    less. Each step recomputes the logits of all C positions.
-
-    Args:
-        logits_fn: `logits_fn((params, carried), tokens_BC)` returns the logits at each position, [B, C, V], for a vocabulary of
-            V tokens. It is called while the prefill and decode programs are traced. The logits at a position must not depend on
-            later tokens, because shorter texts are padded on the right.
-
-    Returns:
-        The decoder. Its logits are float32 [B, V]. Its function `prepare` returns the tuple (params, carried).
+    Logits at a position, [B, C, V] from `logits_fn`, must not depend on later tokens: shorter texts are padded on the right.
     """
 
     def logits(weights: tuple[Params, Carried], tokens_BT: Array, last_B: Array) -> Array:
@@ -317,7 +285,6 @@ def windowed(logits_fn: Callable[[tuple[Params, Carried], Array], Array]) -> Dec
 
 
 def _rows(prompts: Sequence[Prompt]) -> list[np.ndarray]:
-    """Converts the prompts to arrays. Raises ConfigError if they are not one or more nonempty 1-D sequences of integers."""
     rows = [np.asarray(prompt) for prompt in prompts]
     require(bool(rows), "prompts", "empty", "at least one prompt")
     for number, row in enumerate(rows):
@@ -328,10 +295,8 @@ def _rows(prompts: Sequence[Prompt]) -> list[np.ndarray]:
 
 
 def check_ids(name: str, rows: Sequence[np.ndarray], logits: Callable[[], jax.ShapeDtypeStruct], methods: str) -> None:
-    """Raises ConfigError if the model has no logits, or an id in the argument `name` is out of range.
-
-    For such an id, JAX would read another row. `logits` returns a shape that ends with the size of the vocabulary.
-    """
+    """Raises ConfigError if the model has no logits, or an id in the argument `name` is out of the vocabulary."""
+    # For an id that is out of range, JAX would read another row.
     try:
         vocab_size = logits().shape[-1]
     except AttributeError as e:
@@ -358,25 +323,11 @@ def _rounded(length: int) -> int:
 
 
 def settings_of(temperature: float, top_k: int, top_p: float) -> Settings:
-    """Checks the sampling arguments and builds the settings of `draw`. Omits settings that have no effect.
-
-    A temperature below the smallest normal float32 (1.2e-38) counts as 0, because XLA flushes subnormal numbers to zero.
-
-    Args:
-        temperature: Divides the logits; from 0 to the largest float32. 0 for greedy decoding.
-        top_k: Number of most likely tokens to sample from, an integer; 0 for all tokens.
-        top_p: Total probability of the most likely tokens to sample from; greater than 0 and at most 1. 1 for all tokens.
-
-    Returns:
-        An empty dict for greedy decoding. Otherwise, a dict of floats with the key "temperature", the key "top_k" if `top_k` is
-        not 0, and the key "top_p" if `top_p` is less than 1.
-
-    Raises:
-        ConfigError: If a value is out of range, or `top_k` is not an integer.
-    """
+    """Checks the sampling arguments, and omits those without effect; empty for greedy decoding. Raises ConfigError."""
     require(0 <= temperature <= _LARGEST, "temperature", temperature, f"between 0 and {_LARGEST:.1e}")
     require(isinstance(top_k, int) and top_k >= 0, "top_k", top_k, "a positive integer, or 0 for all tokens")
     require(0 < top_p <= 1, "top_p", top_p, "greater than 0 and at most 1")
+    # XLA flushes subnormal numbers to zero.
     if temperature < _SMALLEST:
         return {}
     settings: Settings = {"temperature": float(temperature)}
@@ -388,17 +339,7 @@ def settings_of(temperature: float, top_k: int, top_p: float) -> Settings:
 
 
 def draw(logits_BV: Array, settings: Settings, keys_B: Array) -> Array:
-    """Samples one token for each row from the softmax of its logits. Can be jitted.
-
-    Args:
-        logits_BV: Logits [B, V] of B texts and a vocabulary of V tokens, any floating dtype.
-        settings: Settings from `settings_of`: "temperature" and, if they have an effect, "top_k" and "top_p". If empty, selects
-            the token with the largest logit, the first one of equal logits.
-        keys_B: A random key for each row, as an array of keys [B]; unused if `settings` is empty.
-
-    Returns:
-        The token ids, int32 [B].
-    """
+    """Samples one token for each row from the softmax of its logits. Without settings, takes the first largest logit."""
     if not settings:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     logits_BV = filtered_logits(logits_BV.astype(jnp.float32), settings)
@@ -406,19 +347,11 @@ def draw(logits_BV: Array, settings: Settings, keys_B: Array) -> Array:
 
 
 def filtered_logits(logits_BV: Array, settings: Settings) -> Array:
-    """Divides logits by the temperature, and masks the tokens that top-k and top-p exclude.
+    """Divides logits by the temperature. Tokens that top-k, and then top-p, exclude become -inf.
 
-    top-k keeps the k most likely tokens of a row. top-p then keeps the fewest most likely tokens with at least the total
-    probability p. Both also keep the tokens that tie with the last one.
-
-    Args:
-        logits_BV: float32 logits [B, V] of B texts and a vocabulary of V tokens.
-        settings: Settings from `settings_of`: "temperature" (positive, required), "top_k" and "top_p" (both optional).
-
-    Returns:
-        The logits, float32 [B, V], shifted so that the largest of a row is 0; -inf for excluded tokens.
+    Both keep the fewest most likely tokens, k or at least the probability p in total, and the tokens that tie with the last.
     """
-    # Shifted first, because logits / temperature overflows to inf at low temperatures.
+    # Shifted so that the largest of a row is 0, because logits / temperature overflows to inf at low temperatures.
     scaled_BV = (logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)) / settings["temperature"]
     # Tokens are compared by their unscaled logits, because the division can round different logits to the same number.
     if "top_k" in settings:
@@ -431,10 +364,9 @@ def filtered_logits(logits_BV: Array, settings: Settings) -> Array:
 
 
 def _keep_likeliest(logits_BV: Array, weights_BV: Array, limit: float | Array) -> Array:
-    """Returns a mask [B, V]: True for a token if the total weight of all more likely tokens is below `limit`.
+    """Returns a mask [B, V]: True if the total weight of all more likely tokens is below `limit`. So it includes all ties.
 
-    Always includes the most likely token, and all tokens that tie with the last included one. A radix search finds the smallest
-    included logit, `_RADIX_BITS` bits per pass, because sorting the vocabulary takes longer than a transformer layer.
+    A radix search finds the smallest included logit, because sorting the vocabulary takes longer than a transformer layer.
     """
     bits = jax.lax.bitcast_convert_type(jnp.where(logits_BV == 0, 0.0, logits_BV), jnp.uint32)  # -0 ties with 0.
     sign = jnp.uint32(1 << 31)

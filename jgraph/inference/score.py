@@ -22,15 +22,10 @@ _SHORTEST = 64  # rows are padded to a power of two of at least this length, so 
 
 
 class Score(NamedTuple):
-    """The score of a continuation.
+    """The score of a continuation."""
 
-    Attributes:
-        log_prob: Sum of the log probabilities of its tokens, in nats.
-        is_greedy: True if greedy decoding of the context produces this continuation.
-    """
-
-    log_prob: float
-    is_greedy: bool
+    log_prob: float  # sum over its tokens, in nats; 0 without tokens
+    is_greedy: bool  # greedy decoding of the context produces this continuation
 
 
 def scores(
@@ -44,8 +39,7 @@ def scores(
 ) -> Iterator[tuple[int, Score]]:
     """Yields the index and the score of each pair of a context and a continuation, the longest pairs first.
 
-    A context has at least one token, and loses tokens at its start if the pair does not fit into `window`. A continuation
-    without tokens has the log probability 0. The model must be causal, because shorter rows are padded on the right.
+    A context loses tokens at its start if the pair does not fit into `window`. The model must be causal: rows are padded.
     """
     for index, (context, continuation) in enumerate(pairs):
         require(len(context) > 0, "pairs", f"a context without tokens at index {index}", "at least one token")
