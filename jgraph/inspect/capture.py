@@ -140,16 +140,7 @@ def _explain(
 
 
 def _training_config(name: str, preset_name: str | None, sizes: dict[str, int]) -> TrainConfig | None:
-    """Returns the configuration of a model or preset, or None if the name is a function.
-
-    Args:
-        name: MODULE:NAME, or a preset.
-        preset_name: Preset of a MODULE:CLASS.
-        sizes: Sizes that override the preset.
-
-    Raises:
-        ConfigError: If a name is unknown, or an option does not apply to the program.
-    """
+    """Returns the configuration of a model or preset, or None if the name is a function. `sizes` override the preset."""
     chosen = None if preset_name is None else preset(preset_name)
     module, _, attribute = name.rpartition(":")
     if name in PRESETS:
@@ -171,7 +162,6 @@ def _training_config(name: str, preset_name: str | None, sizes: dict[str, int]) 
 
 
 def _example(name: str) -> tuple[Callable[..., Any], Sequence[Any], int | Sequence[int]]:
-    """Calls the named user function and returns its function, arguments and donate_argnums."""
     match _find(name)():
         case (fn, (*args,), *donated) if callable(fn) and len(donated) <= 1:
             return fn, args, donated[0] if donated else ()
@@ -179,7 +169,6 @@ def _example(name: str) -> tuple[Callable[..., Any], Sequence[Any], int | Sequen
 
 
 def _find(name: str) -> Callable[..., Any]:
-    """Imports the module of MODULE:NAME and returns the class or function."""
     module, _, attribute = name.rpartition(":")
     try:
         found = getattr(importlib.import_module(module), attribute, None)

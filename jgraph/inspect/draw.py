@@ -13,6 +13,8 @@ from rich.text import Text
 from jgraph.schedule.action import BACKWARD, DGRAD, FORWARD, LETTERS, WGRAD
 from jgraph.schedule.simulate import Simulation
 
+# The background of a cell has the color of its kind. Or, for terminals without colors, a cell starts with the letter of its
+# kind: in lower case for chunks after the first, or a dash if the start of the cell is cut off.
 Cells = Literal["colors", "letters"]
 
 COLORS = {FORWARD: "#56B4E9", DGRAD: "#E69F00", WGRAD: "#009E73", BACKWARD: "#D55E00"}
@@ -24,40 +26,16 @@ _MAX_LINES = 40
 
 
 def tint(kind: int, chunk: int, chunks: int) -> str:
-    """Returns the color of an action in a timeline. Later chunks are lighter.
-
-    An action is one pass of a microbatch through one chunk. A chunk is one of the pipeline stages of a rank.
-
-    Args:
-        kind: 0 forward, 1 dgrad, 2 wgrad, 3 full backward (dgrad and wgrad in one action).
-        chunk: Chunk of the action, from 0.
-        chunks: Number of chunks per rank.
-
-    Returns:
-        The color as `#RRGGBB`.
-    """
+    """Returns the color `#RRGGBB` of an action in a timeline. Later chunks are lighter."""
     share = 0.55 * chunk / max(chunks - 1, 1)
     parts = (int(COLORS[kind][i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(value + (255 - value) * share):02X}" for value in parts)
 
 
 def timeline(run: Simulation, *, width: int, cells: Cells) -> Text:
-    """Draws the timeline of a schedule as text, with a line per rank and a line of times. Prints nothing.
+    """Draws a line per rank and a line of times. A cell is an action with its microbatch, dots are idle time.
 
-    A cell is an action, with the number of its microbatch if the cell is wide enough. Dots are idle time. If the shortest
-    action would be narrower than two columns, the timeline is wrapped into several bands, each with a line per rank and a line
-    of times. At most about 40 lines are shown, but at least two bands: the first bands and the last one. A line in place of
-    the others has the times that are not shown.
-
-    Args:
-        run: The simulated schedule, from `jgraph.schedule.simulate`.
-        width: Number of columns, at least 40. Smaller values are raised to 40.
-        cells: `colors`: the background of a cell has the color of its kind. `letters`, for terminals without colors: a cell
-            starts with the letter of its kind (F forward, I dgrad, W wgrad, B full backward), in lower case for chunks after
-            the first, or with a dash if the start of the cell is cut off.
-
-    Returns:
-        The lines, each with a newline at its end, for `print` of a rich console.
+    Wraps into bands if cells become narrower than two columns, and shows the first bands and the last one, at least two.
     """
     ranks = run.schedule.num_ranks
     label = len(f"rank {ranks - 1} ")
@@ -122,15 +100,7 @@ def _append_cells(text: Text, run: Simulation, r: int, scale: float, window: tup
 
 
 def legend(run: Simulation, *, cells: Cells) -> Text:
-    """Returns the legend of a timeline that `timeline` drew. Prints nothing.
-
-    Args:
-        run: The simulated schedule. Only the kinds of actions that it contains are listed.
-        cells: `colors` or `letters`, the value that was passed to `timeline`.
-
-    Returns:
-        One line without a newline at its end, for `print` of a rich console.
-    """
+    """Returns a line with the kinds of actions in the schedule, without a newline."""
     text, chunks = Text(), run.schedule.num_chunks
     for kind in np.unique(np.concatenate([order.kinds for order in run.schedule])).tolist():
         style = Style(color=TEXT, bgcolor=COLORS[kind]) if cells == "colors" else ""

@@ -81,7 +81,6 @@ def schedule(
 
 
 def _times(costs: str) -> list[float]:
-    """Parses the times of forward, dgrad and wgrad; raises ConfigError."""
     try:
         times = [float(part) for part in costs.split(",")]
     except ValueError:
@@ -93,19 +92,7 @@ def _times(costs: str) -> list[float]:
 
 
 def _schedule(name: str, sizes: dict[str, int | None]) -> schedules.Schedule:
-    """Reads or generates a schedule.
-
-    Args:
-        name: Name of the schedule, or its file.
-        sizes: `pp`, `microbatches` and `chunks`; None if not given.
-
-    Returns:
-        The schedule.
-
-    Raises:
-        ConfigError: If a size is missing, or must be omitted because a file determines it, or the sizes are too large.
-        OrderError: If there is no such schedule.
-    """
+    """Reads a schedule from a file, or generates one from the sizes that are not None."""
     given = {field: size for field, size in sizes.items() if size is not None}
     if Path(name).suffix:
         if given:
@@ -122,7 +109,6 @@ def _schedule(name: str, sizes: dict[str, int | None]) -> schedules.Schedule:
 
 
 def _table(run: schedules.Simulation, slots: schedules.Slots, width: int) -> Table:
-    """Returns a table of idle time and slots per rank."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, int(width >= 72), 0, 0))
     for column in ("rank", "idle", "share"):
         table.add_column(column, justify="right", no_wrap=True)
