@@ -39,32 +39,24 @@ TARGETS = ("*/kernel",)
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """The adapter of a parameter, without arrays.
+    """The adapter of a parameter, without arrays."""
 
-    Attributes:
-        name: Name of the parameter.
-        view: Place of the elements of the weight [*lead, K, N] in the parameter. K is the contracted length, N the other one,
-            and `lead` has an axis for each scan over layers.
-        split: How tensor parallelism splits the parameter; None if it does not. A split of the columns has the parts.
-    """
-
-    name: str
+    name: str  # of the parameter
+    # Place of the elements of the weight [*lead, K, N] in the parameter. K is the contracted length, N the other one.
+    # `lead` has an axis for each scan over layers.
     view: View
-    split: Split | None
+    split: Split | None  # how tensor parallelism splits the parameter; a split of the columns has the parts
 
     @property
     def lead(self) -> tuple[int, ...]:
-        """Lengths of the leading axes of a parameter of stacked layers; () for a matrix."""
         return self._lengths[:-2]
 
     @property
     def rows(self) -> int:
-        """K, the contracted length of the weight."""
         return self._lengths[-2]
 
     @property
     def columns(self) -> int:
-        """N, the other length of the weight."""
         return self._lengths[-1]
 
     @property
@@ -73,26 +65,21 @@ class Adapter:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Number of columns of each part."""
+        """The number of columns of each part."""
         parts = self.split.parts if self.split is not None and self.split.axis == -1 else ()
         units = sum(parts)
         return tuple(self.columns * part // units for part in parts) if len(parts) > 1 else (self.columns,)
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the shapes of A and B."""
         return (*self.lead, self.rows, len(self.widths) * rank), (*self.lead, rank, self.columns)
 
     def whole(self, b: Array, devices: int = 1) -> Array:
-        """Returns B as a matrix [P * rank, N], zero where the parts of the row and of the column differ.
-
-        Args:
-            b: B without leading axes, [rank, N]. With several devices, its columns are ordered by device.
-            devices: Number of devices of the mesh axis `tensor`.
-        """
+        """Returns B [rank, N] as a matrix [P * rank, N], zero where the parts of the row and of the column differ."""
         widths = self.widths
         if len(widths) == 1:
             return b
         parts: Any = np.repeat(np.arange(len(widths)), widths)
+        # With several devices of the axis `tensor`, the columns are ordered by device.
         if devices > 1 and self.split is not None and self.split.check(self.name, self.columns, devices):
             parts = self.split.by_device(parts, devices)
         mask_PN = jnp.asarray(parts == np.arange(len(widths))[:, None], b.dtype)
@@ -111,10 +98,8 @@ class Adapter:
         return jnp.transpose(product(a, b).reshape([length for length, _ in factors]), order)
 
     def is_transposed(self, view: View) -> bool | None:
-        """Returns whether a weight with this view is the transpose of A B. None if it is neither A B nor its transpose.
-
-        The parameter may be that of one of the stacked layers.
-        """
+        """Returns whether a weight with this view is the transpose of A B. None if it is neither A B nor its transpose."""
+        # The parameter may be that of one of the stacked layers.
         own = of_slice(self.view[-len(view) :])
         if view == own:
             return False

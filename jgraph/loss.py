@@ -287,9 +287,7 @@ def _margins(logits_CV: Array, labels_C: Array, vocabulary: _Vocabulary) -> Arra
 
 
 def _losses(margins_CV: Array, vocabulary: _Vocabulary) -> Array:
-    """Returns the loss of each token: log(sum(exp(margins))).
-
-    Log-sum-exp usually subtracts the largest logit, which needs another pass over the logits. Subtracting the label's logit
-    cannot underflow either, because the term of the label is exp(0) = 1.
-    """
+    """Returns the loss of each token: log(sum(exp(margins)))."""
+    # Log-sum-exp usually subtracts the largest logit, which needs another pass over the logits. Subtracting the label's logit
+    # cannot underflow either, because the term of the label is exp(0) = 1.
     return jnp.log(vocabulary.sum(jnp.sum(jnp.exp(margins_CV), axis=-1)))

@@ -242,7 +242,6 @@ def _nnx(make: Callable[[], FlaxModule], model: nnx.Module) -> FunctionalModel:
 
 
 def _named(shapes: Params, specs: Specs) -> Annotations:
-    """Returns PartitionSpecs by parameter name."""
     leaves = jax.tree.leaves(specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
     return dict(zip(leaf_names(shapes), leaves, strict=True))
 
