@@ -65,7 +65,8 @@ def measured(schedule: Schedule, ranks: Sequence[Kernels], runtime: Runtime) -> 
 
 def costs(run: Simulation) -> dict[str, float]:
     """Returns the median time in ms of an action, by kind. Kinds that the schedule lacks are absent."""
-    kinds, took = np.concatenate([order.kinds for order in run.schedule]), np.concatenate(run.ends) - np.concatenate(run.starts)
+    kinds = np.concatenate([order.kinds for order in run.schedule])
+    took = np.concatenate(run.ends) - np.concatenate(run.starts)
     return {KINDS[kind]: float(np.median(took[kinds == kind])) for kind in np.unique(kinds)}
 
 

@@ -128,7 +128,8 @@ def _names(parts: Iterable[Instruction]) -> list[str]:
 
 def _inherited(program: Program, instruction: Instruction) -> list[str]:
     """Returns the names of the nearest preceding instruction with a category, for an instruction that XLA added."""
-    names, seen = list(instruction.operands), set[str]()
+    names = list(instruction.operands)
+    seen: set[str] = set()
     for name in names:
         if name in program.instructions and name not in seen:
             seen.add(name)

@@ -82,7 +82,8 @@ class Step:
 
     def _describe(self, describe: Callable[[Program, Instruction], str]) -> tuple[str, ...]:
         """Describes the instruction of each event. Empty for an event without a known instruction."""
-        events, found = list(zip(self.events.module, self.events.op, strict=True)), dict[tuple[str, str], str]()
+        events = list(zip(self.events.module, self.events.op, strict=True))
+        found: dict[tuple[str, str], str] = {}
         for module, op in set(events):
             if instruction := module in self.programs and self.programs[module].instructions.get(op):
                 found[module, op] = describe(self.programs[module], instruction)
@@ -193,7 +194,8 @@ def totals(step: Step, names: Sequence[str]) -> list[Total]:
 
 def collectives(step: Step) -> list[dict[str, Any]]:
     """Returns `collectives` of profile.json, for each category and label. The largest exposed time is first."""
-    events, rows = step.events, dict[tuple[str, str], dict[str, Any]]()
+    events = step.events
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     hiding: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for i in np.flatnonzero(step.is_collective):
         key = step.purposes[i].category, step.labels[i]
@@ -214,11 +216,14 @@ def collectives(step: Step) -> list[dict[str, Any]]:
 
 def graphs(step: Step) -> list[Graph]:
     """Returns `graphs` of profile.json: the launches of each CUDA graph, in the order of their first launches."""
-    events, rows, launches = step.events, dict[str, Graph](), set[str]()
+    events = step.events
+    rows: dict[str, Graph] = {}
+    launches: set[str] = set()
     for i, launch in enumerate(events.graph):
         if not launch:
             continue
-        graph, took = launch.partition("/")[0], float(events.end[i] - events.start[i])
+        graph = launch.partition("/")[0]
+        took = float(events.end[i] - events.start[i])
         new = Graph(launches=0, count=0, ms=0.0, named_ms=0.0, graph=graph, module=events.module[i])
         row = rows.setdefault(graph, new)
         row["launches"] += launch not in launches
@@ -298,7 +303,8 @@ def action_kernels(step: Step) -> dict[str, np.ndarray]:
     for i, purpose in enumerate(step.purposes):
         if not (purpose.is_work and purpose.action):
             continue
-        times, start, end = found[purpose.action], float(events.start[i]), float(events.end[i])
+        times = found[purpose.action]
+        start, end = float(events.start[i]), float(events.end[i])
         # Merge the kernels of one run of an instruction. A kernel that repeats belongs to the next run.
         if events.op[i] == op and events.name[i] not in names:
             times[-1] = times[-1][0], end

@@ -108,7 +108,8 @@ class Program(HloModule):
         kind = instruction.opcode
         if kind == "fusion":
             kind = re.sub(r"[._]?\d*$", "", instruction.name).replace("_", " ")
-        return f"{kind} {' '.join(map(str, instruction.shapes[:3]))}{' ...' * (len(instruction.shapes) > 3)}"
+        more = " ..." if len(instruction.shapes) > 3 else ""
+        return f"{kind} {' '.join(map(str, instruction.shapes[:3]))}{more}"
 
     def _own_flops(self, instruction: Instruction) -> int:
         """Counts FLOPs without those of called computations."""
@@ -143,7 +144,8 @@ class Program(HloModule):
         return [self.instructions[name] for name in instruction.operands if name in self.instructions]
 
     def _shape(self, instruction: Instruction, operand: int) -> Shape | None:
-        found = self.instructions.get((*instruction.operands, "", "")[operand])
+        names = instruction.operands
+        found = self.instructions.get(names[operand]) if operand < len(names) else None
         return found.shapes[0] if found else None
 
     @cached_property
@@ -154,7 +156,8 @@ class Program(HloModule):
         """
         found: set[str] = set()
         computation = self.computations[self.entry]
-        parameters, updated = computation.parameters(), {int(parameter) for _, parameter, _ in self._aliases}
+        parameters = computation.parameters()
+        updated = {int(parameter) for _, parameter, _ in self._aliases}
         if not updated:
             outputs = Counter(list(computation.instructions.values())[-1].shapes)
             for number, parameter in enumerate(parameters):

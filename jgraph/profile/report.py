@@ -41,7 +41,8 @@ def of_run(directory: Path) -> dict[str, Any]:
     with_graphs = directory / "captured"
     graphs = attribution.captured(read(with_graphs), about["steps"]) if with_graphs.exists() else None
     chosen = attribution.choose_step(read(directory / "uncaptured"), program, about["steps"])
-    if missing := [device for device in about.get("pipeline", {}).get("devices", ()) if device not in chosen]:
+    pipeline = about.get("pipeline")
+    if missing := [device for device in (pipeline or {}).get("devices", ()) if device not in chosen]:
         raise ProfileError(f"{directory}: run.json has a rank on device {missing[0]}, but the trace does not have that device")
     notes = ["The step has no command buffers, so there is one trace, with the times of the run plus the profiler's overhead."]
     if graphs:
@@ -49,10 +50,11 @@ def of_run(directory: Path) -> dict[str, Any]:
         notes = [f"Kernels, categories and rooflines are those of a step without command buffers, {reason}."]
     # `memory` is in bytes per device: `pools` by use; `predicted_peak`, `compiled_peak`, `measured_peak`, None if unknown.
     found = _report(about, chosen) | {"captured": graphs, "memory": about["memory"]}
-    if "pipeline" in about:
+    if pipeline:
         try:
-            schedule, runtime = files.from_json(about["pipeline"]["schedule"]), about["pipeline"]["runtime"]
-            kernels = [attribution.action_kernels(chosen[device]) for device in about["pipeline"]["devices"]]
+            schedule = files.from_json(pipeline["schedule"])
+            runtime = pipeline["runtime"]
+            kernels = [attribution.action_kernels(chosen[device]) for device in pipeline["devices"]]
             ranks = [{kind: of.get(name, np.zeros((0, 2))) for kind, name in enumerate(KINDS)} for of in kernels]
             found["pipeline"] = _actions.report(schedule, _actions.measured(schedule, ranks, runtime), runtime)
         except ProfileError as e:
@@ -72,7 +74,8 @@ def of_trace(path: Path, *, program: Path | None = None, steps: int | None = Non
         message = f"`program` is {program}: cannot be read ({e}); pass a file with the result of compiled.as_text()"
         raise ProfileError(message, field="program") from e
     chosen = attribution.choose_step(trace, given, steps)
-    first, devices = next(iter(chosen.values())), len(trace.devices)
+    first = next(iter(chosen.values()))
+    devices = len(trace.devices)
     ms = {row["name"]: row["ms"] for row in attribution.totals(first, list(map(name_of, first.events.module)))}
     title = f"{next(filter(None, ms), 'no program')}, {devices} x {trace.device}"
     about = {"title": title, "device": trace.device, "devices": devices, "versions": trace.versions, "date": "", "flags": ""}

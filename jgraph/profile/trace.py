@@ -98,19 +98,21 @@ def _trace(data: ProfileData, file: Path) -> Trace:
     gpus = {int(match[1]): plane for plane in planes if (match := _GPU.fullmatch(plane.name))}
     device = "GPU" if gpus else "CPU"
     host_lines = [line for plane in planes if plane.name.startswith("/host:") for line in plane.lines]
-    numbers, facts = set[str](), dict[str, Any]()
+    step_numbers: set[str] = set()
+    facts: dict[str, Any] = {}
     for number, plane in gpus.items():
         device = str(dict(plane.stats).get("gpu_device_name") or device)
         for line in plane.lines:
             if line.name.startswith("Stream"):
                 rows[number] += [_row(event, line.name, dict(event.stats)) for event in line.events]
     for plane in planes:
-        facts |= dict(plane.stats) if plane.name == "/host:metadata" else {}
+        if plane.name == "/host:metadata":
+            facts |= dict(plane.stats)
     for thread, line in enumerate(host_lines, 1):
         for event in line.events:
             stats = {} if event.name.startswith("$") else dict(event.stats)  # $: calls of Python
             if "step_num" in stats:
-                numbers.add(str(stats["step_num"]))
+                step_numbers.add(str(stats["step_num"]))
             if not gpus and "hlo_op" in stats and "device_ordinal" in stats:
                 rows[int(stats["device_ordinal"])].append(_row(event, f"thread {thread}", stats))
     rows = {number: found for number, found in rows.items() if found}
@@ -123,7 +125,7 @@ def _trace(data: ProfileData, file: Path) -> Trace:
         start, end, *texts = zip(*sorted(found, key=lambda row: row[:2]), strict=True)
         devices[number] = Events((np.array(start) - first) / 1e6, (np.array(end) - first) / 1e6, *map(tuple, texts))
     versions = {name: str(facts[f"{name}_version"]) for name in ("jax", "jaxlib") if f"{name}_version" in facts}
-    return Trace(device, devices, graph_events(data), annotated=len(numbers), versions=versions)
+    return Trace(device, devices, graph_events(data), annotated=len(step_numbers), versions=versions)
 
 
 def _row(event: Any, stream: str, stats: Mapping[str, Any]) -> _Row:
@@ -172,16 +174,21 @@ def owners(events: Events, is_collective: np.ndarray) -> tuple[np.ndarray, np.nd
     A collective owns only the time when no other event runs. Returns start, end and owner of each piece, in the order of time.
     """
     order = [(s, 1, i) for i, s in enumerate(events.start)] + [(e, 0, i) for i, e in enumerate(events.end)]
-    pieces, active, ended, at = [], ([], []), set(), 0.0
+    pieces: list[tuple[float, float, int]] = []
+    # Running events in the order of their start. An event that ended stays until all later ones have ended.
+    kernels: list[int] = []
+    collectives: list[int] = []
+    ended: set[int] = set()
+    at = 0.0
     for time, begins, i in sorted(order):
-        for stack in active:
+        for stack in (kernels, collectives):
             while stack and stack[-1] in ended:
                 ended.discard(stack.pop())
-        owner = next((stack[-1] for stack in active if stack), None)
+        owner = next((stack[-1] for stack in (kernels, collectives) if stack), None)
         if owner is not None and time > at:
             pieces.append((at, time, owner))
         if begins:
-            active[int(is_collective[i])].append(i)
+            (collectives if is_collective[i] else kernels).append(i)
         else:
             ended.add(i)
         at = time
