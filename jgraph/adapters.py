@@ -270,7 +270,12 @@ def lora(
         return _run(partial(model.call, name, mode), adapters, scale, params, *args)
 
     made = AdaptedModel(
-        *(model.shapes, model.carried, init, call, model.annotations, None, model.reductions),
+        shapes=model.shapes,
+        carried=model.carried,
+        init=init,
+        call=call,
+        annotations=model.annotations,
+        reductions=model.reductions,
         base=model,
         adapters=adapters,
         rank=rank,
@@ -330,7 +335,8 @@ def _run(function: Callable[..., _T], adapters: Mapping[str, Adapter], scale: fl
     for name in low:
         # The parameters of a layer have the ends of the names.
         found = (adapter for full, adapter in adapters.items() if f"/{full}".endswith(f"/{name}"))
-        adapter, uses = min(found, key=lambda adapter: len(adapter.name)), _uses(traced, name)
+        adapter = min(found, key=lambda adapter: len(adapter.name))
+        uses = _uses(traced, name)
         flips = {site: adapter.is_transposed(view) for site, view in (uses or {}).items()}
         # The adapter would be missing in other uses.
         if uses is None or None in flips.values():

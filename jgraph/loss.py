@@ -223,8 +223,10 @@ def _fp8_chunk(
     own_C1 = vocabulary.own(labels_C, width)[:, None].astype(jnp.float32)
     columns_1V = jnp.arange(width, dtype=jnp.float32)[None]
     inputs = [logits_CV, label_logits_C1, losses_C[:, None], own_C1, columns_1V]
-    inputs += [] if weights_C is None else [weights_C[:, None]]
-    inputs += [jnp.where(vocabulary.is_token(width), 0.0, -jnp.inf)[None]] if vocabulary.size else []
+    if weights_C is not None:
+        inputs.append(weights_C[:, None])
+    if vocabulary.size:
+        inputs.append(jnp.where(vocabulary.is_token(width), 0.0, -jnp.inf)[None])
     steps = _dlogits_steps(weights_C is not None, bool(vocabulary.size))
     largest = jnp.float32(1) if weights_C is None else jnp.max(jnp.abs(weights_C))
     dlogits = Computed(Elementwise(len(inputs), steps), tuple(inputs))

@@ -184,7 +184,8 @@ def functional(make: Callable[[], FlaxModule], batch: Batch = None, *, key: int 
         found.append(make())
         return found[0] if isinstance(found[0], nnx.Module) else None
 
-    shapes, made = nnx.eval_shape(build), found[0]
+    shapes = nnx.eval_shape(build)
+    made = found[0]
     if isinstance(made, nn.Module):
         if not callable(getattr(made, "loss", None)):
             message = f"`make` returns {type(made).__name__}: must return a module with a method loss(batch)"

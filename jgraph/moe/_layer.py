@@ -98,8 +98,10 @@ class MoE(nnx.Module):
             ConfigError: If `config.num_experts` is 0.
         """
         require(config.num_experts > 0, "model.moe.num_experts", config.num_experts, "positive for jgraph.MoE")
-        self.config, self.use_running_average = config, False  # Flax' `train()` and `eval()` set `use_running_average`.
-        E, D, F, down_init = config.num_experts, d_model, config.d_ff or d_ff, down_init or kernel_init
+        self.config = config
+        self.use_running_average = False  # Flax' `train()` and `eval()` set it.
+        down_init = down_init or kernel_init
+        E, D, F = config.num_experts, d_model, config.d_ff or d_ff
         self.router_DE = nnx.Param(kernel_init(rngs.params(), (D, E), jnp.float32))
         self.up_EDF2 = nnx.Param(kernel_init(rngs.params(), (E, D, 2 * F), jnp.float32))
         self.down_EFD = nnx.Param(down_init(rngs.params(), (E, F, D), jnp.float32))
@@ -138,7 +140,8 @@ class MoE(nnx.Module):
         params = {name: getattr(self, name)[...] for name in _SHARDS if hasattr(self, name)}
         shards = {name: _SHARDS[name] for name in params}
         # Like the residual stream, so that devices of the axis `tensor` gather tokens and reduce-scatter results.
-        tensor, tokens = partitioned(_TENSOR), token_axes(x_BTD.shape)
+        tokens = token_axes(x_BTD.shape)
+        tensor = partitioned(_TENSOR)
         shared = next((axis for axis, names in enumerate(tokens) if _TENSOR in axis_names(names)), None)
 
         def on_shard(x_BTD: Array, params: dict[str, Array], bias_E: Array | None) -> tuple[Array, dict[str, Array]]:
@@ -165,7 +168,8 @@ class MoE(nnx.Module):
 
         Returns the sum over these units, and the new values of state that does not depend on old state; {} in evaluation mode.
         """
-        config, dtype = self.config, x_BTD.dtype
+        config = self.config
+        dtype = x_BTD.dtype
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
         with scope("router"):
             logits_NE = _router.logits(x_ND, params["router_DE"].astype(jnp.float32))
@@ -174,7 +178,9 @@ class MoE(nnx.Module):
         if len(weights[0]) < config.num_experts:
             y_ND, overflow = _experts.sharded_mixture(x_ND, found, *weights, config)
         else:
-            y_ND, overflow = _experts.mixture(x_ND, found, *weights), _experts.Overflow(*[jnp.zeros((), jnp.int32)] * 2)
+            y_ND = _experts.mixture(x_ND, found, *weights)
+            zero = jnp.zeros((), jnp.int32)
+            overflow = _experts.Overflow(zero, zero)
         if config.shared_experts:
             with scope("experts"):
                 hidden_NF = swiglu(x_ND @ params["shared_up_DF2"].astype(dtype))
