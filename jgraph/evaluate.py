@@ -96,7 +96,8 @@ def evaluate(
 
     logging.set_verbosity(logging.FATAL)  # Orbax also logs the errors that it raises.
     check_devices()
-    sizes, of_model = {"batch_size": batch_size, "seq_len": seq_len}, {"module": module, "adapter": adapter}
+    sizes = {"batch_size": batch_size, "seq_len": seq_len}
+    of_model = {"module": module, "adapter": adapter}
     if tasks:
         fields = of_tasks | _evaluate_tasks(run, step, of_model, tasks, _given(of_tasks | sizes))
     else:

@@ -66,12 +66,14 @@ def export(
     check_empty(to, field="to")
     with contextlib.closing(SavedRun(run, step, module=module)) as saved:
         require(weights == "merged" or saved.config.lora.rank > 0, "weights", weights, "merged for a run without LoRA")
-        names, model = names_of(saved.config.module, field="to"), saved.config.model
+        names = names_of(saved.config.module, field="to")
+        model = saved.config.model
         source = copied_folder(saved.dir)
         config = names.config(model, source.config if source else {"max_position_embeddings": saved.config.input.seq_len})
         copied = {name: saved.dir.origin / name for name in tokenizer_files(saved.dir.origin)}
         chosen = dtype or (source.dtype if source else saved.config.dtypes.main_params_dtype)
-        parts, lora = names.parts(model), saved.config.lora
+        parts = names.parts(model)
+        lora = saved.config.lora
         with os_errors("to", to):
             if weights == "adapter":
                 assert isinstance(saved.model, AdaptedModel)

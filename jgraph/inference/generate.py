@@ -166,12 +166,14 @@ def stream(
     fits = f"at most `window` {window} tokens long; shorten it, or increase the window"
     require(longest <= slots, "prompts", f"{longest} tokens long", fits)
     settings = settings_of(temperature, top_k, top_p)
-    decoder, weights = _decoder(model), (params, {} if carried is None else carried)
+    decoder = _decoder(model)
+    weights = (params, {} if carried is None else carried)
     tokens_BT = np.zeros((len(rows), min(_rounded(longest), int(slots))), np.int32)
     for row_T, row in zip(tokens_BT, rows, strict=True):
         row_T[: len(row)] = row
     key = jax.random.key(key) if isinstance(key, int | np.integer) else key
-    lengths_B, stop_S = np.array([len(row) for row in rows], np.int32), np.array(stop, np.int32)
+    lengths_B = np.array([len(row) for row in rows], np.int32)
+    stop_S = np.array(stop, np.int32)
     sizes = {"slots": int(slots), "length": _rounded(length)}
     shapes = _prepare.eval_shape(weights, decoder=decoder)
     logits = functools.partial(_read.eval_shape, shapes, tokens_BT, lengths_B, decoder=decoder, **sizes)

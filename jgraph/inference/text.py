@@ -11,7 +11,8 @@ class TextStream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = (), stop: Sequence[str] = ()):
         # `prompt` is context, because some tokenizers decode the first token of a text differently. Its text is not returned.
-        self._decode, self._stop = decode, tuple(stop)  # none is empty
+        self._decode = decode
+        self._stop = tuple(stop)  # none is empty
         # Decoded tokens since the last complete character (context for `decode`), and tokens that are not decoded yet.
         self._decoded, self._pending = list(prompt), []
         self._held_back = ""
@@ -24,9 +25,12 @@ class TextStream:
 
     def finish(self) -> str:
         """Returns the text that was held back, with U+FFFD for an incomplete character. Sets `ended`."""
-        text = "" if self.ended else self._emit(self._decode_pending(flush=True))
+        if self.ended:
+            return ""
+        text = self._emit(self._decode_pending(flush=True))
         if not self.ended:
-            text, self._held_back, self.ended = text + self._held_back, "", True
+            text += self._held_back
+            self.ended = True
         return text
 
     def _decode_pending(self, *, flush: bool) -> str:
@@ -40,7 +44,7 @@ class TextStream:
         text = self._held_back + text
         ends = [found for stop in self._stop if (found := text.find(stop)) >= 0]
         if ends:
-            self.ended, self._held_back = True, ""
+            self.ended = True
             return text[: min(ends)]
         partial_stops = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
         safe = len(text) - max(partial_stops, default=0)

@@ -129,7 +129,8 @@ def _explain(
         config = config.changed(model=dataclasses.replace(config.model, attention="xla"))
         notes = ("attention is XLA's: a run on the GPU uses cuDNN's, which cannot be compiled without a GPU",)
     setup = TrainSetup.of(config)
-    step, batch = setup.step, setup.batch()
+    step = setup.step
+    batch = setup.batch()
     if target is not None and step.num_devices > 1:
         step = step.on(aot.devices(step.num_devices, gpu=target))
         batch = step.placed_shapes(batch)
@@ -156,8 +157,10 @@ def _training_config(name: str, preset_name: str | None, sizes: dict[str, int]) 
         settings = settings_of(name)
         model = chosen.model if settings and isinstance(chosen.model, settings) else None
         return dataclasses.replace(chosen, module=name, model=model)
-    if given := [f"`{field}`" for field in ("preset",) * (chosen is not None) + tuple(sizes)]:
-        raise ConfigError(f"{name} is a function and determines all sizes: leave out {', '.join(given)}", field="name")
+    given = [*sizes] if chosen is None else ["preset", *sizes]
+    if given:
+        fields = ", ".join(f"`{field}`" for field in given)
+        raise ConfigError(f"{name} is a function and determines all sizes: leave out {fields}", field="name")
     return None
 
 

@@ -40,7 +40,8 @@ def timeline(run: Simulation, *, width: int, cells: Cells) -> Text:
     ranks = run.schedule.num_ranks
     label = len(f"rank {ranks - 1} ")
     scale, bands = _layout(run, max(width, 40) - label)
-    text, shown = Text(no_wrap=True, end=""), 0
+    text = Text(no_wrap=True, end="")
+    shown = 0
     for first, last in bands:
         if first > shown:
             text.append(f"{'...':{label}}times {shown / scale:.4g} to {first / scale:.4g} are not shown\n", style="dim")
@@ -77,7 +78,8 @@ def _layout(run: Simulation, columns: int) -> tuple[float, list[tuple[int, int]]
 
 def _append_cells(text: Text, run: Simulation, r: int, scale: float, window: tuple[int, int], style: Cells) -> None:
     """Appends the cells of rank `r` within the range of columns `window`."""
-    order, at = run.schedule[r], window[0]
+    order = run.schedule[r]
+    at = window[0]
     # Python integers, because a large latency would overflow an int64 array.
     begin, end = ([round(time) for time in (times * scale).tolist()] for times in (run.starts[r], run.ends[r]))
     cells = zip(begin, end, order.kinds.tolist(), order.chunks.tolist(), map(str, order.microbatches), strict=True)
@@ -101,7 +103,8 @@ def _append_cells(text: Text, run: Simulation, r: int, scale: float, window: tup
 
 def legend(run: Simulation, *, cells: Cells) -> Text:
     """Returns a line with the kinds of actions in the schedule, without a newline."""
-    text, chunks = Text(), run.schedule.num_chunks
+    text = Text()
+    chunks = run.schedule.num_chunks
     for kind in np.unique(np.concatenate([order.kinds for order in run.schedule])).tolist():
         style = Style(color=TEXT, bgcolor=COLORS[kind]) if cells == "colors" else ""
         text.append(f" {LETTERS[kind]} " if cells == "colors" else LETTERS[kind], style=style).append(f" {_LABELS[kind]}   ")
