@@ -65,7 +65,7 @@ def of_run(directory: Path) -> dict[str, Any]:
 def of_trace(path: Path, *, program: Path | None = None, steps: int | None = None) -> dict[str, Any]:
     """Computes profile.json from a trace of any JAX program, a file or the newest in a directory. Writes nothing.
 
-    `program` is a file with `compiled.as_text()`; by default, the trace has the programs. ProfileError as `choose_step`.
+    `program` is a file with the text of `compiled.as_text()`; by default, the trace has the programs.
     """
     trace = read(path)
     try:
