@@ -45,15 +45,11 @@ _GOLDEN, _ROOT = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
 
 @dataclass(frozen=True, eq=False)
 class _Order:
-    """The row order of one source, epoch after epoch.
+    """The row order of one source, epoch after epoch."""
 
-    Attributes:
-        num_rows: Rows in an epoch.
-        epoch: Prepares an epoch from its number. Caches the last two epochs, because a batch may span two. Preparing takes
-            about 0.1 us per row or document, far less than reading the epoch.
-    """
-
-    num_rows: int
+    num_rows: int  # of an epoch
+    # Prepares an epoch from its number, in about 0.1 us per row or document: far less than reading the epoch. Caches the last
+    # two epochs, because a batch may span two.
     epoch: Callable[[int], _Epoch]
 
     def spans(self, rows: np.ndarray) -> list[list[_Span]]:
@@ -64,20 +60,13 @@ class _Order:
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """The document boundaries of a stream of tokens that consists of one or more parts, such as token files.
+    """The document boundaries of a stream of one or more parts, such as token files. `len(index)` counts the documents."""
 
-    `len(index)` is the number of documents.
-
-    Attributes:
-        ends: Position after the last token of each document, 1-D unsigned integers or int64, relative to the start of its part.
-            Memory-mapped for token files.
-        documents: Number of documents in each part.
-        tokens: Number of tokens in each part.
-    """
-
+    # Position after the last token of each document, relative to the start of its part: unsigned integers, memory-mapped for
+    # token files, or int64.
     ends: np.ndarray
-    documents: Sequence[int]
-    tokens: Sequence[int]
+    documents: Sequence[int]  # of each part
+    tokens: Sequence[int]  # of each part
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -91,15 +80,7 @@ class Index:
         return np.array([0, *accumulate(self.tokens)][:-1])
 
     def firsts(self, start: int, stop: int) -> np.ndarray:
-        """Finds the tokens that begin a document, in a span of the stream.
-
-        Args:
-            start: Position of the first token of the span.
-            stop: Position after its last token, larger than `start`.
-
-        Returns:
-            bool [stop - start], True for a token that begins a document. The first element is always True.
-        """
+        """Returns bool [stop - start], True for a token of the span that begins a document, and for its first token."""
         found = np.zeros(stop - start, bool)
         found[0] = True
         for first, base, documents, tokens in zip(self._firsts, self._bases, self.documents, self.tokens, strict=True):
@@ -112,14 +93,7 @@ class Index:
         return found
 
     def spans(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the positions and lengths of documents in the stream.
-
-        Args:
-            documents: Numbers of documents, from 0, 1-D integers of length n.
-
-        Returns:
-            The position of the first token of each document, and the number of its tokens, both int64 [n].
-        """
+        """Returns the position of the first token of each document in the stream, and its length, both int64 [n]."""
         parts = np.searchsorted(self._firsts, documents, side="right") - 1
         ends = self.ends[documents].astype(np.int64)
         starts = np.where(documents == self._firsts[parts], 0, self.ends[documents - 1].astype(np.int64))
@@ -128,59 +102,33 @@ class Index:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Loss mask and counts of a stream that consists of rows of whole conversations. Made by `packed`.
+    """Loss mask and counts of a stream that consists of rows of whole conversations. Made by `packed`."""
 
-    Attributes:
-        trained: bool, one per token of the stream: True for tokens that count in the loss. False for padding and for the first
-            token of a conversation, which nothing predicts.
-        conversations: Number of conversations in the rows.
-        tokens: Number of tokens of these conversations, without padding.
-        truncated: Number of conversations that were longer than a row and were cut.
-        dropped: Number of records that are in no row: too long, or without a trained token.
-    """
-
+    # bool, one per token of the stream. False for padding and for the first token of a conversation, which nothing predicts.
     trained: np.ndarray
     conversations: int
-    tokens: int
-    truncated: int
-    dropped: int
+    tokens: int  # of the conversations, without padding
+    truncated: int  # conversations, cut because they were longer than a row
+    dropped: int  # records in no row: too long, or without a trained token
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A stream of tokens and its weight in a mixture of sources.
-
-    Attributes:
-        tokens: 1-D stream of ids: a numpy array, a `TokenFile` or a `Concatenated`.
-        weight: Positive number. The share of the rows of this source is the weight, divided by the sum of all sources' weights.
-        index: Document boundaries; None if unknown.
-        name: Name for messages. From `load`, the text that the user gave for this source.
-        num_documents: Number of documents; 0 if unknown.
-        packed: Loss mask and counts, if the stream consists of rows of seq_len + 1 tokens with whole conversations. None for
-            text.
-    """
+    """A stream of tokens and its weight in a mixture of sources."""
 
     tokens: Tokens
-    weight: Fraction = Fraction(1)
-    index: Index | None = None
-    name: str = "data"
-    num_documents: int = 0
-    packed: Packed | None = None
+    weight: Fraction = Fraction(1)  # positive. The share of the rows is the weight, divided by the sum of all sources' weights
+    index: Index | None = None  # None if unknown
+    name: str = "data"  # for messages. From `load`, the entry of the user
+    num_documents: int = 0  # 0 if unknown
+    packed: Packed | None = None  # None for text. Otherwise the stream consists of rows of seq_len + 1 tokens
 
     def num_rows(self, seq_len: int) -> int:
-        """Returns the number of rows of seq_len + 1 tokens, in the order of the stream. Rows of text overlap by one token."""
+        """Returns the number of rows in the order of the stream. Rows of text overlap by one token, packed rows do not."""
         return (len(self.tokens) - 1) // seq_len if self.packed is None else len(self.tokens) // (seq_len + 1)
 
     def require_index(self, field: str, value: str) -> Index:
-        """Returns the document boundaries, or raises an error that names the setting that needs them.
-
-        Args:
-            field: Name of the setting, `data_shuffle` or `data_documents`.
-            value: Value of the setting.
-
-        Raises:
-            DataError: If the boundaries are unknown (`index` is None).
-        """
+        """Returns the document boundaries, or raises an error that names the setting that needs them."""
         if self.index is None:
             raise DataError(
                 f"`data` {self.name} has no document boundaries, which `{field}` {value} needs; "
@@ -195,36 +143,18 @@ _Rows: TypeAlias = list[tuple[Source, list[_Span]]]
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """Shuffled training batches: `batches[step]` is the batch of a step, counted from 0.
+    """Shuffled training batches: `batches[step]` is the batch of a step from 0, by the attributes and the step only.
 
-    The batch depends only on the attributes and the step. An epoch of a source reads each of its rows once, in another order
-    than the epochs before. A batch may span two epochs.
-
-    Attributes:
-        tokens: 1-D ids (a numpy array, a `TokenFile` or a `Concatenated`), or the sources of a mixture. Each has at least
-            seq_len + 1 tokens.
-        batch_size: Rows per step, over all processes.
-        seq_len: Predicted tokens per row. A row has seq_len + 1 tokens.
-        seed: Seed of the order, in [0, 2**64).
-        shuffle: `windows` cuts the stream into rows and shuffles the rows in each epoch. `documents` shuffles the documents,
-            cuts their concatenation into rows and shuffles the rows.
-        rows: One or more ascending indices in [0, batch_size) of the rows to read, for example `TrainStep.batch_rows`, the rows
-            of this process. None reads all rows.
-        documents: `joined` returns arrays of ids. `separate` returns dicts with document boundaries, so that tokens do not
-            attend to other documents.
-
-    Raises:
-        ConfigError: If `rows` is empty, or has other than ascending indices in [0, batch_size).
-        DataError: If a source has fewer than seq_len + 1 tokens, or if `shuffle` is `documents` and a source has no document
-            boundaries.
+    An epoch of a source reads each of its rows once, in another order than the epochs before. A batch may span two epochs.
     """
 
-    tokens: Tokens | Sequence[Source]
+    tokens: Tokens | Sequence[Source]  # 1-D ids, or the sources of a mixture, each with at least seq_len + 1 tokens
     _: KW_ONLY
-    batch_size: int
-    seq_len: int
-    seed: int
+    batch_size: int  # rows per step, over all processes
+    seq_len: int  # predicted tokens per row. A row has one token more
+    seed: int  # in [0, 2**64)
     shuffle: Shuffle = "windows"
+    # Ascending indices of the rows to read, such as `TrainStep.batch_rows`, the rows of this process. None reads all rows.
     rows: Sequence[int] | np.ndarray | None = None
     documents: Documents = "joined"
 
@@ -261,35 +191,14 @@ class Batches:
         return orders
 
     def epochs(self, steps: int) -> list[tuple[str, float]]:
-        """Returns the number of epochs that the first `steps` steps read of each source, over all processes. Reads no tokens.
-
-        Args:
-            steps: Number of steps.
-
-        Returns:
-            (name, epochs) of each source, in their order. Epochs are fractional.
-        """
+        """Returns (name, fractional epochs) of each source in the first `steps` steps of all processes. Reads no tokens."""
         rows = zip(self._sources, _counts(self._weights, steps * self.batch_size), self._orders, strict=True)
         return [(source.name, count / order.num_rows) for source, count, order in rows]
 
     def __getitem__(self, step: int, /) -> Batch:
-        """Reads the batch of a step.
+        """Reads the batch of a step, or only its rows `rows`: ids, int32 [R, seq_len + 1].
 
-        With the attribute `rows`, the batch has only these rows; R below is their number. Otherwise R is `batch_size`.
-
-        Args:
-            step: Index of the step, from 0, without an upper limit.
-
-        Returns:
-            With `documents` `joined`, ids, int32 [R, seq_len + 1]. With `separate`, a dict: `tokens`, the same ids; `starts`,
-            int32 [R, seq_len], the position in its row of the first token of the same document; `weights`, float32 [R,
-            seq_len], the loss weight of each prediction, 0 across documents and with a mean of 1 over the whole batch.
-
-        Raises:
-            IndexError: If `step` is negative.
-            DataError: If a token file has an id that is not below its vocabulary size or was written to since it was opened, if
-                document boundaries do not fit the tokens, or if `documents` is `separate` and a source has no document
-                boundaries.
+        With `documents` separate, returns the dict of `apart`, with weights that have a mean of 1 over the whole batch.
         """
         if step < 0:
             raise IndexError(f"step is {step}: must be 0 or more")
@@ -301,17 +210,7 @@ class Batches:
         return apart(own, _firsts(rows), self._local_rows, trained=_trained(rows))
 
     def trained_tokens(self, steps: range) -> int:
-        """Counts the tokens in the loss of some steps of chat data, over all processes. Reads masks only.
-
-        Args:
-            steps: Consecutive steps, from 0.
-
-        Returns:
-            The number of predictions with a weight above 0.
-
-        Raises:
-            AssertionError: If a source is not packed.
-        """
+        """Counts the tokens in the loss of consecutive steps of chat data, over all processes. Reads masks only."""
         trained = _trained(self._find(range(steps.start * self.batch_size, steps.stop * self.batch_size)))
         assert trained is not None, "only chat data has masks"
         return int(np.count_nonzero(trained))
@@ -327,29 +226,22 @@ class Batches:
 
 def apart(
     rows_BS: np.ndarray,
+    # bool for all rows of the batch or evaluation: True for tokens that begin a document, and for the first token of each row.
     firsts_BS: np.ndarray,
-    own: slice | np.ndarray = slice(None),
+    own: slice | np.ndarray = slice(None),  # `rows_BS` in all rows
     *,
+    # bool for all rows: True for tokens that count in the loss. Must be False for the first token of every document. None for
+    # all tokens except the first ones of documents.
     trained: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
-    """Adds document starts and loss weights to rows of tokens, to keep the documents of a row separate.
+    """Returns a dict of ids, document starts and loss weights, to keep the documents of a row separate.
 
-    B is the number of rows here, A that of all rows of the batch or evaluation, and T the number of predicted tokens per row.
-    The last token of a document would predict the first token of another, so its weight is 0. All other weights are equal, with
-    a mean of 1 over all rows. The mean of the weighted losses, over any microbatches and devices, is therefore the mean over
-    the predictions inside documents.
-
-    Args:
-        rows_BS: int32 ids [B, T + 1].
-        firsts_BS: bool [A, T + 1]: True for tokens of all rows that begin a document. True for the first token of every row.
-        own: Slice or integer indices of `rows_BS` in all rows; by default all of them.
-        trained: bool [A, T + 1]: True for tokens of all rows that count in the loss. None for all tokens except the first ones
-            of documents. If given, must be False for the first token of every document.
-
-    Returns:
-        A dict: `tokens`, `rows_BS` itself; `starts`, int32 [B, T], the position in its row of the first token of the same
-        document; `weights`, float32 [B, T], the loss weight of each prediction.
+    `tokens` is `rows_BS` itself. `starts`, int32 [B, T], has the position in its row of the first token of the same document.
+    `weights`, float32 [B, T], has the loss weight of each prediction.
     """
+    # The last token of a document would predict the first token of another, so its weight is 0. All other weights are equal,
+    # with a mean of 1 over all rows. The mean of the weighted losses, over any microbatches and devices, is therefore the mean
+    # over the predictions inside documents.
     T = rows_BS.shape[1] - 1
     counts_BT = (~firsts_BS if trained is None else trained)[:, 1:]
     weight = np.float32(counts_BT.size / max(1, np.count_nonzero(counts_BT)))
@@ -360,43 +252,24 @@ def apart(
 def heldout_batches(
     tokens: Tokens | Sequence[Source], *, batch_size: int, seq_len: int, limit: int, documents: Documents = "joined"
 ) -> list[Batch]:
-    """Reads evaluation batches: windows of seq_len + 1 tokens in the order of the text. Each window is read at most once.
+    """Reads evaluation batches of windows in the order of the text. Each window is read at most once.
 
-    A window overlaps its neighbour by one token: the last target of a window is the first input of the next.
-
-    Args:
-        tokens: 1-D ids (a numpy array, a `TokenFile` or a `Concatenated`), or the sources of a mixture, which share the windows
-            in proportion to their weights.
-        batch_size: Rows per batch.
-        seq_len: Predicted tokens per row.
-        limit: Largest number of batches, at least 1. A longer text is sampled evenly.
-        documents: `joined` returns arrays of ids. `separate` returns dicts with document boundaries, so that tokens do not
-            attend to other documents.
-
-    Returns:
-        At least one batch, all of the same size. A batch has `batch_size` rows, or all windows if there are fewer. Windows that
-        do not fill a batch are left out, evenly over the text. With `documents` `joined`, a batch is ids, int32 [rows, seq_len
-        + 1]. With `separate`, it is a dict: `tokens`, the ids; `starts`, int32 [rows, seq_len], the position in its row of the
-        first token of the same document; `weights`, float32 [rows, seq_len], the loss weight of each prediction, 0 across
-        documents and with a mean of 1 over all batches.
-
-    Raises:
-        AssertionError: If `limit` is below 1.
-        DataError: If a source has fewer than seq_len + 1 tokens, or a token file is damaged or was written to since it was
-            opened. If `documents` is `separate` and a source has no document boundaries.
+    All batches have the same size. Windows that do not fill a batch are left out, evenly over the text. Batches have the form
+    of those of `Batches`; weights have a mean of 1 over all of them.
     """
     assert limit >= 1
     sources = _sources(tokens, seq_len)
     weights = _integers(sources)
     windows = [source.num_rows(seq_len) for source in sources]
-    # The largest number of rows that no source is too short for.
+    # The largest number of rows that no source is too short for. `limit` batches sample a longer text evenly.
     num_rows = bisect_left(range(1, limit * batch_size + 1), True, key=lambda n: any(map(gt, _counts(weights, n), windows)))
     if num_rows >= batch_size:
         num_rows -= num_rows % batch_size
     counts = _counts(weights, num_rows)
     rows: _Rows = []
     for source, place in (_deal(weights, row) for row in range(num_rows)):
-        stride = seq_len + (sources[source].packed is not None)  # packed rows do not overlap
+        # Windows overlap by one token: the last target is the next window's first input. Packed rows do not overlap.
+        stride = seq_len + (sources[source].packed is not None)
         start = place * windows[source] // counts[source] * stride
         rows.append((sources[source], [(start, start + seq_len + 1)]))
     rows_BS, parts = _read(rows, seq_len), [slice(i, i + batch_size) for i in range(0, num_rows, batch_size)]
@@ -407,36 +280,16 @@ def heldout_batches(
 
 
 class Ahead:
-    """Reads the batches of the next steps in a thread while a step runs.
-
-    `ahead[step]` returns the same batch as `batches[step]`. The thread ends with the process.
-
-    Args:
-        batches: The batches to read.
-        steps: Number of batches to read ahead. That many are kept in memory, and the requested one.
-    """
+    """Reads the batches of the next steps in a thread while a step runs. `ahead[step]` equals `batches[step]`."""
 
     def __init__(self, batches: Batches, *, steps: int = 2):
+        # `steps` batches are in memory, and the requested one. The thread ends with the process.
         self._batches, self._steps = batches, steps
         self._worker = ThreadPoolExecutor(1, "jgraph-read")
         self._read: dict[int, Future[Batch]] = {}
 
     def __getitem__(self, step: int, /) -> Batch:
-        """Returns the batch of a step, and starts to read the batches of the next `steps` steps.
-
-        Waits if the batch is not read yet. Batches of earlier steps are forgotten. A later request reads them again.
-
-        Args:
-            step: Index of the step, from 0.
-
-        Returns:
-            The array or dict that `batches[step]` returns.
-
-        Raises:
-            IndexError: If `step` is negative.
-            DataError: If a token file is damaged or was written to since it was opened, or document boundaries are missing or
-                wrong.
-        """
+        """Waits if the batch is not read yet. Forgets batches of earlier steps; a later request reads them again."""
         steps = range(step, step + self._steps + 1)
         self._read = {s: self._read.get(s) or self._worker.submit(self._batches.__getitem__, s) for s in steps}
         return self._read[step].result()
@@ -506,19 +359,8 @@ def _trained(rows: _Rows) -> np.ndarray | None:
 
 
 def shuffled_windows(num_tokens: int, *, seq_len: int, seed: int, source: int = 0) -> _Order:
-    """Returns an order that cuts a stream into rows and shuffles the rows in each epoch.
-
-    Each epoch cuts the stream at its own offset, so up to 2 * seq_len - 1 tokens at its ends are left out.
-
-    Args:
-        num_tokens: Length of the stream, at least seq_len + 1.
-        seq_len: Predicted tokens per row. A row has seq_len + 1 tokens.
-        seed: Seed in [0, 2**64).
-        source: Index of the source in a mixture. Sources with the same seed have independent orders.
-
-    Returns:
-        The order: it maps row numbers to [start, stop) spans of the stream.
-    """
+    """Returns an order that cuts a stream into rows and shuffles the rows in each epoch."""
+    # Each epoch cuts the stream at its own offset, so up to 2 * seq_len - 1 tokens at its ends are left out.
     num_rows = max(1, (num_tokens - seq_len) // seq_len)
     num_offsets = min(seq_len, num_tokens - num_rows * seq_len)
 
@@ -538,22 +380,13 @@ def shuffled_windows(num_tokens: int, *, seq_len: int, seed: int, source: int = 
 
 
 def _bits(seed: int, epoch: int, source: int) -> np.random.Philox:
-    # Draws increment the low bits of the counter. The highest 64 bits separate sources that share a key.
+    # Draws increment the low bits of the counter. The highest 64 bits separate sources that share a key: their orders are
+    # independent.
     return np.random.Philox(key=seed | epoch << 64, counter=source << 192)
 
 
 def shuffled_rows(num_rows: int, *, seq_len: int, seed: int, source: int = 0) -> _Order:
-    """Returns an order that shuffles packed rows in each epoch.
-
-    Args:
-        num_rows: Rows of the stream, at least 1.
-        seq_len: Predicted tokens per row. A row has seq_len + 1 tokens and does not overlap its neighbours.
-        seed: Seed in [0, 2**64).
-        source: Index of the source in a mixture. Sources with the same seed have independent orders.
-
-    Returns:
-        The order: it maps row numbers to [start, stop) spans of the stream.
-    """
+    """Returns an order that shuffles packed rows, which do not overlap, in each epoch."""
 
     @lru_cache(maxsize=2)
     def epoch(number: int) -> _Epoch:
@@ -567,17 +400,6 @@ def shuffled_documents(num_tokens: int, index: Index, *, seq_len: int, seed: int
     """Returns an order that shuffles documents in each epoch, cuts their concatenation into rows, and shuffles the rows.
 
     An epoch leaves out at most seq_len tokens.
-
-    Args:
-        num_tokens: Length of the stream, at least seq_len + 1.
-        index: Document boundaries of the stream.
-        seq_len: Predicted tokens per row. A row has seq_len + 1 tokens.
-        seed: Seed in [0, 2**64).
-        source: Index of the source in a mixture. Sources with the same seed have independent orders.
-
-    Returns:
-        The order: it maps row numbers to the [start, stop) spans of the stream that form each row. Preparing an epoch raises
-        DataError if the documents of the index do not have `num_tokens` tokens.
     """
     num_rows = (num_tokens - 1) // seq_len
 
@@ -620,20 +442,9 @@ def shuffled_documents(num_tokens: int, index: Index, *, seq_len: int, seed: int
 
 
 def permutation(size: int, bits: np.random.Philox) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a pseudorandom permutation of range(size) that takes no memory.
-
-    A Feistel network is a permutation of the numbers with a given count of bits, for any round function (Luby and Rackoff, "How
-    to construct pseudorandom permutations from pseudorandom functions", 1988). Results of at least `size` are permuted again
-    until they are smaller: cycle walking (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), less than one more
-    round trip on average.
-
-    Args:
-        size: Number of elements, at least 1.
-        bits: Random generator of the permutation. Six numbers are drawn from it now, which advances it.
-
-    Returns:
-        A function from 1-D integers in [0, size) to their images, int64 in [0, size).
-    """
+    """Returns a pseudorandom permutation of range(size) that takes no memory. Draws six numbers from `bits`."""
+    # A Feistel network is a permutation of the numbers with a given count of bits, for any round function (Luby and Rackoff,
+    # "How to construct pseudorandom permutations from pseudorandom functions", 1988).
     keys = bits.random_raw(_ROUNDS)
     num_bits = max(_FEWEST_BITS, (size - 1).bit_length())
     low_bits = num_bits // 2
@@ -652,6 +463,8 @@ def permutation(size: int, bits: np.random.Philox) -> Callable[[np.ndarray], np.
 
     def permute(places: np.ndarray) -> np.ndarray:
         found = feistel(places.astype(np.uint64))
+        # Results of at least `size` are permuted again until they are smaller: cycle walking (Black and Rogaway, "Ciphers with
+        # arbitrary finite domains", 2002), less than one more round trip on average.
         while len(beyond := np.flatnonzero(found >= size)):
             found[beyond] = feistel(found[beyond])
         return found.astype(np.int64)

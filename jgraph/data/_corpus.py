@@ -38,53 +38,34 @@ _ZLIB_BYTES = 32 << 20
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokens to train on and held-out tokens, from different documents. `load` creates it.
+    """Tokens to train on and held-out tokens, from different documents. `load` creates it."""
 
-    Attributes:
-        name: The entries of `data` that `load` was given, without weights, separated by spaces.
-        sources: Training sources with their weights and document boundaries.
-        heldout_sources: Held-out sources, in the same order.
-        vocab_size: Vocabulary size, larger than every id; 256 for bytes.
-        fingerprint: SHA-256 of the contents, 64 hexadecimal digits. Does not depend on the order of the documents of a text.
-        tokenizer: Converts ids to text. Use `decode`, which also accepts arrays.
-        zlib_nats_per_token: Size of the first 32 MiB of the text under zlib, level 9, in nats per byte. None if tokens are not
-            bytes, or there are several sources.
-    """
-
-    name: str
+    name: str  # the entries of `data`, without weights, separated by spaces
     sources: tuple[Source, ...] = field(repr=False)
-    heldout_sources: tuple[Source, ...] = field(repr=False)
-    vocab_size: int
-    fingerprint: str
-    tokenizer: Tokenizer = field(repr=False)
+    heldout_sources: tuple[Source, ...] = field(repr=False)  # in the same order
+    vocab_size: int  # larger than every id
+    fingerprint: str  # SHA-256 of the contents, in hexadecimal. Does not depend on the order of the documents of a text
+    tokenizer: Tokenizer = field(repr=False)  # for text of ids, use `decode`, which also accepts arrays
+    # Size of the first 32 MiB of the text under zlib, in nats per byte. None if tokens are not bytes, or for several sources.
     zlib_nats_per_token: float | None = None
 
     @cached_property
     def train(self) -> Tokens:
-        """1-D training ids of all sources, end to end: uint8 for bytes, else uint16 or uint32."""
         return _concatenated(self.sources)
 
     @cached_property
     def heldout(self) -> Tokens:
-        """1-D held-out ids of all sources, end to end: uint8 for bytes, else uint16 or uint32."""
         return _concatenated(self.heldout_sources)
 
     @property
     def train_documents(self) -> int:
-        """Number of training documents of all sources."""
         return sum(source.num_documents for source in self.sources)
 
     @property
     def heldout_documents(self) -> int:
-        """Number of held-out documents of all sources."""
         return sum(source.num_documents for source in self.heldout_sources)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of ids. Invalid UTF-8 becomes U+FFFD.
-
-        Args:
-            ids: 1-D integers. Without a tokenizer.json, ids of token files become decimal numbers.
-        """
         return self.tokenizer.decode([int(token) for token in ids])
 
 
@@ -96,48 +77,20 @@ def load(
     data: str | Sequence[str],
     *,
     seq_len: int,
-    vocab_size: int | None,
+    vocab_size: int | None,  # rows of the model's embedding. None accepts all ids
+    # The tokenizer that reads text, or its folder or tokenizer.json. None: that of token files beside the text, else bytes. A
+    # directory of token files with its own tokenizer does not use it.
     tokenizer: Tokenizer | Path | None = None,
     field: str = FIELD,
     documents: Documents = "joined",
     format: Format = "text",
-    template: Path | None = None,
+    template: Path | None = None,  # replaces the chat templates of the folder, if `tokenizer` is not a `Tokenizer`
     truncate: Truncate = "end",
 ) -> Corpus:
     """Opens a corpus: reads texts into memory, and memory-maps token files. Writes nothing.
 
-    Args:
-        data: One entry or several. An entry is a directory of token files (train-*.bin and heldout-*.bin), a file, a directory
-            (all files in it and below, without hidden ones), a glob such as `texts/**/*.md`, a Hugging Face dataset
-            (`hf:owner/name`, `hf:owner/name/CONFIG@SPLIT` or `hf:DIRECTORY`), or a named corpus (`python-docs`, `python-source`
-            or `synthetic`). A named corpus has priority over a file of that name; write ./NAME for the file. With weights,
-            NAME:WEIGHT, each entry is a source with that share of the rows. Without weights, all texts together are one source,
-            each directory of token files is one source, and shares are proportional to sizes.
-        seq_len: Predicted tokens per row. Each side of each source must have at least seq_len + 1 tokens.
-        vocab_size: Rows of the model's embedding, larger than every id. None accepts all ids.
-        tokenizer: The tokenizer that reads text, or the folder or tokenizer.json that has it. None reads text beside token
-            files with their tokenizer, and other text as bytes. A directory of token files with its own tokenizer does not
-            use it.
-        field: Name of the field with the text, in the objects of .jsonl files, or of the column, in .parquet files and
-            datasets.
-        documents: `separate`: tokens will not attend to other documents, so every source must have document boundaries.
-            `joined` accepts all sources.
-        format: `chat` reads every entry as chat records and packs them into rows of seq_len + 1 tokens. Entries are then .jsonl
-            and .parquet files, directories and globs of them, and datasets.
-        template: File of a chat template that replaces those of the folder, if `tokenizer` is not a `Tokenizer`.
-        truncate: Action for a conversation with more than seq_len + 1 tokens: `end` removes tokens at its end, `start` at its
-            beginning. `drop` leaves it out. `error` raises an error.
-
-    Returns:
-        The corpus. A tenth of the documents of each text source is held out: those with the lowest SHA-256. Token files keep
-        their sides.
-
-    Raises:
-        ConfigError: If a weight is not positive and finite, or only some entries have one.
-        DataError: If an entry does not exist; if data cannot be read, is empty, too short or damaged, or has ids that are too
-            large; if a file is not text, is not UTF-8 although a tokenizer reads it, or lacks the field; if an optional library
-            is missing; if token files come from different tokenizers; or if document boundaries are unknown but needed. For
-            chat records, also if there is no chat template, or the template fails.
+    Entries of `data` are the names in `jgraph.data._texts`, and directories of token files. With weights, NAME:WEIGHT, each
+    entry is a source with that share of the rows. Without weights, shares are proportional to sizes.
     """
     names = [data] if isinstance(data, str) else data
     try:
@@ -208,28 +161,14 @@ def _is_tokens(name: str) -> bool:
 
 
 def tokenizer_beside(data: Sequence[str]) -> Path | None:
-    """Returns the first directory of token files that has a tokenizer; None if there is none.
-
-    Args:
-        data: Entries in the form of `load`, with or without weights.
-
-    Raises:
-        ConfigError: If a weight is not positive and finite, or only some entries have one.
-        DataError: If two directories have different tokenizers.
-    """
+    """Returns the first directory of token files that has a tokenizer. Raises DataError if two have different ones."""
     return _tokenizer_beside([name for name, _ in _texts.weighted(data)])
 
 
 def is_text(data: Sequence[str]) -> bool:
-    """True if every entry of `data` is a text that exists, a dataset or a named corpus, and none is a directory of token files.
+    """True if every entry of `data` is a text that exists, a dataset or a named corpus, and none has token files.
 
     Does not open the files, and does not check that a dataset exists.
-
-    Args:
-        data: Entries in the form of `load`, with or without weights.
-
-    Raises:
-        ConfigError: If a weight is not positive and finite, or only some entries have one.
     """
     names = [name for name, _ in _texts.weighted(data)]
     return all(_texts.files_of(name) and not _is_tokens(name) for name in names)
@@ -244,7 +183,6 @@ def _tokenizer_beside(names: list[str]) -> Path | None:
 
 
 def _open(names: list[str], tokenizer: Tokenizer, field: str, documents: Documents) -> Corpus:
-    """Opens one source: a directory of token files, or texts."""
     name = " ".join(names)
     with _texts.named("data", name):
         if _is_tokens(name):
@@ -323,17 +261,7 @@ def _of_documents(name: str, documents: list[bytes], tokenizer: Tokenizer) -> So
 
 
 def side_files(directory: Path) -> dict[Side, list[Path]]:
-    """Lists the token files of a directory. Does not open them.
-
-    Args:
-        directory: The directory, with files train-*.bin and heldout-*.bin.
-
-    Returns:
-        The paths of the files of each side, `train` and `heldout`, sorted by name.
-
-    Raises:
-        DataError: If a side has no files, or a .bin file belongs to neither side.
-    """
+    """Lists the token files of each side of a directory, sorted by name. Raises DataError if there are others, or none."""
     paths = sorted(directory.glob("*.bin"))
     sides: dict[Side, list[Path]] = {"train": [], "heldout": []}
     for side, files in sides.items():

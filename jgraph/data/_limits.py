@@ -27,19 +27,16 @@ Call: TypeAlias = Callable[[Sequence[dict[str, Any]]], Iterator[Any]]
 
 @contextlib.contextmanager
 def limited(function: str, *imports: str) -> Iterator[Call]:
-    """Yields a function that calls `module:function` in a process, which starts at the first call. Values must be JSON's.
-
-    A call may take 10 seconds and 2 GiB of memory. After a call that exceeds its time, no other call is possible. The process
-    imports modules in `imports` before.
-    """
+    """Yields a function that calls `module:function` in a process, each time for up to 10 seconds and 2 GiB of memory."""
     with contextlib.ExitStack() as stack:
+        # The process starts at the first call. Arguments and results must be values of JSON.
         start = functools.cache(lambda: stack.enter_context(_process(function, imports)))
 
         def call(jobs: Sequence[dict[str, Any]]) -> Iterator[Any]:
             pipe = start()
             pipe.send_bytes(json.dumps(jobs).encode())
             for _ in jobs:
-                if not pipe.poll(_SECONDS):
+                if not pipe.poll(_SECONDS):  # no other call is possible after it
                     yield f"it takes more than {_SECONDS} seconds"
                 try:
                     yield json.loads(pipe.recv_bytes())
@@ -71,6 +68,7 @@ def _serve(pipe: Connection, function: str, *imports: str) -> None:
     """Calls the function until the other process closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     module, _, name = function.partition(":")
+    # Imports take no time of a call.
     called, *_ = getattr(importlib.import_module(module), name), *map(importlib.import_module, imports)
     resource.setrlimit(resource.RLIMIT_DATA, (_BYTES, _BYTES))
     pipe.send_bytes(b"")

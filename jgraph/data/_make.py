@@ -34,36 +34,18 @@ _Document: TypeAlias = tuple[bytes, int, int]
 
 
 def make_token_files(
-    texts: Sequence[str | Path],
-    tokenizer: Path,
-    out: Path,
+    texts: Sequence[str | Path],  # names in `jgraph.data._texts`, in any order
+    tokenizer: Path,  # a Hugging Face folder, or a tokenizer.json
+    out: Path,  # new or empty. Missing parents are created
     *,
     field: str = FIELD,
     heldout_fraction: float = HELDOUT_FRACTION,
-    shard_tokens: int = SHARD_TOKENS,
+    shard_tokens: int = SHARD_TOKENS,  # a file ends with the document that reaches this number
 ) -> None:
-    """Tokenizes text into a new directory of token files.
+    """Tokenizes text into a new directory of token files, with copies of the files of the tokenizer.
 
-    Writes train-00000.bin, train-00001.bin and so on, heldout-00000.bin and so on, the ends of their documents in train.ends
-    and heldout.ends, and copies of the files of the tokenizer. The documents of each side are in the order of their SHA-256.
-    Works in a hidden directory beside `out`, which is renamed when it is complete and deleted if an error is raised.
-
-    Args:
-        texts: Texts, in any order. Each is a file, a directory (all files in it and below, without hidden ones), a glob such as
-            `texts/**/*.md`, a Hugging Face dataset (`hf:owner/name`, `hf:owner/name/CONFIG@SPLIT` or `hf:DIRECTORY`), or a
-            named corpus (`python-docs`, `python-source` or `synthetic`).
-        tokenizer: A Hugging Face folder, or the path of a tokenizer.json.
-        out: A directory that does not exist yet or is empty. Missing parents are created.
-        field: Name of the field with the text, in the objects of .jsonl files, or of the column, in .parquet files and
-            datasets.
-        heldout_fraction: Fraction of the documents to hold out, in (0, 1): those with the lowest SHA-256.
-        shard_tokens: Number of tokens, below 2**31. A file ends with the document that reaches this number.
-
-    Raises:
-        ConfigError: If a number is out of range, the tokenizer cannot be read, or `out` cannot be written, is a file, or is a
-            directory that is not empty.
-        DataError: If a text is missing, cannot be read, is empty, damaged or not UTF-8, or lacks the field; if an optional
-            library is missing; if there are no two different documents; or if the tokenizer is missing or invalid.
+    Writes train-00000.bin, train-00001.bin and so on, the ends of their documents in train.ends, and the same for held-out
+    documents. The documents of each side are in the order of their SHA-256.
     """
     require(0 < shard_tokens < 2**31, "shard_tokens", shard_tokens, "positive and below 2**31")
     require(0 < heldout_fraction < 1, "heldout_fraction", heldout_fraction, "in (0, 1)")  # before hours of tokenizing

@@ -9,21 +9,16 @@ import numpy as np
 from jgraph.data._batches import Index, Packed, Source
 from jgraph.errors import DataError
 
+# Action for a conversation that is longer than a row: remove tokens at its end or its start, leave it out, or raise an error.
 Truncate: TypeAlias = Literal["end", "start", "drop", "error"]
 
 
 class Conversation(NamedTuple):
-    """The tokens of a record.
+    """The tokens of a record."""
 
-    Attributes:
-        digest: SHA-256 of the record, 32 bytes.
-        ids: Token ids, 1-D int32.
-        trained: bool, one per token: True for tokens that count in the loss.
-    """
-
-    digest: bytes
-    ids: np.ndarray
-    trained: np.ndarray
+    digest: bytes  # SHA-256 of the record
+    ids: np.ndarray  # int32
+    trained: np.ndarray  # bool, one per token: True for tokens that count in the loss
 
 
 def packed(
@@ -31,20 +26,7 @@ def packed(
 ) -> Source:
     """Packs whole conversations into rows. The result depends on the order of the conversations only.
 
-    Args:
-        conversations: The conversations.
-        seq_len: Predicted tokens per row. A row has seq_len + 1 tokens.
-        truncate: Action for a conversation with more tokens than a row: `end` removes tokens at its end, `start` at its
-            beginning. `drop` leaves it out. `error` raises an error.
-        dtype: dtype of the tokens.
-        name: Name of the source.
-
-    Returns:
-        The source. Its documents are the conversations and the padding at the end of a row, with the id 0. Conversations
-        without a token in the loss are left out.
-
-    Raises:
-        DataError: If a conversation is too long and `truncate` is `error`, or no conversation is left.
+    The documents of the source are the conversations, and the padding at the end of a row, with the id 0.
     """
     size, truncated, dropped, kept = seq_len + 1, 0, 0, []
     for one in conversations:
@@ -79,17 +61,8 @@ def packed(
 
 
 def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Packs items into rows: the longest first, each into the row with the least free space that is enough.
-
-    This is the algorithm "best fit decreasing" for bin packing. Items of equal length stay in order.
-
-    Args:
-        lengths: Lengths of the items, in [1, size].
-        size: Length of a row.
-
-    Returns:
-        The indices of the items in each row.
-    """
+    """Packs items into rows, the longest first, each into the row with the least free space that is enough."""
+    # The algorithm "best fit decreasing" for bin packing. Items of equal length stay in order.
     rows: list[list[int]] = []
     with_space: dict[int, list[int]] = {}  # rows by their free space
     spaces: list[int] = []  # keys of `with_space`, ascending
@@ -113,12 +86,7 @@ def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def describe(sources: Sequence[Source], seq_len: int) -> str:
-    """Returns one line about packed sources: conversations, rows, tokens, tokens in the loss, truncated and dropped records.
-
-    Args:
-        sources: Sources of `packed`.
-        seq_len: Predicted tokens per row.
-    """
+    """Returns one line about packed sources."""
     parts = [source.packed for source in sources if source.packed is not None]
     names = ("conversations", "tokens", "truncated", "dropped")
     counts = {name: sum(getattr(part, name) for part in parts) for name in names}

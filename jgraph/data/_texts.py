@@ -13,7 +13,8 @@ hf:owner/name       one document per row of a dataset on the Hugging Face Hub, s
                     hf:owner/name/CONFIG@SPLIT selects a configuration, and a split other than `train`.
 hf:DIRECTORY        the same for a local directory, including the format of `Dataset.save_to_disk`
 
-The first two differ between Python versions. The fingerprint of the corpus shows it.
+The first two differ between Python versions. The fingerprint of the corpus shows it. A named corpus has priority over a file of
+that name; write ./NAME for the file.
 """
 
 import contextlib
@@ -58,16 +59,9 @@ _SEPARATOR = re.compile(rb"(?<![^\r\n])<\|endoftext\|>[ \t]*(?![^\r\n])")
 
 
 def weighted(data: Sequence[str]) -> list[tuple[str, Fraction | None]]:
-    """Splits each entry NAME:WEIGHT into its name and weight. An entry that exists as a file has no weight.
+    """Splits each entry NAME:WEIGHT into name and weight. All weights are None if no entry has one.
 
-    Args:
-        data: Entries with or without weights.
-
-    Returns:
-        The name and the weight of each entry, in the same order. All weights are None if no entry has one.
-
-    Raises:
-        ConfigError: If a weight is not positive and finite, or only some entries have one.
+    An entry that exists as a file has no weight. Raises ConfigError if only some have one.
     """
     found = [_weighted(entry) for entry in data]
     if bare := [entry for entry, (_, weight) in zip(data, found, strict=True) if weight is None]:
@@ -88,12 +82,7 @@ def _weighted(entry: str) -> tuple[str, Fraction | None]:
 
 
 def files_of(name: str) -> list[Path]:
-    """Returns the files of a text, sorted. Empty if there are none. Does not open them.
-
-    Args:
-        name: A file; a directory, for all files in it and below, without hidden ones; a glob; or a dataset (`hf:owner/name`) or
-            named corpus, for which the result is the name itself as a path.
-    """
+    """Returns the files of a name, sorted, or the name of a dataset or corpus as a path. Opens no file. Empty without files."""
     path = Path(name)
     if name in CORPORA or name.startswith(_HUB):
         return [path]
@@ -106,7 +95,6 @@ def files_of(name: str) -> list[Path]:
 
 
 def _require_files(name: str) -> list[Path]:
-    """Returns the files as `files_of`. Raises DataError if there are none."""
     if paths := files_of(name):
         return paths
     if Path(name).is_dir():
@@ -117,15 +105,7 @@ def _require_files(name: str) -> list[Path]:
 
 @contextlib.contextmanager
 def named(argument: Literal["data", "text", "directory"], value: str | Path) -> Iterator[None]:
-    """Adds an argument and its value to the message of a DataError of the block. Converts an OSError to a DataError.
-
-    Args:
-        argument: Name of the argument.
-        value: Value of the argument.
-
-    Raises:
-        DataError: If the block raises a DataError or an OSError. An error that already names the argument is not changed.
-    """
+    """Adds an argument and its value to the message of a DataError of the block. Converts an OSError to a DataError."""
     try:
         yield
     except OSError as e:
@@ -143,26 +123,9 @@ def named(argument: Literal["data", "text", "directory"], value: str | Path) -> 
 def read(
     argument: Literal["data", "text"], names: Sequence[str], field: str, documents: Documents = "joined"
 ) -> Iterator[tuple[Path, Iterator[bytes]]]:
-    """Yields each file, dataset or named corpus, with its documents. Skips documents of white space.
+    """Yields each file, dataset or named corpus, with its documents, read lazily. Skips documents of white space.
 
     Read all documents of a file before you request the next file.
-
-    Args:
-        argument: Name of the caller's argument that has the names. Errors name it.
-        names: Texts. Each is a file, a directory (all files in it and below, without hidden ones), a glob such as
-            `texts/**/*.md`, a Hugging Face dataset (`hf:owner/name`, `hf:owner/name/CONFIG@SPLIT` or `hf:DIRECTORY`), or a
-            named corpus (`python-docs`, `python-source` or `synthetic`).
-        field: Name of the field with the text, in the objects of .jsonl files, or of the column, in .parquet files and
-            datasets.
-        documents: `joined` cuts a text without lines that read `<|endoftext|>` into blocks. `separate` raises an error for it.
-
-    Yields:
-        The path of a file, and an iterator over its documents as bytes, which reads the file lazily. For a dataset or a named
-        corpus, its name as a path.
-
-    Raises:
-        DataError: If a name has no file or no documents; if a file cannot be read, is damaged, is not text or lacks the field;
-            if `separate` needs lines that a text does not have; or if an optional library is missing.
     """
     files = []
     for name in names:
@@ -202,8 +165,7 @@ Rows: TypeAlias = Iterator[tuple[str, dict[str, Any]]]
 def read_records(names: Sequence[str], fields: Sequence[str], convert: Callable[[Rows], Iterator[_T]]) -> Iterator[_T]:
     """Converts the records of JSON Lines files, Parquet files and datasets, file by file, in the order of the names.
 
-    `convert` reads the fields `fields` of the records of a file lazily. Raises DataError if a name has no file, a file is not
-    JSON Lines or Parquet, or a record is not an object, and adds the file to the message of a DataError of `convert`.
+    `convert` reads the fields `fields` of the records of a file lazily. A DataError that it raises gets the name of the file.
     """
 
     def objects(path: Path) -> Rows:
@@ -293,7 +255,6 @@ _JSON_TYPES |= {list: "an array", dict: "an object"}
 
 
 def _text_of(row: Any, field: str, place: str) -> bytes:
-    """Returns the string in `field` of a JSON value. Raises DataError if there is none."""
     is_object = isinstance(row, dict)
     if is_object and isinstance(row.get(field), str):
         return row[field].encode(errors="replace")  # JSON can encode an unpaired surrogate, which UTF-8 cannot
@@ -333,18 +294,7 @@ def _dataset_rows(name: str) -> Iterator[dict[str, Any]]:
 
 
 def library(name: str, *, extra: str = "") -> Any:
-    """Imports an optional library.
-
-    Args:
-        name: Name of the module.
-        extra: Extra of the jgraph package that installs the module, for the message. Empty for `name`.
-
-    Returns:
-        The module.
-
-    Raises:
-        DataError: If it is not installed. The message has the command that installs it.
-    """
+    """Imports an optional library, or raises a DataError with the command that installs it."""
     try:
         return importlib.import_module(name)
     except ImportError as e:
@@ -406,17 +356,10 @@ def without_surrogates(text: str) -> str:
 
 
 def cut(text: bytes, *, fewest_blocks: int = _FEWEST_BLOCKS) -> list[bytes]:
-    """Cuts a text into documents, in order. Leaves out documents of white space.
+    """Cuts a text into documents between lines that read `<|endoftext|>`, in order. Leaves out documents of white space.
 
-    Lines that read `<|endoftext|>` separate documents. A text without such lines is cut at line ends into blocks of about 16
-    KiB. Line ends around a document are removed.
-
-    Args:
-        text: Bytes of any encoding. UTF-8 characters stay whole.
-        fewest_blocks: A short text without separators is cut into at least about this many blocks.
-
-    Returns:
-        The documents. Empty if the text has only white space.
+    A text without such lines is cut at line ends into blocks of about 16 KiB, a short text into at least about `fewest_blocks`.
+    Line ends around a document are removed. Bytes of any encoding are accepted; UTF-8 characters stay whole.
     """
     documents = _separate(text)
     if len(documents) != 1:
@@ -455,20 +398,9 @@ def digest(document: bytes) -> bytes:
 
 
 def count_heldout(digests: Sequence[bytes], heldout_fraction: float = HELDOUT_FRACTION) -> int:
-    """Counts the held-out documents: the documents with a hash in the lowest `heldout_fraction` of all hashes.
+    """Returns the number k of held-out documents, those with the lowest hashes: 0 < k < len(digests), which ascend.
 
     If one side would be empty, the document nearest to the threshold changes sides, with all equal documents.
-
-    Args:
-        digests: SHA-256 of each document, 32 bytes, in ascending order.
-        heldout_fraction: Fraction in (0, 1).
-
-    Returns:
-        k, with 0 < k < len(digests): documents [0, k) are held out, the others are for training.
-
-    Raises:
-        ConfigError: If the fraction is not in (0, 1).
-        DataError: If there are no two different documents.
     """
     require(0 < heldout_fraction < 1, "heldout_fraction", heldout_fraction, "in (0, 1)")
     threshold = int(heldout_fraction * 2**64).to_bytes(8, "big")
@@ -495,14 +427,12 @@ _SUCCESSOR_OF_BITS = np.array([0, 0, 0, 0, 1, 1, 2, 3])
 
 
 def _python_docs() -> list[bytes]:
-    """Returns the language reference as `help()` shows it: the topics of `pydoc_data.topics`, by name."""
     from pydoc_data.topics import topics
 
     return [topics[name].encode() for name in sorted(topics)]
 
 
 def _python_source() -> list[bytes]:
-    """Returns the standard library's .py files, without tests and installed packages, sorted by path."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = []
     for folder, subfolders, names in os.walk(root):
@@ -512,11 +442,11 @@ def _python_source() -> list[bytes]:
 
 
 def _synthetic() -> list[bytes]:
-    """Returns 2 MiB of an order-2 Markov chain over 64 letters, digits and signs. The bytes are the same on every machine.
+    """Returns an order-2 Markov chain over 64 letters, digits and signs. The bytes are the same on every machine.
 
-    Each pair of symbols has four successors, drawn once, with probabilities 1/2, 1/4, 1/8 and 1/8. So the entropy rate is
-    1.75 bits or 1.2130 nats per symbol. The first two symbols of a document and its newline cannot be
-    predicted: they raise the lowest mean loss to about 1.2164 nats.
+    Each pair of symbols has four successors, drawn once, with probabilities 1/2, 1/4, 1/8 and 1/8. So the entropy rate is 1.75
+    bits or 1.2130 nats per symbol. The first two symbols of a document and its newline cannot be predicted: they raise the
+    lowest mean loss to about 1.2164 nats.
     """
     # Raw Philox output and a stable sort, not Generator methods: numpy promises to keep the former (NEP 19).
     bits = np.random.Philox(key=_SEED)

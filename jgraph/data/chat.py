@@ -105,7 +105,7 @@ def _render(messages: Sequence[Any], *, tools: Any = None, **options: Any) -> tu
 
 @functools.cache
 def _generated(template: str) -> tuple[list[str], bool]:
-    """Pins the date of a template. Returns a list that receives the text of each `{% generation %}` block, and if it has any.
+    """Pins the date of a template. Returns a list that gets the text of each `{% generation %}` block, and if it has any.
 
     `transformers` has no public way to do either: templates receive no functions.
     """

@@ -43,47 +43,24 @@ _LARGEST_VOCABULARY = 2**32 - 1
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a token file.
-
-    Attributes:
-        bytes_per_token: Bytes per id, 2 or 4.
-        num_tokens: Number of ids.
-        num_documents: Number of documents.
-        vocab_size: Vocabulary size; every id is smaller.
-        sha256: SHA-256 of the ids as stored, 64 hexadecimal digits.
-    """
+    """The header of a token file."""
 
     bytes_per_token: int
     num_tokens: int
     num_documents: int
-    vocab_size: int
-    sha256: str
+    vocab_size: int  # larger than every id
+    sha256: str  # of the ids as stored, 64 hexadecimal digits
 
     @property
     def dtype(self) -> np.dtype:
-        """The stored dtype, little-endian uint16 or uint32."""
         return np.dtype(f"<u{self.bytes_per_token}")
 
 
 class TokenFile:
     """The ids of a token file as a 1-D stream, memory-mapped. Opening it reads only the header.
 
-    `len(file)` is the number of ids. `file[start:stop]` returns the ids as a 1-D array of uint16 or uint32, a read-only view of
-    the map. It checks that they are below the vocabulary size in the header.
-
-    Attributes:
-        path: Path of the file.
-        header: The header of the file.
-
-    Args:
-        path: A token file, which `write_tokens` writes, such as train-00000.bin. The docstring of the module
-            `jgraph.data.tokenfile` has the format.
-
-    Raises:
-        DataError: If the file is not a token file, has another version, is truncated or too long, or has no tokens. From
-            `file[start:stop]`: if an id in the span is not below the vocabulary size, or the file was written to since it was
-            opened.
-        OSError: If the file cannot be read.
+    `file[start:stop]` returns a read-only view of the map. It raises DataError if an id is not below the vocabulary size in the
+    header, or the file was written to since it was opened.
     """
 
     def __init__(self, path: Path):
@@ -94,18 +71,12 @@ class TokenFile:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the ids, uint16 or uint32."""
         return self._ids.dtype
 
     def __len__(self) -> int:
         return len(self._ids)
 
     def __getitem__(self, span: slice, /) -> np.ndarray:
-        """Returns the ids of a span as a read-only view of the map. Checks them.
-
-        Raises:
-            DataError: If an id is not below the vocabulary size, or the file was written to since it was opened.
-        """
         self._check_unchanged()
         ids = self._ids[span]
         _check_ids(ids, self.header.vocab_size, self.path, first=span.indices(len(self))[0])
@@ -124,22 +95,9 @@ class TokenFile:
 
 
 class Concatenated:
-    """One or more streams of ids, end to end, as one 1-D stream. Copies nothing when it is created.
+    """One or more streams of ids of one dtype, end to end, as one 1-D stream. Copies nothing when it is created.
 
-    `len(stream)` is the total number of ids. `stream[start:stop]` returns the ids as a 1-D array with the dtype of the parts: a
-    view if they are in one part, else a copy.
-
-    Attributes:
-        parts: A tuple of the streams.
-
-    Args:
-        parts: The streams: 1-D arrays of ids, `TokenFile`s or `Concatenated`s, all of the same dtype.
-
-    Raises:
-        AssertionError: If the dtypes differ, or there are no parts.
-        IndexError: From `stream[start:stop:step]`, if the step is not 1.
-        DataError: From `stream[start:stop]`, if an id of a `TokenFile` is not below its vocabulary size, or its file was
-            written to since it was opened.
+    `stream[start:stop]` returns a view if the ids are in one part, else a copy.
     """
 
     def __init__(self, parts: "Sequence[Tokens]"):
@@ -149,19 +107,12 @@ class Concatenated:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the ids, the same for all parts."""
         return self.parts[0].dtype
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def __getitem__(self, span: slice, /) -> np.ndarray:
-        """Returns the ids of a span: a view if they are in one part, else a copy. Parts that are token files check their ids.
-
-        Raises:
-            IndexError: If the step of the slice is not 1.
-            DataError: If a token file is damaged, or was written to since it was opened.
-        """
         start, stop, stride = span.indices(len(self))
         if stride != 1:
             raise IndexError(f"stride is {stride}: must be 1")
@@ -179,11 +130,7 @@ Tokens: TypeAlias = np.ndarray | TokenFile | Concatenated
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Returns the dtype of a token file with ids below `vocab_size`: little-endian uint16 up to 65536, else uint32.
-
-    Args:
-        vocab_size: Vocabulary size, larger than every id. Not checked.
-    """
+    """Returns the dtype of a token file with ids below `vocab_size`: little-endian uint16 up to 65536, else uint32."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
@@ -191,21 +138,6 @@ def write_tokens(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int
     """Writes a token file, document by document, under a hidden temporary name until it is complete.
 
     If an error is raised, deletes the temporary file and leaves an existing file unchanged.
-
-    Args:
-        path: The file. Replaces an existing one. Its directory must exist.
-        documents: The ids of each document, as 1-D arrays of non-negative integers. No end-of-text token is added, so the
-            arrays must have it. Read once, one at a time.
-        vocab_size: Vocabulary size, larger than every id. Recorded in the header. The stored dtype is uint16 up to 65536, else
-            uint32.
-
-    Returns:
-        The header of the file.
-
-    Raises:
-        DataError: If an id is not in [0, vocab_size), a document is not a 1-D array of integers, there are no tokens, or
-            `vocab_size` is not in [1, 2**32 - 1].
-        OSError: If the file cannot be written.
     """
     if not 0 < vocab_size <= _LARGEST_VOCABULARY:
         raise DataError(f"{path}: vocab_size is {vocab_size}: must be in [1, {_LARGEST_VOCABULARY}], 32 bits per id")
@@ -216,7 +148,7 @@ def write_tokens(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int
     try:
         with partial.open("wb") as file:
             file.seek(_HEADER.size)
-            for document in documents:
+            for document in documents:  # read once. Each has its end-of-text token already
                 if document.ndim != 1 or not np.issubdtype(document.dtype, np.integer):
                     kind = f"{document.dtype}{list(document.shape)}"
                     raise DataError(f"{path}: the document at token {num_tokens} is of {kind}: must be a 1-D array of integers")
@@ -240,18 +172,7 @@ def write_tokens(path: Path, documents: Iterable[np.ndarray], *, vocab_size: int
 
 
 def read_header(path: Path) -> Header:
-    """Reads the header of a token file, and checks it against the length of the file. Does not read the ids.
-
-    Args:
-        path: The token file.
-
-    Returns:
-        The header.
-
-    Raises:
-        DataError: If the file is not a token file, has another version, is truncated or too long, or has no tokens.
-        OSError: If the file cannot be read.
-    """
+    """Reads the header of a token file, and checks it against the length of the file. Does not read the ids."""
     with path.open("rb") as file:
         start = file.read(_HEADER.size)
         found_bytes = os.fstat(file.fileno()).st_size
@@ -276,36 +197,13 @@ def read_header(path: Path) -> Header:
 
 
 def read_tokens(path: Path) -> np.memmap:
-    """Memory-maps the ids of a token file. Reads only the header, and does not check the ids.
-
-    Args:
-        path: The token file.
-
-    Returns:
-        All ids, a read-only 1-D array of uint16 or uint32.
-
-    Raises:
-        DataError: If the file is not a token file, has another version, is truncated or too long, or has no tokens.
-        OSError: If the file cannot be read.
-    """
+    """Memory-maps the ids of a token file, read-only. Reads only the header, and does not check the ids."""
     header = read_header(path)
     return np.memmap(path, dtype=header.dtype, mode="r", offset=_HEADER.size, shape=(header.num_tokens,))
 
 
 def verify(path: Path) -> Header:
-    """Reads a whole token file and checks it against its header.
-
-    Args:
-        path: The token file.
-
-    Returns:
-        The header.
-
-    Raises:
-        DataError: If the file is not a token file, has another version, is truncated or too long, or has no tokens; if the
-            SHA-256 of the ids differs from the header; or if an id is not below the vocabulary size.
-        OSError: If the file cannot be read.
-    """
+    """Reads a whole token file and checks it against its header: the SHA-256 and the largest id."""
     header = read_header(path)
     hasher = hashlib.sha256()
     first = 0

@@ -24,12 +24,7 @@ _AT_ONCE = 256
 
 
 def tokenizer_files(folder: Path, patterns: Sequence[str] = _FILES) -> list[str]:
-    """Returns the paths in a folder of the files of its tokenizer, sorted. Raises DataError for a link out of the folder.
-
-    Args:
-        folder: The folder.
-        patterns: Shell patterns of the files, relative to the folder.
-    """
+    """Returns the paths in a folder of the files of its tokenizer, sorted. Raises DataError for a link out of the folder."""
     found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     check_links(folder, *found)
     return sorted(path.relative_to(folder).as_posix() for path in found)
