@@ -29,25 +29,15 @@ _MUST = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, 
 
 
 class AdapterFolder(Folder):
-    """Reads a LoRA adapter from a PEFT folder. Writes nothing.
-
-    Args:
-        path: The folder.
-        field: Name of the caller's argument for the folder. Errors name it.
-
-    Raises:
-        ConfigError: If `path` is missing or not a folder. From the methods: if a file that they read is missing, truncated or
-            invalid, or a field of adapter_config.json has a wrong type or value.
-    """
+    """Reads a LoRA adapter from a PEFT folder. Writes nothing."""
 
     config_file = CONFIG_FILE
 
     def rank_and_alpha(self) -> tuple[int, float]:
-        """Returns the rank of all adapters, and alpha: the adapters are multiplied by alpha / rank.
+        """Returns the rank of all adapters, and alpha: they are multiplied by alpha / rank.
 
-        Raises:
-            ConfigError: If adapter_config.json has a feature that is not supported: another method than LoRA, DoRA, different
-                ranks or scales of layers, trained biases, or other trained parameters than adapters.
+        Raises ConfigError for features that are not supported: other methods than LoRA, DoRA, different ranks or scales of
+        layers, trained biases, and other trained parameters than adapters.
         """
         with self._config_errors():
             for name, allowed in _MUST.items():
@@ -60,14 +50,7 @@ class AdapterFolder(Folder):
             return rank, alpha * math.sqrt(rank) if fields.boolean(self.config, "use_rslora", False) else alpha
 
     def targets(self, parts: Mapping[str, Sequence[Part]]) -> tuple[str, ...]:
-        """Returns the names of the parameters with an adapter for one or more of their tensors.
-
-        Args:
-            parts: The tensors of every parameter of the model, by parameter name.
-
-        Raises:
-            ConfigError: If the folder has a tensor that belongs to no parameter, or has no tensor.
-        """
+        """Returns the names of the parameters with an adapter for one or more of their tensors, at least one."""
         of_tensor = {tensor: name for name, own in parts.items() for part in own for tensor in _tensors(part)}
         if unknown := [tensor for tensor in self._files if tensor not in of_tensor]:
             raise self.error(f"{WEIGHTS_FILE} has {unknown[0]}: must have LoRA matrices of the layers of the model only")
@@ -77,29 +60,15 @@ class AdapterFolder(Folder):
         return tuple(name for name in parts if name in found)
 
     def check_adapters(self, parts: Mapping[str, Sequence[Part]]) -> None:
-        """Checks that A and B of every adapter in the folder are complete and have the shapes of the model.
-
-        Args:
-            parts: The result of `adapter_parts`.
-
-        Raises:
-            ConfigError: If a matrix is missing, or has another shape or dtype.
-        """
+        """Checks that A and B of every adapter in the folder are complete and have the shapes of the model."""
+        # `parts` are those of `adapter_parts`.
         present = {_stem(tensor) for tensor in self._files}
         for part in itertools.chain.from_iterable(parts.values()):
             if _stem(part.tensor) in present:
                 self.check_tensor(part)
 
     def read(self, name: str, index: Box) -> np.ndarray:
-        """Reads a slice of a matrix. A matrix that is not in the folder is zero.
-
-        Args:
-            name: Name of the tensor, for example `base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`.
-            index: A tuple of one slice per axis, with start, stop and step 1.
-
-        Returns:
-            The slice.
-        """
+        """Reads a slice of a matrix. A matrix that is not in the folder is zero."""
         if name in self._files:
             return super().read(name, index)
         return np.zeros([part.stop - part.start for part in index], np.float32)
@@ -112,19 +81,7 @@ class AdapterFolder(Folder):
 def adapter_parts(
     parts: Mapping[str, Sequence[Part]], adapters: Mapping[str, Adapter], rank: int
 ) -> dict[str, tuple[Part, ...]]:
-    """Returns the tensors of adapters in a PEFT folder, and their positions in A and B.
-
-    Args:
-        parts: The tensors of every parameter of the model, by parameter name.
-        adapters: The adapters by the name of their parameter, from `AdaptedModel.adapters`.
-        rank: Rank of the adapters.
-
-    Returns:
-        Tuples of `Part`s by the names of A and B, for example `blocks/0/mlp/up/kernel_lora_a`.
-
-    Raises:
-        ConfigError: If the tensors of a parameter are not [N, K] matrices, or its adapter has not one part for each of them.
-    """
+    """Returns the tensors of adapters in a PEFT folder, by the names of A and B, such as `blocks/0/mlp/up/kernel_lora_a`."""
     found: dict[str, tuple[Part, ...]] = {}
     for name, adapter in adapters.items():
         starts = list(itertools.accumulate(adapter.widths, initial=0))
@@ -132,6 +89,7 @@ def adapter_parts(
         for part in parts[name]:
             *lead, _, column = part.start
             width, rows = part.shape[0], part.shape[-1]
+            # An adapter has one part for each tensor, which is an [N, K] matrix.
             is_linear = part.order == "transposed" and len(part.shape) == 2
             if not is_linear or (column, column + width) not in itertools.pairwise(starts):
                 must = "must select linear layers, and `tensor_rules` of the model must give parts to concatenated layers"
@@ -151,12 +109,9 @@ def write_adapter(
     *,
     rank: int,
     alpha: float,
-    base: str,
+    base: str,  # name of the base model, or ""
 ) -> list[Path]:
-    """Writes adapters as a PEFT folder in float32, and returns the paths of its files. `base` names the base model, or is "".
-
-    Raises ConfigError for an adapter that has no PEFT format.
-    """
+    """Writes adapters as a PEFT folder in float32, and returns the paths of its files."""
     own = adapter_parts(parts, adapters, rank)
     targets = [_layer(part) for name in adapters for part in parts[name]]
     # PEFT adds adapters to all layers with a name ending in a target.

@@ -1,7 +1,7 @@
 """Typed reads from a Hugging Face config.json.
 
-Each function returns the default for a field that is missing or null, and raises a ConfigError that names the field for a value
-of another type or out of range. No jax here.
+Each function returns the default unchanged for a field that is missing or null. Without a default, the field is required. A
+value of another type or out of range raises a ConfigError that names the field. No jax here.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,108 +14,35 @@ _LARGEST = 2**31 - 1  # sizes and token ids are int32
 
 
 def integer(config: Mapping[str, Any], name: str, default: Any = _REQUIRED, *, least: int = 1) -> Any:
-    """Reads an integer from the fields of a config.json.
-
-    Args:
-        config: The fields of a config.json, by name. Not changed.
-        name: Name of the field.
-        default: Returned if the field is missing or null. Without this argument, the field is required.
-        least: Smallest allowed value. `default` may be smaller.
-
-    Returns:
-        The integer, or `default` unchanged.
-
-    Raises:
-        ConfigError: If the field is missing or null and `default` is not given, or its value is not an integer in [least,
-            2**31). True, False and floats such as 2.0 are not integers.
-    """
+    """Reads an integer in [least, 2**31). True, False and floats such as 2.0 are not integers."""
     allowed = f"an integer from {least} to {_LARGEST}"
     return _checked(config, name, default, lambda value: type(value) is int and least <= value <= _LARGEST, allowed)
 
 
 def number(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> float:
-    """Reads a number from the fields of a config.json.
-
-    Args:
-        config: The fields of a config.json, by name. Not changed.
-        name: Name of the field.
-        default: A number. Returned, as a float, if the field is missing or null. Without this argument, the field is required.
-
-    Returns:
-        The number as a float, or `default` as a float.
-
-    Raises:
-        ConfigError: If the field is missing or null and `default` is not given, or its value is not an integer or float in [0,
-            1e30].
-    """
+    """Reads an integer or a float in [0, 1e30], as a float."""
     allowed = "a finite number, at least 0"
     return float(_checked(config, name, default, lambda v: type(v) in (int, float) and 0 <= v <= 1e30, allowed))
 
 
 def boolean(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> bool:
-    """Reads a boolean from the fields of a config.json.
-
-    Args:
-        config: The fields of a config.json, by name. Not changed.
-        name: Name of the field.
-        default: Returned if the field is missing or null. Without this argument, the field is required.
-
-    Returns:
-        The boolean, or `default` unchanged.
-
-    Raises:
-        ConfigError: If the field is missing or null and `default` is not given, or its value is not true or false.
-    """
+    """Reads true or false."""
     return _checked(config, name, default, lambda value: type(value) is bool, "true or false")
 
 
 def string(config: Mapping[str, Any], name: str, default: Any = _REQUIRED) -> Any:
-    """Reads a string from the fields of a config.json.
-
-    Args:
-        config: The fields of a config.json, by name. Not changed.
-        name: Name of the field.
-        default: Returned if the field is missing or null. Without this argument, the field is required.
-
-    Returns:
-        The string, or `default` unchanged.
-
-    Raises:
-        ConfigError: If the field is missing or null and `default` is not given, or its value is not a string.
-    """
+    """Reads a string."""
     return _checked(config, name, default, lambda value: isinstance(value, str), "a string")
 
 
 def strings(config: Mapping[str, Any], name: str) -> list[str]:
-    """Reads a list of strings from the fields of a config.json.
-
-    Args:
-        config: The fields of a config.json, by name. Not changed.
-        name: Name of the field.
-
-    Returns:
-        The list. Empty if the field is missing or null.
-
-    Raises:
-        ConfigError: If the field has a value that is not a list of strings.
-    """
+    """Reads a list of strings, empty if the field is missing."""
     allowed = "a list of strings"
     return _checked(config, name, [], lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v), allowed)
 
 
 def mapping(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Reads a JSON object from the fields of a config.json.
-
-    Args:
-        config: The fields of a config.json, by name. Not changed.
-        name: Name of the field.
-
-    Returns:
-        The object as a dict. Empty if the field is missing or null.
-
-    Raises:
-        ConfigError: If the field has a value that is not an object.
-    """
+    """Reads a JSON object, empty if the field is missing."""
     return _checked(config, name, {}, lambda value: isinstance(value, dict), "an object")
 
 

@@ -25,28 +25,15 @@ _ROWS = 4096  # of a tensor, compared at once
 
 
 class Folder:
-    """Reads config.json and slices of tensors from a Hugging Face folder with safetensors files.
+    """Reads config.json and slices of tensors from a Hugging Face folder with safetensors files. Writes nothing.
 
-    The tensors are in model.safetensors, or in the files that model.safetensors.index.json lists. Never opens a pickle, or a
-    file outside the folder. A file may be a symbolic link into the folder or into the `blobs/` of its Hub cache. Writes
-    nothing.
-
-    Attributes:
-        config_file: Name of the file with the fields of `config`.
-        path: The folder.
-
-    Args:
-        path: The folder.
-        field: Name of the caller's argument for the folder. Errors name it.
-
-    Raises:
-        ConfigError: If `path` is missing or not a folder. From the other methods and properties: if a file that they read is
-            missing, truncated or invalid, or a field of config.json has a wrong type or value.
+    Never opens a pickle, or a file outside the folder. A file may be a symbolic link into the folder or into the `blobs/` of
+    its Hub cache. Methods raise ConfigError for a file that is missing, truncated or invalid.
     """
 
     config_file: ClassVar[str] = CONFIG_FILE
 
-    def __init__(self, path: Path, *, field: str):
+    def __init__(self, path: Path, *, field: str):  # `field` is the caller's argument for the folder, for errors
         self.path, self._field = Path(path), field
         self._open = functools.cache(lambda file: safe_open(file, "numpy"))
         check_exists(path, field=field)
@@ -54,47 +41,30 @@ class Folder:
             raise self.error("must be a folder, not a file")
 
     def error(self, wrong: str) -> ConfigError:
-        """Creates a ConfigError about the folder. Does not raise it.
-
-        Args:
-            wrong: The problem, such as `has no config.json`.
-
-        Returns:
-            An error with the message `FIELD` is PATH: WRONG, where FIELD is the argument `field` of the constructor.
-        """
+        """Returns an error about the folder. Does not raise it."""
         return ConfigError(f"`{self._field}` is {self.path}: {wrong}", field=self._field)
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """The content of config.json as a dict by field name. A property. The file is read at the first use only."""
         return self._json(self.config_file)
 
     @property
     def dtype(self) -> str:
-        """The dtype to compute in: `bfloat16` if config.json has this value in `dtype` or `torch_dtype`, else `float32`.
-
-        If config.json has both fields, `dtype` counts.
-        """
+        """The dtype to compute in."""
         with self._config_errors():
             dtype = fields.string(self.config, "dtype", fields.string(self.config, "torch_dtype", "float32"))
         return "bfloat16" if dtype == "bfloat16" else "float32"
 
     @property
     def window(self) -> int | None:
-        """The length of the longest sequence that the model was trained on, in tokens. None if unknown.
-
-        The value of the field `max_position_embeddings` of config.json. None if the field is missing or null.
-        """
+        """The length of the longest sequence that the model was trained on, in tokens. None if unknown."""
         with self._config_errors():
             return fields.integer(self.config, "max_position_embeddings", None)
 
     @property
     def ends(self) -> list[int]:
-        """The token ids that end a generated text, a list of ints.
-
-        As in `transformers`, the field `eos_token_id` of generation_config.json if the folder has this file, else that of
-        config.json: an id or a list of ids. Empty if the field is missing or null.
-        """
+        """The token ids that end a generated text."""
+        # As in `transformers`, generation_config.json has priority, also if it lacks the field.
         with self._config_errors():
             has_own = (self.path / GENERATION_FILE).exists()
             found = (self._json(GENERATION_FILE) if has_own else self.config).get("eos_token_id")
@@ -102,38 +72,14 @@ class Folder:
             return [fields.integer({"eos_token_id": id_}, "eos_token_id", least=0) for id_ in several if id_ is not None]
 
     def settings(self, names: HuggingFace, base: Any) -> Any:
-        """Returns the settings of the model in the folder. Reads config.json only.
-
-        Settings are the dataclass that the model class is built from.
-
-        Args:
-            names: The attribute `hugging_face` of the model class, which converts config.json to settings.
-            base: Settings of the model class. They have the values of the fields that config.json does not determine. Not
-                changed.
-
-        Returns:
-            A copy of `base` with the fields that config.json determines.
-
-        Raises:
-            ConfigError: If config.json cannot be read, has an invalid field, or describes a model that the class does not
-                support.
-        """
+        """Returns a copy of `base`, the settings of the model class, with the fields that config.json determines."""
         with self._config_errors():
             return replaced(base, names.settings(self.config))
 
     def check(self, names: HuggingFace, settings: Any) -> None:
         """Checks that the folder has exactly the tensors of a model with these settings.
 
-        Reads only the headers of the files, and stops at the first missing tensor. Builds no model.
-
-        Args:
-            names: The attribute `hugging_face` of the model class, which lists the tensors of a model.
-            settings: Settings of the model, as `Folder.settings` returns them.
-
-        Raises:
-            ConfigError: If a tensor is missing, has another shape, or has a dtype other than float32, bfloat16 or float16. If
-                there is a tensor that the model lacks and that matches no pattern of `names.ignored`. If a tensor in
-                `names.copies` differs from its original. If a file is missing or truncated.
+        Reads only the headers of the files, except for copies. Stops at the first missing tensor, and builds no model.
         """
         expected = set()
         for _, part in names.tensors(settings):
@@ -150,15 +96,7 @@ class Folder:
             raise self.error(f"has a tensor that the model does not have: {_some(unknown)}")
 
     def check_tensor(self, part: Part) -> None:
-        """Checks that the folder has a tensor, with its shape and an allowed dtype. Reads only the header of the file.
-
-        Args:
-            part: The tensor.
-
-        Raises:
-            ConfigError: If the tensor is missing, has another shape, or has a dtype other than float32, bfloat16 or float16. If
-                the file is missing or truncated.
-        """
+        """Checks that the folder has a tensor, with its shape and an allowed dtype. Reads only the header of the file."""
         name = part.tensor
         if name not in self._files:
             raise self.error(f"has no tensor {name}, which its {self.config_file} requires")
@@ -171,19 +109,7 @@ class Folder:
             raise self.error(f"{name} is {dtype}: must be one of {', '.join(_DTYPES)}")
 
     def read(self, name: str, index: Box) -> np.ndarray:
-        """Reads a slice of a tensor. The rest of the tensor is not read.
-
-        Args:
-            name: Name of a tensor in the folder.
-            index: A tuple of one slice per axis of the tensor, with step 1.
-
-        Returns:
-            The slice, in the dtype of the file: float32, float16 or bfloat16 of `ml_dtypes`.
-
-        Raises:
-            ConfigError: If the file cannot be read.
-            KeyError: If the folder has no such tensor. Call `check` first.
-        """
+        """Reads a slice of a tensor in the dtype of the file (bfloat16 is that of `ml_dtypes`). Call `check` first."""
         with self._reading(name):
             return self._open(self._files[name]).get_slice(name)[index]
 
@@ -195,7 +121,6 @@ class Folder:
 
     @functools.cached_property
     def _files(self) -> dict[str, Path]:
-        """The file of every tensor."""
         if (self.path / INDEX_FILE).exists():
             weight_map = self._json(INDEX_FILE).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
@@ -259,57 +184,25 @@ class Folder:
 
 
 def check_exists(path: str | Path, *, field: str) -> None:
-    """Checks that there is a file or folder at a path.
-
-    The error for an id on the Hugging Face Hub, such as `Qwen/Qwen3-0.6B`, has the command that downloads it.
-
-    Args:
-        path: Path of a model folder.
-        field: Name of the caller's argument for the path. The error names it.
-
-    Raises:
-        ConfigError: If there is nothing at `path`, or the path cannot be read.
-    """
+    """Checks that there is something at a path. The error for an id on the Hub has the command that downloads it."""
     with os_errors(field, path, "read"):
         if not Path(path).exists():
             raise ConfigError(f"`{field}` is {path}: no such folder{download_hint(path)}", field=field)
 
 
 def replaced(settings: Any, changes: Mapping[str, Any]) -> Any:
-    """Returns a copy of a dataclass with changed fields. The constructor validates the fields again, and may raise its errors.
+    """Returns a copy of a dataclass with changed fields. A mapping changes fields of a nested dataclass.
 
-    Args:
-        settings: The dataclass. Not changed.
-        changes: New values by field name. If the new value is a mapping, the old value of the field must be a dataclass. The
-            new value is then a copy of the old one, with the changes in the mapping.
-
-    Returns:
-        A new dataclass of the type of `settings`.
-
-    Raises:
-        TypeError: If a name in `changes` is not a field of the dataclass, or has a mapping but its old value is no dataclass.
-        AttributeError: If a name in `changes` is not a field of the dataclass, and its value is a mapping.
+    The constructor validates the fields again, and may raise its errors.
     """
     nested = {name: replaced(getattr(settings, name), value) for name, value in changes.items() if isinstance(value, Mapping)}
     return dataclasses.replace(settings, **{**changes, **nested})
 
 
 def read(folder: Folder, parts: Sequence[Part], shape: tuple[int, ...], dtype: Any, index: Box) -> np.ndarray:
-    """Assembles a slice of a parameter from slices of tensors. Reads only the parts of the files that overlap with the slice.
+    """Assembles a slice of a parameter from slices of tensors, cast to `dtype`. Reads only the parts of the files that overlap.
 
-    Args:
-        folder: The folder with the tensors.
-        parts: The tensors of the parameter and their positions in it. Together they must fill the parameter. Not checked.
-        shape: Shape of the whole parameter.
-        dtype: numpy dtype of the result, to which the tensors are cast.
-        index: A tuple of one slice per axis of the parameter, with step 1.
-
-    Returns:
-        A new array with the shape of the slice and the dtype `dtype`.
-
-    Raises:
-        ConfigError: If a file cannot be read.
-        KeyError: If the folder has no tensor of a part. Call `Folder.check` first.
+    The parts must fill the parameter, which is not checked. Call `Folder.check` first.
     """
     bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
     found = np.empty([stop - start for start, stop in bounds], dtype)

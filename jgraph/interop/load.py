@@ -14,22 +14,7 @@ from jgraph.types import Tree
 
 
 def load(folder: Folder, parts: Mapping[str, Sequence[Part]], like: Tree) -> Tree:
-    """Loads the parameters of a model from a folder, one parameter at a time. Call `Folder.check` first.
-
-    Each process reads only the shards of its own devices. Tensors are cast to the dtypes of `like`.
-
-    Args:
-        folder: The folder with the tensors.
-        parts: The tensors of every parameter and their positions in it, by parameter name (`blocks/0/mlp/up/kernel`).
-        like: Pytree of the parameters as `jax.ShapeDtypeStruct`s. A leaf without a sharding is placed on the first device.
-
-    Returns:
-        A pytree of `jax.Array` with the structure, shapes, dtypes and shardings of `like`.
-
-    Raises:
-        ConfigError: If a file cannot be read.
-        AssertionError: If `parts` has other parameter names than `like`, or the tensors do not fill a parameter.
-    """
+    """Loads the parameters of a model, cast and placed as the `jax.ShapeDtypeStruct`s of `like`. Call `Folder.check` first."""
     check_filled(parts, dict(zip(leaf_names(like), (leaf.shape for leaf in jax.tree.leaves(like)), strict=True)))
 
     def leaf(path: Any, aval: jax.ShapeDtypeStruct) -> jax.Array:

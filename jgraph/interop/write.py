@@ -23,16 +23,13 @@ def write(
     to: Path,
     config: Mapping[str, Any],
     parts: Mapping[str, Sequence[Part]],
-    parameter: Callable[[str], np.ndarray],
+    parameter: Callable[[str], np.ndarray],  # called once for each name, in order, so that one is in memory at a time
     *,
-    dtype: str,
+    dtype: str,  # of `_DTYPES`
     beside: Mapping[str, Path] = MappingProxyType({}),
     file_bytes: int = _FILE_BYTES,
 ) -> list[Path]:
-    """Writes a Hugging Face folder: config.json with `dtype`, the files `beside`, and safetensors files of up to `file_bytes`.
-
-    Calls `parameter` once for each name in `parts`, so that one is in memory at a time. Returns the paths of the files.
-    """
+    """Writes a Hugging Face folder: config.json with `dtype`, the files `beside`, and tensors. Returns its files."""
     with new_folder(to) as folder:
         copy_files(beside, folder)
         write_json(folder / CONFIG_FILE, dict(config) | {"dtype": dtype, "torch_dtype": dtype})
@@ -50,15 +47,7 @@ def write(
 
 
 def write_tensors(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes a safetensors file.
-
-    Args:
-        file: Path of the file.
-        arrays: Contiguous arrays by tensor name.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
+    """Writes contiguous arrays to a safetensors file. Raises OSError if it cannot be written."""
     file.touch()
     mode = file.stat().st_mode  # by the umask; the library makes files that only their owner can read
     try:
@@ -69,7 +58,6 @@ def write_tensors(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _tensors_by_file(parts: Mapping[str, Sequence[Part]], itemsize: int, file_bytes: int) -> list[list[str]]:
-    """Returns the names of the tensors in each file."""
     files: list[list[str]] = [[]]
     size = 0
     for part in (part for of_parameter in parts.values() for part in of_parameter):
@@ -85,16 +73,7 @@ def _tensors_by_file(parts: Mapping[str, Sequence[Part]], itemsize: int, file_by
 def tensors_of(
     parts: Mapping[str, Sequence[Part]], parameter: Callable[[str], np.ndarray], dtype: str
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the tensors of parameters, one parameter at a time.
-
-    Args:
-        parts: The tensors of every parameter and their positions in it, by parameter name.
-        parameter: Called with each name in `parts`, once and in order. Must return the whole parameter as a numpy array.
-        dtype: Dtype of the tensors, `float32` or `bfloat16`.
-
-    Yields:
-        Name and contiguous array of each tensor.
-    """
+    """Yields the tensors of parameters as contiguous arrays, one parameter at a time."""
     for name, of_parameter in parts.items():
         whole = parameter(name)
         for part in of_parameter:
@@ -103,10 +82,5 @@ def tensors_of(
 
 
 def write_json(path: Path, fields: Mapping[str, Any]) -> None:
-    """Writes fields as an indented JSON object.
-
-    Args:
-        path: Path of the file.
-        fields: The fields.
-    """
+    """Writes an indented JSON object."""
     path.write_text(json.dumps(fields, indent=2) + "\n")

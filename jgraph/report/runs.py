@@ -21,33 +21,7 @@ _POINTS = 2000
 
 
 def compared(paths: Sequence[Path]) -> dict[str, Json]:
-    """Reads run directories and returns the data of the report page as JSON values. Writes nothing.
-
-    Args:
-        paths: Run directories of `python -m jgraph.train`, at least one. The runs may still be training.
-
-    Returns:
-        - `title`: the title of the page.
-        - `about`: {"date": the current UTC time in ISO format}.
-        - `runs`: one dict per path, in the order of `paths`:
-            - `name`: name of the directory, or its path if several have the same name.
-            - `state`: "finished" if all planned steps are done. Otherwise "running, or killed" if the run has a lock file, and
-              "stopped" if not.
-            - `done`: number of the last step in the log, 0 if there is none.
-            - `steps`: number of planned steps, None if unknown.
-            - `tokens_per_step`: number of tokens in a batch, None if unknown.
-            - `tokens_per_second`: median over the run, None if unknown.
-            - `curves`: dict by name of the metric: loss, eval_loss, learning_rate, grad_norm, tokens_per_second and
-              peak_memory_bytes, each only if it has a finite value. A value is a dict of lists of equal length: `step`,
-              `seconds` (training time), `value` (None for infinities and NaN) and `mean`. Of long curves only about 2000
-              points are selected by `thinned`, and `mean` is the mean of the points around each. Otherwise `mean` is None, not
-              a list.
-            - `samples`: generated texts, a list of dicts with the keys `step`, `prompt` and `text`.
-            - `config`: the settings as strings, by name, e.g. `model.num_heads`.
-
-    Raises:
-        ConfigError: If there are no paths, or one of them does not exist or has no config.json.
-    """
+    """Reads run directories, which may still be training, and returns the data of the report page. Writes nothing."""
     if not paths:
         raise ConfigError("`runs` is empty: must name at least one run directory", field="runs")
     names = [path.absolute().name for path in paths]
@@ -58,19 +32,11 @@ def compared(paths: Sequence[Path]) -> dict[str, Json]:
 
 
 def thinned(values: Sequence[float | None], most: int = _POINTS) -> list[tuple[int, float | None]]:
-    """Selects the values of a curve to draw.
+    """Selects the values of a curve to draw, approximately `most`. Returns (index, mean of its stretch) of each.
 
-    A curve with more than `most` values is divided into stretches of equal length; the last one may be shorter. Of each stretch
-    the first value, the minimum, the maximum and the first missing value are selected. The last value of the curve is always
-    selected. Of a curve with at most `most` values, all are selected, and each is a stretch of its own.
-
-    Args:
-        values: The values of the curve in order; None for a missing value.
-        most: Approximate maximum number of values to select. The default is 2000.
-
-    Returns:
-        One tuple (index in `values`, mean) per selected value, by ascending index. The mean is over the values of the stretch
-        that are present, and None if there are none.
+    A longer curve is divided into stretches of equal length; the last one may be shorter. Of each, the first value, the
+    minimum, the maximum and the first missing value are selected, and the last value of the curve. Otherwise all values are
+    selected.
     """
     size = 1 if len(values) <= most else math.ceil(4 * len(values) / most)
     selected: list[tuple[int, float | None]] = []
@@ -86,7 +52,6 @@ def thinned(values: Sequence[float | None], most: int = _POINTS) -> list[tuple[i
 
 
 def _run(path: Path, name: str) -> dict[str, Json]:
-    """Returns the data of a run; raises ConfigError if there is none."""
     run_dir = RunDir(path)
     if not run_dir.config.exists():
         problem = "must be a run directory, with a config.json" if path.exists() else "does not exist; name a run directory"
@@ -102,6 +67,7 @@ def _run(path: Path, name: str) -> dict[str, Json]:
         config["corpus.fingerprint"] = config["corpus.fingerprint"][:12]
     return {
         "name": name,
+        # A run that is killed leaves its lock file.
         "state": "finished" if steps is not None and done >= steps else state,
         "done": done,
         "steps": steps,
@@ -114,15 +80,7 @@ def _run(path: Path, name: str) -> dict[str, Json]:
 
 
 def _curve(entries: Sequence[Mapping[str, Json]], name: str) -> dict[str, list[float | None] | None]:
-    """Returns the points of a curve: `step`, `seconds`, `value` and, if the curve is thinned, `mean`.
-
-    Args:
-        entries: The entries of metrics.jsonl.
-        name: The metric. Entries without it are skipped; infinities and NaN become None.
-
-    Returns:
-        One list per key, empty if no value is finite. `mean` is None if the curve is not thinned.
-    """
+    """Returns the points of a metric, as lists of equal length. All are empty if no value is finite."""
     entries = [entry for entry in entries if name in entry]
     values = [_number(entry[name]) for entry in entries]
     if all(value is None for value in values):
@@ -131,7 +89,7 @@ def _curve(entries: Sequence[Mapping[str, Json]], name: str) -> dict[str, list[f
     return {
         "step": [entries[i]["step"] for i, _ in shown],
         "seconds": [_number(entries[i].get("seconds")) for i, _ in shown],
-        "value": [values[i] for i, _ in shown],
+        "value": [values[i] for i, _ in shown],  # None for infinities and NaN
         "mean": [mean for _, mean in shown] if len(shown) < len(values) else None,
     }
 
