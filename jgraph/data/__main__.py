@@ -128,10 +128,13 @@ def show(
 def _show_chat(names: list[str], tokenizer: Path | None, template: Path | None, record: int) -> None:
     with os_errors("tokenizer", tokenizer, "read"):
         reader = ChatReader(Tokenizer.of(tokenizer, template))
-    shown, conversations, tokens, trained = None, 0, 0, 0
+    shown = None
+    conversations = tokens = trained = 0
     for one in reader.read(names):
         shown = one if conversations == record else shown
-        conversations, tokens, trained = conversations + 1, tokens + len(one.ids), trained + int(one.trained.sum())
+        conversations += 1
+        tokens += len(one.ids)
+        trained += int(one.trained.sum())
     require(shown is not None, "record", record, f"a number below {conversations}, the number of records")
     assert shown is not None
     console = FlagConsole(highlight=False, soft_wrap=True)

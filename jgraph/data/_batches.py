@@ -3,26 +3,23 @@
 Rows are numbered from the first row of step 0. `_deal` maps a row to a source and to a row of that source. The order of the
 source maps this row to tokens. No state is kept between rows.
 
-A row has seq_len + 1 tokens and overlaps its neighbour by one: its last target is the next row's first input.
-`shuffled_windows` shuffles the rows of the stream. `shuffled_documents` shuffles whole documents, concatenates them, and
-shuffles the rows of the result. Packed rows of conversations do not overlap; `shuffled_rows` shuffles them.
-
-Random numbers are raw Philox output, which numpy keeps stable across versions; `Generator` methods may change (NEP 19).
+A row has seq_len + 1 tokens and overlaps its neighbour by one: its last target is the next row's first input. Packed rows of
+conversations do not overlap.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
-from functools import cached_property, lru_cache
-from itertools import accumulate
+from functools import cached_property
 from operator import gt
 from typing import Literal, TypeAlias
 
 import numpy as np
 
+from jgraph.data._orders import Index, Order, Span, shuffled_documents, shuffled_rows, shuffled_windows
 from jgraph.data._texts import Documents
 from jgraph.data.tokenfile import Tokens
 from jgraph.errors import DataError, require
@@ -31,78 +28,13 @@ from jgraph.errors import DataError, require
 
 Batch: TypeAlias = np.ndarray | dict[str, np.ndarray]
 Shuffle: TypeAlias = Literal["windows", "documents"]
-_Span: TypeAlias = tuple[int, int]
-_Epoch: TypeAlias = Callable[[np.ndarray], list[list[_Span]]]
-"""Maps int64 row numbers of one epoch, ascending, to the [start, stop) spans of each row."""
 
-_BLOCK = 64  # documents for each stored prefix sum: 1.25 MB for ten million documents
-_DOCUMENTS_AT_ONCE = 1 << 16  # arrays of half a MiB, which fit in a cache
-_ROUNDS = 6  # even, so that the two halves of an odd number of bits end in their places
-_FEWEST_BITS = 8  # with fewer, some permutations of ten numbers are clearly more frequent than others
-# Odd 64-bit constants with irregular bits: the fractional parts of the golden ratio and of the square root of 3.
-_GOLDEN, _ROOT = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
-
-
-@dataclass(frozen=True, eq=False)
-class _Order:
-    """The row order of one source, epoch after epoch."""
-
-    num_rows: int  # of an epoch
-    # Prepares an epoch from its number, in about 0.1 us per row or document: far less than reading the epoch. Caches the last
-    # two epochs, because a batch may span two.
-    epoch: Callable[[int], _Epoch]
-
-    def spans(self, rows: np.ndarray) -> list[list[_Span]]:
-        """Returns the spans of each row. `rows` are int64, ascending, and continue from epoch to epoch."""
-        numbers, places = np.divmod(rows, self.num_rows)
-        return [spans for number in np.unique(numbers).tolist() for spans in self.epoch(number)(places[numbers == number])]
-
-
-@dataclass(frozen=True, eq=False)
-class Index:
-    """The document boundaries of a stream of one or more parts, such as token files. `len(index)` counts the documents."""
-
-    # Position after the last token of each document, relative to the start of its part: unsigned integers, memory-mapped for
-    # token files, or int64.
-    ends: np.ndarray
-    documents: Sequence[int]  # of each part
-    tokens: Sequence[int]  # of each part
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    @cached_property
-    def _firsts(self) -> np.ndarray:
-        return np.array([0, *accumulate(self.documents)][:-1])
-
-    @cached_property
-    def _bases(self) -> np.ndarray:
-        return np.array([0, *accumulate(self.tokens)][:-1])
-
-    def firsts(self, start: int, stop: int) -> np.ndarray:
-        """Returns bool [stop - start], True for a token of the span that begins a document, and for its first token."""
-        found = np.zeros(stop - start, bool)
-        found[0] = True
-        for first, base, documents, tokens in zip(self._firsts, self._bases, self.documents, self.tokens, strict=True):
-            low, high = max(start, base), min(stop, base + tokens)
-            if low < high:
-                ends = self.ends[first : first + documents]
-                inside = slice(*np.searchsorted(ends, [low - base, high - base]))  # a document begins where another ends
-                found[ends[inside].astype(np.int64) + base - start] = True
-                found[low - start] |= low == base
-        return found
-
-    def spans(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the position of the first token of each document in the stream, and its length, both int64 [n]."""
-        parts = np.searchsorted(self._firsts, documents, side="right") - 1
-        ends = self.ends[documents].astype(np.int64)
-        starts = np.where(documents == self._firsts[parts], 0, self.ends[documents - 1].astype(np.int64))
-        return starts + self._bases[parts], ends - starts
+_STEPS_AHEAD = 2  # their batches are in memory, and the requested one
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Loss mask and counts of a stream that consists of rows of whole conversations. Made by `packed`."""
+    """Loss mask and counts of a stream that consists of rows of whole conversations. Made by `pack_rows`."""
 
     # bool, one per token of the stream. False for padding and for the first token of a conversation, which nothing predicts.
     trained: np.ndarray
@@ -138,7 +70,7 @@ class Source:
         return self.index
 
 
-_Rows: TypeAlias = list[tuple[Source, list[_Span]]]
+_Rows: TypeAlias = list[tuple[Source, list[Span]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +109,7 @@ class Batches:
         return _integers(self._sources)
 
     @cached_property
-    def _orders(self) -> list[_Order]:
+    def _orders(self) -> list[Order]:
         orders = []
         for number, source in enumerate(self._sources):
             options = {"seq_len": self.seq_len, "seed": self.seed, "source": number}
@@ -267,30 +199,33 @@ def heldout_batches(
         num_rows -= num_rows % batch_size
     counts = _counts(weights, num_rows)
     rows: _Rows = []
-    for source, place in (_deal(weights, row) for row in range(num_rows)):
+    for row in range(num_rows):
+        number, place = _deal(weights, row)
         # Windows overlap by one token: the last target is the next window's first input. Packed rows do not overlap.
-        stride = seq_len + (sources[source].packed is not None)
-        start = place * windows[source] // counts[source] * stride
-        rows.append((sources[source], [(start, start + seq_len + 1)]))
-    rows_BS, parts = _read(rows, seq_len), [slice(i, i + batch_size) for i in range(0, num_rows, batch_size)]
+        stride = seq_len if sources[number].packed is None else seq_len + 1
+        start = place * windows[number] // counts[number] * stride
+        rows.append((sources[number], [(start, start + seq_len + 1)]))
+    rows_BS = _read(rows, seq_len)
+    parts = [slice(i, i + batch_size) for i in range(0, num_rows, batch_size)]
     if documents == "joined":
         return [rows_BS[part] for part in parts]
-    firsts_BS, trained = _firsts(rows), _trained(rows)
-    return [apart(rows_BS[part], firsts_BS, part, trained=trained) for part in parts]
+    firsts_BS = _firsts(rows)
+    trained_BS = _trained(rows)
+    return [apart(rows_BS[part], firsts_BS, part, trained=trained_BS) for part in parts]
 
 
 class Ahead:
     """Reads the batches of the next steps in a thread while a step runs. `ahead[step]` equals `batches[step]`."""
 
-    def __init__(self, batches: Batches, *, steps: int = 2):
-        # `steps` batches are in memory, and the requested one. The thread ends with the process.
-        self._batches, self._steps = batches, steps
+    def __init__(self, batches: Batches):
+        self._batches = batches
+        # The thread ends with the process.
         self._worker = ThreadPoolExecutor(1, "jgraph-read")
         self._read: dict[int, Future[Batch]] = {}
 
     def __getitem__(self, step: int, /) -> Batch:
         """Waits if the batch is not read yet. Forgets batches of earlier steps; a later request reads them again."""
-        steps = range(step, step + self._steps + 1)
+        steps = range(step, step + 1 + _STEPS_AHEAD)
         self._read = {s: self._read.get(s) or self._worker.submit(self._batches.__getitem__, s) for s in steps}
         return self._read[step].result()
 
@@ -318,7 +253,8 @@ def _counts(weights: Sequence[int], rows: int) -> list[int]:
     The first source gets its share, rounded. The remaining rows are divided among the other sources in the same way. Each count
     is within half the number of sources of the exact share.
     """
-    rest, counts = sum(weights), []
+    rest = sum(weights)
+    counts = []
     for weight in weights:
         counts.append((2 * rows * weight + rest) // (2 * rest))
         rows -= counts[-1]
@@ -353,120 +289,3 @@ def _trained(rows: _Rows) -> np.ndarray | None:
     """Returns the loss mask of packed rows, bool [rows, seq_len + 1]. None for text."""
     masks = [source.packed.trained[start:stop] for source, ((start, stop), *_) in rows if source.packed is not None]
     return np.stack(masks) if masks else None
-
-
-# --- Orders ---
-
-
-def shuffled_windows(num_tokens: int, *, seq_len: int, seed: int, source: int = 0) -> _Order:
-    """Returns an order that cuts a stream into rows and shuffles the rows in each epoch."""
-    # Each epoch cuts the stream at its own offset, so up to 2 * seq_len - 1 tokens at its ends are left out.
-    num_rows = max(1, (num_tokens - seq_len) // seq_len)
-    num_offsets = min(seq_len, num_tokens - num_rows * seq_len)
-
-    @lru_cache(maxsize=2)
-    def epoch(number: int) -> _Epoch:
-        bits = _bits(seed, number, source)
-        offset = int(bits.random_raw()) % num_offsets
-        shuffled = np.argsort(bits.random_raw(num_rows), kind="stable").astype(np.uint32)
-
-        def spans(places: np.ndarray) -> list[list[_Span]]:
-            starts = offset + shuffled[places].astype(np.int64) * seq_len
-            return [[(start, start + seq_len + 1)] for start in starts.tolist()]
-
-        return spans
-
-    return _Order(num_rows, epoch)
-
-
-def _bits(seed: int, epoch: int, source: int) -> np.random.Philox:
-    # Draws increment the low bits of the counter. The highest 64 bits separate sources that share a key: their orders are
-    # independent.
-    return np.random.Philox(key=seed | epoch << 64, counter=source << 192)
-
-
-def shuffled_rows(num_rows: int, *, seq_len: int, seed: int, source: int = 0) -> _Order:
-    """Returns an order that shuffles packed rows, which do not overlap, in each epoch."""
-
-    @lru_cache(maxsize=2)
-    def epoch(number: int) -> _Epoch:
-        shuffled, size = permutation(num_rows, _bits(seed, number, source)), seq_len + 1
-        return lambda places: [[(row * size, (row + 1) * size)] for row in shuffled(places).tolist()]
-
-    return _Order(num_rows, epoch)
-
-
-def shuffled_documents(num_tokens: int, index: Index, *, seq_len: int, seed: int, source: int = 0) -> _Order:
-    """Returns an order that shuffles documents in each epoch, cuts their concatenation into rows, and shuffles the rows.
-
-    An epoch leaves out at most seq_len tokens.
-    """
-    num_rows = (num_tokens - 1) // seq_len
-
-    @lru_cache(maxsize=2)
-    def epoch(number: int) -> _Epoch:
-        bits = _bits(seed, number, source)
-        shuffled, rows = permutation(len(index), bits), permutation(num_rows, bits)
-        sums = [np.zeros(1, np.int64)]
-        for first in range(0, len(index), _DOCUMENTS_AT_ONCE):
-            places = np.arange(first, min(first + _DOCUMENTS_AT_ONCE, len(index)))
-            _, lengths = index.spans(shuffled(places))
-            sums.append(np.add.reduceat(lengths, np.arange(0, len(places), _BLOCK)))
-        block_starts = np.cumsum(np.concatenate(sums))
-        if block_starts[-1] != num_tokens:
-            raise DataError(
-                f"`data` has {num_tokens} tokens, but its documents have {block_starts[-1]}: it is damaged; copy it again"
-            )
-
-        def spans(places: np.ndarray) -> list[list[_Span]]:
-            starts = rows(places) * seq_len
-            stops = starts + seq_len + 1
-            # Every document of the blocks that a row touches, row after row.
-            blocks = np.searchsorted(block_starts, starts, side="right") - 1
-            firsts = blocks * _BLOCK
-            sizes = np.minimum(np.searchsorted(block_starts, stops) * _BLOCK, len(index)) - firsts
-            row, skipped = np.repeat(np.arange(len(places)), sizes), np.cumsum(sizes) - sizes
-            begins, lengths = index.spans(shuffled(np.arange(len(row)) + (firsts - skipped)[row]))
-            # The position of each document in the concatenation.
-            before = np.cumsum(lengths) - lengths
-            position = before + (block_starts[blocks] - before[skipped])[row]
-            low, high = np.maximum(starts[row] - position, 0), np.minimum(stops[row] - position, lengths)
-            found: list[list[_Span]] = [[] for _ in places]
-            for k in np.flatnonzero(low < high).tolist():
-                found[row[k]].append((int(begins[k] + low[k]), int(begins[k] + high[k])))
-            return found
-
-        return spans
-
-    return _Order(num_rows, epoch)
-
-
-def permutation(size: int, bits: np.random.Philox) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a pseudorandom permutation of range(size) that takes no memory. Draws six numbers from `bits`."""
-    # A Feistel network is a permutation of the numbers with a given count of bits, for any round function (Luby and Rackoff,
-    # "How to construct pseudorandom permutations from pseudorandom functions", 1988).
-    keys = bits.random_raw(_ROUNDS)
-    num_bits = max(_FEWEST_BITS, (size - 1).bit_length())
-    low_bits = num_bits // 2
-    widths = np.array([num_bits - low_bits, low_bits], np.uint64)
-
-    def feistel(numbers: np.ndarray) -> np.ndarray:
-        high, low = numbers >> widths[1], numbers & ((np.uint64(1) << widths[1]) - np.uint64(1))
-        for index, key in enumerate(keys):
-            mixed = (low + key) * _GOLDEN
-            mixed ^= mixed >> np.uint64(32)
-            mixed *= _ROOT
-            # The upper bits of a product depend on all bits of its factors.
-            mixed >>= np.uint64(64) - widths[index % 2]
-            high, low = low, high ^ mixed
-        return high << widths[1] | low
-
-    def permute(places: np.ndarray) -> np.ndarray:
-        found = feistel(places.astype(np.uint64))
-        # Results of at least `size` are permuted again until they are smaller: cycle walking (Black and Rogaway, "Ciphers with
-        # arbitrary finite domains", 2002), less than one more round trip on average.
-        while len(beyond := np.flatnonzero(found >= size)):
-            found[beyond] = feistel(found[beyond])
-        return found.astype(np.int64)
-
-    return permute

@@ -22,8 +22,9 @@ from typing import Literal
 import numpy as np
 
 from jgraph.data import _texts
-from jgraph.data._batches import Index, Source
-from jgraph.data._rows import Conversation, Truncate, packed
+from jgraph.data._batches import Source
+from jgraph.data._orders import Index
+from jgraph.data._rows import Conversation, Truncate, pack_rows
 from jgraph.data._texts import FIELD, Documents, Format
 from jgraph.data.chat import ChatReader
 from jgraph.data.tokenfile import ENDS_FILE, Concatenated, TokenFile, Tokens, read_tokens
@@ -77,20 +78,35 @@ def load(
     data: str | Sequence[str],
     *,
     seq_len: int,
-    vocab_size: int | None,  # rows of the model's embedding. None accepts all ids
-    # The tokenizer that reads text, or its folder or tokenizer.json. None: that of token files beside the text, else bytes. A
-    # directory of token files with its own tokenizer does not use it.
+    vocab_size: int | None,
     tokenizer: Tokenizer | Path | None = None,
     field: str = FIELD,
     documents: Documents = "joined",
     format: Format = "text",
-    template: Path | None = None,  # replaces the chat templates of the folder, if `tokenizer` is not a `Tokenizer`
+    template: Path | None = None,
     truncate: Truncate = "end",
 ) -> Corpus:
     """Opens a corpus: reads texts into memory, and memory-maps token files. Writes nothing.
 
-    Entries of `data` are the names in `jgraph.data._texts`, and directories of token files. With weights, NAME:WEIGHT, each
-    entry is a source with that share of the rows. Without weights, shares are proportional to sizes.
+    Args:
+        data: One entry or several: names of `--data` of `python -m jgraph.train`, with or without weights. Without weights, all
+            texts together are one source, each directory of token files is one, and shares are proportional to sizes.
+        seq_len: Predicted tokens per row. Each side of each source must have at least seq_len + 1 tokens.
+        vocab_size: Rows of the model's embedding, larger than every id. None accepts all ids.
+        tokenizer: The tokenizer that reads text, or its folder or tokenizer.json. None reads text beside token files with their
+            tokenizer, and other text as bytes. A directory of token files with its own tokenizer does not use it.
+        field: Field of the text in .jsonl files, or its column in .parquet files and datasets.
+        documents: `separate` requires document boundaries of every source. `joined` accepts all sources.
+        format: `chat` reads every entry as chat records, and packs them into rows.
+        template: File of a chat template that replaces those of the folder, if `tokenizer` is not a `Tokenizer`.
+        truncate: Action for a conversation that is longer than a row, described at `Truncate`.
+
+    Returns:
+        The corpus. A tenth of the documents of each text source is held out. Token files keep their sides.
+
+    Raises:
+        ConfigError: If a weight is not positive and finite, or only some entries have one.
+        DataError: If data is missing, damaged, too short, or does not fit the tokenizer, the vocabulary or the settings.
     """
     names = [data] if isinstance(data, str) else data
     try:
@@ -103,9 +119,9 @@ def load(
             tokenizer = Tokenizer.of(beside)
         if format == "chat":
             reader = ChatReader(tokenizer)
-            parts = [_weighted(_of_chat(group, reader, seq_len, truncate), weight) for group, weight in groups]
+            parts = [_with_weight(_read_chats(group, reader, seq_len, truncate), weight) for group, weight in groups]
         else:
-            parts = [_weighted(_open(group, tokenizer, field, documents), weight) for group, weight in groups]
+            parts = [_with_weight(_open(group, tokenizer, field, documents), weight) for group, weight in groups]
     except OSError as e:
         raise DataError(f"`data` is {' '.join(names)}: cannot be read: {e}") from e
     for part in parts:
@@ -186,12 +202,12 @@ def _open(names: list[str], tokenizer: Tokenizer, field: str, documents: Documen
     name = " ".join(names)
     with _texts.named("data", name):
         if _is_tokens(name):
-            return _of_directory(name, tokenizer)
+            return _open_directory(name, tokenizer)
         texts = [document for _, in_file in _texts.read("data", names, field, documents) for document in in_file]
-        return _of_text(name, texts, tokenizer)
+        return _split_documents(name, texts, tokenizer)
 
 
-def _of_chat(names: list[str], reader: ChatReader, seq_len: int, truncate: Truncate) -> Corpus:
+def _read_chats(names: list[str], reader: ChatReader, seq_len: int, truncate: Truncate) -> Corpus:
     """Reads chat records as one source, and packs each side into rows."""
     name = " ".join(names)
     with _texts.named("data", name):
@@ -205,7 +221,7 @@ def _of_chat(names: list[str], reader: ChatReader, seq_len: int, truncate: Trunc
             hashed.update(len(one.ids).to_bytes(8, "little") + one.ids.tobytes() + one.trained.tobytes())
 
         def side(own: list[Conversation]) -> tuple[Source, ...]:
-            return (packed(own, seq_len=seq_len, truncate=truncate, dtype=reader.tokenizer.dtype, name=name),)
+            return (pack_rows(own, seq_len=seq_len, truncate=truncate, dtype=reader.tokenizer.dtype, name=name),)
 
         return Corpus(
             name,
@@ -217,7 +233,7 @@ def _of_chat(names: list[str], reader: ChatReader, seq_len: int, truncate: Trunc
         )
 
 
-def _weighted(part: Corpus, weight: Fraction | None) -> Corpus:
+def _with_weight(part: Corpus, weight: Fraction | None) -> Corpus:
     """Sets the weight of a corpus of one source; None for its number of tokens."""
     weight = weight or Fraction(len(part.train))
     train, heldout = (tuple(replace(source, weight=weight) for source in side) for side in (part.sources, part.heldout_sources))
@@ -235,11 +251,12 @@ def _check_vocabularies(parts: list[tuple[str, int, np.dtype]]) -> None:
             )
 
 
-def _of_text(name: str, documents: list[bytes], tokenizer: Tokenizer) -> Corpus:
+def _split_documents(name: str, documents: list[bytes], tokenizer: Tokenizer) -> Corpus:
     by_hash = sorted((_texts.digest(document), document) for document in documents)
-    digests, texts = [key for key, _ in by_hash], [document for _, document in by_hash]
+    digests = [key for key, _ in by_hash]
+    texts = [document for _, document in by_hash]
     num_heldout = _texts.count_heldout(digests)
-    heldout, train = (_of_documents(name, part, tokenizer) for part in (texts[:num_heldout], texts[num_heldout:]))
+    heldout, train = (_tokenize(name, part, tokenizer) for part in (texts[:num_heldout], texts[num_heldout:]))
     ids = b"" if tokenizer.is_as_before else train.tokens[:].tobytes() + heldout.tokens[:].tobytes()
     return Corpus(
         name,
@@ -253,9 +270,10 @@ def _of_text(name: str, documents: list[bytes], tokenizer: Tokenizer) -> Corpus:
     )
 
 
-def _of_documents(name: str, documents: list[bytes], tokenizer: Tokenizer) -> Source:
+def _tokenize(name: str, documents: list[bytes], tokenizer: Tokenizer) -> Source:
     ids = [array.astype(tokenizer.dtype, copy=False) for array in tokenizer.documents(documents)]
-    tokens, lengths = np.concatenate(ids), [len(array) for array in ids]
+    tokens = np.concatenate(ids)
+    lengths = [len(array) for array in ids]
     index = Index(np.cumsum(lengths), [len(lengths)], [len(tokens)])
     return Source(tokens, index=index, name=name, num_documents=len(documents))
 
@@ -274,7 +292,7 @@ def side_files(directory: Path) -> dict[Side, list[Path]]:
     return sides
 
 
-def _of_directory(name: str, tokenizer: Tokenizer) -> Corpus:
+def _open_directory(name: str, tokenizer: Tokenizer) -> Corpus:
     """Maps all token files of a directory. Reads only their headers."""
     opened = {side: [TokenFile(path) for path in paths] for side, paths in side_files(Path(name)).items()}
     files = [file for of_side in opened.values() for file in of_side]
@@ -284,8 +302,8 @@ def _of_directory(name: str, tokenizer: Tokenizer) -> Corpus:
         hashed += side.encode() + b"".join(bytes.fromhex(file.header.sha256) for file in of_side)
     return Corpus(
         name,
-        sources=(_of_files(name, "train", opened["train"]),),
-        heldout_sources=(_of_files(name, "heldout", opened["heldout"]),),
+        sources=(_join(name, "train", opened["train"]),),
+        heldout_sources=(_join(name, "heldout", opened["heldout"]),),
         vocab_size=files[0].header.vocab_size,
         fingerprint=hashlib.sha256(hashed).hexdigest(),
         tokenizer=_decoder(Path(name), tokenizer),
@@ -300,8 +318,9 @@ def _decoder(directory: Path, tokenizer: Tokenizer) -> Tokenizer:
     return Tokenizer.of(directory) if is_readable else Tokenizer(without=f"{directory} has no tokenizer")
 
 
-def _of_files(name: str, side: Side, files: list[TokenFile]) -> Source:
-    documents, index = [file.header.num_documents for file in files], None
+def _join(name: str, side: Side, files: list[TokenFile]) -> Source:
+    documents = [file.header.num_documents for file in files]
+    index = None
     path = Path(name, ENDS_FILE.format(side=side))
     if path.exists():
         index = Index(read_tokens(path), documents, [len(file) for file in files])

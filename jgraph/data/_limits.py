@@ -19,7 +19,8 @@ from typing import Any, TypeAlias
 
 from jgraph.errors import DataError
 
-_SECONDS, _BYTES = 10, 2 << 30
+_SECONDS = 10
+_BYTES = 2 << 30
 
 Call: TypeAlias = Callable[[Sequence[dict[str, Any]]], Iterator[Any]]
 """Yields the results of calls, one per dict of arguments. A result is a str, the error, if the call fails."""
@@ -68,8 +69,9 @@ def _serve(pipe: Connection, function: str, *imports: str) -> None:
     """Calls the function until the other process closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     module, _, name = function.partition(":")
-    # Imports take no time of a call.
-    called, *_ = getattr(importlib.import_module(module), name), *map(importlib.import_module, imports)
+    called = getattr(importlib.import_module(module), name)
+    for each in imports:  # now, so that they take no time of a call
+        importlib.import_module(each)
     resource.setrlimit(resource.RLIMIT_DATA, (_BYTES, _BYTES))
     pipe.send_bytes(b"")
     while True:

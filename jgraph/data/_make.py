@@ -103,4 +103,5 @@ def _shards(documents: Sequence[_Document], shard_tokens: int) -> Iterator[Seque
         num_tokens += stop - start
         if num_tokens >= shard_tokens or index == len(documents):
             yield documents[first:index]
-            first, num_tokens = index, 0
+            first = index
+            num_tokens = 0

@@ -6,7 +6,8 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jgraph.data._batches import Index, Packed, Source
+from jgraph.data._batches import Packed, Source
+from jgraph.data._orders import Index
 from jgraph.errors import DataError
 
 # Action for a conversation that is longer than a row: remove tokens at its end or its start, leave it out, or raise an error.
@@ -21,14 +22,16 @@ class Conversation(NamedTuple):
     trained: np.ndarray  # bool, one per token: True for tokens that count in the loss
 
 
-def packed(
+def pack_rows(
     conversations: Iterable[Conversation], *, seq_len: int, truncate: Truncate, dtype: np.dtype | type, name: str = "data"
 ) -> Source:
     """Packs whole conversations into rows. The result depends on the order of the conversations only.
 
     The documents of the source are the conversations, and the padding at the end of a row, with the id 0.
     """
-    size, truncated, dropped, kept = seq_len + 1, 0, 0, []
+    size = seq_len + 1
+    kept = []
+    truncated = dropped = 0
     for one in conversations:
         is_long = len(one.ids) > size
         if is_long and truncate == "error":
@@ -45,12 +48,15 @@ def packed(
     if not kept:
         raise DataError(f"{dropped} records have no token of the assistant in a row of `seq_len` {seq_len}")
     rows = best_fit([len(ids) for ids, _ in kept], size)
-    tokens, mask, lengths = np.zeros((len(rows), size), dtype), np.zeros((len(rows), size), bool), []
+    tokens = np.zeros((len(rows), size), dtype)
+    mask = np.zeros((len(rows), size), bool)
+    lengths = []
     for row, own in enumerate(rows):
         at = 0
         for number in own:
             ids, trained = kept[number]
-            tokens[row, at : at + len(ids)], mask[row, at : at + len(ids)] = ids, trained
+            tokens[row, at : at + len(ids)] = ids
+            mask[row, at : at + len(ids)] = trained
             lengths.append(len(ids))
             at += len(ids)
         if at < size:
@@ -69,7 +75,8 @@ def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
     for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
         at = bisect_left(spaces, lengths[item])
         if at == len(spaces):
-            row, space = len(rows), size
+            row = len(rows)
+            space = size
             rows.append([])
         else:
             space = spaces[at]
@@ -77,7 +84,8 @@ def best_fit(lengths: Sequence[int], size: int) -> list[list[int]]:
             if not with_space[space]:
                 del with_space[space], spaces[at]
         rows[row].append(item)
-        if space := space - lengths[item]:
+        space -= lengths[item]
+        if space > 0:
             if space not in with_space:
                 with_space[space] = []
                 insort(spaces, space)
@@ -90,7 +98,8 @@ def describe(sources: Sequence[Source], seq_len: int) -> str:
     parts = [source.packed for source in sources if source.packed is not None]
     names = ("conversations", "tokens", "truncated", "dropped")
     counts = {name: sum(getattr(part, name) for part in parts) for name in names}
-    rows, trained = sum(source.num_rows(seq_len) for source in sources), sum(int(part.trained.sum()) for part in parts)
+    rows = sum(source.num_rows(seq_len) for source in sources)
+    trained = sum(int(part.trained.sum()) for part in parts)
     return (
         f"{counts['conversations']:,} conversations in {rows:,} rows: {counts['tokens']:,} tokens, {trained:,} trained; "
         f"{counts['truncated']:,} truncated, {counts['dropped']:,} dropped"

@@ -149,13 +149,13 @@ def read(
 def _documents_of(path: Path, field: str, of_files: int, documents: Documents) -> Iterable[bytes]:
     """Returns the documents of a file or dataset. A single short text is cut into smaller blocks than one of many."""
     if str(path).startswith(_HUB):
-        return _of_rows(_dataset_rows(str(path).removeprefix(_HUB)), field)
+        return _texts_of_rows(_dataset_rows(str(path).removeprefix(_HUB)), field)
     if path.suffix == ".parquet":
-        return _of_rows(_parquet_rows(path, [field]), field)
+        return _texts_of_rows(_parquet_rows(path, [field]), field)
     if path.suffix == ".jsonl":
         must = f"must be an object with a string in field {field!r}"
         return (_text_of(row, field, place) for place, row in _jsonl_rows(path, must))
-    return _of_text(path, of_files, documents)
+    return _cut_file(path, of_files, documents)
 
 
 Rows: TypeAlias = Iterator[tuple[str, dict[str, Any]]]
@@ -219,7 +219,7 @@ def _numbered(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, A
     return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-def _of_text(path: Path, of_files: int, documents: Documents) -> list[bytes]:
+def _cut_file(path: Path, of_files: int, documents: Documents) -> list[bytes]:
     text = path.read_bytes().removeprefix(_BOM)
     if text.startswith(b"JGTOKENS"):
         raise DataError(f"a single token file; name its directory, {path.parent}")
@@ -244,7 +244,7 @@ def _jsonl_rows(path: Path, must: str) -> Iterator[tuple[str, Any]]:
             yield f"line {number}", row
 
 
-def _of_rows(rows: Iterable[dict[str, Any]], field: str) -> Iterator[bytes]:
+def _texts_of_rows(rows: Iterable[dict[str, Any]], field: str) -> Iterator[bytes]:
     for place, row in _numbered(rows):
         if row.get(field, "") is not None:
             yield _text_of(row, field, place)
@@ -269,7 +269,8 @@ def _text_of(row: Any, field: str, place: str) -> bytes:
 
 
 def _parquet_rows(path: Path, fields: Sequence[str]) -> Iterator[dict[str, Any]]:
-    pyarrow, parquet = library("pyarrow", extra="parquet"), library("pyarrow.parquet", extra="parquet")
+    pyarrow = library("pyarrow", extra="parquet")
+    parquet = library("pyarrow.parquet", extra="parquet")
     try:
         with parquet.ParquetFile(path) as file:
             columns = [field for field in fields if field in file.schema_arrow.names] or None
@@ -283,7 +284,8 @@ def _dataset_rows(name: str) -> Iterator[dict[str, Any]]:
     datasets = library("datasets")
     path, _, split = name.partition("@")
     owner, *rest = [path] if Path(path).exists() else path.split("/")
-    path, config = "/".join([owner, *rest[:1]]), "/".join(rest[1:]) or None
+    path = "/".join([owner, *rest[:1]])
+    config = "/".join(rest[1:]) or None
     try:
         if Path(path, "state.json").exists():
             yield from datasets.load_from_disk(path)
@@ -387,7 +389,8 @@ def _blocks(text: bytes, *, size: int) -> Iterator[bytes]:
         else:
             # No line end near: step over the up to three continuation bytes (0b10xxxxxx) of a UTF-8 character.
             for _ in range(3):
-                end += end < len(text) and text[end] & 0xC0 == 0x80
+                if end < len(text) and text[end] & 0xC0 == 0x80:
+                    end += 1
         yield text[start:end]
         start = end
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -21,6 +22,16 @@ _DATE = datetime(2024, 7, 26)
 _ANSWER = "\ufdd0"
 
 
+@dataclass(frozen=True)
+class _Record:
+    """A checked record, as two texts or as a job for the template."""
+
+    place: str  # in its file, for messages
+    digest: bytes
+    texts: tuple[str, str] | None = None  # prompt and completion
+    job: dict[str, Any] | None = None  # arguments of `conversation`
+
+
 class ChatReader:
     """Reads chat records with a tokenizer, or that of a folder. `template` is a file instead of the template of the folder."""
 
@@ -35,13 +46,13 @@ class ChatReader:
 
     def _conversations(self, render: Call, rows: Rows) -> Iterator[Conversation]:
         while batch := [self._record(*row) for row in islice(rows, _RECORDS_AT_ONCE)]:
-            jobs = [(place, job) for place, _, job in batch if isinstance(job, dict)]
+            jobs = [(one.place, one.job) for one in batch if one.job is not None]
             masked = self.tokenizer.masked([*_rendered(render, jobs)] if jobs else [])
-            for _, key, job in batch:
-                yield Conversation(key, *(next(masked) if isinstance(job, dict) else self.tokenizer.completion(*job)))
+            for one in batch:
+                tokens = next(masked) if one.texts is None else self.tokenizer.completion(*one.texts)
+                yield Conversation(one.digest, *tokens)
 
-    def _record(self, place: str, row: dict[str, Any]) -> tuple[str, bytes, Any]:
-        """Checks a record. Returns its place and digest, and its two strings or the arguments of `conversation`."""
+    def _record(self, place: str, row: dict[str, Any]) -> _Record:
         record = {name: row[name] for name in CHAT_FIELDS if row.get(name) is not None}
         try:
             key = digest(json.dumps(record, sort_keys=True, ensure_ascii=False).encode(errors="replace"))
@@ -53,7 +64,7 @@ class ChatReader:
         if "messages" in record:
             context, turns = [], record["messages"]
         elif isinstance(context, str) and isinstance(turns, str):
-            return place, key, (context, turns)
+            return _Record(place, key, texts=(context, turns))
         messages = [*context, *turns] if isinstance(context, list) and isinstance(turns, list) else []
         if not messages or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in messages):
             must = "a list of messages with 'role', or 'prompt' and 'completion' as two strings or two such lists"
@@ -68,7 +79,7 @@ class ChatReader:
                 raise DataError(f"{place}: has a message with weight {weight!r}, train {train!r}: must be 0 or 1, a boolean")
         counts = [weight in (None, 1) and train in (None, True) for weight, train in weights]
         counts[: len(context)] = [False] * len(context)
-        return place, key, {"messages": messages, "counts": counts, "tools": tools, **chat}
+        return _Record(place, key, job={"messages": messages, "counts": counts, "tools": tools, **chat})
 
 
 def _rendered(render: Call, jobs: Sequence[tuple[str, dict[str, Any]]]) -> Iterator[Any]:
@@ -83,12 +94,13 @@ def _rendered(render: Call, jobs: Sequence[tuple[str, dict[str, Any]]]) -> Itera
 
 def prompt(tokenizer: Tokenizer, messages: Sequence[Any], tools: Any = None) -> tuple[list[int], list[str]]:
     """Returns the ids that ask for an answer, and the text with which the template ends an answer, in a list if any."""
-    options, turns = tokenizer.chat(tools) or {}, [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _ANSWER}]
+    options = tokenizer.chat(tools) or {}
     try:
         text = _render(messages, tools=tools, add_generation_prompt=True, **options)[0]
     except Exception as e:  # a template can raise any error of Python
         raise DataError(f"the chat template fails: {' '.join(str(e).split())}") from e
     end = ""
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _ANSWER}]
     with contextlib.suppress(Exception):  # it refuses such a conversation
         end = _render(turns, **options)[0].rpartition(_ANSWER)[2].strip()
     return tokenizer.encode(text, special=False), [end] if end else []
@@ -112,7 +124,8 @@ def _generated(template: str) -> tuple[list[str], bool]:
     from jinja2 import nodes, pass_eval_context
     from transformers.utils import chat_template_utils
 
-    environment, found = chat_template_utils._compile_jinja_template(template).environment, []
+    environment = chat_template_utils._compile_jinja_template(template).environment
+    found = []
     environment.globals["strftime_now"] = _DATE.strftime
     tracker: Any = next(one for one in environment.extensions.values() if "generation" in one.tags)
     inner = tracker._generation_support

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from jgraph.data._texts import check_links, decode_utf8, library, without_surrogates
+from jgraph.data.tokenfile import token_dtype
 from jgraph.errors import DataError
 
-TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
+TOKENIZER_FILE = "tokenizer.json"
+TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 # Files without which a folder has no tokenizer, and all files that a tokenizer may consist of.
 _VOCABULARY = (TOKENIZER_FILE, "vocab.*", "*.model", "*.tiktoken", "tekken.json")
@@ -51,11 +53,19 @@ class Tokenizer:
     `kind` is the class of `transformers`. `is_as_before` says whether all documents have the ids of versions without it.
     """
 
-    vocab_size, dtype, bos, source, is_as_before, kind = 256, np.dtype(np.uint8), None, b"", True, ""
+    vocab_size = 256
+    dtype = np.dtype(np.uint8)
+    bos: int | None = None
+    source = b""
+    is_as_before = True
+    kind = ""
     end: Sequence[int] = (10,)
 
     def __init__(self, template: str | None = None, ends: Sequence[int] = (), *, without: str = ""):
-        self.name, self.ends, self._template, self._without = "numbers" if without else "bytes", tuple(ends), template, without
+        self.name = "numbers" if without else "bytes"
+        self.ends = tuple(ends)
+        self._template = template
+        self._without = without
 
     @staticmethod
     def of(path: Path | None, template: Path | None = None, ends: Sequence[int] = ()) -> "Tokenizer":
@@ -156,7 +166,8 @@ class _HuggingFace(Tokenizer):
             else:
                 hf = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
             ids = hf.get_vocab()
-            self.vocab_size, self.bos = max(ids.values()) + 1, hf.bos_token_id
+            self.vocab_size = max(ids.values()) + 1
+            self.bos = hf.bos_token_id
         except Exception as e:  # the library raises Exception itself
             why = " ".join(str(e).split())
             if "trust_remote_code" in why:
@@ -165,9 +176,12 @@ class _HuggingFace(Tokenizer):
         named = [ids[name] for name in _END_OF_TEXT if name in ids]
         found = named if hf.eos_token_id is None else [hf.eos_token_id]
         super().__init__(template, [*dict.fromkeys((*ends, *found))])
-        self._hf, self.name, self.kind, self._eos = hf, str(path), type(hf).__name__, found[:1]
+        self._hf = hf
+        self._eos = found[:1]
+        self.name = str(path)
+        self.kind = type(hf).__name__
         self.end = found[:1] or self.encode("\n", special=False)
-        self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+        self.dtype = token_dtype(self.vocab_size)
         # Versions without `transformers` had special tokens at the end of documents only, and the first of the usual ones.
         added = hf.added_tokens_decoder.items()
         self._added = {n for n, one in added if one.special or json.dumps(one.content).encode() not in self.source}

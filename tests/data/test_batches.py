@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 from jgraph.data import Ahead, Batches, Concatenated, Index, Source, apart, heldout_batches
-from jgraph.data._batches import shuffled_windows
+from jgraph.data._orders import shuffled_windows
 from jgraph.errors import ConfigError, DataError
 
 TOKENS = np.arange(1000, dtype=np.uint16)
@@ -87,7 +87,7 @@ def test_prefetched_batches_are_unchanged_and_an_error_is_raised_at_its_step():
             return super().__getitem__(span)
 
     reads = itertools.count()
-    ahead = Ahead(batches_of(TOKENS.view(Damaged)), steps=2)
+    ahead = Ahead(batches_of(TOKENS.view(Damaged)))
     assert all(np.array_equal(ahead[step], batches_of()[step]) for step in range(3))
     with pytest.raises(DataError, match="damaged"):
         ahead[3]

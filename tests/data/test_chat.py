@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from jgraph.data import Batches, Tokenizer, heldout_batches, load
 from jgraph.data.__main__ import main
-from jgraph.data._rows import Conversation, best_fit, packed
+from jgraph.data._rows import Conversation, best_fit, pack_rows
 from jgraph.data.chat import ChatReader, prompt
 from jgraph.errors import DataError
 from tests import chats
@@ -281,7 +281,7 @@ def test_an_item_goes_to_the_row_with_the_least_space_that_is_enough():
 def test_an_epoch_has_every_conversation_once_in_one_row_with_its_mask(lengths, batch_size, seed):
     T = 29
     conversations = some(lengths)
-    source = packed(conversations, seq_len=T, truncate="end", dtype=np.uint32)
+    source = pack_rows(conversations, seq_len=T, truncate="end", dtype=np.uint32)
     batches = Batches([source], batch_size=batch_size, seq_len=T, seed=seed, documents="separate")
     num_rows = source.num_rows(T)
     rows = []
@@ -319,7 +319,7 @@ def test_a_long_conversation_is_cut_or_left_out(truncate, first, counts):
         Conversation(b"1", ids + 20, late),
         Conversation(b"2", ids[:4] + 40, ids[:4] > 1),
     ]
-    source = packed(conversations, seq_len=7, truncate=truncate, dtype=np.uint16)
+    source = pack_rows(conversations, seq_len=7, truncate=truncate, dtype=np.uint16)
     assert source.packed is not None
     assert (source.packed.conversations, source.packed.truncated, source.packed.dropped) == counts
     rows = source.tokens[:].reshape(-1, 8)
@@ -331,13 +331,13 @@ def test_a_long_conversation_is_cut_or_left_out(truncate, first, counts):
 
 def test_conversations_that_do_not_fit_are_errors_if_the_user_wants_that():
     with pytest.raises(DataError, match="a conversation has 10 tokens, and a row of `seq_len` 7 has 8"):
-        packed(some([10]), seq_len=7, truncate="error", dtype=np.uint16)
+        pack_rows(some([10]), seq_len=7, truncate="error", dtype=np.uint16)
     with pytest.raises(DataError, match="1 records have no token of the assistant in a row"):
-        packed([Conversation(b"0", np.arange(4), np.arange(4) == 0)], seq_len=7, truncate="end", dtype=np.uint16)
+        pack_rows([Conversation(b"0", np.arange(4), np.arange(4) == 0)], seq_len=7, truncate="end", dtype=np.uint16)
 
 
 def test_a_process_reads_its_rows_with_the_weights_of_the_whole_batch():
-    source = packed(some([20, 9, 14, 25, 3, 30, 11]), seq_len=29, truncate="end", dtype=np.uint32)
+    source = pack_rows(some([20, 9, 14, 25, 3, 30, 11]), seq_len=29, truncate="end", dtype=np.uint32)
     options = {"batch_size": 4, "seq_len": 29, "seed": 3, "documents": "separate"}
     whole, part = (Batches([source], **options, rows=rows)[5] for rows in (None, [1, 2]))
     for name, leaf in part.items():

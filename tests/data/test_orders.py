@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jgraph.data import Batches, Index, Source, heldout_batches
-from jgraph.data._batches import Packed, _bits, _counts, _deal, permutation, shuffled_documents
+from jgraph.data._batches import Packed, _counts, _deal
+from jgraph.data._orders import _bits, permutation, shuffled_documents
 from jgraph.errors import DataError
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=200)
