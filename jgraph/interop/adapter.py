@@ -20,7 +20,8 @@ from jgraph.interop.folder import Folder
 from jgraph.interop.names import Box, Part
 from jgraph.interop.write import tensors_of, write_json, write_tensors
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
 # Fields of adapter_config.json for features that are not supported. Must be false, null or empty.
 _OFF = """alora_invocation_tokens alpha_pattern arrow_config fan_in_fan_out kasa_config layer_replication lora_bias
     modules_to_save rank_pattern target_parameters trainable_token_indices use_bdlora use_dora use_qalora"""
@@ -44,7 +45,8 @@ class AdapterFolder(Folder):
                 require(self.config.get(name, allowed[0]) in allowed, name, self.config.get(name), f"{allowed[0]}".lower())
             for name in _OFF.split():
                 require(not self.config.get(name), name, self.config.get(name), "left out, false, null or empty")
-            rank, alpha = fields.integer(self.config, "r", 8), fields.number(self.config, "lora_alpha", 8)
+            rank = fields.integer(self.config, "r", 8)
+            alpha = fields.number(self.config, "lora_alpha", 8)
             require(alpha > 0, "lora_alpha", alpha, "positive")
             # Rank-stabilized LoRA multiplies by alpha / sqrt(rank).
             return rank, alpha * math.sqrt(rank) if fields.boolean(self.config, "use_rslora", False) else alpha

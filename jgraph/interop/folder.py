@@ -18,7 +18,9 @@ from jgraph.errors import ConfigError, DataError, download_hint, os_errors
 from jgraph.interop import fields
 from jgraph.interop.names import Box, HuggingFace, Part
 
-CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
 _DTYPES = ("F32", "BF16", "F16")
 _ROWS = 4096  # of a tensor, compared at once
@@ -34,7 +36,8 @@ class Folder:
     config_file: ClassVar[str] = CONFIG_FILE
 
     def __init__(self, path: Path, *, field: str):  # `field` is the caller's argument for the folder, for errors
-        self.path, self._field = Path(path), field
+        self.path = Path(path)
+        self._field = field
         self._open = functools.cache(lambda file: safe_open(file, "numpy"))
         check_exists(path, field=field)
         if not self.path.is_dir():

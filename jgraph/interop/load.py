@@ -13,7 +13,7 @@ from jgraph.tree import leaf_names, path_name
 from jgraph.types import Tree
 
 
-def load(folder: Folder, parts: Mapping[str, Sequence[Part]], like: Tree) -> Tree:
+def load_parameters(folder: Folder, parts: Mapping[str, Sequence[Part]], like: Tree) -> Tree:
     """Loads the parameters of a model, cast and placed as the `jax.ShapeDtypeStruct`s of `like`. Call `Folder.check` first."""
     check_filled(parts, dict(zip(leaf_names(like), (leaf.shape for leaf in jax.tree.leaves(like)), strict=True)))
 

@@ -74,7 +74,8 @@ def side_by_side(
     """Returns the parts of a parameter that concatenates tensors along its last axis, in the order of `tensors`."""
     # `lead` is the index of the tensors on leading axes of the parameter, such as (layer, expert). All tensors have the same
     # number of axes.
-    parts, start = [], 0
+    parts = []
+    start = 0
     for name, shape in tensors.items():
         part = Part(name, shape, (*lead, *(0,) * (len(shape) - 1), start), order)
         parts.append(part)

@@ -34,7 +34,9 @@ def write(
         copy_files(beside, folder)
         write_json(folder / CONFIG_FILE, dict(config) | {"dtype": dtype, "torch_dtype": dtype})
         files = _tensors_by_file(parts, _DTYPES[dtype].itemsize, file_bytes)
-        tensors, index, total = tensors_of(parts, parameter, dtype), {}, 0
+        tensors = tensors_of(parts, parameter, dtype)
+        index: dict[str, str] = {}
+        total = 0
         for number, names in enumerate(files, start=1):
             file = WEIGHTS_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
             arrays = dict(next(tensors) for _ in names)

@@ -31,7 +31,8 @@ def report(
     Raises:
         ConfigError: If there is no directory, a directory has no config.json, or the file cannot be written.
     """
-    page, to = render("jgraph.report", compared(runs)), to or runs[0] / "report.html"
+    page = render("jgraph.report", compared(runs))
+    to = to or runs[0] / "report.html"
     with os_errors("to", to):
         to.write_text(page, encoding="utf-8")
     print(f"written to {to}")

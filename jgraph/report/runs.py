@@ -31,14 +31,14 @@ def compared(paths: Sequence[Path]) -> dict[str, Json]:
     return {"title": title, "about": {"date": datetime.now(UTC).isoformat(timespec="seconds")}, "runs": runs}
 
 
-def thinned(values: Sequence[float | None], most: int = _POINTS) -> list[tuple[int, float | None]]:
-    """Selects the values of a curve to draw, approximately `most`. Returns (index, mean of its stretch) of each.
+def thinned(values: Sequence[float | None]) -> list[tuple[int, float | None]]:
+    """Selects the values of a curve to draw, approximately `_POINTS`. Returns (index, mean of its stretch) of each.
 
     A longer curve is divided into stretches of equal length; the last one may be shorter. Of each, the first value, the
     minimum, the maximum and the first missing value are selected, and the last value of the curve. Otherwise all values are
     selected.
     """
-    size = 1 if len(values) <= most else math.ceil(4 * len(values) / most)
+    size = 1 if len(values) <= _POINTS else math.ceil(4 * len(values) / _POINTS)  # of a stretch, which has up to four points
     selected: list[tuple[int, float | None]] = []
     for first in range(0, len(values), size):
         stretch = range(first, min(first + size, len(values)))
@@ -56,8 +56,10 @@ def _run(path: Path, name: str) -> dict[str, Json]:
     if not run_dir.config.exists():
         problem = "must be a run directory, with a config.json" if path.exists() else "does not exist; name a run directory"
         raise ConfigError(f"`runs` is {path}: {problem}", field="runs")
-    fields, entries = run_dir.fields(), read_metrics(run_dir.metrics)
-    done, steps = entries[-1]["step"] if entries else 0, _number(fields.get("steps"))
+    fields = run_dir.fields()
+    entries = read_metrics(run_dir.metrics)
+    done = entries[-1]["step"] if entries else 0
+    steps = _number(fields.get("steps"))
     sizes = [_number(fields.get(size)) for size in ("batch_size", "seq_len")]
     state = "running, or killed" if run_dir.lock_file.exists() else "stopped"
     rates = [rate for entry in entries if (rate := _number(entry.get("tokens_per_second"))) is not None]

@@ -31,7 +31,7 @@ from jgraph.data.tokenizer import (
 from jgraph.dispatch import in_turn
 from jgraph.errors import ConfigError, download_hint, os_errors, require
 from jgraph.interop.folder import CONFIG_FILE, Folder
-from jgraph.interop.load import load
+from jgraph.interop.load import load_parameters
 from jgraph.interop.names import HuggingFace
 from jgraph.step.state import TrainState
 from jgraph.train.config import InitialConfig, TrainConfig
@@ -322,7 +322,7 @@ def _of_folder(folder: Folder, setup: TrainSetup) -> TrainState:
     """Makes the initial state with the parameters of a folder. The model initializes its carried state."""
     parts = names_of(setup.config.module, field="init_from").parts(setup.config.model)
     base = separated(setup.step.canonical.shapes().params)[0]
-    return setup.step.init(_with_adapters(setup, load(folder, parts, base)), setup.new_carried())
+    return setup.step.init(_with_adapters(setup, load_parameters(folder, parts, base)), setup.new_carried())
 
 
 def _with_adapters(setup: TrainSetup, base: Any) -> Any:

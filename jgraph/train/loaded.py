@@ -21,7 +21,7 @@ from jgraph.inference.generate import ENDED, stream
 from jgraph.inference.text import TextStream
 from jgraph.interop.adapter import AdapterFolder, adapter_parts
 from jgraph.interop.folder import Folder, check_exists
-from jgraph.interop.load import load as load_folder
+from jgraph.interop.load import load_parameters
 from jgraph.interop.names import Part
 from jgraph.modules import FunctionalModel
 from jgraph.train.config import LoRAConfig, TrainConfig
@@ -285,7 +285,7 @@ def _of_folder(path: Path, step: int | None, module: str) -> Source:
         # In the dtype of the folder: only updates need parameters in float32.
         dtype = jnp.dtype(settings.compute_dtype)
         like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), params)
-        return load_folder(folder, names.parts(settings), like), None
+        return load_parameters(folder, names.parts(settings), like), None
 
     window, ends = folder.window, folder.ends  # read first: a wrong field must not wait for a tokenizer
     tokenizer = Tokenizer.of(path, ends=ends) if vocabulary(path) else Tokenizer(without=f"{path} has no {TOKENIZER_FILE}")
@@ -299,7 +299,7 @@ def _with_adapter(source: Source, path: Path) -> Source:
     def weights(params: Tree, carried: Tree) -> tuple[Tree, Tree | None]:
         base, found = source.weights(separated(params)[0], carried)
         parts, leaves = _parts_of_adapters(config, model), dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
-        low: Any = load_folder(folder, parts, {name: leaves[name] for name in parts})
+        low: Any = load_parameters(folder, parts, {name: leaves[name] for name in parts})
         return joined(base, {name: (low[name + A], low[name + B]) for name in model.adapters}), found
 
     return source._replace(about=f"{source.about} with {path}", config=config, weights=weights)

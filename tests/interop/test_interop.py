@@ -23,7 +23,7 @@ from jgraph.data import Tokenizer as Reader, load as load_corpus
 from jgraph.data._texts import check_links
 from jgraph.errors import ConfigError, DataError
 from jgraph.interop.folder import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Folder, read, replaced
-from jgraph.interop.load import load
+from jgraph.interop.load import load_parameters
 from jgraph.interop.names import Part
 from jgraph.interop.write import write
 from jgraph.moe import MoEConfig
@@ -145,7 +145,7 @@ def test_a_device_reads_only_its_shards(tmp_path, monkeypatch):
     sizes = []
     given = Folder.read
     monkeypatch.setattr(Folder, "read", lambda *args: sizes.append((found := given(*args)).size) or found)
-    loaded = load(folder, HUGGING_FACE.parts(LLAMA), like)
+    loaded = load_parameters(folder, HUGGING_FACE.parts(LLAMA), like)
     assert sum(sizes) == sum(a.size for a in arrays.values())
     assert max(sizes) == max(a.size for a in arrays.values()) // 4
     jax.tree.map(np.testing.assert_array_equal, loaded, arrays)

@@ -10,7 +10,7 @@ from flax import nnx  # noqa: E402
 
 import jgraph  # noqa: E402
 from jgraph.interop import Folder  # noqa: E402
-from jgraph.interop.load import load  # noqa: E402
+from jgraph.interop.load import load_parameters  # noqa: E402
 from jgraph.interop.write import write  # noqa: E402
 from jgraph.moe import MoEConfig  # noqa: E402
 from jgraph.tree import leaf_names  # noqa: E402
@@ -51,21 +51,21 @@ def theirs(model):
     return found.logits.detach().numpy(), {name: grad.numpy() for name, grad in folders.as_saved(model, grads).items()}
 
 
-def load_folder(path, **changes):
+def read_model(path, **changes):
     """Returns the configuration, the map of tensors and the parameters of a folder."""
     folder = Folder(path, field="init_from")
     config = folder.settings(HUGGING_FACE, GPTConfig(compute_dtype="float32", **changes))
     parts = HUGGING_FACE.parts(config)
     shapes = jgraph.functional(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))).shapes
     folder.check(HUGGING_FACE, config)
-    return config, parts, load(folder, parts, shapes)
+    return config, parts, load_parameters(folder, parts, shapes)
 
 
 @pytest.mark.parametrize(
     ("kind", "layers"), [*zip(folders.KINDS, ("unrolled", "unrolled", "scanned", "unrolled", "scanned"), strict=True)]
 )
 def test_logits_and_every_gradient_equal_transformers(kind, layers, tmp_path):
-    config, parts, params = load_folder(folders.save(kind, tmp_path), scan_layers=layers == "scanned")
+    config, parts, params = read_model(folders.save(kind, tmp_path), scan_layers=layers == "scanned")
     (logits, grads), (their_logits, their_grads) = ours(config, params), theirs(folders.load(tmp_path))
     np.testing.assert_allclose(logits, their_logits, rtol=1e-5, atol=1e-5)
     for name, own_parts in parts.items():
