@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from jgraph.data._orders import Index, Order, Span, shuffled_documents, shuffled_rows, shuffled_windows
+from jgraph.data._orders import Index, RowOrder, Span, shuffled_documents, shuffled_rows, shuffled_windows
 from jgraph.data._texts import Documents
 from jgraph.data.tokenfile import Tokens
 from jgraph.errors import DataError, require
@@ -109,7 +109,7 @@ class Batches:
         return _integers(self._sources)
 
     @cached_property
-    def _orders(self) -> list[Order]:
+    def _orders(self) -> list[RowOrder]:
         orders = []
         for number, source in enumerate(self._sources):
             options = {"seq_len": self.seq_len, "seed": self.seed, "source": number}

@@ -29,7 +29,7 @@ _GOLDEN, _ROOT = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
 
 
 @dataclass(frozen=True, eq=False)
-class Order:
+class RowOrder:
     """The row order of one source, epoch after epoch."""
 
     num_rows: int  # of an epoch
@@ -85,7 +85,7 @@ class Index:
         return starts + self._bases[parts], ends - starts
 
 
-def shuffled_windows(num_tokens: int, *, seq_len: int, seed: int, source: int = 0) -> Order:
+def shuffled_windows(num_tokens: int, *, seq_len: int, seed: int, source: int = 0) -> RowOrder:
     """Returns an order that cuts a stream into rows and shuffles the rows in each epoch."""
     # Each epoch cuts the stream at its own offset, so up to 2 * seq_len - 1 tokens at its ends are left out.
     num_rows = max(1, (num_tokens - seq_len) // seq_len)
@@ -103,7 +103,7 @@ def shuffled_windows(num_tokens: int, *, seq_len: int, seed: int, source: int = 
 
         return spans
 
-    return Order(num_rows, epoch)
+    return RowOrder(num_rows, epoch)
 
 
 def _bits(seed: int, epoch: int, source: int) -> np.random.Philox:
@@ -112,7 +112,7 @@ def _bits(seed: int, epoch: int, source: int) -> np.random.Philox:
     return np.random.Philox(key=seed | epoch << 64, counter=source << 192)
 
 
-def shuffled_rows(num_rows: int, *, seq_len: int, seed: int, source: int = 0) -> Order:
+def shuffled_rows(num_rows: int, *, seq_len: int, seed: int, source: int = 0) -> RowOrder:
     """Returns an order that shuffles packed rows, which do not overlap, in each epoch."""
     size = seq_len + 1
 
@@ -121,10 +121,10 @@ def shuffled_rows(num_rows: int, *, seq_len: int, seed: int, source: int = 0) ->
         shuffled = permutation(num_rows, _bits(seed, number, source))
         return lambda places: [[(row * size, (row + 1) * size)] for row in shuffled(places).tolist()]
 
-    return Order(num_rows, epoch)
+    return RowOrder(num_rows, epoch)
 
 
-def shuffled_documents(num_tokens: int, index: Index, *, seq_len: int, seed: int, source: int = 0) -> Order:
+def shuffled_documents(num_tokens: int, index: Index, *, seq_len: int, seed: int, source: int = 0) -> RowOrder:
     """Returns an order that shuffles documents in each epoch, cuts their concatenation into rows, and shuffles the rows.
 
     An epoch leaves out at most seq_len tokens.
@@ -168,7 +168,7 @@ def shuffled_documents(num_tokens: int, index: Index, *, seq_len: int, seed: int
 
         return spans
 
-    return Order(num_rows, epoch)
+    return RowOrder(num_rows, epoch)
 
 
 def permutation(size: int, bits: np.random.Philox) -> Callable[[np.ndarray], np.ndarray]:

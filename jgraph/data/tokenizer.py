@@ -50,7 +50,7 @@ class Tokenizer:
 
     `name` is the path of the folder, `bytes`, or `numbers` for ids without text. `bos` is the id of the begin-of-text token if
     one is declared; `end` are the ids after a document, a newline without an end of text; `ends` end a generated text.
-    `kind` is the class of `transformers`. `is_as_before` says whether all documents have the ids of versions without it.
+    `kind` is the class of `transformers`. `is_as_before` is True if all documents have the ids of versions without it.
     """
 
     vocab_size = 256
