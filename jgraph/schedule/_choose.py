@@ -14,37 +14,24 @@ from jgraph.schedule.slots import check_sizes
 
 @dataclass(frozen=True)
 class Candidate:
-    """One candidate schedule of `best` and its simulated results.
-
-    Attributes:
-        name: Name of the schedule, one of `NAMES`.
-        chunks: Number of chunks (stages) per rank.
-        verdict: Short text for the user: why the candidate won or lost, such as `fastest that fits` or `3.1% slower`. The
-            message of the error if the schedule cannot be generated.
-        makespan: Time of a step, in the unit of the costs. None if the schedule cannot be generated.
-        bubble: Idle fraction of all ranks' time, from 0 to 1. None if the schedule cannot be generated.
-        peak_bytes: Peak bytes of the pools of the rank that needs the most. None if the schedule cannot be generated.
-    """
+    """One candidate schedule of `best` and its simulated results, which are None if the schedule cannot be generated."""
 
     name: str
     chunks: int
+    # Why the candidate won or lost, such as `fastest that fits` or `3.1% slower`, or why it cannot be generated.
     verdict: str
-    makespan: float | None = None
-    bubble: float | None = None
-    peak_bytes: float | None = None
+    makespan: float | None = None  # in the unit of the costs
+    bubble: float | None = None  # idle fraction of all ranks' time, from 0 to 1
+    peak_bytes: float | None = None  # of the pools of the rank that needs the most
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The result of `best`: the chosen schedule, and all candidates for a report.
-
-    Attributes:
-        schedule: The fastest schedule that fits into memory.
-        candidates: The candidate of `schedule`, then the other candidates from the fastest to the slowest, then the schedules
-            that cannot be generated. A schedule that fails with the same message for several numbers of chunks occurs once.
-    """
+    """The result of `best`: the chosen schedule, and all candidates for a report."""
 
     schedule: Schedule
+    # The winner, then the others from the fastest to the slowest, then those that cannot be generated. A schedule that fails
+    # with the same message for several numbers of chunks occurs once.
     candidates: tuple[Candidate, ...]
 
 
@@ -52,45 +39,18 @@ def best(
     *,
     pp: int,
     microbatches: int,
+    # Times of all layers of a rank for one microbatch. They are divided by the number of chunks of a candidate.
     costs: Costs,
+    # Bytes of one array of each pool, for all layers of a rank. Divided by the number of chunks, except for received arrays.
     sizes: Mapping[str, float] | None = None,
-    memory_limit: float | None = None,
+    memory_limit: float | None = None,  # bytes of all pools of a rank
     names: Sequence[str] = NAMES,
     chunks: Sequence[int] = (1, 2),
     latency: float = 0.0,
     execution: Execution = "dataflow",
-    head: float = 0.0,
+    head: float = 0.0,  # time of the loss, added to each forward of the last stage; it is not divided
 ) -> Choice:
-    """Simulates candidate schedules and returns the fastest schedule that fits into memory.
-
-    Candidates are all pairs of a name and a number of chunks. Pairs that cannot be generated are reported and not chosen. Among
-    equally fast schedules, the schedule with the smallest peak memory wins.
-
-    Args:
-        pp: Number of ranks of the pipeline, at least 1.
-        microbatches: Number of microbatches per step, at least 1.
-        costs: Time of a forward, dgrad, wgrad and full backward of all layers of a rank, for one microbatch, in any unit. The
-            times are divided by the number of chunks of a candidate.
-        sizes: Bytes of one array (the arrays of one microbatch) in each pool, for all layers of a rank. Keys are names in
-            `POOLS`; a missing pool counts as 0. The bytes are divided by the number of chunks of a candidate, except in the
-            pools `activation` and `gradient`. None counts no memory.
-        memory_limit: Bytes available for the pools of a rank, at least 0. None for no limit.
-        names: Names of the schedules to try, from `NAMES`.
-        chunks: Numbers of chunks (stages) per rank to try.
-        latency: Time of a transfer to another rank, in the unit of the costs, at least 0.
-        execution: Synchronization of ranks. `dataflow`: an action starts as soon as its rank is free and its input has arrived.
-            `neighbours`: a rank enters the next tick when it and the ranks that it exchanges arrays with have finished the
-            current tick. `lockstep`: a rank enters the next tick when all ranks have finished the current tick.
-        head: Time of the loss: added to every forward of the last stage, in the unit of the costs. It is not divided.
-
-    Returns:
-        The fastest schedule that fits, and all candidates.
-
-    Raises:
-        OrderError: If an argument is invalid, no candidate can be generated, or none fits. In the last case the message names
-            the schedule with the smallest peak memory and the bytes that are missing.
-        ConfigError: If `execution` is unknown.
-    """
+    """Simulates all pairs of a name and a number of chunks, and returns the fastest schedule that fits into memory."""
     sizes = dict(sizes or {})
     check_sizes(sizes)
     limit = float("inf") if memory_limit is None else memory_limit
@@ -122,6 +82,7 @@ def best(
     if not found:
         reason = next((c.verdict for c in refused.values()), "`names` and `chunks` select no schedule")
         raise OrderError(f"no schedule can be generated: {reason}", field="names")
+    # Among equally fast schedules, the one with the smallest peak memory wins.
     found.sort(key=lambda row: row[:2])
     fits = [row for row in found if row[1] <= limit]
     if not fits:

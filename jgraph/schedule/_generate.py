@@ -24,28 +24,9 @@ from jgraph.schedule.schedule import Schedule, loop, vee
 
 
 def generate(name: str, *, pp: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """Generates a pipeline schedule by name.
+    """Generates a schedule by name, one of `NAMES`, with `pp` ranks and `chunks` stages per rank.
 
-    Args:
-        name: One of `NAMES`: `gpipe`, `1f1b`, `interleaved-1f1b`, `zb-h1`, `zb-h2`, `zb-v`, `dualpipe-v` or `aligned`. gpipe,
-            1f1b and interleaved-1f1b have full backwards; zb-h1, zb-h2, zb-v and aligned have separate dgrads and wgrads;
-            dualpipe-v has both.
-        pp: Number of ranks of the pipeline, at least 1.
-        microbatches: Number of microbatches per step, at least 1; at least 2 * pp for dualpipe-v.
-        chunks: Number of chunks (stages) per rank. gpipe and aligned: any number. interleaved-1f1b: at least 2. 1f1b, zb-h1 and
-            zb-h2: only 1. zb-v and dualpipe-v: 1 and 2 are accepted, and the schedule has 2.
-
-    Returns:
-        The schedule, a sequence with one `Order` per rank. `Order.to_list` returns the signed numbers of a rank. Stages are
-        placed round-robin (stage s on rank s % pp), or in a V for zb-v and dualpipe-v (stages r and 2 * pp - 1 - r on rank r).
-
-    Raises:
-        OrderError: If `name` is unknown, a number is not an integer of at least 1, or the schedule does not support this number
-            of microbatches or chunks.
-
-    Examples:
-        >>> jgraph.schedule.generate("zb-h1", pp=4, microbatches=16)
-        Schedule(zb-h1: 4 ranks, 4 stages, 16 microbatches, 51 ticks)
+    Raises OrderError if the schedule does not support the number of microbatches or chunks.
     """
     if not isinstance(name, str) or name not in _GENERATORS:
         raise OrderError(f"`name` is {name!r}: must be one of {', '.join(NAMES)}", field="name")
@@ -61,34 +42,15 @@ def generate(name: str, *, pp: int, microbatches: int, chunks: int = 1) -> Sched
 
 
 def forward_sequence(bounds: Sequence[int], C: int) -> np.ndarray:
-    """Returns the forwards of a rank in groups of microbatches.
-
-    A group passes through all chunks of the rank before the next group starts.
-
-    Args:
-        bounds: First microbatch of each group, ascending from 0, then the number of microbatches. Bounds of [0, 2, 4] are two
-            groups of two microbatches.
-        C: Number of chunks per rank.
-
-    Returns:
-        The chunks (row 0) and the microbatches (row 1) of the n forwards in their order, int64 [2, n], 0-based.
-    """
+    """Returns chunks and microbatches of forwards, [2, n]. A group passes through all chunks before the next group starts."""
+    # `bounds` has the first microbatch of each group, then the number of microbatches: [0, 2, 4] is two groups of two.
     pairs = [(c, m) for first, end in pairwise(bounds) for c in range(C) for m in range(first, end)]
     return np.array(pairs).T
 
 
 def alternate(forwards: np.ndarray, C: int, warmup: int) -> tuple[np.ndarray, np.ndarray]:
-    """Interleaves forwards and full backwards one to one after a warm-up.
-
-    Args:
-        forwards: Chunk of each forward, int [n], 0-based. The k-th backward is of chunk C - 1 - forwards[k].
-        C: Number of chunks per rank.
-        warmup: Number of forwards before the first backward, from 0 to n.
-
-    Returns:
-        The kinds (0 for a forward, 3 for a full backward) and the chunks of all actions, two integer arrays [2 * n]: `warmup`
-        forwards, then one forward and one backward in turn, then the remaining backwards.
-    """
+    """Returns kinds and chunks: `warmup` forwards, then a forward and a full backward in turn, then the remaining backwards."""
+    # `forwards` has the chunk of each forward, and the k-th backward is of chunk C - 1 - forwards[k].
     n, backwards = len(forwards), C - 1 - forwards
     steady = np.stack([forwards[warmup:], backwards[: n - warmup]], 1).ravel()
     chunks = np.concatenate([forwards[:warmup], steady, backwards[n - warmup :]])
@@ -97,7 +59,6 @@ def alternate(forwards: np.ndarray, C: int, warmup: int) -> tuple[np.ndarray, np
 
 
 def _alternating(name: str, P: int, C: int, forwards: np.ndarray, warmups: Sequence[int]) -> Schedule:
-    """Returns a schedule of `alternate` orders, from the warm-up of each rank."""
     orders = tuple(Order(*alternate(forwards, C, min(warmup, len(forwards)))) for warmup in warmups)
     return Schedule(orders, loop(P, C), name=name)
 
@@ -112,11 +73,9 @@ def _interleaved(P: int, M: int, C: int) -> Schedule:
 
 def _zero_bubble(name: str, warmup: Callable[[int, int], int], limit: Callable[[int], int]):
     def make(P: int, M: int, C: int) -> Schedule:
-        """Generates a schedule that holds the residuals of at most `limit` microbatches per rank.
-
-        Rank r starts with `warmup` forwards. Then dgrads and forwards alternate, with a wgrad before each forward that would
-        exceed the limit. After the last forward, dgrads and wgrads alternate; the remaining wgrads come last.
-        """
+        """Generates a schedule that holds the residuals of at most `limit` microbatches per rank."""
+        # Rank r starts with `warmup` forwards. Then dgrads and forwards alternate, with a wgrad before each forward that would
+        # exceed the limit. After the last forward, dgrads and wgrads alternate; the remaining wgrads come last.
         orders = []
         for r in range(P):
             ahead, most = min(warmup(P, r), M), limit(P)
@@ -152,10 +111,7 @@ def _zb_v(P: int, M: int, C: int) -> Schedule:
 
 
 def _dualpipe_v(P: int, M: int, C: int) -> Schedule:
-    """DualPipe on a V: forwards of one chunk alternate with backwards of the other.
-
-    Only backwards near the start and the end of the step are split into dgrad and wgrad.
-    """
+    """DualPipe on a V: forwards of one chunk alternate with backwards of the other."""
     if M < 2 * P:
         raise OrderError(
             f"dualpipe-v on {P} ranks needs at least {2 * P} microbatches, got {M}; use more, or zb-v", field="microbatches"
@@ -168,7 +124,8 @@ def _dualpipe_v(P: int, M: int, C: int) -> Schedule:
         row.add((DGRAD, 1), (WGRAD, 1), (FORWARD, 1), times=rest)
         row.add((FORWARD, 0), (BACKWARD, 1), (FORWARD, 1), (BACKWARD, 0), times=M - 2 * P + r + 1)
         row.add((BACKWARD, 1), (FORWARD, 1), (BACKWARD, 0), times=rest)
-        # The last 2 * (r + 1) backwards alternate between chunk 1 and chunk 0. The second half of them is split.
+        # Only backwards near the start and the end of the step are split into dgrad and wgrad. The last 2 * (r + 1) backwards
+        # alternate between chunk 1 and chunk 0, and the second half of them is split.
         tail = [(DGRAD if i >= r + 1 else BACKWARD, 1 - i % 2) for i in range(2 * (r + 1))]
         row.add(*tail)
         pending = [(WGRAD, chunk) for kind, chunk in tail if kind == DGRAD]
@@ -181,47 +138,38 @@ def _dualpipe_v(P: int, M: int, C: int) -> Schedule:
 
 
 class _Row:
-    """Collects the actions of a rank, and drops those of microbatches from M on.
-
-    Attributes:
-        done: Number of added actions by kind and chunk, including dropped ones.
-    """
+    """Collects the actions of a rank, and drops those of microbatches from M on."""
 
     def __init__(self, M: int):
-        self.M, self.entries, self.done = M, [], Counter()
+        self.M, self.entries, self.done = M, [], Counter()  # `done` counts dropped actions, too, by kind and chunk
 
     def add(self, *entries: tuple[int, int], times: int = 1) -> None:
-        """Appends the (kind, chunk) entries, repeated `times` times."""
         for entry in entries * times:
             self.done[entry] += 1
             if self.done[entry] <= self.M:
                 self.entries.append(entry)
 
     def order(self) -> Order:
-        """Returns the order of the collected actions."""
         return Order(*np.array(self.entries, np.int8).T)
 
 
 def _bounds(P: int, M: int) -> list[int]:
-    """Returns the bounds of groups of P microbatches, as for `forward_sequence`.
-
-    The remainder M % P joins the first group. A group smaller than P would deadlock the ring, and a later group larger than the
-    first would have dgrads before their forwards.
-    """
+    """Returns the bounds of groups of P microbatches, as for `forward_sequence`. The remainder M % P joins the first group."""
+    # A group smaller than P would deadlock the ring, and a later group larger than the first would have dgrads before their
+    # forwards.
     return [0, *range(min(M, P + M % P), M, P), M]
 
 
 def _aligned(P: int, M: int, C: int) -> Schedule:
-    """Aligned rounds: all ranks run the same kind of action in a tick, so an SPMD program needs no branch.
-
-    A round is a tick of forwards, a tick of dgrads and a tick of wgrads. A tick is omitted if no rank has such an action. Rank
-    r runs its k-th forward in round k + r, and its k-th dgrad in round start + k + P - 1 - r.
-
-    In P - 1 of the ticks after its first dgrad, a rank has no forward or dgrad while other ranks still do. It runs a pending
-    wgrad instead; only these ticks are mixed. With M >= 2P - 1 there are M * C + P - 1 ticks of forwards, as many of dgrads and
-    M * C - (P - 1) of wgrads, in total 3 * M * C + P - 1. With fewer microbatches some of these ticks come before any wgrad is
-    pending and stay idle.
-    """
+    """Aligned rounds: all ranks run the same kind of action in a tick, so an SPMD program needs no branch."""
+    # A round is a tick of forwards, a tick of dgrads and a tick of wgrads. A tick is omitted if no rank has such an action.
+    # Rank r runs its k-th forward in round k + r, and its k-th dgrad in round start + k + P - 1 - r.
+    #
+    # In P - 1 of the ticks after its first dgrad, a rank has no forward or dgrad while other ranks still do. It runs a pending
+    # wgrad instead; only these ticks are mixed. With M >= 2P - 1 there are M * C + P - 1 ticks of forwards, as many of dgrads
+    # and M * C - (P - 1) of wgrads, in total 3 * M * C + P - 1. With fewer microbatches some of these ticks come before any
+    # wgrad is pending and stay idle.
+    #
     # Fewer microbatches than ranks are padded to P, because a group must not be shorter than the ring. The padding stays idle.
     chunk, microbatch = forward_sequence(_bounds(P, max(M, P) if C > 1 else M), C)
     back_chunk = C - 1 - chunk
@@ -277,6 +225,7 @@ def _aligned(P: int, M: int, C: int) -> Schedule:
     return Schedule(tuple(orders), loop(P, C), ticks, name="aligned")
 
 
+# By name: the generator, and the supported numbers of chunks; None for any. The schedules on a V always have 2.
 _GENERATORS: dict[str, tuple[Callable[[int, int, int], Schedule], tuple[int, ...] | None]] = {
     "gpipe": (lambda P, M, C: _alternating("gpipe", P, C, np.repeat(np.arange(C), M), [M * C] * P), None),
     "1f1b": (lambda P, M, C: _alternating("1f1b", P, C, np.zeros(M, np.int32), range(P)[::-1]), (1,)),

@@ -20,38 +20,18 @@ def megatron_order(
     pp_rank: int,
     num_microbatches: int,
     *,
+    # Number of chunks per rank. With 1, the warm-up is that of interleaved 1F1B; with None, that of 1F1B.
     vpp: int | None = None,
+    # Number of microbatches that pass through a chunk before the next chunk starts; None for `pp_size`. Smaller groups can
+    # deadlock, including a smaller last group: `Schedule` checks the orders of all ranks, this function does not.
     microbatch_group_size: int | None = None,
-    num_layers_per_chunk: Sequence[int] | None = None,
+    num_layers_per_chunk: Sequence[int] | None = None,  # None for one layer each
+    # Makes every layer a chunk, and alternates the layers of a forward and of a backward. Megatron-LM then overlaps the
+    # expert-parallel communication of one with the other.
     overlap_moe_ep: bool = False,
-    delay_wgrad: bool = False,
+    delay_wgrad: bool = False,  # wgrads are separate entries
 ) -> Order:
-    """Returns Megatron-LM's order of one pipeline rank: 1F1B, or interleaved 1F1B if `vpp` is given.
-
-    Args:
-        pp_size: Number of ranks of the pipeline, at least 1. With one rank and without `overlap_moe_ep`, the order has one
-            microbatch, because there is nothing to interleave.
-        pp_rank: Index of the rank, from 0 to pp_size - 1.
-        num_microbatches: Number of microbatches per step, at least 1.
-        vpp: Number of chunks per rank (virtual pipeline size), at least 1. None for one chunk and the warm-up of 1F1B. With one
-            rank it must be 1 or None.
-        microbatch_group_size: Number of microbatches that pass through a chunk before the next chunk starts. None for
-            `pp_size`. Smaller groups can deadlock, including a smaller last group: `Schedule` checks the orders of all ranks,
-            this function does not.
-        num_layers_per_chunk: Number of layers of each chunk of the rank, one integer >= 0 per chunk. None for one layer each.
-            With `overlap_moe_ep`, layers become entries of the order. Otherwise the numbers become
-            `Order.num_layers_per_chunk`, or one layer each if any of them is 0.
-        overlap_moe_ep: True to make every layer a chunk of its own, and to alternate the layers of a forward and of a backward.
-            Megatron-LM then overlaps the expert-parallel communication of one with the other.
-        delay_wgrad: True to make wgrads separate entries, False for full backwards. Requires `overlap_moe_ep`.
-
-    Returns:
-        The order of rank `pp_rank`.
-
-    Raises:
-        OrderError: If an argument is out of its range, `num_layers_per_chunk` has not one value per chunk or only zeros with
-            `overlap_moe_ep`, or `delay_wgrad` is True without `overlap_moe_ep`.
-    """
+    """Returns Megatron-LM's order of one pipeline rank: 1F1B, or interleaved 1F1B if `vpp` is given."""
     chunks = 1 if vpp is None else vpp
     group = pp_size if microbatch_group_size is None else microbatch_group_size
     sizes = {"pp_size": pp_size, "num_microbatches": num_microbatches, "vpp": chunks, "microbatch_group_size": group}
@@ -74,7 +54,7 @@ def megatron_order(
             raise OrderError(f"`{name}` {problem}", field=name)
 
     if pp_size == 1 and not overlap_moe_ep:
-        num_microbatches = 1
+        num_microbatches = 1  # there is nothing to interleave
 
     ahead = pp_size - pp_rank - 1
     warmup = ahead if vpp is None or pp_size == 1 else 2 * ahead + (chunks - 1) * group
@@ -88,20 +68,7 @@ def megatron_order(
 
 
 def _by_layer(order: Sequence[int | float], layers: tuple[int, ...], warmup: int, delay_wgrad: bool) -> list[int | float]:
-    """Expands the chunks of an order into one chunk per layer.
-
-    After `warmup` + 1 forwards, each backward is paired with the next forward, and their layers alternate. The remaining
-    backwards are not paired.
-
-    Args:
-        order: Signed numbers by chunk.
-        layers: Number of layers of each chunk.
-        warmup: Number of forwards before the first backward in `order`.
-        delay_wgrad: Adds an entry for the wgrad of every layer.
-
-    Returns:
-        Signed numbers by layer.
-    """
+    """Expands the signed numbers of chunks into numbers of layers, as if each layer were a chunk."""
     first = np.concatenate([[0], np.cumsum(layers)]).tolist()
 
     def layers_of(entry: int | float | None) -> list[int]:
@@ -111,6 +78,8 @@ def _by_layer(order: Sequence[int | float], layers: tuple[int, ...], warmup: int
         numbers = list(range(first[chunk] + 1, first[chunk + 1] + 1))
         return numbers if entry > 0 else numbers[::-1]
 
+    # After `warmup` + 1 forwards, each backward is paired with the next forward, and their layers alternate. The remaining
+    # backwards are not paired.
     forwards = [entry for entry in order if entry > 0]
     backwards = [entry for entry in order if entry < 0]
     ahead = min(warmup + 1, len(forwards))

@@ -27,18 +27,11 @@ _CELL = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})")
 
 @dataclass(frozen=True)
 class Action:
-    """One action of a rank: a part of the computation of one stage for one microbatch.
-
-    Attributes:
-        kind: `forward`, `dgrad` (gradient of the stage's input), `wgrad` (gradients of the stage's parameters) or `backward` (a
-            full backward: dgrad and wgrad in one action).
-        chunk: Index of the chunk on its rank, 0-based.
-        microbatch: Index of the microbatch in the step, 0-based.
-    """
+    """One action of a rank: a part of the computation of one stage for one microbatch."""
 
     kind: Kind
-    chunk: int
-    microbatch: int
+    chunk: int  # its index on its rank, 0-based
+    microbatch: int  # 0-based
 
     def __str__(self) -> str:
         """Returns a text such as `dgrad of chunk 2, microbatch 0`: the chunk counts from 1, the microbatch from 0."""
@@ -46,33 +39,13 @@ class Action:
 
 
 def check_integer(name: str, value: object, minimum: int = 1) -> None:
-    """Checks that an argument is an integer of at least `minimum`.
-
-    Args:
-        name: Name of the argument. The message and the attribute `field` of the error contain it.
-        value: Value of the argument. NumPy integers are allowed. Bools are not integers here.
-        minimum: Smallest allowed value.
-
-    Raises:
-        OrderError: If `value` is not an integer, or is smaller than `minimum`.
-    """
+    """Raises OrderError if an argument is not an integer of at least `minimum`. NumPy integers are allowed, bools are not."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < minimum:
         raise OrderError(f"`{name}` is {value!r}: must be an integer >= {minimum}", field=name)
 
 
 def parse_cell(text: str) -> tuple[int, int, int]:
-    """Parses one cell of a schedule file: `5F3` is (0, 5, 3), the forward of stage 5 for microbatch 3.
-
-    Args:
-        text: The stage, one of the letters F (forward), I (dgrad), W (wgrad) and B (full backward), and the microbatch. Spaces
-            are not allowed.
-
-    Returns:
-        The kind (0 forward, 1 dgrad, 2 wgrad, 3 full backward), the 0-based stage and the 0-based microbatch.
-
-    Raises:
-        OrderError: If `text` is not in this form, or a number has more than 9 digits.
-    """
+    """Parses a cell of a schedule file: `5F3` is (0, 5, 3), the kind `KINDS[0]` of stage 5 for microbatch 3."""
     match = _CELL.fullmatch(text)
     if match is None:
         form = "write the stage, one of the letters F, I, W, B, and the microbatch, e.g. 5F3"

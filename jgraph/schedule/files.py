@@ -13,24 +13,7 @@ from jgraph.schedule.schedule import Schedule
 
 
 def from_csv(text: str) -> Schedule:
-    """Parses a CSV table in PyTorch's format.
-
-    Columns are ticks if every action is in a later column than the actions that it depends on. Such a table has empty cells for
-    idle ticks. Otherwise a row gives only the sequence of the actions, as in the compact tables that PyTorch writes, and
-    actions get the earliest possible ticks.
-
-    Args:
-        text: The content of a file: one row per rank, without a header, and one cell such as `5F3` per action, with or without
-            quotes. A cell has the stage, one of the letters F (forward), I (dgrad), W (wgrad) and B (full backward), and the
-            microbatch. Empty cells are idle.
-
-    Returns:
-        The schedule, with the stages of the cells as its placement and the name `custom`.
-
-    Raises:
-        OrderError: If the text is empty, a row has no action, a cell has another form, or the schedule cannot run. The
-            attribute `rank` of the error is the row, and `position` the index among the non-empty cells of this row.
-    """
+    """Parses a table in PyTorch's format: a row per rank without header, and cells such as `5F3`, quoted or not; empty is idle."""
     orders, placement, ticks = [], [], []
     for r, row in enumerate(text.splitlines()):
         cells: list[tuple[int, int, int, int]] = []
@@ -52,6 +35,9 @@ def from_csv(text: str) -> Schedule:
         ticks.append(columns)
     if not orders:
         raise OrderError("the table is empty; write one row per rank")
+    # Columns are ticks if every action is in a later column than the actions that it depends on. Such a table has empty cells
+    # for idle ticks. Otherwise a row gives only the sequence of the actions, as in the compact tables that PyTorch writes, and
+    # actions get the earliest possible ticks.
     try:
         return Schedule(tuple(orders), tuple(placement), tuple(ticks))
     except OrderError:
@@ -73,19 +59,9 @@ def _order(kinds: np.ndarray, chunks: np.ndarray, microbatches: np.ndarray) -> O
 
 
 def to_json(schedule: Schedule) -> str:
-    """Formats a schedule as JSON that `from_json` parses.
-
-    Args:
-        schedule: The schedule. Numbers of layers per chunk are not written.
-
-    Returns:
-        The text of a JSON object, with one key per line. The keys are `name`, `placement` (for each rank the list of its
-        stages, 0-based), `orders` (for each rank a list of signed numbers: for the 1-based chunk c, c is its forward, -c its
-        dgrad or full backward, and -c-0.5 its wgrad) and `ticks` (for each rank the list of the ticks of its actions). The key
-        `wgrads` is added if the wgrads of the orders do not follow the rule `oldest`. In a chunk that also has separate wgrads,
-        full backwards are written as dgrad and wgrad. This lengthens the order, so `ticks` is then omitted, and `from_json`
-        assigns the earliest ticks.
-    """
+    """Formats a schedule as JSON that `from_json` parses. Numbers of layers per chunk are not written."""
+    # In a chunk that also has separate wgrads, `to_list` writes full backwards as dgrad and wgrad. This lengthens the order, so
+    # ticks are then omitted, and `from_json` assigns the earliest ones.
     numbers = [order.to_list() for order in schedule.orders]
     ticks = [t.tolist() for t in schedule.ticks]
     keep = all(len(row) == len(entries) for row, entries in zip(ticks, numbers, strict=True))
@@ -95,22 +71,7 @@ def to_json(schedule: Schedule) -> str:
 
 
 def from_json(text: str) -> Schedule:
-    """Parses a schedule from JSON.
-
-    Args:
-        text: A JSON list of orders, one per rank, or a JSON object with the key `orders` and optionally `placement` (for each
-            rank the list of its stages, 0-based), `ticks` (for each rank the list of the ticks of its actions), `wgrads`
-            (`oldest` or `newest`, as in `Order`) and `name`. An order is a list of signed numbers: for the 1-based chunk c, c
-            is its forward, -c its dgrad or full backward, and -c-0.5 its wgrad.
-
-    Returns:
-        The schedule. Without `placement`, chunk c of rank r is stage c * P + r for P ranks, all 0-based. Without `ticks`,
-        actions get the earliest possible ticks. Without `wgrads`, it is `oldest`. Without `name`, it is `custom`.
-
-    Raises:
-        OrderError: If the text is not JSON of this form, has an unknown key, or the schedule cannot run. The attributes `rank`
-            and `position` of the error locate the entry in the orders.
-    """
+    """Parses a list of orders, or an object with `orders` and optionally `placement`, `ticks`, `wgrads` and `name`."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -145,37 +106,14 @@ def from_json(text: str) -> Schedule:
 
 
 def write(schedule: Schedule, path: str | Path) -> None:
-    """Writes a schedule to a JSON file that `read` reads. Replaces an existing file.
-
-    Args:
-        schedule: The schedule. Numbers of layers per chunk are not written.
-        path: Path of the file, with the suffix `.json`. The folder must exist.
-
-    Raises:
-        OrderError: If the path has another suffix.
-        OSError: If the file cannot be written.
-    """
+    """Writes a schedule to a .json file that `read` reads. Replaces an existing file."""
     if Path(path).suffix.lower() != ".json":
         raise OrderError(f"{path}: must be a .json file")
     Path(path).write_text(to_json(schedule), encoding="utf-8")
 
 
 def read(path: str | Path, *, field: str = "") -> Schedule:
-    """Reads a schedule file.
-
-    Args:
-        path: Path of a .json file with the content that `from_json` describes, or of a .csv file with the content that
-            `from_csv` describes: one row per rank and cells such as `5F3`.
-        field: Name of the argument through which the user gave the path. Error messages contain it. Empty for none.
-
-    Returns:
-        The schedule.
-
-    Raises:
-        OrderError: If the path has another suffix, the file cannot be read, its content has another form, or its schedule
-            cannot run. If a single entry of the file is wrong, the attributes `rank` and `position` of the error locate it;
-            else they are None.
-    """
+    """Reads a .json file (`from_json`) or a .csv file (`from_csv`). Error messages name the caller's argument `field`."""
     path = Path(path)
     named = f"`{field}` is {path}" if field else str(path)
     parsers = {".csv": from_csv, ".json": from_json}

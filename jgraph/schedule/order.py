@@ -241,21 +241,7 @@ def _items(value: object) -> list[Any] | None:
 
 
 def one_each(name: str, value: object, count: int, kind: type[_T], *, of: str = "chunk") -> tuple[_T, ...]:
-    """Broadcasts an argument to one value per chunk.
-
-    Args:
-        name: Name of the argument. The message and the attribute `field` of the error contain it.
-        value: One value for all chunks, or an ordered iterable with one value per chunk.
-        count: Number of chunks.
-        kind: Required type: `bool`, or `int` for integers from 1 to 2**31 - 1.
-        of: Singular noun for the thing that has one value each. The message contains it, for example "one per chunk".
-
-    Returns:
-        A tuple of `count` values of type `kind`.
-
-    Raises:
-        OrderError: If a value has another type or is out of range, or the number of values is not `count`.
-    """
+    """Broadcasts an argument to `count` values, one per chunk or per `of`, a singular noun for the message."""
     items = _items(value)
     values: list[Any] = [value] * count if items is None else items
     one = "bool" if issubclass(kind, bool) else "int >= 1"
@@ -289,20 +275,7 @@ def _check_arrays(kinds: np.ndarray, chunks: np.ndarray) -> None:
 
 
 def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...], wgrads: Wgrads) -> np.ndarray:
-    """Checks that the order can run.
-
-    Args:
-        kinds: Index of each action's kind in `KINDS`, int8 [N].
-        chunks: Chunk of each action, int32 [N].
-        layers: Number of layers of each chunk.
-        wgrads: As in `Order`.
-
-    Returns:
-        The microbatch of each action, int32 [N].
-
-    Raises:
-        OrderError: If the order cannot run. Errors within a chunk take precedence over errors between two chunks.
-    """
+    """Checks that the order can run, and returns the microbatch of each action, int32 [N]."""
     microbatches: list[int] = []
     # Per chunk: the number of forwards and dgrads so far, and the microbatches with a pending wgrad.
     forwards, dgrads = [0] * len(layers), [0] * len(layers)
@@ -323,7 +296,7 @@ def _check(kinds: np.ndarray, chunks: np.ndarray, layers: tuple[int, ...], wgrad
         total = totals[part][c]
         return f"move it after entry {position_of(part, c, m)}" if m < total else f"the order has only {total} of them"
 
-    cross_chunk_error = None
+    cross_chunk_error = None  # errors within a chunk take precedence
     for position, (kind, c) in enumerate(zip(kinds.tolist(), chunks.tolist(), strict=True)):
         if kind == WGRAD:
             if not pending[c]:

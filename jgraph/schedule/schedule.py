@@ -23,15 +23,7 @@ Placement = tuple[tuple[int, ...], ...]
 
 
 def loop(pp: int, chunks: int) -> Placement:
-    """Returns the round-robin placement: chunk c of rank r is stage c * pp + r.
-
-    Args:
-        pp: Number of ranks.
-        chunks: Number of chunks per rank.
-
-    Returns:
-        One tuple per rank with the stages of its chunks, ascending.
-    """
+    """Returns the round-robin placement: chunk c of rank r is stage c * pp + r."""
     return tuple(tuple(c * pp + r for c in range(chunks)) for r in range(pp))
 
 
@@ -228,14 +220,7 @@ class Schedule(Sequence[Order]):
 
 
 def _earliest(schedule: Schedule) -> tuple[np.ndarray, ...]:
-    """Computes the earliest ticks: each action runs as soon as its rank is free and the array that it reads is available.
-
-    Returns:
-        The tick of each action, int64 [N] per rank.
-
-    Raises:
-        OrderError: If the schedule deadlocks.
-    """
+    """Computes the earliest ticks: a rank is free, and the array that its action reads is available. Raises on a deadlock."""
     needs, makes = ([row.tolist() for row in rows] for rows in schedule.links)
     made = [-1] * len(schedule.home)
     waiting: dict[int, int] = {}
@@ -260,15 +245,8 @@ def _earliest(schedule: Schedule) -> tuple[np.ndarray, ...]:
 
 
 def _deadlock(schedule: Schedule, stuck: dict[int, tuple[int, int]]) -> OrderError:
-    """Describes a deadlock by the cycle of ranks that wait for each other.
-
-    Args:
-        schedule: The schedule, without ticks.
-        stuck: For each blocked rank, the position of its next action and the index (as in `links`) of the array that it reads.
-
-    Returns:
-        The error, with the position and the lowest rank of the cycle.
-    """
+    """Describes a deadlock by the cycle of ranks that wait for each other."""
+    # `stuck`: for each blocked rank, the position of its next action, and the array that it reads, by its index in `links`.
     home = schedule.home.tolist()
     chain, r = [], next(iter(stuck))
     while r not in chain:
@@ -314,15 +292,7 @@ def _check_rows(field: str, rows: Sequence[Sequence[int] | np.ndarray], orders: 
 
 
 def _check_ticks(schedule: Schedule) -> tuple[np.ndarray, ...]:
-    """Validates explicit ticks and returns a copy of them as int64.
-
-    Returns:
-        The tick of each action, int64 [N] per rank.
-
-    Raises:
-        OrderError: If the ticks of a rank do not ascend, an action reads an array that is not computed in an earlier tick, or
-            there are far more ticks than actions.
-    """
+    """Validates explicit ticks and returns int64 copies."""
     made, (all_needs, all_makes) = np.full(len(schedule.home), -1, np.int64), schedule.links
     _check_rows("ticks", schedule.ticks, schedule.orders)
     rows = []

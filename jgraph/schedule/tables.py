@@ -23,7 +23,13 @@ from jgraph.schedule.slots import POOLS, assign, live_ranges
 
 # T ticks, P ranks, S stages, M microbatches
 
+# The previous or next rank of the ring, or another stage on the same rank.
 Source = Literal["previous", "next", "same"]
+# The ticks in which the program also writes to a pool on ranks that compute no array for it. In these ticks such a rank gets a
+# free slot, or an additional slot if none is free.
+# all: every tick for the pools `loss`, `activation` and `gradient`, and no tick for the other pools.
+# makers: for each pool the ticks in which some rank computes an array for it, but for residuals and stash no tick with a wgrad.
+#   A stash also has no slot if all ranks run a wgrad in the tick directly after its dgrad.
 Writing = Literal["makers", "all"]
 
 _MAKERS = dict.fromkeys((*POOLS, "loss"), (FORWARD,)) | {"stash": (DGRAD,), "gradient": (DGRAD, BACKWARD)}
@@ -31,76 +37,48 @@ _MAKERS = dict.fromkeys((*POOLS, "loss"), (FORWARD,)) | {"stash": (DGRAD,), "gra
 
 @dataclass(frozen=True)
 class TickTable:
-    """The action of each rank in each tick. All arrays are int32 [T, P], for T ticks and P ranks.
+    """The action of each rank in each tick, int32 [T, P]."""
 
-    Attributes:
-        kind: 0 forward, 1 dgrad, 2 wgrad, 3 full backward, 4 idle.
-        stage: Stage of the action, 0-based; -1 if idle.
-        chunk: Chunk of the action on its rank, 0-based; -1 if idle.
-        microbatch: Microbatch of the action, 0-based; -1 if idle.
-    """
-
-    kind: np.ndarray
-    stage: np.ndarray
-    chunk: np.ndarray
+    kind: np.ndarray  # index in `KINDS`, or `IDLE`
+    stage: np.ndarray  # -1 if idle, as in the next two
+    chunk: np.ndarray  # of its rank
     microbatch: np.ndarray
 
 
 @dataclass(frozen=True)
 class ScheduleTables:
-    """The actions of a schedule and the slots that they read and write. Arrays are int32 [T, P] for T ticks and P ranks.
+    """The actions of a schedule and the slots that they read and write, int32 [T, P]. A slot is memory for one array."""
 
-    A slot is memory for one array of a pool on a rank. The pools are `forward_dgrad` and `forward_wgrad` (residuals of a
-    forward for its dgrad and its wgrad), `stash` (values that a dgrad keeps for its wgrad), `activation` and `gradient` (arrays
-    received from another stage), and `loss` (dy, the gradient of the loss for the output of the last stage; it is kept from the
-    forward of the last stage to its dgrad).
-
-    Attributes:
-        table: Kind, stage, chunk and microbatch of each action.
-        reads: Maps each pool to the slot that has the array for the action's stage and microbatch; 0 if there is none.
-        writes: Maps each of the pools `forward_dgrad`, `forward_wgrad`, `stash` and `loss` that has slots to the slot that the
-            rank writes in the tick. It is never -1. For a rank whose action computes no array for the pool, it is a free or an
-            additional slot in the ticks that the argument `writing` of `tabulate` selects. In other ticks it may be a slot in
-            use, so the program must not write.
-        arrivals: Maps (source, pool) to the slot for the array that the rank receives at the end of the tick, where pool is
-            `activation` or `gradient`. The slots of a rank that receives nothing follow the rule of `writes`. The source is
-            `previous` or `next` for the previous or next rank of the ring, and `same` for another stage on the same rank. Pairs
-            without transfers have no key.
-        enter: int32 [T], the microbatch of a forward of the first stage in this tick; -1 for none.
-        leave: int32 [T], the microbatch of a forward of the last stage in this tick; -1 for none.
-        back: int32 [T], the microbatch of a dgrad or full backward of the first stage in this tick; -1 for none.
-        slots: Maps each pool to its number of slots, the same on every rank, including additional slots.
-        hops: Maps each of the sources `previous` and `next` that has transfers to the (sender, receiver) pairs of ranks. They
-            are the argument `perm` of `jax.lax.ppermute`.
-    """
-
+    # The pools are `POOLS`, and `loss` with dy, the gradient of the loss for the output of the last stage. It is kept from the
+    # forward of the last stage to its dgrad.
     table: TickTable
-    reads: Mapping[str, np.ndarray]
+    reads: Mapping[str, np.ndarray]  # the slot that has the array for the action's stage and microbatch; 0 if there is none
+    # The slot that the rank writes in the tick, for `loss` and the pools that are not received, if they have slots. It is never
+    # -1. If the action computes no array for the pool, it is a free or an additional slot in the ticks that `Writing` selects.
+    # In other ticks it may be a slot in use, so the program must not write.
     writes: Mapping[str, np.ndarray]
+    # The slot for the `activation` or `gradient` that the rank receives at the end of the tick; those of a rank that receives
+    # nothing follow the rule of `writes`. Pairs without transfers have no key.
     arrivals: Mapping[tuple[Source, str], np.ndarray]
-    enter: np.ndarray
-    leave: np.ndarray
-    back: np.ndarray
-    slots: Mapping[str, int]
+    enter: np.ndarray  # int32 [T], the microbatch of a forward of the first stage in this tick; -1 for none
+    leave: np.ndarray  # the same for a forward of the last stage
+    back: np.ndarray  # the same for a dgrad or full backward of the first stage
+    slots: Mapping[str, int]  # the number of slots, the same on every rank, including additional slots
+    # The (sender, receiver) pairs of ranks for `previous` and `next`: the argument `perm` of `jax.lax.ppermute`.
     hops: Mapping[Source, tuple[tuple[int, int], ...]]
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Consecutive rounds of an aligned schedule with the same kinds of actions. A round is at most three ticks.
+    """Consecutive rounds of an aligned schedule with the same kinds of actions. A round is at most three ticks."""
 
-    Attributes:
-        kinds: One tuple per tick of a round, with the kinds of actions in this tick: `forward`, `dgrad` or `wgrad`. It has two
-            kinds, the second of them `wgrad`, if some ranks run a wgrad while others run the first kind. Else it has one kind.
-        first_tick: Index of the first tick of the first round, 0-based.
-        rounds: Number of rounds.
-        is_handed: True if, in every round, all ranks run a dgrad in one tick and the wgrad of the same stage and microbatch in
-            the next tick. The stash of these dgrads then needs no slot.
-    """
-
+    # One tuple per tick of a round. It has two kinds, the second of them `wgrad`, if some ranks run a wgrad while others run
+    # the first kind. Else it has one kind.
     kinds: tuple[tuple[Kind, ...], ...]
     first_tick: int
     rounds: int
+    # In every round, all ranks run a dgrad in one tick and the wgrad of the same stage and microbatch in the next tick. The
+    # stash of these dgrads then needs no slot.
     is_handed: bool = False
 
 
@@ -117,24 +95,7 @@ def tick_table(schedule: Schedule) -> TickTable:
 
 @lru_cache(maxsize=8)
 def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
-    """Builds the tables of a schedule for an SPMD program. Cached by the identity of the schedule: do not write to the arrays.
-
-    Args:
-        schedule: A schedule with consecutive stages on the same rank, or on neighbors in the ring of ranks (rank r and
-            (r + 1) % P).
-        writing: Selects the ticks in which the program also writes to a pool on ranks whose action computes no array for it. In
-            these ticks such a rank gets a free slot, or an additional slot if none is free. `all` selects every tick for the
-            pools `loss`, `activation` and `gradient`, and no tick for the other pools. `makers` selects for each pool the ticks
-            in which some rank computes an array for it, but for residuals and stash no tick with a wgrad. With `makers`, a
-            stash also has no slot if all ranks run a wgrad in the tick directly after its dgrad.
-
-    Returns:
-        The tables. Do not write to their arrays.
-
-    Raises:
-        OrderError: If consecutive stages are on ranks that are not neighbors.
-        ConfigError: If `writing` is unknown.
-    """
+    """Builds the tables of a schedule for an SPMD program. Cached by identity: do not write to the arrays."""
     check_choice("writing", writing, get_args(Writing))
     table, ranges = tick_table(schedule), live_ranges(schedule)
     kind, stage, microbatch = table.kind, table.stage, table.microbatch
@@ -194,20 +155,7 @@ def tabulate(schedule: Schedule, *, writing: Writing = "all") -> ScheduleTables:
 
 
 def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.ndarray]) -> tuple[dict, dict]:
-    """Finds the transfers of a schedule.
-
-    Args:
-        schedule: The schedule.
-        table: The actions of the schedule.
-        numbers: For each pool, the slot by stage and microbatch, int [S, M].
-
-    Returns:
-        For each source and pool with transfers, the slot of the array that arrives at the end of each tick, int32 [T, P], -1
-        without an arrival. For each neighbor, the (sender, receiver) pairs of ranks.
-
-    Raises:
-        OrderError: If a transfer is between ranks that are not neighbors.
-    """
+    """Finds, for each source and pool, the slot of the array that arrives at the end of each tick, or -1; and the hops."""
     kind, stage, microbatch = table.kind, table.stage, table.microbatch
     ranks, home = schedule.num_ranks, schedule.rank_of_stage
     forward = kind == FORWARD
@@ -242,21 +190,9 @@ def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.nda
 
 
 def phases(table: TickTable) -> tuple[Phase, ...]:
-    """Groups the ticks of an aligned schedule into phases of equal rounds.
-
-    A schedule is aligned if, in every tick, all ranks that are not idle run the same kind of action, or a wgrad in its place. A
-    round is a tick of forwards, a tick of dgrads and a tick of wgrads, in this order; each may be missing.
-
-    Args:
-        table: The actions of a schedule without full backwards, from `tick_table` or the attribute `table` of `tabulate`'s
-            result.
-
-    Returns:
-        The phases, in the order of their ticks. Together they cover every tick once.
-
-    Raises:
-        OrderError: If a tick is idle on all ranks, or has two kinds of actions besides wgrad.
-    """
+    """Groups the ticks of an aligned schedule without full backwards into phases of equal rounds. They cover every tick once."""
+    # A schedule is aligned if, in every tick, all ranks that are not idle run the same kind of action, or a wgrad in its place.
+    # A round is a tick of forwards, a tick of dgrads and a tick of wgrads, in this order; each may be missing.
     found = [np.unique(row[row != IDLE]) for row in table.kind]
     leads = []
     for tick, kinds in enumerate(found):
