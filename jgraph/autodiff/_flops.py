@@ -12,22 +12,9 @@ from jgraph.kernels.grouped import CALLS
 
 
 def product_flops(fn: Callable[..., Any], *args: Any) -> float:
-    """Counts the FLOPs of matmuls, ragged matmuls and convolutions in `fn`, two per multiply-add. Traces `fn` only.
-
-    Counts every iteration of a scan, the largest branch of a conditional, and one iteration of a `while` loop. Each row of a
-    ragged matmul counts for one group. Elementwise operations, and kernels other than grouped matmuls, count as zero.
-
-    Args:
-        fn: The function. May be differentiated or jitted.
-        *args: Positional arguments of `fn`: trees of arrays or `jax.ShapeDtypeStruct`s. Only shapes and dtypes are read.
-
-    Returns:
-        The number of FLOPs, a float.
-
-    Examples:
-        >>> product_flops(jnp.dot, jnp.ones((2, 3)), jnp.ones((3, 5)))
-        60.0
-    """
+    """Counts the FLOPs of matmuls, ragged matmuls and convolutions in `fn`, two per multiply-add. Traces `fn` only."""
+    # Counts every iteration of a scan, the largest branch of a conditional, and one iteration of a `while` loop. Each row of a
+    # ragged matmul counts for one group. Elementwise operations, and kernels other than grouped matmuls, count as zero.
     return _flops_of_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr)
 
 

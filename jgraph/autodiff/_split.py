@@ -35,25 +35,18 @@ _Sums = TypeVar("_Sums")
 @partial(jax.tree_util.register_dataclass, data_fields=["dgrad", "wgrad"], meta_fields=["trace"])
 @dataclass(frozen=True)
 class Residuals:
-    """The arrays that forward saves for dgrad and wgrad. A pytree, so it can be passed through `jax.jit`.
+    """The arrays that forward saves for dgrad and wgrad. A pytree, so it can be passed through `jax.jit`."""
 
-    Attributes:
-        dgrad: Arrays of the pool `forward_dgrad`, which only dgrad reads. Empty after `after_dgrad`.
-        wgrad: Arrays of the pool `forward_wgrad`, which wgrad reads, and dgrad may read.
-        trace: Static data: the trace of the stage that the arrays belong to.
-    """
-
-    dgrad: tuple[Array, ...]
-    wgrad: tuple[Array, ...]
-    trace: StageTrace
+    dgrad: tuple[Array, ...]  # the pool `forward_dgrad`, which only dgrad reads; empty after `after_dgrad`
+    wgrad: tuple[Array, ...]  # the pool `forward_wgrad`, which wgrad reads, and dgrad may read
+    trace: StageTrace  # static data
 
     def after_dgrad(self) -> "Residuals":
         """Returns the residuals without the arrays that only dgrad reads. Copies and deletes nothing."""
         return Residuals((), self.wgrad, self.trace)
 
     @property
-    def by_index(self) -> dict[int, Array]:
-        """The arrays by their index in `Candidates`: those for wgrad, and those for dgrad unless `dgrad` is empty."""
+    def by_index(self) -> dict[int, Array]:  # the index in `Candidates`
         lifetimes = self.trace.lifetimes
         kept = dict(zip(lifetimes.for_wgrad, self.wgrad, strict=True))
         return kept | (dict(zip(lifetimes.for_dgrad, self.dgrad, strict=True)) if self.dgrad else {})
@@ -62,39 +55,24 @@ class Residuals:
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["trace"])
 @dataclass(frozen=True)
 class Stash:
-    """The arrays that dgrad saves for wgrad. A pytree.
-
-    They are the gradients of the outputs of delayed matmuls, and data operands that are expensive to recompute.
-
-    Attributes:
-        arrays: Arrays of the pool `stash`.
-        trace: Static data: the trace of the stage that the arrays belong to.
-    """
+    """The arrays that dgrad saves for wgrad: dy of matmuls, and x that is expensive to recompute. A pytree."""
 
     arrays: tuple[Array, ...]
-    trace: StageTrace
+    trace: StageTrace  # static data
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Shapes and dtypes of the arrays between forward, dgrad and wgrad, as trees of `jax.ShapeDtypeStruct`.
-
-    Attributes:
-        y: Output of the stage.
-        residuals: Arrays from forward to dgrad (`.dgrad`) and from forward to wgrad (`.wgrad`).
-        stash: Arrays from dgrad to wgrad (`.arrays`).
-        delayed: Paths of the parameters with gradients from wgrad, such as `blocks/0/kernel`, in the order of the leaves.
-        aux: Auxiliary output of the stage; None without `has_aux`.
-    """
+    """Shapes and dtypes of the arrays between forward, dgrad and wgrad, as trees of `jax.ShapeDtypeStruct`."""
 
     y: Any  # the structure is the stage's own
     residuals: Residuals
     stash: Stash
-    delayed: tuple[str, ...]
+    delayed: tuple[str, ...]  # paths of the delayed parameters, such as `blocks/0/kernel`, in the order of the leaves
     aux: "Tree | None" = None
 
     def nbytes(self) -> dict[str, int]:
-        """Returns the bytes of one microbatch by pool: a dict with the keys `forward_dgrad`, `forward_wgrad` and `stash`."""
+        """Returns the bytes of one microbatch by pool."""
         pools = {"forward_dgrad": self.residuals.dgrad, "forward_wgrad": self.residuals.wgrad, "stash": self.stash.arrays}
         return {name: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) for name, leaves in pools.items()}
 
@@ -285,9 +263,7 @@ class Split:
             The shapes and dtypes for these arguments, and the paths of the delayed parameters.
 
         Raises:
-            SplitError: If an array is complex or sharded over explicit mesh axes, x is not floating, the stage does not return
-                a pair with `has_aux`, a gradient in `delay` cannot be delayed, a pattern of `delay` matches no parameter, or
-                the stage reads the result of a callback.
+            SplitError: If `forward` raises it for these arguments.
         """
         y, residuals, *aux = jax.eval_shape(self.forward, params, x, *extra)
         _, _, stash = jax.eval_shape(self.dgrad, params, residuals, y)
@@ -390,11 +366,9 @@ def _run_accumulate(main_grad: _Sums, params: Params, residuals: Residuals, stas
 
 
 def _late(params: Params, residuals: Residuals, stash: Stash, *, adding: bool) -> Params:
-    """Computes the gradients of the delayed parameters, in the structure of params with None for other parameters.
-
-    If `adding`, gradients are float32 unless they pass through a cast, and a gradient that a kernel can add to a sum is
-    replaced by a function from the sum to the new sum.
-    """
+    """Computes the gradients of the delayed parameters, in the structure of params with None for other parameters."""
+    # If `adding`, gradients are float32 unless they pass through a cast, and a gradient that a kernel can add to a sum is
+    # replaced by a function from the sum to the new sum.
     trace, kept, (leaves, structure) = residuals.trace, residuals.by_index, jax.tree.flatten(params)
     stage, again = trace.stage, list[Array]()
     if None in trace.lifetimes.taps_from:

@@ -60,44 +60,32 @@ class TappedStage:
     """A traced stage with taps on its matmuls.
 
     A *tap* is an unused argument of a matmul. Its cotangent contains the operands of wgrad: x and dy.
-
-    Attributes:
-        owner: The options of the `Split` that made the trace.
-        traced: The stage without callbacks, a function of params, x and extra. wgrad computes the gradients of its weights.
-        callbacks: The stage with its callbacks; None if it has none.
-        products: The matmul of each site.
-        given: Maps params to the additional arguments of each matmul.
-        early: For each leaf of params, True if dgrad computes its gradient.
-        policy: Policy of `jax.checkpoint` that selects the recomputed operations; None if nothing is recomputed.
-        mesh: Mesh of the arrays; may be empty.
     """
 
     owner: Options
-    traced: Traced
-    callbacks: core.Jaxpr | None
-    products: Sequence[DelayedProduct]
-    given: Callable[[Params], Sequence[Any]]
-    early: Sequence[bool]
-    policy: Callable[..., bool] | None
-    mesh: jax.sharding.AbstractMesh
+    traced: Traced  # of params, x and extra, without callbacks; wgrad computes the gradients of its weights
+    callbacks: core.Jaxpr | None  # the stage with its callbacks; None if it has none
+    products: Sequence[DelayedProduct]  # the matmul of each site
+    given: Callable[[Params], Sequence[Any]]  # maps params to the additional arguments of each matmul
+    early: Sequence[bool]  # for each leaf of params, True if dgrad computes its gradient
+    policy: Callable[..., bool] | None  # of `jax.checkpoint`; None if nothing is recomputed
+    mesh: jax.sharding.AbstractMesh  # may be empty
 
     @property
     def exact(self) -> bool:
-        """True if a gradient must pass through the casts between a parameter and its matmul."""
+        # A gradient must pass through the casts between a parameter and its matmul.
         return not all(site.moved for site in self.traced.sites)
 
     @property
     def y(self) -> Tree:
-        """Shapes and dtypes of y."""
         return self.owner.y_and_aux(self.traced.out)[0]
 
     @cached_property
     def float_y(self) -> list[bool]:
-        """For each leaf of y, True if it has a gradient."""
+        # Other leaves of y have no gradient.
         return [jnp.issubdtype(aval.dtype, jnp.floating) for aval in jax.tree.leaves(self.y)]
 
     def taps(self) -> list[Operands]:
-        """Returns the tap of each matmul, zeros."""
         return [product.tap() for product in self.products]
 
     def blanks(self) -> tuple[list[Array], tuple[Tree, ...]]:
@@ -107,12 +95,7 @@ class TappedStage:
         return consts, jax.tree.map(replay.zeros, self.traced.args)
 
     def vjp(self, consts: Sequence[Array], params: Params, *args: Tree):
-        """Runs the stage with taps, and takes its vjp with respect to x, early parameters and taps. Does not run callbacks.
-
-        Returns:
-            Four values: the result of the stage; the operands of the matmuls other than data and weight; the leaves of the vjp
-            function, which are its residuals; and the tree structure of the vjp function.
-        """
+        """Runs the stage with taps, and takes its vjp with respect to x, early parameters and taps. Does not run callbacks."""
         products = dict(zip(self.traced.sites, self.products, strict=True))
         leaves, structure = jax.tree.flatten(params)
 
@@ -128,48 +111,34 @@ class TappedStage:
 
         if self.policy:
             run = jax.checkpoint(run, policy=self.policy, prevent_cse=False)
+        # The leaves of the vjp function are its residuals.
         _, vjp, (out, extras) = jax.vjp(run, args[0], list(compress(leaves, self.early)), self.taps(), has_aux=True)
         return out, jax.tree.leaves(extras), *jax.tree.flatten(vjp)
 
     def run_callbacks(self, consts: Sequence[Array], *args: Tree) -> None:
-        """Runs the stage again with its callbacks, and drops its results. Does nothing if it has no callbacks.
-
-        Called while forward is traced: XLA removes the other operations, or merges them with the operations of `vjp`.
-        """
+        """Runs the stage again with its callbacks, and drops its results."""
+        # Called while forward is traced: XLA removes the other operations, or merges them with the operations of `vjp`.
         if self.callbacks is not None:
             core.jaxpr_as_fun(core.ClosedJaxpr(self.callbacks, consts))(*jax.tree.leaves(args))
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Arrays that forward may save: the leaves of the vjp, then the other operands of the matmuls, such as group sizes.
-
-    Attributes:
-        avals: Shape and dtype of each candidate.
-        keep: For each leaf of the vjp, the index of its first occurrence. None if it is recomputed from params.
-        extras: The indices of the other operands of the matmuls.
-    """
+    """Arrays that forward may save: the leaves of the vjp, then the other operands of the matmuls, such as group sizes."""
 
     avals: Sequence[Aval]
-    keep: Sequence[int | None]
-    extras: Sequence[int]
+    keep: Sequence[int | None]  # for each leaf of the vjp, the index of its first occurrence; None if params give it
+    extras: Sequence[int]  # the indices of the other operands
 
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """The saved arrays. Candidates are named by their index, taps by the index of a leaf of their cotangents.
+    """The saved arrays. Candidates are named by their index, taps by the index of a leaf of their cotangents."""
 
-    Attributes:
-        for_dgrad: Candidates that only dgrad reads.
-        for_wgrad: Candidates that wgrad reads.
-        stashed: The tap of each array of the stash.
-        taps_from: For each tap, its index in the stash, or None if wgrad recomputes it.
-    """
-
-    for_dgrad: Sequence[int]
+    for_dgrad: Sequence[int]  # candidates that only dgrad reads
     for_wgrad: Sequence[int]
-    stashed: Sequence[int]
-    taps_from: Sequence[int | None]
+    stashed: Sequence[int]  # the tap of each array of the stash
+    taps_from: Sequence[int | None]  # for each tap, its index in the stash, or None if wgrad recomputes it
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,10 +157,8 @@ def replaced(values: Iterable[_Value], flags: Sequence[bool], others: Iterable[_
 
 
 def make_trace(owner: Options, traced: Traced, args: tuple[Tree, ...]) -> StageTrace:
-    """Finds the matmuls of a traced stage and decides which arrays are saved. Traces dgrad, and runs nothing.
-
-    `args` are (params, x, *extra). Only gradients of `owner.stage.params(params)`, the first leaves of params, can be delayed.
-    """
+    """Finds the matmuls of a traced stage and decides which arrays are saved. Traces dgrad, and runs nothing."""
+    # `args` are (params, x, *extra). Only the gradients of the first leaves, `owner.stage.params(params)`, can be delayed.
     paths, with_callbacks = leaf_names(owner.stage.params(args[0])), traced.jaxpr
     jaxpr = replay.without_callbacks(with_callbacks)
     _check_callbacks(jaxpr)
@@ -278,22 +245,10 @@ _CHEAP = frozenset({
 
 
 def run_dgrad(stage: TappedStage, candidates: Candidates, params: Params, kept: Mapping[int, Array], dy: Sequence[Array]):
-    """Runs the backward pass of `TappedStage.vjp`.
-
-    Runs the forward pass on zeros, to get the structure of the vjp function and the arrays that depend only on parameters. The
-    compiler removes the rest of the forward pass.
-
-    Args:
-        stage: The stage.
-        candidates: Its candidates.
-        params: The parameters.
-        kept: Residuals by their index in `candidates`. Missing residuals are replaced by zeros: the results that depend on
-            them are wrong.
-        dy: Leaves of dy, also for leaves of y without a gradient, which are ignored.
-
-    Returns:
-        dx, the gradients of the early parameters in the order of params, and the leaves of the cotangents of the taps.
-    """
+    """Returns dx, the gradients of the early parameters, and the leaves of the cotangents of the taps."""
+    # Runs the forward pass on zeros, to get the structure of the vjp function and the arrays that depend only on parameters.
+    # The compiler removes the rest of the forward pass. Residuals that are not in `kept` are zeros: results that depend on them
+    # are wrong.
     consts, (_, *args) = stage.blanks()
     _, _, fresh, tree = stage.vjp(consts, params, *args)
     leaves = [
@@ -323,12 +278,7 @@ def _find_candidates(stage: TappedStage, consts: Sequence[Array], params: Params
 
 
 def _with_lifetimes(stage: TappedStage) -> tuple[StageTrace, list[bool]]:
-    """Sorts the candidates by lifetime.
-
-    Returns:
-        The trace, and for each matmul, True if wgrad recomputes the first leaf of its tap from residuals that dgrad does not
-        read and that are larger than the leaf.
-    """
+    """Sorts the candidates by lifetime. Returns the trace, and a flag for each matmul that should save its data."""
     consts, (params, *args) = stage.blanks()
     candidates = _find_candidates(stage, consts, params, *args)
     avals, places = candidates.avals, sorted({i for i in candidates.keep if i is not None})
@@ -366,5 +316,7 @@ def _with_lifetimes(stage: TappedStage) -> tuple[StageTrace, list[bool]]:
     def nbytes(aval: Aval) -> int:
         return aval.size * aval.dtype.itemsize
 
+    # For each matmul, True if wgrad recomputes the first leaf of its tap from residuals that dgrad does not read and that are
+    # larger than the leaf.
     is_larger = [sum(nbytes(avals[i]) for i in recomputed_from[tap] - for_dgrad) > nbytes(taps[tap]) for tap in firsts]
     return StageTrace(stage, candidates, lifetimes), is_larger

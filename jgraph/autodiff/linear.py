@@ -36,12 +36,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class DelayedProduct:
-    """A matmul with a delayed weight gradient: wgrad computes dw, after dgrad has computed dx. FP8 has subclasses.
-
-    `extra` are the operands after x and w, such as group sizes.
-    """
+    """A matmul with a delayed weight gradient: wgrad computes dw, after dgrad has computed dx. FP8 has subclasses."""
 
     site: Site
+
+    # In all methods, `extra` are the operands after x and w, such as group sizes.
 
     @property
     def is_wide(self) -> bool:
@@ -50,10 +49,7 @@ class DelayedProduct:
         return is_plain and self.site.y_aval.size >= 4 * self.site.x_aval.size
 
     def computed_as(self) -> Wide:
-        """Describes the `dot_general` that computes a wide matmul.
-
-        A policy of `jax.checkpoint` recognizes the matmul by these values.
-        """
+        """Describes the `dot_general` of a wide matmul, so that a policy of `jax.checkpoint` recognizes it."""
         lhs, rhs = (aval_of(v).shape for v in self.site.eqn.invars)
         return lhs, rhs, self.site.eqn.params["dimension_numbers"]
 
@@ -63,10 +59,8 @@ class DelayedProduct:
         return replay.zeros(site.x_aval, *site.lead), replay.zeros(site.y_aval, *site.lead)
 
     def multiply(self, x: Array, w: Array, extra: Sequence[Array], tap: Operands, given: Any) -> Array:
-        """Computes the matmul. The cotangent of `tap` is the operands of wgrad, and those of `w` and `extra` are zero.
-
-        `tap` is not read. `given` are the additional arguments of this matmul from `BoundProducts.given`, here not read.
-        """
+        """Computes the matmul. The cotangent of `tap` is the operands of wgrad, and those of `w` and `extra` are zero."""
+        # `tap` is not read. Nor is `given`, the additional arguments of this matmul from `BoundProducts.given`: FP8 reads them.
         site = self.site
 
         @jax.custom_vjp
@@ -88,10 +82,8 @@ class DelayedProduct:
         return run(x, w, extra, tap)
 
     def keeping_x(self) -> "DelayedProduct":
-        """Returns the matmul to use if x has fewer bytes than the arrays that wgrad recomputes x from.
-
-        A subclass may return a matmul that saves x for wgrad.
-        """
+        """Returns the matmul to use if x has fewer bytes than the arrays that wgrad recomputes x from."""
+        # A subclass may return a matmul that saves x for wgrad.
         return self
 
     def weight_gradient(self, tap: Operands, extra: Sequence[Array], dtype: DTypeLike) -> Array:
@@ -115,37 +107,25 @@ class DelayedProduct:
 
 
 class BoundProducts(NamedTuple):
-    """The matmuls of a stage, from `OwnProducts.bind`.
+    """The matmuls of a stage, from `OwnProducts.bind`."""
 
-    Attributes:
-        products: The matmul of each site.
-        given: Maps the first argument of the stage to the additional arguments of each matmul, a tree of arrays.
-        differentiated: For each leaf of the first argument of the stage, True if the stage computes its gradient.
-    """
-
-    products: Sequence[DelayedProduct]
-    given: Callable[[Params], Sequence[Any]]
-    differentiated: Sequence[bool]
+    products: Sequence[DelayedProduct]  # the matmul of each site
+    given: Callable[[Params], Sequence[Any]]  # maps the first argument to the additional arguments of each matmul
+    differentiated: Sequence[bool]  # for each leaf of the first argument, True if the stage computes its gradient
 
 
 @dataclass(frozen=True, eq=False)
 class OwnProducts:
-    """A stage: a function `fn(params, x, *extra)`, and its own matmuls. `split_backward` accepts it in place of a function.
-
-    The first argument of the stage is a tree that begins with params. Here it is params, and no matmul is replaced.
-    """
+    """A stage: a function `fn(params, x, *extra)`, and its own matmuls. `split_backward` accepts it in place of a function."""
 
     fn: Callable[..., Tree]
 
     def params(self, given: Tree) -> Params:
-        """Selects params from the first argument of the stage."""
+        """Selects params from the first argument of the stage, a tree that begins with params."""
         return given
 
     def bind(self, sites: Sequence[Site], names: Sequence[str], given: Tree, x: Tree, *extra: Tree) -> BoundProducts:
-        """Selects the matmuls of the sites with a delayed gradient. Called once per trace with the arguments of the stage.
-
-        `names` are the names of params.
-        """
+        """Selects the matmuls of the sites with a delayed gradient. Called once per trace with the arguments of the stage."""
         num_leaves = len(jax.tree.leaves(given))
         return BoundProducts([DelayedProduct(site) for site in sites], lambda _: [()] * len(sites), [True] * num_leaves)
 

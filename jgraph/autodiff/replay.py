@@ -60,15 +60,13 @@ def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
 
 
 def is_literal(atom: Atom) -> bool:
-    """True if an operand is a literal, which is not hashable, and False if it is a variable."""
+    """True for a literal, which is not hashable, and False for a variable."""
     return isinstance(atom, core.Literal)
 
 
 def apply(eqn: core.JaxprEqn, values: Sequence[jax.Array]) -> list[Any]:
-    """Runs one equation on new operands. Inside a trace, this adds it to the trace.
-
-    Values for literals are ignored. An output that is marked as unread (`DropVar`) is None.
-    """
+    """Runs one equation on new operands. Inside a trace, this adds it to the trace."""
+    # Values for literals are ignored. An output that is marked as unread (`DropVar`) is None.
     given = {v: value for v, value in zip(eqn.invars, values, strict=True) if isinstance(v, core.Var)}
     results = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
     debug_info = core.DebugInfo("replay", eqn.primitive.name, ("",) * len(given), ("",) * len(results))
@@ -108,16 +106,13 @@ def interpret(
 
 
 def depends(jaxpr: core.Jaxpr, given: Sequence[bool]) -> list[bool]:
-    """Finds the outputs that depend on marked inputs. May report an output that does not depend on them.
-
-    Each result of an equation other than jit, checkpoint and scan counts as depending on all operands of the equation.
-    """
+    """Finds the outputs that depend on marked inputs. May report an output that does not depend on them."""
+    # Each result of an equation other than jit, checkpoint and scan counts as depending on all operands of the equation.
     marked = _depending(jaxpr, given)
     return [not is_literal(v) and v in marked for v in jaxpr.outvars]
 
 
 def _depending(jaxpr: core.Jaxpr, given: Sequence[bool]) -> set[core.Var]:
-    """Returns the variables that depend on a marked input."""
     marked = {v for v, flag in zip(jaxpr.invars, given, strict=True) if flag}
     for eqn in jaxpr.eqns:
         flags = [not is_literal(v) and v in marked for v in eqn.invars]
@@ -155,11 +150,9 @@ def needs(jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[bool] | None
 def live_variables(
     jaxpr: core.Jaxpr, wanted: Sequence[bool], data: Sequence[bool] | None = None
 ) -> tuple[set[core.Var], set[str]]:
-    """Finds the variables, including inputs, and the primitives that compute the wanted outputs. May report too many.
-
-    `data` marks inputs: primitives without an operand that depends on a marked input are then left out. A call of a
-    quantization kernel counts as one primitive with the name of the kernel.
-    """
+    """Finds the variables, including inputs, and the primitives that compute the wanted outputs. May report too many."""
+    # `data` marks inputs: primitives without an operand that depends on a marked input are then left out. A call of a
+    # quantization kernel counts as one primitive with the name of the kernel.
     live = {v for v, flag in zip(jaxpr.outvars, wanted, strict=True) if flag and isinstance(v, core.Var)}
     marked = None if data is None else _depending(jaxpr, data)
     used: set[str] = set()
@@ -183,12 +176,10 @@ def live_variables(
 
 
 def wanted_inside(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
-    """Returns the wanted outputs of the jaxpr inside a jit, checkpoint or scan from the wanted outputs of its equation.
-
-    A carry of a scan is also wanted if a later iteration reads it to compute a wanted output.
-    """
+    """Returns the wanted outputs of the jaxpr inside a jit, checkpoint or scan from the wanted outputs of its equation."""
     wanted = list(wanted)
     if eqn.primitive.name == SCAN:
+        # A carry is also wanted if a later iteration reads it to compute a wanted output.
         consts, carry = scan_counts(eqn)
         while True:
             given = needs(body(eqn), wanted)[0][consts : consts + carry]
@@ -200,10 +191,7 @@ def wanted_inside(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> list[bool]:
 
 
 def forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
-    """Returns for each output the index of the input that it is, also through jits and checkpoints.
-
-    None if the output is computed, or is a literal or constant.
-    """
+    """Returns for each output the index of the input that it is, also through jits and checkpoints; None for others."""
     place = {v: i for i, v in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in JITS + CHECKPOINTS:
@@ -214,10 +202,7 @@ def forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
 
 
 def without_callbacks(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """Removes debug and I/O callbacks with unread results, also from nested jaxprs.
-
-    Keeps callbacks inside functions with a custom derivative, because their derivative rules cannot be inspected.
-    """
+    """Removes debug and I/O callbacks with unread results, also from nested jaxprs."""
     if not holds(jaxpr, CALLBACKS):
         return jaxpr
     read = {v for v in (*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars) if not is_literal(v)}
@@ -225,6 +210,7 @@ def without_callbacks(jaxpr: core.Jaxpr) -> core.Jaxpr:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in CALLBACKS and not read & set(eqn.outvars):
             continue
+        # The derivative rules of functions with a custom derivative cannot be inspected, so their callbacks are kept.
         if eqn.primitive.name not in CUSTOM:
             params = {name: _param_without_callbacks(value) for name, value in eqn.params.items()}
             gone = _effects(core.jaxprs_in_params(eqn.params)) - _effects(core.jaxprs_in_params(params))
@@ -248,12 +234,10 @@ def _effects(holders: Iterable[core.Jaxpr | core.JaxprEqn]) -> set[core.Effect]:
 
 
 def exact_products(fn: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Wraps a function so that it runs without `reduce_precision` equations that round a matmul's output to its own dtype.
+    """Wraps a function: runs it without `reduce_precision` equations that round a matmul's output to its own dtype."""
 
-    These equations change no value. `jax.checkpoint` inserts them for residuals, and they prevent XLA from fusing a GELU into
-    the matmul. Each call traces the function. Nested jaxprs are not changed.
-    """
-
+    # These equations change no value. `jax.checkpoint` inserts them for residuals, and they prevent XLA from fusing a GELU into
+    # the matmul. Nested jaxprs are not changed.
     @wraps(fn)
     def run(*args: Tree) -> _Result:
         closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
@@ -285,7 +269,7 @@ def avals(jaxpr: core.Jaxpr) -> Iterator[Aval]:
 
 
 def explicit_axes(aval: Aval | jax.ShapeDtypeStruct) -> list[str | tuple[str, ...]]:
-    """Returns the explicit mesh axes that an array is sharded over: the entries of its PartitionSpec that are not None."""
+    """Returns the explicit mesh axes that an array is sharded over."""
     return [axis for axis in getattr(getattr(aval, "sharding", None), "spec", ()) if axis is not None]
 
 
@@ -296,10 +280,8 @@ def mesh_of(leaves: Iterable[Leaf]) -> jax.sharding.AbstractMesh:
 
 
 def zeros(aval: Aval | Leaf, *lead: int, shape: Sequence[int] | None = None, dtype: DTypeLike | None = None) -> jax.Array:
-    """Makes zeros with the shape and dtype of an abstract value, after the axes `lead`. The dtype may be that of random keys.
-
-    Inside `jax.shard_map`, the type of the array varies over the same mesh axes as the abstract value.
-    """
+    """Makes zeros with the shape and dtype of an abstract value, after the axes `lead`."""
+    # The dtype may be that of random keys. Inside `jax.shard_map`, the type of the array varies over the same mesh axes.
     blank = jnp.zeros((*lead, *(aval.shape if shape is None else shape)), dtype or aval.dtype)
     # `mat.varying` since jax 0.12.
     axes = tuple(getattr(aval, "vma", None) or getattr(getattr(aval, "mat", None), "varying", ()))

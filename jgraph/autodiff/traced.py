@@ -59,47 +59,34 @@ Known: TypeAlias = Array | Missing
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """A matmul of data x and a weight w in a trace.
+    """A matmul of data x and a weight w in a trace."""
 
-    Attributes:
-        eqn: The equation: a `dot_general`, convolution, ragged matmul or grouped matmul.
-        weight: Index of the operand that is the weight, 0 or 1. The other one of these two operands is the data.
-        lead: Lengths of the scans around the equation, outermost first.
-        params: Numbers of the parameters that the weight is computed from.
-        moved: True if only casts, reshapes, slices and other `_MOVES` compute the weight.
-        view: Place of the weight [*lead, ...] in its parameter; None if it is not the whole parameter.
-    """
-
-    eqn: core.JaxprEqn
-    weight: int
-    lead: tuple[int, ...]
-    params: frozenset[int]
-    moved: bool
-    view: View | None
+    eqn: core.JaxprEqn  # a `dot_general`, convolution, ragged matmul or grouped matmul
+    weight: int  # index of the operand that is the weight, 0 or 1
+    lead: tuple[int, ...]  # lengths of the scans around the equation, outermost first
+    params: frozenset[int]  # numbers of the parameters that the weight is computed from
+    moved: bool  # only casts, reshapes, slices and other `_MOVES` compute the weight
+    view: View | None  # place of the weight [*lead, ...] in its parameter; None if it is not the whole parameter
 
     @property
     def data(self) -> int:
-        """Index of the operand that is the data."""
         return 1 - self.weight
 
     @property
     def name(self) -> str:
-        """Name of the primitive, or `GROUPED`."""
         return _name_of(self.eqn)
 
+    # The avals are those inside the scans, without the axes `lead`.
     @property
     def x_aval(self) -> Aval:
-        """Shape and dtype of the data, without the axes `lead`."""
         return aval_of(self.eqn.invars[self.data])
 
     @property
     def w_aval(self) -> Aval:
-        """Shape and dtype of the weight, without the axes `lead`."""
         return aval_of(self.eqn.invars[self.weight])
 
     @property
     def y_aval(self) -> Aval:
-        """Shape and dtype of the result, without the axes `lead`."""
         return aval_of(self.eqn.outvars[0])
 
     def run(self, x: Array, w: Array, extra: Sequence[Array]) -> Array:
@@ -118,12 +105,10 @@ def _name_of(eqn: core.JaxprEqn) -> str:
 
 @dataclass
 class Block:
-    """A jaxpr, its sites, and the blocks of its jit, checkpoint and scan equations that read values computed from parameters.
-
-    The keys of `sites` and `calls` are indices in `jaxpr.eqns`.
-    """
+    """A jaxpr, its sites, and the blocks of its jit, checkpoint and scan equations that read values from parameters."""
 
     jaxpr: core.Jaxpr
+    # The keys are indices in `jaxpr.eqns`.
     sites: dict[int, Site] = field(default_factory=dict)
     calls: dict[int, "Block"] = field(default_factory=dict)
 
@@ -137,19 +122,12 @@ class Block:
 
 @dataclass(frozen=True)
 class _Value:
-    """The properties of a variable.
-
-    Attributes:
-        data: True if the variable is data.
-        params: Numbers of the parameters that it is computed from.
-        moved: True if only primitives in `_MOVES` compute it from the parameters.
-        view: Its place in its parameter if it has all elements once, with the axes of enclosing scans first; otherwise None.
-    """
+    """The properties of a variable."""
 
     data: bool
-    params: frozenset[int] = frozenset()
-    moved: bool = True
-    view: View | None = None
+    params: frozenset[int] = frozenset()  # numbers of the parameters that it is computed from
+    moved: bool = True  # only primitives in `_MOVES` compute it from the parameters
+    view: View | None = None  # its place in its parameter if it has all elements once, with the axes of enclosing scans first
 
 
 _DATA, _CONSTANT = _Value(True), _Value(False)
@@ -159,7 +137,7 @@ _Extra: TypeAlias = tuple[Array, ...]
 
 
 def _mark(stray: dict[int, str], values: Sequence[_Value], by: str, wanted: Iterable[bool] = repeat(True)) -> None:
-    """Records the parameters of wanted values as stray, with the primitive `by`."""
+    # The first use of a parameter is kept.
     for value, is_wanted in zip(values, wanted, strict=False):
         for p in value.params if is_wanted and not value.data else ():
             stray.setdefault(p, by)
@@ -218,23 +196,14 @@ def _weight(name: str, values: Sequence[_Value]) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """The trace of a function `fn(params, *args)`, and its *sites*: matmuls of data and a weight that parameters compute.
+    """The trace of a function `fn(params, *args)`, and its *sites*: matmuls of data and a weight that parameters compute."""
 
-    Attributes:
-        jaxpr: Its inputs are the leaves of params and args.
-        consts: The arrays that the function closes over. Tracers and `MISSING` are data.
-        args: Shapes and dtypes of (params, *args).
-        out: Shapes and dtypes of the result.
-        replaceable: For each leaf of params, False if it counts as data.
-        wanted: For each leaf of the result, False to ignore matmuls that only it needs.
-    """
-
-    jaxpr: core.Jaxpr
-    consts: Sequence[Known]
-    args: tuple[Tree, ...]
-    out: Tree
-    replaceable: Sequence[bool]
-    wanted: Sequence[bool]
+    jaxpr: core.Jaxpr  # its inputs are the leaves of params and args
+    consts: Sequence[Known]  # the arrays that the function closes over; tracers and `MISSING` are data
+    args: tuple[Tree, ...]  # shapes and dtypes of (params, *args)
+    out: Tree  # shapes and dtypes of the result
+    replaceable: Sequence[bool]  # for each leaf of params, False if it counts as data
+    wanted: Sequence[bool]  # for each leaf of the result, False to ignore matmuls that only it needs
 
     @classmethod
     def of(cls, fn: Callable[..., Tree], params: Params, *args: Tree) -> Self:
@@ -247,7 +216,6 @@ class Traced:
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of the parameters, in the order of the leaves."""
         return leaf_names(self.args[0])
 
     @cached_property
@@ -283,43 +251,25 @@ class Traced:
 
     @property
     def stray(self) -> dict[int, str]:
-        """The first use of each parameter other than as the weight of a site, by the index of the parameter.
-
-        A use is the name of a primitive, `the output itself`, `the carry of a scan` or `the output of a scan`.
-        """
+        """The first use of each parameter other than as the weight of a site, by the index of the parameter."""
+        # A use is the name of a primitive, `the output itself`, `the carry of a scan` or `the output of a scan`.
         return self._found[1]
 
     def run(
         self, multiply: Multiply[Given], given: Sequence[Given | None], *args: Tree, consts: Sequence[Array] | None = None
     ) -> tuple[Tree, list[_Extra]]:
-        """Computes the function with other matmuls.
-
-        Args:
-            multiply: Called as `multiply(site, x, w, extra, given)` in place of each site, with the data, the weight, and the
-                other operands, such as group sizes.
-            given: The additional arguments of each site, a tree of arrays with a leading axis for each scan around the site.
-                None keeps the matmul.
-            *args: (params, *args), as traced.
-            consts: The arrays that the function closes over. None takes those of the trace, which must be known.
-
-        Returns:
-            The result, and the other operands of each site with a leading axis for each scan.
-        """
+        """Computes the function with `multiply(site, x, w, extra, given)` in place of each site with a `given`."""
+        # `args` are (params, *args), as traced. `given` has the additional arguments of each site, a tree of arrays with a
+        # leading axis for each scan around the site; None keeps the matmul. The second result has the other operands of each
+        # site, with the same leading axes. Without `consts`, those of the trace must be known.
         consts = self.known if consts is None else consts
         out, extra = _run(self._found[0], consts, jax.tree.leaves(args), given, multiply)
         return jax.tree.unflatten(jax.tree.structure(self.out), out), extra
 
     def weights(self, params: Sequence[Known], consts: Sequence[Known] | None = None, *, keep_dtype: bool) -> list[Known]:
-        """Computes the weight of each site, with a leading axis for each scan around it.
-
-        Args:
-            params: The leaves of params. `MISSING` for a parameter that is data or not needed.
-            consts: The arrays that the function closes over, or `MISSING`. None if weights are not computed from them.
-            keep_dtype: True to skip casts between floating dtypes, so that a weight has the dtype of its parameter.
-
-        Returns:
-            The weights, with `MISSING` for those that are computed from a `MISSING` value.
-        """
+        """Computes the weight of each site, with a leading axis for each scan around it, or `MISSING`."""
+        # `params` are leaves, `MISSING` for a parameter that is data or not needed; so is a weight that is computed from it.
+        # `keep_dtype` skips casts between floating dtypes, so that a weight has the dtype of its parameter.
         consts = [MISSING] * len(self.consts) if consts is None else consts
         args = [*params, *[MISSING] * (len(self.jaxpr.invars) - len(params))]
         return _weights(self._found[0], consts, args, keep_dtype)[1]

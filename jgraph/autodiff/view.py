@@ -31,13 +31,11 @@ def axis_of(factors: Iterable[tuple[int, int]]) -> Factors:
 
 
 def moved(view: View | None, eqn: core.JaxprEqn) -> View | None:
-    """Returns the view of the result of an equation that changes shape or dtype; None if it has not all elements once.
-
-    The first axes of `view` are those of enclosing scans, which the equation does not see.
-    """
+    """Returns the view of the result of an equation that changes shape or dtype; None if it has not all elements once."""
     source, result = aval_of(eqn.invars[0]), aval_of(eqn.outvars[0])
     if view is None or len(eqn.outvars) > 1 or result.size != source.size or not jnp.issubdtype(result.dtype, jnp.floating):
         return None
+    # The first axes of `view` are those of enclosing scans, which the equation does not see.
     lead, own = view[: len(view) - source.ndim], view[len(view) - source.ndim :]
     if eqn.primitive.name == "transpose":
         return (*lead, *(own[i] for i in eqn.params["permutation"]))

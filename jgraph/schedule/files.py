@@ -13,7 +13,7 @@ from jgraph.schedule.schedule import Schedule
 
 
 def from_csv(text: str) -> Schedule:
-    """Parses a table in PyTorch's format: a row per rank without header, and cells such as `5F3`, quoted or not; empty is idle."""
+    """Parses a table in PyTorch's format: a row per rank without header, and cells such as `5F3`, quoted or not, or empty."""
     orders, placement, ticks = [], [], []
     for r, row in enumerate(text.splitlines()):
         cells: list[tuple[int, int, int, int]] = []

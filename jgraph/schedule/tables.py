@@ -190,7 +190,7 @@ def _arrivals(schedule: Schedule, table: TickTable, numbers: Mapping[str, np.nda
 
 
 def phases(table: TickTable) -> tuple[Phase, ...]:
-    """Groups the ticks of an aligned schedule without full backwards into phases of equal rounds. They cover every tick once."""
+    """Groups the ticks of an aligned schedule without full backwards into phases of equal rounds."""
     # A schedule is aligned if, in every tick, all ranks that are not idle run the same kind of action, or a wgrad in its place.
     # A round is a tick of forwards, a tick of dgrads and a tick of wgrads, in this order; each may be missing.
     found = [np.unique(row[row != IDLE]) for row in table.kind]
