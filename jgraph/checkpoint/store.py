@@ -222,12 +222,10 @@ class Checkpoints:
         return ocp.CheckpointManager(self._directory, options=options)
 
     def _finish(self) -> None:
-        """Waits for the save in the background, and reads it back in part.
-
-        Reading all leaves would take as long as writing them. The list of leaves and the smallest leaf show that the files can
-        be found and opened; `restore_latest` verifies the rest. Only process 0 reads, without Orbax's barriers, because `close`
-        runs after an error of one process too.
-        """
+        """Waits for the save in the background, and reads the list of leaves and the smallest leaf back."""
+        # Reading all leaves would take as long as writing them. The list of leaves and the smallest leaf show that the files
+        # can be found and opened; `restore_latest` verifies the rest. Only process 0 reads, without Orbax's barriers, because
+        # `close` runs after an error of one process too.
         unread, self._unread = self._unread, None
         self._manager.wait_until_finished()
         self._manager.check_for_errors()
@@ -297,10 +295,8 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _write_errors(self) -> Iterator[None]:
-        """Converts errors of the disk, raised here or in Orbax's threads, to CheckpointError.
-
-        A save may raise the error of the previous save.
-        """
+        """Converts errors of the disk, raised here or in Orbax's threads, to CheckpointError."""
+        # A save may raise the error of the previous save.
         prefix = f"`run_dir`: checkpoints in {self._directory} cannot be written"
         try:
             yield
@@ -317,24 +313,12 @@ class Checkpoints:
 
 
 class CheckpointReader:
-    """Reads single leaves of a checkpoint by name, and verifies their checksums. Writes nothing.
+    """Reads single leaves of a checkpoint by name, such as `.params['norm']['scale']` (`jax.tree_util.keystr`). Writes nothing.
 
-    The name of a leaf is its path in the saved state in the form of `jax.tree_util.keystr`, for example
-    `.params['norm']['scale']`. All processes of a run call every method together.
-
-    Attributes:
-        step: The step of the checkpoint.
-
-    Args:
-        directory: Directory of the checkpoints, with one subdirectory per step.
-        step: Step of the checkpoint; None for the newest.
-        field: Name of the caller's argument for the step. Errors name it.
-
-    Raises:
-        CheckpointError: If there is no checkpoint, there is none of this step, it was saved for another step, or its list of
-            leaves is damaged; or if the path contains a backslash.
+    Verifies checksums. All processes of a run call every method together. Errors name the caller's argument `field`.
     """
 
+    # The step is None for the newest.
     def __init__(self, directory: Path, step: int | None = None, *, field: str = "step"):
         self._directory, self._field = Path(directory).absolute(), field
         check_path(self._directory, "\\")
@@ -359,34 +343,15 @@ class CheckpointReader:
         self._leaves = {leaf["name"]: (number, leaf) for number, leaf in enumerate(digest["leaves"])}
 
     def read(self, name: str) -> np.ndarray:
-        """Returns a whole leaf on the host, with its saved shape and dtype. Collective: every process must call it.
-
-        Args:
-            name: Name of the leaf.
-
-        Raises:
-            CheckpointError: If the checkpoint has no such leaf, or its data is damaged.
-        """
+        """Returns a whole leaf on the host, with its saved shape and dtype."""
         _, saved = self._leaf(name)
         here = SingleDeviceSharding(jax.local_devices()[0])
         like = jax.ShapeDtypeStruct(tuple(saved["shape"]), jnp.dtype(saved["dtype"]), sharding=here)
         return np.asarray(self.place({name: like})[name])
 
     def place(self, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
-        """Reads several leaves to devices. Collective: all processes call it together, and each reads only its own shards.
-
-        Args:
-            like: The shape and sharding of each leaf to read, by the name of the leaf. A leaf without a sharding is placed on
-                the first device. The dtypes of `like` are ignored.
-
-        Returns:
-            The arrays by name, in their saved dtypes.
-
-        Raises:
-            CheckpointError: If a name in `like` is not in the checkpoint, or a leaf has another shape than in `like` or is
-                damaged.
-            ConfigError: If this process can read its shards, and another process cannot.
-        """
+        """Reads leaves to devices, in their saved shapes and dtypes. Each process reads only its own shards."""
+        # The dtypes of `like` are ignored. A leaf without a sharding is placed on the first device.
         leaves: list[Any] = [ocp.PLACEHOLDER] * len(self._leaves)
         restore_args = [ocp.RestoreArgs()] * len(self._leaves)
         for name, leaf in like.items():
@@ -410,7 +375,6 @@ class CheckpointReader:
         return self._leaves[name]
 
     def close(self) -> None:
-        """Ends Orbax's threads. The reader cannot be used afterwards."""
         self._manager.close()
 
     def _restore(self, name: str, how: ocp.args.CheckpointArgs) -> Any:
@@ -429,11 +393,9 @@ class _DamagedError(Exception):
 
 
 def _attempt(read: Callable[[], _T]) -> tuple[_T | None, str]:
-    """Returns the result of a function that reads files, and "" or the reason why it failed.
-
-    Orbax, TensorStore and JSON raise different errors for damaged files. Hides the tracebacks that Python prints for the
-    coroutines of a failed read when it collects them. The error is not returned, because it would keep them alive.
-    """
+    """Returns the result of a function that reads files, and "" or the reason why it failed."""
+    # Orbax, TensorStore and JSON raise different errors for damaged files. Python prints tracebacks for the coroutines of a
+    # failed read when it collects them. The error is not returned, because it would keep them alive.
     hook, result, reason = sys.unraisablehook, None, ""
     sys.unraisablehook = lambda unraisable: None
     try:
@@ -450,12 +412,8 @@ def _attempt(read: Callable[[], _T]) -> tuple[_T | None, str]:
 
 @functools.cache
 def hide_tracebacks() -> None:
-    """Hides the tracebacks that libraries log or print for a failed save. `Checkpoints` still raises its CheckpointError.
-
-    Sets the loggers `absl` and `asyncio` to the level CRITICAL. Replaces `sys.unraisablehook`, to hide the error "Event loop is
-    closed". Ignores the RuntimeWarning that a coroutine was never awaited. The settings hold for all threads, until the process
-    ends, so a program may call this function but a library should not. Later calls have no effect.
-    """
+    """Hides the tracebacks that libraries log or print for a failed save. `Checkpoints` still raises its CheckpointError."""
+    # The settings hold for all threads, until the process ends, so a program may call this function but a library should not.
     before = sys.unraisablehook
 
     def report(unraisable: "sys.UnraisableHookArgs") -> None:
@@ -469,11 +427,9 @@ def hide_tracebacks() -> None:
 
 
 def check_path(directory: Path, refused: str = "*?[\\") -> None:
-    """Raises CheckpointError if a path has characters that Orbax or TensorStore do not take literally.
-
-    Orbax finds the files of a save by a glob: `run*` finds those of `run1` too, and `run[1]` finds none. It reads without a
-    glob. TensorStore takes a backslash for a slash, and requires UTF-8.
-    """
+    """Raises CheckpointError if a path has characters that Orbax or TensorStore do not take literally."""
+    # Orbax finds the files of a save by a glob: `run*` finds those of `run1` too, and `run[1]` finds none. It reads without a
+    # glob. TensorStore takes a backslash for a slash, and requires UTF-8.
     found = [letter for letter in refused if letter in str(directory)]
     found += ["a byte that is not UTF-8"] if re.search("[\ud800-\udfff]", str(directory)) else []
     if found:
@@ -482,16 +438,8 @@ def check_path(directory: Path, refused: str = "*?[\\") -> None:
 
 
 def check_space(directory: Path, state: Tree, count: int) -> None:
-    """Checks that a disk has room for several copies of a state. Writes nothing.
-
-    Args:
-        directory: A directory on the disk. If missing, its nearest existing parent is used.
-        state: Pytree of arrays or `jax.ShapeDtypeStruct`s. An array that is sharded over devices counts in full.
-        count: Number of copies.
-
-    Raises:
-        CheckpointError: If the copies have more bytes than are free on the disk.
-    """
+    """Raises CheckpointError if `count` copies of a state have more bytes than are free on the disk of a directory."""
+    # An array that is sharded over devices counts in full. A missing directory counts as its nearest existing parent.
     leaves = jax.tree.leaves(state)
     needed = count * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     existing = next(path for path in (directory, *directory.parents) if path.exists())
@@ -504,7 +452,6 @@ def check_space(directory: Path, state: Tree, count: int) -> None:
 
 
 def _has_code(error: BaseException, *codes: int) -> bool:
-    """Returns True if an error, or one of its causes, has one of these codes of the operating system."""
     # TensorStore has the code in its message only.
     names = [name for code in codes for name in (os.strerror(code), errno.errorcode[code])]
     seen: BaseException | None = error
@@ -516,19 +463,9 @@ def _has_code(error: BaseException, *codes: int) -> bool:
 
 
 def checksums(leaves: list[Array], wait: Callable[[list[Array]], list[Array]] = jax.block_until_ready) -> list[int]:
-    """Computes a 32-bit checksum of the bits and positions of the elements of each leaf, on the devices.
-
-    Blocks until the checksums are on the host.
-
-    Args:
-        leaves: Arrays of a boolean, integer or floating-point dtype of 8 to 64 bits, with any sharding. Not donated.
-        wait: Called once with the checksums on the devices, a list of uint32 arrays. Must block until they are computed, and
-            return the list.
-
-    Returns:
-        One integer per leaf, in the same order: in [0, 2**32), or in [0, 2**64) for a leaf of 64 bits. It does not depend on
-        the sharding. Every change of a single element changes it.
-    """
+    """Computes a checksum of the bits and positions of the elements of each leaf, on the devices. Blocks until it is known."""
+    # In [0, 2**32), or in [0, 2**64) for a leaf of 64 bits. It does not depend on the sharding, and every change of a single
+    # element changes it. Leaves are booleans, integers or floats of 8 to 64 bits.
     sums = jax.device_get(wait(_checksums(leaves)))
     return [sum(int(word) << 32 * place for place, word in enumerate(np.ravel(words))) for words in sums]
 
@@ -591,11 +528,9 @@ def _shape(leaf: _Described | None) -> str:
 
 
 def _placed(leaf: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the shape of a leaf with its sharding; the first device if it has none."""
     sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _first_line(error: BaseException) -> str:
-    """Returns the first line of the message of an error, or the name of its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
